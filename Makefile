@@ -1,0 +1,104 @@
+# Muster's commands; `make` alone lists them. They need bash, make, git and Python 3.11 or newer.
+#
+# make itself exits 0 or 2: for a run's own exit code call `.venv/bin/python -m flows.train SPEC`.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.ONESHELL:
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-builtin-rules
+
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+SPEC ?= deployments/runs/quickstart.yaml
+
+# No program started from here reports to anybody or downloads a model.
+export DO_NOT_TRACK := 1
+export PREFECT_SERVER_ANALYTICS_ENABLED := false
+export RAY_USAGE_STATS_ENABLED := 0
+export HF_HUB_OFFLINE := 1
+
+.PHONY: help install train test up down bench constraints
+
+help:  ## list the commands
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
+
+install:  ## install into .venv what is needed, unless that is done
+	@# .installed holds what the venv was made from; .installing stands while one is half made. Both
+	# are looked at under a lock, so that of two makes the second finds the work done.
+	exec 9<Makefile
+	if ! flock -n 9; then
+		echo "Another make is installing into $(VENV): waiting for it." >&2
+		flock -w 1800 9 || { echo "It has not finished within 30 minutes: end it, then try again." >&2; exit 1; }
+	fi
+	wanted="$$({ cat pyproject.toml constraints.txt; pwd; } | sha256sum)"
+	if [ "$$(cat $(VENV)/.installed 2>/dev/null)" = "$$wanted" ] && [ ! -e $(VENV)/.installing ] &&
+		$(PY) -c '' 2>/dev/null; then
+		exit 0
+	fi
+	if [ -e $(VENV)/.installing ] || ! $(PY) -m pip --version >/dev/null 2>&1; then
+		if ! found="$$($(PYTHON) --version 2>&1)"; then
+			echo "There is no '$(PYTHON)' here. Muster needs Python 3.11 or newer: on Debian and Ubuntu, apt-get install python3 python3-venv; one of another name is taken with 'make install PYTHON=python3.12'." >&2
+			exit 1
+		fi
+		if ! $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+			echo "'$(PYTHON)' is $$found. Muster needs Python 3.11 or newer: one of another name is taken with 'make install PYTHON=python3.12'." >&2
+			exit 1
+		fi
+		if ! $(PYTHON) -c 'import ensurepip, venv' 2>/dev/null; then
+			echo "'$(PYTHON)' ($$found) comes without venv and ensurepip: on Debian and Ubuntu, apt-get install python3-venv." >&2
+			exit 1
+		fi
+		echo "Installing into $(VENV): a couple of minutes." >&2
+		$(PYTHON) -m venv --clear $(VENV)
+	else
+		echo "Installing into $(VENV) what has changed: up to a couple of minutes." >&2
+	fi
+	stopped=
+	trap 'stopped=1' INT TERM
+	touch $(VENV)/.installing
+	if $(PY) -m pip install -qq --disable-pip-version-check --no-input -c constraints.txt -e '.[quickstart,dev]' 9<&-; then
+		echo "$$wanted" >$(VENV)/.installed
+		rm $(VENV)/.installing
+	else
+		# pip takes back what it did when it fails, but not when it is interrupted.
+		[ -n "$$stopped" ] || rm $(VENV)/.installing
+		echo "The installation failed; pip says above why. 'make install' tries again." >&2
+		exit 1
+	fi
+
+train: install  ## run the quickstart here [SPEC=file.yaml] [ARGS='--set a.b=c']
+	@exec $(PY) -m flows.train $(SPEC) $(ARGS)
+
+test: install  ## lint, types and tests [ARGS='-k name']
+	@$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	exec $(PY) -m pytest $(ARGS)
+
+up: install  ## start the lasting stack: Prefect, Ray, pool, worker, deployments [PORT=n] [GPUS=n]
+	@exec $(PY) -m deployments.stack up $(if $(PORT),--port $(PORT)) $(if $(GPUS),--gpus $(GPUS))
+
+down:  ## stop all of the lasting stack [PORT=n]
+	@if [ ! -x $(PY) ]; then
+		echo "Nothing is installed in $(VENV), so no stack was started from here." >&2
+		exit 0
+	fi
+	exec $(PY) -m deployments.stack down $(if $(PORT),--port $(PORT))
+
+bench: install  ## measure Muster against other ways [ARGS=name]
+	@exec $(PY) -m tests.benchmarks $(ARGS)
+
+constraints:  ## write constraints.txt anew from what the ranges of pyproject.toml resolve to
+	@scratch="$$(mktemp -d)"
+	trap 'rm -rf "$$scratch"' EXIT
+	$(PYTHON) -m venv "$$scratch"
+	"$$scratch/bin/python" -m pip install -q --disable-pip-version-check --no-input '.[quickstart,dev]'
+	"$$scratch/bin/python" -m pip freeze --exclude muster >"$$scratch/frozen"
+	if grep -vE '^[A-Za-z0-9._-]+==[^ @;]+$$' "$$scratch/frozen"; then
+		echo "These came from somewhere else than a package index; constraints.txt is left as it was." >&2
+		exit 1
+	fi
+	{ sed -n '/^#/p' constraints.txt; LC_ALL=C sort -f "$$scratch/frozen"; } >"$$scratch/constraints.txt"
+	cp "$$scratch/constraints.txt" constraints.txt

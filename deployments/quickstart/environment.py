@@ -1,0 +1,180 @@
+"""The environment of the quickstart: sets the copy task, scores the answers, sends them on.
+
+    python environment.py serve --env.rollout_server_url http://127.0.0.1:8000 \\
+        --openai.base_url http://127.0.0.1:8001/v1
+
+A plain Atropos environment: `--help` lists every setting, and `config_init` the values it has
+here. It ends by itself, with 0, once the trainer's last batch is sent; with 1, and why on stderr,
+when the API or the inference server is gone.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+os.environ["WANDB_MODE"] = "disabled"
+
+import asyncio
+import logging
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from aiohttp import ClientError
+from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup
+from pydantic import Field
+from tenacity import RetryError
+
+from atropos_api import NOT_GENERATED
+from copy_task import ANSWER_TOKENS, draw_digits, prompt_of, reward_of, text_of
+
+TOKENIZER = Path(__file__).resolve().parent / "tokenizer"
+#: A server that refused its health check for so long is gone, not busy.
+INFERENCE_GONE_AFTER_S = 6.0
+SAY_EVERY_S = 2.0
+#: Stands, in `inference_logprobs`, where the policy did not generate the token.
+NO_LOG_PROB = 1.0
+
+
+class InferenceGone(Exception):
+    """The inference server refuses connections; Atropos would wait for it for ever."""
+
+
+class CopyConfig(BaseEnvConfig):
+    """Atropos' settings, and those of the task."""
+
+    seed: int = Field(default=0, description="Of the prompts' digits")
+
+
+class CopyEnvironment(BaseEnv):
+    """Asks for four digits back and rewards the share that is right."""
+
+    name = "copy-four-digits"
+    env_config_cls = CopyConfig
+
+    def __init__(self, config: CopyConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        self._rng = random.Random(config.seed)
+        self._inference_seen_at_s = time.monotonic()
+        self._said_at_s = -SAY_EVERY_S
+        self._groups_scored = 0
+
+    @classmethod
+    def config_init(cls) -> tuple[CopyConfig, list[APIServerConfig]]:
+        config = CopyConfig(
+            tokenizer_name=str(TOKENIZER),
+            group_size=8,
+            max_token_length=32,
+            # Taken from the trainer's registration.
+            total_steps=-1,
+            wandb_name=cls.name,
+            use_wandb=False,
+            # Once the policy is good, most groups are all right, and the trainer still wants them.
+            ensure_scores_are_not_same=False,
+            steps_per_eval=0,
+            max_batches_offpolicy=1,
+            max_num_workers=64,
+            worker_timeout=120,
+        )
+        server = APIServerConfig(
+            server_type="vllm",
+            model_name=cls.name,
+            tokenizer_name=str(TOKENIZER),
+            api_key="none",
+            # Longer than a liveness probe takes to find a trainer that hangs, so that the trainer
+            # is blamed for it.
+            timeout=60,
+        )
+        # Without the list Atropos ignores base_url and waits for a server on port 9004.
+        return config, [server]
+
+    async def setup(self) -> None:
+        """From here on SIGTERM ends the process by the interpreter's own exit.
+
+        That removes the temporary folders that wandb makes on import.
+        """
+        if (manager := asyncio.current_task()) is not None:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, manager.cancel)
+
+    async def evaluate(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing: the reward of the training answers says it all."""
+
+    async def register_env(self) -> None:
+        """Register at the API, which waits for the trainer, and say so on stdout."""
+        take_steps_from_trainer = self.config.total_steps == -1
+        await super().register_env()
+        if take_steps_from_trainer:
+            # Atropos stops once *more* than total_steps batches are queued or taken, and the
+            # trainer is gone after its last.
+            self.config.total_steps -= 1
+        print("environment registered", flush=True)
+
+    async def env_manager(self) -> None:
+        await super().env_manager()
+        print(f"complete: {self._groups_scored} groups scored", flush=True)
+
+    async def get_next_item(self) -> tuple[int, ...]:
+        return draw_digits(self._rng)
+
+    async def collect_trajectories(
+        self, item: tuple[int, ...]
+    ) -> tuple[ScoredDataGroup, list[tuple[int, ...]]]:
+        prompt, answers, log_probs, _ = await self.server.tokens_and_logprobs_completion(
+            prompt=text_of(prompt_of(item)),
+            n=self.config.group_size,
+            max_tokens=ANSWER_TOKENS,
+            temperature=1.0,
+        )
+        group = ScoredDataGroup(
+            tokens=[prompt + answer for answer in answers],
+            masks=[[NOT_GENERATED] * len(prompt) + answer for answer in answers],
+            scores=[reward_of(item, answer) for answer in answers],
+            inference_logprobs=[[NO_LOG_PROB] * len(prompt) + scores for scores in log_probs],
+        )
+        self._groups_scored += 1
+        self._say_progress(sum(group["scores"]) / len(group["scores"]))
+        return group, []
+
+    async def env_step_checks(self) -> None:
+        await super().env_step_checks()
+        now_s = time.monotonic()
+        if any(server.server_healthy for server in self.server.servers):
+            self._inference_seen_at_s = now_s
+        elif now_s - self._inference_seen_at_s > INFERENCE_GONE_AFTER_S:
+            url = self.server.servers[0].config.base_url
+            raise InferenceGone(f"no inference server at {url} for {INFERENCE_GONE_AFTER_S:g} s")
+
+    def _say_progress(self, mean_reward: float) -> None:
+        now_s = time.monotonic()
+        if now_s - self._said_at_s >= SAY_EVERY_S:
+            self._said_at_s = now_s
+            print(
+                f"step {self.curr_step}: {self._groups_scored} groups scored, "
+                f"the last at {mean_reward:.2f}",
+                flush=True,
+            )
+
+
+def main() -> None:
+    # Atropos logs each turn of its loop, at a level of its own that the root's does not undo.
+    logging.basicConfig(format="%(levelname)s: %(message)s")
+    for handler in logging.getLogger().handlers:
+        handler.setLevel(logging.WARNING)
+    try:
+        CopyEnvironment.cli()
+    except asyncio.CancelledError:
+        sys.exit(128 + signal.SIGTERM)
+    except InferenceGone as error:
+        sys.exit(f"environment: {error}")
+    except (RetryError, ClientError) as error:
+        cause = error.last_attempt.exception() if isinstance(error, RetryError) else error
+        sys.exit(f"environment: the API went away: {cause}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""Group-relative policy optimisation: one clipped step of Adam per batch of scored groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from policy import WEIGHT_NAMES, Floats, Policy, Tokens, backward, forward, initial_policy
+
+#: How far a token's probability ratio may move from 1 before its gradient is cut.
+CLIP_RANGE = 0.2
+ADAM_BETA1 = 0.9
+ADAM_BETA2 = 0.999
+ADAM_EPSILON = 1e-8
+DEFAULT_LEARNING_RATE = 0.02
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """The answers of one training step, flattened to one row a generated token."""
+
+    #: What the policy saw before each token, [row, CONTEXT_TOKENS]
+    contexts: Tokens
+    #: The token that was sampled, [row]
+    actions: Tokens
+    #: Its log-probability in nats when it was sampled, [row]
+    old_log_probs: Floats
+    #: The advantage of the answer it belongs to, [row]
+    advantages: Floats
+    #: Mean reward of the answers, 0 to 1
+    mean_reward: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainState:
+    """Everything a training step reads and replaces."""
+
+    #: Steps trained so far
+    step: int
+    policy: Policy
+    #: Adam's mean of the gradient
+    first_moment: Policy
+    #: Adam's mean of the squared gradient
+    second_moment: Policy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepStats:
+    """What one training step reports, all of it measured before the weights moved."""
+
+    #: Mean reward of the batch, 0 to 1
+    reward: float
+    #: Mean entropy of the policy in nats per generated token
+    entropy: float
+    #: The clipped surrogate's negative; about 0 while the data are on-policy
+    loss: float
+    #: Share of tokens whose gradient was cut, 0 to 1
+    clip_fraction: float
+    #: Generated tokens in the batch
+    tokens: int
+
+
+def initial_state(rng: np.random.Generator) -> TrainState:
+    """An untrained policy with Adam at rest; equal generators give equal states."""
+    policy = initial_policy(rng)
+    at_rest = _each(np.zeros_like, policy)
+    return TrainState(step=0, policy=policy, first_moment=at_rest, second_moment=at_rest)
+
+
+def group_advantages(rewards: Floats) -> Floats:
+    """How much better each answer is than its group, in standard deviations.
+
+    All 0 where the whole group got the same reward: such a group teaches nothing.
+    """
+    spread = rewards.std()
+    if spread < 1e-9:
+        return np.zeros_like(rewards)
+    advantages: Floats = (rewards - rewards.mean()) / spread
+    return advantages
+
+
+def loss_and_gradient(policy: Policy, batch: Batch) -> tuple[StepStats, Policy]:
+    """The batch's figures under `policy`, and the gradient of their loss for each weight."""
+    rows = np.arange(len(batch.actions))
+    done = forward(policy, batch.contexts)
+    probs = np.exp(done.log_probs)
+
+    ratios = np.exp(done.log_probs[rows, batch.actions] - batch.old_log_probs)
+    unclipped = ratios * batch.advantages
+    clipped = np.clip(ratios, 1.0 - CLIP_RANGE, 1.0 + CLIP_RANGE) * batch.advantages
+    cut = clipped < unclipped
+
+    # d loss / d log_prob(action), then through the softmax to the logits.
+    log_prob_gradient = np.where(cut, 0.0, -unclipped) / len(rows)
+    logits_gradient = -probs * log_prob_gradient[:, None]
+    logits_gradient[rows, batch.actions] += log_prob_gradient
+
+    stats = StepStats(
+        reward=batch.mean_reward,
+        entropy=float(-(probs * done.log_probs).sum(axis=1).mean()),
+        loss=float(-np.minimum(unclipped, clipped).mean()),
+        clip_fraction=float(cut.mean()),
+        tokens=len(rows),
+    )
+    return stats, backward(policy, done, logits_gradient)
+
+
+def train_step(
+    state: TrainState, batch: Batch, *, learning_rate: float = DEFAULT_LEARNING_RATE
+) -> tuple[TrainState, StepStats]:
+    """The state after one step of Adam on `batch`, and the step's figures; `state` is left alone.
+
+    Raises:
+        FloatingPointError: the loss or a weight is no longer finite.
+    """
+    stats, gradient = loss_and_gradient(state.policy, batch)
+    step = state.step + 1
+    first = _each(lambda m, g: ADAM_BETA1 * m + (1 - ADAM_BETA1) * g, state.first_moment, gradient)
+    second = _each(
+        lambda v, g: ADAM_BETA2 * v + (1 - ADAM_BETA2) * g**2, state.second_moment, gradient
+    )
+
+    def moved(weight: Floats, mean: Floats, square: Floats) -> Floats:
+        mean = mean / (1 - ADAM_BETA1**step)
+        square = square / (1 - ADAM_BETA2**step)
+        return weight - learning_rate * mean / (np.sqrt(square) + ADAM_EPSILON)
+
+    policy = _each(moved, state.policy, first, second)
+    if not all(np.isfinite(getattr(policy, name)).all() for name in WEIGHT_NAMES):
+        raise FloatingPointError(f"step {step} left weights that are not finite ({stats})")
+    moved_on = replace(state, step=step, policy=policy, first_moment=first, second_moment=second)
+    return moved_on, stats
+
+
+def _each(function: Callable[..., Floats], *weights: Policy) -> Policy:
+    """`function` applied to each weight in turn."""
+    return Policy(
+        **{name: function(*(getattr(one, name) for one in weights)) for name in WEIGHT_NAMES}
+    )

@@ -1,0 +1,89 @@
+"""The policy: a one-layer perceptron that reads the last five tokens and scores the next one.
+
+Everything here is a pure function of its arguments. A `Policy` is never changed in place, so a
+thread may go on sampling from one while the trainer builds its successor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+from numpy.typing import NDArray
+
+from copy_task import ANSWER_TOKENS, PAD, VOCABULARY
+
+Floats = NDArray[np.float64]
+Tokens = NDArray[np.int64]
+
+#: Tokens the policy looks back on: exactly far enough to see the digit to copy.
+CONTEXT_TOKENS = ANSWER_TOKENS
+HIDDEN_UNITS = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """The weights; also the shape of what belongs to each weight (a gradient, a moment)."""
+
+    #: [CONTEXT_TOKENS * len(VOCABULARY), HIDDEN_UNITS]
+    hidden_weight: Floats
+    #: [HIDDEN_UNITS]
+    hidden_bias: Floats
+    #: [HIDDEN_UNITS, len(VOCABULARY)]
+    output_weight: Floats
+    #: [len(VOCABULARY)]
+    output_bias: Floats
+
+
+WEIGHT_NAMES: tuple[str, ...] = tuple(field.name for field in fields(Policy))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forward:
+    """One pass through the policy, with what the way back needs."""
+
+    #: One-hot contexts, [row, CONTEXT_TOKENS * len(VOCABULARY)]
+    inputs: Floats
+    #: Activations, [row, HIDDEN_UNITS]
+    hidden: Floats
+    #: Log-probabilities of the next token in nats, [row, len(VOCABULARY)]
+    log_probs: Floats
+
+
+def initial_policy(rng: np.random.Generator) -> Policy:
+    """A policy that is close to indifferent between all tokens; equal generators, equal weights."""
+    inputs = CONTEXT_TOKENS * len(VOCABULARY)
+    return Policy(
+        hidden_weight=rng.normal(0.0, 1.0 / np.sqrt(CONTEXT_TOKENS), (inputs, HIDDEN_UNITS)),
+        hidden_bias=np.zeros(HIDDEN_UNITS),
+        output_weight=rng.normal(0.0, 0.1 / np.sqrt(HIDDEN_UNITS), (HIDDEN_UNITS, len(VOCABULARY))),
+        output_bias=np.zeros(len(VOCABULARY)),
+    )
+
+
+def context_of(tokens: Sequence[int]) -> list[int]:
+    """The last `CONTEXT_TOKENS` of `tokens`, padded on the left."""
+    last = list(tokens[-CONTEXT_TOKENS:])
+    return [PAD] * (CONTEXT_TOKENS - len(last)) + last
+
+
+def forward(policy: Policy, contexts: Tokens) -> Forward:
+    """What the policy makes of `contexts`, [row, CONTEXT_TOKENS]."""
+    inputs = np.eye(len(VOCABULARY))[contexts].reshape(len(contexts), -1)
+    hidden = np.tanh(inputs @ policy.hidden_weight + policy.hidden_bias)
+    logits = hidden @ policy.output_weight + policy.output_bias
+    logits -= logits.max(axis=1, keepdims=True)
+    log_probs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    return Forward(inputs=inputs, hidden=hidden, log_probs=log_probs)
+
+
+def backward(policy: Policy, done: Forward, logits_gradient: Floats) -> Policy:
+    """The gradient for each weight, from that for the logits, [row, len(VOCABULARY)]."""
+    hidden_gradient = (logits_gradient @ policy.output_weight.T) * (1.0 - done.hidden**2)
+    return Policy(
+        hidden_weight=done.inputs.T @ hidden_gradient,
+        hidden_bias=hidden_gradient.sum(axis=0),
+        output_weight=done.hidden.T @ logits_gradient,
+        output_bias=logits_gradient.sum(axis=0),
+    )

@@ -1,0 +1,177 @@
+"""The trainer of the quickstart: serves the policy, takes scored batches, trains on them.
+
+    python trainer.py --api http://127.0.0.1:8000 --port 8001 --steps 60 --out DIR
+
+Exit status: 0 the last step is trained, checkpointed and in metrics.jsonl · 1 it failed, stderr
+says why · 2 the arguments are wrong, nothing was started · 130, 143 interrupted, terminated; the
+last finished step is checkpointed.
+"""
+
+from __future__ import annotations
+
+import os
+
+# The matrices are too small to share out: more threads only spin on cores that others need.
+os.environ["OPENBLAS_NUM_THREADS"] = "1"
+
+import argparse
+import queue
+import signal
+import sys
+import threading
+import traceback
+from pathlib import Path
+
+import numpy as np
+
+from atropos_api import ApiError, AtroposApi
+from checkpoints import BadCheckpoint, load
+from grpo import DEFAULT_LEARNING_RATE, TrainState, initial_state
+from metrics_file import MetricsFile
+from sampler import Sampler
+from serving import InferenceServer
+from training import Plan, Training
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The exit status, after training."""
+    parser = _parser()
+    options = parser.parse_args(argv)
+    if options.batch_size % options.group_size:
+        parser.error("--batch-size: not a multiple of --group-size")
+    try:
+        state, rng = _starting_point(options.seed, options.resume_from)
+    except BadCheckpoint as error:
+        parser.error(f"--resume-from: {error}")
+    if state.step >= options.steps:
+        parser.error(f"--steps {options.steps}: the checkpoint is at step {state.step} already")
+    plan = Plan(
+        steps=options.steps,
+        batch_size=options.batch_size,
+        group_size=options.group_size,
+        learning_rate=options.learning_rate,
+        checkpoint_every=options.checkpoint_every,
+        folder=options.out / "checkpoints",
+    )
+    try:
+        plan.folder.mkdir(parents=True, exist_ok=True)
+        metrics = MetricsFile(options.out / "metrics.jsonl", resumed_step=state.step)
+    except OSError as error:
+        parser.error(f"--out: {error}")
+
+    sampler = Sampler(state.policy, step=state.step, rng=rng)
+    training = Training(
+        plan, api=AtroposApi(options.api), sampler=sampler, state=state, metrics=metrics
+    )
+    try:
+        with InferenceServer(sampler, port=options.port) as server:
+            print(f"inference on {server.url}, weights of step {state.step}", flush=True)
+            return _supervise(training)
+    except OSError as error:
+        return _failed(f"cannot serve on port {options.port}: {error}")
+
+
+def _supervise(training: Training) -> int:
+    """The exit status, once training ends or a signal ends it.
+
+    The loop runs in a thread that may be left behind: while it waits for an API that hangs, a
+    signal still ends the process at once.
+    """
+    #: A signal, what went wrong, or None when training is complete.
+    endings: queue.SimpleQueue[signal.Signals | Exception | None] = queue.SimpleQueue()
+
+    def train() -> None:
+        try:
+            training.run()
+        except Exception as error:
+            endings.put(error)
+        else:
+            endings.put(None)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, _frame: endings.put(signal.Signals(number)))
+    threading.Thread(target=train, name="training", daemon=True).start()
+
+    match endings.get():
+        case None:
+            print(f"complete: {training.state.step} steps trained", flush=True)
+            return 0
+        case signal.Signals() as number:
+            status = 128 + number
+            print(f"{number.name}: stopping", flush=True)
+        case ApiError() | OSError() | FloatingPointError() as error:
+            status = _failed(str(error))
+        case error:
+            traceback.print_exception(error)
+            status = _failed(repr(error))
+    try:
+        print(f"step {training.checkpoint()} is checkpointed", flush=True)
+    except OSError as error:
+        status = _failed(f"no checkpoint: {error}")
+    return status
+
+
+def _failed(message: str) -> int:
+    print(f"trainer: {message}", file=sys.stderr, flush=True)
+    return 1
+
+
+def _starting_point(seed: int, resume_from: Path | None) -> tuple[TrainState, np.random.Generator]:
+    if resume_from is None:
+        for_weights, for_sampling = np.random.SeedSequence(seed).spawn(2)
+        state = initial_state(np.random.default_rng(for_weights))
+        return state, np.random.default_rng(for_sampling)
+    checkpoint = load(resume_from)
+    rng = np.random.default_rng()
+    rng.bit_generator.state = checkpoint.rng_state
+    return checkpoint.state, rng
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="The quickstart's trainer: GRPO on a CPU.")
+    add = parser.add_argument
+    add("--api", type=_url, required=True, help="where the Atropos API listens, http://HOST:PORT")
+    add("--port", type=_port, required=True, help="port to serve inference on; 0 takes a free one")
+    add("--steps", type=_positive, required=True, help="the step to stop after")
+    add("--out", type=Path, required=True, help="folder for metrics.jsonl and checkpoints/")
+    add("--seed", type=_natural, default=0, help="of the initial weights and of sampling")
+    add("--batch-size", type=_positive, default=128, help="answers in a batch")
+    add("--group-size", type=_positive, default=8, help="answers to one prompt")
+    add("--learning-rate", type=_rate, default=DEFAULT_LEARNING_RATE)
+    add("--checkpoint-every", type=_positive, default=10, help="steps between checkpoints")
+    add("--resume-from", type=Path, help="a checkpoint, or the folder of an earlier training")
+    return parser
+
+
+def _natural(text: str) -> int:
+    if (value := int(text)) < 0:
+        raise argparse.ArgumentTypeError(f"{text} is below 0")
+    return value
+
+
+def _positive(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is below 1")
+    return value
+
+
+def _port(text: str) -> int:
+    if (value := _natural(text)) > 65535:
+        raise argparse.ArgumentTypeError(f"{text} is above 65535")
+    return value
+
+
+def _rate(text: str) -> float:
+    if not 0 < (value := float(text)) < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return value
+
+
+def _url(text: str) -> str:
+    if not text.startswith("http://"):
+        raise argparse.ArgumentTypeError(f"{text} does not start with http://")
+    return text
+
+
+if __name__ == "__main__":
+    sys.exit(main())

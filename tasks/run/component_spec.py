@@ -1,0 +1,156 @@
+"""The components of a run spec: what each runs, and how it is watched and stopped."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field, GetCoreSchemaHandler
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+from tasks.run.fields import (
+    PART_NAME,
+    Env,
+    Model,
+    PartName,
+    Text,
+    Unique,
+    Words,
+    collected,
+    did_you_mean,
+    refused,
+    shown,
+    with_text_keys,
+)
+from tasks.run.fleet_spec import Rollout
+from tasks.run.probes import LiveProbe, ReadyProbe
+
+OnExitZero = Literal["complete", "drain", "fail"]
+Launcher = Literal["process", "ray_job"]
+
+
+def _is_signal(name: str) -> str:
+    names = signal.Signals.__members__
+    if name not in names:
+        near = f"did you mean `SIG{name}`?" if f"SIG{name}" in names else ""
+        remedy = near or did_you_mean(name.upper(), names) or "write for example SIGINT"
+        raise refused(f"no signal of this system: {name!r}", remedy)
+    return name
+
+
+class Stop(Model):
+    """How a component is asked to end."""
+
+    signal: Annotated[Text, AfterValidator(_is_signal)] = Field(
+        "SIGTERM",
+        title="Signal",
+        description="Sent first, by its name.",
+        examples=["SIGTERM", "SIGINT"],
+    )
+    grace_s: Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)] = Field(
+        10,
+        title="Grace (seconds)",
+        description="What is left of the component after so long is killed.",
+    )
+
+
+class Component(Model):
+    """One program of the run, with all the processes that it starts."""
+
+    launcher: Launcher = Field(
+        "process",
+        title="Launcher",
+        description="process: on this machine. ray_job: submitted to the Ray cluster.",
+    )
+    command: Words = Field(
+        title="Command",
+        description=(
+            "The program and its arguments, one item each; no shell splits them. "
+            "${api.port} and the like are filled in."
+        ),
+        examples=[["python", "train.py", "--port", "${trainer.port}"]],
+    )
+    env: Env = Field(
+        default_factory=dict,
+        title="Environment variables",
+        description="For this component only; they win over the run's.",
+        examples=[{"OMP_NUM_THREADS": "4"}],
+    )
+    cwd: Text | None = Field(
+        None,
+        title="Working directory",
+        description="Relative to the project's root; left out: the run's.",
+    )
+    ports: Annotated[tuple[PartName, ...], Unique] = Field(
+        (),
+        title="Ports",
+        description="More free ports, by name: `metrics` is ${NAME.ports.metrics}.",
+        examples=[["metrics"]],
+    )
+    ready: ReadyProbe | None = Field(
+        None,
+        title="Ready",
+        description="When it may receive work; left out: as soon as it is started.",
+        examples=[{"http": "http://127.0.0.1:${api.port}/info", "within_s": 60}],
+    )
+    live: LiveProbe | None = Field(
+        None,
+        title="Live",
+        description="Whether it still works while it runs; its death is seen without this.",
+        examples=[{"http": "http://127.0.0.1:${trainer.port}/health"}],
+    )
+    on_exit_zero: OnExitZero | None = Field(
+        None,
+        title="On exit 0",
+        description=(
+            "complete: the run is done. drain: its part is done, the run goes on. fail: the run "
+            "has failed. Left out: complete for trainer and environment, else fail."
+        ),
+    )
+    stop: Stop = Field(default_factory=Stop, title="Stop", description="How it is asked to end.")
+
+
+class ByName:
+    """Schema of `components`: a fleet under `rollout`, a component under any other name.
+
+    Only the names that a form should offer are listed; the order stays that of the file, in which
+    the components are started.
+    """
+
+    offered = ("api", "rollout", "trainer", "environment")
+
+    def __get_pydantic_core_schema__(
+        self, source: object, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        component = handler.generate_schema(Component)
+        fleet = handler.generate_schema(Rollout)
+        fields = {
+            name: core_schema.typed_dict_field(
+                fleet if name == "rollout" else component, required=False
+            )
+            for name in self.offered
+        }
+        by_name = core_schema.typed_dict_schema(
+            fields, extras_schema=component, extra_behavior="allow", total=False
+        )
+        return core_schema.no_info_wrap_validator_function(self._in_order, by_name)
+
+    def _in_order(
+        self, data: object, handler: core_schema.ValidatorFunctionWrapHandler
+    ) -> dict[str, Component | Rollout]:
+        if not isinstance(data, Mapping):
+            raise refused(f"must be a mapping, found {shown(data)}", "write NAME: {command: [...]}")
+        if not data:
+            raise refused("must not be empty", "write at least one: trainer: {command: [...]}")
+        written, refusals = with_text_keys(data)
+        for name in written:
+            try:
+                PART_NAME.checked(name)
+            except PydanticCustomError as error:
+                refusals.append(((name,), error))
+        valid = collected("Components", refusals, lambda: handler(written))
+        return {name: valid[name] for name in written}
+
+
+Components = Annotated[Mapping[str, Component | Rollout], ByName()]

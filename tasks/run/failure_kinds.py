@@ -1,0 +1,55 @@
+"""The kinds of failure: what a run died of decides whether it is tried again."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class FailureKind(StrEnum):
+    """Why an attempt failed, named by what should happen next.
+
+    A symptom (`COLLECTIVE_TIMEOUT`, a bare SIGKILL) counts only where nothing else is recognised.
+    Source: shared/facts/rl-stack.md.
+    """
+
+    #: The cluster had no room after all: verl's `Total available GPUs ... is less than`, `cannot be
+    #: satisfied in this ray cluster`, vLLM's and NeMo-RL's texts. Back to the queue, without limit.
+    INSUFFICIENT_RESOURCES = "INSUFFICIENT_RESOURCES"
+    #: The job was accepted but did not take its GPUs by our deadline, or Ray's job supervisor did
+    #: not start. Back to the queue, without limit.
+    START_TIMEOUT = "START_TIMEOUT"
+    #: The gang is larger than the cluster can ever be. Failed, with the numbers.
+    INFEASIBLE = "INFEASIBLE"
+    #: A component lived but its readiness probe did not pass by `within_s`. Failed.
+    NOT_READY = "NOT_READY"
+    #: `NVRM: Xid` of a broken device, uncorrectable ECC, fallen off the bus. Worth another try,
+    #: without that node.
+    GPU_HARDWARE = "GPU_HARDWARE"
+    #: NodeDiedError, a dead raylet, a node marked dead. Worth another try, without that node.
+    NODE_LOST = "NODE_LOST"
+    #: The kernel's or Ray's out-of-memory killer. Failed: it would be killed again.
+    HOST_OOM = "HOST_OOM"
+    #: `CUDA out of memory`. Failed: it would not fit again.
+    CUDA_OOM = "CUDA_OOM"
+    #: No space left, a stale NFS handle. Worth another try.
+    STORAGE = "STORAGE"
+    #: Connection refused or reset, a name that does not resolve. Worth another try.
+    NETWORK = "NETWORK"
+    #: Address already in use. Worth another try: each attempt gets fresh ports.
+    PORT_CONFLICT = "PORT_CONFLICT"
+    #: NCCL's watchdog. A cascade, so first look for what came before it; worth another try.
+    COLLECTIVE_TIMEOUT = "COLLECTIVE_TIMEOUT"
+    #: Missed `live` probes, or neither progress nor output for `stall_after_s`. Failed.
+    STALLED = "STALLED"
+    #: A file, module, key, type or value that the user can mend. Failed.
+    USER_ERROR = "USER_ERROR"
+    #: Any other traceback, or a loss that is not finite. Failed.
+    RUNTIME_ERROR = "RUNTIME_ERROR"
+    #: The outcome is not known: asked again before anything is submitted.
+    LOST_CONTACT = "LOST_CONTACT"
+    #: Nothing was recognised. Failed.
+    UNKNOWN = "UNKNOWN"
+
+
+#: Tried again without limit and without being listed: the run did nothing wrong.
+REQUEUED = frozenset({FailureKind.INSUFFICIENT_RESOURCES, FailureKind.START_TIMEOUT})

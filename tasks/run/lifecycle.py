@@ -1,0 +1,57 @@
+"""The states of a run and the moves between them."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from tasks.run.errors import IllegalTransition
+
+
+class RunState(Enum):
+    """Where a run stands, as `run.json` and the event `run.state` say it."""
+
+    #: Submitted; nobody has looked at it yet.
+    QUEUED = "queued"
+    #: Waits, without a process, for its whole gang of GPUs.
+    PENDING_RESOURCES = "pending_resources"
+    #: Has its gang; its flow process is on its way.
+    ADMITTED = "admitted"
+    #: Components are being started in order.
+    STARTING = "starting"
+    #: Every component is ready.
+    RUNNING = "running"
+    #: Its fate is decided; components are being stopped in reverse order.
+    STOPPING = "stopping"
+    #: Did what its spec asks as evidence of success, and left nothing behind.
+    COMPLETED = "completed"
+    #: Did not; the failure says why.
+    FAILED = "failed"
+    #: Was ended by a person, or with the process that ran it.
+    CANCELLED = "cancelled"
+
+    @property
+    def is_final(self) -> bool:
+        return not LEGAL_MOVES[self]
+
+
+_S = RunState
+#: `LEGAL_MOVES[from] -> to`. Every way out of a state in which components may live leads through
+#: STOPPING, so no run is final with a component alive.
+LEGAL_MOVES: dict[RunState, frozenset[RunState]] = {
+    _S.QUEUED: frozenset({_S.PENDING_RESOURCES, _S.ADMITTED, _S.FAILED, _S.CANCELLED}),
+    _S.PENDING_RESOURCES: frozenset({_S.ADMITTED, _S.FAILED, _S.CANCELLED}),
+    _S.ADMITTED: frozenset({_S.STARTING, _S.PENDING_RESOURCES, _S.FAILED, _S.CANCELLED}),
+    _S.STARTING: frozenset({_S.RUNNING, _S.STOPPING}),
+    _S.RUNNING: frozenset({_S.STOPPING}),
+    # A failed attempt whose kind is retried goes back to wait for its next one.
+    _S.STOPPING: frozenset({_S.COMPLETED, _S.FAILED, _S.CANCELLED, _S.PENDING_RESOURCES}),
+    _S.COMPLETED: frozenset(),
+    _S.FAILED: frozenset(),
+    _S.CANCELLED: frozenset(),
+}
+
+
+def check_move(before: RunState, after: RunState) -> None:
+    """Raises: IllegalTransition, when the table of legal moves does not have this one."""
+    if after not in LEGAL_MOVES[before]:
+        raise IllegalTransition(f"a run can't go from {before.value} to {after.value}")

@@ -1,0 +1,178 @@
+"""Reading run specs, and writing them down again."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tasks.run import placeholders
+from tasks.run.errors import Fault, InvalidSpec
+from tasks.run.fields import shown
+from tasks.run.masking import mask_text, masked, secret_values
+from tasks.run.overrides import apply_override
+from tasks.run.spec import RunSpec
+from tasks.run.written_yaml import parse, read_text
+
+
+def load_spec(path: Path, overrides: Sequence[str] = ()) -> RunSpec:
+    """The run spec of a YAML file.
+
+    Args:
+        path: The file.
+        overrides: `a.b=c` each, applied in order; see `overrides`.
+
+    Raises:
+        InvalidSpec: With every fault of the file and of the overrides, in file order.
+    """
+    data, faults = parse(read_text(path))
+    if data is None and faults:
+        raise InvalidSpec(faults, str(path))
+    return _checked(data, overrides, str(path), faults)
+
+
+def parse_spec(
+    data: object, overrides: Sequence[str] = (), source: str = "the run spec"
+) -> RunSpec:
+    """The run spec that plain data hold, such as a flow's parameter.
+
+    Args:
+        data: A mapping, which is left as it is, or a `RunSpec`, whose placeholders and features
+            are then checked too.
+        overrides: `a.b=c` each, applied in order.
+        source: What a person calls the data.
+
+    Raises:
+        InvalidSpec: With every fault of the data and of the overrides, in the data's order.
+    """
+    return _checked(data, overrides, source, ())
+
+
+def unsupported(spec: RunSpec) -> tuple[Fault, ...]:
+    """One fault for each thing that is well written but cannot be done yet."""
+    return tuple(_unsupported(spec.written()))
+
+
+def spec_as_yaml(spec: RunSpec, *, mask_secrets: bool = False) -> str:
+    """The spec as a YAML file that loads to an equal spec; keys left out stay out.
+
+    Args:
+        spec: The spec.
+        mask_secrets: Mask environment variables that look secret, and their values wherever else
+            they stand.
+    """
+    written: object = spec.written()
+    if mask_secrets:
+        written = _masked(spec, spec.written())
+    return yaml.safe_dump(
+        written,
+        sort_keys=False,
+        allow_unicode=True,
+        default_flow_style=None,
+        width=2**31,  # a folded command is hard to copy
+    )
+
+
+def _checked(
+    data: object, overrides: Sequence[str], source: str, found: Sequence[Fault]
+) -> RunSpec:
+    written = data.written() if isinstance(data, RunSpec) else copy.deepcopy(data)
+    if not isinstance(written, dict):
+        problem = f"must be a mapping, found {shown(written)}"
+        fault = Fault(path="", problem=problem, remedy="write `name: ...` and so on")
+        raise InvalidSpec((*found, fault), source)
+
+    faults = list(found)
+    for override in overrides:
+        faults += apply_override(written, override)
+    spec: RunSpec | None = None
+    try:
+        spec = RunSpec.model_validate(written)
+    except InvalidSpec as error:
+        faults += error.faults
+    faults += placeholders.faults_in(written)
+    faults += _unsupported(written)
+
+    if spec is None or faults:
+        raise InvalidSpec(_in_file_order(faults, written), source)
+    return spec
+
+
+def _unsupported(written: Mapping[str, Any]) -> Iterator[Fault]:
+    if written.get("gang") is not None:
+        yield _not_yet("gang", "runs on a shared cluster come with the gang queue", "leave it out")
+    if written.get("on_lost_flow") == "adopt":
+        yield _not_yet("on_lost_flow", "adoption comes with Ray jobs", "write stop")
+    if written.get("containment") == "namespace":
+        yield _not_yet("containment", "namespaces come with the containment levels", "write auto")
+    for name, component in _mapping(written.get("components")).items():
+        path = f"components.{name}"
+        if name == "rollout":
+            yield _not_yet(path, "a fleet of inference servers comes later", "leave it out")
+            continue
+        if _mapping(component).get("launcher") == "ray_job":
+            yield _not_yet(f"{path}.launcher", "Ray jobs come later", "write process")
+        if _mapping(_mapping(component).get("live")).get("processes") is not None:
+            reason = "the watch over child processes comes with the containment levels"
+            yield _not_yet(f"{path}.live.processes", reason, "leave it out")
+
+
+def _not_yet(path: str, reason: str, remedy: str) -> Fault:
+    return Fault(path=path, problem=f"not supported yet: {reason}", remedy=remedy)
+
+
+def _in_file_order(faults: Sequence[Fault], written: Mapping[str, Any]) -> tuple[Fault, ...]:
+    """The faults by where their path begins in the data; what is not there comes last of its
+    mapping, and what no path leads to, last of all."""
+    places = {path: index for index, path in enumerate(_paths(written))}
+
+    def rank(fault: Fault) -> tuple[int, int]:
+        path = fault.path
+        while path and path not in places:
+            path = path.rpartition(".")[0]
+        if path == fault.path:
+            return places.get(path, -1), 0
+        inside = [index for place, index in places.items() if place.startswith(f"{path}.")]
+        return max(inside, default=len(places)) if path else len(places), 1
+
+    return tuple(sorted(dict.fromkeys(faults), key=rank))
+
+
+def _paths(node: object, path: str = "", above: tuple[int, ...] = ()) -> Iterator[str]:
+    if id(node) in above:  # YAML can write a list that holds itself
+        return
+    items: Iterator[tuple[object, object]] = iter(())
+    if isinstance(node, Mapping):
+        items = iter(node.items())
+    elif isinstance(node, list | tuple):
+        items = iter(enumerate(node))
+    for key, value in items:
+        below = f"{path}.{key}" if path else str(key)
+        yield below
+        yield from _paths(value, below, (*above, id(node)))
+
+
+def _masked(spec: RunSpec, written: dict[str, Any]) -> object:
+    envs = [written, *written["components"].values()]
+    secrets = {value for part in envs for value in secret_values(part.get("env", {}))}
+    for part in envs:
+        if "env" in part:
+            part["env"] = masked(part["env"])
+    return _without(written, secrets)
+
+
+def _without(node: object, secrets: set[str]) -> object:
+    if isinstance(node, str):
+        return mask_text(node, secrets)
+    if isinstance(node, dict):
+        return {key: _without(value, secrets) for key, value in node.items()}
+    if isinstance(node, list):
+        return [_without(item, secrets) for item in node]
+    return node
+
+
+def _mapping(value: object) -> Mapping[Any, Any]:
+    return value if isinstance(value, Mapping) else {}

@@ -1,0 +1,126 @@
+"""What became of a run: how its processes ended, and the one failure that explains it."""
+
+from __future__ import annotations
+
+import signal as signals
+from dataclasses import dataclass, replace
+
+from tasks.run.failure_kinds import FailureKind
+from tasks.run.lifecycle import RunState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exit:
+    """How a process ended: an exit code, or the signal that ended it, or neither is known."""
+
+    exit_code: int | None
+    signal: int | None
+    #: When its parent saw it, CLOCK_MONOTONIC seconds, comparable between processes.
+    at_monotonic_s: float
+    #: What made the status unusual or unknown.
+    note: str = ""
+
+    @property
+    def is_zero(self) -> bool:
+        return self.exit_code == 0
+
+    @property
+    def signal_name(self) -> str | None:
+        return signal_name(self.signal) if self.signal is not None else None
+
+    def __str__(self) -> str:
+        if self.signal is not None:
+            text = f"killed by {signal_name(self.signal)}"
+        elif self.exit_code is not None:
+            text = f"exit code {self.exit_code}"
+        else:
+            text = "exit status unknown"
+        return f"{text}: {self.note}" if self.note else text
+
+
+def signal_name(signum: int) -> str:
+    """`SIGSEGV` for 11; `signal 35` for what has no name."""
+    try:
+        return signals.Signals(signum).name
+    except ValueError:
+        return f"signal {signum}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """Why a run failed: the first component to fail, never a victim of the teardown."""
+
+    kind: FailureKind
+    #: One line for people: what happened, what was found, what to look at.
+    message: str
+    #: The component to blame; None when none is, as for a gang that can't fit.
+    component: str | None = None
+    exit_code: int | None = None
+    #: `SIGSEGV`.
+    signal: str | None = None
+    #: The id of the rule that recognised it.
+    rule: str = ""
+    #: The line of the log that the rule matched.
+    line: str = ""
+    #: What to do about it, where that is known.
+    hint: str = ""
+    #: The last lines of the component's log.
+    log_tail: str = ""
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "kind": self.kind.value,
+            "component": self.component,
+            "exit_code": self.exit_code,
+            "signal": self.signal,
+            "message": self.message,
+            "rule": self.rule,
+            "line": self.line,
+            "hint": self.hint,
+            "log_tail": self.log_tail,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """How one attempt ended."""
+
+    #: COMPLETED, FAILED or CANCELLED.
+    state: RunState
+    #: One line: `60/60 steps`, `RUNTIME_ERROR: trainer killed by SIGSEGV ...`.
+    message: str
+    #: Set when failed, and only then.
+    failure: Failure | None = None
+    #: What the verdict came from, CLOCK_MONOTONIC seconds: the earliest one holds.
+    at_monotonic_s: float = 0.0
+
+    @staticmethod
+    def failed(failure: Failure, at_monotonic_s: float) -> Verdict:
+        return Verdict(
+            state=RunState.FAILED,
+            message=f"{failure.kind.value}: {failure.message}",
+            failure=failure,
+            at_monotonic_s=at_monotonic_s,
+        )
+
+    def with_remains(self, left: dict[str, tuple[int, ...]]) -> Verdict:
+        """The verdict of an attempt whose processes could not all be ended: never a clean one."""
+        pids = "; ".join(f"{name}: {', '.join(map(str, p))}" for name, p in left.items())
+        remains = (
+            f"processes outlived SIGKILL ({pids}); see /proc/PID/stack for the device or file "
+            "system they wait on, their GPUs are not free"
+        )
+        if self.failure is not None:
+            return Verdict.failed(
+                replace(self.failure, message=f"{self.failure.message}; and {remains}"),
+                self.at_monotonic_s,
+            )
+        return Verdict.failed(
+            Failure(
+                kind=FailureKind.UNKNOWN,
+                component=next(iter(left)),
+                message=f"{self.message}, but {remains}",
+                rule="teardown-incomplete",
+            ),
+            self.at_monotonic_s,
+        )

@@ -1,0 +1,184 @@
+"""The `${name}` language: where a spec may use it, and what a text becomes.
+
+Works on plain mappings and lists, so that a spec with other faults can be checked too; `template`
+offers the same for a `RunSpec`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import Enum
+
+from tasks.run.errors import Fault
+
+
+class Kind(Enum):
+    """What a text that may hold placeholders is."""
+
+    #: The value replaces the placeholder as it is.
+    TEXT = "text"
+    #: A regular expression: the value is matched literally.
+    PATTERN = "pattern"
+
+
+Change = Callable[[str, str, Kind], str]
+
+# Leftmost first: `$${` is taken before the `${` inside it.
+_TOKEN = re.compile(r"\$\$\{|\$\{([^{}]*)\}|\$\{")
+
+_TEXTS: dict[str, object] = {"*": Kind.TEXT}
+_PROBE: dict[str, object] = {
+    "http": Kind.TEXT,
+    "json": {"*": Kind.TEXT},
+    "tcp": Kind.TEXT,
+    "log": Kind.PATTERN,
+    "file": Kind.TEXT,
+    "processes": Kind.PATTERN,
+}
+_COMPONENT: dict[str, object] = {
+    "command": _TEXTS,
+    "env": _TEXTS,
+    "cwd": Kind.TEXT,
+    "ready": _PROBE,
+    "live": _PROBE,
+}
+#: Where placeholders are allowed; elsewhere `${` is plain text.
+_PLACES: dict[str, object] = {
+    "env": _TEXTS,
+    "cwd": Kind.TEXT,
+    "components": {"*": _COMPONENT, "rollout": {}},  # the fleet's `${server.x}` are not ours
+    "progress": {"http": Kind.TEXT, "jsonl": Kind.TEXT},
+}
+
+_ALWAYS = ("run.id", "run.dir", "attempt.number", "attempt.dir", "attempt.resume_from")
+
+
+def substituted(text: str, value_of: Callable[[str], str]) -> str:
+    """The text with each `${name}` replaced and each `$${` made a literal `${`.
+
+    An unterminated `${` stays as it is: `faults_in` reports it.
+    """
+
+    def one(match: re.Match[str]) -> str:
+        name = match.group(1)
+        if name is not None:
+            return value_of(name)
+        return "${"
+
+    return _TOKEN.sub(one, text)
+
+
+def is_templated(text: str) -> bool:
+    """Whether something is still to be filled in: false where every `${` is a literal one."""
+    return any(match.group(0) != "$${" for match in _TOKEN.finditer(text))
+
+
+def rewritten(data: object, change: Change) -> object:
+    """A copy of a written spec in which `change(path, text, kind)` replaced each text."""
+    return _rewritten(data, _PLACES, "", change)
+
+
+def _rewritten(node: object, pattern: object, path: str, change: Change) -> object:
+    if isinstance(pattern, Kind) and isinstance(node, str):
+        return change(path, node, pattern)
+    if isinstance(node, Mapping):
+        return {
+            key: _rewritten(value, _below(pattern, key), _joined(path, key), change)
+            for key, value in node.items()
+        }
+    if isinstance(node, list | tuple):
+        return [
+            _rewritten(value, _below(pattern, "*"), _joined(path, index), change)
+            for index, value in enumerate(node)
+        ]
+    return node
+
+
+def _below(pattern: object, key: object) -> object:
+    if isinstance(pattern, dict):
+        return pattern.get(key, pattern.get("*"))
+    return pattern  # a condition such as {not: TEXT} is text throughout
+
+
+def _joined(path: str, key: object) -> str:
+    return f"{path}.{key}" if path else str(key)
+
+
+def names_in(data: object) -> frozenset[str]:
+    """Every name that a written spec may use.
+
+    `NAME.port` for each component, `NAME.ports.OTHER` for each port that it lists, and, where they
+    are set, `progress.total` and `success.step`, so that a spec can name its step count once.
+    """
+    names = set(_ALWAYS)
+    names.update(f"{section}.{key}" for section, key, _ in numbers_in(data))
+    for component, keys in _mapping(_mapping(data).get("components")).items():
+        names.add(f"{component}.port")
+        if component == "rollout":
+            names.add("rollout.url")
+        ports = _mapping(keys).get("ports")
+        if isinstance(ports, list | tuple):
+            names.update(f"{component}.ports.{port}" for port in ports)
+    return frozenset(names)
+
+
+def numbers_in(data: object) -> Iterator[tuple[str, str, int]]:
+    """The step counts that the spec itself gives a value: section, key, number."""
+    for section, key in (("progress", "total"), ("success", "step")):
+        number = _mapping(_mapping(data).get(section)).get(key)
+        if isinstance(number, int) and not isinstance(number, bool):
+            yield section, key, number
+
+
+def names_used(data: object) -> tuple[str, ...]:
+    """The names that the written spec uses, each once, in file order."""
+    used: dict[str, None] = {}
+
+    def note(_path: str, text: str, _kind: Kind) -> str:
+        return substituted(text, lambda name: used.setdefault(name) or "")
+
+    rewritten(data, note)
+    return tuple(used)
+
+
+def faults_in(data: object) -> tuple[Fault, ...]:
+    """One fault for each unknown name and each text with a `${` that is never closed."""
+    known = sorted(names_in(data))
+    faults: list[Fault] = []
+
+    def check(path: str, text: str, _kind: Kind) -> str:
+        for match in _TOKEN.finditer(text):
+            name = match.group(1)
+            if match.group(0) == "${":
+                faults.append(_unterminated(path))
+            elif name is not None and name not in known:
+                faults.append(_unknown(path, name, known))
+        return text
+
+    rewritten(data, check)
+    return tuple(dict.fromkeys(faults))
+
+
+def _unterminated(path: str) -> Fault:
+    return Fault(
+        path=path,
+        problem="a `${` without its `}`",
+        remedy="close it, or write `$${` for a literal `${`",
+    )
+
+
+def _unknown(path: str, name: str, known: Sequence[str]) -> Fault:
+    near = difflib.get_close_matches(name.strip(), known, n=1)
+    if near:
+        remedy = f"did you mean `${{{near[0]}}}`?"
+    else:
+        remedy = (
+            f"known are {', '.join(known)}; `$${{{name}}}` is left for a shell as `${{{name}}}`"
+        )
+    return Fault(path=path, problem=f"unknown name `${{{name}}}`", remedy=remedy)
+
+
+def _mapping(value: object) -> Mapping[object, object]:
+    return value if isinstance(value, Mapping) else {}

@@ -1,0 +1,159 @@
+"""The record of a run, `run.json`: what happened to it, attempt by attempt.
+
+It is the one owner of the run's state. Attempts and components change by the events they emit,
+the run itself by `move`; each change replaces the file atomically.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tasks.run.events import Event
+from tasks.run.lifecycle import RunState, check_move
+from tasks.run.outcome import Verdict
+
+_log = logging.getLogger(__name__)
+
+#: The state that an attempt's event brings the run to.
+_STATE_AFTER = {
+    "attempt.begun": RunState.STARTING,
+    "attempt.ready": RunState.RUNNING,
+    "teardown.begun": RunState.STOPPING,
+}
+
+
+def write_json(path: Path, content: object) -> None:
+    """Replace a file by JSON: a reader sees the old content or the new, never a part.
+
+    Not forced to the disk: on a busy one that takes seconds, in which no death would be seen.
+
+    Raises: OSError.
+    """
+    draft = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
+    try:
+        with draft.open("w", encoding="utf-8") as f:
+            json.dump(content, f, indent=2)
+            f.write("\n")
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+class RunRecord:
+    """What is known of one run, kept in `run.json`. Safe from any thread."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        run_id: str,
+        flow_run_id: str,
+        clock: Callable[[], float] = time.time,
+        **more: object,
+    ) -> None:
+        """Begins a record, or goes on with the one that an earlier process of the run left."""
+        self._path = path
+        self._clock = clock
+        self._lock = threading.RLock()
+        self._content: dict[str, Any] = {
+            "run_id": run_id,
+            "flow_run_id": flow_run_id,
+            "state": RunState.QUEUED.value,
+            "started_at": clock(),
+            "ended_at": None,
+            **more,
+            "attempts": [],
+        }
+        if path.exists():
+            self._content |= json.loads(path.read_text(encoding="utf-8"))
+        self._save()
+
+    @property
+    def state(self) -> RunState:
+        return RunState(self._content["state"])
+
+    @property
+    def attempts(self) -> int:
+        """How many attempts were begun."""
+        return len(self._content["attempts"])
+
+    def move(self, state: RunState, message: str = "") -> None:
+        """Bring the run to a state; into the same state does nothing.
+
+        Raises: IllegalTransition.
+        """
+        with self._lock:
+            if state is self.state:
+                return
+            check_move(self.state, state)
+            self._content["state"] = state.value
+            if message:
+                self._content["message"] = message
+            if state.is_final:
+                self._content["ended_at"] = self._clock()
+            self._save()
+
+    def begin_attempt(self, number: int) -> None:
+        with self._lock:
+            self._content["attempts"].append(
+                {
+                    "number": number,
+                    "state": RunState.ADMITTED.value,
+                    "started_at": self._clock(),
+                    "ended_at": None,
+                    "failure": None,
+                    "components": {},
+                    "ray": {},
+                }
+            )
+            self._save()
+
+    def end_attempt(self, verdict: Verdict) -> None:
+        with self._lock:
+            attempt = self._content["attempts"][-1]
+            attempt["state"] = verdict.state.value
+            attempt["ended_at"] = self._clock()
+            attempt["failure"] = verdict.failure.as_json() if verdict.failure else None
+            self._save()
+
+    def observe(self, event: Event) -> None:
+        """Take in an event of the attempt that runs now."""
+        with self._lock:
+            attempt = self._content["attempts"][-1]
+            if event.component is not None:
+                self._observe_component(attempt["components"], event.component, event)
+            if (state := _STATE_AFTER.get(event.name)) is not None:
+                attempt["state"] = state.value
+                self.move(state)
+            elif event.name in ("component.spawned", "component.ready", "component.exited"):
+                self._save()
+
+    def _observe_component(self, components: dict[str, Any], name: str, event: Event) -> None:
+        if event.name == "component.spawned":
+            components[name] = {
+                "pid": event.fields["pid"],
+                "started_at": event.at,
+                "ready_at": None,
+                "ended_at": None,
+                "exit_code": None,
+                "signal": None,
+            }
+        elif event.name == "component.ready":
+            components[name]["ready_at"] = event.at
+        elif event.name == "component.exited":
+            components[name]["ended_at"] = event.at
+            components[name]["exit_code"] = event.fields["exit_code"]
+            components[name]["signal"] = event.fields["signal"]
+
+    def _save(self) -> None:
+        try:
+            write_json(self._path, self._content)
+        except OSError as error:
+            _log.warning("%s could not be written: %s", self._path, error)

@@ -1,0 +1,369 @@
+"""One attempt at a run, supervised: components start in order, any death is seen in any phase,
+and everything ends in reverse.
+
+Lives in an asyncio loop of its own; `supervisor.Supervisor` gives it the thread and the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+from urllib.parse import urlsplit
+
+from tasks.run.causes import find_cause, last_lines, read_tail
+from tasks.run.errors import RunEnded
+from tasks.run.failure_kinds import FailureKind
+from tasks.run.lifecycle import RunState
+from tasks.run.outcome import Exit, Failure, Verdict
+from tasks.supervise.member import Emit, Member, PortTaken
+from tasks.supervise.plan import AttemptPlan
+from tasks.supervise.ports import PortsReserved
+from tasks.supervise.probe import make_client
+from tasks.supervise.process import GuardedProcess
+from tasks.supervise.progress import HttpProgress, JsonlProgress, ProgressSource, Silence
+
+_log = logging.getLogger(__name__)
+
+_PROGRESS_EVERY_S = 0.5
+#: A trainer that has left wrote its last step before; what serves it over HTTP may lag.
+_LAST_STEP_WITHIN_S = 3.0
+_FATAL_SIGNALS = frozenset({"SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGTRAP"})
+
+
+class SupervisedAttempt:
+    """The components of one attempt and the one verdict on it.
+
+    What decides the run's fate is whatever came first by the kernel's clock, whoever was told
+    first; at that moment the teardown begins by itself, and from then on nothing is started.
+    """
+
+    def __init__(self, plan: AttemptPlan, ports: PortsReserved, emit: Emit) -> None:
+        self._plan = plan
+        self._ports = ports
+        self._emit = emit
+        self._client = make_client()
+        self._members = {
+            component.name: Member(
+                component,
+                GuardedProcess.prepare(
+                    component.name, tag={**plan.tag, "MUSTER_COMPONENT": component.name}
+                ),
+                ports=ports,
+                client=self._client,
+                emit=emit,
+            )
+            for component in plan.components
+        }
+        self._launched: list[Member] = []
+        self._watchers: list[asyncio.Task[None]] = []
+        self._progress = self._progress_source()
+        #: The step last seen.
+        self.step: float | None = None
+        # What happened later than this was caused by the teardown, or does not matter any more.
+        self._decided_at = float("inf")
+        self._make_verdict: Callable[[], Verdict] | None = None
+        self._teardown: asyncio.Task[Verdict] | None = None
+        #: Set once the run's fate is decided.
+        self.decided = asyncio.Event()
+        self._watch(self._follow_progress())
+
+    async def start(self, name: str) -> None:
+        """Start one component and wait until it is ready.
+
+        Raises: RunEnded, when the run's fate was decided before, this component's failure included.
+        """
+        self._check_undecided(name)
+        member = self._members[name]
+        await self._launch(member)
+        ready = asyncio.create_task(self._await_ready(member))
+        over = asyncio.create_task(self.decided.wait())
+        try:
+            await asyncio.wait({ready, over}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            over.cancel()
+            ready.cancel()
+        self._check_undecided(name)
+        self._watch(self._follow_liveness(member))
+        if all(m.is_ready for m in self._members.values()):
+            self._emit("attempt.ready", step=self.step)
+
+    def interrupt(self, why: str) -> None:
+        """End the run as cancelled."""
+        self._decide(
+            time.monotonic(), lambda: Verdict(state=RunState.CANCELLED, message=why), reason=why
+        )
+
+    def crash(self, error: BaseException) -> None:
+        """End the run as failed, by a bug of ours: better than to go on unwatched."""
+        _log.error("supervision of %s failed", self._plan.run_id, exc_info=error)
+        at = time.monotonic()
+        failure = Failure(
+            kind=FailureKind.UNKNOWN,
+            message=f"Muster's own supervision failed: {error!r}",
+            rule="internal-error",
+        )
+        self._decide(at, lambda: Verdict.failed(failure, at), reason=failure.message)
+
+    def hurry(self) -> None:
+        """Wait for no grace period any more."""
+        for member in self._launched:
+            member.process.kill()
+
+    async def teardown(self) -> Verdict:
+        """Stop what still runs, in reverse order, and wait until nothing is left.
+
+        Called again, it returns the same. Without a decision before, the attempt is cancelled.
+        """
+        if self._teardown is None:
+            self.interrupt("the run was ended before its part was done")
+        assert self._teardown is not None
+        return await asyncio.shield(self._teardown)
+
+    def _check_undecided(self, name: str) -> None:
+        if self.decided.is_set():
+            raise RunEnded(f"{name} is not started: the run's fate is decided")
+
+    async def _launch(self, member: Member) -> None:
+        """Start the program. Never cut short, so that what was started is known."""
+        self._launched.append(member)
+        try:
+            await member.launch()
+        except PortTaken as error:
+            self._fail(member, FailureKind.PORT_CONFLICT, f"{member.name}: {error}", "port-taken")
+        except (OSError, TimeoutError) as error:
+            what = getattr(error, "strerror", None) or "its guardian does not answer"
+            message = f"{member.name} can't be started: {what}"
+            self._fail(member, FailureKind.USER_ERROR, message, "spawn")
+        else:
+            member.process.exited.add_done_callback(
+                lambda exited: self._on_exit(member, exited.result())
+            )
+
+    async def _await_ready(self, member: Member) -> None:
+        try:
+            await member.until_ready()
+        except PortTaken as error:
+            self._fail(member, FailureKind.PORT_CONFLICT, f"{member}: {error}", "port-taken")
+        except TimeoutError as error:
+            message = f"{member} not ready after {member.seconds_alive():.0f} s: {error}"
+            self._fail(member, FailureKind.NOT_READY, message, "not-ready")
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            self.crash(error)
+
+    def _on_exit(self, member: Member, exit: Exit) -> None:
+        member.exit = exit
+        self._emit(
+            "component.exited",
+            member.name,
+            pid=member.process.pid,
+            exit_code=exit.exit_code,
+            signal=exit.signal_name,
+        )
+        if exit.at_monotonic_s >= self._decided_at:
+            return
+        if not exit.is_zero:
+            self._fail_by_exit(member, exit)
+        elif not member.is_ready:
+            self._watch(self._judge_early_exit(member, exit))
+        else:
+            self._judge_exit_zero(member, exit)
+
+    async def _judge_early_exit(self, member: Member, exit: Exit) -> None:
+        """A program may leave so fast that its readiness is only found in what it left."""
+        if await member.has_last_word():
+            member.is_ready = True
+            self._judge_exit_zero(member, exit)
+        else:
+            self._fail_by_exit(member, exit)
+
+    def _judge_exit_zero(self, member: Member, exit: Exit) -> None:
+        match member.plan.on_exit_zero:
+            case "fail":
+                self._fail_by_exit(member, exit)
+            case "complete":
+                self._conclude(member, exit)
+            case "drain":
+                member.is_drained = True
+                self._emit("component.drained", member.name)
+                if all(m.is_drained for m in self._members.values()):
+                    self._conclude(member, exit)
+
+    def _conclude(self, member: Member, exit: Exit) -> None:
+        # From here on the others may end too, as nobody needs them any more.
+        self._decided_at = min(self._decided_at, exit.at_monotonic_s)
+        self._watch(self._check_success(member, exit))
+
+    async def _check_success(self, member: Member, exit: Exit) -> None:
+        required, deadline = self._plan.success_step, time.monotonic() + _LAST_STEP_WITHIN_S
+        await self._read_step()
+        if required is not None:
+            while (self.step or 0) < required and time.monotonic() < deadline:
+                await asyncio.sleep(0.1)
+                await self._read_step()
+        if required is not None and (self.step is None or self.step < required):
+            reached = "no step is known" if self.step is None else f"step {self.step:g} was reached"
+            message = (
+                f"{member} left with exit code 0, but {reached} where success asks for {required:g}"
+            )
+            self._fail(
+                member, FailureKind.RUNTIME_ERROR, message, "success-not-reached", exit=exit
+            )
+            return
+        verdict = Verdict(state=RunState.COMPLETED, message=self._describe_step(member))
+        self._decide(exit.at_monotonic_s, lambda: verdict, reason=verdict.message)
+
+    def _describe_step(self, member: Member) -> str:
+        if self.step is None:
+            return f"{member.name} is done"
+        total = self._plan.progress.total if self._plan.progress else None
+        return f"step {self.step:g}" + (f" of {total:g}" if total else "")
+
+    def _fail_by_exit(self, member: Member, exit: Exit) -> None:
+        before = "" if member.is_ready else " before it was ready"
+        early = " while it should have stayed" if exit.is_zero else ""
+        message = f"{member} {_verb(exit)}{before or early} after {member.seconds_alive():.1f} s"
+        self._fail(member, None, message, "exit", exit=exit)
+
+    def _fail(
+        self,
+        member: Member,
+        kind: FailureKind | None,
+        message: str,
+        rule: str,
+        exit: Exit | None = None,
+    ) -> None:
+        """Decide that the run failed. The log is read later, when all has ended."""
+        at = exit.at_monotonic_s if exit is not None else time.monotonic()
+        self._decide(
+            at,
+            lambda: Verdict.failed(_failure_of(member, kind, message, rule, exit), at),
+            reason=message,
+            component=member.name,
+        )
+
+    def _decide(
+        self,
+        at_monotonic_s: float,
+        make_verdict: Callable[[], Verdict],
+        *,
+        reason: str,
+        component: str | None = None,
+    ) -> None:
+        is_first = self._teardown is None
+        if not is_first and at_monotonic_s >= self._decided_at:
+            return
+        self._decided_at = min(self._decided_at, at_monotonic_s)
+        self._make_verdict = make_verdict
+        if is_first:
+            self._teardown = asyncio.create_task(self._take_down(reason, component))
+            self.decided.set()
+
+    async def _take_down(self, reason: str, component: str | None) -> Verdict:
+        self._emit("teardown.begun", reason=reason, cause=component)
+        for watcher in self._watchers:
+            watcher.cancel()
+        left = {}
+        for member in reversed(self._launched):
+            if pids := await member.end():
+                left[member.name] = pids
+        for member in self._members.values():
+            member.process.dismiss()
+        await self._client.aclose()
+        self._ports.close()
+        assert self._make_verdict is not None
+        verdict = self._make_verdict()
+        if left:
+            verdict = verdict.with_remains(left)
+        self._emit("teardown.ended", left=left or None)
+        return verdict
+
+    def _watch(self, watching: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(watching)
+        task.add_done_callback(self._on_watcher_done)
+        self._watchers.append(task)
+
+    def _on_watcher_done(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.crash(error)
+
+    async def _follow_liveness(self, member: Member) -> None:
+        why = await member.until_unresponsive()
+        self._fail(member, FailureKind.STALLED, f"{member}: {why}", "live")
+
+    async def _follow_progress(self) -> None:
+        """Read the step from time to time, and notice when nothing moves any more."""
+        limit_s = self._plan.stall_after_s
+        silence = Silence([c.command.log for c in self._plan.components], self._own_questions())
+        while True:
+            await self._read_step()
+            silent_s = silence.lasts_s(self.step)
+            if limit_s is not None and silent_s > limit_s and self._launched:
+                member = self._stalled_member()
+                message = (
+                    f"no progress (step {self.step}) and no output of any component "
+                    f"for {silent_s:.0f} s"
+                )
+                self._fail(member, FailureKind.STALLED, message, "stall")
+            await asyncio.sleep(_PROGRESS_EVERY_S)
+
+    async def _read_step(self) -> None:
+        step = await self._progress.step() if self._progress is not None else None
+        if step is not None and step != self.step:
+            self.step = step
+            total = self._plan.progress.total if self._plan.progress else None
+            self._emit("run.progress", step=step, total=total)
+
+    def _stalled_member(self) -> Member:
+        """Whose silence it is: the trainer's where there is one, else the last one started."""
+        return self._members.get("trainer", self._launched[-1])
+
+    def _own_questions(self) -> list[str]:
+        asked = [self._plan.progress.http] if self._plan.progress else []
+        asked += [c.live.http for c in self._plan.components if c.live]
+        return [f"GET {urlsplit(url).path or '/'}" for url in asked if url]
+
+    def _progress_source(self) -> ProgressSource | None:
+        progress = self._plan.progress
+        if progress is None:
+            return None
+        if progress.http is not None:
+            return HttpProgress(progress.http, progress.step, self._client)
+        return JsonlProgress(self._plan.cwd / (progress.jsonl or ""), progress.step)
+
+
+def _verb(exit: Exit) -> str:
+    return str(exit) if exit.signal is not None else f"ended with {exit}"
+
+
+def _failure_of(
+    member: Member, kind: FailureKind | None, message: str, rule: str, exit: Exit | None
+) -> Failure:
+    """The failure with what the component's log says of it."""
+    text = read_tail(member.plan.command.log)
+    cause = find_cause(text)
+    hint = line = ""
+    if cause is not None and kind in (None, FailureKind.RUNTIME_ERROR):
+        kind, rule, line = cause.rule.kind, cause.rule.id, cause.line
+    if cause is not None:
+        hint, line = cause.rule.hint, cause.line
+    signal = exit.signal_name if exit else None
+    if kind is None:
+        kind = FailureKind.RUNTIME_ERROR if signal in _FATAL_SIGNALS else FailureKind.UNKNOWN
+    if signal == "SIGKILL" and not hint:
+        hint = "SIGKILL comes from outside: the kernel's OOM killer (see dmesg) or a person"
+    return Failure(
+        kind=kind,
+        component=member.name,
+        message=message,
+        exit_code=exit.exit_code if exit else None,
+        signal=signal,
+        rule=rule,
+        line=line,
+        hint=hint,
+        log_tail=last_lines(text),
+    )

@@ -1,0 +1,239 @@
+"""One component of a running attempt: its start, its readiness, its liveness, its end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Never
+
+import httpx
+
+from tasks.run.outcome import Exit
+from tasks.run.probes import LiveProbe, ReadyProbe
+from tasks.supervise import tree
+from tasks.supervise.notify import NotifySocket
+from tasks.supervise.plan import ComponentPlan
+from tasks.supervise.ports import Listener, PortsReserved, listeners
+from tasks.supervise.probe import (
+    AliveProbe,
+    FileProbe,
+    HttpProbe,
+    LogProbe,
+    NotifyProbe,
+    Probe,
+    TcpProbe,
+    until_yes,
+)
+from tasks.supervise.process import GuardedProcess
+
+#: What a guardian needs after the grace period to kill, to reap, and to report what is stuck.
+_KILL_WITHIN_S = 8.0
+
+Emit = Callable[..., None]
+
+
+class PortTaken(Exception):
+    """A server that is not of this run listens where the component's answer is expected."""
+
+
+class Member:
+    """A component and its process, from an idle guardian to an empty tree."""
+
+    def __init__(
+        self,
+        plan: ComponentPlan,
+        process: GuardedProcess,
+        *,
+        ports: PortsReserved,
+        client: httpx.AsyncClient,
+        emit: Emit,
+    ) -> None:
+        self.plan = plan
+        self.process = process
+        #: The launch was ordered: from now on there is something to end.
+        self.is_launched = False
+        self.is_ready = False
+        #: It left with exit 0, its part done, while the run goes on.
+        self.is_drained = False
+        self.exit: Exit | None = None
+        self._ports = ports
+        self._client = client
+        self._emit = emit
+        self._launched_at = 0.0
+        self._launched_monotonic_s = 0.0
+        self._notify: NotifySocket | None = None
+
+    @property
+    def name(self) -> str:
+        return self.plan.name
+
+    def __str__(self) -> str:
+        return f"{self.name} (pid {self.process.pid})" if self.process.pid else self.name
+
+    def seconds_alive(self) -> float:
+        return time.monotonic() - self._launched_monotonic_s
+
+    async def launch(self) -> None:
+        """Start the process.
+
+        Raises: OSError, when the program can't be started; PortTaken. Nothing is left then.
+        """
+        command = self.plan.command
+        if self.plan.ready is not None and self.plan.ready.notify:
+            self._notify = NotifySocket(self._is_ours)
+            env = {**command.env, "NOTIFY_SOCKET": self._notify.address}
+            command = replace(command, env=env)
+        self._ports.release(self.name)
+        for spec in (self.plan.ready, self.plan.live):
+            if spec is not None and (probe := self._probe(spec)) is not None:
+                self._refuse_foreign(probe.local_port)
+        self.is_launched = True
+        self._launched_at, self._launched_monotonic_s = time.time(), time.monotonic()
+        pid = await self.process.launch(command)
+        self._emit("component.spawned", self.name, pid=pid, argv=list(command.argv))
+
+    async def until_ready(self) -> None:
+        """Wait for the readiness probe's yes.
+
+        Raises: TimeoutError, with the last reason, at the probe's deadline; PortTaken.
+        """
+        if (ready := self.plan.ready) is not None:
+            probe = self._probe(ready)
+            assert probe is not None
+            reasons = ["no answer yet"]
+
+            def on_no(reason: str) -> None:
+                reasons.append(reason)
+                self._emit("probe.failed", self.name, reason=reason)
+
+            try:
+                async with asyncio.timeout(ready.within_s):
+                    await until_yes(probe, every_s=ready.every_s, on_no=on_no)
+            except TimeoutError:
+                raise TimeoutError(reasons[-1]) from None
+            self._refuse_foreign(probe.local_port)
+        self.is_ready = True
+        self._emit(
+            "component.ready", self.name, pid=self.process.pid, after_s=self.seconds_alive()
+        )
+
+    async def has_last_word(self) -> bool:
+        """What a component that has ended left behind, in a log or a file, says it was ready."""
+        ready = self.plan.ready
+        if ready is None:
+            return True
+        if not (ready.log or ready.file or ready.notify):
+            return False
+        probe = self._probe(ready)
+        return probe is not None and await probe.ask(1.0) is None
+
+    async def until_unresponsive(self) -> str:
+        """Ask the liveness probe for ever.
+
+        Returns: why, once it has missed so often in a row. A cancel ends it.
+        """
+        live = self.plan.live
+        probe = self._probe(live) if live is not None else None
+        if live is None or probe is None:
+            return await _forever()
+        misses = 0
+        while True:
+            await asyncio.sleep(live.every_s)
+            if self.exit is not None:
+                return await _forever()
+            reason = await probe.ask(live.timeout_s)
+            if reason is None:
+                misses = 0
+                continue
+            misses += 1
+            self._emit("probe.failed", self.name, reason=reason, misses=misses, probe="live")
+            if misses >= live.misses:
+                return f"liveness probe missed {misses} times in a row: {reason}"
+
+    async def end(self) -> tuple[int, ...]:
+        """Stop the process and wait until its whole tree is gone.
+
+        Returns: the pids that SIGKILL did not end; empty when the tree is.
+        """
+        if not self.is_launched:
+            self.process.dismiss()
+            return ()
+        self.process.stop()
+        is_empty = await self._is_empty_within(self.plan.command.grace_s + _KILL_WITHIN_S)
+        # A guardian that works has reported what is stuck by now. One that is itself stopped
+        # reports nothing: without it, what it guarded comes to this process, and is ended.
+        if not is_empty and not self.process.stuck:
+            self.process.abandon_guardian()
+            await self._is_empty_within(_KILL_WITHIN_S)
+        if self._notify is not None:
+            self._notify.close()
+        if self.process.empty.done():
+            self._emit("component.stopped", self.name, pid=self.process.pid)
+            return ()
+        left = self.process.stuck or tuple(tree.descendants(self.process.guardian_pid))
+        self._emit("component.stuck", self.name, pid=self.process.pid, pids=left)
+        return left or (self.process.guardian_pid,)
+
+    async def _is_empty_within(self, limit_s: float) -> bool:
+        done, _ = await asyncio.wait([self.process.empty], timeout=limit_s)
+        return bool(done)
+
+    def _probe(self, spec: ReadyProbe | LiveProbe) -> Probe | None:
+        """The question of a spec; None for one that watches processes alone."""
+        if spec.http is not None:
+            return HttpProbe(spec.http, self._client, spec.conditions)
+        if spec.address is not None:
+            return TcpProbe(*spec.address)
+        if spec.log is not None:
+            return LogProbe(self.plan.command.log, spec.log)
+        if spec.file is not None:
+            return FileProbe(self.plan.command.cwd / spec.file, self._launched_at)
+        if spec.notify and self._notify is not None:
+            return NotifyProbe(self._notify)
+        if spec.alive_s is not None:
+            return AliveProbe(spec.alive_s, self._launched_monotonic_s)
+        return None
+
+    def _refuse_foreign(self, port: int | None) -> None:
+        """Raises: PortTaken, when a server that is not of this run answers on the port."""
+        if port is None:
+            return
+        # A port that was reserved for another component is that one's to answer on.
+        ours = set(tree.descendants(os.getpid()))
+        for listener in listeners(port, ours):
+            if listener.pid not in ours and self._is_foreign(listener):
+                who = (
+                    f"pid {listener.pid} ({listener.command})"
+                    if listener.pid
+                    else "a process of another user"
+                )
+                raise PortTaken(
+                    f"port {port} is held by {who}, which is not of this run: "
+                    "end it, or use ${NAME.port} for a free port"
+                )
+
+    def _is_foreign(self, listener: Listener) -> bool:
+        """Whether a listener outside our tree can't have been started by the component.
+
+        A container runtime may listen for a component from outside its tree; such a process is
+        younger than the component, and carries no other run's name.
+        """
+        if not self.is_launched:
+            return True
+        if listener.pid == 0:
+            return False
+        leader = self.process.pid or 0
+        another_run = listener.run_id not in (None, self.plan.command.env.get("MUSTER_RUN_ID"))
+        return another_run or listener.start_ticks < tree.start_ticks(leader)
+
+    def _is_ours(self, pid: int) -> bool:
+        return pid in tree.descendants(self.process.guardian_pid)
+
+
+async def _forever() -> Never:
+    """Wait until cancelled."""
+    await asyncio.Event().wait()
+    raise AssertionError

@@ -1,0 +1,45 @@
+"""What a supervisor is to do with one attempt: frozen data, resolved to the last port."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tasks.run.probes import LiveProbe, ReadyProbe
+from tasks.run.spec import OnExitZero, Progress
+from tasks.supervise.process import Command
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComponentPlan:
+    """One component: what to start, how to tell that it is ready, what its end means."""
+
+    name: str
+    command: Command
+    #: None: ready as soon as the program runs.
+    ready: ReadyProbe | None
+    live: LiveProbe | None
+    on_exit_zero: OnExitZero
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptPlan:
+    """One try at a run."""
+
+    run_id: str
+    #: From 1.
+    number: int
+    #: Where relative paths of the run begin; absolute.
+    cwd: Path
+    #: In the order of their start.
+    components: tuple[ComponentPlan, ...]
+    progress: Progress | None = None
+    #: The step without which the run has not succeeded; None: exit 0 is enough.
+    success_step: float | None = None
+    #: Seconds without progress and output after which the run has failed; None: never.
+    stall_after_s: float | None = None
+
+    @property
+    def tag(self) -> dict[str, str]:
+        """What every process of the attempt carries in its environment."""
+        return {"MUSTER_RUN_ID": self.run_id, "MUSTER_ATTEMPT": str(self.number)}

@@ -1,0 +1,175 @@
+"""Free ports for a run's components, and who it is that listens on one."""
+
+from __future__ import annotations
+
+import random
+import socket
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tasks.supervise import tree
+
+#: Ports are taken from here, below what the kernel hands out to outgoing connections.
+_LOWEST, _HIGHEST = 15000, 32000
+_TRIES = 2000
+_LISTEN = "0A"
+
+
+class PortsReserved:
+    """Ports of one attempt: nobody else's from now until `close`.
+
+    Two holds keep a port: a bound socket, until `release` gives it up for the component to bind
+    itself, and a name in the kernel's abstract socket namespace, which other runs respect, has
+    just the scope that ports have, and is gone with this process.
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        """Raises: OSError, when no port is free."""
+        self._locks: list[socket.socket] = []
+        self._holds: dict[str, socket.socket] = {}
+        #: `numbers[name] -> port`.
+        self.numbers: dict[str, int] = {}
+        try:
+            for name in names:
+                self._reserve(name)
+        except BaseException:
+            self.close()
+            raise
+
+    def release(self, component: str) -> None:
+        """Let the component bind its ports: those named `component.port` and below."""
+        for name in [n for n in self._holds if n.partition(".")[0] == component]:
+            self._holds.pop(name).close()
+
+    def owner(self, port: int) -> str | None:
+        """The component that the port was reserved for."""
+        for name, number in self.numbers.items():
+            if number == port:
+                return name.partition(".")[0]
+        return None
+
+    def close(self) -> None:
+        for held in [*self._locks, *self._holds.values()]:
+            held.close()
+        self._locks.clear()
+        self._holds.clear()
+
+    def _reserve(self, name: str) -> None:
+        candidates = _candidates()
+        for port in candidates:
+            lock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            hold = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+            try:
+                lock.bind(f"\0muster/port/{port}")
+                hold.bind(("0.0.0.0", port))
+            except OSError:
+                lock.close()
+                hold.close()
+                continue
+            self._locks.append(lock)
+            self._holds[name] = hold
+            self.numbers[name] = port
+            return
+        raise OSError(f"no free port for {name} among {len(candidates)} tried")
+
+
+def _candidates() -> list[int]:
+    try:
+        ephemeral = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+        highest = min(_HIGHEST, int(ephemeral[0]) - 1)
+    except (OSError, ValueError):
+        highest = _HIGHEST
+    lowest = _LOWEST if highest - _LOWEST > _TRIES else 1024
+    return random.sample(range(lowest, highest), min(_TRIES, highest - lowest))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listener:
+    """A process that listens on a TCP port; pid 0 when we may not see which."""
+
+    pid: int
+    #: Its command line.
+    command: str
+    #: When it began, clock ticks since boot.
+    start_ticks: int
+    #: The run its environment names.
+    run_id: str | None
+
+
+def is_listened(port: int) -> bool:
+    """Somebody listens on the TCP port, on any address of this machine."""
+    return bool(_listening_inodes(port))
+
+
+def listeners(port: int, likely: Iterable[int] = ()) -> list[Listener]:
+    """Who listens on a TCP port of this machine.
+
+    Args:
+        likely: pids looked at first, so that most calls need not look at every process.
+    """
+    inodes = _listening_inodes(port)
+    if not inodes:
+        return []
+    found = []
+    rest = dict(inodes)
+    for pids in (likely, _all_pids()):
+        for pid in pids:
+            held = _sockets_of(pid) & rest.keys()
+            if held:
+                found.append(_describe(pid))
+                for inode in held:
+                    del rest[inode]
+            if not rest:
+                return found
+    return found + [Listener(pid=0, command="", start_ticks=0, run_id=None) for _ in rest]
+
+
+def _listening_inodes(port: int) -> dict[str, None]:
+    """Inodes of sockets in state LISTEN. Source: proc_net(5), tcp and tcp6."""
+    wanted = f":{port:04X}"
+    inodes: dict[str, None] = {}
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        try:
+            lines = Path(table).read_text().splitlines()[1:]
+        except OSError:
+            continue
+        for line in lines:
+            if f"{wanted} " in line[:50]:
+                fields = line.split()
+                if fields[3] == _LISTEN and fields[1].endswith(wanted):
+                    inodes[fields[9]] = None
+    return inodes
+
+
+def _sockets_of(pid: int) -> set[str]:
+    inodes = set()
+    try:
+        for fd in Path(f"/proc/{pid}/fd").iterdir():
+            try:
+                target = str(fd.readlink())
+            except OSError:
+                continue
+            if target.startswith("socket:["):
+                inodes.add(target[8:-1])
+    except OSError:
+        pass
+    return inodes
+
+
+def _all_pids() -> list[int]:
+    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+
+
+def _describe(pid: int) -> Listener:
+    command, run_id = "", None
+    try:
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+        for variable in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            if variable.startswith(b"MUSTER_RUN_ID="):
+                run_id = variable.partition(b"=")[2].decode()
+    except (OSError, UnicodeDecodeError):
+        pass
+    return Listener(
+        pid=pid, command=command[:200], start_ticks=tree.start_ticks(pid), run_id=run_id
+    )

@@ -1,0 +1,277 @@
+"""Probes: one bounded question to a component, and waiting for its first yes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import socket
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Protocol
+from urllib.parse import urlsplit
+
+import httpx
+
+from tasks.run.probes import Condition
+from tasks.supervise.notify import NotifySocket
+
+#: How often the cheap sign of a change (a port that opens, a log that grows) is looked at.
+_GLANCE_S = 0.02
+#: A client waits so long for one answer, unless the probe says otherwise.
+DEFAULT_TIMEOUT_S = 5.0
+_CHUNK_BYTES = 1 << 20
+_LOOPBACK = ("localhost", "127.", "::1", "0.0.0.0")
+
+
+class Probe(Protocol):
+    """A question that can be asked again and again."""
+
+    #: What is asked, for messages: `GET http://127.0.0.1:8000/health`.
+    question: str
+    #: The TCP port of this machine whose answer it is; None where no port is asked.
+    local_port: int | None
+
+    async def ask(self, timeout_s: float) -> str | None:
+        """None for a yes, else why not. Never raises but for a cancel."""
+
+    def glance(self) -> object:
+        """A cheap sign, without waiting: when it changes it is worth asking again at once."""
+
+
+async def until_yes(
+    probe: Probe,
+    *,
+    every_s: float,
+    max_every_s: float = 1.0,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    on_no: Callable[[str], None] = lambda reason: None,
+) -> None:
+    """Ask until the answer is yes. It has no deadline of its own: the caller sets one.
+
+    Between two questions the probe's cheap sign is watched, so that a yes is seen some 20 ms
+    after it became true, while the question itself is asked rarely.
+
+    Args:
+        every_s: the first interval; it grows by half each time, up to `max_every_s`.
+        on_no: told each new reason.
+    """
+    reason = None
+    while (answer := await probe.ask(timeout_s)) is not None:
+        if answer != reason:
+            reason = answer
+            on_no(reason)
+        await _until_changed(probe, every_s)
+        every_s = min(every_s * 1.5, max(max_every_s, every_s))
+
+
+async def _until_changed(probe: Probe, limit_s: float) -> None:
+    deadline = time.monotonic() + limit_s
+    before = probe.glance()
+    while (left := deadline - time.monotonic()) > 0:
+        await asyncio.sleep(min(_GLANCE_S, left))
+        if probe.glance() != before:
+            return
+
+
+class HttpProbe:
+    """GET answers 2xx, and the JSON of the answer fulfils the conditions."""
+
+    def __init__(
+        self, url: str, client: httpx.AsyncClient, conditions: Iterable[Condition] = ()
+    ) -> None:
+        self.question = f"GET {url}"
+        self.local_port = _local_port(url)
+        self._url = url
+        self._client = client
+        self._conditions = tuple(conditions)
+        self._reached = False
+
+    async def ask(self, timeout_s: float) -> str | None:
+        try:
+            # httpx bounds each step of a request; a server that drips bytes passes them all.
+            async with asyncio.timeout(timeout_s):
+                response = await self._client.get(self._url)
+            self._reached = True
+        except (TimeoutError, httpx.TimeoutException):
+            return f"{self.question}: no answer within {timeout_s:g} s"
+        except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
+            return f"{self.question}: {str(error) or type(error).__name__}"
+        if not response.is_success:
+            return f"{self.question}: HTTP {response.status_code} {response.text[:200]!r}"
+        if not self._conditions:
+            return None
+        try:
+            body = response.json()
+        except ValueError:
+            return f"{self.question}: not JSON: {response.text[:200]!r}"
+        unmet = [text for condition in self._conditions if (text := condition.unmet(body))]
+        return f"{self.question}: {'; '.join(unmet)}" if unmet else None
+
+    def glance(self) -> object:
+        return self._reached or _accepts(self.local_port)
+
+
+class TcpProbe:
+    """A TCP connection is accepted."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self.question = f"connect to {host}:{port}"
+        self.local_port = port if host.startswith(_LOOPBACK) else None
+        self._host = host
+        self._port = port
+
+    async def ask(self, timeout_s: float) -> str | None:
+        try:
+            async with asyncio.timeout(timeout_s):
+                _, writer = await asyncio.open_connection(self._host, self._port)
+        except TimeoutError:
+            return f"{self.question}: no answer within {timeout_s:g} s"
+        except OSError as error:
+            return f"{self.question}: {error.strerror or error}"
+        writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
+        return None
+
+    def glance(self) -> object:
+        return _accepts(self.local_port)
+
+
+class LogProbe:
+    """A line of the component's log matches."""
+
+    local_port: int | None = None
+
+    def __init__(self, log: Path, pattern: str) -> None:
+        self.question = f"/{pattern}/ in {log.name}"
+        self._log = log
+        self._pattern = re.compile(pattern)
+        self._offset = 0
+        self._partial = b""
+
+    async def ask(self, timeout_s: float) -> str | None:
+        try:
+            with self._log.open("rb") as f:
+                f.seek(self._offset)
+                while data := f.read(_CHUNK_BYTES):
+                    self._offset += len(data)
+                    if self._matches(data):
+                        return None
+        except OSError as error:
+            return f"{self.question}: {error.strerror}"
+        return f"{self.question}: no such line yet"
+
+    def _matches(self, data: bytes) -> bool:
+        # The last line may still grow, so it is matched now and looked at again.
+        lines = (self._partial + data).split(b"\n")
+        self._partial = lines[-1][-_CHUNK_BYTES:]
+        return any(self._pattern.search(line.decode("utf-8", "replace")) for line in lines)
+
+    def glance(self) -> object:
+        return _size(self._log)
+
+
+class FileProbe:
+    """A file is there, and was written since the component began: an older one proves nothing."""
+
+    local_port: int | None = None
+
+    def __init__(self, path: Path, since: float) -> None:
+        """
+        Args:
+            since: UTC epoch seconds.
+        """
+        self.question = f"file {path}"
+        self._path = path
+        # File systems stamp with a coarse clock, a tick behind.
+        self._since = since - 0.1
+
+    async def ask(self, timeout_s: float) -> str | None:
+        try:
+            stat = self._path.stat()
+        except OSError as error:
+            return f"{self.question}: {error.strerror}"
+        if max(stat.st_mtime, stat.st_ctime) < self._since:
+            return f"{self.question}: is older than the component"
+        return None
+
+    def glance(self) -> object:
+        return _size(self._path)
+
+
+class NotifyProbe:
+    """The component sent READY=1 to its NOTIFY_SOCKET."""
+
+    local_port: int | None = None
+    question = "READY=1 on NOTIFY_SOCKET"
+
+    def __init__(self, receiver: NotifySocket) -> None:
+        self._receiver = receiver
+
+    async def ask(self, timeout_s: float) -> str | None:
+        self._receiver.receive()
+        if self._receiver.is_ready:
+            return None
+        status = f" (STATUS: {self._receiver.status})" if self._receiver.status else ""
+        return f"{self.question}: not yet{status}"
+
+    def glance(self) -> object:
+        self._receiver.receive()
+        return self._receiver.is_ready
+
+
+class AliveProbe:
+    """The component has been alive for some time: the old fixed wait, where nothing better is."""
+
+    local_port: int | None = None
+
+    def __init__(self, alive_s: float, since_monotonic_s: float) -> None:
+        self.question = f"alive for {alive_s:g} s"
+        self._at = since_monotonic_s + alive_s
+
+    async def ask(self, timeout_s: float) -> str | None:
+        return None if time.monotonic() >= self._at else f"{self.question}: not yet"
+
+    def glance(self) -> object:
+        return time.monotonic() >= self._at
+
+
+def make_client(headers: Mapping[str, str] | None = None) -> httpx.AsyncClient:
+    """The HTTP client of probes: no proxy, no redirect, no connection kept for a dead peer."""
+    return httpx.AsyncClient(
+        trust_env=False,
+        timeout=None,
+        headers=headers,
+        limits=httpx.Limits(max_keepalive_connections=0),
+    )
+
+
+def _local_port(url: str) -> int | None:
+    parts = urlsplit(url)
+    if not (parts.hostname or "").startswith(_LOOPBACK):
+        return None
+    return parts.port or (443 if parts.scheme == "https" else 80)
+
+
+def _accepts(port: int | None) -> bool:
+    """Somebody accepts connections on loopback; never waits."""
+    if port is None:
+        return False
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as s:
+        s.setblocking(False)
+        try:
+            s.connect(("127.0.0.1", port))
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return True
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return -1

@@ -1,0 +1,111 @@
+"""The supervisor's thread: an attempt is watched there, whatever the caller is busy with."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+from collections.abc import Coroutine
+from types import TracebackType
+from typing import Any, TypeVar
+
+from tasks.run.outcome import Verdict
+from tasks.supervise import tree
+from tasks.supervise.attempt import SupervisedAttempt
+from tasks.supervise.member import Emit
+from tasks.supervise.plan import AttemptPlan
+from tasks.supervise.ports import PortsReserved
+
+T = TypeVar("T")
+
+
+class Supervisor:
+    """Supervises one attempt from a thread of its own.
+
+    The caller's thread may hang in a request or be interrupted by a signal at any instruction;
+    deaths are seen, and a teardown runs on, all the same. Leaving the context ends everything.
+    Makes this process a subreaper, for good.
+    """
+
+    def __init__(self, plan: AttemptPlan, ports: PortsReserved, emit: Emit) -> None:
+        tree.become_subreaper()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
+        self._thread.start()
+        self._verdict: Verdict | None = None
+        try:
+            self._attempt = self._call(_make(plan, ports, emit)).result()
+        except BaseException:
+            self._stop_thread()
+            raise
+        self._loop.set_exception_handler(self._on_loop_error)
+
+    def start(self, component: str) -> None:
+        """Start a component and wait until it is ready.
+
+        Raises: RunEnded, when the run's fate is decided, by this component's failure or before.
+        """
+        self._call(self._attempt.start(component)).result()
+
+    def is_decided_within(self, limit_s: float) -> bool:
+        """Wait until the run's fate is decided, for a time at most."""
+        decided = self._call(self._attempt.decided.wait())
+        try:
+            return decided.result(timeout=limit_s)
+        except concurrent.futures.TimeoutError:
+            decided.cancel()
+            return False
+
+    @property
+    def step(self) -> float | None:
+        """The step last seen; None when none is known."""
+        return self._attempt.step
+
+    def interrupt(self, why: str) -> None:
+        """End the run as cancelled. Returns at once; safe in a signal handler."""
+        self._loop.call_soon_threadsafe(self._attempt.interrupt, why)
+
+    def hurry(self) -> None:
+        """Cut every grace period short. Returns at once; safe in a signal handler."""
+        self._loop.call_soon_threadsafe(self._attempt.hurry)
+
+    def teardown(self) -> Verdict:
+        """Stop everything in reverse order and wait until nothing is left; any number of times.
+
+        Returns: the verdict on the attempt.
+        """
+        if self._verdict is None:
+            self._verdict = self._call(self._attempt.teardown()).result()
+        return self._verdict
+
+    def __enter__(self) -> Supervisor:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.teardown()
+        self._stop_thread()
+
+    def _stop_thread(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        self._attempt.crash(error if error is not None else RuntimeError(context["message"]))
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+
+    def _call(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+
+async def _make(plan: AttemptPlan, ports: PortsReserved, emit: Emit) -> SupervisedAttempt:
+    return SupervisedAttempt(plan, ports, emit)

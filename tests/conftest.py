@@ -1,0 +1,157 @@
+"""What every test stands on: an environment of its own, and proof that no process outlives it.
+
+A test may run beside a user's own Prefect server and Ray cluster, beside another `make test`, or
+within a run of Muster: it sees none of them.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+#: In the environment of everything that the session spawns: the ids of this session and of those
+#: that it runs within, each after a slash.
+SESSION_VARIABLE = "MUSTER_TEST_SESSION"
+
+_QUIET = {
+    "DO_NOT_TRACK": "1",
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "HF_HUB_OFFLINE": "1",
+    "NO_PROXY": "127.0.0.1,localhost",
+    "no_proxy": "127.0.0.1,localhost",
+}
+#: They lead to a server, a cluster or a run that is not the test's own.
+_FOREIGN = (
+    "PREFECT_API_URL",
+    "PREFECT_API_KEY",
+    "PREFECT_API_AUTH_STRING",
+    "PREFECT_API_DATABASE_CONNECTION_URL",
+    "PREFECT_PROFILE",
+    "PREFECT_PROFILES_PATH",
+    "RAY_ADDRESS",
+    "MUSTER_RUN_ID",
+    "MUSTER_ATTEMPT",
+    "MUSTER_COMPONENT",
+)
+#: What is ending anyway may take this long after the last test.
+_LEFTOVERS_WITHIN_S = 10.0
+#: multiprocessing's own helper, which lives until the interpreter that began it ends.
+_RESOURCE_TRACKER = "from multiprocessing.resource_tracker import main"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leftover:
+    """A process that a test began and did not end."""
+
+    pid: int
+    command: str
+    #: Its MUSTER_RUN_ID; empty where it belongs to no run.
+    run_id: str
+
+    def __str__(self) -> str:
+        run = f" of run {self.run_id}" if self.run_id else ""
+        return f"pid {self.pid}{run}: {self.command}"
+
+
+def leftovers_of(session_id: str) -> list[Leftover]:
+    """The living processes of this machine that carry `session_id` in SESSION_VARIABLE.
+
+    A process whose environment was scrubbed is not seen, nor one that was forked from pytest
+    without an exec: the tests of the supervision have an oracle of their own for those.
+    """
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        try:
+            environ = (entry / "environ").read_bytes().decode(errors="replace").split("\0")
+            command = (entry / "cmdline").read_bytes().decode(errors="replace")
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue  # gone meanwhile, or another user's
+        variables = dict(line.partition("=")[::2] for line in environ)
+        if session_id not in variables.get(SESSION_VARIABLE, "").split("/"):
+            continue
+        if _RESOURCE_TRACKER in command:
+            continue
+        words = command.replace("\0", " ").strip()
+        run_id = variables.get("MUSTER_RUN_ID", "")
+        found.append(Leftover(pid=int(entry.name), command=words, run_id=run_id))
+    return sorted(found, key=lambda leftover: leftover.pid)
+
+
+_SESSION_ID = uuid.uuid4().hex
+_home = pytest.StashKey[Path]()
+_leftovers = pytest.StashKey[list[Leftover]]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Set the environment before a test module can import Prefect, which reads it once."""
+    home = Path(tempfile.mkdtemp(prefix="muster-tests-"))
+    config.stash[_home] = home
+    for name in _FOREIGN:
+        os.environ.pop(name, None)
+    os.environ.update(_QUIET)
+    os.environ["PREFECT_HOME"] = str(home / "prefect")
+    os.environ["MUSTER_HOME"] = str(home / "muster")
+    os.environ[SESSION_VARIABLE] = f"{os.environ.get(SESSION_VARIABLE, '')}/{_SESSION_ID}"
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    shutil.rmtree(config.stash[_home], ignore_errors=True)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail a session that leaves processes, even one whose tests all passed.
+
+    They are named, not killed: what they wait for is the clue.
+    """
+    deadline = time.monotonic() + _LEFTOVERS_WITHIN_S
+    while (found := leftovers_of(_SESSION_ID)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    session.config.stash[_leftovers] = found
+    if found and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    found = config.stash.get(_leftovers, [])
+    if not found:
+        return
+    terminalreporter.section("processes that outlived the tests, still alive", red=True)
+    for leftover in found:
+        terminalreporter.line(str(leftover))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quiet_environment() -> None:
+    """No test begins where something could report to the outside or reach a foreign server."""
+    changed = [name for name, value in _QUIET.items() if os.environ.get(name) != value]
+    wrong = [f"{name} is {os.environ.get(name)!r}" for name in changed]
+    wrong += [f"{name} is set" for name in _FOREIGN if name in os.environ]
+    assert not wrong, f"the tests' environment was changed during collection: {wrong}"
+
+
+@pytest.fixture
+def muster_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A MUSTER_HOME of the test's own, empty, for it and for what it spawns."""
+    home = tmp_path / "muster-home"
+    home.mkdir()
+    monkeypatch.setenv("MUSTER_HOME", str(home))
+    return home
+
+
+@pytest.fixture
+def processes_of_session() -> Callable[[str], list[Leftover]]:
+    """The search behind the check at the session's end, for its own test."""
+    return leftovers_of

@@ -1,0 +1,237 @@
+"""The quickstart's three processes together: they train, and none outlives what it needs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+QUICKSTART = Path(__file__).parents[2] / "deployments" / "quickstart"
+
+#: How long a process may take to be ready or to end before the test gives up on it; never waited
+#: for in full unless something is broken.
+DEADLINE_S = 90.0
+
+
+class Stack:
+    """The processes of one attempt, each with its log in `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.api_port, self.trainer_port = free_ports(2)
+        self.api_url = f"http://127.0.0.1:{self.api_port}"
+        self.trainer_url = f"http://127.0.0.1:{self.trainer_port}"
+
+    def start_api(self) -> None:
+        run_api = Path(sys.executable).with_name("run-api")
+        self._spawn("api", run_api, "--host", "127.0.0.1", "--port", str(self.api_port))
+        wait_for(lambda: answers(f"{self.api_url}/info"), "the API")
+
+    def start_trainer(self, *, steps: int, out: Path, arguments: tuple[str, ...] = ()) -> None:
+        self._spawn(
+            "trainer",
+            sys.executable,
+            QUICKSTART / "trainer.py",
+            *("--api", self.api_url, "--port", str(self.trainer_port)),
+            *("--steps", str(steps), "--out", out, *arguments),
+        )
+        wait_for(self.trainer_is_registered, "the trainer")
+
+    def start_environment(self) -> None:
+        self._spawn(
+            "environment",
+            sys.executable,
+            QUICKSTART / "environment.py",
+            "serve",
+            *("--env.rollout_server_url", self.api_url),
+            *("--openai.base_url", f"{self.trainer_url}/v1"),
+        )
+
+    def trainer_is_registered(self) -> bool:
+        return answers(f"{self.api_url}/info")["batch_size"] != -1
+
+    def environment_is_registered(self) -> bool:
+        return "environment registered" in self.log("environment").splitlines()
+
+    def log(self, name: str) -> str:
+        return (self.folder / f"{name}.log").read_text()
+
+    def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
+        self.processes[name].send_signal(number)
+
+    def exit_status(self, name: str) -> int:
+        return self.processes[name].wait(DEADLINE_S)
+
+    def stop(self) -> None:
+        for process in self.processes.values():
+            process.kill()
+            process.wait()
+
+    def _spawn(self, name: str, *command: str | Path) -> None:
+        with (self.folder / f"{name}.log").open("wb") as log:
+            self.processes[name] = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                # What a killed process leaves behind goes with the test's folder.
+                env={**os.environ, "TMPDIR": str(self.folder)},
+            )
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
+
+
+def answers(url: str) -> Any:
+    """The JSON at `url`, None while nobody listens."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(url, timeout=10) as response:
+            return json.load(response)
+    except OSError:
+        return None
+
+
+def wait_for(is_so: Callable[[], object], what: str) -> None:
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not is_so():
+        assert time.monotonic() < deadline_s, f"{what} not ready after {DEADLINE_S:g} s"
+        time.sleep(0.05)
+
+
+def steps_in(out: Path) -> list[int]:
+    lines = (out / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["step"] for line in lines]
+
+
+@pytest.fixture
+def start_stack(tmp_path: Path) -> Iterator[Callable[[], Stack]]:
+    """Makes stacks, and ends whatever is left of them."""
+    stacks: list[Stack] = []
+
+    def start() -> Stack:
+        folder = tmp_path / f"attempt-{len(stacks) + 1}"
+        folder.mkdir()
+        stacks.append(Stack(folder))
+        return stacks[-1]
+
+    yield start
+    for stack in stacks:
+        stack.stop()
+
+
+@pytest.fixture
+def stack(start_stack: Callable[[], Stack]) -> Stack:
+    return start_stack()
+
+
+def test_training_runs_to_its_last_step_and_both_sides_end_by_themselves(
+    stack: Stack, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    stack.start_api()
+    stack.start_trainer(steps=5, out=out, arguments=("--checkpoint-every", "2"))
+    stack.start_environment()
+    wait_for(stack.environment_is_registered, "the environment")
+
+    assert stack.exit_status("trainer") == 0, stack.log("trainer")
+    assert stack.exit_status("environment") == 0, stack.log("environment")
+
+    assert steps_in(out) == [1, 2, 3, 4, 5]
+    assert (out / "checkpoints" / "latest").read_text().strip() == "step-000005.npz"
+    assert "complete: 5 steps trained" in stack.log("trainer")
+    assert "complete: " in stack.log("environment")
+
+
+def test_terminated_training_is_resumed_by_a_new_attempt(
+    start_stack: Callable[[], Stack], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    first = start_stack()
+    first.start_api()
+    first.start_trainer(steps=100_000, out=out)
+    first.start_environment()
+    wait_for(lambda: len(steps_in(out)) >= 3, "step 3")
+
+    first.kill("environment", signal.SIGTERM)
+    assert first.exit_status("environment") == 128 + signal.SIGTERM
+    first.kill("trainer", signal.SIGTERM)
+    assert first.exit_status("trainer") == 128 + signal.SIGTERM
+    saved = re.search(r"^step (\d+) is checkpointed$", first.log("trainer"), re.M)
+    assert saved is not None and "complete" not in first.log("trainer")
+
+    last_step = int(saved[1]) + 3
+    second = start_stack()
+    second.start_api()
+    second.start_trainer(steps=last_step, out=out, arguments=("--resume-from", str(out)))
+    second.start_environment()
+    assert second.exit_status("trainer") == 0, second.log("trainer")
+
+    assert steps_in(out) == list(range(1, last_step + 1))
+
+
+def test_trainer_and_environment_fail_when_the_api_dies(stack: Stack, tmp_path: Path) -> None:
+    stack.start_api()
+    stack.start_trainer(steps=100_000, out=tmp_path / "out")
+    stack.start_environment()
+    wait_for(stack.environment_is_registered, "the environment")
+
+    stack.kill("api")
+
+    assert stack.exit_status("trainer") == 1
+    assert stack.exit_status("environment") == 1
+    assert "trainer: the API went away" in stack.log("trainer")
+    assert "complete" not in stack.log("trainer")
+    assert "environment: the API went away" in stack.log("environment")
+
+
+def test_environment_fails_when_the_trainer_dies(stack: Stack, tmp_path: Path) -> None:
+    stack.start_api()
+    stack.start_trainer(steps=100_000, out=tmp_path / "out")
+    stack.start_environment()
+    wait_for(stack.environment_is_registered, "the environment")
+
+    stack.kill("trainer")
+
+    assert stack.exit_status("environment") == 1
+    assert f"no inference server at {stack.trainer_url}" in stack.log("environment")
+
+
+def test_trainer_that_waits_for_a_hung_api_still_ends_on_sigterm(
+    stack: Stack, tmp_path: Path
+) -> None:
+    stack.start_api()
+    stack.start_trainer(steps=5, out=tmp_path / "out")
+    stack.kill("api", signal.SIGSTOP)
+
+    stack.kill("trainer", signal.SIGTERM)
+
+    assert stack.exit_status("trainer") == 128 + signal.SIGTERM
+
+
+def test_second_trainer_on_a_used_api_is_refused(stack: Stack, tmp_path: Path) -> None:
+    stack.start_api()
+    stack.start_trainer(steps=5, out=tmp_path / "first")
+    stack.kill("trainer")
+
+    stack.start_trainer(steps=5, out=tmp_path / "second")
+
+    assert stack.exit_status("trainer") == 1
+    assert "already has a trainer" in stack.log("trainer")

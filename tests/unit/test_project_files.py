@@ -1,0 +1,324 @@
+"""The project's own files agree with each other, and name neither this machine nor a registry."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+import tomllib
+import uuid
+from collections.abc import Callable, Iterator
+from importlib.metadata import packages_distributions
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFTEST = ROOT / "tests" / "conftest.py"
+
+#: Hosts of public package registries, in parts so that this file does not name one.
+REGISTRIES = tuple(
+    ".".join(parts)
+    for parts in (
+        ("pypi", "org"),
+        ("pythonhosted", "org"),
+        ("anaconda", "org"),
+        ("npmjs", "org"),
+        ("yarnpkg", "com"),
+    )
+)
+
+
+def pyproject() -> dict[str, Any]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+def requirements() -> list[Requirement]:
+    """Everything that pyproject.toml asks for, the extras included."""
+    project = pyproject()["project"]
+    extras = project["optional-dependencies"].values()
+    return [Requirement(r) for r in [*project["dependencies"], *(r for e in extras for r in e)]]
+
+
+def constraint_lines() -> list[str]:
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    return [line for line in lines if not line.startswith("#")]
+
+
+def project_files() -> list[Path]:
+    """What git tracks or would add, as it lies in the checkout."""
+    listing = subprocess.run(
+        ("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    if listing.returncode != 0:
+        pytest.skip(f"not a git checkout: {listing.stderr.strip()}")
+    paths = [ROOT / name for name in listing.stdout.split("\0") if name]
+    return [path for path in paths if path.is_file() and not path.is_symlink()]
+
+
+def configured_registries() -> list[str]:
+    """The hosts and folders from which pip installs on this machine."""
+    config = subprocess.run(
+        (sys.executable, "-m", "pip", "config", "list"), capture_output=True, text=True, timeout=60
+    )
+    settings = config.stdout + " ".join(v for k, v in os.environ.items() if k.endswith("INDEX_URL"))
+    hosts = re.findall(r"https?://(?:[^/@\s']*@)?([^/:\s']+)", settings)
+    folders = re.findall(r"file://(/[^\s']+)", settings)
+    return [host for host in hosts if host not in ("localhost", "127.0.0.1")] + folders
+
+
+def forbidden(root: Path) -> re.Pattern[str]:
+    """What no file may contain. A checkout right under `/` has too short a name to look for."""
+    names = {*REGISTRIES, *configured_registries()}
+    if len(root.parts) > 2:
+        names.add(str(root))
+    any_name = "|".join(re.escape(name) for name in sorted(names))
+    return re.compile(rf"(?<![\w-])(?:{any_name})(?![\w-])")
+
+
+def marked(pattern: re.Pattern[str], text: str) -> list[int]:
+    """Numbers of the lines in which the pattern stands."""
+    lines = enumerate(text.splitlines(), start=1)
+    return [number for number, line in lines if pattern.search(line)]
+
+
+def make_targets() -> set[str]:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    return set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
+
+
+def test_no_file_names_a_registry_or_this_checkout() -> None:
+    pattern = forbidden(ROOT)
+
+    found = {
+        str(path.relative_to(ROOT)): lines
+        for path in project_files()
+        if (lines := marked(pattern, path.read_text(encoding="utf-8", errors="ignore")))
+    }
+
+    assert not found, f"these lines name a package registry or a path of this machine: {found}"
+
+
+@pytest.mark.parametrize(
+    ("line", "is_marked"),
+    [
+        (f"index = https://{REGISTRIES[0]}/simple", True),
+        # a host below it
+        (f"https://files.{REGISTRIES[1]}/packages", True),
+        ('cwd: "/srv/checkouts/muster/runs"', True),
+        ("see /srv/checkouts/muster.", True),
+        # only begins like the checkout
+        ("see /srv/checkouts/muster-old", False),
+        # another folder of the same name
+        ("see /mnt/srv/checkouts/muster", False),
+        # only ends like a host
+        (f"my{REGISTRIES[0]}", False),
+        ("prefect==3.8.8", False),
+    ],
+)
+def test_a_line_that_names_one_is_found(line: str, is_marked: bool) -> None:
+    pattern = forbidden(Path("/srv/checkouts/muster"))
+
+    assert marked(pattern, f"first\n{line}\n") == ([2] if is_marked else [])
+
+
+def test_constraints_are_versions_only() -> None:
+    wrong = [line for line in constraint_lines() if not re.fullmatch(r"[\w.-]+==[\w.!]+", line)]
+
+    assert not wrong
+
+
+def test_constraints_hold_a_version_in_range_of_every_requirement() -> None:
+    pairs = (line.split("==") for line in constraint_lines())
+    versions = {canonicalize_name(name): version for name, version in pairs}
+
+    wrong = [
+        f"{requirement}: {version or 'not there'}"
+        for requirement in requirements()
+        if not (version := versions.get(canonicalize_name(requirement.name), ""))
+        or version not in requirement.specifier
+    ]
+
+    assert not wrong
+
+
+def test_flows_and_tasks_import_only_what_the_project_depends_on() -> None:
+    declared = {
+        canonicalize_name(Requirement(r).name) for r in pyproject()["project"]["dependencies"]
+    }
+    owners = packages_distributions()
+    own = {"flows", "tasks", "tree"}
+
+    undeclared = {
+        f"{path.relative_to(ROOT)}: {name}"
+        for package in ("flows", "tasks")
+        for path in (ROOT / package).rglob("*.py")
+        for name in imported_packages(path)
+        if name not in sys.stdlib_module_names | own
+        and not declared & {canonicalize_name(dist) for dist in owners.get(name, ())}
+    }
+
+    assert not undeclared
+
+
+def imported_packages(path: Path) -> set[str]:
+    """Top-level names that a file imports absolutely."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found.add(node.module.partition(".")[0])
+    return found
+
+
+def test_every_program_that_make_starts_is_there() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    modules = set(re.findall(r"\$\(PY\) -m ((?:flows|deployments|tests)[\w.]*)", makefile))
+
+    missing = [
+        name
+        for name in sorted(modules)
+        if not (ROOT / f"{name.replace('.', '/')}.py").exists()
+        and not (ROOT / name.replace(".", "/") / "__main__.py").exists()
+    ]
+
+    assert modules
+    assert not missing
+
+
+def test_make_lists_every_target() -> None:
+    listed = subprocess.run(
+        ("make", "--no-print-directory"), cwd=ROOT, capture_output=True, text=True, timeout=60
+    ).stdout
+
+    assert set(re.findall(r"^  make ([a-z-]+)", listed, re.MULTILINE)) == make_targets()
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "constraints.txt"])
+def test_every_make_command_of_the_documents_exists(name: str) -> None:
+    text = (ROOT / name).read_text(encoding="utf-8")
+    code = re.findall(r"```.*?```|`[^`]+`", text, re.DOTALL)
+
+    named = set(re.findall(r"\bmake ([a-z-]+)", "\n".join(code)))
+
+    assert named <= make_targets()
+
+
+def deployments() -> Iterator[tuple[str, dict[str, Any]]]:
+    path = ROOT / "prefect.yaml"
+    if path.exists():
+        for entry in yaml.safe_load(path.read_text(encoding="utf-8")).get("deployments") or []:
+            yield entry["name"], entry
+
+
+@pytest.mark.parametrize(("name", "deployment"), list(deployments()))
+def test_a_deployment_names_a_flow_that_exists(name: str, deployment: dict[str, Any]) -> None:
+    file, _, function = deployment["entrypoint"].partition(":")
+
+    functions = {
+        node.name
+        for node in ast.parse((ROOT / file).read_text(encoding="utf-8")).body
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+
+    assert function in functions, f"deployment {name}"
+
+
+def test_the_build_server_runs_make_test() -> None:
+    script = ROOT / ".ci" / "run"
+
+    assert os.access(script, os.X_OK)
+    assert "make test" in script.read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def spawned() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
+    """Starts a process that sleeps, with more environment; ends all of them after the test."""
+    processes: list[subprocess.Popen[bytes]] = []
+
+    def spawn(**environment: str) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen(("sleep", "300"), env=os.environ | environment)
+        processes.append(process)
+        return process
+
+    yield spawn
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+def test_a_process_of_the_session_is_found_by_its_environment(
+    processes_of_session: Callable[[str], list[Any]],
+    spawned: Callable[..., subprocess.Popen[bytes]],
+) -> None:
+    ours, another = uuid.uuid4().hex, uuid.uuid4().hex
+    plain = spawned(MUSTER_TEST_SESSION=f"/{ours}")
+    of_a_run = spawned(MUSTER_TEST_SESSION=f"/{ours}", MUSTER_RUN_ID="demo")
+    nested = spawned(MUSTER_TEST_SESSION=f"/{ours}/{another}")
+    spawned(MUSTER_TEST_SESSION=f"/{another}")
+
+    found = processes_of_session(ours)
+
+    assert [one.pid for one in found] == sorted([plain.pid, of_a_run.pid, nested.pid])
+    assert {one.pid: one.run_id for one in found}[of_a_run.pid] == "demo"
+    assert str(found[0]).endswith("sleep 300")
+
+
+def test_a_process_that_has_ended_is_not_found(
+    processes_of_session: Callable[[str], list[Any]],
+    spawned: Callable[..., subprocess.Popen[bytes]],
+) -> None:
+    session = uuid.uuid4().hex
+    zombie = spawned(MUSTER_TEST_SESSION=f"/{session}")
+    zombie.kill()
+    os.waitid(os.P_PID, zombie.pid, os.WEXITED | os.WNOWAIT)
+
+    assert processes_of_session(session) == []
+
+
+@pytest.mark.parametrize(
+    ("body", "exit_code"),
+    [
+        ("process.kill(); process.wait()", 0),
+        # a test that passes and leaves its process
+        ("print(process.pid)", 1),
+    ],
+)
+def test_a_session_that_leaves_a_process_fails_and_names_it(
+    tmp_path: Path, body: str, exit_code: int
+) -> None:
+    waits_less = re.sub(r"(?m)^(_LEFTOVERS_WITHIN_S) = .*$", r"\1 = 0.2", CONFTEST.read_text())
+    (tmp_path / "conftest.py").write_text(waits_less)
+    (tmp_path / "test_it.py").write_text(
+        "import subprocess\n"
+        "def test_it(request):\n"
+        "    process = subprocess.Popen(('sleep', '300'), start_new_session=True)\n"
+        "    (request.config.rootpath / 'pid').write_text(str(process.pid))\n"
+        f"    {body}\n"
+    )
+
+    session = subprocess.run(
+        (sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"--rootdir={tmp_path}"),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+    pid = int((tmp_path / "pid").read_text())
+    if exit_code:
+        os.kill(pid, 9)
+    assert session.returncode == exit_code, session.stdout
+    assert "1 passed" in session.stdout
+    assert (f"pid {pid}: sleep 300" in session.stdout) == bool(exit_code)

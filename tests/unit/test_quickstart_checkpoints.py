@@ -1,0 +1,216 @@
+"""The quickstart's checkpoints and metrics: what is on disk after a crash, and how it goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+QUICKSTART = Path(__file__).parents[2] / "deployments" / "quickstart"
+sys.path.insert(0, str(QUICKSTART))
+
+from checkpoints import BadCheckpoint, Checkpoint, load, save
+from copy_task import VOCABULARY
+from grpo import Batch, StepStats, TrainState, initial_state, train_step
+from metrics_file import MetricsFile
+from policy import CONTEXT_TOKENS, WEIGHT_NAMES
+
+STATS = StepStats(reward=0.5, entropy=1.0, loss=0.0, clip_fraction=0.0, tokens=9)
+
+
+def a_batch(seed: int) -> Batch:
+    rng = np.random.default_rng(seed)
+    return Batch(
+        contexts=rng.integers(0, len(VOCABULARY), (30, CONTEXT_TOKENS)),
+        actions=rng.integers(0, len(VOCABULARY), 30),
+        old_log_probs=np.full(30, -np.log(len(VOCABULARY))),
+        advantages=rng.normal(size=30),
+        mean_reward=0.5,
+    )
+
+
+def trained(state: TrainState, steps: range) -> TrainState:
+    for step in steps:
+        state, _ = train_step(state, a_batch(step))
+    return state
+
+
+def a_checkpoint(steps: int = 3) -> Checkpoint:
+    state = trained(initial_state(np.random.default_rng(0)), range(steps))
+    return Checkpoint(state=state, rng_state=np.random.default_rng(5).bit_generator.state)
+
+
+def test_resumed_training_is_bit_for_bit_the_uninterrupted_one(tmp_path: Path) -> None:
+    start = initial_state(np.random.default_rng(0))
+    uninterrupted = trained(start, range(10))
+
+    save(Checkpoint(state=trained(start, range(5)), rng_state={}), tmp_path)
+    resumed = trained(load(tmp_path).state, range(5, 10))
+
+    assert resumed.step == uninterrupted.step == 10
+    for part in ("policy", "first_moment", "second_moment"):
+        for name in WEIGHT_NAMES:
+            ours, theirs = (getattr(getattr(one, part), name) for one in (resumed, uninterrupted))
+            assert np.array_equal(ours, theirs), (part, name)
+
+
+def test_resumed_generator_draws_what_the_first_would_have_drawn(tmp_path: Path) -> None:
+    rng = np.random.default_rng(3)
+    rng.random(100)
+    state = initial_state(np.random.default_rng(0))
+    save(Checkpoint(state=state, rng_state=rng.bit_generator.state), tmp_path)
+
+    resumed = np.random.default_rng()
+    resumed.bit_generator.state = load(tmp_path).rng_state
+
+    assert list(resumed.random(10)) == list(rng.random(10))
+
+
+def test_latest_names_the_last_checkpoint(tmp_path: Path) -> None:
+    save(a_checkpoint(1), tmp_path)
+    path = save(a_checkpoint(2), tmp_path)
+
+    assert path.name == "step-000002.npz"
+    assert (tmp_path / "latest").read_text().strip() == path.name
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == [
+        "latest",
+        "step-000001.npz",
+        "step-000002.npz",
+    ]
+
+
+def test_checkpoint_is_found_by_file_by_folder_and_by_the_folder_around_it(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    path = save(a_checkpoint(), folder)
+
+    assert [load(place).state.step for place in (path, folder, tmp_path)] == [3, 3, 3]
+
+
+def test_failed_write_leaves_the_previous_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(a_checkpoint(1), tmp_path)
+
+    def full_disk(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        save(a_checkpoint(2), tmp_path)
+
+    assert load(tmp_path).state.step == 1
+    assert {entry.name for entry in tmp_path.iterdir()} == {"latest", "step-000001.npz"}
+
+
+def test_killed_writer_leaves_a_checkpoint_that_loads(tmp_path: Path) -> None:
+    saves_for_ever = (
+        "import sys, numpy as np\n"
+        "from dataclasses import replace\n"
+        "from pathlib import Path\n"
+        "from checkpoints import Checkpoint, save\n"
+        "from grpo import initial_state\n"
+        "state = initial_state(np.random.default_rng(0))\n"
+        "while True:\n"
+        "    state = replace(state, step=state.step % 9 + 1)\n"
+        "    save(Checkpoint(state=state, rng_state={}), Path(sys.argv[1]))\n"
+        "    print(state.step, flush=True)\n"
+    )
+    writer = subprocess.Popen(
+        [sys.executable, "-c", saves_for_ever, tmp_path],
+        cwd=QUICKSTART,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with writer:
+        assert writer.stdout is not None
+        for _ in range(20):
+            assert writer.stdout.readline()
+        writer.send_signal(signal.SIGKILL)
+
+    assert load(tmp_path).state.step in range(1, 10)
+    for path in tmp_path.glob("step-*.npz"):
+        load(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "complaint"),
+    [
+        # The path itself is missing.
+        ("absent.npz", None, "no such file"),
+        # A folder without a pointer.
+        (".", None, "neither latest nor checkpoints/latest"),
+        # Not an archive at all.
+        ("notes.npz", b"remember the milk", "not a checkpoint"),
+        # Nothing in it.
+        ("empty.npz", b"", "not a checkpoint"),
+    ],
+)
+def test_bad_checkpoint_is_named(
+    tmp_path: Path, name: str, content: bytes | None, complaint: str
+) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+
+    with pytest.raises(BadCheckpoint, match=complaint):
+        load(tmp_path / name)
+
+
+def test_half_a_checkpoint_is_refused(tmp_path: Path) -> None:
+    path = save(a_checkpoint(), tmp_path)
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+    with pytest.raises(BadCheckpoint, match="not a checkpoint"):
+        load(tmp_path)
+
+
+def test_metrics_hold_a_line_a_step(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    metrics = MetricsFile(path, resumed_step=0, clock=lambda: 1700000000.25)
+
+    metrics.append(1, STATS)
+    metrics.append(2, STATS)
+
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [
+        {
+            "step": step,
+            "at": 1700000000.25,
+            "reward": 0.5,
+            "entropy": 1.0,
+            "loss": 0.0,
+            "clip_fraction": 0.0,
+            "tokens": 9,
+        }
+        for step in (1, 2)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("resumed_step", "torn", "kept"),
+    [
+        # A fresh training in a used folder starts its curve afresh.
+        (0, "", []),
+        # Steps after the checkpoint are trained again, so their old lines go.
+        (2, "", [1, 2]),
+        # All of them stand.
+        (4, "", [1, 2, 3, 4]),
+        # A crash of the machine may leave half a line.
+        (4, '{"step": 5, "at"', [1, 2, 3, 4]),
+        # A whole object without its newline is half a line too: the next would join it.
+        (5, '{"step": 5}', [1, 2, 3, 4]),
+    ],
+)
+def test_resumed_metrics_go_on_after_the_checkpoint(
+    tmp_path: Path, resumed_step: int, torn: str, kept: list[int]
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(f'{{"step": {step}}}\n' for step in (1, 2, 3, 4)) + torn)
+
+    MetricsFile(path, resumed_step=resumed_step).append(9, STATS)
+
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [*kept, 9]
