@@ -32,12 +32,16 @@ install:  ## install into .venv what is needed, unless that is done
 		echo "Another make is installing into $(VENV): waiting for it." >&2
 		flock -w 1800 9 || { echo "It has not finished within 30 minutes: end it, then try again." >&2; exit 1; }
 	fi
-	wanted="$$({ cat pyproject.toml constraints.txt; pwd; } | sha256sum)"
-	if [ "$$(cat $(VENV)/.installed 2>/dev/null)" = "$$wanted" ] && [ ! -e $(VENV)/.installing ] &&
-		$(PY) -c '' 2>/dev/null; then
+	place="$$(pwd -P)"
+	wanted="$$(cat pyproject.toml constraints.txt | sha256sum) $$place"
+	made="$$(cat $(VENV)/.installed 2>/dev/null || true)"
+	if [ "$$made" = "$$wanted" ] && [ ! -e $(VENV)/.installing ] && $(PY) -c '' 2>/dev/null; then
 		exit 0
 	fi
-	if [ -e $(VENV)/.installing ] || ! $(PY) -m pip --version >/dev/null 2>&1; then
+	# The scripts in a venv name the place where it was made: a checkout that was moved needs a new one.
+	again="$$(ls $(VENV)/.installing 2>/dev/null || true)"
+	[ -z "$$made" ] || [ "$${made#*- }" = "$$place" ] || again=moved
+	if [ -n "$$again" ] || ! $(PY) -m pip --version >/dev/null 2>&1; then
 		if ! found="$$($(PYTHON) --version 2>&1)"; then
 			echo "There is no '$(PYTHON)' here. Muster needs Python 3.11 or newer: on Debian and Ubuntu, apt-get install python3 python3-venv; one of another name is taken with 'make install PYTHON=python3.12'." >&2
 			exit 1

@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-
 from grpo import Batch, group_advantages
 from policy import context_of
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
 from atomic_file import replace_file
 from grpo import TrainState
 from policy import WEIGHT_NAMES, Policy

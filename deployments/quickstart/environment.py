@@ -26,12 +26,11 @@ from pathlib import Path
 from typing import Any
 
 from aiohttp import ClientError
+from atropos_api import NOT_GENERATED
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup
+from copy_task import ANSWER_TOKENS, draw_digits, prompt_of, reward_of, text_of
 from pydantic import Field
 from tenacity import RetryError
-
-from atropos_api import NOT_GENERATED
-from copy_task import ANSWER_TOKENS, draw_digits, prompt_of, reward_of, text_of
 
 TOKENIZER = Path(__file__).resolve().parent / "tokenizer"
 #: A server that refused its health check for so long is gone, not busy.

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
-
 from policy import WEIGHT_NAMES, Floats, Policy, Tokens, backward, forward, initial_policy
 
 #: How far a token's probability ratio may move from 1 before its gradient is cut.

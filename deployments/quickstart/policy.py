@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
-from numpy.typing import NDArray
-
 from copy_task import ANSWER_TOKENS, PAD, VOCABULARY
+from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 Tokens = NDArray[np.int64]

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-
 from copy_task import EOS, VOCABULARY
 from policy import Floats, Policy, Tokens, context_of, forward
 

@@ -23,7 +23,6 @@ import traceback
 from pathlib import Path
 
 import numpy as np
-
 from atropos_api import ApiError, AtroposApi
 from checkpoints import BadCheckpoint, load
 from grpo import DEFAULT_LEARNING_RATE, TrainState, initial_state
@@ -105,7 +104,8 @@ def _supervise(training: Training) -> int:
             traceback.print_exception(error)
             status = _failed(repr(error))
     try:
-        print(f"step {training.checkpoint()} is checkpointed", flush=True)
+        if step := training.checkpoint():
+            print(f"step {step} is checkpointed", flush=True)
     except OSError as error:
         status = _failed(f"no checkpoint: {error}")
     return status

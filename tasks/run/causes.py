@@ -186,7 +186,7 @@ RULES: tuple[Rule, ...] = (
     _rule(
         "python-value",
         _K.USER_ERROR,
-        r"^(KeyError|TypeError|ValueError|AttributeError|NameError|SyntaxError|IndentationError): ?",
+        r"^(KeyError|TypeError|ValueError|AttributeError|NameError|(Syntax|Indentation)Error): ?",
         source="Python",
     ),
     _rule(

@@ -84,21 +84,6 @@ class RunEnded(MusterError):
     """
 
 
-class TeardownIncomplete(MusterError):
-    """Processes are left that SIGKILL did not end: the machine needs an operator."""
-
-    def __init__(self, left: dict[str, tuple[int, ...]]) -> None:
-        super().__init__(left)
-        self.left = left
-
-    def __str__(self) -> str:
-        pids = "; ".join(f"{name}: {', '.join(map(str, pids))}" for name, pids in self.left.items())
-        return (
-            f"processes outlived SIGKILL ({pids}): look at /proc/PID/stack for the device or file "
-            "system they wait on"
-        )
-
-
 class LostContact(MusterError):
     """The outcome is unknown: ask again before anything is submitted twice."""
 

@@ -48,16 +48,24 @@ class EventLog:
         self,
         path: Path,
         listeners: tuple[Listener, ...] = (),
+        *,
+        mask: Callable[[str], str] = lambda text: text,
         clock: Callable[[], float] = time.time,
     ) -> None:
+        """
+        Args:
+            mask: takes secrets out of a text.
+        """
         self._path = path
         self._listeners = listeners
+        self._mask = mask
         self._clock = clock
         self._lock = threading.RLock()
 
     def emit(self, name: str, component: str | None = None, **fields: Any) -> None:
         with self._lock:
-            event = Event(at=self._clock(), name=name, component=component, fields=fields)
+            clean = {key: self._clean(value) for key, value in fields.items()}
+            event = Event(at=self._clock(), name=name, component=component, fields=clean)
             try:
                 with self._path.open("a", encoding="utf-8") as f:
                     f.write(event.as_line() + "\n")
@@ -68,3 +76,10 @@ class EventLog:
                     listener(event)
                 except Exception:
                     _log.exception("event %s of %s: a listener failed", name, self._path.parent)
+
+    def _clean(self, value: object) -> object:
+        if isinstance(value, str):
+            return self._mask(value)
+        if isinstance(value, (list, tuple)):
+            return [self._clean(item) for item in value]
+        return value

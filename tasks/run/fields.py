@@ -166,7 +166,8 @@ def _storable(text: str) -> str:
 def _as_text(value: object) -> object:
     match value:
         case bool():
-            raise refused(f"must be text, found {shown(value)}", f'quote it: "{shown(value)}"')
+            meant = '"true", "yes" or "1"' if value else '"false", "no" or "0"'
+            raise refused(f"must be text, found {shown(value)}", f"quote it: {meant}")
         case int():
             return str(value)
         case float():

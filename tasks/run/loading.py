@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from tasks.run.masking import mask_text, masked, secret_values
 from tasks.run.overrides import apply_override
 from tasks.run.spec import RunSpec
 from tasks.run.written_yaml import parse, read_text
+
+_LINE_ENDS = re.compile("[\x85\u2028\u2029]")
 
 
 def load_spec(path: Path, overrides: Sequence[str] = ()) -> RunSpec:
@@ -64,16 +67,23 @@ def spec_as_yaml(spec: RunSpec, *, mask_secrets: bool = False) -> str:
         mask_secrets: Mask environment variables that look secret, and their values wherever else
             they stand.
     """
-    written: object = spec.written()
+    written = spec.written()
     if mask_secrets:
-        written = _masked(spec, spec.written())
-    return yaml.safe_dump(
+        written = _masked(written)
+    text = _dumped(written, readable=True)
+    # PyYAML writes these as they are, but reads them as ends of lines.
+    return _dumped(written, readable=False) if _LINE_ENDS.search(text) else text
+
+
+def _dumped(written: dict[str, Any], *, readable: bool) -> str:
+    text: str = yaml.safe_dump(
         written,
         sort_keys=False,
-        allow_unicode=True,
+        allow_unicode=readable,
         default_flow_style=None,
         width=2**31,  # a folded command is hard to copy
     )
+    return text
 
 
 def _checked(
@@ -135,8 +145,9 @@ def _in_file_order(faults: Sequence[Fault], written: Mapping[str, Any]) -> tuple
             path = path.rpartition(".")[0]
         if path == fault.path:
             return places.get(path, -1), 0
-        inside = [index for place, index in places.items() if place.startswith(f"{path}.")]
-        return max(inside, default=len(places)) if path else len(places), 1
+        if not path:
+            return len(places), 1
+        return max(at for place, at in places.items() if f"{place}.".startswith(f"{path}.")), 1
 
     return tuple(sorted(dict.fromkeys(faults), key=rank))
 
@@ -155,16 +166,16 @@ def _paths(node: object, path: str = "", above: tuple[int, ...] = ()) -> Iterato
         yield from _paths(value, below, (*above, id(node)))
 
 
-def _masked(spec: RunSpec, written: dict[str, Any]) -> object:
-    envs = [written, *written["components"].values()]
-    secrets = {value for part in envs for value in secret_values(part.get("env", {}))}
-    for part in envs:
+def _masked(written: dict[str, Any]) -> dict[str, Any]:
+    parts = [written, *written["components"].values()]
+    secrets = {value for part in parts for value in secret_values(part.get("env", {}))}
+    for part in parts:
         if "env" in part:
             part["env"] = masked(part["env"])
-    return _without(written, secrets)
+    return {key: _without(value, secrets) for key, value in written.items()}
 
 
-def _without(node: object, secrets: set[str]) -> object:
+def _without(node: object, secrets: Iterable[str]) -> object:
     if isinstance(node, str):
         return mask_text(node, secrets)
     if isinstance(node, dict):

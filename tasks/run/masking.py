@@ -16,9 +16,21 @@ def _words(text: str) -> frozenset[str]:
 
 #: Alone enough, wherever it stands in the name.
 _SECRET = _words(
-    "SECRET SECRETS PASSWORD PASSWORDS PASSWD PASSPHRASE PWD CREDENTIAL CREDENTIALS AUTH "
-    "AUTHORIZATION APIKEY APITOKEN ACCESSKEY ACCESSTOKEN SECRETKEY PRIVATEKEY AUTHTOKEN BEARER "
-    "JWT COOKIE COOKIES WEBHOOK PAT"
+    "SECRETS PASSWORDS PASSPHRASE PWD CREDENTIAL CREDENTIALS AUTH AUTHORIZATION BEARER JWT COOKIE "
+    "COOKIES WEBHOOK PAT"
+)
+#: The same, also where the word before it runs into it: PGPASSWORD, APIKEY.
+_SECRET_ENDS = (
+    "PASSWORD",
+    "PASSWD",
+    "SECRET",
+    "APIKEY",
+    "ACCESSKEY",
+    "SECRETKEY",
+    "PRIVATEKEY",
+    "APITOKEN",
+    "AUTHTOKEN",
+    "ACCESSTOKEN",
 )
 #: Secret at the end of a name, a number aside (SSH_KEY, API_KEY_2, DB_PASS), in any other place
 #: not: a KEY_COUNT, a PASS_RATE.
@@ -36,7 +48,7 @@ _ABOUT = _words("FILE PATH DIR SOCK PORT HOST TIMEOUT TTL ENABLED TYPE MODE")
 _NEVER = frozenset({"PWD", "OLDPWD"})
 
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
-_URL_PASSWORD = re.compile(r"://[^/@\s]*:([^/@\s]+)@")
+_URL_PASSWORD = re.compile(r"(?<=://)([^/@\s:]*:)([^/@\s]+)(?=@)")
 
 #: Too common to be taken out of a text, whatever the name of the variable was.
 _COMMON = frozenset({"true", "false", "none", "null", "auto", "default"})
@@ -54,7 +66,7 @@ def looks_secret(name: str) -> bool:
     words = [word.upper() for word in _WORD.findall(name)]
     if not words or words[-1] in _ABOUT:
         return False
-    if _SECRET.intersection(words):
+    if any(word in _SECRET or word.endswith(_SECRET_ENDS) for word in words):
         return True
     befores, afters = ["", *words[:-1]], [*words[1:], ""]
     return any(map(_is_secret_word, befores, words, afters))
@@ -80,7 +92,7 @@ def masked(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def _without_url_password(value: str) -> str:
-    return _URL_PASSWORD.sub(lambda match: match.group(0).replace(match.group(1), MASK), value)
+    return _URL_PASSWORD.sub(rf"\1{MASK}", value)
 
 
 def secret_values(env: Mapping[str, str]) -> frozenset[str]:
@@ -90,7 +102,8 @@ def secret_values(env: Mapping[str, str]) -> frozenset[str]:
     digits, and words such as `true`; to mask these would spoil every log for no secret.
     """
     values = {value for name, value in env.items() if looks_secret(name)}
-    values.update(found for value in env.values() for found in _URL_PASSWORD.findall(value))
+    for value in env.values():
+        values.update(password for _user, password in _URL_PASSWORD.findall(value))
     return frozenset(value for value in values if _is_telling(value))
 
 

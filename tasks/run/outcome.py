@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import signal as signals
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from tasks.run.failure_kinds import FailureKind
 from tasks.run.lifecycle import RunState
@@ -93,6 +94,8 @@ class Verdict:
     failure: Failure | None = None
     #: What the verdict came from, CLOCK_MONOTONIC seconds: the earliest one holds.
     at_monotonic_s: float = 0.0
+    #: `left[component] -> pids` that even SIGKILL did not end.
+    left: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     @staticmethod
     def failed(failure: Failure, at_monotonic_s: float) -> Verdict:
@@ -103,7 +106,7 @@ class Verdict:
             at_monotonic_s=at_monotonic_s,
         )
 
-    def with_remains(self, left: dict[str, tuple[int, ...]]) -> Verdict:
+    def with_remains(self, left: Mapping[str, tuple[int, ...]]) -> Verdict:
         """The verdict of an attempt whose processes could not all be ended: never a clean one."""
         pids = "; ".join(f"{name}: {', '.join(map(str, p))}" for name, p in left.items())
         remains = (
@@ -111,16 +114,12 @@ class Verdict:
             "system they wait on, their GPUs are not free"
         )
         if self.failure is not None:
-            return Verdict.failed(
-                replace(self.failure, message=f"{self.failure.message}; and {remains}"),
-                self.at_monotonic_s,
-            )
-        return Verdict.failed(
-            Failure(
+            failure = replace(self.failure, message=f"{self.failure.message}; and {remains}")
+        else:
+            failure = Failure(
                 kind=FailureKind.UNKNOWN,
                 component=next(iter(left)),
                 message=f"{self.message}, but {remains}",
                 rule="teardown-incomplete",
-            ),
-            self.at_monotonic_s,
-        )
+            )
+        return replace(Verdict.failed(failure, self.at_monotonic_s), left=left)

@@ -31,7 +31,7 @@ _TOKEN = re.compile(r"\$\$\{|\$\{([^{}]*)\}|\$\{")
 _TEXTS: dict[str, object] = {"*": Kind.TEXT}
 _PROBE: dict[str, object] = {
     "http": Kind.TEXT,
-    "json": {"*": Kind.TEXT},
+    "json": {"*": {"": Kind.TEXT, "*": Kind.TEXT}},  # a value, or {not: value}
     "tcp": Kind.TEXT,
     "log": Kind.PATTERN,
     "file": Kind.TEXT,
@@ -44,7 +44,8 @@ _COMPONENT: dict[str, object] = {
     "ready": _PROBE,
     "live": _PROBE,
 }
-#: Where placeholders are allowed; elsewhere `${` is plain text.
+#: Where placeholders are allowed, "*" for any key or item and "" for the text itself; elsewhere
+#: `${` is plain text.
 _PLACES: dict[str, object] = {
     "env": _TEXTS,
     "cwd": Kind.TEXT,
@@ -76,30 +77,32 @@ def is_templated(text: str) -> bool:
 
 
 def rewritten(data: object, change: Change) -> object:
-    """A copy of a written spec in which `change(path, text, kind)` replaced each text."""
+    """A written spec in which `change(path, text, kind)` replaced each text.
+
+    What holds no placeholders is not copied, and nothing is looked at deeper than a spec goes:
+    YAML can write a mapping that holds itself.
+    """
     return _rewritten(data, _PLACES, "", change)
 
 
 def _rewritten(node: object, pattern: object, path: str, change: Change) -> object:
-    if isinstance(pattern, Kind) and isinstance(node, str):
-        return change(path, node, pattern)
+    if isinstance(pattern, Kind):
+        return change(path, node, pattern) if isinstance(node, str) else node
+    if not isinstance(pattern, dict):
+        return node
+    if isinstance(node, str):
+        return _rewritten(node, pattern.get(""), path, change)
     if isinstance(node, Mapping):
         return {
-            key: _rewritten(value, _below(pattern, key), _joined(path, key), change)
+            key: _rewritten(value, pattern.get(key, pattern.get("*")), _joined(path, key), change)
             for key, value in node.items()
         }
     if isinstance(node, list | tuple):
         return [
-            _rewritten(value, _below(pattern, "*"), _joined(path, index), change)
+            _rewritten(value, pattern.get("*"), _joined(path, index), change)
             for index, value in enumerate(node)
         ]
     return node
-
-
-def _below(pattern: object, key: object) -> object:
-    if isinstance(pattern, dict):
-        return pattern.get(key, pattern.get("*"))
-    return pattern  # a condition such as {not: TEXT} is text throughout
 
 
 def _joined(path: str, key: object) -> str:
@@ -174,9 +177,8 @@ def _unknown(path: str, name: str, known: Sequence[str]) -> Fault:
     if near:
         remedy = f"did you mean `${{{near[0]}}}`?"
     else:
-        remedy = (
-            f"known are {', '.join(known)}; `$${{{name}}}` is left for a shell as `${{{name}}}`"
-        )
+        shell = f"for a shell's own write `$${{{name}}}`"
+        remedy = f"{shell}; known are {', '.join(known)}"
     return Fault(path=path, problem=f"unknown name `${{{name}}}`", remedy=remedy)
 
 

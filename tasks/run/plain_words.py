@@ -46,11 +46,9 @@ def _fault(found: ErrorDetails, schema: _Schema) -> Fault:
     if place and place[-1] == "[key]":  # how pydantic marks the key itself, not its value
         place = place[:-1]
         if kind == "string_type":
-            return Fault(
-                path=_dotted(place),
-                problem=f"a key must be text, found {shown(value)}",
-                remedy="quote it",
-            )
+            place = (*place[:-1], str(value))  # pydantic counts a key that is true as 1
+            problem = f"a key must be text, found {shown(value)}"
+            return Fault(path=_dotted(place), problem=problem, remedy="quote it")
     path = _dotted(place)
 
     if kind == "refused":

@@ -122,7 +122,7 @@ def _is_url(text: str) -> str:
         usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
     except ValueError:
         usable = False
-    if not usable:
+    if not usable or any(map(str.isspace, text)):
         raise refused(f"not an http address: {text!r}", "write http://127.0.0.1:PORT/health")
     return text
 

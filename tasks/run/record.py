@@ -6,6 +6,7 @@ the run itself by `move`; each change replaces the file atomically.
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import os
@@ -56,11 +57,18 @@ class RunRecord:
         run_id: str,
         flow_run_id: str,
         clock: Callable[[], float] = time.time,
+        on_move: Callable[[RunState, str], None] = lambda state, message: None,
         **more: object,
     ) -> None:
-        """Begins a record, or goes on with the one that an earlier process of the run left."""
+        """Begins a record, or goes on with the one that an earlier process of the run left.
+
+        Args:
+            on_move: told each new state of the run, with its message.
+            more: further keys of the file.
+        """
         self._path = path
         self._clock = clock
+        self._on_move = on_move
         self._lock = threading.RLock()
         self._content: dict[str, Any] = {
             "run_id": run_id,
@@ -99,6 +107,7 @@ class RunRecord:
             if state.is_final:
                 self._content["ended_at"] = self._clock()
             self._save()
+            self._on_move(state, message)
 
     def begin_attempt(self, number: int) -> None:
         with self._lock:
@@ -122,6 +131,12 @@ class RunRecord:
             attempt["ended_at"] = self._clock()
             attempt["failure"] = verdict.failure.as_json() if verdict.failure else None
             self._save()
+
+    def components(self) -> dict[str, dict[str, Any]]:
+        """What is known of the components of the last attempt, by name; a copy."""
+        with self._lock:
+            attempts = self._content["attempts"]
+            return copy.deepcopy(attempts[-1]["components"]) if attempts else {}
 
     def observe(self, event: Event) -> None:
         """Take in an event of the attempt that runs now."""

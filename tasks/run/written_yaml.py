@@ -120,7 +120,8 @@ def _syntax_fault(error: yaml.YAMLError, text: str) -> Fault:
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
     if mark is None:
         return Fault(path="", problem=f"not YAML: {' '.join(str(error).split())}")
-    line = (text.splitlines() or [""])[min(mark.line, text.count("\n"))]
+    lines = text.splitlines()
+    line = lines[mark.line] if mark.line < len(lines) else ""
     place = f"line {mark.line + 1}, column {mark.column + 1}"
     if "\t" in line[: mark.column + 1]:
         return Fault(path="", problem=f"{place}: a tab", remedy="indent with spaces")

@@ -45,7 +45,8 @@ class SupervisedAttempt:
         self._ports = ports
         self._emit = emit
         self._client = make_client()
-        self._members = {
+        #: `members[name]`, in the order of their start.
+        self.members = {
             component.name: Member(
                 component,
                 GuardedProcess.prepare(
@@ -60,6 +61,10 @@ class SupervisedAttempt:
         self._launched: list[Member] = []
         self._watchers: list[asyncio.Task[None]] = []
         self._progress = self._progress_source()
+        #: What decided the run's fate, in words; empty before.
+        self.reason = ""
+        #: What it was decided to be, unless something earlier comes to light; None before.
+        self.decided_state: RunState | None = None
         #: The step last seen.
         self.step: float | None = None
         # What happened later than this was caused by the teardown, or does not matter any more.
@@ -76,7 +81,7 @@ class SupervisedAttempt:
         Raises: RunEnded, when the run's fate was decided before, this component's failure included.
         """
         self._check_undecided(name)
-        member = self._members[name]
+        member = self.members[name]
         await self._launch(member)
         ready = asyncio.create_task(self._await_ready(member))
         over = asyncio.create_task(self.decided.wait())
@@ -87,13 +92,16 @@ class SupervisedAttempt:
             ready.cancel()
         self._check_undecided(name)
         self._watch(self._follow_liveness(member))
-        if all(m.is_ready for m in self._members.values()):
+        if all(m.is_ready for m in self.members.values()):
             self._emit("attempt.ready", step=self.step)
 
     def interrupt(self, why: str) -> None:
         """End the run as cancelled."""
         self._decide(
-            time.monotonic(), lambda: Verdict(state=RunState.CANCELLED, message=why), reason=why
+            time.monotonic(),
+            RunState.CANCELLED,
+            lambda: Verdict(state=RunState.CANCELLED, message=why),
+            reason=why,
         )
 
     def crash(self, error: BaseException) -> None:
@@ -105,7 +113,9 @@ class SupervisedAttempt:
             message=f"Muster's own supervision failed: {error!r}",
             rule="internal-error",
         )
-        self._decide(at, lambda: Verdict.failed(failure, at), reason=failure.message)
+        self._decide(
+            at, RunState.FAILED, lambda: Verdict.failed(failure, at), reason=failure.message
+        )
 
     def hurry(self) -> None:
         """Wait for no grace period any more."""
@@ -190,7 +200,7 @@ class SupervisedAttempt:
             case "drain":
                 member.is_drained = True
                 self._emit("component.drained", member.name)
-                if all(m.is_drained for m in self._members.values()):
+                if all(m.is_drained for m in self.members.values()):
                     self._conclude(member, exit)
 
     def _conclude(self, member: Member, exit: Exit) -> None:
@@ -210,12 +220,12 @@ class SupervisedAttempt:
             message = (
                 f"{member} left with exit code 0, but {reached} where success asks for {required:g}"
             )
-            self._fail(
-                member, FailureKind.RUNTIME_ERROR, message, "success-not-reached", exit=exit
-            )
+            self._fail(member, FailureKind.RUNTIME_ERROR, message, "success-not-reached", exit=exit)
             return
         verdict = Verdict(state=RunState.COMPLETED, message=self._describe_step(member))
-        self._decide(exit.at_monotonic_s, lambda: verdict, reason=verdict.message)
+        self._decide(
+            exit.at_monotonic_s, RunState.COMPLETED, lambda: verdict, reason=verdict.message
+        )
 
     def _describe_step(self, member: Member) -> str:
         if self.step is None:
@@ -241,6 +251,7 @@ class SupervisedAttempt:
         at = exit.at_monotonic_s if exit is not None else time.monotonic()
         self._decide(
             at,
+            RunState.FAILED,
             lambda: Verdict.failed(_failure_of(member, kind, message, rule, exit), at),
             reason=message,
             component=member.name,
@@ -249,6 +260,7 @@ class SupervisedAttempt:
     def _decide(
         self,
         at_monotonic_s: float,
+        state: RunState,
         make_verdict: Callable[[], Verdict],
         *,
         reason: str,
@@ -259,6 +271,7 @@ class SupervisedAttempt:
             return
         self._decided_at = min(self._decided_at, at_monotonic_s)
         self._make_verdict = make_verdict
+        self.decided_state, self.reason = state, reason
         if is_first:
             self._teardown = asyncio.create_task(self._take_down(reason, component))
             self.decided.set()
@@ -271,16 +284,14 @@ class SupervisedAttempt:
         for member in reversed(self._launched):
             if pids := await member.end():
                 left[member.name] = pids
-        for member in self._members.values():
+        for member in self.members.values():
             member.process.dismiss()
+        self._emit("teardown.ended", left=left or None)
         await self._client.aclose()
         self._ports.close()
         assert self._make_verdict is not None
         verdict = self._make_verdict()
-        if left:
-            verdict = verdict.with_remains(left)
-        self._emit("teardown.ended", left=left or None)
-        return verdict
+        return verdict.with_remains(left) if left else verdict
 
     def _watch(self, watching: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(watching)
@@ -320,7 +331,7 @@ class SupervisedAttempt:
 
     def _stalled_member(self) -> Member:
         """Whose silence it is: the trainer's where there is one, else the last one started."""
-        return self._members.get("trainer", self._launched[-1])
+        return self.members.get("trainer", self._launched[-1])
 
     def _own_questions(self) -> list[str]:
         asked = [self._plan.progress.http] if self._plan.progress else []

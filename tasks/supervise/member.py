@@ -116,9 +116,7 @@ class Member:
                 raise TimeoutError(reasons[-1]) from None
             self._refuse_foreign(probe.local_port)
         self.is_ready = True
-        self._emit(
-            "component.ready", self.name, pid=self.process.pid, after_s=self.seconds_alive()
-        )
+        self._emit("component.ready", self.name, pid=self.process.pid, after_s=self.seconds_alive())
 
     async def has_last_word(self) -> bool:
         """What a component that has ended left behind, in a log or a file, says it was ready."""

@@ -116,6 +116,5 @@ class Silence:
         except OSError:
             return False
         return any(
-            line.strip() and not any(echo in line for echo in self._own_questions)
-            for line in lines
+            line.strip() and not any(echo in line for echo in self._own_questions) for line in lines
         )

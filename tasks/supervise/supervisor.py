@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import threading
 from collections.abc import Coroutine
 from types import TracebackType
 from typing import Any, TypeVar
 
+from tasks.run.lifecycle import RunState
 from tasks.run.outcome import Verdict
 from tasks.supervise import tree
 from tasks.supervise.attempt import SupervisedAttempt
@@ -57,17 +59,38 @@ class Supervisor:
             return False
 
     @property
+    def reason(self) -> str:
+        """What decided the run's fate, in words; empty before."""
+        return self._attempt.reason
+
+    @property
+    def decided_state(self) -> RunState | None:
+        """What the run's fate was decided to be; None before."""
+        return self._attempt.decided_state
+
+    def describe(self, component: str) -> str:
+        """`trainer (pid 812)`, once it has a pid."""
+        return str(self._attempt.members[component])
+
+    @property
     def step(self) -> float | None:
         """The step last seen; None when none is known."""
         return self._attempt.step
 
     def interrupt(self, why: str) -> None:
-        """End the run as cancelled. Returns at once; safe in a signal handler."""
-        self._loop.call_soon_threadsafe(self._attempt.interrupt, why)
+        """End the run as cancelled. Returns at once; safe in a signal handler, at any time."""
+        with contextlib.suppress(RuntimeError):  # The loop is closed: all has ended before.
+            self._loop.call_soon_threadsafe(self._attempt.interrupt, why)
+
+    def crash(self, error: BaseException) -> None:
+        """End the run as failed, by an error of the caller's. Returns at once."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._attempt.crash, error)
 
     def hurry(self) -> None:
-        """Cut every grace period short. Returns at once; safe in a signal handler."""
-        self._loop.call_soon_threadsafe(self._attempt.hurry)
+        """Cut every grace period short. Returns at once; safe in a signal handler, at any time."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._attempt.hurry)
 
     def teardown(self) -> Verdict:
         """Stop everything in reverse order and wait until nothing is left; any number of times.
@@ -87,8 +110,9 @@ class Supervisor:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.teardown()
-        self._stop_thread()
+        if not self._loop.is_closed():
+            self.teardown()
+            self._stop_thread()
 
     def _stop_thread(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)

@@ -45,7 +45,7 @@ class Stack:
             sys.executable,
             QUICKSTART / "trainer.py",
             *("--api", self.api_url, "--port", str(self.trainer_port)),
-            *("--steps", str(steps), "--out", out, *arguments),
+            *("--steps", str(steps), "--out", str(out), *arguments),
         )
         wait_for(self.trainer_is_registered, "the trainer")
 
@@ -60,7 +60,7 @@ class Stack:
         )
 
     def trainer_is_registered(self) -> bool:
-        return answers(f"{self.api_url}/info")["batch_size"] != -1
+        return bool(answers(f"{self.api_url}/info")["batch_size"] != -1)
 
     def environment_is_registered(self) -> bool:
         return "environment registered" in self.log("environment").splitlines()
@@ -160,6 +160,7 @@ def test_training_runs_to_its_last_step_and_both_sides_end_by_themselves(
     assert "complete: " in stack.log("environment")
 
 
+@pytest.mark.slow
 def test_terminated_training_is_resumed_by_a_new_attempt(
     start_stack: Callable[[], Stack], tmp_path: Path
 ) -> None:
@@ -202,6 +203,7 @@ def test_trainer_and_environment_fail_when_the_api_dies(stack: Stack, tmp_path: 
     assert "environment: the API went away" in stack.log("environment")
 
 
+@pytest.mark.slow
 def test_environment_fails_when_the_trainer_dies(stack: Stack, tmp_path: Path) -> None:
     stack.start_api()
     stack.start_trainer(steps=100_000, out=tmp_path / "out")

@@ -94,7 +94,7 @@ class Import:
     line: int
     #: `tasks.run.spec.Spec` for `from tasks.run.spec import Spec`.
     target: str
-    #: It stands in the `else` of `if __name__ == "__main__"`.
+    #: It stands where the module does not pass when it is run as a script.
     not_as_script: bool = False
     relative: bool = False
 
@@ -142,15 +142,22 @@ class _ImportCollector(ast.NodeVisitor):
         self.generic_visit(node)
 
     def visit_If(self, node: ast.If) -> None:
-        if ast.unparse(node.test) != "__name__ == '__main__'":
-            self.generic_visit(node)
-            return
-        for child in node.body:
-            self.visit(child)
-        before, self._not_as_script = self._not_as_script, True
-        for child in node.orelse:
-            self.visit(child)
-        self._not_as_script = before
+        runs = _as_script(node.test)
+        for children, is_left_out in ((node.body, runs is False), (node.orelse, runs is True)):
+            before = self._not_as_script
+            self._not_as_script = before or is_left_out
+            for child in children:
+                self.visit(child)
+            self._not_as_script = before
+
+
+def _as_script(test: ast.expr) -> bool | None:
+    """What the condition comes to where the module is run as a script; None: nobody can say."""
+    names = {"__builtins__": {}, "__name__": "__main__", "TYPE_CHECKING": False}
+    try:
+        return bool(eval(ast.unparse(test), names))
+    except Exception:
+        return None
 
 
 def files_of(root: Path) -> list[Path]:
@@ -310,8 +317,9 @@ LEGAL = {
     "from pydantic_core import PydanticCustomError\nfrom tasks.run import errors\n"
     "from . import errors as e\n",
     "tasks/run/errors.py": "import dataclasses\n",
-    "tasks/supervise/guardian.py": "import os\nif __name__ == '__main__':\n    import tree\n"
-    "else:\n    from tasks.supervise import tree\n",
+    "tasks/supervise/guardian.py": "import os\nTYPE_CHECKING = False\n"
+    "if TYPE_CHECKING or __name__ != '__main__':\n    from tasks.supervise import tree\n"
+    "else:\n    import tree\n",
     "tasks/supervise/tree.py": "import ctypes\n",
     "tasks/supervise/process.py": "import psutil\nfrom tasks.supervise import tree\n",
     "tasks/gang/worker.py": "from prefect.workers.process import ProcessWorker\n",
@@ -391,6 +399,17 @@ def test_a_project_in_order_has_no_violation(tmp_path: Path) -> None:
             "tasks/supervise/guardian.py",
             "if __name__ == '__main__':\n    import process\n",
             ":2: imports process",
+        ),
+        (
+            "tasks/supervise/guardian.py",
+            "if __name__ == '__main__':\n    import tree\nelse:\n    from tasks.run import spec\n",
+            ":4: imports tasks.run.spec",
+        ),
+        # nobody can say whether a script passes here
+        (
+            "tasks/supervise/guardian.py",
+            "if unknown:\n    from tasks.supervise import tree\n",
+            ":2: imports tasks.supervise.tree",
         ),
         # a bare name is found only where the folder itself is on the path
         ("tasks/supervise/process.py", "import tree\n", ":1: imports tree"),

@@ -262,9 +262,11 @@ def test_api_that_forgot_the_trainer_is_an_error(answer: object) -> None:
 def test_registration_that_is_refused_is_an_error(
     info: object, register: object, complaint: str
 ) -> None:
-    with an_api({"/info": info, "/register": register}) as url:
-        with pytest.raises(ApiError, match=complaint):
-            AtroposApi(url).register(REGISTRATION)
+    with (
+        an_api({"/info": info, "/register": register}) as url,
+        pytest.raises(ApiError, match=complaint),
+    ):
+        AtroposApi(url).register(REGISTRATION)
 
 
 def test_api_that_is_gone_is_an_error_that_says_what_was_asked() -> None:

@@ -1,0 +1,41 @@
+"""The flow `train`: one RL training, from its first component's start to its last one's end."""
+
+from __future__ import annotations
+
+from prefect import flow
+from prefect.client.schemas.objects import State
+
+from tasks.components import admit, monitor, start, teardown
+from tasks.opening import conclude, open_run, run_id_of_flow_run
+from tasks.run.spec import RunSpec
+from tasks.session import RunSession
+
+
+@flow(name="train", flow_run_name=run_id_of_flow_run, persist_result=False)
+def train(spec: RunSpec) -> State[None]:
+    """Run one training: start its components in order, watch them, and leave nothing behind.
+
+    Args:
+        spec: What to run, and what counts as success.
+    """
+    with open_run(spec) as run:
+        if admit(run):
+            while run.wants_attempt():
+                attempt(run)
+        return conclude(run)
+
+
+def attempt(run: RunSession) -> None:
+    """Try once. Whatever happens, what was started is taken down in reverse."""
+    run.begin_attempt()
+    try:
+        if all(start(run, component) for component in run.components):
+            monitor(run)
+    finally:
+        teardown(run)
+
+
+if __name__ == "__main__":
+    from tasks.command import main
+
+    raise SystemExit(main(train))

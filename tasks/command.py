@@ -1,0 +1,97 @@
+"""The command `python -m flows.train`: one run in this process."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from prefect.client.schemas.objects import State
+from prefect.exceptions import TerminationSignal
+from prefect.logging.handlers import PrefectConsoleHandler
+
+from tasks.run.errors import InvalidSpec
+from tasks.run.loading import load_spec
+from tasks.server import NoServer, prefect_server
+from tasks.session import check_spec
+from tasks.terminal import Terminal
+
+EXIT_COMPLETED, EXIT_FAILED, EXIT_INVALID, EXIT_INFEASIBLE, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
+
+
+def main(train: Callable[..., State[Any]], arguments: Sequence[str] | None = None) -> int:
+    """Run a spec file and show what happens.
+
+    Args:
+        train: the flow.
+
+    Returns: 0 completed, 1 failed, 2 the spec is invalid and nothing was started, 130 interrupted.
+    """
+    options = _parser().parse_args(arguments)
+    try:
+        spec = load_spec(Path(options.spec), options.set)
+        check_spec(spec)
+    except InvalidSpec as error:
+        print(f"{error}\nNothing was started.", file=sys.stderr)
+        return EXIT_INVALID
+    _quieten_prefect()
+    # Until the flow takes signals over, they end what was started as Ctrl-C does; a shell that
+    # puts this in the background would have SIGINT ignored.
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, signal.default_int_handler)
+    try:
+        with Terminal(spec) as terminal:
+            terminal.say("connecting to Prefect")
+            with prefect_server() as url:
+                terminal.say(f"Prefect server {url}")
+                state = train(spec, return_state=True)
+    except NoServer as error:
+        print(error, file=sys.stderr)
+        return EXIT_FAILED
+    except (KeyboardInterrupt, TerminationSignal):
+        print("Interrupted; nothing is left running.", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    return _exit_code(state)
+
+
+def _exit_code(state: State[Any]) -> int:
+    if state.is_completed():
+        return EXIT_COMPLETED
+    if state.is_cancelled():
+        return EXIT_INTERRUPTED
+    if (state.message or "").startswith("INFEASIBLE:"):
+        return EXIT_INFEASIBLE
+    return EXIT_FAILED
+
+
+def _quieten_prefect() -> None:
+    """The terminal tells the story; Prefect's own lines go to its server only."""
+    os.environ.setdefault("DO_NOT_TRACK", "1")
+    for name in list(logging.root.manager.loggerDict):
+        for handler in logging.getLogger(name).handlers:
+            if isinstance(handler, PrefectConsoleHandler):
+                handler.setLevel(logging.CRITICAL)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m flows.train",
+        description="Run one training to its end, on the Prefect server of PREFECT_API_URL or on "
+        "a temporary one.",
+        epilog="Exit: 0 completed, 1 failed, 2 the spec is invalid (nothing was started), 3 it can "
+        "never fit the cluster, 130 interrupted (after teardown).",
+    )
+    parser.add_argument("spec", metavar="SPEC.yaml", help="the run spec")
+    parser.add_argument(
+        "--set",
+        metavar="a.b=c",
+        action="append",
+        default=[],
+        help="change a value of the spec, for example --set progress.total=20; repeatable",
+    )
+    return parser

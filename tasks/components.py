@@ -1,0 +1,114 @@
+"""The tasks that carry a run's components from start to teardown."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+from prefect.client.schemas.objects import State
+from prefect.states import Cancelled, Completed, Failed
+
+from tasks import reporting
+from tasks.run.errors import RunEnded
+from tasks.run.lifecycle import RunState
+from tasks.session import RunSession
+
+#: How often progress is written to the Prefect server, at most.
+_REPORT_EVERY_S = 2.0
+
+
+def admit(run: RunSession) -> bool:
+    """Make sure that the run has what its gang asks for; without a gang it has.
+
+    Returns: whether the run may start.
+    """
+    return _as_task("admit", _admit, run)
+
+
+def start(run: RunSession, component: str) -> bool:
+    """Start one component and wait until it is ready.
+
+    Returns: whether it is; if not, the run's fate is decided.
+    """
+    return _as_task(f"start-{component}", _start, run, component)
+
+
+def monitor(run: RunSession) -> bool:
+    """Watch a run whose components are all ready until its fate is decided.
+
+    Returns: whether it did its work.
+    """
+    return _as_task("monitor", _monitor, run)
+
+
+def teardown(run: RunSession) -> bool:
+    """Stop what runs in reverse order, until nothing is left. Safe in any phase, any number of
+    times.
+
+    Returns: whether nothing is left.
+    """
+    return _as_task("teardown", _teardown, run)
+
+
+def _as_task(name: str, body: Callable[..., State[None]], run: RunSession, *more: str) -> bool:
+    """Run the body as a Prefect task run of a name; whether it completed.
+
+    A state is returned, no error raised: what failed is told once, by the verdict, and not again by
+    a traceback for each task on the way.
+    """
+
+    def never_raising() -> State[None]:
+        try:
+            return body(run, *more)
+        except Exception as error:
+            run.crash(error)
+            return Failed(message=f"{name}: {error!r}")
+
+    run_task = task(name=name, task_run_name=name, cache_policy=NO_CACHE, persist_result=False)(
+        never_raising
+    )
+    return bool(run_task(return_state=True).is_completed())
+
+
+def _admit(run: RunSession) -> State[None]:
+    return Completed(message="no GPUs are asked for")
+
+
+def _start(run: RunSession, component: str) -> State[None]:
+    began = time.monotonic()
+    reporting.say_state(run, f"starting {component}")
+    try:
+        run.supervisor.start(component)
+    except RunEnded:
+        return _ended(run)
+    took_s = time.monotonic() - began
+    return Completed(message=f"{run.supervisor.describe(component)} ready after {took_s:.2f} s")
+
+
+def _monitor(run: RunSession) -> State[None]:
+    reporting.say_state(run, f"running: {', '.join(run.components)}")
+    with reporting.progress_of(run) as report:
+        while not run.supervisor.is_decided_within(_REPORT_EVERY_S):
+            report(run.supervisor.step)
+        report(run.supervisor.step)
+    return _ended(run)
+
+
+def _teardown(run: RunSession) -> State[None]:
+    verdict = run.end_attempt()
+    reporting.tell_verdict(run, verdict)
+    if verdict.left:
+        return Failed(message=verdict.message)
+    return Completed(message="nothing is left of the run's processes")
+
+
+def _ended(run: RunSession) -> State[None]:
+    match run.supervisor.decided_state:
+        case RunState.COMPLETED:
+            return Completed(message=run.supervisor.reason)
+        case RunState.CANCELLED:
+            return Cancelled(message=run.supervisor.reason)
+        case _:
+            return Failed(message=run.supervisor.reason)

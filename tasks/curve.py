@@ -1,0 +1,35 @@
+"""A curve of a training's figures, as text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import plotext  # type: ignore[import-untyped]
+
+Point = tuple[float, float]
+
+
+def read(metrics: Path, x: str, y: str) -> list[Point]:
+    """The points `(x, y)` of a file of JSON lines; lines without both are left out.
+
+    Raises: OSError.
+    """
+    points = []
+    for line in metrics.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            entry = json.loads(line)
+            points.append((float(entry[x]), float(entry[y])))
+        except (ValueError, KeyError, TypeError):
+            continue
+    return points
+
+
+def draw(points: Sequence[Point], *, title: str, columns: int = 72, lines: int = 14) -> str:
+    """The curve in Unicode, without colours; at least two points."""
+    plotext.clear_figure()
+    plotext.plotsize(columns, lines)
+    plotext.title(title)
+    plotext.plot([x for x, _ in points], [y for _, y in points], marker="braille")
+    return str(plotext.uncolorize(plotext.build()))

@@ -1,0 +1,82 @@
+"""Opening a run within its flow run, and closing it with the Prefect state it deserves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from typing import Any
+from uuid import UUID
+
+from prefect.client.schemas.objects import State
+from prefect.context import FlowRunContext
+from prefect.states import Cancelled, Completed, Failed
+
+from tasks.cancellation import cancel_watched
+from tasks.run.failure_kinds import FailureKind
+from tasks.run.layout import make_run_id
+from tasks.run.lifecycle import RunState
+from tasks.run.spec import RunSpec
+from tasks.session import RunSession, check_spec, interrupting
+
+
+def run_id_of_flow_run() -> str:
+    """The run id of the flow run of this context, which becomes its name.
+
+    The same for every process that works on the flow run, so for all its attempts.
+    """
+    flow_run = _flow_run()
+    spec = (_context().parameters or {})["spec"]
+    if not isinstance(spec, RunSpec):
+        spec = RunSpec.model_validate(spec)
+    return make_run_id(spec.name, spec.workload, flow_run.id, flow_run.created or _now())
+
+
+@contextmanager
+def open_run(spec: RunSpec) -> Iterator[RunSession]:
+    """The run of this flow run: checked, with its directory, deaf to signals but for a clean end.
+
+    Raises: InvalidSpec, with nothing started and nothing written.
+    """
+    check_spec(spec)
+    flow_run_id: UUID = _flow_run().id
+    run = RunSession(spec, run_id=run_id_of_flow_run(), flow_run_id=flow_run_id)
+    with interrupting(run), cancel_watched(flow_run_id, run.interrupt):
+        try:
+            yield run
+        except Exception as error:
+            # A bug, or a machine out of ports, disk or processes: the record must not say Running.
+            run.fail(FailureKind.UNKNOWN, f"could not go on: {error!r}")
+            raise
+        finally:
+            run.close()
+
+
+def conclude(run: RunSession) -> State[Any]:
+    """The Prefect state that fits how the run ended."""
+    verdict = run.close()
+    match verdict.state:
+        case RunState.COMPLETED:
+            return Completed(message=verdict.message)
+        case RunState.CANCELLED:
+            return Cancelled(message=verdict.message)
+        case _:
+            return Failed(message=verdict.message)
+
+
+def _context() -> FlowRunContext:
+    context = FlowRunContext.get()
+    if context is None:
+        raise RuntimeError("a run is opened within the flow `train` only")
+    return context
+
+
+def _flow_run() -> Any:
+    flow_run = _context().flow_run
+    if flow_run is None:
+        raise RuntimeError("the flow `train` has no flow run")
+    return flow_run
+
+
+def _now() -> datetime:
+    return datetime.now(UTC)

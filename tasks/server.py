@@ -1,0 +1,118 @@
+"""The Prefect server that a run talks to: the one that is set, or a temporary one of its own."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+from prefect.settings import (
+    PREFECT_API_URL,
+    PREFECT_SERVER_ALLOW_EPHEMERAL_MODE,
+    temporary_settings,
+)
+
+from tasks.run.errors import MusterError, RunEnded
+from tasks.run.probes import ReadyProbe
+from tasks.supervise.plan import AttemptPlan, ComponentPlan
+from tasks.supervise.ports import PortsReserved
+from tasks.supervise.process import Command
+from tasks.supervise.supervisor import Supervisor
+
+_NAME = "prefect-server"
+_START_WITHIN_S = 120.0
+
+
+class NoServer(MusterError):
+    """There is no Prefect server to talk to: start it, or leave PREFECT_API_URL unset."""
+
+
+@contextmanager
+def prefect_server() -> Iterator[str]:
+    """The API address of a Prefect server that answers.
+
+    That of `PREFECT_API_URL`, where it is set (in the environment or the Prefect profile). Else a
+    temporary server, with a database of its own, that ends with the context or with this process,
+    however it ends.
+
+    Raises: NoServer.
+    """
+    url = PREFECT_API_URL.value()
+    if url:
+        _check(url)
+        yield url
+        return
+    with tempfile.TemporaryDirectory(prefix="muster-prefect-") as home:
+        port_name = f"{_NAME}.port"
+        ports = PortsReserved([port_name])
+        url = f"http://127.0.0.1:{ports.numbers[port_name]}/api"
+        plan = _plan(Path(home), ports.numbers[port_name], url)
+        with Supervisor(plan, ports, lambda *event, **fields: None) as supervisor:
+            try:
+                supervisor.start(_NAME)
+            except RunEnded:
+                verdict = supervisor.teardown()
+                raise NoServer(_why_not(verdict.message, Path(home) / "server.log")) from None
+            settings = {PREFECT_API_URL: url, PREFECT_SERVER_ALLOW_EPHEMERAL_MODE: False}
+            with temporary_settings(settings):
+                yield url
+
+
+def server_command(home: Path, port: int) -> Command:
+    """A Prefect server on loopback whose database lies in `home`; it reports to nobody."""
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("PREFECT_")}
+    return Command(
+        # The server without Prefect's command line, which takes seconds to load.
+        argv=(
+            *(sys.executable, "-m", "uvicorn", "--factory"),
+            "prefect.server.api.server:create_app",
+            *("--host", "127.0.0.1", "--port", str(port)),
+            *("--log-level", "warning", "--timeout-keep-alive", "30"),
+        ),
+        env={
+            **inherited,
+            "PREFECT_HOME": str(home),
+            "PREFECT_API_URL": f"http://127.0.0.1:{port}/api",
+            "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+            "DO_NOT_TRACK": "1",
+        },
+        cwd=home,
+        log=home / "server.log",
+        grace_s=5.0,
+    )
+
+
+def _plan(home: Path, port: int, url: str) -> AttemptPlan:
+    server = ComponentPlan(
+        name=_NAME,
+        command=server_command(home, port),
+        ready=ReadyProbe(http=f"{url}/health", within_s=_START_WITHIN_S),
+        live=None,
+        on_exit_zero="fail",
+    )
+    return AttemptPlan(run_id=_NAME, number=1, cwd=home, components=(server,))
+
+
+def _check(url: str) -> None:
+    try:
+        answer = httpx.get(f"{url}/health", timeout=10.0, trust_env=False)
+        problem = "" if answer.is_success else f"HTTP {answer.status_code}"
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        problem = str(error) or type(error).__name__
+    if problem:
+        raise NoServer(
+            f"no Prefect server answers at PREFECT_API_URL={url} ({problem}): start it "
+            "(`make up`), or unset PREFECT_API_URL to run on a temporary one"
+        )
+
+
+def _why_not(message: str, log: Path) -> str:
+    try:
+        tail = log.read_text(errors="replace")[-2000:]
+    except OSError:
+        tail = ""
+    return f"a temporary Prefect server did not start: {message}\n{tail}".rstrip()

@@ -1,0 +1,542 @@
+"""How a run spec is read from a file, changed from the command line and written down again."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import pickle
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tasks.run.errors import Fault, InvalidSpec
+from tasks.run.loading import load_spec, parse_spec, spec_as_yaml, unsupported
+from tasks.run.spec import RunSpec
+from tasks.run.written_yaml import parse
+
+LEAST = """\
+name: least
+workload: grpo
+components:
+  trainer:
+    command: [python, train.py]
+"""
+
+#: The example of the contract, in full.
+EXAMPLE = """\
+name: quickstart                 # [a-z][a-z0-9-]{0,31}
+workload: grpo                   # ppo | grpo | sft
+tags: [demo]
+env: {HF_HUB_OFFLINE: "1"}       # given to every component
+cwd: .                           # where components run; relative to the project's root
+gang:                            # left out: no GPUs are asked for
+  nodes: 2
+  gpus_per_node: 8
+  cpus_per_gpu: 3                # verl asks for 3
+  hours: 24                      # an estimate for backfill; it never ends a run
+ray: {address: "http://127.0.0.1:8265"}     # only where something uses Ray
+on_lost_flow: stop               # stop | adopt: what becomes of Ray jobs whose flow process died
+containment: auto                # auto | namespace: see facts/supervision.md
+components:                      # started in this order, stopped in reverse
+  api:
+    command: [run-api, --host, 127.0.0.1, --port, "${api.port}"]
+    ready: {http: "http://127.0.0.1:${api.port}/info", within_s: 60}
+  rollout: {}                    # a fleet of inference servers
+  trainer:
+    launcher: process            # process (default) | ray_job
+    command: [python, deployments/quickstart/trainer.py, --api, "http://127.0.0.1:${api.port}", \
+--port, "${trainer.port}"]
+    env: {}
+    cwd: .
+    ready: {http: "http://127.0.0.1:${api.port}/info", json: {batch_size: {not: -1}}, within_s: 120}
+    live: {http: "http://127.0.0.1:${trainer.port}/health", every_s: 10, timeout_s: 5, misses: 3}
+    on_exit_zero: complete       # complete | drain | fail
+    stop: {signal: SIGTERM, grace_s: 10}
+  environment:
+    command: [python, deployments/quickstart/environment.py, serve, ...]
+    on_exit_zero: drain
+progress: {http: "http://127.0.0.1:${api.port}/status", step: current_step, total: 60}
+success: {step: 60}              # evidence beyond exit 0; left out: exit 0 is enough
+stall_after_s: 1800              # no progress and no output for so long: STALLED; left out: off
+retry: {INSUFFICIENT_RESOURCES: {delay_s: 60, max_delay_s: 600}}     # kinds that are tried again
+"""
+
+
+def faults_of(data: object, *overrides: str) -> list[Fault]:
+    with pytest.raises(InvalidSpec) as raised:
+        parse_spec(data, overrides)
+    return list(raised.value.faults)
+
+
+def loaded(tmp_path: Path, text: str | bytes, *overrides: str) -> RunSpec:
+    file = tmp_path / "spec.yaml"
+    file.write_bytes(text.encode() if isinstance(text, str) else text)
+    return load_spec(file, overrides)
+
+
+def file_faults(tmp_path: Path, text: str | bytes, *overrides: str) -> list[tuple[str, str]]:
+    with pytest.raises(InvalidSpec) as raised:
+        loaded(tmp_path, text, *overrides)
+    assert raised.value.source == str(tmp_path / "spec.yaml")
+    return [(fault.path, fault.problem) for fault in raised.value.faults]
+
+
+def least() -> dict[str, Any]:
+    data: dict[str, Any] = yaml.safe_load(LEAST)
+    return data
+
+
+def test_the_example_of_the_contract_is_valid_but_for_what_is_not_supported_yet() -> None:
+    data = yaml.safe_load(EXAMPLE)
+
+    faults = faults_of(data)
+
+    assert [fault.path for fault in faults] == ["gang", "components.rollout"]
+    assert all(fault.problem.startswith("not supported yet: ") for fault in faults)
+
+
+def test_the_example_without_what_is_not_supported_yet_loads(tmp_path: Path) -> None:
+    data = yaml.safe_load(EXAMPLE)
+    del data["gang"], data["components"]["rollout"]
+
+    spec = loaded(tmp_path, yaml.safe_dump(data, sort_keys=False))
+
+    assert list(spec.processes) == ["api", "trainer", "environment"]
+    ready = spec.processes["trainer"].ready
+    assert ready is not None
+    assert ready.json_ == {"batch_size": {"not": -1}}
+    assert spec.on_exit_zero("environment") == "drain"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "path"),
+    [
+        ("gang", {"gpus_per_node": 8}, "gang"),
+        ("on_lost_flow", "adopt", "on_lost_flow"),
+        ("containment", "namespace", "containment"),
+        ("components", {"rollout": {}}, "components.rollout"),
+        (
+            "components",
+            {"trainer": {"launcher": "ray_job", "command": ["a"]}},
+            "components.trainer.launcher",
+        ),
+        (
+            "components",
+            {"trainer": {"command": ["a"], "live": {"processes": "x"}}},
+            "components.trainer.live.processes",
+        ),
+    ],
+)
+def test_what_is_well_written_but_not_supported_yet_is_refused_in_one_line(
+    key: str, value: object, path: str
+) -> None:
+    data = {**least(), key: value}
+
+    [fault] = faults_of(data)
+
+    assert (fault.path, *unsupported(RunSpec.model_validate(data))) == (path, fault)
+    assert fault.problem.startswith("not supported yet: ")
+    assert fault.remedy
+
+
+def test_what_is_not_supported_yet_is_said_together_with_all_else() -> None:
+    data = {**least(), "gang": {"gpus_per_node": 0}, "nme": 1}
+
+    faults = faults_of(data)
+
+    assert [fault.path for fault in faults] == ["gang", "gang.gpus_per_node", "nme"]
+
+
+def test_faults_come_in_file_order_whatever_found_them() -> None:
+    text = """\
+workload: grpoo
+components:
+  trainer:
+    live: {}
+    command: [python, "${trainer.prot}", true]
+  api: {}
+  rollout: {}
+retry: {CUDA_OOM: {}}
+success: {step: 0}
+tags: [""]
+"""
+
+    faults = faults_of(yaml.safe_load(text), "components.api.ports=[A]")
+
+    assert [fault.path for fault in faults] == [
+        "workload",
+        "components.trainer.live",
+        "components.trainer.command.1",
+        "components.trainer.command.2",
+        "components.api.ports.0",
+        "components.api.command",  # missing: after what its mapping has
+        "components.rollout",
+        "retry.CUDA_OOM.attempts",
+        "success",
+        "success.step",
+        "tags.0",
+        "name",  # missing
+    ]
+
+
+def test_faults_are_the_same_each_time() -> None:
+    data = {"name": 1, "x": 2, "y": 3, "components": {"a": {"q": 1}, "b": {"r": 1}}}
+
+    assert faults_of(data) == faults_of(deepcopy(data))
+
+
+def test_the_error_lists_every_fault_under_the_file_and_survives_pickle(tmp_path: Path) -> None:
+    with pytest.raises(InvalidSpec) as raised:
+        loaded(tmp_path, LEAST + "stall_after_s: 0\nnme: 1\n")
+
+    assert str(raised.value).splitlines()[:2] == [
+        f"{tmp_path / 'spec.yaml'} has 2 faults:",
+        "  - stall_after_s: must be more than 0, found 0",
+    ]
+    assert str(pickle.loads(pickle.dumps(raised.value))) == str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "path", "problem"),
+    [
+        ("", "", "it is empty"),
+        ("# nothing\n", "", "it is empty"),
+        ("---\n", "", "must be a mapping, found nothing"),
+        ("- a\n- b\n", "", "must be a mapping, found a list"),
+        ("just text\n", "", "must be a mapping, found the text 'just text'"),
+        ("name: a\n\tworkload: b\n", "", "line 2, column 1: a tab"),
+        ("name: [a\n", "", "line 2, column 1: expected ',' or ']'"),
+        ("name: a: b\n", "", "line 1, column 8: mapping values are not allowed here"),
+        ("name: a\n---\nname: b\n", "", "line 2, column 1: a second document begins here"),
+        ("name: !!python/none x\n", "", "line 1, column 7: could not determine a constructor"),
+        ("name: *x\n", "", "line 1, column 7: found undefined alias"),
+        ("name: a\0b\n", "", "not YAML: unacceptable character #x0000"),
+        ("name: 2024-02-31\n", "", "a value cannot be read: day is out of range"),
+        (b"name: \xff\n", "", "not UTF-8: byte 0xff at offset 6"),
+        (LEAST.encode("utf-16"), "", "not UTF-8: byte 0xff at offset 0"),
+        (LEAST + "name: again\n", "name", "written twice, in lines 1 and 6"),
+        (LEAST + "env: {A: a, B: b, A: a}\n", "env.A", "written twice, in lines 6 and 6"),
+        (LEAST + "env: {D: 2024-01-01}\n", "env.D", "must be text, found the date 2024-01-01"),
+        (LEAST + "stall_after_s: .nan\n", "stall_after_s", "must be a finite number, found .nan"),
+        (LEAST + "stall_after_s: 1:30\n", "stall_after_s", "must be a number, found the text '1"),
+        (LEAST + "env: {A: yes}\n", "env.A", "must be text, found true"),
+        (LEAST + "env: {on: a}\n", "env.True", "a key must be text, found true"),
+        (LEAST + "env: &e {A: *e}\n", "env.A", "must be text, found a mapping"),  # holds itself
+    ],
+)
+def test_a_file_that_is_no_spec_has_one_clear_fault(
+    tmp_path: Path, text: str | bytes, path: str, problem: str
+) -> None:
+    [fault] = file_faults(tmp_path, text)
+
+    assert fault[0] == path
+    assert fault[1].startswith(problem)
+
+
+def test_a_placeholder_that_needs_quotes_is_told_so(tmp_path: Path) -> None:
+    with pytest.raises(InvalidSpec, match="quote what has a placeholder") as raised:
+        loaded(tmp_path, LEAST.replace("train.py", "${trainer.port}"))
+
+    assert len(raised.value.faults) == 1
+
+
+def test_deep_nesting_is_a_fault_and_no_crash(tmp_path: Path) -> None:
+    [fault] = file_faults(tmp_path, "a: " + "[" * 5000 + "]" * 5000)
+
+    assert fault == ("", "it is nested too deeply")
+
+
+def test_a_key_written_twice_is_reported_together_with_other_faults(tmp_path: Path) -> None:
+    text = LEAST + "    command: [python, other.py]\nstall_after_s: 0\n"
+
+    assert file_faults(tmp_path, text) == [
+        ("components.trainer.command", "written twice, in lines 5 and 6"),
+        ("stall_after_s", "must be more than 0, found 0"),
+    ]
+
+
+def test_a_file_that_cannot_be_read_has_one_clear_fault(tmp_path: Path) -> None:
+    with pytest.raises(InvalidSpec, match="there is no such file"):
+        load_spec(tmp_path / "none.yaml")
+    with pytest.raises(InvalidSpec, match="it is a directory"):
+        load_spec(tmp_path)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read every file")
+def test_a_file_that_may_not_be_read_has_one_clear_fault(tmp_path: Path) -> None:
+    file = tmp_path / "spec.yaml"
+    file.write_text(LEAST)
+    file.chmod(0)
+
+    with pytest.raises(InvalidSpec, match="it cannot be read: Permission denied"):
+        load_spec(file)
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("60", "60"),
+        ("-1", "-1"),
+        ("12.10", "12.10"),  # a version: 12.1 is another one
+        ("1.0e-4", "1.0e-4"),
+        ("1e-4", "1e-4"),
+        ("022", "022"),  # to PyYAML 18
+        ("0x10", "0x10"),
+        ("1_000", "1_000"),
+        ("12:30", "12:30"),  # to PyYAML 750
+        ("+5", "+5"),
+        ('"yes"', "yes"),
+        ("a=b", "a=b"),
+        ("$HOME", "$HOME"),
+    ],
+)
+def test_what_is_written_is_what_a_command_gets(tmp_path: Path, written: str, meant: str) -> None:
+    spec = loaded(tmp_path, LEAST.replace("train.py", written) + f"env: {{X: {written}}}\n")
+
+    assert spec.processes["trainer"].command == ("python", meant)
+    assert spec.env == {"X": meant}
+
+
+def test_anchors_and_merges_may_be_used(tmp_path: Path) -> None:
+    text = LEAST + (
+        "  api: &server {command: [run-api], stop: {grace_s: 1}}\n"
+        "  judge: {<<: *server, command: [judge]}\n"
+    )
+
+    spec = loaded(tmp_path, text)
+
+    assert spec.processes["judge"].command == ("judge",)
+    assert spec.processes["judge"].stop.grace_s == 1
+
+
+def test_a_byte_order_mark_is_no_fault(tmp_path: Path) -> None:
+    assert loaded(tmp_path, LEAST.encode("utf-8-sig")).name == "least"
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("name=other", {"name": "other"}),
+        ("success.step=20", {"success": {"step": 20}}),  # the mapping is made
+        ("env.A=b=c", {"env": {"A": "b=c"}}),  # only the first = counts
+        ('env.A=""', {"env": {"A": ""}}),
+        ("env.A=12.10", {"env": {"A": "12.10"}}),
+        (" stall_after_s = 5", {"stall_after_s": 5}),
+        ("tags=[a, b]", {"tags": ["a", "b"]}),
+        ("stall_after_s=", {}),  # nothing: as if left out
+    ],
+)
+def test_an_override_sets_one_value(override: str, expected: dict[str, Any]) -> None:
+    data = {**least(), "progress": {"jsonl": "m", "step": "s"}}
+
+    spec = parse_spec(data, [override])
+
+    assert spec.written() == {**data, **expected}
+    assert data == {**least(), "progress": {"jsonl": "m", "step": "s"}}
+
+
+def test_an_override_reaches_into_lists_by_index_and_into_components() -> None:
+    spec = parse_spec(
+        least(),
+        [
+            "components.trainer.command.1=other.py",
+            "components.trainer.stop.grace_s=0",
+            "components.api.command=[run-api]",
+        ],
+    )
+
+    assert spec.processes["trainer"].command == ("python", "other.py")
+    assert spec.processes["trainer"].stop.grace_s == 0
+    assert list(spec.components) == ["trainer", "api"]
+
+
+def test_overrides_are_applied_in_order() -> None:
+    assert parse_spec(least(), ["name=a", "name=b"]).name == "b"
+
+
+@pytest.mark.parametrize(
+    ("override", "path", "problem"),
+    [
+        ("name", "", "--set name: has no `=`"),
+        ("=5", "", "--set =5: has no key before `=`"),
+        ("a..b=5", "", "--set a..b=5: has no key before `=`"),
+        ("name.x=5", "name.x", "--set name.x=5: `name` holds the text 'least', which has no keys"),
+        (
+            "components.trainer.command.2=x",
+            "components.trainer.command.2",
+            "--set components.trainer.command.2=x: `components.trainer.command` is a list of 2 "
+            "and has no item 2",
+        ),
+        (
+            "components.trainer.command.-1=x",
+            "components.trainer.command.-1",
+            "--set components.trainer.command.-1=x: `components.trainer.command` is a list of 2 "
+            "and has no item -1",
+        ),
+        ("tags=[a", "tags", "--set tags=[a: line 1, column 3: expected ',' or ']'"),
+        ("succes.step=20", "succes", "unknown key"),  # made, and then refused
+        ("env.A=true", "env.A", "must be text, found true"),
+        ("env.API_KEY.x=hunter22", "env.API_KEY", "must be text, found a mapping"),
+    ],
+)
+def test_a_bad_override_is_a_fault_that_names_it(override: str, path: str, problem: str) -> None:
+    [fault] = faults_of(least(), override)
+
+    assert fault.path == path
+    assert fault.problem.startswith(problem)
+
+
+def test_a_bad_override_tells_no_secret() -> None:
+    [fault] = faults_of({**least(), "env": {"A": "a"}}, "env.A.API_KEY=hunter22")
+
+    assert "hunter22" not in str(fault)
+
+
+def test_every_bad_override_is_reported_together_with_the_faults_of_the_file() -> None:
+    faults = faults_of({**least(), "x": 1}, "nothing", "name.a=1", "tags.b=2")
+
+    assert [fault.path for fault in faults] == ["", "name.a", "x", "tags"]
+
+
+def test_a_spec_that_came_as_a_parameter_is_checked_in_full() -> None:
+    spec = RunSpec.model_validate({**least(), "cwd": "${run.dri}"})
+
+    assert [fault.path for fault in faults_of(spec)] == ["cwd"]
+    assert parse_spec(RunSpec.model_validate(least())) == RunSpec.model_validate(least())
+
+
+def test_a_date_in_plain_data_is_a_fault_too() -> None:
+    [fault] = faults_of({**least(), "name": datetime.date(2024, 1, 1)})
+
+    assert (fault.path, fault.problem) == ("name", "must be text, found the date 2024-01-01")
+
+
+def test_a_spec_is_written_in_the_order_of_the_contract_without_what_was_left_out() -> None:
+    spec = parse_spec({**least(), "env": {"A": "1", "B": "x"}, "tags": ["demo"]})
+
+    assert spec_as_yaml(spec) == (
+        "name: least\n"
+        "workload: grpo\n"
+        "tags: [demo]\n"
+        "env: {A: '1', B: x}\n"
+        "components:\n"
+        "  trainer:\n"
+        "    command: [python, train.py]\n"
+    )
+
+
+def test_secrets_are_masked_wherever_they_stand_in_the_spec() -> None:
+    data = least()
+    data["env"] = {"HF_TOKEN": "hf_abcdef", "TOKENIZERS_PARALLELISM": "false"}
+    data["components"]["trainer"] |= {
+        "command": ["python", "train.py", "--key=k3y-value"],
+        "env": {"WANDB_API_KEY": "k3y-value"},
+    }
+
+    text = spec_as_yaml(parse_spec(data), mask_secrets=True)
+
+    assert yaml.safe_load(text)["env"] == {"HF_TOKEN": "***", "TOKENIZERS_PARALLELISM": "false"}
+    assert yaml.safe_load(text)["components"]["trainer"] == {
+        "command": ["python", "train.py", "--key=***"],
+        "env": {"WANDB_API_KEY": "***"},
+    }
+
+
+# Any text that a file can hold, without placeholders: those are `test_spec_template`'s.
+texts = st.text(
+    st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=20
+).filter(lambda text: "${" not in text)
+names = st.from_regex(r"[a-z][a-z0-9_-]{0,8}", fullmatch=True).filter(
+    lambda name: name != "rollout"
+)
+numbers = st.floats(min_value=0.001, max_value=1e9) | st.integers(1, 10**6)
+scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | texts
+finite_scalars = scalars.filter(lambda value: value not in (float("inf"), float("-inf")))
+conditions = finite_scalars | st.fixed_dictionaries({"not": finite_scalars})
+variables = st.dictionaries(texts.filter(lambda name: "=" not in name), texts, max_size=3)
+probes = st.one_of(
+    st.fixed_dictionaries({"tcp": st.integers(1, 65535)}, optional={"every_s": numbers}),
+    st.fixed_dictionaries({"alive_s": numbers}),
+    st.fixed_dictionaries({"file": texts}),
+    st.fixed_dictionaries(
+        {
+            "http": st.just("http://127.0.0.1:1/x"),
+            "json": st.dictionaries(names, conditions, max_size=3),
+        }
+    ),
+)
+components = st.fixed_dictionaries(
+    {"command": st.lists(texts, min_size=1, max_size=5)},
+    optional={
+        "env": variables,
+        "cwd": texts,
+        "ports": st.lists(names, unique=True, max_size=2),
+        "ready": probes,
+        "live": probes,
+        "on_exit_zero": st.sampled_from(["complete", "drain", "fail"]),
+        "stop": st.fixed_dictionaries({}, optional={"grace_s": numbers}),
+    },
+)
+specs = st.fixed_dictionaries(
+    {
+        "name": st.just("any"),
+        "workload": st.sampled_from(["ppo", "grpo", "sft"]),
+        "components": st.dictionaries(names, components, min_size=1, max_size=3),
+    },
+    optional={
+        "tags": st.lists(texts, max_size=2),
+        "env": variables,
+        "cwd": texts,
+        "progress": st.fixed_dictionaries({"jsonl": texts, "step": names}),
+        "stall_after_s": numbers,
+        "retry": st.dictionaries(
+            st.sampled_from(["NODE_LOST", "START_TIMEOUT"]), st.just({"attempts": 2})
+        ),
+    },
+)
+
+
+@settings(deadline=None, max_examples=1500)
+@given(specs)
+def test_a_spec_that_is_written_down_loads_to_an_equal_one(data: dict[str, Any]) -> None:
+    spec = parse_spec(data)
+
+    text = spec_as_yaml(spec)
+
+    read, faults = parse(text)
+    again = parse_spec(read)
+    assert (again, faults) == (spec, ())
+    assert parse_spec(yaml.safe_load(text)) == spec  # any other reader of YAML will do
+    assert spec_as_yaml(again) == text
+    assert list(again.components) == list(data["components"])
+
+
+junk = st.recursive(
+    finite_scalars | st.dates() | st.binary(max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(finite_scalars | st.sampled_from(list(RunSpec.model_fields)), inner)
+        | st.dictionaries(st.sampled_from(["command", "env", "ready", "live", "stop"]), inner)
+    ),
+    max_leaves=10,
+)
+
+
+@settings(deadline=None, max_examples=1500)
+@given(specs, st.dictionaries(st.sampled_from(list(RunSpec.model_fields)), junk, min_size=1), junk)
+def test_junk_is_refused_in_plain_words(
+    data: dict[str, Any], keys: dict[str, Any], component: object
+) -> None:
+    data = {**data, **keys, "components": {**data["components"], "trainer": component}}
+
+    try:
+        parse_spec(data)
+    except InvalidSpec as error:
+        text = str(error)
+        for jargon in ("Input should", "Value error", "pydantic", "[type=", "valid dictionary"):
+            assert jargon not in text

@@ -1,0 +1,266 @@
+"""What a spec names must be there before anything starts, and nothing else is ever demanded."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tasks.run.command_line import Role, named_in
+from tasks.run.errors import Fault
+from tasks.run.lookup import component_path, lookup_faults
+from tasks.run.spec import RunSpec
+
+BINARIES = ("python", "python3.11", "sh", "bash", "node", "torchrun", "env", "run-api", "nice")
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A project with a few files, beside a directory of programs."""
+    project = tmp_path / "project"
+    for name in ("train.py", "conf/env.yaml", "sub/job.py", "run.sh", "app.js", "data/x.bin"):
+        file = project / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("")
+    (project / "run.sh").chmod(0o755)
+    (tmp_path / "bin").mkdir()
+    for name in (*BINARIES, "on-the-path.sh"):
+        (tmp_path / "bin" / name).write_text("")
+        (tmp_path / "bin" / name).chmod(0o755)
+    (tmp_path / "bin" / "readable-only").write_text("")
+    return project
+
+
+def faults_of(root: Path, component: dict[str, Any], **keys: object) -> list[Fault]:
+    """The faults of a component `x` in a project whose programs lie in `../bin`."""
+    spec = RunSpec.model_validate(
+        {"name": "a", "workload": "grpo", "components": {"x": component}, **keys}
+    )
+    return list(lookup_faults(spec, root=root, path=f"/nowhere:{root.parent / 'bin'}"))
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["run-api", "--port", "1"],
+        ["./run.sh"],
+        ["sub/../run.sh"],
+        ["python", "train.py", "--config", "conf/env.yaml"],
+        ["python", "-u", "-X", "dev", "-Wignore", "train.py"],
+        ["python3.11", "-uB", "sub"],  # a directory may hold a __main__.py
+        ["python", "-m", "no.such.module"],  # what a module is, Python alone knows
+        ["python", "-um", "no.such.module", "x.py"],
+        ["python", "-c", "open('none.py')", "none.py", "--config", "none.yaml"],
+        ["python", "-", "none.py"],
+        ["python", "--unknown-option", "none.py"],  # may take a value
+        ["python"],
+        ["python", "${run.dir}/none.py", "--config", "${attempt.dir}/none.yaml"],
+        ["python", "${run.dir}", "none.py"],
+        ["${attempt.dir}/program", "none.py"],
+        ["sh", "-c", "none.sh --config none.yaml", "none.sh"],
+        ["bash", "-euc", "none"],
+        ["bash", "-eo", "pipefail", "run.sh"],
+        ["bash", "on-the-path.sh"],  # bash looks on the path too
+        ["sh", "run.sh", "--config", "none.yaml"],  # it may change the directory first
+        ["node", "app.js"],
+        ["node", "app"],  # node adds the suffix
+        ["node", "-e", "1", "none.js"],
+        ["torchrun", "--standalone", "--nproc_per_node=8", "--rdzv-id", "none.py", "train.py"],
+        ["torchrun", "--nproc-per-node", "8", "-m", "none.py"],
+        ["torchrun", "--no-python", "none.py"],
+        ["env", "A=b", "python", "train.py"],
+        ["env", "-u", "A", "none"],  # an option of env's that is not known here
+        ["env", "PATH=/nowhere", "/bin/sh"],
+        ["nice", "-n", "5", "python", "train.py"],
+        ["run-api", "--config", "none"],  # no file's name
+        ["run-api", "--config", "none.bin"],
+        ["run-api", "--config", "http://host/none.yaml"],
+        ["run-api", "--config", "a.yaml,b.yaml"],
+        ["run-api", "--config", "~/none.yaml"],
+        ["run-api", "--config"],
+        ["run-api", "--config-name", "none.yaml"],  # Hydra's: not a path
+        ["run-api", "--output", "none.yaml"],
+    ],
+)
+def test_no_false_alarm(root: Path, command: list[str]) -> None:
+    assert faults_of(root, {"command": command}) == []
+
+
+@pytest.mark.parametrize(
+    ("command", "item", "problem", "remedy"),
+    [
+        (["run-apy"], 0, "no program 'run-apy' in the 2 directories", "did you mean `run-api`?"),
+        (["zzz"], 0, "no program 'zzz'", "install it, or write its full path"),
+        (["train.py"], 0, "no program 'train.py'", "for the file here write ./train.py"),
+        (["python train.py"], 0, "no program 'python train.py'", "each argument as an item"),
+        (["readable-only"], 0, "is not executable: readable-only", "chmod +x "),
+        (["./train.py"], 0, "is not executable: ./train.py", "chmod +x "),
+        (["./sub"], 0, "is a directory: ./sub", "name the program in it"),
+        (["./ruun.sh"], 0, "there is no such program: ./ruun.sh", "did you mean `run.sh`?"),
+        (["/nowhere/zzz"], 0, "there is no such program: /nowhere/zzz", "looked for in /nowhere"),
+        (["python", "tran.py"], 1, "there is no such script: tran.py", "did you mean `train.py`?"),
+        (["python", "zzz/a.py"], 1, "there is no such script: zzz/a.py", "it is looked for in "),
+        (["python", "-u", "-X", "dev", "none.py"], 4, "there is no such script: none.py", ""),
+        (["python", "--", "none.py"], 2, "there is no such script: none.py", ""),
+        (["sh", "-e", "none.sh"], 2, "there is no such shell script: none.sh", ""),
+        (["sh", "./on-the-path.sh"], 1, "there is no such shell script", ""),  # not by its path
+        (["node", "none"], 1, "there is no such module: none", ""),
+        (["torchrun", "--nnodes=1", "none.py"], 2, "there is no such script: none.py", ""),
+        (["env", "A=b", "python", "none.py"], 3, "there is no such script: none.py", ""),
+        (["env", "A=b", "none"], 2, "no program 'none'", ""),
+        (["env", "PATH=/nowhere", "python"], 2, "no program 'python' in the 1 directories", ""),
+        (["nice", "-n", "5", "none"], 3, "no program 'none'", ""),
+        (["run-api", "--config", "conf/evn.yaml"], 2, "no such config file", "`env.yaml`"),
+        (["run-api", "--config=none.yaml"], 1, "there is no such config file: none.yaml", ""),
+        (["run-api", "--env-file", ".env"], 2, "there is no such config file: .env", ""),
+        (["run-api", "--config_file", "none.toml"], 2, "there is no such config file", ""),
+        (["python", "train.py", "--config", "no.yaml"], 3, "there is no such config file", ""),
+        (["python", "-m", "module", "--config", "no.yaml"], 4, "there is no such config", ""),
+        (["python", "$${x}.py"], 1, "there is no such script: ${x}.py", ""),  # a literal
+    ],
+)
+def test_what_is_not_there_is_a_fault_at_its_item(
+    root: Path, command: list[str], item: int, problem: str, remedy: str
+) -> None:
+    [fault] = faults_of(root, {"command": command})
+
+    assert fault.path == f"components.x.command.{item}"
+    assert problem in fault.problem
+    assert remedy in fault.remedy
+
+
+def test_every_command_and_directory_is_looked_at_in_file_order(root: Path) -> None:
+    spec = RunSpec.model_validate(
+        {
+            "name": "a",
+            "workload": "grpo",
+            "components": {
+                "b": {"command": ["none", "--config", "no.yaml"]},
+                "a": {"command": ["python", "none.py"], "cwd": "none"},
+            },
+        }
+    )
+
+    faults = lookup_faults(spec, root=root, path=str(root.parent / "bin"))
+
+    # What is relative to a directory that is not there is not counted a second time.
+    assert [fault.path for fault in faults] == [
+        "components.b.command.0",
+        "components.b.command.2",
+        "components.a.cwd",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("cwd", "problem", "remedy"),
+    [
+        ("subb", "there is no such directory: subb", "did you mean `sub`?"),
+        ("train.py", "is a file: train.py", ""),
+        ("none/none", "there is no such directory", "relative to the project's root"),
+    ],
+)
+def test_a_directory_that_is_not_there_is_a_fault(
+    root: Path, cwd: str, problem: str, remedy: str
+) -> None:
+    [of_run] = faults_of(root, {"command": ["python", "train.py"]}, cwd=cwd)
+    [of_component] = faults_of(root, {"command": ["python", "train.py"], "cwd": cwd})
+
+    assert (of_run.path, of_component.path) == ("cwd", "components.x.cwd")
+    assert problem in of_run.problem and remedy in of_run.remedy
+
+
+@pytest.mark.parametrize(
+    ("run", "component", "script"),
+    [
+        (".", None, "sub/job.py"),
+        ("sub", None, "job.py"),  # the run's
+        (".", "sub", "job.py"),  # the component's
+        ("data", "sub", "job.py"),  # relative to the root, not to the run's
+        ("${run.dir}", None, "anything.py"),  # not there yet
+        (".", "${attempt.dir}", "./anything.py"),
+    ],
+)
+def test_scripts_are_looked_for_where_the_component_runs(
+    root: Path, run: str, component: str | None, script: str
+) -> None:
+    found = faults_of(root, {"command": ["python", script], "cwd": component}, cwd=run)
+
+    assert found == []
+
+
+def test_a_component_may_have_a_path_of_its_own(root: Path) -> None:
+    command = {"command": ["train.py"]}
+    (root / "train.py").chmod(0o755)
+
+    assert faults_of(root, {**command, "env": {"PATH": str(root)}}) == []
+    assert faults_of(root, command, env={"PATH": "."}) == []  # relative to where it runs
+    assert faults_of(root, command, env={"PATH": "${run.dir}/bin"}) == []  # not known yet
+    assert len(faults_of(root, {"command": ["python"], "env": {"PATH": "/nowhere"}})) == 1
+
+
+def test_what_runs_on_the_cluster_is_not_looked_for_here(root: Path) -> None:
+    component = {"launcher": "ray_job", "command": ["none", "none.py"]}
+
+    assert faults_of(root, component) == []
+
+
+@pytest.mark.parametrize(
+    ("command", "named"),
+    [
+        (["timeout", "-k", "5", "60", "python", "a.py"], ["timeout", "python", "a.py"]),
+        (["timeout", "--signal=INT", "60", "a"], ["timeout", "a"]),
+        (["timeout", "--unknown", "60", "a"], ["timeout"]),
+        (["stdbuf", "-oL", "-eL", "a"], ["stdbuf", "a"]),
+        (["nohup", "env", "A=b", "nice", "a"], ["nohup", "env", "nice", "a"]),
+        (["setsid", "-w", "a"], ["setsid", "a"]),
+        (["env"], ["env"]),
+        (["timeout", "5"], ["timeout"]),
+        (["ssh", "host", "python", "a.py", "--config", "b.yaml"], ["ssh"]),
+        (["docker", "run", "image", "--config", "b.yaml"], ["docker"]),
+        (["accelerate", "launch", "--num_processes", "8", "a.py"], ["accelerate", "a.py"]),
+        (["accelerate", "launch", "--config_file", "c.yaml", "a.py"], ["accelerate", "a.py", "c."]),
+        (["accelerate", "test"], ["accelerate"]),
+        (["deepspeed", "--num_gpus=8", "a.py", "--config", "c.json"], ["deepspeed", "a.py", "c."]),
+        (["perl", "-w", "a.pl"], ["perl", "a.pl"]),
+        (["perl", "-ne", "print", "a.txt"], ["perl"]),
+        (["ruby", "a.rb"], ["ruby", "a.rb"]),
+        ([".venv/bin/python3", "a.py"], [".venv/bin/python3", "a.py"]),
+        (["pythonic", "a.py"], ["pythonic"]),
+        ([None, "a.py"], []),
+        (["python", None, "--config", "c.yaml"], ["python"]),  # it may be -c
+        (["bash", "+x", "a.sh"], ["bash"]),
+    ],
+)
+def test_a_command_names(command: list[str | None], named: list[str]) -> None:
+    found = named_in(command)
+
+    assert [item.text[: len(text)] for item, text in zip(found, named, strict=True)] == named
+    assert [item.role is Role.PROGRAM for item in found][:1] == [True] * min(1, len(named))
+    assert all(command[item.index] == item.text for item in found)
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("/usr/bin:/bin", "/venv/bin:/usr/bin:/bin"),
+        ("/venv/bin:/usr/bin", "/venv/bin:/usr/bin"),  # already first
+        ("/usr/bin:/venv/bin", "/venv/bin:/usr/bin:/venv/bin"),  # first, not only there
+        ("", "/venv/bin"),
+    ],
+)
+def test_programs_of_the_virtual_environment_come_first(path: str, expected: str) -> None:
+    assert component_path("/venv/bin/python", path) == expected
+
+
+def test_the_programs_of_this_interpreter_are_found() -> None:
+    path = component_path(sys.executable, os.environ.get("PATH", ""))
+    program = Path(sys.executable).name
+
+    spec = RunSpec.model_validate(
+        {"name": "a", "workload": "grpo", "components": {"x": {"command": [program]}}}
+    )
+
+    assert lookup_faults(spec, root=Path.cwd(), path=path) == ()

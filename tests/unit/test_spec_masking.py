@@ -1,0 +1,149 @@
+"""Which environment variables hold secrets, and how secrets are kept out of files."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tasks.run.masking import MASK, looks_secret, mask_text, masked, secret_values
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "HF_TOKEN",
+        "HUGGING_FACE_HUB_TOKEN",
+        "GITHUB_TOKEN",
+        "GitHubToken",
+        "hf_token",
+        "WANDB_API_KEY",
+        "OPENAI_API_KEY_2",
+        "APIKEY",
+        "apiKey",
+        "AWS_ACCESS_KEY_ID",
+        "AWS_SECRET_ACCESS_KEY",
+        "AWS_SESSION_TOKEN",
+        "PRIVATE_KEY",
+        "PRIVATE_KEY_PEM",
+        "SSH_KEY",
+        "DEPLOY_KEYS",
+        "KEY",
+        "TOKEN",
+        "DB_PASSWORD",
+        "PGPASSWORD",
+        "MYSQL_PWD",
+        "REDIS_PASSWD",
+        "SMTP_PASS",
+        "GPG_PASSPHRASE",
+        "CLIENT_SECRET",
+        "SECRETS",
+        "GOOGLE_CREDENTIALS",
+        "BASIC_AUTH",
+        "PREFECT_API_AUTH_STRING",
+        "SLACK_WEBHOOK_URL",
+        "SESSION_COOKIE",
+        "X-Api-Key",
+    ],
+)
+def test_this_name_looks_secret(name: str) -> None:
+    assert looks_secret(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "TOKENIZERS_PARALLELISM",
+        "TOKENIZER_PATH",
+        "MAX_TOKENS",
+        "MAX_TOKEN_LENGTH",
+        "TOKEN_BUDGET",
+        "PAD_TOKEN_ID",
+        "EOS_TOKEN",
+        "KEYBOARD",
+        "MONKEY",
+        "AUTHOR",
+        "GIT_AUTHOR_NAME",
+        "PUBLIC_KEY",
+        "CACHE_KEY",
+        "KEY_COUNT",
+        "PASS_RATE",
+        "BYPASS",
+        "PWD",
+        "OLDPWD",
+        "PATH",
+        "PATTERN",
+        "SSH_AUTH_SOCK",
+        "SSH_KEY_FILE",
+        "HF_TOKEN_PATH",
+        "HF_HUB_OFFLINE",
+        "COMPASS",
+        "",
+        "_",
+        "42",
+    ],
+)
+def test_this_name_does_not_look_secret(name: str) -> None:
+    assert not looks_secret(name)
+
+
+def test_secret_variables_are_masked_and_others_kept() -> None:
+    env = {"HF_TOKEN": "hf_abc", "HF_HUB_OFFLINE": "1", "API_KEY": ""}
+
+    assert masked(env) == {"HF_TOKEN": MASK, "HF_HUB_OFFLINE": "1", "API_KEY": ""}
+    assert list(masked(env)) == list(env)
+
+
+def test_a_password_in_an_address_is_masked_whatever_the_name() -> None:
+    env = {"http_proxy": "http://me:hunter2@proxy:80", "URL": "http://host:80/a:b@c"}
+
+    assert masked(env) == {"http_proxy": f"http://me:{MASK}@proxy:80", "URL": env["URL"]}
+    assert secret_values(env) == {"hunter2"}
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        ("hunter2", True),
+        ("abcd", True),  # the shortest
+        ("abc", False),  # would be found within words
+        ("", False),
+        ("true", False),
+        ("None", False),
+        ("12345", False),  # a step, a port, a size
+        ("123456", True),
+    ],
+)
+def test_only_values_that_tell_something_are_taken_out_of_texts(value: str, told: bool) -> None:
+    assert (value in secret_values({"MY_SECRET": value})) is told
+
+
+@pytest.mark.parametrize(
+    ("secret", "text", "result"),
+    [
+        ("hunter2", "login hunter2, again hunter2", "login ***, again ***"),
+        ("hunter2", "nothing here", "nothing here"),
+        ('a"b\\c', json.dumps({"k": 'a"b\\c'}), '{"k": "***"}'),  # within JSON
+        ("a/b&c=", "http://h/?k=a%2Fb%26c%3D", "http://h/?k=***"),  # within a URL
+        ("-----BEGIN\nMIIEvQIBADAN\n", "log: MIIEvQIBADAN", "log: ***"),  # a line of a key
+    ],
+)
+def test_secrets_are_taken_out_of_a_text(secret: str, text: str, result: str) -> None:
+    assert mask_text(text, {secret}) == result
+
+
+def test_a_secret_that_holds_another_one_is_masked_whole() -> None:
+    assert mask_text("x hunter2-more y", ["hunter2", "hunter2-more"]) == "x *** y"
+
+
+@settings(deadline=None)
+@given(
+    st.text(st.characters(codec="ascii", categories=["L"]), min_size=8, max_size=20),
+    st.lists(st.text(), max_size=3),
+)
+def test_no_secret_is_left_in_a_text(secret: str, parts: list[str]) -> None:
+    text = mask_text(secret.join(["", *parts, ""]), {secret})
+
+    assert secret not in text

@@ -1,0 +1,519 @@
+"""What a run spec may say, what it means when it says nothing, and what is refused."""
+
+from __future__ import annotations
+
+import math
+from copy import deepcopy
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from tasks.run.errors import InvalidSpec
+from tasks.run.failure_kinds import FailureKind
+from tasks.run.probes import Condition, LiveProbe, ReadyProbe
+from tasks.run.spec import Component, Retry, RunSpec, Stop
+
+LEAST: dict[str, Any] = {
+    "name": "quickstart",
+    "workload": "grpo",
+    "components": {"trainer": {"command": ["python", "train.py"]}},
+}
+HTTP = "http://127.0.0.1:8000/info"
+
+
+def spec_with(path: str, value: object) -> dict[str, Any]:
+    """The least spec with one value set; `components.trainer` is written as `trainer`."""
+    data = deepcopy(LEAST)
+    steps = path.split(".")
+    node = data["components"] if steps[0] == "trainer" else data
+    for step in steps[:-1]:
+        node = node.setdefault(step, {})
+    node[steps[-1]] = value
+    return data
+
+
+def full_path(path: str) -> str:
+    return f"components.{path}" if path.startswith("trainer") else path
+
+
+def faults_of(data: object) -> list[tuple[str, str, str]]:
+    with pytest.raises(InvalidSpec) as raised:
+        RunSpec.model_validate(data)
+    return [(fault.path, fault.problem, fault.remedy) for fault in raised.value.faults]
+
+
+def test_a_spec_says_no_more_than_a_name_a_workload_and_a_command() -> None:
+    spec = RunSpec.model_validate(LEAST)
+
+    assert spec.processes == {"trainer": Component(command=("python", "train.py"))}
+    assert (spec.tags, spec.env, spec.cwd) == ((), {}, ".")
+    assert (spec.gang, spec.ray, spec.progress, spec.success) == (None, None, None, None)
+    assert (spec.on_lost_flow, spec.containment, spec.stall_after_s) == ("stop", "auto", None)
+    assert spec.processes["trainer"].stop == Stop(signal="SIGTERM", grace_s=10)
+    assert spec.processes["trainer"].launcher == "process"
+
+
+def test_a_probe_has_the_pace_of_the_contract_by_default() -> None:
+    ready, live = ReadyProbe(http=HTTP), LiveProbe(http=HTTP)
+
+    assert (ready.every_s, ready.within_s) == (0.1, 120)
+    assert (live.every_s, live.timeout_s, live.misses) == (10, 5, 3)
+
+
+def test_components_keep_the_order_in_which_they_are_started() -> None:
+    names = ["zoo", "trainer", "api", "environment", "alpha"]
+    data = {**LEAST, "components": {name: {"command": ["true"]} for name in names}}
+
+    spec = RunSpec.model_validate(data)
+
+    assert list(spec.components) == list(spec.processes) == names
+    assert list(spec.written()["components"]) == names
+
+
+def test_a_spec_cannot_be_changed() -> None:
+    spec = RunSpec.model_validate(LEAST)
+
+    with pytest.raises(ValidationError):
+        spec.name = "other"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("name", "meaning"),
+    [
+        ("api", "fail"),  # a server that goes away takes the run with it
+        ("trainer", "complete"),
+        ("environment", "complete"),  # as in Hermes
+        ("sandbox", "fail"),  # any other
+    ],
+)
+def test_exit_zero_means_what_the_name_of_the_component_says(name: str, meaning: str) -> None:
+    spec = RunSpec.model_validate({**LEAST, "components": {name: {"command": ["true"]}}})
+
+    assert spec.processes[name].on_exit_zero is None
+    assert spec.on_exit_zero(name) == meaning
+
+
+def test_exit_zero_of_a_fleet_is_a_failure() -> None:
+    spec = RunSpec.model_validate({**LEAST, "components": {"rollout": {}}})
+
+    assert spec.on_exit_zero("rollout") == "fail"
+
+
+def test_exit_zero_means_what_the_spec_says_where_it_says_so() -> None:
+    spec = RunSpec.model_validate(spec_with("trainer.on_exit_zero", "drain"))
+
+    assert spec.on_exit_zero("trainer") == "drain"
+
+
+@pytest.mark.parametrize(
+    ("retry", "kind", "policy"),
+    [
+        ({}, "INSUFFICIENT_RESOURCES", Retry()),  # requeued without limit, listed or not
+        ({}, "START_TIMEOUT", Retry()),
+        ({}, "NODE_LOST", None),  # final unless it is listed
+        ({"NODE_LOST": {"attempts": 3}}, "NODE_LOST", Retry(attempts=3)),
+        ({"START_TIMEOUT": {"attempts": 2}}, "START_TIMEOUT", Retry(attempts=2)),
+    ],
+)
+def test_kinds_of_failure_are_tried_again_as_listed(
+    retry: dict[str, Any], kind: str, policy: Retry | None
+) -> None:
+    spec = RunSpec.model_validate({**LEAST, "retry": retry})
+
+    found = spec.retry_of(FailureKind(kind))
+
+    assert (found and found.model_dump()) == (policy and policy.model_dump())
+
+
+def test_a_retry_waits_a_minute_and_at_most_ten() -> None:
+    assert (Retry().attempts, Retry().delay_s, Retry().max_delay_s) == (None, 60, 600)
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("text", "text"),
+        (60, "60"),
+        (-1, "-1"),
+        (1e-4, "0.0001"),  # Python's way, where the text as written is not known
+        (0.5, "0.5"),
+        ("", ""),
+        ("-1", "-1"),
+    ],
+)
+def test_a_number_will_do_for_a_text_in_commands_and_variables(written: object, meant: str) -> None:
+    data = spec_with("trainer.command", ["python", written])
+    data["env"] = {"X": written}
+
+    spec = RunSpec.model_validate(data)
+
+    assert spec.processes["trainer"].command == ("python", meant)
+    assert spec.env == {"X": meant}
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("name", "a"),  # the shortest name
+        ("name", "a" * 32),  # the longest
+        ("name", "a-1-b"),
+        ("workload", "sft"),
+        ("tags", ["demo", "two words"]),
+        ("gang", {"nodes": 2, "gpus_per_node": 8, "cpus_per_gpu": 3, "hours": 24}),
+        ("gang", {"gpus_per_node": 1, "hours": 0.5}),
+        ("ray", {"address": "http://127.0.0.1:8265"}),
+        (
+            "ray",
+            {
+                "address": "http://head:8265",
+                "start_within_s": 60,
+                "entrypoint_resources": {"worker_node": 1},
+                "entrypoint_label_selector": {"pool": "train"},
+            },
+        ),
+        ("on_lost_flow", "adopt"),
+        ("containment", "namespace"),
+        ("trainer.launcher", "ray_job"),
+        ("trainer.ports", ["metrics", "port"]),
+        ("trainer.cwd", "/"),
+        ("trainer.stop", {"signal": "SIGINT", "grace_s": 0}),  # no grace at all is a choice
+        ("trainer.ready", {"tcp": 8000}),
+        ("trainer.ready", {"tcp": "8000"}),
+        ("trainer.ready", {"tcp": "[::1]:8000"}),
+        ("trainer.ready", {"tcp": "${trainer.port}"}),
+        ("trainer.ready", {"tcp": "127.0.0.1:${trainer.port}"}),
+        ("trainer.ready", {"http": "https://host/x"}),
+        ("trainer.ready", {"http": "${rollout.url}/health"}),
+        ("trainer.ready", {"http": HTTP, "json": {"a.b.0": None, "c": {"not": -1}}}),
+        ("trainer.ready", {"log": r"ready on port \d+$"}),
+        ("trainer.ready", {"log": "port ${trainer.port}|[$]{2}"}),
+        ("trainer.ready", {"file": "${attempt.dir}/ready"}),
+        ("trainer.ready", {"notify": True}),
+        ("trainer.ready", {"alive_s": 0.5}),
+        ("trainer.live", {"processes": "scheduler"}),  # alone
+        ("trainer.live", {"http": HTTP, "processes": "scheduler"}),  # beside another
+        ("progress", {"jsonl": "m.jsonl", "step": "train.step"}),
+        ("progress", {"http": HTTP, "step": "current_step", "total": 60}),
+        ("stall_after_s", 1800),
+        ("retry", {"NODE_LOST": {"attempts": 1, "delay_s": 0.1, "max_delay_s": 0.1}}),
+        ("env", None),  # `env:` and nothing more is as good as left out
+        ("trainer.env", None),
+        ("trainer.ready", None),
+        ("components", {"rollout": {}}),
+        (
+            "components",
+            {
+                "rollout": {
+                    "backend": "sglang",
+                    "model": "Qwen/Qwen3-8B",
+                    "engines": 2,
+                    "nodes_per_engine": 1,
+                    "gpus_per_node": 8,
+                    "tensor_parallel": 8,
+                    "expert_parallel": 1,
+                    "data_parallel": 1,
+                    "args": ["--mem-fraction-static", 0.8],
+                    "health": {"interval_s": 30, "timeout_s": 15, "misses": 3, "first_after_s": 60},
+                    "recovery": {
+                        "budget": 5,
+                        "backoff_s": 1,
+                        "max_backoff_s": 60,
+                        "parallel": 4,
+                        "min_active": 1,
+                    },
+                    "placement": "ray",
+                }
+            },
+        ),
+    ],
+)
+def test_a_spec_may_say(path: str, value: object) -> None:
+    RunSpec.model_validate(spec_with(path, value))
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "problem", "remedy"),
+    [
+        # names
+        ("name", "", "must not be empty", ""),
+        ("name", "Quick", "must be a small letter and up to 31 more", ""),
+        ("name", "1st", "must be a small letter", ""),
+        ("name", "a" * 33, "must be a small letter", ""),
+        ("name", "a_b", "must be a small letter", ""),  # it becomes part of a host-like id
+        ("name", "a\n", "must be a small letter", ""),  # `$` would match before the newline
+        ("name", 5, "must be text, found 5", 'quote it: "5"'),
+        ("name", None, "must be text, found nothing", ""),
+        ("workload", "gpro", "must be ppo, grpo or sft, found the text 'gpro'", "`grpo`"),
+        ("tags", "demo", "must be a list, found the text 'demo'", "write [demo]"),
+        ("cwd", "", "must not be empty", ""),
+        ("on_lost_flow", "keep", "must be stop or adopt", ""),
+        ("containment", "none", "must be auto or namespace", ""),
+        # components
+        ("components", {}, "must not be empty", "write at least one"),
+        ("components", [], "must be a mapping, found a list", ""),
+        ("components", None, "must be a mapping, found nothing", ""),
+        ("trainer", None, "must be a mapping, found nothing", "trainer: {key: value}"),
+        ("trainer.launcher", "slurm", "must be process or ray_job", ""),
+        # commands
+        ("trainer.command", "a b", "must be a list", '[sh, -c, "a b"]'),
+        ("trainer.command", [], "must not be empty", "[python, train.py]"),
+        ("trainer.command", [""], "the program, is empty", ""),
+        ("trainer.command", None, "must be a list, found nothing", ""),
+        ("trainer.command", {"a": 1}, "must be a list, found a mapping", ""),
+        # ports
+        ("trainer.ports", ["a", "b", "a"], "lists 'a' twice", "once"),
+        # stop
+        ("trainer.stop.signal", "TERM", "no signal of this system: 'TERM'", "`SIGTERM`"),
+        ("trainer.stop.signal", "SIGTREM", "no signal", "did you mean `SIGTERM`?"),
+        ("trainer.stop.signal", "sigint", "no signal", "did you mean `SIGINT`?"),
+        ("trainer.stop.signal", 15, "must be text, found 15", ""),
+        ("trainer.stop.grace_s", -1, "must be at least 0, found -1", ""),
+        ("trainer.stop.grace_s", math.nan, "must be a finite number, found nan", ""),
+        # durations
+        ("stall_after_s", 0, "must be more than 0, found 0", ""),
+        ("stall_after_s", -1.5, "must be more than 0, found -1.5", ""),
+        ("stall_after_s", math.inf, "must be a finite number, found inf", ""),
+        ("stall_after_s", True, "must be a number, found true", ""),
+        ("stall_after_s", "30", "must be a number, found the text '30'", "write 30"),
+        ("stall_after_s", "1e-3", "must be a number", "write 0.001"),  # to YAML this is a text
+        ("stall_after_s", "1m", "must be a number, found the text '1m'", ""),
+        # probes
+        ("trainer.ready", {}, "asks nothing", "write one of http, tcp, log, file, notify, alive_s"),
+        ("trainer.ready", {"within_s": 5}, "asks nothing", ""),
+        ("trainer.ready", {"tcp": 1, "log": "x"}, "asks tcp and log at once", "keep one"),
+        ("trainer.ready", HTTP, "must be a mapping, found the text", ""),
+        ("trainer.ready.json", {"a": 1}, "needs `http` beside it", ""),
+        ("trainer.ready.http", "127.0.0.1:80", "not an http address", "http://127.0.0.1:PORT"),
+        ("trainer.ready.http", "http://", "not an http address", ""),
+        ("trainer.ready.http", "http://h:99999/", "not an http address", ""),
+        ("trainer.ready.http", "http://h /", "not an http address", ""),
+        ("trainer.ready.tcp", 0, "must be a port (1 to 65535)", ""),
+        ("trainer.ready.tcp", 65536, "must be a port (1 to 65535)", ""),
+        ("trainer.ready.tcp", "host", "must be a port (1 to 65535) or HOST:PORT", ""),
+        ("trainer.ready.tcp", ":80", "must be a port", ""),
+        ("trainer.ready.tcp", "http://h:80", "not a host", ""),
+        ("trainer.ready.tcp", True, "must be a port or HOST:PORT, found true", ""),
+        ("trainer.ready.log", "a(b", "not a regular expression: missing )", "backslash"),
+        ("trainer.live.processes", "*", "not a regular expression: nothing to repeat", ""),
+        ("trainer.ready.notify", False, "must be true where it is written", "leave it out"),
+        ("trainer.ready.alive_s", 0, "must be more than 0", ""),
+        ("trainer.live.misses", 0, "must be at least 1, found 0", ""),
+        ("trainer.live.misses", 1.5, "must be a whole number, found 1.5", ""),
+        # progress and success
+        ("progress", {"step": "s"}, "reads nothing", "write one of http and jsonl"),
+        ("progress", {"http": HTTP, "jsonl": "f", "step": "s"}, "reads http and jsonl at once", ""),
+        ("progress.step", "a..b", "must be a key, or keys joined by dots", ""),
+        ("progress.total", 0, "must be at least 1", ""),
+        ("success", {"step": 60}, "needs `progress`: nothing would show the step", "progress:"),
+        ("success.step", 0, "must be at least 1", ""),
+        # gang and ray
+        ("gang.gpus_per_node", 0, "must be at least 1", ""),
+        ("gang.nodes", "2", "must be a whole number, found the text '2'", "write 2"),
+        ("gang.hours", math.nan, "must be a finite number", ""),
+        ("ray.address", "auto", "not an http address: 'auto'", ""),
+        ("ray.entrypoint_resources", ["a"], "must be a mapping, found a list", ""),
+        # retry
+        ("retry.OOM", {"attempts": 1}, "must be INSUFFICIENT_RESOURCES, START_TIMEOUT", ""),
+        ("retry.NODE_LOST", {"attempts": 0}, "must be at least 1", ""),
+        ("retry.NODE_LOST", {}, "missing: this kind is not tried again without limit", "attempts"),
+        ("retry.START_TIMEOUT", {"delay_s": 900}, "600 is below delay_s, 900", "write 900 or more"),
+        # rollout
+        ("components.rollout", {"backend": "trt"}, "must be sglang, lmdeploy, vllm or command", ""),
+        ("components.rollout", {"health": {"misses": 0}}, "must be at least 1", ""),
+    ],
+)
+def test_a_spec_may_not_say(path: str, value: object, problem: str, remedy: str) -> None:
+    faults = faults_of(spec_with(path, value))
+
+    matching = [
+        fault
+        for fault in faults
+        if fault[0].startswith(full_path(path)) and problem in fault[1] and remedy in fault[2]
+    ]
+    assert len(matching) == 1, faults
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "problem"),
+    [
+        ("trainer.command.1", ["python", True], "must be text, found true"),
+        ("trainer.command.1", ["python", None], "must be text, found nothing"),
+        ("trainer.command.1", ["python", ["a"]], "must be text, found a list"),
+        ("trainer.command.1", ["python", math.nan], "must be text, found nan"),
+        ("trainer.command.1", ["python", "a\0b"], "must not hold a NUL character"),
+        ("trainer.command.1", ["python", "\ud800"], "must be text that UTF-8 can hold"),
+        ("trainer.env.X", {"X": False}, "must be text, found false"),
+        ("trainer.env.X", {"X": None}, "must be text, found nothing"),
+        ("trainer.env.X", {"X": {}}, "must be text, found a mapping"),
+        ("trainer.env.5", {5: "x"}, "a key must be text, found 5"),
+        ("trainer.env.True", {True: "x"}, "a key must be text, found true"),  # YAML's `on:`
+        ("trainer.env.A=B", {"A=B": "x"}, "a variable's name has no `=`"),
+        ("trainer.env.", {"": "x"}, "must not be empty"),
+        ("trainer.ports.0", ["Metrics"], "must be a small letter"),
+        ("trainer.ready.json.a", {"http": HTTP, "json": {"a": [1]}}, "must be a text, a number"),
+        ("trainer.ready.json.a", {"http": HTTP, "json": {"a": {"is": 1}}}, "one of not, min, max"),
+        ("trainer.ready.json.a", {"http": HTTP, "json": {"a": {}}}, "one of not, min, max"),
+        ("trainer.ready.json.a", {"http": HTTP, "json": {"a": {"min": "1"}}}, "min must be a num"),
+        ("trainer.ready.json.a", {"http": HTTP, "json": {"a": math.nan}}, "must be a finite"),
+    ],
+)
+def test_a_fault_inside_a_list_or_a_mapping_has_its_own_path(
+    path: str, value: object, problem: str
+) -> None:
+    key = path.split(".")[1]
+
+    [fault] = faults_of(spec_with(f"trainer.{key}", value))
+
+    assert fault[0] == f"components.{path}"
+    assert problem in fault[1]
+
+
+def test_an_unknown_key_names_what_was_probably_meant_and_what_is_known() -> None:
+    [fault] = faults_of(spec_with("trainer.redy", {}))
+
+    assert fault == (
+        "components.trainer.redy",
+        "unknown key",
+        "did you mean `ready`? known are launcher, command, env, cwd, ports, ready, live, "
+        "on_exit_zero, stop",
+    )
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "known"),
+    [
+        ("nme", "x", "name, workload, tags"),
+        ("gang", {"gpus_per_node": 1, "x": 1}, "nodes, gpus_per_node, cpus_per_gpu, hours"),
+        ("trainer.ready", {"tcp": 1, "x": 1}, "http, json, tcp, log, file, notify, alive_s"),
+        ("trainer.stop", {"x": 1}, "signal, grace_s"),
+        ("components.rollout", {"health": {"x": 1}}, "interval_s, timeout_s, misses"),
+        ("retry", {"NODE_LOST": {"attempts": 1, "x": 1}}, "attempts, delay_s, max_delay_s"),
+    ],
+)
+def test_an_unknown_key_is_told_what_is_known_in_its_place(
+    path: str, value: object, known: str
+) -> None:
+    [fault] = faults_of(spec_with(path, value))
+
+    assert fault[1] == "unknown key"
+    assert f"known are {known}" in fault[2]
+
+
+@pytest.mark.parametrize("missing", ["name", "workload", "components"])
+def test_what_is_missing_is_shown_by_an_example(missing: str) -> None:
+    data = {key: value for key, value in LEAST.items() if key != missing}
+
+    [fault] = faults_of(data)
+
+    assert fault[:2] == (missing, "missing")
+    assert fault[2].startswith(f"write for example {missing}: ")
+
+
+def test_a_missing_command_is_shown_by_an_example() -> None:
+    assert faults_of({**LEAST, "components": {"api": {}}}) == [
+        (
+            "components.api.command",
+            "missing",
+            'write for example command: [python, train.py, --port, "${trainer.port}"]',
+        )
+    ]
+
+
+@pytest.mark.parametrize("name", ["Api", "1", "a" * 33, "a.b", "a b", "-a", "_a", ""])
+def test_a_component_has_a_plain_name(name: str) -> None:
+    [fault] = faults_of({**LEAST, "components": {name: {"command": ["true"]}}})
+
+    assert fault[0] == f"components.{name}"
+    assert "must be a small letter" in fault[1]
+
+
+def test_what_keys_demand_of_each_other_is_said_although_they_are_faulty_themselves() -> None:
+    data = spec_with("trainer.ready", {"http": 1, "tcp": [], "within_s": "soon"})
+    data["success"] = {"step": "sixty"}
+    data["retry"] = {"CUDA_OOM": {"delay_s": 0}}
+
+    faults = {(path, problem) for path, problem, _ in faults_of(data)}
+
+    assert {
+        ("components.trainer.ready", "asks http and tcp at once"),
+        ("components.trainer.ready.http", "must be text, found 1"),
+        ("components.trainer.ready.within_s", "must be a number, found the text 'soon'"),
+        ("success", "needs `progress`: nothing would show the step"),
+        ("success.step", "must be a whole number, found the text 'sixty'"),
+        ("retry.CUDA_OOM.attempts", "missing: this kind is not tried again without limit"),
+        ("retry.CUDA_OOM.delay_s", "must be more than 0, found 0"),
+    } <= faults
+
+
+def test_the_constructor_refuses_what_a_file_may_not_say() -> None:
+    with pytest.raises(InvalidSpec):
+        RunSpec(name="Bad", workload="grpo", components={})
+    with pytest.raises(ValidationError):
+        ReadyProbe(http=HTTP, tcp="80")
+
+
+@pytest.mark.parametrize(
+    ("written", "answer", "unmet"),
+    [
+        ({"size": {"not": -1}}, {"size": 32}, ""),
+        ({"size": {"not": -1}}, {"size": -1}, "size is -1"),
+        ({"size": {"not": -1}}, {}, "size is not in the answer"),  # absence proves nothing
+        ({"size": {"not": -1}}, None, "size is not in the answer"),
+        ({"ok": True}, {"ok": True}, ""),
+        ({"ok": True}, {"ok": 1}, "ok is 1, not true"),  # 1 == True in Python, not in JSON
+        ({"n": 1}, {"n": 1.0}, ""),
+        ({"n": None}, {"n": None}, ""),
+        ({"n": None}, {"n": 0}, "n is 0, not nothing"),
+        ({"n": {"min": 3}}, {"n": 3}, ""),  # inclusive
+        ({"n": {"min": 3}}, {"n": 2}, "n is 2, not at least 3"),
+        ({"n": {"max": 3}}, {"n": 4}, "n is 4, not at most 3"),
+        ({"n": {"min": 3}}, {"n": "4"}, "n is '4', not at least 3"),
+        ({"a.b": "x"}, {"a": {"b": "x"}}, ""),
+        ({"a.1.b": 2}, {"a": [{}, {"b": 2}]}, ""),
+        ({"a.2": 2}, {"a": [1, 2]}, "a.2 is not in the answer"),
+        ({"a.b": 2}, {"a": "b"}, "a.b is not in the answer"),
+    ],
+)
+def test_a_condition_says_what_it_found_instead(
+    written: dict[str, Any], answer: object, unmet: str
+) -> None:
+    [condition] = ReadyProbe(http=HTTP, json=written).conditions
+
+    assert isinstance(condition, Condition)
+    assert condition.unmet(answer) == unmet
+
+
+@pytest.mark.parametrize(
+    ("tcp", "address"),
+    [
+        (8000, ("127.0.0.1", 8000)),
+        ("8000", ("127.0.0.1", 8000)),
+        ("host:80", ("host", 80)),
+        ("[::1]:80", ("::1", 80)),
+    ],
+)
+def test_a_tcp_probe_knows_its_host_and_port(tcp: object, address: tuple[str, int]) -> None:
+    assert ReadyProbe.model_validate({"tcp": tcp}).address == address
+
+
+def described(schema: dict[str, Any]) -> list[str]:
+    parts = [schema, *schema["$defs"].values()]
+    return [
+        f"{part['title']}.{key}"
+        for part in parts
+        for key, field in part.get("properties", {}).items()
+        if "description" not in field and part.get("title") != "Components"
+    ]
+
+
+def test_every_key_is_described_in_the_form() -> None:
+    assert described(RunSpec.model_json_schema()) == []
+
+
+def test_the_form_offers_the_usual_components_and_takes_others() -> None:
+    components = RunSpec.model_json_schema()["properties"]["components"]
+
+    assert list(components["properties"]) == ["api", "rollout", "trainer", "environment"]
+    assert components["additionalProperties"] == {"$ref": "#/$defs/Component"}
+    assert components["properties"]["rollout"] == {"$ref": "#/$defs/Rollout"}

@@ -1,0 +1,267 @@
+"""What `${...}` means in a run spec."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tasks.run.errors import Fault, InvalidSpec
+from tasks.run.loading import parse_spec
+from tasks.run.placeholders import is_templated, substituted
+from tasks.run.spec import RunSpec
+from tasks.run.template import names_known, ports_needed, resolve, template_faults
+
+ALWAYS = {"run.id", "run.dir", "attempt.number", "attempt.dir", "attempt.resume_from"}
+
+
+def spec_of(component: dict[str, Any] | None = None, **keys: object) -> RunSpec:
+    trainer = {"command": ["python"], **(component or {})}
+    return RunSpec.model_validate(
+        {"name": "a", "workload": "grpo", "components": {"trainer": trainer}, **keys}
+    )
+
+
+def faults_of(spec: RunSpec) -> list[Fault]:
+    return list(template_faults(spec))
+
+
+@pytest.mark.parametrize(
+    ("text", "result"),
+    [
+        ("${a}", "<a>"),
+        ("x${a}y${b.c}", "x<a>y<b.c>"),
+        ("$${a}", "${a}"),  # a literal
+        ("$$${a}", "$${a}"),  # a dollar, then a literal
+        ("$${${a}}", "${<a>}"),
+        ("$", "$"),
+        ("$HOME $1 $$", "$HOME $1 $$"),
+        ("{a}", "{a}"),
+        ("${", "${"),  # left for the fault that it is
+        ("${}", "<>"),
+    ],
+)
+def test_a_text_with_placeholders_becomes(text: str, result: str) -> None:
+    assert substituted(text, lambda name: f"<{name}>") == result
+
+
+@pytest.mark.parametrize(
+    ("text", "templated"), [("${a}", True), ("${", True), ("$${a}", False), ("$a", False)]
+)
+def test_a_literal_is_no_placeholder(text: str, templated: bool) -> None:
+    assert is_templated(text) is templated
+
+
+def test_a_spec_knows_its_run_its_attempt_and_the_ports_of_its_components() -> None:
+    components = {"api": {"command": ["a"], "ports": ["metrics"]}, "trainer": {"command": ["b"]}}
+
+    assert names_known(spec_of(components=components)) == ALWAYS | {
+        "api.port",
+        "api.ports.metrics",
+        "trainer.port",
+    }
+
+
+def test_step_counts_are_known_where_they_are_set() -> None:
+    progress = {"jsonl": "m", "step": "s"}
+
+    assert "progress.total" not in names_known(spec_of(progress=progress))
+    assert {"progress.total", "success.step"} <= names_known(
+        spec_of(progress={**progress, "total": 60}, success={"step": 50})
+    )
+
+
+def test_a_fleet_has_a_gateway() -> None:
+    assert "rollout.url" in names_known(spec_of(components={"rollout": {}}))
+
+
+@pytest.mark.parametrize(
+    ("component", "keys", "path"),
+    [
+        ({"command": ["a", "${x.y}"]}, {}, "components.trainer.command.1"),
+        ({"env": {"A": "${x.y}"}}, {}, "components.trainer.env.A"),
+        ({"cwd": "${x.y}"}, {}, "components.trainer.cwd"),
+        ({"ready": {"http": "http://h:${x.y}/"}}, {}, "components.trainer.ready.http"),
+        ({"ready": {"tcp": "${x.y}"}}, {}, "components.trainer.ready.tcp"),
+        ({"ready": {"log": "${x.y}"}}, {}, "components.trainer.ready.log"),
+        ({"ready": {"file": "${x.y}"}}, {}, "components.trainer.ready.file"),
+        (
+            {"ready": {"http": "http://h", "json": {"k": "${x.y}"}}},
+            {},
+            "components.trainer.ready.json.k",
+        ),
+        (
+            {"live": {"http": "http://h", "json": {"k": {"not": "${x.y}"}}}},
+            {},
+            "components.trainer.live.json.k.not",
+        ),
+        ({"live": {"processes": "${x.y}"}}, {}, "components.trainer.live.processes"),
+        ({}, {"env": {"A": "${x.y}"}}, "env.A"),
+        ({}, {"cwd": "${x.y}"}, "cwd"),
+        ({}, {"progress": {"http": "http://h/${x.y}", "step": "s"}}, "progress.http"),
+        ({}, {"progress": {"jsonl": "${x.y}", "step": "s"}}, "progress.jsonl"),
+    ],
+)
+def test_an_unknown_name_is_a_fault_wherever_a_placeholder_may_stand(
+    component: dict[str, Any], keys: dict[str, Any], path: str
+) -> None:
+    [fault] = faults_of(spec_of(component, **keys))
+
+    assert (fault.path, fault.problem) == (path, "unknown name `${x.y}`")
+
+
+@pytest.mark.parametrize(
+    ("text", "problem", "remedy"),
+    [
+        ("${trainer.prot}", "unknown name `${trainer.prot}`", "did you mean `${trainer.port}`?"),
+        ("${ trainer.port }", "unknown name `${ trainer.port }`", "`${trainer.port}`?"),
+        ("${HOME}", "unknown name `${HOME}`", "for a shell's own write `$${HOME}`"),
+        ("${X:-1}", "unknown name `${X:-1}`", "`$${X:-1}`; known are attempt.dir, "),
+        ("${}", "unknown name `${}`", ""),
+        ("${trainer.port", "a `${` without its `}`", "`$${` for a literal `${`"),
+        ("${a${run.id}}", "a `${` without its `}`", ""),
+        ("${progress.total}", "unknown name `${progress.total}`", ""),  # it is not set
+        ("${trainer.ports.metrics}", "unknown name", ""),  # it is not listed
+    ],
+)
+def test_a_bad_placeholder_says_what_to_write(text: str, problem: str, remedy: str) -> None:
+    [fault] = faults_of(spec_of({"command": ["sh", text]}))
+
+    assert fault.path == "components.trainer.command.1"
+    assert problem in fault.problem
+    assert remedy in fault.remedy
+
+
+def test_every_bad_placeholder_of_a_text_is_reported_once() -> None:
+    faults = faults_of(spec_of({"command": ["a", "${x} ${y} ${x}"]}))
+
+    assert [fault.problem for fault in faults] == ["unknown name `${x}`", "unknown name `${y}`"]
+
+
+def test_a_bad_placeholder_is_an_invalid_spec_beside_other_faults() -> None:
+    data = {"name": "A", "workload": "grpo", "components": {"t": {"command": ["${x}", None]}}}
+
+    with pytest.raises(InvalidSpec) as raised:
+        parse_spec(data)
+
+    assert [fault.path for fault in raised.value.faults] == [
+        "name",
+        "components.t.command.0",
+        "components.t.command.1",
+    ]
+
+
+def test_placeholders_elsewhere_are_plain_text() -> None:
+    assert faults_of(spec_of(tags=["${x}"])) == []
+
+
+def test_ports_are_held_where_they_are_used_or_listed() -> None:
+    components = {
+        "api": {"command": ["a"], "ready": {"tcp": "${api.port}"}},  # used by itself
+        "judge": {"command": ["b"], "env": {"PEER": "${trainer.port}"}},  # not used by anyone
+        "trainer": {"command": ["c"], "ports": ["metrics", "dash"]},  # used by another; listed
+    }
+
+    assert ports_needed(spec_of(components=components)) == (
+        "api.port",
+        "trainer.port",
+        "trainer.ports.metrics",
+        "trainer.ports.dash",
+    )
+
+
+def test_a_literal_needs_no_port() -> None:
+    assert ports_needed(spec_of({"command": ["sh", "$${trainer.port}"]})) == ()
+
+
+def test_resolving_fills_every_place_in() -> None:
+    spec = spec_of(
+        {
+            "command": [
+                "python",
+                "--port",
+                "${trainer.port}",
+                "--steps=${progress.total}",
+                "$${A}",
+            ],
+            "env": {"DIR": "${attempt.dir}/x"},
+            "cwd": "${run.dir}",
+            "ready": {
+                "http": "http://127.0.0.1:${trainer.port}/",
+                "json": {"id": "${run.id}", "n": {"not": -1}},
+            },
+            "live": {"tcp": "${trainer.port}"},
+        },
+        env={"RUN": "${run.id}"},
+        cwd="${run.dir}",
+        progress={"jsonl": "${attempt.dir}/m.jsonl", "step": "s", "total": 60},
+    )
+    names = {
+        "trainer.port": "8123",
+        "run.id": "a-grpo",
+        "run.dir": "/runs/a",
+        "attempt.dir": "/runs/a/attempt-01",
+    }
+
+    trainer = resolve(spec, names).processes["trainer"]
+
+    assert trainer.command == ("python", "--port", "8123", "--steps=60", "${A}")
+    assert trainer.env == {"DIR": "/runs/a/attempt-01/x"}
+    assert trainer.cwd == "/runs/a"
+    assert trainer.ready is not None and trainer.live is not None
+    assert trainer.ready.http == "http://127.0.0.1:8123/"
+    assert trainer.ready.json_ == {"id": "a-grpo", "n": {"not": -1}}
+    assert trainer.live.address == ("127.0.0.1", 8123)
+    resolved = resolve(spec, names)
+    assert (resolved.env, resolved.cwd) == ({"RUN": "a-grpo"}, "/runs/a")
+    assert resolved.progress is not None
+    assert resolved.progress.jsonl == "/runs/a/attempt-01/m.jsonl"
+
+
+def test_in_a_regular_expression_a_value_is_matched_literally() -> None:
+    spec = spec_of({"ready": {"log": r"^saved in ${run.dir}/\d+$"}})
+
+    ready = resolve(spec, {"run.dir": "/runs/a+b (1)"}).processes["trainer"].ready
+
+    assert ready is not None and ready.log is not None
+    assert re.search(ready.log, "saved in /runs/a+b (1)/42")
+
+
+def test_resolving_without_a_value_or_with_one_that_does_not_fit_raises() -> None:
+    spec = spec_of({"ready": {"tcp": "${trainer.port}"}})
+
+    with pytest.raises(KeyError, match=r"trainer\.port"):
+        resolve(spec, {})
+    with pytest.raises(InvalidSpec, match=r"components\.trainer\.ready\.tcp"):
+        resolve(spec, {"trainer.port": "none"})
+
+
+def test_keys_that_were_left_out_stay_out() -> None:
+    spec = spec_of()
+
+    assert resolve(spec, {}).written() == spec.written()
+
+
+texts = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=20)
+
+
+@settings(deadline=None)
+@given(texts)
+def test_any_text_can_be_written_as_a_literal(text: str) -> None:
+    escaped = re.sub(r"\$(?=\$*\{)", "", text) if "$${" in text else text
+    written = escaped.replace("${", "$${")
+
+    assert substituted(written, lambda _name: "never") == escaped
+
+
+@settings(deadline=None)
+@given(texts, texts, st.from_regex(r"[^${}]{0,9}", fullmatch=True))
+def test_a_value_is_filled_in_as_it_is(value: str, other: str, around: str) -> None:
+    values = {"a.b": value, "c": other}
+
+    result = substituted(f"{around}${{a.b}}{around}${{c}}", values.__getitem__)
+
+    assert result == f"{around}{value}{around}{other}"
