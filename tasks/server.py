@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import shutil
+import sqlite3
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import httpx
+import prefect
+from prefect.events.worker import EventsWorker
+from prefect.logging.handlers import APILogWorker
 from prefect.settings import (
     PREFECT_API_URL,
     PREFECT_SERVER_ALLOW_EPHEMERAL_MODE,
@@ -17,14 +23,19 @@ from prefect.settings import (
 )
 
 from tasks.run.errors import MusterError, RunEnded
+from tasks.run.layout import muster_home
 from tasks.run.probes import ReadyProbe
 from tasks.supervise.plan import AttemptPlan, ComponentPlan
 from tasks.supervise.ports import PortsReserved
 from tasks.supervise.process import Command
 from tasks.supervise.supervisor import Supervisor
 
+_log = logging.getLogger(__name__)
+
 _NAME = "prefect-server"
+_DATABASE = "prefect.db"
 _START_WITHIN_S = 120.0
+_FLUSH_WITHIN_S = 5.0
 
 
 class NoServer(MusterError):
@@ -50,6 +61,9 @@ def prefect_server() -> Iterator[str]:
         port_name = f"{_NAME}.port"
         ports = PortsReserved([port_name])
         url = f"http://127.0.0.1:{ports.numbers[port_name]}/api"
+        template = _database_template()
+        if template.exists():
+            shutil.copyfile(template, Path(home) / _DATABASE)
         plan = _plan(Path(home), ports.numbers[port_name], url)
         with Supervisor(plan, ports, lambda *event, **fields: None) as supervisor:
             try:
@@ -57,9 +71,14 @@ def prefect_server() -> Iterator[str]:
             except RunEnded:
                 verdict = supervisor.teardown()
                 raise NoServer(_why_not(verdict.message, Path(home) / "server.log")) from None
+            if not template.exists():
+                _save_template(Path(home) / _DATABASE, template)
             settings = {PREFECT_API_URL: url, PREFECT_SERVER_ALLOW_EPHEMERAL_MODE: False}
             with temporary_settings(settings):
-                yield url
+                try:
+                    yield url
+                finally:
+                    _flush()
 
 
 def server_command(home: Path, port: int) -> Command:
@@ -95,6 +114,29 @@ def _plan(home: Path, port: int, url: str) -> AttemptPlan:
         on_exit_zero="fail",
     )
     return AttemptPlan(run_id=_NAME, number=1, cwd=home, components=(server,))
+
+
+def _flush() -> None:
+    """Send what Prefect still holds back: without a server it would try again for a minute."""
+    APILogWorker.drain_all(timeout=_FLUSH_WITHIN_S)
+    EventsWorker.drain_all(timeout=_FLUSH_WITHIN_S)
+
+
+def _database_template() -> Path:
+    """An empty database of this Prefect release: to make one takes its server some 5 s."""
+    return muster_home() / "cache" / f"prefect-{prefect.__version__}.db"
+
+
+def _save_template(database: Path, template: Path) -> None:
+    draft = template.with_name(f"{template.name}.{os.getpid()}")
+    try:
+        template.parent.mkdir(parents=True, exist_ok=True)
+        with closing(sqlite3.connect(database)) as source, closing(sqlite3.connect(draft)) as copy:
+            source.backup(copy)
+        draft.replace(template)
+    except (OSError, sqlite3.Error) as error:
+        _log.warning("no template of Prefect's database kept in %s: %s", template, error)
+        draft.unlink(missing_ok=True)
 
 
 def _check(url: str) -> None:

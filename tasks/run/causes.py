@@ -225,3 +225,12 @@ def last_lines(text: str, count: int = 20, line_length: int = 400) -> str:
     """The last lines that are not blank, long ones cut."""
     lines = [line.rstrip()[:line_length] for line in text.splitlines() if line.strip()]
     return "\n".join(lines[-count:])
+
+
+_ERROR_LINE = re.compile(r"^([A-Za-z_][\w.]*(Error|Exception|Exit|Interrupt|Warning)\b.*)$")
+
+
+def last_error(text: str) -> str:
+    """The line with which Python's last traceback ends; empty where there is none."""
+    lines = text.splitlines()
+    return next((line[:500] for line in reversed(lines) if _ERROR_LINE.match(line)), "")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 from urllib.parse import urlsplit
 
-from tasks.run.causes import find_cause, last_lines, read_tail
+from tasks.run.causes import find_cause, last_error, last_lines, read_tail
 from tasks.run.errors import RunEnded
 from tasks.run.failure_kinds import FailureKind
 from tasks.run.lifecycle import RunState
@@ -365,6 +365,9 @@ def _failure_of(
     signal = exit.signal_name if exit else None
     if kind is None:
         kind = FailureKind.RUNTIME_ERROR if signal in _FATAL_SIGNALS else FailureKind.UNKNOWN
+    said = line if cause is not None and cause.rule.id != "traceback" else last_error(text)
+    if said:
+        message = f"{message}: {said}"
     if signal == "SIGKILL" and not hint:
         hint = "SIGKILL comes from outside: the kernel's OOM killer (see dmesg) or a person"
     return Failure(

@@ -501,7 +501,7 @@ specs = st.fixed_dictionaries(
 )
 
 
-@settings(deadline=None, max_examples=1500)
+@settings(deadline=None)
 @given(specs)
 def test_a_spec_that_is_written_down_loads_to_an_equal_one(data: dict[str, Any]) -> None:
     spec = parse_spec(data)
@@ -527,7 +527,7 @@ junk = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=1500)
+@settings(deadline=None)
 @given(specs, st.dictionaries(st.sampled_from(list(RunSpec.model_fields)), junk, min_size=1), junk)
 def test_junk_is_refused_in_plain_words(
     data: dict[str, Any], keys: dict[str, Any], component: object
