@@ -1,0 +1,176 @@
+"""Runs as a user starts them: `python -m flows.train SPEC.yaml` in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from tasks.server import prefect_server
+
+ROOT = Path(__file__).parents[2]
+DEADLINE_S = 60.0
+
+
+def until(condition: Callable[[], Any], what: str, within_s: float = DEADLINE_S) -> Any:
+    """The condition's first true value; fails the test when there is none in time."""
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        if value := condition():
+            return value
+        time.sleep(0.02)
+    pytest.fail(f"not within {within_s:g} s: {what}")
+
+
+@dataclass
+class Run:
+    """One run under way, seen from outside: its process, its files, its flow run."""
+
+    process: subprocess.Popen[str]
+    home: Path
+    api: str
+    output: Path
+    left_alone: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    @property
+    def directory(self) -> Path:
+        return until(self._directory, f"a run's directory; so far:\n{self.text()}")
+
+    def _directory(self) -> Path | None:
+        found = list((self.home / "runs").glob("*/run.json"))
+        return found[0].parent if found else None
+
+    def text(self) -> str:
+        return self.output.read_text(errors="replace")
+
+    def record(self) -> dict[str, Any]:
+        return json.loads((self.directory / "run.json").read_text())
+
+    def events(self, attempt: int = 1) -> list[dict[str, Any]]:
+        path = self.directory / f"attempt-{attempt:02d}" / "events.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [json.loads(line) for line in lines]
+
+    def until_event(self, name: str, component: str | None = None, attempt: int = 1) -> dict:
+        def found() -> dict | None:
+            for event in self.events(attempt):
+                if event["event"] == name and event.get("component") == component:
+                    return event
+            return None
+
+        return until(found, f"event {name} of {component}; so far:\n{self.text()}")
+
+    def wait(self, within_s: float = DEADLINE_S) -> int:
+        """The exit code."""
+        try:
+            return self.process.wait(within_s)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"the run did not end within {within_s:g} s:\n{self.text()}")
+
+    def flow_run(self) -> dict[str, Any]:
+        answer = httpx.get(f"{self.api}/flow_runs/{self.record()['flow_run_id']}")
+        return answer.raise_for_status().json()
+
+    def task_runs(self) -> list[dict[str, Any]]:
+        query = {
+            "flow_runs": {"id": {"any_": [self.record()["flow_run_id"]]}},
+            "sort": "EXPECTED_START_TIME_ASC",
+        }
+        answer = httpx.post(f"{self.api}/task_runs/filter", json=query)
+        return answer.raise_for_status().json()
+
+    def pids(self) -> list[int]:
+        """Every process whose environment carries the run's id, guardians included."""
+        wanted = f"MUSTER_RUN_ID={self.directory.name}".encode()
+        return [pid for pid, env in _environments() if wanted in env.split(b"\0")]
+
+
+def _environments() -> Iterator[tuple[int, bytes]]:
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                yield int(entry.name), (entry / "environ").read_bytes()
+            except OSError:
+                continue
+
+
+@pytest.fixture(scope="session")
+def api() -> Iterator[str]:
+    """A Prefect server for the whole session."""
+    with prefect_server() as url:
+        yield url
+
+
+@pytest.fixture
+def start_run(api: str, tmp_path: Path) -> Iterator[Callable[..., Run]]:
+    """Starts a run of a spec, given as data; what is left of it at the end is killed."""
+    runs: list[Run] = []
+
+    def start(spec: dict[str, Any], *arguments: str, server: str | None = api) -> Run:
+        number = len(runs)
+        home, path = tmp_path / f"home-{number}", tmp_path / f"spec-{number}.yaml"
+        path.write_text(yaml.safe_dump(spec, sort_keys=False))
+        output = tmp_path / f"output-{number}.txt"
+        env = {**os.environ, "MUSTER_HOME": str(home)}
+        if server:
+            env["PREFECT_API_URL"] = server
+        with output.open("w") as stdout:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "flows.train", str(path), *arguments],
+                cwd=ROOT,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+            )
+        runs.append(Run(process=process, home=home, api=server or "", output=output))
+        return runs[-1]
+
+    with ExitStack():
+        yield start
+    for run in runs:
+        if run.process.poll() is None:
+            run.process.send_signal(signal.SIGTERM)
+            try:
+                run.process.wait(30)
+            except subprocess.TimeoutExpired:
+                run.process.kill()
+                run.process.wait()
+
+
+def python(code: str) -> list[str]:
+    return ["python", "-c", code]
+
+
+@pytest.fixture
+def gang_of() -> Callable[..., dict[str, Any]]:
+    """A spec of an api, a trainer and an environment, whose trainer runs some code."""
+
+    def spec(trainer: str, **more: Any) -> dict[str, Any]:
+        stay = "import time\nprint('up', flush=True)\ntime.sleep(600)"
+        return {
+            "name": "trial",
+            "workload": "grpo",
+            "components": {
+                "api": {"command": python(stay), "ready": {"log": "up"}},
+                "trainer": {"command": python(trainer)},
+                "environment": {"command": python(stay), "ready": {"log": "up"}},
+            },
+            **more,
+        }
+
+    return spec

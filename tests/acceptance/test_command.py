@@ -1,0 +1,295 @@
+"""`python -m flows.train`: exit codes, states, files, and nothing left, whatever happens."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Callable
+
+import httpx
+import pytest
+
+STAY = "import time; time.sleep(600)"
+STUBBORN = """
+import os, signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        for name in list(os.environ):
+            del os.environ[name]
+print("up", flush=True)
+while True:
+    time.sleep(1)
+"""
+
+
+def test_a_run_that_did_its_work_completes(start_run: Callable, gang_of: Callable) -> None:
+    run = start_run(gang_of("print('trained')"))
+
+    assert run.wait() == 0, run.text()
+    record, flow_run = run.record(), run.flow_run()
+    assert record["state"] == "completed"
+    assert re.fullmatch(r"trial-grpo-\d{8}-\d{6}-[0-9a-f]{4}", record["run_id"])
+    assert flow_run["name"] == record["run_id"] == run.directory.name
+    assert flow_run["state"]["type"] == "COMPLETED"
+    assert [attempt["state"] for attempt in record["attempts"]] == ["completed"]
+    assert record["attempts"][0]["failure"] is None
+    assert run.pids() == []
+
+
+def test_its_steps_are_task_runs_of_their_names(start_run: Callable, gang_of: Callable) -> None:
+    run = start_run(gang_of("import time; time.sleep(1)"))
+
+    assert run.wait() == 0, run.text()
+    names = [task_run["name"] for task_run in run.task_runs()]
+    assert names == [
+        "admit",
+        "start-api",
+        "start-trainer",
+        "start-environment",
+        "monitor",
+        "teardown",
+    ]
+
+
+def test_what_it_leaves_has_the_fixed_form(start_run: Callable, gang_of: Callable) -> None:
+    run = start_run(gang_of("import time; time.sleep(1)"))
+
+    assert run.wait() == 0, run.text()
+    attempt = run.directory / "attempt-01"
+    assert {"spec.yaml", "events.jsonl", "api.log", "trainer.log", "environment.log"} <= {
+        path.name for path in attempt.iterdir()
+    }
+    [entry] = run.record()["attempts"]
+    assert list(entry["components"]) == ["api", "trainer", "environment"]
+    for component in entry["components"].values():
+        assert component["started_at"] <= component["ready_at"] <= component["ended_at"]
+    names = [event["event"] for event in run.events()]
+    assert names.index("teardown.begun") < names.index("teardown.ended")
+    stopped = [e["component"] for e in run.events() if e["event"] == "component.stopped"]
+    assert stopped == ["environment", "trainer", "api"]
+
+
+def test_a_failed_run_names_the_cause(start_run: Callable, gang_of: Callable) -> None:
+    run = start_run(
+        gang_of("print('loading', flush=True); import os, signal; os.kill(os.getpid(), 11)")
+    )
+
+    assert run.wait() == 1, run.text()
+    record = run.record()
+    failure = record["attempts"][0]["failure"]
+    assert record["state"] == "failed"
+    assert (failure["component"], failure["signal"]) == ("trainer", "SIGSEGV")
+    assert "killed by SIGSEGV" in failure["message"]
+    assert "loading" in failure["log_tail"]
+    state = run.flow_run()["state"]
+    assert state["type"] == "FAILED"
+    assert state["message"].startswith(f"{failure['kind']}: ")
+    assert (
+        "SIGSEGV" in run.text() and str(run.directory / "attempt-01" / "trainer.log") in run.text()
+    )
+
+
+def test_an_invalid_spec_starts_nothing(start_run: Callable, gang_of: Callable) -> None:
+    spec = gang_of(STAY, succes={"step": 3})
+    spec["components"]["api"]["command"] = ["no-such-program-here"]
+    spec["components"]["trainer"]["ready"] = {"http": "http://127.0.0.1:${trainr.port}/"}
+
+    run = start_run(spec)
+
+    assert run.wait() == 2
+    for path in ("succes", "components.trainer.ready.http"):
+        assert path in run.text()
+    assert not run.home.exists()
+
+
+def test_a_missing_program_is_found_before_anything_starts(
+    start_run: Callable, gang_of: Callable
+) -> None:
+    spec = gang_of(STAY)
+    spec["components"]["environment"]["command"] = ["python", "no/such/environment.py", "serve"]
+
+    run = start_run(spec)
+
+    assert run.wait() == 2
+    assert "components.environment.command" in run.text()
+    assert not run.home.exists()
+
+
+def test_exit_zero_without_the_last_step_is_no_success(
+    start_run: Callable, gang_of: Callable
+) -> None:
+    write = (
+        "import json, os; f = open(os.environ['OUT'], 'w')\n"
+        "for step in range(1, 41): print(json.dumps({'step': step}), file=f)"
+    )
+    spec = gang_of(
+        write,
+        env={"OUT": "${attempt.dir}/metrics.jsonl"},
+        progress={"jsonl": "${attempt.dir}/metrics.jsonl", "step": "step", "total": 60},
+        success={"step": 60},
+    )
+
+    run = start_run(spec)
+
+    assert run.wait() == 1, run.text()
+    assert run.record()["state"] == "failed"
+    assert "40" in run.record()["attempts"][0]["failure"]["message"]
+    assert run.flow_run()["state"]["type"] == "FAILED"
+    assert "completed" not in run.text()
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_the_run_as_cancelled(
+    start_run: Callable, gang_of: Callable, signum: signal.Signals
+) -> None:
+    run = start_run(gang_of(STAY))
+    run.until_event("attempt.ready")
+
+    run.process.send_signal(signum)
+
+    assert run.wait() == 130, run.text()
+    assert run.record()["state"] == "cancelled"
+    assert run.record()["attempts"][0]["failure"] is None
+    assert run.flow_run()["state"]["type"] == "CANCELLED"
+    assert run.pids() == []
+
+
+def test_a_second_interrupt_does_not_wait_for_the_grace(
+    start_run: Callable, gang_of: Callable
+) -> None:
+    spec = gang_of(STUBBORN)
+    spec["components"]["trainer"] |= {"ready": {"log": "up"}, "stop": {"grace_s": 600}}
+    run = start_run(spec)
+    run.until_event("attempt.ready")
+
+    run.process.send_signal(signal.SIGINT)
+    run.until_event("component.stopped", "environment")
+    run.process.send_signal(signal.SIGINT)
+
+    assert run.wait() == 130, run.text()
+    assert run.record()["state"] == "cancelled"
+    assert run.pids() == []
+
+
+@pytest.mark.parametrize("component", ["api", "trainer", "environment"])
+def test_a_stop_while_a_component_starts_starts_nothing_later(
+    start_run: Callable, gang_of: Callable, component: str
+) -> None:
+    spec = gang_of(STAY)
+    spec["components"][component]["ready"] = {"log": "never to be seen"}
+    run = start_run(spec)
+    run.until_event("component.spawned", component)
+
+    run.process.send_signal(signal.SIGTERM)
+
+    assert run.wait() == 130, run.text()
+    order = ["api", "trainer", "environment"]
+    spawned = [e["component"] for e in run.events() if e["event"] == "component.spawned"]
+    assert spawned == order[: order.index(component) + 1]
+    assert run.record()["state"] == "cancelled"
+    assert run.pids() == []
+
+
+def test_a_cancel_on_the_server_reaches_a_run_without_a_worker(
+    start_run: Callable, gang_of: Callable, api: str
+) -> None:
+    run = start_run(gang_of(STAY))
+    run.until_event("attempt.ready")
+
+    cancelling = {"type": "CANCELLING", "name": "Cancelling"}
+    url = f"{api}/flow_runs/{run.record()['flow_run_id']}/set_state"
+    httpx.post(url, json={"state": cancelling}).raise_for_status()
+
+    assert run.wait() == 130, run.text()
+    assert run.record()["state"] == "cancelled"
+    assert run.flow_run()["state"]["type"] == "CANCELLED"
+    assert run.pids() == []
+
+
+def test_an_api_that_dies_while_the_trainer_starts_ends_the_run(
+    start_run: Callable, gang_of: Callable
+) -> None:
+    spec = gang_of(STAY)
+    spec["components"]["trainer"]["ready"] = {"log": "never to be seen", "within_s": 3600}
+    run = start_run(spec)
+    run.until_event("component.spawned", "trainer")
+
+    os.kill(run.record()["attempts"][0]["components"]["api"]["pid"], signal.SIGKILL)
+
+    assert run.wait() == 1, run.text()
+    failure = run.record()["attempts"][0]["failure"]
+    assert (failure["component"], failure["signal"]) == ("api", "SIGKILL")
+    assert "environment" not in run.record()["attempts"][0]["components"]
+    assert run.pids() == []
+
+
+def test_too_few_gpus_is_tried_again_with_fresh_ports(
+    start_run: Callable, gang_of: Callable
+) -> None:
+    trainer = (
+        "import os, sys\n"
+        "print('port', sys.argv[1])\n"
+        "if os.environ['MUSTER_ATTEMPT'] == '1':\n"
+        "    raise ValueError('Total available GPUs 0 is less than total desired GPUs 8')"
+    )
+    spec = gang_of(trainer, retry={"INSUFFICIENT_RESOURCES": {"delay_s": 0.1, "max_delay_s": 1}})
+    spec["components"]["trainer"]["command"].append("${trainer.port}")
+
+    run = start_run(spec)
+
+    assert run.wait() == 0, run.text()
+    first, second = run.record()["attempts"]
+    assert (first["state"], first["failure"]["kind"]) == ("failed", "INSUFFICIENT_RESOURCES")
+    assert second["state"] == "completed"
+    assert second["components"]["api"]["pid"] != first["components"]["api"]["pid"]
+    logs = [(run.directory / f"attempt-0{n}" / "trainer.log").read_text() for n in (1, 2)]
+    assert all("port " in log for log in logs)
+
+
+def test_a_kind_that_is_not_listed_is_not_tried_again(
+    start_run: Callable, gang_of: Callable
+) -> None:
+    run = start_run(gang_of("import nonexistent"))
+
+    assert run.wait() == 1, run.text()
+    assert len(run.record()["attempts"]) == 1
+    assert run.record()["attempts"][0]["failure"]["kind"] == "USER_ERROR"
+    assert run.record()["attempts"][0]["failure"]["rule"] == "module-not-found"
+
+
+def test_secrets_appear_in_no_file_of_ours(start_run: Callable, gang_of: Callable) -> None:
+    secret = "sk-very-secret-1234567890"
+    spec = gang_of(
+        "import os; key = os.environ['WANDB_API_KEY']; print(key); raise RuntimeError(key)",
+        env={"WANDB_API_KEY": secret},
+    )
+
+    run = start_run(spec)
+
+    assert run.wait() == 1, run.text()
+    ours = [run.directory / "run.json", *(run.directory / "attempt-01").glob("*.jsonl")]
+    ours.append(run.directory / "attempt-01" / "spec.yaml")
+    for path in ours:
+        assert secret not in path.read_text(), path
+    assert secret not in run.text()
+    assert secret not in str(run.flow_run()["state"])
+
+
+def test_without_a_server_of_ones_own_a_temporary_one_serves(
+    start_run: Callable, gang_of: Callable
+) -> None:
+    run = start_run(gang_of("print('trained')"), server=None)
+
+    assert run.wait(120) == 0, run.text()
+    assert run.record()["state"] == "completed"
+
+
+def test_a_server_that_does_not_answer_is_named(start_run: Callable, gang_of: Callable) -> None:
+    run = start_run(gang_of(STAY), server="http://127.0.0.1:9/api")
+
+    assert run.wait() == 1
+    assert "http://127.0.0.1:9/api" in run.text() and "make up" in run.text()
+    assert not (run.home / "runs").exists()

@@ -1,0 +1,66 @@
+"""The quickstart as shipped: a real training of three real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def quickstart() -> dict:
+    return yaml.safe_load((ROOT / "deployments" / "runs" / "quickstart.yaml").read_text())
+
+
+@pytest.mark.timeout(300)
+def test_two_at_once_both_learn_and_do_not_meet(start_run: Callable, quickstart: dict) -> None:
+    runs = [start_run(quickstart), start_run(quickstart)]
+
+    for run in runs:
+        assert run.wait(240) == 0, run.text()
+    for run in runs:
+        metrics = (run.directory / "attempt-01" / "metrics.jsonl").read_text().splitlines()
+        rewards = [json.loads(line)["reward"] for line in metrics]
+        assert len(rewards) == 60
+        assert rewards[0] < 0.2 and rewards[-1] > 0.9
+        assert "reward by step" in run.text()
+        assert run.record()["state"] == run.flow_run()["state"]["type"].lower() == "completed"
+        assert run.pids() == []
+    ports = [_ports_of(run.directory) for run in runs]
+    assert not ports[0] & ports[1]
+
+
+@pytest.mark.parametrize("component", ["api", "environment"])
+def test_a_component_killed_half_way_is_the_cause(
+    start_run: Callable, quickstart: dict, component: str
+) -> None:
+    run = start_run(quickstart, "--set", "progress.total=5000", "--set", "success.step=5000")
+    run.until_event("run.progress")
+
+    os.kill(run.record()["attempts"][0]["components"][component]["pid"], signal.SIGKILL)
+
+    assert run.wait() == 1, run.text()
+    failure = run.record()["attempts"][0]["failure"]
+    assert (failure["component"], failure["signal"]) == (component, "SIGKILL")
+    assert run.pids() == []
+
+
+def test_a_step_count_is_changed_in_one_place_each(start_run: Callable, quickstart: dict) -> None:
+    run = start_run(quickstart, "--set", "progress.total=3", "--set", "success.step=3")
+
+    assert run.wait(120) == 0, run.text()
+    metrics = (run.directory / "attempt-01" / "metrics.jsonl").read_text().splitlines()
+    assert len(metrics) == 3
+
+
+def _ports_of(directory: Path) -> set[str]:
+    spec = yaml.safe_load((directory / "attempt-01" / "spec.yaml").read_text())
+    commands = [component["command"] for component in spec["components"].values()]
+    return {command[command.index("--port") + 1] for command in commands if "--port" in command}

@@ -1,0 +1,212 @@
+"""Crash to reaction: from SIGKILL of a component to SIGTERM at the first one stopped.
+
+The killer notes the clock right before the kill, each component in its own SIGTERM handler.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+from tasks.run.probes import ReadyProbe
+from tasks.server import prefect_server
+from tests.benchmarks import models
+from tests.benchmarks.part import wait as wait_for_sigterm
+from tests.benchmarks.report import Result, Row, interleaved, say
+from tests.benchmarks.stage import (
+    NAMES,
+    FlowProcess,
+    folder,
+    noted_ns,
+    part,
+    supervisor_of,
+    wait_until,
+)
+
+_VICTIM = "trainer"
+_HERMES_PERIOD_S = 30.0
+
+
+def measure(*, quick: bool) -> Result:
+    rounds, triples = (2, 0) if quick else (20, 20)
+    with prefect_server() as url:
+        taken = interleaved(
+            {
+                "train flow": partial(_by_flow, url),
+                "Supervisor": _by_supervisor,
+                "SGLang": _by_is_alive_loop,
+                "prime-rl": _by_error_queue_loop,
+            },
+            rounds,
+            per_round={"Supervisor": 1 if quick else 3},
+        )
+    rows = [
+        Row(way="Muster: the flow `train`", values=taken["train flow"]),
+        Row(way="Muster: Supervisor alone", values=taken["Supervisor"]),
+        Row(way="is_alive each 1 s (SGLang)", values=taken["SGLang"], note="model"),
+        Row(way="error queue each 1 s (prime-rl)", values=taken["prime-rl"], note="model"),
+    ]
+    rows.append(_by_half_minute_poll(triples) if triples else _half_minute_computed())
+    return Result(
+        name="crash",
+        question="SIGKILL of a component to SIGTERM at the first one stopped",
+        rows=rows,
+    )
+
+
+def reaction_ms(place: Path, pid: int, wait: Callable[[], object]) -> float:
+    """SIGKILL a component, and read from the others when the first was told.
+
+    Args:
+        wait: returns when the others have been stopped.
+    """
+    killed_ns = time.monotonic_ns()
+    os.kill(pid, signal.SIGKILL)
+    wait()
+    told = [at for name in NAMES if (at := noted_ns(place, name, "sigterm")) is not None]
+    return (min(told) - killed_ns) / 1e6
+
+
+def _pause() -> None:
+    """Any phase of a period of a second is as likely as any other."""
+    time.sleep(random.uniform(0.2, 1.2))
+
+
+def _by_supervisor() -> float:
+    with folder() as place:
+        ready = {name: ReadyProbe(file=f"{name}.ready") for name in NAMES}
+        commands = {name: part("wait", name, place) for name in NAMES}
+        with supervisor_of(place, commands, ready) as supervisor:
+            for name in NAMES:
+                supervisor.start(name)
+            pid = int(supervisor.describe(_VICTIM).partition("pid ")[2].rstrip(")"))
+            _pause()
+
+            def wait() -> None:
+                if not supervisor.is_decided_within(30.0):
+                    raise TimeoutError("the Supervisor has not seen the death")
+                supervisor.teardown()
+
+            return reaction_ms(place, pid, wait)
+
+
+def _by_flow(url: str) -> float:
+    with folder() as place:
+        spec = {
+            "name": "bench",
+            "workload": "grpo",
+            "components": {
+                name: {
+                    "command": list(part("wait", name, place)),
+                    "ready": {"file": str(place / f"{name}.ready")},
+                }
+                for name in NAMES
+            },
+        }
+        with FlowProcess(place, spec, url) as flow:
+            pid = flow.components()[_VICTIM]["pid"]
+            _pause()
+            return reaction_ms(place, pid, flow.wait)
+
+
+def _by_is_alive_loop() -> float:
+    context = multiprocessing.get_context("spawn")
+    with folder() as place:
+        processes = [
+            context.Process(target=wait_for_sigterm, args=(name, str(place)), daemon=True)
+            for name in NAMES
+        ]
+        with ExitStack() as stack:
+            for process in processes:
+                process.start()
+                stack.callback(process.join)
+                stack.callback(process.kill)
+            _await_ready(place)
+            watch = _in_thread(models.is_alive_loop, processes)
+            _pause()
+            pid = processes[NAMES.index(_VICTIM)].pid
+            assert pid is not None
+
+            def wait() -> None:
+                watch.join()
+                for process in processes:
+                    process.join()
+
+            return reaction_ms(place, pid, wait)
+
+
+def _by_error_queue_loop() -> float:
+    with folder() as place, _Popened(place) as processes:
+        watch = _in_thread(models.error_queue_loop, processes)
+        _pause()
+        return reaction_ms(place, processes[NAMES.index(_VICTIM)].pid, watch.join)
+
+
+def _by_half_minute_poll(triples: int) -> Row:
+    """Many runs side by side, since a sample takes half a minute, asleep; each with its phase."""
+    say(f"  {triples} runs polled each {_HERMES_PERIOD_S:g} s, side by side")
+    values: list[float] = []
+
+    def sample(delay_s: float) -> None:
+        with folder() as place, _Popened(place) as processes:
+            watch = _in_thread(models.poll_loop, processes)
+            time.sleep(delay_s)
+            victim = processes[NAMES.index(_VICTIM)]
+            values.append(reaction_ms(place, victim.pid, watch.join))
+
+    delays = [random.uniform(0.1, _HERMES_PERIOD_S - 0.1) for _ in range(triples)]
+    threads = [_in_thread(sample, delay_s) for delay_s in delays]
+    for thread in threads:
+        thread.join()
+    return Row(way="poll each 30 s (Hermes)", values=values, note="model")
+
+
+def _half_minute_computed() -> Row:
+    values = [_HERMES_PERIOD_S * 1000 * share for share in (0.5, 0.99, 1.0)]
+    quantiles = [values[0]] * 98 + values[1:]
+    return Row(
+        way="poll each 30 s (Hermes)",
+        values=quantiles,
+        samples=0,
+        note="computed: uniform over the period",
+    )
+
+
+class _Popened:
+    """The three components as bare children."""
+
+    def __init__(self, place: Path) -> None:
+        self._place = place
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> Sequence[subprocess.Popen[bytes]]:
+        for name in NAMES:
+            self._processes.append(subprocess.Popen(part("wait", name, self._place)))
+        _await_ready(self._place)
+        return self._processes
+
+    def __exit__(self, *error: object) -> None:
+        for process in self._processes:
+            process.kill()
+            process.wait()
+
+
+def _await_ready(place: Path) -> None:
+    wait_until(
+        lambda: all(noted_ns(place, name, "ready") for name in NAMES), "the components' start"
+    )
+
+
+def _in_thread(body: Callable[..., None], *arguments: object) -> threading.Thread:
+    thread = threading.Thread(target=body, args=arguments, daemon=True)
+    thread.start()
+    return thread

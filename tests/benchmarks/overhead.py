@@ -1,0 +1,92 @@
+"""The flow's overhead: `train` with three instant components against a bare flow of six tasks."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import subprocess
+import time
+
+from prefect import flow, task
+from prefect.cache_policies import NO_CACHE
+from prefect.logging.handlers import PrefectConsoleHandler
+
+from flows.train import train
+from tasks.run.spec import RunSpec
+from tasks.server import prefect_server
+from tests.benchmarks.report import Result, Row, interleaved
+from tests.benchmarks.stage import NAMES
+
+_TASKS = ("admit", *(f"start-{name}" for name in NAMES), "monitor", "teardown")
+
+
+def measure(*, quick: bool) -> Result:
+    rounds = 3 if quick else 25
+    _quieten()
+    with prefect_server():
+        for warm_up in (_train, _bare, _bare_with_processes):
+            warm_up()
+        taken = interleaved(
+            {"train": _train, "bare": _bare, "bare with processes": _bare_with_processes}, rounds
+        )
+    return Result(
+        name="overhead",
+        question="a flow run of six tasks, from call to return",
+        rows=[
+            Row(way="Muster: `train`, three instant components", values=taken["train"]),
+            Row(way="bare flow, six no-op tasks", values=taken["bare"]),
+            Row(way="the same, running three processes", values=taken["bare with processes"]),
+        ],
+    )
+
+
+def _train() -> float:
+    true = shutil.which("true")
+    spec = RunSpec.model_validate(
+        {
+            "name": "bench",
+            "workload": "grpo",
+            "components": {name: {"command": [true], "on_exit_zero": "drain"} for name in NAMES},
+        }
+    )
+    began = time.monotonic()
+    state = train(spec, return_state=True)
+    took_ms = (time.monotonic() - began) * 1000
+    if not state.is_completed():
+        raise RuntimeError(f"the flow `train` did not complete: {state.message}")
+    return took_ms
+
+
+@task(cache_policy=NO_CACHE, persist_result=False)
+def _nothing() -> None:
+    pass
+
+
+@task(cache_policy=NO_CACHE, persist_result=False)
+def _process() -> None:
+    subprocess.run(["true"], check=True)
+
+
+@flow(persist_result=False)
+def _bare_flow(processes: bool) -> None:
+    for name in _TASKS:
+        body = _process if processes and name.startswith("start-") else _nothing
+        body.with_options(name=name, task_run_name=name)()
+
+
+def _bare(*, processes: bool = False) -> float:
+    began = time.monotonic()
+    _bare_flow(processes)
+    return (time.monotonic() - began) * 1000
+
+
+def _bare_with_processes() -> float:
+    return _bare(processes=True)
+
+
+def _quieten() -> None:
+    """No flow prints: what is logged goes to the server alone."""
+    for name in list(logging.root.manager.loggerDict):
+        for handler in logging.getLogger(name).handlers:
+            if isinstance(handler, PrefectConsoleHandler):
+                handler.setLevel(logging.CRITICAL)

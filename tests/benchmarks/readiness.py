@@ -1,0 +1,184 @@
+"""Readiness lag: how much longer than its own time a start of three components takes.
+
+Each is ready half a second after its first line, and each starts once the one before is ready.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from tasks.run.probes import ReadyProbe
+from tasks.server import prefect_server
+from tasks.supervise.ports import PortsReserved
+from tests.benchmarks import models
+from tests.benchmarks.report import Result, Row, interleaved
+from tests.benchmarks.stage import (
+    NAMES,
+    FlowProcess,
+    folder,
+    noted_ns,
+    part,
+    supervisor_of,
+    wait_until,
+)
+
+_NEED_S = 0.5
+_OWN_S = _NEED_S * len(NAMES)
+_KINDS = ("http", "tcp", "log", "notify")
+#: Between two components, in the order of their start: api, trainer (30 + 90), environment.
+_HERMES_SLEEPS_S = (5.0, 30.0 + 90.0, 10.0)
+
+Started = subprocess.Popen[bytes]
+
+
+def measure(*, quick: bool) -> Result:
+    rounds = 1 if quick else 12
+    # Where the lag arises: `parts[kind][phase]`, ms over the three components of a sample.
+    parts: dict[str, dict[str, list[float]]] = {
+        kind: {"making": [], "first line": [], "seen": []} for kind in _KINDS
+    }
+    with prefect_server() as url:
+        taken = interleaved(
+            {
+                **{kind: partial(_by_supervisor, kind, parts[kind]) for kind in _KINDS},
+                "flow": partial(_by_flow, url),
+                "pipe": _by_pipe,
+                "health": _by_health,
+                "sleep": _by_sleep,
+            },
+            rounds,
+        )
+    rows = []
+    for kind in _KINDS:
+        rows.append(Row(way=f"Muster: {kind} probe", values=taken[kind]))
+        for phase, text in (
+            ("making", "making the Supervisor"),
+            ("first line", "order to the program's first line, x3"),
+            ("seen", "ready to seen, x3"),
+        ):
+            rows.append(Row(way=text, values=parts[kind][phase], is_detail=True))
+    rows += [
+        Row(way="Muster: the flow `train`, http", values=taken["flow"], note="from run.json"),
+        Row(way="Popen, told through a pipe", values=taken["pipe"], note="the floor"),
+        Row(way="/health each 1 s (prime-rl)", values=taken["health"], note="model"),
+        Row(way="fixed sleeps of 1 s", values=taken["sleep"], note="model, Hermes' way scaled"),
+        Row(
+            way="fixed sleeps (Hermes)",
+            values=[1000 * (sum(_HERMES_SLEEPS_S) - _OWN_S)],
+            samples=0,
+            note="computed: 5 + 30 + 90 + 10 s",
+        ),
+    ]
+    return Result(
+        name="readiness",
+        question="time until three components are ready, less the 0.5 s that each needs",
+        rows=rows,
+    )
+
+
+def _lag_ms(began: float) -> float:
+    return (time.monotonic() - began - _OWN_S) * 1000
+
+
+def _probe(kind: str, port: int) -> ReadyProbe:
+    match kind:
+        case "http":
+            return ReadyProbe(http=f"http://127.0.0.1:{port}/health")
+        case "tcp":
+            return ReadyProbe(tcp=f"127.0.0.1:{port}")
+        case "log":
+            return ReadyProbe(log="^ready")
+        case _:
+            return ReadyProbe(notify=True)
+
+
+def _by_supervisor(kind: str, parts: dict[str, list[float]]) -> float:
+    ports = PortsReserved([f"{name}.port" for name in NAMES])
+    numbers = {name: ports.numbers[f"{name}.port"] for name in NAMES}
+    with folder() as place:
+        commands = {name: part("need", _NEED_S, kind, name, place, numbers[name]) for name in NAMES}
+        ready = {name: _probe(kind, numbers[name]) for name in NAMES}
+        began_ns = time.monotonic_ns()
+        with supervisor_of(place, commands, ready, ports) as supervisor:
+            made_ns = time.monotonic_ns()
+            first_line_ns = seen_ns = 0
+            for name in NAMES:
+                ordered_ns = time.monotonic_ns()
+                supervisor.start(name)
+                told_ns = time.monotonic_ns()
+                first_line_ns += _noted(place, name, "began") - ordered_ns
+                seen_ns += told_ns - _noted(place, name, "ready")
+            lag_ms = (told_ns - began_ns) / 1e6 - _OWN_S * 1000
+        parts["making"].append((made_ns - began_ns) / 1e6)
+        parts["first line"].append(first_line_ns / 1e6)
+        parts["seen"].append(seen_ns / 1e6)
+    return lag_ms
+
+
+def _noted(place: Path, name: str, what: str) -> int:
+    """Written a moment after it happened, so perhaps after it was seen."""
+    found: int = wait_until(lambda: noted_ns(place, name, what), f"{name}.{what}")
+    return found
+
+
+def _by_flow(url: str) -> float:
+    """From the first component's start to the last one's readiness, as `run.json` has them."""
+    with folder() as place:
+        spec = {
+            "name": "bench",
+            "workload": "grpo",
+            "components": {
+                name: {
+                    "command": list(
+                        part("need", _NEED_S, "http", name, place, f"${{{name}.port}}")
+                    ),
+                    "ready": {"http": f"http://127.0.0.1:${{{name}.port}}/health"},
+                }
+                for name in NAMES
+            },
+        }
+        with FlowProcess(place, spec, url) as flow:
+            seen = flow.components()
+        return (seen[NAMES[-1]]["ready_at"] - seen[NAMES[0]]["started_at"] - _OWN_S) * 1000
+
+
+def _by_popen(kind: str, await_ready: Callable[[Started, int], None]) -> float:
+    ports = PortsReserved([f"{name}.port" for name in NAMES])
+    started: list[Started] = []
+    with folder() as place:
+        try:
+            began = time.monotonic()
+            for name in NAMES:
+                ports.release(name)
+                port = ports.numbers[f"{name}.port"]
+                command = part("need", _NEED_S, kind, name, place, port)
+                started.append(subprocess.Popen(command, stdout=subprocess.PIPE))
+                await_ready(started[-1], port)
+            return _lag_ms(began)
+        finally:
+            for popen in started:
+                popen.kill()
+                popen.communicate()
+            ports.close()
+
+
+def _by_pipe() -> float:
+    def await_ready(popen: Started, port: int) -> None:
+        assert popen.stdout is not None
+        popen.stdout.readline()
+
+    return _by_popen("log", await_ready)
+
+
+def _by_health() -> float:
+    return _by_popen(
+        "http", lambda popen, port: models.await_health(f"http://127.0.0.1:{port}/health")
+    )
+
+
+def _by_sleep() -> float:
+    return _by_popen("http", lambda popen, port: models.sleep_then_poll(popen, 2 * _NEED_S))

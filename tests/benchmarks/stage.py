@@ -1,0 +1,162 @@
+"""Where the benchmarks run: an environment of their own, components, and runs of the real flow."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tasks.run.events import EventLog
+from tasks.run.layout import project_root
+from tasks.run.probes import ReadyProbe
+from tasks.supervise.plan import AttemptPlan, ComponentPlan
+from tasks.supervise.ports import PortsReserved
+from tasks.supervise.process import Command
+from tasks.supervise.supervisor import Supervisor
+
+#: In the order of their start.
+NAMES = ("api", "trainer", "environment")
+
+#: Nothing here takes longer, unless it is broken.
+_DEADLINE_S = 60.0
+_PART = Path(__file__).with_name("part.py")
+_QUIET = {
+    "DO_NOT_TRACK": "1",
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    "NO_PROXY": "127.0.0.1,localhost",
+    "no_proxy": "127.0.0.1,localhost",
+}
+
+
+def settle_environment(home: Path) -> None:
+    """See no Prefect server and no runs of the user's. Before anything imports Prefect."""
+    for name in [name for name in os.environ if name.startswith(("PREFECT_", "MUSTER_"))]:
+        del os.environ[name]
+    os.environ.update(_QUIET)
+    os.environ["PREFECT_HOME"] = str(home / "prefect")
+    os.environ["MUSTER_HOME"] = str(home / "muster")
+
+
+@contextmanager
+def folder() -> Iterator[Path]:
+    """A folder for one sample."""
+    with tempfile.TemporaryDirectory(prefix="muster-bench-") as path:
+        yield Path(path)
+
+
+def part(*arguments: object) -> tuple[str, ...]:
+    """The command line of a component; see `part.py`."""
+    return (sys.executable, "-I", "-S", str(_PART), *map(str, arguments))
+
+
+def noted_ns(place: Path, name: str, what: str) -> int | None:
+    """What a component wrote down; None when it has not."""
+    try:
+        return int((place / f"{name}.{what}").read_text())
+    except FileNotFoundError:
+        return None
+
+
+def wait_until(is_so: Callable[[], Any], what: str, limit_s: float = _DEADLINE_S) -> Any:
+    """What `is_so` says, once that is true.
+
+    Raises: TimeoutError.
+    """
+    deadline = time.monotonic() + limit_s
+    while not (answer := is_so()):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{what} took longer than {limit_s:g} s")
+        time.sleep(0.02)
+    return answer
+
+
+def supervisor_of(
+    place: Path,
+    commands: Mapping[str, Sequence[str]],
+    ready: Mapping[str, ReadyProbe | None],
+    ports: PortsReserved | None = None,
+) -> Supervisor:
+    """A Supervisor as the flow makes it, with its event log, but without Prefect."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith("PREFECT_")}
+    components = tuple(
+        ComponentPlan(
+            name=name,
+            command=Command(
+                argv=tuple(argv), env=env, cwd=place, log=place / f"{name}.log", grace_s=5.0
+            ),
+            ready=ready[name],
+            live=None,
+            on_exit_zero="fail",
+        )
+        for name, argv in commands.items()
+    )
+    plan = AttemptPlan(run_id="benchmark", number=1, cwd=place, components=components)
+    return Supervisor(plan, ports or PortsReserved([]), EventLog(place / "events.jsonl").emit)
+
+
+class FlowProcess:
+    """`python -m flows.train SPEC` in a process of its own, as a user starts it."""
+
+    def __init__(self, place: Path, spec: Mapping[str, Any], api_url: str) -> None:
+        self._home = place / "muster"
+        self._output = place / "flow.out"
+        path = place / "spec.yaml"
+        path.write_text(yaml.safe_dump(dict(spec), sort_keys=False))
+        with self._output.open("wb") as output:
+            self._popen = subprocess.Popen(
+                [sys.executable, "-m", "flows.train", str(path)],
+                cwd=project_root(),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env={**os.environ, "PREFECT_API_URL": api_url, "MUSTER_HOME": str(self._home)},
+            )
+
+    def __enter__(self) -> FlowProcess:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """End it as Ctrl-C twice does; SIGKILL, which the guardians survive, only if that fails."""
+        for signum, limit_s in ((signal.SIGTERM, 20.0), (signal.SIGTERM, 10.0)):
+            if self._popen.poll() is None:
+                self._popen.send_signal(signum)
+                try:
+                    self._popen.wait(limit_s)
+                except subprocess.TimeoutExpired:
+                    continue
+        if self._popen.poll() is None:
+            self._popen.kill()
+        self._popen.wait()
+
+    def record(self) -> dict[str, Any]:
+        """Its `run.json`; empty before there is one."""
+        for path in self._home.glob("runs/*/run.json"):
+            content: dict[str, Any] = json.loads(path.read_text())
+            return content
+        return {}
+
+    def components(self) -> dict[str, dict[str, Any]]:
+        """What `run.json` says of the components, once the run is running."""
+        wait_until(self._is_running, "a run's start")
+        components: dict[str, dict[str, Any]] = self.record()["attempts"][-1]["components"]
+        return components
+
+    def wait(self) -> int:
+        """Its exit code."""
+        return self._popen.wait(_DEADLINE_S)
+
+    def _is_running(self) -> bool:
+        if self._popen.poll() is not None:
+            raise RuntimeError(f"the flow has ended:\n{self._output.read_text()}")
+        return self.record().get("state") == "running"

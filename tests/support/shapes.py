@@ -1,0 +1,59 @@
+"""Process trees that are hard to end, as commands: each says `up` in its log once it stands.
+
+Source: shared/facts/supervision.md, the faults 9 to 15.
+"""
+
+from __future__ import annotations
+
+from tests.support.stage import python, sh
+
+#: Forks for ever into sessions of their own, each process gone after a moment: no listing of the
+#: machine catches one alive. `%s` is the life of each, in seconds.
+_FLICKER = """
+import os, signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+def flicker():
+    while True:
+        if os.fork():
+            os._exit(0)
+        os.setsid()
+        time.sleep(%s)
+if os.fork() == 0:
+    flicker()
+os.write(1, b"up\\n")
+while True:
+    time.sleep(600)
+"""
+
+#: As fast as one process can fork.
+_BURST = """
+import os, signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+for _ in range(%d):
+    if os.fork() == 0:
+        os.setsid()
+        while True:
+            time.sleep(600)
+os.write(1, b"up\\n")
+while True:
+    time.sleep(600)
+"""
+
+#: Ends its leader at once when told to, its children never.
+SHAPES: dict[str, tuple[str, ...]] = {
+    "polite": sh("echo up; exec sleep 600"),
+    "leader-ignores-term": sh("trap '' TERM; echo up; exec sleep 600"),
+    "polite-leader-stubborn-child": sh("(trap '' TERM; exec sleep 600) & echo up; exec sleep 600"),
+    "setsid-grandchild": sh("trap '' TERM; setsid sleep 600 & sleep 0.05; echo up; exec sleep 600"),
+    "double-fork-daemon": sh(
+        "trap '' TERM; (setsid sh -c 'sleep 600 & exit' &); sleep 0.05; echo up; exec sleep 600"
+    ),
+    "scrubbed-daemon": sh(
+        "trap '' TERM; (setsid env -i /bin/sh -c '/bin/sleep 600 & exit' &);"
+        " sleep 0.05; echo up; exec sleep 600"
+    ),
+    "flicker-2ms": python(_FLICKER % "0.002"),
+    "flicker-0.2ms": python(_FLICKER % "0.0002"),
+    "fork-burst": python(_BURST % 200),
+    "stopped": sh("echo up; kill -STOP $$"),
+}

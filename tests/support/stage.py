@@ -1,0 +1,227 @@
+"""A stage for real components under a real supervisor, and the proof that nothing is left of them.
+
+The stage's own process is a subreaper once a supervisor was made in it, so whatever a component
+leaves becomes its child: that it has no child left is the kernel's word for an empty tree.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tasks.run.errors import RunEnded
+from tasks.run.events import Event
+from tasks.run.outcome import Verdict
+from tasks.run.probes import LiveProbe, ReadyProbe
+from tasks.run.spec import OnExitZero, Progress
+from tasks.supervise import tree
+from tasks.supervise.plan import AttemptPlan, ComponentPlan
+from tasks.supervise.ports import PortsReserved
+from tasks.supervise.process import Command
+from tasks.supervise.supervisor import Supervisor
+
+#: How long anything may take before a test gives up; never waited for in full unless it is broken.
+DEADLINE_S = 60.0
+#: From the stop signal to SIGKILL, where a test doesn't say otherwise.
+GRACE_S = 0.3
+
+#: Runs until it is told to end.
+FOREVER = ("sleep", "600")
+
+
+def sh(script: str) -> tuple[str, ...]:
+    return ("sh", "-c", script)
+
+
+def python(code: str) -> tuple[str, ...]:
+    """A program that starts in some 20 ms."""
+    return (sys.executable, "-I", "-S", "-c", code)
+
+
+def wait_until(is_so: Callable[[], object], what: str) -> None:
+    """Raises: AssertionError, when it is not so by the deadline."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not is_so():
+        assert time.monotonic() < deadline, f"not within {DEADLINE_S:g} s: {what}"
+        time.sleep(0.01)
+
+
+def is_alive(pid: int) -> bool:
+    return not tree.is_zombie(pid)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as s:
+        port: int = s.getsockname()[1]
+        return port
+
+
+class Stage:
+    """Components, the supervisor that watches them, and what it says has happened."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.events: list[Event] = []
+        self._news = threading.Condition()
+        self._supervisors: list[Supervisor] = []
+        self._children_before = frozenset(tree.children(os.getpid()))
+
+    def component(
+        self,
+        name: str,
+        argv: Sequence[str] = FOREVER,
+        *,
+        ready: ReadyProbe | None = None,
+        live: LiveProbe | None = None,
+        on_exit_zero: OnExitZero = "fail",
+        env: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+        log: Path | None = None,
+        stop_signal: int = signal.SIGTERM,
+        grace_s: float = GRACE_S,
+    ) -> ComponentPlan:
+        return ComponentPlan(
+            name=name,
+            command=Command(
+                argv=tuple(argv),
+                env={**os.environ, "MUSTER_RUN_ID": "a-run", **(env or {})},
+                cwd=cwd or self.directory,
+                log=log or self.log_of(name),
+                stop_signal=stop_signal,
+                grace_s=grace_s,
+            ),
+            ready=ready,
+            live=live,
+            on_exit_zero=on_exit_zero,
+        )
+
+    def supervise(
+        self,
+        *components: ComponentPlan,
+        ports: PortsReserved | None = None,
+        progress: Progress | None = None,
+        success_step: float | None = None,
+        stall_after_s: float | None = None,
+    ) -> Supervisor:
+        """A supervisor that has started nothing yet; `clear` ends it."""
+        plan = AttemptPlan(
+            run_id="a-run",
+            number=1,
+            cwd=self.directory,
+            components=components,
+            progress=progress,
+            success_step=success_step,
+            stall_after_s=stall_after_s,
+        )
+        supervisor = Supervisor(plan, ports or PortsReserved([]), self.emit)
+        self._supervisors.append(supervisor)
+        return supervisor
+
+    def running(self, *components: ComponentPlan, **plan: Any) -> Supervisor:
+        """A supervisor that has started all components, and found them ready."""
+        supervisor = self.supervise(*components, **plan)
+        for component in components:
+            supervisor.start(component.name)
+        return supervisor
+
+    def run(self, *components: ComponentPlan, **plan: Any) -> Verdict:
+        """Start all components, wait until the run's fate is decided, and take down what is left."""
+        supervisor = self.supervise(*components, **plan)
+        with contextlib.suppress(RunEnded):
+            for component in components:
+                supervisor.start(component.name)
+        return self.verdict_of(supervisor)
+
+    def verdict_of(self, supervisor: Supervisor) -> Verdict:
+        """The verdict on a run that ends by itself."""
+        assert supervisor.is_decided_within(DEADLINE_S), f"undecided; events: {self.story()}"
+        return self.end(supervisor)
+
+    def end(self, supervisor: Supervisor) -> Verdict:
+        """Take everything down, and see with the kernel that nothing is left."""
+        with supervisor:
+            verdict = supervisor.teardown()
+        assert self.left() == []
+        return verdict
+
+    def left(self) -> list[int]:
+        """Children that this process did not have before: none, once all is taken down."""
+        if not self._children_before and not has_children():
+            return []
+        return [pid for pid in tree.children(os.getpid()) if pid not in self._children_before]
+
+    def emit(self, name: str, component: str | None = None, **fields: object) -> None:
+        with self._news:
+            self.events.append(
+                Event(at=time.time(), name=name, component=component, fields=fields)
+            )
+            self._news.notify_all()
+
+    def seen(self, name: str, component: str | None = None) -> list[Event]:
+        """Events of a name, of one component or of any."""
+        return [
+            event
+            for event in self.events
+            if event.name == name and component in (None, event.component)
+        ]
+
+    def until(self, name: str, component: str | None = None) -> Event:
+        """Wait for an event; the first one of its kind."""
+        with self._news:
+            came = self._news.wait_for(lambda: self.seen(name, component), DEADLINE_S)
+        assert came, f"no {name} of {component}; events: {self.story()}"
+        return self.seen(name, component)[0]
+
+    def pid_of(self, component: str) -> int:
+        pid: int = self.until("component.spawned", component).fields["pid"]
+        return pid
+
+    def guardian_of(self, component: str) -> int:
+        """Only while the component lives."""
+        return tree.parent_of(self.pid_of(component))
+
+    def story(self) -> list[str]:
+        """The events in order: `component.ready trainer`."""
+        return [f"{event.name} {event.component or ''}".strip() for event in self.events]
+
+    def log_of(self, name: str) -> Path:
+        return self.directory / f"{name}.log"
+
+    def text_of(self, name: str) -> str:
+        return self.log_of(name).read_text(errors="replace")
+
+    def clear(self) -> None:
+        """End what a test that failed has left."""
+        for supervisor in self._supervisors:
+            with supervisor:
+                supervisor.hurry()
+        for pid in self.left():
+            tree.signal_process(pid, signal.SIGKILL, parent=os.getpid())
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, 0)
+
+
+def has_children() -> bool:
+    """Whether this process has any child, a zombie included; exact, it reaps none."""
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def stage_in(directory: Path) -> Iterator[Stage]:
+    stage = Stage(directory)
+    try:
+        yield stage
+    finally:
+        stage.clear()
