@@ -10,13 +10,9 @@ from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 from prefect.states import Cancelled, Completed, Failed
 
-from tasks import reporting
 from tasks.run.errors import RunEnded
 from tasks.run.lifecycle import RunState
 from tasks.session import RunSession
-
-#: How often progress is written to the Prefect server, at most.
-_REPORT_EVERY_S = 2.0
 
 
 def admit(run: RunSession) -> bool:
@@ -78,7 +74,6 @@ def _admit(run: RunSession) -> State[None]:
 
 def _start(run: RunSession, component: str) -> State[None]:
     began = time.monotonic()
-    reporting.say_state(run, f"starting {component}")
     try:
         run.supervisor.start(component)
     except RunEnded:
@@ -88,17 +83,12 @@ def _start(run: RunSession, component: str) -> State[None]:
 
 
 def _monitor(run: RunSession) -> State[None]:
-    reporting.say_state(run, f"running: {', '.join(run.components)}")
-    with reporting.progress_of(run) as report:
-        while not run.supervisor.is_decided_within(_REPORT_EVERY_S):
-            report(run.supervisor.step)
-        report(run.supervisor.step)
+    run.supervisor.wait_decided()
     return _ended(run)
 
 
 def _teardown(run: RunSession) -> State[None]:
     verdict = run.end_attempt()
-    reporting.tell_verdict(run, verdict)
     if verdict.left:
         return Failed(message=verdict.message)
     return Completed(message="nothing is left of the run's processes")

@@ -13,6 +13,7 @@ from prefect.context import FlowRunContext
 from prefect.states import Cancelled, Completed, Failed
 
 from tasks.cancellation import cancel_watched
+from tasks.reporting import Reporter
 from tasks.run.failure_kinds import FailureKind
 from tasks.run.layout import make_run_id
 from tasks.run.lifecycle import RunState
@@ -41,7 +42,11 @@ def open_run(spec: RunSpec) -> Iterator[RunSession]:
     check_spec(spec)
     flow_run_id: UUID = _flow_run().id
     run = RunSession(spec, run_id=run_id_of_flow_run(), flow_run_id=flow_run_id)
-    with interrupting(run), cancel_watched(flow_run_id, run.interrupt):
+    with (
+        interrupting(run),
+        cancel_watched(flow_run_id, run.interrupt),
+        Reporter(run, flow_run_id),
+    ):
         try:
             yield run
         except Exception as error:

@@ -1,13 +1,19 @@
-"""What a run tells the Prefect server beside its states: messages, logs, artifacts.
+"""What the Prefect server is told of a run beside its states: messages, logs, artifacts.
 
-None of it may cost the run: a server that is away makes it late or lost, with a warning.
+Told from a thread of its own, from the run's events: a server that is slow or away makes it late
+or lost, and never keeps the run waiting.
 """
 
 from __future__ import annotations
 
+import contextvars
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+import queue
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+from uuid import UUID
 
 from prefect import get_run_logger
 from prefect.artifacts import (
@@ -16,105 +22,132 @@ from prefect.artifacts import (
     update_progress_artifact,
 )
 from prefect.client.orchestration import get_client
-from prefect.context import FlowRunContext
-from prefect.exceptions import MissingContextError
 from prefect.states import Running
 
-from tasks.run.outcome import Verdict
-from tasks.session import RunSession
+from tasks.run.events import Event
+from tasks.session import RunSession, event_listeners
 
 _log = logging.getLogger(__name__)
 
-
-def say_state(run: RunSession, message: str) -> None:
-    """Write a message into the flow run's state Running."""
-    context = FlowRunContext.get()
-    if context is None or context.flow_run is None:
-        return
-    get_run_logger().info(message)
-    with _best_effort("state message"), get_client(sync_client=True) as client:
-        # Not forced: a run that is being cancelled keeps that state.
-        client.set_flow_run_state(context.flow_run.id, Running(message=message))
+#: What is not told by then is dropped, so that a final state is not held up by a server away.
+_CLOSE_WITHIN_S = 10.0
+_PROGRESS_EVERY_S = 1.0
 
 
-@contextmanager
-def progress_of(run: RunSession) -> Iterator[Callable[[float | None], None]]:
-    """A progress bar on the flow run, moved by calling what is yielded with the step."""
-    progress = run.spec.progress
-    if progress is None or progress.total is None:
-        yield lambda step: None
-        return
-    total = progress.total
-    artifact_id = None
-    last: float | None = None
-    with _best_effort("progress artifact"):
-        artifact_id = create_progress_artifact(
-            progress=0.0, key="progress", description=f"{run.run_id}: step 0 of {total}"
+class Reporter:
+    """Tells the Prefect server what happens to a run, while the context is open.
+
+    It must be closed before the flow run gets its final state, and nothing is told after that.
+    """
+
+    def __init__(self, run: RunSession, flow_run_id: UUID) -> None:
+        self._run = run
+        self._flow_run_id = flow_run_id
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._closed = threading.Event()
+        self._step: float | None = None
+        self._told_step: float | None = None
+        self._told_step_at = 0.0
+        self._progress_id: UUID | None = None
+        # Prefect's logger and artifacts find their flow run by the context.
+        context = contextvars.copy_context()
+        self._thread = threading.Thread(
+            target=context.run, args=(self._work,), name="reporter", daemon=True
         )
 
-    def report(step: float | None) -> None:
-        nonlocal last
-        if step is None or step == last or artifact_id is None:
+    def __enter__(self) -> Reporter:
+        self._token = event_listeners.set((*event_listeners.get(), self.observe))
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        event_listeners.reset(self._token)
+        self._jobs.put(None)
+        self._thread.join(_CLOSE_WITHIN_S)
+        self._closed.set()
+
+    def observe(self, event: Event) -> None:
+        """Take in an event of the run. Returns at once."""
+        match event.name:
+            case "component.starting":
+                self._say_state(f"starting {event.component}")
+            case "attempt.ready":
+                self._say_state(f"running: {', '.join(self._run.components)}")
+            case "teardown.begun":
+                self._say_state(f"stopping: {event.fields['reason']}")
+            case "run.progress":
+                self._step = event.fields["step"]
+                self._jobs.put(self._tell_progress)
+            case "attempt.ended":
+                self._jobs.put(lambda: self._tell_end(event))
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None and not self._closed.is_set():
+            try:
+                job()
+            except Exception as error:
+                _log.warning("not told to the Prefect server: %r", error)
+
+    def _say_state(self, message: str) -> None:
+        def tell() -> None:
+            get_run_logger().info(message)
+            with get_client(sync_client=True) as client:
+                # Not forced: a run that is being cancelled keeps that state.
+                client.set_flow_run_state(self._flow_run_id, Running(message=message))
+
+        self._jobs.put(tell)
+
+    def _tell_progress(self) -> None:
+        progress, step = self._run.spec.progress, self._step
+        if progress is None or progress.total is None or step is None or step == self._told_step:
             return
-        last = step
-        with _best_effort("progress artifact"):
-            update_progress_artifact(
-                artifact_id,  # type: ignore[arg-type]
-                progress=min(100.0, 100.0 * step / total),
-                description=f"{run.run_id}: step {step:g} of {total}",
+        is_last = step >= progress.total
+        if not is_last and time.monotonic() - self._told_step_at < _PROGRESS_EVERY_S:
+            return
+        percent = min(100.0, 100.0 * step / progress.total)
+        description = f"{self._run.run_id}: step {step:g} of {progress.total}"
+        if self._progress_id is None:
+            self._progress_id = create_progress_artifact(  # type: ignore[assignment]
+                percent, key="progress", description=description
             )
+        else:
+            update_progress_artifact(self._progress_id, percent, description=description)
+        self._told_step, self._told_step_at = step, time.monotonic()
 
-    yield report
-
-
-def tell_verdict(run: RunSession, verdict: Verdict) -> None:
-    """The outcome of an attempt: why, the failed component's last lines, where its files lie."""
-    logger = _logger()
-    failure = verdict.failure
-    if failure is None:
-        logger.info("attempt %d: %s", run.record.attempts, verdict.message)
-    else:
-        logger.error("attempt %d: %s", run.record.attempts, verdict.message)
-        if failure.hint:
-            logger.error("hint: %s", failure.hint)
-        if failure.log_tail and run.attempt is not None and failure.component is not None:
-            log = run.attempt.log(failure.component)
-            logger.error("last lines of %s:\n%s", log, failure.log_tail)
-    with _best_effort("components artifact"):
+    def _tell_end(self, event: Event) -> None:
+        logger = get_run_logger()
+        failure = event.fields["failure"] or {}
+        number, message = event.fields["attempt"], event.fields["message"]
+        logger.log(logging.ERROR if failure else logging.INFO, "attempt %d: %s", number, message)
+        if failure.get("hint"):
+            logger.error("hint: %s", failure["hint"])
+        if failure.get("log_tail") and self._run.attempt is not None:
+            log = self._run.attempt.log(failure["component"])
+            logger.error("last lines of %s:\n%s", log, failure["log_tail"])
         create_markdown_artifact(
-            key="components", markdown=_components_table(run, verdict), description=run.run_id
+            key="components", markdown=_summary(self._run, event), description=self._run.run_id
         )
 
 
-def _components_table(run: RunSession, verdict: Verdict) -> str:
+def _summary(run: RunSession, end: Event) -> str:
     lines = [
-        f"**{run.run_id}**, attempt {run.record.attempts}: {verdict.message}",
+        f"**{run.run_id}**, attempt {end.fields['attempt']}: {end.fields['message']}",
         "",
         "| component | pid | ready after | ended | log |",
         "| --- | --- | --- | --- | --- |",
     ]
     for name, seen in run.record.components().items():
         ready = f"{seen['ready_at'] - seen['started_at']:.2f} s" if seen["ready_at"] else "never"
-        ended = seen["signal"] or f"exit code {seen['exit_code']}" if seen["ended_at"] else "?"
+        ended = seen["signal"] or f"exit code {seen['exit_code']}"
         log = run.attempt.log(name) if run.attempt else ""
         lines.append(f"| {name} | {seen['pid']} | {ready} | {ended} | `{log}` |")
-    if verdict.failure is not None and verdict.failure.log_tail:
-        lines += ["", f"Last lines of {verdict.failure.component}:", "", "```"]
-        lines += [verdict.failure.log_tail, "```"]
+    failure = end.fields["failure"]
+    if failure and failure["log_tail"]:
+        lines += ["", f"Last lines of {failure['component']}:", "", "```"]
+        lines += [failure["log_tail"], "```"]
     return "\n".join([*lines, "", f"Record: `{run.place.record}`"])
-
-
-def _logger() -> logging.Logger | logging.LoggerAdapter[logging.Logger]:
-    try:
-        return get_run_logger()
-    except MissingContextError:
-        return _log
-
-
-@contextmanager
-def _best_effort(what: str) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        with suppress(Exception):
-            _logger().warning("%s not written to the Prefect server: %r", what, error)

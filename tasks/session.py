@@ -146,6 +146,14 @@ class RunSession:
         if self._verdict is not verdict:
             self._verdict = verdict
             self.record.end_attempt(verdict)
+            if self._events is not None:
+                self._events.emit(
+                    "attempt.ended",
+                    attempt=self.record.attempts,
+                    state=verdict.state.value,
+                    message=verdict.message,
+                    failure=verdict.failure.as_json() if verdict.failure else None,
+                )
         return verdict
 
     def wants_attempt(self) -> bool:

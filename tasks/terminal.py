@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
@@ -88,6 +88,9 @@ class Terminal:
                 self._show_step(fields["step"])
             case "teardown.begun":
                 self.say(f"stopping: {fields['reason']}")
+            case "attempt.ended":
+                self._bar.stop()
+                self._show_failure(fields["failure"])
             case "run.state":
                 self._show_state(fields["state"], fields["message"])
 
@@ -103,11 +106,10 @@ class Terminal:
     def _show_state(self, state: str, message: str) -> None:
         match state:
             case "completed":
-                self._bar.stop()
                 self._show_curve()
                 self.say(f"completed: {message}", "bold green")
             case "failed":
-                self._show_failure(message)
+                self.say(f"failed: {message}", "bold red")
             case "cancelled":
                 self.say(f"cancelled: {message}; nothing is left running", "bold yellow")
             case "pending_resources":
@@ -117,22 +119,15 @@ class Terminal:
         if self._directory is not None:
             self.say(f"record {self._directory.parent / 'run.json'}")
 
-    def _show_failure(self, message: str) -> None:
-        self._bar.stop()
-        failure = self._last_failure()
-        self.say(f"failed: {message}", "bold red")
-        if failure.get("hint"):
+    def _show_failure(self, failure: Mapping[str, str] | None) -> None:
+        if failure is None:
+            return
+        if failure["hint"]:
             self.say(f"hint: {failure['hint']}")
-        if failure.get("component") and self._directory is not None:
+        if failure["component"] and self._directory is not None:
             self.say(f"log {self._directory / (failure['component'] + '.log')}; its last lines:")
             for line in failure["log_tail"].splitlines()[-12:]:
                 self._console.print(f"         | {escape(line)}", soft_wrap=True)
-
-    def _last_failure(self) -> dict[str, str]:
-        if self._directory is None:
-            return {}
-        record = json.loads((self._directory.parent / "run.json").read_text())
-        return record["attempts"][-1]["failure"] or {}
 
     def _show_curve(self) -> None:
         if self._directory is None:

@@ -81,6 +81,7 @@ class Member:
 
         Raises: OSError, when the program can't be started; PortTaken. Nothing is left then.
         """
+        self._emit("component.starting", self.name)
         command = self.plan.command
         if self.plan.ready is not None and self.plan.ready.notify:
             self._notify = NotifySocket(self._is_ours)

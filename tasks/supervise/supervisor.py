@@ -49,14 +49,9 @@ class Supervisor:
         """
         self._call(self._attempt.start(component)).result()
 
-    def is_decided_within(self, limit_s: float) -> bool:
-        """Wait until the run's fate is decided, for a time at most."""
-        decided = self._call(self._attempt.decided.wait())
-        try:
-            return decided.result(timeout=limit_s)
-        except concurrent.futures.TimeoutError:
-            decided.cancel()
-            return False
+    def wait_decided(self) -> None:
+        """Wait until the run's fate is decided."""
+        self._call(self._attempt.decided.wait()).result()
 
     @property
     def reason(self) -> str:
@@ -71,11 +66,6 @@ class Supervisor:
     def describe(self, component: str) -> str:
         """`trainer (pid 812)`, once it has a pid."""
         return str(self._attempt.members[component])
-
-    @property
-    def step(self) -> float | None:
-        """The step last seen; None when none is known."""
-        return self._attempt.step
 
     def interrupt(self, why: str) -> None:
         """End the run as cancelled. Returns at once; safe in a signal handler, at any time."""

@@ -97,8 +97,8 @@ def interleaved(
     for number in range(rounds):
         turns = [way for way in ways for _ in range((per_round or {}).get(way, 1))]
         random.shuffle(turns)
+        say(f"  round {number + 1} of {rounds}")
         for way in turns:
-            say(f"  round {number + 1} of {rounds}: {way}")
             values[way].append(ways[way]())
     return values
 
@@ -114,9 +114,9 @@ def table(results: Sequence[Result]) -> str:
     for result in results:
         for row in result.rows:
             ratio = result.ratio(row)
-            shown = "" if ratio is None else f"{ratio:.3g}"
+            shown = "" if ratio is None else _shown(ratio)
             figures = (row.median, row.quantile(0.99), max(row.values))
-            numbers = [f"{figure:.4g} {row.unit}" for figure in figures]
+            numbers = [f"{_shown(figure)} {row.unit}" for figure in figures]
             way = f"  {row.way}" if row.is_detail else row.way
             lines.append((result.name, way, *numbers, str(row.n or "-"), shown, row.note))
     widths = [max(len(line[i]) for line in lines) for i in range(len(_HEAD))]
@@ -156,6 +156,19 @@ def _as_json(result: Result) -> dict[str, Any]:
         for row in result.rows
     ]
     return {"name": result.name, "question": result.question, "rows": rows}
+
+
+def _shown(figure: float) -> str:
+    """Three digits or so, and never an exponent."""
+    if abs(figure) >= 99.95:
+        return f"{figure:,.0f}"
+    return (
+        f"{figure:.1f}"
+        if abs(figure) >= 9.995
+        else f"{figure:.2g}"
+        if 0 < abs(figure) < 0.1
+        else f"{figure:.2f}"
+    )
 
 
 def _cpu_model() -> str:

@@ -30,6 +30,8 @@ NAMES = ("api", "trainer", "environment")
 #: Nothing here takes longer, unless it is broken.
 _DEADLINE_S = 60.0
 _PART = Path(__file__).with_name("part.py")
+#: By this a test finds what outlives it; see tests/conftest.py.
+_TEST_SESSION = "MUSTER_TEST_SESSION"
 _QUIET = {
     "DO_NOT_TRACK": "1",
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
@@ -40,8 +42,9 @@ _QUIET = {
 
 def settle_environment(home: Path) -> None:
     """See no Prefect server and no runs of the user's. Before anything imports Prefect."""
-    for name in [name for name in os.environ if name.startswith(("PREFECT_", "MUSTER_"))]:
-        del os.environ[name]
+    for name in list(os.environ):
+        if name.startswith(("PREFECT_", "MUSTER_")) and name != _TEST_SESSION:
+            del os.environ[name]
     os.environ.update(_QUIET)
     os.environ["PREFECT_HOME"] = str(home / "prefect")
     os.environ["MUSTER_HOME"] = str(home / "muster")

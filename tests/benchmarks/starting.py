@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 
+from tasks.supervise import tree
 from tasks.supervise.process import Command, GuardedProcess
 from tests.benchmarks.report import Result, Row, interleaved
 from tests.benchmarks.stage import folder
@@ -57,7 +58,7 @@ def _guarded(launch: Callable[[Command], Awaitable[tuple[GuardedProcess, float]]
             process.kill()
             await process.empty
             # Its guardian is reaped when its end of the channel closes.
-            while process._popen.returncode is None:
+            while tree.parent_of(process.guardian_pid):
                 await asyncio.sleep(0.005)
             return took_ms
 

@@ -19,11 +19,11 @@ from tests.benchmarks.report import Result, Row, say
 from tests.benchmarks.stage import folder
 
 _WAYS = ("supervisor", "psutil", "poll")
-_SETTLE_S = 2.0
+_SETTLE_S = 1.0
 
 
 def measure(*, quick: bool) -> Result:
-    counts, windows, window_s = ((10,), 2, 3.0) if quick else ((1000, 100, 10), 5, 10.0)
+    counts, windows, window_s = ((10,), 2, 1.0) if quick else ((1000, 100, 10), 5, 10.0)
     rows: list[Row] = []
     for count in counts:
         rows += _watch(count, windows, window_s)

@@ -1,0 +1,210 @@
+"""The parts of a stack, in the order of their start: what each runs and when it is ready."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from deployments.stack_setup import POOL, SET_UP
+from deployments.stack_state import (
+    RAY_TEMP_PREFIX,
+    STACK_VARIABLE,
+    ProcessId,
+    Stack,
+    StackPlace,
+    without_own,
+)
+from tasks.run.lookup import component_path
+from tasks.run.probes import ReadyProbe
+from tasks.server import server_command
+from tasks.supervise.plan import AttemptPlan, ComponentPlan
+from tasks.supervise.ports import PortsReserved, is_listened
+from tasks.supervise.process import Command
+
+ROOT = Path(__file__).resolve().parents[1]
+RUN_ID = "stack"
+HOST = "127.0.0.1"
+#: Where run specs look for Ray unless they say otherwise; taken where it is free.
+RAY_DASHBOARD_PORT = 8265
+
+SERVER, DEPLOYMENTS, RAY, WORKER = "prefect-server", "deployments", "ray-head", "worker"
+_RAY_PORTS = {
+    # Without ports of their own, two heads on a machine end each other.
+    "--port": f"{RAY}.gcs",
+    "--ray-client-server-port": f"{RAY}.client",
+    "--dashboard-agent-listen-port": f"{RAY}.agent",
+}
+_READY_WITHIN_S = 120.0
+#: For runs that are under way: their components have 10 s each by default, one after the other.
+_WORKER_GRACE_S = 45.0
+_RAY_GRACE_S = 15.0
+_SERVER_GRACE_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blueprint:
+    """A stack that can be started."""
+
+    stack: Stack
+    plan: AttemptPlan
+    ports: PortsReserved
+
+
+def draw_up(place: StackPlace, port: int) -> Blueprint:
+    """The stack of this process, with ports and Ray's directory of its own.
+
+    Args:
+        port: of the Prefect server.
+
+    Raises: OSError, when no port is free or no directory can be made.
+    """
+    names = [*_RAY_PORTS.values(), f"{RAY}.dashboard", f"{WORKER}.health"]
+    ports = PortsReserved(names)
+    dashboard = ports.numbers[f"{RAY}.dashboard"]
+    if not is_listened(RAY_DASHBOARD_PORT):
+        dashboard = RAY_DASHBOARD_PORT
+    url = f"http://{HOST}:{port}"
+    stack = Stack(
+        stack_id=uuid.uuid4().hex,
+        state="starting",
+        started_at=time.time(),
+        supervisor=ProcessId.of(os.getpid()),
+        port=port,
+        api_url=f"{url}/api",
+        ui_url=url,
+        ray_dashboard=f"http://{HOST}:{dashboard}",
+        ray_address=f"{HOST}:{ports.numbers[f'{RAY}.gcs']}",
+        # Short, since the sockets in it may have 107 characters in all.
+        ray_temp=Path(tempfile.mkdtemp(prefix=RAY_TEMP_PREFIX, dir="/tmp")),
+        worker=socket.gethostname(),
+    )
+    plan = AttemptPlan(
+        run_id=RUN_ID,
+        number=1,
+        cwd=ROOT,
+        components=(
+            _server(place, stack),
+            _deployments(place, stack),
+            _ray_head(place, stack, ports.numbers, dashboard),
+            _worker(place, stack, ports.numbers[f"{WORKER}.health"]),
+        ),
+    )
+    return Blueprint(stack=stack, plan=plan, ports=ports)
+
+
+def client_env(place: StackPlace, api_url: str) -> dict[str, str]:
+    """The environment of a program that talks to the stack's server."""
+    env = without_own(os.environ)
+    loopback = ["127.0.0.1", "localhost"]
+    spared = [entry for entry in env.get("NO_PROXY", env.get("no_proxy", "")).split(",") if entry]
+    no_proxy = ",".join([*spared, *(host for host in loopback if host not in spared)])
+    return {
+        **env,
+        "PATH": component_path(sys.executable, env.get("PATH", os.defpath)),
+        "MUSTER_HOME": str(place.directory.parent),
+        "PREFECT_API_URL": api_url,
+        "PREFECT_HOME": str(place.server_home),
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        "DO_NOT_TRACK": "1",
+        "NO_PROXY": no_proxy,
+        "no_proxy": no_proxy,
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONFAULTHANDLER": "1",
+    }
+
+
+def _server(place: StackPlace, stack: Stack) -> ComponentPlan:
+    command = server_command(place.server_home, stack.port)
+    own = {key: value for key, value in command.env.items() if key.startswith("PREFECT_")}
+    command = replace(
+        command,
+        # A browser that looks at the UI would hold it up for ever.
+        argv=(*command.argv, "--timeout-graceful-shutdown", "2"),
+        env={**_env(place, stack, SERVER), **own},
+        log=place.log(SERVER),
+        grace_s=_SERVER_GRACE_S,
+    )
+    ready = ReadyProbe(http=f"{stack.api_url}/health", within_s=_READY_WITHIN_S)
+    return _component(SERVER, command, ready)
+
+
+def _deployments(place: StackPlace, stack: Stack) -> ComponentPlan:
+    command = Command(
+        argv=(sys.executable, "-m", "deployments.stack_setup"),
+        env=_env(place, stack, DEPLOYMENTS),
+        cwd=ROOT,
+        log=place.log(DEPLOYMENTS),
+    )
+    ready = ReadyProbe(log=f"^{SET_UP}", within_s=_READY_WITHIN_S)
+    return replace(_component(DEPLOYMENTS, command, ready), on_exit_zero="drain")
+
+
+def _ray_head(
+    place: StackPlace, stack: Stack, ports: Mapping[str, int], dashboard: int
+) -> ComponentPlan:
+    command = Command(
+        argv=(
+            *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"),
+            # Nothing of a run lands on the head but the drivers of its jobs.
+            *("--num-cpus=0", "--num-gpus=0"),
+            *(f"{option}={ports[name]}" for option, name in _RAY_PORTS.items()),
+            *(f"--dashboard-host={HOST}", f"--dashboard-port={dashboard}"),
+            *(f"--temp-dir={stack.ray_temp}", "--disable-usage-stats"),
+            *("--log-style=record", "--log-color=false"),
+        ),
+        env=_env(place, stack, RAY),
+        cwd=ROOT,
+        log=place.log(RAY),
+        grace_s=_RAY_GRACE_S,
+    )
+    # It answers only once Ray's head, too, is there.
+    ready = ReadyProbe(http=f"{stack.ray_dashboard}/api/jobs/", within_s=_READY_WITHIN_S)
+    return _component(RAY, command, ready)
+
+
+def _worker(place: StackPlace, stack: Stack, health_port: int) -> ComponentPlan:
+    command = Command(
+        argv=(
+            *(sys.executable, "-m", "prefect", "worker", "start"),
+            *("--pool", POOL, "--name", stack.worker),
+            *("--install-policy", "never", "--with-healthcheck"),
+        ),
+        env={
+            **_env(place, stack, WORKER),
+            "PREFECT_WORKER_QUERY_SECONDS": "1",
+            "PREFECT_WORKER_PREFETCH_SECONDS": "0",
+            "PREFECT_WORKER_WEBSERVER_HOST": HOST,
+            "PREFECT_WORKER_WEBSERVER_PORT": str(health_port),
+        },
+        cwd=ROOT,
+        log=place.log(WORKER),
+        grace_s=_WORKER_GRACE_S,
+    )
+    ready = ReadyProbe(log="^Worker .* started!", within_s=_READY_WITHIN_S)
+    return _component(WORKER, command, ready)
+
+
+def _component(name: str, command: Command, ready: ReadyProbe) -> ComponentPlan:
+    return ComponentPlan(name=name, command=command, ready=ready, live=None, on_exit_zero="fail")
+
+
+def _env(place: StackPlace, stack: Stack, component: str) -> dict[str, str]:
+    return {
+        **client_env(place, stack.api_url),
+        # Left out, a token file of another cluster on this machine switches authentication on.
+        "RAY_AUTH_MODE": "disabled",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        # Ray on loopback only: by default it listens on every interface, whatever address it is
+        # given. Source: ray/_private/services.py, get_node_ip_address.
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        "MUSTER_RUN_ID": RUN_ID,
+        "MUSTER_COMPONENT": component,
+        STACK_VARIABLE: stack.stack_id,
+    }

@@ -1,0 +1,261 @@
+"""What is known of the stack of a MUSTER_HOME, in `stack/stack.json`, and who its processes are."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import select
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from tasks.run.errors import MusterError
+from tasks.run.layout import muster_home
+from tasks.run.record import write_json
+from tasks.supervise import tree
+
+#: In the environment of everything that a stack starts, runs included: the stack's id.
+STACK_VARIABLE = "MUSTER_STACK"
+RAY_TEMP_PREFIX = "muster-ray-"
+
+#: A stop is over by then: the worker's grace period, Ray's, the server's, and what follows each.
+STOP_WITHIN_S = 120.0
+_POLL_EVERY_S = 0.1
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+class StackError(MusterError):
+    """What was asked of the stack can't be done; its message says why and what to do."""
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class ProcessId(_Model):
+    """One process for ever: its pid may be given to another, but not together with the rest."""
+
+    pid: int
+    #: When it began, clock ticks since boot.
+    start_ticks: int
+    boot_id: str
+
+    @staticmethod
+    def of(pid: int) -> ProcessId:
+        return ProcessId(pid=pid, start_ticks=tree.start_ticks(pid), boot_id=_boot_id())
+
+    def is_alive(self) -> bool:
+        return (
+            self.boot_id == _boot_id()
+            and self.start_ticks != 0
+            and tree.start_ticks(self.pid) == self.start_ticks
+            and not tree.is_zombie(self.pid)
+        )
+
+    def send(self, signum: int) -> bool:
+        """Signal this process, and no other that has got its pid; whether it was there."""
+        return _send(self.pid, signum, self.is_alive)
+
+    def is_gone_within(self, limit_s: float) -> bool:
+        """Wait for its end."""
+        try:
+            pidfd = os.pidfd_open(self.pid)
+        except OSError:
+            return not self.is_alive()
+        try:
+            if self.is_alive():
+                select.select([pidfd], [], [], limit_s)
+        finally:
+            os.close(pidfd)
+        return not self.is_alive()
+
+
+class Stack(_Model):
+    """The stack as its supervisor, the one writer of the file, last described it."""
+
+    stack_id: str
+    #: stopped and failed are the supervisor's last words.
+    state: Literal["starting", "up", "stopping", "stopped", "failed"]
+    #: Why it failed.
+    message: str = ""
+    #: UTC epoch seconds.
+    started_at: float
+    supervisor: ProcessId
+    #: `guardians[number]`: while one is there, so may be what it guards.
+    guardians: tuple[ProcessId, ...] = ()
+    #: Of the Prefect server.
+    port: int
+    api_url: str
+    ui_url: str
+    ray_dashboard: str
+    #: HOST:PORT for `ray.init`.
+    ray_address: str
+    #: Ray's sockets and logs, gone with the stack.
+    ray_temp: Path
+    worker: str
+
+    @property
+    def is_running(self) -> bool:
+        return self.supervisor.is_alive()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StackPlace:
+    """The files of a stack."""
+
+    #: `$MUSTER_HOME/stack`, absolute.
+    directory: Path
+
+    @staticmethod
+    def of_home() -> StackPlace:
+        return StackPlace(directory=muster_home() / "stack")
+
+    @property
+    def logs(self) -> Path:
+        return self.directory / "logs"
+
+    @property
+    def server_home(self) -> Path:
+        """The Prefect server's database and settings, which outlive the stack."""
+        return self.directory.parent / "prefect"
+
+    def log(self, name: str) -> Path:
+        return self.logs / f"{name}.log"
+
+    def load(self) -> Stack | None:
+        """The stack as last described; None where there is none. Raises: StackError."""
+        try:
+            return Stack.model_validate_json(self._state.read_bytes())
+        except FileNotFoundError:
+            return None
+        except (OSError, ValidationError) as error:
+            raise StackError(
+                f"{self._state} can't be read ({str(error).splitlines()[0]}): if no process of "
+                f"the stack is left (`pgrep -af deployments.stack`), delete it"
+            ) from None
+
+    def save(self, stack: Stack) -> None:
+        write_json(self._state, stack.model_dump(mode="json"))
+
+    def begin_logs(self) -> None:
+        """An empty directory for logs; those of the stack before are kept beside it."""
+        before = self.directory / "logs-before"
+        if self.logs.exists():
+            shutil.rmtree(before, ignore_errors=True)
+            self.logs.rename(before)
+        self.logs.mkdir(parents=True)
+
+    def clear(self) -> None:
+        """End what is left of a stack whose supervisor has gone, and forget it.
+
+        Its guardians end what they guard by themselves, so mostly this only waits for them.
+
+        Raises: StackError, where something can't be ended.
+        """
+        stack = self.load()
+        if stack is None:
+            return
+        deadline = time.monotonic() + STOP_WITHIN_S
+        for guardian in stack.guardians:
+            if not guardian.is_gone_within(max(0.0, deadline - time.monotonic())):
+                guardian.send(signal.SIGKILL)
+        left = _end_all_of(stack.stack_id)
+        if left:
+            raise StackError(f"these processes of the stack outlived SIGKILL: {left}")
+        if stack.ray_temp.name.startswith(RAY_TEMP_PREFIX):
+            shutil.rmtree(stack.ray_temp, ignore_errors=True)
+        self._state.unlink()
+
+    @contextmanager
+    def locked(self, on_wait: Callable[[], None], limit_s: float) -> Iterator[None]:
+        """Alone among the commands that start and stop this stack.
+
+        Args:
+            on_wait: told once, when another has to be waited for.
+
+        Raises: StackError, when the other does not end.
+        """
+        self.directory.mkdir(parents=True, exist_ok=True)
+        deadline = time.monotonic() + limit_s
+        waiting = False
+        with (self.directory / "lock").open("w") as lock:
+            while True:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if not waiting:
+                        on_wait()
+                    waiting = True
+                if time.monotonic() > deadline:
+                    raise StackError(f"the other command has not ended within {limit_s:.0f} s")
+                time.sleep(_POLL_EVERY_S)
+            yield
+
+    @property
+    def _state(self) -> Path:
+        return self.directory / "stack.json"
+
+
+def processes_of(stack_id: str) -> list[int]:
+    """The living processes whose environment names the stack."""
+    pids = (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
+    return [pid for pid in pids if _is_of(pid, stack_id)]
+
+
+def without_own(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment without what is about the process that has it, or the run around it."""
+    own = {"MUSTER_RUN_ID", "MUSTER_ATTEMPT", "MUSTER_COMPONENT", "MUSTER_ROLE", STACK_VARIABLE}
+    own |= {"NOTIFY_SOCKET", "LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES"}
+    # A profile, a cluster or a port that is meant for somebody else.
+    foreign = ("PREFECT_", "RAY_")
+    return {
+        key: value
+        for key, value in environment.items()
+        if key not in own and not key.startswith(foreign)
+    }
+
+
+def _end_all_of(stack_id: str) -> list[int]:
+    """SIGKILL what a stack has left; the pids that are still there after that."""
+    deadline = time.monotonic() + 10.0
+    while (pids := processes_of(stack_id)) and time.monotonic() < deadline:
+        for pid in pids:
+            _send(pid, signal.SIGKILL, lambda pid=pid: _is_of(pid, stack_id))
+        time.sleep(_POLL_EVERY_S)
+    return pids
+
+
+def _send(pid: int, signum: int, is_meant: Callable[[], bool]) -> bool:
+    # The pidfd pins the process, so the look at it holds for the signal.
+    try:
+        pidfd = os.pidfd_open(pid)
+    except OSError:
+        return False
+    try:
+        if not is_meant():
+            return False
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(pidfd, signum)
+        return True
+    finally:
+        os.close(pidfd)
+
+
+def _is_of(pid: int, stack_id: str) -> bool:
+    try:
+        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return False
+    return f"{STACK_VARIABLE}={stack_id}".encode() in variables and not tree.is_zombie(pid)
+
+
+def _boot_id() -> str:
+    return _BOOT_ID.read_text().strip()
