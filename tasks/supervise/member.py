@@ -16,7 +16,7 @@ from tasks.run.probes import LiveProbe, ReadyProbe
 from tasks.supervise import tree
 from tasks.supervise.notify import NotifySocket
 from tasks.supervise.plan import ComponentPlan
-from tasks.supervise.ports import Listener, PortsReserved, listeners
+from tasks.supervise.ports import Listener, PortsReserved, is_listened, listeners
 from tasks.supervise.probe import (
     AliveProbe,
     FileProbe,
@@ -198,7 +198,7 @@ class Member:
 
     def _refuse_foreign(self, port: int | None) -> None:
         """Raises: PortTaken, when a server that is not of this run answers on the port."""
-        if port is None:
+        if port is None or not is_listened(port):
             return
         # A port that was reserved for another component is that one's to answer on.
         ours = set(tree.descendants(os.getpid()))

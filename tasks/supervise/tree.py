@@ -101,7 +101,15 @@ def children_of_all() -> dict[int, list[int]]:
 
 def children(pid: int) -> list[int]:
     """The direct children of a process, zombies included."""
-    return children_of_all().get(pid, [])
+    try:
+        found: list[int] = []
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{thread}/children", "rb") as f:
+                found.extend(map(int, f.read().split()))
+        return found
+    except OSError:
+        # The kernel may be built without these files (CONFIG_PROC_CHILDREN).
+        return children_of_all().get(pid, [])
 
 
 def descendants(pid: int) -> list[int]:
