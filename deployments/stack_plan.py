@@ -12,25 +12,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from deployments.stack_setup import POOL, SET_UP
-from deployments.stack_state import (
-    RAY_TEMP_PREFIX,
-    STACK_VARIABLE,
-    ProcessId,
-    Stack,
-    StackPlace,
-    without_own,
-)
-from tasks.run.lookup import component_path
+from deployments.stack_env import HOST, POOL, ROOT, SET_UP, STACK_VARIABLE, client_env
+from deployments.stack_state import RAY_TEMP_PREFIX, ProcessId, Stack, StackPlace
 from tasks.run.probes import ReadyProbe
 from tasks.server import server_command
 from tasks.supervise.plan import AttemptPlan, ComponentPlan
 from tasks.supervise.ports import PortsReserved, is_listened
 from tasks.supervise.process import Command
 
-ROOT = Path(__file__).resolve().parents[1]
 RUN_ID = "stack"
-HOST = "127.0.0.1"
 #: Where run specs look for Ray unless they say otherwise; taken where it is free.
 RAY_DASHBOARD_PORT = 8265
 
@@ -84,6 +74,7 @@ def draw_up(place: StackPlace, port: int) -> Blueprint:
         # Short, since the sockets in it may have 107 characters in all.
         ray_temp=Path(tempfile.mkdtemp(prefix=RAY_TEMP_PREFIX, dir="/tmp")),
         worker=socket.gethostname(),
+        worker_health=f"http://{HOST}:{ports.numbers[f'{WORKER}.health']}/health",
     )
     plan = AttemptPlan(
         run_id=RUN_ID,
@@ -97,27 +88,6 @@ def draw_up(place: StackPlace, port: int) -> Blueprint:
         ),
     )
     return Blueprint(stack=stack, plan=plan, ports=ports)
-
-
-def client_env(place: StackPlace, api_url: str) -> dict[str, str]:
-    """The environment of a program that talks to the stack's server."""
-    env = without_own(os.environ)
-    loopback = ["127.0.0.1", "localhost"]
-    spared = [entry for entry in env.get("NO_PROXY", env.get("no_proxy", "")).split(",") if entry]
-    no_proxy = ",".join([*spared, *(host for host in loopback if host not in spared)])
-    return {
-        **env,
-        "PATH": component_path(sys.executable, env.get("PATH", os.defpath)),
-        "MUSTER_HOME": str(place.directory.parent),
-        "PREFECT_API_URL": api_url,
-        "PREFECT_HOME": str(place.server_home),
-        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-        "DO_NOT_TRACK": "1",
-        "NO_PROXY": no_proxy,
-        "no_proxy": no_proxy,
-        "PYTHONUNBUFFERED": "1",
-        "PYTHONFAULTHANDLER": "1",
-    }
 
 
 def _server(place: StackPlace, stack: Stack) -> ComponentPlan:
@@ -197,7 +167,7 @@ def _component(name: str, command: Command, ready: ReadyProbe) -> ComponentPlan:
 
 def _env(place: StackPlace, stack: Stack, component: str) -> dict[str, str]:
     return {
-        **client_env(place, stack.api_url),
+        **client_env(place.directory.parent, stack.api_url),
         # Left out, a token file of another cluster on this machine switches authentication on.
         "RAY_AUTH_MODE": "disabled",
         "RAY_USAGE_STATS_ENABLED": "0",

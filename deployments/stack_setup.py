@@ -7,20 +7,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import WorkPoolCreate
 from prefect.exceptions import ObjectAlreadyExists
 from prefect.workers.process import ProcessWorker
 
-POOL = "gang"
+from deployments.stack_env import POOL, ROOT, SET_UP
+
 #: How many runs the pool lets run at once, until somebody changes it.
 POOL_LIMIT = 8
-#: The first words of the last line, once all is done.
-SET_UP = "Set up:"
-
-_ROOT = Path(__file__).resolve().parents[1]
 
 
 def ensure_pool() -> None:
@@ -43,11 +39,11 @@ def main() -> int:
     ensure_pool()
     deploy = (sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all")
     # Prefect finds prefect.yaml, and the paths in it, from its working directory.
-    code = subprocess.run(deploy, cwd=_ROOT, stdin=subprocess.DEVNULL).returncode
+    code = subprocess.run(deploy, cwd=ROOT, stdin=subprocess.DEVNULL).returncode
     if code != 0:
         print(f"`prefect deploy --all` exited {code}; it says above why.", file=sys.stderr)
         return 1
-    print(f"{SET_UP} work pool {POOL}, deployments of {_ROOT / 'prefect.yaml'}")
+    print(f"{SET_UP} work pool {POOL}, deployments of {ROOT / 'prefect.yaml'}")
     return 0
 
 

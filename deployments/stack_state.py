@@ -8,21 +8,21 @@ import select
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from deployments.stack_env import STACK_VARIABLE
 from tasks.run.errors import MusterError
 from tasks.run.layout import muster_home
 from tasks.run.record import write_json
 from tasks.supervise import tree
 
-#: In the environment of everything that a stack starts, runs included: the stack's id.
-STACK_VARIABLE = "MUSTER_STACK"
 RAY_TEMP_PREFIX = "muster-ray-"
 
 #: A stop is over by then: the worker's grace period, Ray's, the server's, and what follows each.
@@ -100,6 +100,8 @@ class Stack(_Model):
     #: Ray's sockets and logs, gone with the stack.
     ray_temp: Path
     worker: str
+    #: Where the worker says whether it polls.
+    worker_health: str
 
     @property
     def is_running(self) -> bool:
@@ -210,25 +212,12 @@ def processes_of(stack_id: str) -> list[int]:
     return [pid for pid in pids if _is_of(pid, stack_id)]
 
 
-def without_own(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment without what is about the process that has it, or the run around it."""
-    own = {"MUSTER_RUN_ID", "MUSTER_ATTEMPT", "MUSTER_COMPONENT", "MUSTER_ROLE", STACK_VARIABLE}
-    own |= {"NOTIFY_SOCKET", "LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES"}
-    # A profile, a cluster or a port that is meant for somebody else.
-    foreign = ("PREFECT_", "RAY_")
-    return {
-        key: value
-        for key, value in environment.items()
-        if key not in own and not key.startswith(foreign)
-    }
-
-
 def _end_all_of(stack_id: str) -> list[int]:
     """SIGKILL what a stack has left; the pids that are still there after that."""
     deadline = time.monotonic() + 10.0
     while (pids := processes_of(stack_id)) and time.monotonic() < deadline:
         for pid in pids:
-            _send(pid, signal.SIGKILL, lambda pid=pid: _is_of(pid, stack_id))
+            _send(pid, signal.SIGKILL, partial(_is_of, pid, stack_id))
         time.sleep(_POLL_EVERY_S)
     return pids
 

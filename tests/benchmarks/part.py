@@ -1,7 +1,8 @@
 """A component for the benchmarks: stdlib only, run as `python -I -S part.py HOW NAME FOLDER ...`.
 
     wait NAME FOLDER                     waits for SIGTERM
-    need SECONDS KIND NAME FOLDER PORT   is ready SECONDS after its first line, then stays
+    need SECONDS KIND NAME FOLDER PORT   is ready SECONDS after its first line, then stays: by
+                                         http, tcp, log, notify, or warming (503 until then)
 
 What it sees is written into FOLDER in nanoseconds of CLOCK_MONOTONIC, the same clock in every
 process of the machine: `NAME.began`, `NAME.ready` and `NAME.sigterm`, so nobody else's word counts.
@@ -13,6 +14,7 @@ import time
 
 BEGAN_NS = time.monotonic_ns()
 
+import contextlib  # noqa: E402
 import os  # noqa: E402
 import signal  # noqa: E402
 import socket  # noqa: E402
@@ -42,12 +44,14 @@ def wait(name: str, folder: str) -> None:
 
 def need(seconds: float, kind: str, name: str, folder: str, port: int) -> None:
     note(folder, name, "began", BEGAN_NS)
-    time.sleep(max(0.0, seconds - (time.monotonic_ns() - BEGAN_NS) / 1e9))
+    if kind == "warming":
+        warm_up(seconds, name, folder, port)
+    time.sleep(max(0.0, left_s(seconds)))
     if kind in ("http", "tcp"):
         listener = socket.create_server(("127.0.0.1", port))
         note(folder, name, "ready", time.monotonic_ns())
         while True:
-            serve_one(listener, answer=kind == "http")
+            serve_one(listener, "200 OK" if kind == "http" else "")
     if kind == "log":
         print("ready", flush=True)
     else:
@@ -58,13 +62,34 @@ def need(seconds: float, kind: str, name: str, folder: str, port: int) -> None:
         signal.pause()
 
 
-def serve_one(listener: socket.socket, *, answer: bool) -> None:
+def warm_up(seconds: float, name: str, folder: str, port: int) -> None:
+    """Listen at once, and answer 503 until the time has come."""
+    listener = socket.create_server(("127.0.0.1", port))
+    while (left := left_s(seconds)) > 0:
+        listener.settimeout(left)
+        with contextlib.suppress(TimeoutError):
+            serve_one(listener, "503 Service Unavailable")
+    note(folder, name, "ready", time.monotonic_ns())
+    listener.settimeout(None)
+    while True:
+        serve_one(listener, "200 OK")
+
+
+def left_s(seconds: float) -> float:
+    return seconds - (time.monotonic_ns() - BEGAN_NS) / 1e9
+
+
+def serve_one(listener: socket.socket, status: str) -> None:
+    """
+    Args:
+        status: of the answer; empty: none is given.
+    """
     connection, _ = listener.accept()
-    with connection:
-        if answer and connection.recv(65536):
-            connection.sendall(
-                b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\nok"
-            )
+    connection.settimeout(1.0)
+    with connection, contextlib.suppress(ConnectionError):
+        if status and connection.recv(65536):
+            head = f"HTTP/1.1 {status}\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+            connection.sendall(head.encode())
 
 
 if __name__ == "__main__":

@@ -28,7 +28,9 @@ from tests.benchmarks.stage import (
 
 _NEED_S = 0.5
 _OWN_S = _NEED_S * len(NAMES)
-_KINDS = ("http", "tcp", "log", "notify")
+#: `warming` listens at once and answers 503 until it is ready, as inference servers do.
+_KINDS = ("http", "tcp", "log", "notify", "warming")
+_TITLES = {"warming": "http probe, 503 until ready"}
 #: Between two components, in the order of their start: api, trainer (30 + 90), environment.
 _HERMES_SLEEPS_S = (5.0, 30.0 + 90.0, 10.0)
 
@@ -54,7 +56,7 @@ def measure(*, quick: bool) -> Result:
         )
     rows = []
     for kind in _KINDS:
-        rows.append(Row(way=f"Muster: {kind} probe", values=taken[kind]))
+        rows.append(Row(way=f"Muster: {_TITLES.get(kind, f'{kind} probe')}", values=taken[kind]))
         for phase, text in (
             ("making", "making the Supervisor"),
             ("first line", "order to the program's first line, x3"),
@@ -86,7 +88,7 @@ def _lag_ms(began: float) -> float:
 
 def _probe(kind: str, port: int) -> ReadyProbe:
     match kind:
-        case "http":
+        case "http" | "warming":
             return ReadyProbe(http=f"http://127.0.0.1:{port}/health")
         case "tcp":
             return ReadyProbe(tcp=f"127.0.0.1:{port}")

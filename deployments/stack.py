@@ -1,0 +1,289 @@
+"""The lasting stack of this machine: `python -m deployments.stack up | down | status`.
+
+A Prefect server with its UI, a Ray head, the work pool `gang`, one worker, and the deployments of
+prefect.yaml. One stack belongs to one MUSTER_HOME. All of it listens on loopback only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from deployments.stack_answers import answers, are_all_answering, until_answering
+from deployments.stack_env import HOST, POOL, ROOT, client_env
+from deployments.stack_state import STOP_WITHIN_S, Stack, StackError, StackPlace
+from tasks.run.causes import last_lines, read_tail
+from tasks.supervise.ports import listeners
+
+EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
+
+_DEFAULT_PORT = 4200
+#: A start has a deadline for each part; a command waits for another one that long.
+_OTHER_COMMAND_WITHIN_S = 600.0
+_SETUP_WITHIN_S = 120.0
+
+
+def up(place: StackPlace, port: int | None) -> int:
+    """Start the stack, or say that it is there; either way every deployment is applied."""
+    with place.locked(_say_waiting, _OTHER_COMMAND_WITHIN_S):
+        stack = place.load()
+        if stack is not None and stack.is_running and stack.state == "up":
+            return _again(place, stack, port)
+        if stack is not None and stack.is_running:
+            _say("A stack is coming to its end here: waiting for that.")
+            _stop(stack)
+        place.clear()
+        wanted = port or _default_port()
+        _refuse_taken(wanted)
+        place.begin_logs()
+        stack = _start(place, wanted)
+        _say(_summary(place, stack))
+    return EXIT_OK
+
+
+def down(place: StackPlace, port: int | None) -> int:
+    """Stop the stack and what runs in it, until nothing is left."""
+    with place.locked(_say_waiting, _OTHER_COMMAND_WITHIN_S):
+        stack = place.load()
+        if stack is None:
+            _say(f"No stack of {place.directory.parent} is running.")
+            return EXIT_OK
+        _refuse_other_port(stack, port)
+        if stack.is_running:
+            _say("Stopping the worker with its runs, Ray, and the Prefect server.")
+            _stop(stack)
+        elif stack.state in ("starting", "up"):
+            _say("The stack's supervisor was killed: waiting until its parts have ended, too.")
+        place.clear()
+        _say("The stack is stopped; nothing of it is left.")
+        return EXIT_OK
+
+
+def status(place: StackPlace, port: int | None) -> int:
+    """Say what runs where; 0 only if all of it answers."""
+    stack = place.load()
+    if stack is None:
+        _say(f"No stack of {place.directory.parent} is running; `make up` starts one.")
+        return EXIT_FAILED
+    _refuse_other_port(stack, port)
+    if not stack.is_running:
+        why = f": {stack.message}" if stack.message else ""
+        _say(f"The stack is not running any more{why}.\nIts logs: {place.logs}")
+        return EXIT_FAILED
+    found = answers(stack)
+    started = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(stack.started_at))
+    _say(f"The stack (pid {stack.supervisor.pid}) is {stack.state}, started {started}.")
+    for answer in found:
+        _say(f"  {answer}")
+    _say(f"  logs            {place.logs}")
+    return EXIT_OK if are_all_answering(found) else EXIT_FAILED
+
+
+def _start(place: StackPlace, port: int) -> Stack:
+    """Start a supervisor and wait until all answers; raises StackError with nothing left."""
+    read_fd, write_fd = os.pipe()
+    with (place.log("supervisor")).open("ab") as log:
+        supervisor = subprocess.Popen(
+            (
+                *(sys.executable, "-m", "deployments.stack_supervisor"),
+                *("--port", str(port), "--report-fd", str(write_fd)),
+            ),
+            cwd=ROOT,
+            env={**os.environ, "MUSTER_HOME": str(place.directory.parent)},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            pass_fds=[write_fd],
+            start_new_session=True,
+        )
+    os.close(write_fd)
+    try:
+        with os.fdopen(read_fd, encoding="utf-8") as report:
+            _follow(place, report)
+        stack = place.load()
+        assert stack is not None
+        until_answering(stack)
+    except BaseException:
+        supervisor.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            supervisor.wait(STOP_WITHIN_S)
+        supervisor.kill()
+        supervisor.wait()
+        place.clear()
+        raise
+    return stack
+
+
+def _follow(place: StackPlace, report: Any) -> None:
+    """Show how the start goes on, until the stack is up; raises StackError."""
+    for line in report:
+        event = json.loads(line)
+        match event["event"]:
+            case "component.spawned":
+                _say(f"  {event['component']}: starting (pid {event['pid']})")
+            case "component.ready":
+                _say(f"  {event['component']}: ready after {event['after_s']:.1f} s")
+            case "stack.up":
+                return
+            case "stack.failed":
+                tail = f"\nLast lines of {event['log']}:\n{event['log_tail']}"
+                raise StackError(f"{event['message']}{tail if event['log_tail'] else ''}")
+    log = place.log("supervisor")
+    raise StackError(f"its supervisor has ended; last lines of {log}:\n{_tail(log)}")
+
+
+def _again(place: StackPlace, stack: Stack, port: int | None) -> int:
+    _refuse_other_port(stack, port)
+    _say(f"The stack is up already (pid {stack.supervisor.pid}): applying the deployments again.")
+    until_answering(stack)
+    log = place.log("deployments")
+    with log.open("ab") as output:
+        code = subprocess.run(
+            (sys.executable, "-m", "deployments.stack_setup"),
+            cwd=ROOT,
+            env=client_env(place.directory.parent, stack.api_url),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            timeout=_SETUP_WITHIN_S,
+        ).returncode
+    if code != 0:
+        raise StackError(f"the deployments were not applied; last lines of {log}:\n{_tail(log)}")
+    _say(_summary(place, stack))
+    return EXIT_OK
+
+
+def _stop(stack: Stack) -> None:
+    stack.supervisor.send(signal.SIGTERM)
+    if not stack.supervisor.is_gone_within(STOP_WITHIN_S):
+        # Its guardians see that, and end what they guard.
+        stack.supervisor.send(signal.SIGKILL)
+        stack.supervisor.is_gone_within(STOP_WITHIN_S)
+
+
+def _summary(place: StackPlace, stack: Stack) -> str:
+    return f"""\
+The stack is up.
+  Prefect UI      {stack.ui_url}
+  Ray dashboard   {stack.ray_dashboard}  (ray.init: {stack.ray_address})
+  work pool       {POOL}, served by the worker {stack.worker}
+  deployments     those of {ROOT / "prefect.yaml"}
+  database        {place.server_home}
+  logs            {place.logs}
+Start a run from the UI, or with
+  export PREFECT_API_URL={stack.api_url}
+  {_shown(Path(sys.executable).parent / "prefect")} deployment run 'train/quickstart' --watch
+`make down` stops it all."""
+
+
+def _shown(path: Path) -> str:
+    """The path as one would type it here."""
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def _default_port() -> int:
+    """That of PREFECT_API_URL where it leads to this machine, so that it fits the stack."""
+    try:
+        parts = urlsplit(os.environ.get("PREFECT_API_URL", ""))
+        host, port = parts.hostname or "", parts.port
+    except ValueError:
+        return _DEFAULT_PORT
+    is_loopback = host == "localhost" or host.startswith("127.")
+    return port if is_loopback and port else _DEFAULT_PORT
+
+
+def _refuse_taken(port: int) -> None:
+    found = [
+        f"pid {listener.pid} ({listener.command})" if listener.pid else "another user's process"
+        for listener in listeners(port)
+    ]
+    if found:
+        raise StackError(
+            f"port {port} is taken by {' and '.join(found)}: end it, or choose another port with "
+            "--port (make up PORT=4201)"
+        )
+
+
+def _refuse_other_port(stack: Stack, port: int | None) -> None:
+    if port not in (None, stack.port):
+        raise StackError(
+            f"the stack of this MUSTER_HOME has port {stack.port}, not {port}: leave --port out, "
+            "or set another MUSTER_HOME for a second stack"
+        )
+
+
+def _say_waiting() -> None:
+    _say("Another `up` or `down` of this stack is under way: waiting for it.")
+
+
+def _tail(log: Path) -> str:
+    return last_lines(read_tail(log))
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m deployments.stack",
+        description=f"A lasting stack on this machine, on {HOST} only: a Prefect server with its "
+        "UI, a Ray head, a work pool, a worker and the deployments of prefect.yaml.",
+        epilog="Exit: 0 done (status: all of it answers), 1 not, 2 wrong options, 130 interrupted.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="up|down|status")
+    texts = {
+        "up": "start it and wait until all of it answers",
+        "down": "stop it, and the runs in it, until nothing is left",
+        "status": "say what runs where",
+    }
+    for name, text in texts.items():
+        command = commands.add_parser(name, help=text, description=text)
+        command.add_argument(
+            "--port",
+            type=_port,
+            help=f"of the Prefect server; else that of PREFECT_API_URL, or {_DEFAULT_PORT}",
+        )
+        if name == "up":
+            command.add_argument("--gpus", metavar="NxG", help="not yet: nodes with fake GPUs")
+    return parser
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 65535:
+        raise argparse.ArgumentTypeError(f"not a port: {text!r} (1 to 65535)")
+    return int(text)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    if getattr(options, "gpus", None):
+        message = "--gpus: nodes with fake GPUs come with the gang queue, not yet; leave it out"
+        print(message, file=sys.stderr)
+        return EXIT_USAGE
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        # A shell that puts this in the background would have SIGINT ignored.
+        signal.signal(signum, signal.default_int_handler)
+    try:
+        run = {"up": up, "down": down, "status": status}[options.command]
+        return run(StackPlace.of_home(), options.port)
+    except StackError as error:
+        print(f"{options.command}: {error}", file=sys.stderr)
+        return EXIT_FAILED
+    except KeyboardInterrupt:
+        print("Interrupted.", file=sys.stderr)
+        return EXIT_INTERRUPTED
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

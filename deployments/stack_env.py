@@ -1,0 +1,59 @@
+"""Names that the parts of a stack share, and the environment of the programs it starts."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from tasks.run.lookup import component_path
+
+ROOT = Path(__file__).resolve().parents[1]
+HOST = "127.0.0.1"
+#: The work pool.
+POOL = "gang"
+#: The first words of the last line of `stack_setup`, once all is done.
+SET_UP = "Set up:"
+#: In the environment of everything that a stack starts, runs included: the stack's id.
+STACK_VARIABLE = "MUSTER_STACK"
+
+#: About the process that has them, or the run around it.
+_OWN = frozenset(
+    ("MUSTER_RUN_ID", "MUSTER_ATTEMPT", "MUSTER_COMPONENT", "MUSTER_ROLE", STACK_VARIABLE)
+) | frozenset(("NOTIFY_SOCKET", "LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES"))
+#: They lead to a server or a cluster that is not the stack's.
+_FOREIGN = ("PREFECT_", "RAY_")
+_LOOPBACK = ("127.0.0.1", "localhost")
+
+
+def client_env(home: Path, api_url: str) -> dict[str, str]:
+    """The environment of a program that talks to the stack's Prefect server.
+
+    Args:
+        home: MUSTER_HOME.
+    """
+    env = _inherited(os.environ)
+    spared = [host for host in env.get("NO_PROXY", env.get("no_proxy", "")).split(",") if host]
+    no_proxy = ",".join([*spared, *(host for host in _LOOPBACK if host not in spared)])
+    return {
+        **env,
+        "PATH": component_path(sys.executable, env.get("PATH", os.defpath)),
+        "MUSTER_HOME": str(home),
+        "PREFECT_API_URL": api_url,
+        "PREFECT_HOME": str(home / "prefect"),
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        "DO_NOT_TRACK": "1",
+        "NO_PROXY": no_proxy,
+        "no_proxy": no_proxy,
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONFAULTHANDLER": "1",
+    }
+
+
+def _inherited(environment: Mapping[str, str]) -> dict[str, str]:
+    return {
+        key: value
+        for key, value in environment.items()
+        if key not in _OWN and not key.startswith(_FOREIGN)
+    }
