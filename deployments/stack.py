@@ -90,7 +90,10 @@ def status(place: StackPlace, port: int | None) -> int:
 
 
 def _start(place: StackPlace, port: int) -> Stack:
-    """Start a supervisor and wait until all answers; raises StackError with nothing left."""
+    """Start a supervisor and wait until all answers.
+
+    Raises: StackError, with nothing left. An interrupt leaves nothing either.
+    """
     read_fd, write_fd = os.pipe()
     with (place.log("supervisor")).open("ab") as log:
         supervisor = subprocess.Popen(
@@ -120,6 +123,7 @@ def _start(place: StackPlace, port: int) -> Stack:
         supervisor.kill()
         supervisor.wait()
         place.clear()
+        _say("The stack was not started; nothing of it is left.")
         raise
     return stack
 

@@ -125,6 +125,8 @@ def _ray_head(
             # Nothing of a run lands on the head but the drivers of its jobs.
             *("--num-cpus=0", "--num-gpus=0"),
             *(f"{option}={ports[name]}" for option, name in _RAY_PORTS.items()),
+            # Any free ones; by default a range in which ours may lie, which Ray refuses.
+            *("--min-worker-port=0", "--max-worker-port=0"),
             *(f"--dashboard-host={HOST}", f"--dashboard-port={dashboard}"),
             *(f"--temp-dir={stack.ray_temp}", "--disable-usage-stats"),
             *("--log-style=record", "--log-color=false"),

@@ -95,10 +95,12 @@ def _teardown(run: RunSession) -> State[None]:
 
 
 def _ended(run: RunSession) -> State[None]:
-    match run.supervisor.decided_state:
+    decision = run.supervisor.decision
+    match decision.state if decision else None:
         case RunState.COMPLETED:
-            return Completed(message=run.supervisor.reason)
+            make = Completed
         case RunState.CANCELLED:
-            return Cancelled(message=run.supervisor.reason)
+            make = Cancelled
         case _:
-            return Failed(message=run.supervisor.reason)
+            make = Failed
+    return make(message=decision.reason if decision else "")

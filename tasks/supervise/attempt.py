@@ -9,15 +9,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from typing import Any
 from urllib.parse import urlsplit
 
-from tasks.run.causes import find_cause, last_error, last_lines, read_tail
 from tasks.run.errors import RunEnded
 from tasks.run.failure_kinds import FailureKind
 from tasks.run.lifecycle import RunState
 from tasks.run.outcome import Exit, Failure, Verdict
+from tasks.supervise.blame import failure_of, kind_of_spawn_error
+from tasks.supervise.fate import Decision, Fate
 from tasks.supervise.member import Emit, Member, PortTaken
 from tasks.supervise.plan import AttemptPlan
 from tasks.supervise.ports import PortsReserved
@@ -30,7 +31,6 @@ _log = logging.getLogger(__name__)
 _PROGRESS_EVERY_S = 0.5
 #: A trainer that has left wrote its last step before; what serves it over HTTP may lag.
 _LAST_STEP_WITHIN_S = 3.0
-_FATAL_SIGNALS = frozenset({"SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGTRAP"})
 
 
 class SupervisedAttempt:
@@ -61,15 +61,11 @@ class SupervisedAttempt:
         self._launched: list[Member] = []
         self._watchers: list[asyncio.Task[None]] = []
         self._progress = self._progress_source()
-        #: What decided the run's fate, in words; empty before.
-        self.reason = ""
-        #: What it was decided to be, unless something earlier comes to light; None before.
-        self.decided_state: RunState | None = None
+        #: What is decided so far.
+        self.fate = Fate()
         #: The step last seen.
         self.step: float | None = None
-        # What happened later than this was caused by the teardown, or does not matter any more.
-        self._decided_at = float("inf")
-        self._make_verdict: Callable[[], Verdict] | None = None
+        self._conclusion: asyncio.Task[None] | None = None
         self._teardown: asyncio.Task[Verdict] | None = None
         #: Set once the run's fate is decided.
         self.decided = asyncio.Event()
@@ -98,23 +94,30 @@ class SupervisedAttempt:
     def interrupt(self, why: str) -> None:
         """End the run as cancelled."""
         self._decide(
-            time.monotonic(),
-            RunState.CANCELLED,
-            lambda: Verdict(state=RunState.CANCELLED, message=why),
-            reason=why,
+            Decision(
+                at_monotonic_s=time.monotonic(),
+                state=RunState.CANCELLED,
+                reason=why,
+                make_verdict=lambda: Verdict(state=RunState.CANCELLED, message=why),
+            )
         )
 
     def crash(self, error: BaseException) -> None:
         """End the run as failed, by a bug of ours: better than to go on unwatched."""
         _log.error("supervision of %s failed", self._plan.run_id, exc_info=error)
-        at = time.monotonic()
         failure = Failure(
             kind=FailureKind.UNKNOWN,
             message=f"Muster's own supervision failed: {error!r}",
             rule="internal-error",
         )
+        at = time.monotonic()
         self._decide(
-            at, RunState.FAILED, lambda: Verdict.failed(failure, at), reason=failure.message
+            Decision(
+                at_monotonic_s=at,
+                state=RunState.FAILED,
+                reason=failure.message,
+                make_verdict=lambda: Verdict.failed(failure, at),
+            )
         )
 
     def hurry(self) -> None:
@@ -142,11 +145,12 @@ class SupervisedAttempt:
         try:
             await member.launch()
         except PortTaken as error:
-            self._fail(member, FailureKind.PORT_CONFLICT, f"{member.name}: {error}", "port-taken")
+            message = f"{member.name}: {error}"
+            self._fail(member, message, "port-taken", kind=FailureKind.PORT_CONFLICT)
         except (OSError, TimeoutError) as error:
             what = getattr(error, "strerror", None) or "its guardian does not answer"
             message = f"{member.name} can't be started: {what}"
-            self._fail(member, FailureKind.USER_ERROR, message, "spawn")
+            self._fail(member, message, "spawn", kind=kind_of_spawn_error(error))
         else:
             member.process.exited.add_done_callback(
                 lambda exited: self._on_exit(member, exited.result())
@@ -156,10 +160,10 @@ class SupervisedAttempt:
         try:
             await member.until_ready()
         except PortTaken as error:
-            self._fail(member, FailureKind.PORT_CONFLICT, f"{member}: {error}", "port-taken")
+            self._fail(member, f"{member}: {error}", "port-taken", kind=FailureKind.PORT_CONFLICT)
         except TimeoutError as error:
             message = f"{member} not ready after {member.seconds_alive():.0f} s: {error}"
-            self._fail(member, FailureKind.NOT_READY, message, "not-ready")
+            self._fail(member, message, "not-ready", kind=FailureKind.NOT_READY)
         except asyncio.CancelledError:
             raise
         except Exception as error:
@@ -174,7 +178,7 @@ class SupervisedAttempt:
             exit_code=exit.exit_code,
             signal=exit.signal_name,
         )
-        if exit.at_monotonic_s >= self._decided_at:
+        if not self.fate.is_open_at(exit.at_monotonic_s):
             return
         if not exit.is_zero:
             self._fail_by_exit(member, exit)
@@ -205,26 +209,30 @@ class SupervisedAttempt:
 
     def _conclude(self, member: Member, exit: Exit) -> None:
         # From here on the others may end too, as nobody needs them any more.
-        self._decided_at = min(self._decided_at, exit.at_monotonic_s)
-        self._watch(self._check_success(member, exit))
+        self.fate.reserve(exit.at_monotonic_s)
+        self._conclusion = asyncio.create_task(self._check_success(member, exit))
+        self._conclusion.add_done_callback(self._on_task_done)
 
     async def _check_success(self, member: Member, exit: Exit) -> None:
         required, deadline = self._plan.success_step, time.monotonic() + _LAST_STEP_WITHIN_S
         await self._read_step()
-        if required is not None:
-            while (self.step or 0) < required and time.monotonic() < deadline:
-                await asyncio.sleep(0.1)
-                await self._read_step()
+        while (self.step or 0) < (required or 0) and time.monotonic() < deadline:
+            await asyncio.sleep(0.1)
+            await self._read_step()
         if required is not None and (self.step is None or self.step < required):
             reached = "no step is known" if self.step is None else f"step {self.step:g} was reached"
-            message = (
-                f"{member} left with exit code 0, but {reached} where success asks for {required:g}"
-            )
-            self._fail(member, FailureKind.RUNTIME_ERROR, message, "success-not-reached", exit=exit)
+            message = f"{member} left with exit code 0, but {reached}: success is step {required:g}"
+            kind = FailureKind.RUNTIME_ERROR
+            self._fail(member, message, "success-not-reached", kind=kind, exit=exit)
             return
         verdict = Verdict(state=RunState.COMPLETED, message=self._describe_step(member))
         self._decide(
-            exit.at_monotonic_s, RunState.COMPLETED, lambda: verdict, reason=verdict.message
+            Decision(
+                at_monotonic_s=exit.at_monotonic_s,
+                state=RunState.COMPLETED,
+                reason=verdict.message,
+                make_verdict=lambda: verdict,
+            )
         )
 
     def _describe_step(self, member: Member) -> str:
@@ -237,47 +245,46 @@ class SupervisedAttempt:
         before = "" if member.is_ready else " before it was ready"
         early = " while it should have stayed" if exit.is_zero else ""
         message = f"{member} {_verb(exit)}{before or early} after {member.seconds_alive():.1f} s"
-        self._fail(member, None, message, "exit", exit=exit)
+        self._fail(member, message, "exit", exit=exit)
 
     def _fail(
         self,
         member: Member,
-        kind: FailureKind | None,
         message: str,
         rule: str,
+        *,
+        kind: FailureKind | None = None,
         exit: Exit | None = None,
     ) -> None:
-        """Decide that the run failed. The log is read later, when all has ended."""
         at = exit.at_monotonic_s if exit is not None else time.monotonic()
+
+        def make_verdict() -> Verdict:
+            log = member.plan.command.log
+            failure = failure_of(member.name, log, message=message, rule=rule, kind=kind, exit=exit)
+            return Verdict.failed(failure, at)
+
         self._decide(
-            at,
-            RunState.FAILED,
-            lambda: Verdict.failed(_failure_of(member, kind, message, rule, exit), at),
-            reason=message,
-            component=member.name,
+            Decision(
+                at_monotonic_s=at,
+                state=RunState.FAILED,
+                reason=message,
+                make_verdict=make_verdict,
+                component=member.name,
+            )
         )
 
-    def _decide(
-        self,
-        at_monotonic_s: float,
-        state: RunState,
-        make_verdict: Callable[[], Verdict],
-        *,
-        reason: str,
-        component: str | None = None,
-    ) -> None:
-        is_first = self._teardown is None
-        if not is_first and at_monotonic_s >= self._decided_at:
+    def _decide(self, decision: Decision) -> None:
+        if not self.fate.decide(decision) or self._teardown is not None:
             return
-        self._decided_at = min(self._decided_at, at_monotonic_s)
-        self._make_verdict = make_verdict
-        self.decided_state, self.reason = state, reason
-        if is_first:
-            self._teardown = asyncio.create_task(self._take_down(reason, component))
-            self.decided.set()
+        last = self._launched[-1] if self._launched else None
+        if last is not None and last.exit is None:
+            # It is the first to be stopped in any case, so before anything is written of it.
+            last.process.stop()
+        self._teardown = asyncio.create_task(self._take_down(decision))
+        self.decided.set()
 
-    async def _take_down(self, reason: str, component: str | None) -> Verdict:
-        self._emit("teardown.begun", reason=reason, cause=component)
+    async def _take_down(self, decision: Decision) -> Verdict:
+        self._emit("teardown.begun", reason=decision.reason, cause=decision.component)
         for watcher in self._watchers:
             watcher.cancel()
         left = {}
@@ -286,25 +293,26 @@ class SupervisedAttempt:
                 left[member.name] = pids
         for member in self.members.values():
             member.process.dismiss()
+        if self._conclusion is not None:
+            await asyncio.wait({self._conclusion})
         self._emit("teardown.ended", left=left or None)
         await self._client.aclose()
         self._ports.close()
-        assert self._make_verdict is not None
-        verdict = self._make_verdict()
+        verdict = (self.fate.decision or decision).make_verdict()
         return verdict.with_remains(left) if left else verdict
 
     def _watch(self, watching: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(watching)
-        task.add_done_callback(self._on_watcher_done)
+        task.add_done_callback(self._on_task_done)
         self._watchers.append(task)
 
-    def _on_watcher_done(self, task: asyncio.Task[None]) -> None:
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
             self.crash(error)
 
     async def _follow_liveness(self, member: Member) -> None:
         why = await member.until_unresponsive()
-        self._fail(member, FailureKind.STALLED, f"{member}: {why}", "live")
+        self._fail(member, f"{member}: {why}", "live", kind=FailureKind.STALLED)
 
     async def _follow_progress(self) -> None:
         """Read the step from time to time, and notice when nothing moves any more."""
@@ -319,7 +327,7 @@ class SupervisedAttempt:
                     f"no progress (step {self.step}) and no output of any component "
                     f"for {silent_s:.0f} s"
                 )
-                self._fail(member, FailureKind.STALLED, message, "stall")
+                self._fail(member, message, "stall", kind=FailureKind.STALLED)
             await asyncio.sleep(_PROGRESS_EVERY_S)
 
     async def _read_step(self) -> None:
@@ -349,35 +357,3 @@ class SupervisedAttempt:
 
 def _verb(exit: Exit) -> str:
     return str(exit) if exit.signal is not None else f"ended with {exit}"
-
-
-def _failure_of(
-    member: Member, kind: FailureKind | None, message: str, rule: str, exit: Exit | None
-) -> Failure:
-    """The failure with what the component's log says of it."""
-    text = read_tail(member.plan.command.log)
-    cause = find_cause(text)
-    hint = line = ""
-    if cause is not None and kind in (None, FailureKind.RUNTIME_ERROR):
-        kind, rule, line = cause.rule.kind, cause.rule.id, cause.line
-    if cause is not None:
-        hint, line = cause.rule.hint, cause.line
-    signal = exit.signal_name if exit else None
-    if kind is None:
-        kind = FailureKind.RUNTIME_ERROR if signal in _FATAL_SIGNALS else FailureKind.UNKNOWN
-    said = line if cause is not None and cause.rule.id != "traceback" else last_error(text)
-    if said:
-        message = f"{message}: {said}"
-    if signal == "SIGKILL" and not hint:
-        hint = "SIGKILL comes from outside: the kernel's OOM killer (see dmesg) or a person"
-    return Failure(
-        kind=kind,
-        component=member.name,
-        message=message,
-        exit_code=exit.exit_code if exit else None,
-        signal=signal,
-        rule=rule,
-        line=line,
-        hint=hint,
-        log_tail=last_lines(text),
-    )

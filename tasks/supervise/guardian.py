@@ -1,7 +1,7 @@
 """The guardian: a small process that owns one component's process tree.
 
-It is started as `python -I -S guardian.py FD NAME`, FD being its end of a socket pair whose other
-end only the supervisor holds. Over it go JSON lines. From the supervisor: first the launch order
+It is started as `python -I -S guardian.py FD PID NAME`, FD being its end of a socket pair whose
+other end only the supervisor, of that pid, holds. Over it go JSON lines. From the supervisor: first the launch order
 (see `Order`), later `{"do": "stop"}` and `{"do": "kill"}`. To the supervisor: `{"event": ...}`
 with `spawned` (pid), `refused` (why nothing was started), `exited` (exit_code or signal of the
 component), `stuck` (pids that SIGKILL does not end) and `empty`, after which the guardian leaves.
@@ -52,7 +52,7 @@ class Order:
     """What to start and how to stop it, as the supervisor sends it.
 
     `argv` (list of str), `env` (the whole environment), `cwd`, `log` (appended to), `stop_signal`
-    (a number), `grace_s` (from that signal to SIGKILL), `supervisor_pid`.
+    (a number), `grace_s` (from that signal to SIGKILL).
     """
 
     def __init__(self, message: dict) -> None:  # type: ignore[type-arg]
@@ -62,7 +62,6 @@ class Order:
         self.log: str = message["log"]
         self.stop_signal: int = message["stop_signal"]
         self.grace_s: float = message["grace_s"]
-        self.supervisor_pid: int = message["supervisor_pid"]
 
 
 class Channel:
@@ -104,13 +103,14 @@ def spawn(order: Order) -> int:
             tree.die_with_parent(guardian_pid)
             _become_component(order)
         except OSError as error:
-            os.write(report_write, f"{error.errno} {error.strerror}: {error.filename}".encode())
+            text = f"{error.errno} {error.strerror}: {error.filename}"
+            os.write(report_write, os.fsencode(text))
         except BaseException as error:
-            os.write(report_write, f"0 {error!r}".encode())
+            os.write(report_write, ascii(f"0 {error!r}")[1:-1].encode())
         os._exit(127)
     os.close(report_write)
     # Closed by exec, so an empty read says that the program runs.
-    problem = os.read(report_read, 4096).decode()
+    problem = os.fsdecode(os.read(report_read, 4096))
     os.close(report_read)
     if problem:
         os.waitpid(pid, 0)
@@ -136,9 +136,14 @@ def _become_component(order: Order) -> None:
 class Guardian:
     """The state of one guardian: a component that runs, or a tree that is being taken down."""
 
-    def __init__(self, order: Order, channel: Channel, wakeup_fd: int) -> None:
+    def __init__(self, order: Order, channel: Channel, supervisor: int, wakeup_fd: int) -> None:
+        """
+        Args:
+            supervisor: its pidfd.
+        """
         self._order = order
         self._channel = channel
+        self._supervisor = supervisor
         self._wakeup_fd = wakeup_fd
         self._leader = 0
         self._leader_lives = False
@@ -168,12 +173,8 @@ class Guardian:
         poll = select.poll()
         poll.register(self._channel.fd, select.POLLIN)
         poll.register(self._wakeup_fd, select.POLLIN)
-        supervisor = _pidfd(self._order.supervisor_pid)
-        if supervisor is None:
-            self._begin_stop()
-        else:
-            # A copy of the socket's other end, held by a fork of the supervisor, delays its EOF.
-            poll.register(supervisor, select.POLLIN)
+        # A copy of the socket's other end, held by a fork of the supervisor, delays its EOF.
+        poll.register(self._supervisor, select.POLLIN)
         while not self._reap():
             if self._killing_since is not None:
                 tree.kill_below_once(self._reap)
@@ -275,14 +276,28 @@ def main() -> None:
     tree.become_subreaper()
     os.chdir("/")
 
+    tree.mark_own()
     channel = Channel(int(sys.argv[1]))
-    orders: list[dict] = []  # type: ignore[type-arg]
-    connected = True
-    while not orders and connected:
-        orders, connected = channel.receive()
-    if orders:
+    supervisor = _pidfd(int(sys.argv[2]))
+    if supervisor is not None and (orders := _first_messages(channel, supervisor)):
         order, *messages = orders
-        Guardian(Order(order), channel, wakeup_read).run(messages)
+        Guardian(Order(order), channel, supervisor, wakeup_read).run(messages)
+    # The interpreter's own end takes ten times as long.
+    os._exit(0)
+
+
+def _first_messages(channel: Channel, supervisor: int) -> list[dict]:  # type: ignore[type-arg]
+    """What the supervisor says first; nothing when it has no order to give."""
+    poll = select.poll()
+    poll.register(channel.fd, select.POLLIN)
+    poll.register(supervisor, select.POLLIN)
+    messages: list[dict] = []  # type: ignore[type-arg]
+    connected = True
+    while connected and not messages:
+        if supervisor in dict(poll.poll()):
+            return []
+        messages, connected = channel.receive()
+    return messages
 
 
 if __name__ == "__main__":

@@ -31,6 +31,8 @@ from tasks.supervise.process import GuardedProcess
 
 #: What a guardian needs after the grace period to kill, to reap, and to report what is stuck.
 _KILL_WITHIN_S = 8.0
+#: An idle guardian leaves in milliseconds, unless it is itself stopped.
+_LEAVE_WITHIN_S = 2.0
 
 Emit = Callable[..., None]
 
@@ -159,6 +161,9 @@ class Member:
         """
         if not self.is_launched:
             self.process.dismiss()
+            if not await self._is_empty_within(_LEAVE_WITHIN_S):
+                self.process.abandon_guardian()
+                await self._is_empty_within(_KILL_WITHIN_S)
             return ()
         self.process.stop()
         is_empty = await self._is_empty_within(self.plan.command.grace_s + _KILL_WITHIN_S)

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,8 +25,16 @@ _GUARDIAN = Path(__file__).with_name("guardian.py")
 _REPORT_WITHIN_S = 2.0
 #: A guardian that was started answers an order in milliseconds, on a machine out of memory later.
 _SPAWN_WITHIN_S = 30.0
+_ORDER_WITHIN_S = 2.0
 _ORPHAN_ROUND_S = 0.02
+#: After so many rounds in a row without an orphan there is none: one that hides by forking and
+#: exiting leaves its dead to this process all the while.
+_CLEAN_ROUNDS = 3
 _GUARDIAN_ENV = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR")
+
+#: The guardians of this process that are not reaped yet; under the lock while one is made.
+_guardians: set[int] = set()
+_guardians_lock = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +56,8 @@ class GuardedProcess:
     """A command under a guardian of its own, watched from an asyncio loop.
 
     `prepare` starts the guardian, `launch` the command. After that, `exited` resolves with the
-    command's Exit and `empty` once nothing of its tree is left; both resolve whatever happens to
-    the guardian. Closing the loop's process, by any signal, makes the guardian stop the command.
+    command's Exit and `empty` once nothing of its tree is left, nor of the guardian; both resolve
+    whatever happens to the guardian. Closing the loop's process, by any signal, makes the guardian stop the command.
     """
 
     def __init__(self, name: str, popen: subprocess.Popen[bytes], channel: socket.socket) -> None:
@@ -64,7 +73,8 @@ class GuardedProcess:
         self._buffer = b""
         self._spawned: asyncio.Future[int] = loop.create_future()
         self._leader_pidfd: int | None = None
-        self._foreign_children: frozenset[int] = frozenset()
+        # An order was sent, and nothing has said yet that there is no process of it any more.
+        self._owes_processes = False
         self._orphan_sweep: asyncio.Task[None] | None = None
         loop.add_reader(channel, self._on_message)
 
@@ -81,17 +91,20 @@ class GuardedProcess:
         ours, theirs = socket.socketpair()
         env = {key: os.environ[key] for key in _GUARDIAN_ENV if key in os.environ}
         with theirs:
+            fd, me = str(theirs.fileno()), str(os.getpid())
             try:
-                popen = subprocess.Popen(
-                    [sys.executable, "-I", "-S", str(_GUARDIAN), str(theirs.fileno()), name],
-                    pass_fds=[theirs.fileno()],
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL,
-                    start_new_session=True,
-                    env={**env, **tag, "MUSTER_ROLE": "guardian"},
-                    cwd="/",
-                )
+                with _guardians_lock:
+                    popen = subprocess.Popen(
+                        [sys.executable, "-I", "-S", str(_GUARDIAN), fd, me, name],
+                        pass_fds=[theirs.fileno()],
+                        stdin=subprocess.DEVNULL,
+                        stdout=subprocess.DEVNULL,
+                        stderr=subprocess.DEVNULL,
+                        start_new_session=True,
+                        env={**env, **tag, "MUSTER_ROLE": "guardian"},
+                        cwd="/",
+                    )
+                    _guardians.add(popen.pid)
             except OSError:
                 ours.close()
                 raise
@@ -106,10 +119,11 @@ class GuardedProcess:
         """Start the command.
 
         Returns: its pid, once the program runs. Raises: OSError, as exec or the log's opening gave
-        it, with nothing left behind. A cancel leaves the process to `stop` or `kill`.
+        it, with nothing left behind; TimeoutError, when the guardian does not answer. A cancel
+        leaves the process to `stop` or `kill`.
         """
-        # What is a child of ours now, beside guardians, is none of this component's orphans.
-        self._foreign_children = frozenset(tree.children(os.getpid()))
+        if self._spawned.done():  # The guardian has gone before it was needed.
+            return await self._spawned
         order: dict[str, Any] = {
             "argv": list(command.argv),
             "env": dict(command.env),
@@ -117,10 +131,10 @@ class GuardedProcess:
             "log": str(command.log),
             "stop_signal": int(command.stop_signal),
             "grace_s": command.grace_s,
-            "supervisor_pid": os.getpid(),
         }
-        # Whole, before anything else is said. The guardian reads at once, so this does not block.
-        self._channel.setblocking(True)
+        self._owes_processes = True
+        # Whole, before anything else is said. The guardian reads at once, unless it is stopped.
+        self._channel.settimeout(_ORDER_WITHIN_S)
         self._channel.sendall(json.dumps(order).encode() + b"\n")
         self._channel.setblocking(False)
         async with asyncio.timeout(_SPAWN_WITHIN_S):
@@ -160,8 +174,9 @@ class GuardedProcess:
             asyncio.get_running_loop().remove_reader(self._channel)
             self._channel.close()
             self._popen.wait()
-            if not self.empty.done():
-                self._on_guardian_lost()
+            with _guardians_lock:
+                _guardians.discard(self.guardian_pid)
+            self._on_guardian_gone()
             return
         *lines, self._buffer = (self._buffer + data).split(b"\n")
         for line in lines:
@@ -174,9 +189,8 @@ class GuardedProcess:
                 _resolve(self._spawned, message["pid"])
             case "refused":
                 error = OSError(message["errno"], message["message"])
-                if not self._spawned.done():
-                    self._spawned.set_exception(error)
-                _resolve(self.empty, None)
+                _reject(self._spawned, error)
+                self._owes_processes = False
             case "exited":
                 self._settle_exit(
                     Exit(
@@ -189,7 +203,7 @@ class GuardedProcess:
                 self.stuck = tuple(message["pids"])
             case "empty":
                 self.stuck = ()
-                _resolve(self.empty, None)
+                self._owes_processes = False
 
     def _watch_leader(self, pid: int) -> None:
         """See the command's end even when its guardian is stopped and reports nothing."""
@@ -219,10 +233,12 @@ class GuardedProcess:
         self._forget_leader()
         _resolve(self.exited, status)
 
-    def _on_guardian_lost(self) -> None:
+    def _on_guardian_gone(self) -> None:
         note = f"its guardian (pid {self.guardian_pid}) was killed"
-        if not self._spawned.done():
-            self._spawned.set_exception(ChildProcessError(note))
+        _reject(self._spawned, ChildProcessError(note))
+        if not self._owes_processes:
+            _resolve(self.empty, None)
+            return
         if not self.exited.done():
             self._settle_exit(
                 Exit(exit_code=None, signal=None, at_monotonic_s=time.monotonic(), note=note)
@@ -232,7 +248,10 @@ class GuardedProcess:
     async def _end_orphans(self) -> None:
         """SIGKILL what the dead guardian left, which came to this process, a subreaper."""
         since = time.monotonic()
-        while left := end_orphans(self._foreign_children, self.pid):
+        clean_rounds = 0
+        while clean_rounds < _CLEAN_ROUNDS:
+            left = end_orphans()
+            clean_rounds = 0 if left else clean_rounds + 1
             if time.monotonic() - since > 5.0:
                 self.stuck = tuple(left)
             await asyncio.sleep(_ORPHAN_ROUND_S)
@@ -240,43 +259,39 @@ class GuardedProcess:
         _resolve(self.empty, None)
 
 
-def end_orphans(spare: frozenset[int], leader: int | None) -> list[int]:
+def end_orphans() -> list[int]:
     """One round against what dead guardians have left to this process.
 
-    A child of ours that we did not start is one that lost its parent. Children in our own session
-    are never touched: everything below a guardian has left it, and can't come back.
+    What this process has started itself, and what came of that, is never touched.
 
-    Args:
-        spare: children that were there before the component, guardians among them.
-        leader: the component's own process.
-
-    Returns: pids that are still there.
+    Returns: the orphans that were there, dead or alive.
     """
-    me = os.getpid()
-    own_session = os.getsid(0)
-    guardians = frozenset(
-        child for child in tree.children(me) if _is_guardian(child) and child != leader
-    )
-    left = []
-    for child in tree.children(me):
-        if child in spare or child in guardians or tree.session_of(child) in (0, own_session):
-            continue
-        tree.signal_process(child, signal.SIGSTOP, parent=me)
-        tree.signal_descendants(child, signal.SIGKILL)
-        tree.signal_process(child, signal.SIGKILL, parent=me)
-        with contextlib.suppress(ChildProcessError):
-            if os.waitpid(child, os.WNOHANG)[0] == 0:
-                left.append(child)
-    return left
+    found: set[int] = set()
+    own_mark = tree.mark_of(os.getpid())
 
+    def is_orphan(child: int) -> bool:
+        return child not in _guardians and tree.mark_of(child) not in (own_mark, b"")
 
-def _is_guardian(pid: int) -> bool:
-    try:
-        return str(_GUARDIAN).encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-    except OSError:
-        return False
+    def reap() -> bool:
+        orphans = [child for child in tree.children(os.getpid()) if is_orphan(child)]
+        found.update(orphans)
+        for child in orphans:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(child, os.WNOHANG)
+        return not orphans
+
+    with _guardians_lock:
+        if not reap():
+            tree.kill_below_once(reap, is_orphan)
+    return sorted(found)
 
 
 def _resolve(future: asyncio.Future[Any], value: object) -> None:
     if not future.done():
         future.set_result(value)
+
+
+def _reject(future: asyncio.Future[Any], error: Exception) -> None:
+    if not future.done():
+        future.set_exception(error)
+        future.exception()  # Nobody may be waiting for it.

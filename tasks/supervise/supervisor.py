@@ -10,10 +10,10 @@ from collections.abc import Coroutine
 from types import TracebackType
 from typing import Any, TypeVar
 
-from tasks.run.lifecycle import RunState
 from tasks.run.outcome import Verdict
 from tasks.supervise import tree
 from tasks.supervise.attempt import SupervisedAttempt
+from tasks.supervise.fate import Decision
 from tasks.supervise.member import Emit
 from tasks.supervise.plan import AttemptPlan
 from tasks.supervise.ports import PortsReserved
@@ -54,14 +54,9 @@ class Supervisor:
         self._call(self._attempt.decided.wait()).result()
 
     @property
-    def reason(self) -> str:
-        """What decided the run's fate, in words; empty before."""
-        return self._attempt.reason
-
-    @property
-    def decided_state(self) -> RunState | None:
-        """What the run's fate was decided to be; None before."""
-        return self._attempt.decided_state
+    def decision(self) -> Decision | None:
+        """What the run's fate was decided to be, unless something earlier comes to light."""
+        return self._attempt.fate.decision
 
     def describe(self, component: str) -> str:
         """`trainer (pid 812)`, once it has a pid."""

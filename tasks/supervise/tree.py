@@ -9,14 +9,19 @@ Stdlib only, and light to import: the guardian starts with it in tens of millise
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+import resource
 import signal
 import time
 from collections.abc import Callable
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+# The kernel has not looked at it since 2.4.25. Source: getrlimit(2).
+_RLIMIT_LOCKS = 10
+_MARK_BASE = 1 << 40
 
 #: How long one round follows newborn processes before it lists the whole machine again.
 _CHASE_S = 0.005
@@ -42,6 +47,27 @@ def die_with_parent(parent_pid: int) -> None:
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def mark_own() -> None:
+    """Mark this process, and all that will descend from it, as others than its parent's own.
+
+    The mark is a resource limit without effect: unlike an environment or a session it can't be
+    lost by accident, across any fork, exec and daemonising.
+    """
+    with contextlib.suppress(OSError, ValueError):  # A hard limit stands in the way.
+        _, hard = resource.getrlimit(_RLIMIT_LOCKS)
+        resource.setrlimit(_RLIMIT_LOCKS, (_MARK_BASE + os.getpid(), hard))
+
+
+def mark_of(pid: int) -> bytes:
+    """What `mark_own` left in a process, equal in parent and child without it; empty when gone."""
+    try:
+        with open(f"/proc/{pid}/limits", "rb") as f:
+            _, _, rest = f.read().partition(b"Max file locks")
+    except (FileNotFoundError, ProcessLookupError):
+        return b""
+    return rest.split()[0] if rest else b""
 
 
 def _stat_fields(pid: int) -> list[bytes]:
@@ -142,21 +168,26 @@ def signal_process(pid: int, signum: int, *, parent: int) -> bool:
     return True
 
 
-def signal_descendants(root: int, signum: int, *, spare: frozenset[int] = frozenset()) -> list[int]:
-    """Signal everything below `root` but `spare` and what is below those.
+def signal_descendants(
+    root: int, signum: int, *, is_meant: Callable[[int], bool] = lambda child: True
+) -> list[int]:
+    """Signal everything below `root`.
+
+    Args:
+        is_meant: which children of `root` to signal, each with all that is below it.
 
     Returns: the pids signalled, parents first. A process that may not be signalled is passed over.
     """
     tree = children_of_all()
     signalled = []
-    queue = [(pid, root) for pid in tree.get(root, []) if pid not in spare]
+    queue = [(pid, root) for pid in tree.get(root, []) if is_meant(pid)]
     for pid, parent in queue:
         try:
             if signal_process(pid, signum, parent=parent):
                 signalled.append(pid)
         except PermissionError:
             pass
-        queue.extend((child, pid) for child in tree.get(pid, []) if child not in spare)
+        queue.extend((child, pid) for child in tree.get(pid, []))
     return signalled
 
 
@@ -176,7 +207,9 @@ def reap_all() -> tuple[dict[int, int], bool]:
         statuses[pid] = status
 
 
-def kill_below_once(reap: Callable[[], bool]) -> None:
+def kill_below_once(
+    reap: Callable[[], bool], is_meant: Callable[[int], bool] = lambda child: True
+) -> None:
     """One round against everything below this process, which must be a subreaper.
 
     All are stopped before any is killed, so that no two can revive each other; then newborns are
@@ -184,34 +217,35 @@ def kill_below_once(reap: Callable[[], bool]) -> None:
     machine takes is never found by one. Call it again until there is no child left.
 
     Args:
-        reap: reaps what has ended, and says whether this process has no child left.
+        reap: reaps what has ended, and says whether no child is left.
+        is_meant: which children of this process to end, each with all that is below it.
     """
     me = os.getpid()
     seen: set[int] = set()
     for _ in range(20):
-        fresh = set(signal_descendants(me, signal.SIGSTOP)) - seen
+        fresh = set(signal_descendants(me, signal.SIGSTOP, is_meant=is_meant)) - seen
         if not fresh:
             break
         seen |= fresh
-    signal_descendants(me, signal.SIGKILL)
+    signal_descendants(me, signal.SIGKILL, is_meant=is_meant)
     if not reap():
-        _kill_newborns(seen | {me}, reap)
+        _kill_newborns(seen, is_meant)
 
 
-def _kill_newborns(ours: set[int], reap: Callable[[], bool]) -> None:
+def _kill_newborns(ours: set[int], is_meant: Callable[[int], bool]) -> None:
     """SIGKILL processes born in the next milliseconds whose parent is ours."""
+    me = os.getpid()
     deadline = time.monotonic() + _CHASE_S
     last = _last_pid()
     while time.monotonic() < deadline:
         newest = _last_pid()
         for pid in range(last + 1, newest + 1):
             parent = parent_of(pid)
-            if parent in ours and signal_process(pid, signal.SIGKILL, parent=parent):
+            is_ours = parent in ours or (parent == me and is_meant(pid))
+            if is_ours and signal_process(pid, signal.SIGKILL, parent=parent):
                 ours.add(pid)
         # Looked at again: a newborn's parent may exit, and make it ours, a moment later.
         last = max(newest - 8, 0)
-        if reap():
-            return
 
 
 def _last_pid() -> int:

@@ -92,8 +92,7 @@ def _by_supervisor() -> float:
             _pause()
 
             def wait() -> None:
-                if not supervisor.is_decided_within(30.0):
-                    raise TimeoutError("the Supervisor has not seen the death")
+                supervisor.wait_decided()
                 supervisor.teardown()
 
             return reaction_ms(place, pid, wait)

@@ -160,15 +160,12 @@ def _as_json(result: Result) -> dict[str, Any]:
 
 def _shown(figure: float) -> str:
     """Three digits or so, and never an exponent."""
-    if abs(figure) >= 99.95:
+    size = abs(figure)
+    if size >= 99.95:
         return f"{figure:,.0f}"
-    return (
-        f"{figure:.1f}"
-        if abs(figure) >= 9.995
-        else f"{figure:.2g}"
-        if 0 < abs(figure) < 0.1
-        else f"{figure:.2f}"
-    )
+    if size >= 9.995:
+        return f"{figure:.1f}"
+    return f"{figure:.2f}" if size >= 0.0995 or size == 0 else f"{figure:.2g}"
 
 
 def _cpu_model() -> str:

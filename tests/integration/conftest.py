@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytest.register_assert_rewrite("tests.support.stage")
+
 from tests.support.stage import Stage, stage_in
 
 

@@ -1,0 +1,66 @@
+"""Why a component failed, as far as its end and its log tell."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+from tasks.run.causes import find_cause, last_error, last_lines, read_tail
+from tasks.run.failure_kinds import FailureKind
+from tasks.run.outcome import Exit, Failure
+
+_FATAL_SIGNALS = frozenset({"SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGTRAP"})
+_USERS_ERRNOS = frozenset(
+    {errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOEXEC, errno.ENOTDIR, errno.EISDIR}
+    | {errno.E2BIG, errno.ELOOP, errno.ENAMETOOLONG}
+)
+
+
+def failure_of(
+    component: str,
+    log: Path,
+    *,
+    message: str,
+    rule: str,
+    kind: FailureKind | None = None,
+    exit: Exit | None = None,
+) -> Failure:
+    """The failure, with what the component's log says of it.
+
+    Args:
+        message: what happened, in one line.
+        rule: by which it was noticed; a text in the log that names a cause replaces it.
+        kind: where it is certain already; None: the log, or else the signal, tells.
+    """
+    text = read_tail(log)
+    cause = find_cause(text)
+    signal = exit.signal_name if exit else None
+    hint = cause.rule.hint if cause else ""
+    line = cause.line if cause else ""
+    if cause is not None and kind in (None, FailureKind.RUNTIME_ERROR):
+        kind, rule = cause.rule.kind, cause.rule.id
+    if kind is None:
+        kind = FailureKind.RUNTIME_ERROR if signal in _FATAL_SIGNALS else FailureKind.UNKNOWN
+    if signal == "SIGKILL" and not hint:
+        hint = "SIGKILL comes from outside: the kernel's OOM killer (see dmesg) or a person"
+    said = line if cause is not None and cause.rule.id != "traceback" else last_error(text)
+    return Failure(
+        kind=kind,
+        component=component,
+        message=f"{message}: {said}" if said else message,
+        exit_code=exit.exit_code if exit else None,
+        signal=signal,
+        rule=rule,
+        line=line,
+        hint=hint,
+        log_tail=last_lines(text),
+    )
+
+
+def kind_of_spawn_error(error: Exception) -> FailureKind:
+    """Of a program that could not be started: the user's to mend, or the machine's fault."""
+    if isinstance(error, OSError) and error.errno in _USERS_ERRNOS:
+        return FailureKind.USER_ERROR
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EROFS, errno.EDQUOT):
+        return FailureKind.STORAGE
+    return FailureKind.UNKNOWN
