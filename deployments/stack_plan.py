@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import sys
 import tempfile
@@ -24,6 +25,9 @@ RUN_ID = "stack"
 #: Where run specs look for Ray unless they say otherwise; taken where it is free.
 RAY_DASHBOARD_PORT = 8265
 
+#: For runs that are under way at a stop: their components have 10 s each by default, in turn.
+RUNS_WITHIN_S = 60.0
+
 SERVER, DEPLOYMENTS, RAY, WORKER = "prefect-server", "deployments", "ray-head", "worker"
 _RAY_PORTS = {
     # Without ports of their own, two heads on a machine end each other.
@@ -32,8 +36,8 @@ _RAY_PORTS = {
     "--dashboard-agent-listen-port": f"{RAY}.agent",
 }
 _READY_WITHIN_S = 120.0
-#: For runs that are under way: their components have 10 s each by default, one after the other.
-_WORKER_GRACE_S = 45.0
+#: For what runs left behind that were not ended before the worker; see `stack_runs.end_runs`.
+_WORKER_GRACE_S = 20.0
 _RAY_GRACE_S = 15.0
 _SERVER_GRACE_S = 5.0
 
@@ -107,7 +111,10 @@ def _server(place: StackPlace, stack: Stack) -> ComponentPlan:
 
 def _deployments(place: StackPlace, stack: Stack) -> ComponentPlan:
     command = Command(
-        argv=(sys.executable, "-m", "deployments.stack_setup"),
+        argv=(
+            *(sys.executable, "-m", "deployments.stack_setup"),
+            *("--lost-before", str(stack.started_at)),
+        ),
         env=_env(place, stack, DEPLOYMENTS),
         cwd=ROOT,
         log=place.log(DEPLOYMENTS),
@@ -134,6 +141,8 @@ def _ray_head(
         env=_env(place, stack, RAY),
         cwd=ROOT,
         log=place.log(RAY),
+        # At SIGTERM it first asks Ray's head, which has got the same signal, for 30 s.
+        stop_signal=signal.SIGINT,
         grace_s=_RAY_GRACE_S,
     )
     # It answers only once Ray's head, too, is there.

@@ -5,21 +5,24 @@
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
+from datetime import UTC, datetime
 
-from prefect.client.orchestration import get_client
+from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import WorkPoolCreate
 from prefect.exceptions import ObjectAlreadyExists
 from prefect.workers.process import ProcessWorker
 
 from deployments.stack_env import POOL, ROOT, SET_UP
+from deployments.stack_runs import close_lost_runs
 
 #: How many runs the pool lets run at once, until somebody changes it.
 POOL_LIMIT = 8
 
 
-def ensure_pool() -> None:
+def ensure_pool(client: SyncPrefectClient) -> None:
     """The work pool is there. One that was there before is left as it is."""
     pool = WorkPoolCreate(
         name=POOL,
@@ -28,15 +31,26 @@ def ensure_pool() -> None:
         base_job_template=ProcessWorker.get_default_base_job_template(),
         concurrency_limit=POOL_LIMIT,
     )
-    with get_client(sync_client=True) as client:
-        try:
-            client.create_work_pool(pool)
-        except ObjectAlreadyExists:
-            print(f"The work pool {POOL} is there already, and left as it is.")
+    try:
+        client.create_work_pool(pool)
+    except ObjectAlreadyExists:
+        print(f"The work pool {POOL} is there already, and left as it is.", flush=True)
 
 
 def main() -> int:
-    ensure_pool()
+    parser = argparse.ArgumentParser(prog="python -m deployments.stack_setup")
+    parser.add_argument(
+        "--lost-before",
+        metavar="EPOCH_S",
+        type=float,
+        help="close runs of the pool that have had no process since then",
+    )
+    options = parser.parse_args()
+    with get_client(sync_client=True) as client:
+        ensure_pool(client)
+        if options.lost_before is not None:
+            for line in close_lost_runs(client, datetime.fromtimestamp(options.lost_before, UTC)):
+                print(line, flush=True)
     deploy = (sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all")
     # Prefect finds prefect.yaml, and the paths in it, from its working directory.
     code = subprocess.run(deploy, cwd=ROOT, stdin=subprocess.DEVNULL).returncode

@@ -50,28 +50,39 @@ class Report:
             self._pipe.close()
 
 
-class Signals:
-    """SIGTERM and SIGINT, also those that come before there is anything to stop."""
+class Orders:
+    """Why the stack is to end: somebody asked (SIGTERM, SIGINT), nobody waits, a part has failed.
+
+    Also those that come before there is anything to stop.
+    """
 
     def __init__(self) -> None:
-        self._asked: list[str] = []
-        self._supervisor: Supervisor | None = None
+        self._ended = threading.Event()
+        self._hurry = threading.Event()
+        #: The first reason; empty before.
+        self.reason = ""
         signal.signal(signal.SIGTERM, self._on_signal)
         signal.signal(signal.SIGINT, self._on_signal)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
-    def stop(self, supervisor: Supervisor) -> None:
-        """From now on they stop this one."""
-        self._supervisor = supervisor
-        if self._asked:
-            supervisor.interrupt(self._asked[0])
+    def end(self, reason: str) -> None:
+        self.reason = self.reason or reason
+        self._ended.set()
+
+    def is_hurried(self) -> bool:
+        """Somebody asked twice."""
+        return self._hurry.is_set()
+
+    def wait(self) -> None:
+        self._ended.wait()
+
+    def wait_hurried(self) -> None:
+        self._hurry.wait()
 
     def _on_signal(self, signum: int, frame: object) -> None:
-        self._asked.append(f"stopped by {signal.Signals(signum).name}")
-        if self._supervisor is not None:
-            self._supervisor.interrupt(self._asked[0])
-            if len(self._asked) > 1:
-                self._supervisor.hurry()
+        if self.reason:
+            self._hurry.set()
+        self.end(f"stopped by {signal.Signals(signum).name}")
 
 
 class Stage:
@@ -84,35 +95,46 @@ class Stage:
         self._stack = blueprint.stack
         self._report = report
 
-    def run(self, signals: Signals) -> int:
+    def run(self, orders: Orders) -> int:
         """Returns: 0 when it was stopped, 1 when it failed."""
         self._save()
-        events = EventLog(self._place.logs / "events.jsonl", (self._report.pass_on,))
+        events = EventLog(self._place.logs / "events.jsonl", (self._observe,))
         with Supervisor(self._plan, self._ports, events.emit) as supervisor:
             # Before any of them has anything to guard.
             guardians = tree.children(os.getpid())
             self._save(guardians=tuple(map(ProcessId.of, guardians)))
-            signals.stop(supervisor)
-            if self._start_all(supervisor):
-                self._save(state="up")
-                self._report.tell("stack.up")
-                if self._report.is_cut:
-                    supervisor.interrupt("nobody waits for it any more")
-                self._report.close()
-            supervisor.wait_decided()
+            _in_background(lambda: (supervisor.wait_decided(), orders.end(supervisor.reason)))
+            _in_background(lambda: (orders.wait_hurried(), supervisor.hurry()))
+            starting = _in_background(lambda: self._start_all(supervisor, orders))
+            orders.wait()
             self._save(state="stopping")
+            self._end_runs(supervisor, orders)
+            supervisor.interrupt(orders.reason)
+            starting.join()
             verdict = supervisor.teardown()
         return self._conclude(verdict)
 
-    def _start_all(self, supervisor: Supervisor) -> bool:
+    def _start_all(self, supervisor: Supervisor, orders: Orders) -> None:
         for component in self._plan.components:
             if self._report.is_cut:
-                supervisor.interrupt("nobody waits for it any more")
+                orders.end("nobody waits for it any more")
             try:
                 supervisor.start(component.name)
             except RunEnded:
-                return False
-        return True
+                return
+        self._save(state="up")
+        self._report.tell("stack.up")
+        if self._report.is_cut:
+            orders.end("nobody waits for it any more")
+
+    def _end_runs(self, supervisor: Supervisor, orders: Orders) -> None:
+        if self._worker and supervisor.decided_state is None:
+            end_runs(self._worker, within_s=RUNS_WITHIN_S, is_hurried=orders.is_hurried)
+
+    def _observe(self, event: Event) -> None:
+        if event.name == "component.spawned" and event.component == WORKER:
+            self._worker = event.fields["pid"]
+        self._report.pass_on(event)
 
     def _conclude(self, verdict: Verdict) -> int:
         if verdict.state is RunState.CANCELLED:

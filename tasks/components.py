@@ -10,13 +10,14 @@ from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 from prefect.states import Cancelled, Completed, Failed
 
-from tasks.run.errors import RunEnded
+from tasks.run.errors import InvalidSpec, RunEnded
+from tasks.run.failure_kinds import FailureKind
 from tasks.run.lifecycle import RunState
-from tasks.session import RunSession
+from tasks.session import RunSession, check_spec
 
 
 def admit(run: RunSession) -> bool:
-    """Make sure that the run has what its gang asks for; without a gang it has.
+    """Make sure that the run can start: what its spec names is there, and so is its gang.
 
     Returns: whether the run may start.
     """
@@ -69,6 +70,10 @@ def _as_task(name: str, body: Callable[..., State[None]], run: RunSession, *more
 
 
 def _admit(run: RunSession) -> State[None]:
+    try:
+        check_spec(run.spec)
+    except InvalidSpec as error:
+        return Failed(message=run.fail(FailureKind.USER_ERROR, str(error)).message)
     return Completed(message="no GPUs are asked for")
 
 

@@ -107,7 +107,8 @@ class RunRecord:
             if state.is_final:
                 self._content["ended_at"] = self._clock()
             self._save()
-            self._on_move(state, message)
+        # Without the lock: whoever is told may hold one that another of our callers waits for.
+        self._on_move(state, message)
 
     def begin_attempt(self, number: int) -> None:
         with self._lock:
@@ -146,9 +147,10 @@ class RunRecord:
                 self._observe_component(attempt["components"], event.component, event)
             if (state := _STATE_AFTER.get(event.name)) is not None:
                 attempt["state"] = state.value
-                self.move(state)
             elif event.name in ("component.spawned", "component.ready", "component.exited"):
                 self._save()
+        if state is not None:
+            self.move(state)
 
     def _observe_component(self, components: dict[str, Any], name: str, event: Event) -> None:
         if event.name == "component.spawned":

@@ -17,6 +17,7 @@ from tasks.run.errors import RunEnded
 from tasks.run.failure_kinds import FailureKind
 from tasks.run.lifecycle import RunState
 from tasks.run.outcome import Exit, Failure, Verdict
+from tasks.supervise import tree
 from tasks.supervise.blame import failure_of, kind_of_spawn_error
 from tasks.supervise.fate import Decision, Fate
 from tasks.supervise.member import Emit, Member, PortTaken
@@ -46,21 +47,11 @@ class SupervisedAttempt:
         self._emit = emit
         self._client = make_client()
         #: `members[name]`, in the order of their start.
-        self.members = {
-            component.name: Member(
-                component,
-                GuardedProcess.prepare(
-                    component.name, tag={**plan.tag, "MUSTER_COMPONENT": component.name}
-                ),
-                ports=ports,
-                client=self._client,
-                emit=emit,
-            )
-            for component in plan.components
-        }
+        self.members: dict[str, Member] = {}
         self._launched: list[Member] = []
         self._watchers: list[asyncio.Task[None]] = []
         self._progress = self._progress_source()
+        self._silence = Silence([c.command.log for c in plan.components], self._own_questions())
         #: What is decided so far.
         self.fate = Fate()
         #: The step last seen.
@@ -69,6 +60,27 @@ class SupervisedAttempt:
         self._teardown: asyncio.Task[Verdict] | None = None
         #: Set once the run's fate is decided.
         self.decided = asyncio.Event()
+
+    async def prepare(self) -> None:
+        """Have a guardian ready for each component.
+
+        Raises: OSError, when no process can be started; none is left then.
+        """
+        try:
+            for component in self._plan.components:
+                tag = {**self._plan.tag, "MUSTER_COMPONENT": component.name}
+                self.members[component.name] = Member(
+                    component,
+                    GuardedProcess.prepare(component.name, tag=tag),
+                    ports=self._ports,
+                    client=self._client,
+                    emit=self._emit,
+                    own_pids=self._own_pids,
+                )
+        except OSError:
+            await asyncio.gather(*(member.end() for member in self.members.values()))
+            await self._client.aclose()
+            raise
         self._watch(self._follow_progress())
 
     async def start(self, name: str) -> None:
@@ -110,7 +122,8 @@ class SupervisedAttempt:
             message=f"Muster's own supervision failed: {error!r}",
             rule="internal-error",
         )
-        at = time.monotonic()
+        # Never too late: what was looked into may be just what failed.
+        at = min(time.monotonic(), self.fate.horizon_s)
         self._decide(
             Decision(
                 at_monotonic_s=at,
@@ -132,6 +145,8 @@ class SupervisedAttempt:
         """
         if self._teardown is None:
             self.interrupt("the run was ended before its part was done")
+        # An end that came before it may still be looked into, and decides in a moment.
+        await self.decided.wait()
         assert self._teardown is not None
         return await asyncio.shield(self._teardown)
 
@@ -142,13 +157,14 @@ class SupervisedAttempt:
     async def _launch(self, member: Member) -> None:
         """Start the program. Never cut short, so that what was started is known."""
         self._launched.append(member)
+        self._silence.restart()
         try:
             await member.launch()
         except PortTaken as error:
             message = f"{member.name}: {error}"
             self._fail(member, message, "port-taken", kind=FailureKind.PORT_CONFLICT)
-        except (OSError, TimeoutError) as error:
-            what = getattr(error, "strerror", None) or "its guardian does not answer"
+        except OSError as error:  # TimeoutError is one.
+            what = error.strerror or str(error) or "its guardian does not answer"
             message = f"{member.name} can't be started: {what}"
             self._fail(member, message, "spawn", kind=kind_of_spawn_error(error))
         else:
@@ -291,8 +307,7 @@ class SupervisedAttempt:
         for member in reversed(self._launched):
             if pids := await member.end():
                 left[member.name] = pids
-        for member in self.members.values():
-            member.process.dismiss()
+        await asyncio.gather(*(m.end() for m in self.members.values() if not m.is_launched))
         if self._conclusion is not None:
             await asyncio.wait({self._conclusion})
         self._emit("teardown.ended", left=left or None)
@@ -317,10 +332,9 @@ class SupervisedAttempt:
     async def _follow_progress(self) -> None:
         """Read the step from time to time, and notice when nothing moves any more."""
         limit_s = self._plan.stall_after_s
-        silence = Silence([c.command.log for c in self._plan.components], self._own_questions())
         while True:
             await self._read_step()
-            silent_s = silence.lasts_s(self.step)
+            silent_s = self._silence.lasts_s(self.step)
             if limit_s is not None and silent_s > limit_s and self._launched:
                 member = self._stalled_member()
                 message = (
@@ -346,13 +360,18 @@ class SupervisedAttempt:
         asked += [c.live.http for c in self._plan.components if c.live]
         return [f"GET {urlsplit(url).path or '/'}" for url in asked if url]
 
+    def _own_pids(self) -> set[int]:
+        """Every process of this attempt, guardians aside."""
+        return set(tree.descendants(*(m.process.guardian_pid for m in self.members.values())))
+
     def _progress_source(self) -> ProgressSource | None:
         progress = self._plan.progress
         if progress is None:
             return None
         if progress.http is not None:
             return HttpProgress(progress.http, progress.step, self._client)
-        return JsonlProgress(self._plan.cwd / (progress.jsonl or ""), progress.step)
+        path = self._plan.cwd / (progress.jsonl or "")
+        return JsonlProgress(path, progress.step, since=time.time())
 
 
 def _verb(exit: Exit) -> str:

@@ -11,7 +11,8 @@ from tasks.run.outcome import Exit, Failure
 
 _FATAL_SIGNALS = frozenset({"SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGTRAP"})
 _USERS_ERRNOS = frozenset(
-    {errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOEXEC, errno.ENOTDIR, errno.EISDIR}
+    # What Python itself refuses, such as a NUL in an argument, has number 0.
+    {0, errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOEXEC, errno.ENOTDIR, errno.EISDIR}
     | {errno.E2BIG, errno.ELOOP, errno.ENAMETOOLONG}
 )
 

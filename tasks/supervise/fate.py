@@ -35,19 +35,20 @@ class Fate:
     def __init__(self) -> None:
         #: The earliest decision; None while the attempt goes on.
         self.decision: Decision | None = None
-        self._horizon_s = float("inf")
+        #: What happened later does not count.
+        self.horizon_s = float("inf")
 
     def is_open_at(self, at_monotonic_s: float) -> bool:
         """Nothing that happened earlier has decided, or is about to decide, the attempt."""
-        return at_monotonic_s < self._horizon_s
+        return at_monotonic_s < self.horizon_s
 
     def reserve(self, at_monotonic_s: float) -> None:
         """What happened then decides, once it is known how: what came later does not count."""
-        self._horizon_s = min(self._horizon_s, at_monotonic_s)
+        self.horizon_s = min(self.horizon_s, at_monotonic_s)
 
     def decide(self, decision: Decision) -> bool:
         """Take in a decision; whether it holds, for now."""
-        if decision.at_monotonic_s > self._horizon_s:
+        if decision.at_monotonic_s > self.horizon_s:
             return False
         if self.decision and decision.at_monotonic_s >= self.decision.at_monotonic_s:
             return False

@@ -1,11 +1,12 @@
 """The guardian: a small process that owns one component's process tree.
 
 It is started as `python -I -S guardian.py FD PID NAME`, FD being its end of a socket pair whose
-other end only the supervisor, of that pid, holds. Over it go JSON lines. From the supervisor: first the launch order
-(see `Order`), later `{"do": "stop"}` and `{"do": "kill"}`. To the supervisor: `{"event": ...}`
-with `spawned` (pid), `refused` (why nothing was started), `exited` (exit_code or signal of the
-component), `stuck` (pids that SIGKILL does not end) and `empty`, after which the guardian leaves.
-Times in them are CLOCK_MONOTONIC seconds, the same clock in every process of the machine.
+other end only the supervisor, of that pid, holds. Over it go JSON lines. From the supervisor:
+first the launch order (see `Order`), later `{"do": "stop"}` and `{"do": "kill"}`. To the
+supervisor: `{"event": ...}` with `spawned` (pid), `refused` (why nothing was started), `exited`
+(exit_code or signal of the component), `stuck` (pids that SIGKILL does not end) and `empty`, after
+which the guardian leaves. Times in them are CLOCK_MONOTONIC seconds, the same clock in every
+process of the machine.
 
 When the supervisor is gone, whatever the reason, the guardian stops the component and ends what is
 left of its tree. So no single SIGKILL leaves a process: of the component, its descendants come to

@@ -33,6 +33,7 @@ from tasks.supervise.process import GuardedProcess
 _KILL_WITHIN_S = 8.0
 #: An idle guardian leaves in milliseconds, unless it is itself stopped.
 _LEAVE_WITHIN_S = 2.0
+_LAST_ASK_S = 1.0
 
 Emit = Callable[..., None]
 
@@ -52,7 +53,12 @@ class Member:
         ports: PortsReserved,
         client: httpx.AsyncClient,
         emit: Emit,
+        own_pids: Callable[[], set[int]],
     ) -> None:
+        """
+        Args:
+            own_pids: every process of the attempt, this component's and the others'.
+        """
         self.plan = plan
         self.process = process
         #: The launch was ordered: from now on there is something to end.
@@ -64,6 +70,7 @@ class Member:
         self._ports = ports
         self._client = client
         self._emit = emit
+        self._own_pids = own_pids
         self._launched_at = 0.0
         self._launched_monotonic_s = 0.0
         self._notify: NotifySocket | None = None
@@ -116,7 +123,9 @@ class Member:
                 async with asyncio.timeout(ready.within_s):
                     await until_yes(probe, every_s=ready.every_s, on_no=on_no)
             except TimeoutError:
-                raise TimeoutError(reasons[-1]) from None
+                # This process may have been stopped, or starved, when the answer became yes.
+                if await probe.ask(_LAST_ASK_S) is not None:
+                    raise TimeoutError(reasons[-1]) from None
             self._refuse_foreign(probe.local_port)
         self.is_ready = True
         self._emit("component.ready", self.name, pid=self.process.pid, after_s=self.seconds_alive())
@@ -206,7 +215,7 @@ class Member:
         if port is None or not is_listened(port):
             return
         # A port that was reserved for another component is that one's to answer on.
-        ours = set(tree.descendants(os.getpid()))
+        ours = self._own_pids()
         for listener in listeners(port, ours):
             if listener.pid not in ours and self._is_foreign(listener):
                 who = (
@@ -220,18 +229,20 @@ class Member:
                 )
 
     def _is_foreign(self, listener: Listener) -> bool:
-        """Whether a listener outside our tree can't have been started by the component.
+        """Whether a listener outside our tree can't be one that the component has started.
 
-        A container runtime may listen for a component from outside its tree; such a process is
-        younger than the component, and carries no other run's name.
+        A container runtime, or a daemon that was asked to, may listen for a component from outside
+        its tree. Such a process is younger than the component; and it is in a container, or works
+        for one, or carries the run's name. Whatever else is there has taken the port.
         """
         if not self.is_launched:
             return True
         if listener.pid == 0:
-            return False
-        leader = self.process.pid or 0
-        another_run = listener.run_id not in (None, self.plan.command.env.get("MUSTER_RUN_ID"))
-        return another_run or listener.start_ticks < tree.start_ticks(leader)
+            return listener.uid not in (0, os.getuid())
+        if listener.start_ticks < tree.start_ticks(self.process.pid or 0):
+            return True
+        carries_name = listener.run_id == self.plan.command.env.get("MUSTER_RUN_ID")
+        return not (carries_name or listener.is_containers)
 
     def _is_ours(self, pid: int) -> bool:
         return pid in tree.descendants(self.process.guardian_pid)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import socket
 from collections.abc import Iterable
@@ -14,6 +15,8 @@ from tasks.supervise import tree
 _LOWEST, _HIGHEST = 15000, 32000
 _TRIES = 2000
 _LISTEN = "0A"
+#: What container runtimes have listen on a published port, by the names the kernel keeps.
+_FORWARDERS = frozenset({"docker-proxy", "rootlessport", "slirp4netns", "pasta"})
 
 
 class PortsReserved:
@@ -95,6 +98,10 @@ class Listener:
     start_ticks: int
     #: The run its environment names.
     run_id: str | None
+    #: The user who opened the socket.
+    uid: int
+    #: It is in a container, or listens for one.
+    is_containers: bool = False
 
 
 def is_listened(port: int) -> bool:
@@ -117,18 +124,20 @@ def listeners(port: int, likely: Iterable[int] = ()) -> list[Listener]:
         for pid in pids:
             held = _sockets_of(pid) & rest.keys()
             if held:
-                found.append(_describe(pid))
+                found.append(_describe(pid, rest[next(iter(held))]))
                 for inode in held:
                     del rest[inode]
             if not rest:
                 return found
-    return found + [Listener(pid=0, command="", start_ticks=0, run_id=None) for _ in rest]
+    return found + [
+        Listener(pid=0, command="", start_ticks=0, run_id=None, uid=uid) for uid in rest.values()
+    ]
 
 
-def _listening_inodes(port: int) -> dict[str, None]:
-    """Inodes of sockets in state LISTEN. Source: proc_net(5), tcp and tcp6."""
+def _listening_inodes(port: int) -> dict[str, int]:
+    """`uid[inode]` of sockets in state LISTEN. Source: proc_net(5), tcp and tcp6."""
     wanted = f":{port:04X}"
-    inodes: dict[str, None] = {}
+    inodes: dict[str, int] = {}
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         try:
             lines = Path(table).read_text().splitlines()[1:]
@@ -138,7 +147,7 @@ def _listening_inodes(port: int) -> dict[str, None]:
             if f"{wanted} " in line[:50]:
                 fields = line.split()
                 if fields[3] == _LISTEN and fields[1].endswith(wanted):
-                    inodes[fields[9]] = None
+                    inodes[fields[9]] = int(fields[7])
     return inodes
 
 
@@ -161,7 +170,7 @@ def _all_pids() -> list[int]:
     return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
 
 
-def _describe(pid: int) -> Listener:
+def _describe(pid: int, uid: int) -> Listener:
     command, run_id = "", None
     try:
         command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
@@ -171,5 +180,19 @@ def _describe(pid: int) -> Listener:
     except (OSError, UnicodeDecodeError):
         pass
     return Listener(
-        pid=pid, command=command[:200], start_ticks=tree.start_ticks(pid), run_id=run_id
+        pid=pid,
+        command=command[:200],
+        start_ticks=tree.start_ticks(pid),
+        run_id=run_id,
+        uid=uid,
+        is_containers=_is_containers(pid),
     )
+
+
+def _is_containers(pid: int) -> bool:
+    try:
+        if Path(f"/proc/{pid}/comm").read_text().strip() in _FORWARDERS:
+            return True
+        return os.readlink(f"/proc/{pid}/ns/pid") != os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return False

@@ -104,7 +104,7 @@ class HttpProbe:
             return None
         try:
             body = response.json()
-        except ValueError:
+        except (ValueError, RecursionError):
             return f"{self.question}: not JSON: {response.text[:200]!r}"
         unmet = [text for condition in self._conditions if (text := condition.unmet(body))]
         return f"{self.question}: {'; '.join(unmet)}" if unmet else None
@@ -159,6 +159,7 @@ class LogProbe:
                     self._offset += len(data)
                     if self._matches(data):
                         return None
+                    await asyncio.sleep(0)  # A log that grows fast must not keep others waiting.
         except OSError as error:
             return f"{self.question}: {error.strerror}"
         return f"{self.question}: no such line yet"
@@ -264,15 +265,15 @@ def _accepts(port: int | None) -> bool:
     """Somebody accepts connections on loopback; never waits."""
     if port is None:
         return False
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as s:
-        s.setblocking(False)
-        try:
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as s:
+            s.setblocking(False)
             s.connect(("127.0.0.1", port))
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
+    except BlockingIOError:
         return True
+    except OSError:
+        return False
+    return True
 
 
 def _size(path: Path) -> int:

@@ -57,7 +57,8 @@ class GuardedProcess:
 
     `prepare` starts the guardian, `launch` the command. After that, `exited` resolves with the
     command's Exit and `empty` once nothing of its tree is left, nor of the guardian; both resolve
-    whatever happens to the guardian. Closing the loop's process, by any signal, makes the guardian stop the command.
+    whatever happens to the guardian. Closing the loop's process, by any signal, makes the guardian
+    stop the command.
     """
 
     def __init__(self, name: str, popen: subprocess.Popen[bytes], channel: socket.socket) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
+import os
+import re
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -34,29 +37,48 @@ class HttpProgress:
             async with asyncio.timeout(5.0):
                 response = await self._client.get(self._url)
             return number_at(response.json(), self._key)
-        except (TimeoutError, httpx.HTTPError, httpx.InvalidURL, OSError, ValueError):
+        except (
+            TimeoutError,
+            httpx.HTTPError,
+            httpx.InvalidURL,
+            OSError,
+            ValueError,
+            RecursionError,
+        ):
             return None
 
 
 class JsonlProgress:
-    """The step stands in the last whole line of a file of JSON lines."""
+    """The step stands in the last whole line of a file of JSON lines.
 
-    def __init__(self, path: Path, key: str) -> None:
+    A file that was last written before the attempt began tells of another one.
+    """
+
+    def __init__(self, path: Path, key: str, since: float = 0.0) -> None:
+        """
+        Args:
+            since: UTC epoch seconds.
+        """
         self._path = path
         self._key = key
+        # File systems stamp with a coarse clock, a tick behind.
+        self._since = since - 0.1
 
     async def step(self) -> float | None:
         try:
             with self._path.open("rb") as f:
+                if os.fstat(f.fileno()).st_mtime < self._since:
+                    return None
                 f.seek(0, 2)
                 f.seek(max(0, f.tell() - _TAIL_BYTES))
-                lines = f.read().split(b"\n")[:-1]
+                lines = f.read().split(b"\n")
         except OSError:
             return None
+        # A part of an object is not JSON, so a last line without its end is no danger.
         for line in reversed(lines):
             try:
                 step = number_at(json.loads(line), self._key)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
             if step is not None:
                 return step
@@ -64,13 +86,14 @@ class JsonlProgress:
 
 
 def number_at(content: Any, key: str) -> float | None:
-    """The number at a dotted key of decoded JSON; None where there is none."""
+    """The finite number at a dotted key of decoded JSON; None where there is none."""
     for part in key.split("."):
         if not isinstance(content, dict) or part not in content:
             return None
         content = content[part]
     is_number = isinstance(content, (int, float)) and not isinstance(content, bool)
-    return content if is_number else None
+    # NaN would count as progress each time it is read, and is never less than what success asks.
+    return content if is_number and math.isfinite(content) else None
 
 
 class Silence:
@@ -88,10 +111,16 @@ class Silence:
                 question of ours: a server that logs each request is not alive for that.
         """
         self._read_bytes = dict.fromkeys(logs, 0)
-        self._own_questions = tuple(own_questions)
+        # The question for /status is not one for /status/7 or, of `/`, for every path there is.
+        echoes = "|".join(re.escape(question) for question in own_questions)
+        self._echo = re.compile(rf"(?:{echoes})(?![\w/.%-])") if echoes else None
         self._clock = clock
         self._step: float | None = None
         self._since = clock()
+
+    def restart(self) -> None:
+        """Count from now: something was done that takes its time to be heard of."""
+        self._since = self._clock()
 
     def lasts_s(self, step: float | None) -> float:
         """Seconds since the step changed or a component wrote a line of its own."""
@@ -115,6 +144,7 @@ class Silence:
                 lines = f.read(size - start).decode("utf-8", "replace").splitlines()
         except OSError:
             return False
-        return any(
-            line.strip() and not any(echo in line for echo in self._own_questions) for line in lines
-        )
+        return any(line.strip() and not self._is_echo(line) for line in lines)
+
+    def _is_echo(self, line: str) -> bool:
+        return self._echo is not None and self._echo.search(line) is not None

@@ -117,4 +117,6 @@ class Supervisor:
 
 
 async def _make(plan: AttemptPlan, ports: PortsReserved, emit: Emit) -> SupervisedAttempt:
-    return SupervisedAttempt(plan, ports, emit)
+    attempt = SupervisedAttempt(plan, ports, emit)
+    await attempt.prepare()
+    return attempt

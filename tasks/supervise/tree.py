@@ -138,10 +138,10 @@ def children(pid: int) -> list[int]:
         return children_of_all().get(pid, [])
 
 
-def descendants(pid: int) -> list[int]:
-    """All pids below `pid`, parents before their children, zombies included."""
+def descendants(*roots: int) -> list[int]:
+    """All pids below the roots, parents before their children, zombies included."""
     tree = children_of_all()
-    found = list(tree.get(pid, []))
+    found = [pid for root in roots for pid in tree.get(root, [])]
     for parent in found:
         found.extend(tree.get(parent, []))
     return found

@@ -38,7 +38,7 @@ Started = subprocess.Popen[bytes]
 
 
 def measure(*, quick: bool) -> Result:
-    rounds = 1 if quick else 12
+    rounds = 1 if quick else 8
     # Where the lag arises: `parts[kind][phase]`, ms over the three components of a sample.
     parts: dict[str, dict[str, list[float]]] = {
         kind: {"making": [], "first line": [], "seen": []} for kind in _KINDS
@@ -145,7 +145,8 @@ def _by_flow(url: str) -> float:
         }
         with FlowProcess(place, spec, url) as flow:
             seen = flow.components()
-        return (seen[NAMES[-1]]["ready_at"] - seen[NAMES[0]]["started_at"] - _OWN_S) * 1000
+        first, last = seen[NAMES[0]], seen[NAMES[-1]]
+        return (float(last["ready_at"]) - float(first["started_at"]) - _OWN_S) * 1000
 
 
 def _by_popen(kind: str, await_ready: Callable[[Started, int], None]) -> float:

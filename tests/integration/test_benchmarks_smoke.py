@@ -1,0 +1,51 @@
+"""The benchmarks run and say their figures; what the figures are is no test's business."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_quick_benchmarks_print_a_table_and_write_every_figure(tmp_path: Path) -> None:
+    written = tmp_path / "figures.json"
+
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "tests.benchmarks", "starting", "watching"),
+            *("--quick", "--json", str(written)),
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(written.read_text())
+    assert figures["quick"] is True
+    assert {"at", "python", "kernel", "cpus", "load"} <= figures["machine"].keys()
+    assert [found["name"] for found in figures["benchmarks"]] == ["watching", "starting"]
+    for found in figures["benchmarks"]:
+        assert found["rows"][0]["way"].startswith("Muster")
+        assert any(row["times_muster"] for row in found["rows"][1:])
+        for row in found["rows"]:
+            assert row["way"] in done.stdout
+            assert row["samples"] == len(row["values"]) > 0
+            assert min(row["values"]) >= 0 and row["median"] <= row["p99"] <= row["max"]
+
+
+def test_unknown_benchmark_is_named_and_nothing_runs() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.benchmarks", "speed"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+    assert done.returncode == 2
+    assert "no benchmark 'speed'; there are crash, readiness, overhead" in done.stderr
