@@ -7,22 +7,19 @@ prefect.yaml. One stack belongs to one MUSTER_HOME. All of it listens on loopbac
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 from deployments.stack_answers import answers, are_all_answering, until_answering
-from deployments.stack_env import HOST, POOL, ROOT, client_env
-from deployments.stack_state import STOP_WITHIN_S, Stack, StackError, StackPlace
-from tasks.run.causes import last_lines, read_tail
+from deployments.stack_env import HOST, POOL, ROOT, RUN_ID, client_env
+from deployments.stack_launch import launch, stop, tail_of
+from deployments.stack_state import Stack, StackError, StackPlace
 from tasks.supervise.ports import listeners
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
@@ -33,7 +30,7 @@ _OTHER_COMMAND_WITHIN_S = 600.0
 _SETUP_WITHIN_S = 120.0
 
 
-def up(place: StackPlace, port: int | None) -> int:
+def up(place: StackPlace, port: int | None, ray_dashboard: int | None) -> int:
     """Start the stack, or say that it is there; either way every deployment is applied."""
     with place.locked(_say_waiting, _OTHER_COMMAND_WITHIN_S):
         stack = place.load()
@@ -41,12 +38,15 @@ def up(place: StackPlace, port: int | None) -> int:
             return _again(place, stack, port)
         if stack is not None and stack.is_running:
             _say("A stack is coming to its end here: waiting for that.")
-            _stop(stack)
-        place.clear()
-        wanted = port or _default_port()
-        _refuse_taken(wanted)
-        place.begin_logs()
-        stack = _start(place, wanted)
+            stop(stack)
+        with place.no_supervisor() as lock_fd:
+            place.clear()
+            wanted = port or _default_port()
+            _refuse_taken(wanted)
+            if ray_dashboard:
+                _refuse_taken(ray_dashboard)
+            place.begin_logs()
+            stack = launch(place, wanted, ray_dashboard, lock_fd, _say)
         _say(_summary(place, stack))
     return EXIT_OK
 
@@ -56,15 +56,19 @@ def down(place: StackPlace, port: int | None) -> int:
     with place.locked(_say_waiting, _OTHER_COMMAND_WITHIN_S):
         stack = place.load()
         if stack is None:
+            # One that an `up` was killed over may not have described itself yet.
+            with place.no_supervisor():
+                place.clear()
             _say(f"No stack of {place.directory.parent} is running.")
             return EXIT_OK
         _refuse_other_port(stack, port)
         if stack.is_running:
             _say("Stopping the worker with its runs, Ray, and the Prefect server.")
-            _stop(stack)
+            stop(stack)
         elif stack.state in ("starting", "up"):
             _say("The stack's supervisor was killed: waiting until its parts have ended, too.")
-        place.clear()
+        with place.no_supervisor():
+            place.clear()
         _say("The stack is stopped; nothing of it is left.")
         return EXIT_OK
 
@@ -89,90 +93,29 @@ def status(place: StackPlace, port: int | None) -> int:
     return EXIT_OK if are_all_answering(found) else EXIT_FAILED
 
 
-def _start(place: StackPlace, port: int) -> Stack:
-    """Start a supervisor and wait until all answers.
-
-    Raises: StackError, with nothing left. An interrupt leaves nothing either.
-    """
-    read_fd, write_fd = os.pipe()
-    with (place.log("supervisor")).open("ab") as log:
-        supervisor = subprocess.Popen(
-            (
-                *(sys.executable, "-m", "deployments.stack_supervisor"),
-                *("--port", str(port), "--report-fd", str(write_fd)),
-            ),
-            cwd=ROOT,
-            env={**os.environ, "MUSTER_HOME": str(place.directory.parent)},
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            pass_fds=[write_fd],
-            start_new_session=True,
-        )
-    os.close(write_fd)
-    try:
-        with os.fdopen(read_fd, encoding="utf-8") as report:
-            _follow(place, report)
-        stack = place.load()
-        assert stack is not None
-        until_answering(stack)
-    except BaseException:
-        supervisor.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            supervisor.wait(STOP_WITHIN_S)
-        supervisor.kill()
-        supervisor.wait()
-        place.clear()
-        _say("The stack was not started; nothing of it is left.")
-        raise
-    return stack
-
-
-def _follow(place: StackPlace, report: Any) -> None:
-    """Show how the start goes on, until the stack is up; raises StackError."""
-    for line in report:
-        event = json.loads(line)
-        match event["event"]:
-            case "component.spawned":
-                _say(f"  {event['component']}: starting (pid {event['pid']})")
-            case "component.ready":
-                _say(f"  {event['component']}: ready after {event['after_s']:.1f} s")
-            case "stack.up":
-                return
-            case "stack.failed":
-                tail = f"\nLast lines of {event['log']}:\n{event['log_tail']}"
-                raise StackError(f"{event['message']}{tail if event['log_tail'] else ''}")
-    log = place.log("supervisor")
-    raise StackError(f"its supervisor has ended; last lines of {log}:\n{_tail(log)}")
-
-
 def _again(place: StackPlace, stack: Stack, port: int | None) -> int:
     _refuse_other_port(stack, port)
     _say(f"The stack is up already (pid {stack.supervisor.pid}): applying the deployments again.")
     until_answering(stack)
     log = place.log("deployments")
     with log.open("ab") as output:
-        code = subprocess.run(
-            (sys.executable, "-m", "deployments.stack_setup"),
-            cwd=ROOT,
-            env=client_env(place.directory.parent, stack.api_url),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            timeout=_SETUP_WITHIN_S,
-        ).returncode
-    if code != 0:
-        raise StackError(f"the deployments were not applied; last lines of {log}:\n{_tail(log)}")
+        try:
+            subprocess.run(
+                (sys.executable, "-m", "deployments.stack_setup"),
+                cwd=ROOT,
+                env=client_env(place.directory.parent, stack.api_url),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                timeout=_SETUP_WITHIN_S,
+                check=True,
+            )
+        except subprocess.SubprocessError as error:
+            raise StackError(
+                f"the deployments were not applied: {error}\nLast lines of {log}:\n{tail_of(log)}"
+            ) from None
     _say(_summary(place, stack))
     return EXIT_OK
-
-
-def _stop(stack: Stack) -> None:
-    stack.supervisor.send(signal.SIGTERM)
-    if not stack.supervisor.is_gone_within(STOP_WITHIN_S):
-        # Its guardians see that, and end what they guard.
-        stack.supervisor.send(signal.SIGKILL)
-        stack.supervisor.is_gone_within(STOP_WITHIN_S)
 
 
 def _summary(place: StackPlace, stack: Stack) -> str:
@@ -207,10 +150,11 @@ def _default_port() -> int:
 
 
 def _refuse_taken(port: int) -> None:
-    found = [
-        f"pid {listener.pid} ({listener.command})" if listener.pid else "another user's process"
-        for listener in listeners(port)
-    ]
+    found = []
+    for listener in listeners(port):
+        stack = "the stack of another MUSTER_HOME, " if listener.run_id == RUN_ID else ""
+        who = f"pid {listener.pid} ({listener.command})" if listener.pid else "another user"
+        found.append(f"{stack}{who}")
     if found:
         raise StackError(
             f"port {port} is taken by {' and '.join(found)}: end it, or choose another port with "
@@ -230,12 +174,12 @@ def _say_waiting() -> None:
     _say("Another `up` or `down` of this stack is under way: waiting for it.")
 
 
-def _tail(log: Path) -> str:
-    return last_lines(read_tail(log))
-
-
 def _say(text: str) -> None:
-    print(text, flush=True)
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        # `make up | head`: that nobody reads on is no reason to stop half way.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -259,6 +203,12 @@ def _parser() -> argparse.ArgumentParser:
             help=f"of the Prefect server; else that of PREFECT_API_URL, or {_DEFAULT_PORT}",
         )
         if name == "up":
+            command.add_argument(
+                "--ray-dashboard",
+                metavar="PORT",
+                type=_port_or_any,
+                help="of Ray's dashboard; else 8265 where that is free; 0: any free one",
+            )
             command.add_argument("--gpus", metavar="NxG", help="not yet: nodes with fake GPUs")
     return parser
 
@@ -267,6 +217,10 @@ def _port(text: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= 65535:
         raise argparse.ArgumentTypeError(f"not a port: {text!r} (1 to 65535)")
     return int(text)
+
+
+def _port_or_any(text: str) -> int:
+    return 0 if text == "0" else _port(text)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -279,9 +233,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # A shell that puts this in the background would have SIGINT ignored.
         signal.signal(signum, signal.default_int_handler)
     try:
-        run = {"up": up, "down": down, "status": status}[options.command]
-        return run(StackPlace.of_home(), options.port)
-    except StackError as error:
+        place = StackPlace.of_home()
+        if options.command == "up":
+            return up(place, options.port, options.ray_dashboard)
+        return {"down": down, "status": status}[options.command](place, options.port)
+    except (StackError, OSError) as error:
         print(f"{options.command}: {error}", file=sys.stderr)
         return EXIT_FAILED
     except KeyboardInterrupt:

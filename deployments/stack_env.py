@@ -11,6 +11,8 @@ from tasks.run.lookup import component_path
 
 ROOT = Path(__file__).resolve().parents[1]
 HOST = "127.0.0.1"
+#: In place of a run's id, in the environment of the parts.
+RUN_ID = "stack"
 #: The work pool.
 POOL = "gang"
 #: The first words of the last line of `stack_setup`, once all is done.

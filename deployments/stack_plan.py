@@ -13,7 +13,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from deployments.stack_env import HOST, POOL, ROOT, SET_UP, STACK_VARIABLE, client_env
+from deployments.stack_env import (
+    HOST,
+    POOL,
+    ROOT,
+    RUN_ID,
+    SET_UP,
+    STACK_VARIABLE,
+    client_env,
+)
 from deployments.stack_state import RAY_TEMP_PREFIX, ProcessId, Stack, StackPlace
 from tasks.run.probes import ReadyProbe
 from tasks.server import server_command
@@ -21,7 +29,6 @@ from tasks.supervise.plan import AttemptPlan, ComponentPlan
 from tasks.supervise.ports import PortsReserved, is_listened
 from tasks.supervise.process import Command
 
-RUN_ID = "stack"
 #: Where run specs look for Ray unless they say otherwise; taken where it is free.
 RAY_DASHBOARD_PORT = 8265
 
@@ -51,18 +58,19 @@ class Blueprint:
     ports: PortsReserved
 
 
-def draw_up(place: StackPlace, port: int) -> Blueprint:
+def draw_up(place: StackPlace, port: int, ray_dashboard: int | None = None) -> Blueprint:
     """The stack of this process, with ports and Ray's directory of its own.
 
     Args:
         port: of the Prefect server.
+        ray_dashboard: its port; 0: any free one, None: 8265 where that is free.
 
     Raises: OSError, when no port is free or no directory can be made.
     """
     names = [*_RAY_PORTS.values(), f"{RAY}.dashboard", f"{WORKER}.health"]
     ports = PortsReserved(names)
-    dashboard = ports.numbers[f"{RAY}.dashboard"]
-    if not is_listened(RAY_DASHBOARD_PORT):
+    dashboard = ray_dashboard or ports.numbers[f"{RAY}.dashboard"]
+    if ray_dashboard is None and not is_listened(RAY_DASHBOARD_PORT):
         dashboard = RAY_DASHBOARD_PORT
     url = f"http://{HOST}:{port}"
     stack = Stack(

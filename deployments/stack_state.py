@@ -9,7 +9,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,8 +25,8 @@ from tasks.supervise import tree
 
 RAY_TEMP_PREFIX = "muster-ray-"
 
-#: A stop is over by then: the worker's grace period, Ray's, the server's, and what follows each.
-STOP_WITHIN_S = 120.0
+#: A stop is over by then: the runs, and each part's grace period with what follows it.
+STOP_WITHIN_S = 180.0
 _POLL_EVERY_S = 0.1
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -155,7 +155,7 @@ class StackPlace:
         self.logs.mkdir(parents=True)
 
     def clear(self) -> None:
-        """End what is left of a stack whose supervisor has gone, and forget it.
+        """End what is left of a stack without a supervisor (see `no_supervisor`), and forget it.
 
         Its guardians end what they guard by themselves, so mostly this only waits for them.
 
@@ -175,8 +175,7 @@ class StackPlace:
             shutil.rmtree(stack.ray_temp, ignore_errors=True)
         self._state.unlink()
 
-    @contextmanager
-    def locked(self, on_wait: Callable[[], None], limit_s: float) -> Iterator[None]:
+    def locked(self, on_wait: Callable[[], None], limit_s: float) -> AbstractContextManager[int]:
         """Alone among the commands that start and stop this stack.
 
         Args:
@@ -184,10 +183,23 @@ class StackPlace:
 
         Raises: StackError, when the other does not end.
         """
+        return self._flock("lock", on_wait, limit_s)
+
+    def no_supervisor(self, limit_s: float = STOP_WITHIN_S) -> AbstractContextManager[int]:
+        """While it is open no supervisor of this stack is alive, but one that inherits the lock.
+
+        Returns: the file descriptor of the lock, which the next supervisor holds for its life.
+
+        Raises: StackError, when the one that is there does not end.
+        """
+        return self._flock("supervisor.lock", lambda: None, limit_s)
+
+    @contextmanager
+    def _flock(self, name: str, on_wait: Callable[[], None], limit_s: float) -> Iterator[int]:
         self.directory.mkdir(parents=True, exist_ok=True)
         deadline = time.monotonic() + limit_s
         waiting = False
-        with (self.directory / "lock").open("w") as lock:
+        with (self.directory / name).open("w") as lock:
             while True:
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -197,9 +209,10 @@ class StackPlace:
                         on_wait()
                     waiting = True
                 if time.monotonic() > deadline:
-                    raise StackError(f"the other command has not ended within {limit_s:.0f} s")
+                    held = f"{self.directory / name} is held"
+                    raise StackError(f"{held}: another process has not ended in {limit_s:.0f} s")
                 time.sleep(_POLL_EVERY_S)
-            yield
+            yield lock.fileno()
 
     @property
     def _state(self) -> Path:

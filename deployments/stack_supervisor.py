@@ -4,8 +4,8 @@
 each thing that happens, the last of them `stack.up` or `stack.failed`. A reader that has gone
 before the stack is up means that nobody waits for it any more: then all is stopped.
 
-SIGTERM stops the stack, a second one without grace periods. However this process ends, the parts'
-guardians see it and leave nothing.
+SIGTERM stops the runs of the worker and then the stack, a second one without grace periods. However
+this process ends, the parts' guardians see it and leave nothing.
 """
 
 from __future__ import annotations
@@ -14,9 +14,12 @@ import argparse
 import json
 import os
 import signal
+import threading
+from contextlib import suppress
 from typing import Any
 
-from deployments.stack_plan import Blueprint, draw_up
+from deployments.stack_plan import RUNS_WITHIN_S, WORKER, Blueprint, draw_up
+from deployments.stack_runs import end_runs
 from deployments.stack_state import ProcessId, Stack, StackPlace
 from tasks.run.errors import RunEnded
 from tasks.run.events import Event, EventLog
@@ -24,6 +27,8 @@ from tasks.run.lifecycle import RunState
 from tasks.run.outcome import Verdict
 from tasks.supervise import tree
 from tasks.supervise.supervisor import Supervisor
+
+_STOP_SIGNALS = frozenset((signal.SIGTERM, signal.SIGINT))
 
 
 class Report:
@@ -46,43 +51,8 @@ class Report:
         self.tell(event.name, component=event.component, **event.fields)
 
     def close(self) -> None:
-        if not self.is_cut:
+        with suppress(OSError):
             self._pipe.close()
-
-
-class Orders:
-    """Why the stack is to end: somebody asked (SIGTERM, SIGINT), nobody waits, a part has failed.
-
-    Also those that come before there is anything to stop.
-    """
-
-    def __init__(self) -> None:
-        self._ended = threading.Event()
-        self._hurry = threading.Event()
-        #: The first reason; empty before.
-        self.reason = ""
-        signal.signal(signal.SIGTERM, self._on_signal)
-        signal.signal(signal.SIGINT, self._on_signal)
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
-
-    def end(self, reason: str) -> None:
-        self.reason = self.reason or reason
-        self._ended.set()
-
-    def is_hurried(self) -> bool:
-        """Somebody asked twice."""
-        return self._hurry.is_set()
-
-    def wait(self) -> None:
-        self._ended.wait()
-
-    def wait_hurried(self) -> None:
-        self._hurry.wait()
-
-    def _on_signal(self, signum: int, frame: object) -> None:
-        if self.reason:
-            self._hurry.set()
-        self.end(f"stopped by {signal.Signals(signum).name}")
 
 
 class Stage:
@@ -94,8 +64,10 @@ class Stage:
         self._ports = blueprint.ports
         self._stack = blueprint.stack
         self._report = report
+        self._worker: int | None = None
+        self._lock = threading.Lock()
 
-    def run(self, orders: Orders) -> int:
+    def run(self) -> int:
         """Returns: 0 when it was stopped, 1 when it failed."""
         self._save()
         events = EventLog(self._place.logs / "events.jsonl", (self._observe,))
@@ -103,33 +75,39 @@ class Stage:
             # Before any of them has anything to guard.
             guardians = tree.children(os.getpid())
             self._save(guardians=tuple(map(ProcessId.of, guardians)))
-            _in_background(lambda: (supervisor.wait_decided(), orders.end(supervisor.reason)))
-            _in_background(lambda: (orders.wait_hurried(), supervisor.hurry()))
-            starting = _in_background(lambda: self._start_all(supervisor, orders))
-            orders.wait()
+            threading.Thread(target=self._obey_signals, args=(supervisor,), daemon=True).start()
+            if self._start_all(supervisor):
+                self._report.tell("stack.up")
+                self._report.close()
+            if self._report.is_cut:
+                supervisor.interrupt("nobody waits for it any more")
+            supervisor.wait_decided()
             self._save(state="stopping")
-            self._end_runs(supervisor, orders)
-            supervisor.interrupt(orders.reason)
-            starting.join()
             verdict = supervisor.teardown()
         return self._conclude(verdict)
 
-    def _start_all(self, supervisor: Supervisor, orders: Orders) -> None:
+    def _start_all(self, supervisor: Supervisor) -> bool:
         for component in self._plan.components:
             if self._report.is_cut:
-                orders.end("nobody waits for it any more")
+                return False
             try:
                 supervisor.start(component.name)
             except RunEnded:
-                return
-        self._save(state="up")
-        self._report.tell("stack.up")
-        if self._report.is_cut:
-            orders.end("nobody waits for it any more")
+                return False
+        return self._save(state="up")
 
-    def _end_runs(self, supervisor: Supervisor, orders: Orders) -> None:
-        if self._worker and supervisor.decided_state is None:
-            end_runs(self._worker, within_s=RUNS_WITHIN_S, is_hurried=orders.is_hurried)
+    def _obey_signals(self, supervisor: Supervisor) -> None:
+        signum = signal.sigwait(_STOP_SIGNALS)
+        self._save(state="stopping")
+        if self._worker is not None:
+            end_runs(
+                self._worker,
+                within_s=RUNS_WITHIN_S,
+                is_hurried=lambda: bool(signal.sigpending() & _STOP_SIGNALS),
+            )
+        supervisor.interrupt(f"stopped by {signal.Signals(signum).name}")
+        signal.sigwait(_STOP_SIGNALS)
+        supervisor.hurry()
 
     def _observe(self, event: Event) -> None:
         if event.name == "component.spawned" and event.component == WORKER:
@@ -140,34 +118,44 @@ class Stage:
         if verdict.state is RunState.CANCELLED:
             self._save(state="stopped", message=verdict.message)
             return 0
-        failure = verdict.failure
         # Only a part that has failed ends the stack by itself.
+        failure = verdict.failure
         message = failure.message if failure is not None else verdict.message
-        self._save(state="failed", message=message)
         log = self._place.log(failure.component) if failure and failure.component else None
         tail = failure.log_tail if failure is not None else ""
+        self._save(state="failed", message=message)
         self._report.tell("stack.failed", message=message, log=log, log_tail=tail)
         print(f"The stack failed: {message}", flush=True)
         return 1
 
-    def _save(self, **changes: Any) -> None:
-        self._stack = Stack.model_validate({**self._stack.model_dump(), **changes})
-        self._place.save(self._stack)
+    def _save(self, **changes: Any) -> bool:
+        """Note it in the file; False for a state that was left behind already."""
+        with self._lock:
+            if changes.get("state") == "up" and self._stack.state != "starting":
+                return False
+            self._stack = Stack.model_validate({**self._stack.model_dump(), **changes})
+            self._place.save(self._stack)
+            return True
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m deployments.stack_supervisor")
     parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--ray-dashboard", type=int, help="a port; 0: any free one")
     parser.add_argument("--report-fd", type=int, required=True)
+    parser.add_argument("--lock-fd", type=int, required=True, help="kept open, and that is all")
     options = parser.parse_args()
-    signals = Signals()
+    # Taken by one thread that waits for them; those that come before it does are kept for it.
+    signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     report = Report(options.report_fd)
-    os.set_inheritable(options.report_fd, False)
+    for fd in (options.report_fd, options.lock_fd):
+        os.set_inheritable(fd, False)
     place = StackPlace.of_home()
     try:
         place.server_home.mkdir(parents=True, exist_ok=True)
-        blueprint = draw_up(place, options.port)
-        return Stage(place, blueprint, report).run(signals)
+        blueprint = draw_up(place, options.port, options.ray_dashboard)
+        return Stage(place, blueprint, report).run()
     except OSError as error:
         report.tell("stack.failed", message=f"could not start: {error}", log=None, log_tail="")
         raise

@@ -1,17 +1,25 @@
-"""What `prefect deploy` calls: the run spec of a file as the parameter of its deployment."""
+"""A run spec as a deployment's parameter: for `prefect deploy`, and for `--param` of one run."""
 
 from __future__ import annotations
 
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from tasks.run.errors import InvalidSpec
 from tasks.run.layout import project_root
 from tasks.run.loading import load_spec
+
+EXIT_PRINTED, EXIT_INVALID = 0, 2
 
 
 def load_run_spec(path: str) -> dict[str, Any]:
     """A build step of prefect.yaml: `{{ ID.spec }}` then stands for the content of a spec file.
 
-    A faulty file fails the deploy here, with every fault, and not the first scheduled run.
+    A faulty file fails the deploy, with every fault, and not the first run that a schedule starts.
 
     Args:
         path: The file, relative to the project's root.
@@ -22,3 +30,39 @@ def load_run_spec(path: str) -> dict[str, Any]:
         InvalidSpec: With every fault of the file.
     """
     return {"spec": load_spec(project_root() / path).written()}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the spec of a file as JSON, with values changed.
+
+    Returns: 0, or 2 where the spec is invalid.
+    """
+    options = _parser().parse_args(arguments)
+    try:
+        spec = load_spec(Path(options.spec), options.set)
+    except InvalidSpec as error:
+        print(error, file=sys.stderr)
+        return EXIT_INVALID
+    print(json.dumps(spec.written()))
+    return EXIT_PRINTED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m tasks.deploying",
+        description="Print a run spec as JSON, for the parameter `spec` of one run: prefect "
+        "deployment run 'train/NAME' --param \"spec=$(python -m tasks.deploying SPEC.yaml)\"",
+    )
+    parser.add_argument("spec", metavar="SPEC.yaml", help="the run spec")
+    parser.add_argument(
+        "--set",
+        metavar="a.b=c",
+        action="append",
+        default=[],
+        help="change a value, for example --set progress.total=20; repeatable",
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

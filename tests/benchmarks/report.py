@@ -32,6 +32,8 @@ class Row:
     note: str = ""
     #: How many were measured; None: as many as there are values. 0: computed.
     samples: int | None = None
+    #: Rows of one group are compared with its first.
+    group: str = ""
     #: A part of another row, or another figure, so that a ratio would say nothing.
     is_detail: bool = False
 
@@ -51,7 +53,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """One benchmark's rows; the first is Muster's, to which the ratios are."""
+    """One benchmark's rows; the first of each group is Muster's, to which the ratios are."""
 
     name: str
     #: What is measured, in a line.
@@ -60,7 +62,7 @@ class Result:
 
     def ratio(self, row: Row) -> float | None:
         """How many times Muster's median this way's is; None where that says nothing."""
-        base = self.rows[0].median
+        base = next(other for other in self.rows if other.group == row.group).median
         return None if row.is_detail or base <= 0 else row.median / base
 
 

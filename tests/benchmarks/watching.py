@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from tasks.run.layout import project_root
@@ -43,6 +44,8 @@ def _watch(count: int, windows: int, window_s: float) -> list[Row]:
             pids[way] = stack.enter_context(_watcher(way, count))
             took_s[way] = time.monotonic() - began
         guardians = _guardians_of(pids["supervisor"])
+        if len(guardians) != count:
+            raise RuntimeError(f"{len(guardians)} guardians for {count} components")
         say(f"  {count} components each: {windows} windows of {window_s:g} s")
         time.sleep(_SETTLE_S)
         groups = {**{way: [pid] for way, pid in pids.items()}, "guardians": guardians}
@@ -54,7 +57,7 @@ def _watch(count: int, windows: int, window_s: float) -> list[Row]:
     both = [a + b for a, b in zip(used["supervisor"], used["guardians"], strict=True)]
     n = f"{count:,}"
     rss, pss = (statistics.mean(column) for column in zip(*memory, strict=True))
-    return [
+    rows = [
         Row(way=f"Muster, {n}: Supervisor and guardians", values=both, unit="%"),
         Row(way="its guardians", values=used["guardians"], unit="%", is_detail=True),
         Row(way="memory of a guardian, its share (PSS)", values=[pss], unit="MB", is_detail=True),
@@ -64,6 +67,7 @@ def _watch(count: int, windows: int, window_s: float) -> list[Row]:
         Row(way=f"Popen.poll each 1 s, {n}", values=used["poll"], unit="%", note="model"),
         Row(way="starting them all", values=[took_s["poll"]], unit="s", is_detail=True),
     ]
+    return [replace(row, group=n) for row in rows]
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -11,7 +12,7 @@ import pytest
 from tasks.run.lifecycle import RunState
 from tasks.run.probes import ReadyProbe
 from tests.support.shapes import SHAPES
-from tests.support.stage import DEADLINE_S, Stage, is_alive, python, sh, wait_until
+from tests.support.stage import DEADLINE_S, Stage, is_alive, sh, wait_until
 
 UP = ReadyProbe(log="up", within_s=DEADLINE_S)
 
@@ -39,40 +40,106 @@ def test_nothing_of_a_tree_is_left_after_its_guardian_is_killed(stage: Stage, sh
     assert verdict.left == {}
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+def test_nothing_of_a_tree_is_left_when_its_leader_is_killed(stage: Stage, shape: str) -> None:
+    supervisor = stage.running(stage.component("trainer", SHAPES[shape], ready=UP))
+
+    os.kill(stage.pid_of("trainer"), signal.SIGKILL)
+    verdict = stage.verdict_of(supervisor)
+
+    assert verdict.failure is not None and verdict.failure.component == "trainer"
+    assert verdict.failure.signal == "SIGKILL"
+
+
+def test_guardian_that_is_stopped_is_given_up_and_its_tree_ended(stage: Stage) -> None:
+    supervisor = stage.running(stage.component("trainer", SHAPES["double-fork-daemon"], ready=UP))
+
+    os.kill(stage.guardian_of("trainer"), signal.SIGSTOP)
+    os.kill(stage.pid_of("trainer"), signal.SIGKILL)
+    verdict = stage.verdict_of(supervisor)
+
+    assert verdict.failure is not None and verdict.failure.component == "trainer"
+    assert verdict.left == {}
+
+
+def test_hurry_cuts_every_grace_period_short(stage: Stage) -> None:
+    stubborn = SHAPES["leader-ignores-term"]
+    supervisor = stage.running(
+        *(stage.component(name, stubborn, ready=UP, grace_s=600.0) for name in ("api", "trainer"))
+    )
+
+    supervisor.interrupt("enough")
+    supervisor.hurry()
+    verdict = stage.end(supervisor)
+
+    assert verdict.state is RunState.CANCELLED
+
+
+def test_components_end_in_reverse_order_each_when_the_one_after_is_gone(stage: Stage) -> None:
+    polite = sh("trap 'sleep 0.1; exit' TERM; echo up; while :; do sleep 0.02; done")
+    names = ["api", "trainer", "environment"]
+    supervisor = stage.running(
+        *(stage.component(name, polite, ready=UP, grace_s=DEADLINE_S) for name in names)
+    )
+
+    stage.end(supervisor)
+
+    ends = [event for event in stage.story() if event.startswith("component.stopped")]
+    assert ends == [f"component.stopped {name}" for name in reversed(names)]
+    for after, before in itertools.pairwise(reversed(names)):
+        stopped = stage.story().index(f"component.stopped {after}")
+        assert stopped < stage.story().index(f"component.exited {before}")
+
+
+def test_stop_signal_is_the_one_that_was_asked_for(stage: Stage) -> None:
+    polite = sh("trap 'echo hello; exit' INT; echo up; while :; do sleep 0.02; done")
+    trainer = stage.component(
+        "trainer", polite, ready=UP, stop_signal=signal.SIGINT, grace_s=DEADLINE_S
+    )
+
+    stage.end(stage.running(trainer))
+
+    assert stage.text_of("trainer").splitlines() == ["up", "hello"]
+
+
 @pytest.mark.parametrize("new_session", [False, True])
-def test_a_process_of_our_own_lives_on_when_a_guardian_is_killed(
-    stage: Stage, new_session: bool
-) -> None:
-    supervisor = stage.running(stage.component("trainer"))
-    bystander = subprocess.Popen(["sleep", "600"], start_new_session=new_session)
-    try:
-        os.kill(stage.guardian_of("trainer"), signal.SIGKILL)
-        stage.until("teardown.begun")
-        with supervisor:
-            supervisor.teardown()
-
-        assert bystander.poll() is None
-    finally:
-        bystander.kill()
-        bystander.wait()
-
-
-@pytest.mark.parametrize("new_session", [False, True])
-def test_a_process_of_our_own_lives_on_when_an_idle_guardian_is_killed(
-    stage: Stage, new_session: bool
+@pytest.mark.parametrize("scrubbed", [False, True])
+@pytest.mark.parametrize("victim", ["guardian of a component", "idle guardian", "none"])
+def test_a_process_of_our_own_lives_on(
+    stage: Stage, victim: str, scrubbed: bool, new_session: bool
 ) -> None:
     supervisor = stage.supervise(stage.component("api"), stage.component("trainer"))
     supervisor.start("api")
-    bystander = subprocess.Popen(["sleep", "600"], start_new_session=new_session)
-    try:
-        idle = supervisor._attempt.members["trainer"].process.guardian_pid
-        os.kill(idle, signal.SIGKILL)
-        wait_until(lambda: not is_alive(idle), "idle guardian is gone")
-        import time; time.sleep(0.3)
-        with supervisor:
-            supervisor.teardown()
+    idle = supervisor._attempt.members["trainer"].process.guardian_pid
+    guardian = {"guardian of a component": stage.guardian_of("api"), "idle guardian": idle}
+    with subprocess.Popen(
+        ["sleep", "600"],
+        start_new_session=new_session,
+        env={} if scrubbed else None,
+        executable="/bin/sleep",
+    ) as own:
+        stage.others.add(own.pid)
+        try:
+            if victim in guardian:
+                os.kill(guardian[victim], signal.SIGKILL)
+                wait_until(lambda: not is_alive(guardian[victim]), "it is gone")
+            stage.end(supervisor)
 
-        assert bystander.poll() is None
-    finally:
-        bystander.kill()
-        bystander.wait()
+            assert own.poll() is None
+        finally:
+            own.kill()
+
+
+def test_a_daemon_of_our_own_lives_on_when_a_guardian_is_killed(stage: Stage) -> None:
+    supervisor = stage.running(stage.component("trainer"))
+    shell = ["sh", "-c", "setsid sleep 600 >/dev/null 2>&1 & echo $!"]
+    daemon = int(subprocess.run(shell, capture_output=True, check=True).stdout)
+    stage.others.add(daemon)
+
+    os.kill(stage.guardian_of("trainer"), signal.SIGKILL)
+    stage.verdict_of(supervisor)
+
+    assert is_alive(daemon)
+    # It has come to this process, a subreaper.
+    os.kill(daemon, signal.SIGKILL)
+    os.waitpid(daemon, 0)

@@ -2,14 +2,15 @@
 
 A judge of its own, which shares no code with what it judges: it is a subreaper, so each descendant
 that loses its parent becomes its child, and the kernel's ECHILD is the proof that none is left.
-Its lines are `pid N`, `ended STATUS`, and at last `empty S` (after S seconds), or `left PID COMMAND`
-for each process that was still there at the deadline, which it then kills.
+Its lines are `pid N`, `ended STATUS`, and at last `empty S` (after S seconds), or `left PID
+COMMAND` for each process that was still there at the deadline, which it then kills.
 
 Stdlib only; started with `-I -S`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -52,10 +53,8 @@ def end_all() -> None:
     since = time.monotonic()
     while reap() and time.monotonic() - since < 10:
         for pid in below():
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
 
 
 def below() -> list[int]:

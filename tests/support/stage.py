@@ -72,7 +72,8 @@ class Stage:
         self.events: list[Event] = []
         self._news = threading.Condition()
         self._supervisors: list[Supervisor] = []
-        self._children_before = frozenset(tree.children(os.getpid()))
+        #: Children of this process that are none of the run's.
+        self.others = set(tree.children(os.getpid()))
 
     def component(
         self,
@@ -133,7 +134,7 @@ class Stage:
         return supervisor
 
     def run(self, *components: ComponentPlan, **plan: Any) -> Verdict:
-        """Start all components, wait until the run's fate is decided, and take down what is left."""
+        """Start all components, wait until the run's fate is decided, and take it down."""
         supervisor = self.supervise(*components, **plan)
         with contextlib.suppress(RunEnded):
             for component in components:
@@ -153,16 +154,14 @@ class Stage:
         return verdict
 
     def left(self) -> list[int]:
-        """Children that this process did not have before: none, once all is taken down."""
-        if not self._children_before and not has_children():
+        """Children of this process but `others`: none, once all is taken down."""
+        if not self.others and not has_children():
             return []
-        return [pid for pid in tree.children(os.getpid()) if pid not in self._children_before]
+        return [pid for pid in tree.children(os.getpid()) if pid not in self.others]
 
     def emit(self, name: str, component: str | None = None, **fields: object) -> None:
         with self._news:
-            self.events.append(
-                Event(at=time.time(), name=name, component=component, fields=fields)
-            )
+            self.events.append(Event(at=time.time(), name=name, component=component, fields=fields))
             self._news.notify_all()
 
     def seen(self, name: str, component: str | None = None) -> list[Event]:

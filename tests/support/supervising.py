@@ -13,8 +13,10 @@ import pickle
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from tasks.run.errors import RunEnded
 from tasks.run.events import EventLog
@@ -88,31 +90,27 @@ def make_in_short_lived_thread(run: Callable[[], None]) -> None:
     """Each supervisor is made by a thread that ends at once."""
     init = Supervisor.__init__
 
-    def from_thread(self: Supervisor, *arguments: object) -> None:
+    def from_thread(self: Supervisor, *arguments: Any) -> None:
         thread = threading.Thread(target=init, args=(self, *arguments))
         thread.start()
         thread.join()
 
-    Supervisor.__init__ = from_thread  # type: ignore[assignment]
+    Supervisor.__init__ = from_thread  # type: ignore[method-assign]
     run()
 
 
-def hold_copies(run: Callable[[], None]) -> None:
-    """Beside a fork of this process, made once supervision has begun, which lives on for a while.
-
-    It holds copies of every descriptor that this process has.
-    """
+def beside_a_fork(run: Callable[[], None]) -> None:
+    """A fork, made once guardians are there, holds copies of all descriptors until told to end."""
     init = Supervisor.__init__
 
-    def with_fork(self: Supervisor, *arguments: object) -> None:
-        init(self, *arguments)  # type: ignore[arg-type]
+    def with_fork(self: Supervisor, plan: AttemptPlan, *arguments: Any) -> None:
+        init(self, plan, *arguments)
         if os.fork() == 0:
-            os.setsid()
-            os.execv("/bin/sh", ["sh", "-c", "exec sleep 600"]) if False else None
-            while True:
-                signal.pause()
+            while not (plan.cwd / "release").exists():
+                time.sleep(0.01)
+            os._exit(0)
 
-    Supervisor.__init__ = with_fork  # type: ignore[assignment]
+    Supervisor.__init__ = with_fork  # type: ignore[method-assign]
     run()
 
 
@@ -123,6 +121,7 @@ ODDITIES: dict[str, Callable[[Callable[[], None]], None]] = {
     "signals-blocked": block_signals,
     "foreign-wait": wait_for_any_child,
     "short-lived-thread": make_in_short_lived_thread,
+    "fork": beside_a_fork,
 }
 
 

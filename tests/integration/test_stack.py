@@ -1,0 +1,244 @@
+"""The stack as a user has it: `up`, runs of `train/quickstart`, a cancel, `down`.
+
+One stack, on ports and in a MUSTER_HOME of its own, serves the tests in the order of this file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from deployments.stack_state import Stack, processes_of
+from tasks.supervise.ports import PortsReserved
+
+ROOT = Path(__file__).resolve().parents[2]
+PREFECT = str(Path(sys.executable).parent / "prefect")
+#: Far longer than any wait here takes, on a machine that does much else.
+WITHIN_S = 100.0
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Home:
+    """A MUSTER_HOME and the stack of it."""
+
+    directory: Path
+    #: Of the Prefect server.
+    port: int
+
+    @property
+    def env(self) -> dict[str, str]:
+        own = {"MUSTER_HOME": str(self.directory), "PREFECT_API_URL": self.api_url}
+        return {**os.environ, **own}
+
+    @property
+    def api_url(self) -> str:
+        return f"http://127.0.0.1:{self.port}/api"
+
+    @property
+    def stack(self) -> Stack:
+        return Stack.model_validate_json((self.directory / "stack" / "stack.json").read_bytes())
+
+    def command(self, *words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            words, cwd=ROOT, env=self.env, capture_output=True, text=True, timeout=WITHIN_S
+        )
+
+    def run_stack(self, *words: str) -> subprocess.CompletedProcess[str]:
+        return self.command(sys.executable, "-m", "deployments.stack", *words)
+
+    def up(self) -> subprocess.CompletedProcess[str]:
+        # 8265 is left to a stack of the user's.
+        return self.run_stack("up", "--ray-dashboard", "0")
+
+    def trigger(self, steps: int) -> str:
+        """Start a run as a user does; the flow run's id."""
+        values = ("--set", f"progress.total={steps}", "--set", f"success.step={steps}")
+        file = "deployments/runs/quickstart.yaml"
+        spec = self.command(sys.executable, "-m", "tasks.deploying", file, *values).stdout.strip()
+        done = self.command(PREFECT, "deployment", "run", "train/quickstart", "-p", f"spec={spec}")
+        found = re.search(r"UUID: (\S+)", done.stdout)
+        assert found is not None, done.stdout + done.stderr
+        return found[1]
+
+    def flow_run(self, flow_run_id: str) -> dict[str, Any]:
+        url = f"{self.api_url}/flow_runs/{flow_run_id}"
+        answer = httpx.get(url, trust_env=False, timeout=30).raise_for_status()
+        flow_run: dict[str, Any] = answer.json()
+        return flow_run
+
+    def wait_for(self, flow_run_id: str, message: str, *, state: str = "RUNNING") -> dict[str, Any]:
+        """The flow run once its state says so; a run that has ended otherwise fails the test."""
+
+        def found() -> dict[str, Any] | None:
+            flow_run = self.flow_run(flow_run_id)
+            now = flow_run["state"]
+            if now["type"] == state and message in (now["message"] or ""):
+                return flow_run
+            assert now["type"] not in {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}, now
+            return None
+
+        flow_run = until(found)
+        assert flow_run is not None
+        return flow_run
+
+    def record(self, flow_run: dict[str, Any]) -> dict[str, Any]:
+        path = self.directory / "runs" / flow_run["name"] / "run.json"
+        record: dict[str, Any] = json.loads(path.read_text())
+        return record
+
+
+def until(found: Callable[[], Any]) -> Any:
+    """What is found, once it is something, or what it was at the deadline."""
+    deadline = time.monotonic() + WITHIN_S
+    while not (result := found()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return result
+
+
+def processes_of_run(run_id: str) -> list[int]:
+    """Everything whose environment names the run."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if f"MUSTER_RUN_ID={run_id}\0".encode() in (entry / "environ").read_bytes():
+                found.append(int(entry.name))
+        except OSError:
+            continue
+    return found
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Home]:
+    """A stack that is up."""
+    with closing(PortsReserved(["server"])) as ports:
+        port = ports.numbers["server"]
+    home = Home(directory=tmp_path_factory.mktemp("home"), port=port)
+    done = home.up()
+    assert done.returncode == 0, done.stdout + done.stderr
+    yield home
+    home.run_stack("down")
+
+
+def test_up_says_what_runs_where(home: Home) -> None:
+    done = home.run_stack("status")
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("  answers") == 4
+    assert f"http://127.0.0.1:{home.port}" in done.stdout
+
+
+def test_the_ui_is_served_and_talks_to_this_server(home: Home) -> None:
+    url = f"http://127.0.0.1:{home.port}"
+
+    page = httpx.get(url, trust_env=False, follow_redirects=True, headers={"accept": "text/html"})
+    settings = httpx.get(f"{url}/ui-settings", trust_env=False).json()
+
+    assert page.is_success
+    assert settings["api_url"] == home.api_url
+
+
+def test_all_of_it_listens_on_loopback_only(home: Home) -> None:
+    ours = set(processes_of(home.stack.stack_id))
+
+    addresses = {
+        connection.laddr.ip
+        for connection in psutil.net_connections("inet")
+        if connection.pid in ours and connection.status == psutil.CONN_LISTEN
+    }
+
+    assert addresses
+    assert addresses <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
+
+
+def test_a_second_up_applies_the_deployments_and_leaves_the_pool_s_limit(home: Home) -> None:
+    before = home.stack
+    pool = f"{home.api_url}/work_pools/gang"
+    httpx.patch(pool, json={"concurrency_limit": 3}, trust_env=False).raise_for_status()
+
+    done = home.up()
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "up already" in done.stdout
+    assert home.stack == before
+    assert httpx.get(pool, trust_env=False).json()["concurrency_limit"] == 3
+
+
+def test_a_run_through_the_queue_completes(home: Home) -> None:
+    flow_run = home.wait_for(home.trigger(steps=5), "", state="COMPLETED")
+
+    assert re.fullmatch(r"quickstart-grpo-\d{8}-\d{6}-[0-9a-f]{4}", flow_run["name"])
+    record = home.record(flow_run)
+    assert record["state"] == "completed"
+    assert record["flow_run_id"] == flow_run["id"]
+    assert until(lambda: not processes_of_run(flow_run["name"]))
+
+
+@pytest.mark.parametrize(
+    ("spec", "complaint"),
+    [
+        # a part is no spec: what is given replaces the whole
+        ('{"progress": {"total": 5}}', "'name' is a required property"),
+        ('{"name": "x", "workload": "grpoo", "components": {}}', "'grpoo' is not one of"),
+    ],
+)
+def test_a_bad_spec_is_refused_before_it_is_queued(home: Home, spec: str, complaint: str) -> None:
+    done = home.command(PREFECT, "deployment", "run", "train/quickstart", "-p", f"spec={spec}")
+
+    assert done.returncode == 1
+    assert complaint in " ".join((done.stdout + done.stderr).split())
+
+
+def test_a_cancel_leaves_nothing_of_the_run(home: Home) -> None:
+    flow_run = home.wait_for(home.trigger(steps=100_000), "running: api, trainer, environment")
+    assert len(processes_of_run(flow_run["name"])) >= 3
+
+    home.command(PREFECT, "flow-run", "cancel", flow_run["id"])
+
+    home.wait_for(flow_run["id"], "", state="CANCELLED")
+    assert until(lambda: not processes_of_run(flow_run["name"]))
+    assert home.record(flow_run)["state"] == "cancelled"
+
+
+def test_a_killed_supervisor_leaves_nothing_and_no_run_stays_running(home: Home) -> None:
+    flow_run = home.wait_for(home.trigger(steps=100_000), "running: api, trainer, environment")
+    stack = home.stack
+
+    os.kill(stack.supervisor.pid, signal.SIGKILL)
+    done = home.run_stack("down")
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert processes_of(stack.stack_id) == []
+    assert processes_of_run(flow_run["name"]) == []
+    # The next stack finds the run without a process, and the place it held is free again.
+    assert home.up().returncode == 0
+    assert home.flow_run(flow_run["id"])["state"]["type"] in {"CRASHED", "CANCELLED"}
+
+
+def test_down_ends_a_run_under_way_and_leaves_nothing(home: Home) -> None:
+    flow_run = home.wait_for(home.trigger(steps=100_000), "running: api, trainer, environment")
+    stack = home.stack
+
+    done = home.run_stack("down")
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert processes_of(stack.stack_id) == []
+    assert processes_of_run(flow_run["name"]) == []
+    assert home.record(flow_run)["state"] == "cancelled"
+    assert not stack.ray_temp.exists()
+    assert not (home.directory / "stack" / "stack.json").exists()

@@ -1,0 +1,245 @@
+"""What surrounds a component: its descriptors, its log, the machine's limits, hostile programs."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import resource
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from tasks.run.lifecycle import RunState
+from tasks.run.probes import ReadyProbe
+from tasks.supervise import tree
+from tests.support.stage import DEADLINE_S, Stage, is_alive, sh, wait_until
+
+UP = ReadyProbe(log="up", within_s=DEADLINE_S)
+
+
+def test_component_has_its_three_descriptors_and_no_other(stage: Stage) -> None:
+    look = sh("ls /proc/$$/fd; readlink /proc/$$/fd/0 /proc/$$/fd/1 /proc/$$/fd/2")
+    leaky = os.open(os.devnull, os.O_RDONLY)
+    os.set_inheritable(leaky, True)
+    try:
+        stage.run(stage.component("api"), stage.component("trainer", look, on_exit_zero="complete"))
+    finally:
+        os.close(leaky)
+
+    *fds, stdin, stdout, stderr = stage.text_of("trainer").splitlines()
+    assert fds == ["0", "1", "2"]
+    assert stdin == os.devnull
+    assert stdout == stderr == str(stage.log_of("trainer"))
+
+
+def test_component_leads_a_session_of_its_own(stage: Stage) -> None:
+    supervisor = stage.running(stage.component("trainer"))
+
+    pid = stage.pid_of("trainer")
+    assert tree.session_of(pid) == pid == os.getpgid(pid)
+
+    stage.end(supervisor)
+
+
+def test_component_gets_the_environment_it_is_given_and_no_other(stage: Stage) -> None:
+    component = stage.component("trainer", ("env",), on_exit_zero="complete")
+
+    stage.run(component)
+
+    said = {line.partition("=")[0] for line in stage.text_of("trainer").splitlines()}
+    assert said - set(component.command.env) <= {""}
+    assert "MUSTER_ROLE" not in said
+
+
+def test_large_environment_and_long_arguments_arrive_whole(stage: Stage) -> None:
+    env = {f"LARGE_{i}": "x" * 100_000 for i in range(8)}
+    count = sh("[ ${#LARGE_7} = 100000 ] && [ ${#1} = 100000 ] && echo up; exec sleep 600")
+
+    supervisor = stage.running(
+        stage.component("trainer", (*count, "sh", "y" * 100_000), ready=UP, env=env)
+    )
+
+    assert stage.end(supervisor).state is RunState.CANCELLED
+
+
+def test_environment_that_is_too_large_is_named(stage: Stage) -> None:
+    verdict = stage.run(stage.component("trainer", env={"LARGE": "x" * 1_000_000}))
+
+    assert verdict.failure is not None
+    assert "Argument list too long" in verdict.message
+
+
+def test_environment_that_is_not_text_arrives_as_it_is(stage: Stage) -> None:
+    odd = b"\xff\xfe".decode(errors="surrogateescape")
+
+    stage.run(
+        stage.component("trainer", sh('printf %s "$ODD"'), env={"ODD": odd}, on_exit_zero="drain")
+    )
+
+    assert stage.log_of("trainer").read_bytes() == b"\xff\xfe"
+
+
+def test_daemon_that_holds_the_log_open_delays_nothing(stage: Stage) -> None:
+    leaves = sh("(sleep 600 &); (setsid sleep 600 &); exit 3")
+
+    verdict = stage.run(stage.component("trainer", leaves, grace_s=DEADLINE_S))
+
+    assert verdict.failure is not None and verdict.failure.exit_code == 3
+
+
+def test_log_that_grows_fast_costs_no_memory_and_keeps_its_end(stage: Stage) -> None:
+    lines = "head -c 200000000 /dev/zero | tr '\\\\0' '\\\\n'; yes noise | head -c 30000000"
+    ready = ReadyProbe(log="the end", within_s=DEADLINE_S)
+    before = peak_bytes()
+
+    verdict = stage.run(
+        stage.component("api", ready=None),
+        stage.component("trainer", sh(f"{lines}; echo the end; exit 5"), ready=ready),
+    )
+
+    assert verdict.failure is not None and verdict.failure.exit_code == 5
+    assert verdict.failure.log_tail.endswith("noise\nthe end")
+    assert stage.log_of("trainer").stat().st_size > 200_000_000
+    assert peak_bytes() - before < 100_000_000
+    stage.log_of("trainer").unlink()
+
+
+def peak_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def test_log_that_is_deleted_is_missed_by_nobody(stage: Stage) -> None:
+    dies = "echo up; while [ ! -e die ]; do echo noise; sleep 0.02; done; exit 4"
+    supervisor = stage.running(stage.component("trainer", sh(dies), ready=UP), stall_after_s=600)
+
+    stage.log_of("trainer").unlink()
+    (stage.directory / "die").touch()
+    verdict = stage.verdict_of(supervisor)
+
+    assert verdict.failure is not None and verdict.failure.exit_code == 4
+    assert verdict.failure.log_tail == ""
+
+
+@contextlib.contextmanager
+def no_more_descriptors() -> Iterator[None]:
+    """This process can't open another file."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) - 1, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_supervisor_that_cannot_be_made_for_want_of_descriptors_leaves_nothing(
+    stage: Stage,
+) -> None:
+    components = [stage.component(f"c{i}") for i in range(40)]
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 20, hard))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            stage.supervise(*components)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+    assert stage.left() == []
+
+
+@pytest.mark.parametrize(
+    "ready", [ReadyProbe(notify=True), ReadyProbe(http="http://127.0.0.1:9/"), UP, None]
+)
+def test_start_without_descriptors_ends_clearly_and_leaves_nothing(
+    stage: Stage, ready: ReadyProbe | None
+) -> None:
+    ready = ready and ready.model_copy(update={"within_s": 0.5})
+    supervisor = stage.supervise(stage.component("api"), stage.component("trainer", ready=ready))
+    supervisor.start("api")
+
+    with no_more_descriptors(), contextlib.suppress(Exception):
+        supervisor.start("trainer")
+    verdict = stage.end(supervisor)
+
+    assert verdict.state is not RunState.COMPLETED
+    assert verdict.left == {}
+
+
+def test_many_attempts_leak_neither_descriptors_nor_threads(stage: Stage) -> None:
+    def one() -> None:
+        stage.run(
+            stage.component("api", sh("echo up; exec sleep 600"), ready=UP),
+            stage.component("trainer", sh("exit 0"), on_exit_zero="complete"),
+        )
+
+    one()
+    gc.collect()
+    fds, threads = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+    for _ in range(5):
+        one()
+    gc.collect()
+
+    assert len(os.listdir("/proc/self/fd")) <= fds
+    assert len(os.listdir("/proc/self/task")) <= threads
+
+
+#: Each does harm to who guards it, then goes on for ever.
+HOSTILE = {
+    "kills its guardian": "import os, signal; os.kill(os.getppid(), signal.SIGKILL)",
+    "stops its guardian, then leaves": (
+        "import os, signal; os.kill(os.getppid(), signal.SIGSTOP); os._exit(3)"
+    ),
+    "stops itself": "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)",
+    "closes its log": "import os; [os.close(fd) for fd in (0, 1, 2)]",
+    "becomes a subreaper": (
+        "import ctypes, os, time; ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)\n"
+        "if os.fork() == 0:\n"
+        "    os.setsid()\n"
+        "    if os.fork(): os._exit(0)\n"
+        "    time.sleep(600)\n"
+        "time.sleep(0.05)"
+    ),
+    "defuses its parent's death": (
+        "import ctypes, os, signal; ctypes.CDLL(None).prctl(1, 0, 0, 0, 0)\n"
+        "os.kill(os.getppid(), signal.SIGKILL)"
+    ),
+    "changes its user": "import os; os.setuid(65534)",
+    "ignores everything": (
+        "import signal\nfor n in signal.valid_signals() - {9, 19}: signal.signal(n, signal.SIG_IGN)"
+    ),
+    "main thread ends before the others": (
+        "import ctypes, threading, time\n"
+        "threading.Thread(target=time.sleep, args=(600,)).start()\n"
+        "ctypes.CDLL(None).pthread_exit(None)"
+    ),
+}
+
+
+@pytest.mark.parametrize("how", HOSTILE)
+def test_hostile_component_is_ended_all_the_same(stage: Stage, how: str) -> None:
+    if how == "changes its user" and os.getuid() != 0:
+        pytest.skip("only root may")
+    code = f"import os\nos.write(1, b'up\\n')\n{HOSTILE[how]}\nimport time\ntime.sleep(600)"
+    program = (sys.executable, "-I", "-S", "-c", code)
+    supervisor = stage.running(stage.component("api"), stage.component("trainer", program))
+    wait_until(lambda: "up" in stage.text_of("trainer"), "it has begun")
+
+    supervisor.interrupt("enough")
+    verdict = stage.end(supervisor)
+
+    assert verdict.state is not RunState.COMPLETED
+    assert verdict.left == {}
+    assert not is_alive(stage.pid_of("trainer"))
+
+
+def test_component_that_kills_its_process_group_takes_nobody_along(stage: Stage) -> None:
+    supervisor = stage.running(
+        stage.component("api"), stage.component("trainer", sh("kill -KILL 0"))
+    )
+    verdict = stage.verdict_of(supervisor)
+
+    assert verdict.failure is not None and verdict.failure.component == "trainer"
+    assert verdict.failure.signal == "SIGKILL"
+    ends = {event.component: event.fields["signal"] for event in stage.seen("component.exited")}
+    assert ends["api"] == "SIGTERM"

@@ -1,0 +1,295 @@
+"""What became of a run: complete only with its evidence, failed with the one first cause."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from tasks.run.failure_kinds import FailureKind
+from tasks.run.lifecycle import RunState
+from tasks.run.probes import LiveProbe, ReadyProbe
+from tasks.run.spec import Progress
+from tests.support.stage import (
+    DEADLINE_S,
+    FOREVER,
+    Stage,
+    free_port,
+    is_alive,
+    python,
+    sh,
+    wait_until,
+)
+
+UP = ReadyProbe(log="up", within_s=DEADLINE_S)
+
+#: Answers any GET with 200 and `{"step": N}`, N from the file `step`, and logs each request as
+#: uvicorn does; `SERVER % port`.
+SERVER = """
+import os, socket
+s = socket.socket()
+s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+s.bind(("127.0.0.1", %d))
+s.listen(50)
+while True:
+    c, _ = s.accept()
+    asked = c.recv(65536).split(b" HTTP")[0].decode()
+    if asked:
+        os.write(1, b'INFO: 127.0.0.1 - "%%s HTTP/1.1" 200 OK\\n' %% asked.encode())
+        step = open("step").read() if os.path.exists("step") else "0"
+        c.sendall(b"HTTP/1.0 200 OK\\r\\n\\r\\n" + b'{"step": %%s}' %% step.encode())
+    c.close()
+"""
+
+
+def test_run_is_complete_when_what_completes_it_exits_zero(stage: Stage) -> None:
+    verdict = stage.run(
+        stage.component("api"), stage.component("trainer", sh("exit 0"), on_exit_zero="complete")
+    )
+
+    assert verdict.state is RunState.COMPLETED
+    assert verdict.failure is None
+
+
+def test_run_goes_on_when_a_component_is_drained_and_completes_when_all_are(stage: Stage) -> None:
+    def leave_on(file: str) -> tuple[str, ...]:
+        return sh(f"while [ ! -e {file} ]; do sleep 0.02; done")
+
+    supervisor = stage.running(
+        stage.component("environment", leave_on("first"), on_exit_zero="drain"),
+        stage.component("trainer", leave_on("second"), on_exit_zero="drain"),
+    )
+
+    (stage.directory / "first").touch()
+    stage.until("component.drained", "environment")
+    assert is_alive(stage.pid_of("trainer"))
+    assert stage.seen("teardown.begun") == []
+    (stage.directory / "second").touch()
+    verdict = stage.verdict_of(supervisor)
+
+    assert verdict.state is RunState.COMPLETED
+
+
+def test_what_a_drained_component_left_running_is_ended_at_once(stage: Stage) -> None:
+    supervisor = stage.running(
+        stage.component("api"),
+        stage.component("environment", sh("setsid sleep 600 & exit 0"), on_exit_zero="drain"),
+    )
+
+    stage.until("component.drained", "environment")
+    process = supervisor._attempt.members["environment"].process
+    wait_until(process.empty.done, "its tree is empty")
+
+    assert stage.seen("teardown.begun") == []
+    stage.end(supervisor)
+
+
+@pytest.mark.parametrize(
+    ("lines", "state"),
+    [
+        ('{"step": 60}\n', RunState.COMPLETED),
+        # The last line's end was not written any more, the object was.
+        ('{"step": 59}\n{"step": 60}', RunState.COMPLETED),
+        ('{"step": 61, "loss": NaN}\n', RunState.COMPLETED),
+        ('{"step": 59}\n', RunState.FAILED),
+        # A line cut short proves nothing.
+        ('{"step": 59}\n{"step": 6', RunState.FAILED),
+        ('{"step": NaN}\n', RunState.FAILED),
+        ('{"step": "60"}\n', RunState.FAILED),
+        ('{"loss": 1}\n', RunState.FAILED),
+        ("", RunState.FAILED),
+    ],
+)
+def test_exit_zero_completes_a_run_only_with_the_step_that_success_asks_for(
+    stage: Stage, lines: str, state: RunState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tasks.supervise.attempt._LAST_STEP_WITHIN_S", 0.3)
+    trainer = sh(f"printf '%s' '{lines}' > metrics.jsonl")
+
+    verdict = stage.run(
+        stage.component("trainer", trainer, on_exit_zero="complete"),
+        progress=Progress(jsonl="metrics.jsonl", step="step", total=60),
+        success_step=60,
+    )
+
+    assert verdict.state is state
+    if verdict.failure is not None:
+        assert verdict.failure.rule == "success-not-reached"
+        assert "success" in verdict.message
+
+
+def test_steps_of_an_earlier_attempt_are_no_evidence(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tasks.supervise.attempt._LAST_STEP_WITHIN_S", 0.3)
+    (stage.directory / "metrics.jsonl").write_text('{"step": 60}\n')
+    os.utime(stage.directory / "metrics.jsonl", (1, 1))
+
+    verdict = stage.run(
+        stage.component("trainer", sh("exit 0"), on_exit_zero="complete"),
+        progress=Progress(jsonl="metrics.jsonl", step="step", total=60),
+        success_step=60,
+    )
+
+    assert verdict.state is RunState.FAILED
+    assert "no step is known" in verdict.message
+
+
+@pytest.mark.parametrize(("step", "state"), [(60, RunState.COMPLETED), (59, RunState.FAILED)])
+def test_step_may_be_served_by_another_component(
+    stage: Stage, step: int, state: RunState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tasks.supervise.attempt._LAST_STEP_WITHIN_S", 0.5)
+    port = free_port()
+
+    verdict = stage.run(
+        stage.component("api", python(SERVER % port), ready=ReadyProbe(tcp=str(port))),
+        stage.component("trainer", sh(f"printf {step} > step"), on_exit_zero="complete"),
+        progress=Progress(http=f"http://127.0.0.1:{port}/status", step="step", total=60),
+        success_step=60,
+    )
+
+    assert verdict.state is state
+
+
+def test_stopped_component_misses_its_liveness_probe_and_is_stalled(stage: Stage) -> None:
+    port = free_port()
+    live = LiveProbe(http=f"http://127.0.0.1:{port}/health", every_s=0.05, timeout_s=0.2, misses=3)
+    supervisor = stage.running(
+        stage.component("api", python(SERVER % port), ready=ReadyProbe(tcp=str(port)), live=live),
+        stage.component("trainer"),
+    )
+
+    os.kill(stage.pid_of("api"), signal.SIGSTOP)
+    verdict = stage.verdict_of(supervisor)
+
+    assert verdict.failure is not None and verdict.failure.kind is FailureKind.STALLED
+    assert verdict.failure.component == "api"
+    assert "missed 3 times in a row" in verdict.message
+    assert [event.fields["misses"] for event in stage.seen("probe.failed")[-3:]] == [1, 2, 3]
+
+
+def test_liveness_that_comes_back_in_time_is_no_failure(stage: Stage) -> None:
+    live = LiveProbe(file="alive", every_s=0.02, misses=100_000)
+    (stage.directory / "alive").touch()
+    supervisor = stage.running(stage.component("trainer", live=live))
+
+    (stage.directory / "alive").unlink()
+    stage.until("probe.failed", "trainer")
+    (stage.directory / "alive").touch()
+    misses = len(stage.seen("probe.failed"))
+    (stage.directory / "alive").unlink()
+    wait_until(lambda: len(stage.seen("probe.failed")) > misses + 1, "it misses again")
+
+    counts = [event.fields["misses"] for event in stage.seen("probe.failed")]
+    assert counts.count(1) >= 1
+    assert stage.end(supervisor).state is RunState.CANCELLED
+
+
+def test_run_that_neither_moves_nor_speaks_is_stalled(stage: Stage) -> None:
+    verdict = stage.run(
+        stage.component("api"),
+        stage.component("trainer", sh("echo step 1; exec sleep 600")),
+        stall_after_s=0.5,
+    )
+
+    assert verdict.failure is not None and verdict.failure.kind is FailureKind.STALLED
+    assert verdict.failure.component == "trainer"
+
+
+def test_answers_to_our_own_questions_are_no_sign_of_life(stage: Stage) -> None:
+    port = free_port()
+    api = python(SERVER % port)
+
+    verdict = stage.run(
+        stage.component("api", api, ready=ReadyProbe(tcp=str(port))),
+        progress=Progress(http=f"http://127.0.0.1:{port}/status", step="step"),
+        stall_after_s=1.5,
+    )
+
+    assert verdict.failure is not None and verdict.failure.kind is FailureKind.STALLED
+    assert "GET /status" in stage.text_of("api")
+
+
+def test_run_that_speaks_is_not_stalled(stage: Stage) -> None:
+    speaking = "for i in 1 2 3 4 5 6 7 8; do echo line $i; sleep 0.2; done"
+
+    verdict = stage.run(
+        stage.component("trainer", sh(speaking), on_exit_zero="complete"), stall_after_s=1.2
+    )
+
+    assert verdict.state is RunState.COMPLETED
+
+
+def test_components_that_crash_together_have_one_cause_the_earlier(stage: Stage) -> None:
+    # The second dies of the first: it waits for just that.
+    first = "while [ ! -e die ]; do sleep 0.01; done; kill -SEGV $$"
+    second = "while kill -0 $(cat first.pid); do :; done 2>/dev/null; exit 9"
+    supervisor = stage.running(
+        stage.component("api", sh(f"echo $$ > first.pid; echo up; {first}"), ready=UP),
+        stage.component("trainer", sh(f"echo up; {second}"), ready=UP),
+        stage.component("environment", sh(f"echo up; {second}"), ready=UP),
+    )
+
+    (stage.directory / "die").touch()
+    verdict = stage.verdict_of(supervisor)
+
+    assert verdict.failure is not None and verdict.failure.component == "api"
+    assert verdict.failure.signal == "SIGSEGV"
+    assert stage.story().count("teardown.begun") == 1
+
+
+def test_victims_of_the_teardown_are_not_blamed(stage: Stage) -> None:
+    touchy = sh(
+        "trap 'echo CUDA out of memory; exit 1' TERM; echo up; while :; do sleep 0.02; done"
+    )
+    supervisor = stage.running(
+        stage.component("api", touchy, ready=UP, grace_s=DEADLINE_S),
+        stage.component("trainer", FOREVER),
+        stage.component("environment", touchy, ready=UP, grace_s=DEADLINE_S),
+    )
+
+    os.kill(stage.pid_of("trainer"), signal.SIGABRT)
+    verdict = stage.verdict_of(supervisor)
+
+    assert verdict.failure is not None and verdict.failure.component == "trainer"
+    assert verdict.failure.signal == "SIGABRT"
+    assert verdict.failure.kind is FailureKind.RUNTIME_ERROR
+    ends = {event.component: event.fields for event in stage.seen("component.exited")}
+    assert ends["api"]["exit_code"] == 1 and ends["environment"]["exit_code"] == 1
+
+
+def test_failure_carries_the_last_lines_of_the_log_and_a_hint(stage: Stage) -> None:
+    verdict = stage.run(
+        stage.component("api"),
+        stage.component("trainer", sh("echo begins; echo CUDA out of memory >&2; exit 1")),
+    )
+
+    assert verdict.failure is not None and verdict.failure.kind is FailureKind.CUDA_OOM
+    assert verdict.failure.exit_code == 1
+    assert verdict.failure.line == "CUDA out of memory"
+    assert verdict.failure.log_tail == "begins\nCUDA out of memory"
+    assert verdict.failure.hint
+
+
+def test_log_that_is_not_text_is_shown_as_far_as_it_is(stage: Stage) -> None:
+    garbage = r"printf '\377\376ok\200\n\000\n'; exit 1"
+
+    verdict = stage.run(stage.component("trainer", sh(garbage)))
+
+    assert verdict.failure is not None and "ok" in verdict.failure.log_tail
+
+
+def test_end_in_the_instant_of_an_interrupt_leaves_one_verdict(stage: Stage) -> None:
+    supervisor = stage.running(
+        stage.component("api"), stage.component("trainer", on_exit_zero="complete")
+    )
+
+    os.kill(stage.pid_of("trainer"), signal.SIGKILL)
+    supervisor.interrupt("enough")
+    verdict = stage.end(supervisor)
+
+    # Which of both came first is the kernel's to say; never both, and never complete.
+    assert verdict.state in (RunState.CANCELLED, RunState.FAILED)
+    assert (verdict.failure is None) == (verdict.state is RunState.CANCELLED)

@@ -1,0 +1,420 @@
+"""An attempt judges a history of its components; the processes here are scripted."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tasks.run.errors import RunEnded
+from tasks.run.failure_kinds import FailureKind
+from tasks.run.lifecycle import RunState
+from tasks.run.outcome import Exit, Verdict
+from tasks.run.probes import LiveProbe, ReadyProbe
+from tasks.run.spec import Progress
+from tasks.supervise.attempt import SupervisedAttempt
+from tasks.supervise.plan import AttemptPlan, ComponentPlan
+from tasks.supervise.ports import PortsReserved
+from tasks.supervise.process import Command
+
+pytestmark = pytest.mark.asyncio
+
+#: A history's second 0; so far back that all of it lies before whatever the attempt does now.
+ORIGIN_S = time.monotonic() - 1000
+
+
+class ScriptedProcess:
+    """Stands for a GuardedProcess; ends when the test, or the teardown, says so."""
+
+    made: dict[str, ScriptedProcess]
+    refuses: dict[str, OSError]
+
+    def __init__(self, name: str) -> None:
+        loop = asyncio.get_running_loop()
+        self.name = name
+        self.pid: int | None = None
+        self.guardian_pid = 0
+        self.stuck: tuple[int, ...] = ()
+        self.told: list[str] = []
+        self.exited: asyncio.Future[Exit] = loop.create_future()
+        self.empty: asyncio.Future[None] = loop.create_future()
+
+    @classmethod
+    def prepare(cls, name: str, *, tag: Mapping[str, str]) -> ScriptedProcess:
+        cls.made[name] = cls(name)
+        return cls.made[name]
+
+    async def launch(self, command: Command) -> int:
+        if self.name in self.refuses:
+            self.empty.set_result(None)
+            raise self.refuses[self.name]
+        self.pid = 100 + list(self.made).index(self.name)
+        return self.pid
+
+    def ends(self, at_s: float, code: int | None = None, signal: int | None = None) -> None:
+        self.exited.set_result(Exit(exit_code=code, signal=signal, at_monotonic_s=ORIGIN_S + at_s))
+        self.empty.set_result(None)
+
+    def stop(self) -> None:
+        """Ends politely, a moment later: what a test scripts meanwhile comes before."""
+        self.told.append("stop")
+        asyncio.get_running_loop().call_later(0.02, self._end_politely)
+
+    def _end_politely(self) -> None:
+        if not self.empty.done():
+            self.ends(time.monotonic() - ORIGIN_S, signal=15)
+
+    def kill(self) -> None:
+        self.told.append("kill")
+
+    def dismiss(self) -> None:
+        self.told.append("dismiss")
+        if not self.empty.done():
+            self.empty.set_result(None)
+
+    def abandon_guardian(self) -> None:
+        self.told.append("abandon")
+
+
+@pytest.fixture(autouse=True)
+def scripted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr("tasks.supervise.attempt.GuardedProcess", ScriptedProcess)
+    monkeypatch.setattr("tasks.supervise.attempt._LAST_STEP_WITHIN_S", 0.2)
+    ScriptedProcess.made, ScriptedProcess.refuses = {}, {}
+    yield
+
+
+Events = list[tuple[str, str | None]]
+MakeAttempt = Callable[..., Awaitable[SupervisedAttempt]]
+
+
+@pytest.fixture
+def events() -> Events:
+    return []
+
+
+@pytest.fixture
+def begin(tmp_path: Path, events: Events) -> MakeAttempt:
+    """An attempt with `name="what its exit 0 means"` components, all started."""
+
+    async def begin(
+        plan: Mapping[str, Any] | None = None,
+        live: Mapping[str, LiveProbe] | None = None,
+        start: bool = True,
+        **components: str,
+    ) -> SupervisedAttempt:
+        plans = tuple(
+            ComponentPlan(
+                name=name,
+                command=Command(argv=("x",), env={}, cwd=tmp_path, log=tmp_path / f"{name}.log"),
+                ready=None,
+                live=(live or {}).get(name),
+                on_exit_zero=on_exit_zero,  # type: ignore[arg-type]
+            )
+            for name, on_exit_zero in components.items()
+        )
+        attempt = SupervisedAttempt(
+            AttemptPlan(run_id="r", number=1, cwd=tmp_path, components=plans, **(plan or {})),
+            PortsReserved([]),
+            lambda name, component=None, **fields: events.append((name, component)),
+        )
+        await attempt.prepare()
+        for name in components if start else ():
+            await attempt.start(name)
+        return attempt
+
+    return begin
+
+
+async def verdict_of(attempt: SupervisedAttempt) -> Verdict:
+    await asyncio.wait_for(attempt.decided.wait(), 30)
+    return await attempt.teardown()
+
+
+def process(name: str) -> ScriptedProcess:
+    return ScriptedProcess.made[name]
+
+
+async def reports_arrive() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("told_first", ["api", "trainer"])
+async def test_earlier_of_two_failures_is_the_cause_whichever_is_told_first(
+    begin: MakeAttempt, told_first: str
+) -> None:
+    attempt = await begin(api="fail", trainer="complete")
+    ends = {"api": 2.0, "trainer": 1.0}
+
+    for name in sorted(ends, key=lambda name: name != told_first):
+        process(name).ends(ends[name], code=1)
+        await reports_arrive()
+    verdict = await verdict_of(attempt)
+
+    assert verdict.failure is not None and verdict.failure.component == "trainer"
+
+
+@pytest.mark.parametrize("told_first", ["api", "trainer"])
+async def test_run_that_was_complete_before_another_component_failed_is_complete(
+    begin: MakeAttempt, told_first: str
+) -> None:
+    attempt = await begin(api="fail", trainer="complete")
+    scripts = {
+        "api": lambda: process("api").ends(2.0, code=1),
+        "trainer": lambda: process("trainer").ends(1.0, code=0),
+    }
+
+    for name in sorted(scripts, key=lambda name: name != told_first):
+        scripts[name]()
+        await reports_arrive()
+    verdict = await verdict_of(attempt)
+
+    assert verdict.state is RunState.COMPLETED
+
+
+@pytest.mark.parametrize("told_first", ["api", "trainer"])
+async def test_run_whose_component_failed_before_it_was_complete_has_failed(
+    begin: MakeAttempt, told_first: str
+) -> None:
+    attempt = await begin(api="fail", trainer="complete")
+    scripts = {
+        "api": lambda: process("api").ends(1.0, code=1),
+        "trainer": lambda: process("trainer").ends(2.0, code=0),
+    }
+
+    for name in sorted(scripts, key=lambda name: name != told_first):
+        scripts[name]()
+        await reports_arrive()
+    verdict = await verdict_of(attempt)
+
+    assert verdict.failure is not None and verdict.failure.component == "api"
+
+
+@pytest.mark.parametrize(("code", "state"), [(0, RunState.COMPLETED), (1, RunState.FAILED)])
+async def test_end_before_an_interrupt_counts_though_it_is_told_later(
+    begin: MakeAttempt, code: int, state: RunState
+) -> None:
+    attempt = await begin(api="fail", trainer="complete")
+    process("trainer").stop = lambda: None  # type: ignore[method-assign]
+
+    attempt.interrupt("enough")
+    process("trainer").ends(1.0, code=code)
+    verdict = await verdict_of(attempt)
+
+    assert verdict.state is state
+
+
+async def test_end_after_an_interrupt_is_a_victims(begin: MakeAttempt) -> None:
+    attempt = await begin(api="fail", trainer="complete")
+
+    attempt.interrupt("enough")
+    process("trainer").ends(time.monotonic() - ORIGIN_S, code=1)
+    verdict = await verdict_of(attempt)
+
+    assert (verdict.state, verdict.message) == (RunState.CANCELLED, "enough")
+
+
+async def test_run_is_torn_down_in_reverse_order(begin: MakeAttempt, events: Events) -> None:
+    attempt = await begin(api="fail", trainer="complete", environment="drain")
+
+    attempt.interrupt("enough")
+    await verdict_of(attempt)
+
+    assert [c for name, c in events if name == "component.stopped"] == [
+        *("environment", "trainer", "api")
+    ]
+
+
+async def test_nothing_is_started_once_the_fate_is_decided(begin: MakeAttempt) -> None:
+    attempt = await begin(start=False, api="fail", trainer="complete")
+    await attempt.start("api")
+
+    attempt.interrupt("enough")
+    with pytest.raises(RunEnded):
+        await attempt.start("trainer")
+    await verdict_of(attempt)
+
+    assert process("trainer").pid is None
+    assert process("trainer").told == ["dismiss"]
+
+
+async def test_run_completes_only_when_all_are_drained(begin: MakeAttempt, events: Events) -> None:
+    attempt = await begin(trainer="drain", environment="drain")
+
+    process("environment").ends(1.0, code=0)
+    await reports_arrive()
+    assert not attempt.decided.is_set()
+    process("trainer").ends(2.0, code=0)
+    verdict = await verdict_of(attempt)
+
+    assert verdict.state is RunState.COMPLETED
+    assert ("component.drained", "environment") in events
+
+
+NO_STEP = {
+    "progress": Progress(jsonl="metrics.jsonl", step="step", total=60),
+    "success_step": 60,
+}
+
+
+@pytest.mark.parametrize("meanwhile", ["interrupt", "silence of the api", "teardown", "crash"])
+async def test_while_success_is_looked_for_what_happens_later_does_not_decide(
+    begin: MakeAttempt, tmp_path: Path, meanwhile: str
+) -> None:
+    live = LiveProbe(file="none", every_s=0.001, misses=1)
+    attempt = await begin(NO_STEP, trainer="complete", api="fail", live={"api": live})
+
+    process("trainer").ends(1.0, code=0)
+    await reports_arrive()
+    if meanwhile == "interrupt":
+        attempt.interrupt("enough")
+    if meanwhile == "teardown":
+        ended = asyncio.create_task(attempt.teardown())
+        await reports_arrive()
+    (tmp_path / "metrics.jsonl").write_text('{"step": 60}\n')
+    if meanwhile == "crash":
+        attempt.crash(RuntimeError("a bug"))
+    verdict = await verdict_of(attempt)
+
+    if meanwhile == "teardown":
+        assert await ended == verdict
+    assert verdict.state is (RunState.FAILED if meanwhile == "crash" else RunState.COMPLETED)
+
+
+async def test_exit_zero_without_the_step_is_a_failure(begin: MakeAttempt) -> None:
+    attempt = await begin(NO_STEP, api="fail", trainer="complete")
+
+    process("trainer").ends(1.0, code=0)
+    verdict = await verdict_of(attempt)
+
+    assert verdict.failure is not None and verdict.failure.rule == "success-not-reached"
+    assert "exit code 0" in verdict.message and "success is step 60" in verdict.message
+
+
+async def test_bug_while_success_is_looked_for_ends_the_run_as_failed(
+    begin: MakeAttempt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempt = await begin(NO_STEP, api="fail", trainer="complete")
+
+    async def broken() -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(attempt, "_read_step", broken)
+    process("trainer").ends(1.0, code=0)
+    verdict = await verdict_of(attempt)
+
+    assert verdict.failure is not None and verdict.failure.rule == "internal-error"
+
+
+async def test_bug_in_a_watcher_ends_the_run_as_failed(
+    begin: MakeAttempt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tasks.supervise.attempt._PROGRESS_EVERY_S", 0.001)
+    attempt = await begin(api="fail")
+
+    def broken(step: float | None) -> float:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(attempt._silence, "lasts_s", broken)
+    verdict = await verdict_of(attempt)
+
+    assert verdict.failure is not None and verdict.failure.rule == "internal-error"
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (FileNotFoundError(2, "No such file or directory: x"), FailureKind.USER_ERROR),
+        (PermissionError(13, "Permission denied: x"), FailureKind.USER_ERROR),
+        (OSError(8, "Exec format error: x"), FailureKind.USER_ERROR),
+        (OSError(7, "Argument list too long: x"), FailureKind.USER_ERROR),
+        # What Python refuses by itself.
+        (OSError(0, "ValueError('embedded null byte')"), FailureKind.USER_ERROR),
+        (OSError(28, "No space left on device: x.log"), FailureKind.STORAGE),
+        # The machine's fault, not the user's.
+        (OSError(24, "Too many open files"), FailureKind.UNKNOWN),
+        (OSError(12, "Cannot allocate memory"), FailureKind.UNKNOWN),
+        (BlockingIOError(11, "Resource temporarily unavailable"), FailureKind.UNKNOWN),
+        (ChildProcessError("its guardian (pid 7) was killed"), FailureKind.UNKNOWN),
+        (TimeoutError(), FailureKind.UNKNOWN),
+    ],
+)
+async def test_program_that_cannot_be_started_is_named(
+    begin: MakeAttempt, error: OSError, kind: FailureKind
+) -> None:
+    ScriptedProcess.refuses = {"trainer": error}
+    attempt = await begin(start=False, api="fail", trainer="complete")
+    await attempt.start("api")
+
+    with pytest.raises(RunEnded):
+        await attempt.start("trainer")
+    verdict = await verdict_of(attempt)
+
+    assert verdict.failure is not None and verdict.failure.component == "trainer"
+    assert verdict.failure.kind is kind
+    what = error.strerror or str(error) or "its guardian does not answer"
+    assert f"trainer can't be started: {what}" in verdict.message
+
+
+async def test_tree_that_cannot_be_ended_is_told_and_no_clean_verdict(
+    begin: MakeAttempt, events: Events, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tasks.supervise.member._KILL_WITHIN_S", 0.05)
+    attempt = await begin(trainer="complete")
+    stuck = process("trainer")
+    stuck.stuck = (7, 8)
+    stuck.stop = lambda: None  # type: ignore[method-assign]
+    attempt.members["trainer"].plan = dataclasses.replace(
+        attempt.members["trainer"].plan,
+        command=dataclasses.replace(attempt.members["trainer"].plan.command, grace_s=0.0),
+    )
+
+    stuck.exited.set_result(Exit(exit_code=0, signal=None, at_monotonic_s=ORIGIN_S))
+    verdict = await verdict_of(attempt)
+
+    assert verdict.state is RunState.FAILED
+    assert verdict.left == {"trainer": (7, 8)}
+    assert ("component.stuck", "trainer") in events
+
+
+async def test_time_before_a_components_start_is_no_silence_of_it(
+    begin: MakeAttempt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [0.0]
+    attempt = await begin({"stall_after_s": 10.0}, start=False, trainer="complete")
+    monkeypatch.setattr(attempt._silence, "_clock", lambda: clock[0])
+    attempt._silence.restart()
+
+    clock[0] = 100.0
+    await attempt.start("trainer")
+
+    assert attempt._silence.lasts_s(None) == 0.0
+    attempt.interrupt("enough")
+    await verdict_of(attempt)
+
+
+async def test_bad_readiness_answer_at_the_deadline_is_asked_once_more(
+    begin: MakeAttempt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A supervisor that was stopped finds its deadline passed, though the answer became yes."""
+    attempt = await begin(start=False, trainer="complete")
+    member = attempt.members["trainer"]
+    ready = ReadyProbe(file="registered", within_s=0.01)
+    member.plan = dataclasses.replace(member.plan, ready=ready)
+
+    async def late(*arguments: object, **more: object) -> None:
+        (tmp_path / "registered").touch()
+        await asyncio.sleep(60)
+
+    monkeypatch.setattr("tasks.supervise.member.until_yes", late)
+    await attempt.start("trainer")
+
+    assert member.is_ready
+    attempt.interrupt("enough")
+    await verdict_of(attempt)

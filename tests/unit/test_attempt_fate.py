@@ -1,0 +1,51 @@
+"""Of all that could decide an attempt, what came first holds, whoever was told first."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from tasks.run.lifecycle import RunState
+from tasks.run.outcome import Verdict
+from tasks.supervise.fate import Decision, Fate
+
+
+def decision(at: float, state: RunState = RunState.FAILED) -> Decision:
+    return Decision(
+        at_monotonic_s=at,
+        state=state,
+        reason=f"{state.value} at {at:g}",
+        make_verdict=lambda: Verdict(state=state, message=""),
+    )
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations([1.0, 2.0, 3.0])))
+def test_earliest_decision_holds_in_whatever_order_they_come(order: tuple[float, ...]) -> None:
+    fate = Fate()
+
+    for at in order:
+        fate.decide(decision(at))
+
+    assert fate.decision is not None and fate.decision.at_monotonic_s == 1.0
+
+
+def test_of_two_at_once_the_one_that_was_told_first_holds() -> None:
+    fate = Fate()
+
+    assert fate.decide(decision(1.0, RunState.COMPLETED))
+    assert not fate.decide(decision(1.0, RunState.FAILED))
+
+    assert fate.decision is not None and fate.decision.state is RunState.COMPLETED
+
+
+def test_what_comes_after_a_reserved_end_does_not_count_and_what_comes_before_does() -> None:
+    fate = Fate()
+    fate.reserve(2.0)
+
+    assert not fate.is_open_at(2.5) and not fate.is_open_at(2.0)
+    assert not fate.decide(decision(2.5))
+    assert fate.decision is None
+    assert fate.decide(decision(2.0, RunState.COMPLETED))
+    assert fate.is_open_at(1.5)
+    assert fate.decide(decision(1.5))

@@ -1,0 +1,42 @@
+"""The states of a run and the moves between them."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from tasks.run.errors import IllegalTransition
+from tasks.run.lifecycle import LEGAL_MOVES, RunState, check_move
+
+#: Components may live in these.
+ALIVE = {RunState.STARTING, RunState.RUNNING, RunState.STOPPING}
+
+
+@pytest.mark.parametrize(("before", "after"), list(itertools.product(RunState, RunState)))
+def test_a_move_is_legal_or_raises(before: RunState, after: RunState) -> None:
+    if after in LEGAL_MOVES[before]:
+        check_move(before, after)
+    else:
+        with pytest.raises(IllegalTransition, match=f"from {before.value} to {after.value}"):
+            check_move(before, after)
+
+
+def test_no_run_is_final_with_a_component_alive() -> None:
+    for state in ALIVE - {RunState.STOPPING}:
+        assert not {after for after in LEGAL_MOVES[state] if after.is_final}
+
+
+def test_what_is_final_stays_so_and_every_other_state_leads_there() -> None:
+    finals = {RunState.COMPLETED, RunState.FAILED, RunState.CANCELLED}
+
+    assert {state for state in RunState if state.is_final} == finals
+    for state in RunState:
+        reached = {state}
+        for _ in RunState:
+            reached |= {after for before in reached for after in LEGAL_MOVES[before]}
+        assert state.is_final or reached >= {RunState.FAILED, RunState.CANCELLED}
+
+
+def test_only_what_has_run_completes() -> None:
+    assert [s for s in RunState if RunState.COMPLETED in LEGAL_MOVES[s]] == [RunState.STOPPING]

@@ -1,0 +1,72 @@
+"""How an end is put in words, and what a verdict becomes when something is left."""
+
+from __future__ import annotations
+
+import json
+import signal
+
+import pytest
+
+from tasks.run.failure_kinds import FailureKind
+from tasks.run.lifecycle import RunState
+from tasks.run.outcome import Exit, Failure, Verdict, signal_name
+
+
+@pytest.mark.parametrize(
+    ("code", "signum", "note", "text"),
+    [
+        (0, None, "", "exit code 0"),
+        (137, None, "", "exit code 137"),
+        (None, signal.SIGSEGV, "", "killed by SIGSEGV"),
+        # A real-time signal has no name of its own.
+        (None, 40, "", "killed by signal 40"),
+        (None, None, "", "exit status unknown"),
+        (None, None, "its guardian died", "exit status unknown: its guardian died"),
+    ],
+)
+def test_an_end_is_named(code: int | None, signum: int | None, note: str, text: str) -> None:
+    exit = Exit(exit_code=code, signal=signum, at_monotonic_s=1.0, note=note)
+
+    assert str(exit) == text
+    assert exit.is_zero == (code == 0)
+    assert exit.signal_name == (signal_name(signum) if signum else None)
+
+
+FAILURE = Failure(kind=FailureKind.CUDA_OOM, component="trainer", message="trainer left", rule="x")
+
+
+def test_failed_verdict_says_its_kind_first() -> None:
+    verdict = Verdict.failed(FAILURE, 1.0)
+
+    assert verdict.state is RunState.FAILED
+    assert verdict.message == "CUDA_OOM: trainer left"
+    assert verdict.failure is FAILURE
+
+
+def test_failure_has_all_that_the_record_promises() -> None:
+    content = json.loads(json.dumps(FAILURE.as_json()))
+
+    assert content.keys() >= {
+        *("kind", "component", "exit_code", "signal", "message", "rule", "log_tail")
+    }
+    assert content["kind"] == "CUDA_OOM"
+
+
+@pytest.mark.parametrize("state", [RunState.COMPLETED, RunState.CANCELLED])
+def test_verdict_with_something_left_is_a_failure_whatever_it_was(state: RunState) -> None:
+    verdict = Verdict(state=state, message="step 60").with_remains({"trainer": (7, 8)})
+
+    assert verdict.state is RunState.FAILED
+    assert verdict.failure is not None and verdict.failure.component == "trainer"
+    assert verdict.failure.rule == "teardown-incomplete"
+    assert "step 60" in verdict.message and "trainer: 7, 8" in verdict.message
+    assert verdict.left == {"trainer": (7, 8)}
+
+
+def test_failure_keeps_its_cause_when_something_is_left() -> None:
+    verdict = Verdict.failed(FAILURE, 1.0).with_remains({"api": (7,)})
+
+    assert verdict.failure is not None
+    assert (verdict.failure.kind, verdict.failure.component) == (FailureKind.CUDA_OOM, "trainer")
+    assert "trainer left" in verdict.message and "api: 7" in verdict.message
+    assert verdict.at_monotonic_s == 1.0

@@ -1,0 +1,216 @@
+"""The record of a run: legal moves only, replaced whole, true to the events."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tasks.run.errors import IllegalTransition
+from tasks.run.events import Event, EventLog
+from tasks.run.failure_kinds import FailureKind
+from tasks.run.lifecycle import RunState
+from tasks.run.outcome import Failure, Verdict
+from tasks.run.record import RunRecord, write_json
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "run.json"
+
+
+def make(path: Path, **more: Any) -> RunRecord:
+    ticks = itertools.count(1)
+    clock = more.pop("clock", lambda: float(next(ticks)))
+    return RunRecord(path, run_id="a-run", flow_run_id="f", clock=clock, **more)
+
+
+def content_of(path: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(path.read_text())
+    return content
+
+
+def event(name: str, component: str | None = None, at: float = 5.0, **fields: Any) -> Event:
+    return Event(at=at, name=name, component=component, fields=fields)
+
+
+def test_new_record_is_queued(path: Path) -> None:
+    make(path, tags=["demo"])
+
+    assert content_of(path) == {
+        "run_id": "a-run",
+        "flow_run_id": "f",
+        "state": "queued",
+        "started_at": 1.0,
+        "ended_at": None,
+        "tags": ["demo"],
+        "attempts": [],
+    }
+
+
+def test_run_moves_through_its_states_and_ends(path: Path) -> None:
+    told: list[tuple[RunState, str]] = []
+    record = make(path, on_move=lambda state, message: told.append((state, message)))
+
+    record.move(RunState.ADMITTED)
+    record.move(RunState.ADMITTED)
+    record.move(RunState.FAILED, "STORAGE: disk full")
+
+    assert told == [(RunState.ADMITTED, ""), (RunState.FAILED, "STORAGE: disk full")]
+    content = content_of(path)
+    assert (content["state"], content["message"]) == ("failed", "STORAGE: disk full")
+    assert content["ended_at"] is not None
+
+
+def test_illegal_move_raises_and_changes_nothing(path: Path) -> None:
+    told: list[RunState] = []
+    record = make(path, on_move=lambda state, message: told.append(state))
+
+    with pytest.raises(IllegalTransition):
+        record.move(RunState.COMPLETED)
+
+    assert content_of(path)["state"] == "queued"
+    assert told == []
+
+
+def test_events_of_an_attempt_bring_the_run_from_state_to_state(path: Path) -> None:
+    record = make(path)
+    record.begin_attempt(1)
+    record.move(RunState.ADMITTED)
+    seen = []
+
+    for name in ("attempt.begun", "attempt.ready", "teardown.begun"):
+        record.observe(event(name))
+        seen.append((record.state, content_of(path)["attempts"][0]["state"]))
+
+    assert seen == [
+        (RunState.STARTING, "starting"),
+        (RunState.RUNNING, "running"),
+        (RunState.STOPPING, "stopping"),
+    ]
+
+
+def test_events_of_a_component_fill_its_entry(path: Path) -> None:
+    record = make(path)
+    record.begin_attempt(1)
+
+    record.observe(event("component.spawned", "api", at=1.5, pid=812))
+    record.observe(event("component.ready", "api", at=2.5, pid=812))
+    record.observe(
+        event("component.exited", "api", at=3.5, pid=812, exit_code=None, signal="SIGSEGV")
+    )
+
+    assert content_of(path)["attempts"][0]["components"] == {
+        "api": {
+            "pid": 812,
+            "started_at": 1.5,
+            "ready_at": 2.5,
+            "ended_at": 3.5,
+            "exit_code": None,
+            "signal": "SIGSEGV",
+        }
+    }
+
+
+def test_end_of_an_attempt_keeps_its_failure(path: Path) -> None:
+    record = make(path)
+    record.begin_attempt(1)
+    failure = Failure(kind=FailureKind.STALLED, component="trainer", message="silent", rule="live")
+
+    record.end_attempt(Verdict.failed(failure, 1.0))
+
+    [attempt] = content_of(path)["attempts"]
+    assert attempt["state"] == "failed" and attempt["ended_at"] is not None
+    assert attempt["failure"] == failure.as_json()
+    assert attempt["failure"]["kind"] == "STALLED"
+
+
+def test_next_process_of_a_run_goes_on_with_its_record(path: Path) -> None:
+    first = make(path)
+    first.begin_attempt(1)
+    first.move(RunState.ADMITTED)
+
+    second = make(path, clock=lambda: 99.0)
+    second.begin_attempt(2)
+
+    assert second.state is RunState.ADMITTED
+    assert second.attempts == 2
+    assert content_of(path)["started_at"] == 1.0
+
+
+def test_reader_never_sees_a_part_of_the_record(path: Path) -> None:
+    record = make(path)
+    record.begin_attempt(1)
+    stop = threading.Event()
+
+    def write() -> None:
+        for pid in itertools.count():
+            if stop.is_set():
+                return
+            record.observe(event("component.spawned", f"c{pid % 50}", pid=pid))
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        for _ in range(300):
+            assert content_of(path)["run_id"] == "a-run"
+    finally:
+        stop.set()
+        writer.join()
+
+    assert [entry.name for entry in path.parent.iterdir()] == ["run.json"]
+
+
+def test_disk_that_takes_nothing_costs_a_warning_and_no_run(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    record = make(path)
+
+    def full(path: Path, content: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("tasks.run.record.write_json", full)
+    record.move(RunState.ADMITTED)
+
+    assert record.state is RunState.ADMITTED
+    assert content_of(path)["state"] == "queued"
+    assert "could not be written" in caplog.text
+
+
+def test_file_that_cannot_be_replaced_is_left_as_it_was(tmp_path: Path) -> None:
+    taken = tmp_path / "taken"
+    (taken / "within").mkdir(parents=True)
+
+    with pytest.raises(OSError):
+        write_json(taken, {})
+
+    assert [entry.name for entry in tmp_path.iterdir()] == ["taken"]
+
+
+def test_record_and_events_do_not_wait_for_each_other_for_ever(path: Path, tmp_path: Path) -> None:
+    """A move is told as an event, an event may be a move: in two threads at once."""
+    log: EventLog
+
+    def tell(state: RunState, message: str) -> None:
+        log.emit("run.state", state=state.value)
+
+    record = make(path, on_move=tell)
+    record.begin_attempt(1)
+    log = EventLog(tmp_path / "events.jsonl", (record.observe,))
+
+    def emit() -> None:
+        for pid in range(300):
+            log.emit("component.spawned", "api", pid=pid)
+
+    emitter = threading.Thread(target=emit, daemon=True)
+    emitter.start()
+    for _ in range(300):
+        record.move(RunState.ADMITTED)
+        record.move(RunState.PENDING_RESOURCES)
+    emitter.join(60)
+
+    assert not emitter.is_alive()

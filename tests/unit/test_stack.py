@@ -1,0 +1,358 @@
+"""The stack's command, files and environment, without a stack."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from deployments import stack
+from deployments.stack_env import ROOT, STACK_VARIABLE, client_env
+from deployments.stack_plan import draw_up
+from deployments.stack_state import ProcessId, Stack, StackError, StackPlace, processes_of
+from tasks import deploying
+from tasks.run.errors import InvalidSpec
+from tasks.run.loading import load_spec
+
+RUNS = sorted((ROOT / "deployments" / "runs").glob("*.yaml"))
+
+
+def deployments() -> list[dict[str, Any]]:
+    entries: list[dict[str, Any]] = yaml.safe_load((ROOT / "prefect.yaml").read_text())[
+        "deployments"
+    ]
+    return entries
+
+
+def described(**changes: Any) -> Stack:
+    """A stack whose supervisor is this process, unless said otherwise."""
+    fields: dict[str, Any] = {
+        "stack_id": "0" * 32,
+        "state": "up",
+        "started_at": 0.0,
+        "supervisor": ProcessId.of(os.getpid()),
+        "port": 4200,
+        "api_url": "http://127.0.0.1:4200/api",
+        "ui_url": "http://127.0.0.1:4200",
+        "ray_dashboard": "http://127.0.0.1:8265",
+        "ray_address": "127.0.0.1:6379",
+        "ray_temp": Path("/nowhere"),
+        "worker": "here",
+        "worker_health": "http://127.0.0.1:8080/health",
+    }
+    return Stack.model_validate({**fields, **changes})
+
+
+@pytest.fixture
+def place(muster_home: Path) -> StackPlace:
+    place = StackPlace.of_home()
+    place.directory.mkdir()
+    return place
+
+
+@pytest.fixture
+def sleeper() -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen(("sleep", "300"), env=os.environ | {STACK_VARIABLE: "f" * 32})
+    yield process
+    process.kill()
+    process.wait()
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.stem)
+def test_every_run_spec_has_its_deployment(run: Path) -> None:
+    (entry,) = [entry for entry in deployments() if entry["name"] == run.stem]
+
+    (step,) = entry["build"]
+    assert step == {
+        "tasks.deploying.load_run_spec": {"id": run.stem, "path": str(run.relative_to(ROOT))}
+    }
+    assert entry["parameters"] == {"spec": f"{{{{ {run.stem}.spec }}}}"}
+
+
+def test_no_deployment_starts_by_itself() -> None:
+    active = [
+        (entry["name"], schedule)
+        for entry in deployments()
+        for schedule in entry.get("schedules", [])
+        if schedule.get("active") is not False or "timezone" not in schedule
+    ]
+
+    assert not active
+
+
+def test_a_deployment_gets_the_content_of_its_run_spec() -> None:
+    output = deploying.load_run_spec("deployments/runs/quickstart.yaml")
+
+    assert output["spec"] == load_spec(ROOT / "deployments/runs/quickstart.yaml").written()
+    assert list(output["spec"]["components"]) == ["api", "trainer", "environment"]
+
+
+def test_a_faulty_run_spec_fails_the_deploy(tmp_path: Path) -> None:
+    (tmp_path / "bad.yaml").write_text("name: x\n")
+
+    with pytest.raises(InvalidSpec, match="components: missing"):
+        deploying.load_run_spec(str(tmp_path / "bad.yaml"))
+
+
+def test_a_run_spec_is_printed_as_json_with_values_changed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    spec = str(ROOT / "deployments/runs/quickstart.yaml")
+
+    code = deploying.main([spec, "--set", "progress.total=7", "--set", "success.step=7"])
+
+    printed = json.loads(capsys.readouterr().out)
+    assert code == 0
+    assert (printed["progress"]["total"], printed["success"]["step"]) == (7, 7)
+
+
+def test_an_invalid_run_spec_is_not_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    spec = str(ROOT / "deployments/runs/quickstart.yaml")
+
+    code = deploying.main([spec, "--set", "workload=grpoo"])
+
+    out, err = capsys.readouterr()
+    assert code == 2
+    assert out == ""
+    assert "workload" in err
+
+
+@pytest.mark.parametrize(
+    ("url", "port"),
+    [
+        (None, 4200),
+        ("", 4200),
+        ("http://127.0.0.1:4300/api", 4300),
+        ("http://localhost:4300/api", 4300),
+        # no port of its own
+        ("http://127.0.0.1/api", 4200),
+        # somebody else's server
+        ("http://prefect.example:4300/api", 4200),
+        # no address at all
+        ("http://127.0.0.1:many/api", 4200),
+    ],
+)
+def test_the_port_is_that_of_a_server_on_this_machine(
+    url: str | None, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if url is not None:
+        monkeypatch.setenv("PREFECT_API_URL", url)
+
+    assert stack._default_port() == port
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["up", "--gpus", "2x8"], "not yet"),
+        (["up", "--port", "0"], "not a port"),
+        (["up", "--port", "65536"], "not a port"),
+        (["sideways"], "invalid choice"),
+        ([], "required"),
+    ],
+)
+def test_wrong_options_are_refused(
+    arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code = stack.main(arguments)
+    except SystemExit as exit:
+        code = int(str(exit.code))
+
+    assert code == 2
+    assert complaint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("command", "code"), [("down", 0), ("status", 1)])
+def test_without_a_stack_there_is_nothing_to_do(
+    command: str, code: int, muster_home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert stack.main([command]) == code
+
+    assert f"No stack of {muster_home} is running" in capsys.readouterr().out
+
+
+def test_a_port_that_is_taken_is_refused_by_the_name_of_its_holder(
+    muster_home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+
+        code = stack.main(["up", "--port", str(port)])
+
+    assert code == 1
+    assert f"port {port} is taken by pid {os.getpid()} (" in capsys.readouterr().err
+    assert not (muster_home / "stack" / "stack.json").exists()
+
+
+def test_another_port_than_the_stack_s_own_is_refused(
+    place: StackPlace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place.save(described(port=4200))
+
+    codes = [stack.main([command, "--port", "4300"]) for command in ("up", "down", "status")]
+
+    assert codes == [1, 1, 1]
+    assert capsys.readouterr().err.count("has port 4200, not 4300") == 3
+
+
+def test_down_leaves_a_process_alone_that_has_got_the_supervisor_s_pid(
+    place: StackPlace, sleeper: subprocess.Popen[bytes], capsys: pytest.CaptureFixture[str]
+) -> None:
+    today = ProcessId.of(sleeper.pid)
+    before = today.model_copy(update={"start_ticks": today.start_ticks - 1})
+    place.save(described(supervisor=before, guardians=(before,)))
+
+    code = stack.main(["down"])
+
+    assert code == 0
+    assert sleeper.poll() is None
+    assert place.load() is None
+
+
+@pytest.mark.parametrize(
+    ("change", "is_alive"),
+    [
+        ({}, True),
+        # another process with its pid
+        ({"start_ticks": 1}, False),
+        # the same numbers, before the machine was started again
+        ({"boot_id": "another"}, False),
+        # nobody had it
+        ({"start_ticks": 0}, False),
+    ],
+)
+def test_a_process_is_known_by_more_than_its_pid(
+    change: dict[str, Any], is_alive: bool, sleeper: subprocess.Popen[bytes]
+) -> None:
+    process = ProcessId.of(sleeper.pid).model_copy(update=change)
+
+    assert process.is_alive() is is_alive
+    assert process.send(0) is is_alive
+    assert process.is_gone_within(0.0) is not is_alive
+
+
+def test_a_process_that_has_ended_is_gone(sleeper: subprocess.Popen[bytes]) -> None:
+    process = ProcessId.of(sleeper.pid)
+
+    process.send(signal.SIGKILL)
+
+    assert process.is_gone_within(10.0)
+    assert not process.is_alive()
+
+
+def test_what_outlived_its_guardian_is_ended_with_the_stack(
+    place: StackPlace, sleeper: subprocess.Popen[bytes]
+) -> None:
+    gone = ProcessId.of(os.getpid()).model_copy(update={"start_ticks": 1})
+    place.save(described(stack_id="f" * 32, supervisor=gone))
+    assert processes_of("f" * 32) == [sleeper.pid]
+
+    place.clear()
+
+    assert sleeper.wait(10) == -signal.SIGKILL
+    assert place.load() is None
+
+
+def test_only_ray_s_own_directory_is_deleted(place: StackPlace, tmp_path: Path) -> None:
+    gone = ProcessId.of(os.getpid()).model_copy(update={"start_ticks": 1})
+    ours, other = tmp_path / "muster-ray-x", tmp_path / "precious"
+    for directory in (ours, other):
+        directory.mkdir()
+        place.save(described(stack_id="e" * 32, supervisor=gone, ray_temp=directory))
+        place.clear()
+
+    assert not ours.exists()
+    assert other.exists()
+
+
+def test_a_description_that_can_t_be_read_is_an_error_that_names_it(
+    place: StackPlace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (place.directory / "stack.json").write_text("{")
+
+    code = stack.main(["down"])
+
+    assert code == 1
+    assert str(place.directory / "stack.json") in capsys.readouterr().err
+
+
+def test_two_commands_take_turns(place: StackPlace) -> None:
+    waiting = threading.Event()
+    order: list[str] = []
+
+    def second() -> None:
+        with place.locked(waiting.set, 60):
+            order.append("second")
+
+    with place.locked(lambda: None, 1):
+        thread = threading.Thread(target=second)
+        thread.start()
+        assert waiting.wait(60)
+        order.append("first")
+    thread.join(60)
+
+    assert order == ["first", "second"]
+
+
+def test_a_command_does_not_wait_for_ever(place: StackPlace) -> None:
+    with (
+        place.locked(lambda: None, 1),
+        pytest.raises(StackError, match="lock is held"),
+        place.locked(lambda: None, 0.1),
+    ):
+        pass
+
+
+def test_logs_of_the_stack_before_are_kept(place: StackPlace) -> None:
+    for number in (1, 2, 3):
+        place.begin_logs()
+        place.log("worker").write_text(str(number))
+    place.begin_logs()
+
+    assert not place.log("worker").exists()
+    assert (place.directory / "logs-before" / "worker.log").read_text() == "3"
+
+
+def test_programs_of_the_stack_know_its_server_and_no_other(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PREFECT_API_KEY", "of another server")
+    monkeypatch.setenv("RAY_ADDRESS", "of another cluster")
+    monkeypatch.setenv("MUSTER_RUN_ID", "of the run around it")
+    monkeypatch.setenv("NO_PROXY", "internal.example")
+    monkeypatch.setenv("PATH", "/usr/bin")
+
+    env = client_env(tmp_path, "http://127.0.0.1:4200/api")
+
+    assert not {"PREFECT_API_KEY", "RAY_ADDRESS", "MUSTER_RUN_ID"} & env.keys()
+    assert env["PREFECT_API_URL"] == "http://127.0.0.1:4200/api"
+    assert env["MUSTER_HOME"] == str(tmp_path)
+    assert env["NO_PROXY"] == "internal.example,127.0.0.1,localhost"
+    assert env["PATH"] == f"{Path(sys.executable).parent}:/usr/bin"
+
+
+def test_no_part_of_a_stack_is_told_to_listen_beyond_this_machine(place: StackPlace) -> None:
+    blueprint = draw_up(place, 4200, ray_dashboard=0)
+    blueprint.ports.close()
+    blueprint.stack.ray_temp.rmdir()
+
+    components = {component.name: component.command for component in blueprint.plan.components}
+    assert list(components) == ["prefect-server", "deployments", "ray-head", "worker"]
+    assert "127.0.0.1" in components["prefect-server"].argv
+    # Ray takes no address for it: see the integration test for what it really does.
+    assert components["ray-head"].env["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "0"
+    assert components["ray-head"].env["RAY_AUTH_MODE"] == "disabled"
+    assert components["worker"].env["PREFECT_WORKER_WEBSERVER_HOST"] == "127.0.0.1"
+    stack_ids = {command.env[STACK_VARIABLE] for command in components.values()}
+    assert stack_ids == {blueprint.stack.stack_id}
