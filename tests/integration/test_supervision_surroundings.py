@@ -234,10 +234,7 @@ def test_hostile_component_is_ended_all_the_same(stage: Stage, how: str) -> None
 
 
 def test_component_that_kills_its_process_group_takes_nobody_along(stage: Stage) -> None:
-    supervisor = stage.running(
-        stage.component("api"), stage.component("trainer", sh("kill -KILL 0"))
-    )
-    verdict = stage.verdict_of(supervisor)
+    verdict = stage.run(stage.component("api"), stage.component("trainer", sh("kill -KILL 0")))
 
     assert verdict.failure is not None and verdict.failure.component == "trainer"
     assert verdict.failure.signal == "SIGKILL"
