@@ -22,9 +22,10 @@ from deployments.stack_env import (
     STACK_VARIABLE,
     client_env,
 )
-from deployments.stack_state import RAY_TEMP_PREFIX, ProcessId, Stack, StackPlace
+from deployments.stack_state import RAY_TEMP_PREFIX, Stack, StackPlace
 from tasks.run.probes import ReadyProbe
 from tasks.server import server_command
+from tasks.supervise.identity import ProcessId
 from tasks.supervise.plan import AttemptPlan, ComponentPlan
 from tasks.supervise.ports import PortsReserved, is_listened
 from tasks.supervise.process import Command

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import fcntl
-import os
-import select
 import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -22,13 +19,13 @@ from tasks.run.errors import MusterError
 from tasks.run.layout import muster_home
 from tasks.run.record import write_json
 from tasks.supervise import tree
+from tasks.supervise.identity import ProcessId, send_if
 
 RAY_TEMP_PREFIX = "muster-ray-"
 
 #: A stop is over by then: the runs, and each part's grace period with what follows it.
 STOP_WITHIN_S = 180.0
 _POLL_EVERY_S = 0.1
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class StackError(MusterError):
@@ -37,44 +34,6 @@ class StackError(MusterError):
 
 class _Model(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
-
-
-class ProcessId(_Model):
-    """One process for ever: its pid may be given to another, but not together with the rest."""
-
-    pid: int
-    #: When it began, clock ticks since boot.
-    start_ticks: int
-    boot_id: str
-
-    @staticmethod
-    def of(pid: int) -> ProcessId:
-        return ProcessId(pid=pid, start_ticks=tree.start_ticks(pid), boot_id=_boot_id())
-
-    def is_alive(self) -> bool:
-        return (
-            self.boot_id == _boot_id()
-            and self.start_ticks != 0
-            and tree.start_ticks(self.pid) == self.start_ticks
-            and not tree.is_zombie(self.pid)
-        )
-
-    def send(self, signum: int) -> bool:
-        """Signal this process, and no other that has got its pid; whether it was there."""
-        return _send(self.pid, signum, self.is_alive)
-
-    def is_gone_within(self, limit_s: float) -> bool:
-        """Wait for its end."""
-        try:
-            pidfd = os.pidfd_open(self.pid)
-        except OSError:
-            return not self.is_alive()
-        try:
-            if self.is_alive():
-                select.select([pidfd], [], [], limit_s)
-        finally:
-            os.close(pidfd)
-        return not self.is_alive()
 
 
 class Stack(_Model):
@@ -230,25 +189,9 @@ def _end_all_of(stack_id: str) -> list[int]:
     deadline = time.monotonic() + 10.0
     while (pids := processes_of(stack_id)) and time.monotonic() < deadline:
         for pid in pids:
-            _send(pid, signal.SIGKILL, partial(_is_of, pid, stack_id))
+            send_if(pid, signal.SIGKILL, partial(_is_of, pid, stack_id))
         time.sleep(_POLL_EVERY_S)
     return pids
-
-
-def _send(pid: int, signum: int, is_meant: Callable[[], bool]) -> bool:
-    # The pidfd pins the process, so the look at it holds for the signal.
-    try:
-        pidfd = os.pidfd_open(pid)
-    except OSError:
-        return False
-    try:
-        if not is_meant():
-            return False
-        with suppress(ProcessLookupError):
-            signal.pidfd_send_signal(pidfd, signum)
-        return True
-    finally:
-        os.close(pidfd)
 
 
 def _is_of(pid: int, stack_id: str) -> bool:
@@ -257,7 +200,3 @@ def _is_of(pid: int, stack_id: str) -> bool:
     except OSError:
         return False
     return f"{STACK_VARIABLE}={stack_id}".encode() in variables and not tree.is_zombie(pid)
-
-
-def _boot_id() -> str:
-    return _BOOT_ID.read_text().strip()

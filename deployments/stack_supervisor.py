@@ -20,12 +20,13 @@ from typing import Any
 
 from deployments.stack_plan import RUNS_WITHIN_S, WORKER, Blueprint, draw_up
 from deployments.stack_runs import end_runs
-from deployments.stack_state import ProcessId, Stack, StackPlace
+from deployments.stack_state import Stack, StackPlace
 from tasks.run.errors import RunEnded
 from tasks.run.events import Event, EventLog
 from tasks.run.lifecycle import RunState
 from tasks.run.outcome import Verdict
 from tasks.supervise import tree
+from tasks.supervise.identity import ProcessId
 from tasks.supervise.supervisor import Supervisor
 
 _STOP_SIGNALS = frozenset((signal.SIGTERM, signal.SIGINT))

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tasks.supervise import tree
+from tasks.supervise.listening import listening_inodes
 
 #: Ports are taken from here, below what the kernel hands out to outgoing connections.
 _LOWEST, _HIGHEST = 15000, 32000
 _TRIES = 2000
-_LISTEN = "0A"
 #: What container runtimes have listen on a published port, by the names the kernel keeps.
 _FORWARDERS = frozenset({"docker-proxy", "rootlessport", "slirp4netns", "pasta"})
 
@@ -106,7 +106,7 @@ class Listener:
 
 def is_listened(port: int) -> bool:
     """Somebody listens on the TCP port, on any address of this machine."""
-    return bool(_listening_inodes(port))
+    return bool(listening_inodes(port))
 
 
 def listeners(port: int, likely: Iterable[int] = ()) -> list[Listener]:
@@ -115,7 +115,7 @@ def listeners(port: int, likely: Iterable[int] = ()) -> list[Listener]:
     Args:
         likely: pids looked at first, so that most calls need not look at every process.
     """
-    inodes = _listening_inodes(port)
+    inodes = listening_inodes(port)
     if not inodes:
         return []
     found = []
@@ -132,23 +132,6 @@ def listeners(port: int, likely: Iterable[int] = ()) -> list[Listener]:
     return found + [
         Listener(pid=0, command="", start_ticks=0, run_id=None, uid=uid) for uid in rest.values()
     ]
-
-
-def _listening_inodes(port: int) -> dict[str, int]:
-    """`uid[inode]` of sockets in state LISTEN. Source: proc_net(5), tcp and tcp6."""
-    wanted = f":{port:04X}"
-    inodes: dict[str, int] = {}
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        try:
-            lines = Path(table).read_text().splitlines()[1:]
-        except OSError:
-            continue
-        for line in lines:
-            if f"{wanted} " in line[:50]:
-                fields = line.split()
-                if fields[3] == _LISTEN and fields[1].endswith(wanted):
-                    inodes[fields[9]] = int(fields[7])
-    return inodes
 
 
 def _sockets_of(pid: int) -> set[str]:

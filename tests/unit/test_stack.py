@@ -19,10 +19,11 @@ import yaml
 from deployments import stack
 from deployments.stack_env import ROOT, STACK_VARIABLE, client_env
 from deployments.stack_plan import draw_up
-from deployments.stack_state import ProcessId, Stack, StackError, StackPlace, processes_of
+from deployments.stack_state import Stack, StackError, StackPlace, processes_of
 from tasks import deploying
 from tasks.run.errors import InvalidSpec
 from tasks.run.loading import load_spec
+from tasks.supervise.identity import ProcessId
 
 RUNS = sorted((ROOT / "deployments" / "runs").glob("*.yaml"))
 

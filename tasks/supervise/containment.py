@@ -1,0 +1,152 @@
+"""How surely nothing outlives a run on this machine: the levels, and which can be had here."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from types import MappingProxyType
+
+from tasks.supervise import cgroup, tree
+
+_INIT = Path(__file__).with_name("namespace_init.py")
+_PROBE_WITHIN_S = 20.0
+
+
+class Level(Enum):
+    """What is promised, each with all that stands above it. Source: shared/facts/supervision.md."""
+
+    #: Sessions and process groups: trees that cooperate end, others may not.
+    L1 = "L1"
+    #: Guardians and a subreaper: no single SIGKILL, of whatever process, leaves one behind.
+    L2 = "L2"
+    #: Also a cgroup v2 for each component: what a double kill leaves ends at the next reconcile.
+    L3 = "L3"
+    #: One PID namespace for the run: the kernel ends all that is in it.
+    L4 = "L4"
+
+    @property
+    def promise(self) -> str:
+        return _PROMISES[self]
+
+
+_PROMISES = {
+    Level.L1: "process groups only: processes that leave their session may be left behind",
+    Level.L2: "guardians: no single SIGKILL leaves a process behind",
+    Level.L3: "guardians and cgroups: what a double SIGKILL leaves is gone at the next reconcile",
+    Level.L4: "a PID namespace: the kernel ends every process of the run",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Containment:
+    """What a run's processes are held by."""
+
+    level: Level
+    #: Below which each component gets a cgroup; None: none does.
+    cgroup_parent: str | None = None
+    #: `missing[level]`: why a higher one is not in force.
+    missing: Mapping[Level, str] = field(default_factory=lambda: MappingProxyType({}))
+
+    def __str__(self) -> str:
+        why = "".join(f"; no {level.value}: {text}" for level, text in self.missing.items())
+        return f"{self.level.value} ({self.level.promise}{why})"
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "level": self.level.value,
+            "promise": self.level.promise,
+            "missing": {level.value: text for level, text in self.missing.items()},
+        }
+
+
+def probe(*, namespace: bool = False, at_most: Level = Level.L4) -> Containment:
+    """The highest level that can be had here, found by trying it.
+
+    Args:
+        namespace: whether the run asks for L4, which is not taken otherwise.
+        at_most: none above it is tried.
+    """
+    missing: dict[Level, str] = {}
+    if not _can_be_subreaper():
+        missing[Level.L2] = "this process may not become a subreaper"
+        return Containment(level=Level.L1, missing=missing)
+    level, parent = Level.L2, None
+    if _is_tried(Level.L3, at_most, missing):
+        try:
+            parent = _usable_cgroup()
+            level = Level.L3
+        except (cgroup.NoCgroup, OSError) as error:
+            missing[Level.L3] = str(error)
+    if namespace and _is_tried(Level.L4, at_most, missing):
+        if why := why_no_namespace():
+            missing[Level.L4] = why
+        else:
+            level = Level.L4
+    return Containment(level=level, cgroup_parent=parent, missing=MappingProxyType(missing))
+
+
+def allowed_level() -> Level:
+    """The highest that this machine's keeper allows: `MUSTER_MAX_CONTAINMENT`, by default L4."""
+    name = os.environ.get("MUSTER_MAX_CONTAINMENT", "").strip()
+    return Level(name) if name in Level.__members__ else Level.L4
+
+
+@functools.cache
+def why_no_namespace() -> str:
+    """Why no PID namespace can be had here, in words; empty where it can."""
+    command = [sys.executable, "-I", "-S", str(_INIT), "--probe"]
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_PROBE_WITHIN_S
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"a trial failed: {error}"
+    if done.returncode == 0:
+        return ""
+    return done.stderr.decode(errors="replace").strip().rpartition("\n")[2] or "a trial failed"
+
+
+def _is_tried(level: Level, at_most: Level, missing: dict[Level, str]) -> bool:
+    if level.value > at_most.value:
+        missing[level] = f"MUSTER_MAX_CONTAINMENT is {at_most.value}"
+        return False
+    return True
+
+
+def _can_be_subreaper() -> bool:
+    try:
+        tree.become_subreaper()
+    except (OSError, AttributeError, ctypes.ArgumentError):
+        return False
+    return True
+
+
+def _usable_cgroup() -> str:
+    """This process's own cgroup, once another process could be put below it.
+
+    Raises: cgroup.NoCgroup, OSError.
+    """
+    parent = cgroup.own_cgroup()
+    trial = cgroup.create(parent, f"probe-{os.getpid()}-{os.urandom(3).hex()}")
+    try:
+        with subprocess.Popen(["sleep", "60"], stdin=subprocess.DEVNULL) as sleeper:
+            try:
+                cgroup.put(trial, sleeper.pid)
+                cgroup.kill(trial)
+            except OSError as error:
+                raise cgroup.NoCgroup(
+                    f"no process may be put below {parent}: {error.strerror}"
+                ) from None
+            finally:
+                sleeper.kill()
+        cgroup.is_empty_within(trial, 2.0)
+    finally:
+        cgroup.remove(trial)
+    return parent

@@ -1,0 +1,243 @@
+"""The registry on disk of what runs on this machine: `$MUSTER_HOME/live/<run id>/`.
+
+A run that is under way has a directory here, with `owner.json` (its flow process) and one file for
+each component, written before the component's program is executed. With the run's end it is gone.
+What is found here without a living owner is what a killed run has left: see `lost_runs`.
+
+A lock says whether the owner lives, and not only its pid: the kernel drops it with the process,
+whatever the clock does, and it can be seen from any pid namespace.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from tasks.run.layout import muster_home
+from tasks.run.record import write_json
+from tasks.supervise.identity import ProcessId, boot_id, host_name
+
+_log = logging.getLogger(__name__)
+
+_OWNER, _LOCK = "owner.json", "lock"
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class Owner(_Model):
+    """The process that supervises a run."""
+
+    run_id: str
+    host: str
+    process: ProcessId
+    #: Of the flow run; None for what is not one, such as a temporary Prefect server.
+    flow_run_id: str | None = None
+    #: The Prefect server that keeps the flow run; None where it ends with the run.
+    api_url: str | None = None
+    #: The run's own directory; None where it has none.
+    directory: Path | None = None
+    #: Files and directories that must not outlive the run, beside its processes.
+    leftovers: tuple[Path, ...] = ()
+    #: When somebody first found the owner gone, CLOCK_BOOTTIME seconds.
+    lost_at_boot_s: float | None = None
+
+
+class Entry(_Model):
+    """One component that was started, or is about to be."""
+
+    run_id: str
+    #: From 1.
+    attempt: int
+    component: str
+    #: L1 to L4, see `containment`.
+    level: str
+    #: Of all processes below the guardian, see `tree.mark_own`; 0 where it could not be set.
+    mark: int
+    guardian: ProcessId
+    #: The component's own process, not yet executing its program when this is written.
+    process: ProcessId
+    #: Its cgroup v2 directory, where it has one.
+    cgroup: Path | None = None
+    #: Seconds from its stop signal to SIGKILL.
+    grace_s: float
+
+
+class RunRegister:
+    """The registry of one run, held open by the process that supervises it.
+
+    Closing it says that nothing of the run is left.
+    """
+
+    def __init__(self, owner: Owner, home: Path | None = None) -> None:
+        """Raises: OSError, where it can't be written, or another process has the run."""
+        self._directory = _live(home) / owner.run_id
+        self._directory.mkdir(parents=True, exist_ok=True)
+        self._owner = owner
+        self._lock_fd = _try_lock(self._directory)
+        if self._lock_fd is None:
+            raise OSError(errno.EBUSY, f"another process of this machine runs {owner.run_id}")
+        self._write_owner()
+
+    @staticmethod
+    def opened(run_id: str, **about: object) -> RunRegister:
+        """Register this process as the owner of a run; `about` are fields of `Owner`."""
+        me = ProcessId.of(os.getpid())
+        owner = Owner.model_validate(
+            {"run_id": run_id, "host": host_name(), "process": me, **about}
+        )
+        return RunRegister(owner)
+
+    def enter(self, entry: Entry) -> None:
+        """Raises: OSError; then the component must not be started."""
+        write_json(self._path(entry.component), entry.model_dump(mode="json"))
+
+    def leave(self, component: str) -> None:
+        """Nothing of the component is left."""
+        self._path(component).unlink(missing_ok=True)
+
+    def add_leftover(self, path: Path) -> None:
+        """Note what has to be removed with the run."""
+        if path not in self._owner.leftovers:
+            leftovers = (*self._owner.leftovers, path)
+            self._owner = self._owner.model_copy(update={"leftovers": leftovers})
+            with suppress(OSError):
+                self._write_owner()
+
+    def close(self) -> None:
+        """Forget the run, unless an entry says that something of it is left."""
+        if self._lock_fd is None:
+            return
+        if not list(_entries(self._directory)):
+            shutil.rmtree(self._directory, ignore_errors=True)
+        os.close(self._lock_fd)
+        self._lock_fd = None
+
+    def _path(self, component: str) -> Path:
+        return self._directory / f"component-{component}.json"
+
+    def _write_owner(self) -> None:
+        write_json(self._directory / _OWNER, self._owner.model_dump(mode="json"))
+
+
+class LostRun:
+    """A run of this machine whose owner has gone, claimed by whoever finishes it."""
+
+    def __init__(self, directory: Path, owner: Owner) -> None:
+        self._directory = directory
+        self.owner = owner
+        self.entries = list(_entries(directory))
+
+    @property
+    def is_of_this_boot(self) -> bool:
+        """Otherwise the machine, or the container, was started anew, and no process is left."""
+        return self.owner.process.boot_id == boot_id()
+
+    def seconds_lost(self) -> float:
+        """Since somebody first found it lost; noted at the first call."""
+        now = time.clock_gettime(time.CLOCK_BOOTTIME)
+        if self.owner.lost_at_boot_s is None or self.owner.lost_at_boot_s > now:
+            self.owner = self.owner.model_copy(update={"lost_at_boot_s": now})
+            write_json(self._directory / _OWNER, self.owner.model_dump(mode="json"))
+        return now - (self.owner.lost_at_boot_s or now)
+
+    def forget(self) -> None:
+        """All of it is finished."""
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+
+@contextmanager
+def claimed(run_id: str, home: Path | None = None) -> Iterator[LostRun | None]:
+    """A run's registry for whoever finishes it, and nobody else meanwhile.
+
+    Returns: None, when the run has an owner, or is being finished, or is none of this machine's.
+    """
+    directory = _live(home) / run_id
+    owner = _read(directory / _OWNER, Owner)
+    if owner is None or owner.host != host_name() or owner.process.is_alive():
+        yield None
+        return
+    lock = _try_lock(directory)
+    try:
+        # Read again, under the lock: somebody may have finished it meanwhile.
+        owner = _read(directory / _OWNER, Owner) if lock is not None else None
+        yield LostRun(directory, owner) if owner is not None else None
+    finally:
+        if lock is not None:
+            os.close(lock)
+
+
+def registered_runs(home: Path | None = None) -> list[str]:
+    """Run ids, of living and of lost runs, in order."""
+    try:
+        return sorted(entry.name for entry in _live(home).iterdir() if entry.is_dir())
+    except OSError:
+        return []
+
+
+def is_owned(run_id: str, home: Path | None = None) -> bool:
+    """Whether a living process of this machine has the run."""
+    directory = _live(home) / run_id
+    owner = _read(directory / _OWNER, Owner)
+    if owner is None:
+        return False
+    if owner.host == host_name() and owner.process.is_alive():
+        return True
+    lock = _try_lock(directory)
+    if lock is None:
+        return True
+    os.close(lock)
+    return False
+
+
+def _live(home: Path | None) -> Path:
+    return (home or muster_home()) / "live"
+
+
+def _entries(directory: Path) -> Iterator[Entry]:
+    for path in sorted(directory.glob("component-*.json")):
+        if (entry := _read(path, Entry)) is not None:
+            yield entry
+
+
+_M = TypeVar("_M", bound=_Model)
+
+
+def _read(path: Path, model: type[_M]) -> _M | None:
+    try:
+        return model.model_validate_json(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValidationError, ValueError) as error:
+        _log.warning("%s can't be read, and is passed over: %s", path, error)
+        return None
+
+
+def _try_lock(directory: Path) -> int | None:
+    """The fd of the run's lock; None when another process has it.
+
+    A lock of the process (POSIX) and not of the open file: a fork does not carry it on.
+    """
+    try:
+        fd = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(fd)
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            return None
+        raise
+    return fd
