@@ -20,12 +20,13 @@ from tasks.run.outcome import Exit, Failure, Verdict
 from tasks.supervise import tree
 from tasks.supervise.blame import failure_of, kind_of_spawn_error
 from tasks.supervise.fate import Decision, Fate
+from tasks.supervise.holds import Holds
 from tasks.supervise.member import Emit, Member, PortTaken
 from tasks.supervise.plan import AttemptPlan
 from tasks.supervise.ports import PortsReserved
 from tasks.supervise.probe import make_client
-from tasks.supervise.process import GuardedProcess
 from tasks.supervise.progress import HttpProgress, JsonlProgress, ProgressSource, Silence
+from tasks.supervise.registry import RunRegister
 
 _log = logging.getLogger(__name__)
 
@@ -41,8 +42,15 @@ class SupervisedAttempt:
     first; at that moment the teardown begins by itself, and from then on nothing is started.
     """
 
-    def __init__(self, plan: AttemptPlan, ports: PortsReserved, emit: Emit) -> None:
+    def __init__(
+        self,
+        plan: AttemptPlan,
+        ports: PortsReserved,
+        emit: Emit,
+        register: RunRegister | None = None,
+    ) -> None:
         self._plan = plan
+        self._holds = Holds(plan, register)
         self._ports = ports
         self._emit = emit
         self._client = make_client()
@@ -68,17 +76,19 @@ class SupervisedAttempt:
         """
         try:
             for component in self._plan.components:
-                tag = {**self._plan.tag, "MUSTER_COMPONENT": component.name}
                 self.members[component.name] = Member(
                     component,
-                    GuardedProcess.prepare(component.name, tag=tag),
+                    self._holds.prepare(component),
+                    holds=self._holds,
                     ports=self._ports,
                     client=self._client,
                     emit=self._emit,
                     own_pids=self._own_pids,
                 )
+            self._holds.settle()
         except OSError:
             await asyncio.gather(*(member.end() for member in self.members.values()))
+            await self._holds.close()
             await self._client.aclose()
             raise
         self._watch(self._follow_progress())
@@ -308,6 +318,8 @@ class SupervisedAttempt:
             if pids := await member.end():
                 left[member.name] = pids
         await asyncio.gather(*(m.end() for m in self.members.values() if not m.is_launched))
+        if pids := await self._holds.close():
+            left.setdefault(self._launched[-1].name if self._launched else "run", pids)
         if self._conclusion is not None:
             await asyncio.wait({self._conclusion})
         self._emit("teardown.ended", left=left or None)

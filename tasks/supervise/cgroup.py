@@ -75,6 +75,12 @@ def is_empty(path: str) -> bool:
         return True
 
 
+def pids(path: str) -> set[int]:
+    """The processes in it, as seen from here; those below it not. Raises: OSError."""
+    with open(os.path.join(path, "cgroup.procs"), encoding="ascii") as f:
+        return {int(line) for line in f if int(line) > 0}
+
+
 def is_empty_within(path: str, limit_s: float) -> bool:
     """Wait until it is empty."""
     deadline = time.monotonic() + limit_s

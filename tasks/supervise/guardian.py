@@ -1,12 +1,15 @@
 """The guardian: a small process that owns one component's process tree.
 
-It is started as `python -I -S guardian.py FD PID NAME`, FD being its end of a socket pair whose
-other end only the supervisor, of that pid, holds. Over it go JSON lines. From the supervisor:
-first the launch order (see `Order`), later `{"do": "stop"}` and `{"do": "kill"}`. To the
-supervisor: `{"event": ...}` with `spawned` (pid), `refused` (why nothing was started), `exited`
-(exit_code or signal of the component), `stuck` (pids that SIGKILL does not end) and `empty`, after
-which the guardian leaves. Times in them are CLOCK_MONOTONIC seconds, the same clock in every
-process of the machine.
+It starts as `python -I -S guardian.py FD PIDFD MARK NAME [USER PID MNT ALIVE]`: FD is its end of
+a socket pair whose other end only the supervisor holds, PIDFD the supervisor's own, and MARK a
+number for all that comes of it (see `tree.mark_own`). With the last four, all of them file
+descriptors, it goes on inside a PID namespace (see `namespace.py`). Over FD go JSON lines. From the
+supervisor: first the launch order (see `Order`), then `{"do": "go"}`, later `{"do": "stop"}` and
+`{"do": "kill"}`. To the supervisor: `{"event": ...}` with `forked` (the component's process is
+there, its pidfd comes along, and waits for "go"), `spawned` (it runs its program), `refused` (why
+nothing was started), `exited` (exit_code or signal of the component), `stuck` (pids that SIGKILL
+does not end) and `empty`, after which the guardian leaves. Times in them are CLOCK_MONOTONIC
+seconds, the same clock in every process of the machine; pids are those of the guardian's namespace.
 
 When the supervisor is gone, whatever the reason, the guardian stops the component and ends what is
 left of its tree. So no single SIGKILL leaves a process: of the component, its descendants come to
@@ -20,7 +23,8 @@ thread that forks.
 from __future__ import annotations
 
 import contextlib
-import json
+import ctypes
+import errno
 import os
 import select
 import signal
@@ -29,15 +33,22 @@ import time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING or __name__ != "__main__":
-    from tasks.supervise import tree
+    from collections.abc import Callable
+
+    from tasks.supervise import cgroup, tree
+    from tasks.supervise.guardian_channel import Channel, Order, first_messages
 else:
     sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+    import cgroup
     import tree
+    from guardian_channel import Channel, Order, first_messages
 
 #: SIGKILL needs no longer than this, but for a process in uninterruptible sleep.
 STUCK_AFTER_S = 5.0
 #: How often a tree that is being killed is looked at again.
 _KILL_ROUND_S = 0.02
+#: What the component's process waits for before it executes its program.
+_GO = b"g"
 _IGNORED = (
     signal.SIGTERM,
     signal.SIGINT,
@@ -49,60 +60,25 @@ _IGNORED = (
 )
 
 
-class Order:
-    """What to start and how to stop it, as the supervisor sends it.
-
-    `argv` (list of str), `env` (the whole environment), `cwd`, `log` (appended to), `stop_signal`
-    (a number), `grace_s` (from that signal to SIGKILL).
-    """
-
-    def __init__(self, message: dict) -> None:  # type: ignore[type-arg]
-        self.argv: list[str] = message["argv"]
-        self.env: dict[str, str] = message["env"]
-        self.cwd: str = message["cwd"]
-        self.log: str = message["log"]
-        self.stop_signal: int = message["stop_signal"]
-        self.grace_s: float = message["grace_s"]
-
-
-class Channel:
-    """JSON lines over a file descriptor; the peer's end closing is its message too."""
-
-    def __init__(self, fd: int) -> None:
-        self.fd = fd
-        self._buffer = b""
-        os.set_inheritable(fd, False)
-
-    def receive(self) -> tuple[list[dict], bool]:  # type: ignore[type-arg]
-        """The messages that have arrived, and whether the peer is still there. Blocks for one."""
-        try:
-            data = os.read(self.fd, 65536)
-        except ConnectionError:
-            data = b""
-        *lines, self._buffer = (self._buffer + data).split(b"\n")
-        return [json.loads(line) for line in lines], bool(data)
-
-    def send(self, event: str, **fields: object) -> None:
-        message = {"event": event, "at_monotonic_s": time.monotonic(), **fields}
-        # A supervisor that is gone is noticed by the loop, which goes on to end the tree.
-        with contextlib.suppress(OSError):
-            os.write(self.fd, json.dumps(message).encode() + b"\n")
-
-
-def spawn(order: Order) -> int:
+def spawn(order: Order, may_go: Callable[[int], bool]) -> int:
     """Start the component in a session of its own.
+
+    Args:
+        may_go: told the pid of the process before it executes the program; whether it may.
 
     Returns: its pid, once the program runs. Raises: OSError, as exec, chdir or open gave it; then
     no process is left.
     """
     report_read, report_write = os.pipe()
+    go_read, go_write = os.pipe()
     guardian_pid = os.getpid()
     pid = os.fork()
     if pid == 0:
         try:
             os.close(report_read)
+            os.close(go_write)
             tree.die_with_parent(guardian_pid)
-            _become_component(order)
+            _become_component(order, go_read)
         except OSError as error:
             text = f"{error.errno} {error.strerror}: {error.filename}"
             os.write(report_write, os.fsencode(text))
@@ -110,6 +86,11 @@ def spawn(order: Order) -> int:
             os.write(report_write, ascii(f"0 {error!r}")[1:-1].encode())
         os._exit(127)
     os.close(report_write)
+    os.close(go_read)
+    if may_go(pid):
+        with contextlib.suppress(BrokenPipeError):  # It has failed, and reported it.
+            os.write(go_write, _GO)
+    os.close(go_write)
     # Closed by exec, so an empty read says that the program runs.
     problem = os.fsdecode(os.read(report_read, 4096))
     os.close(report_read)
@@ -120,7 +101,7 @@ def spawn(order: Order) -> int:
     return pid
 
 
-def _become_component(order: Order) -> None:
+def _become_component(order: Order, go_read: int) -> None:
     os.setsid()
     for signum in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
         with contextlib.suppress(OSError, ValueError):  # 32 and 33 belong to the C library.
@@ -131,18 +112,23 @@ def _become_component(order: Order) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.chdir(order.cwd)
+    if os.read(go_read, 1) != _GO:
+        raise OSError(errno.ECANCELED, "was stopped before it began", order.argv[0])
     os.execvpe(order.argv[0], order.argv, order.env)
 
 
 class Guardian:
     """The state of one guardian: a component that runs, or a tree that is being taken down."""
 
-    def __init__(self, order: Order, channel: Channel, supervisor: int, wakeup_fd: int) -> None:
+    def __init__(
+        self, order: Order, channel: Channel, supervisor: int, wakeup_fd: int, *, is_marked: bool
+    ) -> None:
         """
         Args:
             supervisor: its pidfd.
         """
         self._order = order
+        self._is_marked = is_marked
         self._channel = channel
         self._supervisor = supervisor
         self._wakeup_fd = wakeup_fd
@@ -152,6 +138,9 @@ class Guardian:
         self._kill_at: float | None = None
         self._killing_since: float | None = None
         self._reported_stuck = False
+        self._early: list[dict] = []  # type: ignore[type-arg]
+        #: The cgroup that the component was put into.
+        self._cgroup: str | None = None
 
     def run(self, messages: list[dict]) -> None:  # type: ignore[type-arg]
         """Start the component and stay until nothing of it is left.
@@ -159,16 +148,40 @@ class Guardian:
         Args:
             messages: what came together with the order, a stop for example.
         """
+        self._early = messages
         try:
-            self._leader = spawn(self._order)
+            self._leader = spawn(self._order, self._may_go)
         except OSError as error:
             self._channel.send("refused", errno=error.errno, message=str(error.strerror))
             return
         self._leader_lives = True
-        self._channel.send("spawned", pid=self._leader)
-        self._obey(messages)
+        self._channel.send("spawned")
+        self._obey(self._early)
         self._watch()
+        if self._cgroup is not None:
+            cgroup.remove(self._cgroup)
         self._channel.send("empty")
+
+    def _may_go(self, pid: int) -> bool:
+        """Put the new process where it belongs and have the supervisor register it."""
+        if self._order.cgroup is not None:
+            with contextlib.suppress(OSError):
+                cgroup.put(self._order.cgroup, pid)
+                self._cgroup = self._order.cgroup
+        with contextlib.suppress(OSError):  # It has failed, and reported it.
+            pidfd = os.pidfd_open(pid)
+            self._channel.send(
+                "forked",
+                pidfd,
+                pid=pid,
+                is_marked=self._is_marked,
+                is_in_cgroup=self._cgroup is not None,
+            )
+            os.close(pidfd)
+            messages = first_messages(self._channel, self._supervisor)
+            self._early += [message for message in messages if message["do"] != "go"]
+            return any(message["do"] == "go" for message in messages)
+        return False
 
     def _watch(self) -> None:
         poll = select.poll()
@@ -245,6 +258,9 @@ class Guardian:
     def _begin_kill(self) -> None:
         if self._killing_since is None:
             self._kill_at = self._killing_since = time.monotonic()
+            if self._cgroup is not None:
+                with contextlib.suppress(OSError):
+                    cgroup.kill(self._cgroup)
 
     def _report_stuck(self) -> None:
         since = self._killing_since
@@ -255,18 +271,19 @@ class Guardian:
             self._channel.send("stuck", pids=tree.descendants(os.getpid()))
 
 
-def _pidfd(pid: int) -> int | None:
-    """A pidfd of our parent; None when the process is not our parent any more."""
-    try:
-        fd = os.pidfd_open(pid)
-    except OSError:
-        return None
-    return fd if os.getppid() == pid else None
-
-
 def main() -> None:
     for signum in _IGNORED:
         signal.signal(signum, signal.SIG_IGN)
+    fd, supervisor, mark = map(int, sys.argv[1:4])
+    os.set_inheritable(supervisor, False)
+    is_marked = tree.mark_own(mark)
+    channel = Channel(fd)
+    if inside := [int(text) for text in sys.argv[5:]]:
+        try:
+            enter_namespace(*inside)
+        except OSError as error:
+            channel.send("refused", errno=error.errno, message=f"no namespace: {error.strerror}")
+            return
     wakeup_read, wakeup_write = os.pipe()
     os.set_blocking(wakeup_read, False)
     os.set_blocking(wakeup_write, False)
@@ -274,31 +291,45 @@ def main() -> None:
     # An inherited "ignore" would have the kernel discard every exit status.
     signal.signal(signal.SIGCHLD, lambda signum, frame: None)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
-    tree.become_subreaper()
+    with contextlib.suppress(OSError):  # At level L1.
+        tree.become_subreaper()
     os.chdir("/")
-
-    tree.mark_own()
-    channel = Channel(int(sys.argv[1]))
-    supervisor = _pidfd(int(sys.argv[2]))
-    if supervisor is not None and (orders := _first_messages(channel, supervisor)):
+    if orders := first_messages(channel, supervisor):
         order, *messages = orders
-        Guardian(Order(order), channel, supervisor, wakeup_read).run(messages)
+        guardian = Guardian(Order(order), channel, supervisor, wakeup_read, is_marked=is_marked)
+        guardian.run(messages)
     # The interpreter's own end takes ten times as long.
     os._exit(0)
 
 
-def _first_messages(channel: Channel, supervisor: int) -> list[dict]:  # type: ignore[type-arg]
-    """What the supervisor says first; nothing when it has no order to give."""
-    poll = select.poll()
-    poll.register(channel.fd, select.POLLIN)
-    poll.register(supervisor, select.POLLIN)
-    messages: list[dict] = []  # type: ignore[type-arg]
-    connected = True
-    while connected and not messages:
-        if supervisor in dict(poll.poll()):
-            return []
-        messages, connected = channel.receive()
-    return messages
+def enter_namespace(user: int, pid: int, mnt: int, alive: int) -> None:
+    """Go on inside a PID namespace; what was started stays outside, and leaves when this does.
+
+    Args:
+        user, pid, mnt: fds of the namespaces, -1 for one that is our own already.
+        alive: an fd that keeps the namespace as long as a process holds it.
+
+    Raises: OSError.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    for fd in (user, pid, mnt):
+        if fd >= 0:
+            if libc.setns(fd, 0) != 0:
+                error = ctypes.get_errno()
+                raise OSError(error, os.strerror(error))
+            os.close(fd)
+    os.set_inheritable(alive, False)
+    # Only a child is in the PID namespace.
+    child = os.fork()
+    if child == 0:
+        # Its parent has no pid in here, so one that died before this goes unnoticed: then it
+        # serves its supervisor without.
+        tree.die_with_parent(os.getppid())
+        return
+    os.closerange(3, 1024)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.waitpid(child, 0)
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import httpx
 from tasks.run.outcome import Exit
 from tasks.run.probes import LiveProbe, ReadyProbe
 from tasks.supervise import tree
+from tasks.supervise.holds import Holds
 from tasks.supervise.notify import NotifySocket
 from tasks.supervise.plan import ComponentPlan
 from tasks.supervise.ports import Listener, PortsReserved, is_listened, listeners
@@ -50,6 +51,7 @@ class Member:
         plan: ComponentPlan,
         process: GuardedProcess,
         *,
+        holds: Holds,
         ports: PortsReserved,
         client: httpx.AsyncClient,
         emit: Emit,
@@ -67,6 +69,7 @@ class Member:
         #: It left with exit 0, its part done, while the run goes on.
         self.is_drained = False
         self.exit: Exit | None = None
+        self._holds = holds
         self._ports = ports
         self._client = client
         self._emit = emit
@@ -102,7 +105,7 @@ class Member:
                 self._refuse_foreign(probe.local_port)
         self.is_launched = True
         self._launched_at, self._launched_monotonic_s = time.time(), time.monotonic()
-        pid = await self.process.launch(command)
+        pid = await self._holds.launch(self.plan, self.process, command)
         self._emit("component.spawned", self.name, pid=pid, argv=list(command.argv))
 
     async def until_ready(self) -> None:
@@ -184,6 +187,7 @@ class Member:
         if self._notify is not None:
             self._notify.close()
         if self.process.empty.done():
+            self._holds.release(self.name)
             self._emit("component.stopped", self.name, pid=self.process.pid)
             return ()
         left = self.process.stuck or tuple(tree.descendants(self.process.guardian_pid))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tasks.run.probes import LiveProbe, ReadyProbe
 from tasks.run.spec import OnExitZero, Progress
+from tasks.supervise.containment import Containment, Level
 from tasks.supervise.process import Command
 
 
@@ -38,6 +39,8 @@ class AttemptPlan:
     success_step: float | None = None
     #: Seconds without progress and output after which the run has failed; None: never.
     stall_after_s: float | None = None
+    #: What holds the attempt's processes.
+    containment: Containment = field(default_factory=lambda: Containment(level=Level.L2))
 
     @property
     def tag(self) -> dict[str, str]:

@@ -10,15 +10,23 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tasks.run.outcome import Exit
-from tasks.supervise import tree
+from tasks.supervise import cgroup, tree
+from tasks.supervise.namespace import PidNamespace
+from tasks.supervise.orphans import (
+    CLEAN_ROUNDS,
+    ROUND_S,
+    end_marked,
+    end_orphans,
+    guardians,
+    guardians_lock,
+)
 
 _GUARDIAN = Path(__file__).with_name("guardian.py")
 #: A guardian reports its component's end in milliseconds; one that is stopped or hung never does.
@@ -26,15 +34,7 @@ _REPORT_WITHIN_S = 2.0
 #: A guardian that was started answers an order in milliseconds, on a machine out of memory later.
 _SPAWN_WITHIN_S = 30.0
 _ORDER_WITHIN_S = 2.0
-_ORPHAN_ROUND_S = 0.02
-#: After so many rounds in a row without an orphan there is none: one that hides by forking and
-#: exiting leaves its dead to this process all the while.
-_CLEAN_ROUNDS = 3
 _GUARDIAN_ENV = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR")
-
-#: The guardians of this process that are not reaped yet; under the lock while one is made.
-_guardians: set[int] = set()
-_guardians_lock = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +52,19 @@ class Command:
     grace_s: float = 10.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forked:
+    """A component's process that does not execute its program yet."""
+
+    #: As seen from this process.
+    pid: int
+    guardian_pid: int
+    #: Of all that will descend from it; 0 where it could not be set.
+    mark: int
+    #: The cgroup that it is in, where it is in one.
+    cgroup: str | None
+
+
 class GuardedProcess:
     """A command under a guardian of its own, watched from an asyncio loop.
 
@@ -61,7 +74,15 @@ class GuardedProcess:
     stop the command.
     """
 
-    def __init__(self, name: str, popen: subprocess.Popen[bytes], channel: socket.socket) -> None:
+    def __init__(
+        self,
+        name: str,
+        popen: subprocess.Popen[bytes],
+        channel: socket.socket,
+        *,
+        mark: int,
+        is_in_namespace: bool,
+    ) -> None:
         loop = asyncio.get_running_loop()
         self.name = name
         self.pid: int | None = None
@@ -69,10 +90,15 @@ class GuardedProcess:
         self.stuck: tuple[int, ...] = ()
         self.exited: asyncio.Future[Exit] = loop.create_future()
         self.empty: asyncio.Future[None] = loop.create_future()
+        self._mark = mark
+        self._is_in_namespace = is_in_namespace
+        self._cgroup: str | None = None
+        self._register: Callable[[Forked], None] = lambda forked: None
         self._popen = popen
         self._channel = channel
         self._buffer = b""
         self._spawned: asyncio.Future[int] = loop.create_future()
+        self._leader_pid = 0
         self._leader_pidfd: int | None = None
         # An order was sent, and nothing has said yet that there is no process of it any more.
         self._owes_processes = False
@@ -80,24 +106,37 @@ class GuardedProcess:
         loop.add_reader(channel, self._on_message)
 
     @classmethod
-    def prepare(cls, name: str, *, tag: Mapping[str, str]) -> GuardedProcess:
+    def prepare(
+        cls, name: str, *, tag: Mapping[str, str], namespace: PidNamespace | None = None
+    ) -> GuardedProcess:
         """A guardian that waits for its order.
 
         Args:
             name: shown in its command line, for who reads `ps`.
             tag: identity of the run, put into the guardian's environment.
+            namespace: where guardian and command are to live; None: in ours.
 
         Raises: OSError, when no process can be started.
         """
-        ours, theirs = socket.socketpair()
+        me = os.pidfd_open(os.getpid())
+        try:
+            ours, theirs = socket.socketpair()
+        except BaseException:
+            os.close(me)
+            raise
+        mark = tree.new_mark()
+        inside = namespace.fds if namespace is not None else ()
+        numbers = map(str, (theirs.fileno(), me, mark))
         env = {key: os.environ[key] for key in _GUARDIAN_ENV if key in os.environ}
         with theirs:
-            fd, me = str(theirs.fileno()), str(os.getpid())
             try:
-                with _guardians_lock:
+                with guardians_lock:
                     popen = subprocess.Popen(
-                        [sys.executable, "-I", "-S", str(_GUARDIAN), fd, me, name],
-                        pass_fds=[theirs.fileno()],
+                        [
+                            *(sys.executable, "-I", "-S", str(_GUARDIAN)),
+                            *(*numbers, name, *map(str, inside)),
+                        ],
+                        pass_fds=[theirs.fileno(), me, *(fd for fd in inside if fd >= 0)],
                         stdin=subprocess.DEVNULL,
                         stdout=subprocess.DEVNULL,
                         stderr=subprocess.DEVNULL,
@@ -105,19 +144,32 @@ class GuardedProcess:
                         env={**env, **tag, "MUSTER_ROLE": "guardian"},
                         cwd="/",
                     )
-                    _guardians.add(popen.pid)
+                    guardians.add(popen.pid)
             except OSError:
                 ours.close()
                 raise
+            finally:
+                os.close(me)
         ours.setblocking(False)
-        return cls(name, popen, ours)
+        return cls(name, popen, ours, mark=mark, is_in_namespace=namespace is not None)
 
     @property
     def guardian_pid(self) -> int:
         return self._popen.pid
 
-    async def launch(self, command: Command) -> int:
+    async def launch(
+        self,
+        command: Command,
+        *,
+        cgroup: str | None = None,
+        register: Callable[[Forked], None] = lambda forked: None,
+    ) -> int:
         """Start the command.
+
+        Args:
+            cgroup: where to put it; a failure to is told by `Forked`.
+            register: told of the process before it executes the command; an OSError that it raises
+                is raised here, and the command is not executed.
 
         Returns: its pid, once the program runs. Raises: OSError, as exec or the log's opening gave
         it, with nothing left behind; TimeoutError, when the guardian does not answer. A cancel
@@ -132,7 +184,10 @@ class GuardedProcess:
             "log": str(command.log),
             "stop_signal": int(command.stop_signal),
             "grace_s": command.grace_s,
+            "cgroup": cgroup,
         }
+        self._register = register
+        self._cgroup = cgroup
         self._owes_processes = True
         # Whole, before anything else is said. The guardian reads at once, unless it is stopped.
         self._channel.settimeout(_ORDER_WITHIN_S)
@@ -166,17 +221,19 @@ class GuardedProcess:
 
     def _on_message(self) -> None:
         try:
-            data = self._channel.recv(65536)
+            data, fds, _, _ = socket.recv_fds(self._channel, 65536, 4)
         except BlockingIOError:
             return
         except OSError:
-            data = b""
+            data, fds = b"", []
+        for fd in fds:
+            self._watch_leader(fd)
         if not data:
             asyncio.get_running_loop().remove_reader(self._channel)
             self._channel.close()
             self._popen.wait()
-            with _guardians_lock:
-                _guardians.discard(self.guardian_pid)
+            with guardians_lock:
+                guardians.discard(self.guardian_pid)
             self._on_guardian_gone()
             return
         *lines, self._buffer = (self._buffer + data).split(b"\n")
@@ -185,9 +242,10 @@ class GuardedProcess:
 
     def _on_event(self, message: dict[str, Any]) -> None:
         match message["event"]:
+            case "forked":
+                self._on_forked(message)
             case "spawned":
-                self._watch_leader(message["pid"])
-                _resolve(self._spawned, message["pid"])
+                _resolve(self._spawned, self._leader_pid)
             case "refused":
                 error = OSError(message["errno"], message["message"])
                 _reject(self._spawned, error)
@@ -206,15 +264,28 @@ class GuardedProcess:
                 self.stuck = ()
                 self._owes_processes = False
 
-    def _watch_leader(self, pid: int) -> None:
+    def _watch_leader(self, pidfd: int) -> None:
         """See the command's end even when its guardian is stopped and reports nothing."""
-        with contextlib.suppress(OSError):
-            pidfd = os.pidfd_open(pid)
-            if tree.parent_of(pid) != self.guardian_pid:
-                os.close(pidfd)
-                return
-            self._leader_pidfd = pidfd
-            asyncio.get_running_loop().add_reader(pidfd, self._on_leader_gone)
+        self._leader_pidfd = pidfd
+        self._leader_pid = _pid_of(pidfd)
+        asyncio.get_running_loop().add_reader(pidfd, self._on_leader_gone)
+
+    def _on_forked(self, message: dict[str, Any]) -> None:
+        if not message["is_in_cgroup"]:
+            self._cgroup = None
+        forked = Forked(
+            pid=self._leader_pid,
+            guardian_pid=self.guardian_pid,
+            mark=self._mark if message["is_marked"] else 0,
+            cgroup=self._cgroup,
+        )
+        try:
+            self._register(forked)
+        except Exception as error:
+            _reject(self._spawned, error)
+            self._say("kill")
+        else:
+            self._say("go")
 
     def _on_leader_gone(self) -> None:
         self._forget_leader()
@@ -250,41 +321,29 @@ class GuardedProcess:
         """SIGKILL what the dead guardian left, which came to this process, a subreaper."""
         since = time.monotonic()
         clean_rounds = 0
-        while clean_rounds < _CLEAN_ROUNDS:
-            left = end_orphans()
+        while clean_rounds < CLEAN_ROUNDS:
+            if self._cgroup is not None:
+                with contextlib.suppress(OSError):
+                    cgroup.kill(self._cgroup)
+            # In a namespace they come to its first process, and not to this one.
+            left = end_marked(self._mark) if self._is_in_namespace else end_orphans()
             clean_rounds = 0 if left else clean_rounds + 1
             if time.monotonic() - since > 5.0:
                 self.stuck = tuple(left)
-            await asyncio.sleep(_ORPHAN_ROUND_S)
+            await asyncio.sleep(ROUND_S)
         self.stuck = ()
+        if self._cgroup is not None:
+            cgroup.remove(self._cgroup)
         _resolve(self.empty, None)
 
 
-def end_orphans() -> list[int]:
-    """One round against what dead guardians have left to this process.
+def _pid_of(pidfd: int) -> int:
+    """The pid of a pidfd, as seen from here, whatever namespace it came from.
 
-    What this process has started itself, and what came of that, is never touched.
-
-    Returns: the orphans that were there, dead or alive.
+    Source: pidfd_open(2), fdinfo.
     """
-    found: set[int] = set()
-    own_mark = tree.mark_of(os.getpid())
-
-    def is_orphan(child: int) -> bool:
-        return child not in _guardians and tree.mark_of(child) not in (own_mark, b"")
-
-    def reap() -> bool:
-        orphans = [child for child in tree.children(os.getpid()) if is_orphan(child)]
-        found.update(orphans)
-        for child in orphans:
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(child, os.WNOHANG)
-        return not orphans
-
-    with _guardians_lock:
-        if not reap():
-            tree.kill_below_once(reap, is_orphan)
-    return sorted(found)
+    with open(f"/proc/self/fdinfo/{pidfd}", encoding="ascii") as f:
+        return next((int(line[4:]) for line in f if line.startswith("Pid:")), 0)
 
 
 def _resolve(future: asyncio.Future[Any], value: object) -> None:

@@ -17,6 +17,7 @@ from tasks.supervise.fate import Decision
 from tasks.supervise.member import Emit
 from tasks.supervise.plan import AttemptPlan
 from tasks.supervise.ports import PortsReserved
+from tasks.supervise.registry import RunRegister
 
 T = TypeVar("T")
 
@@ -29,14 +30,26 @@ class Supervisor:
     Makes this process a subreaper, for good.
     """
 
-    def __init__(self, plan: AttemptPlan, ports: PortsReserved, emit: Emit) -> None:
-        tree.become_subreaper()
+    def __init__(
+        self,
+        plan: AttemptPlan,
+        ports: PortsReserved,
+        emit: Emit,
+        register: RunRegister | None = None,
+    ) -> None:
+        """
+        Args:
+            register: where what runs is noted on disk; None: nowhere, so that nobody can finish
+                what a double kill leaves.
+        """
+        with contextlib.suppress(OSError):  # At level L1.
+            tree.become_subreaper()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
         self._thread.start()
         self._verdict: Verdict | None = None
         try:
-            self._attempt = self._call(_make(plan, ports, emit)).result()
+            self._attempt = self._call(_make(plan, ports, emit, register)).result()
         except BaseException:
             self._stop_thread()
             raise
@@ -116,7 +129,9 @@ class Supervisor:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
 
-async def _make(plan: AttemptPlan, ports: PortsReserved, emit: Emit) -> SupervisedAttempt:
-    attempt = SupervisedAttempt(plan, ports, emit)
+async def _make(
+    plan: AttemptPlan, ports: PortsReserved, emit: Emit, register: RunRegister | None
+) -> SupervisedAttempt:
+    attempt = SupervisedAttempt(plan, ports, emit, register)
     await attempt.prepare()
     return attempt

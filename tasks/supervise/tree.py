@@ -9,7 +9,6 @@ Stdlib only, and light to import: the guardian starts with it in tens of millise
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import resource
@@ -21,7 +20,7 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 # The kernel has not looked at it since 2.4.25. Source: getrlimit(2).
 _RLIMIT_LOCKS = 10
-_MARK_BASE = 1 << 40
+_MARK_BASE = 1 << 62
 
 #: How long one round follows newborn processes before it lists the whole machine again.
 _CHASE_S = 0.005
@@ -49,25 +48,36 @@ def die_with_parent(parent_pid: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def mark_own() -> None:
+def new_mark() -> int:
+    """A mark that no other process of this machine has."""
+    return _MARK_BASE | int.from_bytes(os.urandom(8), "big") >> 4
+
+
+def mark_own(mark: int) -> bool:
     """Mark this process, and all that will descend from it, as others than its parent's own.
 
     The mark is a resource limit without effect: unlike an environment or a session it can't be
     lost by accident, across any fork, exec and daemonising.
+
+    Returns: whether it could be set; a hard limit may stand in the way.
     """
-    with contextlib.suppress(OSError, ValueError):  # A hard limit stands in the way.
+    try:
         _, hard = resource.getrlimit(_RLIMIT_LOCKS)
-        resource.setrlimit(_RLIMIT_LOCKS, (_MARK_BASE + os.getpid(), hard))
+        resource.setrlimit(_RLIMIT_LOCKS, (mark, hard))
+    except (OSError, ValueError):
+        return False
+    return True
 
 
-def mark_of(pid: int) -> bytes:
-    """What `mark_own` left in a process, equal in parent and child without it; empty when gone."""
+def mark_of(pid: int) -> int | None:
+    """What `mark_own` left in a process; 0 for one without a mark, None when it is gone."""
     try:
         with open(f"/proc/{pid}/limits", "rb") as f:
             _, _, rest = f.read().partition(b"Max file locks")
     except (FileNotFoundError, ProcessLookupError):
-        return b""
-    return rest.split()[0] if rest else b""
+        return None
+    soft = rest.split()[0] if rest else b""
+    return int(soft) if soft.isdigit() and int(soft) >= _MARK_BASE else 0
 
 
 def _stat_fields(pid: int) -> list[bytes]:
@@ -208,9 +218,12 @@ def reap_all() -> tuple[dict[int, int], bool]:
 
 
 def kill_below_once(
-    reap: Callable[[], bool], is_meant: Callable[[int], bool] = lambda child: True
+    reap: Callable[[], bool],
+    is_meant: Callable[[int], bool] = lambda child: True,
+    *,
+    root: int | None = None,
 ) -> None:
-    """One round against everything below this process, which must be a subreaper.
+    """One round against everything below a process that adopts, by default this one.
 
     All are stopped before any is killed, so that no two can revive each other; then newborns are
     followed for a few milliseconds, since what forks and exits faster than a listing of the
@@ -218,37 +231,37 @@ def kill_below_once(
 
     Args:
         reap: reaps what has ended, and says whether no child is left.
-        is_meant: which children of this process to end, each with all that is below it.
+        is_meant: which children of `root` to end, each with all that is below it.
+        root: the subreaper, or the first process of a pid namespace; None: this process.
     """
-    me = os.getpid()
+    adopter = os.getpid() if root is None else root
     seen: set[int] = set()
     for _ in range(20):
-        fresh = set(signal_descendants(me, signal.SIGSTOP, is_meant=is_meant)) - seen
+        fresh = set(signal_descendants(adopter, signal.SIGSTOP, is_meant=is_meant)) - seen
         if not fresh:
             break
         seen |= fresh
-    signal_descendants(me, signal.SIGKILL, is_meant=is_meant)
+    signal_descendants(adopter, signal.SIGKILL, is_meant=is_meant)
     if not reap():
-        _kill_newborns(seen, is_meant)
+        _kill_newborns(adopter, seen, is_meant)
 
 
-def _kill_newborns(ours: set[int], is_meant: Callable[[int], bool]) -> None:
+def _kill_newborns(adopter: int, ours: set[int], is_meant: Callable[[int], bool]) -> None:
     """SIGKILL processes born in the next milliseconds whose parent is ours."""
-    me = os.getpid()
     deadline = time.monotonic() + _CHASE_S
-    last = _last_pid()
+    last = last_pid()
     while time.monotonic() < deadline:
-        newest = _last_pid()
+        newest = last_pid()
         for pid in range(last + 1, newest + 1):
             parent = parent_of(pid)
-            is_ours = parent in ours or (parent == me and is_meant(pid))
+            is_ours = parent in ours or (parent == adopter and is_meant(pid))
             if is_ours and signal_process(pid, signal.SIGKILL, parent=parent):
                 ours.add(pid)
         # Looked at again: a newborn's parent may exit, and make it ours, a moment later.
         last = max(newest - 8, 0)
 
 
-def _last_pid() -> int:
+def last_pid() -> int:
     """The newest pid of this pid namespace. Source: proc_loadavg(5), the last field."""
     with open("/proc/loadavg", "rb") as f:
         return int(f.read().split()[-1])

@@ -45,11 +45,11 @@ class ScriptedProcess:
         self.empty: asyncio.Future[None] = loop.create_future()
 
     @classmethod
-    def prepare(cls, name: str, *, tag: Mapping[str, str]) -> ScriptedProcess:
+    def prepare(cls, name: str, **more: object) -> ScriptedProcess:
         cls.made[name] = cls(name)
         return cls.made[name]
 
-    async def launch(self, command: Command) -> int:
+    async def launch(self, command: Command, **more: object) -> int:
         if self.name in self.refuses:
             self.empty.set_result(None)
             raise self.refuses[self.name]
@@ -83,7 +83,7 @@ class ScriptedProcess:
 
 @pytest.fixture(autouse=True)
 def scripted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("tasks.supervise.attempt.GuardedProcess", ScriptedProcess)
+    monkeypatch.setattr("tasks.supervise.holds.GuardedProcess", ScriptedProcess)
     monkeypatch.setattr("tasks.supervise.attempt._LAST_STEP_WITHIN_S", 0.2)
     ScriptedProcess.made, ScriptedProcess.refuses = {}, {}
     yield

@@ -84,7 +84,7 @@ LAYERS = {
 }
 
 #: By folder, the modules that `python -I -S` runs from there with nothing else on the path.
-ALONE = {"tasks/supervise": ("guardian", "tree")}
+ALONE = {"tasks/supervise": ("guardian", "guardian_channel", "namespace_init", "cgroup", "tree")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

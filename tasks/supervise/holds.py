@@ -1,0 +1,102 @@
+"""What holds the processes of one attempt: guardians, cgroups, a PID namespace, and the registry
+that says on disk what they hold."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from functools import partial
+from pathlib import Path
+
+from tasks.supervise import cgroup
+from tasks.supervise.containment import Level
+from tasks.supervise.identity import ProcessId
+from tasks.supervise.namespace import PidNamespace
+from tasks.supervise.plan import AttemptPlan, ComponentPlan
+from tasks.supervise.process import Command, Forked, GuardedProcess
+from tasks.supervise.registry import Entry, RunRegister
+
+
+class Holds:
+    """The holds of one attempt, by the level of its plan.
+
+    Use: `prepare` each component, `settle`, `launch` and `release` them, and at last `close`.
+    """
+
+    def __init__(self, plan: AttemptPlan, register: RunRegister | None) -> None:
+        self._plan = plan
+        self._register = register
+        self._namespace: PidNamespace | None = None
+        #: `cgroups[component]`, made and not removed yet.
+        self._cgroups: dict[str, str] = {}
+
+    def prepare(self, component: ComponentPlan) -> GuardedProcess:
+        """A guardian that waits for its order. Raises: OSError."""
+        if self._plan.containment.level is Level.L4 and self._namespace is None:
+            self._namespace = PidNamespace()
+        tag = {**self._plan.tag, "MUSTER_COMPONENT": component.name}
+        return GuardedProcess.prepare(component.name, tag=tag, namespace=self._namespace)
+
+    def settle(self) -> None:
+        """Every guardian is there."""
+        if self._namespace is not None:
+            self._namespace.settle()
+
+    async def launch(
+        self, component: ComponentPlan, process: GuardedProcess, command: Command
+    ) -> int:
+        """Start a component's command, held and registered.
+
+        Returns: its pid. Raises: OSError, as `GuardedProcess.launch`.
+        """
+        return await process.launch(
+            command,
+            cgroup=self._make_cgroup(component.name),
+            register=partial(self._enter, component),
+        )
+
+    def release(self, component: str) -> None:
+        """Nothing of the component is left."""
+        if (path := self._cgroups.pop(component, None)) is not None:
+            cgroup.remove(path)
+        if self._register is not None:
+            with contextlib.suppress(OSError):
+                self._register.leave(component)
+
+    async def close(self) -> tuple[int, ...]:
+        """End what holds them.
+
+        Returns: the pid of a namespace's first process that the kernel could not end, since
+        something in the namespace can't be ended.
+        """
+        namespace, self._namespace = self._namespace, None
+        if namespace is not None and not await asyncio.to_thread(namespace.close):
+            return (namespace.init_pid,)
+        return ()
+
+    def _make_cgroup(self, component: str) -> str | None:
+        parent = self._plan.containment.cgroup_parent
+        if parent is None:
+            return None
+        name = f"{self._plan.run_id}-a{self._plan.number:02d}-{component}"
+        # One that can't be made is told by the registry's entry: it has none.
+        with contextlib.suppress(cgroup.NoCgroup):
+            self._cgroups[component] = cgroup.create(parent, name)
+        return self._cgroups.get(component)
+
+    def _enter(self, component: ComponentPlan, forked: Forked) -> None:
+        if self._register is None:
+            return
+        self._register.enter(
+            Entry(
+                run_id=self._plan.run_id,
+                attempt=self._plan.number,
+                component=component.name,
+                level=self._plan.containment.level.value,
+                mark=forked.mark,
+                guardian=ProcessId.of(forked.guardian_pid),
+                process=ProcessId.of(forked.pid),
+                cgroup=Path(forked.cgroup) if forked.cgroup is not None else None,
+                grace_s=component.command.grace_s,
+            )
+        )
