@@ -18,6 +18,7 @@ from tasks.run.failure_kinds import FailureKind
 from tasks.run.layout import make_run_id
 from tasks.run.lifecycle import RunState
 from tasks.run.spec import RunSpec
+from tasks.server import lasting_api_url
 from tasks.session import RunSession, interrupting
 
 
@@ -37,7 +38,9 @@ def run_id_of_flow_run() -> str:
 def open_run(spec: RunSpec) -> Iterator[RunSession]:
     """The run of this flow run, with its directory; signals end it cleanly while it is open."""
     flow_run_id: UUID = _flow_run().id
-    run = RunSession(spec, run_id=run_id_of_flow_run(), flow_run_id=flow_run_id)
+    run = RunSession(
+        spec, run_id=run_id_of_flow_run(), flow_run_id=flow_run_id, api_url=lasting_api_url()
+    )
     with (
         interrupting(run),
         cancel_watched(flow_run_id, run.interrupt),

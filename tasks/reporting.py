@@ -74,6 +74,8 @@ class Reporter:
     def observe(self, event: Event) -> None:
         """Take in an event of the run. Returns at once."""
         match event.name:
+            case "containment":
+                self._jobs.put(lambda: self._tell(f"containment {event.fields['text']}"))
             case "component.starting":
                 self._say_state(f"starting {event.component}")
             case "attempt.ready":
@@ -92,6 +94,9 @@ class Reporter:
                 job()
             except Exception as error:
                 _log.warning("not told to the Prefect server: %r", error)
+
+    def _tell(self, message: str) -> None:
+        get_run_logger().info(message)
 
     def _say_state(self, message: str) -> None:
         def tell() -> None:

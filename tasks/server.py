@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 
 import httpx
@@ -25,9 +26,11 @@ from prefect.settings import (
 from tasks.run.errors import MusterError, RunEnded
 from tasks.run.layout import muster_home
 from tasks.run.probes import ReadyProbe
+from tasks.supervise.containment import allowed_level, probe
 from tasks.supervise.plan import AttemptPlan, ComponentPlan
 from tasks.supervise.ports import PortsReserved
 from tasks.supervise.process import Command
+from tasks.supervise.registry import RunRegister
 from tasks.supervise.supervisor import Supervisor
 
 _log = logging.getLogger(__name__)
@@ -36,6 +39,10 @@ _NAME = "prefect-server"
 _DATABASE = "prefect.db"
 _START_WITHIN_S = 120.0
 _FLUSH_WITHIN_S = 5.0
+
+
+#: Whether the server of this context is a temporary one.
+_is_temporary: ContextVar[bool] = ContextVar("is_temporary", default=False)
 
 
 class NoServer(MusterError):
@@ -65,7 +72,11 @@ def prefect_server() -> Iterator[str]:
         if template.exists():
             shutil.copyfile(template, Path(home) / _DATABASE)
         plan = _plan(Path(home), ports.numbers[port_name], url)
-        with Supervisor(plan, ports, lambda *event, **fields: None) as supervisor:
+        register = RunRegister.opened(plan.run_id, leftovers=(Path(home),))
+        with (
+            closing(register),
+            Supervisor(plan, ports, lambda *event, **fields: None, register) as supervisor,
+        ):
             try:
                 supervisor.start(_NAME)
             except RunEnded:
@@ -75,10 +86,18 @@ def prefect_server() -> Iterator[str]:
                 _save_template(Path(home) / _DATABASE, template)
             settings = {PREFECT_API_URL: url, PREFECT_SERVER_ALLOW_EPHEMERAL_MODE: False}
             with temporary_settings(settings):
+                token = _is_temporary.set(True)
                 try:
                     yield url
                 finally:
+                    _is_temporary.reset(token)
                     _flush()
+
+
+def lasting_api_url() -> str | None:
+    """The API address of this context's Prefect server; None for one that ends with this process,
+    and for none at all."""
+    return None if _is_temporary.get() else PREFECT_API_URL.value()
 
 
 def server_command(home: Path, port: int) -> Command:
@@ -113,7 +132,11 @@ def _plan(home: Path, port: int, url: str) -> AttemptPlan:
         live=None,
         on_exit_zero="fail",
     )
-    return AttemptPlan(run_id=_NAME, number=1, cwd=home, components=(server,))
+    run_id = f"{_NAME}-{os.getpid()}-{os.urandom(2).hex()}"
+    containment = probe(at_most=allowed_level())
+    return AttemptPlan(
+        run_id=run_id, number=1, cwd=home, components=(server,), containment=containment
+    )
 
 
 def _flush() -> None:

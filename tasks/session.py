@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import random
 import signal as signals
@@ -14,7 +15,7 @@ from dataclasses import replace
 from uuid import UUID
 
 from tasks.run import masking
-from tasks.run.errors import InvalidSpec
+from tasks.run.errors import Fault, InvalidSpec
 from tasks.run.events import EventLog, Listener
 from tasks.run.failure_kinds import FailureKind
 from tasks.run.layout import AttemptPlace, RunPlace, project_root
@@ -25,9 +26,12 @@ from tasks.run.outcome import Failure, Verdict
 from tasks.run.record import RunRecord
 from tasks.run.spec import Component, RunSpec
 from tasks.run.template import ports_needed, resolve, template_faults
+from tasks.supervise.containment import Containment, Level, allowed_level, probe
+from tasks.supervise.identity import host_name
 from tasks.supervise.plan import AttemptPlan, ComponentPlan
 from tasks.supervise.ports import PortsReserved
 from tasks.supervise.process import Command
+from tasks.supervise.registry import RunRegister
 from tasks.supervise.supervisor import Supervisor
 
 #: Told every event of the runs of this context; the terminal listens here.
@@ -48,6 +52,7 @@ def check_spec(spec: RunSpec) -> None:
         *template_faults(spec),
         *unsupported(spec),
         *lookup_faults(spec, root=project_root(), path=_component_path()),
+        *_containment_faults(spec),
     ]
     if faults:
         raise InvalidSpec(tuple(faults), source=f"the spec of run {spec.name!r}")
@@ -56,10 +61,26 @@ def check_spec(spec: RunSpec) -> None:
 class RunSession:
     """One run, from its first attempt to its verdict. Safe to interrupt from a signal handler."""
 
-    def __init__(self, spec: RunSpec, *, run_id: str, flow_run_id: UUID) -> None:
-        """Makes the run's directory. Raises: OSError."""
+    def __init__(
+        self, spec: RunSpec, *, run_id: str, flow_run_id: UUID, api_url: str | None = None
+    ) -> None:
+        """Makes the run's directory, and registers this process as the run's owner.
+
+        Args:
+            api_url: of the Prefect server that keeps the flow run; None: it ends with the run.
+
+        Raises: OSError, when there is no disk, or another process of this machine has the run.
+        """
         self.spec = spec
         self.place = RunPlace.of(run_id)
+        self._register = RunRegister.opened(
+            run_id,
+            flow_run_id=str(flow_run_id),
+            api_url=api_url,
+            directory=self.place.directory,
+        )
+        # Not with the run: until this process has left, its flow run may lack its final state.
+        atexit.register(self._register.close)
         self.place.directory.mkdir(parents=True, exist_ok=True)
         #: The attempt under way, or the last one.
         self.attempt: AttemptPlace | None = None
@@ -126,16 +147,18 @@ class RunSession:
             self._events = EventLog(
                 place.events, (self.record.observe, *event_listeners.get()), mask=self.mask
             )
-            self.record.begin_attempt(place.number)
+            containment = _containment(spec)
+            self.record.begin_attempt(place.number, containment.as_json())
             self.record.move(RunState.ADMITTED)
-            plan = _plan(spec, self.run_id, place)
-            self._supervisor = Supervisor(plan, ports, self._events.emit)
+            plan = _plan(spec, self.run_id, place, containment)
+            self._supervisor = Supervisor(plan, ports, self._events.emit, self._register)
         except BaseException:
             ports.close()
             raise
         self._events.emit(
             "attempt.begun", attempt=place.number, run_id=self.run_id, directory=place.directory
         )
+        self._events.emit("containment", text=str(containment), **containment.as_json())
         if self.interrupted_by:
             self._supervisor.interrupt(self.interrupted_by)
 
@@ -267,6 +290,21 @@ def _component_path() -> str:
     return component_path(sys.executable, os.environ.get("PATH", os.defpath))
 
 
+def _containment(spec: RunSpec) -> Containment:
+    return probe(namespace=spec.containment == "namespace", at_most=allowed_level())
+
+
+def _containment_faults(spec: RunSpec) -> list[Fault]:
+    """A level that the spec requires must be there: a weaker one is not what was asked for."""
+    if spec.containment != "namespace":
+        return []
+    why = _containment(spec).missing.get(Level.L4)
+    if why is None:
+        return []
+    problem = f"no PID namespace can be had on {host_name()}: {why}"
+    return [Fault(path="containment", problem=problem, remedy="write auto, or run it elsewhere")]
+
+
 def _whole_env(spec: RunSpec) -> dict[str, str]:
     env = {**os.environ, **spec.env}
     for component in spec.processes.values():
@@ -274,7 +312,7 @@ def _whole_env(spec: RunSpec) -> dict[str, str]:
     return env
 
 
-def _plan(spec: RunSpec, run_id: str, place: AttemptPlace) -> AttemptPlan:
+def _plan(spec: RunSpec, run_id: str, place: AttemptPlace, containment: Containment) -> AttemptPlan:
     root = project_root()
     return AttemptPlan(
         run_id=run_id,
@@ -300,6 +338,7 @@ def _plan(spec: RunSpec, run_id: str, place: AttemptPlace) -> AttemptPlan:
         progress=spec.progress,
         success_step=spec.success.step if spec.success else None,
         stall_after_s=spec.stall_after_s,
+        containment=containment,
     )
 
 

@@ -71,6 +71,8 @@ class Terminal:
                 self._directory = Path(fields["directory"])
                 self.say(f"run {self._run_id}, attempt {fields['attempt']}", "bold")
                 self.say(f"files in {self._directory}")
+            case "containment":
+                self.say(f"containment {fields['text']}", "dim")
             case "component.spawned":
                 self.say(f"{name}: started, pid {fields['pid']}")
             case "component.ready":

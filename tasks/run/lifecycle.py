@@ -55,3 +55,24 @@ def check_move(before: RunState, after: RunState) -> None:
     """Raises: IllegalTransition, when the table of legal moves does not have this one."""
     if after not in LEGAL_MOVES[before]:
         raise IllegalTransition(f"a run can't go from {before.value} to {after.value}")
+
+
+def moves_of_recovery(before: RunState, after: RunState) -> tuple[RunState, ...]:
+    """The legal moves by which whoever finishes a run without a process brings it to a state.
+
+    Through STOPPING where components may have lived: they have been ended by then.
+
+    Raises: IllegalTransition, when no such moves lead there.
+    """
+    if before is after:
+        return ()
+    if after in LEGAL_MOVES[before]:
+        return (after,)
+    if RunState.STOPPING in LEGAL_MOVES[before]:
+        check_move(RunState.STOPPING, after)
+        return (RunState.STOPPING, after)
+    if RunState.STARTING in LEGAL_MOVES[before]:
+        # Its first component may have begun before the record could say so.
+        check_move(RunState.STOPPING, after)
+        return (RunState.STARTING, RunState.STOPPING, after)
+    raise IllegalTransition(f"a lost run can't go from {before.value} to {after.value}")

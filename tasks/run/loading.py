@@ -116,8 +116,6 @@ def _unsupported(written: Mapping[str, Any]) -> Iterator[Fault]:
         yield _not_yet("gang", "runs on a shared cluster come with the gang queue", "leave it out")
     if written.get("on_lost_flow") == "adopt":
         yield _not_yet("on_lost_flow", "adoption comes with Ray jobs", "write stop")
-    if written.get("containment") == "namespace":
-        yield _not_yet("containment", "namespaces come with the containment levels", "write auto")
     for name, component in _mapping(written.get("components")).items():
         path = f"components.{name}"
         if name == "rollout":

@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +77,7 @@ class RunRecord:
             "started_at": clock(),
             "ended_at": None,
             **more,
+            "containment": None,
             "attempts": [],
         }
         if path.exists():
@@ -110,8 +111,13 @@ class RunRecord:
         # Without the lock: whoever is told may hold one that another of our callers waits for.
         self._on_move(state, message)
 
-    def begin_attempt(self, number: int) -> None:
+    def begin_attempt(self, number: int, containment: Mapping[str, object] | None = None) -> None:
+        """
+        Args:
+            containment: what holds its processes: level, promise, and why no higher one does.
+        """
         with self._lock:
+            self._content["containment"] = dict(containment) if containment else None
             self._content["attempts"].append(
                 {
                     "number": number,

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from tasks.supervise import cgroup, tree
 
@@ -58,7 +59,7 @@ class Containment:
         why = "".join(f"; no {level.value}: {text}" for level, text in self.missing.items())
         return f"{self.level.value} ({self.level.promise}{why})"
 
-    def as_json(self) -> dict[str, object]:
+    def as_json(self) -> dict[str, Any]:
         return {
             "level": self.level.value,
             "promise": self.level.promise,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import time
@@ -18,8 +19,9 @@ from tasks.supervise.registry import Entry, LostRun
 _KILL_WITHIN_S = 5.0
 #: A guardian that has lost its supervisor needs no longer than its grace period and this.
 _GUARDIAN_MARGIN_S = 10.0
-#: Where leftovers may lie; nothing else is removed, whatever a registry says.
-_REMOVABLE = (Path("/dev/shm"), Path("/tmp"), Path("/var/tmp"))
+_SHARED_MEMORY = Path("/dev/shm")
+#: How directories of ours are called; nothing else is removed, whatever a registry says.
+_PREFIX = "muster-"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +109,10 @@ def _end_once(entry: Entry) -> set[int]:
 
 def _remove(path: Path) -> bool:
     """Whether it was there and is gone now."""
-    if not any(path.is_relative_to(place) for place in _REMOVABLE) or not path.exists():
+    is_ours = path.parent == _SHARED_MEMORY or path.name.startswith(_PREFIX)
+    with suppress(OSError):
+        is_ours = is_ours and path.lstat().st_uid == os.getuid()
+    if not is_ours or not path.exists():
         return False
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)

@@ -118,7 +118,6 @@ def test_the_example_without_what_is_not_supported_yet_loads(tmp_path: Path) -> 
     [
         ("gang", {"gpus_per_node": 8}, "gang"),
         ("on_lost_flow", "adopt", "on_lost_flow"),
-        ("containment", "namespace", "containment"),
         ("components", {"rollout": {}}, "components.rollout"),
         (
             "components",
