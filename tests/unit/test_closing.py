@@ -1,0 +1,222 @@
+"""Closing the record of a run whose flow process is gone: true, legal, and once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tasks.run.closing import FLOW_LOST, Loss, close_record, closed
+from tasks.run.errors import IllegalTransition
+from tasks.run.events import Event
+from tasks.run.failure_kinds import FailureKind
+from tasks.run.lifecycle import LEGAL_MOVES, RunState, moves_of_recovery
+from tasks.run.outcome import Failure, Verdict
+from tasks.run.record import RunRecord
+
+NOW = 1000.0
+STORAGE = Failure(kind=FailureKind.STORAGE, message="disk full", component="trainer")
+VERDICTS = {
+    "completed": Verdict(state=RunState.COMPLETED, message="60/60 steps"),
+    "failed": Verdict.failed(STORAGE, 0.0),
+    "cancelled": Verdict(state=RunState.CANCELLED, message="enough"),
+}
+
+#: What a flow process writes into its record, in order; a run is killed after each of them.
+HISTORY = ("queued", "admitted", "starting", "running", "stopping")
+
+
+def record_of(directory: Path, until: str, verdict: str = "", retried: bool = False) -> Path:
+    """The record of a run that was killed at a point of its history; the path of `run.json`."""
+    path = directory / "run.json"
+    record = RunRecord(path, run_id="a-run", flow_run_id="f", clock=lambda: 1.0)
+    points = HISTORY[: HISTORY.index(until) + 1]
+    if "admitted" in points:
+        record.begin_attempt(1)
+        record.move(RunState.ADMITTED)
+        (directory / "attempt-01").mkdir()
+    if "starting" in points:
+        record.observe(Event(at=2.0, name="attempt.begun"))
+        record.observe(Event(at=3.0, name="component.spawned", component="api", fields={"pid": 7}))
+    if "running" in points:
+        record.observe(Event(at=4.0, name="attempt.ready"))
+    if "stopping" in points:
+        record.observe(Event(at=5.0, name="teardown.begun"))
+    if verdict:
+        record.end_attempt(VERDICTS[verdict])
+    if retried:
+        record.move(RunState.PENDING_RESOURCES, "attempt 2 in 60 s")
+    return path
+
+
+def content_of(path: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(path.read_text())
+    return content
+
+
+def events_of(directory: Path) -> list[dict[str, Any]]:
+    path = directory / "attempt-01" / "events.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+@pytest.mark.parametrize("until", HISTORY)
+def test_a_run_killed_at_any_point_has_failed_by_the_loss(until: str, tmp_path: Path) -> None:
+    path = record_of(tmp_path, until)
+
+    done = close_record(tmp_path, Loss(pid=812), lambda: NOW)
+
+    assert done is not None
+    assert (done.state, done.by_loss, done.is_changed) == (RunState.FAILED, True, True)
+    content = content_of(path)
+    assert (content["state"], content["ended_at"]) == ("failed", NOW)
+    assert content["message"] == (
+        "UNKNOWN: the flow process (pid 812) of this run was killed or lost; "
+        "none of its processes was left"
+    )
+
+
+def test_the_attempt_under_way_and_its_components_end_with_the_loss(tmp_path: Path) -> None:
+    path = record_of(tmp_path, "running")
+
+    close_record(tmp_path, Loss(pid=812, killed=(7, 8)), lambda: NOW)
+
+    attempt = content_of(path)["attempts"][-1]
+    assert (attempt["state"], attempt["ended_at"]) == ("failed", NOW)
+    assert attempt["failure"]["kind"] == "UNKNOWN"
+    assert attempt["failure"]["rule"] == FLOW_LOST
+    assert attempt["failure"]["component"] is None
+    assert "(pid 812)" in attempt["failure"]["message"]
+    assert "ended what it had left (pids 7, 8)" in attempt["failure"]["message"]
+    api = attempt["components"]["api"]
+    assert (api["ended_at"], api["exit_code"], api["signal"]) == (NOW, None, None)
+
+
+@pytest.mark.parametrize(
+    ("verdict", "retried", "loss", "state", "message"),
+    [
+        # the attempt had its verdict, the run not yet
+        ("completed", False, Loss(pid=1), "completed", "completed; the flow process"),
+        ("failed", False, Loss(pid=1), "failed", "STORAGE: disk full"),
+        ("cancelled", False, Loss(pid=1), "cancelled", "cancelled; the flow process"),
+        # a verdict stands, though a cancel came after it
+        ("completed", False, Loss(pid=1, is_cancelled=True), "completed", "completed;"),
+        ("failed", False, Loss(pid=1, is_cancelled=True), "failed", "STORAGE: disk full"),
+        # no verdict, and a cancel was on its way
+        ("", False, Loss(pid=1, is_cancelled=True), "cancelled", "cancelled;"),
+        # killed while it waited to try again
+        ("failed", True, Loss(pid=1), "failed", "STORAGE: disk full"),
+        ("failed", True, Loss(pid=1, is_cancelled=True), "cancelled", "cancelled;"),
+        # its flow run waits on the server, for its next process
+        ("", False, Loss(pid=1, is_waiting=True), "pending_resources", "waits for its next"),
+        ("failed", False, Loss(pid=1, is_waiting=True), "pending_resources", "waits for"),
+    ],
+)
+def test_the_state_that_is_true_of_it(
+    verdict: str, retried: bool, loss: Loss, state: str, message: str, tmp_path: Path
+) -> None:
+    path = record_of(tmp_path, "stopping", verdict, retried)
+
+    done = close_record(tmp_path, loss, lambda: NOW)
+
+    content = content_of(path)
+    assert content["state"] == state
+    assert content["message"].startswith(message)
+    assert done is not None and not done.by_loss
+    assert (content["ended_at"] is None) == (state == "pending_resources")
+
+
+def test_an_attempt_s_own_failure_is_not_overwritten(tmp_path: Path) -> None:
+    path = record_of(tmp_path, "stopping", "failed")
+    before = content_of(path)["attempts"][-1]
+
+    close_record(tmp_path, Loss(pid=812), lambda: NOW)
+
+    after = content_of(path)["attempts"][-1]
+    assert (after["failure"], after["ended_at"]) == (before["failure"], before["ended_at"])
+
+
+@pytest.mark.parametrize("state", [state for state in RunState if state.is_final])
+def test_a_final_run_is_left_byte_for_byte(state: RunState, tmp_path: Path) -> None:
+    path = record_of(tmp_path, "stopping", state.value)
+    content = content_of(path)
+    path.write_text(json.dumps({**content, "state": state.value}))  # in no layout of ours
+    before = path.read_bytes()
+
+    done = close_record(tmp_path, Loss(pid=812), lambda: NOW)
+
+    assert path.read_bytes() == before
+    assert done is not None and (done.state, done.is_changed) == (state, False)
+    assert events_of(tmp_path) == []
+
+
+@pytest.mark.parametrize(("until", "retried"), [("queued", False), ("stopping", True)])
+def test_a_run_that_waits_is_left_byte_for_byte(until: str, retried: bool, tmp_path: Path) -> None:
+    path = record_of(tmp_path, until, "failed" if retried else "", retried)
+    before = path.read_bytes()
+
+    close_record(tmp_path, Loss(pid=812, is_waiting=True), lambda: NOW)
+
+    assert path.read_bytes() == before
+
+
+def test_the_events_say_what_was_done_once(tmp_path: Path) -> None:
+    record_of(tmp_path, "running")
+    loss = Loss(pid=812, killed=(7,), removed=(Path("/dev/shm/x"),))
+
+    for _ in range(2):
+        close_record(tmp_path, loss, lambda: NOW)
+
+    first, *moves = events_of(tmp_path)
+    assert first == {
+        "at": NOW,
+        "event": "reconcile.ended",
+        "flow_pid": 812,
+        "killed": [7],
+        "removed": ["/dev/shm/x"],
+    }
+    assert [(e["event"], e["state"]) for e in moves] == [
+        ("run.state", "stopping"),
+        ("run.state", "failed"),
+    ]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"state": "of mind", "attempts": []}'])
+def test_what_is_no_record_is_left_as_it_is(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    path.write_text(text)
+
+    done = close_record(tmp_path, Loss(pid=812), lambda: NOW)
+
+    assert done is None
+    assert path.read_text() == text
+
+
+def test_a_run_without_a_record_has_nothing_to_close(tmp_path: Path) -> None:
+    assert close_record(tmp_path, Loss(pid=812), lambda: NOW) is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_given_is_not_changed(tmp_path: Path) -> None:
+    content = content_of(record_of(tmp_path, "running"))
+    before = json.dumps(content)
+
+    closed(content, Loss(pid=812), NOW)
+
+    assert json.dumps(content) == before
+
+
+@pytest.mark.parametrize("before", [state for state in RunState if not state.is_final])
+@pytest.mark.parametrize("after", [RunState.FAILED, RunState.CANCELLED, RunState.COMPLETED])
+def test_a_recovery_makes_legal_moves_only(before: RunState, after: RunState) -> None:
+    if before in (RunState.QUEUED, RunState.PENDING_RESOURCES) and after is RunState.COMPLETED:
+        with pytest.raises(IllegalTransition):
+            moves_of_recovery(before, after)
+        return
+
+    moves = moves_of_recovery(before, after)
+
+    assert moves[-1] is after
+    states = (before, *moves)
+    assert all(to in LEGAL_MOVES[at] for at, to in zip(states, moves, strict=False))
