@@ -1,7 +1,8 @@
 """A supervising process that a test may kill: `python -m tests.support.supervising DIRECTORY`.
 
-It supervises the plan that lies in the directory, ends the run as cancelled at `stop` on stdin or
-at SIGTERM (again: without grace), and leaves `events.jsonl` and `verdict.json`.
+It supervises the plan that lies in the directory (see `Part`), ends the run as cancelled at `stop`
+on stdin, SIGTERM or SIGINT (again: without grace), and leaves `events.jsonl` and `verdict.json`;
+its registry is that of $MUSTER_HOME.
 """
 
 from __future__ import annotations
@@ -10,25 +11,60 @@ import contextlib
 import json
 import os
 import pickle
+import resource
 import signal
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from tasks.run.errors import RunEnded
 from tasks.run.events import EventLog
+from tasks.supervise.containment import Level, allowed_level, probe
 from tasks.supervise.plan import AttemptPlan
 from tasks.supervise.ports import PortsReserved
+from tasks.supervise.registry import Entry, RunRegister
 from tasks.supervise.supervisor import Supervisor
 
 
-def supervise(plan: AttemptPlan) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What the process is to do."""
+
+    #: Fields of the AttemptPlan.
+    plan: Mapping[str, Any]
+    #: One of `ODDITIES`.
+    oddity: str = ""
+    #: The component at whose start the oddity shows, where it is one of a moment.
+    at: str = ""
+    #: L2 to L4, the highest to try; empty: that of the plan.
+    level: str = ""
+    #: Components whose start waits for the file `gate-NAME`, told by the event `gate.reached`.
+    gates: tuple[str, ...] = ()
+
+
+def supervise(part: Part) -> None:
+    plan = AttemptPlan(**part.plan)
     events = EventLog(plan.cwd / "events.jsonl")
-    with Supervisor(plan, PortsReserved([]), events.emit) as supervisor:
+    if part.level:
+        highest = min(Level(part.level), allowed_level(), key=lambda level: level.value)
+        containment = probe(namespace=part.level == "L4", at_most=highest)
+        plan = replace(plan, containment=containment)
+        events.emit("containment", **containment.as_json())
+    register = RunRegister.opened(plan.run_id)
+    with Supervisor(plan, PortsReserved([]), events.emit, register) as supervisor:
         told = threading.Event()
+
+        def pass_gate(component: str) -> None:
+            if component in part.gates:
+                events.emit("gate.reached", component)
+            while component in part.gates and not (plan.cwd / f"gate-{component}").exists():
+                if told.wait(0.01):
+                    return
 
         def end(*_: object) -> None:
             supervisor.interrupt("told to end")
@@ -37,12 +73,15 @@ def supervise(plan: AttemptPlan) -> None:
             told.set()
 
         signal.signal(signal.SIGTERM, end)
+        signal.signal(signal.SIGINT, end)
         threading.Thread(target=obey, args=(end,), daemon=True).start()
         with contextlib.suppress(RunEnded):
             for component in plan.components:
+                pass_gate(component.name)
                 supervisor.start(component.name)
             supervisor.wait_decided()
         verdict = supervisor.teardown()
+    register.close()
     failure = verdict.failure
     content = {
         "state": verdict.state.value,
@@ -114,20 +153,74 @@ def beside_a_fork(run: Callable[[], None]) -> None:
     run()
 
 
+def leak_descriptors(run: Callable[[], None]) -> None:
+    for _ in range(5):
+        os.set_inheritable(os.open(os.devnull, os.O_RDONLY), True)
+    run()
+
+
+def have_a_child_of_ones_own(run: Callable[[], None]) -> None:
+    """A daemon beside the components; whether it lived on is in the exit status."""
+    own = subprocess.Popen(["/bin/sleep", "600"], start_new_session=True, env={})
+    run()
+    lives = own.poll() is None
+    own.kill()
+    own.wait()
+    if not lives:
+        sys.exit("a process of our own was ended")
+
+
+def die_before_registering(run: Callable[[], None], at: str) -> None:
+    """SIGKILL between the fork of a component and its entry in the registry."""
+    enter = RunRegister.enter
+
+    def die(self: RunRegister, entry: Entry) -> None:
+        if entry.component == at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        enter(self, entry)
+
+    RunRegister.enter = die  # type: ignore[method-assign]
+    run()
+
+
+def run_out_of_descriptors(run: Callable[[], None], at: str) -> None:
+    """Not one more can be opened from the start of a component on; "": nor a guardian be made."""
+    name = "__init__" if not at else "start"
+    method = getattr(Supervisor, name)
+
+    def starved(self: Supervisor, *arguments: Any) -> None:
+        if not at or arguments[0] == at:
+            _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+            some = 12 if not at else -1
+            limit = len(os.listdir("/proc/self/fd")) + some
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+        method(self, *arguments)
+
+    setattr(Supervisor, name, starved)
+    run()
+
+
 #: What may be odd about the process that supervises.
-ODDITIES: dict[str, Callable[[Callable[[], None]], None]] = {
+ODDITIES: dict[str, Callable[..., None]] = {
     "": lambda run: run(),
     "sigchld-ignored": ignore_sigchld,
     "signals-blocked": block_signals,
     "foreign-wait": wait_for_any_child,
     "short-lived-thread": make_in_short_lived_thread,
     "fork": beside_a_fork,
+    "leaky-descriptors": leak_descriptors,
+    "own-child": have_a_child_of_ones_own,
+    "dies-registering": die_before_registering,
+    "no-descriptors": run_out_of_descriptors,
 }
+#: Those that show at a moment, see `Part.at`.
+OF_A_MOMENT = ("dies-registering", "no-descriptors")
 
 
 def main() -> None:
-    plan, oddity = pickle.loads((Path(sys.argv[1]) / "plan.pickle").read_bytes())
-    ODDITIES[oddity](lambda: supervise(plan))
+    part: Part = pickle.loads((Path(sys.argv[1]) / "part.pickle").read_bytes())
+    at = (part.at,) if part.oddity in OF_A_MOMENT else ()
+    ODDITIES[part.oddity](lambda: supervise(part), *at)
 
 
 if __name__ == "__main__":

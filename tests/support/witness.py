@@ -10,13 +10,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tasks.supervise.plan import AttemptPlan, ComponentPlan
+from tasks.supervise.plan import ComponentPlan
 from tests.support.stage import DEADLINE_S
+from tests.support.supervising import Part
 
 _ROOT = Path(__file__).parents[2]
 _ORACLE = Path(__file__).with_name("oracle.py")
@@ -30,8 +31,14 @@ class Testimony:
     exit_code: int
     #: Processes that outlived it until the deadline: `PID COMMAND`.
     left: tuple[str, ...]
-    #: From its end to an empty tree.
+    #: From its end to an empty tree; -1 where it never was.
     empty_after_s: float
+    #: When the tree was empty, UTC epoch seconds; 0 where it never was.
+    empty_at: float
+    #: Whose word it is: `ECHILD`, and `populated` where there was a cgroup to look at.
+    oracles: tuple[str, ...]
+    #: Cgroups that were still there.
+    cgroups: tuple[str, ...]
 
 
 class Witness:
@@ -41,25 +48,32 @@ class Witness:
         self,
         directory: Path,
         *components: ComponentPlan,
+        run_id: str = "",
         oddity: str = "",
+        at: str = "",
+        level: str = "",
+        gates: tuple[str, ...] = (),
+        wrapper: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
         deadline_s: float = 30.0,
         **more: Any,
     ) -> None:
         """
         Args:
-            oddity: one of `supervising.ODDITIES`.
+            run_id: a new one by default.
+            oddity: one of `supervising.ODDITIES`; with `at`, `level` and `gates` see its `Part`.
+            wrapper: a command that executes the rest of its command line.
+            env: of the supervising process, beside this one's; its MUSTER_HOME is `home` in the
+                directory.
             deadline_s: how long the oracle waits for an empty tree.
         """
         self.directory = directory
-        self.plan = AttemptPlan(
-            run_id=f"run-{os.urandom(4).hex()}",
-            number=1,
-            cwd=directory,
-            components=components,
-            **more,
-        )
-        (directory / "plan.pickle").write_bytes(pickle.dumps((self.plan, oddity)))
-        program = [sys.executable, "-m", "tests.support.supervising", str(directory)]
+        self.home = directory / "home"
+        self.run_id = run_id or f"run-{os.urandom(4).hex()}"
+        plan = {"run_id": self.run_id, "number": 1, "cwd": directory, "components": components}
+        part = Part(plan={**plan, **more}, oddity=oddity, at=at, level=level, gates=gates)
+        (directory / "part.pickle").write_bytes(pickle.dumps(part))
+        program = [*wrapper, sys.executable, "-m", "tests.support.supervising", str(directory)]
         with (directory / "supervising.log").open("wb") as log:
             self._oracle = subprocess.Popen(
                 [sys.executable, "-I", "-S", str(_ORACLE), str(deadline_s), *program],
@@ -67,6 +81,7 @@ class Witness:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 cwd=_ROOT,
+                env={**os.environ, "MUSTER_HOME": str(self.home), **(env or {})},
                 text=True,
             )
         assert self._oracle.stdout is not None
@@ -117,9 +132,19 @@ class Witness:
             raise AssertionError(f"goes on; events: {self.events()}; {self.said()}") from None
         lines = [line.partition(" ") for line in self._oracle.stdout]
         [exit_code] = [int(rest) for word, _, rest in lines if word == "ended"]
-        left = tuple(rest for word, _, rest in lines if word == "left")
-        [empty_after_s] = [float(rest) for word, _, rest in lines if word == "empty"] or [-1.0]
-        return Testimony(exit_code=exit_code, left=left, empty_after_s=empty_after_s)
+        left = tuple(rest.strip() for word, _, rest in lines if word == "left")
+        empty = [rest.split() for word, _, rest in lines if word == "empty"] or [["-1", "0"]]
+        after_s, at = map(float, empty[0])
+        return Testimony(
+            exit_code=exit_code,
+            left=left,
+            empty_after_s=after_s,
+            empty_at=at,
+            oracles=tuple(
+                name for word, _, rest in lines if word == "oracles" for name in rest.split()
+            ),
+            cgroups=tuple(rest.strip() for word, _, rest in lines if word == "cgroup"),
+        )
 
     def verdict(self) -> dict[str, Any]:
         content: dict[str, Any] = json.loads((self.directory / "verdict.json").read_text())
@@ -127,7 +152,7 @@ class Witness:
 
     def processes_of_run(self) -> list[int]:
         """What carries the run's id in its environment."""
-        mark = f"MUSTER_RUN_ID={self.plan.run_id}".encode()
+        mark = f"MUSTER_RUN_ID={self.run_id}".encode()
         found = []
         for entry in Path("/proc").iterdir():
             with contextlib.suppress(OSError):
