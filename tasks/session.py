@@ -32,6 +32,7 @@ from tasks.supervise.plan import AttemptPlan, ComponentPlan
 from tasks.supervise.ports import PortsReserved
 from tasks.supervise.process import Command
 from tasks.supervise.registry import RunRegister
+from tasks.supervise.shared_memory import remove_unused
 from tasks.supervise.supervisor import Supervisor
 
 #: Told every event of the runs of this context; the terminal listens here.
@@ -204,6 +205,9 @@ class RunSession:
         if self.interrupted_by and self.record.state is RunState.PENDING_RESOURCES:
             verdict = Verdict(state=RunState.CANCELLED, message=self.interrupted_by)
         if not self.record.state.is_final:
+            removed = remove_unused(self._register.leftovers)
+            if removed and self._events is not None:
+                self._events.emit("leftovers.removed", paths=removed)
             self.record.move(verdict.state, verdict.message)
         return verdict
 

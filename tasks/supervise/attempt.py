@@ -91,6 +91,7 @@ class SupervisedAttempt:
             await self._holds.close()
             await self._client.aclose()
             raise
+        self._holds.watch_shared_memory(self._own_pids)
         self._watch(self._follow_progress())
 
     async def start(self, name: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from tasks.supervise.namespace import PidNamespace
 from tasks.supervise.plan import AttemptPlan, ComponentPlan
 from tasks.supervise.process import Command, Forked, GuardedProcess
 from tasks.supervise.registry import Entry, RunRegister
+from tasks.supervise.shared_memory import SharedMemoryWatch
 
 
 class Holds:
@@ -27,6 +29,7 @@ class Holds:
         self._plan = plan
         self._register = register
         self._namespace: PidNamespace | None = None
+        self._shared_memory: SharedMemoryWatch | None = None
         #: `cgroups[component]`, made and not removed yet.
         self._cgroups: dict[str, str] = {}
 
@@ -41,6 +44,11 @@ class Holds:
         """Every guardian is there."""
         if self._namespace is not None:
             self._namespace.settle()
+
+    def watch_shared_memory(self, own_pids: Callable[[], set[int]]) -> None:
+        """From now on note what the attempt's processes make in /dev/shm."""
+        if self._register is not None:
+            self._shared_memory = SharedMemoryWatch(own_pids, self._register.add_leftover)
 
     async def launch(
         self, component: ComponentPlan, process: GuardedProcess, command: Command
@@ -69,6 +77,8 @@ class Holds:
         Returns: the pid of a namespace's first process that the kernel could not end, since
         something in the namespace can't be ended.
         """
+        if self._shared_memory is not None:
+            self._shared_memory.close()
         namespace, self._namespace = self._namespace, None
         if namespace is not None and not await asyncio.to_thread(namespace.close):
             return (namespace.init_pid,)

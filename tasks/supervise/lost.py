@@ -14,12 +14,12 @@ from pathlib import Path
 from tasks.supervise import cgroup, tree
 from tasks.supervise.orphans import CLEAN_ROUNDS, ROUND_S, end_marked
 from tasks.supervise.registry import Entry, LostRun
+from tasks.supervise.shared_memory import DIRECTORY, remove_unused
 
 #: SIGKILL needs no longer than this, but for a process in uninterruptible sleep.
 _KILL_WITHIN_S = 5.0
 #: A guardian that has lost its supervisor needs no longer than its grace period and this.
 _GUARDIAN_MARGIN_S = 10.0
-_SHARED_MEMORY = Path("/dev/shm")
 #: How directories of ours are called; nothing else is removed, whatever a registry says.
 _PREFIX = "muster-"
 
@@ -65,7 +65,9 @@ def finish(lost: LostRun) -> Remains:
         elif entry.cgroup and entry.cgroup.exists() and cgroup.remove(str(entry.cgroup)):
             removed.append(entry.cgroup)
     if not left and not waiting:
-        removed += [path for path in lost.owner.leftovers if _remove(path)]
+        segments = [path for path in lost.owner.leftovers if path.parent == DIRECTORY]
+        removed += remove_unused(segments)
+        removed += [path for path in lost.owner.leftovers if _remove_directory(path)]
     return Remains(killed=tuple(sorted(killed)), left=left, waiting=waiting, removed=tuple(removed))
 
 
@@ -107,16 +109,10 @@ def _end_once(entry: Entry) -> set[int]:
     return found
 
 
-def _remove(path: Path) -> bool:
-    """Whether it was there and is gone now."""
-    is_ours = path.parent == _SHARED_MEMORY or path.name.startswith(_PREFIX)
+def _remove_directory(path: Path) -> bool:
+    """Whether it was there, was ours, and is gone now."""
     with suppress(OSError):
-        is_ours = is_ours and path.lstat().st_uid == os.getuid()
-    if not is_ours or not path.exists():
-        return False
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        with suppress(OSError):
-            path.unlink()
-    return not path.exists()
+        if path.name.startswith(_PREFIX) and path.lstat().st_uid == os.getuid():
+            shutil.rmtree(path, ignore_errors=True)
+            return not path.exists()
+    return False

@@ -107,6 +107,11 @@ class RunRegister:
         """Nothing of the component is left."""
         self._path(component).unlink(missing_ok=True)
 
+    @property
+    def leftovers(self) -> tuple[Path, ...]:
+        """See `Owner.leftovers`."""
+        return self._owner.leftovers
+
     def add_leftover(self, path: Path) -> None:
         """Note what has to be removed with the run."""
         if path not in self._owner.leftovers:

@@ -157,7 +157,8 @@ def test_flows_and_tasks_import_only_what_the_project_depends_on() -> None:
         canonicalize_name(Requirement(r).name) for r in pyproject()["project"]["dependencies"]
     }
     owners = packages_distributions()
-    own = {"flows", "tasks", "tree"}
+    # What the guardian imports by a bare name lies beside it.
+    own = {"flows", "tasks", *(path.stem for path in (ROOT / "tasks" / "supervise").glob("*.py"))}
 
     undeclared = {
         f"{path.relative_to(ROOT)}: {name}"
