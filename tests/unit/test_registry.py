@@ -1,0 +1,186 @@
+"""The registry on disk: who may finish a run, and what is known of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tasks.supervise import registry
+from tasks.supervise.identity import ProcessId, boot_id, host_name
+from tasks.supervise.registry import Entry, Owner, RunRegister, claimed, is_owned, registered_runs
+
+#: Opens a registry, says so, and stays until its stdin ends.
+OWNER = """
+import sys
+from tasks.supervise.registry import RunRegister
+RunRegister.opened("a-run")
+print("open", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def home(muster_home: Path) -> Path:
+    return muster_home
+
+
+@pytest.fixture
+def owner(home: Path) -> Iterator[subprocess.Popen[str]]:
+    """Another process, which has the run `a-run`."""
+    with subprocess.Popen(
+        [sys.executable, "-c", OWNER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "MUSTER_HOME": str(home)},
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "open\n"
+        yield process
+        process.kill()
+
+
+def entry(**changes: object) -> Entry:
+    me = ProcessId.of(os.getpid())
+    fields = {
+        "run_id": "a-run",
+        "attempt": 1,
+        "component": "trainer",
+        "level": "L2",
+        "mark": 0,
+        "guardian": me,
+        "process": me,
+        "grace_s": 1.0,
+    }
+    return Entry.model_validate({**fields, **changes})
+
+
+def lost_owner(home: Path, **changes: object) -> None:
+    """What an owner of `a-run` that is gone has left."""
+    gone = ProcessId.of(os.getpid()).model_copy(update={"start_ticks": 1})
+    fields = {"run_id": "a-run", "host": host_name(), "process": gone}
+    owner = Owner.model_validate({**fields, **changes})
+    directory = home / "live" / "a-run"
+    directory.mkdir(parents=True)
+    (directory / "owner.json").write_text(owner.model_dump_json())
+
+
+def test_run_whose_owner_lives_is_nobody_elses(owner: subprocess.Popen[str], home: Path) -> None:
+    with claimed("a-run", home) as lost:
+        assert lost is None
+    assert is_owned("a-run", home)
+    assert registered_runs(home) == ["a-run"]
+
+
+def test_run_whose_owner_was_killed_can_be_claimed(
+    owner: subprocess.Popen[str], home: Path
+) -> None:
+    owner.send_signal(signal.SIGKILL)
+    owner.wait()
+
+    assert not is_owned("a-run", home)
+    with claimed("a-run", home) as lost:
+        assert lost is not None
+        assert lost.owner.process.pid == owner.pid
+        lost.forget()
+    assert registered_runs(home) == []
+
+
+def test_second_process_cannot_own_the_same_run(owner: subprocess.Popen[str], home: Path) -> None:
+    with pytest.raises(OSError, match="another process of this machine runs a-run"):
+        RunRegister.opened("a-run")
+
+
+def test_owner_that_cannot_be_told_by_its_pid_is_still_told_by_its_lock(
+    owner: subprocess.Popen[str], home: Path
+) -> None:
+    """As from another pid namespace, or after the clock of the file was lost."""
+    path = home / "live" / "a-run" / "owner.json"
+    content = Owner.model_validate_json(path.read_text())
+    gone = content.process.model_copy(update={"start_ticks": 1})
+    path.write_text(content.model_copy(update={"process": gone}).model_dump_json())
+
+    with claimed("a-run", home) as lost:
+        assert lost is None
+    assert is_owned("a-run", home)
+
+
+def test_run_of_another_machine_is_left_to_it(home: Path) -> None:
+    lost_owner(home, host="elsewhere")
+
+    with claimed("a-run", home) as lost:
+        assert lost is None
+
+
+def test_run_from_before_a_reboot_has_no_processes(home: Path) -> None:
+    before = ProcessId(pid=os.getpid(), start_ticks=1, boot_id="another boot")
+    lost_owner(home, process=before)
+
+    with claimed("a-run", home) as lost:
+        assert lost is not None
+        assert not lost.is_of_this_boot
+
+
+def test_closing_forgets_a_run_of_which_nothing_is_left(home: Path) -> None:
+    register = RunRegister.opened("a-run")
+    register.enter(entry())
+    register.leave("trainer")
+
+    register.close()
+    register.close()
+
+    assert registered_runs(home) == []
+
+
+def test_closing_keeps_what_says_that_something_is_left(home: Path) -> None:
+    register = RunRegister.opened("a-run")
+    register.enter(entry(mark=7))
+
+    register.close()
+
+    assert registered_runs(home) == ["a-run"]
+    directory = home / "live" / "a-run"
+    assert [e.mark for e in registry._entries(directory)] == [7]
+
+
+def test_entries_and_leftovers_are_read_back(home: Path, tmp_path: Path) -> None:
+    lost_owner(home, leftovers=(tmp_path / "muster-x",))
+    (home / "live" / "a-run" / "component-trainer.json").write_text(entry().model_dump_json())
+
+    with claimed("a-run", home) as lost:
+        assert lost is not None
+        assert [e.component for e in lost.entries] == ["trainer"]
+        assert lost.owner.leftovers == (tmp_path / "muster-x",)
+        assert lost.is_of_this_boot
+        assert lost.owner.process.boot_id == boot_id()
+
+
+@pytest.mark.parametrize("content", ["", "{", '{"run_id": 3}', "\0"])
+def test_file_that_cannot_be_read_is_passed_over_and_kept(home: Path, content: str) -> None:
+    directory = home / "live" / "a-run"
+    directory.mkdir(parents=True)
+    (directory / "owner.json").write_text(content)
+
+    with claimed("a-run", home) as lost:
+        assert lost is None
+    assert (directory / "owner.json").read_text() == content
+
+
+def test_first_time_somebody_found_it_lost_is_remembered(home: Path) -> None:
+    lost_owner(home)
+    with claimed("a-run", home) as lost:
+        assert lost is not None
+        first = lost.seconds_lost()
+
+    with claimed("a-run", home) as lost:
+        assert lost is not None
+        again = lost.seconds_lost()
+
+    assert first == 0
+    assert again > 0
