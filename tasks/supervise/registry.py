@@ -191,6 +191,11 @@ def registered_runs(home: Path | None = None) -> list[str]:
         return []
 
 
+def owner_of(run_id: str, home: Path | None = None) -> Owner | None:
+    """Who was registered for a run, living or lost; None where nobody can be read."""
+    return _read(_live(home) / run_id / _OWNER, Owner)
+
+
 def is_owned(run_id: str, home: Path | None = None) -> bool:
     """Whether a living process of this machine has the run."""
     directory = _live(home) / run_id
