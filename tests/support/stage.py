@@ -26,6 +26,7 @@ from tasks.supervise import tree
 from tasks.supervise.plan import AttemptPlan, ComponentPlan
 from tasks.supervise.ports import PortsReserved
 from tasks.supervise.process import Command
+from tasks.supervise.registry import RunRegister
 from tasks.supervise.supervisor import Supervisor
 
 #: How long anything may take before a test gives up; never waited for in full unless it is broken.
@@ -111,6 +112,8 @@ class Stage:
         progress: Progress | None = None,
         success_step: float | None = None,
         stall_after_s: float | None = None,
+        register: RunRegister | None = None,
+        **more: Any,
     ) -> Supervisor:
         """A supervisor that has started nothing yet; `clear` ends it."""
         plan = AttemptPlan(
@@ -121,8 +124,9 @@ class Stage:
             progress=progress,
             success_step=success_step,
             stall_after_s=stall_after_s,
+            **more,
         )
-        supervisor = Supervisor(plan, ports or PortsReserved([]), self.emit)
+        supervisor = Supervisor(plan, ports or PortsReserved([]), self.emit, register)
         self._supervisors.append(supervisor)
         return supervisor
 
