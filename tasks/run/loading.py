@@ -123,9 +123,9 @@ def _unsupported(written: Mapping[str, Any]) -> Iterator[Fault]:
             continue
         if _mapping(component).get("launcher") == "ray_job":
             yield _not_yet(f"{path}.launcher", "Ray jobs come later", "write process")
-        if _mapping(_mapping(component).get("live")).get("processes") is not None:
-            reason = "the watch over child processes comes with the containment levels"
-            yield _not_yet(f"{path}.live.processes", reason, "leave it out")
+            if _mapping(_mapping(component).get("live")).get("processes") is not None:
+                reason = "child processes are watched where the launcher is process"
+                yield _not_yet(f"{path}.live.processes", reason, "leave it out")
 
 
 def _not_yet(path: str, reason: str, remedy: str) -> Fault:

@@ -11,8 +11,8 @@ import logging
 import time
 from collections.abc import Coroutine
 from typing import Any
-from urllib.parse import urlsplit
 
+from tasks.run.causes import read_tail
 from tasks.run.errors import RunEnded
 from tasks.run.failure_kinds import FailureKind
 from tasks.run.lifecycle import RunState
@@ -25,7 +25,7 @@ from tasks.supervise.member import Emit, Member, PortTaken
 from tasks.supervise.plan import AttemptPlan
 from tasks.supervise.ports import PortsReserved
 from tasks.supervise.probe import make_client
-from tasks.supervise.progress import HttpProgress, JsonlProgress, ProgressSource, Silence
+from tasks.supervise.progress import Silence, source_of
 from tasks.supervise.registry import RunRegister
 
 _log = logging.getLogger(__name__)
@@ -58,8 +58,8 @@ class SupervisedAttempt:
         self.members: dict[str, Member] = {}
         self._launched: list[Member] = []
         self._watchers: list[asyncio.Task[None]] = []
-        self._progress = self._progress_source()
-        self._silence = Silence([c.command.log for c in plan.components], self._own_questions())
+        self._progress = source_of(plan.progress, plan.cwd, self._client)
+        self._silence = Silence([c.command.log for c in plan.components], plan.own_questions)
         #: What is decided so far.
         self.fate = Fate()
         #: The step last seen.
@@ -84,6 +84,7 @@ class SupervisedAttempt:
                     client=self._client,
                     emit=self._emit,
                     own_pids=self._own_pids,
+                    mask=self._plan.mask,
                 )
             self._holds.settle()
         except OSError:
@@ -111,6 +112,7 @@ class SupervisedAttempt:
             ready.cancel()
         self._check_undecided(name)
         self._watch(self._follow_liveness(member))
+        self._watch(self._follow_processes(member))
         if all(m.is_ready for m in self.members.values()):
             self._emit("attempt.ready", step=self.step)
 
@@ -284,10 +286,15 @@ class SupervisedAttempt:
         exit: Exit | None = None,
     ) -> None:
         at = exit.at_monotonic_s if exit is not None else time.monotonic()
+        log, text = member.plan.command.log, None
+        if kind is FailureKind.STALLED and self.fate.is_open_at(at):
+            # What it says from now on, it says because it is examined.
+            member.is_hung, text = True, read_tail(log)
 
         def make_verdict() -> Verdict:
-            log = member.plan.command.log
-            failure = failure_of(member.name, log, message=message, rule=rule, kind=kind, exit=exit)
+            failure = failure_of(
+                member.name, log, message=message, rule=rule, kind=kind, exit=exit, text=text
+            )
             return Verdict.failed(failure, at)
 
         self._decide(
@@ -304,7 +311,7 @@ class SupervisedAttempt:
         if not self.fate.decide(decision) or self._teardown is not None:
             return
         last = self._launched[-1] if self._launched else None
-        if last is not None and last.exit is None:
+        if last is not None and last.exit is None and decision.component not in self._hung():
             # It is the first to be stopped in any case, so before anything is written of it.
             last.process.stop()
         self._teardown = asyncio.create_task(self._take_down(decision))
@@ -314,6 +321,8 @@ class SupervisedAttempt:
         self._emit("teardown.begun", reason=decision.reason, cause=decision.component)
         for watcher in self._watchers:
             watcher.cancel()
+        # With the others still there: what it waits for may be one of them.
+        await asyncio.gather(*(member.examine() for member in self._hung().values()))
         left = {}
         for member in reversed(self._launched):
             if pids := await member.end():
@@ -342,6 +351,11 @@ class SupervisedAttempt:
         why = await member.until_unresponsive()
         self._fail(member, f"{member}: {why}", "live", kind=FailureKind.STALLED)
 
+    async def _follow_processes(self, member: Member) -> None:
+        loss = await member.until_process_lost()
+        kind = FailureKind.STALLED if loss.exit is None else None
+        self._fail(member, loss.message, loss.rule, kind=kind, exit=loss.exit)
+
     async def _follow_progress(self) -> None:
         """Read the step from time to time, and notice when nothing moves any more."""
         limit_s = self._plan.stall_after_s
@@ -368,23 +382,12 @@ class SupervisedAttempt:
         """Whose silence it is: the trainer's where there is one, else the last one started."""
         return self.members.get("trainer", self._launched[-1])
 
-    def _own_questions(self) -> list[str]:
-        asked = [self._plan.progress.http] if self._plan.progress else []
-        asked += [c.live.http for c in self._plan.components if c.live]
-        return [f"GET {urlsplit(url).path or '/'}" for url in asked if url]
+    def _hung(self) -> dict[str, Member]:
+        return {name: member for name, member in self.members.items() if member.is_hung}
 
     def _own_pids(self) -> set[int]:
         """Every process of this attempt, guardians aside."""
         return set(tree.descendants(*(m.process.guardian_pid for m in self.members.values())))
-
-    def _progress_source(self) -> ProgressSource | None:
-        progress = self._plan.progress
-        if progress is None:
-            return None
-        if progress.http is not None:
-            return HttpProgress(progress.http, progress.step, self._client)
-        path = self._plan.cwd / (progress.jsonl or "")
-        return JsonlProgress(path, progress.step, since=time.time())
 
 
 def _verb(exit: Exit) -> str:

@@ -25,6 +25,7 @@ def failure_of(
     rule: str,
     kind: FailureKind | None = None,
     exit: Exit | None = None,
+    text: str | None = None,
 ) -> Failure:
     """The failure, with what the component's log says of it.
 
@@ -32,8 +33,9 @@ def failure_of(
         message: what happened, in one line.
         rule: by which it was noticed; a text in the log that names a cause replaces it.
         kind: where it is certain already; None: the log, or else the signal, tells.
+        text: the end of the log, where it was read before.
     """
-    text = read_tail(log)
+    text = read_tail(log) if text is None else text
     cause = find_cause(text)
     signal = exit.signal_name if exit else None
     hint = cause.rule.hint if cause else ""

@@ -14,7 +14,9 @@ import httpx
 from tasks.run.outcome import Exit
 from tasks.run.probes import LiveProbe, ReadyProbe
 from tasks.supervise import tree
+from tasks.supervise.diagnosis import Diagnosis, Hung
 from tasks.supervise.holds import Holds
+from tasks.supervise.identity import ProcessId
 from tasks.supervise.notify import NotifySocket
 from tasks.supervise.plan import ComponentPlan
 from tasks.supervise.ports import Listener, PortsReserved, is_listened, listeners
@@ -29,12 +31,15 @@ from tasks.supervise.probe import (
     until_yes,
 )
 from tasks.supervise.process import GuardedProcess
+from tasks.supervise.vigil import Loss, Vigil
 
 #: What a guardian needs after the grace period to kill, to reap, and to report what is stuck.
 _KILL_WITHIN_S = 8.0
 #: An idle guardian leaves in milliseconds, unless it is itself stopped.
 _LEAVE_WITHIN_S = 2.0
 _LAST_ASK_S = 1.0
+#: From the end of the processes below it to that of a component that leaves in good order.
+_LEAVES_WITHIN_S = 1.0
 
 Emit = Callable[..., None]
 
@@ -56,10 +61,12 @@ class Member:
         client: httpx.AsyncClient,
         emit: Emit,
         own_pids: Callable[[], set[int]],
+        mask: Callable[[str], str],
     ) -> None:
         """
         Args:
             own_pids: every process of the attempt, this component's and the others'.
+            mask: takes secrets out of a text.
         """
         self.plan = plan
         self.process = process
@@ -68,15 +75,20 @@ class Member:
         self.is_ready = False
         #: It left with exit 0, its part done, while the run goes on.
         self.is_drained = False
+        #: It is to blame for a run that stalled, and is examined before it is ended.
+        self.is_hung = False
         self.exit: Exit | None = None
         self._holds = holds
         self._ports = ports
         self._client = client
         self._emit = emit
         self._own_pids = own_pids
+        self._mask = mask
+        self._guardian = ProcessId.of(process.guardian_pid)
         self._launched_at = 0.0
         self._launched_monotonic_s = 0.0
         self._notify: NotifySocket | None = None
+        self._diagnosis: Diagnosis | None = None
 
     @property
     def name(self) -> str:
@@ -166,6 +178,49 @@ class Member:
             if misses >= live.misses:
                 return f"liveness probe missed {misses} times in a row: {reason}"
 
+    async def until_process_lost(self) -> Loss:
+        """Watch the processes below it that must stay alive, for ever.
+
+        Returns: the loss of one. A cancel ends it.
+        """
+        live = self.plan.live
+        if live is None or live.processes is None:
+            return await _forever()
+        loss = await Vigil(
+            str(self),
+            live.processes,
+            lambda: [pid for pid in self._processes() if pid != self.process.pid],
+            every_s=live.every_s,
+            misses=live.misses,
+            on_watched=lambda pid, command: self._emit(
+                "process.watched", self.name, pid=pid, command=command
+            ),
+        ).until_lost()
+        exited = self.process.exited
+        if self.plan.on_exit_zero != "fail":
+            # A component that may leave in good order ends its own processes first.
+            if loss.is_orderly:
+                await asyncio.wait([exited], timeout=_LEAVES_WITHIN_S)
+            if exited.done() and exited.result().is_zero:
+                return await _forever()
+        return loss
+
+    async def examine(self) -> None:
+        """Write down what it hangs in; `end` adds to that what it says at its end."""
+        command = self.plan.command
+        hung = Hung(
+            name=self.name,
+            pid=self.process.pid,
+            log=command.log,
+            stop_signal=command.stop_signal,
+            grace_s=command.grace_s,
+            processes=self._processes,
+            mask=self._mask,
+        )
+        self._diagnosis = Diagnosis(hung)
+        if (report := await self._diagnosis.examine()) is not None:
+            self._emit("component.diagnosed", self.name, pid=self.process.pid, path=str(report))
+
     async def end(self) -> tuple[int, ...]:
         """Stop the process and wait until its whole tree is gone.
 
@@ -177,6 +232,12 @@ class Member:
                 self.process.abandon_guardian()
                 await self._is_empty_within(_KILL_WITHIN_S)
             return ()
+        if self._diagnosis is None:
+            return await self._end()
+        async with self._diagnosis:
+            return await self._end()
+
+    async def _end(self) -> tuple[int, ...]:
         self.process.stop()
         is_empty = await self._is_empty_within(self.plan.command.grace_s + _KILL_WITHIN_S)
         # A guardian that works has reported what is stuck by now. One that is itself stopped
@@ -193,6 +254,12 @@ class Member:
         left = self.process.stuck or tuple(tree.descendants(self.process.guardian_pid))
         self._emit("component.stuck", self.name, pid=self.process.pid, pids=left)
         return left or (self.process.guardian_pid,)
+
+    def _processes(self) -> list[int]:
+        """Its whole tree; nothing once the guardian is gone, whose pid may be another's then."""
+        if not self._guardian.is_alive():
+            return []
+        return tree.descendants(self._guardian.pid)
 
     async def _is_empty_within(self, limit_s: float) -> bool:
         done, _ = await asyncio.wait([self.process.empty], timeout=limit_s)

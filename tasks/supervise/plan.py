@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from tasks.run.probes import LiveProbe, ReadyProbe
 from tasks.run.spec import OnExitZero, Progress
 from tasks.supervise.containment import Containment, Level
 from tasks.supervise.process import Command
+
+
+def _as_it_is(text: str) -> str:
+    return text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +47,15 @@ class AttemptPlan:
     stall_after_s: float | None = None
     #: What holds the attempt's processes.
     containment: Containment = field(default_factory=lambda: Containment(level=Level.L2))
+    #: Takes secrets out of a text, before it is written down.
+    mask: Callable[[str], str] = _as_it_is
+
+    @property
+    def own_questions(self) -> list[str]:
+        """What we ask of components, as it stands in the log of one: `GET /health`."""
+        asked = [self.progress.http] if self.progress else []
+        asked += [component.live.http for component in self.components if component.live]
+        return [f"GET {urlsplit(url).path or '/'}" for url in asked if url]
 
     @property
     def tag(self) -> dict[str, str]:

@@ -14,6 +14,8 @@ from typing import Any, Protocol
 
 import httpx
 
+from tasks.run.spec import Progress
+
 _TAIL_BYTES = 65536
 
 
@@ -83,6 +85,21 @@ class JsonlProgress:
             if step is not None:
                 return step
         return None
+
+
+def source_of(
+    progress: Progress | None, cwd: Path, client: httpx.AsyncClient
+) -> ProgressSource | None:
+    """Where a run that begins now writes its step; None where it does not.
+
+    Args:
+        cwd: where a relative path begins.
+    """
+    if progress is None:
+        return None
+    if progress.http is not None:
+        return HttpProgress(progress.http, progress.step, client)
+    return JsonlProgress(cwd / (progress.jsonl or ""), progress.step, since=time.time())
 
 
 def number_at(content: Any, key: str) -> float | None:

@@ -124,11 +124,6 @@ def test_the_example_without_what_is_not_supported_yet_loads(tmp_path: Path) -> 
             {"trainer": {"launcher": "ray_job", "command": ["a"]}},
             "components.trainer.launcher",
         ),
-        (
-            "components",
-            {"trainer": {"command": ["a"], "live": {"processes": "x"}}},
-            "components.trainer.live.processes",
-        ),
     ],
 )
 def test_what_is_well_written_but_not_supported_yet_is_refused_in_one_line(

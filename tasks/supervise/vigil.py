@@ -1,0 +1,155 @@
+"""The watch over processes below a component that must stay alive.
+
+A service whose worker has died may go on answering its health check for ever: SGLang's HTTP server
+does, when its scheduler was ended by an abort in C++. Source: sgl-project/sglang#18421.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tasks.run.outcome import Exit
+from tasks.supervise import tree
+from tasks.supervise.exit_status import exit_of
+from tasks.supervise.identity import ProcessId
+
+#: Between fork and exec a process has its parent's command line; it takes milliseconds.
+_FORKED_WITHIN_S = 1.0
+_SHOWN_CHARACTERS = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loss:
+    """A process that should be there is not."""
+
+    #: One line for people.
+    message: str
+    #: How it ended; None: no such process was ever there.
+    exit: Exit | None
+
+    @property
+    def rule(self) -> str:
+        return "process-missing" if self.exit is None else "process-died"
+
+    @property
+    def is_orderly(self) -> bool:
+        """As a process ends that its parent has told to."""
+        return self.exit is not None and (self.exit.is_zero or self.exit.signal == signal.SIGTERM)
+
+
+class Vigil:
+    """Watches each process of a tree whose command line matches, through a pidfd.
+
+    A death is known in milliseconds; that a new process has come, at the next look.
+    """
+
+    def __init__(
+        self,
+        component: str,
+        pattern: str,
+        below: Callable[[], Iterable[int]],
+        *,
+        every_s: float,
+        misses: int,
+        on_watched: Callable[[int, str], None] = lambda pid, command: None,
+    ) -> None:
+        """
+        Args:
+            component: what messages call it: `rollout (pid 812)`.
+            pattern: regular expression, searched in the command line joined with spaces.
+            below: the pids to look at, each time anew.
+            every_s: the pause between two looks.
+            misses: after so many looks without a match, the process counts as lost.
+            on_watched: told the pid and the command of each process that is watched from now on.
+        """
+        self._component = component
+        self._pattern = re.compile(pattern)
+        self._below = below
+        self._every_s = every_s
+        self._misses = misses
+        self._on_watched = on_watched
+        #: `pidfds[pid]` of what is watched.
+        self._pidfds: dict[int, int] = {}
+
+    async def until_lost(self) -> Loss:
+        """The first loss. A cancel ends the watch; no pidfd is left open then, nor at a loss."""
+        lost: asyncio.Future[Loss] = asyncio.get_running_loop().create_future()
+        misses = 0
+        try:
+            while not lost.done():
+                misses = 0 if self._look(lost) else misses + 1
+                if misses >= self._misses:
+                    what = f"no process below {self._component}"
+                    return Loss(message=f"{what} matches /{self._pattern.pattern}/", exit=None)
+                await asyncio.wait([lost], timeout=self._every_s)
+            return lost.result()
+        finally:
+            for pid in list(self._pidfds):
+                self._forget(pid)
+
+    def _look(self, lost: asyncio.Future[Loss]) -> bool:
+        """Watch what is new; whether any process matches."""
+        is_there = bool(self._pidfds)
+        for pid in self._below():
+            if pid in self._pidfds:
+                continue
+            process = ProcessId.of(pid)
+            command = command_of(pid)
+            if not command or not self._pattern.search(command):
+                continue
+            is_there = True
+            if not _may_become_another(process, command):
+                self._watch(process, command, lost)
+        return is_there
+
+    def _watch(self, process: ProcessId, command: str, lost: asyncio.Future[Loss]) -> None:
+        try:
+            pidfd = os.pidfd_open(process.pid)
+        except ProcessLookupError:
+            return
+        if tree.start_ticks(process.pid) != process.start_ticks:
+            os.close(pidfd)
+            return
+
+        def on_end() -> None:
+            exit = exit_of(pidfd, process)
+            self._forget(process.pid)
+            if not lost.done():
+                what = f"process {process.pid} ({command[:_SHOWN_CHARACTERS]})"
+                message = f"{self._component} lost its {what}: {exit}"
+                lost.set_result(Loss(message=message, exit=exit))
+
+        self._pidfds[process.pid] = pidfd
+        asyncio.get_running_loop().add_reader(pidfd, on_end)
+        self._on_watched(process.pid, command)
+
+    def _forget(self, pid: int) -> None:
+        pidfd = self._pidfds.pop(pid)
+        asyncio.get_running_loop().remove_reader(pidfd)
+        os.close(pidfd)
+
+
+def command_of(pid: int) -> str:
+    """The command line joined with spaces; empty for a process that has ended."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+    return words.replace(b"\0", b" ").decode(errors="replace").strip()
+
+
+def _may_become_another(process: ProcessId, command: str) -> bool:
+    """It was forked a moment ago, and may be about to start a program: a compiler, for example.
+
+    To watch it would be to take the end of that program for a loss.
+    """
+    since_boot_s = process.start_ticks / os.sysconf("SC_CLK_TCK")
+    is_young = time.clock_gettime(time.CLOCK_BOOTTIME) - since_boot_s < _FORKED_WITHIN_S
+    return is_young and command == command_of(tree.parent_of(process.pid))
