@@ -37,8 +37,9 @@ class Loss:
     pid: int
     #: On its server the flow run is being cancelled, or is cancelled.
     is_cancelled: bool = False
-    #: On its server the flow run waits for its next process, so that the run goes on.
-    is_waiting: bool = False
+    #: On its server the flow run waits for its next process, so that the run goes on; None: nobody
+    #: can say, and a run that waits by its own record is left to do so.
+    is_waiting: bool | None = False
     #: Processes that the run had left, and that were ended.
     killed: tuple[int, ...] = ()
     #: Files and directories that it had left.
@@ -116,7 +117,7 @@ def closed(content: dict[str, Any], loss: Loss, now: float) -> dict[str, Any]:
     Raises: IllegalTransition.
     """
     state = RunState(content["state"])
-    if state.is_final or (loss.is_waiting and state in _WAITING):
+    if state.is_final or (loss.is_waiting is not False and state in _WAITING):
         return content
     content = copy.deepcopy(content)
     attempt = content["attempts"][-1] if content["attempts"] else None

@@ -1,0 +1,225 @@
+"""Flow runs as their Prefect server has them: which of them have lost their process, and the state
+that is true of them then.
+
+All proposals are made by the server's own rules, none is forced: a flow run that has come to its
+end, or that somebody began to cancel, between our look and our word is left as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from email.utils import parsedate_to_datetime
+from typing import Any
+from uuid import UUID
+
+import httpx
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.filters import (
+    FlowFilter,
+    FlowFilterName,
+    FlowRunFilter,
+    FlowRunFilterState,
+    FlowRunFilterStateType,
+)
+from prefect.client.schemas.objects import FlowRun, State, StateType
+from prefect.client.schemas.responses import SetStateStatus
+from prefect.exceptions import ObjectNotFound
+from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
+from prefect.states import Cancelled, Completed, Crashed, Failed, Scheduled
+
+from tasks.run.closing import Closed
+from tasks.run.lifecycle import RunState
+from tasks.supervise.variables import Holders
+
+#: In the environment of a flow run's process. Source: prefect/runner/_starter_engine.py.
+FLOW_RUN_VARIABLE = "PREFECT__FLOW_RUN_ID"
+#: The flows whose lost flow runs are closed.
+OUR_FLOWS = ("train", "reconcile")
+
+#: The label by which a worker names itself. Source: prefect/workers/base.py,
+#: _give_worker_labels_to_flow_run.
+_WORKER_LABEL = "prefect.worker.name"
+#: In the command line of a flow run's process. Source: prefect/runner/_workspace_starter.py.
+_ENGINES = ("prefect.engine", "prefect.flow_engine", "_workspace_")
+_HELD = (StateType.PENDING, StateType.RUNNING, StateType.CANCELLING)
+#: The process of a flow run that was just submitted needs some seconds to appear.
+_SETTLED_AFTER = timedelta(seconds=30)
+#: A worker labels what it has taken within a second, unless it is killed in that moment.
+_UNLABELLED_AFTER = timedelta(seconds=60)
+_TIMEOUT_S = 10.0
+_PAGE = 200
+
+
+class ServerAway(Exception):
+    """A Prefect server did not answer, or not as one: ask it again later."""
+
+
+@contextmanager
+def talking_to(api_url: str) -> Iterator[SyncPrefectClient]:
+    """A client of a Prefect server, whatever server this process belongs to otherwise.
+
+    It soon gives up: whoever comes by each minute need not insist.
+
+    Raises: ServerAway, for any call within that fails.
+    """
+    settings: dict[Any, Any] = {PREFECT_API_URL: api_url, PREFECT_CLIENT_MAX_RETRIES: 1}
+    # Settings of its own, or a flow's context would give the client of that flow's server.
+    own = {"timeout": _TIMEOUT_S}
+    try:
+        with (
+            temporary_settings(settings),
+            get_client(httpx_settings=own, sync_client=True) as client,
+        ):
+            yield client
+    except (httpx.HTTPError, httpx.InvalidURL, RuntimeError) as error:
+        raise ServerAway(f"{api_url}: {error or type(error).__name__}") from error
+
+
+def state_of(client: SyncPrefectClient, flow_run_id: str) -> State[Any] | None:
+    """Its state; None where the server does not know it."""
+    try:
+        return client.read_flow_run(UUID(flow_run_id)).state
+    except ObjectNotFound:
+        return None
+
+
+def held_flow_runs(client: SyncPrefectClient) -> list[FlowRun]:
+    """Our flow runs that should have a process, or are about to get one."""
+    states = FlowRunFilterState(type=FlowRunFilterStateType(any_=list(_HELD)))
+    found: list[FlowRun] = []
+    while True:
+        page = client.read_flow_runs(
+            flow_filter=FlowFilter(name=FlowFilterName(any_=list(OUR_FLOWS))),
+            flow_run_filter=FlowRunFilter(state=states),
+            limit=_PAGE,
+            offset=len(found),
+        )
+        found += page
+        if len(page) < _PAGE:
+            return found
+
+
+def server_now(client: SyncPrefectClient) -> datetime | None:
+    """What the server's clock says, to the second; the one that dates its states.
+
+    Returns: None where it does not say, as behind some proxies.
+    """
+    try:
+        return parsedate_to_datetime(client.hello().headers["date"])
+    except (KeyError, ValueError):
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """What this machine knows of flow runs."""
+
+    #: Its name, which is that of its worker.
+    name: str
+    #: Of `reconcile/<name>`, whose flow runs no worker labels.
+    reconcile_deployment: UUID | None
+    #: By flow run id.
+    processes: Holders
+    #: Flow run ids and names of the registry on disk, which knows better about them.
+    registered: frozenset[str]
+
+    def has_process(self, run: FlowRun) -> bool:
+        """Whether the flow run has a living process here, or may have one."""
+        if str(run.id) in self.processes.pids:
+            return True
+        hidden = self.processes.hidden.items()
+        suspects = {pid for pid, line in hidden if any(part in line for part in _ENGINES)}
+        _host, pid = _infrastructure(run)
+        # Without a pid, any of the processes that this user may not look at can be the one.
+        return bool(suspects) and (pid is None or pid in suspects)
+
+    def has_been_given(self, run: FlowRun) -> bool:
+        """Whether it was for this machine to run, as far as the server knows."""
+        host, _pid = _infrastructure(run)
+        if run.deployment_id is not None and run.deployment_id == self.reconcile_deployment:
+            return True
+        return self.name in (host, run.labels.get(_WORKER_LABEL))
+
+
+def state_of_lost(run: FlowRun, host: Host, now: datetime) -> State[Any] | None:
+    """The state of a flow run that the registry does not know and whose process is gone.
+
+    Args:
+        now: by the server's clock.
+
+    Returns: None for every flow run that is alive, may be alive, may be about to start, or is not
+        for this machine to judge.
+    """
+    state = run.state
+    if state is None or {str(run.id), run.name} & host.registered or host.has_process(run):
+        return None
+    age = now - state.timestamp
+    if not host.has_been_given(run) and not _is_unlabelled(run, age):
+        return None
+    if age < _SETTLED_AFTER:
+        return None
+    gone = f"its process is gone from {host.name}"
+    match state.type:
+        case StateType.PENDING:
+            # Not started, so nothing stands against starting it.
+            return Scheduled(message=f"submitted, but {gone}: scheduled again")
+        case StateType.CANCELLING:
+            return Cancelled(message=f"cancelled; {gone}")
+        case StateType.RUNNING:
+            return Crashed(message=f"{gone}: it was killed or lost")
+        case _:
+            return None
+
+
+def state_of_closed(state: State[Any] | None, run: Closed | None, cause: str) -> State[Any] | None:
+    """The Prefect state that fits the closed record of a run.
+
+    Args:
+        state: that it has on the server.
+        run: None where there is no record.
+        cause: of the loss of its process.
+
+    Returns: None where the server's state is true as it is: final, or that of a flow run which
+        waits for its next process.
+    """
+    if state is None or state.type not in (StateType.RUNNING, StateType.CANCELLING):
+        return None
+    if state.is_cancelling():
+        # The server's rules allow no other way on.
+        return Cancelled(message=f"cancelled; {cause}")
+    if run is None or run.by_loss or not run.state.is_final:
+        return Crashed(message=cause)
+    make = {RunState.COMPLETED: Completed, RunState.CANCELLED: Cancelled}.get(run.state, Failed)
+    return make(message=run.message)
+
+
+def propose(
+    client: SyncPrefectClient, flow_run_id: str, before: State[Any], after: State[Any]
+) -> bool:
+    """Give a flow run a state, unless its state has changed since it was looked at.
+
+    Returns: whether it has it now.
+    """
+    now = state_of(client, flow_run_id)
+    if now is None or now.id != before.id:
+        return False
+    answer = client.set_flow_run_state(UUID(flow_run_id), after)
+    return answer.status == SetStateStatus.ACCEPT
+
+
+def _is_unlabelled(run: FlowRun, age: timedelta) -> bool:
+    """Taken by a worker that was killed before it said who it was: anybody may give it back."""
+    is_taken = run.work_pool_name is not None and run.state is not None and run.state.is_pending()
+    return is_taken and not run.labels.get(_WORKER_LABEL) and age >= _UNLABELLED_AFTER
+
+
+def _infrastructure(run: FlowRun) -> tuple[str | None, int | None]:
+    """Host and pid, where they are known.
+
+    Prefect 3.8 writes a bare pid; earlier releases wrote `host:pid`.
+    """
+    host, _, pid = (run.infrastructure_pid or "").rpartition(":")
+    return host or None, int(pid) if pid.isdecimal() else None

@@ -1,0 +1,209 @@
+"""Which flow runs a reconcile touches, and the state that each is given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from typing import Any
+from uuid import UUID, uuid4
+
+import pytest
+from prefect.client.schemas.objects import FlowRun, State, StateType
+from prefect.client.schemas.responses import SetStateStatus
+from prefect.states import Cancelled, Completed, Crashed, Running, Scheduled
+
+from tasks.flow_runs import (
+    Host,
+    held_flow_runs,
+    propose,
+    server_now,
+    state_of_closed,
+    state_of_lost,
+)
+from tasks.run.closing import Closed
+from tasks.run.lifecycle import RunState
+from tasks.supervise.variables import Holders
+
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
+FLOW_RUN = UUID("1b4e28ba-2fa1-4d3b-a3f5-ef19b5a7633b")
+DEPLOYMENT = uuid4()
+HERE = {"prefect.worker.name": "here"}
+THERE = {"prefect.worker.name": "there"}
+
+
+def flow_run(state: StateType, age_s: float, **more: Any) -> FlowRun:
+    seen = State(type=state, timestamp=NOW - timedelta(seconds=age_s))
+    given = {"id": FLOW_RUN, "name": "a-run", "flow_id": uuid4(), "labels": HERE, **more}
+    return FlowRun(**given, state=seen, state_type=state)
+
+
+def host(
+    *,
+    alive: dict[str, tuple[int, ...]] | None = None,
+    hidden: dict[int, str] | None = None,
+    registered: tuple[str, ...] = (),
+) -> Host:
+    processes = Holders(pids=alive or {}, hidden=hidden or {})
+    return Host(
+        name="here",
+        reconcile_deployment=DEPLOYMENT,
+        processes=processes,
+        registered=frozenset(registered),
+    )
+
+
+PENDING, RUNNING, CANCELLING = StateType.PENDING, StateType.RUNNING, StateType.CANCELLING
+ALIVE = host(alive={str(FLOW_RUN): (7,)})
+ENGINE = "python -m prefect.flow_engine"
+
+
+@pytest.mark.parametrize(
+    ("run", "here", "state"),
+    [
+        # no process: each state has one that is true
+        (flow_run(PENDING, 60), host(), "Scheduled"),
+        (flow_run(RUNNING, 60), host(), "Crashed"),
+        (flow_run(CANCELLING, 60), host(), "Cancelled"),
+        # a process
+        (flow_run(PENDING, 60), ALIVE, None),
+        (flow_run(RUNNING, 60), ALIVE, None),
+        (flow_run(CANCELLING, 60), ALIVE, None),
+        # the process of another flow run
+        (flow_run(RUNNING, 60), host(alive={str(uuid4()): (7,)}), "Crashed"),
+        # too young to be judged, and just old enough
+        (flow_run(PENDING, 29.9), host(), None),
+        (flow_run(PENDING, 30), host(), "Scheduled"),
+        (flow_run(RUNNING, 29.9), host(), None),
+        # from the future, as after a jump of the clock
+        (flow_run(RUNNING, -3600), host(), None),
+        # parked, or not begun, or at its end: nobody's business
+        (flow_run(StateType.SCHEDULED, 9000), host(), None),
+        (flow_run(StateType.PAUSED, 9000), host(), None),
+        (flow_run(StateType.COMPLETED, 9000), host(), None),
+        (flow_run(StateType.CRASHED, 9000), host(), None),
+        # given to another host's worker, whatever its pid is
+        (flow_run(PENDING, 60, labels=THERE), host(), None),
+        (flow_run(RUNNING, 60, labels=THERE, infrastructure_pid="7"), host(), None),
+        (flow_run(RUNNING, 60, labels=THERE, infrastructure_pid="there:7"), host(), None),
+        # an earlier Prefect said the host with the pid
+        (flow_run(RUNNING, 60, labels={}, infrastructure_pid="here:7"), host(), "Crashed"),
+        # started directly, by nobody's worker: only the registry can tell
+        (flow_run(RUNNING, 9000, labels={}), host(), None),
+        (flow_run(PENDING, 9000, labels={}), host(), None),
+        # taken from a pool by a worker that was killed before it put its name to it
+        (flow_run(PENDING, 60, labels={}, work_pool_name="gang"), host(), "Scheduled"),
+        (flow_run(PENDING, 59, labels={}, work_pool_name="gang"), host(), None),
+        (flow_run(RUNNING, 60, labels={}, work_pool_name="gang"), host(), None),
+        # this host's own reconcile, which has no worker, and another's
+        (flow_run(RUNNING, 60, labels={}, deployment_id=DEPLOYMENT), host(), "Crashed"),
+        (flow_run(RUNNING, 60, labels={}, deployment_id=uuid4()), host(), None),
+        # in the registry, by its id or its name: finished from there, or alive
+        (flow_run(RUNNING, 60), host(registered=(str(FLOW_RUN),)), None),
+        (flow_run(PENDING, 60), host(registered=("a-run",)), None),
+        # a process that this user may not look into may be the one ...
+        (flow_run(PENDING, 60), host(hidden={7: ENGINE}), None),
+        (flow_run(RUNNING, 60, infrastructure_pid="7"), host(hidden={7: ENGINE}), None),
+        # ... but not under another pid, nor if it is something else
+        (flow_run(RUNNING, 60, infrastructure_pid="8"), host(hidden={7: ENGINE}), "Crashed"),
+        (flow_run(PENDING, 60), host(hidden={7: "sshd"}), "Scheduled"),
+    ],
+)
+def test_which_flow_runs_are_touched(run: FlowRun, here: Host, state: str | None) -> None:
+    found = state_of_lost(run, here, NOW)
+
+    assert (found and found.name) == state
+
+
+def closed(state: RunState, by_loss: bool = False) -> Closed:
+    return Closed(state=state, message="the run's own", by_loss=by_loss, is_changed=True)
+
+
+@pytest.mark.parametrize(
+    ("before", "record", "name", "message"),
+    [
+        (RUNNING, closed(RunState.FAILED, by_loss=True), "Crashed", "the cause"),
+        # it had come to its end, and was killed before it could say so
+        (RUNNING, closed(RunState.COMPLETED), "Completed", "the run's own"),
+        (RUNNING, closed(RunState.FAILED), "Failed", "the run's own"),
+        (RUNNING, closed(RunState.CANCELLED), "Cancelled", "the run's own"),
+        # no record was ever written
+        (RUNNING, None, "Crashed", "the cause"),
+        # the server knows one way on from there
+        (CANCELLING, closed(RunState.CANCELLED), "Cancelled", "cancelled; the cause"),
+        (CANCELLING, closed(RunState.COMPLETED), "Cancelled", "cancelled; the cause"),
+        (CANCELLING, None, "Cancelled", "cancelled; the cause"),
+        # parked or about to start anew, at its end, unknown to the server
+        (StateType.SCHEDULED, closed(RunState.PENDING_RESOURCES), None, None),
+        (PENDING, closed(RunState.PENDING_RESOURCES), None, None),
+        (StateType.CRASHED, closed(RunState.FAILED, by_loss=True), None, None),
+        (StateType.COMPLETED, closed(RunState.COMPLETED), None, None),
+        (None, closed(RunState.FAILED, by_loss=True), None, None),
+    ],
+)
+def test_the_state_that_fits_a_closed_record(
+    before: StateType | None, record: Closed | None, name: str | None, message: str | None
+) -> None:
+    state = state_of_closed(State(type=before) if before else None, record, "the cause")
+
+    assert (state and state.name, state and state.message) == (name, message)
+
+
+@dataclass
+class FakeServer:
+    """Answers as scripted, and keeps what it was told."""
+
+    states: list[State[Any]] = field(default_factory=list)
+    accepts: bool = True
+    date: str | None = "Thu, 01 Jan 2026 00:00:00 GMT"
+    held: int = 0
+    told: list[State[Any]] = field(default_factory=list)
+
+    def read_flow_run(self, flow_run_id: UUID) -> FlowRun:
+        return FlowRun(id=flow_run_id, name="a-run", flow_id=uuid4(), state=self.states.pop(0))
+
+    def read_flow_runs(self, *, limit: int, offset: int, **filters: Any) -> list[FlowRun]:
+        return [flow_run(RUNNING, 60) for _ in range(min(limit, self.held - offset))]
+
+    def set_flow_run_state(self, flow_run_id: UUID, state: State[Any]) -> Any:
+        self.told.append(state)
+        status = SetStateStatus.ACCEPT if self.accepts else SetStateStatus.ABORT
+        return type("Answer", (), {"status": status})()
+
+    def hello(self) -> Any:
+        headers = {"date": self.date} if self.date else {}
+        return type("Response", (), {"headers": headers})()
+
+
+def test_a_state_is_proposed_while_the_server_s_is_the_one_that_was_judged() -> None:
+    before = Running()
+    server = FakeServer(states=[before])
+
+    assert propose(server, str(FLOW_RUN), before, Crashed())  # type: ignore[arg-type]
+    assert [state.name for state in server.told] == ["Crashed"]
+
+
+@pytest.mark.parametrize("since", [Running(), Completed(), Cancelled(), Scheduled()])
+def test_a_flow_run_that_has_moved_on_is_left_alone(since: State[Any]) -> None:
+    server = FakeServer(states=[since])
+
+    assert not propose(server, str(FLOW_RUN), Running(), Crashed())  # type: ignore[arg-type]
+    assert server.told == []
+
+
+def test_a_refusal_by_the_server_s_rules_is_no_success() -> None:
+    before = Running()
+    server = FakeServer(states=[before], accepts=False)
+
+    assert not propose(server, str(FLOW_RUN), before, Crashed())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("date", "now"), [("Thu, 01 Jan 2026 00:00:00 GMT", NOW), ("soon", None), (None, None)]
+)
+def test_the_server_s_clock_counts(date: str | None, now: datetime | None) -> None:
+    assert server_now(FakeServer(date=date)) == now  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("held", [0, 1, 199, 200, 201, 400])
+def test_every_page_of_flow_runs_is_read(held: int) -> None:
+    assert len(held_flow_runs(FakeServer(held=held))) == held  # type: ignore[arg-type]

@@ -1,0 +1,92 @@
+"""What a reconcile says of itself: all of what it did, and nothing of what it did not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tasks.run.reconciled import Reconciled, Report
+
+LOST = Reconciled(
+    name="quickstart-grpo-20260101-000000-abcd",
+    flow_run_id="1b4e28ba-2fa1-4d3b-a3f5-ef19b5a7633b",
+    found="its process (pid 812) was gone",
+    killed=(813, 814),
+    removed=(Path("/dev/shm/a"), Path("/tmp/b")),
+    record="failed",
+    server="Crashed",
+)
+WAITING = Reconciled(name="b", found="its process (pid 9) was gone", open="guardians are at work")
+
+
+@pytest.mark.parametrize(
+    ("run", "has_acted"),
+    [
+        (LOST, True),
+        # seen, and left for the next time: nobody has to be told each minute
+        (WAITING, False),
+        # any one change counts
+        (Reconciled(name="a", found="x", killed=(1,)), True),
+        (Reconciled(name="a", found="x", removed=(Path("/tmp/a"),)), True),
+        (Reconciled(name="a", found="x", record="failed"), True),
+        (Reconciled(name="a", found="x", server="Crashed"), True),
+        # a registry entry of a run that had come to its end
+        (Reconciled(name="a", found="x"), False),
+    ],
+)
+def test_what_counts_as_done(run: Reconciled, has_acted: bool) -> None:
+    assert run.has_acted is has_acted
+
+
+def test_a_line_tells_the_whole_story() -> None:
+    assert str(LOST) == (
+        "quickstart-grpo-20260101-000000-abcd: its process (pid 812) was gone; "
+        "ended 2 processes (pid 813, 814); removed /dev/shm/a, /tmp/b; "
+        "run.json: failed; Prefect: Crashed"
+    )
+    assert str(WAITING) == "b: its process (pid 9) was gone; still open: guardians are at work"
+
+
+@pytest.mark.parametrize(
+    ("runs", "summary"),
+    [
+        ((), "nothing to do"),
+        ((LOST,), "a-host: 1 of 1 lost runs reconciled"),
+        ((LOST, WAITING), "a-host: 1 of 2 lost runs reconciled, 1 to be looked at again"),
+    ],
+)
+def test_the_summary(runs: tuple[Reconciled, ...], summary: str) -> None:
+    assert Report(host="a-host", runs=runs).summary == summary
+
+
+def test_the_table_holds_what_was_done_only() -> None:
+    text = Report(host="a-host", runs=(LOST, WAITING)).as_markdown()
+
+    assert text.splitlines() == [
+        "Reconciled on **a-host**",
+        "",
+        "| run | found | ended | removed | run.json | Prefect | still open |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| quickstart-grpo-20260101-000000-abcd | its process (pid 812) was gone | pid 813, 814 "
+        "| `/dev/shm/a`, `/tmp/b` | failed | Crashed |  |",
+    ]
+
+
+def test_a_text_can_t_break_the_table() -> None:
+    run = Reconciled(name="a", found="x | y\nz", record="failed")
+
+    assert (
+        Report(host="h", runs=(run,)).as_markdown().splitlines()[-1].startswith("| a | x \\| y z |")
+    )
+
+
+def test_a_payload_is_plain_data() -> None:
+    assert LOST.as_payload() == {
+        "found": "its process (pid 812) was gone",
+        "killed": [813, 814],
+        "removed": ["/dev/shm/a", "/tmp/b"],
+        "record": "failed",
+        "server": "Crashed",
+        "open": "",
+    }
