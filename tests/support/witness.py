@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tasks.supervise import tree
 from tasks.supervise.plan import ComponentPlan
 from tests.support.stage import DEADLINE_S
 from tests.support.supervising import Part
@@ -67,6 +68,7 @@ class Witness:
                 directory.
             deadline_s: how long the oracle waits for an empty tree.
         """
+        self._testimony: Testimony | None = None
         self.directory = directory
         self.home = directory / "home"
         self.run_id = run_id or f"run-{os.urandom(4).hex()}"
@@ -114,6 +116,21 @@ class Witness:
         """What it wrote to stderr, a traceback for example."""
         return (self.directory / "supervising.log").read_text()
 
+    def state(self) -> str:
+        """Of the supervising process: `T` while it is stopped. Source: proc_pid_stat(5)."""
+        return Path(f"/proc/{self.pid}/stat").read_text().rpartition(") ")[2][0]
+
+    def is_there(self) -> bool:
+        """Whether the supervising process lives; seen without the oracle."""
+        try:
+            return self.state() not in "ZX"
+        except (FileNotFoundError, ProcessLookupError):
+            return False
+
+    def tree(self) -> list[int]:
+        """The supervising process and all that is below the oracle."""
+        return tree.descendants(self._oracle.pid)
+
     def kill(self, signum: signal.Signals = signal.SIGKILL) -> None:
         os.kill(self.pid, signum)
 
@@ -124,7 +141,10 @@ class Witness:
         self._oracle.stdin.flush()
 
     def testimony(self) -> Testimony:
-        """Wait until the supervising process has ended, and its tree is empty or never will be."""
+        """Wait until the supervising process has ended, and its tree is empty or never will be;
+        any number of times."""
+        if self._testimony is not None:
+            return self._testimony
         assert self._oracle.stdout is not None
         try:
             self._oracle.wait(DEADLINE_S)
@@ -135,7 +155,7 @@ class Witness:
         left = tuple(rest.strip() for word, _, rest in lines if word == "left")
         empty = [rest.split() for word, _, rest in lines if word == "empty"] or [["-1", "0"]]
         after_s, at = map(float, empty[0])
-        return Testimony(
+        self._testimony = Testimony(
             exit_code=exit_code,
             left=left,
             empty_after_s=after_s,
@@ -145,6 +165,7 @@ class Witness:
             ),
             cgroups=tuple(rest.strip() for word, _, rest in lines if word == "cgroup"),
         )
+        return self._testimony
 
     def verdict(self) -> dict[str, Any]:
         content: dict[str, Any] = json.loads((self.directory / "verdict.json").read_text())

@@ -1,0 +1,19 @@
+"""All faults of shared/facts/supervision.md, in every phase, at every level: `make faults`."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.faults.cases import CASES
+from tests.faults.scene import Case, Phase, act
+
+ROWS = [(case, phase, level) for case in CASES for phase in case.phases for level in case.levels]
+
+
+@pytest.mark.parametrize(
+    ("case", "phase", "level"),
+    ROWS,
+    ids=[f"{case}-{phase}-{level}".replace(" ", "-") for case, phase, level in ROWS],
+)
+def test_fault(case: Case, phase: Phase, level: str, request: pytest.FixtureRequest) -> None:
+    act(case, phase, level, request)

@@ -1,0 +1,36 @@
+"""Finishes every lost run of $MUSTER_HOME: `python -m tests.support.reconciling`.
+
+Says as JSON what became of it: `{RUN ID: {"is_clean", "killed", "left", "waiting", "removed"}}`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from tasks.supervise.lost import finish
+from tasks.supervise.registry import claimed, registered_runs
+
+
+def main() -> None:
+    said: dict[str, Any] = {}
+    for run_id in registered_runs():
+        with claimed(run_id) as lost:
+            if lost is None:
+                continue
+            remains = finish(lost)
+            if remains.is_clean:
+                lost.forget()
+            said[run_id] = {
+                "is_clean": remains.is_clean,
+                "killed": remains.killed,
+                "left": dict(remains.left),
+                "waiting": dict(remains.waiting),
+                "removed": [str(path) for path in remains.removed],
+            }
+    json.dump(said, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
