@@ -105,7 +105,7 @@ class Diagnosis:
 
     def _abort_early(self) -> None:
         """Ask those for their stacks that the stop signal will just end."""
-        # The youngest first: once the first process has gone, the rest is told to stop.
+        # The first process last: once it has gone, the guardian tells the rest to stop.
         unheard = [pid for pid in reversed(self._hung.processes()) if self._dies_unheard(pid)]
         stacks.abort(map(ProcessId.of, unheard), _ABORTED_WITHIN_S)
 

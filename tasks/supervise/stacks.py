@@ -55,19 +55,25 @@ def abort(processes: Iterable[ProcessId], within_s: float) -> None:
             they write is not mixed.
     """
     deadline = time.monotonic() + within_s
-    for process in processes:
-        if not has_signal(status_of(process.pid), "SigCgt", signal.SIGABRT):
-            continue
+    asked = [p for p in processes if has_signal(status_of(p.pid), "SigCgt", signal.SIGABRT)]
+    for process in asked:
+        # What waits for another of them would go on when that one has ended, and say nothing.
+        _send(process, signal.SIGSTOP)
+    for process in asked:
         with suppress(OSError, ValueError):
             # To write out its memory would take longer than it has. Source: core(5); a limit of 1
             # stops a program that collects cores, too, which 0 does not.
             _, hard = resource.prlimit(process.pid, resource.RLIMIT_CORE)
             resource.prlimit(process.pid, resource.RLIMIT_CORE, (1, hard))
-        with suppress(PermissionError):
-            process.send(signal.SIGABRT)
-            # One that is stopped takes it only when it goes on.
-            process.send(signal.SIGCONT)
+        _send(process, signal.SIGABRT)
+        # A stopped process takes it only when it goes on, and then before anything else.
+        _send(process, signal.SIGCONT)
         process.is_gone_within(max(0.0, deadline - time.monotonic()))
+
+
+def _send(process: ProcessId, signum: int) -> None:
+    with suppress(PermissionError):
+        process.send(signum)
 
 
 def _py_spy() -> str | None:
