@@ -1,0 +1,117 @@
+"""How a process ended that is no child of ours; each is a real one, its parent another process."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from tasks.run.outcome import Exit
+from tasks.supervise import exit_status, tree
+from tasks.supervise.exit_status import exit_of
+from tasks.supervise.identity import ProcessId
+
+_WITHIN_S = 60.0
+
+#: Starts `sh -c CODE`, says its pid, and reaps it when told to.
+PARENT = """
+import subprocess, sys
+child = subprocess.Popen(["sh", "-c", sys.argv[1]], stdin=subprocess.PIPE)
+print(child.pid, flush=True)
+for line in sys.stdin:
+    if line == "end\\n":
+        child.stdin.close()
+    else:
+        child.wait()
+        print("reaped", flush=True)
+"""
+
+ENDS = [
+    ("exit 42", 42, None),
+    ("exit 0", 0, None),
+    ("kill -KILL $$", None, signal.SIGKILL),
+    ("kill -ABRT $$", None, signal.SIGABRT),
+]
+
+
+@contextmanager
+def grandchild(code: str) -> Iterator[tuple[int, ProcessId, subprocess.Popen[str]]]:
+    """The pidfd and identity of a process that has ended and is not reaped, and its parent."""
+    command = [sys.executable, "-I", "-S", "-c", PARENT, f"read line; {code}"]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as parent:
+        assert parent.stdin is not None and parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        process, pidfd = ProcessId.of(pid), os.pidfd_open(pid)
+        try:
+            tell(parent, "end")
+            assert select.select([pidfd], [], [], _WITHIN_S)[0]
+            yield pidfd, process, parent
+        finally:
+            os.close(pidfd)
+            parent.kill()
+
+
+def tell(parent: subprocess.Popen[str], what: str) -> None:
+    assert parent.stdin is not None
+    parent.stdin.write(f"{what}\n")
+    parent.stdin.flush()
+
+
+def reap(parent: subprocess.Popen[str]) -> None:
+    tell(parent, "reap")
+    assert parent.stdout is not None
+    assert parent.stdout.readline() == "reaped\n"
+
+
+def keeps_status() -> bool:
+    """Linux 6.15 or later."""
+    return tuple(map(int, os.uname().release.split(".")[:2])) >= (6, 15)
+
+
+@pytest.mark.parametrize(("code", "exit_code", "signum"), ENDS)
+def test_status_of_a_zombie_is_known(code: str, exit_code: int | None, signum: int | None) -> None:
+    with grandchild(code) as (pidfd, process, _):
+        exit = exit_of(pidfd, process)
+
+    assert (exit.exit_code, exit.signal) == (exit_code, signum)
+
+
+@pytest.mark.skipif(not keeps_status(), reason="the kernel does not keep the status of the reaped")
+@pytest.mark.parametrize(("code", "exit_code", "signum"), ENDS)
+def test_status_of_a_process_that_its_parent_has_reaped_is_known(
+    code: str, exit_code: int | None, signum: int | None
+) -> None:
+    with grandchild(code) as (pidfd, process, parent):
+        reap(parent)
+        exit = exit_of(pidfd, process)
+
+    assert (exit.exit_code, exit.signal) == (exit_code, signum)
+
+
+def test_older_kernel_is_no_reason_to_guess(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exit_status, "_PIDFD_GET_INFO", 0)
+    with grandchild("exit 42") as (pidfd, process, parent):
+        reap(parent)
+        exit = exit_of(pidfd, process)
+
+    assert (exit.exit_code, exit.signal) == (None, None)
+    assert str(exit).startswith("exit status unknown: ")
+    assert not exit.is_zero
+
+
+def test_zombie_with_a_number_that_was_another_process_tells_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with grandchild("exit 42") as (pidfd, process, _):
+        monkeypatch.setattr(tree, "start_ticks", lambda pid: process.start_ticks + 1)
+        exit: Exit = exit_of(pidfd, process)
+
+    assert exit.exit_code is None

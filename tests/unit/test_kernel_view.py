@@ -1,0 +1,144 @@
+"""What /proc says of processes, as a text; the /proc here is a folder of the test's own."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tasks.supervise.kernel_view import describe, has_signal, sockets_in, status_of
+
+TCP = """\
+  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode
+   0: 0100007F:1F40 00000000:0000 0A 00000000:00000000 00:00000000 00000000  0 0 101 1 0 100
+   1: 0100007F:1F40 0100007F:C822 01 00000000:00000000 00:00000000 00000000  0 0 102 1 0 100
+"""
+TCP6 = """\
+  sl  local_address                         remote_address                        st tx rx
+   0: 00000000000000000000000001000000:1F41 00000000000000000000000000000000:0000 0A \
+00000000:00000000 00:00000000 00000000  0 0 103 1 0 100
+"""
+UNIX = """\
+Num       RefCount Protocol Flags    Type St Inode Path
+0000000000000000: 00000002 00000000 00010000 0001 01 104 /tmp/a socket
+0000000000000000: 00000003 00000000 00000000 0001 03 105
+0000000000000000: 00000003 00000000 00000000 0001 03 106 @two
+lines
+"""
+
+
+def plant(proc: Path, pid: int, files: dict[str, str], sockets: dict[int, str]) -> None:
+    """Files of /proc/PID by their path in it, and targets of its file descriptors."""
+    at = proc / str(pid)
+    for name, text in files.items():
+        (at / name).parent.mkdir(parents=True, exist_ok=True)
+        (at / name).write_text(text)
+    (at / "fd").mkdir()
+    for fd, target in sockets.items():
+        (at / "fd" / str(fd)).symlink_to(target)
+
+
+@pytest.fixture
+def proc(tmp_path: Path) -> Path:
+    status = f"Name:\tpython\nState:\tT (stopped)\nPPid:\t7\nSigCgt:\t{1 << 5:016x}\n"
+    files = {
+        "status": status,
+        "cmdline": "python\0trainer.py\0--port\0" + "8000\0",
+        "wchan": "do_signal_stop",
+        "syscall": "202 0x0",
+        "stack": "[<0>] futex_wait\n[<0>] do_syscall_64\n",
+        "environ": "API_KEY=hunter2\0",
+        "task/12/stat": "12 (python) T 7 12",
+        "task/12/wchan": "do_signal_stop",
+        "task/12/children": "13 14 ",
+        "task/15/stat": "15 (a) b) S 7 12",
+        "task/15/wchan": "futex_do_wait",
+        "net/tcp": TCP,
+        "net/tcp6": TCP6,
+        "net/unix": UNIX,
+    }
+    plant(tmp_path, 12, files, {0: "/dev/null", 3: "socket:[101]", 10: "socket:[999]"})
+    return tmp_path
+
+
+def test_process_is_shown_with_what_it_waits_for_and_whom_it_talks_to(proc: Path) -> None:
+    [text] = describe([12], proc)
+
+    assert text.splitlines() == [
+        "pid 12, child of 7: python trainer.py --port 8000",
+        "  state: T (stopped)",
+        "  waits in: do_signal_stop",
+        "  system call: 202 0x0",
+        "  memory: none",
+        "  signals caught: SIGABRT",
+        "  children: 13 14",
+        "  kernel stack:",
+        "    [<0>] futex_wait",
+        "    [<0>] do_syscall_64",
+        "  threads: 2",
+        "    12 python T do_signal_stop",
+        "    15 a) b S futex_do_wait",
+        "  sockets:",
+        "    fd 3 tcp 127.0.0.1:8000 -> 0.0.0.0:0 LISTEN",
+        "    fd 10 of another kind",
+    ]
+
+
+def test_environment_is_not_shown(proc: Path) -> None:
+    assert "hunter2" not in "".join(describe([12], proc))
+
+
+def test_process_that_is_gone_is_left_out(proc: Path) -> None:
+    assert len(list(describe([11, 12, 13], proc))) == 1
+
+
+def test_process_that_lets_nothing_be_read_is_shown_as_far_as_it_goes(tmp_path: Path) -> None:
+    plant(tmp_path, 12, {"status": "Name:\tkthread\nState:\tD (disk sleep)\n"}, {})
+
+    [text] = describe([12], tmp_path)
+
+    assert "[kthread]" in text and "D (disk sleep)" in text
+    assert "not readable" in text
+
+
+def test_sockets_are_named_by_their_ends_and_states(proc: Path) -> None:
+    assert sockets_in(proc / "12/net") == {
+        "101": "tcp 127.0.0.1:8000 -> 0.0.0.0:0 LISTEN",
+        "102": "tcp 127.0.0.1:8000 -> 127.0.0.1:51234 ESTABLISHED",
+        "103": "tcp6 [::1]:8001 -> [::]:0 LISTEN",
+        "104": "unix /tmp/a socket LISTEN",
+        "105": "unix CONNECTED",
+        "106": "unix @two CONNECTED",
+    }
+
+
+def test_own_process_is_described_by_the_real_kernel() -> None:
+    [text] = describe([os.getpid()])
+
+    assert f"pid {os.getpid()}, child of {os.getppid()}: " in text
+    assert "R (running)" in text
+
+
+@pytest.mark.parametrize(
+    ("caught", "signum", "has"),
+    [
+        ("0000000000000020", signal.SIGABRT, True),
+        ("0000000000000020", signal.SIGTERM, False),
+        ("0000000000004000", signal.SIGTERM, True),
+        # the first and the last there is
+        ("0000000000000001", 1, True),
+        ("8000000000000000", 64, True),
+        # a process that is gone
+        (None, signal.SIGABRT, False),
+    ],
+)
+def test_set_of_signals_is_read_by_its_bits(caught: str | None, signum: int, has: bool) -> None:
+    status = {} if caught is None else {"SigCgt": caught}
+
+    assert has_signal(status, "SigCgt", signum) is has
+
+
+def test_status_of_a_process_that_is_gone_is_empty(proc: Path) -> None:
+    assert status_of(11, proc) == {}
