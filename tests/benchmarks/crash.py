@@ -5,6 +5,7 @@ The killer notes the clock right before the kill, each component in its own SIGT
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import random
@@ -16,8 +17,9 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from tasks.run.probes import ReadyProbe
+from tasks.run.probes import LiveProbe, ReadyProbe
 from tasks.server import prefect_server
 from tests.benchmarks import models
 from tests.benchmarks.part import wait as wait_for_sigterm
@@ -43,15 +45,17 @@ def measure(*, quick: bool) -> Result:
             {
                 "train flow": partial(_by_flow, url),
                 "Supervisor": _by_supervisor,
+                "grandchild": _by_vigil,
                 "SGLang": _by_is_alive_loop,
                 "prime-rl": _by_error_queue_loop,
             },
             rounds,
-            per_round={"Supervisor": 1 if quick else 3},
+            per_round=dict.fromkeys(("Supervisor", "grandchild"), 1 if quick else 3),
         )
     rows = [
         Row(way="Muster: the flow `train`", values=taken["train flow"]),
         Row(way="Muster: Supervisor alone", values=taken["Supervisor"]),
+        Row(way="Muster: grandchild death to reaction", values=taken["grandchild"]),
         Row(way="is_alive each 1 s (SGLang)", values=taken["SGLang"], note="model"),
         Row(way="error queue each 1 s (prime-rl)", values=taken["prime-rl"], note="model"),
     ]
@@ -96,6 +100,33 @@ def _by_supervisor() -> float:
                 supervisor.teardown()
 
             return reaction_ms(place, pid, wait)
+
+
+def _by_vigil() -> float:
+    """The victim is a child of a component, which itself goes on."""
+    with folder() as place:
+        ready = {name: ReadyProbe(file=f"{name}.ready") for name in NAMES}
+        commands = {name: part("wait", name, place) for name in NAMES}
+        commands[_VICTIM] = ("sh", "-c", 'sleep 1800 & exec "$@"', "sh", *commands[_VICTIM])
+        live = {_VICTIM: LiveProbe(processes="^sleep 1800$", every_s=1)}
+        with supervisor_of(place, commands, ready, live=live) as supervisor:
+            for name in NAMES:
+                supervisor.start(name)
+            watched = wait_until(lambda: _events(place, "process.watched"), "the watch")
+            _pause()
+
+            def wait() -> None:
+                supervisor.wait_decided()
+                supervisor.teardown()
+
+            return reaction_ms(place, watched[0]["pid"], wait)
+
+
+def _events(place: Path, name: str) -> list[dict[str, Any]]:
+    """What a supervisor has written down so far."""
+    lines = (place / "events.jsonl").read_text().splitlines(keepends=True)
+    events = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [event for event in events if event["event"] == name]
 
 
 def _by_flow(url: str) -> float:

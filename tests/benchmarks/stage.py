@@ -18,7 +18,7 @@ import yaml
 
 from tasks.run.events import EventLog
 from tasks.run.layout import project_root
-from tasks.run.probes import ReadyProbe
+from tasks.run.probes import LiveProbe, ReadyProbe
 from tasks.supervise.plan import AttemptPlan, ComponentPlan
 from tasks.supervise.ports import PortsReserved
 from tasks.supervise.process import Command
@@ -88,6 +88,7 @@ def supervisor_of(
     commands: Mapping[str, Sequence[str]],
     ready: Mapping[str, ReadyProbe | None],
     ports: PortsReserved | None = None,
+    live: Mapping[str, LiveProbe] | None = None,
 ) -> Supervisor:
     """A Supervisor as the flow makes it, with its event log, but without Prefect."""
     env = {k: v for k, v in os.environ.items() if not k.startswith("PREFECT_")}
@@ -98,7 +99,7 @@ def supervisor_of(
                 argv=tuple(argv), env=env, cwd=place, log=place / f"{name}.log", grace_s=5.0
             ),
             ready=ready[name],
-            live=None,
+            live=(live or {}).get(name),
             on_exit_zero="fail",
         )
         for name, argv in commands.items()
