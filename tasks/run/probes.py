@@ -263,7 +263,8 @@ class LiveProbe(Probe):
         title="Processes",
         description=(
             "A regular expression for the command lines of the component's own child processes "
-            "that must stay alive. Alone, or beside another question."
+            "that must stay alive: once it is ready there must be one, and the end of any, exit 0 "
+            "included, is the end of the run. Alone, or beside another question."
         ),
         examples=["sglang::scheduler"],
     )
