@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -66,20 +67,29 @@ class Home:
         # 8265 is left to a stack of the user's.
         return self.run_stack("up", "--ray-dashboard", "0")
 
-    def trigger(self, steps: int) -> str:
-        """Start a run as a user does; the flow run's id."""
+    def spec(self, steps: int) -> str:
+        """That of the quickstart with another number of steps, as JSON."""
         values = ("--set", f"progress.total={steps}", "--set", f"success.step={steps}")
         file = "deployments/runs/quickstart.yaml"
-        spec = self.command(sys.executable, "-m", "tasks.deploying", file, *values).stdout.strip()
+        return self.command(sys.executable, "-m", "tasks.deploying", file, *values).stdout.strip()
+
+    def api(self, method: str, path: str, content: Any = None) -> Any:
+        """Ask the Prefect server."""
+        answer = httpx.request(
+            method, self.api_url + path, json=content, trust_env=False, timeout=30
+        ).raise_for_status()
+        return answer.json() if answer.content else None
+
+    def trigger(self, steps: int) -> str:
+        """Start a run as a user does; the flow run's id."""
+        spec = self.spec(steps)
         done = self.command(PREFECT, "deployment", "run", "train/quickstart", "-p", f"spec={spec}")
         found = re.search(r"UUID: (\S+)", done.stdout)
         assert found is not None, done.stdout + done.stderr
         return found[1]
 
     def flow_run(self, flow_run_id: str) -> dict[str, Any]:
-        url = f"{self.api_url}/flow_runs/{flow_run_id}"
-        answer = httpx.get(url, trust_env=False, timeout=30).raise_for_status()
-        flow_run: dict[str, Any] = answer.json()
+        flow_run: dict[str, Any] = self.api("GET", f"/flow_runs/{flow_run_id}")
         return flow_run
 
     def wait_for(self, flow_run_id: str, message: str, *, state: str = "RUNNING") -> dict[str, Any]:
@@ -202,6 +212,32 @@ def test_a_bad_spec_is_refused_before_it_is_queued(home: Home, spec: str, compla
 
     assert done.returncode == 1
     assert complaint in " ".join((done.stdout + done.stderr).split())
+
+
+def test_a_schedule_starts_a_run_with_the_values_it_names(home: Home) -> None:
+    spec = home.spec(steps=5)
+    deployment = home.api("GET", "/deployments/name/train/quickstart")
+    schedules = f"/deployments/{deployment['id']}/schedules"
+    soon = (datetime.now(UTC) + timedelta(seconds=3)).isoformat()
+    schedule = {
+        "schedule": {"interval": 3600, "anchor_date": soon},
+        "active": True,
+        "parameters": {"spec": json.loads(spec)},
+    }
+    [made] = home.api("POST", schedules, [schedule])
+
+    def started() -> Any:
+        ended = {
+            "flow_runs": {"state": {"type": {"any_": ["COMPLETED", "FAILED", "CRASHED"]}}},
+            "deployments": {"id": {"any_": [deployment["id"]]}},
+        }
+        runs = home.api("POST", "/flow_runs/filter", ended)
+        return [run for run in runs if run["auto_scheduled"]]
+
+    [flow_run] = until(started)
+    home.api("DELETE", f"{schedules}/{made['id']}")
+
+    assert flow_run["state"]["message"] == "step 5 of 5"
 
 
 def test_a_cancel_leaves_nothing_of_the_run(home: Home) -> None:

@@ -48,6 +48,7 @@ def test_new_record_is_queued(path: Path) -> None:
         "started_at": 1.0,
         "ended_at": None,
         "tags": ["demo"],
+        "containment": None,
         "attempts": [],
     }
 
