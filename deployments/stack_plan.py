@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -25,7 +24,7 @@ from deployments.stack_env import (
 from deployments.stack_state import RAY_TEMP_PREFIX, Stack, StackPlace
 from tasks.run.probes import ReadyProbe
 from tasks.server import server_command
-from tasks.supervise.identity import ProcessId
+from tasks.supervise.identity import ProcessId, host_name
 from tasks.supervise.plan import AttemptPlan, ComponentPlan
 from tasks.supervise.ports import PortsReserved, is_listened
 from tasks.supervise.process import Command
@@ -36,7 +35,8 @@ RAY_DASHBOARD_PORT = 8265
 #: For runs that are under way at a stop: their components have 10 s each by default, in turn.
 RUNS_WITHIN_S = 60.0
 
-SERVER, DEPLOYMENTS, RAY, WORKER = "prefect-server", "deployments", "ray-head", "worker"
+SERVER, DEPLOYMENTS, RAY = "prefect-server", "deployments", "ray-head"
+UPKEEP, WORKER = "upkeep", "worker"
 _RAY_PORTS = {
     # Without ports of their own, two heads on a machine end each other.
     "--port": f"{RAY}.gcs",
@@ -86,7 +86,7 @@ def draw_up(place: StackPlace, port: int, ray_dashboard: int | None = None) -> B
         ray_address=f"{HOST}:{ports.numbers[f'{RAY}.gcs']}",
         # Short, since the sockets in it may have 107 characters in all.
         ray_temp=Path(tempfile.mkdtemp(prefix=RAY_TEMP_PREFIX, dir="/tmp")),
-        worker=socket.gethostname(),
+        worker=host_name(),
         worker_health=f"http://{HOST}:{ports.numbers[f'{WORKER}.health']}/health",
     )
     plan = AttemptPlan(
@@ -97,6 +97,7 @@ def draw_up(place: StackPlace, port: int, ray_dashboard: int | None = None) -> B
             _server(place, stack),
             _deployments(place, stack),
             _ray_head(place, stack, ports.numbers, dashboard),
+            _upkeep(place, stack),
             _worker(place, stack, ports.numbers[f"{WORKER}.health"]),
         ),
     )
@@ -120,10 +121,7 @@ def _server(place: StackPlace, stack: Stack) -> ComponentPlan:
 
 def _deployments(place: StackPlace, stack: Stack) -> ComponentPlan:
     command = Command(
-        argv=(
-            *(sys.executable, "-m", "deployments.stack_setup"),
-            *("--lost-before", str(stack.started_at)),
-        ),
+        argv=(sys.executable, "-m", "deployments.stack_setup"),
         env=_env(place, stack, DEPLOYMENTS),
         cwd=ROOT,
         log=place.log(DEPLOYMENTS),
@@ -159,10 +157,21 @@ def _ray_head(
     return _component(RAY, command, ready)
 
 
+def _upkeep(place: StackPlace, stack: Stack) -> ComponentPlan:
+    command = Command(
+        argv=(sys.executable, "-m", "deployments.upkeep"),
+        env=_env(place, stack, UPKEEP),
+        cwd=ROOT,
+        log=place.log(UPKEEP),
+    )
+    ready = ReadyProbe(log="^Your flow 'reconcile' is being served", within_s=_READY_WITHIN_S)
+    return _component(UPKEEP, command, ready)
+
+
 def _worker(place: StackPlace, stack: Stack, health_port: int) -> ComponentPlan:
     command = Command(
         argv=(
-            *(sys.executable, "-m", "prefect", "worker", "start"),
+            *(sys.executable, "-m", "deployments.worker"),
             *("--pool", POOL, "--name", stack.worker),
             *("--install-policy", "never", "--with-healthcheck"),
         ),

@@ -1,14 +1,13 @@
-"""What a Prefect server needs before a worker starts: the work pool and every deployment.
+"""What a Prefect server needs before a worker starts: the work pool, every deployment, and no run
+that only its record says is alive.
 
 `python -m deployments.stack_setup` does it on the server of PREFECT_API_URL, any number of times.
 """
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
-from datetime import UTC, datetime
 
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import WorkPoolCreate
@@ -16,7 +15,7 @@ from prefect.exceptions import ObjectAlreadyExists
 from prefect.workers.process import ProcessWorker
 
 from deployments.stack_env import POOL, ROOT, SET_UP
-from deployments.stack_runs import close_lost_runs
+from tasks.reconciling import publish, reconcile_host
 
 #: How many runs the pool lets run at once, until somebody changes it.
 POOL_LIMIT = 8
@@ -38,19 +37,10 @@ def ensure_pool(client: SyncPrefectClient) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m deployments.stack_setup")
-    parser.add_argument(
-        "--lost-before",
-        metavar="EPOCH_S",
-        type=float,
-        help="close runs of the pool that have had no process since then",
-    )
-    options = parser.parse_args()
     with get_client(sync_client=True) as client:
         ensure_pool(client)
-        if options.lost_before is not None:
-            for line in close_lost_runs(client, datetime.fromtimestamp(options.lost_before, UTC)):
-                print(line, flush=True)
+    # What an earlier stack was lost with would hold its places in the pool for ever.
+    publish(reconcile_host())
     deploy = (sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all")
     # Prefect finds prefect.yaml, and the paths in it, from its working directory.
     code = subprocess.run(deploy, cwd=ROOT, stdin=subprocess.DEVNULL).returncode

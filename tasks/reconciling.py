@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from uuid import UUID
 
@@ -16,6 +17,7 @@ from prefect.artifacts import create_markdown_artifact
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.objects import State
 from prefect.events import emit_event
+from prefect.events.worker import EventsWorker
 from prefect.exceptions import MissingContextError, ObjectNotFound
 from prefect.logging import get_run_logger
 from prefect.settings import PREFECT_API_URL
@@ -46,6 +48,7 @@ _SETTLE_WITHIN_S = 20.0
 _LOOK_AGAIN_S = 0.5
 #: A server that has not answered by then is not told any more.
 _TELL_WITHIN_S = 24 * 3600.0
+_FLUSH_WITHIN_S = 5.0
 _CHANGED = "its state on the server has just changed"
 
 
@@ -60,10 +63,10 @@ def reconcile_host() -> Report:
 
 def publish(report: Report) -> None:
     """Log what was found, and leave an artifact and events of what was done; of nothing, none."""
-    try:
-        log: logging.Logger | logging.LoggerAdapter[logging.Logger] = get_run_logger()
-    except MissingContextError:
-        log = _log
+    log: logging.Logger | logging.LoggerAdapter[logging.Logger] = _log
+    is_flow = False
+    with suppress(MissingContextError):
+        log, is_flow = get_run_logger(), True
     for run in report.runs:
         log.warning("%s", run)
     if not report.acted or not PREFECT_API_URL.value():
@@ -77,6 +80,9 @@ def publish(report: Report) -> None:
     for run in report.acted:
         # Never raises.
         emit_event("muster.run.reconciled", resource=_resource(run), payload=run.as_payload())
+    if not is_flow:
+        # Sent from a thread, which a program that goes on as another one would take with it.
+        EventsWorker.drain_all(timeout=_FLUSH_WITHIN_S)
 
 
 def _resource(run: Reconciled) -> dict[str, str]:
@@ -91,9 +97,10 @@ def _finish_lost_runs() -> list[Reconciled]:
     at_work = registered_runs()
     while at_work:
         for run_id in at_work:
-            if (run := _finish_run(run_id, found.get(run_id))) is not None:
+            run = _finish_run(run_id, found.pop(run_id, None))
+            if run is not None:
                 found[run_id] = run
-        at_work = [run_id for run_id in at_work if run_id in found and found[run_id].is_at_work]
+        at_work = [run.name for run in found.values() if run.is_at_work]
         if time.monotonic() > deadline:
             break
         if at_work:
@@ -112,8 +119,10 @@ def _finish_run(run_id: str, before: Reconciled | None) -> Reconciled | None:
     try:
         with claimed(run_id) as lost:
             if lost is None:
-                # Finished by another reconcile, where it was found a moment ago.
-                return before and replace(before, is_at_work=False)
+                # Where it was found a moment ago, another reconcile has it now, and will say so.
+                if before is None or not before.has_acted:
+                    return None
+                return replace(before, open="", is_at_work=False)
             remains = finish(lost)
             if before is not None:
                 killed = (*before.killed, *remains.killed)

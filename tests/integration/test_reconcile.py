@@ -1,0 +1,215 @@
+"""Reconcile on a real Prefect server: lost runs come to a true end, once, and no other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from prefect.settings import PREFECT_API_URL, temporary_settings
+
+from tasks import flow_runs
+from tasks.reconciling import reconcile_host
+from tasks.server import prefect_server
+from tasks.supervise.identity import host_name
+from tests.support.ground import Ground, Run, sleepers, until
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module")
+def api() -> Iterator[str]:
+    with prefect_server() as url:
+        yield url
+
+
+@pytest.fixture
+def ground(api: str, tmp_path: Path) -> Iterator[Ground]:
+    """A host without any run."""
+    ground = Ground(home=tmp_path / "home", api=api)
+    yield ground
+    ground.clear()
+
+
+@pytest.fixture
+def pending(ground: Ground) -> Callable[..., Run]:
+    """Makes a flow run that was handed to a worker, which never came to start its process."""
+
+    def make(worker: str) -> Run:
+        flow = ground.post("/flows/", name="train")["id"]
+        pool = {"name": "gang", "type": "process"}
+        if not ground.post("/work_pools/filter", work_pools={"name": {"any_": ["gang"]}}):
+            ground.post("/work_pools/", **pool)
+        deployment = ground.post("/deployments/", name="t", flow_id=flow, work_pool_name="gang")
+        path = f"/deployments/{deployment['id']}/create_flow_run"
+        run = ground.post(path, parameters={"spec": sleepers()})["id"]
+        set_state(ground, run, "PENDING")
+        label(ground, run, worker)
+        return Run(ground=ground, flow_run_id=run)
+
+    return make
+
+
+def set_state(ground: Ground, flow_run_id: str, kind: str, **more: Any) -> None:
+    ground.post(f"/flow_runs/{flow_run_id}/set_state", state={"type": kind, **more})
+
+
+def label(ground: Ground, flow_run_id: str, worker: str) -> None:
+    url = f"{ground.api}/flow_runs/{flow_run_id}/labels"
+    httpx.patch(url, json={"prefect.worker.name": worker}, trust_env=False).raise_for_status()
+
+
+def test_a_run_whose_flow_process_was_killed_comes_to_a_true_end(ground: Ground) -> None:
+    run = ground.start_run(sleepers("api", "trainer")).until_running()
+    pid = run.flow_pid()
+
+    run.kill_flow()
+    said = ground.reconcile()
+
+    assert said == f"{host_name()}: 1 of 1 lost runs reconciled"
+    assert run.pids() == []
+    record = run.record()
+    (attempt,) = record["attempts"]
+    assert (record["state"], attempt["state"]) == ("failed", "failed")
+    assert attempt["failure"]["rule"] == "flow-lost"
+    assert all(component["ended_at"] for component in attempt["components"].values())
+    kind, message = run.state()
+    assert kind == "CRASHED"
+    assert f"the flow process (pid {pid}) of this run was killed or lost" in message
+    assert [e["event"] for e in run.events()][-3:] == ["reconcile.ended", "run.state", "run.state"]
+    assert not (ground.home / "live" / run.name).exists()
+
+
+def test_what_was_done_is_told_by_an_artifact_and_an_event(ground: Ground) -> None:
+    before = len(ground.artifacts())
+    run = ground.start_run(sleepers()).until_running()
+
+    run.kill_flow()
+    ground.reconcile()
+
+    artifacts = ground.artifacts()
+    assert len(artifacts) == before + 1
+    assert f"| {run.name} |" in artifacts[-1]["data"]
+    (event,) = until(lambda: ground.events(run.flow_run_id), "the event")
+    assert event["payload"]["record"] == "failed"
+    assert event["payload"]["server"] == "Crashed"
+
+
+def test_a_second_time_there_is_nothing_to_do(ground: Ground) -> None:
+    run = ground.start_run(sleepers()).until_running()
+    run.kill_flow()
+    ground.reconcile_without_flow()
+    artifacts, record = ground.artifacts(), run.record_path().read_bytes()
+    events = run.events()
+
+    said = ground.reconcile_without_flow()
+
+    assert said == "nothing to do"
+    assert ground.artifacts() == artifacts
+    assert run.record_path().read_bytes() == record
+    assert run.events() == events
+
+
+def test_two_at_once_do_it_once(ground: Ground) -> None:
+    run = ground.start_run(sleepers()).until_running()
+    run.kill_flow()
+
+    with ThreadPoolExecutor(2) as pool:
+        said = set(pool.map(lambda _: ground.reconcile(), range(2)))
+
+    # The other found it claimed, or gone already.
+    assert said == {f"{host_name()}: 1 of 1 lost runs reconciled", "nothing to do"}
+    assert [e["event"] for e in run.events()].count("reconcile.ended") == 1
+    assert run.state()[0] == "CRASHED"
+
+
+def test_a_live_run_is_not_touched(ground: Ground) -> None:
+    run = ground.start_run(sleepers()).until_running()
+    before, record = run.flow_run(), run.record_path().read_bytes()
+    pids = run.pids()
+
+    said = ground.reconcile_without_flow()
+
+    assert said == "nothing to do"
+    assert run.flow_run()["state"] == before["state"]
+    assert run.record_path().read_bytes() == record
+    assert run.pids() == pids
+
+
+def test_a_run_that_was_being_cancelled_is_cancelled(ground: Ground) -> None:
+    run = ground.start_run(sleepers()).until_running()
+    # The process first: alive, it would see the cancel itself.
+    run.kill_flow()
+    set_state(ground, run.flow_run_id, "CANCELLING")
+
+    ground.reconcile_without_flow()
+
+    assert run.state()[0] == "CANCELLED"
+    assert run.record()["state"] == "cancelled"
+
+
+def test_a_parked_run_is_not_touched(ground: Ground) -> None:
+    """Its process is gone, as it should be: it left its entry, and a state to be waited in."""
+    run = ground.start_run(sleepers()).until_running()
+    set_state(ground, run.flow_run_id, "SCHEDULED", name="PendingResources")
+    run.kill_flow()
+    parked = run.flow_run()["state"]
+
+    ground.reconcile_without_flow()
+
+    assert run.flow_run()["state"] == parked
+    # What it had left running is ended all the same, and the next attempt can begin.
+    assert run.pids() == []
+    assert run.record()["state"] == "pending_resources"
+
+
+def test_with_the_server_away_the_run_is_finished_and_kept_in_mind(ground: Ground) -> None:
+    run = ground.start_run(sleepers()).until_running()
+    run.kill_flow()
+    owner = ground.home / "live" / run.name / "owner.json"
+    here = owner.read_text()
+    owner.write_text(here.replace(ground.api, "http://127.0.0.1:9/api"))
+
+    away = ground.reconcile_without_flow()
+    state_meanwhile, record_meanwhile = run.state()[0], run.record()
+    owner.write_text(here)
+    back = ground.reconcile_without_flow()
+
+    assert away == f"{host_name()}: 1 of 1 lost runs reconciled, 1 to be looked at again"
+    assert (state_meanwhile, record_meanwhile["state"]) == ("RUNNING", "failed")
+    assert back == f"{host_name()}: 1 of 1 lost runs reconciled"
+    assert run.state()[0] == "CRASHED"
+    assert run.record() == record_meanwhile
+    assert not owner.exists()
+
+
+def test_nothing_to_do_leaves_no_trace(ground: Ground) -> None:
+    before = ground.artifacts()
+
+    said = ground.reconcile()
+
+    assert said == "nothing to do"
+    assert ground.artifacts() == before
+    assert list(ground.home.glob("runs/*")) == []
+
+
+def test_a_pending_flow_run_without_a_process_is_scheduled_again(
+    ground: Ground, pending: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, other = pending(worker=host_name()), pending(worker="another-host")
+    monkeypatch.setenv("MUSTER_HOME", str(ground.home))
+    with temporary_settings({PREFECT_API_URL: ground.api}):
+        fresh = reconcile_host()
+        # Rather than to wait for it; the clock of the server has whole seconds only.
+        monkeypatch.setattr(flow_runs, "_SETTLED_AFTER", timedelta(seconds=-2))
+
+        settled = reconcile_host()
+
+    assert fresh.runs == ()
+    assert [run.name for run in settled.runs] == [ours.name]
+    assert ours.state()[0] == "SCHEDULED"
+    assert other.state()[0] == "PENDING"

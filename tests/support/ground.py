@@ -1,0 +1,253 @@
+"""A Prefect server, a MUSTER_HOME and what is started on them, as on a host of its own.
+
+Runs are started as users start them: directly (`python -m flows.train`), or through the pool by a
+worker. Whatever a test leaves is ended with the ground.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+import yaml
+
+from tasks.supervise.identity import host_name
+
+ROOT = Path(__file__).resolve().parents[2]
+#: How long anything may take before a test gives up; never waited for in full unless it is broken.
+DEADLINE_S = 120.0
+FINAL = frozenset({"COMPLETED", "FAILED", "CRASHED", "CANCELLED"})
+
+T = TypeVar("T")
+
+
+def until(found: Callable[[], T], what: str, within_s: float = DEADLINE_S) -> T:
+    """What is found, once it is something. Raises: AssertionError, when it is not in time."""
+    deadline = time.monotonic() + within_s
+    while not (result := found()):
+        assert time.monotonic() < deadline, f"not within {within_s:g} s: {what}"
+        time.sleep(0.1)
+    return result
+
+
+def sleepers(*names: str, code: str = "") -> dict[str, Any]:
+    """A spec of components that are ready at once and then stay."""
+    stay = f"import time\n{code}\nprint('up', flush=True)\ntime.sleep(600)"
+    component = {"command": ["python", "-c", stay], "ready": {"log": "up"}, "stop": {"grace_s": 1}}
+    components = {name: component for name in names or ("trainer",)}
+    return {"name": "trial", "workload": "grpo", "components": components}
+
+
+@dataclass(kw_only=True)
+class Ground:
+    """One host, as far as Muster can tell."""
+
+    #: MUSTER_HOME.
+    home: Path
+    #: Of the Prefect server.
+    api: str
+    _started: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    @property
+    def env(self) -> dict[str, str]:
+        own = {"MUSTER_HOME": str(self.home), "PREFECT_API_URL": self.api}
+        quick = {"PREFECT_WORKER_QUERY_SECONDS": "1", "PREFECT_WORKER_PREFETCH_SECONDS": "0"}
+        return {**os.environ, "PREFECT_HOME": str(self.home / "prefect"), **own, **quick}
+
+    def start(self, *arguments: str, log: str) -> subprocess.Popen[bytes]:
+        """A Python program of the project."""
+        self.home.mkdir(parents=True, exist_ok=True)
+        with (self.home / f"{log}.log").open("ab") as output:
+            process = subprocess.Popen(
+                [sys.executable, *arguments],
+                cwd=ROOT,
+                env=self.env,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+        self._started.append(process)
+        return process
+
+    def log(self, name: str) -> str:
+        path = self.home / f"{name}.log"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def start_run(self, spec: Mapping[str, Any]) -> Run:
+        """Directly, without a worker."""
+        path = self.home / "spec.yaml"
+        self.home.mkdir(parents=True, exist_ok=True)
+        path.write_text(yaml.safe_dump(dict(spec), sort_keys=False))
+        seen = {run["id"] for run in self.flow_runs()}
+        self.start("-m", "flows.train", str(path), log="train")
+
+        def new() -> str:
+            return next((run["id"] for run in self.flow_runs() if run["id"] not in seen), "")
+
+        return Run(ground=self, flow_run_id=until(new, f"a flow run; so far:\n{self.log('train')}"))
+
+    def set_up(self) -> None:
+        """The work pool and the deployments."""
+        done = self.start("-m", "deployments.stack_setup", log="setup").wait(DEADLINE_S)
+        assert done == 0, self.log("setup")
+
+    def start_worker(self) -> subprocess.Popen[bytes]:
+        """Returns: once it takes runs."""
+        before = self.log("worker").count("started!")
+        options = ("--pool", "gang", "--name", host_name(), "--install-policy", "never")
+        worker = self.start("-m", "deployments.worker", *options, log="worker")
+        until(lambda: self.log("worker").count("started!") > before, "a worker")
+        return worker
+
+    def submit(self, spec: Mapping[str, Any]) -> Run:
+        """Through the pool."""
+        deployment = self.get("/deployments/name/train/quickstart")["id"]
+        path = f"/deployments/{deployment}/create_flow_run"
+        return Run(ground=self, flow_run_id=self.post(path, parameters={"spec": dict(spec)})["id"])
+
+    def reconcile(self) -> str:
+        """The flow, in a process of its own; its final message."""
+        return self._python(
+            "from flows.reconcile import reconcile; print(reconcile(return_state=True).message)"
+        )
+
+    def reconcile_without_flow(self) -> str:
+        """The same, as at the start of a worker; its summary."""
+        return self._python(
+            "from tasks.reconciling import publish, reconcile_host; report = reconcile_host(); "
+            "publish(report); print(report.summary)"
+        )
+
+    def _python(self, code: str) -> str:
+        """The last line of its output."""
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=ROOT,
+            env=self.env,
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout.splitlines()[-1]
+
+    def get(self, path: str) -> Any:
+        return httpx.get(f"{self.api}{path}", trust_env=False, timeout=30).raise_for_status().json()
+
+    def post(self, path: str, **content: Any) -> Any:
+        url = f"{self.api}{path}"
+        answer = httpx.post(url, json=content, trust_env=False, timeout=30)
+        return answer.raise_for_status().json()
+
+    def flow_runs(self) -> list[dict[str, Any]]:
+        """Those of the flow `train`."""
+        found = self.post("/flow_runs/filter", flows={"name": {"any_": ["train"]}})
+        return list(found)
+
+    def artifacts(self) -> list[dict[str, Any]]:
+        """Those of reconciles, the oldest first."""
+        found = self.post("/artifacts/filter", artifacts={"key": {"any_": ["reconcile"]}})
+        return sorted(found, key=lambda artifact: artifact["created"])
+
+    def events(self, flow_run_id: str) -> list[dict[str, Any]]:
+        """`muster.run.reconciled` of a flow run."""
+        wanted = {
+            "event": {"name": ["muster.run.reconciled"]},
+            "resource": {"id": [f"prefect.flow-run.{flow_run_id}"]},
+        }
+        return list(self.post("/events/filter", filter=wanted)["events"])
+
+    def clear(self) -> None:
+        """End what is left."""
+        for process in self._started:
+            if process.poll() is None:
+                process.send_signal(signal.SIGCONT)
+                process.terminate()
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(40)
+                process.kill()
+                process.wait()
+        for pid in _processes_with("MUSTER_HOME", str(self.home)):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+@dataclass(kw_only=True)
+class Run:
+    """One run of a ground, seen from outside."""
+
+    ground: Ground
+    flow_run_id: str
+
+    @property
+    def name(self) -> str:
+        return str(self.flow_run()["name"])
+
+    def flow_run(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.ground.get(f"/flow_runs/{self.flow_run_id}")
+        return found
+
+    def state(self) -> tuple[str, str]:
+        """Type and message, on the server."""
+        state = self.flow_run()["state"]
+        return state["type"], state["message"] or ""
+
+    def record_path(self) -> Path:
+        return self.ground.home / "runs" / self.name / "run.json"
+
+    def record(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.record_path().read_text())
+        return found
+
+    def events(self) -> list[dict[str, Any]]:
+        path = self.record_path().parent / "attempt-01" / "events.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()]
+
+    def is_running(self) -> bool:
+        kind, message = self.state()
+        assert kind not in FINAL, (kind, message)
+        return kind == "RUNNING" and message.startswith("running:")
+
+    def until_running(self) -> Run:
+        """All of its components are ready, and the server has been told."""
+        until(self.is_running, f"{self.flow_run_id} runs")
+        return self
+
+    def until_state(self, *types: str) -> str:
+        """The message of the state."""
+        until(lambda: self.state()[0] in types, f"{self.flow_run_id} is {' or '.join(types)}")
+        return self.state()[1]
+
+    def flow_pid(self) -> int:
+        """Of the process that supervises it."""
+        path = self.ground.home / "live" / self.name / "owner.json"
+        return int(json.loads(path.read_text())["process"]["pid"])
+
+    def pids(self) -> list[int]:
+        """What belongs to its components, guardians included; the flow process not."""
+        return list(_processes_with("MUSTER_RUN_ID", self.name))
+
+    def kill_flow(self) -> None:
+        os.kill(self.flow_pid(), signal.SIGKILL)
+
+    def until_gone(self) -> None:
+        until(lambda: not self.pids(), f"nothing is left of {self.name}")
+
+
+def _processes_with(variable: str, value: str) -> Iterator[int]:
+    wanted = f"{variable}={value}".encode()
+    for entry in Path("/proc").iterdir():
+        with suppress(OSError):
+            if entry.name.isdigit() and wanted in (entry / "environ").read_bytes().split(b"\0"):
+                yield int(entry.name)
