@@ -85,6 +85,7 @@ class Member:
         self._own_pids = own_pids
         self._mask = mask
         self._guardian = ProcessId.of(process.guardian_pid)
+        self._parent_pid = 0
         self._launched_at = 0.0
         self._launched_monotonic_s = 0.0
         self._notify: NotifySocket | None = None
@@ -118,6 +119,7 @@ class Member:
         self.is_launched = True
         self._launched_at, self._launched_monotonic_s = time.time(), time.monotonic()
         pid = await self._holds.launch(self.plan, self.process, command)
+        self._parent_pid = tree.parent_of(pid)
         self._emit("component.spawned", self.name, pid=pid, argv=list(command.argv))
 
     async def until_ready(self) -> None:
@@ -259,7 +261,9 @@ class Member:
         """Its whole tree; nothing once the guardian is gone, whose pid may be another's then."""
         if not self._guardian.is_alive():
             return []
-        return tree.descendants(self._guardian.pid)
+        # In a PID namespace the guardian is a child of the process that we started.
+        found = tree.descendants(self._guardian.pid)
+        return [pid for pid in found if pid != self._parent_pid]
 
     async def _is_empty_within(self, limit_s: float) -> bool:
         done, _ = await asyncio.wait([self.process.empty], timeout=limit_s)

@@ -16,6 +16,7 @@ import pytest
 from tasks.run.failure_kinds import FailureKind
 from tasks.run.lifecycle import RunState
 from tasks.run.probes import LiveProbe, ReadyProbe
+from tasks.supervise.plan import ComponentPlan
 from tests.support.stage import DEADLINE_S, Stage, free_port, python, sh, wait_until
 
 UP = ReadyProbe(log="up", within_s=DEADLINE_S)
@@ -209,10 +210,14 @@ def test_service_that_falls_silent_is_stalled_though_its_worker_lives(stage: Sta
 
 
 def test_worker_of_a_later_attempt_is_watched_as_that_of_the_first(stage: Stage) -> None:
-    rollout = stage.component("rollout", service("sleep 600; exit"), ready=UP, live=WATCHED)
-    stage.end(stage.running(rollout))
+    def attempt(log: str) -> ComponentPlan:
+        rollout = service("sleep 600; exit")
+        log_file = stage.directory / log
+        return stage.component("rollout", rollout, ready=UP, live=WATCHED, log=log_file)
+
+    stage.end(stage.running(attempt("first.log")))
     stage.events.clear()
-    supervisor = stage.running(rollout)
+    supervisor = stage.running(attempt("second.log"))
     [worker] = watched_pids(stage)
 
     os.kill(worker, signal.SIGKILL)
