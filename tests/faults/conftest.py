@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-pytest.register_assert_rewrite("tests.support.stage", "tests.support.witness")
+pytest.register_assert_rewrite("tests.support.stage", "tests.support.witness", "tests.faults.scene")
 
+from tests.faults import table  # noqa: E402
 from tests.support.stage import Stage, stage_in  # noqa: E402
 from tests.support.witness import Witness  # noqa: E402
 
@@ -32,3 +33,19 @@ def witness(tmp_path: Path) -> Iterator[Callable[..., Witness]]:
     yield make
     for one in made:
         one.clear()
+
+
+_rows: list[table.Row] = []
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if (row := table.row_of(report)) is not None:
+        _rows.append(row)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if _rows:
+        terminalreporter.section("faults")
+        for line in (*table.lines(_rows), "", table.summary(_rows)):
+            terminalreporter.line(line)
+        terminalreporter.line(f"The same in {table.write(_rows)}")

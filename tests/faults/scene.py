@@ -110,6 +110,8 @@ class Scene:
     bystanders: list[tuple[tuple[int, ...], str]] = field(default_factory=list)
     has_stopped: bool = False
     injected_at: float = 0.0
+    #: A name for what lies outside the scene's directory.
+    tag: str = field(default_factory=lambda: os.urandom(4).hex())
     witness: Witness = field(init=False)
 
     def set(self) -> None:
@@ -184,6 +186,9 @@ class Scene:
 
     def touch(self, file: str) -> None:
         (self.directory / file).touch()
+
+    def until_verdict(self) -> None:
+        wait_until((self.directory / "verdict.json").exists, "the verdict is there")
 
     def reconcile(self) -> dict[str, Any]:
         """What `tests.support.reconciling` did, in a process of its own."""
@@ -291,7 +296,7 @@ def _judge(scene: Scene, expected: Expected, testimony: Testimony) -> str:
         if (wanted := getattr(expected, what)) is not None:
             assert failure.get(what) == wanted, f"{said}: {verdict['message']}"
     assert expected.says in verdict["message"]
-    assert list(verdict["left"]) == ([expected.left] if expected.left else [])
+    assert list(verdict["left"]) == ([expected.left] if expected.left else []), verdict["message"]
     return said
 
 

@@ -20,6 +20,8 @@ import signal
 import sys
 import time
 
+TIDY_WITHIN_S = 2.0
+
 
 def main() -> None:
     deadline_s, command = float(sys.argv[1]), sys.argv[2:]
@@ -55,6 +57,10 @@ def watch(deadline_s: float, command: list[str], cgroup: str) -> None:
             return
         time.sleep(0.005)
     after_s, at = time.monotonic() - since, time.time()
+    # Whoever ended the last process may be about to remove what it was in.
+    since = time.monotonic()
+    while made_below(cgroup) and time.monotonic() - since < TIDY_WITHIN_S:
+        time.sleep(0.005)
     for path in made_below(cgroup):
         say(f"cgroup {path}")
     say("oracles ECHILD" + (" populated" if cgroup else ""))

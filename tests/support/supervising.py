@@ -28,6 +28,7 @@ from tasks.supervise.containment import Level, allowed_level, probe
 from tasks.supervise.plan import AttemptPlan
 from tasks.supervise.ports import PortsReserved
 from tasks.supervise.registry import Entry, RunRegister
+from tasks.supervise.shared_memory import remove_unused
 from tasks.supervise.supervisor import Supervisor
 
 
@@ -81,6 +82,7 @@ def supervise(part: Part) -> None:
                 supervisor.start(component.name)
             supervisor.wait_decided()
         verdict = supervisor.teardown()
+    remove_unused(register.leftovers)
     register.close()
     failure = verdict.failure
     content = {

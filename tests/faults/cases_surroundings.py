@@ -1,0 +1,346 @@
+"""What surrounds a run: disk, descriptors, memory, cgroups, processes that can't be ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from tasks.run.probes import ReadyProbe
+from tests.faults.cases_crashes import until_told
+from tests.faults.injections import frozen, in_mounts, traced, why_no_cgroup_v1, why_no_mounts
+from tests.faults.scene import (
+    CANCELLED,
+    STARTING,
+    Case,
+    Phase,
+    Scene,
+    failed,
+    phases_with,
+)
+from tests.support.stage import free_port, sh
+
+_BURST_BYTES = 1 << 30
+_DISK = "mount -t tmpfs -o size=256k none %s"
+
+
+def _log_on_a_small_disk(scene: Scene) -> None:
+    disk = scene.directory / "disk"
+    disk.mkdir()
+    scene.more["wrapper"] = in_mounts(_DISK % disk)
+    scene.cast["trainer"] |= {
+        "argv": until_told("head -c 1000000 /dev/zero || exit 5"),
+        "log": disk / "trainer.log",
+    }
+    # Its log is on a disk that only its run sees.
+    scene.cast["trainer"]["ready"] = None
+
+
+def _fill(scene: Scene) -> None:
+    scene.touch("die")
+    scene.until("component.exited", "trainer")
+
+
+LOG_ON_FULL_DISK = Case(
+    number=28,
+    title="disk full while a component writes its log",
+    phases=(Phase.START_ENVIRONMENT, Phase.RUNNING, Phase.STOPPING),
+    cast=_log_on_a_small_disk,
+    inject=_fill,
+    expect=failed("trainer", exit_code=5),
+    obstacle=why_no_mounts,
+)
+
+
+def _registry_on_a_small_disk(scene: Scene) -> None:
+    disk = scene.directory / "disk"
+    disk.mkdir()
+    scene.more |= {
+        "wrapper": in_mounts(_DISK % disk),
+        "env": {"MUSTER_HOME": str(disk / "home")},
+        "gates": (scene.phase.starting,),
+    }
+    scene.cast[scene.phase.starting]["ready"] = None
+
+
+def _fill_from_outside(scene: Scene) -> None:
+    """Through the flow's own view of the files."""
+    starting = scene.phase.starting
+    scene.until("gate.reached", starting)
+    disk = Path(f"/proc/{scene.witness.pid}/root{scene.directory}/disk")
+    with contextlib.suppress(OSError), (disk / "filler").open("wb", buffering=0) as f:
+        while f.write(b"x" * 4096):
+            pass
+    scene.touch(f"gate-{starting}")
+
+
+def _was_not_started(scene: Scene) -> None:
+    """What can't be registered must not run: nobody could find it again."""
+    assert scene.witness.seen("component.spawned", scene.phase.starting) == []
+
+
+REGISTRY_ON_FULL_DISK = [
+    Case(
+        number=28,
+        title="disk full when a component is to be registered",
+        phases=(phase,),
+        cast=_registry_on_a_small_disk,
+        inject=_fill_from_outside,
+        check=_was_not_started,
+        is_at_once=True,
+        expect=failed(phase.starting, kind="STORAGE"),
+        obstacle=why_no_mounts,
+    )
+    for phase in STARTING
+]
+
+
+def _writes_on(scene: Scene) -> None:
+    scene.cast["trainer"]["argv"] = sh(
+        "echo up; while [ ! -e die ]; do echo noise; sleep 0.02; done; exit 4"
+    )
+
+
+def _delete_log(scene: Scene) -> None:
+    (scene.directory / "trainer.log").unlink()
+    scene.touch("die")
+    if scene.phase is Phase.STOPPING:
+        scene.until("component.exited", "trainer")
+
+
+LOG_DELETED = Case(
+    number=28,
+    title="log deleted",
+    phases=phases_with("trainer"),
+    cast=_writes_on,
+    inject=_delete_log,
+    expect=failed("trainer", exit_code=4),
+)
+
+
+def _bursts(scene: Scene) -> None:
+    scene.cast["trainer"]["argv"] = until_told(
+        f"yes a line of some length | head -c {_BURST_BYTES}; echo the end; exit 5"
+    )
+
+
+def _log_is_whole(scene: Scene) -> None:
+    log = scene.directory / "trainer.log"
+    size = log.stat().st_size
+    log.unlink()
+    assert size > _BURST_BYTES
+
+
+LOG_BURST = Case(
+    number=28,
+    title="1 GB burst into the log",
+    phases=(Phase.RUNNING,),
+    cast=_bursts,
+    inject=lambda scene: scene.touch("die"),
+    check=_log_is_whole,
+    expect=failed("trainer", exit_code=5),
+)
+
+
+def _leaks(scene: Scene) -> None:
+    scene.more["oddity"] = "leaky-descriptors"
+
+
+def _look_at_descriptors(scene: Scene) -> None:
+    for event in scene.witness.seen("component.spawned"):
+        assert sorted(os.listdir(f"/proc/{event['pid']}/fd")) == ["0", "1", "2"]
+
+
+DESCRIPTORS = Case(
+    number=30,
+    title="fd leak between siblings",
+    phases=(*STARTING, Phase.RUNNING, Phase.STOPPING),
+    cast=_leaks,
+    inject=_look_at_descriptors,
+    expect=CANCELLED,
+)
+
+
+def _is_not_there(scene: Scene) -> None:
+    scene.cast[scene.phase.starting]["argv"] = ("/no/such/program",)
+
+
+def _waits_at_gate(scene: Scene) -> None:
+    scene.more["gates"] = (scene.phase.starting,)
+
+
+def _limit_guardian(scene: Scene, limit: int, value: int) -> None:
+    """The guardian that is about to start the component."""
+    starting = scene.phase.starting
+    scene.until("gate.reached", starting)
+    for guardian in scene.guardians(starting):
+        resource.prlimit(guardian, limit, (value, value))
+    scene.touch(f"gate-{starting}")
+
+
+def _spawn_case(
+    title: str,
+    cast: Callable[[Scene], None],
+    inject: Callable[[Scene], None] = lambda scene: None,
+    kind: str | None = None,
+) -> list[Case]:
+    return [
+        Case(
+            number=34,
+            title=title,
+            phases=(phase,),
+            cast=cast,
+            inject=inject,
+            is_at_once=True,
+            expect=failed(phase.starting, kind=kind),
+        )
+        for phase in STARTING
+    ]
+
+
+SPAWN = [
+    *_spawn_case("ENOENT at spawn", _is_not_there, kind="USER_ERROR"),
+    *_spawn_case(
+        "EMFILE in a guardian at spawn",
+        _waits_at_gate,
+        partial(_limit_guardian, limit=resource.RLIMIT_NOFILE, value=4),
+    ),
+    *_spawn_case(
+        "ENOMEM in a guardian at spawn",
+        _waits_at_gate,
+        partial(_limit_guardian, limit=resource.RLIMIT_AS, value=1 << 20),
+    ),
+]
+
+
+def _freeze(scene: Scene) -> None:
+    """It stays so until the run has given its verdict."""
+    with frozen(scene.pid("trainer")):
+        _end_and_wait(scene)
+
+
+def _trace(scene: Scene) -> None:
+    with traced(scene.pid("trainer"), scene.directory):
+        _end_and_wait(scene)
+
+
+def _end_and_wait(scene: Scene) -> None:
+    if not scene.has_stopped:
+        scene.stop()
+    scene.touch("release")
+    scene.until("teardown.ended")
+    scene.until_verdict()
+
+
+UNKILLABLE = [
+    Case(
+        number=38,
+        title=title,
+        phases=(Phase.START_ENVIRONMENT, Phase.RUNNING, Phase.STOPPING),
+        inject=inject,
+        expect=failed("trainer", left="trainer", says="outlived SIGKILL"),
+        expect_stopping=failed("trainer", left="trainer", says="outlived SIGKILL"),
+        is_tidy=False,
+        obstacle=obstacle,
+    )
+    for title, inject, obstacle in (
+        ("a process in D state", _freeze, partial(why_no_cgroup_v1, "freezer")),
+        ("a process that cannot be reaped", _trace, lambda: ""),
+    )
+]
+
+
+def _in_force(scene: Scene, level: str, says: dict[str, str]) -> None:
+    """The level drops, and the run says so; it runs all the same."""
+    event = scene.until("containment")
+    assert event["level"] == level, event
+    for missing, why in says.items():
+        assert why in event["missing"][missing], event
+
+
+def _cgroups_are_read_only(scene: Scene) -> None:
+    places = "$(awk '/ - cgroup2 /{print $5}' /proc/self/mountinfo)"
+    script = f"for m in {places}; do mount -o remount,ro,bind $m; done"
+    scene.more["wrapper"] = in_mounts(script)
+
+
+def _no_namespaces(scene: Scene) -> None:
+    """In a user namespace that allows no further one, without a capability in it."""
+    refuse = "echo 0 > /proc/sys/user/max_user_namespaces"
+    drop = "setpriv --bounding-set=-all --inh-caps=-all"
+    scene.more["wrapper"] = ("unshare", "-Ur", *sh(f'{refuse} && exec {drop} "$@"'), "sh")
+
+
+def _level_is_capped(scene: Scene) -> None:
+    scene.more["env"] = {"MUSTER_MAX_CONTAINMENT": "L2"}
+
+
+DROPS = [
+    Case(
+        number=36,
+        title="read-only cgroup",
+        phases=(Phase.RUNNING,),
+        levels=("L3",),
+        in_force={"L3": "L2"},
+        cast=_cgroups_are_read_only,
+        inject=partial(_in_force, level="L2", says={"L3": "Read-only file system"}),
+        expect=CANCELLED,
+        obstacle=why_no_mounts,
+    ),
+    Case(
+        number=36,
+        title="no user namespaces",
+        phases=(Phase.RUNNING,),
+        levels=("L4",),
+        in_force={"L4": "L2"},
+        cast=_no_namespaces,
+        inject=partial(_in_force, level="L2", says={"L4": "unshare is refused"}),
+        expect=CANCELLED,
+    ),
+    Case(
+        number=36,
+        title="the machine's keeper allows no more than L2",
+        phases=(Phase.RUNNING,),
+        levels=("L3", "L4"),
+        in_force={"L3": "L2", "L4": "L2"},
+        cast=_level_is_capped,
+        inject=partial(_in_force, level="L2", says={"L3": "MUSTER_MAX_CONTAINMENT"}),
+        expect=CANCELLED,
+    ),
+]
+
+
+def _starve_flow(scene: Scene) -> None:
+    """It may have all it needs already, or fail; what it must not is leave something."""
+    scene.cast[scene.phase.starting]["ready"] = ReadyProbe(
+        http=f"http://127.0.0.1:{free_port()}/", within_s=0.5
+    )
+    scene.more |= {"oddity": "no-descriptors", "at": scene.phase.starting}
+
+
+STARVED = [
+    Case(
+        number=34,
+        title="EMFILE in the flow at spawn",
+        phases=(phase,),
+        cast=_starve_flow,
+        is_at_once=True,
+        expect=failed(phase.starting),
+    )
+    for phase in STARTING
+]
+
+CASES = [
+    *STARVED,
+    LOG_ON_FULL_DISK,
+    *REGISTRY_ON_FULL_DISK,
+    LOG_DELETED,
+    LOG_BURST,
+    DESCRIPTORS,
+    *SPAWN,
+    *UNKILLABLE,
+    *DROPS,
+]
