@@ -151,7 +151,7 @@ class RunSession:
             containment = _containment(spec)
             self.record.begin_attempt(place.number, containment.as_json())
             self.record.move(RunState.ADMITTED)
-            plan = _plan(spec, self.run_id, place, containment)
+            plan = replace(_plan(spec, self.run_id, place, containment), mask=self.mask)
             self._supervisor = Supervisor(plan, ports, self._events.emit, self._register)
         except BaseException:
             ports.close()

@@ -84,6 +84,8 @@ class Terminal:
                 self.say(f"{name}: ended, {how}")
             case "component.stuck":
                 self.say(f"{name}: can't be ended, pids {fields['pids']}", "bold red")
+            case "component.diagnosed":
+                self.say(f"{name}: what it was doing is in {fields['path']}")
             case "probe.failed" if fields.get("probe") == "live":
                 self.say(f"{name}: {fields['reason']} (miss {fields['misses']})", "yellow")
             case "run.progress":

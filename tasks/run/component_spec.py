@@ -115,7 +115,7 @@ class ByName:
     """Schema of `components`: a fleet under `rollout`, a component under any other name.
 
     Only the names that a form should offer are listed; the order stays that of the file, in which
-    the components are started.
+    the components are started. Each of them may be null, which is how a form leaves one out.
     """
 
     offered = ("api", "rollout", "trainer", "environment")
@@ -127,7 +127,11 @@ class ByName:
         fleet = handler.generate_schema(Rollout)
         fields = {
             name: core_schema.typed_dict_field(
-                fleet if name == "rollout" else component, required=False
+                core_schema.with_default_schema(
+                    core_schema.nullable_schema(fleet if name == "rollout" else component),
+                    default=None,
+                ),
+                required=False,
             )
             for name in self.offered
         }
@@ -141,9 +145,14 @@ class ByName:
     ) -> dict[str, Component | Rollout]:
         if not isinstance(data, Mapping):
             raise refused(f"must be a mapping, found {shown(data)}", "write NAME: {command: [...]}")
-        if not data:
+        entries, refusals = with_text_keys(data)
+        written = {
+            name: entry
+            for name, entry in entries.items()
+            if entry is not None or name not in self.offered
+        }
+        if not written and not refusals:
             raise refused("must not be empty", "write at least one: trainer: {command: [...]}")
-        written, refusals = with_text_keys(data)
         for name in written:
             try:
                 PART_NAME.checked(name)

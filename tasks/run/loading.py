@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from tasks.run import placeholders
+from tasks.run.component_spec import ByName
 from tasks.run.errors import Fault, InvalidSpec
 from tasks.run.fields import shown
 from tasks.run.masking import mask_text, masked, secret_values
@@ -103,6 +104,7 @@ def _checked(
         spec = RunSpec.model_validate(written)
     except InvalidSpec as error:
         faults += error.faults
+    faults += _empty_components(written)
     faults += placeholders.faults_in(written)
     faults += _unsupported(written)
 
@@ -130,6 +132,15 @@ def _unsupported(written: Mapping[str, Any]) -> Iterator[Fault]:
 
 def _not_yet(path: str, reason: str, remedy: str) -> Fault:
     return Fault(path=path, problem=f"not supported yet: {reason}", remedy=remedy)
+
+
+def _empty_components(written: Mapping[str, Any]) -> Iterator[Fault]:
+    """A form leaves a component out by null; in a file somebody has forgotten what it is."""
+    for name, component in _mapping(written.get("components")).items():
+        if component is None and name in ByName.offered:
+            remedy = f"write {name}: {{key: value}}, or leave it out"
+            problem = f"must be a mapping, found {shown(component)}"
+            yield Fault(path=f"components.{name}", problem=problem, remedy=remedy)
 
 
 def _in_file_order(faults: Sequence[Fault], written: Mapping[str, Any]) -> tuple[Fault, ...]:

@@ -534,3 +534,17 @@ def test_junk_is_refused_in_plain_words(
         text = str(error)
         for jargon in ("Input should", "Value error", "pydantic", "[type=", "valid dictionary"):
             assert jargon not in text
+
+
+def test_a_component_without_content_in_a_file_is_a_fault_and_not_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("name: x\nworkload: grpo\ncomponents:\n  api: {command: [a]}\n  trainer:\n")
+
+    with pytest.raises(InvalidSpec) as raised:
+        load_spec(path)
+
+    [fault] = raised.value.faults
+    assert (fault.path, fault.problem) == (
+        "components.trainer",
+        "must be a mapping, found nothing",
+    )

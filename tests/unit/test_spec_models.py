@@ -253,7 +253,12 @@ def test_a_spec_may_say(path: str, value: object) -> None:
         ("components", {}, "must not be empty", "write at least one"),
         ("components", [], "must be a mapping, found a list", ""),
         ("components", None, "must be a mapping, found nothing", ""),
-        ("trainer", None, "must be a mapping, found nothing", "trainer: {key: value}"),
+        (
+            "components",
+            {"reward": None},
+            "must be a mapping, found nothing",
+            "reward: {key: value}",
+        ),
         ("trainer.launcher", "slurm", "must be process or ray_job", ""),
         # commands
         ("trainer.command", "a b", "must be a list", '[sh, -c, "a b"]'),
@@ -516,4 +521,27 @@ def test_the_form_offers_the_usual_components_and_takes_others() -> None:
 
     assert list(components["properties"]) == ["api", "rollout", "trainer", "environment"]
     assert components["additionalProperties"] == {"$ref": "#/$defs/Component"}
-    assert components["properties"]["rollout"] == {"$ref": "#/$defs/Rollout"}
+    assert components["properties"]["rollout"] == {
+        "anyOf": [{"$ref": "#/$defs/Rollout"}, {"type": "null"}],
+        "default": None,
+    }
+
+
+def test_the_form_leaves_a_component_out_by_null() -> None:
+    spec = RunSpec.model_validate(
+        {
+            "name": "x",
+            "workload": "grpo",
+            "components": {"api": None, "trainer": {"command": ["true"]}, "rollout": None},
+        }
+    )
+
+    assert list(spec.components) == ["trainer"]
+
+
+def test_a_form_that_leaves_every_component_out_is_refused() -> None:
+    data = {"name": "x", "workload": "grpo", "components": {"trainer": None, "api": None}}
+
+    [(path, problem, _)] = faults_of(data)
+
+    assert (path, problem) == ("components", "must not be empty")
