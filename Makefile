@@ -19,7 +19,7 @@ export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export RAY_USAGE_STATS_ENABLED := 0
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help install train test faults up down bench constraints
+.PHONY: help install train test faults soak up down bench constraints
 
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -81,8 +81,11 @@ test: install  ## lint, types and tests [ARGS='-k name']
 	$(PY) -m mypy
 	exec $(PY) -m pytest $(ARGS)
 
-faults: install  ## the slow tests with real faults [ARGS='-k name']
+faults: install  ## the whole fault matrix, and Prefect's own failures [ARGS='-k name']
 	@exec $(PY) -m pytest tests/faults $(ARGS)
+
+soak: install  ## many runs, killed at random [ARGS='--runs 200 --seed 1']
+	@exec $(PY) -m tests.faults.soak $(ARGS)
 
 up: install  ## start the lasting stack: Prefect, Ray, pool, worker, deployments [PORT=n] [GPUS=n]
 	@exec $(PY) -m deployments.stack up $(if $(PORT),--port $(PORT)) $(if $(GPUS),--gpus $(GPUS))
