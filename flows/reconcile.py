@@ -18,3 +18,9 @@ def reconcile() -> State[None]:
     report = reconcile_host()
     publish(report)
     return Completed(message=report.summary)
+
+
+if __name__ == "__main__":
+    from tasks.reconcile_command import main
+
+    raise SystemExit(main())
