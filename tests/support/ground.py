@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,7 +21,9 @@ from typing import Any, TypeVar
 import httpx
 import yaml
 
+from tasks.server import server_command
 from tasks.supervise.identity import host_name
+from tasks.supervise.ports import PortsReserved
 
 ROOT = Path(__file__).resolve().parents[2]
 #: How long anything may take before a test gives up; never waited for in full unless it is broken.
@@ -46,6 +48,45 @@ def sleepers(*names: str, code: str = "") -> dict[str, Any]:
     component = {"command": ["python", "-c", stay], "ready": {"log": "up"}, "stop": {"grace_s": 1}}
     components = {name: component for name in names or ("trainer",)}
     return {"name": "trial", "workload": "grpo", "components": components}
+
+
+class Server:
+    """A Prefect server that can be killed, and comes back with the same database and port."""
+
+    def __init__(self, home: Path) -> None:
+        with closing(PortsReserved(["server"])) as ports:
+            self._port = ports.numbers["server"]
+        self._home = home
+        self._process: subprocess.Popen[bytes] | None = None
+        self.api = f"http://127.0.0.1:{self._port}/api"
+
+    def start(self) -> None:
+        """Returns: once it answers."""
+        self._home.mkdir(parents=True, exist_ok=True)
+        command = server_command(self._home, self._port)
+        with command.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                command.argv,
+                cwd=command.cwd,
+                env=dict(command.env),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        until(self._answers, f"{self.api} answers")
+
+    def kill(self) -> None:
+        """At once, as by the out-of-memory killer."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+    def _answers(self) -> bool:
+        try:
+            return httpx.get(f"{self.api}/health", trust_env=False, timeout=5).is_success
+        except httpx.HTTPError:
+            return False
 
 
 @dataclass(kw_only=True)
@@ -110,11 +151,21 @@ class Ground:
         until(lambda: self.log("worker").count("started!") > before, "a worker")
         return worker
 
-    def submit(self, spec: Mapping[str, Any]) -> Run:
+    def start_upkeep(self) -> subprocess.Popen[bytes]:
+        """What reconciles each minute. Returns: once it does."""
+        upkeep = self.start("-m", "deployments.upkeep", log="upkeep")
+        until(lambda: "is being served" in self.log("upkeep"), "upkeep")
+        return upkeep
+
+    def submit(self, spec: Mapping[str, Any], **job_variables: str) -> Run:
         """Through the pool."""
         deployment = self.get("/deployments/name/train/quickstart")["id"]
-        path = f"/deployments/{deployment}/create_flow_run"
-        return Run(ground=self, flow_run_id=self.post(path, parameters={"spec": dict(spec)})["id"])
+        flow_run = self.post(
+            f"/deployments/{deployment}/create_flow_run",
+            parameters={"spec": dict(spec)},
+            job_variables=job_variables,
+        )
+        return Run(ground=self, flow_run_id=flow_run["id"])
 
     def reconcile(self) -> str:
         """The flow, in a process of its own; its final message."""
@@ -189,10 +240,17 @@ class Run:
 
     ground: Ground
     flow_run_id: str
+    _name: str = ""
 
     @property
     def name(self) -> str:
-        return str(self.flow_run()["name"])
+        """The flow run's, asked once the run has begun: the server need not answer after that."""
+        if not self._name:
+            name = str(self.flow_run()["name"])
+            if not (self.ground.home / "runs" / name).exists():
+                return name
+            self._name = name
+        return self._name
 
     def flow_run(self) -> dict[str, Any]:
         found: dict[str, Any] = self.ground.get(f"/flow_runs/{self.flow_run_id}")
@@ -222,6 +280,7 @@ class Run:
     def until_running(self) -> Run:
         """All of its components are ready, and the server has been told."""
         until(self.is_running, f"{self.flow_run_id} runs")
+        assert self.name and self._name
         return self
 
     def until_state(self, *types: str) -> str:
@@ -240,6 +299,10 @@ class Run:
 
     def kill_flow(self) -> None:
         os.kill(self.flow_pid(), signal.SIGKILL)
+
+    def processes(self) -> list[int]:
+        """What a worker has started for it, with what came of that and kept its environment."""
+        return list(_processes_with("PREFECT__FLOW_RUN_ID", self.flow_run_id))
 
     def until_gone(self) -> None:
         until(lambda: not self.pids(), f"nothing is left of {self.name}")
