@@ -73,6 +73,31 @@ def test_namespace_is_not_taken_unless_it_is_asked_for() -> None:
     assert probe().level is not Level.L4
 
 
+def test_without_a_subreaper_the_level_is_the_lowest_and_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse() -> None:
+        raise OSError(1, "Operation not permitted")
+
+    monkeypatch.setattr(tree, "become_subreaper", refuse)
+
+    found = probe(namespace=True)
+
+    assert found.level is Level.L1
+    assert "subreaper" in found.missing[Level.L2]
+
+
+def test_cgroup_that_cannot_be_written_drops_the_level_and_says_why(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(cgroup, "own_cgroup", lambda: str(tmp_path / "not" / "there"))
+
+    found = probe()
+
+    assert found.level is Level.L2
+    assert "can't be made" in found.missing[Level.L3]
+
+
 def test_level_says_what_it_promises_and_why_no_higher_one_is_in_force() -> None:
     text = str(Containment(level=Level.L2, missing={Level.L3: "read-only"}))
 
