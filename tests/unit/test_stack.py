@@ -349,7 +349,7 @@ def test_no_part_of_a_stack_is_told_to_listen_beyond_this_machine(place: StackPl
     blueprint.stack.ray_temp.rmdir()
 
     components = {component.name: component.command for component in blueprint.plan.components}
-    assert list(components) == ["prefect-server", "deployments", "ray-head", "worker"]
+    assert list(components) == ["prefect-server", "deployments", "ray-head", "upkeep", "worker"]
     assert "127.0.0.1" in components["prefect-server"].argv
     # Ray takes no address for it: see the integration test for what it really does.
     assert components["ray-head"].env["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "0"
