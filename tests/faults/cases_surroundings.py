@@ -235,6 +235,11 @@ def _end_and_wait(scene: Scene) -> None:
     scene.until_verdict()
 
 
+def _is_never_called_stopped(scene: Scene) -> None:
+    assert scene.witness.verdict()["failure"]["rule"] == "teardown-incomplete"
+    assert scene.witness.seen("component.stopped", "trainer") == []
+
+
 UNKILLABLE = [
     Case(
         number=38,
@@ -243,6 +248,7 @@ UNKILLABLE = [
         inject=inject,
         expect=failed("trainer", left="trainer", says="outlived SIGKILL"),
         expect_stopping=failed("trainer", left="trainer", says="outlived SIGKILL"),
+        check=_is_never_called_stopped,
         is_tidy=False,
         obstacle=obstacle,
     )
