@@ -39,9 +39,13 @@ FLOW_RUN_VARIABLE = "PREFECT__FLOW_RUN_ID"
 #: The flows whose lost flow runs are closed.
 OUR_FLOWS = ("train", "reconcile")
 
-#: The label by which a worker names itself. Source: prefect/workers/base.py,
+#: The labels by which a worker says who it is. Source: prefect/workers/base.py,
 #: _give_worker_labels_to_flow_run.
-_WORKER_LABEL = "prefect.worker.name"
+_WORKER_LABEL, _TYPE_LABEL = "prefect.worker.name", "prefect.worker.type"
+#: Workers whose flow runs are processes of their own host; others' are somewhere else.
+_LOCAL_TYPES = ("process", "gang")
+#: The work pool of our runs.
+_POOL = "gang"
 #: In the command line of a flow run's process. Source: prefect/runner/_workspace_starter.py.
 _ENGINES = ("prefect.engine", "prefect.flow_engine", "_workspace_")
 _HELD = (StateType.PENDING, StateType.RUNNING, StateType.CANCELLING)
@@ -54,7 +58,7 @@ _PAGE = 200
 
 
 class ServerAway(Exception):
-    """A Prefect server did not answer, or not as one: ask it again later."""
+    """A Prefect server did not answer, or with an error of its own: ask it again later."""
 
 
 @contextmanager
@@ -74,7 +78,7 @@ def talking_to(api_url: str) -> Iterator[SyncPrefectClient]:
             get_client(httpx_settings=own, sync_client=True) as client,
         ):
             yield client
-    except (httpx.HTTPError, httpx.InvalidURL, RuntimeError) as error:
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise ServerAway(f"{api_url}: {error or type(error).__name__}") from error
 
 
@@ -141,6 +145,8 @@ class Host:
         host, _pid = _infrastructure(run)
         if run.deployment_id is not None and run.deployment_id == self.reconcile_deployment:
             return True
+        if run.labels.get(_TYPE_LABEL, _LOCAL_TYPES[0]) not in _LOCAL_TYPES:
+            return False
         return self.name in (host, run.labels.get(_WORKER_LABEL))
 
 
@@ -212,7 +218,7 @@ def propose(
 
 def _is_unlabelled(run: FlowRun, age: timedelta) -> bool:
     """Taken by a worker that was killed before it said who it was: anybody may give it back."""
-    is_taken = run.work_pool_name is not None and run.state is not None and run.state.is_pending()
+    is_taken = run.work_pool_name == _POOL and run.state is not None and run.state.is_pending()
     return is_taken and not run.labels.get(_WORKER_LABEL) and age >= _UNLABELLED_AFTER
 
 

@@ -242,6 +242,11 @@ def _close_lost_flow_runs() -> list[Reconciled]:
     except ServerAway as error:
         _log.warning("flow runs without a process were not looked for: %s", error)
         return []
+    except Exception:
+        # A server of another release, say. It keeps no worker from its start, nor the lost runs
+        # that were finished before from being told.
+        _log.exception("flow runs without a process could not be looked for on %s", api_url)
+        return []
 
 
 def _flow_runs_closed(client: SyncPrefectClient) -> Iterator[Reconciled]:

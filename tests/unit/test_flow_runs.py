@@ -94,6 +94,10 @@ ENGINE = "python -m prefect.flow_engine"
         (flow_run(PENDING, 60, labels={}, work_pool_name="gang"), host(), "Scheduled"),
         (flow_run(PENDING, 59, labels={}, work_pool_name="gang"), host(), None),
         (flow_run(RUNNING, 60, labels={}, work_pool_name="gang"), host(), None),
+        (flow_run(PENDING, 9000, labels={}, work_pool_name="push"), host(), None),
+        # a worker of this name whose flow runs are no processes of a host
+        (flow_run(RUNNING, 60, labels=HERE | {"prefect.worker.type": "gang"}), host(), "Crashed"),
+        (flow_run(RUNNING, 60, labels=HERE | {"prefect.worker.type": "kubernetes"}), host(), None),
         # this host's own reconcile, which has no worker, and another's
         (flow_run(RUNNING, 60, labels={}, deployment_id=DEPLOYMENT), host(), "Crashed"),
         (flow_run(RUNNING, 60, labels={}, deployment_id=uuid4()), host(), None),
