@@ -34,6 +34,7 @@ from tasks.supervise.process import Command
 from tasks.supervise.registry import RunRegister
 from tasks.supervise.shared_memory import remove_unused
 from tasks.supervise.supervisor import Supervisor
+from tasks.taking_over import finish_predecessor
 
 #: Told every event of the runs of this context; the terminal listens here.
 event_listeners: ContextVar[tuple[Listener, ...]] = ContextVar("event_listeners", default=())
@@ -70,10 +71,12 @@ class RunSession:
         Args:
             api_url: of the Prefect server that keeps the flow run; None: it ends with the run.
 
-        Raises: OSError, when there is no disk, or another process of this machine has the run.
+        Raises: OSError, when there is no disk, another process of this machine has the run, or
+            something of an earlier one can't be ended.
         """
         self.spec = spec
         self.place = RunPlace.of(run_id)
+        finish_predecessor(run_id)
         self._register = RunRegister.opened(
             run_id,
             flow_run_id=str(flow_run_id),

@@ -62,6 +62,9 @@ class RunRecord:
     ) -> None:
         """Begins a record, or goes on with the one that an earlier process of the run left.
 
+        A run that has ended and is begun again, by Prefect's own retry for example, goes on with
+        its next attempt.
+
         Args:
             on_move: told each new state of the run, with its message.
             more: further keys of the file.
@@ -82,6 +85,8 @@ class RunRecord:
         }
         if path.exists():
             self._content |= json.loads(path.read_text(encoding="utf-8"))
+            if self.state.is_final:
+                self._content |= {"state": RunState.QUEUED.value, "ended_at": None}
         self._save()
 
     @property

@@ -30,6 +30,9 @@ from tasks.supervise.identity import ProcessId, boot_id, host_name
 _log = logging.getLogger(__name__)
 
 _OWNER, _LOCK = "owner.json", "lock"
+#: Whoever finishes a run has ended its processes, and told its server, by then.
+_CLAIM_WITHIN_S = 60.0
+_LOOK_EVERY_S = 0.1
 
 
 class _Model(BaseModel):
@@ -81,13 +84,23 @@ class RunRegister:
     """
 
     def __init__(self, owner: Owner, home: Path | None = None) -> None:
-        """Raises: OSError, where it can't be written, or another process has the run."""
+        """Waits for somebody who is finishing an earlier process of the run.
+
+        Raises: OSError, where it can't be written, or another process has the run.
+        """
         self._directory = _live(home) / owner.run_id
-        self._directory.mkdir(parents=True, exist_ok=True)
         self._owner = owner
-        self._lock_fd = _try_lock(self._directory)
-        if self._lock_fd is None:
-            raise OSError(errno.EBUSY, f"another process of this machine runs {owner.run_id}")
+        self._lock_fd: int | None = None
+        deadline = time.monotonic() + _CLAIM_WITHIN_S
+        while self._lock_fd is None:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            self._lock_fd = _try_lock(self._directory)
+            if self._lock_fd is None:
+                other = _read(self._directory / _OWNER, Owner)
+                if (other and other.process.is_alive()) or time.monotonic() > deadline:
+                    text = f"another process of this machine runs {owner.run_id}"
+                    raise OSError(errno.EBUSY, text)
+                time.sleep(_LOOK_EVERY_S)
         self._write_owner()
 
     @staticmethod

@@ -53,6 +53,25 @@ def test_new_record_is_queued(path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize("end", [RunState.FAILED, RunState.CANCELLED])
+def test_run_that_is_begun_again_after_its_end_goes_on_with_its_next_attempt(
+    path: Path, end: RunState
+) -> None:
+    """As when somebody presses Retry in Prefect."""
+    first = make(path)
+    first.begin_attempt(1)
+    first.move(RunState.ADMITTED)
+    first.move(end, "it ended")
+
+    again = make(path)
+    again.begin_attempt(again.attempts + 1)
+    again.move(RunState.ADMITTED)
+
+    assert content_of(path)["state"] == "admitted"
+    assert content_of(path)["ended_at"] is None
+    assert [attempt["number"] for attempt in content_of(path)["attempts"]] == [1, 2]
+
+
 def test_run_moves_through_its_states_and_ends(path: Path) -> None:
     told: list[tuple[RunState, str]] = []
     record = make(path, on_move=lambda state, message: told.append((state, message)))

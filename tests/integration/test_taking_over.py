@@ -1,0 +1,79 @@
+"""A run whose process was killed, begun again before anybody has reconciled it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from uuid import UUID
+
+import pytest
+
+from tasks.run.spec import RunSpec
+from tasks.session import RunSession
+from tests.support.stage import is_alive, wait_until
+
+RUN_ID = "a-run"
+FLOW_RUN = UUID(int=7)
+
+#: A process that owns the run and has one component running; killed by the test.
+OWNER = """
+import sys, uuid
+from tasks.run.spec import RunSpec
+from tasks.session import RunSession
+spec = RunSpec.model_validate({"name": "x", "workload": "grpo", "components": {"trainer": {
+    "command": ["sh", "-c", "trap '' TERM; setsid env -i /bin/sleep 600 & echo up; exec sleep 600"],
+    "ready": {"log": "up"}, "stop": {"grace_s": 0.3}}}})
+run = RunSession(spec, run_id="a-run", flow_run_id=uuid.UUID(int=7))
+run.begin_attempt()
+run.supervisor.start("trainer")
+print("up", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def killed_owner(muster_home: Path) -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen(
+        [sys.executable, "-c", OWNER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "MUSTER_HOME": str(muster_home)},
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "up\n"
+        yield process
+        process.kill()
+
+
+def test_what_the_killed_process_left_is_ended_before_the_run_goes_on(
+    killed_owner: subprocess.Popen[str], muster_home: Path
+) -> None:
+    path = muster_home / "live" / RUN_ID / "component-trainer.json"
+    entry = json.loads(path.read_text())
+    pids = [entry["process"]["pid"], entry["guardian"]["pid"]]
+    for pid in (killed_owner.pid, pids[1]):
+        os.kill(pid, signal.SIGKILL)
+    killed_owner.wait()
+
+    spec = RunSpec.model_validate(
+        {"name": "x", "workload": "grpo", "components": {"trainer": {"command": ["sleep", "600"]}}}
+    )
+    again = RunSession(spec, run_id=RUN_ID, flow_run_id=FLOW_RUN)
+
+    wait_until(lambda: not any(map(is_alive, pids)), "the first attempt's processes have ended")
+    record = json.loads(again.place.record.read_text())
+    [attempt] = record["attempts"]
+    assert record["state"] == "pending_resources"
+    assert (attempt["state"], attempt["failure"]["rule"]) == ("failed", "flow-lost")
+    again.begin_attempt()
+    again.supervisor.start("trainer")
+    again.end_attempt()
+    again.close()
+    assert [a["number"] for a in json.loads(again.place.record.read_text())["attempts"]] == [1, 2]
