@@ -11,10 +11,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from prefect import tags
 from prefect.client.schemas.objects import State
 from prefect.exceptions import TerminationSignal
 from prefect.logging.handlers import PrefectConsoleHandler
 
+from tasks.flow_runs import process_tag
 from tasks.run.errors import InvalidSpec
 from tasks.run.loading import load_spec
 from tasks.server import NoServer, prefect_server
@@ -49,7 +51,8 @@ def main(train: Callable[..., State[Any]], arguments: Sequence[str] | None = Non
             terminal.say("connecting to Prefect")
             with prefect_server() as url:
                 terminal.say(f"Prefect server {url}")
-                state = train(spec, return_state=True)
+                with tags(*spec.tags, process_tag()):
+                    state = train(spec, return_state=True)
     except NoServer as error:
         print(error, file=sys.stderr)
         return EXIT_FAILED

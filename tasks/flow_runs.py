@@ -7,6 +7,7 @@ end, or that somebody began to cancel, between our look and our word is left as 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ from prefect.states import Cancelled, Completed, Crashed, Failed, Scheduled
 
 from tasks.run.closing import Closed
 from tasks.run.lifecycle import RunState
+from tasks.supervise.identity import ProcessId, boot_id, host_name
 from tasks.supervise.variables import Holders
 
 #: In the environment of a flow run's process. Source: prefect/runner/_starter_engine.py.
@@ -42,6 +44,8 @@ OUR_FLOWS = ("train", "reconcile")
 #: The labels by which a worker says who it is. Source: prefect/workers/base.py,
 #: _give_worker_labels_to_flow_run.
 _WORKER_LABEL, _TYPE_LABEL = "prefect.worker.name", "prefect.worker.type"
+#: Of a flow run that was started directly: host, pid and the ticks of its start.
+_PROCESS_TAG = "process:"
 #: Workers whose flow runs are processes of their own host; others' are somewhere else.
 _LOCAL_TYPES = ("process", "gang")
 #: The work pool of our runs.
@@ -134,6 +138,8 @@ class Host:
         """Whether the flow run has a living process here, or may have one."""
         if str(run.id) in self.processes.pids:
             return True
+        if (process := _process_of(run, self.name)) is not None:
+            return process.is_alive()
         hidden = self.processes.hidden.items()
         suspects = {pid for pid, line in hidden if any(part in line for part in _ENGINES)}
         _host, pid = _infrastructure(run)
@@ -143,6 +149,8 @@ class Host:
     def has_been_given(self, run: FlowRun) -> bool:
         """Whether it was for this machine to run, as far as the server knows."""
         host, _pid = _infrastructure(run)
+        if _process_of(run, self.name) is not None:
+            return True
         if run.deployment_id is not None and run.deployment_id == self.reconcile_deployment:
             return True
         if run.labels.get(_TYPE_LABEL, _LOCAL_TYPES[0]) not in _LOCAL_TYPES:
@@ -169,6 +177,8 @@ def state_of_lost(run: FlowRun, host: Host, now: datetime) -> State[Any] | None:
         return None
     gone = f"its process is gone from {host.name}"
     match state.type:
+        case StateType.PENDING if _process_of(run, host.name) is not None:
+            return Crashed(message=f"{gone}: it was killed before it began")
         case StateType.PENDING:
             # Not started, so nothing stands against starting it.
             return Scheduled(message=f"submitted, but {gone}: scheduled again")
@@ -214,6 +224,25 @@ def propose(
         return False
     answer = client.set_flow_run_state(UUID(flow_run_id), after)
     return answer.status == SetStateStatus.ACCEPT
+
+
+def process_tag() -> str:
+    """A tag for a flow run that this process creates for itself: no worker would say where it is.
+
+    It is there from the flow run's first moment on, before anything else could be noted of it.
+    """
+    me = ProcessId.of(os.getpid())
+    return f"{_PROCESS_TAG}{host_name()}:{me.pid}:{me.start_ticks}"
+
+
+def _process_of(run: FlowRun, host: str) -> ProcessId | None:
+    """The process that the flow run's tag names, where that is one of this host."""
+    for tag in run.tags:
+        name, _, numbers = tag.removeprefix(_PROCESS_TAG).partition(":")
+        pid, _, ticks = numbers.partition(":")
+        if tag.startswith(_PROCESS_TAG) and name == host and pid.isdecimal() and ticks.isdecimal():
+            return ProcessId(pid=int(pid), start_ticks=int(ticks), boot_id=boot_id())
+    return None
 
 
 def _is_unlabelled(run: FlowRun, age: timedelta) -> bool:

@@ -57,6 +57,7 @@ class Reporter:
 
     def __enter__(self) -> Reporter:
         self._token = event_listeners.set((*event_listeners.get(), self.observe))
+        self._jobs.put(self._tell_tags)
         self._thread.start()
         return self
 
@@ -94,6 +95,14 @@ class Reporter:
                 job()
             except Exception as error:
                 _log.warning("not told to the Prefect server: %r", error)
+
+    def _tell_tags(self) -> None:
+        """A run's own tags, beside those of its deployment."""
+        with get_client(sync_client=True) as client:
+            have = client.read_flow_run(self._flow_run_id).tags
+            if not set(self._run.spec.tags) <= set(have):
+                wanted = sorted({*have, *self._run.spec.tags})
+                client.update_flow_run(self._flow_run_id, tags=wanted)
 
     def _tell(self, message: str) -> None:
         get_run_logger().info(message)

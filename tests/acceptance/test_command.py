@@ -39,6 +39,18 @@ def test_a_run_that_did_its_work_completes(start_run: Callable, gang_of: Callabl
     assert run.pids() == []
 
 
+def test_flow_run_has_the_tags_of_the_spec_and_names_its_process(
+    start_run: Callable, gang_of: Callable
+) -> None:
+    run = start_run(gang_of("print('trained')", tags=["demo", "night"]))
+
+    assert run.wait() == 0, run.text()
+    tags = set(run.flow_run()["tags"])
+    assert {"demo", "night"} < tags
+    [process] = tags - {"demo", "night"}
+    assert re.fullmatch(rf"process:.+:{run.process.pid}:\d+", process)
+
+
 def test_its_steps_are_task_runs_of_their_names(start_run: Callable, gang_of: Callable) -> None:
     run = start_run(gang_of("import time; time.sleep(1)"))
 

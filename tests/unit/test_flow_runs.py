@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -22,6 +23,7 @@ from tasks.flow_runs import (
 )
 from tasks.run.closing import Closed
 from tasks.run.lifecycle import RunState
+from tasks.supervise import tree
 from tasks.supervise.variables import Holders
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
@@ -55,6 +57,8 @@ def host(
 PENDING, RUNNING, CANCELLING = StateType.PENDING, StateType.RUNNING, StateType.CANCELLING
 ALIVE = host(alive={str(FLOW_RUN): (7,)})
 ENGINE = "python -m prefect.flow_engine"
+LIVING_TAG = f"process:here:{os.getpid()}:{tree.start_ticks(os.getpid())}"
+GONE_TAG = f"process:here:{os.getpid()}:1"
 
 
 @pytest.mark.parametrize(
@@ -90,6 +94,13 @@ ENGINE = "python -m prefect.flow_engine"
         # started directly, by nobody's worker: only the registry can tell
         (flow_run(RUNNING, 9000, labels={}), host(), None),
         (flow_run(PENDING, 9000, labels={}), host(), None),
+        # ... or the tag that names its process, which is there before the registry is
+        (flow_run(RUNNING, 60, labels={}, tags=[GONE_TAG]), host(), "Crashed"),
+        (flow_run(PENDING, 60, labels={}, tags=[GONE_TAG]), host(), "Crashed"),
+        (flow_run(RUNNING, 29, labels={}, tags=[GONE_TAG]), host(), None),
+        (flow_run(RUNNING, 60, labels={}, tags=[LIVING_TAG]), host(), None),
+        (flow_run(PENDING, 60, labels={}, tags=["demo", "process:there:7:7"]), host(), None),
+        (flow_run(RUNNING, 60, labels={}, tags=["process:here:x:7", "process:"]), host(), None),
         # taken from a pool by a worker that was killed before it put its name to it
         (flow_run(PENDING, 60, labels={}, work_pool_name="gang"), host(), "Scheduled"),
         (flow_run(PENDING, 59, labels={}, work_pool_name="gang"), host(), None),
