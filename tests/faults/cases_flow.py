@@ -22,7 +22,7 @@ from tests.faults.scene import (
     phases_with,
 )
 from tests.support.shapes import SHAPES
-from tests.support.stage import Stage, wait_until
+from tests.support.stage import Stage, sh, wait_until
 from tests.support.witness import Witness
 
 _ODDITIES = {
@@ -48,7 +48,11 @@ def _waits_at_first_gate(scene: Scene) -> None:
 
 
 def _dies_registering(scene: Scene) -> None:
-    _leaves_a_daemon(scene)
+    """A program that ran would have the whole grace period to say so."""
+    scene.cast[scene.phase.starting] |= {
+        "argv": sh("echo ran; exec sleep 600"),
+        "stop_signal": signal.SIGWINCH,
+    }
     scene.more |= {"oddity": "dies-registering", "at": scene.phase.starting}
 
 

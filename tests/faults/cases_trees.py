@@ -19,7 +19,7 @@ from tests.faults.scene import (
     phases_with,
 )
 from tests.support.shapes import SHAPES
-from tests.support.stage import free_port, python, sh
+from tests.support.stage import DEADLINE_S, free_port, python, sh
 
 #: Forks until it may not any more, and ends for nobody.
 _BURST = """
@@ -128,6 +128,18 @@ def _freeze_trainer(scene: Scene) -> None:
     scene.signal("trainer", signal.SIGSTOP)
 
 
+def _says_goodbye(scene: Scene) -> None:
+    scene.cast["trainer"] |= {
+        "argv": sh("trap 'echo bye; exit' TERM; echo up; while :; do sleep 0.02; done"),
+        "grace_s": DEADLINE_S,
+    }
+
+
+def _goodbye_was_said(scene: Scene) -> None:
+    """A stopped process is told to go on, so that it can end as it should."""
+    assert "bye" in (scene.directory / "trainer.log").read_text()
+
+
 STOPPED = [
     Case(
         number=20,
@@ -141,7 +153,9 @@ STOPPED = [
         number=20,
         title="component SIGSTOPped, then told to end",
         phases=phases_with("trainer"),
+        cast=_says_goodbye,
         inject=_freeze_trainer,
+        check=_goodbye_was_said,
         expect=CANCELLED,
     ),
 ]

@@ -206,7 +206,13 @@ def in_mounts(script: str) -> tuple[str, ...]:
 
 def why_no_mounts() -> str:
     """Why there are no mounts of one's own here; empty where there are."""
-    done = subprocess.run(
-        [*in_mounts("mount -t tmpfs -o size=64k none /mnt"), "true"], capture_output=True
-    )
-    return "" if done.returncode == 0 else f"no mounts of one's own: {done.stderr.decode()[:80]}"
+    return why_not(*in_mounts("mount -t tmpfs -o size=64k none /mnt"), "true")
+
+
+def why_not(*command: str) -> str:
+    """Why a command can't be run here; empty where it can."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+    except OSError as error:
+        return f"{command[0]}: {error.strerror}"
+    return "" if done.returncode == 0 else f"{command[0]}: {done.stderr.strip()[-100:]}"

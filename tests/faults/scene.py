@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -216,8 +216,8 @@ class Case:
     #: More that must hold, once all has ended.
     check: Callable[[Scene], None] = lambda scene: None
     levels: tuple[str, ...] = LEVELS
-    #: The level that is in force, where it is not the one that was asked for.
-    in_force: Mapping[str, str] = field(default_factory=dict)
+    #: The level in force is below the one that was asked for.
+    drops: bool = False
     #: The fault shows by itself in the phase: nothing is waited for before `inject`.
     is_at_once: bool = False
     #: Nothing of the registry or of the cgroups may be left; not so where it takes a reconcile.
@@ -270,8 +270,10 @@ def play(case: Case, phase: Phase, level: str, directory: Path) -> Outcome:
         if expected.state and case.is_tidy:
             assert testimony.cgroups == (), "cgroups are left"
             assert not any(scene.witness.home.glob("live/*")), "the registry is left"
-        if level != case.in_force.get(level, level):
-            verdict += f" (at {case.in_force[level]})"
+        [containment] = scene.witness.seen("containment")
+        assert (containment["level"] != level) == case.drops, containment
+        if case.drops:
+            verdict += f" (at {containment['level']})"
         return Outcome(
             verdict=verdict,
             empty_after_s=testimony.empty_at - _ending_since(scene),
