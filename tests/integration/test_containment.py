@@ -254,12 +254,11 @@ def test_registry_is_written_before_the_program_runs(
 ) -> None:
     """The program itself finds its entry."""
     entry = muster_home / "live" / "a-run" / "component-trainer.json"
-    supervisor = stage.supervise(
+
+    stage.run(
         stage.component("trainer", ("cat", str(entry)), on_exit_zero="complete"),
         register=register,
     )
-    supervisor.start("trainer")
-    stage.verdict_of(supervisor)
 
     assert f'"pid": {stage.pid_of("trainer")}' in stage.text_of("trainer")
     assert not entry.exists()
