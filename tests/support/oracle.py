@@ -104,7 +104,8 @@ def own_cgroup() -> str:
             [mine] = [line[3:].strip() for line in f if line.startswith("0::")]
         with open("/proc/self/mountinfo", encoding="utf-8") as f:
             [(root, place)] = [line.split()[3:5] for line in f if " - cgroup2 " in line]
-        path = os.path.join(place, os.path.relpath(mine, root), f"oracle-{os.getpid()}")
+        here = os.path.normpath(os.path.join(place, os.path.relpath(mine, root)))
+        path = f"{here}/oracle-{os.getpid()}"
         os.mkdir(path)
     except (OSError, ValueError):
         return ""
