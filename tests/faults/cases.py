@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.faults import (
     cases_crashes,
+    cases_disk,
     cases_flow,
     cases_readiness,
     cases_registry,
@@ -17,6 +18,7 @@ _THEMES = (
     cases_readiness,
     cases_trees,
     cases_flow,
+    cases_disk,
     cases_surroundings,
     cases_registry,
 )
