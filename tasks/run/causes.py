@@ -1,34 +1,31 @@
-"""Causes of failure, recognised by the text a component leaves: rules as data.
+"""Causes of failure, recognised by the text a component leaves.
 
-The first rule that matches, in the table's order, names the cause: what is specific stands before
-what is general, and a symptom (a collective that timed out, a bare traceback) after every cause it
-could be the symptom of.
+What is a cause is believed before what follows from it, wherever the two stand, since the lines of
+processes interleave; among causes the first in the text. What was survived is no cause: a warning,
+something that was tried again, an error after which training went on, an error that the same
+process outlived to end with another one.
 """
 
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tasks.run.failure_kinds import FailureKind
+from tasks.run.cause_rules import Role, Rule
+from tasks.run.cause_rules_machines import MACHINES
+from tasks.run.cause_rules_programs import PROGRAMS
+from tasks.run.log_lines import LogLine, read_lines, survived_until
 
 #: How much of a log's end is looked at.
 LOOKBACK_BYTES = 200_000
+#: How much of a line is kept.
+_LINE_LENGTH = 500
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
-    """One text and what it means."""
-
-    id: str
-    kind: FailureKind
-    #: Searched in each line, regular expression.
-    pattern: re.Pattern[str]
-    #: What the user can do.
-    hint: str = ""
-    #: Where the text comes from.
-    source: str = ""
+#: Where two rules of a role match in the same line, the one that stands first is believed.
+RULES: tuple[Rule, ...] = (*MACHINES, *PROGRAMS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,175 +36,94 @@ class Cause:
     line: str
 
 
-def _rule(id: str, kind: FailureKind, pattern: str, hint: str = "", source: str = "") -> Rule:
-    return Rule(id=id, kind=kind, pattern=re.compile(pattern), hint=hint, source=source)
+@dataclass(frozen=True, slots=True)
+class _Evidence:
+    rule: Rule
+    #: Of the rule, in its table.
+    order: int
+    #: Of the line, in the text.
+    index: int
+    #: Where in what the line says.
+    at: int
+    line: LogLine
+
+    @property
+    def weight(self) -> tuple[bool, bool, int, int, int]:
+        """The least is believed."""
+        role = self.rule.role
+        return (role >= Role.CASCADE, self.line.is_caught, role, self.index, self.order)
 
 
-_K = FailureKind
-RULES: tuple[Rule, ...] = (
-    _rule(
-        "verl-total-gpus",
-        _K.INSUFFICIENT_RESOURCES,
-        r"Total available GPUs [\d.]+ is less than total desired GPUs [\d.]+",
-        source="verl single_controller/ray/base.py",
-    ),
-    _rule(
-        "verl-resource-pool",
-        _K.INSUFFICIENT_RESOURCES,
-        r"Resource pool .+: .+\*.+\s*cannot be satisfied in this ray cluster",
-        source="verl, March to September 2025",
-    ),
-    _rule(
-        "verl-placement-group",
-        _K.INSUFFICIENT_RESOURCES,
-        r"Cannot satisfy placement group requirement for pool",
-        source="verl PR #6663",
-    ),
-    _rule(
-        "nemo-rl-gpus",
-        _K.INSUFFICIENT_RESOURCES,
-        r"Not enough GPUs available\. Requested \d+ GPUs, but only \d+ are available",
-        source="NeMo-RL",
-    ),
-    _rule(
-        "vllm-gpus",
-        _K.INSUFFICIENT_RESOURCES,
-        r"number of required GPUs exceeds the total number of available GPUs",
-        source="vLLM",
-    ),
-    _rule(
-        "skyrl-placement-group",
-        _K.INSUFFICIENT_RESOURCES,
-        r"Failed to create placement group with",
-        source="SkyRL",
-    ),
-    _rule(
-        "areal-placement-group",
-        _K.INSUFFICIENT_RESOURCES,
-        r"Ray placement group timeout",
-        source="AReaL",
-    ),
-    _rule(
-        "ray-job-start",
-        _K.START_TIMEOUT,
-        r"Job supervisor actor failed to start within \d+",
-        source="Ray job manager",
-    ),
-    _rule(
-        "nvidia-xid",
-        _K.GPU_HARDWARE,
-        r"NVRM: Xid .*?: (48|62|64|74|79|95|119|120|140|14[4-9]|150)\b",
-        "a GPU is defective: drain its node and try another",
-        source="NVIDIA Xid errors",
-    ),
-    _rule(
-        "gpu-ecc",
-        _K.GPU_HARDWARE,
-        r"(?i)uncorrectable ECC|GPU has fallen off the bus",
-        "a GPU is defective: drain its node and try another",
-        source="NVIDIA driver",
-    ),
-    _rule(
-        "node-lost",
-        _K.NODE_LOST,
-        r"NodeDiedError|raylet died|was marked dead|node .* is dead",
-        source="Ray",
-    ),
-    _rule(
-        "host-oom",
-        _K.HOST_OOM,
-        r"oom_kill event|ray\.exceptions\.OutOfMemoryError|Out of memory: Killed process",
-        "the host ran out of memory: fewer workers, or a smaller batch",
-        source="Slurm, Ray, Linux",
-    ),
-    _rule(
-        "cuda-oom",
-        _K.CUDA_OOM,
-        r"CUDA out of memory|CUDA error: out of memory|torch\.OutOfMemoryError",
-        "a GPU ran out of memory: smaller micro-batches, or more tensor parallelism",
-        source="PyTorch",
-    ),
-    _rule(
-        "storage",
-        _K.STORAGE,
-        r"No space left on device|Stale file handle|Disk quota exceeded|Read-only file system",
-        "a file system is full or gone: df -h, then start again",
-        source="errno",
-    ),
-    _rule(
-        "port-conflict",
-        _K.PORT_CONFLICT,
-        r"(?i)address already in use",
-        "another process holds the port: use ${NAME.port} for a free one",
-        source="errno EADDRINUSE",
-    ),
-    _rule(
-        "module-not-found",
-        _K.USER_ERROR,
-        r"ModuleNotFoundError: |ImportError: ",
-        "a package is missing from the environment of this command",
-        source="Python",
-    ),
-    _rule(
-        "file-not-found",
-        _K.USER_ERROR,
-        r"FileNotFoundError: |can't open file|IsADirectoryError: |NotADirectoryError: ",
-        "a path is wrong: relative ones count from the component's cwd",
-        source="Python",
-    ),
-    _rule("permission", _K.USER_ERROR, r"PermissionError: |Permission denied", source="Python"),
-    _rule(
-        "usage",
-        _K.USER_ERROR,
-        r"^\S+: error: |unrecognized arguments|the following arguments are required",
-        "the command line is not what the program expects: try it with --help",
-        source="argparse",
-    ),
-    _rule(
-        "configuration",
-        _K.USER_ERROR,
-        r"(hydra|omegaconf)\.(core\.)?errors\.|ConfigCompositionException|pydantic.*ValidationError",
-        source="hydra, omegaconf, pydantic",
-    ),
-    _rule(
-        "non-finite-loss",
-        _K.RUNTIME_ERROR,
-        r"(?i)(loss|grad(ient)?(_norm)?)\W{1,4}(is\s+)?(nan|inf)\b|non-finite loss",
-        "training diverged: look at the learning rate and the data of that step",
-    ),
-    _rule(
-        "network",
-        _K.NETWORK,
-        r"ConnectionRefusedError|Connection refused|Connection reset by peer|ConnectionResetError"
-        r"|Temporary failure in name resolution|Name or service not known|No route to host",
-        "what it talks to is gone or was never there: see the other components' logs",
-        source="errno, getaddrinfo",
-    ),
-    _rule(
-        "python-value",
-        _K.USER_ERROR,
-        r"^(KeyError|TypeError|ValueError|AttributeError|NameError|(Syntax|Indentation)Error): ?",
-        source="Python",
-    ),
-    _rule(
-        "collective-timeout",
-        _K.COLLECTIVE_TIMEOUT,
-        r"Watchdog caught collective operation timeout|NCCL .*timeout|ProcessGroupNCCL.*aborted",
-        "a rank fell silent: look for the one that stopped first",
-        source="PyTorch NCCL watchdog",
-    ),
-    _rule("traceback", _K.RUNTIME_ERROR, r"^Traceback \(most recent call last\)", source="Python"),
-)
+def find_cause(text: str, rules: Sequence[Rule] = RULES) -> Cause | None:
+    """The rule that explains the end that the text tells of, and its line; None: nothing does."""
+    found = [*_evidence(read_lines(text), rules)]
+    found = [*_without_wrapped(_without_outlived(found))]
+    if not found:
+        return None
+    first = min(found, key=lambda evidence: evidence.weight)
+    return Cause(rule=first.rule, line=_excerpt(first))
 
 
-def find_cause(text: str, rules: tuple[Rule, ...] = RULES) -> Cause | None:
-    """The first rule, in order, that a line of the text matches; its first such line."""
-    lines = text.splitlines()
-    for rule in rules:
-        for line in lines:
-            if rule.pattern.search(line):
-                return Cause(rule=rule, line=line.strip()[:500])
-    return None
+def _evidence(lines: list[LogLine], rules: Sequence[Rule]) -> Iterator[_Evidence]:
+    # One search of the whole per rule: a search of each line by each rule takes seconds where a
+    # log is all short lines.
+    whole = "\n".join(line.text for line in lines)
+    starts = [0]
+    for line in lines:
+        starts.append(starts[-1] + len(line.text) + 1)
+    survived = starts[survived_until(lines)]
+    for order, rule in enumerate(rules):
+        seen = -1
+        for match in rule.pattern.finditer(whole, survived):
+            index = bisect_right(starts, match.start()) - 1
+            line = lines[index]
+            if index == seen or (line.is_mention and not rule.at_any_level):
+                continue
+            seen = index
+            yield _Evidence(rule, order, index, match.start() - starts[index], line)
+
+
+def _without_outlived(found: list[_Evidence]) -> Iterator[_Evidence]:
+    """Leaves out errors of a process that went on to end with another traceback.
+
+    Not causes: a worker often logs what it died of, and then raises something else.
+    """
+    last: dict[tuple[str, Role], int] = {}
+    errors = (Role.ERROR, Role.EXCEPTION)
+    for evidence in found:
+        line, role = evidence.line, evidence.rule.role
+        if role in errors and line.traceback and not line.is_caught:
+            key = (line.process, role)
+            last[key] = max(last.get(key, 0), line.traceback)
+    starts: dict[int, int] = {}
+    for evidence in found:
+        number = evidence.line.traceback
+        starts[number] = min(starts.get(number, evidence.index), evidence.index)
+    for evidence in found:
+        line = evidence.line
+        end = last.get((line.process, evidence.rule.role))
+        if evidence.rule.role in errors and end is not None and evidence.index < starts[end]:
+            continue
+        yield evidence
+
+
+def _without_wrapped(evidence: Iterator[_Evidence]) -> Iterator[_Evidence]:
+    """Leaves out errors without a name that only pass on what follows from something else."""
+    found = [*evidence]
+    cascades = [e for e in found if e.rule.role in (Role.CASCADE, Role.WRAPPER)]
+    lines = {e.index for e in cascades}
+    tracebacks = {e.line.traceback for e in cascades} - {0}
+    for e in found:
+        is_wrapper = e.index in lines or e.line.traceback in tracebacks
+        if not (e.rule.role is Role.EXCEPTION and is_wrapper):
+            yield e
+
+
+def _excerpt(evidence: _Evidence) -> str:
+    raw = evidence.line.raw
+    at = len(raw) - len(evidence.line.text) + evidence.at
+    begin = 0 if at < _LINE_LENGTH // 2 else at - _LINE_LENGTH // 5
+    return raw[begin : begin + _LINE_LENGTH].strip()
 
 
 def read_tail(log: Path, limit_bytes: int = LOOKBACK_BYTES) -> str:
@@ -232,5 +148,5 @@ _ERROR_LINE = re.compile(r"^([A-Za-z_][\w.]*(Error|Exception|Exit|Interrupt|Warn
 
 def last_error(text: str) -> str:
     """The line with which Python's last traceback ends; empty where there is none."""
-    lines = text.splitlines()
-    return next((line[:500] for line in reversed(lines) if _ERROR_LINE.match(line)), "")
+    lines = reversed(read_lines(text))
+    return next((line.text[:_LINE_LENGTH] for line in lines if _ERROR_LINE.match(line.text)), "")

@@ -41,7 +41,10 @@ def failure_of(
     hint = cause.rule.hint if cause else ""
     line = cause.line if cause else ""
     if cause is not None and kind in (None, FailureKind.RUNTIME_ERROR):
-        kind, rule = cause.rule.kind, cause.rule.id
+        rule = cause.rule.id
+        # That something was killed, as a text may say, is no better than what is known already.
+        if cause.rule.kind is not FailureKind.UNKNOWN:
+            kind = cause.rule.kind
     if kind is None:
         kind = FailureKind.RUNTIME_ERROR if signal in _FATAL_SIGNALS else FailureKind.UNKNOWN
     if signal == "SIGKILL" and not hint:

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
 
+from tasks.run.cause_rules import Role
 from tasks.run.causes import RULES, find_cause, last_error, last_lines, read_tail
+from tasks.run.failure_kinds import FailureKind
+
+DATA = Path(__file__).parents[1] / "data"
+FAILURES = sorted((DATA / "failures").glob("*.txt"))
+SURVIVED = sorted((DATA / "survived").glob("*.txt"))
 
 #: `rule -> a line as its program writes it`.
 TEXTS = {
-    "verl-total-gpus": ("ValueError: Total available GPUs 8.0 is less than total desired GPUs 16"),
+    "verl-total-gpus": "ValueError: Total available GPUs 8.0 is less than total desired GPUs 16",
     "verl-resource-pool": (
         "ValueError: Resource pool global_pool: 8*2cannot be satisfied in this ray cluster"
     ),
     "verl-placement-group": (
-        "ValueError: Cannot satisfy placement group requirement for pool global_pool"
+        "ValueError: Cannot satisfy placement group requirement for pool 'global_pool' requiring 8 "
+        "GPUs and 24 CPUs on a single node. Max available on any single node: ..."
     ),
     "nemo-rl-gpus": (
         "ResourceInsufficientError: Not enough GPUs available. Requested 16 GPUs, but only 8 are "
@@ -25,48 +33,178 @@ TEXTS = {
         "ValueError: The number of required GPUs exceeds the total number of available GPUs in "
         "the placement group."
     ),
-    "skyrl-placement-group": "RuntimeError: Failed to create placement group with 2 bundles",
+    "vllm-placement-group": (
+        "ValueError: Cannot provide a placement group of placement_group_specs=[{'GPU': 1.0}] "
+        "within 1800 seconds. See `ray status` to make sure the cluster has enough resources."
+    ),
+    "skyrl-placement-group": (
+        "RuntimeError: Failed to create placement group with 2 bundles (requiring 8.0 GPUs, 8.0 "
+        "CPUs total) in 180 seconds."
+    ),
     "areal-placement-group": "TimeoutError: Ray placement group timeout after 30 s",
     "ray-job-start": "Job supervisor actor failed to start within 900 seconds.",
     "nvidia-xid": "[  812.4] NVRM: Xid (PCI:0000:4e:00): 79, pid=812, GPU has gone",
     "gpu-ecc": "RuntimeError: CUDA error: uncorrectable ECC error encountered",
+    "gpu-lost": "GPU 0000:4e:00.0: GPU has fallen off the bus",
+    "gpu-fabric": "RuntimeError: Unexpected error ... Error 802: system not yet initialized",
     "node-lost": "ray.exceptions.NodeDiedError: The node was lost",
     "host-oom": "slurmstepd: error: Detected 1 oom_kill event in StepId=812.0",
+    "host-memory-error": "RuntimeError: [enforce fail] DefaultCPUAllocator: can't allocate memory",
+    "shared-memory": "RuntimeError: DataLoader worker (pid 8) is killed by signal: Bus error.",
     "cuda-oom": (
         "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ..."
     ),
+    "kv-cache-memory": "ValueError: No available memory for the cache blocks. Try increasing ...",
+    "gpu-memory-taken": (
+        "ValueError: Free memory on device (3.22/4.0 GiB) on startup is less than desired GPU "
+        "memory utilization (0.9, 3.6 GiB)."
+    ),
     "storage": "OSError: [Errno 28] No space left on device: '/ckpt/step-10'",
+    "checkpoint-cut-short": (
+        "RuntimeError: PytorchStreamReader failed reading zip archive: failed finding central "
+        "directory"
+    ),
     "port-conflict": "OSError: [Errno 98] error while attempting to bind: Address already in use",
-    "module-not-found": "ModuleNotFoundError: No module named 'flash_attn'",
-    "file-not-found": "python: can't open file '/work/trian.py': [Errno 2] No such file",
-    "permission": "PermissionError: [Errno 13] Permission denied: '/data'",
-    "usage": "trainer.py: error: unrecognized arguments: --lr",
-    "configuration": "hydra.errors.MissingConfigException: Cannot find primary config 'ppo'",
-    "non-finite-loss": "step 812: loss is nan, stopping",
+    "hub-offline": (
+        "huggingface_hub.errors.LocalEntryNotFoundError: Cannot find the requested files in the "
+        "disk cache and outgoing traffic has been disabled."
+    ),
+    "wandb": "wandb.errors.CommError: Run initialization has timed out after 90.0 sec.",
+    "ray-head-lost": "gcs_rpc_client.h:533: Failed to connect to GCS within 60 seconds.",
     "network": "ConnectionRefusedError: [Errno 111] Connection refused",
-    "python-value": "KeyError: 'reward'",
+    "rendezvous-timeout": (
+        "RuntimeError: The client socket has timed out after 600000ms while trying to connect to "
+        "(10.0.0.9, 46229)."
+    ),
     "collective-timeout": (
         "[rank3]:[E ProcessGroupNCCL.cpp:632] Watchdog caught collective operation timeout: "
         "WorkNCCL(SeqNum=812, OpType=ALLREDUCE, Timeout(ms)=600000)"
     ),
+    "collective-error": "torch.distributed.DistBackendError: NCCL error in: x.cpp:1275",
+    "module-not-found": "ModuleNotFoundError: No module named 'flash_attn'",
+    "file-not-found": "python: can't open file '/work/trian.py': [Errno 2] No such file",
+    "permission": "PermissionError: [Errno 13] Permission denied: '/data'",
+    "hub-access": "huggingface_hub.errors.GatedRepoError: 401 Client Error.",
+    "usage": "trainer.py: error: unrecognized arguments: --lr",
+    "configuration": "hydra.errors.MissingConfigException: Cannot find primary config 'ppo'",
+    "configuration-assert": (
+        "AssertionError: only support equal chunk. Got size of DataProto 512 and chunk 6."
+    ),
+    "python-value": "KeyError: 'reward'",
+    "non-finite-loss": "step 812: loss is nan, stopping",
+    "device-assert": "RuntimeError: CUDA error: device-side assert triggered",
+    "cuda-error": "RuntimeError: CUDA error: an illegal memory access was encountered",
+    "exception": "torch._dynamo.exc.BackendCompilerFailedException: inductor",
+    "actor-died": "ray.exceptions.ActorDiedError: The actor died unexpectedly",
+    "sigkill": "  traceback : Signal 9 (SIGKILL) received by PID 14750",
+    "engine-died": "RuntimeError: Engine core initialization failed. See root cause above.",
+    "child-failed": "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: ",
+    "absurd-request": (
+        "torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate more than 1EB memory"
+    ),
+    "peer-gone": "BrokenPipeError: [Errno 32] Broken pipe",
+    "non-finite-metric": "{'loss': nan, 'grad_norm': 0.2, 'epoch': 0.1}",
     "traceback": "Traceback (most recent call last):",
 }
+#: What the queue, the flow and the supervision find out by themselves, never from a log.
+OUR_OWN_KINDS = {"INFEASIBLE", "NOT_READY", "STALLED", "LOST_CONTACT"}
+
+
+def header_and_log(path: Path) -> tuple[dict[str, str], str]:
+    head, _, log = path.read_text(encoding="utf-8").partition("\n---\n")
+    return dict(line.split(": ", 1) for line in head.splitlines()), log
+
+
+def rule_of(text: str) -> str | None:
+    cause = find_cause(text)
+    return cause.rule.id if cause else None
+
+
+def traceback(error: str, mark: str = "") -> str:
+    lines = ("Traceback (most recent call last):", '  File "train.py", line 8, in run', error)
+    return "".join(f"{mark}{line}\n" for line in lines)
+
+
+def steps(first: int, last: int) -> str:
+    return "".join(f"step:{i} - actor/pg_loss:0.1\n" for i in range(first, last + 1))
+
+
+OOM = TEXTS["cuda-oom"]
 
 
 def test_every_rule_has_its_text() -> None:
-    assert list(TEXTS) == [rule.id for rule in RULES]
+    assert sorted(TEXTS) == sorted(rule.id for rule in RULES)
+    assert len({rule.id for rule in RULES}) == len(RULES)
+
+
+def test_every_rule_says_where_it_comes_from_and_every_cause_what_to_do() -> None:
+    assert [rule.id for rule in RULES if not rule.source or not rule.seen_in] == []
+    # What goes back to the queue, and what says nothing by itself, needs no one's help.
+    silent = {rule.id for rule in RULES if not rule.hint}
+    requeued = {r.id for r in RULES if r.kind in ("INSUFFICIENT_RESOURCES", "START_TIMEOUT")}
+    assert silent - requeued == {"permission", "python-value", "exception", "traceback"}
+
+
+def test_every_kind_that_a_log_can_tell_has_a_rule() -> None:
+    kinds = {rule.kind.value for rule in RULES}
+
+    assert {kind.value for kind in FailureKind} - kinds == OUR_OWN_KINDS
 
 
 @pytest.mark.parametrize("rule", TEXTS)
 def test_text_is_recognised_among_others(rule: str) -> None:
-    text = f"INFO starting\nstep 1 loss 0.5\n  {TEXTS[rule]}\nINFO leaving\n"
-    # What begins a line does so without an indent.
-    text = text.replace("\n  ", "\n")
-
-    cause = find_cause(text)
+    cause = find_cause(f"INFO starting\nstep 1 loss 0.5\n{TEXTS[rule]}\nINFO leaving\n")
 
     assert cause is not None and cause.rule.id == rule
-    assert cause.line == TEXTS[rule]
+    assert cause.line == TEXTS[rule].strip()
+
+
+@pytest.mark.parametrize("number", [48, 62, 64, 74, 79, 95, 119, 120, 140, *range(144, 151)])
+def test_xid_of_a_broken_gpu(number: int) -> None:
+    assert rule_of(f"kernel: NVRM: Xid (PCI:0000:4e:00): {number}, pid=812, name=x") == "nvidia-xid"
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        # verl's checks print what is available as an int where there is none.
+        ("Total available GPUs 0 is less than total desired GPUs 8", "INSUFFICIENT_RESOURCES"),
+        ("Resource pool a: 8*2 cannot be satisfied in this ray cluster", "INSUFFICIENT_RESOURCES"),
+        ("raylet died", "NODE_LOST"),
+        ("The node has been marked dead", "NODE_LOST"),
+        ("OSError: [Errno 116] Stale file handle", "STORAGE"),
+        ("socket.gaierror: [Errno -3] Temporary failure in name resolution", "NETWORK"),
+        ("ConnectionResetError: [Errno 104] Connection reset by peer", "NETWORK"),
+        ("FileNotFoundError: [Errno 2] No such file: 'x'", "USER_ERROR"),
+        ("omegaconf.errors.ConfigKeyError: Key 'x' not in 'y'", "USER_ERROR"),
+        ("TypeError: f() got an unexpected keyword argument 'x'", "USER_ERROR"),
+        ("ZeroDivisionError: division by zero", "RUNTIME_ERROR"),
+    ],
+)
+def test_kind_of_what_the_facts_name(text: str, kind: str) -> None:
+    cause = find_cause(text)
+
+    assert cause is not None and cause.rule.kind.value == kind
+
+
+@pytest.mark.parametrize("path", FAILURES, ids=lambda path: path.stem)
+def test_log_of_a_public_issue(path: Path) -> None:
+    expected, log = header_and_log(path)
+
+    cause = find_cause(log)
+
+    assert cause is not None
+    assert (cause.rule.kind.value, cause.rule.id) == (expected["kind"], expected["rule"])
+
+
+def test_there_are_enough_logs_of_public_issues() -> None:
+    assert len(FAILURES) >= 40
+    assert all("#" in header_and_log(path)[0]["source"] for path in FAILURES)
+
+
+@pytest.mark.parametrize("path", SURVIVED, ids=lambda path: path.stem)
+def test_alarming_log_of_what_was_survived(path: Path) -> None:
+    assert find_cause(header_and_log(path)[1]) is None
 
 
 @pytest.mark.parametrize(
@@ -82,6 +220,22 @@ def test_text_is_recognised_among_others(rule: str) -> None:
         ("module-not-found", "traceback"),
         ("verl-total-gpus", "python-value"),
         ("cuda-oom", "traceback"),
+        # A bug in one rank is not a silent network.
+        ("exception", "collective-timeout"),
+        ("python-value", "collective-error"),
+        ("device-assert", "collective-timeout"),
+        # Who counts on a process sees only that it is gone.
+        ("cuda-oom", "engine-died"),
+        ("host-oom", "sigkill"),
+        ("host-oom", "actor-died"),
+        ("kv-cache-memory", "engine-died"),
+        ("configuration-assert", "child-failed"),
+        ("storage", "peer-gone"),
+        ("port-conflict", "rendezvous-timeout"),
+        # Of the consequences the one that says more.
+        ("collective-timeout", "child-failed"),
+        ("sigkill", "engine-died"),
+        ("collective-timeout", "absurd-request"),
     ],
 )
 @pytest.mark.parametrize("first", ["cause", "symptom"])
@@ -89,9 +243,110 @@ def test_cause_is_found_wherever_its_symptom_stands(cause: str, symptom: str, fi
     lines = [TEXTS[cause], TEXTS[symptom]]
     text = "\n".join(lines if first == "cause" else reversed(lines))
 
-    found = find_cause(text)
+    assert rule_of(text) == cause
 
-    assert found is not None and found.rule.id == cause
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [("cuda-oom", "storage"), ("storage", "cuda-oom"), ("host-oom", "node-lost")],
+)
+def test_of_two_causes_the_first_in_the_text(first: str, second: str) -> None:
+    assert rule_of(f"{TEXTS[first]}\n{TEXTS[second]}\n") == first
+
+
+def test_cause_of_one_rank_among_the_lines_of_the_others() -> None:
+    others = "".join(
+        f"[rank{i}]: torch.distributed.DistBackendError: NCCL error\n" for i in range(8)
+    )
+    oom = traceback(OOM, mark="[rank3]: ").splitlines(keepends=True)
+    late = others.splitlines(keepends=True)
+
+    mixed = "".join(line for pair in zip(late, oom, strict=False) for line in pair) + others
+
+    assert rule_of(mixed) == "cuda-oom"
+
+
+def test_error_that_follows_from_a_collective_is_no_cause() -> None:
+    text = traceback(TEXTS["collective-error"])
+    text += "\nDuring handling of the above exception, another exception occurred:\n\n"
+    text += traceback("RuntimeError: the training step failed")
+
+    assert rule_of(text) == "collective-error"
+
+
+def test_first_error_of_a_chain_is_believed() -> None:
+    text = traceback("ConnectionRefusedError: [Errno 111] Connection refused")
+    text += "\nThe above exception was the direct cause of the following exception:\n\n"
+    text += traceback("ValueError: no server")
+
+    assert rule_of(text) == "network"
+
+
+def test_of_unchained_tracebacks_of_a_process_the_last_is_believed() -> None:
+    text = traceback("ConnectionResetError: no metrics today") + "going on without metrics\n"
+
+    assert rule_of(text + traceback("KeyError: 'reward'")) == "python-value"
+
+
+def test_a_worker_that_logs_why_it_dies_and_raises_another_error_died_of_the_first() -> None:
+    assert rule_of(traceback(OOM) + traceback("RuntimeError: worker failed")) == "cuda-oom"
+
+
+def test_of_tracebacks_of_different_processes_the_first_is_believed() -> None:
+    text = traceback("KeyError: 'reward'", mark="(Worker pid=7) ")
+
+    assert rule_of(text + traceback("ConnectionResetError: peer", "(Worker pid=8) ")) == (
+        "python-value"
+    )
+
+
+def test_error_after_which_training_went_on_is_no_cause() -> None:
+    assert rule_of(steps(1, 10) + traceback(OOM) + steps(11, 20)) is None
+    text = steps(1, 10) + traceback(OOM) + steps(11, 20) + TEXTS["collective-timeout"]
+    assert rule_of(text) == "collective-timeout"
+
+
+def test_progress_bar_proves_that_training_went_on() -> None:
+    bar = "\r".join(f"  6%|▋         | {i}/1398 [1:31:02<25:44:02, 70.72s/it]" for i in range(9))
+
+    assert rule_of(traceback(OOM) + bar) is None
+
+
+@pytest.mark.parametrize(
+    "progress",
+    [
+        # Queued batches carry an asynchronous trainer on for a few steps.
+        pytest.param(steps(11, 13), id="few-steps"),
+        # Inference and loading go on without the trainer.
+        pytest.param(
+            "".join(f"Rollout generation: {i}%|█  | {i}/99 [0:10<0:20]\r" for i in range(50)),
+            id="other-bars",
+        ),
+        # A run that starts again counts from the beginning, and says what it loads.
+        pytest.param("restarting\nloading step 3\nepoch 1\n", id="restart"),
+    ],
+)
+def test_error_is_not_survived_by_what_is_no_progress(progress: str) -> None:
+    assert rule_of(steps(1, 10) + traceback(OOM) + progress) == "cuda-oom"
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        "Exception ignored in: <function Pool.__del__ at 0x7f>",
+        "Task exception was never retrieved",
+        "--- Logging error ---",
+        "ERROR:    Exception in ASGI application",
+    ],
+)
+def test_traceback_of_an_error_that_was_caught_counts_only_where_nothing_else_does(
+    before: str,
+) -> None:
+    caught = f"{before}\n{traceback(OOM)}"
+
+    assert rule_of(caught) == "cuda-oom"
+    assert rule_of(caught + traceback("KeyError: 'reward'")) == "python-value"
+    assert rule_of(caught + TEXTS["collective-timeout"]) == "cuda-oom"
 
 
 @pytest.mark.parametrize(
@@ -105,10 +360,92 @@ def test_cause_is_found_wherever_its_symptom_stands(cause: str, symptom: str, fi
         "NVRM: Xid (PCI:0000:4e:00): 31, pid=812",
         "    raise KeyError(key)",
         "loss information follows",
+        "NCCL_DEBUG=INFO NCCL_TIMEOUT=1800 TORCH_NCCL_ASYNC_ERROR_HANDLING=1",
+        "'oom_score_adj': 500, 'on_oom': 'abort', 'max_retries': 3",
+        "config: {'nccl_timeout': 600, 'early_stop_loss': inf, 'resume_mode': 'auto'}",
+        "number of nan iterations: 0 | number of skipped iterations: 0",
+        "0 errors, 0 failures, 0 exceptions",
+        "Volatile Uncorr. ECC |   0 |   N/A",
+        "srun: error: node7: task 0: Exited with exit code 1",
+        "Error: see above",
+        # Tried again, with success.
+        "ERROR client: Connection refused, retrying in 2 s",
+        "Port 29500 is already in use, trying port 29501 instead.",
+        "retrying after timeout: read timed out (3/10)",
+        "CUDA out of memory at batch size 64, falling back to 32",
+        # Levels that don't end a process, in the forms of several loggers.
+        "WARNING 05-05 12:00:00 [cuda.py:12] CUDA out of memory in the probe run",
+        "2026-01-01 00:00:00,120 - INFO - client - ConnectionResetError: peer",
+        "[W1107 10:04:31.990 socket.cpp:464] [c10d] Address already in use",
+        "[2026-01-01 00:00:00,120] [INFO] [io.py:8:save] No space left on device: other disk",
+        "/lib/a.py:46: ResourceWarning: ConnectionResetError: peer",
+        "+ echo 'No space left on device'",
+        # Nobody knows what killed an actor, Ray only lists what could have.
+        "Some common causes include: (1) the process was killed by the OOM killer",
     ],
 )
 def test_usual_output_is_no_cause(line: str) -> None:
     assert find_cause(line) is None
+
+
+def test_code_in_a_traceback_is_no_cause() -> None:
+    text = traceback("ZeroDivisionError: division by zero").replace(
+        "in run\n", "in run\n    raise OSError('No space left on device')\n"
+    )
+
+    assert rule_of(text) == "exception"
+
+
+@pytest.mark.parametrize(
+    "mark",
+    [
+        "[rank0]: ",
+        "(TaskRunner pid=8051, ip=10.0.0.2) ",
+        "\x1b[36m(WorkerDict pid=812)\x1b[0m ",
+        "ERROR 06-30 13:53:19 [core.py:515] ",
+        "(EngineCore_DP0 pid=17374) ERROR 09-28 15:47:24 [core.py:718] ",
+        "2023-12-27 11:25:36 | ERROR | stderr | ",
+        "[2025-03-17 17:15:55 TP1] ",
+        "2025-04-01T05:53:13.120Z ",
+    ],
+)
+def test_marks_before_what_a_program_says_are_read_over(mark: str) -> None:
+    cause = find_cause(traceback("KeyError: 'reward'", mark))
+
+    assert cause is not None and cause.rule.id == "python-value"
+
+
+def test_line_is_cut_around_the_text_that_matched() -> None:
+    cause = find_cause("x" * 10_000 + " No space left on device " + "y" * 10_000)
+
+    assert cause is not None and "No space left on device" in cause.line
+    assert len(cause.line) <= 500
+
+
+@pytest.mark.parametrize(
+    "unit",
+    [
+        "x", "1", " ", "[", "(pid=", "- ", "a.", "_", "\r", "ab\r", "abcdef\n", "Error",
+        "a: error: ",
+        "Resource pool a: ", "NVRM: Xid :", "Free memory on device ", "TCPStore ", "out of memory",
+        "Cannot provide a placement group of ", "Connection refused ", "AssertionError: ",
+        "Traceback (most recent call last):\n", "step 1\nstep 2\n", "│ Error: \n", "Retrying\n",
+    ],
+)  # fmt: skip
+def test_no_text_takes_long(unit: str) -> None:
+    text = unit * (200_000 // len(unit))
+    start = time.perf_counter()
+
+    find_cause(text)
+
+    # A tenth of it is usual; what backtracks takes minutes.
+    assert time.perf_counter() - start < 5
+
+
+def test_roles_are_in_the_order_in_which_they_are_believed() -> None:
+    assert [*Role] == [
+        *(Role.CAUSE, Role.ERROR, Role.EXCEPTION, Role.CASCADE, Role.WRAPPER, Role.LAST)
+    ]
 
 
 def test_last_lines_are_those_that_say_something() -> None:
@@ -122,6 +459,7 @@ def test_last_lines_are_those_that_say_something() -> None:
     [
         ("Traceback ...\n  File x\nKeyError: 'a'\nbye\n", "KeyError: 'a'"),
         ("torch.cuda.CudaError: boom\nlater ValueError: 2", "torch.cuda.CudaError: boom"),
+        ("[rank3]: KeyError: 'a'\n(Worker pid=7) bye", "KeyError: 'a'"),
         ("all is well", ""),
         ("", ""),
     ],
