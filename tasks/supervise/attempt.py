@@ -328,8 +328,8 @@ class SupervisedAttempt:
             if pids := await member.end():
                 left[member.name] = pids
         await asyncio.gather(*(m.end() for m in self.members.values() if not m.is_launched))
-        if pids := await self._holds.close():
-            left.setdefault(self._launched[-1].name if self._launched else "run", pids)
+        if (pids := await self._holds.close()) and not left:
+            left[self._launched[-1].name if self._launched else "run"] = pids
         if self._conclusion is not None:
             await asyncio.wait({self._conclusion})
         self._emit("teardown.ended", left=left or None)

@@ -65,8 +65,10 @@ class Holds:
 
     def release(self, component: str) -> None:
         """Nothing of the component is left."""
-        if (path := self._cgroups.pop(component, None)) is not None:
-            cgroup.remove(path)
+        path = self._cgroups.pop(component, None)
+        if path is not None and not cgroup.remove(path):
+            # Its entry stays, too, so that a reconcile removes it.
+            return
         if self._register is not None:
             with contextlib.suppress(OSError):
                 self._register.leave(component)

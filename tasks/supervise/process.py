@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -259,15 +260,19 @@ class GuardedProcess:
                     )
                 )
             case "stuck":
-                self.stuck = tuple(message["pids"])
+                self.stuck = self._below_guardian() or tuple(message["pids"])
             case "empty":
                 self.stuck = ()
                 self._owes_processes = False
 
     def _watch_leader(self, pidfd: int) -> None:
         """See the command's end even when its guardian is stopped and reports nothing."""
+        try:
+            self._leader_pid = _pid_of(pidfd)
+        except OSError:
+            os.close(pidfd)
+            return
         self._leader_pidfd = pidfd
-        self._leader_pid = _pid_of(pidfd)
         asyncio.get_running_loop().add_reader(pidfd, self._on_leader_gone)
 
     def _on_forked(self, message: dict[str, Any]) -> None:
@@ -280,6 +285,9 @@ class GuardedProcess:
             cgroup=self._cgroup,
         )
         try:
+            if not forked.pid:
+                # Its pidfd did not arrive: this process has no room for one more file.
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             self._register(forked)
         except Exception as error:
             _reject(self._spawned, error)
@@ -301,6 +309,13 @@ class GuardedProcess:
             os.close(self._leader_pidfd)
             self._leader_pidfd = None
 
+    def _below_guardian(self) -> tuple[int, ...]:
+        """What the guardian guards, as seen from here: its own pids are those of its namespace."""
+        guardians = {self.guardian_pid}
+        if self._is_in_namespace:
+            guardians |= set(tree.children(self.guardian_pid))
+        return tuple(pid for pid in tree.descendants(self.guardian_pid) if pid not in guardians)
+
     def _settle_exit(self, status: Exit) -> None:
         self._forget_leader()
         _resolve(self.exited, status)
@@ -308,7 +323,10 @@ class GuardedProcess:
     def _on_guardian_gone(self) -> None:
         note = f"its guardian (pid {self.guardian_pid}) was killed"
         _reject(self._spawned, ChildProcessError(note))
-        if not self._owes_processes:
+        # One that was killed in a namespace comes to this process, and keeps the namespace's first
+        # process from its end until it is reaped.
+        was_killed = self._is_in_namespace and self._popen.returncode < 0
+        if not self._owes_processes and not was_killed:
             _resolve(self.empty, None)
             return
         if not self.exited.done():
@@ -325,8 +343,10 @@ class GuardedProcess:
             if self._cgroup is not None:
                 with contextlib.suppress(OSError):
                     cgroup.kill(self._cgroup)
-            # In a namespace they come to its first process, and not to this one.
-            left = end_marked(self._mark) if self._is_in_namespace else end_orphans()
+            left = end_orphans()
+            if self._is_in_namespace:
+                # They come to its first process; only the guardian itself comes to this one.
+                left += end_marked(self._mark)
             clean_rounds = 0 if left else clean_rounds + 1
             if time.monotonic() - since > 5.0:
                 self.stuck = tuple(left)
