@@ -149,7 +149,8 @@ _MEMORY = (
         _K.HOST_OOM,
         Role.CAUSE,
         r"Detected \d+ oom[-_ ]kill event|oom-kill:constraint="
-        r"|(?i:out of memory): Kill(?:ed)? process|^srun: error: .{0,200}: Out Of Memory"
+        r"|\bOOMKilled\b|(?i:out of memory): Kill(?:ed)? process"
+        r"|^srun: error: .{0,200}: Out Of Memory"
         r"|ray\.exceptions\.OutOfMemoryError|killed due to the node running low on memory"
         r"|killed due to memory pressure \(OOM\)",
         hint=_HOST_MEMORY,

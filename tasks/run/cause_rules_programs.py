@@ -22,7 +22,8 @@ _USERS = (
         _K.USER_ERROR,
         Role.ERROR,
         r"FileNotFoundError: |can't open file|IsADirectoryError: |NotADirectoryError: "
-        r"|is not the path to a directory containing",
+        r"|is not the path to a directory containing|: command not found$"
+        r"|^(?:/bin/)?(?:ba|da)?sh: .{1,200}: (?:not found|No such file or directory)$",
         hint="a path is wrong: relative ones count from the component's cwd",
         source="verl#1763, Python",
         seen_in="any",
@@ -31,7 +32,8 @@ _USERS = (
         "permission",
         _K.USER_ERROR,
         Role.ERROR,
-        r"PermissionError: |^\S{1,200}: Permission denied$",
+        r"PermissionError: |^(?:[^\s:]{1,200}: ){1,4}Permission denied$",
+        hint="the user that runs this may not read, write or execute it there",
         source="Python",
         seen_in="any",
     ),
@@ -51,9 +53,10 @@ _USERS = (
         Role.ERROR,
         r"^\S{1,200}\.py: error: |^\S{1,200}: error: (?:unrecognized arguments|argument "
         r"|the following arguments|invalid choice|ambiguous option)"
-        r"|are not used by the HfArgumentParser",
+        r"|are not used by the HfArgumentParser|^Error: (?:No such option|Invalid value|Missing "
+        r"(?:option|argument|command))",
         hint="the command line is not what the program expects: try it with --help",
-        source="CoVo#1, open-instruct#620, argparse",
+        source="CoVo#1, open-instruct#620, argparse, click",
         seen_in="any",
     ),
     rule(
@@ -121,6 +124,18 @@ _RUNTIME = (
         seen_in="PyTorch of 2023 to 2025",
     ),
     rule(
+        "segfault",
+        _K.RUNTIME_ERROR,
+        Role.ERROR,
+        # Not of an abort: that is how NCCL's watchdog ends its own process.
+        r"Fatal Python error: (?:Segmentation fault|Bus error|Illegal instruction)"
+        r"|SIGSEGV received at|Signal 11 \(SIGSEGV\) received|Segmentation fault \(core dumped\)"
+        r"|Segfault encountered",
+        hint="native code crashed: the stack above names it; look for mixed versions of CUDA",
+        source="CPython faulthandler, pytorch torch/distributed/elastic",
+        seen_in="any",
+    ),
+    rule(
         "exception",
         _K.RUNTIME_ERROR,
         Role.EXCEPTION,
@@ -159,9 +174,10 @@ _CASCADES = (
         _K.UNKNOWN,
         Role.CASCADE,
         r"Signal 9 \(SIGKILL\) received|\(exitcode: -9\)|exitcode +: -9\b|<Signals\.SIGKILL: 9>"
-        r"|^Killed$|: line \d+: +\d+ Killed\b|killed by signal: Killed|^Exit code: -9$",
+        r"|^Killed$|: line \d+: +\d+ Killed\b|killed by signal: Killed|^Exit code: -9$"
+        r"|exits with return code = -9\b",
         hint="SIGKILL comes from outside: the kernel's OOM killer (see dmesg) or a person",
-        source="pytorch torch/distributed/elastic, CPPO#6, sglang#15235",
+        source="pytorch torch/distributed/elastic, CPPO#6, sglang#15235, DeepSpeed launch.py",
         seen_in="PyTorch of 2023 to 2025, SGLang 0.5.6, bash",
     ),
     rule(

@@ -21,10 +21,13 @@ _MARKS = re.compile(
     r"""(?:
       \((?=[^()\n]{0,80}(?:pid=|ip=|raylet|autoscaler))[^()\n]{1,160}\)\ ?  # Ray's, vLLM's
     | \[[^\[\]\n]{1,160}\]:?\ ?                                  # [rank3]: [E602 11:17:52 x.cpp:7]
-    | \d[\d:.,TZ/+-]{3,40}\ *                                     # 2025-04-01 05:53:13,120
+    | \d[\d:.,TZ/+-]{3,40}(?:\ *(?=[\[(|A-Z-])|\ ?)             # 2025-04-01 05:53:13,120
     | (?:DEBUG|INFO|NOTICE|SUCCESS|WARNING|WARN|ERROR|CRITICAL|FATAL|stderr|stdout)
       (?=[\ :|]):?\ {0,4}
     | [|-]\ +
+    | [\w.-]{1,60}\ +\|\                                             # compose: vllm-1  |
+    | (?![\w.]*(?:Error|Exception):)[\w.-]{1,60}:\                  # srun -l, pdsh: node1:
+      (?=\[rank|Traceback|\ \ |[\w.]{1,120}Error:)
     )+""",
     re.VERBOSE,
 )
@@ -91,8 +94,9 @@ def read_lines(text: str) -> list[LogLine]:
         name = process.group() if process else ""
         reader = readers.setdefault(name, _Tracebacks())
         traceback, said, count = reader.follow(said, count)
-        if said.startswith(("Retrying", "retrying")) and name in newest:
-            lines[newest[name]] = replace(lines[newest[name]], is_mention=True)
+        before = lines[newest[name]] if name in newest else None
+        if said.startswith(("Retrying", "retrying")) and before and not before.traceback:
+            lines[newest[name]] = replace(before, is_mention=True)
         newest[name] = len(lines)
         is_quiet = bool(marks) and bool(_QUIET.search(marks)) and not _LOUD.search(marks)
         lines.append(
@@ -129,7 +133,7 @@ class _Tracebacks:
         if said[:1] in ("│", "╭", "╰", "❱"):  # rich's frames around code
             return 0, "", count
         if self._is_inside:
-            if said[:1] in (" ", "\t") or said.startswith(("File ", "^")):
+            if said.startswith(("  ", "\t", "File ", "^")):
                 return 0, "", count
             self._is_inside = False
             return self._number, said, count

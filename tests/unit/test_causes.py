@@ -94,6 +94,7 @@ TEXTS = {
     "non-finite-loss": "step 812: loss is nan, stopping",
     "device-assert": "RuntimeError: CUDA error: device-side assert triggered",
     "cuda-error": "RuntimeError: CUDA error: an illegal memory access was encountered",
+    "segfault": "Fatal Python error: Segmentation fault",
     "exception": "torch._dynamo.exc.BackendCompilerFailedException: inductor",
     "actor-died": "ray.exceptions.ActorDiedError: The actor died unexpectedly",
     "sigkill": "  traceback : Signal 9 (SIGKILL) received by PID 14750",
@@ -142,7 +143,7 @@ def test_every_rule_says_where_it_comes_from_and_every_cause_what_to_do() -> Non
     # What goes back to the queue, and what says nothing by itself, needs no one's help.
     silent = {rule.id for rule in RULES if not rule.hint}
     requeued = {r.id for r in RULES if r.kind in ("INSUFFICIENT_RESOURCES", "START_TIMEOUT")}
-    assert silent - requeued == {"permission", "python-value", "exception", "traceback"}
+    assert silent - requeued == {"python-value", "exception", "traceback"}
 
 
 def test_every_kind_that_a_log_can_tell_has_a_rule() -> None:
@@ -179,6 +180,12 @@ def test_xid_of_a_broken_gpu(number: int) -> None:
         ("omegaconf.errors.ConfigKeyError: Key 'x' not in 'y'", "USER_ERROR"),
         ("TypeError: f() got an unexpected keyword argument 'x'", "USER_ERROR"),
         ("ZeroDivisionError: division by zero", "RUNTIME_ERROR"),
+        # What shells and launchers say in place of the program.
+        ("bash: torchrun: command not found", "USER_ERROR"),
+        ("/bin/sh: 1: ./train.sh: Permission denied", "USER_ERROR"),
+        ("Error: No such option: --lr", "USER_ERROR"),
+        ("reason: OOMKilled", "HOST_OOM"),
+        ("[2026-01-01] [ERROR] [launch.py:321] x exits with return code = -9", "UNKNOWN"),
     ],
 )
 def test_kind_of_what_the_facts_name(text: str, kind: str) -> None:
@@ -224,6 +231,8 @@ def test_alarming_log_of_what_was_survived(path: Path) -> None:
         ("exception", "collective-timeout"),
         ("python-value", "collective-error"),
         ("device-assert", "collective-timeout"),
+        ("segfault", "collective-error"),
+        ("segfault", "actor-died"),
         # Who counts on a process sees only that it is gone.
         ("cuda-oom", "engine-died"),
         ("host-oom", "sigkill"),
@@ -252,6 +261,26 @@ def test_cause_is_found_wherever_its_symptom_stands(cause: str, symptom: str, fi
 )
 def test_of_two_causes_the_first_in_the_text(first: str, second: str) -> None:
     assert rule_of(f"{TEXTS[first]}\n{TEXTS[second]}\n") == first
+
+
+def test_cause_in_a_public_log_is_not_hidden_by_the_cascade_of_another() -> None:
+    role = {rule.id: rule.role for rule in RULES}
+    logs = [(path.stem, *header_and_log(path)) for path in FAILURES]
+    causes = [
+        (name, head["rule"], log) for name, head, log in logs if role[head["rule"]] < Role.CASCADE
+    ]
+    noise = [log for _, head, log in logs if role[head["rule"]] >= Role.CASCADE]
+    noise += [header_and_log(path)[1] for path in SURVIVED]
+
+    hidden = {
+        name
+        for name, rule, log in causes
+        for other in noise
+        for text in (log + other, other + log)
+        if rule_of(text) != rule
+    }
+
+    assert hidden == set()
 
 
 def test_cause_of_one_rank_among_the_lines_of_the_others() -> None:
@@ -407,6 +436,9 @@ def test_code_in_a_traceback_is_no_cause() -> None:
         "2023-12-27 11:25:36 | ERROR | stderr | ",
         "[2025-03-17 17:15:55 TP1] ",
         "2025-04-01T05:53:13.120Z ",
+        "node1: [rank0]: ",
+        "0: ",
+        "trainer-1  | ",
     ],
 )
 def test_marks_before_what_a_program_says_are_read_over(mark: str) -> None:

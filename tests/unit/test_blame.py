@@ -1,0 +1,70 @@
+"""What is known of a component's end, and what its log tells, make one failure."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tasks.run.failure_kinds import FailureKind
+from tasks.run.outcome import Exit
+from tasks.supervise.blame import failure_of
+
+OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
+NCCL = "[rank0]:[E ProcessGroupNCCL.cpp:632] Watchdog caught collective operation timeout: x"
+KILLED = "  traceback : Signal 9 (SIGKILL) received by PID 14750"
+
+
+def ended(code: int | None = 1, signal: int | None = None) -> Exit:
+    return Exit(exit_code=code, signal=signal, at_monotonic_s=0.0)
+
+
+def test_failure_carries_the_rule_its_line_and_what_to_do() -> None:
+    text = f"step 8\n[rank3]: {OOM}\n{NCCL}\n"
+
+    failure = failure_of("trainer", Path("x"), message="left", rule="exit", exit=ended(), text=text)
+
+    assert (failure.kind, failure.rule) == (FailureKind.CUDA_OOM, "cuda-oom")
+    assert failure.line == f"[rank3]: {OOM}"
+    assert "micro-batches" in failure.hint
+    assert failure.message == f"left: [rank3]: {OOM}"
+
+
+@pytest.mark.parametrize(
+    ("text", "signal", "kind", "rule"),
+    [
+        # The log names a cause: what the process did itself says less.
+        (OOM, 6, FailureKind.CUDA_OOM, "cuda-oom"),
+        (NCCL, 6, FailureKind.COLLECTIVE_TIMEOUT, "collective-timeout"),
+        # It says only that something was killed.
+        (KILLED, 11, FailureKind.RUNTIME_ERROR, "sigkill"),
+        (KILLED, None, FailureKind.UNKNOWN, "sigkill"),
+        # It says nothing.
+        ("step 8", 11, FailureKind.RUNTIME_ERROR, "exit"),
+        ("step 8", 9, FailureKind.UNKNOWN, "exit"),
+    ],
+)
+def test_kind_comes_from_the_log_and_else_from_the_signal(
+    text: str, signal: int | None, kind: FailureKind, rule: str
+) -> None:
+    exit = ended(None if signal else 1, signal)
+
+    failure = failure_of("trainer", Path("x"), message="left", rule="exit", exit=exit, text=text)
+
+    assert (failure.kind, failure.rule) == (kind, rule)
+
+
+def test_bare_sigkill_comes_with_where_to_look() -> None:
+    exit = ended(None, 9)
+
+    failure = failure_of("trainer", Path("x"), message="left", rule="exit", exit=exit, text="")
+
+    assert "dmesg" in failure.hint
+
+
+def test_kind_that_is_certain_is_not_replaced_by_the_log() -> None:
+    failure = failure_of(
+        "api", Path("x"), message="silent", rule="live", kind=FailureKind.STALLED, text=NCCL
+    )
+
+    assert (failure.kind, failure.rule) == (FailureKind.STALLED, "live")
