@@ -8,7 +8,6 @@ pytest.register_assert_rewrite("tests.support.stage", "tests.support.witness", "
 
 from tests.faults import table  # noqa: E402
 
-
 _rows: list[table.Row] = []
 
 
