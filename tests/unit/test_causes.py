@@ -82,7 +82,7 @@ TEXTS = {
     ),
     "collective-error": "torch.distributed.DistBackendError: NCCL error in: x.cpp:1275",
     "module-not-found": "ModuleNotFoundError: No module named 'flash_attn'",
-    "file-not-found": "python: can't open file '/work/trian.py': [Errno 2] No such file",
+    "file-not-found": "python: can't open file '/srv/app/trian.py': [Errno 2] No such file",
     "permission": "PermissionError: [Errno 13] Permission denied: '/data'",
     "hub-access": "huggingface_hub.errors.GatedRepoError: 401 Client Error.",
     "usage": "trainer.py: error: unrecognized arguments: --lr",
