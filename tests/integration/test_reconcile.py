@@ -23,7 +23,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 @pytest.fixture(scope="module")
 def api() -> Iterator[str]:
-    with prefect_server() as url:
+    """A server of this module's own: another's may have lost runs of other tests."""
+    with temporary_settings(restore_defaults={PREFECT_API_URL}), prefect_server() as url:
         yield url
 
 
@@ -33,6 +34,8 @@ def ground(api: str, tmp_path: Path) -> Iterator[Ground]:
     ground = Ground(home=tmp_path / "home", api=api)
     yield ground
     ground.clear()
+    # What was just killed is no lost run of the next test's.
+    ground.reconcile_without_flow()
 
 
 @pytest.fixture
