@@ -68,10 +68,12 @@ def supervise(part: Part) -> None:
                     return
 
         def end(*_: object) -> None:
-            supervisor.interrupt("told to end")
-            if told.is_set():
-                supervisor.hurry()
+            # Noted first: what the run does about it may be seen, and answered, at once.
+            is_again = told.is_set()
             told.set()
+            supervisor.interrupt("told to end")
+            if is_again:
+                supervisor.hurry()
 
         signal.signal(signal.SIGTERM, end)
         signal.signal(signal.SIGINT, end)
