@@ -209,21 +209,6 @@ def owner_of(run_id: str, home: Path | None = None) -> Owner | None:
     return _read(_live(home) / run_id / _OWNER, Owner)
 
 
-def is_owned(run_id: str, home: Path | None = None) -> bool:
-    """Whether a living process of this machine has the run."""
-    directory = _live(home) / run_id
-    owner = _read(directory / _OWNER, Owner)
-    if owner is None:
-        return False
-    if owner.host == host_name() and owner.process.is_alive():
-        return True
-    lock = _try_lock(directory)
-    if lock is None:
-        return True
-    os.close(lock)
-    return False
-
-
 def _live(home: Path | None) -> Path:
     return (home or muster_home()) / "live"
 

@@ -13,7 +13,7 @@ import pytest
 
 from tasks.supervise import registry
 from tasks.supervise.identity import ProcessId, boot_id, host_name
-from tasks.supervise.registry import Entry, Owner, RunRegister, claimed, is_owned, registered_runs
+from tasks.supervise.registry import Entry, Owner, RunRegister, claimed, registered_runs
 
 #: Opens a registry, says so, and stays until its stdin ends.
 OWNER = """
@@ -74,7 +74,6 @@ def lost_owner(home: Path, **changes: object) -> None:
 def test_run_whose_owner_lives_is_nobody_elses(owner: subprocess.Popen[str], home: Path) -> None:
     with claimed("a-run", home) as lost:
         assert lost is None
-    assert is_owned("a-run", home)
     assert registered_runs(home) == ["a-run"]
 
 
@@ -84,7 +83,6 @@ def test_run_whose_owner_was_killed_can_be_claimed(
     owner.send_signal(signal.SIGKILL)
     owner.wait()
 
-    assert not is_owned("a-run", home)
     with claimed("a-run", home) as lost:
         assert lost is not None
         assert lost.owner.process.pid == owner.pid
@@ -108,7 +106,6 @@ def test_owner_that_cannot_be_told_by_its_pid_is_still_told_by_its_lock(
 
     with claimed("a-run", home) as lost:
         assert lost is None
-    assert is_owned("a-run", home)
 
 
 def test_run_of_another_machine_is_left_to_it(home: Path) -> None:

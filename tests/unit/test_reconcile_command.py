@@ -1,0 +1,37 @@
+"""`python -m flows.reconcile`: what it says, and its exit code."""
+
+from __future__ import annotations
+
+import pytest
+
+from tasks import reconcile_command
+from tasks.run.reconciled import Reconciled, Report
+
+DONE = Reconciled(name="a-run", found="its process (pid 7) was gone", record="failed")
+OPEN = Reconciled(name="b-run", found="its process (pid 8) was gone", open="the server is away")
+
+
+@pytest.mark.parametrize(
+    ("runs", "code", "last"),
+    [
+        ((), 0, "nothing to do"),
+        ((DONE,), 0, "here: 1 of 1 lost runs reconciled"),
+        ((DONE, OPEN), 1, "here: 1 of 2 lost runs reconciled, 1 to be looked at again"),
+    ],
+)
+def test_each_run_is_told_and_the_exit_code_says_whether_all_is_done(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    runs: tuple[Reconciled, ...],
+    code: int,
+    last: str,
+) -> None:
+    report = Report(host="here", runs=runs)
+    monkeypatch.setattr(reconcile_command, "reconcile_host", lambda: report)
+    monkeypatch.setattr(reconcile_command, "publish", lambda report: None)
+
+    assert reconcile_command.main([]) == code
+
+    *told, summary = capsys.readouterr().out.splitlines()
+    assert told == [str(run) for run in runs]
+    assert summary == last
