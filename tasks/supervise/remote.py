@@ -1,0 +1,91 @@
+"""What supervision asks of a job that a cluster runs for a component, whatever the cluster is."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Protocol
+
+from tasks.run.failure_kinds import FailureKind
+from tasks.run.outcome import Exit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobLoss:
+    """Why a job is given up that has not ended by itself."""
+
+    kind: FailureKind
+    #: The id of the rule that noticed it.
+    rule: str
+    #: One line for people.
+    message: str
+
+
+class JobRefused(Exception):
+    """The cluster did not take the job, or took it and never ran it; `loss` says why.
+
+    Nothing of it is left, unless `loss.kind` is LOST_CONTACT: then nobody can say.
+    """
+
+    def __init__(self, loss: JobLoss) -> None:
+        super().__init__(loss)
+        self.loss = loss
+
+    def __str__(self) -> str:
+        return self.loss.message
+
+
+class RemoteJob(Protocol):
+    """One submission to a cluster, from before it is submitted until nothing of it is left.
+
+    Lives in one asyncio loop. Nothing in it blocks that loop.
+    """
+
+    #: Resolves once the job is final by the cluster's word, and is never rejected. A signal or an
+    #: exit code where the cluster knows it, else neither, with the cluster's reason as the note.
+    #: `at_monotonic_s` is the earliest moment at which the job can have ended: what died of its
+    #: end must not look as if it had died first.
+    exited: asyncio.Future[Exit]
+
+    @property
+    def submission_id(self) -> str:
+        """By which the cluster knows it."""
+
+    @property
+    def message(self) -> str:
+        """What the cluster says of the job's end; empty while it says nothing."""
+
+    @property
+    def place(self) -> str:
+        """Where its driver runs, in words: `node 10.0.0.2`; empty while it runs nowhere."""
+
+    async def launch(self) -> None:
+        """Submit it, or attach to it where it was submitted before, and wait until it runs.
+
+        Returns once its driver runs, or it is final. Raises: JobRefused. A cancel leaves it to
+        `end`.
+        """
+
+    async def until_lost(self) -> JobLoss:
+        """Watch a job that was launched, for ever: contact with its cluster, the GPUs that it is
+        to take by its start deadline.
+
+        Returns: why it is given up. A cancel ends it.
+        """
+
+    def stop(self) -> None:
+        """Ask it to end, in its grace period. Returns at once; any number of times."""
+
+    def kill(self) -> None:
+        """End it now, without a grace period. Returns at once."""
+
+    async def end(self) -> tuple[str, ...]:
+        """Stop it and wait until it is final, its actors are gone, its GPUs are free, no process
+        of it is left on any node, and its log is whole.
+
+        Returns: what did not come free in time, by node and pid; empty when all is free. Safe
+        after a `launch` that failed or was cancelled, and before any.
+        """
+
+    async def let_go(self) -> None:
+        """Leave the job running, and stop watching it: the next process attaches to it."""
