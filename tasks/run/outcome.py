@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal as signals
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from tasks.run.failure_kinds import FailureKind
@@ -94,8 +94,9 @@ class Verdict:
     failure: Failure | None = None
     #: What the verdict came from, CLOCK_MONOTONIC seconds: the earliest one holds.
     at_monotonic_s: float = 0.0
-    #: `left[component] -> pids` that even SIGKILL did not end.
-    left: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    #: `left[component] ->` what could not be ended: pids of this machine that outlived SIGKILL,
+    #: and words for what is on others.
+    left: Mapping[str, tuple[int | str, ...]] = field(default_factory=dict)
 
     @staticmethod
     def failed(failure: Failure, at_monotonic_s: float) -> Verdict:
@@ -106,13 +107,9 @@ class Verdict:
             at_monotonic_s=at_monotonic_s,
         )
 
-    def with_remains(self, left: Mapping[str, tuple[int, ...]]) -> Verdict:
-        """The verdict of an attempt whose processes could not all be ended: never a clean one."""
-        pids = "; ".join(f"{name}: {', '.join(map(str, p))}" for name, p in left.items())
-        remains = (
-            f"processes outlived SIGKILL ({pids}); see /proc/PID/stack for the device or file "
-            "system they wait on, their GPUs are not free"
-        )
+    def with_remains(self, left: Mapping[str, tuple[int | str, ...]]) -> Verdict:
+        """The verdict of an attempt of which something could not be ended: never a clean one."""
+        remains = " and ".join(_remains(left))
         if self.failure is not None:
             failure = replace(self.failure, message=f"{self.failure.message}; and {remains}")
         else:
@@ -123,3 +120,19 @@ class Verdict:
                 rule="teardown-incomplete",
             )
         return replace(Verdict.failed(failure, self.at_monotonic_s), left=left)
+
+
+def _remains(left: Mapping[str, tuple[int | str, ...]]) -> Iterator[str]:
+    pids = _named({name: [p for p in found if isinstance(p, int)] for name, found in left.items()})
+    words = _named({name: [w for w in found if isinstance(w, str)] for name, found in left.items()})
+    if pids:
+        yield (
+            f"processes outlived SIGKILL ({pids}); see /proc/PID/stack for the device or file "
+            "system they wait on, their GPUs are not free"
+        )
+    if words:
+        yield f"not all of it came free in time ({words})"
+
+
+def _named(found: Mapping[str, Sequence[object]]) -> str:
+    return "; ".join(f"{name}: {', '.join(map(str, what))}" for name, what in found.items() if what)

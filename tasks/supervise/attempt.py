@@ -12,27 +12,25 @@ import time
 from collections.abc import Coroutine
 from typing import Any
 
-from tasks.run.causes import read_tail
 from tasks.run.errors import RunEnded
 from tasks.run.failure_kinds import FailureKind
 from tasks.run.lifecycle import RunState
 from tasks.run.outcome import Exit, Failure, Verdict
 from tasks.supervise import tree
 from tasks.supervise.blame import failure_of, kind_of_spawn_error
+from tasks.supervise.course import Course
 from tasks.supervise.fate import Decision, Fate
 from tasks.supervise.holds import Holds
 from tasks.supervise.member import Emit, Member, PortTaken
+from tasks.supervise.members import make_member
 from tasks.supervise.plan import AttemptPlan
 from tasks.supervise.ports import PortsReserved
 from tasks.supervise.probe import make_client
-from tasks.supervise.progress import Silence, source_of
+from tasks.supervise.process_member import ProcessMember
 from tasks.supervise.registry import RunRegister
+from tasks.supervise.remote import JobLoss, JobRefused
 
 _log = logging.getLogger(__name__)
-
-_PROGRESS_EVERY_S = 0.5
-#: A trainer that has left wrote its last step before; what serves it over HTTP may lag.
-_LAST_STEP_WITHIN_S = 3.0
 
 
 class SupervisedAttempt:
@@ -58,12 +56,9 @@ class SupervisedAttempt:
         self.members: dict[str, Member] = {}
         self._launched: list[Member] = []
         self._watchers: list[asyncio.Task[None]] = []
-        self._progress = source_of(plan.progress, plan.cwd, self._client)
-        self._silence = Silence([c.command.log for c in plan.components], plan.own_questions)
+        self._course = Course(plan, self._client, emit, is_quiet=self._is_quiet)
         #: What is decided so far.
         self.fate = Fate()
-        #: The step last seen.
-        self.step: float | None = None
         self._conclusion: asyncio.Task[None] | None = None
         self._teardown: asyncio.Task[Verdict] | None = None
         #: Set once the run's fate is decided.
@@ -76,9 +71,8 @@ class SupervisedAttempt:
         """
         try:
             for component in self._plan.components:
-                self.members[component.name] = Member(
+                self.members[component.name] = make_member(
                     component,
-                    self._holds.prepare(component),
                     holds=self._holds,
                     ports=self._ports,
                     client=self._client,
@@ -93,7 +87,7 @@ class SupervisedAttempt:
             await self._client.aclose()
             raise
         self._holds.watch_shared_memory(self._own_pids)
-        self._watch(self._follow_progress())
+        self._watch(self._follow_course())
 
     async def start(self, name: str) -> None:
         """Start one component and wait until it is ready.
@@ -114,7 +108,7 @@ class SupervisedAttempt:
         self._watch(self._follow_liveness(member))
         self._watch(self._follow_processes(member))
         if all(m.is_ready for m in self.members.values()):
-            self._emit("attempt.ready", step=self.step)
+            self._emit("attempt.ready", step=self._course.step)
 
     def interrupt(self, why: str) -> None:
         """End the run as cancelled."""
@@ -149,7 +143,7 @@ class SupervisedAttempt:
     def hurry(self) -> None:
         """Wait for no grace period any more."""
         for member in self._launched:
-            member.process.kill()
+            member.kill()
 
     async def teardown(self) -> Verdict:
         """Stop what still runs, in reverse order, and wait until nothing is left.
@@ -170,7 +164,7 @@ class SupervisedAttempt:
     async def _launch(self, member: Member) -> None:
         """Start the program. Never cut short, so that what was started is known."""
         self._launched.append(member)
-        self._silence.restart()
+        self._course.restart()
         try:
             await member.launch()
         except PortTaken as error:
@@ -181,13 +175,15 @@ class SupervisedAttempt:
             message = f"{member.name} can't be started: {what}"
             self._fail(member, message, "spawn", kind=kind_of_spawn_error(error))
         else:
-            member.process.exited.add_done_callback(
-                lambda exited: self._on_exit(member, exited.result())
-            )
+            member.exited.add_done_callback(lambda exited: self._on_exit(member, exited.result()))
 
     async def _await_ready(self, member: Member) -> None:
         try:
+            await member.until_running()
+            self._watch(self._follow_job(member))
             await member.until_ready()
+        except JobRefused as error:
+            self._fail_by_loss(member, error.loss)
         except PortTaken as error:
             self._fail(member, f"{member}: {error}", "port-taken", kind=FailureKind.PORT_CONFLICT)
         except TimeoutError as error:
@@ -203,7 +199,7 @@ class SupervisedAttempt:
         self._emit(
             "component.exited",
             member.name,
-            pid=member.process.pid,
+            pid=member.pid,
             exit_code=exit.exit_code,
             signal=exit.signal_name,
         )
@@ -243,18 +239,17 @@ class SupervisedAttempt:
         self._conclusion.add_done_callback(self._on_task_done)
 
     async def _check_success(self, member: Member, exit: Exit) -> None:
-        required, deadline = self._plan.success_step, time.monotonic() + _LAST_STEP_WITHIN_S
-        await self._read_step()
-        while (self.step or 0) < (required or 0) and time.monotonic() < deadline:
-            await asyncio.sleep(0.1)
-            await self._read_step()
-        if required is not None and (self.step is None or self.step < required):
-            reached = "no step is known" if self.step is None else f"step {self.step:g} was reached"
+        required = self._plan.success_step
+        step = await self._course.until_reached(required)
+        if required is not None and (step is None or step < required):
+            reached = "no step is known" if step is None else f"step {step:g} was reached"
             message = f"{member} left with exit code 0, but {reached}: success is step {required:g}"
             kind = FailureKind.RUNTIME_ERROR
             self._fail(member, message, "success-not-reached", kind=kind, exit=exit)
             return
-        verdict = Verdict(state=RunState.COMPLETED, message=self._describe_step(member))
+        verdict = Verdict(
+            state=RunState.COMPLETED, message=str(self._course) or f"{member.name} is done"
+        )
         self._decide(
             Decision(
                 at_monotonic_s=exit.at_monotonic_s,
@@ -264,17 +259,14 @@ class SupervisedAttempt:
             )
         )
 
-    def _describe_step(self, member: Member) -> str:
-        if self.step is None:
-            return f"{member.name} is done"
-        total = self._plan.progress.total if self._plan.progress else None
-        return f"step {self.step:g}" + (f" of {total:g}" if total else "")
-
     def _fail_by_exit(self, member: Member, exit: Exit) -> None:
         before = "" if member.is_ready else " before it was ready"
         early = " while it should have stayed" if exit.is_zero else ""
         message = f"{member} {_verb(exit)}{before or early} after {member.seconds_alive():.1f} s"
         self._fail(member, message, "exit", exit=exit)
+
+    def _fail_by_loss(self, member: Member, loss: JobLoss) -> None:
+        self._fail(member, f"{member}: {loss.message}", loss.rule, kind=loss.kind)
 
     def _fail(
         self,
@@ -286,14 +278,15 @@ class SupervisedAttempt:
         exit: Exit | None = None,
     ) -> None:
         at = exit.at_monotonic_s if exit is not None else time.monotonic()
-        log, text = member.plan.command.log, None
+        said: str | None = None
         if kind is FailureKind.STALLED and self.fate.is_open_at(at):
             # What it says from now on, it says because it is examined.
-            member.is_hung, text = True, read_tail(log)
+            member.is_hung, said = True, member.last_words()
 
         def make_verdict() -> Verdict:
+            text = member.last_words() if said is None else said
             failure = failure_of(
-                member.name, log, message=message, rule=rule, kind=kind, exit=exit, text=text
+                member.name, text, message=message, rule=rule, kind=kind, exit=exit
             )
             return Verdict.failed(failure, at)
 
@@ -313,7 +306,7 @@ class SupervisedAttempt:
         last = self._launched[-1] if self._launched else None
         if last is not None and last.exit is None and decision.component not in self._hung():
             # It is the first to be stopped in any case, so before anything is written of it.
-            last.process.stop()
+            last.stop()
         self._teardown = asyncio.create_task(self._take_down(decision))
         self.decided.set()
 
@@ -323,7 +316,7 @@ class SupervisedAttempt:
             watcher.cancel()
         # With the others still there: what it waits for may be one of them.
         await asyncio.gather(*(member.examine() for member in self._hung().values()))
-        left = {}
+        left: dict[str, tuple[int | str, ...]] = {}
         for member in reversed(self._launched):
             if pids := await member.end():
                 left[member.name] = pids
@@ -356,27 +349,16 @@ class SupervisedAttempt:
         kind = FailureKind.STALLED if loss.exit is None else None
         self._fail(member, loss.message, loss.rule, kind=kind, exit=loss.exit)
 
-    async def _follow_progress(self) -> None:
-        """Read the step from time to time, and notice when nothing moves any more."""
-        limit_s = self._plan.stall_after_s
-        while True:
-            await self._read_step()
-            silent_s = self._silence.lasts_s(self.step)
-            if limit_s is not None and silent_s > limit_s and self._launched:
-                member = self._stalled_member()
-                message = (
-                    f"no progress (step {self.step}) and no output of any component "
-                    f"for {silent_s:.0f} s"
-                )
-                self._fail(member, message, "stall", kind=FailureKind.STALLED)
-            await asyncio.sleep(_PROGRESS_EVERY_S)
+    async def _follow_job(self, member: Member) -> None:
+        self._fail_by_loss(member, await member.until_job_lost())
 
-    async def _read_step(self) -> None:
-        step = await self._progress.step() if self._progress is not None else None
-        if step is not None and step != self.step:
-            self.step = step
-            total = self._plan.progress.total if self._plan.progress else None
-            self._emit("run.progress", step=step, total=total)
+    async def _follow_course(self) -> None:
+        why = await self._course.until_stalled()
+        self._fail(self._stalled_member(), why, "stall", kind=FailureKind.STALLED)
+
+    def _is_quiet(self) -> bool:
+        """Nothing can be expected to move: nothing is started, or a job has not begun."""
+        return not self._launched or any(member.is_pending for member in self._launched)
 
     def _stalled_member(self) -> Member:
         """Whose silence it is: the trainer's where there is one, else the last one started."""
@@ -387,7 +369,8 @@ class SupervisedAttempt:
 
     def _own_pids(self) -> set[int]:
         """Every process of this attempt, guardians aside."""
-        return set(tree.descendants(*(m.process.guardian_pid for m in self.members.values())))
+        processes = (m for m in self.members.values() if isinstance(m, ProcessMember))
+        return set(tree.descendants(*(m.process.guardian_pid for m in processes)))
 
 
 def _verb(exit: Exit) -> str:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import errno
-from pathlib import Path
 
-from tasks.run.causes import find_cause, last_error, last_lines, read_tail
+from tasks.run.causes import find_cause, last_error, last_lines
 from tasks.run.failure_kinds import FailureKind
 from tasks.run.outcome import Exit, Failure
 
@@ -19,23 +18,21 @@ _USERS_ERRNOS = frozenset(
 
 def failure_of(
     component: str,
-    log: Path,
+    text: str,
     *,
     message: str,
     rule: str,
     kind: FailureKind | None = None,
     exit: Exit | None = None,
-    text: str | None = None,
 ) -> Failure:
-    """The failure, with what the component's log says of it.
+    """The failure, with what the component said of it.
 
     Args:
         message: what happened, in one line.
-        rule: by which it was noticed; a text in the log that names a cause replaces it.
-        kind: where it is certain already; None: the log, or else the signal, tells.
-        text: the end of the log, where it was read before.
+        text: the end of its log, and what else was said of its end.
+        rule: by which it was noticed; a text that names a cause replaces it.
+        kind: where it is certain already; None: the text, or else the signal, tells.
     """
-    text = read_tail(log) if text is None else text
     cause = find_cause(text)
     signal = exit.signal_name if exit else None
     hint = cause.rule.hint if cause else ""

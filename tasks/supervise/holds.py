@@ -15,7 +15,7 @@ from tasks.supervise.identity import ProcessId
 from tasks.supervise.namespace import PidNamespace
 from tasks.supervise.plan import AttemptPlan, ComponentPlan
 from tasks.supervise.process import Command, Forked, GuardedProcess
-from tasks.supervise.registry import Entry, RunRegister
+from tasks.supervise.registry import Entry, JobEntry, RunRegister
 from tasks.supervise.shared_memory import SharedMemoryWatch
 
 
@@ -62,6 +62,19 @@ class Holds:
             cgroup=self._make_cgroup(component.name),
             register=partial(self._enter, component),
         )
+
+    def enter_job(self, component: ComponentPlan, submission_id: str) -> None:
+        """Register a component's job, before it is submitted. Raises: OSError."""
+        if self._register is not None:
+            self._register.enter_job(
+                JobEntry(
+                    run_id=self._plan.run_id,
+                    attempt=self._plan.number,
+                    component=component.name,
+                    submission_id=submission_id,
+                    log=component.command.log,
+                )
+            )
 
     def release(self, component: str) -> None:
         """Nothing of the component is left."""

@@ -11,6 +11,7 @@ from tasks.run.probes import LiveProbe, ReadyProbe
 from tasks.run.spec import OnExitZero, Progress
 from tasks.supervise.containment import Containment, Level
 from tasks.supervise.process import Command
+from tasks.supervise.remote import RemoteJob
 
 
 def _as_it_is(text: str) -> str:
@@ -27,6 +28,9 @@ class ComponentPlan:
     ready: ReadyProbe | None
     live: LiveProbe | None
     on_exit_zero: OnExitZero
+    #: Makes the job that runs it on a cluster, told where to say what happens to it; None: a
+    #: process of this machine runs it.
+    make_job: Callable[[Callable[..., None]], RemoteJob] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

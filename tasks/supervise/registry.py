@@ -77,6 +77,21 @@ class Entry(_Model):
     grace_s: float
 
 
+class JobEntry(_Model):
+    """One component that a cluster runs, submitted or about to be.
+
+    What is needed to ask for it lies with the attempt, in `submission.json`.
+    """
+
+    run_id: str
+    #: From 1.
+    attempt: int
+    component: str
+    submission_id: str
+    #: In the attempt's directory.
+    log: Path
+
+
 class RunRegister:
     """The registry of one run, held open by the process that supervises it.
 
@@ -116,9 +131,14 @@ class RunRegister:
         """Raises: OSError; then the component must not be started."""
         write_json(self._path(entry.component), entry.model_dump(mode="json"))
 
+    def enter_job(self, entry: JobEntry) -> None:
+        """Raises: OSError; then the job must not be submitted."""
+        write_json(self._directory / f"job-{entry.component}.json", entry.model_dump(mode="json"))
+
     def leave(self, component: str) -> None:
         """Nothing of the component is left."""
         self._path(component).unlink(missing_ok=True)
+        (self._directory / f"job-{component}.json").unlink(missing_ok=True)
 
     @property
     def leftovers(self) -> tuple[Path, ...]:
@@ -137,7 +157,7 @@ class RunRegister:
         """Forget the run, unless an entry says that something of it is left."""
         if self._lock_fd is None:
             return
-        if not list(_entries(self._directory)):
+        if not list(_entries(self._directory)) and not list(_jobs(self._directory)):
             shutil.rmtree(self._directory, ignore_errors=True)
         os.close(self._lock_fd)
         self._lock_fd = None
@@ -156,6 +176,7 @@ class LostRun:
         self._directory = directory
         self.owner = owner
         self.entries = list(_entries(directory))
+        self.jobs = list(_jobs(directory))
 
     @property
     def is_of_this_boot(self) -> bool:
@@ -169,6 +190,11 @@ class LostRun:
             self.owner = self.owner.model_copy(update={"lost_at_boot_s": now})
             write_json(self._directory / _OWNER, self.owner.model_dump(mode="json"))
         return now - (self.owner.lost_at_boot_s or now)
+
+    def forget_job(self, component: str) -> None:
+        """Its job is final, and nothing of it is left."""
+        (self._directory / f"job-{component}.json").unlink(missing_ok=True)
+        self.jobs = [entry for entry in self.jobs if entry.component != component]
 
     def forget(self) -> None:
         """All of it is finished."""
@@ -216,6 +242,12 @@ def _live(home: Path | None) -> Path:
 def _entries(directory: Path) -> Iterator[Entry]:
     for path in sorted(directory.glob("component-*.json")):
         if (entry := _read(path, Entry)) is not None:
+            yield entry
+
+
+def _jobs(directory: Path) -> Iterator[JobEntry]:
+    for path in sorted(directory.glob("job-*.json")):
+        if (entry := _read(path, JobEntry)) is not None:
             yield entry
 
 

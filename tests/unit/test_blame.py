@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from tasks.run.failure_kinds import FailureKind
@@ -22,7 +20,7 @@ def ended(code: int | None = 1, signal: int | None = None) -> Exit:
 def test_failure_carries_the_rule_its_line_and_what_to_do() -> None:
     text = f"step 8\n[rank3]: {OOM}\n{NCCL}\n"
 
-    failure = failure_of("trainer", Path("x"), message="left", rule="exit", exit=ended(), text=text)
+    failure = failure_of("trainer", text, message="left", rule="exit", exit=ended())
 
     assert (failure.kind, failure.rule) == (FailureKind.CUDA_OOM, "cuda-oom")
     assert failure.line == f"[rank3]: {OOM}"
@@ -49,7 +47,7 @@ def test_kind_comes_from_the_log_and_else_from_the_signal(
 ) -> None:
     exit = ended(None if signal else 1, signal)
 
-    failure = failure_of("trainer", Path("x"), message="left", rule="exit", exit=exit, text=text)
+    failure = failure_of("trainer", text, message="left", rule="exit", exit=exit)
 
     assert (failure.kind, failure.rule) == (kind, rule)
 
@@ -57,14 +55,12 @@ def test_kind_comes_from_the_log_and_else_from_the_signal(
 def test_bare_sigkill_comes_with_where_to_look() -> None:
     exit = ended(None, 9)
 
-    failure = failure_of("trainer", Path("x"), message="left", rule="exit", exit=exit, text="")
+    failure = failure_of("trainer", "", message="left", rule="exit", exit=exit)
 
     assert "dmesg" in failure.hint
 
 
 def test_kind_that_is_certain_is_not_replaced_by_the_log() -> None:
-    failure = failure_of(
-        "api", Path("x"), message="silent", rule="live", kind=FailureKind.STALLED, text=NCCL
-    )
+    failure = failure_of("api", NCCL, message="silent", rule="live", kind=FailureKind.STALLED)
 
     assert (failure.kind, failure.rule) == (FailureKind.STALLED, "live")

@@ -1,0 +1,233 @@
+"""A component that is a process of this machine, with all that descends from it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import httpx
+
+from tasks.run.outcome import Exit
+from tasks.run.probes import LiveProbe, ReadyProbe
+from tasks.supervise import tree
+from tasks.supervise.diagnosis import Diagnosis, Hung
+from tasks.supervise.holds import Holds
+from tasks.supervise.identity import ProcessId
+from tasks.supervise.member import Emit, Member, PortTaken, forever
+from tasks.supervise.notify import NotifySocket
+from tasks.supervise.plan import ComponentPlan
+from tasks.supervise.ports import Listener, PortsReserved, is_listened, listeners
+from tasks.supervise.probe import NotifyProbe, Probe
+from tasks.supervise.process import GuardedProcess
+from tasks.supervise.vigil import Loss, Vigil
+
+#: What a guardian needs after the grace period to kill, to reap, and to report what is stuck.
+_KILL_WITHIN_S = 8.0
+#: An idle guardian leaves in milliseconds, unless it is itself stopped.
+_LEAVE_WITHIN_S = 2.0
+#: From the end of the processes below it to that of a component that leaves in good order.
+_LEAVES_WITHIN_S = 1.0
+
+
+class ProcessMember(Member):
+    """A component and its process, from an idle guardian to an empty tree."""
+
+    def __init__(
+        self,
+        plan: ComponentPlan,
+        process: GuardedProcess,
+        *,
+        holds: Holds,
+        ports: PortsReserved,
+        client: httpx.AsyncClient,
+        emit: Emit,
+        own_pids: Callable[[], set[int]],
+        mask: Callable[[str], str],
+    ) -> None:
+        """
+        Args:
+            own_pids: every process of the attempt, this component's and the others'.
+            mask: takes secrets out of a text.
+        """
+        super().__init__(plan, client=client, emit=emit)
+        self.process = process
+        self._holds = holds
+        self._ports = ports
+        self._own_pids = own_pids
+        self._mask = mask
+        self._guardian = ProcessId.of(process.guardian_pid)
+        self._parent_pid = 0
+        self._notify: NotifySocket | None = None
+        self._diagnosis: Diagnosis | None = None
+
+    def __str__(self) -> str:
+        return f"{self.name} (pid {self.process.pid})" if self.process.pid else self.name
+
+    @property
+    def exited(self) -> asyncio.Future[Exit]:
+        return self.process.exited
+
+    @property
+    def pid(self) -> int | None:
+        return self.process.pid
+
+    def stop(self) -> None:
+        self.process.stop()
+
+    def kill(self) -> None:
+        self.process.kill()
+
+    async def launch(self) -> None:
+        """Start the process.
+
+        Raises: OSError, when the program can't be started; PortTaken. Nothing is left then.
+        """
+        self._emit("component.starting", self.name)
+        command = self.plan.command
+        if self.plan.ready is not None and self.plan.ready.notify:
+            self._notify = NotifySocket(self._is_ours)
+            env = {**command.env, "NOTIFY_SOCKET": self._notify.address}
+            command = replace(command, env=env)
+        self._ports.release(self.name)
+        for spec in (self.plan.ready, self.plan.live):
+            if spec is not None and (probe := self._probe(spec)) is not None:
+                self._refuse_foreign(probe.local_port)
+        self.is_launched = True
+        self._launched_at, self._launched_monotonic_s = time.time(), time.monotonic()
+        pid = await self._holds.launch(self.plan, self.process, command)
+        self._parent_pid = tree.parent_of(pid)
+        self._emit("component.spawned", self.name, pid=pid, argv=list(command.argv))
+
+    async def until_process_lost(self) -> Loss:
+        """Watch the processes below it that must stay alive, for ever.
+
+        Returns: the loss of one. A cancel ends it.
+        """
+        live = self.plan.live
+        if live is None or live.processes is None:
+            return await forever()
+        loss = await Vigil(
+            str(self),
+            live.processes,
+            lambda: [pid for pid in self.processes() if pid != self.process.pid],
+            every_s=live.every_s,
+            misses=live.misses,
+            on_watched=lambda pid, command: self._emit(
+                "process.watched", self.name, pid=pid, command=command
+            ),
+        ).until_lost()
+        exited = self.process.exited
+        if self.plan.on_exit_zero != "fail":
+            # A component that may leave in good order ends its own processes first.
+            if loss.is_orderly:
+                await asyncio.wait([exited], timeout=_LEAVES_WITHIN_S)
+            if exited.done() and exited.result().is_zero:
+                return await forever()
+        return loss
+
+    async def examine(self) -> None:
+        """Write down what it hangs in; `end` adds to that what it says at its end."""
+        command = self.plan.command
+        hung = Hung(
+            name=self.name,
+            pid=self.process.pid,
+            log=command.log,
+            stop_signal=command.stop_signal,
+            grace_s=command.grace_s,
+            processes=self.processes,
+            mask=self._mask,
+        )
+        self._diagnosis = Diagnosis(hung)
+        if (report := await self._diagnosis.examine()) is not None:
+            self._emit("component.diagnosed", self.name, pid=self.process.pid, path=str(report))
+
+    async def end(self) -> tuple[int | str, ...]:
+        """Stop the process and wait until its whole tree is gone.
+
+        Returns: the pids that SIGKILL did not end; empty when the tree is.
+        """
+        if not self.is_launched:
+            self.process.dismiss()
+            if not await self._is_empty_within(_LEAVE_WITHIN_S):
+                self.process.abandon_guardian()
+                await self._is_empty_within(_KILL_WITHIN_S)
+            return ()
+        if self._diagnosis is None:
+            return await self._end()
+        async with self._diagnosis:
+            return await self._end()
+
+    async def _end(self) -> tuple[int | str, ...]:
+        self.process.stop()
+        is_empty = await self._is_empty_within(self.plan.command.grace_s + _KILL_WITHIN_S)
+        # A guardian that works has reported what is stuck by now. One that is itself stopped
+        # reports nothing: without it, what it guarded comes to this process, and is ended.
+        if not is_empty and not self.process.stuck:
+            self.process.abandon_guardian()
+            await self._is_empty_within(_KILL_WITHIN_S)
+        if self._notify is not None:
+            self._notify.close()
+        if self.process.empty.done():
+            self._holds.release(self.name)
+            self._emit("component.stopped", self.name, pid=self.process.pid)
+            return ()
+        left = self.process.stuck or tuple(tree.descendants(self.process.guardian_pid))
+        self._emit("component.stuck", self.name, pid=self.process.pid, pids=left)
+        return left or (self.process.guardian_pid,)
+
+    def processes(self) -> list[int]:
+        """Its whole tree; nothing once the guardian is gone, whose pid may be another's then."""
+        if not self._guardian.is_alive():
+            return []
+        # In a PID namespace the guardian is a child of the process that we started.
+        found = tree.descendants(self._guardian.pid)
+        return [pid for pid in found if pid != self._parent_pid]
+
+    async def _is_empty_within(self, limit_s: float) -> bool:
+        done, _ = await asyncio.wait([self.process.empty], timeout=limit_s)
+        return bool(done)
+
+    def _probe(self, spec: ReadyProbe | LiveProbe) -> Probe | None:
+        if spec.notify and self._notify is not None:
+            return NotifyProbe(self._notify)
+        return super()._probe(spec)
+
+    def _refuse_foreign(self, port: int | None) -> None:
+        """Raises: PortTaken, when a server that is not of this run answers on the port."""
+        if port is None or not is_listened(port):
+            return
+        # A port that was reserved for another component is that one's to answer on.
+        ours = self._own_pids()
+        for listener in listeners(port, ours):
+            if listener.pid not in ours and self._is_foreign(listener):
+                who = (
+                    f"pid {listener.pid} ({listener.command})"
+                    if listener.pid
+                    else "a process of another user"
+                )
+                raise PortTaken(
+                    f"port {port} is held by {who}, which is not of this run: "
+                    "end it, or use ${NAME.port} for a free port"
+                )
+
+    def _is_foreign(self, listener: Listener) -> bool:
+        """Whether a listener outside our tree can't be one that the component has started.
+
+        A container runtime, or a daemon that was asked to, may listen for a component from outside
+        its tree. Such a process is younger than the component; and it is in a container, or works
+        for one, or carries the run's name. Whatever else is there has taken the port.
+        """
+        if not self.is_launched:
+            return True
+        if listener.pid == 0:
+            return listener.uid not in (0, os.getuid())
+        if listener.start_ticks < tree.start_ticks(self.process.pid or 0):
+            return True
+        carries_name = listener.run_id == self.plan.command.env.get("MUSTER_RUN_ID")
+        return not (carries_name or listener.is_containers)
+
+    def _is_ours(self, pid: int) -> bool:
+        return pid in tree.descendants(self.process.guardian_pid)
