@@ -40,6 +40,11 @@ class AttemptPlace:
     def events(self) -> Path:
         return self.directory / "events.jsonl"
 
+    @property
+    def submission(self) -> Path:
+        """Of its Ray job; further jobs of the attempt have files beside it."""
+        return self.directory / "submission.json"
+
     def log(self, component: str) -> Path:
         return self.directory / f"{component}.log"
 

@@ -114,20 +114,13 @@ def _checked(
 
 
 def _unsupported(written: Mapping[str, Any]) -> Iterator[Fault]:
-    if written.get("gang") is not None:
-        yield _not_yet("gang", "runs on a shared cluster come with the gang queue", "leave it out")
-    if written.get("on_lost_flow") == "adopt":
-        yield _not_yet("on_lost_flow", "adoption comes with Ray jobs", "write stop")
-    for name, component in _mapping(written.get("components")).items():
-        path = f"components.{name}"
+    if written.get("gang") is not None and written.get("ray") is None:
+        reason = "without `ray` nobody knows which GPUs there are"
+        yield _not_yet("gang", reason, 'write ray: {address: "http://127.0.0.1:8265"} too')
+    for name in _mapping(written.get("components")):
         if name == "rollout":
+            path = f"components.{name}"
             yield _not_yet(path, "a fleet of inference servers comes later", "leave it out")
-            continue
-        if _mapping(component).get("launcher") == "ray_job":
-            yield _not_yet(f"{path}.launcher", "Ray jobs come later", "write process")
-            if _mapping(_mapping(component).get("live")).get("processes") is not None:
-                reason = "child processes are watched where the launcher is process"
-                yield _not_yet(f"{path}.live.processes", reason, "leave it out")
 
 
 def _not_yet(path: str, reason: str, remedy: str) -> Fault:

@@ -48,10 +48,12 @@ def lookup_faults(spec: RunSpec, *, root: Path, path: str) -> tuple[Fault, ...]:
     """
     faults = [*_directory_faults("cwd", spec.cwd, root)]
     for name, component in spec.processes.items():
-        if component.launcher != "process":
-            continue
         place = f"components.{name}"
         found = [*_directory_faults(f"{place}.cwd", component.cwd, root)]
+        if component.launcher != "process":
+            # Its directory goes to the cluster; what its command names is looked for there.
+            faults += found
+            continue
         cwd = _directory(component.cwd or spec.cwd, root)
         world = _World(cwd=cwd, path=_path_of(component, spec.env, path))
         for item in named_in(_items(component)):

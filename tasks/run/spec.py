@@ -249,6 +249,7 @@ class RunSpec(Model):
         if written.get("success") is not None and written.get("progress") is None:
             remedy = "write progress: {jsonl: FILE, step: KEY} too"
             yield ("success",), refused("needs `progress`: nothing would show the step", remedy)
+        yield from _rules_of_jobs(written)
         retry = written.get("retry")
         for kind, policy in retry.items() if isinstance(retry, Mapping) else ():
             listed = set(FailureKind) - REQUEUED
@@ -287,3 +288,31 @@ class RunSpec(Model):
     def written(self) -> dict[str, Any]:
         """Plain data for YAML or JSON, in order and without what was left out."""
         return self.model_dump(mode="json", exclude_unset=True)
+
+
+def _rules_of_jobs(written: Mapping[str, Any]) -> Iterator[Refusal]:
+    """What goes with components that a cluster runs."""
+    named = written.get("components")
+    components = {
+        name: component
+        for name, component in (named.items() if isinstance(named, Mapping) else ())
+        if isinstance(component, Mapping)
+    }
+    jobs = [name for name, one in components.items() if one.get("launcher") == "ray_job"]
+    if jobs and written.get("ray") is None:
+        problem = f"missing: {jobs[0]} is a Ray job, and no cluster is named"
+        yield ("ray",), refused(problem, 'write ray: {address: "http://127.0.0.1:8265"}')
+    for name in jobs:
+        live, ready = components[name].get("live"), components[name].get("ready")
+        if isinstance(live, Mapping) and live.get("processes") is not None:
+            problem = "child processes are watched on this machine, and a Ray job runs on another"
+            yield ("components", name, "live", "processes"), refused(problem, "leave it out")
+        if isinstance(ready, Mapping) and ready.get("notify"):
+            problem = "a Ray job runs on another machine, from where it can't notify this one"
+            remedy = "write log: REGEX, or http: of an address that it serves"
+            yield ("components", name, "ready", "notify"), refused(problem, remedy)
+    if written.get("on_lost_flow") == "adopt" and len(jobs) < len(components):
+        other = next(name for name in components if name not in jobs)
+        problem = f"{other} is a process, which ends with the flow process of its run"
+        remedy = "write stop, or launcher: ray_job for every component"
+        yield ("on_lost_flow",), refused(problem, remedy)

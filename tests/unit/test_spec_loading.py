@@ -86,6 +86,9 @@ def file_faults(tmp_path: Path, text: str | bytes, *overrides: str) -> list[tupl
     return [(fault.path, fault.problem) for fault in raised.value.faults]
 
 
+JOB = {"launcher": "ray_job", "command": ["python", "train.py"]}
+
+
 def least() -> dict[str, Any]:
     data: dict[str, Any] = yaml.safe_load(LEAST)
     return data
@@ -96,13 +99,13 @@ def test_the_example_of_the_contract_is_valid_but_for_what_is_not_supported_yet(
 
     faults = faults_of(data)
 
-    assert [fault.path for fault in faults] == ["gang", "components.rollout"]
+    assert [fault.path for fault in faults] == ["components.rollout"]
     assert all(fault.problem.startswith("not supported yet: ") for fault in faults)
 
 
 def test_the_example_without_what_is_not_supported_yet_loads(tmp_path: Path) -> None:
     data = yaml.safe_load(EXAMPLE)
-    del data["gang"], data["components"]["rollout"]
+    del data["components"]["rollout"]
 
     spec = loaded(tmp_path, yaml.safe_dump(data, sort_keys=False))
 
@@ -117,13 +120,7 @@ def test_the_example_without_what_is_not_supported_yet_loads(tmp_path: Path) -> 
     ("key", "value", "path"),
     [
         ("gang", {"gpus_per_node": 8}, "gang"),
-        ("on_lost_flow", "adopt", "on_lost_flow"),
         ("components", {"rollout": {}}, "components.rollout"),
-        (
-            "components",
-            {"trainer": {"launcher": "ray_job", "command": ["a"]}},
-            "components.trainer.launcher",
-        ),
     ],
 )
 def test_what_is_well_written_but_not_supported_yet_is_refused_in_one_line(
@@ -136,6 +133,53 @@ def test_what_is_well_written_but_not_supported_yet_is_refused_in_one_line(
     assert (fault.path, *unsupported(RunSpec.model_validate(data))) == (path, fault)
     assert fault.problem.startswith("not supported yet: ")
     assert fault.remedy
+
+
+@pytest.mark.parametrize(
+    ("changes", "path", "problem"),
+    [
+        # a job needs a cluster
+        ({"ray": None}, "ray", "missing: trainer is a Ray job"),
+        # it runs on another machine
+        (
+            {"components": {"trainer": {**JOB, "live": {"processes": "x"}}}},
+            "components.trainer.live.processes",
+            "child processes are watched on this machine",
+        ),
+        (
+            {"components": {"trainer": {**JOB, "ready": {"notify": True}}}},
+            "components.trainer.ready.notify",
+            "can't notify this one",
+        ),
+        # processes end with the flow process, so there is nothing to adopt
+        (
+            {"components": {"trainer": JOB, "api": {"command": ["a"]}}, "on_lost_flow": "adopt"},
+            "on_lost_flow",
+            "api is a process",
+        ),
+    ],
+)
+def test_what_a_ray_job_cannot_have_is_refused(
+    changes: dict[str, Any], path: str, problem: str
+) -> None:
+    ray = {"address": "http://127.0.0.1:8265"}
+    data = {**least(), "ray": ray, "components": {"trainer": JOB}, **changes}
+
+    [fault] = faults_of({key: value for key, value in data.items() if value is not None})
+
+    assert fault.path == path
+    assert problem in fault.problem
+    assert fault.remedy
+
+
+def test_run_of_ray_jobs_alone_may_outlive_its_flow_process() -> None:
+    ray = {"address": "http://127.0.0.1:8265"}
+    gang = {"gpus_per_node": 8}
+    data = {"ray": ray, "gang": gang, "components": {"trainer": JOB}, "on_lost_flow": "adopt"}
+
+    spec = parse_spec({**least(), **data})
+
+    assert spec.on_lost_flow == "adopt"
 
 
 def test_what_is_not_supported_yet_is_said_together_with_all_else() -> None:

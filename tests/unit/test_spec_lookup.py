@@ -204,7 +204,7 @@ def test_a_component_may_have_a_path_of_its_own(root: Path) -> None:
 def test_what_runs_on_the_cluster_is_not_looked_for_here(root: Path) -> None:
     component = {"launcher": "ray_job", "command": ["none", "none.py"]}
 
-    assert faults_of(root, component) == []
+    assert faults_of(root, component, ray={"address": "http://127.0.0.1:8265"}) == []
 
 
 @pytest.mark.parametrize(
