@@ -315,7 +315,7 @@ async def test_bug_while_success_is_looked_for_ends_the_run_as_failed(
 async def test_bug_in_a_watcher_ends_the_run_as_failed(
     begin: MakeAttempt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tasks.supervise.attempt._PROGRESS_EVERY_S", 0.001)
+    monkeypatch.setattr("tasks.supervise.course._READ_EVERY_S", 0.001)
     attempt = await begin(api="fail")
 
     def broken(step: float | None) -> float:
