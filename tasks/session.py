@@ -3,34 +3,36 @@
 from __future__ import annotations
 
 import atexit
-import os
-import random
 import signal as signals
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
+from pathlib import Path
 from uuid import UUID
 
+from tasks.planning import (
+    component_search_path,
+    containment_faults,
+    containment_of,
+    plan_of,
+    whole_env,
+)
 from tasks.run import masking
-from tasks.run.errors import Fault, InvalidSpec
+from tasks.run.checkpoints import resume_point
+from tasks.run.errors import InvalidSpec
 from tasks.run.events import EventLog, Listener
 from tasks.run.failure_kinds import FailureKind
 from tasks.run.layout import AttemptPlace, RunPlace, project_root
 from tasks.run.lifecycle import RunState
 from tasks.run.loading import spec_as_yaml, unsupported
-from tasks.run.lookup import component_path, lookup_faults
+from tasks.run.lookup import lookup_faults
 from tasks.run.outcome import Failure, Verdict
 from tasks.run.record import RunRecord
-from tasks.run.spec import Component, RunSpec
+from tasks.run.spec import RunSpec
 from tasks.run.template import ports_needed, resolve, template_faults
-from tasks.supervise.containment import Containment, Level, allowed_level, probe
-from tasks.supervise.identity import host_name
-from tasks.supervise.plan import AttemptPlan, ComponentPlan
 from tasks.supervise.ports import PortsReserved
-from tasks.supervise.process import Command
 from tasks.supervise.registry import RunRegister
 from tasks.supervise.shared_memory import remove_unused
 from tasks.supervise.supervisor import Supervisor
@@ -38,11 +40,6 @@ from tasks.taking_over import finish_predecessor
 
 #: Told every event of the runs of this context; the terminal listens here.
 event_listeners: ContextVar[tuple[Listener, ...]] = ContextVar("event_listeners", default=())
-
-#: Variables of this process that are about this process, and no component's business.
-_PRIVATE_ENV = ("NOTIFY_SOCKET", "LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES", "MUSTER_ROLE")
-_DELAY_GROWTH = 2.0
-_JITTER = 0.1
 
 
 def check_spec(spec: RunSpec) -> None:
@@ -53,8 +50,8 @@ def check_spec(spec: RunSpec) -> None:
     faults = [
         *template_faults(spec),
         *unsupported(spec),
-        *lookup_faults(spec, root=project_root(), path=_component_path()),
-        *_containment_faults(spec),
+        *lookup_faults(spec, root=project_root(), path=component_search_path()),
+        *containment_faults(spec),
     ]
     if faults:
         raise InvalidSpec(tuple(faults), source=f"the spec of run {spec.name!r}")
@@ -90,11 +87,12 @@ class RunSession:
         self.attempt: AttemptPlace | None = None
         #: Why the run is to end; empty while it is not.
         self.interrupted_by = ""
-        self._secrets = masking.secret_values(_whole_env(spec))
+        self._secrets = masking.secret_values(whole_env(spec))
         self._supervisor: Supervisor | None = None
         self._events: EventLog | None = None
         self._verdict: Verdict | None = None
         self._woken = threading.Event()
+        self._is_left = False
         self.record = RunRecord(
             self.place.record,
             run_id=run_id,
@@ -128,6 +126,10 @@ class RunSession:
             return self._verdict
         return Verdict(state=RunState.CANCELLED, message=self.interrupted_by or "not started")
 
+    def resume_point(self) -> Path | None:
+        """The checkpoint that the next attempt starts from; None for none."""
+        return resume_point(self.spec, self.place, self.record.attempts)
+
     def begin_attempt(self) -> None:
         """Reserve ports, fill in the spec's placeholders, and make ready to start components.
 
@@ -142,7 +144,7 @@ class RunSession:
                 "run.dir": str(self.place.directory),
                 "attempt.number": str(place.number),
                 "attempt.dir": str(place.directory),
-                "attempt.resume_from": "",
+                "attempt.resume_from": str(self.resume_point() or ""),
                 **{name: str(port) for name, port in ports.numbers.items()},
             }
             spec = resolve(self.spec, names)
@@ -151,10 +153,12 @@ class RunSession:
             self._events = EventLog(
                 place.events, (self.record.observe, *event_listeners.get()), mask=self.mask
             )
-            containment = _containment(spec)
-            self.record.begin_attempt(place.number, containment.as_json())
+            containment = containment_of(spec)
+            self.record.begin_attempt(
+                place.number, containment.as_json(), resume_from=names["attempt.resume_from"]
+            )
             self.record.move(RunState.ADMITTED)
-            plan = replace(_plan(spec, self.run_id, place, containment), mask=self.mask)
+            plan = replace(plan_of(spec, self.run_id, place, containment), mask=self.mask)
             self._supervisor = Supervisor(plan, ports, self._events.emit, self._register)
         except BaseException:
             ports.close()
@@ -183,28 +187,28 @@ class RunSession:
                 )
         return verdict
 
-    def wants_attempt(self) -> bool:
-        """Whether there is to be a first or another attempt; waits out the delay before it.
+    def decide(self, text: str) -> None:
+        """Note in the ledger what follows the attempt that has ended."""
+        self.record.decide(self.mask(text))
+        if self._events is not None:
+            self._events.emit("attempt.decided", attempt=self.record.attempts, text=text)
 
-        A delay ends at once when the run is interrupted.
-        """
-        if self.interrupted_by:
-            return False
-        if self._verdict is None:
-            return True
-        delay_s = self._retry_delay_s(self._verdict)
-        if delay_s is None:
-            return False
-        self.record.move(
-            RunState.PENDING_RESOURCES,
-            f"{self._verdict.message}; attempt {self.record.attempts + 1} in {delay_s:.0f} s",
-        )
+    def wait(self, delay_s: float) -> bool:
+        """Whether the delay passed without the run being interrupted, which ends it at once."""
         self._woken.wait(delay_s)
         return not self.interrupted_by
+
+    def leave(self) -> None:
+        """Leave the run as it waits: another process will go on with it."""
+        self._is_left = True
+        # At once: that process must find no owner, however long this one takes to exit.
+        self._register.close()
 
     def close(self) -> Verdict:
         """Give the run its final state, which its verdict says."""
         verdict = self.verdict
+        if self._is_left:
+            return verdict
         if self.interrupted_by and self.record.state is RunState.PENDING_RESOURCES:
             verdict = Verdict(state=RunState.CANCELLED, message=self.interrupted_by)
         if not self.record.state.is_final:
@@ -252,15 +256,6 @@ class RunSession:
             )
         return replace(verdict, message=self.mask(verdict.message), failure=failure)
 
-    def _retry_delay_s(self, verdict: Verdict) -> float | None:
-        """How long to wait before another attempt; None where there is to be none."""
-        retry = self.spec.retry_of(verdict.failure.kind) if verdict.failure else None
-        tries = self.record.attempts
-        if retry is None or (retry.attempts is not None and tries >= retry.attempts):
-            return None
-        delay_s = min(retry.delay_s * _DELAY_GROWTH ** (tries - 1), retry.max_delay_s)
-        return delay_s * random.uniform(1 - _JITTER, 1 + _JITTER)
-
     def _tell_state(self, state: RunState, message: str) -> None:
         if self._events is not None:
             self._events.emit("run.state", state=state.value, message=message)
@@ -291,80 +286,3 @@ def interrupting(session: RunSession) -> Iterator[None]:
         for signum, handler in before.items():
             # None stands for a handler that was not installed from Python.
             signals.signal(signum, signals.SIG_DFL if handler is None else handler)
-
-
-def _component_path() -> str:
-    return component_path(sys.executable, os.environ.get("PATH", os.defpath))
-
-
-def _containment(spec: RunSpec) -> Containment:
-    return probe(namespace=spec.containment == "namespace", at_most=allowed_level())
-
-
-def _containment_faults(spec: RunSpec) -> list[Fault]:
-    """A level that the spec requires must be there: a weaker one is not what was asked for."""
-    if spec.containment != "namespace":
-        return []
-    why = _containment(spec).missing.get(Level.L4)
-    if why is None:
-        return []
-    problem = f"no PID namespace can be had on {host_name()}: {why}"
-    return [Fault(path="containment", problem=problem, remedy="write auto, or run it elsewhere")]
-
-
-def _whole_env(spec: RunSpec) -> dict[str, str]:
-    env = {**os.environ, **spec.env}
-    for component in spec.processes.values():
-        env |= component.env
-    return env
-
-
-def _plan(spec: RunSpec, run_id: str, place: AttemptPlace, containment: Containment) -> AttemptPlan:
-    root = project_root()
-    return AttemptPlan(
-        run_id=run_id,
-        number=place.number,
-        cwd=root / spec.cwd,
-        components=tuple(
-            ComponentPlan(
-                name=name,
-                command=Command(
-                    argv=component.command,
-                    env=_component_env(spec, component, name, run_id, place.number),
-                    cwd=root / (component.cwd or spec.cwd),
-                    log=place.log(name),
-                    stop_signal=signals.Signals[component.stop.signal],
-                    grace_s=component.stop.grace_s,
-                ),
-                ready=component.ready,
-                live=component.live,
-                on_exit_zero=spec.on_exit_zero(name),
-            )
-            for name, component in spec.processes.items()
-        ),
-        progress=spec.progress,
-        success_step=spec.success.step if spec.success else None,
-        stall_after_s=spec.stall_after_s,
-        containment=containment,
-    )
-
-
-def _component_env(
-    spec: RunSpec, component: Component, name: str, run_id: str, attempt: int
-) -> dict[str, str]:
-    inherited = {
-        key: value
-        for key, value in os.environ.items()
-        if key not in _PRIVATE_ENV and not key.startswith("PREFECT__")
-    }
-    return {
-        **inherited,
-        "PATH": _component_path(),
-        "PYTHONUNBUFFERED": "1",
-        "PYTHONFAULTHANDLER": "1",
-        **spec.env,
-        **component.env,
-        "MUSTER_RUN_ID": run_id,
-        "MUSTER_ATTEMPT": str(attempt),
-        "MUSTER_COMPONENT": name,
-    }

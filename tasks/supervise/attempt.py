@@ -332,6 +332,10 @@ class SupervisedAttempt:
         return verdict.with_remains(left) if left else verdict
 
     def _watch(self, watching: Coroutine[Any, Any, None]) -> None:
+        if self._teardown is not None:
+            # It has ended the others, and would not end this one.
+            watching.close()
+            return
         task = asyncio.create_task(watching)
         task.add_done_callback(self._on_task_done)
         self._watchers.append(task)

@@ -1,0 +1,61 @@
+"""Components that Ray runs: from a spec to a job, with its sweep of the nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from tasks.rayjobs.job import RayJob
+from tasks.rayjobs.plan import JobPlan
+from tasks.run.layout import AttemptPlace
+from tasks.run.spec import RunSpec
+from tasks.supervise.process import Command
+from tasks.supervise.remote import RemoteJob
+from tasks.sweeping import sweep
+
+
+def job_maker(
+    spec: RunSpec, name: str, command: Command, run_id: str, place: AttemptPlace
+) -> Callable[[Callable[..., None]], RemoteJob]:
+    """Makes the job of a component, told where to say what happens to it.
+
+    Args:
+        spec: with its placeholders filled in; it names a cluster.
+        command: what the job runs; its directory is sent along.
+    """
+    assert spec.ray is not None
+    jobs = [other for other, c in spec.processes.items() if c.launcher == "ray_job"]
+    is_only = len(jobs) == 1
+    gang = spec.gang
+    plan = JobPlan(
+        address=spec.ray.address,
+        submission_id=submission_id(run_id, place.number, name, is_only=is_only),
+        run_id=run_id,
+        attempt=place.number,
+        component=name,
+        argv=command.argv,
+        env=command.env,
+        working_dir=command.cwd,
+        log=command.log,
+        stop_signal=command.stop_signal,
+        grace_s=command.grace_s,
+        entrypoint_resources=spec.ray.entrypoint_resources,
+        entrypoint_label_selector=spec.ray.entrypoint_label_selector,
+        # Of several jobs nobody knows which takes how many.
+        gpus=gang.nodes * gang.gpus_per_node if gang and is_only else 0,
+        start_within_s=spec.ray.start_within_s,
+        submission_file=submission_file(place, name, is_only=is_only),
+    )
+    sweep_job = partial(sweep, run_id=run_id, attempt=place.number, component=name)
+    return lambda emit: RayJob(plan, sweep=sweep_job, emit=emit)
+
+
+def submission_id(run_id: str, attempt: int, component: str, *, is_only: bool) -> str:
+    """`<run id>--aNN`, the same each time; that of one among several jobs ends with its name."""
+    return f"{run_id}--a{attempt:02d}" + ("" if is_only else f"-{component}")
+
+
+def submission_file(place: AttemptPlace, component: str, *, is_only: bool) -> Path:
+    """Where the attempt keeps what is known of the job."""
+    return place.submission if is_only else place.directory / f"submission-{component}.json"

@@ -1,0 +1,109 @@
+"""From a spec whose placeholders are filled in to what a supervisor is to do."""
+
+from __future__ import annotations
+
+import os
+import signal as signals
+import sys
+
+from tasks.run.errors import Fault
+from tasks.run.layout import AttemptPlace, project_root
+from tasks.run.lookup import component_path
+from tasks.run.spec import RunSpec
+from tasks.supervise.containment import Containment, Level, allowed_level, probe
+from tasks.supervise.identity import host_name
+from tasks.supervise.plan import AttemptPlan, ComponentPlan
+from tasks.supervise.process import Command
+
+#: Variables of this process that are about this process, and no component's business.
+_PRIVATE_ENV = ("NOTIFY_SOCKET", "LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES", "MUSTER_ROLE")
+_PYTHON_ENV = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
+
+
+def component_search_path() -> str:
+    """Where the commands of processes are looked for: this program's own environment first."""
+    return component_path(sys.executable, os.environ.get("PATH", os.defpath))
+
+
+def containment_of(spec: RunSpec) -> Containment:
+    """What will hold the run's processes on this machine."""
+    return probe(namespace=spec.containment == "namespace", at_most=allowed_level())
+
+
+def containment_faults(spec: RunSpec) -> list[Fault]:
+    """A level that the spec requires must be there: a weaker one is not what was asked for."""
+    if spec.containment != "namespace":
+        return []
+    why = containment_of(spec).missing.get(Level.L4)
+    if why is None:
+        return []
+    problem = f"no PID namespace can be had on {host_name()}: {why}"
+    return [Fault(path="containment", problem=problem, remedy="write auto, or run it elsewhere")]
+
+
+def whole_env(spec: RunSpec) -> dict[str, str]:
+    """Every variable that some component of the run can know."""
+    env = {**os.environ, **spec.env}
+    for component in spec.processes.values():
+        env |= component.env
+    return env
+
+
+def plan_of(
+    spec: RunSpec, run_id: str, place: AttemptPlace, containment: Containment
+) -> AttemptPlan:
+    """One attempt at a run.
+
+    Args:
+        spec: with its placeholders filled in.
+    """
+    return AttemptPlan(
+        run_id=run_id,
+        number=place.number,
+        cwd=project_root() / spec.cwd,
+        components=tuple(_component_plan(spec, name, run_id, place) for name in spec.processes),
+        progress=spec.progress,
+        success_step=spec.success.step if spec.success else None,
+        stall_after_s=spec.stall_after_s,
+        containment=containment,
+    )
+
+
+def _component_plan(spec: RunSpec, name: str, run_id: str, place: AttemptPlace) -> ComponentPlan:
+    component = spec.processes[name]
+    is_job = component.launcher == "ray_job"
+    if is_job:
+        from tasks.jobs import job_maker
+    own = {
+        **spec.env,
+        **component.env,
+        "MUSTER_RUN_ID": run_id,
+        "MUSTER_ATTEMPT": str(place.number),
+        "MUSTER_COMPONENT": name,
+    }
+    command = Command(
+        argv=component.command,
+        # A job runs on another machine: nothing of this one's environment is true there.
+        env={**({} if is_job else _inherited_env()), **_PYTHON_ENV, **own},
+        cwd=project_root() / (component.cwd or spec.cwd),
+        log=place.log(name),
+        stop_signal=signals.Signals[component.stop.signal],
+        grace_s=component.stop.grace_s,
+    )
+    return ComponentPlan(
+        name=name,
+        command=command,
+        ready=component.ready,
+        live=component.live,
+        on_exit_zero=spec.on_exit_zero(name),
+        make_job=job_maker(spec, name, command, run_id, place) if is_job else None,
+    )
+
+
+def _inherited_env() -> dict[str, str]:
+    inherited = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in _PRIVATE_ENV and not key.startswith("PREFECT__")
+    }
+    return {**inherited, "PATH": component_search_path()}
