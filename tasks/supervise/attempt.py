@@ -180,7 +180,8 @@ class SupervisedAttempt:
     async def _await_ready(self, member: Member) -> None:
         try:
             await member.until_running()
-            self._watch(self._follow_job(member))
+            if not self.decided.is_set():  # A teardown ends the watchers that it finds.
+                self._watch(self._follow_job(member))
             await member.until_ready()
         except JobRefused as error:
             self._fail_by_loss(member, error.loss)
@@ -332,10 +333,6 @@ class SupervisedAttempt:
         return verdict.with_remains(left) if left else verdict
 
     def _watch(self, watching: Coroutine[Any, Any, None]) -> None:
-        if self._teardown is not None:
-            # It has ended the others, and would not end this one.
-            watching.close()
-            return
         task = asyncio.create_task(watching)
         task.add_done_callback(self._on_task_done)
         self._watchers.append(task)
