@@ -9,6 +9,7 @@ from tasks.components import admit, monitor, start, teardown
 from tasks.opening import conclude, open_run, run_id_of_flow_run
 from tasks.run.spec import RunSpec
 from tasks.session import RunSession
+from tasks.waiting import next_attempt
 
 
 @flow(name="train", flow_run_name=run_id_of_flow_run, persist_result=False)
@@ -20,7 +21,7 @@ def train(spec: RunSpec) -> State[None]:
     """
     with open_run(spec) as run:
         if admit(run):
-            while run.wants_attempt():
+            while next_attempt(run):
                 attempt(run)
         return conclude(run)
 

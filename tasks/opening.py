@@ -13,6 +13,7 @@ from prefect.context import FlowRunContext
 from prefect.states import Cancelled, Completed, Failed
 
 from tasks.cancellation import cancel_watched
+from tasks.parked import forget_parked
 from tasks.reporting import Reporter
 from tasks.run.failure_kinds import FailureKind
 from tasks.run.layout import make_run_id
@@ -36,11 +37,15 @@ def run_id_of_flow_run() -> str:
 
 @contextmanager
 def open_run(spec: RunSpec) -> Iterator[RunSession]:
-    """The run of this flow run, with its directory; signals end it cleanly while it is open."""
+    """The run of this flow run, with its directory; signals end it cleanly while it is open.
+
+    It has its final state after that, unless it was left to wait for its next process.
+    """
     flow_run_id: UUID = _flow_run().id
     run = RunSession(
         spec, run_id=run_id_of_flow_run(), flow_run_id=flow_run_id, api_url=lasting_api_url()
     )
+    forget_parked(run.run_id)
     with (
         interrupting(run),
         cancel_watched(flow_run_id, run.interrupt),

@@ -12,26 +12,47 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from contextvars import ContextVar
 from types import TracebackType
 from uuid import UUID
 
 from prefect import get_run_logger
 from prefect.artifacts import (
+    TableArtifact,
     create_markdown_artifact,
     create_progress_artifact,
     update_progress_artifact,
 )
-from prefect.client.orchestration import get_client
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
+from prefect.client.schemas.filters import (
+    ArtifactFilter,
+    ArtifactFilterFlowRunId,
+    ArtifactFilterKey,
+)
 from prefect.states import Running
 
+from tasks.run.attempts import table_of
 from tasks.run.events import Event
 from tasks.session import RunSession, event_listeners
 
 _log = logging.getLogger(__name__)
 
+#: Of the table of attempts of a flow run.
+ATTEMPTS_KEY = "attempts"
 #: What is not told by then is dropped, so that a final state is not held up by a server away.
 _CLOSE_WITHIN_S = 10.0
 _PROGRESS_EVERY_S = 1.0
+
+
+#: Of this context.
+_reporter: ContextVar[Reporter | None] = ContextVar("reporter", default=None)
+
+
+def flushed(within_s: float) -> bool:
+    """Whether the server was told, in so many seconds, all that has happened so far."""
+    reporter = _reporter.get()
+    return reporter is None or reporter.flush(within_s)
 
 
 class Reporter:
@@ -49,6 +70,7 @@ class Reporter:
         self._told_step: float | None = None
         self._told_step_at = 0.0
         self._progress_id: UUID | None = None
+        self._attempts_id: UUID | None = None
         # Prefect's logger and artifacts find their flow run by the context.
         context = contextvars.copy_context()
         self._thread = threading.Thread(
@@ -57,6 +79,7 @@ class Reporter:
 
     def __enter__(self) -> Reporter:
         self._token = event_listeners.set((*event_listeners.get(), self.observe))
+        self._own_token = _reporter.set(self)
         self._jobs.put(self._tell_tags)
         self._thread.start()
         return self
@@ -68,13 +91,22 @@ class Reporter:
         traceback: TracebackType | None,
     ) -> None:
         event_listeners.reset(self._token)
+        _reporter.reset(self._own_token)
         self._jobs.put(None)
         self._thread.join(_CLOSE_WITHIN_S)
         self._closed.set()
 
+    def flush(self, within_s: float) -> bool:
+        """See `flushed`."""
+        told = threading.Event()
+        self._jobs.put(told.set)
+        return told.wait(within_s)
+
     def observe(self, event: Event) -> None:
         """Take in an event of the run. Returns at once."""
         match event.name:
+            case "attempt.begun" | "attempt.decided":
+                self._jobs.put(self._tell_attempts)
             case "containment":
                 self._jobs.put(lambda: self._tell(f"containment {event.fields['text']}"))
             case "component.starting":
@@ -132,6 +164,40 @@ class Reporter:
         else:
             update_progress_artifact(self._progress_id, percent, description=description)
         self._told_step, self._told_step_at = step, time.monotonic()
+
+    def _tell_attempts(self) -> None:
+        """Keep the table of attempts current.
+
+        One artifact for the flow run, found again by each of its processes: Prefect would show a
+        new one for each change beside all earlier ones.
+        """
+        table = TableArtifact(table=table_of(self._run.record.ledger()))
+        with get_client(sync_client=True) as client:
+            self._attempts_id = self._attempts_id or self._find_attempts(client)
+            if self._attempts_id is None:
+                created = client.create_artifact(
+                    ArtifactCreate(
+                        key=ATTEMPTS_KEY,
+                        type="table",
+                        description=self._run.run_id,
+                        data=table.format(_sync=True),  # type: ignore[call-arg]
+                        flow_run_id=self._flow_run_id,
+                    )
+                )
+                self._attempts_id = created.id
+            else:
+                data = ArtifactUpdate(data=table.format(_sync=True))  # type: ignore[call-arg]
+                client.update_artifact(self._attempts_id, data)
+
+    def _find_attempts(self, client: SyncPrefectClient) -> UUID | None:
+        found = client.read_artifacts(
+            artifact_filter=ArtifactFilter(
+                key=ArtifactFilterKey(any_=[ATTEMPTS_KEY]),
+                flow_run_id=ArtifactFilterFlowRunId(any_=[self._flow_run_id]),
+            ),
+            limit=1,
+        )
+        return found[0].id if found else None
 
     def _tell_end(self, event: Event) -> None:
         logger = get_run_logger()

@@ -109,6 +109,15 @@ class Component(Model):
         ),
     )
     stop: Stop = Field(default_factory=Stop, title="Stop", description="How it is asked to end.")
+    checkpoints: Text | None = Field(
+        None,
+        title="Checkpoints",
+        description=(
+            "The folder, or a pattern of the files, that its checkpoints are in. From the last "
+            "complete one the next attempt starts: ${attempt.resume_from}."
+        ),
+        examples=["${run.dir}/checkpoints"],
+    )
 
 
 class ByName:
@@ -158,8 +167,22 @@ class ByName:
                 PART_NAME.checked(name)
             except PydanticCustomError as error:
                 refusals.append(((name,), error))
+        refusals += _more_than_one_with_checkpoints(written)
         valid = collected("Components", refusals, lambda: handler(written))
         return {name: valid[name] for name in written}
+
+
+def _more_than_one_with_checkpoints(
+    written: Mapping[str, object],
+) -> list[tuple[tuple[str | int, ...], PydanticCustomError]]:
+    named = [
+        name
+        for name, component in written.items()
+        if isinstance(component, Mapping) and component.get("checkpoints") is not None
+    ]
+    problem = "more than one component has checkpoints: ${attempt.resume_from} would not be clear"
+    remedy = f"write them for {named[0]} only" if named else ""
+    return [((name, "checkpoints"), refused(problem, remedy)) for name in named[1:]]
 
 
 Components = Annotated[Mapping[str, Component | Rollout], ByName()]

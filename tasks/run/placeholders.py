@@ -43,6 +43,7 @@ _COMPONENT: dict[str, object] = {
     "cwd": Kind.TEXT,
     "ready": _PROBE,
     "live": _PROBE,
+    "checkpoints": Kind.TEXT,
 }
 #: Where placeholders are allowed, "*" for any key or item and "" for the text itself; elsewhere
 #: `${` is plain text.

@@ -112,17 +112,27 @@ class RunRecord:
                 self._content["message"] = message
             if state.is_final:
                 self._content["ended_at"] = self._clock()
+                self._close_ledger(state)
             self._save()
         # Without the lock: whoever is told may hold one that another of our callers waits for.
         self._on_move(state, message)
 
-    def begin_attempt(self, number: int, containment: Mapping[str, object] | None = None) -> None:
-        """
+    def begin_attempt(
+        self,
+        number: int,
+        containment: Mapping[str, object] | None = None,
+        *,
+        resume_from: str = "",
+    ) -> None:
+        """Add an attempt to the ledger. Those before it stay as they are.
+
         Args:
             containment: what holds its processes: level, promise, and why no higher one does.
+            resume_from: the checkpoint that it starts from; empty for none.
         """
         with self._lock:
             self._content["containment"] = dict(containment) if containment else None
+            self._note_begun_again()
             self._content["attempts"].append(
                 {
                     "number": number,
@@ -132,17 +142,33 @@ class RunRecord:
                     "failure": None,
                     "components": {},
                     "ray": {},
+                    "resume_from": resume_from or None,
+                    "decision": None,
                 }
             )
             self._save()
 
     def end_attempt(self, verdict: Verdict) -> None:
+        """Give the attempt under way its verdict; one that has its own keeps it."""
         with self._lock:
-            attempt = self._content["attempts"][-1]
+            attempt = self._under_way()
+            if attempt is None:
+                return
             attempt["state"] = verdict.state.value
             attempt["ended_at"] = self._clock()
             attempt["failure"] = verdict.failure.as_json() if verdict.failure else None
             self._save()
+
+    def decide(self, decision: str) -> None:
+        """Note what follows the last attempt, which has ended."""
+        with self._lock:
+            self._content["attempts"][-1]["decision"] = decision
+            self._save()
+
+    def ledger(self) -> list[dict[str, Any]]:
+        """Every attempt, as it stands in the file; a copy."""
+        with self._lock:
+            return copy.deepcopy(list(self._content["attempts"]))
 
     def components(self) -> dict[str, dict[str, Any]]:
         """What is known of the components of the last attempt, by name; a copy."""
@@ -152,8 +178,11 @@ class RunRecord:
 
     def observe(self, event: Event) -> None:
         """Take in an event of the attempt that runs now."""
+        state = None
         with self._lock:
-            attempt = self._content["attempts"][-1]
+            attempt = self._under_way()
+            if attempt is None:
+                return
             if event.component is not None:
                 self._observe_component(attempt["components"], event.component, event)
             if (state := _STATE_AFTER.get(event.name)) is not None:
@@ -162,6 +191,26 @@ class RunRecord:
                 self._save()
         if state is not None:
             self.move(state)
+
+    def _under_way(self) -> dict[str, Any] | None:
+        """The attempt that has not ended; an ended one is never changed again."""
+        attempts: list[dict[str, Any]] = self._content["attempts"]
+        return attempts[-1] if attempts and attempts[-1]["ended_at"] is None else None
+
+    def _close_ledger(self, state: RunState) -> None:
+        """Nothing follows the last attempt, where nothing else was decided."""
+        for attempt in self._content["attempts"][-1:]:
+            if attempt.get("decision") is None:
+                attempt["decision"] = f"final: {state.value}"
+
+    def _note_begun_again(self) -> None:
+        """Of an attempt that somebody began anew, by hand or after the loss of its process."""
+        if not self._content["attempts"]:
+            return
+        last = self._content["attempts"][-1]
+        decision = last.get("decision")
+        if decision is None or decision.startswith("final"):
+            last["decision"] = f"{decision}; begun again" if decision else "begun again"
 
     def _observe_component(self, components: dict[str, Any], name: str, event: Event) -> None:
         if event.name == "component.spawned":

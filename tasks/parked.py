@@ -1,0 +1,127 @@
+"""Runs that wait without a process: a note of each on this machine, until its next process starts.
+
+A flow run that is cancelled while it waits is Cancelled on its server at once, and no process of it
+ever starts again; so `reconcile` looks after the notes, and closes the record of such a run.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+from prefect.client.schemas.objects import State
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from tasks.flow_runs import ServerAway, state_of, talking_to
+from tasks.run.events import EventLog
+from tasks.run.layout import RunPlace, muster_home
+from tasks.run.lifecycle import RunState
+from tasks.run.reconciled import Reconciled
+from tasks.run.record import RunRecord, write_json
+from tasks.supervise.registry import owner_of
+
+_log = logging.getLogger(__name__)
+
+
+class Parked(BaseModel):
+    """A run that waits without a process."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    run_id: str
+    flow_run_id: str
+    #: The Prefect server that starts it again.
+    api_url: str
+    #: UTC epoch seconds.
+    since: float
+
+
+def note_parked(run_id: str, flow_run_id: str, api_url: str) -> None:
+    """Note a run that is about to be left without a process. Raises: OSError."""
+    parked = Parked(run_id=run_id, flow_run_id=flow_run_id, api_url=api_url, since=time.time())
+    path = _note(run_id)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, parked.model_dump(mode="json"))
+
+
+def forget_parked(run_id: str) -> None:
+    """The run has a process again, or has ended."""
+    _note(run_id).unlink(missing_ok=True)
+
+
+def close_ended_parked() -> list[Reconciled]:
+    """Close the record of each run of this machine that came to its end while it waited.
+
+    One that still waits, that has a process again or whose server is away is left as it is.
+    """
+    closed = []
+    for path in sorted(_folder().glob("*.json")):
+        try:
+            parked = Parked.model_validate_json(path.read_bytes())
+            run = _closed(parked)
+        except (OSError, ValidationError, ServerAway) as error:
+            _log.debug("%s is left as it is: %s", path, error)
+        except Exception:
+            # The others shall not wait for this one.
+            _log.exception("%s could not be looked after", path)
+        else:
+            closed += [run] if run is not None else []
+    return closed
+
+
+def _closed(parked: Parked) -> Reconciled | None:
+    if owner_of(parked.run_id) is not None:
+        # Its next process has come; if that is gone too, it is a lost run as any other.
+        return None
+    with talking_to(parked.api_url) as client:
+        state = state_of(client, parked.flow_run_id)
+    if state is not None and not state.is_final():
+        return None
+    record = _close_record(parked, state)
+    forget_parked(parked.run_id)
+    if record is None:
+        return None
+    return Reconciled(
+        name=parked.run_id,
+        flow_run_id=parked.flow_run_id,
+        found=f"it waited without a process, and is {state.name if state else 'no more'}",
+        record=record.value,
+    )
+
+
+def _close_record(parked: Parked, state: State[Any] | None) -> RunState | None:
+    """The state that the record was given; None where it did not say that the run waits."""
+    place = RunPlace.of(parked.run_id)
+    try:
+        content = json.loads(place.record.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    if content["state"] != RunState.PENDING_RESOURCES.value:
+        return None
+    if state is not None and state.is_completed():
+        # Done elsewhere: the record of that machine says how, and this one can't.
+        return None
+    if state is None or state.is_cancelled():
+        after, message = RunState.CANCELLED, "cancelled while it waited for its next attempt"
+    else:
+        after, message = RunState.FAILED, f"while it waited: {state.message or state.name}"
+    events = EventLog(place.attempt(len(content["attempts"])).events)
+    record = RunRecord(
+        place.record,
+        run_id=parked.run_id,
+        flow_run_id=parked.flow_run_id,
+        on_move=lambda to, text: events.emit("run.state", state=to.value, message=text),
+    )
+    record.move(after, message)
+    return after
+
+
+def _folder() -> Path:
+    return muster_home() / "parked"
+
+
+def _note(run_id: str) -> Path:
+    return _folder() / f"{run_id}.json"

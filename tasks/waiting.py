@@ -1,0 +1,160 @@
+"""The wait for a run's next attempt: without a process where somebody starts one for it, else here.
+
+Prefect has no word for a flow that leaves and is to be started again later. What works is a
+Scheduled state that the flow gives itself through the API, followed by `Pause`, which makes the
+engine exit 0 and leave the state alone. A Scheduled state that is returned ends as Crashed, and one
+that is set before a return is overwritten by Completed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from datetime import UTC, datetime, timedelta
+from typing import Any
+from uuid import UUID
+
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.objects import FlowRun, State
+from prefect.client.schemas.responses import SetStateStatus
+from prefect.context import FlowRunContext
+from prefect.exceptions import Pause
+from prefect.settings import PREFECT_API_URL, PREFECT_WORKER_PREFETCH_SECONDS
+from prefect.states import Scheduled
+
+from tasks.flow_runs import FLOW_RUN_VARIABLE, ServerAway, state_of, talking_to
+from tasks.parked import forget_parked, note_parked
+from tasks.reporting import flushed
+from tasks.run.attempts import Sequel, decide
+from tasks.run.failure_kinds import FailureKind
+from tasks.run.lifecycle import RunState
+from tasks.session import RunSession
+
+_log = logging.getLogger(__name__)
+
+STATE_NAME = "PendingResources"
+#: A run is not due before its old process has surely left. The worker of Prefect 3.8.8, started
+#: with `--limit`, ends with a RuntimeError of its capacity limiter otherwise.
+_AWAY_AT_LEAST_S = 2.0
+#: What is to be told before the run may be left.
+_TOLD_WITHIN_S = 15.0
+
+
+def next_attempt(run: RunSession) -> bool:
+    """Whether there is to be a first attempt, or another one, of the run; waits for its time.
+
+    Under a worker the wait holds no process. Where the server does not take that, because it is
+    away for example, and where the run was started directly, it is waited here; an interrupt or a
+    cancel ends that at once.
+
+    Raises: Pause, when the run is left to its next process.
+    """
+    if run.attempt is None:
+        return not run.interrupted_by
+    sequel = _decided(run)
+    if sequel.is_final or run.interrupted_by:
+        return False
+    flow_run = _started_by_others()
+    delay_s = sequel.delay_s if flow_run is None else max(sequel.delay_s, _away_at_least_s())
+    due = datetime.now(UTC) + timedelta(seconds=delay_s)
+    message = _message(run, delay_s, due)
+    run.record.move(RunState.PENDING_RESOURCES, run.mask(message))
+    if flow_run is not None:
+        state: State[Any] = Scheduled(name=STATE_NAME, scheduled_time=due, message=message)
+        if _left(run, flow_run.id, state):
+            run.leave()
+            raise Pause(state=state)
+    return run.wait((due - datetime.now(UTC)).total_seconds())
+
+
+def _decided(run: RunSession) -> Sequel:
+    """What follows the attempt that has just ended, noted in the ledger."""
+    verdict = run.verdict
+    failures = [attempt["failure"] for attempt in run.record.ledger()[:-1]]
+    sequel = decide(
+        verdict,
+        [FailureKind(failure["kind"]) if failure else None for failure in failures],
+        run.spec.retry_of(verdict.failure.kind) if verdict.failure else None,
+        resume_from=str(run.resume_point() or ""),
+    )
+    run.decide(sequel.text)
+    return sequel
+
+
+def _message(run: RunSession, delay_s: float, due: datetime) -> str:
+    failure = run.verdict.failure
+    cause = f"{failure.kind.value}: {failure.line or failure.message}" if failure else ""
+    number = run.record.attempts + 1
+    return f"{cause}; attempt {number} in {delay_s:.0f} s, at {due:%H:%M:%S} UTC"
+
+
+def _started_by_others() -> FlowRun | None:
+    """The flow run, where a worker or a server of deployments has started this process for it, and
+    will start another one when it is due again."""
+    context = FlowRunContext.get()
+    flow_run = context.flow_run if context is not None else None
+    if flow_run is None or flow_run.deployment_id is None:
+        return None
+    return flow_run if os.environ.get(FLOW_RUN_VARIABLE) == str(flow_run.id) else None
+
+
+def _away_at_least_s() -> float:
+    """A worker takes what is due within its prefetch seconds already; it hands its settings on."""
+    return _AWAY_AT_LEAST_S + float(PREFECT_WORKER_PREFETCH_SECONDS.value())
+
+
+def _left(run: RunSession, flow_run_id: UUID, state: State[Any]) -> bool:
+    """Whether the flow run is now the server's to start again."""
+    api_url = PREFECT_API_URL.value()
+    # What is told later would bring the flow run back to Running.
+    if not api_url or not flushed(_TOLD_WITHIN_S):
+        return False
+    try:
+        # Before the state: nobody could look after a run that is cancelled in between.
+        note_parked(run.run_id, str(flow_run_id), api_url)
+        is_left = _handed_over(run, api_url, flow_run_id, state)
+    except OSError as error:
+        _log.warning("%s waits with its process: %s", run.run_id, error)
+        is_left = False
+    if not is_left:
+        forget_parked(run.run_id)
+    return is_left
+
+
+def _handed_over(run: RunSession, api_url: str, flow_run_id: UUID, state: State[Any]) -> bool:
+    try:
+        with talking_to(api_url) as client:
+            # Before the state: a cancel of a waiting run that has a process on record would wait
+            # for that process for ever. Until the state is there, this run sees cancels itself.
+            _clear_process(client, flow_run_id)
+            if run.interrupted_by:
+                return False
+            answer = client.set_flow_run_state(flow_run_id, state)
+            if answer.status == SetStateStatus.ACCEPT:
+                # A signal that came meanwhile wins: the flow then ends as cancelled.
+                return not run.interrupted_by
+            found = state_of(client, str(flow_run_id))
+    except ServerAway as error:
+        _log.warning("%s: %s", run.run_id, error)
+        return _has_arrived(api_url, flow_run_id, state) and not run.interrupted_by
+    if found is not None and (found.is_cancelling() or found.is_cancelled()):
+        run.interrupt("cancelled from Prefect")
+    else:
+        _log.warning("%s waits with its process: its state was not accepted", run.run_id)
+    return False
+
+
+def _has_arrived(api_url: str, flow_run_id: UUID, state: State[Any]) -> bool:
+    """Whether a state whose answer was lost is there: then the run is no longer ours."""
+    try:
+        with talking_to(api_url) as client:
+            found = state_of(client, str(flow_run_id))
+    except ServerAway:
+        return False
+    return found is not None and found.name == state.name and found.message == state.message
+
+
+def _clear_process(client: SyncPrefectClient, flow_run_id: UUID) -> None:
+    # `update_flow_run` leaves out what is None.
+    nothing = {"infrastructure_pid": None}
+    client.request("PATCH", "/flow_runs/{id}", path_params={"id": flow_run_id}, json=nothing)
