@@ -20,6 +20,8 @@ import signal
 import sys
 import threading
 import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -31,9 +33,36 @@ from sampler import Sampler
 from serving import InferenceServer
 from training import Plan, Training
 
+#: What ends a training: a signal, what went wrong, or None when it is complete.
+Ending = signal.Signals | Exception | None
+Endings = queue.SimpleQueue[Ending]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trainer:
+    """What it takes to train and to serve."""
+
+    training: Training
+    sampler: Sampler
+    #: 0 takes a free one
+    port: int
+
 
 def main(argv: list[str] | None = None) -> int:
     """The exit status, after training."""
+    trainer = prepare(argv)
+    endings: Endings = queue.SimpleQueue()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, _frame: endings.put(signal.Signals(number)))
+    return run(trainer, endings)
+
+
+def prepare(argv: Sequence[str] | None) -> Trainer:
+    """The trainer that the arguments describe, with its files open and nothing started.
+
+    Raises:
+        SystemExit: with 2; the arguments are wrong, and stderr says how.
+    """
     parser = _parser()
     options = parser.parse_args(argv)
     if options.batch_size % options.group_size:
@@ -62,22 +91,25 @@ def main(argv: list[str] | None = None) -> int:
     training = Training(
         plan, api=AtroposApi(options.api), sampler=sampler, state=state, metrics=metrics
     )
+    return Trainer(training=training, sampler=sampler, port=options.port)
+
+
+def run(trainer: Trainer, endings: Endings) -> int:
+    """The exit status, after training. A signal that comes through `endings` ends it before."""
     try:
-        with InferenceServer(sampler, port=options.port) as server:
-            print(f"inference on {server.url}, weights of step {state.step}", flush=True)
-            return _supervise(training)
+        with InferenceServer(trainer.sampler, port=trainer.port) as server:
+            print(f"inference on {server.url}, weights of step {trainer.sampler.step}", flush=True)
+            return _supervise(trainer.training, endings)
     except OSError as error:
-        return _failed(f"cannot serve on port {options.port}: {error}")
+        return _failed(f"cannot serve on port {trainer.port}: {error}")
 
 
-def _supervise(training: Training) -> int:
+def _supervise(training: Training, endings: Endings) -> int:
     """The exit status, once training ends or a signal ends it.
 
     The loop runs in a thread that may be left behind: while it waits for an API that hangs, a
     signal still ends the process at once.
     """
-    #: A signal, what went wrong, or None when training is complete.
-    endings: queue.SimpleQueue[signal.Signals | Exception | None] = queue.SimpleQueue()
 
     def train() -> None:
         try:
@@ -87,8 +119,6 @@ def _supervise(training: Training) -> int:
         else:
             endings.put(None)
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, _frame: endings.put(signal.Signals(number)))
     threading.Thread(target=train, name="training", daemon=True).start()
 
     match endings.get():

@@ -1,0 +1,101 @@
+"""The trainer of the quickstart as a Ray job: the driver of an actor that takes GPUs and trains.
+
+    python ray_trainer.py --gpus 1 --cpus-per-gpu 3 -- --api http://127.0.0.1:8000 --port 8001 ...
+
+What follows `--` goes to `trainer.py`, whose exit statuses these are; 1 also when the actor dies.
+The policy is trained on CPUs: the GPUs are taken and left alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import queue
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+
+#: How often the driver looks whether a signal has come.
+LOOK_EVERY_S = 0.2
+
+
+class TrainerActor:
+    """One training. `train` and `stop` need a thread each: make it with `max_concurrency=2`."""
+
+    def __init__(self, folder: str) -> None:
+        """Args: folder: of `trainer.py`, relative to the job's working directory."""
+        # Ray gives each node a copy of the working directory, and has no script to go by.
+        sys.path.insert(0, str(Path.cwd() / folder))
+        self._endings: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def place(self) -> str:
+        """Where it runs, in words."""
+        context = ray.get_runtime_context()
+        gpus = ", ".join(context.get_accelerator_ids().get("GPU", [])) or "none"
+        return f"node {context.get_node_id()}, GPUs {gpus}"
+
+    def train(self, arguments: Sequence[str]) -> int:
+        """The exit status of the trainer with these arguments."""
+        import trainer
+
+        try:
+            return trainer.run(trainer.prepare(arguments), self._endings)
+        except SystemExit as refused:
+            # Ray would take it for the wish of the actor to end.
+            return refused.code if isinstance(refused.code, int) else 1
+
+    def stop(self, number: int) -> None:
+        """End the training as this signal would: the last finished step is checkpointed."""
+        self._endings.put(signal.Signals(number))
+
+
+def main() -> int:
+    """The exit status, after training."""
+    options = _parser().parse_args()
+    ray.init()
+    # After `ray.init`, which has a handler of its own for SIGTERM.
+    signals: queue.SimpleQueue[int] = queue.SimpleQueue()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, _frame: signals.put(number))
+    actor_class = ray.remote(TrainerActor).options(
+        num_gpus=options.gpus, num_cpus=options.gpus * options.cpus_per_gpu, max_concurrency=2
+    )
+    # Ray's types know no methods of a handle.
+    actor: Any = actor_class.remote(os.path.relpath(Path(__file__).parent))
+
+    place = actor.place.remote()
+    print(f"waiting for {options.gpus} GPUs", flush=True)
+    while not _is_done(place):
+        if not signals.empty():
+            # It waits for GPUs, so that nobody would hear a `stop`.
+            ray.kill(actor)
+            return 128 + signals.get()
+    print(f"trainer on {ray.get(place)}", flush=True)
+
+    status = actor.train.remote(options.arguments)
+    while not _is_done(status):
+        if not signals.empty():
+            actor.stop.remote(signals.get())
+    return int(ray.get(status))
+
+
+def _is_done(result: ray.ObjectRef[object]) -> bool:
+    done, _ = ray.wait([result], timeout=LOOK_EVERY_S)
+    return bool(done)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="The quickstart's trainer as a Ray job.")
+    add = parser.add_argument
+    add("--gpus", type=int, default=1, help="GPUs that the trainer takes on one node")
+    add("--cpus-per-gpu", type=int, default=3, help="CPUs that it takes with each")
+    add("arguments", nargs="+", metavar="-- ARGUMENTS", help="the trainer's own; see trainer.py")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
