@@ -1,0 +1,186 @@
+"""What follows an attempt, requeued, retried or final, and when; the attempts as a table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tasks.run.attempts import Next, Sequel, decide, table_of
+from tasks.run.failure_kinds import FailureKind
+from tasks.run.lifecycle import RunState
+from tasks.run.outcome import Failure, Verdict
+from tasks.run.spec import Retry
+
+FULL = FailureKind.INSUFFICIENT_RESOURCES
+LATE = FailureKind.START_TIMEOUT
+NODE = FailureKind.NODE_LOST
+DISK = FailureKind.STORAGE
+#: A policy in which the delay can be told from the number of the try.
+EACH = {"delay_s": 10.0, "max_delay_s": 100.0}
+
+
+def failed(kind: FailureKind, **more: Any) -> Verdict:
+    verdict = Verdict.failed(Failure(kind=kind, message="it happened"), 1.0)
+    return verdict.with_remains(more["left"]) if more else verdict
+
+
+def decided(
+    kind: FailureKind, *before: FailureKind | None, resume_from: str = "", **policy: Any
+) -> Sequel:
+    """Without any jitter."""
+    return decide(
+        failed(kind),
+        before,
+        Retry(**{**EACH, **policy}),
+        resume_from=resume_from,
+        uniform=lambda low, high: (low + high) / 2,
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "before", "attempts", "text"),
+    [
+        # too few resources is nobody's attempt, however often
+        (FULL, (), None, "requeued: INSUFFICIENT_RESOURCES, next try in 10 s"),
+        (LATE, (), None, "requeued: START_TIMEOUT, next try in 10 s"),
+        (FULL, (FULL,) * 500, None, "requeued: INSUFFICIENT_RESOURCES, next try in 100 s"),
+        # unless the spec says so, and then those of the same kind count
+        (FULL, (), 2, "requeued: INSUFFICIENT_RESOURCES, next try (2 of 2) in 10 s"),
+        (FULL, (FULL,), 2, "final: INSUFFICIENT_RESOURCES, 2 of 2 attempts used"),
+        (FULL, (LATE, NODE), 2, "requeued: INSUFFICIENT_RESOURCES, next try (2 of 2) in 10 s"),
+        # another kind has the attempts that the spec gives it
+        (NODE, (), 3, "retried: NODE_LOST, attempt 2 of 3 in 10 s"),
+        (NODE, (NODE,), 3, "retried: NODE_LOST, attempt 3 of 3 in 20 s"),
+        (NODE, (NODE, NODE), 3, "final: NODE_LOST, 3 of 3 attempts used"),
+        (NODE, (), 1, "final: NODE_LOST, 1 of 1 attempts used"),
+        # they are the tries in all, whatever ended the others
+        (NODE, (DISK, NODE), 3, "final: NODE_LOST, 3 of 3 attempts used"),
+        (NODE, (None, None), 3, "final: NODE_LOST, 3 of 3 attempts used"),  # cancelled, begun again
+        # but for requeues
+        (NODE, (FULL, LATE, FULL), 2, "retried: NODE_LOST, attempt 2 of 2 in 10 s"),
+        (NODE, (FULL, NODE, LATE), 2, "final: NODE_LOST, 2 of 2 attempts used"),
+    ],
+)
+def test_what_follows_an_attempt(
+    kind: FailureKind, before: tuple[FailureKind | None, ...], attempts: int | None, text: str
+) -> None:
+    sequel = decided(kind, *before, attempts=attempts)
+
+    assert sequel.text == text
+    assert (
+        sequel.next
+        is {"re": Next.REQUEUE, "rt": Next.RETRY, "fi": Next.FINAL}[
+            "rt" if text.startswith("retried") else text[:2]
+        ]
+    )
+    assert (sequel.delay_s == 0) == sequel.is_final
+
+
+@pytest.mark.parametrize(
+    ("before", "delay_s"),
+    [
+        ((), 10),
+        ((FULL,), 20),
+        ((FULL, LATE), 40),  # both kinds wait for the same cluster
+        ((FULL, FULL, FULL), 80),
+        ((FULL,) * 4, 100),  # the longest
+        ((FULL,) * 4 + (NODE,), 10),  # one has run since: the queue is another by now
+        ((FULL,) * 4 + (NODE, FULL), 20),
+        ((FULL,) * 4 + (None,), 10),
+        ((FULL,) * 5000, 100),  # a month in the queue: no number is too large
+    ],
+)
+def test_back_off_counts_from_the_last_attempt_that_really_ran(
+    before: tuple[FailureKind | None, ...], delay_s: float
+) -> None:
+    assert decided(FULL, *before).delay_s == delay_s
+
+
+@pytest.mark.parametrize(("part", "delay_s"), [(0.0, 9.0), (0.5, 10.0), (1.0, 11.0)])
+def test_jitter_spreads_a_delay_by_a_tenth_both_ways(part: float, delay_s: float) -> None:
+    sequel = decide(
+        failed(FULL), (), Retry(**EACH), uniform=lambda low, high: low + part * (high - low)
+    )
+
+    assert sequel.delay_s == pytest.approx(delay_s)
+
+
+def test_the_checkpoint_that_the_next_attempt_starts_from_is_said() -> None:
+    sequel = decided(NODE, attempts=2, resume_from="/ckpt/step-10")
+
+    assert sequel.text == "retried: NODE_LOST, attempt 2 of 2 in 10 s, from /ckpt/step-10"
+
+
+def test_kind_that_the_spec_does_not_list_is_final() -> None:
+    sequel = decide(failed(FailureKind.USER_ERROR), (), None)
+
+    assert sequel == Sequel(next=Next.FINAL, text="final: USER_ERROR is not retried")
+
+
+@pytest.mark.parametrize("state", [RunState.COMPLETED, RunState.CANCELLED])
+def test_attempt_that_did_not_fail_is_final(state: RunState) -> None:
+    assert decide(Verdict(state=state, message=""), (), None).text == f"final: {state.value}"
+
+
+def test_nothing_is_tried_beside_processes_that_could_not_be_ended() -> None:
+    sequel = decide(failed(FULL, left={"trainer": (812,)}), (), Retry(**EACH))
+
+    assert sequel.is_final
+    assert sequel.text == "final: INSUFFICIENT_RESOURCES, and processes of it are left"
+
+
+def test_table_has_a_row_for_each_attempt() -> None:
+    failure = Failure(kind=NODE, message="trainer: node lost", line="NodeDiedError: 10.0.0.7")
+    first = {
+        "number": 1,
+        "state": "failed",
+        "started_at": 0.0,
+        "ended_at": 61.0,
+        "failure": failure.as_json(),
+        "components": {},
+        "ray": {"submission_id": "a-run--a01", "nodes": ["10.0.0.7", "10.0.0.8"]},
+        "resume_from": None,
+        "decision": "retried: NODE_LOST, attempt 2 of 3 in 10 s",
+    }
+    second = {
+        **first,
+        "number": 2,
+        "state": "starting",
+        "ended_at": None,
+        "failure": None,
+        "ray": {},
+        "resume_from": "/ckpt/step-10",
+        "decision": None,
+    }
+
+    rows = table_of([first, second])
+
+    assert rows[0] == {
+        "attempt": 1,
+        "submission": "a-run--a01",
+        "nodes": "10.0.0.7, 10.0.0.8",
+        "started": "1970-01-01 00:00:00 UTC",
+        "ended": "1970-01-01 00:01:01 UTC",
+        "state": "failed",
+        "kind": "NODE_LOST",
+        "line": "NodeDiedError: 10.0.0.7",
+        "resumed from": None,
+        "decided": "retried: NODE_LOST, attempt 2 of 3 in 10 s",
+    }
+    assert rows[1]["resumed from"] == "/ckpt/step-10"
+    assert (rows[1]["ended"], rows[1]["kind"], rows[1]["nodes"]) == (None, None, None)
+
+
+def test_row_of_a_record_that_knew_no_decisions() -> None:
+    old = {
+        "number": 1,
+        "state": "failed",
+        "started_at": 0.0,
+        "ended_at": 1.0,
+        "failure": Failure(kind=NODE, message="gone").as_json(),
+        "components": {},
+        "ray": {},
+    }
+
+    assert (table_of([old])[0]["line"], table_of([old])[0]["decided"]) == ("gone", None)

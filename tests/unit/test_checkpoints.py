@@ -1,0 +1,181 @@
+"""The checkpoint that the next attempt starts from, in the ways that trainers leave them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tasks.run.checkpoints import latest_checkpoint, resume_point
+from tasks.run.layout import RunPlace
+from tasks.run.spec import RunSpec
+
+
+def written(root: Path, *paths: str) -> None:
+    """Files in this order of age, the oldest first; one that ends with a slash is a folder."""
+    for age, name in enumerate(paths):
+        path = root / name
+        if name.endswith("/"):
+            path.mkdir(parents=True, exist_ok=True)
+            (path / "model.pt").write_text("weights")
+        else:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("weights")
+        os.utime(path, (1000 + age, 1000 + age))
+
+
+@pytest.mark.parametrize(
+    ("paths", "found"),
+    [
+        (["step-000010.npz", "step-000009.npz"], "step-000010.npz"),  # the step, not the age
+        (["checkpoint-500/", "checkpoint-1000/"], "checkpoint-1000"),  # not the alphabet
+        (["model-7b-step-20.pt", "model-7b-step-3.pt"], "model-7b-step-20.pt"),  # the last number
+        (["step-10.pt", "step-20.pt.tmp"], "step-10.pt"),
+        (["step-10.pt", ".step-20.pt"], "step-10.pt"),
+        (["step-10.pt", "tmp-checkpoint-20/"], "step-10.pt"),  # as Hugging Face's, half written
+        (["checkpoint-10/trainer_state.json", "checkpoint-20/model.pt"], "checkpoint-10"),
+        (["config.json", "events.log"], None),  # nothing that names a step
+        # verl and SkyRL write the folder first and the pointer last: there was no whole one yet
+        (["global_step_5/"], None),
+        (["iter_0000005/"], None),
+        ([], None),
+    ],
+)
+def test_last_complete_one_of_a_folder(tmp_path: Path, paths: list[str], found: str | None) -> None:
+    written(tmp_path, *paths)
+
+    expected = tmp_path / found if found else None
+    assert latest_checkpoint(str(tmp_path), Path("/")) == expected
+
+
+@pytest.mark.parametrize(
+    ("pointer", "says", "paths", "found"),
+    [
+        ("latest", "step-000010.npz\n", ["step-000010.npz", "step-000020.npz"], "step-000010.npz"),
+        ("latest", "global_step10", ["global_step10/", "global_step20/"], "global_step10"),
+        (
+            "latest_checkpointed_iteration.txt",  # verl
+            "10",
+            ["global_step_10/", "global_step_20/"],
+            "global_step_10",
+        ),
+        ("latest_checkpointed_iteration.txt", "10\n", ["iter_0000010/"], "iter_0000010"),
+        (
+            "latest_ckpt_global_step.txt",
+            "4",
+            ["global_step_4/", "global_step_40/"],
+            "global_step_4",
+        ),
+        ("latest_checkpointed_iteration.txt", "release", ["release/"], "release"),  # Megatron
+        ("latest", "step-000010.npz", ["step-000020.npz"], None),  # what it names is gone
+        ("latest", "", ["step-000020.npz"], None),  # a full disk
+        ("latest_checkpointed_iteration.txt", "10", ["global_step_20/"], None),
+    ],
+)
+def test_pointer_knows_which_one_is_complete(
+    tmp_path: Path, pointer: str, says: str, paths: list[str], found: str | None
+) -> None:
+    written(tmp_path, *paths)
+    (tmp_path / pointer).write_text(says)
+
+    expected = tmp_path / found if found else None
+    assert latest_checkpoint(str(tmp_path), Path("/")) == expected
+
+
+def test_empty_file_or_folder_is_no_checkpoint(tmp_path: Path) -> None:
+    written(tmp_path, "step-10.pt")
+    (tmp_path / "step-20.pt").touch()
+    (tmp_path / "checkpoint-30").mkdir()
+
+    assert latest_checkpoint(str(tmp_path), Path("/")) == tmp_path / "step-10.pt"
+
+
+def test_pattern_matches_the_checkpoints_themselves(tmp_path: Path) -> None:
+    written(tmp_path, "a/global_step_5/", "b/global_step_7/", "b/other-9/")
+
+    found = latest_checkpoint("*/global_step_*", tmp_path)
+
+    assert found == tmp_path / "b" / "global_step_7"
+
+
+def test_youngest_is_the_last_one_where_no_name_says_more(tmp_path: Path) -> None:
+    written(tmp_path, "best.pt", "final.pt")
+
+    assert latest_checkpoint("*.pt", tmp_path) == tmp_path / "final.pt"
+
+
+def test_file_stands_for_itself(tmp_path: Path) -> None:
+    written(tmp_path, "last.pt")
+
+    assert latest_checkpoint("last.pt", tmp_path) == tmp_path / "last.pt"
+
+
+def test_place_that_is_not_there_yet_holds_none(tmp_path: Path) -> None:
+    assert latest_checkpoint("checkpoints", tmp_path) is None
+    assert latest_checkpoint("checkpoints/*", tmp_path) is None
+
+
+def test_folder_whose_name_looks_like_a_pattern_is_a_folder(tmp_path: Path) -> None:
+    written(tmp_path, "runs [old]/step-1.pt")
+
+    assert latest_checkpoint("runs [old]", tmp_path) == tmp_path / "runs [old]" / "step-1.pt"
+
+
+def run_of(tmp_path: Path, checkpoints: str | None, attempts: int) -> tuple[RunSpec, RunPlace]:
+    """A run with so many attempts, as its files would tell."""
+    trainer = {"command": ["python"], "cwd": str(tmp_path)}
+    if checkpoints is not None:
+        trainer["checkpoints"] = checkpoints
+    data = {"name": "x", "workload": "grpo", "components": {"trainer": trainer}}
+    place = RunPlace(directory=tmp_path / "run")
+    for number in range(1, attempts + 1):
+        attempt = place.attempt(number)
+        attempt.directory.mkdir(parents=True)
+        text = yaml.safe_dump(data).replace("${attempt.dir}", str(attempt.directory))
+        attempt.spec.write_text(text.replace("${run.dir}", str(place.directory)))
+    return RunSpec.model_validate(data), place
+
+
+def test_first_attempt_starts_from_nothing(tmp_path: Path) -> None:
+    spec, place = run_of(tmp_path, "${run.dir}/checkpoints", 0)
+
+    assert resume_point(spec, place, 0) is None
+
+
+def test_component_that_names_no_checkpoints_starts_from_nothing(tmp_path: Path) -> None:
+    spec, place = run_of(tmp_path, None, 2)
+
+    assert resume_point(spec, place, 2) is None
+
+
+def test_folder_of_the_run_is_that_of_all_attempts(tmp_path: Path) -> None:
+    spec, place = run_of(tmp_path, "${run.dir}/checkpoints", 2)
+    written(place.directory, "checkpoints/step-10.pt")
+
+    assert resume_point(spec, place, 2) == place.directory / "checkpoints" / "step-10.pt"
+
+
+def test_attempt_that_came_to_no_checkpoint_leaves_it_at_the_one_before(tmp_path: Path) -> None:
+    spec, place = run_of(tmp_path, "${attempt.dir}/checkpoints", 3)
+    written(place.attempt(1).directory, "checkpoints/step-30.pt")
+    written(place.attempt(2).directory, "checkpoints/step-20.pt")
+
+    found = resume_point(spec, place, 3)
+
+    assert found == place.attempt(2).directory / "checkpoints" / "step-20.pt"
+
+
+def test_relative_place_starts_from_the_component_s_own_directory(tmp_path: Path) -> None:
+    spec, place = run_of(tmp_path, "checkpoints", 1)
+    written(tmp_path, "checkpoints/step-1.pt")
+
+    assert resume_point(spec, place, 1) == tmp_path / "checkpoints" / "step-1.pt"
+
+
+def test_attempt_whose_files_are_gone_has_none(tmp_path: Path) -> None:
+    spec, place = run_of(tmp_path, "${run.dir}/checkpoints", 1)
+    place.attempt(1).spec.write_text("{")
+
+    assert resume_point(spec, place, 1) is None
