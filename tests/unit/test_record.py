@@ -162,6 +162,79 @@ def test_next_process_of_a_run_goes_on_with_its_record(path: Path) -> None:
     assert content_of(path)["started_at"] == 1.0
 
 
+def content_with_a_failed_attempt(path: Path) -> RunRecord:
+    record = make(path)
+    record.begin_attempt(1)
+    record.observe(event("component.spawned", "api", pid=812))
+    failure = Failure(kind=FailureKind.NODE_LOST, message="gone")
+    record.end_attempt(Verdict.failed(failure, 1.0))
+    return record
+
+
+def test_ledger_says_what_an_attempt_began_from_and_what_was_decided(path: Path) -> None:
+    record = make(path)
+
+    record.begin_attempt(1, resume_from="/ckpt/step-10")
+    record.end_attempt(Verdict(state=RunState.COMPLETED, message=""))
+    record.decide("final: completed")
+
+    [entry] = record.ledger()
+    assert (entry["resume_from"], entry["decision"]) == ("/ckpt/step-10", "final: completed")
+    assert content_of(path)["attempts"] == [entry]
+
+
+def test_attempt_that_has_ended_is_never_changed_again(path: Path) -> None:
+    record = content_with_a_failed_attempt(path)
+    [before] = record.ledger()
+
+    record.observe(event("component.exited", "api", at=9.0, pid=812, exit_code=0, signal=None))
+    record.observe(event("teardown.begun"))
+    record.end_attempt(Verdict(state=RunState.CANCELLED, message="late"))
+
+    assert record.ledger() == [before]
+
+
+def test_what_is_decided_after_it_is_all_that_is_added(path: Path) -> None:
+    record = content_with_a_failed_attempt(path)
+    [before] = record.ledger()
+
+    record.decide("retried: NODE_LOST, attempt 2 of 3 in 10 s")
+    record.begin_attempt(2)
+
+    decision = "retried: NODE_LOST, attempt 2 of 3 in 10 s"
+    assert record.ledger()[0] == {**before, "decision": decision}
+
+
+@pytest.mark.parametrize(
+    ("decided", "says"),
+    [
+        ("final: USER_ERROR is not retried", "final: USER_ERROR is not retried; begun again"),
+        (None, "begun again"),  # its process was lost before it could say
+        ("requeued: X, next try in 9 s", "requeued: X, next try in 9 s"),
+    ],
+)
+def test_attempt_that_somebody_began_again_says_so(
+    path: Path, decided: str | None, says: str
+) -> None:
+    record = content_with_a_failed_attempt(path)
+    if decided:
+        record.decide(decided)
+
+    record.begin_attempt(2)
+
+    assert [entry["decision"] for entry in record.ledger()] == [says, None]
+
+
+def test_run_that_ends_has_no_attempt_undecided(path: Path) -> None:
+    record = make(path)
+    record.begin_attempt(1)
+    record.move(RunState.ADMITTED)
+
+    record.move(RunState.FAILED, "UNKNOWN: could not go on")
+
+    assert [entry["decision"] for entry in record.ledger()] == ["final: failed"]
+
+
 def test_reader_never_sees_a_part_of_the_record(path: Path) -> None:
     record = make(path)
     record.begin_attempt(1)

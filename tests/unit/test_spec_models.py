@@ -175,6 +175,8 @@ def test_a_number_will_do_for_a_text_in_commands_and_variables(written: object, 
         ("containment", "namespace"),
         ("trainer.ports", ["metrics", "port"]),
         ("trainer.cwd", "/"),
+        ("trainer.checkpoints", "${run.dir}/checkpoints"),
+        ("trainer.checkpoints", "${attempt.dir}/ckpt/step-*"),
         ("trainer.stop", {"signal": "SIGINT", "grace_s": 0}),  # no grace at all is a choice
         ("trainer.ready", {"tcp": 8000}),
         ("trainer.ready", {"tcp": "8000"}),
@@ -266,6 +268,9 @@ def test_a_spec_may_say(path: str, value: object) -> None:
         ("trainer.command", {"a": 1}, "must be a list, found a mapping", ""),
         # ports
         ("trainer.ports", ["a", "b", "a"], "lists 'a' twice", "once"),
+        # checkpoints
+        ("trainer.checkpoints", ["a"], "must be text, found a list", ""),
+        ("trainer.checkpoints", "", "must not be empty", ""),
         # stop
         ("trainer.stop.signal", "TERM", "no signal of this system: 'TERM'", "`SIGTERM`"),
         ("trainer.stop.signal", "SIGTREM", "no signal", "did you mean `SIGTERM`?"),
@@ -372,6 +377,20 @@ def test_a_fault_inside_a_list_or_a_mapping_has_its_own_path(
     assert problem in fault[1]
 
 
+def test_only_one_component_has_checkpoints_to_resume_from() -> None:
+    data = deepcopy(LEAST)
+    data["components"]["trainer"]["checkpoints"] = "a"
+    data["components"]["reward"] = {"command": ["python"], "checkpoints": "b"}
+
+    [fault] = faults_of(data)
+
+    assert fault == (
+        "components.reward.checkpoints",
+        "more than one component has checkpoints: ${attempt.resume_from} would not be clear",
+        "write them for trainer only",
+    )
+
+
 def test_an_unknown_key_names_what_was_probably_meant_and_what_is_known() -> None:
     [fault] = faults_of(spec_with("trainer.redy", {}))
 
@@ -379,7 +398,7 @@ def test_an_unknown_key_names_what_was_probably_meant_and_what_is_known() -> Non
         "components.trainer.redy",
         "unknown key",
         "did you mean `ready`? known are launcher, command, env, cwd, ports, ready, live, "
-        "on_exit_zero, stop",
+        "on_exit_zero, stop, checkpoints",
     )
 
 
