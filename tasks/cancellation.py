@@ -29,7 +29,7 @@ def cancel_watched(flow_run_id: UUID, on_cancel: Callable[[str], None]) -> Itera
 
     def watch() -> None:
         while not left.wait(_POLL_EVERY_S):
-            why = _cancelled(flow_run_id)
+            why = why_cancelled(flow_run_id)
             if why:
                 on_cancel(why)
                 return
@@ -45,7 +45,7 @@ def cancel_watched(flow_run_id: UUID, on_cancel: Callable[[str], None]) -> Itera
         watcher.join()
 
 
-def _cancelled(flow_run_id: UUID) -> str:
+def why_cancelled(flow_run_id: UUID) -> str:
     """Why the flow run should end, in words; empty while it should not, or nobody can say.
 
     A server that does not know the flow run has lost its record: no reason to lose the training.

@@ -38,6 +38,9 @@ from tasks.supervise.variables import Holders
 
 #: In the environment of a flow run's process. Source: prefect/runner/_starter_engine.py.
 FLOW_RUN_VARIABLE = "PREFECT__FLOW_RUN_ID"
+#: The state of a flow run without a process whose jobs go on. Its name is that of a retry, with
+#: which a flow run may leave a final state.
+JOBS_GO_ON = "AwaitingRetry"
 #: The flows whose lost flow runs are closed.
 OUR_FLOWS = ("train", "reconcile")
 
@@ -86,12 +89,18 @@ def talking_to(api_url: str) -> Iterator[SyncPrefectClient]:
         raise ServerAway(f"{api_url}: {error or type(error).__name__}") from error
 
 
-def state_of(client: SyncPrefectClient, flow_run_id: str) -> State[Any] | None:
-    """Its state; None where the server does not know it."""
+def find_flow_run(client: SyncPrefectClient, flow_run_id: str) -> FlowRun | None:
+    """None where the server does not know it."""
     try:
-        return client.read_flow_run(UUID(flow_run_id)).state
+        return client.read_flow_run(UUID(flow_run_id))
     except ObjectNotFound:
         return None
+
+
+def state_of(client: SyncPrefectClient, flow_run_id: str) -> State[Any] | None:
+    """Its state; None where the server does not know it."""
+    flow_run = find_flow_run(client, flow_run_id)
+    return flow_run.state if flow_run is not None else None
 
 
 def held_flow_runs(client: SyncPrefectClient) -> list[FlowRun]:
@@ -224,6 +233,13 @@ def propose(
         return False
     answer = client.set_flow_run_state(UUID(flow_run_id), after)
     return answer.status == SetStateStatus.ACCEPT
+
+
+def clear_process(client: SyncPrefectClient, flow_run_id: str) -> None:
+    """Forget the process that the flow run had: a cancel would wait for that one for ever."""
+    # `update_flow_run` leaves out what is None.
+    nothing = {"infrastructure_pid": None}
+    client.request("PATCH", "/flow_runs/{id}", path_params={"id": flow_run_id}, json=nothing)
 
 
 def process_tag() -> str:

@@ -40,8 +40,8 @@ def job_maker(
         log=command.log,
         stop_signal=command.stop_signal,
         grace_s=command.grace_s,
-        entrypoint_resources=spec.ray.entrypoint_resources,
-        entrypoint_label_selector=spec.ray.entrypoint_label_selector,
+        entrypoint_resources=spec.ray.entrypoint_resources or {},
+        entrypoint_label_selector=spec.ray.entrypoint_label_selector or {},
         # Of several jobs nobody knows which takes how many.
         gpus=gang.nodes * gang.gpus_per_node if gang and is_only else 0,
         start_within_s=spec.ray.start_within_s,

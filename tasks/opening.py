@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextvars
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any
@@ -12,7 +14,7 @@ from prefect.client.schemas.objects import State
 from prefect.context import FlowRunContext
 from prefect.states import Cancelled, Completed, Failed
 
-from tasks.cancellation import cancel_watched
+from tasks.cancellation import cancel_watched, why_cancelled
 from tasks.parked import forget_parked
 from tasks.reporting import Reporter
 from tasks.run.failure_kinds import FailureKind
@@ -21,6 +23,7 @@ from tasks.run.lifecycle import RunState
 from tasks.run.spec import RunSpec
 from tasks.server import lasting_api_url
 from tasks.session import RunSession, interrupting
+from tasks.waiting import started_by_others
 
 
 def run_id_of_flow_run() -> str:
@@ -47,7 +50,7 @@ def open_run(spec: RunSpec) -> Iterator[RunSession]:
     )
     forget_parked(run.run_id)
     with (
-        interrupting(run),
+        interrupting(run, _on_term(run, flow_run_id)),
         cancel_watched(flow_run_id, run.interrupt),
         Reporter(run, flow_run_id),
     ):
@@ -59,6 +62,27 @@ def open_run(spec: RunSpec) -> Iterator[RunSession]:
             raise
         finally:
             run.close()
+
+
+def _on_term(run: RunSession, flow_run_id: UUID) -> Callable[[], None] | None:
+    """What SIGTERM means where it is not simply the end of the run.
+
+    A worker ends its flow runs' processes in the same way when one is cancelled and when it is
+    itself stopped, to be upgraded for example; only the server knows. Jobs that outlive their flow
+    process go on, unless the run was cancelled.
+    """
+    if not run.adopts or started_by_others() is None:
+        return None
+    # The server's address may be a setting of this context only, which a new thread lacks.
+    context = contextvars.copy_context()
+
+    def ask() -> None:
+        if why := context.run(why_cancelled, flow_run_id):
+            run.interrupt(why)
+        else:
+            run.let_go("its flow process was ended by SIGTERM")
+
+    return lambda: threading.Thread(target=ask, name="on-term", daemon=True).start()
 
 
 def conclude(run: RunSession) -> State[Any]:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import signal as signals
 import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
 from tasks.run.errors import Fault
 from tasks.run.layout import AttemptPlace, project_root
@@ -50,22 +53,31 @@ def whole_env(spec: RunSpec) -> dict[str, str]:
 
 
 def plan_of(
-    spec: RunSpec, run_id: str, place: AttemptPlace, containment: Containment
+    spec: RunSpec,
+    run_id: str,
+    place: AttemptPlace,
+    containment: Containment,
+    adopted: Mapping[str, Any] | None = None,
 ) -> AttemptPlan:
     """One attempt at a run.
 
     Args:
         spec: with its placeholders filled in.
+        adopted: the attempt in the run's record, where it was begun by another process.
     """
     return AttemptPlan(
         run_id=run_id,
         number=place.number,
         cwd=project_root() / spec.cwd,
-        components=tuple(_component_plan(spec, name, run_id, place) for name in spec.processes),
+        components=tuple(
+            replace(_component_plan(spec, name, run_id, place), is_adopted=adopted is not None)
+            for name in spec.processes
+        ),
         progress=spec.progress,
         success_step=spec.success.step if spec.success else None,
         stall_after_s=spec.stall_after_s,
         containment=containment,
+        began_at=adopted["started_at"] if adopted is not None else None,
     )
 
 

@@ -34,6 +34,7 @@ from tasks.flow_runs import (
     state_of_lost,
     talking_to,
 )
+from tasks.lost_jobs import NO_JOBS, JobsEnded, keep_jobs, stop_jobs
 from tasks.run.closing import Closed, Loss, close_record
 from tasks.run.reconciled import Reconciled, Report
 from tasks.supervise.identity import host_name
@@ -127,20 +128,30 @@ def _finish_run(run_id: str, before: Reconciled | None) -> Reconciled | None:
             if before is not None:
                 killed = (*before.killed, *remains.killed)
                 remains = replace(remains, killed=killed, removed=before.removed + remains.removed)
-            return _close_run(lost, remains) if remains.is_clean else _unfinished(lost, remains)
+            if not remains.is_clean:
+                return _unfinished(lost, remains)
+            if lost.owner.adopts and (kept := keep_jobs(lost)) is not None:
+                is_news = kept.server or kept.open or remains.killed or remains.removed
+                run = _reconciled(lost, remains, server=kept.server, open=kept.open)
+                return run if is_news else None
+            return _close_run(lost, remains, stop_jobs(lost))
     except Exception as error:
         # The others shall not wait for this one; the entry is kept.
         _log.exception("run %s could not be reconciled", run_id)
         return Reconciled(name=run_id, found="its process was gone", open=repr(error))
 
 
-def _close_run(lost: LostRun, remains: Remains) -> Reconciled:
-    """Close the record of a run of which nothing is left, and tell its server."""
+def _close_run(lost: LostRun, remains: Remains, jobs: JobsEnded) -> Reconciled:
+    """Close the record of a run whose processes are gone, and tell its server.
+
+    A job of which nobody can say whether it has ended keeps the run registered.
+    """
     owner = lost.owner
     flow_run_id = owner.flow_run_id
+    forget = lost.forget if not jobs.left else lambda: None
     if flow_run_id is None or owner.directory is None:
-        lost.forget()
-        return _reconciled(lost, remains)
+        forget()
+        return _reconciled(lost, remains, jobs=jobs)
     if pids := holders_of(FLOW_RUN_VARIABLE).pids.get(flow_run_id):
         # It was started anew, and has not registered itself yet.
         pid = pids[0]
@@ -148,42 +159,47 @@ def _close_run(lost: LostRun, remains: Remains) -> Reconciled:
     record: Closed | None = None
     try:
         if owner.api_url is None:
-            record = close_record(owner.directory, _loss(lost, remains))
-            lost.forget()
-            return _reconciled(lost, remains, record)
+            record = close_record(owner.directory, _loss(lost, remains, jobs))
+            forget()
+            return _reconciled(lost, remains, record, jobs=jobs)
         with talking_to(owner.api_url) as client:
             before = state_of(client, flow_run_id)
-            loss = _loss(lost, remains, before)
+            loss = _loss(lost, remains, jobs, before)
             record = close_record(owner.directory, loss)
             after = state_of_closed(before, record, loss.cause)
             if before is None or after is None:
-                lost.forget()
-                return _reconciled(lost, remains, record)
+                forget()
+                return _reconciled(lost, remains, record, jobs=jobs)
             if not propose(client, flow_run_id, before, after):
-                return _reconciled(lost, remains, record, open=_CHANGED)
-            lost.forget()
-            return _reconciled(lost, remains, record, server=after.name or "")
+                return _reconciled(lost, remains, record, jobs=jobs, open=_CHANGED)
+            forget()
+            return _reconciled(lost, remains, record, jobs=jobs, server=after.name or "")
     except ServerAway as error:
-        return _leave_untold(lost, remains, record, error)
+        return _leave_untold(lost, remains, jobs, record, error)
 
 
 def _leave_untold(
-    lost: LostRun, remains: Remains, record: Closed | None, error: ServerAway
+    lost: LostRun,
+    remains: Remains,
+    jobs: JobsEnded,
+    record: Closed | None,
+    error: ServerAway,
 ) -> Reconciled:
     """What can be said without the server: the rest waits until it is back, or for a day."""
     assert lost.owner.directory is not None
     gives_up = lost.seconds_lost() > _TELL_WITHIN_S
-    loss = _loss(lost, remains, is_waiting=False if gives_up else None)
+    loss = _loss(lost, remains, jobs, is_waiting=False if gives_up else None)
     record = record or close_record(lost.owner.directory, loss)
-    if gives_up:
+    if gives_up and not jobs.left:
         lost.forget()
     away = f"the server does not answer ({error})"
-    return _reconciled(lost, remains, record, open="" if gives_up else away)
+    return _reconciled(lost, remains, record, jobs=jobs, open="" if gives_up else away)
 
 
 def _loss(
     lost: LostRun,
     remains: Remains,
+    jobs: JobsEnded,
     state: State[object] | None = None,
     *,
     is_waiting: bool | None = False,
@@ -197,6 +213,8 @@ def _loss(
         is_waiting=is_waiting,
         killed=remains.killed,
         removed=remains.removed,
+        jobs=jobs.ended,
+        jobs_left=jobs.left,
     )
 
 
@@ -216,6 +234,7 @@ def _reconciled(
     remains: Remains,
     record: Closed | None = None,
     *,
+    jobs: JobsEnded = NO_JOBS,
     server: str = "",
     open: str = "",
 ) -> Reconciled:
@@ -224,10 +243,11 @@ def _reconciled(
         flow_run_id=lost.owner.flow_run_id,
         found=f"its process (pid {lost.owner.process.pid}) was gone",
         killed=remains.killed,
+        jobs=jobs.ended,
         removed=remains.removed,
         record=record.state.value if record is not None and record.is_changed else "",
         server=server,
-        open=open,
+        open=" and ".join(filter(None, (open, jobs.left))),
     )
 
 

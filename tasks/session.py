@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import signal as signals
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
@@ -73,12 +73,15 @@ class RunSession:
         """
         self.spec = spec
         self.place = RunPlace.of(run_id)
-        finish_predecessor(run_id)
+        #: The run's jobs outlive its processes.
+        self.adopts = spec.on_lost_flow == "adopt"
+        finish_predecessor(run_id, adopts=self.adopts)
         self._register = RunRegister.opened(
             run_id,
             flow_run_id=str(flow_run_id),
             api_url=api_url,
             directory=self.place.directory,
+            adopts=self.adopts,
         )
         # Not with the run: until this process has left, its flow run may lack its final state.
         atexit.register(self._register.close)
@@ -87,6 +90,8 @@ class RunSession:
         self.attempt: AttemptPlace | None = None
         #: Why the run is to end; empty while it is not.
         self.interrupted_by = ""
+        #: Why this process is to leave the run to its next one; empty while it is not.
+        self.left_by = ""
         self._secrets = masking.secret_values(whole_env(spec))
         self._supervisor: Supervisor | None = None
         self._events: EventLog | None = None
@@ -133,48 +138,67 @@ class RunSession:
     def begin_attempt(self) -> None:
         """Reserve ports, fill in the spec's placeholders, and make ready to start components.
 
+        Where an earlier process of the run has left its jobs to this one, its attempt goes on.
+
         Raises: OSError, when there is no port, no disk or no process to be had.
         """
-        place = self.place.attempt(self.record.attempts + 1)
-        place.directory.mkdir()
-        ports = PortsReserved(ports_needed(self.spec))
+        before = self.record.adoptable() if self.adopts else None
+        place = self.place.attempt(before["number"] if before else self.record.attempts + 1)
+        place.directory.mkdir(exist_ok=before is not None)
+        if before is not None:
+            resume_from, ports = before["resume_from"], PortsReserved.known(before["ports"])
+        else:
+            resume_from, ports = self.resume_point(), PortsReserved(ports_needed(self.spec))
         try:
             names = {
                 "run.id": self.run_id,
                 "run.dir": str(self.place.directory),
                 "attempt.number": str(place.number),
                 "attempt.dir": str(place.directory),
-                "attempt.resume_from": str(self.resume_point() or ""),
+                "attempt.resume_from": str(resume_from or ""),
                 **{name: str(port) for name, port in ports.numbers.items()},
             }
             spec = resolve(self.spec, names)
-            place.spec.write_text(spec_as_yaml(spec, mask_secrets=True), encoding="utf-8")
+            if before is None:
+                place.spec.write_text(spec_as_yaml(spec, mask_secrets=True), encoding="utf-8")
             self.attempt = place
             self._events = EventLog(
                 place.events, (self.record.observe, *event_listeners.get()), mask=self.mask
             )
             containment = containment_of(spec)
-            self.record.begin_attempt(
-                place.number, containment.as_json(), resume_from=names["attempt.resume_from"]
-            )
-            self.record.move(RunState.ADMITTED)
-            plan = replace(plan_of(spec, self.run_id, place, containment), mask=self.mask)
+            if before is None:
+                self.record.begin_attempt(
+                    place.number,
+                    containment.as_json(),
+                    resume_from=names["attempt.resume_from"],
+                    ports=ports.numbers,
+                )
+                self.record.move(RunState.ADMITTED)
+            plan = plan_of(spec, self.run_id, place, containment, before)
+            plan = replace(plan, mask=self.mask)
             self._supervisor = Supervisor(plan, ports, self._events.emit, self._register)
         except BaseException:
             ports.close()
             raise
         self._events.emit(
-            "attempt.begun", attempt=place.number, run_id=self.run_id, directory=place.directory
+            "attempt.adopted" if before else "attempt.begun",
+            attempt=place.number,
+            run_id=self.run_id,
+            directory=place.directory,
         )
         self._events.emit("containment", text=str(containment), **containment.as_json())
         if self.interrupted_by:
             self._supervisor.interrupt(self.interrupted_by)
+        elif self.left_by:
+            self._supervisor.let_go(self.left_by)
 
     def end_attempt(self) -> Verdict:
         """Take down what runs, and note the verdict on the attempt; any number of times."""
         with self.supervisor:
             verdict = self._masked(self.supervisor.teardown())
-        if self._verdict is not verdict:
+        if not verdict.state.is_final:
+            self._verdict = verdict
+        elif self._verdict is not verdict:
             self._verdict = verdict
             self.record.end_attempt(verdict)
             if self._events is not None:
@@ -196,7 +220,7 @@ class RunSession:
     def wait(self, delay_s: float) -> bool:
         """Whether the delay passed without the run being interrupted, which ends it at once."""
         self._woken.wait(delay_s)
-        return not self.interrupted_by
+        return not (self.interrupted_by or self.left_by)
 
     def leave(self) -> None:
         """Leave the run as it waits: another process will go on with it."""
@@ -241,6 +265,13 @@ class RunSession:
             if again:
                 self._supervisor.hurry()
 
+    def let_go(self, why: str) -> None:
+        """Leave the run's jobs running, for its next process to go on with. Returns at once."""
+        self.left_by = self.left_by or why
+        self._woken.set()
+        if self._supervisor is not None:
+            self._supervisor.let_go(why)
+
     def mask(self, text: str) -> str:
         """The text without the values of secrets that components may know."""
         return masking.mask_text(text, self._secrets)
@@ -262,15 +293,21 @@ class RunSession:
 
 
 @contextmanager
-def interrupting(session: RunSession) -> Iterator[None]:
+def interrupting(session: RunSession, on_term: Callable[[], None] | None = None) -> Iterator[None]:
     """While open, SIGINT, SIGTERM and SIGHUP interrupt the run instead of this process.
 
     Nothing is raised where the signal happens to land: the run ends through its supervisor, and
     the caller, who waits for that, goes on to its teardown. Outside the main thread, where Python
     can't handle signals, it changes nothing.
+
+    Args:
+        on_term: called at SIGTERM instead, where that may mean something else.
     """
 
     def on_signal(signum: int, frame: object) -> None:
+        if signum == signals.SIGTERM and on_term is not None:
+            on_term()
+            return
         session.interrupt(f"interrupted by {signals.Signals(signum).name}")
 
     if threading.current_thread() is not threading.main_thread():

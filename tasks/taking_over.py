@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import time
 
+from tasks.lost_jobs import stop_jobs
 from tasks.run.closing import Loss, close_record
 from tasks.supervise.lost import Remains, finish
 from tasks.supervise.registry import claimed
@@ -14,12 +15,16 @@ _WITHIN_S = 120.0
 _LOOK_EVERY_S = 0.2
 
 
-def finish_predecessor(run_id: str) -> None:
+def finish_predecessor(run_id: str, *, adopts: bool = False) -> None:
     """End what an earlier process of the run has left, and close the attempt that it was at.
 
     Does nothing where there is none, or where it is being reconciled.
 
-    Raises: OSError, when something can't be ended: no second attempt may run beside it.
+    Args:
+        adopts: its jobs outlive it: they, and the attempt, are left for this process to go on with.
+
+    Raises: OSError, when something can't be ended, or nobody can say whether a job has: no second
+        attempt may run beside it.
     """
     deadline = time.monotonic() + _WITHIN_S
     while True:
@@ -27,13 +32,20 @@ def finish_predecessor(run_id: str) -> None:
             if lost is None:
                 return
             remains = finish(lost)
+            if remains.is_clean and adopts:
+                return
             if remains.is_clean:
+                jobs = stop_jobs(lost)
+                if jobs.left:
+                    problem = f"an earlier attempt of {run_id} is left: {jobs.left}"
+                    raise OSError(errno.EBUSY, problem)
                 if lost.owner.directory is not None:
                     loss = Loss(
                         pid=lost.owner.process.pid,
                         is_waiting=True,
                         killed=remains.killed,
                         removed=remains.removed,
+                        jobs=jobs.ended,
                     )
                     close_record(lost.owner.directory, loss)
                 lost.forget()

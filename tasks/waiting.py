@@ -11,10 +11,9 @@ from __future__ import annotations
 import logging
 import os
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import Any, NoReturn
 from uuid import UUID
 
-from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.client.schemas.responses import SetStateStatus
 from prefect.context import FlowRunContext
@@ -22,7 +21,14 @@ from prefect.exceptions import Pause
 from prefect.settings import PREFECT_API_URL, PREFECT_WORKER_PREFETCH_SECONDS
 from prefect.states import Scheduled
 
-from tasks.flow_runs import FLOW_RUN_VARIABLE, ServerAway, state_of, talking_to
+from tasks.flow_runs import (
+    FLOW_RUN_VARIABLE,
+    JOBS_GO_ON,
+    ServerAway,
+    clear_process,
+    state_of,
+    talking_to,
+)
 from tasks.parked import forget_parked, note_parked
 from tasks.reporting import flushed
 from tasks.run.attempts import Sequel, decide
@@ -49,12 +55,14 @@ def next_attempt(run: RunSession) -> bool:
 
     Raises: Pause, when the run is left to its next process.
     """
+    if run.left_by and not (run.attempt and run.verdict.state.is_final):
+        _leave_jobs(run)
     if run.attempt is None:
         return not run.interrupted_by
     sequel = _decided(run)
     if sequel.is_final or run.interrupted_by:
         return False
-    flow_run = _started_by_others()
+    flow_run = started_by_others()
     delay_s = sequel.delay_s if flow_run is None else max(sequel.delay_s, _away_at_least_s())
     due = datetime.now(UTC) + timedelta(seconds=delay_s)
     message = _message(run, delay_s, due)
@@ -65,6 +73,24 @@ def next_attempt(run: RunSession) -> bool:
             run.leave()
             raise Pause(state=state)
     return run.wait((due - datetime.now(UTC)).total_seconds())
+
+
+def _leave_jobs(run: RunSession) -> NoReturn:
+    """Leave a run whose jobs go on to its next process.
+
+    Where the server does not take that, `reconcile` finds the run without a process, and answers
+    for its jobs.
+
+    Raises: Pause.
+    """
+    flow_run, api_url = started_by_others(), PREFECT_API_URL.value()
+    due = datetime.now(UTC) + timedelta(seconds=_away_at_least_s())
+    message = f"{run.left_by}; its jobs go on, and its next process attaches to them"
+    state: State[Any] = Scheduled(name=JOBS_GO_ON, scheduled_time=due, message=message)
+    if flow_run is not None and api_url and flushed(_TOLD_WITHIN_S):
+        _handed_over(run, api_url, flow_run.id, state)
+    run.leave()
+    raise Pause(state=state)
 
 
 def _decided(run: RunSession) -> Sequel:
@@ -88,7 +114,7 @@ def _message(run: RunSession, delay_s: float, due: datetime) -> str:
     return f"{cause}; attempt {number} in {delay_s:.0f} s, at {due:%H:%M:%S} UTC"
 
 
-def _started_by_others() -> FlowRun | None:
+def started_by_others() -> FlowRun | None:
     """The flow run, where a worker or a server of deployments has started this process for it, and
     will start another one when it is due again."""
     context = FlowRunContext.get()
@@ -126,7 +152,7 @@ def _handed_over(run: RunSession, api_url: str, flow_run_id: UUID, state: State[
         with talking_to(api_url) as client:
             # Before the state: a cancel of a waiting run that has a process on record would wait
             # for that process for ever. Until the state is there, this run sees cancels itself.
-            _clear_process(client, flow_run_id)
+            clear_process(client, str(flow_run_id))
             if run.interrupted_by:
                 return False
             answer = client.set_flow_run_state(flow_run_id, state)
@@ -152,9 +178,3 @@ def _has_arrived(api_url: str, flow_run_id: UUID, state: State[Any]) -> bool:
     except ServerAway:
         return False
     return found is not None and found.name == state.name and found.message == state.message
-
-
-def _clear_process(client: SyncPrefectClient, flow_run_id: UUID) -> None:
-    # `update_flow_run` leaves out what is None.
-    nothing = {"infrastructure_pid": None}
-    client.request("PATCH", "/flow_runs/{id}", path_params={"id": flow_run_id}, json=nothing)

@@ -44,15 +44,22 @@ class Loss:
     killed: tuple[int, ...] = ()
     #: Files and directories that it had left.
     removed: tuple[Path, ...] = ()
+    #: Jobs on a cluster that it had left, and that were ended.
+    jobs: tuple[str, ...] = ()
+    #: What of its jobs is left, or not known, in words.
+    jobs_left: str = ""
 
     @property
     def cause(self) -> str:
         """What happened, in a sentence."""
-        if self.killed:
-            pids = ", ".join(map(str, self.killed))
-            left = f"reconcile ended what it had left (pids {pids})"
+        ended = [f"pids {', '.join(map(str, self.killed))}"] if self.killed else []
+        ended += [f"job {job}" for job in self.jobs]
+        if ended:
+            left = f"reconcile ended what it had left ({'; '.join(ended)})"
         else:
             left = "none of its processes was left"
+        if self.jobs_left:
+            left = f"{left}; {self.jobs_left}, and is asked about again each minute"
         return f"the flow process (pid {self.pid}) of this run was killed or lost; {left}"
 
 

@@ -86,7 +86,7 @@ class Failure:
 class Verdict:
     """How one attempt ended."""
 
-    #: COMPLETED, FAILED or CANCELLED.
+    #: COMPLETED, FAILED or CANCELLED; RUNNING of one that goes on without this process.
     state: RunState
     #: One line: `60/60 steps`, `RUNTIME_ERROR: trainer killed by SIGSEGV ...`.
     message: str

@@ -19,6 +19,8 @@ class Reconciled:
     flow_run_id: str | None = None
     #: Pids that were ended.
     killed: tuple[int, ...] = ()
+    #: Jobs on a cluster that were ended.
+    jobs: tuple[str, ...] = ()
     #: Files, directories and cgroups.
     removed: tuple[Path, ...] = ()
     #: The state that `run.json` was given; empty where it was left as it is.
@@ -33,13 +35,14 @@ class Reconciled:
     @property
     def has_acted(self) -> bool:
         """Something was changed."""
-        return bool(self.killed or self.removed or self.record or self.server)
+        return bool(self.killed or self.jobs or self.removed or self.record or self.server)
 
     def as_payload(self) -> dict[str, object]:
         """Of an event."""
         return {
             "found": self.found,
             "killed": list(self.killed),
+            "jobs": list(self.jobs),
             "removed": [str(path) for path in self.removed],
             "record": self.record,
             "server": self.server,
@@ -49,6 +52,7 @@ class Reconciled:
     def __str__(self) -> str:
         done = [
             f"ended {len(self.killed)} processes ({_pids(self.killed)})" if self.killed else "",
+            f"ended {', '.join(self.jobs)}" if self.jobs else "",
             f"removed {', '.join(map(str, self.removed))}" if self.removed else "",
             f"run.json: {self.record}" if self.record else "",
             f"Prefect: {self.server}" if self.server else "",
@@ -88,7 +92,8 @@ class Report:
         ]
         for run in self.acted:
             removed = ", ".join(f"`{path}`" for path in run.removed)
-            done = (_pids(run.killed), removed, run.record, run.server, run.open)
+            ended = "; ".join(filter(None, (_pids(run.killed), *run.jobs)))
+            done = (ended, removed, run.record, run.server, run.open)
             lines.append(f"| {' | '.join(map(_cell, (run.name, run.found, *done)))} |")
         return "\n".join(lines)
 

@@ -30,6 +30,9 @@ _STATE_AFTER = {
 }
 
 
+_OPEN = (RunState.ADMITTED, RunState.STARTING, RunState.RUNNING)
+
+
 def write_json(path: Path, content: object) -> None:
     """Replace a file by JSON: a reader sees the old content or the new, never a part.
 
@@ -45,6 +48,17 @@ def write_json(path: Path, content: object) -> None:
         draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)
+
+
+def adoptable_attempt(content: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The attempt that another process can go on with: its fate is open; None for none.
+
+    Args:
+        content: of `run.json`.
+    """
+    is_open = RunState(content["state"]) in _OPEN
+    attempts = content["attempts"]
+    return attempts[-1] if is_open and attempts and attempts[-1]["ended_at"] is None else None
 
 
 class RunRecord:
@@ -123,12 +137,14 @@ class RunRecord:
         containment: Mapping[str, object] | None = None,
         *,
         resume_from: str = "",
+        ports: Mapping[str, int] | None = None,
     ) -> None:
         """Add an attempt to the ledger. Those before it stay as they are.
 
         Args:
             containment: what holds its processes: level, promise, and why no higher one does.
             resume_from: the checkpoint that it starts from; empty for none.
+            ports: `ports[name]`, as placeholders name them.
         """
         with self._lock:
             self._content["containment"] = dict(containment) if containment else None
@@ -142,6 +158,7 @@ class RunRecord:
                     "failure": None,
                     "components": {},
                     "ray": {},
+                    "ports": dict(ports or {}),
                     "resume_from": resume_from or None,
                     "decision": None,
                 }
@@ -192,6 +209,11 @@ class RunRecord:
         if state is not None:
             self.move(state)
 
+    def adoptable(self) -> Mapping[str, Any] | None:
+        """The attempt that an earlier process was at, where it can be gone on with; a copy."""
+        with self._lock:
+            return copy.deepcopy(adoptable_attempt(self._content))
+
     def _under_way(self) -> dict[str, Any] | None:
         """The attempt that has not ended; an ended one is never changed again."""
         attempts: list[dict[str, Any]] = self._content["attempts"]
@@ -214,6 +236,8 @@ class RunRecord:
 
     def _observe_component(self, components: dict[str, Any], name: str, event: Event) -> None:
         if event.name == "component.spawned":
+            if event.fields.get("is_adopted") and name in components:
+                return
             components[name] = {
                 "pid": event.fields["pid"],
                 "started_at": event.at,

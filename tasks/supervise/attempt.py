@@ -112,14 +112,14 @@ class SupervisedAttempt:
 
     def interrupt(self, why: str) -> None:
         """End the run as cancelled."""
-        self._decide(
-            Decision(
-                at_monotonic_s=time.monotonic(),
-                state=RunState.CANCELLED,
-                reason=why,
-                make_verdict=lambda: Verdict(state=RunState.CANCELLED, message=why),
-            )
-        )
+        self._decide(Decision.of(Verdict(state=RunState.CANCELLED, message=why)))
+
+    def let_go(self, why: str) -> None:
+        """End the watch and leave the jobs running, for the run's next process to go on with.
+
+        Of a run with processes of this machine it ends those.
+        """
+        self._decide(Decision.of(Verdict(state=RunState.RUNNING, message=why)))
 
     def crash(self, error: BaseException) -> None:
         """End the run as failed, by a bug of ours: better than to go on unwatched."""
@@ -131,14 +131,7 @@ class SupervisedAttempt:
         )
         # Never too late: what was looked into may be just what failed.
         at = min(time.monotonic(), self.fate.horizon_s)
-        self._decide(
-            Decision(
-                at_monotonic_s=at,
-                state=RunState.FAILED,
-                reason=failure.message,
-                make_verdict=lambda: Verdict.failed(failure, at),
-            )
-        )
+        self._decide(Decision.of(Verdict.failed(failure, at), at))
 
     def hurry(self) -> None:
         """Wait for no grace period any more."""
@@ -251,14 +244,7 @@ class SupervisedAttempt:
         verdict = Verdict(
             state=RunState.COMPLETED, message=str(self._course) or f"{member.name} is done"
         )
-        self._decide(
-            Decision(
-                at_monotonic_s=exit.at_monotonic_s,
-                state=RunState.COMPLETED,
-                reason=verdict.message,
-                make_verdict=lambda: verdict,
-            )
-        )
+        self._decide(Decision.of(verdict, exit.at_monotonic_s))
 
     def _fail_by_exit(self, member: Member, exit: Exit) -> None:
         before = "" if member.is_ready else " before it was ready"
@@ -304,6 +290,10 @@ class SupervisedAttempt:
     def _decide(self, decision: Decision) -> None:
         if not self.fate.decide(decision) or self._teardown is not None:
             return
+        if not decision.state.is_final:
+            self._teardown = asyncio.create_task(self._hand_over(decision))
+            self.decided.set()
+            return
         last = self._launched[-1] if self._launched else None
         if last is not None and last.exit is None and decision.component not in self._hung():
             # It is the first to be stopped in any case, so before anything is written of it.
@@ -331,6 +321,16 @@ class SupervisedAttempt:
         self._ports.close()
         verdict = (self.fate.decision or decision).make_verdict()
         return verdict.with_remains(left) if left else verdict
+
+    async def _hand_over(self, decision: Decision) -> Verdict:
+        self._emit("attempt.left", reason=decision.reason)
+        for watcher in self._watchers:
+            watcher.cancel()
+        await asyncio.gather(*(member.let_go() for member in self.members.values()))
+        await self._holds.close()
+        await self._client.aclose()
+        self._ports.close()
+        return decision.make_verdict()
 
     def _watch(self, watching: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(watching)

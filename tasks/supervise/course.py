@@ -33,7 +33,7 @@ class Course:
         """
         self._limit_s = plan.stall_after_s
         self._total = plan.progress.total if plan.progress else None
-        self._source = source_of(plan.progress, plan.cwd, client)
+        self._source = source_of(plan.progress, plan.cwd, client, plan.began_at)
         self._silence = Silence([c.command.log for c in plan.components], plan.own_questions)
         self._emit = emit
         self._is_quiet = is_quiet

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ class Decision:
 
     #: When it happened, CLOCK_MONOTONIC seconds, by the kernel's account and not by when we heard.
     at_monotonic_s: float
-    #: COMPLETED, FAILED or CANCELLED.
+    #: COMPLETED, FAILED or CANCELLED; RUNNING where the run goes on without this process.
     state: RunState
     #: One line for people.
     reason: str
@@ -23,6 +24,16 @@ class Decision:
     make_verdict: Callable[[], Verdict]
     #: The component to blame.
     component: str | None = None
+
+    @staticmethod
+    def of(verdict: Verdict, at_monotonic_s: float | None = None) -> Decision:
+        """One whose verdict is known at once; by default it happened just now."""
+        return Decision(
+            at_monotonic_s=time.monotonic() if at_monotonic_s is None else at_monotonic_s,
+            state=verdict.state,
+            reason=verdict.message,
+            make_verdict=lambda: verdict,
+        )
 
 
 class Fate:

@@ -70,6 +70,7 @@ class JobMember(Member):
             pid=None,
             submission_id=self.job.submission_id,
             argv=list(self.plan.command.argv),
+            is_adopted=self.plan.is_adopted,
         )
         self._launching = asyncio.create_task(self.job.launch())
 

@@ -179,6 +179,10 @@ class Member(ABC):
             empty when nothing is left.
         """
 
+    async def let_go(self) -> None:
+        """Leave it running, where it is able to without this process; else end it."""
+        await self.end()
+
     def processes(self) -> list[int]:
         """Its processes on this machine."""
         return []

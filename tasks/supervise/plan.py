@@ -31,6 +31,8 @@ class ComponentPlan:
     #: Makes the job that runs it on a cluster, told where to say what happens to it; None: a
     #: process of this machine runs it.
     make_job: Callable[[Callable[..., None]], RemoteJob] | None = None
+    #: An earlier process of the run may have started it: then it is gone on with.
+    is_adopted: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +51,8 @@ class AttemptPlan:
     success_step: float | None = None
     #: Seconds without progress and output after which the run has failed; None: never.
     stall_after_s: float | None = None
+    #: When it began, UTC epoch seconds; None: now.
+    began_at: float | None = None
     #: What holds the attempt's processes.
     containment: Containment = field(default_factory=lambda: Containment(level=Level.L2))
     #: Takes secrets out of a text, before it is written down.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,6 +39,13 @@ class PortsReserved:
         except BaseException:
             self.close()
             raise
+
+    @classmethod
+    def known(cls, numbers: Mapping[str, int]) -> PortsReserved:
+        """Ports that components may listen on already, so that nothing is to be held."""
+        ports = cls(())
+        ports.numbers.update(numbers)
+        return ports
 
     def release(self, component: str) -> None:
         """Let the component bind its ports: those named `component.port` and below."""

@@ -88,18 +88,19 @@ class JsonlProgress:
 
 
 def source_of(
-    progress: Progress | None, cwd: Path, client: httpx.AsyncClient
+    progress: Progress | None, cwd: Path, client: httpx.AsyncClient, since: float | None = None
 ) -> ProgressSource | None:
-    """Where a run that begins now writes its step; None where it does not.
+    """Where a run writes its step; None where it does not.
 
     Args:
         cwd: where a relative path begins.
+        since: when its attempt began, UTC epoch seconds; None: now.
     """
     if progress is None:
         return None
     if progress.http is not None:
         return HttpProgress(progress.http, progress.step, client)
-    return JsonlProgress(cwd / (progress.jsonl or ""), progress.step, since=time.time())
+    return JsonlProgress(cwd / (progress.jsonl or ""), progress.step, since or time.time())
 
 
 def number_at(content: Any, key: str) -> float | None:

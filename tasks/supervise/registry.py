@@ -51,6 +51,8 @@ class Owner(_Model):
     api_url: str | None = None
     #: The run's own directory; None where it has none.
     directory: Path | None = None
+    #: Its jobs may go on without it, until a next process of the run comes.
+    adopts: bool = False
     #: Files and directories that must not outlive the run, beside its processes.
     leftovers: tuple[Path, ...] = ()
     #: When somebody first found the owner gone, CLOCK_BOOTTIME seconds.

@@ -85,6 +85,11 @@ class Supervisor:
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._attempt.crash, error)
 
+    def let_go(self, why: str) -> None:
+        """Leave the run's jobs running, for its next process. Returns at once."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._attempt.let_go, why)
+
     def hurry(self) -> None:
         """Cut every grace period short. Returns at once; safe in a signal handler, at any time."""
         with contextlib.suppress(RuntimeError):

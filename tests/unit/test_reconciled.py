@@ -85,6 +85,7 @@ def test_a_payload_is_plain_data() -> None:
     assert LOST.as_payload() == {
         "found": "its process (pid 812) was gone",
         "killed": [813, 814],
+        "jobs": [],
         "removed": ["/dev/shm/a", "/tmp/b"],
         "record": "failed",
         "server": "Crashed",
