@@ -1,0 +1,128 @@
+"""What can be told of one machine before a run is sent to it.
+
+Sent to nodes by value, as `sweep`: the standard library only, plain data out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from tasks.supervise.nvidia import gpus_seen
+from tasks.supervise.sweep import command_of, environments, machine
+
+#: A network file system may show a new file so much later.
+_SEEN_WITHIN_S = 5.0
+_LOOK_EVERY_S = 0.2
+_PREFIX = "MUSTER_"
+_PACKAGES = ("muster", "ray", "prefect", "prefect-ray")
+
+
+def look(shared: str, folder: str, name: str, ray_dir: str) -> dict[str, Any]:
+    """Everything about this machine that one look shows, and `name` left in the shared directory.
+
+    Args:
+        shared: The directory that is to be the same on every node.
+        folder: In it, made by the caller, where each node leaves its name.
+        name: This node's; the file has it as its name and its content.
+        ray_dir: Ray's session directory on this node.
+    """
+    return {
+        "machine": machine(),
+        "code": code_here(),
+        "versions": _versions(),
+        "shared_problem": _write(Path(shared), Path(folder), name),
+        "shared_free_bytes": _free(shared),
+        "ray_free_bytes": _free(ray_dir),
+        "carriers": [
+            {
+                "pid": pid,
+                "run_id": variables[f"{_PREFIX}RUN_ID"],
+                "attempt": variables.get(f"{_PREFIX}ATTEMPT", ""),
+                "command": command_of(pid),
+            }
+            for pid, _, variables in environments(_PREFIX)
+            if variables.get(f"{_PREFIX}RUN_ID")
+        ],
+        "gpus": gpus_seen(),
+    }
+
+
+def code_here() -> dict[str, str]:
+    """`{"digest", "problem"}` of the package `tasks` as this interpreter would import it."""
+    try:
+        # One that needs packages of others, too.
+        importlib.import_module("tasks.run.spec")
+        spec = importlib.util.find_spec("tasks")
+    except Exception as error:
+        return {"digest": "", "problem": f"{type(error).__name__}: {error}"}
+    if spec is None or not spec.submodule_search_locations:
+        return {"digest": "", "problem": "`tasks` is no package of files here"}
+    digest = hashlib.sha256()
+    root = Path(spec.submodule_search_locations[0])
+    for path in sorted(root.rglob("*.py")):
+        digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes() + b"\0")
+    return {"digest": digest.hexdigest()[:12], "problem": ""}
+
+
+def names_unseen(folder: str, names: Sequence[str]) -> dict[str, Any]:
+    """`{"unseen": [...]}`: of the names that others have left, those that can't be read here."""
+    deadline = time.monotonic() + _SEEN_WITHIN_S
+    unseen = [name for name in names if _read(Path(folder, name)) != name]
+    while unseen and time.monotonic() < deadline:
+        time.sleep(_LOOK_EVERY_S)
+        unseen = [name for name in unseen if _read(Path(folder, name)) != name]
+    return {"unseen": unseen}
+
+
+def forget(folder: str) -> dict[str, Any]:
+    """Remove what `look` has left here."""
+    shutil.rmtree(folder, ignore_errors=True)
+    return {}
+
+
+def _write(shared: Path, folder: Path, name: str) -> str:
+    """What stands in the way of writing; empty when it was done."""
+    if not shared.is_dir():
+        return f"there is no directory {shared}"
+    try:
+        # Where the directory is another one than the caller's, the folder is not there yet.
+        folder.mkdir(exist_ok=True)
+        (folder / name).write_text(name)
+    except OSError as error:
+        return f"{shared} is not writable: {error.strerror}"
+    return ""
+
+
+def _read(path: Path) -> str:
+    with suppress(OSError):
+        return path.read_text()
+    return ""
+
+
+def _free(directory: str) -> int | None:
+    """Bytes, of the nearest directory that exists."""
+    place = Path(directory)
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    with suppress(OSError):
+        return shutil.disk_usage(place).free
+    return None
+
+
+def _versions() -> Mapping[str, str]:
+    found = {"python": platform.python_version(), "user": str(os.getuid())}
+    for package in _PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found
