@@ -10,6 +10,8 @@ from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 from prefect.states import Cancelled, Completed, Failed
 
+from tasks.capacity import demand_of, nodes_of_cluster
+from tasks.gang.demand import why_never
 from tasks.run.errors import InvalidSpec, RunEnded
 from tasks.run.failure_kinds import FailureKind
 from tasks.run.lifecycle import RunState
@@ -74,7 +76,16 @@ def _admit(run: RunSession) -> State[None]:
         check_spec(run.spec)
     except InvalidSpec as error:
         return Failed(message=run.fail(FailureKind.USER_ERROR, str(error)).message)
-    return Completed(message="no GPUs are asked for")
+    if run.spec.gang is None or run.spec.ray is None:
+        return Completed(message="no GPUs are asked for")
+    demand = demand_of(run.spec.gang)
+    nodes = nodes_of_cluster(run.spec.ray.address)
+    if nodes is None:
+        # Whoever submits asks again, and for longer.
+        return Completed(message=f"{run.spec.ray.address} does not answer yet")
+    if why := why_never(demand, nodes):
+        return Failed(message=run.fail(FailureKind.INFEASIBLE, why).message)
+    return Completed(message=f"{demand} fit the cluster")
 
 
 def _start(run: RunSession, component: str) -> State[None]:
