@@ -84,7 +84,11 @@ LAYERS = {
 }
 
 #: By folder, the modules that `python -I -S` runs from there with nothing else on the path.
-ALONE = {"tasks/supervise": ("guardian", "guardian_channel", "namespace_init", "cgroup", "tree")}
+ALONE = {
+    "tasks/supervise": ("guardian", "guardian_channel", "namespace_init", "cgroup", "tree"),
+    # shipped with a job; tree is a link to supervise's
+    "tasks/rayjobs": ("entrypoint", "tree"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,315 @@
+"""Questions to a Ray cluster over the HTTP of its dashboard: no driver, no raylet near by."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+
+#: How long one question may take.
+ASK_WITHIN_S = 10.0
+#: A log that follows a node is silent as long as the job is: only the kernel's own probes tell a
+#: connection that is gone from one on which nothing is said.
+_KEEPALIVE = [
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 15),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4),
+]
+#: As many entries as the state API lists at most.
+_LIMIT = 10_000
+
+FINAL = frozenset({"STOPPED", "SUCCEEDED", "FAILED"})
+
+
+class NoAnswer(Exception):
+    """The cluster was not reached, or could not say: ask again."""
+
+
+class Denied(Exception):
+    """The cluster answered, and will not do this however often it is asked."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """One living node."""
+
+    node_id: str
+    ip: str
+    name: str
+    is_head: bool
+    resources_total: Mapping[str, float]
+
+    @property
+    def gpus(self) -> float:
+        return self.resources_total.get("GPU", 0.0)
+
+    @property
+    def cpus(self) -> float:
+        return self.resources_total.get("CPU", 0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobState:
+    """What the cluster says of a submission."""
+
+    #: PENDING, RUNNING, STOPPED, SUCCEEDED or FAILED.
+    status: str
+    message: str = ""
+    error_type: str = ""
+    #: Below zero: the signal; None where Ray does not know it.
+    driver_exit_code: int | None = None
+    #: Of the driver that is connected to the cluster, empty while none is.
+    ray_job_id: str = ""
+    driver_node_id: str = ""
+    driver_ip: str = ""
+    #: Seconds since the epoch by the clock of the driver's node; None before its end.
+    ended_at: float | None = None
+
+    @property
+    def is_final(self) -> bool:
+        return self.status in FINAL
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Actor:
+    """One actor that is not dead."""
+
+    actor_id: str
+    class_name: str
+    state: str
+    node_id: str
+    pid: int
+    #: GPUs of its own, beside those of a placement group.
+    gpus: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacementGroup:
+    """One placement group that is not removed."""
+
+    group_id: str
+    state: str
+    #: `gpus_on[node id]`, of bundles that have their place.
+    gpus_on: Mapping[str, float] = field(default_factory=dict)
+
+
+class Dashboard:
+    """One cluster, by the URL of its dashboard. Use it in one asyncio loop, and `close` it."""
+
+    def __init__(self, address: str, *, within_s: float = ASK_WITHIN_S) -> None:
+        self.address = address.rstrip("/")
+        transport = httpx.AsyncHTTPTransport(
+            trust_env=False, socket_options=_KEEPALIVE, limits=httpx.Limits(max_connections=20)
+        )
+        self._client = httpx.AsyncClient(
+            base_url=self.address,
+            trust_env=False,
+            transport=transport,
+            timeout=within_s,
+            headers=_auth_headers(),
+        )
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    async def session(self) -> str:
+        """The name of the cluster's session: another one after a restart of its head.
+
+        Raises: NoAnswer, Denied.
+        """
+        return str((await self._json("/api/version"))["session_name"])
+
+    async def nodes(self) -> list[Node]:
+        """The living nodes, the head among them. Raises: NoAnswer, Denied."""
+        return [
+            Node(
+                node_id=entry["node_id"],
+                ip=entry["node_ip"],
+                name=entry["node_name"],
+                is_head=entry["is_head_node"],
+                resources_total=entry["resources_total"],
+            )
+            for entry in await self._state("nodes", state="ALIVE")
+        ]
+
+    async def free_gpus(self) -> dict[str, float]:
+        """`free[node id]`, of nodes that have any. Raises: NoAnswer, Denied."""
+        answer = await self._json("/api/cluster_status")
+        try:
+            usage = answer["data"]["clusterStatus"]["loadMetricsReport"]["usageByNode"]
+            return {
+                node_id: entry["GPU"][1] - entry["GPU"][0]
+                for node_id, entry in usage.items()
+                if "GPU" in entry
+            }
+        except (KeyError, TypeError):  # The autoscaler has not reported yet.
+            return {}
+
+    async def gcs_address(self) -> str:
+        """`host:port` of the cluster's control store. Raises: NoAnswer, Denied."""
+        answer = await self._json("/nodes", view="summary")
+        for node in answer["data"]["summary"]:
+            if node["raylet"].get("isHeadNode"):
+                for word in node.get("cmdline", ()):
+                    name, _, value = word.partition("=")
+                    if name == "--gcs-address":
+                        return str(value)
+        raise NoAnswer(f"the dashboard at {self.address} does not name its control store yet")
+
+    async def job(self, submission_id: str) -> JobState | None:
+        """What is known of a submission, None where the cluster does not know it.
+
+        Raises: NoAnswer, Denied.
+        """
+        response = await self._request("GET", f"/api/jobs/{submission_id}")
+        if response.status_code == 404:
+            return None
+        entry = _checked(response).json()
+        ended = entry.get("end_time")
+        return JobState(
+            status=entry["status"],
+            message=entry.get("message") or "",
+            error_type=entry.get("error_type") or "",
+            driver_exit_code=entry.get("driver_exit_code"),
+            ray_job_id=entry.get("job_id") or "",
+            driver_node_id=entry.get("driver_node_id") or "",
+            driver_ip=urlsplit(entry.get("driver_agent_http_address") or "").hostname or "",
+            ended_at=ended / 1000 if ended else None,
+        )
+
+    async def stop(self, submission_id: str) -> None:
+        """Ask Ray to stop a job; it does nothing for a pending one. Raises: NoAnswer, Denied."""
+        response = await self._request("POST", f"/api/jobs/{submission_id}/stop")
+        if response.status_code != 404:
+            _checked(response)
+
+    async def actors_of(self, ray_job_id: str) -> list[Actor]:
+        """The actors of a driver that are not dead. Raises: NoAnswer, Denied."""
+        return await self._actors(job_id=ray_job_id)
+
+    async def supervisor_of(self, submission_id: str) -> Actor | None:
+        """Ray's actor that runs a submission, None where it is dead. Raises: NoAnswer, Denied."""
+        found = await self._actors(name=f"_ray_internal_job_actor_{submission_id}")
+        return found[0] if found else None
+
+    async def groups_of(self, ray_job_id: str) -> list[PlacementGroup]:
+        """The placement groups of a driver that are not removed. Raises: NoAnswer, Denied."""
+        groups = []
+        for entry in await self._state("placement_groups", creator_job_id=ray_job_id):
+            if entry["state"] == "REMOVED":
+                continue
+            gpus_on: dict[str, float] = {}
+            for bundle in entry["bundles"] or () if entry["state"] == "CREATED" else ():
+                gpus = bundle["unit_resources"].get("GPU", 0.0)
+                gpus_on[bundle["node_id"]] = gpus_on.get(bundle["node_id"], 0.0) + gpus
+            groups.append(
+                PlacementGroup(
+                    group_id=entry["placement_group_id"], state=entry["state"], gpus_on=gpus_on
+                )
+            )
+        return groups
+
+    async def gpus_of_tasks(self, ray_job_id: str) -> float:
+        """GPUs that running tasks of a driver hold. Raises: NoAnswer, Denied."""
+        tasks = await self._state("tasks", job_id=ray_job_id, state="RUNNING")
+        return sum(
+            float((task.get("required_resources") or {}).get("GPU", 0.0))
+            for task in tasks
+            if task["type"] == "NORMAL_TASK" and not task.get("placement_group_id")
+        )
+
+    async def log(
+        self, submission_id: str, node_id: str, *, follow: bool
+    ) -> AsyncGenerator[bytes, None]:
+        """The raw bytes of a driver's log from its first on; where it is followed, for ever.
+
+        Args:
+            node_id: The driver's node.
+
+        Raises: NoAnswer, Denied.
+        """
+        kind = "stream" if follow else "file"
+        query = {"submission_id": submission_id, "node_id": node_id, "lines": "-1"}
+        # The timeout is that of the server's own question to the node, in which it reads it all.
+        query |= {"interval": "0.5"} if follow else {"timeout": "600"}
+        timeout = httpx.Timeout(ASK_WITHIN_S, read=None if follow else 60.0)
+        try:
+            async with self._client.stream(
+                "GET", f"/api/v0/logs/{kind}", params=query, timeout=timeout
+            ) as response:
+                if response.is_error:
+                    await response.aread()
+                _checked(response)
+                async for chunk in response.aiter_raw():
+                    yield chunk
+        except httpx.HTTPError as error:
+            raise NoAnswer(_words(error, self.address)) from error
+
+    async def _actors(self, **equal: str) -> list[Actor]:
+        return [
+            Actor(
+                actor_id=entry["actor_id"],
+                class_name=entry["class_name"],
+                state=entry["state"],
+                node_id=entry["node_id"] or "",
+                pid=int(entry["pid"] or 0),
+                gpus=0.0
+                if entry["placement_group_id"] or entry["state"] != "ALIVE"
+                else entry["required_resources"].get("GPU", 0.0),
+            )
+            for entry in await self._state("actors", **equal)
+            if entry["state"] != "DEAD"
+        ]
+
+    async def _state(self, what: str, **equal: str) -> list[dict[str, Any]]:
+        query: list[tuple[str, str | int]] = [("detail", 1), ("limit", _LIMIT)]
+        for key, value in equal.items():
+            query += [("filter_keys", key), ("filter_predicates", "="), ("filter_values", value)]
+        response = _checked(await self._request("GET", f"/api/v0/{what}", params=query))
+        answer = response.json()
+        if not answer["result"]:
+            raise NoAnswer(f"{self.address}: {answer['msg']}")
+        found: list[dict[str, Any]] = answer["data"]["result"]["result"]
+        return found
+
+    async def _json(self, path: str, **query: str) -> dict[str, Any]:
+        answer: dict[str, Any] = _checked(await self._request("GET", path, params=query)).json()
+        return answer
+
+    async def _request(self, method: str, path: str, **more: Any) -> httpx.Response:
+        try:
+            return await self._client.request(method, path, **more)
+        except httpx.HTTPError as error:
+            raise NoAnswer(_words(error, self.address)) from error
+        except httpx.InvalidURL as error:
+            raise Denied(f"{self.address} is no URL of a dashboard: {error}") from error
+
+
+def _checked(response: httpx.Response) -> httpx.Response:
+    if response.is_error:
+        text = f"{response.request.method} {response.url} answered {response.status_code}: "
+        text += " ".join(response.text[-500:].split())
+        if response.status_code in (401, 403):
+            raise Denied(f"{text}; Ray's token is read from RAY_AUTH_TOKEN or ~/.ray/auth_token")
+        if 400 <= response.status_code < 500:
+            raise Denied(text)
+        raise NoAnswer(text)
+    return response
+
+
+def _words(error: httpx.HTTPError, address: str) -> str:
+    return f"no answer from {address}: {str(error) or type(error).__name__}"
+
+
+def _auth_headers() -> dict[str, str]:
+    """Ray's own, where its authentication is on."""
+    from ray._private.authentication.http_token_authentication import (
+        get_auth_headers_if_auth_enabled,
+    )
+
+    return dict(get_auth_headers_if_auth_enabled({}))

@@ -1,0 +1,75 @@
+"""What is known of a submission, kept in `submission.json` for whoever comes after this process."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from tasks.rayjobs.plan import JobPlan
+from tasks.run.record import write_json
+
+_log = logging.getLogger(__name__)
+
+
+class SubmissionFile:
+    """The file of one submission. It is there before the cluster is asked for anything.
+
+    Its keys: `address`, `submission_id`, `run_id`, `attempt`, `component`, `argv`; as they become
+    known `submitted_at`, `session`, `gcs_address`, `running_at`, `driver_node_id`, `driver_ip`,
+    `ray_job_ids`, `stop_asked_at`, `status` (`submitting`, Ray's own in lower case, `unknown`,
+    `refused`), `message`, `ended_at`, `exit_code`, `signal`, `left` (what was not freed; absent
+    until that is known). Times are seconds since the epoch.
+    """
+
+    def __init__(self, path: Path, content: dict[str, Any]) -> None:
+        self.path = path
+        self._content = content
+
+    @staticmethod
+    def read(path: Path) -> SubmissionFile | None:
+        """What an earlier process left, None where there is none.
+
+        Raises: OSError, ValueError.
+        """
+        try:
+            return SubmissionFile(path, json.loads(path.read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            return None
+
+    @staticmethod
+    def begin(plan: JobPlan) -> SubmissionFile:
+        """Go on with the file of an earlier process, or write one. Raises: OSError, ValueError."""
+        file = SubmissionFile.read(plan.submission_file)
+        if file is not None and file.get("submission_id") == plan.submission_id:
+            return file
+        file = SubmissionFile(
+            plan.submission_file,
+            {
+                "address": plan.address,
+                "submission_id": plan.submission_id,
+                "run_id": plan.run_id,
+                "attempt": plan.attempt,
+                "component": plan.component,
+                "argv": list(plan.argv),
+                "status": "submitting",
+            },
+        )
+        plan.submission_file.parent.mkdir(parents=True, exist_ok=True)
+        write_json(file.path, file._content)
+        return file
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self._content.get(key, default)
+
+    def note(self, **known: Any) -> None:
+        """Add what has become known; written only where it is new."""
+        fresh = {key: value for key, value in known.items() if self._content.get(key) != value}
+        if not fresh:
+            return
+        self._content |= fresh
+        try:
+            write_json(self.path, self._content)
+        except OSError as error:
+            _log.warning("%s could not be written: %s", self.path, error)

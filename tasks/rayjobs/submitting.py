@@ -1,0 +1,187 @@
+"""How a job is handed to Ray: what is shipped with it, and a submit whose outcome is told apart."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import shlex
+import shutil
+import signal
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tasks.rayjobs.dashboard import Denied, NoAnswer, Node
+from tasks.rayjobs.plan import JobPlan
+from tasks.run.layout import muster_home
+
+if TYPE_CHECKING:
+    from ray.job_submission import JobSubmissionClient
+
+#: What a driver leaves behind at its end may take this long to leave when it is asked to.
+STRAGGLERS_S = 0.3
+#: How much of a worker's resource a driver takes: 1000 drivers fit where there is 1.
+_SHARE = 0.001
+#: The resource by which clusters mark the nodes that are to do work.
+_WORKER_RESOURCE = "worker_node"
+_NODE_ID_LABEL = "ray.io/node-id"
+#: Never shipped.
+_EXCLUDES = (
+    *(".git", "/runs", "/tests", ".venv", "venv", "node_modules", "__pycache__", "/build"),
+    *(".mypy_cache", ".pytest_cache", ".ruff_cache"),
+)
+#: For each request of a submit; the package itself may be hundreds of MB.
+_REQUEST_WITHIN_S = 60.0
+_PACKAGE = "muster_driver"
+#: `tree.py` is a link to the guardian's own.
+_SHIPPED = {"__main__.py": "entrypoint.py", "tree.py": "tree.py"}
+#: Runs the shipped package. Not by `-m`: that would put the working directory first on the path,
+#: where a `queue.py` or `signal.py` of the user's hides the standard library's.
+_BOOTSTRAP = (
+    "import os,runpy;runpy.run_path(next(p for p in"
+    f' (d+"/{_PACKAGE}" for d in os.environ["PYTHONPATH"].split(":")) if os.path.isdir(p)),'
+    'run_name="__main__")'
+)
+#: Ray runs the entrypoint by a shell whose parent is an interpreter that surely exists there,
+#: which a `python` on the node's PATH does not.
+_INTERPRETER = '"$(readlink /proc/$PPID/exe || command -v python3)"'
+
+
+def entrypoint_of(plan: JobPlan) -> str:
+    """The shell command that Ray is given."""
+    own = f"--grace {plan.grace_s:g} --signal {plan.stop_signal} --stragglers {STRAGGLERS_S:g}"
+    command = shlex.join(plan.argv)
+    return f"exec {_INTERPRETER} -I -S -c {shlex.quote(_BOOTSTRAP)} {own} -- {command}"
+
+
+def environment_of(plan: JobPlan) -> dict[str, str]:
+    """What all processes of the job get, by which they are found again on every node."""
+    env = {
+        **plan.env,
+        "MUSTER_RUN_ID": plan.run_id,
+        "MUSTER_ATTEMPT": str(plan.attempt),
+        "MUSTER_COMPONENT": plan.component,
+        # Longer than the wrapper's own, so that Ray does not kill it before it has finished.
+        "RAY_JOB_STOP_WAIT_TIME_S": str(math.ceil(plan.grace_s) + 5),
+    }
+    if plan.stop_signal == signal.SIGINT:
+        env["RAY_JOB_STOP_SIGNAL"] = "SIGINT"
+    return env
+
+
+def excludes_of(plan: JobPlan) -> list[str]:
+    """What of the working directory is not shipped, in the syntax of .gitignore."""
+    excludes = [*_EXCLUDES, *plan.excludes]
+    with contextlib.suppress(ValueError):
+        inside = muster_home().resolve().relative_to(plan.working_dir.resolve())
+        excludes.append(f"/{inside}")
+    return excludes
+
+
+def place_of_driver(
+    plan: JobPlan, nodes: Sequence[Node]
+) -> tuple[Mapping[str, float], Mapping[str, str]]:
+    """The resources and labels that keep the driver off the head, which Ray would prefer.
+
+    Returns: both empty on a cluster that has nothing but a head.
+    """
+    if plan.entrypoint_resources or plan.entrypoint_label_selector:
+        return plan.entrypoint_resources, plan.entrypoint_label_selector
+    workers = [node for node in nodes if not node.is_head]
+    if any(node.resources_total.get(_WORKER_RESOURCE, 0) > 0 for node in workers):
+        return {_WORKER_RESOURCE: _SHARE}, {}
+    if workers and (heads := [node.node_id for node in nodes if node.is_head]):
+        return {}, {_NODE_ID_LABEL: f"!{heads[0]}"}
+    return {}, {}
+
+
+def submit(plan: JobPlan, nodes: Sequence[Node]) -> None:
+    """Hand the job to Ray. Blocks, for some minutes at the worst: run it in a thread.
+
+    Returns: once the cluster has it, be it from an earlier submit. Raises: Denied when it will
+    never take it so; NoAnswer when nobody can say whether it has.
+    """
+    import requests
+    from ray.exceptions import AuthenticationError, RuntimeEnvSetupError
+
+    try:
+        client = _client(plan.address)
+    except AuthenticationError as error:
+        raise Denied(f"{plan.address} refuses the token: {error}") from error
+    except (RuntimeError, ValueError) as error:
+        raise Denied(f"{plan.address} is no dashboard of a Ray cluster: {error}") from error
+    except (OSError, requests.RequestException) as error:
+        raise NoAnswer(f"no answer from {plan.address}: {error}") from error
+    resources, labels = place_of_driver(plan, nodes)
+    try:
+        with _package() as package:
+            client.submit_job(
+                submission_id=plan.submission_id,
+                entrypoint=entrypoint_of(plan),
+                entrypoint_resources=dict(resources) or None,
+                entrypoint_label_selector=dict(labels) or None,
+                metadata={"muster_run_id": plan.run_id, "muster_component": plan.component},
+                runtime_env={
+                    "working_dir": str(plan.working_dir),
+                    "excludes": excludes_of(plan),
+                    "py_modules": [str(package)],
+                    "env_vars": environment_of(plan),
+                },
+            )
+    except AuthenticationError as error:
+        raise Denied(f"{plan.address} refuses the token: {error}") from error
+    except RuntimeError as error:
+        _judge(error, plan)
+    except (ValueError, TypeError, RuntimeEnvSetupError) as error:
+        raise Denied(f"{plan.working_dir} can't be shipped as it is: {error}") from error
+    except (OSError, requests.RequestException) as error:  # requests' own are OSErrors too
+        raise NoAnswer(f"no answer from {plan.address} to the submit: {error}") from error
+
+
+def _judge(error: RuntimeError, plan: JobPlan) -> None:
+    """Tell apart what the SDK raises as one: it says `Request failed with status code N: ...`."""
+    text = str(error)
+    if "already exists" in text and plan.submission_id in text:
+        return
+    _, found, rest = text.partition("Request failed with status code ")
+    if found and rest.startswith("4"):
+        raise Denied(f"{plan.address} refuses the job: {text[:2000]}") from error
+    if found:
+        raise NoAnswer(f"{plan.address}: {text[:2000]}") from error
+    raise Denied(f"{plan.working_dir} can't be shipped as it is: {text[:2000]}") from error
+
+
+@contextlib.contextmanager
+def _package() -> Iterator[Path]:
+    """The wrapper as a directory to ship; its content, and so its URI, is always the same."""
+    with tempfile.TemporaryDirectory(prefix="muster-ship-") as above:
+        package = Path(above) / _PACKAGE
+        package.mkdir()
+        for name, source in _SHIPPED.items():
+            shutil.copyfile(Path(__file__).with_name(source), package / name)
+        yield package
+
+
+def _client(address: str) -> JobSubmissionClient:
+    """Ray's SDK, with a deadline on each request, no proxy, and the address that it is given.
+
+    Raises: ConnectionError, RuntimeError.
+    """
+    import ray
+    from ray.dashboard.modules.dashboard_sdk import SubmissionClient
+    from ray.job_submission import JobSubmissionClient
+
+    class Client(JobSubmissionClient):
+        def __init__(self) -> None:
+            # Its own constructor would have RAY_ADDRESS in our environment replace the address.
+            SubmissionClient.__init__(self, address)
+            self._client_ray_version = ray.__version__
+            self._check_connection_and_version()
+
+        def _do_request(self, *args: Any, **kwargs: Any) -> Any:
+            kwargs.setdefault("timeout", _REQUEST_WITHIN_S)
+            kwargs.setdefault("proxies", {"http": "", "https": ""})
+            return super()._do_request(*args, **kwargs)
+
+    return Client()

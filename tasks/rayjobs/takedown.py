@@ -1,0 +1,185 @@
+"""Brings a submission to its end in whatever phase it is, and says what did not come free."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from tasks.rayjobs import control_store
+from tasks.rayjobs.dashboard import Dashboard, Denied, JobState, NoAnswer
+from tasks.rayjobs.holdings import Holdings, holdings_of
+
+#: How long a cluster that does not answer is asked again before it is called unknown.
+UNKNOWN_AFTER_S = 60.0
+#: Ray's own margin beyond the grace period, and that of its monitor.
+_STOP_MARGIN_S = 8.0
+#: SIGKILL to a supervisor, until the job is final.
+_KILL_WITHIN_S = 30.0
+#: A driver's actors and groups go with it; what is detached is ended after this long.
+_GOES_BY_ITSELF_S = 3.0
+_FREE_WITHIN_S = 30.0
+_SWEEP_WITHIN_S = 120.0
+_ASK_EACH_S = 0.25
+
+#: Ends the processes of the job on every node of the cluster whose control store is at the
+#: address; returns what is left, by node and pid.
+Sweep = Callable[[str], Awaitable[tuple[str, ...]]]
+
+_T = TypeVar("_T")
+
+
+class OutOfReach(Exception):
+    """The cluster did not answer for so long that nobody can say what is left there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """What became of a submission."""
+
+    #: Its final state; None where the cluster does not know it; its last one if it would not end.
+    state: JobState | None
+    #: What did not come free, by node and pid.
+    left: tuple[str, ...]
+
+
+class TakeDown:
+    """The end of one submission. Holds nothing that would have to be closed."""
+
+    def __init__(
+        self,
+        dashboard: Dashboard,
+        submission_id: str,
+        *,
+        grace_s: float,
+        sweep: Sweep,
+        on_state: Callable[[JobState], None] = lambda state: None,
+        unknown_after_s: float = UNKNOWN_AFTER_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """
+        Args:
+            on_state: told each state that is seen on the way.
+        """
+        self._dashboard = dashboard
+        self._submission_id = submission_id
+        self._grace_s = grace_s
+        self._sweep = sweep
+        self._on_state = on_state
+        self._unknown_after_s = unknown_after_s
+        self._clock = clock
+
+    async def run(self, known_drivers: Iterable[str]) -> Ended:
+        """
+        Args:
+            known_drivers: ids at Ray of drivers that the job is known to have had.
+
+        Raises: OutOfReach; then it is to be asked again.
+        """
+        state = await self.make_final()
+        if state is None:
+            return Ended(state=None, left=())
+        left: list[str] = []
+        if not state.is_final:
+            left.append(f"{self._place(state)}: job {self._submission_id} is {state.status} still")
+        gcs_address = await self.ask(self._dashboard.gcs_address)
+        drivers = frozenset(known_drivers) | {state.ray_job_id} - {""}
+        with contextlib.suppress(NoAnswer):
+            drivers |= await control_store.drivers_of(gcs_address, self._submission_id)
+        left += await self._free(gcs_address, drivers)
+        left += await self._swept(gcs_address)
+        return Ended(state=state, left=tuple(left))
+
+    async def make_final(self) -> JobState | None:
+        """Stop the job, with its grace period, and wait until Ray calls it final.
+
+        Returns: None where the cluster does not know it. Raises: OutOfReach.
+        """
+        asked_at: float | None = None
+        killed_at: float | None = None
+        patience_s = self._grace_s + _STOP_MARGIN_S
+        while True:
+            state = await self.ask(lambda: self._dashboard.job(self._submission_id))
+            if state is None:
+                return None
+            self._on_state(state)
+            if state.is_final:
+                return state
+            now = self._clock()
+            if killed_at is not None and now - killed_at > _KILL_WITHIN_S:
+                return state
+            if state.status == "PENDING" or (asked_at and now - asked_at > patience_s):
+                # Ray's own stop does nothing for a pending job. Source: ray#58353.
+                if await self.ask(self.kill_supervisor) or killed_at is None:
+                    killed_at = killed_at or now
+            elif asked_at is None:
+                await self.ask(lambda: self._dashboard.stop(self._submission_id))
+                asked_at = now
+            await asyncio.sleep(_ASK_EACH_S)
+
+    async def ask_to_end(self) -> None:
+        """Have it end in its grace period, without a wait for it. Raises: OutOfReach."""
+        state = await self.ask(lambda: self._dashboard.job(self._submission_id))
+        if state is None or state.is_final:
+            return
+        if state.status == "PENDING":
+            await self.ask(self.kill_supervisor)
+        else:
+            await self.ask(lambda: self._dashboard.stop(self._submission_id))
+
+    async def kill_supervisor(self) -> bool:
+        """End Ray's supervisor of the job; the wrapper of a driver that runs kills its tree then.
+
+        Returns: whether there was one. Raises: NoAnswer, Denied.
+        """
+        supervisor = await self._dashboard.supervisor_of(self._submission_id)
+        if supervisor is None:
+            return False
+        gcs_address = await self._dashboard.gcs_address()
+        await control_store.kill_actors(gcs_address, [supervisor.actor_id])
+        return True
+
+    async def ask(self, question: Callable[[], Awaitable[_T]]) -> _T:
+        """Ask until there is an answer. Raises: OutOfReach."""
+        deadline = self._clock() + self._unknown_after_s
+        while True:
+            try:
+                return await question()
+            except (NoAnswer, Denied) as error:
+                if self._clock() > deadline:
+                    raise OutOfReach(str(error)) from error
+            await asyncio.sleep(_ASK_EACH_S * 2)
+
+    async def _free(self, gcs_address: str, drivers: frozenset[str]) -> tuple[str, ...]:
+        since = self._clock()
+        while True:
+            held = await self.ask(lambda: holdings_of(self._dashboard, drivers))
+            if held.is_empty:
+                return ()
+            waited_s = self._clock() - since
+            if waited_s > _FREE_WITHIN_S:
+                return held.in_words(await self.ask(self._dashboard.nodes))
+            if waited_s > _GOES_BY_ITSELF_S:
+                await self._take_away(gcs_address, held)
+            await asyncio.sleep(_ASK_EACH_S)
+
+    async def _take_away(self, gcs_address: str, held: Holdings) -> None:
+        with contextlib.suppress(NoAnswer):
+            await control_store.kill_actors(gcs_address, [a.actor_id for a in held.actors])
+            await control_store.remove_groups(gcs_address, [g.group_id for g in held.groups])
+
+    async def _swept(self, gcs_address: str) -> tuple[str, ...]:
+        try:
+            async with asyncio.timeout(_SWEEP_WITHIN_S):
+                return tuple(await self._sweep(gcs_address))
+        except TimeoutError:
+            problem = f"no end within {_SWEEP_WITHIN_S:g} s"
+        except Exception as error:  # Whatever a cluster in trouble makes of it.
+            problem = str(error) or type(error).__name__
+        return (f"the nodes could not be swept for processes of the job: {problem}",)
+
+    def _place(self, state: JobState) -> str:
+        return f"node {state.driver_ip or 'unknown'}"
