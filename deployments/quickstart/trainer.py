@@ -169,8 +169,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--group-size", type=_positive, default=8, help="answers to one prompt")
     add("--learning-rate", type=_rate, default=DEFAULT_LEARNING_RATE)
     add("--checkpoint-every", type=_positive, default=10, help="steps between checkpoints")
-    add("--resume-from", type=Path, help="a checkpoint, or the folder of an earlier training")
+    help_text = "a checkpoint, or the folder of an earlier training; empty for a new one"
+    add("--resume-from", type=_path_or_none, help=help_text)
     return parser
+
+
+def _path_or_none(text: str) -> Path | None:
+    return Path(text) if text else None
 
 
 def _natural(text: str) -> int:
