@@ -1,0 +1,195 @@
+"""Puts run specs to verl itself: its Hydra configuration, its dataclasses, its own checks.
+
+    PYTHONPATH=HYDRA:. python -S -m deployments.verl.compose FOLDER < question.json > answer.json
+
+FOLDER holds verl's unpacked wheel, HYDRA hydra-core with what it needs; `wheel.py` starts it so.
+
+question: {NAME: {"module": MODULE, "overrides": [...], "env": {...}}}; answer: {"entries": {MODULE:
+CONFIGURATION}, "configurations": {CONFIGURATION: {KEY: {"default", "types"}}}, "faults": {NAME:
+[...]}}.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import dataclasses
+import importlib
+import json
+import os
+import sys
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import hydra  # type: ignore[import-not-found]
+from hydra.core.global_hydra import GlobalHydra  # type: ignore[import-not-found]
+from hydra.utils import instantiate  # type: ignore[import-not-found]
+from omegaconf import DictConfig, OmegaConf  # type: ignore[import-not-found]
+
+from deployments.verl import stand_ins
+from deployments.verl.facts import TYPE_NAMES, fits
+
+#: The programs that a run may start.
+ENTRIES = ("verl.trainer.main_ppo", "verl.trainer.sft_trainer_ray")
+#: Types that a default does not show, by key.
+#: Source: verl 0.9.1, trainer/sft_trainer_ray.py (`after_each_epoch`), utils/tracking.py (one
+#: logger), utils/dataset/ (a file or several).
+_ALSO = {
+    "trainer.save_freq": "str",
+    "trainer.test_freq": "str",
+    "trainer.logger": "str",
+    "data.train_files": "list",
+    "data.val_files": "list",
+}
+
+
+def configuration_of(folder: Path, module: str) -> str:
+    """The name of the configuration that a program of verl begins with, as it says itself.
+
+    Raises:
+        LookupError: there is no such program, or it has no configuration of Hydra's.
+    """
+    path = folder / f"{module.replace('.', '/')}.py"
+    if not path.exists():
+        raise LookupError(f"verl has no module {module}")
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "hydra.main":
+            for keyword in node.keywords:
+                if keyword.arg == "config_name":
+                    return str(ast.literal_eval(keyword.value))
+    raise LookupError(f"{module} has no hydra.main")
+
+
+def compose(folder: Path, configuration: str, overrides: list[str]) -> DictConfig:
+    """What the program would be given with these overrides; an unknown key raises."""
+    GlobalHydra.instance().clear()
+    with hydra.initialize_config_dir(str(folder / "verl/trainer/config"), version_base=None):
+        return hydra.compose(configuration, overrides)
+
+
+def class_of(node: object) -> type[Any] | None:
+    """The dataclass of verl that a mapping becomes, by its `_target_`."""
+    target = node.get("_target_") if isinstance(node, Mapping) else None
+    if not isinstance(target, str) or not target.startswith("verl."):
+        return None
+    module, _, name = target.rpartition(".")
+    found: type[Any] = getattr(importlib.import_module(module), name)
+    return found if dataclasses.is_dataclass(found) else None
+
+
+def types_in(hint: object) -> list[str]:
+    """The names of the types that an annotation allows; `any` where it cannot be said."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return sorted({name for part in typing.get_args(hint) for name in types_in(part)})
+    if typing.get_origin(hint) is typing.Literal:
+        return sorted({TYPE_NAMES.get(type(value), "any") for value in typing.get_args(hint)})
+    plain = typing.get_origin(hint) or hint
+    return [TYPE_NAMES.get(plain, "any") if isinstance(plain, type) else "any"]
+
+
+def keys_of(config: DictConfig) -> dict[str, dict[str, Any]]:
+    """Each key that an override may name, with its default and its types."""
+    found: dict[str, dict[str, Any]] = {}
+
+    def walk(node: Mapping[str, Any], path: str) -> None:
+        owner = class_of(node)
+        hints = typing.get_type_hints(owner) if owner else {}
+        for key, value in node.items():
+            name = f"{path}{key}"
+            if isinstance(value, dict) and value:
+                walk(value, f"{name}.")
+                continue
+            kinds = types_in(hints[key]) if key in hints else types_in(type(value))
+            if key not in hints and (value is None or _is_open(value)):
+                kinds = ["any"]
+            # As it is written, a default may break its own annotation.
+            if "any" not in kinds and not _is_open(value):
+                kinds = sorted({*kinds, *types_in(type(value))})
+            if name in _ALSO and "any" not in kinds:
+                kinds = sorted({*kinds, _ALSO[name]})
+            found[name] = {"default": value, "types": kinds}
+
+    walk(typing.cast("dict[str, Any]", OmegaConf.to_container(config, resolve=False)), "")
+    return found
+
+
+def _is_open(value: object) -> bool:
+    return isinstance(value, str) and "${" in value
+
+
+def type_faults(config: DictConfig) -> Iterator[str]:
+    """What in a composed configuration does not fit the types of its keys, a line each."""
+
+    def walk(node: Mapping[str, Any], path: str) -> Iterator[str]:
+        owner = class_of(node)
+        hints = typing.get_type_hints(owner) if owner else {}
+        for key, value in node.items():
+            if isinstance(value, dict):
+                yield from walk(value, f"{path}{key}.")
+            elif key in hints and not fits(value, types := tuple(types_in(hints[key]))):
+                yield f"{path}{key}: {value!r} is not {' or '.join(types)}"
+
+    yield from walk(typing.cast("dict[str, Any]", OmegaConf.to_container(config)), "")
+
+
+def own_faults(module: str, config: DictConfig) -> Iterator[str]:
+    """What verl's own checks refuse: each dataclass's, and `validate_config` for PPO and GRPO."""
+    try:
+        if module == "verl.trainer.main_ppo":
+            checks = importlib.import_module("verl.utils.config")
+            needs = importlib.import_module("verl.trainer.ppo.utils")
+            checks.validate_config(
+                config,
+                use_reference_policy=needs.need_reference_policy(config),
+                use_critic=needs.need_critic(config),
+            )
+            instantiate(config.actor_rollout_ref.rollout, _convert_="partial")
+        else:
+            for part in ("model", "engine", "optim", "checkpoint"):
+                instantiate(config[part], _convert_="partial")
+    except Exception as error:
+        yield f"{module} refuses it: {error}"
+
+
+def faults_of(
+    folder: Path, module: str, overrides: list[str], env: Mapping[str, str]
+) -> Iterator[str]:
+    """What verl has against being started so, a line each."""
+    os.environ.update(env)
+    try:
+        config = compose(folder, configuration_of(folder, module), overrides)
+    except LookupError as error:
+        yield str(error)
+    except Exception as error:
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        yield " ".join(lines[:2])
+    else:
+        yield from type_faults(config)
+        yield from own_faults(module, config)
+
+
+def main() -> int:
+    folder = Path(sys.argv[1])
+    question = json.load(sys.stdin)
+    stand_ins.install(folder)
+    with contextlib.redirect_stdout(sys.stderr):
+        models = importlib.import_module("verl.workers.config")
+        # It would load the model.
+        models.HFModelConfig.__post_init__ = lambda self: None
+        entries = {module: configuration_of(folder, module) for module in ENTRIES}
+        answer = {
+            "entries": entries,
+            "configurations": {
+                name: keys_of(compose(folder, name, [])) for name in sorted(set(entries.values()))
+            },
+            "faults": {name: list(faults_of(folder, **one)) for name, one in question.items()},
+        }
+    json.dump(answer, sys.stdout)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
