@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import yaml
 
 from tasks.server import prefect_server
+from tests.support.prefect_api import ask
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 60.0
@@ -80,16 +80,16 @@ class Run:
             pytest.fail(f"the run did not end within {within_s:g} s:\n{self.text()}")
 
     def flow_run(self) -> dict[str, Any]:
-        answer = httpx.get(f"{self.api}/flow_runs/{self.record()['flow_run_id']}")
-        return answer.raise_for_status().json()
+        found: dict[str, Any] = ask("GET", f"{self.api}/flow_runs/{self.record()['flow_run_id']}")
+        return found
 
     def task_runs(self) -> list[dict[str, Any]]:
         query = {
             "flow_runs": {"id": {"any_": [self.record()["flow_run_id"]]}},
             "sort": "EXPECTED_START_TIME_ASC",
         }
-        answer = httpx.post(f"{self.api}/task_runs/filter", json=query)
-        return answer.raise_for_status().json()
+        found: list[dict[str, Any]] = ask("POST", f"{self.api}/task_runs/filter", query)
+        return found
 
     def pids(self) -> list[int]:
         """Every process whose environment carries the run's id, guardians included."""

@@ -7,8 +7,9 @@ import re
 import signal
 from collections.abc import Callable
 
-import httpx
 import pytest
+
+from tests.support.prefect_api import ask
 
 STAY = "import time; time.sleep(600)"
 STUBBORN = """
@@ -213,7 +214,7 @@ def test_a_cancel_on_the_server_reaches_a_run_without_a_worker(
 
     cancelling = {"type": "CANCELLING", "name": "Cancelling"}
     url = f"{api}/flow_runs/{run.record()['flow_run_id']}/set_state"
-    httpx.post(url, json={"state": cancelling}).raise_for_status()
+    ask("POST", url, {"state": cancelling})
 
     assert run.wait() == 130, run.text()
     assert run.record()["state"] == "cancelled"

@@ -31,6 +31,8 @@ from typing import Any
 import httpx
 import yaml
 
+from tests.support.prefect_api import ask
+
 ROOT = Path(__file__).resolve().parents[2]
 _BEGIN_WITHIN_S = 120.0
 #: In which the record of a run that has ended must have become true.
@@ -257,8 +259,7 @@ def state_on(api_url: str, trial: Trial) -> str:
     if flow_run_id is None:
         return ""
     with contextlib.suppress(httpx.HTTPError, KeyError, ValueError):
-        answer = httpx.get(f"{api_url}/flow_runs/{flow_run_id}", trust_env=False, timeout=30)
-        return str(answer.json()["state_type"])
+        return str(ask("GET", f"{api_url}/flow_runs/{flow_run_id}")["state_type"])
     return ""
 
 

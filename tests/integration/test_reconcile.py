@@ -8,7 +8,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
@@ -17,6 +16,7 @@ from tasks.reconciling import reconcile_host
 from tasks.server import prefect_server
 from tasks.supervise.identity import host_name
 from tests.support.ground import Ground, Run, sleepers, until
+from tests.support.prefect_api import ask
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -63,7 +63,7 @@ def set_state(ground: Ground, flow_run_id: str, kind: str, **more: Any) -> None:
 
 def label(ground: Ground, flow_run_id: str, worker: str) -> None:
     url = f"{ground.api}/flow_runs/{flow_run_id}/labels"
-    httpx.patch(url, json={"prefect.worker.name": worker}, trust_env=False).raise_for_status()
+    ask("PATCH", url, {"prefect.worker.name": worker})
 
 
 def test_a_run_whose_flow_process_was_killed_comes_to_a_true_end(ground: Ground) -> None:

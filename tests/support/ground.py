@@ -24,6 +24,7 @@ import yaml
 from tasks.server import server_command
 from tasks.supervise.identity import host_name
 from tasks.supervise.ports import PortsReserved
+from tests.support.prefect_api import ask
 
 ROOT = Path(__file__).resolve().parents[2]
 #: How long anything may take before a test gives up; never waited for in full unless it is broken.
@@ -194,12 +195,10 @@ class Ground:
         return done.stdout.splitlines()[-1]
 
     def get(self, path: str) -> Any:
-        return httpx.get(f"{self.api}{path}", trust_env=False, timeout=30).raise_for_status().json()
+        return ask("GET", f"{self.api}{path}")
 
     def post(self, path: str, **content: Any) -> Any:
-        url = f"{self.api}{path}"
-        answer = httpx.post(url, json=content, trust_env=False, timeout=30)
-        return answer.raise_for_status().json()
+        return ask("POST", f"{self.api}{path}", content)
 
     def flow_runs(self) -> list[dict[str, Any]]:
         """Those of the flow `train`."""
