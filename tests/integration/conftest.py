@@ -20,8 +20,8 @@ os.environ.update(RAY_ENV)
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[RayCluster]:
-    """A real cluster that all tests of the session share: two nodes with 8 logical GPUs, 32 CPUs and
-    {"worker_node": 100} each, beside a head that runs no work.
+    """A real cluster that all tests of the session share: two nodes with 8 logical GPUs, 32 CPUs
+    and {"worker_node": 100} each, beside a head that runs no work.
 
     A test leaves it as it found it: whoever kills a node or the head starts one of their own.
     """

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -22,6 +20,7 @@ from pathlib import Path
 
 import httpx
 
+from tasks.supervise.ports import PortsReserved
 from tests.support import keeper
 
 HOST = "127.0.0.1"
@@ -46,8 +45,6 @@ _OBJECT_STORE_BYTES = 80 * 1024 * 1024
 _READY_WITHIN_S = 90.0
 _STOP_WITHIN_S = 30.0
 _LOOK_EVERY_S = 0.05
-#: Below the range that the kernel hands out for connections, above the one of Ray's workers.
-_PORTS = range(20000, 32000)
 _OWN_COMPONENT = ("MUSTER_RUN_ID", "MUSTER_ATTEMPT", "MUSTER_COMPONENT", "MUSTER_ROLE")
 
 
@@ -88,8 +85,8 @@ class RayCluster:
             stdout=subprocess.PIPE,
             start_new_session=True,
         )
-        gcs, dashboard, client, agent = _free_ports(4)
-        self._dashboard_port = dashboard
+        self._ports: list[PortsReserved] = []
+        gcs, dashboard, client, agent = self._reserve("head", "gcs", "dashboard", "client", "agent")
         #: The dashboard's URL, for `JobSubmissionClient`.
         self.address = f"http://{HOST}:{dashboard}"
         #: HOST:PORT, for `ray.init` and GcsClient.
@@ -144,8 +141,8 @@ class RayCluster:
         Args:
             resources: by default {"worker_node": 100}.
         """
-        [agent] = _free_ports(1)
         name = f"node-{len(self.nodes)}"
+        [agent] = self._reserve(name, "agent")
         wanted = {"worker_node": 100} if resources is None else resources
         starter = self._spawn(
             name,
@@ -200,7 +197,16 @@ class RayCluster:
             self._keeper.stdin.close()
         code = self._keeper.wait(_STOP_WITHIN_S)
         self._keeper.stdout.close()
+        for ports in self._ports:
+            ports.close()
         assert code == 0, f"something of the Ray cluster in {self.temp_dir} outlived SIGKILL"
+
+    def _reserve(self, name: str, *uses: str) -> list[int]:
+        """Ports that are this cluster's until its end, for a process that is to bind them now."""
+        ports = PortsReserved(f"{name}.{use}" for use in uses)
+        self._ports.append(ports)
+        ports.release(name)
+        return list(ports.numbers.values())
 
     def _spawn(self, name: str, arguments: Sequence[str], variables: dict[str, str]) -> int:
         inherited = {
@@ -252,16 +258,6 @@ def _common(agent_port: int) -> tuple[str, ...]:
         f"--object-store-memory={_OBJECT_STORE_BYTES}",
         *("--block", "--disable-usage-stats", "--log-style=record", "--log-color=false"),
     )
-
-
-def _free_ports(count: int) -> list[int]:
-    found: list[int] = []
-    while len(found) < count:
-        port = random.SystemRandom().choice(_PORTS)
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind((HOST, port))
-            found.append(port)
-    return found
 
 
 def _child(parent: int, program: str) -> int:
