@@ -87,7 +87,7 @@ faults: install  ## the whole fault matrix, and Prefect's own failures [ARGS='-k
 soak: install  ## many runs, killed at random [ARGS='--runs 200 --seed 1']
 	@exec $(PY) -m tests.faults.soak $(ARGS)
 
-up: install  ## start the lasting stack: Prefect, Ray, pool, worker, deployments [PORT=n] [GPUS=n]
+up: install  ## start the lasting stack: Prefect, Ray, pool, worker, deployments [PORT=n] [GPUS=2x8]
 	@exec $(PY) -m deployments.stack up $(if $(PORT),--port $(PORT)) $(if $(GPUS),--gpus $(GPUS))
 
 down:  ## stop all of the lasting stack [PORT=n]

@@ -1,7 +1,8 @@
 """The lasting stack of this machine: `python -m deployments.stack up | down | status`.
 
-A Prefect server with its UI, a Ray head, the work pool `gang`, one worker, and the deployments of
-prefect.yaml. One stack belongs to one MUSTER_HOME. All of it listens on loopback only.
+A Prefect server with its UI, a Ray head, nodes with logical GPUs where `--gpus` asks for them, the
+work pool `gang`, one worker, and the deployments of prefect.yaml. One stack belongs to one
+MUSTER_HOME. All of it listens on loopback only.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from urllib.parse import urlsplit
 from deployments.stack_answers import answers, are_all_answering, until_answering
 from deployments.stack_env import HOST, POOL, ROOT, RUN_ID, client_env
 from deployments.stack_launch import launch, stop, tail_of
+from deployments.stack_nodes import MOST_GPUS, MOST_NODES, Fleet
 from deployments.stack_state import Stack, StackError, StackPlace
 from tasks.supervise.ports import listeners
 
-EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
+EXIT_OK, EXIT_FAILED, EXIT_INTERRUPTED = 0, 1, 130
 
 _DEFAULT_PORT = 4200
 #: A start has a deadline for each part; a command waits for another one that long.
@@ -30,12 +32,12 @@ _OTHER_COMMAND_WITHIN_S = 600.0
 _SETUP_WITHIN_S = 120.0
 
 
-def up(place: StackPlace, port: int | None, ray_dashboard: int | None) -> int:
+def up(place: StackPlace, port: int | None, ray_dashboard: int | None, fleet: Fleet | None) -> int:
     """Start the stack, or say that it is there; either way every deployment is applied."""
     with place.locked(_say_waiting, _OTHER_COMMAND_WITHIN_S):
         stack = place.load()
         if stack is not None and stack.is_running and stack.state == "up":
-            return _again(place, stack, port)
+            return _again(place, stack, port, fleet)
         if stack is not None and stack.is_running:
             _say("A stack is coming to its end here: waiting for that.")
             stop(stack)
@@ -46,7 +48,7 @@ def up(place: StackPlace, port: int | None, ray_dashboard: int | None) -> int:
             if ray_dashboard:
                 _refuse_taken(ray_dashboard)
             place.begin_logs()
-            stack = launch(place, wanted, ray_dashboard, lock_fd, _say)
+            stack = launch(place, wanted, ray_dashboard, fleet, lock_fd, _say)
         _say(_summary(place, stack))
     return EXIT_OK
 
@@ -93,8 +95,9 @@ def status(place: StackPlace, port: int | None) -> int:
     return EXIT_OK if are_all_answering(found) else EXIT_FAILED
 
 
-def _again(place: StackPlace, stack: Stack, port: int | None) -> int:
+def _again(place: StackPlace, stack: Stack, port: int | None, fleet: Fleet | None) -> int:
     _refuse_other_port(stack, port)
+    _refuse_other_fleet(stack, fleet)
     _say(f"The stack is up already (pid {stack.supervisor.pid}): applying the deployments again.")
     until_answering(stack)
     log = place.log("deployments")
@@ -123,6 +126,7 @@ def _summary(place: StackPlace, stack: Stack) -> str:
 The stack is up.
   Prefect UI      {stack.ui_url}
   Ray dashboard   {stack.ray_dashboard}  (ray.init: {stack.ray_address})
+  Ray nodes       {_nodes(stack)}
   work pool       {POOL}, served by the worker {stack.worker}
   deployments     those of {ROOT / "prefect.yaml"}
   database        {place.server_home}
@@ -131,6 +135,13 @@ Start a run from the UI, or with
   export PREFECT_API_URL={stack.api_url}
   {_shown(Path(sys.executable).parent / "prefect")} deployment run 'train/quickstart' --watch
 `make down` stops it all."""
+
+
+def _nodes(stack: Stack) -> str:
+    if not stack.nodes:
+        return "only the head, which runs no work (make up GPUS=2x8: with logical GPUs)"
+    names = ", ".join(f"{node.name} ({node.gpus})" for node in stack.nodes)
+    return f"{names}: {sum(node.gpus for node in stack.nodes)} logical GPUs in all"
 
 
 def _shown(path: Path) -> str:
@@ -167,6 +178,15 @@ def _refuse_other_port(stack: Stack, port: int | None) -> None:
         raise StackError(
             f"the stack of this MUSTER_HOME has port {stack.port}, not {port}: leave --port out, "
             "or set another MUSTER_HOME for a second stack"
+        )
+
+
+def _refuse_other_fleet(stack: Stack, fleet: Fleet | None) -> None:
+    if fleet is not None and str(fleet) != stack.fleet:
+        has = f"has GPUS={stack.fleet}" if stack.fleet else "has no nodes with GPUs"
+        raise StackError(
+            f"the stack that is up {has}, not {fleet}, and its nodes can't be changed: "
+            f"`make down` first, then `make up GPUS={fleet}`"
         )
 
 
@@ -209,7 +229,13 @@ def _parser() -> argparse.ArgumentParser:
                 type=_port_or_any,
                 help="of Ray's dashboard; else 8265 where that is free; 0: any free one",
             )
-            command.add_argument("--gpus", metavar="NxG", help="not yet: nodes with fake GPUs")
+            command.add_argument(
+                "--gpus",
+                metavar="NxG",
+                type=_fleet,
+                help=f"N Ray nodes on this machine, at most {MOST_NODES}, with G logical GPUs "
+                f"each, at most {MOST_GPUS}; G alone is 1xG; else Ray's head is alone",
+            )
     return parser
 
 
@@ -219,23 +245,26 @@ def _port(text: str) -> int:
     return int(text)
 
 
+def _fleet(text: str) -> Fleet:
+    try:
+        return Fleet.parsed(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def _port_or_any(text: str) -> int:
     return 0 if text == "0" else _port(text)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
-    if getattr(options, "gpus", None):
-        message = "--gpus: nodes with fake GPUs come with the gang queue, not yet; leave it out"
-        print(message, file=sys.stderr)
-        return EXIT_USAGE
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         # A shell that puts this in the background would have SIGINT ignored.
         signal.signal(signum, signal.default_int_handler)
     try:
         place = StackPlace.of_home()
         if options.command == "up":
-            return up(place, options.port, options.ray_dashboard)
+            return up(place, options.port, options.ray_dashboard, options.gpus)
         return {"down": down, "status": status}[options.command](place, options.port)
     except (StackError, OSError) as error:
         print(f"{options.command}: {error}", file=sys.stderr)

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 
 from deployments.stack_env import POOL
-from deployments.stack_state import Stack, StackError
+from deployments.stack_state import Stack, StackError, StackNode
 
 _ANSWER_WITHIN_S = 10.0
 _ALL_WITHIN_S = 60.0
@@ -39,6 +39,7 @@ def answers(stack: Stack) -> list[Answer]:
         return [
             _asked(client, "Prefect UI", stack.ui_url, f"{stack.api_url}/health"),
             _asked(client, "Ray dashboard", stack.ray_dashboard, ray),
+            *(_node(client, node) for node in stack.nodes),
             _pool(client, stack),
             _worker(client, stack),
         ]
@@ -64,6 +65,15 @@ def _asked(client: httpx.Client, part: str, found: str, url: str) -> Answer:
     except _NoAnswer as error:
         return Answer(part=part, found=found, problem=str(error))
     return Answer(part=part, found=found)
+
+
+def _node(client: httpx.Client, node: StackNode) -> Answer:
+    found = f"{node.gpus} logical GPUs, {node.cpus} CPUs"
+    try:
+        _ask(client, "GET", node.health)
+    except _NoAnswer as error:
+        return Answer(part=node.name, found=found, problem=str(error))
+    return Answer(part=node.name, found=found)
 
 
 def _pool(client: httpx.Client, stack: Stack) -> Answer:
@@ -96,12 +106,20 @@ class _NoAnswer(Exception):
     """There was none, or it was no 2xx."""
 
 
-def _json(client: httpx.Client, method: str, url: str, **more: Any) -> Any:
+def _ask(client: httpx.Client, method: str, url: str, **more: Any) -> httpx.Response:
     try:
-        response = client.request(method, url, **more)
-        response.raise_for_status()
+        return client.request(method, url, **more).raise_for_status()
+    except httpx.HTTPError as error:
+        raise _NoAnswer(_silence(method, url, error)) from None
+
+
+def _json(client: httpx.Client, method: str, url: str, **more: Any) -> Any:
+    response = _ask(client, method, url, **more)
+    try:
         return response.json()
-    except (httpx.HTTPError, ValueError) as error:
-        raise _NoAnswer(
-            f"does not answer: {method} {url}: {error or type(error).__name__}"
-        ) from None
+    except ValueError as error:
+        raise _NoAnswer(_silence(method, url, error)) from None
+
+
+def _silence(method: str, url: str, error: Exception) -> str:
+    return f"does not answer: {method} {url}: {error or type(error).__name__}"

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from deployments.stack_answers import until_answering
 from deployments.stack_env import ROOT
+from deployments.stack_nodes import Fleet
 from deployments.stack_state import STOP_WITHIN_S, Stack, StackError, StackPlace
 from tasks.run.causes import last_lines, read_tail
 
@@ -21,6 +22,7 @@ def launch(
     place: StackPlace,
     port: int,
     ray_dashboard: int | None,
+    fleet: Fleet | None,
     lock_fd: int,
     say: Callable[[str], None],
 ) -> Stack:
@@ -29,6 +31,7 @@ def launch(
     Args:
         port: of the Prefect server.
         ray_dashboard: its port; 0: any free one, None: 8265 where that is free.
+        fleet: nodes with GPUs; None: Ray's head is alone.
         lock_fd: that of `StackPlace.no_supervisor`, which it inherits.
         say: told how it goes on, in words.
 
@@ -36,12 +39,13 @@ def launch(
     """
     read_fd, write_fd = os.pipe()
     dashboard = () if ray_dashboard is None else ("--ray-dashboard", str(ray_dashboard))
+    gpus = () if fleet is None else ("--gpus", str(fleet))
     with (place.log("supervisor")).open("ab") as log:
         supervisor = subprocess.Popen(
             (
                 *(sys.executable, "-m", "deployments.stack_supervisor"),
                 *("--port", str(port), "--report-fd", str(write_fd), "--lock-fd", str(lock_fd)),
-                *dashboard,
+                *(*dashboard, *gpus),
             ),
             cwd=ROOT,
             env={**os.environ, "MUSTER_HOME": str(place.directory.parent)},

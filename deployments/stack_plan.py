@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -11,6 +12,7 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from deployments.stack_env import (
     HOST,
@@ -21,7 +23,8 @@ from deployments.stack_env import (
     STACK_VARIABLE,
     client_env,
 )
-from deployments.stack_state import RAY_TEMP_PREFIX, Stack, StackPlace
+from deployments.stack_nodes import NODE_RESOURCE, Fleet
+from deployments.stack_state import RAY_TEMP_PREFIX, Stack, StackNode, StackPlace
 from tasks.run.probes import ReadyProbe
 from tasks.server import server_command
 from tasks.supervise.identity import ProcessId, host_name
@@ -43,6 +46,20 @@ _RAY_PORTS = {
     "--ray-client-server-port": f"{RAY}.client",
     "--dashboard-agent-listen-port": f"{RAY}.agent",
 }
+#: On every node, the head included. A crashed or stopped node is known as dead after about 8 s, in
+#: place of 65, so that its job's GPUs are asked for again soon. What a worker process of Ray leaves
+#: in its process group dies with it. Ray's subreaper would reach further, but is deprecated, and
+#: makes every worker ignore SIGCHLD, by which a crashed child counts as one that exited 0.
+_RAY_SETTINGS = {
+    "RAY_health_check_initial_delay_ms": "1000",
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_timeout_ms": "2000",
+    "RAY_health_check_failure_threshold": "3",
+    "RAY_process_group_cleanup_enabled": "true",
+    "RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper": "false",
+}
+#: By default 30 % of the machine's memory for each node, of which there are many here.
+_NODE_OBJECT_STORE_BYTES = 200 * 1024 * 1024
 _READY_WITHIN_S = 120.0
 #: For what runs left behind that were not ended before the worker; see `stack_runs.end_runs`.
 _WORKER_GRACE_S = 20.0
@@ -59,16 +76,21 @@ class Blueprint:
     ports: PortsReserved
 
 
-def draw_up(place: StackPlace, port: int, ray_dashboard: int | None = None) -> Blueprint:
+def draw_up(
+    place: StackPlace, port: int, ray_dashboard: int | None = None, fleet: Fleet | None = None
+) -> Blueprint:
     """The stack of this process, with ports and Ray's directory of its own.
 
     Args:
         port: of the Prefect server.
         ray_dashboard: its port; 0: any free one, None: 8265 where that is free.
+        fleet: nodes with GPUs; None: the head is alone.
 
     Raises: OSError, when no port is free or no directory can be made.
     """
-    names = [*_RAY_PORTS.values(), f"{RAY}.dashboard", f"{WORKER}.health"]
+    node_names = [f"ray-node-{number + 1}" for number in range(fleet.nodes if fleet else 0)]
+    agents = [f"{name}.agent" for name in node_names]
+    names = [*_RAY_PORTS.values(), f"{RAY}.dashboard", f"{WORKER}.health", *agents]
     ports = PortsReserved(names)
     dashboard = ray_dashboard or ports.numbers[f"{RAY}.dashboard"]
     if ray_dashboard is None and not is_listened(RAY_DASHBOARD_PORT):
@@ -86,6 +108,17 @@ def draw_up(place: StackPlace, port: int, ray_dashboard: int | None = None) -> B
         ray_address=f"{HOST}:{ports.numbers[f'{RAY}.gcs']}",
         # Short, since the sockets in it may have 107 characters in all.
         ray_temp=Path(tempfile.mkdtemp(prefix=RAY_TEMP_PREFIX, dir="/tmp")),
+        fleet=str(fleet or ""),
+        nodes=tuple(
+            StackNode(
+                name=name,
+                gpus=fleet.gpus,
+                cpus=fleet.cpus,
+                agent=f"http://{HOST}:{ports.numbers[agent]}",
+            )
+            for name, agent in zip(node_names, agents, strict=True)
+            if fleet is not None
+        ),
         worker=host_name(),
         worker_health=f"http://{HOST}:{ports.numbers[f'{WORKER}.health']}/health",
     )
@@ -97,6 +130,8 @@ def draw_up(place: StackPlace, port: int, ray_dashboard: int | None = None) -> B
             _server(place, stack),
             _deployments(place, stack),
             _ray_head(place, stack, ports.numbers, dashboard),
+            # One after the other: nodes that start at once on one machine race for ports.
+            *(_ray_node(place, stack, node) for node in stack.nodes),
             _upkeep(place, stack),
             _worker(place, stack, ports.numbers[f"{WORKER}.health"]),
         ),
@@ -145,7 +180,7 @@ def _ray_head(
             *(f"--temp-dir={stack.ray_temp}", "--disable-usage-stats"),
             *("--log-style=record", "--log-color=false"),
         ),
-        env=_env(place, stack, RAY),
+        env={**_env(place, stack, RAY), **_RAY_SETTINGS},
         cwd=ROOT,
         log=place.log(RAY),
         # At SIGTERM it first asks Ray's head, which has got the same signal, for 30 s.
@@ -155,6 +190,30 @@ def _ray_head(
     # It answers only once Ray's head, too, is there.
     ready = ReadyProbe(http=f"{stack.ray_dashboard}/api/jobs/", within_s=_READY_WITHIN_S)
     return _component(RAY, command, ready)
+
+
+def _ray_node(place: StackPlace, stack: Stack, node: StackNode) -> ComponentPlan:
+    command = Command(
+        argv=(
+            *(sys.executable, "-m", "deployments.stack_node", stack.ray_address, "--block"),
+            *(f"--num-cpus={node.cpus}", f"--num-gpus={node.gpus}"),
+            f"--resources={json.dumps({NODE_RESOURCE: 100})}",
+            # Without one of its own, the logs of the jobs on it can't be had from the head.
+            f"--dashboard-agent-listen-port={urlsplit(node.agent).port}",
+            *("--min-worker-port=0", "--max-worker-port=0"),
+            f"--object-store-memory={_NODE_OBJECT_STORE_BYTES}",
+            # That of the head looks after the logs of the whole machine.
+            "--include-log-monitor=false",
+            *(f"--temp-dir={stack.ray_temp}", "--disable-usage-stats"),
+            *("--log-style=record", "--log-color=false"),
+        ),
+        env={**_env(place, stack, node.name), **_RAY_SETTINGS},
+        cwd=ROOT,
+        log=place.log(node.name),
+        stop_signal=signal.SIGINT,
+        grace_s=_RAY_GRACE_S,
+    )
+    return _component(node.name, command, ReadyProbe(http=node.health, within_s=_READY_WITHIN_S))
 
 
 def _upkeep(place: StackPlace, stack: Stack) -> ComponentPlan:

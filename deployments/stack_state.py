@@ -37,6 +37,23 @@ class _Model(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
+class StackNode(_Model):
+    """A node of the stack's Ray cluster beside its head."""
+
+    #: That of its component.
+    name: str
+    #: Logical ones.
+    gpus: int
+    cpus: int
+    #: URL of its dashboard agent.
+    agent: str
+
+    @property
+    def health(self) -> str:
+        """Where the agent says whether the cluster counts the node as alive."""
+        return f"{self.agent}/api/local_raylet_healthz"
+
+
 class Stack(_Model):
     """The stack as its supervisor, the one writer of the file, last described it."""
 
@@ -59,6 +76,9 @@ class Stack(_Model):
     ray_address: str
     #: Ray's sockets and logs, gone with the stack.
     ray_temp: Path
+    #: As it was asked for, `2x8`; empty where the head is alone.
+    fleet: str = ""
+    nodes: tuple[StackNode, ...] = ()
     worker: str
     #: Where the worker says whether it polls.
     worker_health: str

@@ -18,6 +18,7 @@ import threading
 from contextlib import suppress
 from typing import Any
 
+from deployments.stack_nodes import Fleet
 from deployments.stack_plan import RUNS_WITHIN_S, WORKER, Blueprint, draw_up
 from deployments.stack_runs import end_runs
 from deployments.stack_state import Stack, StackPlace
@@ -143,6 +144,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m deployments.stack_supervisor")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--ray-dashboard", type=int, help="a port; 0: any free one")
+    parser.add_argument("--gpus", type=Fleet.parsed, help="nodes with GPUs, NxG")
     parser.add_argument("--report-fd", type=int, required=True)
     parser.add_argument("--lock-fd", type=int, required=True, help="kept open, and that is all")
     options = parser.parse_args()
@@ -155,7 +157,7 @@ def main() -> int:
     place = StackPlace.of_home()
     try:
         place.server_home.mkdir(parents=True, exist_ok=True)
-        blueprint = draw_up(place, options.port, options.ray_dashboard)
+        blueprint = draw_up(place, options.port, options.ray_dashboard, options.gpus)
         return Stage(place, blueprint, report).run()
     except OSError as error:
         report.tell("stack.failed", message=f"could not start: {error}", log=None, log_tail="")

@@ -24,6 +24,7 @@ import pytest
 
 from deployments.stack_state import Stack, processes_of
 from tasks.supervise.ports import PortsReserved
+from tests.support.prefect_api import ask
 
 ROOT = Path(__file__).resolve().parents[2]
 PREFECT = str(Path(sys.executable).parent / "prefect")
@@ -64,7 +65,7 @@ class Home:
 
     def up(self) -> subprocess.CompletedProcess[str]:
         # 8265 is left to a stack of the user's.
-        return self.run_stack("up", "--ray-dashboard", "0")
+        return self.run_stack("up", "--ray-dashboard", "0", "--gpus", "2x8")
 
     def spec(self, steps: int) -> str:
         """That of the quickstart with another number of steps, as JSON."""
@@ -74,10 +75,7 @@ class Home:
 
     def api(self, method: str, path: str, content: Any = None) -> Any:
         """Ask the Prefect server."""
-        answer = httpx.request(
-            method, self.api_url + path, json=content, trust_env=False, timeout=30
-        ).raise_for_status()
-        return answer.json() if answer.content else None
+        return ask(method, self.api_url + path, content)
 
     def trigger(self, steps: int) -> str:
         """Start a run as a user does; the flow run's id."""
@@ -120,6 +118,30 @@ def until(found: Callable[[], Any]) -> Any:
     return result
 
 
+def everything_of(stack: Stack) -> set[int]:
+    """The processes below the stack's supervisor, and those whose environment names the stack: a
+    process of Ray's that has renamed itself shows none."""
+    below = psutil.Process(stack.supervisor.pid).children(recursive=True)
+    return {process.pid for process in below} | set(processes_of(stack.stack_id))
+
+
+def raylet_of(node: str, stack: Stack) -> psutil.Process:
+    """The one whose death is the node's."""
+    [found] = (
+        process
+        for process in map(psutil.Process, everything_of(stack))
+        if process.name() == "raylet" and process.environ().get("MUSTER_COMPONENT") == node
+    )
+    return found
+
+
+def ray_nodes(stack: Stack) -> list[dict[str, Any]]:
+    """All that Ray has known, as its dashboard lists them."""
+    listed = httpx.get(f"{stack.ray_dashboard}/api/v0/nodes", trust_env=False).raise_for_status()
+    nodes: list[dict[str, Any]] = listed.json()["data"]["result"]["result"]
+    return nodes
+
+
 def processes_of_run(run_id: str) -> list[int]:
     """Everything whose environment names the run."""
     found = []
@@ -148,7 +170,8 @@ def test_up_says_what_runs_where(home: Home) -> None:
     done = home.run_stack("status")
 
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("  answers") == 4
+    assert done.stdout.count("  answers") == 6
+    assert "ray-node-2      8 logical GPUs, 32 CPUs  answers" in done.stdout
     assert f"http://127.0.0.1:{home.port}" in done.stdout
 
 
@@ -156,14 +179,14 @@ def test_the_ui_is_served_and_talks_to_this_server(home: Home) -> None:
     url = f"http://127.0.0.1:{home.port}"
 
     page = httpx.get(url, trust_env=False, follow_redirects=True, headers={"accept": "text/html"})
-    settings = httpx.get(f"{url}/ui-settings", trust_env=False).json()
+    settings = ask("GET", f"{url}/ui-settings")
 
     assert page.is_success
     assert settings["api_url"] == home.api_url
 
 
 def test_all_of_it_listens_on_loopback_only(home: Home) -> None:
-    ours = set(processes_of(home.stack.stack_id))
+    ours = everything_of(home.stack)
 
     addresses = {
         connection.laddr.ip
@@ -175,17 +198,65 @@ def test_all_of_it_listens_on_loopback_only(home: Home) -> None:
     assert addresses <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
 
 
+def test_the_nodes_have_the_gpus_and_the_head_has_nothing(home: Home) -> None:
+    nodes = ray_nodes(home.stack)
+
+    assert [node["state"] for node in nodes] == ["ALIVE"] * 3
+    head = next(node["resources_total"] for node in nodes if node["is_head_node"])
+    assert not {"GPU", "CPU", "worker_node"} & set(head)
+    for node in (node["resources_total"] for node in nodes if not node["is_head_node"]):
+        assert (node["GPU"], node["CPU"], node["worker_node"]) == (8, 32, 100)
+
+
+def test_a_ray_job_runs_on_a_node_and_its_log_can_be_had(home: Home) -> None:
+    script = "import ray; ray.init(); print('GPUs', ray.cluster_resources()['GPU'])"
+    jobs = f"{home.stack.ray_dashboard}/api/jobs/"
+    order = {"entrypoint": f'python -c "{script}"', "entrypoint_resources": {"worker_node": 1}}
+
+    job = httpx.post(jobs, json=order, trust_env=False).raise_for_status().json()["submission_id"]
+
+    def ended() -> Any:
+        answer = httpx.get(jobs + job, trust_env=False).raise_for_status().json()
+        return answer if answer["status"] in {"SUCCEEDED", "FAILED", "STOPPED"} else None
+
+    found = until(ended)
+    assert found["status"] == "SUCCEEDED", found
+    log = httpx.get(f"{jobs}{job}/logs", trust_env=False).raise_for_status().json()["logs"]
+    assert "GPUs 16.0" in log
+
+
+def test_a_node_that_dies_is_replaced_and_the_stack_goes_on(home: Home) -> None:
+    stack = home.stack
+
+    raylet_of("ray-node-1", stack).kill()
+
+    def replaced() -> bool:
+        states = sorted(node["state"] for node in ray_nodes(stack))
+        return states == ["ALIVE", "ALIVE", "ALIVE", "DEAD"]
+
+    assert until(replaced), ray_nodes(stack)
+    assert until(lambda: home.run_stack("status").returncode == 0)
+    assert home.stack == stack
+
+
+def test_a_second_up_with_other_nodes_says_what_to_do(home: Home) -> None:
+    done = home.run_stack("up", "--gpus", "3x4")
+
+    assert done.returncode == 1
+    assert "has GPUS=2x8, not 3x4" in done.stderr
+    assert "`make down` first" in done.stderr
+
+
 def test_a_second_up_applies_the_deployments_and_leaves_the_pool_s_limit(home: Home) -> None:
     before = home.stack
-    pool = f"{home.api_url}/work_pools/gang"
-    httpx.patch(pool, json={"concurrency_limit": 3}, trust_env=False).raise_for_status()
+    home.api("PATCH", "/work_pools/gang", {"concurrency_limit": 3})
 
     done = home.up()
 
     assert done.returncode == 0, done.stdout + done.stderr
     assert "up already" in done.stdout
     assert home.stack == before
-    assert httpx.get(pool, trust_env=False).json()["concurrency_limit"] == 3
+    assert home.api("GET", "/work_pools/gang")["concurrency_limit"] == 3
 
 
 def test_a_run_through_the_queue_completes(home: Home) -> None:

@@ -18,6 +18,7 @@ import yaml
 
 from deployments import stack
 from deployments.stack_env import ROOT, STACK_VARIABLE, client_env
+from deployments.stack_nodes import Fleet
 from deployments.stack_plan import draw_up
 from deployments.stack_state import Stack, StackError, StackPlace, processes_of
 from tasks import deploying
@@ -155,7 +156,14 @@ def test_the_port_is_that_of_a_server_on_this_machine(
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["up", "--gpus", "2x8"], "not yet"),
+        (["up", "--gpus", "0x8"], "1 to 16 nodes"),
+        (["up", "--gpus", "2x0"], "1 to 16 GPUs each"),
+        (["up", "--gpus", "99x99"], "1 to 16 nodes"),
+        (["up", "--gpus", "17"], "1 to 16 GPUs each"),
+        (["up", "--gpus", "ax8"], "not nodes and GPUs"),
+        (["up", "--gpus", "2x"], "write 2x8"),
+        (["up", "--gpus=-1x8"], "not nodes and GPUs"),
+        (["up", "--gpus", "²x8"], "not nodes and GPUs"),
         (["up", "--port", "0"], "not a port"),
         (["up", "--port", "65536"], "not a port"),
         (["sideways"], "invalid choice"),
@@ -341,6 +349,52 @@ def test_programs_of_the_stack_know_its_server_and_no_other(
     assert env["MUSTER_HOME"] == str(tmp_path)
     assert env["NO_PROXY"] == "internal.example,127.0.0.1,localhost"
     assert env["PATH"] == f"{Path(sys.executable).parent}:/usr/bin"
+
+
+@pytest.mark.parametrize(
+    ("text", "nodes", "gpus", "cpus"),
+    [
+        ("2x8", 2, 8, 32),
+        # GPUs alone: one node
+        ("8", 1, 8, 32),
+        # never fewer than verl asks for on a node
+        ("4x2", 4, 2, 24),
+        ("16x16", 16, 16, 64),
+    ],
+)
+def test_gpus_are_nodes_of_equal_gpus(text: str, nodes: int, gpus: int, cpus: int) -> None:
+    fleet = Fleet.parsed(text)
+
+    assert (fleet.nodes, fleet.gpus, fleet.cpus) == (nodes, gpus, cpus)
+    assert str(fleet) == f"{nodes}x{gpus}"
+
+
+def test_nodes_come_after_the_head_with_ports_of_their_own(place: StackPlace) -> None:
+    blueprint = draw_up(place, 4200, ray_dashboard=0, fleet=Fleet(nodes=3, gpus=4))
+    blueprint.ports.close()
+    blueprint.stack.ray_temp.rmdir()
+
+    names = [component.name for component in blueprint.plan.components]
+    assert names[2:-2] == ["ray-head", "ray-node-1", "ray-node-2", "ray-node-3"]
+    numbers = blueprint.ports.numbers
+    assert len({numbers[f"{name}.agent"] for name in names[2:-2]}) == 4
+    assert [node.gpus for node in blueprint.stack.nodes] == [4, 4, 4]
+    for component in blueprint.plan.components[2:-2]:
+        # Ray's subreaper would make a crashed child look like one that exited 0.
+        env = component.command.env
+        assert env["RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper"] == "false"
+        assert env["RAY_process_group_cleanup_enabled"] == "true"
+
+
+def test_another_number_of_nodes_than_the_stack_s_own_is_refused(
+    place: StackPlace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place.save(described(fleet="2x8"))
+
+    code = stack.main(["up", "--gpus", "4x8"])
+
+    assert code == 1
+    assert "`make down` first, then `make up GPUS=4x8`" in capsys.readouterr().err
 
 
 def test_no_part_of_a_stack_is_told_to_listen_beyond_this_machine(place: StackPlace) -> None:
