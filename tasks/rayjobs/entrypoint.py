@@ -24,8 +24,9 @@ import signal
 import struct
 import sys
 import time
+from typing import TYPE_CHECKING
 
-if __name__ != "__main__":
+if TYPE_CHECKING or __name__ != "__main__":
     from tasks.rayjobs import tree
 else:
     import tree
