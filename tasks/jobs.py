@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextvars
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 from tasks.rayjobs.job import RayJob
@@ -12,7 +13,7 @@ from tasks.run.layout import AttemptPlace
 from tasks.run.spec import RunSpec
 from tasks.supervise.process import Command
 from tasks.supervise.remote import RemoteJob
-from tasks.sweeping import sweep
+from tasks.sweeping import SweepReport, sweep
 
 
 def job_maker(
@@ -47,8 +48,33 @@ def job_maker(
         start_within_s=spec.ray.start_within_s,
         submission_file=submission_file(place, name, is_only=is_only),
     )
-    sweep_job = partial(sweep, run_id=run_id, attempt=place.number, component=name)
-    return lambda emit: RayJob(plan, sweep=sweep_job, emit=emit)
+    # By it the sweep's task runs belong to the flow run; supervision has a thread of its own.
+    context = contextvars.copy_context()
+
+    def make(emit: Callable[..., None]) -> RemoteJob:
+        async def swept(gcs_address: str) -> tuple[str, ...]:
+            sweeping = sweep(gcs_address, run_id=run_id, attempt=place.number, component=name)
+            return _told(await asyncio.create_task(sweeping, context=context), emit)
+
+        return RayJob(plan, sweep=swept, emit=emit)
+
+    return make
+
+
+def _told(report: SweepReport, emit: Callable[..., None]) -> tuple[str, ...]:
+    """What is left, once all that was found is told.
+
+    A node that could not be asked is told and does not count as left: it may be any of the
+    cluster's, and one that was lost with the job is out of reach for good.
+    """
+    if report.killed or not report.is_clean:
+        emit(
+            "job.swept",
+            killed=[str(swept) for swept in report.killed],
+            left=[str(swept) for swept in report.left],
+            unreached=dict(report.unreached),
+        )
+    return tuple(f"{swept}, which outlived SIGKILL" for swept in report.left)
 
 
 def submission_id(run_id: str, attempt: int, component: str, *, is_only: bool) -> str:

@@ -73,17 +73,36 @@ class Terminal:
                 self.say(f"files in {self._directory}")
             case "containment":
                 self.say(f"containment {fields['text']}", "dim")
-            case "component.spawned":
+            case "attempt.adopted":
+                self._run_id = fields["run_id"]
+                self._directory = Path(fields["directory"])
+                self.say(f"run {self._run_id}, attempt {fields['attempt']} goes on", "bold")
+            case "component.spawned" if fields["pid"] is not None:
                 self.say(f"{name}: started, pid {fields['pid']}")
+            case "job.submitted" | "job.attached":
+                done = event.name.removeprefix("job.")
+                self.say(f"{name}: job {fields['submission_id']} {done}")
+            case "job.state":
+                place = f", {fields['place']}" if fields["place"] else ""
+                self.say(f"{name}: job {fields['status']}{place}")
+            case "job.swept" if fields["killed"] or fields["left"]:
+                ended = "; ".join(fields["killed"])
+                self.say(f"{name}: ended what its job had left: {ended}", "yellow")
+            case "contact.lost":
+                self.say(f"{name}: no answer: {fields['message']}", "yellow")
+            case "contact.back":
+                self.say(f"{name}: {fields['address']} answers again", "green")
             case "component.ready":
                 self.say(f"{name}: ready after {fields['after_s']:.2f} s", "green")
             case "component.drained":
                 self.say(f"{name}: its part is done, the run goes on")
             case "component.exited":
-                how = fields["signal"] or f"exit code {fields['exit_code']}"
+                code = fields["exit_code"]
+                how = fields["signal"] or f"exit code {'unknown' if code is None else code}"
                 self.say(f"{name}: ended, {how}")
             case "component.stuck":
-                self.say(f"{name}: can't be ended, pids {fields['pids']}", "bold red")
+                left = ", ".join(map(str, fields["pids"]))
+                self.say(f"{name}: can't be ended: {left}", "bold red")
             case "component.diagnosed":
                 self.say(f"{name}: what it was doing is in {fields['path']}")
             case "probe.failed" if fields.get("probe") == "live":

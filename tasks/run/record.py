@@ -30,6 +30,9 @@ _STATE_AFTER = {
 }
 
 
+_SAVED = ("component.spawned", "component.ready", "component.exited")
+#: What of a job's events is kept.
+_OF_JOBS = ("submission_id", "address", "status", "nodes", "gpus")
 _OPEN = (RunState.ADMITTED, RunState.STARTING, RunState.RUNNING)
 
 
@@ -202,9 +205,11 @@ class RunRecord:
                 return
             if event.component is not None:
                 self._observe_component(attempt["components"], event.component, event)
+                if "submission_id" in event.fields or event.name.startswith("job."):
+                    _observe_job(attempt["ray"], event.component, event.fields)
             if (state := _STATE_AFTER.get(event.name)) is not None:
                 attempt["state"] = state.value
-            elif event.name in ("component.spawned", "component.ready", "component.exited"):
+            elif event.name in _SAVED or event.name.startswith("job."):
                 self._save()
         if state is not None:
             self.move(state)
@@ -258,3 +263,12 @@ class RunRecord:
             write_json(self._path, self._content)
         except OSError as error:
             _log.warning("%s could not be written: %s", self._path, error)
+
+
+def _observe_job(ray: dict[str, Any], component: str, fields: Mapping[str, Any]) -> None:
+    """Take in what happened to a job; the attempt's first one stands above its others."""
+    if ray.setdefault("component", component) != component:
+        ray = ray.setdefault("others", {}).setdefault(component, {})
+    ray |= {key: fields[key] for key in _OF_JOBS if key in fields}
+    if place := fields.get("place"):
+        ray.setdefault("nodes", [place.removeprefix("node ")])
