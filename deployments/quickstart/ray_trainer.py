@@ -28,8 +28,10 @@ class TrainerActor:
 
     def __init__(self, folder: str) -> None:
         """Args: folder: of `trainer.py`, relative to the job's working directory."""
-        # Ray gives each node a copy of the working directory, and has no script to go by.
-        sys.path.insert(0, str(Path.cwd() / folder))
+        # Ray gives each node a copy of the working directory and puts that on the path, but not
+        # the folder of the script.
+        copies = (Path(entry) / folder for entry in sys.path)
+        sys.path[:0] = [str(copy) for copy in copies if (copy / "trainer.py").exists()]
         self._endings: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def place(self) -> str:
@@ -56,6 +58,8 @@ class TrainerActor:
 def main() -> int:
     """The exit status, after training."""
     options = _parser().parse_args()
+    # Before Ray looks after the working directory, which it may unpack anew.
+    folder = os.path.relpath(Path(__file__).parent)
     ray.init()
     # After `ray.init`, which has a handler of its own for SIGTERM.
     signals: queue.SimpleQueue[int] = queue.SimpleQueue()
@@ -65,7 +69,7 @@ def main() -> int:
         num_gpus=options.gpus, num_cpus=options.gpus * options.cpus_per_gpu, max_concurrency=2
     )
     # Ray's types know no methods of a handle.
-    actor: Any = actor_class.remote(os.path.relpath(Path(__file__).parent))
+    actor: Any = actor_class.remote(folder)
 
     place = actor.place.remote()
     print(f"waiting for {options.gpus} GPUs", flush=True)
