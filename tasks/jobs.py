@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from tasks.rayjobs.job import RayJob
@@ -52,13 +52,28 @@ def job_maker(
     context = contextvars.copy_context()
 
     def make(emit: Callable[..., None]) -> RemoteJob:
-        async def swept(gcs_address: str) -> tuple[str, ...]:
-            sweeping = sweep(gcs_address, run_id=run_id, attempt=place.number, component=name)
-            return _told(await asyncio.create_task(sweeping, context=context), emit)
-
-        return RayJob(plan, sweep=swept, emit=emit)
+        sweeping = context.run(sweep_of, run_id, place.number, name, emit=emit)
+        return RayJob(plan, sweep=sweeping, emit=emit)
 
     return make
+
+
+def sweep_of(
+    run_id: str, attempt: int, component: str, *, emit: Callable[..., None]
+) -> Callable[[str], Awaitable[tuple[str, ...]]]:
+    """The sweep after a job: told the address of a cluster's control store, it ends what is left
+    of the job on every node, and returns what can't be ended, by node and pid.
+
+    Args:
+        emit: told what was found.
+    """
+    context = contextvars.copy_context()
+
+    async def swept(gcs_address: str) -> tuple[str, ...]:
+        sweeping = sweep(gcs_address, run_id=run_id, attempt=attempt, component=component)
+        return _told(await asyncio.create_task(sweeping, context=context), emit)
+
+    return swept
 
 
 def _told(report: SweepReport, emit: Callable[..., None]) -> tuple[str, ...]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 from prefect.client.schemas.objects import State
 from prefect.states import Scheduled
@@ -18,10 +20,14 @@ from tasks.flow_runs import (
     propose,
     talking_to,
 )
+from tasks.jobs import sweep_of
+from tasks.rayjobs.asking import stop_submission
 from tasks.run.layout import RunPlace
 from tasks.run.record import adoptable_attempt
-from tasks.supervise.registry import LostRun
+from tasks.supervise.registry import JobEntry, LostRun
 from tasks.supervise.variables import holders_of
+
+_log = logging.getLogger(__name__)
 
 #: A worker that has taken a flow run starts its process in seconds.
 _STARTED_WITHIN = timedelta(seconds=60)
@@ -52,17 +58,49 @@ class Kept:
     open: str = ""
 
 
-def stop_jobs(lost: LostRun) -> JobsEnded:
-    """End every job of a lost run, and forget those of which nothing is left."""
-    ended, left = [], []
-    for entry in list(lost.jobs):
-        problem = ""
-        if problem:
-            left.append(problem)
-        else:
+def stop_jobs(lost: LostRun, *, unknown_after_s: float) -> JobsEnded:
+    """End every job of a lost run, and forget those of which nothing is left.
+
+    Args:
+        unknown_after_s: for how long a cluster that does not answer is asked again.
+    """
+    ended: list[str] = []
+    left: list[str] = []
+    for entry in reversed(lost.jobs):
+        problems = _stop(entry, unknown_after_s)
+        left += problems
+        if not problems:
             ended.append(entry.submission_id)
             lost.forget_job(entry.component)
     return JobsEnded(ended=tuple(ended), left="; ".join(left))
+
+
+def _stop(entry: JobEntry, unknown_after_s: float) -> tuple[str, ...]:
+    """What is left of a job, in words; nothing of one that was never submitted."""
+    try:
+        file = _file_of(entry)
+        if file is None:
+            return ()
+        sweeping = sweep_of(entry.run_id, entry.attempt, entry.component, emit=_log_event)
+        return stop_submission(
+            file, sweep=sweeping, grace_s=entry.grace_s, unknown_after_s=unknown_after_s
+        )
+    except Exception as error:
+        # Whatever a cluster in trouble makes of it: nothing is known then.
+        _log.exception("job %s could not be ended", entry.submission_id)
+        return (f"job {entry.submission_id} could not be ended: {error!r}",)
+
+
+def _file_of(entry: JobEntry) -> Path | None:
+    """What was written of the submission before it was made; None where it never was."""
+    for path in sorted(entry.log.parent.glob("submission*.json")):
+        if json.loads(path.read_text(encoding="utf-8"))["submission_id"] == entry.submission_id:
+            return path
+    return None
+
+
+def _log_event(name: str, **fields: object) -> None:
+    _log.info("%s %s", name, fields)
 
 
 def keep_jobs(lost: LostRun) -> Kept | None:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from tasks.jobs import job_maker
 from tasks.run.errors import Fault
 from tasks.run.layout import AttemptPlace, project_root
 from tasks.run.lookup import component_path
@@ -84,8 +85,6 @@ def plan_of(
 def _component_plan(spec: RunSpec, name: str, run_id: str, place: AttemptPlace) -> ComponentPlan:
     component = spec.processes[name]
     is_job = component.launcher == "ray_job"
-    if is_job:
-        from tasks.jobs import job_maker
     own = {
         **spec.env,
         **component.env,

@@ -47,6 +47,8 @@ _log = logging.getLogger(__name__)
 #: Guardians that have lost their flow process get so long, in one reconcile, to take down theirs.
 _SETTLE_WITHIN_S = 20.0
 _LOOK_AGAIN_S = 0.5
+#: A cluster that does not answer is asked again by the next reconcile.
+_UNKNOWN_AFTER_S = 5.0
 #: A server that has not answered by then is not told any more.
 _TELL_WITHIN_S = 24 * 3600.0
 _FLUSH_WITHIN_S = 5.0
@@ -134,7 +136,7 @@ def _finish_run(run_id: str, before: Reconciled | None) -> Reconciled | None:
                 is_news = kept.server or kept.open or remains.killed or remains.removed
                 run = _reconciled(lost, remains, server=kept.server, open=kept.open)
                 return run if is_news else None
-            return _close_run(lost, remains, stop_jobs(lost))
+            return _close_run(lost, remains, stop_jobs(lost, unknown_after_s=_UNKNOWN_AFTER_S))
     except Exception as error:
         # The others shall not wait for this one; the entry is kept.
         _log.exception("run %s could not be reconciled", run_id)

@@ -35,7 +35,7 @@ def finish_predecessor(run_id: str, *, adopts: bool = False) -> None:
             if remains.is_clean and adopts:
                 return
             if remains.is_clean:
-                jobs = stop_jobs(lost)
+                jobs = stop_jobs(lost, unknown_after_s=_WITHIN_S)
                 if jobs.left:
                     problem = f"an earlier attempt of {run_id} is left: {jobs.left}"
                     raise OSError(errno.EBUSY, problem)

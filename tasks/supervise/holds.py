@@ -73,6 +73,7 @@ class Holds:
                     component=component.name,
                     submission_id=submission_id,
                     log=component.command.log,
+                    grace_s=component.command.grace_s,
                 )
             )
 

@@ -92,6 +92,8 @@ class JobEntry(_Model):
     submission_id: str
     #: In the attempt's directory.
     log: Path
+    #: Seconds from its stop signal to SIGKILL.
+    grace_s: float
 
 
 class RunRegister:
