@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import queue
 import sys
@@ -134,10 +135,11 @@ def main() -> int:
         answers.flush()
 
     hello = questions.get()
-    cloudpickle.register_pickle_by_value(tasks)
-    ray.init(hello["gcs_address"], log_to_driver=False, logging_level="ERROR", namespace="muster")
+    cloudpickle.register_pickle_by_value(tasks)  # type: ignore[no-untyped-call]
+    ray.init(hello["gcs_address"], log_to_driver=False, logging_level=logging.ERROR)
     with _runner(hello["flow_run"]) as runner:
-        say({"nodes": [_node(node) for node in ray.nodes()], "by_prefect": runner is not None})
+        nodes = ray.nodes()  # type: ignore[no-untyped-call]
+        say({"nodes": [_node(node) for node in nodes]})
         visits = _Visits(runner)
         while True:
             ask = questions.get()
@@ -172,6 +174,7 @@ def _runner(flow_run: Mapping[str, str] | None) -> Iterator[RayTaskRunner[Any] |
                     name=flow_run["name"],
                 ),
                 task_runner=runner,
+                client=stack.enter_context(get_client(sync_client=True)),
                 result_store=ResultStore(),
                 parameters={},
                 detached=True,

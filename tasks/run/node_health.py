@@ -34,6 +34,9 @@ class Limits(BaseModel):
     )
 
 
+DEFAULT_LIMITS = Limits()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSeen:
     """One node, as far as it could be seen."""
@@ -44,7 +47,8 @@ class NodeSeen:
     gpus: float = 0.0
     #: Why it could not be looked at; empty where it was.
     unreached: str = ""
-    #: See `machine_look.look`; empty for a node that was not reached.
+    #: See `machine_look.look`; of the caller at most what stands in the way of its own file, and
+    #: empty for a node that was not reached.
     look: Mapping[str, Any]
     #: Names of nodes whose file in the shared directory it can't read.
     unseen: tuple[str, ...] = ()
@@ -68,6 +72,50 @@ class Finding:
         return f"{self.node}: {self.check}: {self.problem} ({self.remedy})"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Survey:
+    """What was seen of a cluster, and where it was looked at from."""
+
+    #: The caller, as one of them, comes first.
+    nodes: tuple[NodeSeen, ...]
+    #: The directory that has to be the same everywhere.
+    shared: str
+    #: The digest of the caller's code.
+    code: str
+    #: Whether a run is meant to have processes, by run id; one that is missing is not.
+    is_live: Mapping[str, bool]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What a preflight came to."""
+
+    nodes: tuple[NodeSeen, ...]
+    findings: tuple[Finding, ...]
+
+    @property
+    def summary(self) -> str:
+        """One line, or one and a line for each finding."""
+        count = sum(node.name != CALLER for node in self.nodes)
+        failed = len({finding.node for finding in self.findings})
+        if not failed:
+            return f"all {count} nodes are fit"
+        lines = [f"{failed} of {count} nodes are not fit:", *map(str, self.findings)]
+        return "\n".join(lines)
+
+    def as_markdown(self) -> str:
+        """A line for each node, then what to do."""
+        return as_markdown(self.nodes, self.findings)
+
+
+def judged(survey: Survey, limits: Limits) -> Verdict:
+    """What a survey says of each node."""
+    findings = judge(
+        survey.nodes, limits, shared=survey.shared, code=survey.code, is_live=survey.is_live
+    )
+    return Verdict(nodes=survey.nodes, findings=findings)
+
+
 def judge(
     nodes: Sequence[NodeSeen],
     limits: Limits,
@@ -86,16 +134,20 @@ def judge(
     """
     has_driver = any(node.look.get("gpus", {}).get("driver") for node in nodes)
     found: list[Finding] = []
+    machines: set[str] = set()
     for node in nodes:
         if node.unreached:
             remedy = "look at its raylet: `ray status`, and its log raylet.out"
             found.append(_finding(node, "reach", node.unreached, remedy))
             continue
-        if node.look:
+        if "machine" in node.look:
             if limits.code == "same":
                 found += _code(node, code)
             found += _disk(node, limits, shared)
-            found += _leftovers(node, is_live)
+            # Nodes that share a machine see the same processes.
+            if node.look["machine"] not in machines:
+                machines.add(node.look["machine"])
+                found += _leftovers(node, is_live)
             found += _gpus(node, limits, has_driver)
         found += _shared(node, shared)
         found += _clock(node, limits)
@@ -104,17 +156,18 @@ def judge(
 
 def as_markdown(nodes: Sequence[NodeSeen], findings: Sequence[Finding]) -> str:
     """A line for each node, then what to do."""
-    head = ("node", "verdict", "clock", "free", "GPUs", "MUSTER processes")
+    head = ("node", "verdict", "clock", "free", "GPUs", "of runs")
     lines = [f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}"]
     for node in nodes:
         wrong = [finding.check for finding in findings if finding.node == node.name]
+        is_seen = "machine" in node.look
         cells = (
             node.name,
             ", ".join(dict.fromkeys(wrong)) or "ok",
             "" if node.skew_s is None else f"{node.skew_s:+.3f} ± {node.skew_error_s:.3f} s",
-            _gib(node.look.get("shared_free_bytes")),
-            gpu_words(node),
-            str(len(node.look.get("carriers", ()))),
+            _gib(node.look["shared_free_bytes"]) if is_seen else "",
+            gpu_words(node) if is_seen else "",
+            f"{len(node.look['carriers'])} processes" if is_seen else "",
         )
         lines.append(f"| {' | '.join(map(_cell, cells))} |")
     if findings:
@@ -210,7 +263,9 @@ def _gpus(node: NodeSeen, limits: Limits, has_driver: bool) -> list[Finding]:
         if not node.gpus or not is_wrong:
             return []
         problem = f"Ray counts {node.gpus:g} GPUs, and there is no driver"
-        return [_finding(node, "gpus", problem, "install it, or start its raylet with --num-gpus 0")]
+        return [
+            _finding(node, "gpus", problem, "install it, or start its raylet with --num-gpus 0")
+        ]
     found = []
     if len(seen["gpus"]) != node.gpus:
         problem = f"Ray counts {node.gpus:g} GPUs, the driver sees {len(seen['gpus'])}"
@@ -229,7 +284,7 @@ def _held_mib(gpu: Mapping[str, Any], processes: Sequence[Mapping[str, Any]]) ->
     alive = [p["used_mib"] for p in processes if p["uuid"] == gpu["uuid"] and p["alive"]]
     if gpu["used_mib"] is None or None in alive:
         return 0
-    return int(gpu["used_mib"]) - sum(alive)
+    return int(gpu["used_mib"] - sum(alive))
 
 
 def _gib(size: int | None) -> str:

@@ -20,6 +20,7 @@ from typing import Any
 
 from tasks.supervise.nvidia import gpus_seen
 from tasks.supervise.sweep import command_of, environments, machine
+from tasks.supervise.tree import parent_of
 
 #: A network file system may show a new file so much later.
 _SEEN_WITHIN_S = 5.0
@@ -44,16 +45,7 @@ def look(shared: str, folder: str, name: str, ray_dir: str) -> dict[str, Any]:
         "shared_problem": _write(Path(shared), Path(folder), name),
         "shared_free_bytes": _free(shared),
         "ray_free_bytes": _free(ray_dir),
-        "carriers": [
-            {
-                "pid": pid,
-                "run_id": variables[f"{_PREFIX}RUN_ID"],
-                "attempt": variables.get(f"{_PREFIX}ATTEMPT", ""),
-                "command": command_of(pid),
-            }
-            for pid, _, variables in environments(_PREFIX)
-            if variables.get(f"{_PREFIX}RUN_ID")
-        ],
+        "carriers": _carriers(),
         "gpus": gpus_seen(),
     }
 
@@ -89,6 +81,27 @@ def forget(folder: str) -> dict[str, Any]:
     """Remove what `look` has left here."""
     shutil.rmtree(folder, ignore_errors=True)
     return {}
+
+
+def _carriers() -> list[dict[str, Any]]:
+    """The processes of runs for which no guardian of their run answers any more."""
+    found = {pid: variables for pid, _, variables in environments(_PREFIX)}
+    guarded = {
+        pid: variables.get(f"{_PREFIX}RUN_ID", "")
+        for pid, variables in found.items()
+        if variables.get(f"{_PREFIX}ROLE") == "guardian"
+    }
+    carriers = []
+    for pid, variables in found.items():
+        run_id = variables.get(f"{_PREFIX}RUN_ID")
+        above = pid
+        while above and guarded.get(above) != run_id:
+            above = parent_of(above)
+        if run_id and not above:
+            attempt = variables.get(f"{_PREFIX}ATTEMPT", "")
+            command = command_of(pid)
+            carriers.append({"pid": pid, "run_id": run_id, "attempt": attempt, "command": command})
+    return carriers
 
 
 def _write(shared: Path, folder: Path, name: str) -> str:

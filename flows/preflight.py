@@ -1,0 +1,42 @@
+"""The flow `preflight`: which nodes of a Ray cluster a run may be sent to."""
+
+from __future__ import annotations
+
+from prefect import flow
+from prefect.client.schemas.objects import State
+
+from tasks.preflight import (
+    LOOK_WITHIN_S,
+    conclude_preflight,
+    judge_nodes,
+    publish_verdict,
+    survey_cluster,
+)
+from tasks.run.node_health import DEFAULT_LIMITS, Limits, Verdict
+
+
+@flow(name="preflight", persist_result=False)
+def preflight(
+    address: str,
+    shared: str | None = None,
+    limits: Limits = DEFAULT_LIMITS,
+    within_s: float = LOOK_WITHIN_S,
+) -> State[Verdict]:
+    """Look at every node, and fail where one is not fit, with its name and the remedy.
+
+    Args:
+        address: The URL of the Ray dashboard.
+        shared: The directory that has to be the same on every node; MUSTER_HOME by default.
+        limits: What a node has to keep to.
+        within_s: For each step of the look, in seconds.
+    """
+    survey = survey_cluster(address, shared, within_s)
+    verdict = judge_nodes(survey, limits)
+    publish_verdict(verdict)
+    return conclude_preflight(verdict)
+
+
+if __name__ == "__main__":
+    from tasks.preflight_command import main
+
+    raise SystemExit(main(preflight))
