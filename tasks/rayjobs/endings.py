@@ -10,6 +10,8 @@ from tasks.run.outcome import Exit
 RAY_POLLS_EACH_S = 0.1
 #: The clock of the driver's node writes milliseconds.
 _ROUNDING_S = 0.001
+#: Source: ray 2.60, JobSupervisor._exec_entrypoint and JobSupervisor.run.
+_ECHO, _QUOTED_LOG = "Running entrypoint for job ", "last available logs"
 
 
 def exit_of(
@@ -47,6 +49,22 @@ def reason_of(job: JobState) -> str:
     lines = [line.strip() for line in job.message.splitlines() if line.strip()]
     first = lines[0][:500] if lines else f"{job.status} without a reason"
     return f"{first} ({job.error_type})" if job.error_type else first
+
+
+def last_words(log_end: str, job: JobState | None) -> str:
+    """What a job said at its end, for people and for the rules that look for causes.
+
+    Args:
+        log_end: the end of its driver's log.
+        job: a final state; None where there is none.
+    """
+    # It quotes the command, in which any word may stand.
+    lines = [line for line in log_end.splitlines() if not line.startswith(_ECHO)]
+    if job is not None:
+        # The log that it quotes is the one that is here.
+        told, _, _ = job.message.partition(_QUOTED_LOG)
+        lines += [told.rstrip(" ,"), job.error_type]
+    return "\n".join(line for line in lines if line)
 
 
 def earliest_end(

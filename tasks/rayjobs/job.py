@@ -13,7 +13,7 @@ from typing import Any
 
 from tasks.rayjobs.contact import Contact, Emit
 from tasks.rayjobs.dashboard import Dashboard, Denied, JobState, NoAnswer
-from tasks.rayjobs.endings import earliest_end, exit_of
+from tasks.rayjobs.endings import earliest_end, exit_of, last_words
 from tasks.rayjobs.holdings import gpus_of, room_in_words
 from tasks.rayjobs.log_copy import LogCopy
 from tasks.rayjobs.plan import JobPlan
@@ -83,12 +83,10 @@ class RayJob:
     def submission_id(self) -> str:
         return self._plan.submission_id
 
-    @property
-    def message(self) -> str:
-        state = self._state
-        if state is None or not state.is_final:
-            return ""
-        return "\n".join(text for text in (state.message, state.error_type) if text)
+    def last_words(self, log_end: str) -> str:
+        """The end of its log without what Ray itself wrote there, and Ray's word on the end."""
+        state = self._state if self._state is not None and self._state.is_final else None
+        return last_words(log_end, state)
 
     @property
     def place(self) -> str:

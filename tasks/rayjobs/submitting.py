@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import shlex
 import shutil
@@ -34,6 +35,12 @@ _EXCLUDES = (
 #: For each request of a submit; the package itself may be hundreds of MB.
 _REQUEST_WITHIN_S = 60.0
 _PACKAGE = "muster_driver"
+#: What tells each upload to the terminal, where a run's own view stands.
+_TALKERS = (
+    "ray.dashboard.modules.dashboard_sdk",
+    "ray._private.runtime_env.packaging",
+    "ray._private.runtime_env.working_dir",
+)
 #: `tree.py` is a link to the guardian's own.
 _SHIPPED = {"__main__.py": "entrypoint.py", "tree.py": "tree.py"}
 #: Runs the shipped package. Not by `-m`: that would put the working directory first on the path,
@@ -169,6 +176,9 @@ def _client(address: str) -> JobSubmissionClient:
     Raises: ConnectionError, RuntimeError.
     """
     import ray
+
+    for name in _TALKERS:
+        logging.getLogger(name).setLevel(logging.ERROR)
     from ray.dashboard.modules.dashboard_sdk import SubmissionClient
     from ray.job_submission import JobSubmissionClient
 

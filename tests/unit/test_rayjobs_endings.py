@@ -1,0 +1,88 @@
+"""How a job ended, from what Ray says of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from tasks.rayjobs.dashboard import JobState
+from tasks.rayjobs.endings import RAY_POLLS_EACH_S, earliest_end, exit_of
+
+
+@pytest.mark.parametrize(
+    ("status", "driver_exit_code", "exit_code", "signal"),
+    [
+        ("SUCCEEDED", 0, 0, None),
+        # an older Ray does not say it of a success
+        ("SUCCEEDED", None, 0, None),
+        ("FAILED", 3, 3, None),
+        ("FAILED", -9, None, 9),
+        # a shell's word for a signal is the program's own word here
+        ("FAILED", 137, 137, None),
+        ("FAILED", None, None, None),
+        ("STOPPED", None, None, None),
+    ],
+)
+def test_an_exit_code_below_zero_is_a_signal(
+    status: str, driver_exit_code: int | None, exit_code: int | None, signal: int | None
+) -> None:
+    state = JobState(status=status, driver_exit_code=driver_exit_code)
+
+    ended = exit_of(state, at_monotonic_s=5.0, was_stopped_by_us=False)
+
+    assert (ended.exit_code, ended.signal, ended.at_monotonic_s) == (exit_code, signal, 5.0)
+
+
+@pytest.mark.parametrize(
+    ("status", "message", "was_stopped_by_us", "note"),
+    [
+        ("STOPPED", "Job was intentionally stopped.", True, "stopped as asked"),
+        ("STOPPED", "Job was intentionally stopped.", False, "stopped from outside"),
+        ("FAILED", "\n  Job supervisor actor died: gone\nmore", False, "supervisor actor died"),
+        ("FAILED", "", False, "FAILED without a reason"),
+    ],
+)
+def test_what_has_neither_code_nor_signal_has_rays_reason(
+    status: str, message: str, was_stopped_by_us: bool, note: str
+) -> None:
+    state = JobState(status=status, message=message)
+
+    ended = exit_of(state, at_monotonic_s=0.0, was_stopped_by_us=was_stopped_by_us)
+
+    assert note in ended.note
+    assert "\n" not in ended.note
+
+
+def test_a_node_that_has_gone_is_named_first() -> None:
+    state = JobState(status="FAILED", message="Job supervisor actor died")
+
+    ended = exit_of(state, at_monotonic_s=0.0, was_stopped_by_us=False, lost_node="node 10.0.0.2")
+
+    assert ended.note.startswith("node 10.0.0.2 has left the cluster")
+
+
+@pytest.mark.parametrize(
+    ("ended_at", "seen_running_s", "expected"),
+    [
+        # two seconds ago by the node's clock, and what Ray and the wrapper take before that
+        (998.0, 90.0, 98.0 - 0.301 - RAY_POLLS_EACH_S),
+        # its clock is behind: it was seen running later
+        (900.0, 99.0, 99.0 - 0.301 - RAY_POLLS_EACH_S),
+        # its clock is ahead: it has ended by now
+        (2000.0, 99.0, 100.0),
+        # nobody saw it running
+        (998.0, None, 98.0 - 0.301 - RAY_POLLS_EACH_S),
+        # Ray does not say when
+        (None, 99.0, 99.0 - 0.301 - RAY_POLLS_EACH_S),
+        (None, None, 100.0),
+    ],
+)
+def test_the_end_is_no_earlier_than_it_was_seen_running_and_no_later_than_now(
+    ended_at: float | None, seen_running_s: float | None, expected: float
+) -> None:
+    state = JobState(status="FAILED", ended_at=ended_at)
+
+    at = earliest_end(
+        state, wall_s=1000.0, monotonic_s=100.0, seen_running_s=seen_running_s, wrapper_s=0.3
+    )
+
+    assert at == pytest.approx(expected)

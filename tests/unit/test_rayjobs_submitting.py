@@ -1,0 +1,196 @@
+"""What is handed to Ray, and what is read of it: the parts without a cluster."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tasks.rayjobs.contact import Contact
+from tasks.rayjobs.dashboard import Actor, Node, PlacementGroup
+from tasks.rayjobs.holdings import Holdings, room_in_words
+from tasks.rayjobs.log_copy import beyond
+from tasks.rayjobs.plan import JobPlan
+from tasks.rayjobs.submission import SubmissionFile
+from tasks.rayjobs.submitting import (
+    entrypoint_of,
+    environment_of,
+    excludes_of,
+    place_of_driver,
+)
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> JobPlan:
+    return JobPlan(
+        address="http://127.0.0.1:8265",
+        submission_id="r--a02",
+        run_id="r",
+        attempt=2,
+        component="trainer",
+        argv=("python", "train.py"),
+        env={"A": "1"},
+        working_dir=tmp_path,
+        log=tmp_path / "trainer.log",
+        stop_signal=signal.SIGTERM,
+        grace_s=2.5,
+        submission_file=tmp_path / "submission.json",
+    )
+
+
+def node(name: str, *, is_head: bool = False, **resources: float) -> Node:
+    return Node(
+        node_id=f"{name}-id", ip=name, name=name, is_head=is_head, resources_total=resources
+    )
+
+
+HEAD = node("head", is_head=True, CPU=4)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "resources", "labels"),
+    [
+        # the cluster marks those that are to work
+        ([HEAD, node("a", worker_node=100)], {"worker_node": 0.001}, {}),
+        # it does not: any but the head
+        ([HEAD, node("a", CPU=1)], {}, {"ray.io/node-id": "!head-id"}),
+        # there is nothing but a head, marked or not
+        ([HEAD], {}, {}),
+        ([node("head", is_head=True, worker_node=1)], {}, {}),
+    ],
+)
+def test_the_driver_is_kept_off_the_head_where_there_is_another_node(
+    plan: JobPlan, nodes: list[Node], resources: dict[str, float], labels: dict[str, str]
+) -> None:
+    place = place_of_driver(plan, nodes)
+
+    assert place == (resources, labels)
+
+
+def test_what_the_spec_says_of_the_drivers_place_counts_alone(plan: JobPlan) -> None:
+    plan = replace(plan, entrypoint_label_selector={"zone": "a"})
+
+    place = place_of_driver(plan, [HEAD, node("a", worker_node=100)])
+
+    assert place == ({}, {"zone": "a"})
+
+
+def test_the_command_passes_a_shell_unchanged(plan: JobPlan) -> None:
+    words = ("a b", "$HOME", "it's", "", "*", "--", "\n")
+
+    entrypoint = entrypoint_of(replace(plan, argv=words))
+
+    read = shlex.split(entrypoint)
+    assert tuple(read[read.index("--") + 1 :]) == words
+    assert read[read.index("--grace") + 1] == "2.5"
+
+
+def test_the_job_is_found_by_its_environment_and_ray_waits_longer_than_the_wrapper(
+    plan: JobPlan,
+) -> None:
+    env = environment_of(replace(plan, stop_signal=signal.SIGINT))
+
+    assert env == {
+        "A": "1",
+        "MUSTER_RUN_ID": "r",
+        "MUSTER_ATTEMPT": "2",
+        "MUSTER_COMPONENT": "trainer",
+        "RAY_JOB_STOP_WAIT_TIME_S": "8",
+        "RAY_JOB_STOP_SIGNAL": "SIGINT",
+    }
+
+
+def test_the_runs_of_muster_are_not_shipped_where_they_lie_in_the_working_directory(
+    plan: JobPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MUSTER_HOME", str(plan.working_dir / "var" / "muster"))
+
+    excludes = excludes_of(replace(plan, excludes=("*.ckpt",)))
+
+    assert {".git", "/tests", "*.ckpt", "/var/muster"} <= set(excludes)
+
+
+@pytest.mark.parametrize(
+    ("chunk", "skip", "expected"),
+    [
+        (b"abc", 0, (b"abc", 0)),
+        (b"abc", 2, (b"c", 0)),
+        (b"abc", 3, (b"", 0)),
+        # what is known goes on in the next one
+        (b"abc", 5, (b"", 2)),
+        (b"", 5, (b"", 5)),
+    ],
+)
+def test_of_a_log_that_begins_anew_only_what_is_not_there_yet_is_taken(
+    chunk: bytes, skip: int, expected: tuple[bytes, int]
+) -> None:
+    assert beyond(chunk, skip) == expected
+
+
+def test_the_file_of_an_earlier_process_goes_on(plan: JobPlan) -> None:
+    SubmissionFile.begin(plan).note(submitted_at=12.0)
+
+    again = SubmissionFile.begin(plan)
+
+    assert again.get("submitted_at") == 12.0
+    assert json.loads(plan.submission_file.read_text())["submission_id"] == "r--a02"
+
+
+def test_the_file_of_another_submission_is_begun_anew(plan: JobPlan) -> None:
+    SubmissionFile.begin(plan).note(submitted_at=12.0)
+
+    other = SubmissionFile.begin(replace(plan, submission_id="r--a03"))
+
+    assert other.get("submitted_at") is None
+
+
+def test_the_file_holds_no_environment(plan: JobPlan) -> None:
+    SubmissionFile.begin(replace(plan, env={"TOKEN": "s3cret"}))
+
+    assert "s3cret" not in plan.submission_file.read_text()
+
+
+def test_contact_is_told_once_when_it_is_lost_and_once_when_it_is_back() -> None:
+    now = 10.0
+    told: list[str] = []
+    contact = Contact("http://a", lambda name, **fields: told.append(name), lambda: now)
+
+    contact.answered()
+    contact.failed("refused")
+    now = 15.0
+    contact.failed("refused")
+    lost_for_s = contact.lost_for_s
+    contact.answered()
+    contact.answered()
+
+    assert lost_for_s == 5.0
+    assert told == ["contact.lost", "contact.back"]
+    assert contact.lost_for_s == 0.0
+
+
+def test_what_is_held_is_counted_and_named_by_node_and_pid() -> None:
+    actor = Actor(actor_id="x", class_name="Worker", state="ALIVE", node_id="a-id", pid=7, gpus=2.0)
+    group = PlacementGroup(group_id="0123456789", state="CREATED", gpus_on={"b-id": 4.0})
+    waiting = PlacementGroup(group_id="abcdefghij", state="PENDING")
+    held = Holdings(actors=(actor,), groups=(group, waiting))
+
+    words = held.in_words([node("a"), node("b")])
+
+    assert held.gpus == 6.0
+    assert words == (
+        "node a, pid 7: actor Worker is ALIVE with 2 GPUs",
+        "node b: placement group 01234567 has 4 GPUs",
+        "node unknown: placement group abcdefgh has 0 GPUs",
+    )
+
+
+def test_room_is_told_for_each_node_that_has_gpus() -> None:
+    nodes = [HEAD, node("a", GPU=8), node("b", GPU=8)]
+
+    words = room_in_words(nodes, {"a-id": 3.0})
+
+    assert words == "a: 3 of 8 free, b: 0 of 8 free"
