@@ -93,7 +93,7 @@ class JobMember(Member):
         return await self.job.until_lost()
 
     def last_words(self) -> str:
-        return f"{super().last_words()}\n{self.job.message}".strip("\n")
+        return self.job.last_words(super().last_words())
 
     def stop(self) -> None:
         self.job.stop()

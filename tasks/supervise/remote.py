@@ -27,9 +27,9 @@ class RemoteJob(Protocol):
     def submission_id(self) -> str:
         """By which the cluster knows it."""
 
-    @property
-    def message(self) -> str:
-        """What the cluster says of the job's end; empty while it says nothing."""
+    def last_words(self, log_end: str) -> str:
+        """What is known of what the job said at its end: the end of its log without what the
+        cluster itself wrote there, and the cluster's own word on the end."""
 
     @property
     def place(self) -> str:
