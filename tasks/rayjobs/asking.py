@@ -70,7 +70,10 @@ def stop_submission(
             unknown_after_s=unknown_after_s,
         )
         try:
-            ended = await take_down.run(submission.get("ray_job_ids", ()))
+            ended = await take_down.run(
+                submission.get("ray_job_ids", ()),
+                was_known=submission.get("submitted_at") is not None,
+            )
         except OutOfReach as error:
             submission.note(status="unknown", message=str(error))
             return (

@@ -169,7 +169,7 @@ class Dashboard:
         response = await self._request("GET", f"/api/jobs/{submission_id}")
         if response.status_code == 404:
             return None
-        entry = _checked(response).json()
+        entry = _content(response)
         ended = entry.get("end_time")
         return JobState(
             status=entry["status"],
@@ -270,16 +270,14 @@ class Dashboard:
         query: list[tuple[str, str | int]] = [("detail", 1), ("limit", _LIMIT)]
         for key, value in equal.items():
             query += [("filter_keys", key), ("filter_predicates", "="), ("filter_values", value)]
-        response = _checked(await self._request("GET", f"/api/v0/{what}", params=query))
-        answer = response.json()
+        answer = _content(await self._request("GET", f"/api/v0/{what}", params=query))
         if not answer["result"]:
             raise NoAnswer(f"{self.address}: {answer['msg']}")
         found: list[dict[str, Any]] = answer["data"]["result"]["result"]
         return found
 
     async def _json(self, path: str, **query: str) -> dict[str, Any]:
-        answer: dict[str, Any] = _checked(await self._request("GET", path, params=query)).json()
-        return answer
+        return _content(await self._request("GET", path, params=query))
 
     async def _request(self, method: str, path: str, **more: Any) -> httpx.Response:
         try:
@@ -300,6 +298,16 @@ def _checked(response: httpx.Response) -> httpx.Response:
             raise Denied(text)
         raise NoAnswer(text)
     return response
+
+
+def _content(response: httpx.Response) -> dict[str, Any]:
+    try:
+        content = _checked(response).json()
+    except ValueError as error:
+        raise Denied(f"{response.request.url} answers no JSON: is it a dashboard?") from error
+    if not isinstance(content, dict):
+        raise Denied(f"{response.request.url} answers no object: is it a dashboard?")
+    return content
 
 
 def _words(error: httpx.HTTPError, address: str) -> str:

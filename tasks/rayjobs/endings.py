@@ -8,6 +8,11 @@ from tasks.run.outcome import Exit
 #: How long Ray needs to notice that the driver has ended.
 #: Source: ray 2.60, JobSupervisor.SUBPROCESS_POLL_PERIOD_S.
 RAY_POLLS_EACH_S = 0.1
+#: How long Ray needs to notice that its own supervisor of the job has died: its monitor looks each
+#: second. Source: ray 2.60, JobManager.JOB_MONITOR_LOOP_PERIOD_S; measured, 0.7 to 2 s.
+_SUPERVISOR_LATE_S = 2.5
+#: The same for a node. Source: measured with Ray's default health checks, up to 66 s.
+_NODE_LATE_S = 70.0
 #: The clock of the driver's node writes milliseconds.
 _ROUNDING_S = 0.001
 #: Source: ray 2.60, JobSupervisor._exec_entrypoint and JobSupervisor.run.
@@ -74,6 +79,7 @@ def earliest_end(
     monotonic_s: float,
     seen_running_s: float | None,
     wrapper_s: float,
+    is_node_lost: bool = False,
 ) -> float:
     """The earliest moment at which the job can have ended, CLOCK_MONOTONIC seconds of this machine.
 
@@ -83,8 +89,12 @@ def earliest_end(
         seen_running_s: when the last question that it answered as not final was sent; None if
             there was none.
         wrapper_s: for how long the wrapper may have outlived the driver.
+        is_node_lost: the driver's node has left the cluster.
     """
     late_s = RAY_POLLS_EACH_S + wrapper_s + _ROUNDING_S
+    if job.status == "FAILED" and job.driver_exit_code is None:
+        # Nobody saw the driver end, and Ray called it running until it noticed.
+        late_s += _NODE_LATE_S if is_node_lost else _SUPERVISOR_LATE_S
     floor = None if seen_running_s is None else seen_running_s - late_s
     if job.ended_at is None:
         return monotonic_s if floor is None else min(floor, monotonic_s)

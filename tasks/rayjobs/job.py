@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -24,6 +25,8 @@ from tasks.rayjobs.takedown import OutOfReach, Sweep, TakeDown
 from tasks.run.failure_kinds import FailureKind
 from tasks.run.jobs import JobLoss, JobRefused
 from tasks.run.outcome import Exit
+
+_log = logging.getLogger(__name__)
 
 _POLL_EACH_S = 0.5
 _GPUS_EACH_S = 2.0
@@ -100,6 +103,7 @@ class RayJob:
         """
         self._file = await asyncio.to_thread(SubmissionFile.begin, self._plan)
         self._was_stopped = self._file.get("stop_asked_at") is not None
+        self._has_gpus = self._has_gpus or self._file.get("gpus_taken_at") is not None
         self._submitter = Submitter(
             self._plan, self._dashboard, self._file, self._emit, self._clock, self._wall_clock
         )
@@ -165,7 +169,10 @@ class RayJob:
                 return await self._cleared()
             self._note_stop()
             try:
-                ended = await self._take_down.run(self._file.get("ray_job_ids", ()))
+                ended = await self._take_down.run(
+                    self._file.get("ray_job_ids", ()),
+                    was_known=self._file.get("submitted_at") is not None,
+                )
             except OutOfReach as error:
                 self._file.note(status="unknown", message=str(error))
                 return (
@@ -195,7 +202,8 @@ class RayJob:
         return left
 
     def _ask_to_end(self, name: str, ask: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        if self._is_clear or self.exited.done() or name in self._tasks:
+        under_way = self._tasks.get(name)
+        if self._is_clear or self.exited.done() or (under_way and not under_way.done()):
             return
         self._note_stop()
 
@@ -221,6 +229,9 @@ class RayJob:
                 state = await self._dashboard.job(self.submission_id)
             except (NoAnswer, Denied) as error:
                 self._contact.failed(str(error))
+            except Exception as error:  # An answer that this was not written for.
+                _log.exception("job %s could not be asked for", self.submission_id)
+                self._contact.failed(repr(error))
             else:
                 self._contact.answered()
                 self._is_forgotten = state is None
@@ -257,19 +268,20 @@ class RayJob:
             self._begin("follow", self._log.follow(state.driver_node_id))
 
     async def _tell_end(self, state: JobState) -> None:
-        at_monotonic_s = earliest_end(
-            state,
-            wall_s=self._wall_clock(),
-            monotonic_s=self._clock(),
-            seen_running_s=self._seen_running_s,
-            wrapper_s=STRAGGLERS_S,
-        )
         lost_node = ""
         if state.driver_exit_code is None and state.driver_node_id:
             with contextlib.suppress(NoAnswer, Denied):
                 nodes = await self._dashboard.nodes()
                 if state.driver_node_id not in {node.node_id for node in nodes}:
                     lost_node = self.place
+        at_monotonic_s = earliest_end(
+            state,
+            wall_s=self._wall_clock(),
+            monotonic_s=self._clock(),
+            seen_running_s=self._seen_running_s,
+            wrapper_s=STRAGGLERS_S,
+            is_node_lost=bool(lost_node),
+        )
         await self._drop("follow")
         if state.driver_node_id:
             self._begin("last", self._log.complete(state.driver_node_id))
@@ -318,6 +330,7 @@ class RayJob:
             held = await gpus_of(self._dashboard, self._file.get("ray_job_ids", ()))
             if held >= self._plan.gpus:
                 self._has_gpus = True
+                self._file.note(gpus_taken_at=self._wall_clock())
                 return None
             if ran_for_s <= self._plan.start_within_s:
                 return None

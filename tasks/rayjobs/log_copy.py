@@ -32,11 +32,10 @@ class LogCopy:
 
         Args:
             node_id: The driver's node.
-
-        Raises: OSError.
         """
         while True:
-            with contextlib.suppress(NoAnswer, Denied):
+            # A disk that is full may have room again, and `complete` says what is missing.
+            with contextlib.suppress(NoAnswer, Denied, OSError):
                 await self._copy(node_id, follow=True)
             await asyncio.sleep(_AGAIN_AFTER_S)
 

@@ -17,10 +17,11 @@ class SubmissionFile:
     """The file of one submission. It is there before the cluster is asked for anything.
 
     Its keys: `address`, `submission_id`, `run_id`, `attempt`, `component`, `argv`; as they become
-    known `submitted_at`, `session`, `gcs_address`, `running_at`, `driver_node_id`, `driver_ip`,
-    `ray_job_ids`, `stop_asked_at`, `status` (`submitting`, Ray's own in lower case, `unknown`,
-    `refused`), `message`, `ended_at`, `exit_code`, `signal`, `left` (what was not freed; absent
-    until that is known). Times are seconds since the epoch.
+    known `submit_began_at`, `session`, `gcs_address`, `submitted_at`, `running_at`,
+    `driver_node_id`, `driver_ip`, `ray_job_ids`, `gpus_taken_at`, `stop_asked_at`, `status`
+    (`submitting`, `refused`, `unknown`, or Ray's own in lower case), `message`, `ended_at`,
+    `exit_code`, `signal`, `left` (what was not freed; absent until that is known). Times are
+    seconds since the epoch.
     """
 
     def __init__(self, path: Path, content: dict[str, Any]) -> None:

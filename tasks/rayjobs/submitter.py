@@ -10,14 +10,13 @@ from tasks.rayjobs.dashboard import Dashboard, Denied, JobState, NoAnswer
 from tasks.rayjobs.plan import JobPlan
 from tasks.rayjobs.submission import SubmissionFile
 from tasks.rayjobs.submitting import submit
+from tasks.rayjobs.takedown import SETTLES_WITHIN_S
 from tasks.run.failure_kinds import FailureKind
 from tasks.run.jobs import JobLoss, JobRefused
 
 #: Where nothing was ever sent, a cluster that does not answer is given up soon: its address may
 #: be wrong.
 _FIRST_ANSWER_WITHIN_S = 20.0
-#: A request that got no answer may still be on its way through the dashboard.
-_SETTLES_WITHIN_S = 5.0
 _SUBMITS = 3
 _ASK_EACH_S = 0.5
 
@@ -100,8 +99,10 @@ class Submitter:
         """Returns: why nobody can say whether the cluster has it; empty when it has it."""
         try:
             nodes = await self._dashboard.nodes()
+            session = await self._dashboard.session()
+            gcs_address = await self._dashboard.gcs_address()
             self._file.note(
-                submit_began_at=self._wall_clock(), session=await self._dashboard.session()
+                submit_began_at=self._wall_clock(), session=session, gcs_address=gcs_address
             )
             self._sending = asyncio.create_task(asyncio.to_thread(submit, self._plan, nodes))
             await asyncio.shield(self._sending)
@@ -142,7 +143,7 @@ class Submitter:
                     raise self._unanswered(was_begun, patience_s, error) from error
             else:
                 last_answer_s = self._clock()
-                if state is not None or not settle or last_answer_s - began > _SETTLES_WITHIN_S:
+                if state is not None or not settle or last_answer_s - began > SETTLES_WITHIN_S:
                     return state
             await asyncio.sleep(_ASK_EACH_S)
 

@@ -15,6 +15,8 @@ from tasks.rayjobs.holdings import Holdings, holdings_of
 
 #: How long a cluster that does not answer is asked again before it is called unknown.
 UNKNOWN_AFTER_S = 60.0
+#: A request that got no answer may still be on its way through the dashboard.
+SETTLES_WITHIN_S = 5.0
 #: Ray's own margin beyond the grace period, and that of its monitor.
 _STOP_MARGIN_S = 8.0
 #: SIGKILL to a supervisor, until the job is final.
@@ -72,16 +74,22 @@ class TakeDown:
         self._unknown_after_s = unknown_after_s
         self._clock = clock
 
-    async def run(self, known_drivers: Iterable[str]) -> Ended:
+    async def run(self, known_drivers: Iterable[str], *, was_known: bool) -> Ended:
         """
         Args:
             known_drivers: ids at Ray of drivers that the job is known to have had.
+            was_known: whether the cluster has ever said that it has the job. If not, a submit
+                may be on its way to it still.
 
         Raises: OutOfReach; then it is to be asked again.
         """
-        state = await self.make_final()
-        if state is None:
+        state = await self.make_final(settles_within_s=0.0 if was_known else SETTLES_WITHIN_S)
+        if state is None and not was_known:
             return Ended(state=None, left=())
+        if state is None:
+            # A restarted cluster; what ran on its nodes may run there still.
+            gcs_address = await self.ask(self._dashboard.gcs_address)
+            return Ended(state=None, left=await self._swept(gcs_address))
         left: list[str] = []
         if not state.is_final:
             left.append(f"{self._place(state)}: job {self._submission_id} is {state.status} still")
@@ -93,22 +101,29 @@ class TakeDown:
         left += await self._swept(gcs_address)
         return Ended(state=state, left=tuple(left))
 
-    async def make_final(self) -> JobState | None:
+    async def make_final(self, *, settles_within_s: float = 0.0) -> JobState | None:
         """Stop the job, with its grace period, and wait until Ray calls it final.
+
+        Args:
+            settles_within_s: for how long a job that the cluster does not know may appear.
 
         Returns: None where the cluster does not know it. Raises: OutOfReach.
         """
+        began = self._clock()
         asked_at: float | None = None
         killed_at: float | None = None
         patience_s = self._grace_s + _STOP_MARGIN_S
         while True:
             state = await self.ask(lambda: self._dashboard.job(self._submission_id))
+            now = self._clock()
+            if state is None and now - began < settles_within_s:
+                await asyncio.sleep(_ASK_EACH_S)
+                continue
             if state is None:
                 return None
             self._on_state(state)
             if state.is_final:
                 return state
-            now = self._clock()
             if killed_at is not None and now - killed_at > _KILL_WITHIN_S:
                 return state
             if state.status == "PENDING" or (asked_at and now - asked_at > patience_s):

@@ -79,10 +79,28 @@ def test_a_node_that_has_gone_is_named_first() -> None:
 def test_the_end_is_no_earlier_than_it_was_seen_running_and_no_later_than_now(
     ended_at: float | None, seen_running_s: float | None, expected: float
 ) -> None:
-    state = JobState(status="FAILED", ended_at=ended_at)
+    state = JobState(status="FAILED", driver_exit_code=1, ended_at=ended_at)
 
     at = earliest_end(
         state, wall_s=1000.0, monotonic_s=100.0, seen_running_s=seen_running_s, wrapper_s=0.3
     )
 
     assert at == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("is_node_lost", "late_s"), [(False, 2.5), (True, 70.0)])
+def test_a_death_that_ray_only_notices_may_be_as_old_as_it_takes_to_notice(
+    is_node_lost: bool, late_s: float
+) -> None:
+    state = JobState(status="FAILED", ended_at=998.0)
+
+    at = earliest_end(
+        state,
+        wall_s=1000.0,
+        monotonic_s=100.0,
+        seen_running_s=98.0,
+        wrapper_s=0.3,
+        is_node_lost=is_node_lost,
+    )
+
+    assert at == pytest.approx(98.0 - 0.301 - RAY_POLLS_EACH_S - late_s)
