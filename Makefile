@@ -19,10 +19,10 @@ export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export RAY_USAGE_STATS_ENABLED := 0
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help install train test faults soak up down bench constraints
+.PHONY: help install train test faults soak up down bench verl-check constraints
 
 help:  ## list the commands
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
 
 install:  ## install into .venv what is needed, unless that is done
 	@# .installed holds what the venv was made from; .installing stands while one is half made. Both
@@ -99,6 +99,9 @@ down:  ## stop all of the lasting stack [PORT=n]
 
 bench: install  ## measure Muster against other ways [ARGS=name]
 	@exec $(PY) -m tests.benchmarks $(ARGS)
+
+verl-check: install  ## hold the run specs for verl against verl itself [ARGS='--write SPEC.yaml']
+	@exec $(PY) -m deployments.verl.check --wheel $(ARGS)
 
 constraints:  ## write constraints.txt anew from what the ranges of pyproject.toml resolve to
 	@scratch="$$(mktemp -d)"
