@@ -151,7 +151,7 @@ def own_faults(module: str, config: DictConfig) -> Iterator[str]:
             for part in ("model", "engine", "optim", "checkpoint"):
                 instantiate(config[part], _convert_="partial")
     except Exception as error:
-        yield f"{module} refuses it: {error}"
+        yield f"{module} refuses it: {' '.join(str(error).split())}"
 
 
 def faults_of(

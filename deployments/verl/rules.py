@@ -170,6 +170,11 @@ def _algorithm_is_the_workload(start: Start) -> Iterator[str]:
         yield "actor_rollout_ref.rollout.n is below 2: GRPO compares the answers to a prompt"
 
 
+def _engine_is_chosen(start: Start) -> Iterator[str]:
+    if start.values.get("actor_rollout_ref.rollout.name") == "???":
+        yield "actor_rollout_ref.rollout.name is missing: vllm or sglang"
+
+
 def _batches_divide(start: Start) -> Iterator[str]:
     """Source: verl 0.9.1, utils/config.py, workers/engine_workers.py, sft_trainer_ray.py."""
     train = start.number("data.train_batch_size")
@@ -218,6 +223,7 @@ def _progress_is_written(start: Start) -> Iterator[str]:
 _RULES: tuple[Callable[[Start], Iterator[str]], ...] = (
     _gang_is_verls,
     _algorithm_is_the_workload,
+    _engine_is_chosen,
     _batches_divide,
     _files_are_everyones,
     _progress_is_written,

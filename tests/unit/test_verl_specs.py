@@ -145,6 +145,12 @@ def test_what_does_not_go_together_is_found(name: str, override: str, fault: str
     assert any(fault in one for one in found), found
 
 
+def test_a_missing_inference_engine_is_found() -> None:
+    found = faults(spec_with("verl-grpo", without="actor_rollout_ref.rollout.name="))
+
+    assert found == ["trainer: actor_rollout_ref.rollout.name is missing: vllm or sglang"]
+
+
 def test_checkpoints_of_one_attempt_alone_are_found() -> None:
     spec = spec_with("verl-ppo", "trainer.default_local_dir=${attempt.dir}/checkpoints")
 
