@@ -37,9 +37,13 @@ def survey_cluster(address: str, shared: str | None, within_s: float) -> Survey:
         shared: The directory that has to be the same everywhere; None: MUSTER_HOME.
         within_s: For each of the steps: connecting, looking, comparing.
 
-    Raises: NotVisited, where the cluster can't be asked at all.
+    Raises: NotVisited, where the cluster can't be asked at all; OSError, where there can be no
+    MUSTER_HOME.
     """
     place = Path(shared) if shared else muster_home()
+    if not shared:
+        # As the first run does.
+        place.mkdir(parents=True, exist_ok=True)
     return asyncio.run(_survey(address, place.absolute(), within_s))
 
 

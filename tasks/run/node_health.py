@@ -97,10 +97,10 @@ class Verdict:
     def summary(self) -> str:
         """One line, or one and a line for each finding."""
         count = sum(node.name != CALLER for node in self.nodes)
-        failed = len({finding.node for finding in self.findings})
+        failed = list(dict.fromkeys(finding.node for finding in self.findings))
         if not failed:
             return f"all {count} nodes are fit"
-        lines = [f"{failed} of {count} nodes are not fit:", *map(str, self.findings)]
+        lines = [f"not fit, of {count} nodes: {', '.join(failed)}", *map(str, self.findings)]
         return "\n".join(lines)
 
     def as_markdown(self) -> str:

@@ -1,0 +1,154 @@
+"""What a Ray cluster does with the processes of an actor that was killed, tried on one node.
+
+The functions are sent to the node by value: standard library and ray only.
+
+Source: the example of docs.ray.io, "Lifetimes of a user-spawned process": an actor spawns `sleep`,
+is SIGKILLed, and the child must be gone.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+_SLEEP_S = 10_000
+#: In the environment of all that is spawned, so that it is found whatever became of its parent.
+_MARK = "MUSTER_CHECK_ID"
+_STARTED_WITHIN_S = 60.0
+_GRANDCHILD = f"import subprocess; subprocess.run(['sleep', '{_SLEEP_S}'])"
+_DAEMON = f"""
+import os
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        os.execvp("sleep", ["sleep", "{_SLEEP_S}"])
+    os._exit(0)
+os.wait()
+"""
+#: What an actor may spawn, by name.
+SHAPES: Mapping[str, tuple[str, ...]] = {
+    "bash -c 'sleep 10000'": ("bash", "-c", f"sleep {_SLEEP_S}"),
+    "child and grandchild": (sys.executable, "-c", _GRANDCHILD),
+    "setsid": ("setsid", "sleep", str(_SLEEP_S)),
+    "double-fork daemon": (sys.executable, "-c", _DAEMON),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """What became of one shape on one node."""
+
+    shape: str
+    #: Seconds from the actor's SIGKILL until the last process was gone; None: it leaked.
+    gone_after_s: float | None
+    #: Pids that leaked; the check has ended them.
+    leaked: tuple[int, ...] = ()
+
+
+class _Spawner:
+    """The actor."""
+
+    def spawn(self, argv: tuple[str, ...], mark: str) -> int:
+        """Start a shape, and return once there is a `sleep` of it; the actor's pid."""
+        subprocess.Popen(argv, env={**os.environ, _MARK: mark}, stdin=subprocess.DEVNULL)
+        deadline = time.monotonic() + _STARTED_WITHIN_S
+        while not any(_is_sleep(pid) for pid in _marked(mark)):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{argv} did not start")
+            time.sleep(0.02)
+        return os.getpid()
+
+    def exit_code_seen(self) -> int:
+        """Of `exit 7`: 0 where SIGCHLD is ignored."""
+        return subprocess.run("exit 7", shell=True).returncode
+
+
+def try_shape(node_id: str, shape: str, within_s: float) -> Ending:
+    """Spawn one shape in an actor on a node, SIGKILL the actor, and watch. Nothing of it is left.
+
+    Args:
+        within_s: What lives so long after is a leak.
+    """
+    mark = os.urandom(8).hex()
+    options = _pinned(node_id)
+    actor = ray.remote(**options)(_Spawner).remote()
+    try:
+        pid = ray.get(actor.spawn.remote(SHAPES[shape], mark), timeout=2 * _STARTED_WITHIN_S)
+    finally:
+        # Where the spawning failed, too, what was spawned is ended.
+        watch = ray.remote(**options)(_kill_and_watch)
+        killed = locals().get("pid", 0)
+        gone_after_s, leaked = ray.get(
+            watch.remote(killed, mark, within_s), timeout=within_s + _STARTED_WITHIN_S
+        )
+        ray.kill(actor)
+    return Ending(shape=shape, gone_after_s=gone_after_s, leaked=tuple(leaked))
+
+
+def exit_code_in_worker(node_id: str) -> int:
+    """Of `exit 7`, as a Ray worker of a node sees it."""
+    actor = ray.remote(**_pinned(node_id))(_Spawner).remote()
+    try:
+        return int(ray.get(actor.exit_code_seen.remote(), timeout=_STARTED_WITHIN_S))
+    finally:
+        ray.kill(actor)
+
+
+def _pinned(node_id: str) -> dict[str, Any]:
+    return {
+        "num_cpus": 0,
+        "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False),
+    }
+
+
+def _kill_and_watch(actor_pid: int, mark: str, within_s: float) -> tuple[float | None, list[int]]:
+    if actor_pid:
+        os.kill(actor_pid, signal.SIGKILL)
+    began = time.monotonic()
+    while left := list(_marked(mark)):
+        if time.monotonic() - began > within_s:
+            break
+        time.sleep(0.01)
+    took_s = time.monotonic() - began
+    for pid in left:
+        _end(pid, mark)
+    return (None, left) if left else (took_s, [])
+
+
+def _end(pid: int, mark: str) -> None:
+    with suppress(OSError):
+        pidfd = os.pidfd_open(pid)
+        try:
+            # The pidfd pins the process, so that the look at it holds for the signal.
+            if pid in _marked(mark):
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        finally:
+            os.close(pidfd)
+
+
+def _marked(mark: str) -> Iterator[int]:
+    wanted = f"{_MARK}={mark}".encode()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with suppress(OSError):
+                is_marked = wanted in (entry / "environ").read_bytes().split(b"\0")
+                state = (entry / "stat").read_bytes().rpartition(b") ")[2][:1]
+                if is_marked and state not in (b"Z", b"X"):
+                    yield int(entry.name)
+
+
+def _is_sleep(pid: int) -> bool:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/comm").read_text().strip() == "sleep"
+    return False

@@ -1,0 +1,97 @@
+"""The command `python -m flows.preflight`, and what a cluster is found to do with orphans."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.ray_cluster import RAY_ENV, ROOT, RayCluster
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[RayCluster]:
+    with RayCluster.started(nodes=2) as cluster:
+        yield cluster
+
+
+def command(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", module, *arguments],
+        cwd=ROOT,
+        env={**os.environ, **RAY_ENV},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=220,
+    )
+
+
+def test_fit_nodes_pass_and_nothing_stays_in_the_shared_directory(
+    cluster: RayCluster, muster_home: Path, tmp_path: Path
+) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+
+    done = command(
+        "flows.preflight",
+        *("--address", cluster.address, "--shared", str(shared)),
+        # Other tests of this machine may have runs.
+        *("--free-gib", "0.001", "--ray-free-gib", "0.001"),
+    )
+
+    assert "8 logical" in done.stdout, done.stdout + done.stderr
+    assert list(shared.iterdir()) == []
+    wrong = [line for line in done.stdout.splitlines() if line.startswith("- ")]
+    assert all("leftovers" in line for line in wrong), done.stdout
+    assert done.returncode == (1 if wrong else 0)
+
+
+def test_a_node_that_is_not_fit_is_named_with_the_remedy(
+    cluster: RayCluster, muster_home: Path
+) -> None:
+    name = f"127.0.0.1/{cluster.nodes[0].node_id[:8]}"
+
+    done = command(
+        "flows.preflight", *("--address", cluster.address, "--gpus", "real", "--skew-s", "60")
+    )
+
+    assert done.returncode == 1
+    assert f"{name}: gpus: Ray counts 8 GPUs, and there is no driver" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--address", "127.0.0.1:6379"),
+        ("--address", "http://127.0.0.1:9", "--skew-s", "0"),
+        ("--address", "http://127.0.0.1:9", "--gpus", "some"),
+        (),
+    ],
+)
+def test_wrong_arguments_are_said_before_anything_starts(arguments: tuple[str, ...]) -> None:
+    assert command("flows.preflight", *arguments).returncode == 2
+
+
+def test_a_cluster_that_does_not_answer_is_a_failure_with_its_address(muster_home: Path) -> None:
+    done = command("flows.preflight", "--address", "http://127.0.0.1:9")
+
+    assert done.returncode == 1
+    assert "http://127.0.0.1:9" in done.stdout + done.stderr
+
+
+def test_the_documentations_example_is_gone_and_what_leaks_is_ended(cluster: RayCluster) -> None:
+    done = command("deployments.cluster_check", "--address", cluster.address, "--within-s", "3")
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
+    assert sum(line.startswith("bash -c 'sleep 10000' gone after") for line in lines) == 3
+    assert sum(line.startswith("child and grandchild gone after") for line in lines) == 3
+    assert sum(line.startswith("setsid leaks (ended") for line in lines) == 3
+    assert "exit 7 seen as 7" in lines

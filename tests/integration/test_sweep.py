@@ -1,0 +1,144 @@
+"""Sweeps of a real Ray cluster, from a process that is no part of it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+from prefect import flow
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
+
+from tasks.server import prefect_server
+from tasks.sweeping import SweepReport, sweep
+from tests.support.ray_cluster import RAY_ENV, RayCluster
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[RayCluster]:
+    with RayCluster.started(nodes=2) as cluster:
+        yield cluster
+
+
+@pytest.fixture(autouse=True)
+def ray_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in RAY_ENV.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.fixture
+def escaped() -> Iterator[Callable[[str], int]]:
+    """Starts a daemon of a run, which belongs to nobody; it is gone after the test."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(run_id: str) -> int:
+        env = {**os.environ, "MUSTER_RUN_ID": run_id}
+        started.append(subprocess.Popen(["sleep", "600"], start_new_session=True, env=env))
+        return started[-1].pid
+
+    yield start
+    for process in started:
+        with suppress(ProcessLookupError):
+            process.kill()
+        process.wait()
+
+
+@pytest.fixture
+def run_id() -> str:
+    return f"swept-{uuid.uuid4().hex[:8]}"
+
+
+def drivers() -> list[int]:
+    """The visiting drivers that this process has started."""
+    children = psutil.Process().children(recursive=True)
+    return [child.pid for child in children if child.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_a_sweep_ends_what_escaped_and_counts_it_once(
+    cluster: RayCluster, escaped: Callable[[str], int], run_id: str
+) -> None:
+    pid, other = escaped(run_id), escaped(f"{run_id}-2")
+    before = drivers()
+
+    report = asyncio.run(sweep(cluster.gcs_address, run_id=run_id))
+
+    assert report.is_clean, report
+    assert [(one.pid, one.command) for one in report.killed] == [(pid, "sleep 600")]
+    assert Path(f"/proc/{other}").exists()
+    assert set(drivers()) <= {*before, other}
+
+
+def test_a_sweep_within_a_flow_run_is_seen_on_it_node_by_node(
+    cluster: RayCluster, escaped: Callable[[str], int], run_id: str, muster_home: Path
+) -> None:
+    pid = escaped(run_id)
+
+    @flow(name="with-a-sweep", persist_result=False)
+    def sweeping() -> SweepReport:
+        return asyncio.run(sweep(cluster.gcs_address, run_id=run_id, within_s=120))
+
+    with prefect_server(), get_client(sync_client=True) as client:
+        state = sweeping(return_state=True)
+        flow_run_id = state.state_details.flow_run_id
+        asked = FlowRunFilter(id=FlowRunFilterId(any_=[flow_run_id]))
+        deadline = time.monotonic() + 30
+        # What tasks say of themselves reaches the server a moment later.
+        while True:
+            found = client.read_task_runs(flow_run_filter=asked)
+            if sum(run.state is not None and run.state.is_final() for run in found) >= 3:
+                break
+            assert time.monotonic() < deadline, found
+            time.sleep(0.2)
+
+    report = state.result()
+    assert [one.pid for one in report.killed] == [pid]
+    assert report.is_clean
+    names = {f"sweep {node.node_id[:8]}" for node in cluster.nodes}
+    assert names <= {run.name for run in found}
+    assert {run.state_name for run in found} == {"Completed"}
+
+
+def test_a_cluster_that_is_away_is_said_by_the_deadline(run_id: str) -> None:
+    report = asyncio.run(sweep("127.0.0.1:9", run_id=run_id, within_s=8))
+
+    assert list(report.unreached) == ["127.0.0.1:9"]
+    assert not report.is_clean
+
+
+def test_a_cancel_leaves_no_driver(cluster: RayCluster, run_id: str) -> None:
+    before = drivers()
+
+    async def cancelled() -> None:
+        task = asyncio.create_task(sweep(cluster.gcs_address, run_id=run_id))
+        while len(drivers()) <= len(before):
+            await asyncio.sleep(0.05)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(cancelled())
+
+    assert drivers() == before
+
+
+def test_what_a_killed_raylet_leaves_is_ended_through_the_others(
+    cluster: RayCluster, escaped: Callable[[str], int], run_id: str
+) -> None:
+    pid = escaped(run_id)
+    cluster.kill_node(1)
+
+    report = asyncio.run(sweep(cluster.gcs_address, run_id=run_id, within_s=60))
+
+    assert [one.pid for one in report.killed] == [pid]
+    # Ray may not have noticed yet: then it is named as one that could not be asked.
+    assert set(report.unreached) <= {f"127.0.0.1/{cluster.nodes[1].node_id[:8]}"}

@@ -1,0 +1,146 @@
+"""What is held against a node, by what was seen of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tasks.preflight import _blamed
+from tasks.run.node_health import CALLER, DEFAULT_LIMITS, Limits, NodeSeen, Verdict, judge
+
+GIB = 1 << 30
+LOGICAL: dict[str, Any] = {"driver": False, "problem": "", "gpus": [], "processes": []}
+
+
+def gpus(count: int, each_mib: int = 3, **process: Any) -> dict[str, Any]:
+    there = [{"uuid": f"GPU-{n}", "used_mib": each_mib} for n in range(count)]
+    return {
+        "driver": True,
+        "problem": "",
+        "gpus": there,
+        "processes": [{"uuid": "GPU-0", "pid": 7, **process}] if process else [],
+    }
+
+
+def node(name: str = "10.0.0.2", *, counted: float = 8.0, **more: Any) -> NodeSeen:
+    fields = {k: more.pop(k) for k in list(more) if k in NodeSeen.__dataclass_fields__}
+    look = {
+        "machine": name,
+        "code": {"digest": "abc", "problem": ""},
+        "shared_problem": "",
+        "shared_free_bytes": 100 * GIB,
+        "ray_free_bytes": 100 * GIB,
+        "carriers": [],
+        "gpus": LOGICAL,
+        **more,
+    }
+    return NodeSeen(**{"name": name, "gpus": counted, "look": look, "skew_s": 0.0} | fields)
+
+
+def checks(*nodes: NodeSeen, limits: Limits = DEFAULT_LIMITS, **live: bool) -> list[str]:
+    found = judge(nodes, limits, shared="/shared", code="abc", is_live=live)
+    return [f"{finding.node} {finding.check}" for finding in found]
+
+
+def carrier(run_id: str) -> dict[str, Any]:
+    return {"pid": 812, "run_id": run_id, "attempt": "1", "command": "sleep"}
+
+
+def test_a_node_without_fault_has_no_finding() -> None:
+    assert checks(node()) == []
+
+
+@pytest.mark.parametrize(
+    ("seen", "check"),
+    [
+        (node(unreached="no answer within 60 s", look={}), "reach"),
+        (node(code={"digest": "", "problem": "ModuleNotFoundError: tasks"}), "code"),
+        (node(code={"digest": "xyz", "problem": ""}), "code"),
+        (node(shared_problem="there is no directory /shared"), "shared"),
+        (node(unseen=("10.0.0.3",)), "shared"),
+        (node(shared_free_bytes=9 * GIB), "disk"),
+        (node(ray_free_bytes=4 * GIB), "disk"),
+        (node(skew_s=2.2, skew_error_s=0.1), "clock"),
+        (node(skew_s=-2.2, skew_error_s=0.1), "clock"),
+        (node(carriers=[carrier("ended")]), "leftovers"),
+        # one GPU fell off the bus
+        (node(gpus=8.0, look=node().look | {"gpus": gpus(7)}), "gpus"),
+        # the driver does not answer
+        (node(look=node().look | {"gpus": LOGICAL | {"problem": "nvidia-smi failed"}}), "gpus"),
+        # a process that has died holds memory
+        (node(look=node().look | {"gpus": gpus(8, 40_000, used_mib=39_000, alive=False)}), "gpus"),
+    ],
+)
+def test_a_fault_is_found_with_the_node(seen: NodeSeen, check: str) -> None:
+    assert checks(seen) and set(checks(seen)) == {f"10.0.0.2 {check}"}
+
+
+@pytest.mark.parametrize(
+    "seen",
+    [
+        # at the limits
+        node(shared_free_bytes=10 * GIB, ray_free_bytes=5 * GIB),
+        # may be right: the round trip was long
+        node(skew_s=4.0, skew_error_s=2.5),
+        node(carriers=[carrier("live")]),
+        # a living process holds the memory, and one that does not say how much
+        node(gpus=1.0, look=node().look | {"gpus": gpus(1, 40_000, used_mib=39_500, alive=True)}),
+        node(gpus=1.0, look=node().look | {"gpus": gpus(1, 40_000, used_mib=None, alive=True)}),
+        # what the driver itself takes
+        node(look=node().look | {"gpus": gpus(8, 1024)}),
+    ],
+)
+def test_what_may_be_in_order_is_not_held_against_a_node(seen: NodeSeen) -> None:
+    assert checks(seen, live=True) == []
+
+
+@pytest.mark.parametrize(
+    ("option", "has_other_driver", "is_fault"),
+    [
+        ("auto", False, False),
+        ("auto", True, True),
+        ("real", False, True),
+        ("any", True, False),
+    ],
+)
+def test_gpus_without_a_driver_are_a_fault_where_others_have_one(
+    option: Any, has_other_driver: bool, is_fault: bool
+) -> None:
+    other = node("10.0.0.3", look=node().look | {"machine": "b", "gpus": gpus(8)})
+
+    found = checks(node(), *([other] if has_other_driver else []), limits=Limits(gpus=option))
+
+    assert bool(found) is is_fault
+
+
+def test_a_node_whose_directory_is_another_is_blamed_and_not_the_others() -> None:
+    unseen = {"a": ["c"], "b": ["c"], "c": ["a", "b", CALLER], CALLER: []}
+
+    assert _blamed(unseen) == {"a": [], "b": [], "c": [CALLER], CALLER: []}
+
+
+def test_a_leftover_is_held_against_one_of_the_nodes_of_its_machine() -> None:
+    nodes = (node("a", carriers=[carrier("x")]), node("b", carriers=[carrier("x")], machine="a"))
+
+    assert checks(*nodes) == ["a leftovers"]
+
+
+def test_the_code_need_not_be_there_where_it_is_not_asked_for() -> None:
+    seen = node(code={"digest": "", "problem": "ModuleNotFoundError"})
+
+    assert checks(seen, limits=Limits(code="any")) == []
+
+
+def test_the_verdict_names_node_problem_and_remedy() -> None:
+    seen = node(shared_problem="/shared is not writable: Read-only file system")
+    findings = judge([seen], DEFAULT_LIMITS, shared="/shared", code="abc", is_live={})
+
+    verdict = Verdict(nodes=(seen,), findings=findings)
+
+    assert verdict.summary.splitlines() == [
+        "not fit, of 1 nodes: 10.0.0.2",
+        "10.0.0.2: shared: /shared is not writable: Read-only file system "
+        "(mount it at /shared, writable)",
+    ]
+    assert "| 10.0.0.2 | shared |" in verdict.as_markdown()

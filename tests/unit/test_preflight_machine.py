@@ -1,0 +1,121 @@
+"""What one machine tells of itself: its GPUs by a recorded nvidia-smi, its share, its code."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+import pytest
+
+from tasks.supervise.machine_look import code_here, forget, look, names_unseen
+from tasks.supervise.nvidia import gpus_seen
+
+#: As `nvidia-smi --query-gpu=uuid,memory.used --format=csv,noheader,nounits` prints it.
+_GPUS = "GPU-6f1c, 40321\nGPU-9a02, 3\n"
+
+
+def install_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> None:
+    program = tmp_path / "bin" / "nvidia-smi"
+    program.parent.mkdir()
+    program.write_text(f"#!/bin/bash\n{body}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+
+
+def smi(apps: str) -> str:
+    return f"case $1 in\n--query-gpu*) printf '{_GPUS}' ;;\n*) printf '{apps}' ;;\nesac"
+
+
+def test_gpus_and_who_holds_their_memory_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install_smi(tmp_path, monkeypatch, smi(f"GPU-6f1c, {os.getpid()}, 40318\n"))
+
+    seen = gpus_seen()
+
+    assert (seen["driver"], seen["problem"]) == (True, "")
+    assert [gpu["used_mib"] for gpu in seen["gpus"]] == [40321, 3]
+    [held] = seen["processes"]
+    assert held == {"uuid": "GPU-6f1c", "pid": os.getpid(), "used_mib": 40318, "alive": True}
+
+
+def test_a_process_that_has_ended_is_told_from_one_that_lives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    install_smi(tmp_path, monkeypatch, smi(f"GPU-6f1c, {ended.pid}, [N/A]\n"))
+
+    [held] = gpus_seen()["processes"]
+
+    assert (held["alive"], held["used_mib"]) == (False, None)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        'echo "NVIDIA-SMI has failed because it couldn\'t communicate with the NVIDIA driver."; '
+        "exit 9",
+        # the same where SIGCHLD is ignored, so that its exit code is lost
+        'echo "NVIDIA-SMI has failed because it couldn\'t communicate with the NVIDIA driver."',
+    ],
+)
+def test_a_driver_that_does_not_answer_is_a_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str
+) -> None:
+    install_smi(tmp_path, monkeypatch, body)
+
+    seen = gpus_seen()
+
+    assert seen["driver"] is True
+    assert "couldn't communicate" in seen["problem"]
+
+
+def test_a_look_leaves_its_name_and_others_read_it(tmp_path: Path) -> None:
+    folder = tmp_path / ".muster-preflight-x"
+
+    seen = look(str(tmp_path), str(folder), "node-a", str(tmp_path))
+
+    assert seen["shared_problem"] == ""
+    assert seen["shared_free_bytes"] > 0
+    assert names_unseen(str(folder), ["node-a"]) == {"unseen": []}
+    forget(str(folder))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_is_missing_is_a_problem_and_is_not_made(tmp_path: Path) -> None:
+    missing = tmp_path / "missing"
+
+    seen = look(str(missing), str(missing / "x"), "node-a", str(tmp_path))
+
+    assert seen["shared_problem"] == f"there is no directory {missing}"
+    assert not missing.exists()
+
+
+def test_a_process_of_a_run_counts_unless_its_guardian_lives(tmp_path: Path) -> None:
+    run_id = f"seen-{uuid.uuid4().hex[:8]}"
+    env = {**os.environ, "MUSTER_RUN_ID": run_id, "MUSTER_ATTEMPT": "1"}
+    alone = subprocess.Popen(["sleep", "600"], env=env)
+    guardian = subprocess.Popen(
+        [sys.executable, "-c", "import subprocess; subprocess.run(['cat'])"],
+        env={**env, "MUSTER_ROLE": "guardian"},
+        stdin=subprocess.PIPE,
+    )
+    try:
+        seen = look(str(tmp_path), str(tmp_path / "x"), "node-a", str(tmp_path))
+    finally:
+        alone.kill()
+        alone.wait()
+        assert guardian.stdin is not None
+        guardian.stdin.close()
+        guardian.wait(10)
+
+    assert [c["pid"] for c in seen["carriers"] if c["run_id"] == run_id] == [alone.pid]
+
+
+def test_the_code_of_this_checkout_has_a_digest() -> None:
+    assert code_here()["problem"] == ""
+    assert len(code_here()["digest"]) == 12
