@@ -108,14 +108,11 @@ def _close_record(parked: Parked, state: State[Any] | None) -> RunState | None:
         after, message = RunState.CANCELLED, "cancelled while it waited for its next attempt"
     else:
         after, message = RunState.FAILED, f"while it waited: {state.message or state.name}"
-    events = EventLog(place.attempt(len(content["attempts"])).events)
-    record = RunRecord(
-        place.record,
-        run_id=parked.run_id,
-        flow_run_id=parked.flow_run_id,
-        on_move=lambda to, text: events.emit("run.state", state=to.value, message=text),
-    )
+    record = RunRecord(place.record, run_id=parked.run_id, flow_run_id=parked.flow_run_id)
     record.move(after, message)
+    if record.attempts:
+        events = EventLog(place.attempt(record.attempts).events)
+        events.emit("run.state", state=after.value, message=message)
     return after
 
 

@@ -55,6 +55,12 @@ def flushed(within_s: float) -> bool:
     return reporter is None or reporter.flush(within_s)
 
 
+def say_state(message: str) -> None:
+    """Have the flow run say what it is doing, while it runs."""
+    if (reporter := _reporter.get()) is not None:
+        reporter.say_state(message)
+
+
 class Reporter:
     """Tells the Prefect server what happens to a run, while the context is open.
 
@@ -110,11 +116,11 @@ class Reporter:
             case "containment":
                 self._jobs.put(lambda: self._tell(f"containment {event.fields['text']}"))
             case "component.starting":
-                self._say_state(f"starting {event.component}")
+                self.say_state(f"starting {event.component}")
             case "attempt.ready":
-                self._say_state(f"running: {', '.join(self._run.components)}")
+                self.say_state(f"running: {', '.join(self._run.components)}")
             case "teardown.begun":
-                self._say_state(f"stopping: {event.fields['reason']}")
+                self.say_state(f"stopping: {event.fields['reason']}")
             case "run.progress":
                 self._step = event.fields["step"]
                 self._jobs.put(self._tell_progress)
@@ -139,7 +145,9 @@ class Reporter:
     def _tell(self, message: str) -> None:
         get_run_logger().info(message)
 
-    def _say_state(self, message: str) -> None:
+    def say_state(self, message: str) -> None:
+        """See `say_state`. Returns at once."""
+
         def tell() -> None:
             get_run_logger().info(message)
             with get_client(sync_client=True) as client:

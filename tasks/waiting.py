@@ -30,7 +30,7 @@ from tasks.flow_runs import (
     talking_to,
 )
 from tasks.parked import forget_parked, note_parked
-from tasks.reporting import flushed
+from tasks.reporting import flushed, say_state
 from tasks.run.attempts import Sequel, decide
 from tasks.run.failure_kinds import FailureKind
 from tasks.run.lifecycle import RunState
@@ -65,13 +65,14 @@ def next_attempt(run: RunSession) -> bool:
     flow_run = started_by_others()
     delay_s = sequel.delay_s if flow_run is None else max(sequel.delay_s, _away_at_least_s())
     due = datetime.now(UTC) + timedelta(seconds=delay_s)
-    message = _message(run, delay_s, due)
+    message = _message(run, sequel, delay_s, due)
     run.record.move(RunState.PENDING_RESOURCES, run.mask(message))
     if flow_run is not None:
         state: State[Any] = Scheduled(name=STATE_NAME, scheduled_time=due, message=message)
         if _left(run, flow_run.id, state):
             run.leave()
             raise Pause(state=state)
+    say_state(f"waiting: {message}")
     return run.wait((due - datetime.now(UTC)).total_seconds())
 
 
@@ -107,11 +108,12 @@ def _decided(run: RunSession) -> Sequel:
     return sequel
 
 
-def _message(run: RunSession, delay_s: float, due: datetime) -> str:
+def _message(run: RunSession, sequel: Sequel, delay_s: float, due: datetime) -> str:
     failure = run.verdict.failure
     cause = f"{failure.kind.value}: {failure.line or failure.message}" if failure else ""
     number = run.record.attempts + 1
-    return f"{cause}; attempt {number} in {delay_s:.0f} s, at {due:%H:%M:%S} UTC"
+    start = f", from {sequel.resume_from}" if sequel.resume_from else ""
+    return f"{cause}; attempt {number} in {delay_s:.0f} s, at {due:%H:%M:%S} UTC{start}"
 
 
 def started_by_others() -> FlowRun | None:

@@ -45,6 +45,8 @@ class Sequel:
     text: str
     #: Seconds until the next attempt; 0 where there is none.
     delay_s: float = 0.0
+    #: The checkpoint that the next attempt starts from; empty for none.
+    resume_from: str = ""
 
     @property
     def is_final(self) -> bool:
@@ -94,10 +96,10 @@ def decide(
     if is_requeue:
         cap = f" ({used + 1} of {policy.attempts})" if policy.attempts else ""
         text = f"requeued: {kind.value}, next try{cap} in {delay_s:.0f} s{start}"
-        return Sequel(next=Next.REQUEUE, text=text, delay_s=delay_s)
+        return Sequel(next=Next.REQUEUE, text=text, delay_s=delay_s, resume_from=resume_from)
     cap = f" of {policy.attempts}" if policy.attempts else ""
     text = f"retried: {kind.value}, attempt {used + 1}{cap} in {delay_s:.0f} s{start}"
-    return Sequel(next=Next.RETRY, text=text, delay_s=delay_s)
+    return Sequel(next=Next.RETRY, text=text, delay_s=delay_s, resume_from=resume_from)
 
 
 def table_of(ledger: Sequence[Mapping[str, Any]]) -> list[dict[str, object]]:

@@ -1,0 +1,94 @@
+"""Runs that are tried again, as a user sees them: what they wait for, and where they go on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.support.ground import until
+
+ROOT = Path(__file__).parents[2]
+NO_ROOM = "raise ValueError('Total available GPUs 0 is less than total desired GPUs 16')"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_quickstart_that_is_killed_goes_on_from_its_checkpoint(start_run: Callable) -> None:
+    quickstart = yaml.safe_load((ROOT / "deployments" / "runs" / "quickstart.yaml").read_text())
+    quickstart["retry"] = {"UNKNOWN": {"attempts": 2, "delay_s": 0.1}}
+    run = start_run(quickstart, "--set", "progress.total=40", "--set", "success.step=40")
+    checkpoints = run.directory / "attempt-01" / "checkpoints"
+    until((checkpoints / "latest").exists, "a checkpoint")
+
+    os.kill(run.record()["attempts"][0]["components"]["trainer"]["pid"], signal.SIGKILL)
+
+    assert run.wait(240) == 0, run.text()
+    first, second = run.record()["attempts"]
+    latest = checkpoints / (checkpoints / "latest").read_text().strip()
+    step = int(latest.stem.removeprefix("step-"))
+    assert (first["failure"]["kind"], first["failure"]["signal"]) == ("UNKNOWN", "SIGKILL")
+    assert first["resume_from"] is None
+    assert first["decision"] == f"retried: UNKNOWN, attempt 2 of 2 in 0 s, from {latest}"
+    assert second["resume_from"] == str(latest)
+    assert (second["state"], second["decision"]) == ("completed", "final: completed")
+    # It starts at the step after the checkpoint's, and ends at the last one.
+    metrics = (run.directory / "attempt-02" / "metrics.jsonl").read_text().splitlines()
+    steps = [json.loads(line)["step"] for line in metrics]
+    assert steps == list(range(step + 1, 41))
+    log = (run.directory / "attempt-02" / "trainer.log").read_text()
+    assert f"registered for steps {step + 1} to 40" in log
+
+
+def test_ctrl_c_ends_the_wait_for_the_next_attempt_at_once(
+    start_run: Callable, gang_of: Callable
+) -> None:
+    retry = {"INSUFFICIENT_RESOURCES": {"delay_s": 3600, "max_delay_s": 3600}}
+    run = start_run(gang_of(NO_ROOM, retry=retry))
+    until(lambda: run.record()["state"] == "pending_resources", "it waits")
+
+    run.process.send_signal(signal.SIGINT)
+
+    assert run.wait() == 130, run.text()
+    assert run.record()["state"] == "cancelled"
+    [attempt] = run.record()["attempts"]
+    assert attempt["failure"]["kind"] == "INSUFFICIENT_RESOURCES"
+    assert "waiting: INSUFFICIENT_RESOURCES: " in run.text()
+    assert "Total available GPUs 0 is less than total desired GPUs 16" in run.text()
+    assert run.flow_run()["state"]["type"] == "CANCELLED"
+    assert run.pids() == []
+
+
+@pytest.mark.parametrize(
+    ("kinds", "attempts"),
+    [
+        (["STORAGE"] * 3, ["STORAGE", "STORAGE"]),
+        # a lack of GPUs in between is nobody's attempt
+        (["STORAGE", "FULL", "FULL", "STORAGE"], ["STORAGE", "FULL", "FULL", "STORAGE"]),
+    ],
+)
+def test_kind_has_as_many_attempts_as_the_spec_lists(
+    start_run: Callable, gang_of: Callable, kinds: list[str], attempts: list[str]
+) -> None:
+    trainer = (
+        "import os, sys\n"
+        "full = 'Total available GPUs 0 is less than total desired GPUs 16'\n"
+        "texts = {'STORAGE': 'OSError: [Errno 28] No space left on device', 'FULL': full}\n"
+        f"sys.exit(texts[{kinds}[int(os.environ['MUSTER_ATTEMPT']) - 1]])"
+    )
+    quick = {"delay_s": 0.1, "max_delay_s": 0.1}
+    retry = {"STORAGE": {"attempts": 2, **quick}, "INSUFFICIENT_RESOURCES": quick}
+
+    run = start_run(gang_of(trainer, retry=retry))
+
+    assert run.wait() == 1, run.text()
+    record = run.record()
+    found = [attempt["failure"]["kind"] for attempt in record["attempts"]]
+    assert found == [kind.replace("FULL", "INSUFFICIENT_RESOURCES") for kind in attempts]
+    assert record["attempts"][-1]["decision"] == "final: STORAGE, 2 of 2 attempts used"
+    assert record["state"] == "failed"

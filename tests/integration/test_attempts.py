@@ -1,0 +1,161 @@
+"""Runs that are tried again, on a real Prefect server with a real worker: a run that waits for its
+next attempt holds no process, and goes on where it was.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tasks.parked import close_ended_parked
+from tests.support.ground import FINAL, Ground, Run, Server, until
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+#: As verl says it, until a file is there.
+TEXT = "Total available GPUs 0 is less than total desired GPUs 16"
+TRAINER = f"""
+import os, sys
+print("ports", *sys.argv[2:], flush=True)
+if not os.path.exists(sys.argv[1]):
+    raise ValueError("{TEXT}")
+"""
+API = "import time; print('up', flush=True); time.sleep(600)"
+
+
+@pytest.fixture(scope="module")
+def ground(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ground]:
+    """A host with a worker."""
+    server = Server(tmp_path_factory.mktemp("server"))
+    ground = Ground(home=tmp_path_factory.mktemp("host") / "home", api=server.api)
+    try:
+        server.start()
+        ground.set_up()
+        ground.start_worker()
+        yield ground
+    finally:
+        ground.clear()
+        server.kill()
+
+
+@pytest.fixture
+def room(tmp_path: Path) -> Path:
+    """There is room for the run once this file is there."""
+    return tmp_path / "room"
+
+
+def waiting_for(room: Path, delay_s: float) -> dict[str, Any]:
+    return {
+        "name": "trial",
+        "workload": "grpo",
+        "components": {
+            "api": {"command": ["python", "-c", API, "${api.port}"], "ready": {"log": "up"}},
+            "trainer": {
+                "command": ["python", "-c", TRAINER, str(room), "${api.port}", "${trainer.port}"]
+            },
+        },
+        "retry": {"INSUFFICIENT_RESOURCES": {"delay_s": delay_s, "max_delay_s": delay_s}},
+    }
+
+
+def until_parked(run: Run) -> dict[str, Any]:
+    """Its state on the server, once it waits there."""
+
+    def parked() -> dict[str, Any] | None:
+        state: dict[str, Any] = run.flow_run()["state"]
+        assert state["type"] not in FINAL, state
+        return state if state["name"] == "PendingResources" else None
+
+    return until(parked, "it waits") or {}
+
+
+def attempts_table(run: Run) -> list[dict[str, Any]]:
+    """The rows of the one artifact."""
+    wanted = {"key": {"any_": ["attempts"]}, "flow_run_id": {"any_": [run.flow_run_id]}}
+    [artifact] = run.ground.post("/artifacts/filter", artifacts=wanted)
+    rows: list[dict[str, Any]] = json.loads(artifact["data"])
+    return rows
+
+
+def ports_of(run: Run, attempt: int) -> set[str]:
+    log = run.record_path().parent / f"attempt-{attempt:02d}" / "trainer.log"
+    [line] = [line for line in log.read_text().splitlines() if line.startswith("ports ")]
+    return set(line.split()[1:])
+
+
+def test_run_without_room_is_tried_again_until_there_is(ground: Ground, room: Path) -> None:
+    run = ground.submit(waiting_for(room, delay_s=3))
+    state = until_parked(run)
+
+    room.touch()
+    run.until_state("COMPLETED")
+
+    assert state["type"] == "SCHEDULED"
+    assert state["message"].startswith(f"INSUFFICIENT_RESOURCES: {TEXT}; attempt ")
+    record = run.record()
+    *requeued, last = record["attempts"]
+    assert record["state"] == "completed"
+    assert [a["number"] for a in record["attempts"]] == list(range(1, len(requeued) + 2))
+    assert {a["failure"]["kind"] for a in requeued} == {"INSUFFICIENT_RESOURCES"}
+    for attempt in requeued:
+        assert attempt["decision"].startswith("requeued: INSUFFICIENT_RESOURCES, next try in ")
+    assert (last["state"], last["decision"]) == ("completed", "final: completed")
+    rows = attempts_table(run)
+    assert [row["decided"] for row in rows] == [a["decision"] for a in record["attempts"]]
+    assert rows[0]["line"].endswith(TEXT)
+    # A fresh api, on ports of its own.
+    assert requeued[-1]["components"]["api"]["pid"] != last["components"]["api"]["pid"]
+    assert not ports_of(run, last["number"] - 1) & ports_of(run, last["number"])
+
+
+def test_run_that_waits_has_no_process_and_can_be_cancelled_at_once(
+    ground: Ground, room: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MUSTER_HOME", str(ground.home))
+    run = ground.submit(waiting_for(room, delay_s=600))
+    state = until_parked(run)
+    until(lambda: not run.processes() and not run.pids(), "no process is left")
+    waiting = run.record()
+
+    registered = (ground.home / "live" / run.name).exists()
+    ground.reconcile_without_flow()
+    closed_while_waiting = close_ended_parked()
+    still = run.flow_run()["state"]
+    ground.post(f"/flow_runs/{run.flow_run_id}/set_state", state={"type": "CANCELLING"})
+    cancelled = run.state()[0]
+    closed = close_ended_parked()
+
+    assert not registered
+    assert (still["id"], still["name"]) == (state["id"], "PendingResources")
+    assert waiting["state"] == "pending_resources"
+    assert closed_while_waiting == []
+    assert cancelled == "CANCELLED"
+    assert [(one.name, one.record) for one in closed] == [(run.name, "cancelled")]
+    record = run.record()
+    assert record["state"] == "cancelled" and record["ended_at"] is not None
+    assert record["attempts"] == waiting["attempts"]
+    assert run.events()[-1]["state"] == "cancelled"
+    assert close_ended_parked() == []
+
+
+def test_run_that_was_started_directly_waits_in_its_process(ground: Ground, room: Path) -> None:
+    run = ground.start_run(waiting_for(room, delay_s=1))
+    until(lambda: run.record_path().exists() and run.record()["attempts"], "its first attempt")
+    pid = run.flow_pid()
+
+    until(lambda: len(run.record()["attempts"]) > 2, "its third attempt")
+    kept = run.flow_pid()
+    room.touch()
+    run.until_state("COMPLETED")
+
+    attempts = run.record()["attempts"]
+    assert [attempt["number"] for attempt in attempts] == list(range(1, len(attempts) + 1))
+    assert {attempt["state"] for attempt in attempts[:-1]} == {"failed"}
+    assert attempts[-1]["state"] == "completed"
+    assert pid == kept
+    assert "waiting: INSUFFICIENT_RESOURCES: " in ground.log("train")
+    assert len(attempts_table(run)) == len(attempts)
