@@ -1,6 +1,7 @@
-"""What only the cluster's control store does: end actors and placement groups by their ids.
+"""What only the cluster's control store does: end actors and placement groups by their ids, and
+tell what is free now (the dashboard's own figures are up to 5 s old).
 
-Ray offers both to drivers only, which have to run on a node of the cluster. Its own gRPC service
+Ray offers these to drivers only, which have to run on a node of the cluster. Its own gRPC service
 takes the same requests from anywhere. Source: ray/protobuf/gcs_service.proto.
 """
 
@@ -63,6 +64,23 @@ async def drivers_of(gcs_address: str, submission_id: str) -> frozenset[str]:
             for job in reply.job_info_list
             if job.config.metadata.get("job_submission_id") == submission_id
         )
+
+    return await _call(gcs_address, ask)
+
+
+async def free_gpus(gcs_address: str) -> dict[str, float]:
+    """`free[node id]`, of nodes that have any free. Raises: NoAnswer."""
+
+    def ask(channel: Any) -> dict[str, float]:
+        stub = _service().NodeResourceInfoGcsServiceStub(channel)
+        reply = stub.GetAllResourceUsage(
+            _messages().GetAllResourceUsageRequest(), timeout=_WITHIN_S
+        )
+        return {
+            node.node_id.hex(): node.resources_available["GPU"]
+            for node in reply.resource_usage_data.batch
+            if "GPU" in node.resources_available
+        }
 
     return await _call(gcs_address, ask)
 

@@ -137,19 +137,6 @@ class Dashboard:
             for entry in await self._state("nodes", state="ALIVE")
         ]
 
-    async def free_gpus(self) -> dict[str, float]:
-        """`free[node id]`, of nodes that have any. Raises: NoAnswer, Denied."""
-        answer = await self._json("/api/cluster_status")
-        try:
-            usage = answer["data"]["clusterStatus"]["loadMetricsReport"]["usageByNode"]
-            return {
-                node_id: entry["GPU"][1] - entry["GPU"][0]
-                for node_id, entry in usage.items()
-                if "GPU" in entry
-            }
-        except (KeyError, TypeError):  # The autoscaler has not reported yet.
-            return {}
-
     async def gcs_address(self) -> str:
         """`host:port` of the cluster's control store. Raises: NoAnswer, Denied."""
         answer = await self._json("/nodes", view="summary")

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from tasks.rayjobs import control_store
 from tasks.rayjobs.contact import Contact, Emit
 from tasks.rayjobs.dashboard import Dashboard, Denied, JobState, NoAnswer
 from tasks.rayjobs.endings import earliest_end, exit_of, last_words
@@ -334,7 +335,9 @@ class RayJob:
                 return None
             if ran_for_s <= self._plan.start_within_s:
                 return None
-            room = room_in_words(await self._dashboard.nodes(), await self._dashboard.free_gpus())
+            gcs_address = await self._dashboard.gcs_address()
+            free = await control_store.free_gpus(gcs_address)
+            room = room_in_words(await self._dashboard.nodes(), free)
         except (NoAnswer, Denied):
             return None
         return JobLoss(

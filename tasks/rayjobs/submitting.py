@@ -152,6 +152,13 @@ def _judge(error: RuntimeError, plan: JobPlan) -> None:
     if "already exists" in text and plan.submission_id in text:
         return
     _, found, rest = text.partition("Request failed with status code ")
+    if found and rest.startswith("413"):
+        # The dashboard's own limit, which is below that of Ray's packages.
+        raise Denied(
+            f"{plan.working_dir} can't be shipped as it is: packed, it is larger than the "
+            f"dashboard at {plan.address} takes ({rest[5:].strip(' .')}); exclude what the job "
+            "does not need, or put it where the nodes can read it"
+        ) from error
     if found and rest.startswith("4"):
         raise Denied(f"{plan.address} refuses the job: {text[:2000]}") from error
     if found:

@@ -1,0 +1,150 @@
+"""A Ray job whose cluster is not reached, answers half, or is no cluster at all."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from tasks.rayjobs import submitter
+from tasks.run.failure_kinds import FailureKind
+from tasks.run.jobs import JobRefused
+from tests.support.ray_cluster import RayCluster
+from tests.support.ray_jobs import WITHIN_S, Jobs, Wire, until, wire_to
+
+pytestmark = [pytest.mark.asyncio, pytest.mark.slow]
+
+
+@pytest_asyncio.fixture
+async def wire(ray_cluster: RayCluster) -> AsyncIterator[Wire]:
+    async with wire_to(ray_cluster.address) as wire:
+        yield wire
+
+
+@pytest_asyncio.fixture
+async def jobs(wire: Wire, tmp_path: Path, muster_home: Path) -> AsyncIterator[Jobs]:
+    jobs = Jobs(wire.address, tmp_path)
+    yield jobs
+    await jobs.clear()
+    assert jobs.marked() == []
+
+
+async def test_a_cut_that_is_mended_in_time_costs_nothing_of_the_job_nor_of_its_log(
+    jobs: Jobs, wire: Wire
+) -> None:
+    program = "import time\nfor i in range(80): print(i, flush=True); time.sleep(0.1)"
+    plan, job = await jobs.launched("python", "-c", program)
+    watch = asyncio.create_task(job.until_lost())
+    await until(lambda: plan.log.exists() and b"\n3\n" in plan.log.read_bytes())
+
+    await wire.cut()
+    await until(lambda: "contact.lost" in jobs.told.names)
+    await wire.mend()
+    exit_ = await asyncio.wait_for(job.exited, WITHIN_S)
+    left = await job.end()
+
+    is_lost = watch.done()
+    watch.cancel()
+    assert (exit_.exit_code, left, is_lost) == (0, (), False)
+    assert plan.log.read_text().endswith("".join(f"{i}\n" for i in range(80)))
+    assert plan.log.read_text().count("\n3\n") == 1
+    assert jobs.told.names.count("contact.lost") == jobs.told.names.count("contact.back") == 1
+
+
+async def test_a_cut_that_lasts_is_lost_contact_and_ended_once_it_is_mended(
+    jobs: Jobs, wire: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, job = await jobs.launched("sleep", "3600", lost_after_s=1.0)
+    monkeypatch.setattr(job._take_down, "_unknown_after_s", 1.0)
+
+    await wire.cut()
+    loss = await asyncio.wait_for(job.until_lost(), WITHIN_S)
+    unknown = await job.end()
+    status = json.loads(plan.submission_file.read_text())["status"]
+    await wire.mend()
+    left = await job.end()
+
+    assert (loss.kind, loss.rule) == (FailureKind.LOST_CONTACT, "contact-lost")
+    assert len(unknown) == 1 and "nobody can say" in unknown[0]
+    assert status == "unknown"
+    assert left == ()
+    assert jobs.marked() == []
+
+
+async def test_a_submit_whose_answer_is_lost_is_asked_about_and_not_repeated(
+    jobs: Jobs, wire: Wire
+) -> None:
+    wire.swallows = b"POST /api/jobs/"
+
+    _, job = await jobs.launched("sleep", "3600")
+
+    assert wire.passed[b"POST /api/jobs/"] == 1
+    wire.swallows = b""
+    assert jobs.told.names[:1] == ["job.submitted"]
+    assert await job.end() == ()
+
+
+async def test_a_launch_that_is_cancelled_while_it_submits_leaves_nothing(
+    jobs: Jobs, wire: Wire
+) -> None:
+    job = jobs.job(jobs.plan("sleep", "3600"))
+    launch = asyncio.create_task(job.launch())
+    await until(lambda: any(line.startswith(b"POST /api/jobs/") for line in wire.passed))
+
+    launch.cancel()
+    left = await job.end()
+
+    assert left == ()
+    await until(lambda: not jobs.marked(), 10)
+
+
+async def test_where_nothing_listens_it_is_refused_and_nothing_was_submitted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(submitter, "_FIRST_ANSWER_WITHIN_S", 0.5)
+    jobs = Jobs("http://127.0.0.1:9", tmp_path)
+    job = jobs.job(jobs.plan("sleep", "3600"))
+
+    with pytest.raises(JobRefused, match="no Ray dashboard answers") as refused:
+        await job.launch()
+    left = await job.end()
+
+    assert (refused.value.loss.kind, left) == (FailureKind.NETWORK, ())
+
+
+async def test_a_server_that_is_no_dashboard_is_refused_as_the_users_error(
+    tmp_path: Path,
+) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1 << 16)
+        writer.write(b"HTTP/1.1 403 Forbidden\r\nContent-Length: 2\r\n\r\nno")
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    jobs = Jobs(f"http://127.0.0.1:{port}", tmp_path)
+    job = jobs.job(jobs.plan("sleep", "3600"))
+
+    with pytest.raises(JobRefused, match="403") as refused:
+        await job.launch()
+    left = await job.end()
+
+    server.close()
+    assert (refused.value.loss.kind, left) == (FailureKind.USER_ERROR, ())
+
+
+async def test_a_directory_that_is_too_large_to_ship_is_the_users_error(jobs: Jobs) -> None:
+    with (jobs.working_dir / "weights.bin").open("wb") as f:
+        f.truncate(110 * 1024 * 1024)
+    job = jobs.job(jobs.plan("sleep", "3600"))
+
+    with pytest.raises(JobRefused, match="can't be shipped") as refused:
+        await job.launch()
+    left = await job.end()
+
+    assert (refused.value.loss.kind, left) == (FailureKind.USER_ERROR, ())
