@@ -17,9 +17,9 @@ from pathlib import Path
 from tests.benchmarks.report import Machine, Result, say, table, write_json
 from tests.benchmarks.stage import settle_environment
 
-NAMES = ("crash", "readiness", "overhead", "watching", "starting")
+NAMES = ("crash", "readiness", "overhead", "watching", "starting", "nodes")
 #: They run real flows; one server is enough for all.
-_NEED_SERVER = frozenset({"crash", "readiness", "overhead"})
+_NEED_SERVER = frozenset({"crash", "readiness", "overhead", "nodes"})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

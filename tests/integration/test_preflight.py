@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,12 +12,6 @@ import pytest
 from tests.support.ray_cluster import RAY_ENV, ROOT, RayCluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[RayCluster]:
-    with RayCluster.started(nodes=2) as cluster:
-        yield cluster
 
 
 def command(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -34,14 +27,14 @@ def command(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_fit_nodes_pass_and_nothing_stays_in_the_shared_directory(
-    cluster: RayCluster, muster_home: Path, tmp_path: Path
+    ray_cluster: RayCluster, muster_home: Path, tmp_path: Path
 ) -> None:
     shared = tmp_path / "shared"
     shared.mkdir()
 
     done = command(
         "flows.preflight",
-        *("--address", cluster.address, "--shared", str(shared)),
+        *("--address", ray_cluster.address, "--shared", str(shared)),
         # Other tests of this machine may have runs.
         *("--free-gib", "0.001", "--ray-free-gib", "0.001"),
     )
@@ -54,12 +47,12 @@ def test_fit_nodes_pass_and_nothing_stays_in_the_shared_directory(
 
 
 def test_a_node_that_is_not_fit_is_named_with_the_remedy(
-    cluster: RayCluster, muster_home: Path
+    ray_cluster: RayCluster, muster_home: Path
 ) -> None:
-    name = f"127.0.0.1/{cluster.nodes[0].node_id[:8]}"
+    name = f"127.0.0.1/{ray_cluster.nodes[0].node_id[:8]}"
 
     done = command(
-        "flows.preflight", *("--address", cluster.address, "--gpus", "real", "--skew-s", "60")
+        "flows.preflight", *("--address", ray_cluster.address, "--gpus", "real", "--skew-s", "60")
     )
 
     assert done.returncode == 1
@@ -86,8 +79,10 @@ def test_a_cluster_that_does_not_answer_is_a_failure_with_its_address(muster_hom
     assert "http://127.0.0.1:9" in done.stdout + done.stderr
 
 
-def test_the_documentations_example_is_gone_and_what_leaks_is_ended(cluster: RayCluster) -> None:
-    done = command("deployments.cluster_check", "--address", cluster.address, "--within-s", "3")
+def test_the_documentations_example_is_gone_and_what_leaks_is_ended(
+    ray_cluster: RayCluster,
+) -> None:
+    done = command("deployments.cluster_check", "--address", ray_cluster.address, "--within-s", "3")
 
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
