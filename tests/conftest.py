@@ -11,11 +11,16 @@ import shutil
 import tempfile
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from tests.support.ray_cluster import RAY_ENV, RayCluster
+
+# Before a test module imports Ray, which reads them once.
+os.environ.update(RAY_ENV)
 
 #: In the environment of everything that the session spawns: the ids of this session and of those
 #: that it runs within, each after a slash.
@@ -155,3 +160,14 @@ def muster_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def processes_of_session() -> Callable[[str], list[Leftover]]:
     """The search behind the check at the session's end, for its own test."""
     return leftovers_of
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[RayCluster]:
+    """A real cluster that all tests of the session share: two nodes with 8 logical GPUs, 32 CPUs
+    and {"worker_node": 100} each, beside a head that runs no work.
+
+    A test leaves it as it found it: whoever kills a node or the head starts one of their own.
+    """
+    with RayCluster.started() as cluster:
+        yield cluster

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,23 +9,8 @@ import pytest
 
 pytest.register_assert_rewrite("tests.support.stage", "tests.support.witness")
 
-from tests.support.ray_cluster import RAY_ENV, RayCluster  # noqa: E402
 from tests.support.stage import Stage, stage_in  # noqa: E402
 from tests.support.witness import Witness  # noqa: E402
-
-# Before a test module imports Ray, which reads them once.
-os.environ.update(RAY_ENV)
-
-
-@pytest.fixture(scope="session")
-def ray_cluster() -> Iterator[RayCluster]:
-    """A real cluster that all tests of the session share: two nodes with 8 logical GPUs, 32 CPUs
-    and {"worker_node": 100} each, beside a head that runs no work.
-
-    A test leaves it as it found it: whoever kills a node or the head starts one of their own.
-    """
-    with RayCluster.started() as cluster:
-        yield cluster
 
 
 @pytest.fixture
