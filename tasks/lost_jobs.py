@@ -67,20 +67,18 @@ def stop_jobs(lost: LostRun, *, unknown_after_s: float) -> JobsEnded:
     ended: list[str] = []
     left: list[str] = []
     for entry in reversed(lost.jobs):
-        problems = _stop(entry, unknown_after_s)
+        file = _file_of(entry)
+        problems = _stop(entry, file, unknown_after_s) if file is not None else ()
         left += problems
         if not problems:
-            ended.append(entry.submission_id)
+            ended += [entry.submission_id] if file is not None else []
             lost.forget_job(entry.component)
     return JobsEnded(ended=tuple(ended), left="; ".join(left))
 
 
-def _stop(entry: JobEntry, unknown_after_s: float) -> tuple[str, ...]:
-    """What is left of a job, in words; nothing of one that was never submitted."""
+def _stop(entry: JobEntry, file: Path, unknown_after_s: float) -> tuple[str, ...]:
+    """What is left of a job, in words."""
     try:
-        file = _file_of(entry)
-        if file is None:
-            return ()
         sweeping = sweep_of(entry.run_id, entry.attempt, entry.component, emit=_log_event)
         return stop_submission(
             file, sweep=sweeping, grace_s=entry.grace_s, unknown_after_s=unknown_after_s
@@ -94,8 +92,9 @@ def _stop(entry: JobEntry, unknown_after_s: float) -> tuple[str, ...]:
 def _file_of(entry: JobEntry) -> Path | None:
     """What was written of the submission before it was made; None where it never was."""
     for path in sorted(entry.log.parent.glob("submission*.json")):
-        if json.loads(path.read_text(encoding="utf-8"))["submission_id"] == entry.submission_id:
-            return path
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content["submission_id"] == entry.submission_id:
+            return path if content.get("submit_began_at") is not None else None
     return None
 
 
