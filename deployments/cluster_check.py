@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import functools
+import io
 import logging
 import os
 import sys
@@ -56,13 +59,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ray.init(gcs_address, log_to_driver=False, logging_level=logging.ERROR)
     endings: list[Ending] = []
     codes: list[int] = []
-    for node in chosen:
-        print(f"node {node.ip} ({node.node_id[:8]})", flush=True)
-        for shape in SHAPES:
-            endings.append(try_shape(node.node_id, shape, options.within_s))
-            print(f"  {shape:24} {_words(endings[-1])}", flush=True)
-        codes.append(exit_code_in_worker(node.node_id))
-        print(f"  {'exit 7, in a worker':24} {_code_words(codes[-1])}", flush=True)
+    say = functools.partial(print, file=sys.stdout, flush=True)
+    # Ray prints, at length, that a worker was killed, which is what is done here.
+    with contextlib.redirect_stdout(io.StringIO()):
+        for node in chosen:
+            say(f"node {node.ip} ({node.node_id[:8]})")
+            for shape in SHAPES:
+                endings.append(try_shape(node.node_id, shape, options.within_s))
+                say(f"  {shape:24} {_words(endings[-1])}")
+            codes.append(exit_code_in_worker(node.node_id))
+            say(f"  {'exit 7, in a worker':24} {_code_words(codes[-1])}")
     ray.shutdown()
     codes.append(_exit_code_in_job(options.address))
     print(f"a job's driver\n  {'exit 7':24} {_code_words(codes[-1])}")

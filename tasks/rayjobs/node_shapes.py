@@ -81,28 +81,31 @@ def try_shape(node_id: str, shape: str, within_s: float) -> Ending:
         within_s: What lives so long after is a leak.
     """
     mark = os.urandom(8).hex()
-    options = _pinned(node_id)
-    actor = ray.remote(**options)(_Spawner).remote()
+    actor = _spawner(node_id)
+    pid = 0
     try:
         pid = ray.get(actor.spawn.remote(SHAPES[shape], mark), timeout=2 * _STARTED_WITHIN_S)
     finally:
-        # Where the spawning failed, too, what was spawned is ended.
-        watch = ray.remote(**options)(_kill_and_watch)
-        killed = locals().get("pid", 0)
-        gone_after_s, leaked = ray.get(
-            watch.remote(killed, mark, within_s), timeout=within_s + _STARTED_WITHIN_S
-        )
+        # What was spawned is ended, also where the spawning failed.
+        watch = ray.remote(**_pinned(node_id))(_kill_and_watch).remote(pid, mark, within_s)
+        gone_after_s, leaked = ray.get(watch, timeout=within_s + _STARTED_WITHIN_S)
         ray.kill(actor)
     return Ending(shape=shape, gone_after_s=gone_after_s, leaked=tuple(leaked))
 
 
 def exit_code_in_worker(node_id: str) -> int:
     """Of `exit 7`, as a Ray worker of a node sees it."""
-    actor = ray.remote(**_pinned(node_id))(_Spawner).remote()
+    actor = _spawner(node_id)
     try:
-        return int(ray.get(actor.exit_code_seen.remote(), timeout=_STARTED_WITHIN_S))
+        code: int = ray.get(actor.exit_code_seen.remote(), timeout=_STARTED_WITHIN_S)
+        return code
     finally:
         ray.kill(actor)
+
+
+def _spawner(node_id: str) -> Any:
+    """A handle of the actor, whose methods Ray makes."""
+    return ray.remote(**_pinned(node_id))(_Spawner).remote()
 
 
 def _pinned(node_id: str) -> dict[str, Any]:
