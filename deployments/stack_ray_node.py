@@ -9,6 +9,7 @@ Source: ray/scripts/scripts.py `start` and ray/_private/services.py `get_node_ip
 
 from __future__ import annotations
 
+import os
 import sys
 
 from ray._private import ray_constants, services
@@ -20,6 +21,9 @@ from deployments.stack_env import HOST
 def main() -> None:
     ray_constants.ENABLE_RAY_CLUSTER = True
     services.get_node_ip_address = lambda address=None: HOST
+    # Nodes of one machine share a session's directory: without one of its own for what runs need,
+    # each takes away, and unpacks anew, what a job of another is running in.
+    ray_constants.DEFAULT_RUNTIME_ENV_DIR_NAME = f"runtime_resources_{os.getpid()}"
     address, *options = sys.argv[1:]
     scripts.cli(["start", f"--address={address}", f"--node-ip-address={HOST}", *options])
 

@@ -12,6 +12,7 @@ from uuid import UUID
 
 from prefect.client.schemas.objects import State
 from prefect.context import FlowRunContext
+from prefect.exceptions import Abort
 from prefect.states import Cancelled, Completed, Failed
 
 from tasks.cancellation import cancel_watched, why_cancelled
@@ -23,6 +24,7 @@ from tasks.run.lifecycle import RunState
 from tasks.run.spec import RunSpec
 from tasks.server import lasting_api_url
 from tasks.session import RunSession, interrupting
+from tasks.supervise.registry import RunHeld
 from tasks.waiting import started_by_others
 
 
@@ -43,11 +45,18 @@ def open_run(spec: RunSpec) -> Iterator[RunSession]:
     """The run of this flow run, with its directory; signals end it cleanly while it is open.
 
     It has its final state after that, unless it was left to wait for its next process.
+
+    Raises: Abort, when another process of this machine has the run.
     """
     flow_run_id: UUID = _flow_run().id
-    run = RunSession(
-        spec, run_id=run_id_of_flow_run(), flow_run_id=flow_run_id, api_url=lasting_api_url()
-    )
+    try:
+        run = RunSession(
+            spec, run_id=run_id_of_flow_run(), flow_run_id=flow_run_id, api_url=lasting_api_url()
+        )
+    except RunHeld as error:
+        # A flow run may be started twice, by two workers for example. Its state is then that of
+        # the process that came first, and this one must not touch it.
+        raise Abort(f"{error.strerror}: this one leaves") from error
     forget_parked(run.run_id)
     with (
         interrupting(run, _on_term(run, flow_run_id)),

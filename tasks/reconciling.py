@@ -35,6 +35,7 @@ from tasks.flow_runs import (
     talking_to,
 )
 from tasks.lost_jobs import NO_JOBS, JobsEnded, keep_jobs, stop_jobs
+from tasks.parked import close_ended_parked
 from tasks.run.closing import Closed, Loss, close_record
 from tasks.run.reconciled import Reconciled, Report
 from tasks.supervise.identity import host_name
@@ -58,10 +59,13 @@ _CHANGED = "its state on the server has just changed"
 def reconcile_host() -> Report:
     """Finish every run of this host whose flow process is gone, and close its record.
 
+    So are the records closed of runs that were cancelled while they waited without a process.
+
     Flow runs of the server of PREFECT_API_URL, where it is set, that this host was given, that are
     in no registry and that have no process, get the state that is true of them.
     """
-    return Report(host=host_name(), runs=(*_finish_lost_runs(), *_close_lost_flow_runs()))
+    runs = (*_finish_lost_runs(), *close_ended_parked(), *_close_lost_flow_runs())
+    return Report(host=host_name(), runs=runs)
 
 
 def publish(report: Report) -> None:

@@ -144,7 +144,8 @@ class RunSession:
         """
         before = self.record.adoptable() if self.adopts else None
         place = self.place.attempt(before["number"] if before else self.record.attempts + 1)
-        place.directory.mkdir(exist_ok=before is not None)
+        # Its process may have been killed before it could be noted.
+        place.directory.mkdir(exist_ok=True)
         if before is not None:
             resume_from, ports = before["resume_from"], PortsReserved.known(before["ports"])
         else:

@@ -73,7 +73,11 @@ def next_attempt(run: RunSession) -> bool:
             run.leave()
             raise Pause(state=state)
     say_state(f"waiting: {message}")
-    return run.wait((due - datetime.now(UTC)).total_seconds())
+    if run.wait((due - datetime.now(UTC)).total_seconds()):
+        return True
+    if run.left_by:
+        _leave_jobs(run)
+    return False
 
 
 def _leave_jobs(run: RunSession) -> NoReturn:

@@ -96,6 +96,17 @@ class JobEntry(_Model):
     grace_s: float
 
 
+class RunHeld(OSError):
+    """Another living process of this machine supervises the run: leave it to that one."""
+
+    def __init__(self, run_id: str) -> None:
+        super().__init__(errno.EBUSY, f"another process of this machine runs {run_id}")
+        self.run_id = run_id
+
+    def __reduce__(self) -> tuple[type[RunHeld], tuple[str]]:
+        return RunHeld, (self.run_id,)
+
+
 class RunRegister:
     """The registry of one run, held open by the process that supervises it.
 
@@ -105,7 +116,7 @@ class RunRegister:
     def __init__(self, owner: Owner, home: Path | None = None) -> None:
         """Waits for somebody who is finishing an earlier process of the run.
 
-        Raises: OSError, where it can't be written, or another process has the run.
+        Raises: RunHeld; OSError, where it can't be written.
         """
         self._directory = _live(home) / owner.run_id
         self._owner = owner
@@ -117,8 +128,7 @@ class RunRegister:
             if self._lock_fd is None:
                 other = _read(self._directory / _OWNER, Owner)
                 if (other and other.process.is_alive()) or time.monotonic() > deadline:
-                    text = f"another process of this machine runs {owner.run_id}"
-                    raise OSError(errno.EBUSY, text)
+                    raise RunHeld(owner.run_id)
                 time.sleep(_LOOK_EVERY_S)
         self._write_owner()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -216,3 +218,36 @@ def test_a_pending_flow_run_without_a_process_is_scheduled_again(
     assert [run.name for run in settled.runs] == [ours.name]
     assert ours.state()[0] == "SCHEDULED"
     assert other.state()[0] == "PENDING"
+
+
+#: As a worker's process does.
+START_AGAIN = """
+import sys
+from uuid import UUID
+from prefect.client.orchestration import get_client
+from prefect.exceptions import Abort
+from prefect.flow_engine import run_flow
+from flows.train import train
+with get_client(sync_client=True) as client:
+    flow_run = client.read_flow_run(UUID(sys.argv[1]))
+try:
+    run_flow(train, flow_run=flow_run, parameters=flow_run.parameters, return_type="state")
+except Abort as error:
+    print("left:", error)
+"""
+
+
+def test_a_flow_run_that_is_started_twice_is_left_to_the_process_that_came_first(
+    ground: Ground,
+) -> None:
+    run = ground.start_run(sleepers("api", "trainer")).until_running()
+    first = run.flow_pid()
+
+    again = ground.start("-c", START_AGAIN, run.flow_run_id, log="again")
+
+    assert again.wait(60) == 0, ground.log("again")
+    assert f"left: another process of this machine runs {run.name}" in ground.log("again")
+    assert run.state()[0] == "RUNNING"
+    assert run.flow_pid() == first
+    os.kill(first, signal.SIGTERM)
+    run.until_state("CANCELLED")
