@@ -29,6 +29,7 @@ class Terminal:
         self._total = spec.progress.total if spec.progress else None
         self._directory: Path | None = None
         self._run_id = ""
+        self._has_ended = False
         self._cause: str | None = None
         self._shown_step = 0.0
         self._bar = Progress(
@@ -55,6 +56,11 @@ class Terminal:
     ) -> None:
         self._bar.stop()
         event_listeners.reset(self._token)
+
+    def end(self, is_completed: bool, message: str) -> None:
+        """How the run ended, where no event has said so: it never came to an attempt."""
+        if not self._has_ended:
+            self._show_state("completed" if is_completed else "failed", message)
 
     def say(self, text: str, style: str = "") -> None:
         """One line, with the seconds since the beginning."""
@@ -127,6 +133,7 @@ class Terminal:
             self.say(f"step {step:g}{of}")
 
     def _show_state(self, state: str, message: str) -> None:
+        self._has_ended = state in ("completed", "failed", "cancelled")
         match state:
             case "completed":
                 self._show_curve()

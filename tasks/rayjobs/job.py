@@ -79,6 +79,8 @@ class RayJob:
         self._is_forgotten = False
         self._has_gpus = plan.gpus <= 0
         self._was_stopped = False
+        #: When this process asked it to end; before everything while it has not.
+        self._stopped_s = 0.0
         self._tasks: dict[str, asyncio.Task[Any]] = {}
         self._is_ending = asyncio.Lock()
         self._is_clear = False
@@ -218,7 +220,8 @@ class RayJob:
 
     def _note_stop(self) -> None:
         if self._state is None or not self._state.is_final:
-            self._was_stopped = True
+            if not self._was_stopped:
+                self._was_stopped, self._stopped_s = True, self._clock()
             if self._file is not None and self._file.get("stop_asked_at") is None:
                 self._file.note(stop_asked_at=self._wall_clock())
 
@@ -269,6 +272,9 @@ class RayJob:
             self._begin("follow", self._log.follow(state.driver_node_id))
 
     async def _tell_end(self, state: JobState) -> None:
+        if self._was_stopped and state.driver_exit_code is None:
+            # It is our doing, so nothing else can be blamed on it.
+            at_monotonic_s = max(at_monotonic_s, self._stopped_s)
         lost_node = ""
         if state.driver_exit_code is None and state.driver_node_id:
             with contextlib.suppress(NoAnswer, Denied):

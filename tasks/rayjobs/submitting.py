@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import logging
 import math
 import shlex
 import shutil
@@ -111,6 +112,9 @@ def submit(plan: JobPlan, nodes: Sequence[Node]) -> None:
     """
     import requests
     from ray.exceptions import AuthenticationError, RuntimeEnvSetupError
+
+    # What it uploads is no news for the terminal of a run.
+    logging.getLogger("ray").setLevel(logging.WARNING)
 
     try:
         client = _client(plan.address)
