@@ -53,7 +53,7 @@ def main(train: Callable[..., State[Any]], arguments: Sequence[str] | None = Non
                 terminal.say(f"Prefect server {url}")
                 with tags(*spec.tags, process_tag()):
                     state = train(spec, return_state=True)
-            terminal.end(state.is_completed(), state.message or state.name)
+            terminal.end((state.name or "").lower(), state.message or "")
     except NoServer as error:
         print(error, file=sys.stderr)
         return EXIT_FAILED

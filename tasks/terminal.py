@@ -57,10 +57,10 @@ class Terminal:
         self._bar.stop()
         event_listeners.reset(self._token)
 
-    def end(self, is_completed: bool, message: str) -> None:
+    def end(self, state: str, message: str) -> None:
         """How the run ended, where no event has said so: it never came to an attempt."""
         if not self._has_ended:
-            self._show_state("completed" if is_completed else "failed", message)
+            self._show_state(state, message)
 
     def say(self, text: str, style: str = "") -> None:
         """One line, with the seconds since the beginning."""
