@@ -272,9 +272,6 @@ class RayJob:
             self._begin("follow", self._log.follow(state.driver_node_id))
 
     async def _tell_end(self, state: JobState) -> None:
-        if self._was_stopped and state.driver_exit_code is None:
-            # It is our doing, so nothing else can be blamed on it.
-            at_monotonic_s = max(at_monotonic_s, self._stopped_s)
         lost_node = ""
         if state.driver_exit_code is None and state.driver_node_id:
             with contextlib.suppress(NoAnswer, Denied):
@@ -289,6 +286,9 @@ class RayJob:
             wrapper_s=STRAGGLERS_S,
             is_node_lost=bool(lost_node),
         )
+        if self._was_stopped and state.driver_exit_code is None:
+            # It is our doing, so nothing else can be blamed on it.
+            at_monotonic_s = max(at_monotonic_s, self._stopped_s)
         await self._drop("follow")
         if state.driver_node_id:
             self._begin("last", self._log.complete(state.driver_node_id))
