@@ -41,7 +41,7 @@ def end_carriers(wanted: Mapping[str, str]) -> dict[str, Any]:
     found: dict[tuple[int, int], str] = {}
     deadline = time.monotonic() + _AT_MOST_S
     clean = 0
-    while clean < _CLEAN_ROUNDS:
+    while clean < _CLEAN_ROUNDS and time.monotonic() < deadline:
         fresh = carriers(wanted)
         found.update(fresh)
         clean = 0 if fresh else clean + 1
@@ -51,6 +51,9 @@ def end_carriers(wanted: Mapping[str, str]) -> dict[str, Any]:
         if fresh and not _are_gone(fresh, deadline):
             break
         time.sleep(_ROUND_S)
+    if clean < _CLEAN_ROUNDS:
+        # What was born meanwhile is left, too.
+        found.update(carriers(wanted))
     parts: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
     for (pid, start), command in found.items():
         parts[_is_gone(pid, start)].append({"pid": pid, "start": start, "command": command})
