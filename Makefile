@@ -19,7 +19,7 @@ export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export RAY_USAGE_STATS_ENABLED := 0
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help install train test faults soak up down bench verl-check constraints
+.PHONY: help install train test faults soak ray-kills up down bench verl-check constraints
 
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -86,6 +86,9 @@ faults: install  ## the whole fault matrix, and Prefect's own failures [ARGS='-k
 
 soak: install  ## many runs, killed at random [ARGS='--runs 200 --seed 1']
 	@exec $(PY) -m tests.faults.soak $(ARGS)
+
+ray-kills: install  ## flow processes of Ray jobs, killed at random [ARGS='--runs 20 --seed 1']
+	@exec $(PY) -m tests.faults.ray_kills $(ARGS)
 
 up: install  ## start the lasting stack: Prefect, Ray, pool, worker, deployments [PORT=n] [GPUS=2x8]
 	@exec $(PY) -m deployments.stack up $(if $(PORT),--port $(PORT)) $(if $(GPUS),--gpus $(GPUS))
