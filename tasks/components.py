@@ -107,6 +107,8 @@ def _teardown(run: RunSession) -> State[None]:
     verdict = run.end_attempt()
     if verdict.left:
         return Failed(message=verdict.message)
+    if not verdict.state.is_final:
+        return Completed(message="its jobs go on, for its next process")
     return Completed(message="nothing is left of the run's processes")
 
 
@@ -115,7 +117,8 @@ def _ended(run: RunSession) -> State[None]:
     match decision.state if decision else None:
         case RunState.COMPLETED:
             make = Completed
-        case RunState.CANCELLED:
+        case RunState.CANCELLED | RunState.RUNNING:
+            # Of a run that goes on without this process, this process's part is over.
             make = Cancelled
         case _:
             make = Failed
