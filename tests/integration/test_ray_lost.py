@@ -108,6 +108,16 @@ def until_next_process(run: Run, before: int) -> None:
     until(is_there, "the run's next process goes on with it")
 
 
+def until_finished(run: Run) -> None:
+    """Reconciled, as each minute: what a worker has started for the run leaves a moment later."""
+
+    def is_gone() -> bool:
+        run.ground.reconcile_without_flow()
+        return not (run.ground.home / "live" / run.name).exists()
+
+    until(is_gone, "nothing of the run is registered")
+
+
 def test_jobs_of_a_killed_flow_go_on_and_its_next_process_attaches_to_them(
     ground: Ground, ray_cluster: RayCluster, finished: Path
 ) -> None:
@@ -150,14 +160,13 @@ def test_jobs_of_a_killed_flow_are_ended_where_they_are_not_to_be_adopted(
 
     run.kill_flow()
     until(lambda: run.state()[0] in FINAL, "the worker has seen the loss")
-    ground.reconcile_without_flow()
+    until_finished(run)
 
     assert status_of(ray_cluster, submission_id) == "STOPPED"
     record = run.record()
     failure = record["attempts"][0]["failure"]
     assert (record["state"], failure["rule"]) == ("failed", "flow-lost")
     assert f"job {submission_id}" in failure["message"]
-    assert not (ground.home / "live" / run.name).exists()
     run.until_gone()
 
 
@@ -170,7 +179,7 @@ def test_a_cancel_while_no_process_is_there_ends_the_jobs_that_went_on(
     run.kill_flow()
     until(lambda: run.state()[0] == "CRASHED", "the worker has seen the loss")
     ground.post(f"/flow_runs/{run.flow_run_id}/set_state", state={"type": "CANCELLED"}, force=True)
-    ground.reconcile_without_flow()
+    until_finished(run)
 
     assert status_of(ray_cluster, submission_id) == "STOPPED"
     assert run.state()[0] == "CANCELLED"
