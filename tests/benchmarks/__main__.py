@@ -17,9 +17,9 @@ from pathlib import Path
 from tests.benchmarks.report import Machine, Result, say, table, write_json
 from tests.benchmarks.stage import settle_environment
 
-NAMES = ("crash", "readiness", "overhead", "watching", "starting", "nodes")
+NAMES = ("crash", "readiness", "overhead", "watching", "starting", "nodes", "jobs")
 #: They run real flows; one server is enough for all.
-_NEED_SERVER = frozenset({"crash", "readiness", "overhead", "nodes"})
+_NEED_SERVER = frozenset({"crash", "readiness", "overhead", "nodes", "jobs"})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
