@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -22,6 +23,7 @@ from tasks.flow_runs import (
 )
 from tasks.jobs import sweep_of
 from tasks.rayjobs.asking import stop_submission
+from tasks.rayjobs.dashboard import JobState
 from tasks.run.layout import RunPlace
 from tasks.run.record import adoptable_attempt
 from tasks.supervise.registry import JobEntry, LostRun
@@ -39,7 +41,7 @@ _DUE_AFTER = timedelta(seconds=2)
 class JobsEnded:
     """What ending the jobs of a lost run came to."""
 
-    #: Submission ids.
+    #: Submission ids of those that were not over by themselves.
     ended: tuple[str, ...] = ()
     #: What is left or not known, in words; empty where nothing is.
     left: str = ""
@@ -68,20 +70,27 @@ def stop_jobs(lost: LostRun, *, unknown_after_s: float) -> JobsEnded:
     left: list[str] = []
     for entry in reversed(lost.jobs):
         file = _file_of(entry)
-        problems = _stop(entry, file, unknown_after_s) if file is not None else ()
+        seen: list[JobState] = []
+        problems = _stop(entry, file, unknown_after_s, seen.append) if file is not None else ()
         left += problems
         if not problems:
-            ended += [entry.submission_id] if file is not None else []
+            ended += [entry.submission_id] if seen and not seen[0].is_final else []
             lost.forget_job(entry.component)
     return JobsEnded(ended=tuple(ended), left="; ".join(left))
 
 
-def _stop(entry: JobEntry, file: Path, unknown_after_s: float) -> tuple[str, ...]:
+def _stop(
+    entry: JobEntry, file: Path, unknown_after_s: float, on_state: Callable[[JobState], None]
+) -> tuple[str, ...]:
     """What is left of a job, in words."""
     try:
         sweeping = sweep_of(entry.run_id, entry.attempt, entry.component, emit=_log_event)
         return stop_submission(
-            file, sweep=sweeping, grace_s=entry.grace_s, unknown_after_s=unknown_after_s
+            file,
+            sweep=sweeping,
+            grace_s=entry.grace_s,
+            unknown_after_s=unknown_after_s,
+            on_state=on_state,
         )
     except Exception as error:
         # Whatever a cluster in trouble makes of it: nothing is known then.
