@@ -19,7 +19,7 @@ export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export RAY_USAGE_STATS_ENABLED := 0
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help install train test faults soak ray-kills up down bench verl-check constraints
+.PHONY: help install train test thorough faults soak ray-kills up down bench verl-check constraints
 
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -80,6 +80,9 @@ test: install  ## lint, types and tests [ARGS='-k name']
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 	exec $(PY) -m pytest $(ARGS)
+
+thorough: install  ## the tests that `make test` leaves out for their length [ARGS='-k name']
+	@exec $(PY) -m pytest -m thorough $(ARGS)
 
 faults: install  ## the whole fault matrix, and Prefect's own failures [ARGS='-k name']
 	@exec $(PY) -m pytest tests/faults $(ARGS)

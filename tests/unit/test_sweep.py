@@ -16,7 +16,14 @@ import pytest
 from tasks.supervise.sweep import carriers, end_carriers
 from tasks.supervise.tree import is_zombie
 
-_FORKER = "import os, time\nwhile os.fork() == 0: os.setsid(); time.sleep(0.001)"
+#: Ends by itself in the end: one that is not caught would be nobody's, and never seen again.
+_FORKER = """
+import os, time
+until = time.monotonic() + 30
+while time.monotonic() < until and os.fork() == 0:
+    os.setsid()
+    time.sleep(0.001)
+"""
 Start = Callable[..., "subprocess.Popen[bytes]"]
 
 
