@@ -170,6 +170,7 @@ def test_jobs_of_a_killed_flow_are_ended_where_they_are_not_to_be_adopted(
     run.until_gone()
 
 
+@pytest.mark.thorough
 def test_a_cancel_while_no_process_is_there_ends_the_jobs_that_went_on(
     ground: Ground, ray_cluster: RayCluster, finished: Path
 ) -> None:
