@@ -20,8 +20,8 @@ def gpus_seen() -> dict[str, Any]:
     """What the driver sees.
 
     Returns: `{"driver": bool, "problem": str, "gpus": [{"uuid", "used_mib"}], "processes":
-    [{"uuid", "pid", "used_mib", "alive"}]}`. Without a driver, `driver` is false; with one that does not
-    answer, `problem` says what it does. `used_mib` is None where the driver does not tell.
+    [{"uuid", "pid", "used_mib", "alive"}]}`. Without a driver, `driver` is false; with one that
+    does not answer, `problem` says what it does. `used_mib` is None where the driver does not tell.
     """
     answer: dict[str, Any] = {"driver": False, "problem": "", "gpus": [], "processes": []}
     program = shutil.which("nvidia-smi")
