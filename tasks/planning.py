@@ -85,17 +85,9 @@ def plan_of(
 def _component_plan(spec: RunSpec, name: str, run_id: str, place: AttemptPlace) -> ComponentPlan:
     component = spec.processes[name]
     is_job = component.launcher == "ray_job"
-    own = {
-        **spec.env,
-        **component.env,
-        "MUSTER_RUN_ID": run_id,
-        "MUSTER_ATTEMPT": str(place.number),
-        "MUSTER_COMPONENT": name,
-    }
     command = Command(
         argv=component.command,
-        # A job runs on another machine: nothing of this one's environment is true there.
-        env={**({} if is_job else _inherited_env()), **_PYTHON_ENV, **own},
+        env=component_env(spec, name, run_id, place.number),
         cwd=project_root() / (component.cwd or spec.cwd),
         log=place.log(name),
         stop_signal=signals.Signals[component.stop.signal],
@@ -109,6 +101,22 @@ def _component_plan(spec: RunSpec, name: str, run_id: str, place: AttemptPlace) 
         on_exit_zero=spec.on_exit_zero(name),
         make_job=job_maker(spec, name, command, run_id, place) if is_job else None,
     )
+
+
+def component_env(spec: RunSpec, name: str, run_id: str, attempt: int) -> dict[str, str]:
+    """The variables of a component: all of them, or those that its job adds to its node's."""
+    component = spec.processes[name]
+    # A job runs on another machine: nothing of this one's environment is true there.
+    inherited = {} if component.launcher == "ray_job" else _inherited_env()
+    return {
+        **inherited,
+        **_PYTHON_ENV,
+        **spec.env,
+        **component.env,
+        "MUSTER_RUN_ID": run_id,
+        "MUSTER_ATTEMPT": str(attempt),
+        "MUSTER_COMPONENT": name,
+    }
 
 
 def _inherited_env() -> dict[str, str]:

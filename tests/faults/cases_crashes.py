@@ -7,8 +7,8 @@ import os
 import signal
 import sys
 
+from tasks.planning import component_env
 from tasks.run.spec import RunSpec
-from tasks.session import _component_env
 from tests.faults.injections import memory_cgroup, why_no_cgroup_v1
 from tests.faults.scene import (
     NAMES,
@@ -145,9 +145,8 @@ def _prints_unflushed(scene: Scene) -> None:
     spec = RunSpec.model_validate(
         {"name": "a", "workload": "sft", "components": {"trainer": {"command": ["true"]}}}
     )
-    trainer = spec.components["trainer"]
     # What every component of a run gets: without it the lines are lost.
-    scene.cast["trainer"]["env"] = _component_env(spec, trainer, "trainer", "a-run", 1)
+    scene.cast["trainer"]["env"] = component_env(spec, "trainer", "a-run", 1)
     scene.cast["trainer"]["argv"] = (sys.executable, "-c", _PRINTS_AND_DIES)
 
 
