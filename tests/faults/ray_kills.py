@@ -15,7 +15,6 @@ import argparse
 import contextlib
 import json
 import os
-import random
 import shutil
 import signal
 import sys
@@ -26,6 +25,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from random import Random, SystemRandom
 from typing import Any
 
 import httpx
@@ -332,8 +332,10 @@ def _left(trial: Trial) -> list[str]:
     return left
 
 
-def drawn(runs: int, ground: Ground, cluster: RayCluster) -> list[Trial]:
+def drawn(runs: int, seed: int, ground: Ground, cluster: RayCluster) -> list[Trial]:
     """Each way meets each moment about as often."""
+    # Of its own: whoever looks for a free port draws from the shared one.
+    random = Random(seed)
     moments = list(_MOMENTS)
     pairs = []
     for number in range(runs):
@@ -365,8 +367,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=None, help="of the draw; else a new one")
     parser.add_argument("--at-once", type=int, default=3, help="runs beside each other")
     options = parser.parse_args(arguments)
-    seed = options.seed if options.seed is not None else random.SystemRandom().randrange(1 << 32)
-    random.seed(seed)
+    seed = options.seed if options.seed is not None else SystemRandom().randrange(1 << 32)
     print(f"seed {seed}, {options.runs} runs, {options.at_once} at once", flush=True)
     for foreign in ("PREFECT_API_URL", "RAY_ADDRESS"):
         os.environ.pop(foreign, None)
@@ -378,7 +379,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with RayCluster.started() as cluster:
             prepare(server, ground)
-            trials = drawn(options.runs, ground, cluster)
+            trials = drawn(options.runs, seed, ground, cluster)
             with ThreadPoolExecutor(options.at_once) as pool:
                 for trial in pool.map(run_trial, trials):
                     print(line_of(trial), flush=True)
@@ -405,7 +406,8 @@ def prepare(server: Server, ground: Ground) -> None:
 def line_of(trial: Trial) -> str:
     after_s = trial.share * _MOMENTS[trial.moment][1](trial)
     return (
-        f"{trial.number:3} {trial.way:6} {trial.moment} + {after_s:.2f} s ({trial.met}): "
+        f"{trial.number:3} {trial.way:6} job of {trial.steps * 0.1:.1f} s, {trial.moment} + "
+        f"{after_s:.2f} s ({trial.met}): "
         f"{trial.outcome}; {'; '.join(trial.faults) or 'true'}"
     )
 
