@@ -24,7 +24,7 @@ from tasks.flow_runs import (
 from tasks.jobs import sweep_of
 from tasks.rayjobs.asking import stop_submission
 from tasks.rayjobs.dashboard import JobState
-from tasks.run.layout import RunPlace
+from tasks.run.layout import AttemptPlace, RunPlace
 from tasks.run.record import adoptable_attempt
 from tasks.supervise.registry import JobEntry, LostRun
 from tasks.supervise.variables import holders_of
@@ -100,7 +100,7 @@ def _stop(
 
 def _file_of(entry: JobEntry) -> Path | None:
     """What was written of the submission before it was made; None where it never was."""
-    for path in sorted(entry.log.parent.glob("submission*.json")):
+    for path in AttemptPlace(directory=entry.log.parent, number=entry.attempt).submissions():
         content = json.loads(path.read_text(encoding="utf-8"))
         if content["submission_id"] == entry.submission_id:
             return path if content.get("submit_began_at") is not None else None
@@ -119,7 +119,7 @@ def keep_jobs(lost: LostRun) -> Kept | None:
         attempt was at its end already.
     """
     owner = lost.owner
-    if owner.flow_run_id is None or owner.api_url is None or not _is_under_way(lost):
+    if owner.flow_run_id is None or owner.api_url is None or not is_under_way(lost):
         return None
     if holders_of(FLOW_RUN_VARIABLE).pids.get(owner.flow_run_id):
         return Kept()
@@ -145,12 +145,14 @@ def keep_jobs(lost: LostRun) -> Kept | None:
         return Kept(open=f"its jobs go on; the server does not answer ({error})")
 
 
-def _is_under_way(lost: LostRun) -> bool:
+def is_under_way(lost: LostRun) -> bool:
+    """Whether the attempt that the run was at can be gone on with."""
     if lost.owner.directory is None:
         return False
     try:
-        record = RunPlace(directory=lost.owner.directory).record
-        return adoptable_attempt(json.loads(record.read_text(encoding="utf-8"))) is not None
+        path = RunPlace(directory=lost.owner.directory).record
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return adoptable_attempt(path, content) is not None
     except (OSError, ValueError, KeyError):
         return False
 

@@ -175,6 +175,8 @@ class RunSession:
                     ports=ports.numbers,
                 )
                 self.record.move(RunState.ADMITTED)
+            elif self.record.state is RunState.STOPPING:
+                self.record.move(RunState.STARTING)
             plan = plan_of(spec, self.run_id, place, containment, before)
             plan = replace(plan, mask=self.mask)
             self._supervisor = Supervisor(plan, ports, self._events.emit, self._register)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import time
 
-from tasks.lost_jobs import stop_jobs
+from tasks.lost_jobs import is_under_way, stop_jobs
 from tasks.run.closing import Loss, close_record
 from tasks.supervise.lost import Remains, finish
 from tasks.supervise.registry import claimed
@@ -32,7 +32,7 @@ def finish_predecessor(run_id: str, *, adopts: bool = False) -> None:
             if lost is None:
                 return
             remains = finish(lost)
-            if remains.is_clean and adopts:
+            if remains.is_clean and adopts and is_under_way(lost):
                 return
             if remains.is_clean:
                 jobs = stop_jobs(lost, unknown_after_s=_WITHIN_S)

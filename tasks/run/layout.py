@@ -45,6 +45,10 @@ class AttemptPlace:
         """Of its Ray job; further jobs of the attempt have files beside it."""
         return self.directory / "submission.json"
 
+    def submissions(self) -> list[Path]:
+        """Of its jobs that were submitted, or about to be."""
+        return sorted(self.directory.glob("submission*.json"))
+
     def log(self, component: str) -> Path:
         return self.directory / f"{component}.log"
 

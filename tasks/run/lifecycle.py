@@ -43,8 +43,11 @@ LEGAL_MOVES: dict[RunState, frozenset[RunState]] = {
     _S.ADMITTED: frozenset({_S.STARTING, _S.PENDING_RESOURCES, _S.FAILED, _S.CANCELLED}),
     _S.STARTING: frozenset({_S.RUNNING, _S.STOPPING}),
     _S.RUNNING: frozenset({_S.STOPPING}),
-    # A failed attempt whose kind is retried goes back to wait for its next one.
-    _S.STOPPING: frozenset({_S.COMPLETED, _S.FAILED, _S.CANCELLED, _S.PENDING_RESOURCES}),
+    # A failed attempt whose kind is retried goes back to wait for its next one. One whose process
+    # was killed before it had ended a job is gone on with by the next process.
+    _S.STOPPING: frozenset(
+        {_S.COMPLETED, _S.FAILED, _S.CANCELLED, _S.PENDING_RESOURCES, _S.STARTING}
+    ),
     _S.COMPLETED: frozenset(),
     _S.FAILED: frozenset(),
     _S.CANCELLED: frozenset(),

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tasks.run.events import Event
+from tasks.run.layout import AttemptPlace, RunPlace
 from tasks.run.lifecycle import RunState, check_move
 from tasks.run.outcome import Verdict
 
@@ -53,15 +54,33 @@ def write_json(path: Path, content: object) -> None:
         draft.unlink(missing_ok=True)
 
 
-def adoptable_attempt(content: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The attempt that another process can go on with: its fate is open; None for none.
+def adoptable_attempt(path: Path, content: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The attempt that another process can go on with; None for none.
+
+    One that was being taken down can be judged anew, as long as no job of it was asked to end.
 
     Args:
-        content: of `run.json`.
+        path: of the run's `run.json`.
+        content: of it.
     """
-    is_open = RunState(content["state"]) in _OPEN
     attempts = content["attempts"]
-    return attempts[-1] if is_open and attempts and attempts[-1]["ended_at"] is None else None
+    if not attempts or attempts[-1]["ended_at"] is not None:
+        return None
+    attempt: Mapping[str, Any] = attempts[-1]
+    state = RunState(content["state"])
+    if state is RunState.STOPPING:
+        place = RunPlace(directory=path.parent).attempt(attempt["number"])
+        return None if _is_asked_to_end(place) else attempt
+    return attempt if state in _OPEN else None
+
+
+def _is_asked_to_end(place: AttemptPlace) -> bool:
+    """Whether somebody has asked a job of the attempt to end, or nobody can say."""
+    try:
+        files = [json.loads(path.read_text()) for path in place.submissions()]
+    except (OSError, ValueError):
+        return True
+    return any(file.get("stop_asked_at") is not None for file in files)
 
 
 class RunRecord:
@@ -217,7 +236,7 @@ class RunRecord:
     def adoptable(self) -> Mapping[str, Any] | None:
         """The attempt that an earlier process was at, where it can be gone on with; a copy."""
         with self._lock:
-            return copy.deepcopy(adoptable_attempt(self._content))
+            return copy.deepcopy(adoptable_attempt(self._path, self._content))
 
     def _under_way(self) -> dict[str, Any] | None:
         """The attempt that has not ended; an ended one is never changed again."""

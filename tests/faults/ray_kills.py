@@ -85,8 +85,6 @@ class Trial:
     pid: int = 0
     #: The last event before the kill.
     met: str = "not killed"
-    #: The kill came when the attempt was being taken down: there was nothing to adopt any more.
-    was_ending: bool = False
     faults: list[str] = field(default_factory=list)
     outcome: str = ""
 
@@ -238,7 +236,6 @@ def kill_at_its_moment(trial: Trial) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
         trial.met = met
-        trial.was_ending = "teardown.begun" in events
 
 
 def flow_pid(trial: Trial) -> int:
@@ -313,8 +310,7 @@ def _wrong_jobs(trial: Trial, record: dict[str, Any], jobs: dict[str, str]) -> l
         wrong.append(f"completed, but {jobs}, and the log ends {log[-2:]}")
     if trial.way == "adopt" and jobs:
         numbers = [attempt["number"] for attempt in attempts]
-        is_lost = record.get("state") != "completed" and not trial.was_ending
-        if is_lost or numbers != [1]:
+        if record.get("state") != "completed" or numbers != [1]:
             wrong.append(f"not adopted: {record.get('state')}, attempts {numbers}")
     return wrong
 

@@ -307,3 +307,43 @@ def test_record_and_events_do_not_wait_for_each_other_for_ever(path: Path, tmp_p
     emitter.join(60)
 
     assert not emitter.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("events", "submission", "is_adoptable"),
+    [
+        # its fate is open
+        ((), None, True),
+        (("attempt.begun",), {}, True),
+        (("attempt.begun", "attempt.ready"), {}, True),
+        # it was being taken down, and its job has ended by itself, or goes on
+        (("attempt.begun", "attempt.ready", "teardown.begun"), {}, True),
+        # its job was asked to end
+        (("attempt.begun", "teardown.begun"), {"stop_asked_at": 7.0}, False),
+    ],
+)
+def test_attempt_of_a_killed_process_can_be_gone_on_with(
+    path: Path, events: tuple[str, ...], submission: dict[str, Any] | None, is_adoptable: bool
+) -> None:
+    record = make(path)
+    record.begin_attempt(1)
+    record.move(RunState.ADMITTED)
+    for name in events:
+        record.observe(event(name))
+    if submission is not None:
+        (path.parent / "attempt-01").mkdir()
+        write_json(path.parent / "attempt-01" / "submission.json", submission)
+
+    found = make(path).adoptable()
+
+    assert (found is not None) == is_adoptable
+
+
+def test_attempt_that_has_its_verdict_can_not_be_gone_on_with(path: Path) -> None:
+    record = make(path)
+    record.begin_attempt(1)
+    record.move(RunState.ADMITTED)
+    record.observe(event("attempt.begun"))
+    record.end_attempt(Verdict(state=RunState.COMPLETED, message="done"))
+
+    assert make(path).adoptable() is None
