@@ -156,7 +156,7 @@ def test_a_job_that_finds_the_cluster_full_is_requeued_and_completes_when_there_
     assert attempts[-1]["state"] == "completed"
 
 
-@pytest.mark.parametrize("phase", ["pending", "running"])
+@pytest.mark.parametrize("phase", [pytest.param("pending", marks=pytest.mark.thorough), "running"])
 def test_a_cancel_frees_everything(
     start_run: Callable, job_of: Callable, ray_cluster: RayCluster, phase: str
 ) -> None:

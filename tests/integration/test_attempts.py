@@ -140,6 +140,7 @@ def test_run_that_waits_has_no_process_and_can_be_cancelled_at_once(
     assert not (ground.home / "parked" / f"{run.name}.json").exists()
 
 
+@pytest.mark.thorough
 def test_run_that_was_started_directly_waits_in_its_process(ground: Ground, room: Path) -> None:
     run = ground.start_run(waiting_for(room, delay_s=1))
     until(lambda: run.record_path().exists() and run.record()["attempts"], "its first attempt")

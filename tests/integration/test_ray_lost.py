@@ -152,6 +152,7 @@ def test_jobs_of_a_killed_flow_go_on_and_its_next_process_attaches_to_them(
     until(lambda: not (ground.home / "live" / run.name).exists(), "the registry is empty")
 
 
+@pytest.mark.thorough
 def test_jobs_of_a_killed_flow_are_ended_where_they_are_not_to_be_adopted(
     ground: Ground, ray_cluster: RayCluster, finished: Path
 ) -> None:

@@ -65,9 +65,9 @@ class Home:
     def run_stack(self, *words: str) -> subprocess.CompletedProcess[str]:
         return self.command(sys.executable, "-m", "deployments.stack", *words)
 
-    def up(self) -> subprocess.CompletedProcess[str]:
+    def up(self, *nodes: str) -> subprocess.CompletedProcess[str]:
         # 8265 is left to a stack of the user's.
-        return self.run_stack("up", "--ray-dashboard", "0", "--gpus", "2x8")
+        return self.run_stack("up", "--ray-dashboard", "0", *nodes)
 
     def spec(self, steps: int) -> str:
         """That of the quickstart with another number of steps, as JSON."""
@@ -163,7 +163,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Home]:
         port = ports.numbers["server"]
     home = Home(directory=tmp_path_factory.mktemp("home"), port=port)
     try:
-        done = home.up()
+        done = home.up("--gpus", "2x8")
         assert done.returncode == 0, done.stdout + done.stderr
         yield home
     finally:
@@ -229,6 +229,7 @@ def test_a_ray_job_runs_on_a_node_and_its_log_can_be_had(home: Home) -> None:
     assert "GPUs 16.0" in log
 
 
+@pytest.mark.thorough
 def test_a_node_that_dies_is_replaced_and_the_stack_goes_on(home: Home) -> None:
     stack = home.stack
 
