@@ -26,6 +26,7 @@ def gpus_taken(cluster: RayCluster) -> float:
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.timeout(WITHIN_S + 60)
 def test_the_policy_learns_as_a_ray_job_that_holds_a_gpu(
