@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
-import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -14,14 +12,13 @@ from typing import Any
 from prefect import tags
 from prefect.client.schemas.objects import State
 from prefect.exceptions import TerminationSignal
-from prefect.logging.handlers import PrefectConsoleHandler
 
 from tasks.flow_runs import process_tag
 from tasks.run.errors import InvalidSpec
 from tasks.run.loading import load_spec
 from tasks.server import NoServer, prefect_server
 from tasks.session import check_spec
-from tasks.terminal import Terminal
+from tasks.terminal import Terminal, quieten_prefect
 
 EXIT_COMPLETED, EXIT_FAILED, EXIT_INVALID, EXIT_INFEASIBLE, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
 
@@ -41,7 +38,7 @@ def main(train: Callable[..., State[Any]], arguments: Sequence[str] | None = Non
     except InvalidSpec as error:
         print(f"{error}\nNothing was started.", file=sys.stderr)
         return EXIT_INVALID
-    _quieten_prefect()
+    quieten_prefect()
     # Until the flow takes signals over, they end what was started as Ctrl-C does; a shell that
     # puts this in the background would have SIGINT ignored.
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -71,15 +68,6 @@ def _exit_code(state: State[Any]) -> int:
     if (state.message or "").startswith("INFEASIBLE:"):
         return EXIT_INFEASIBLE
     return EXIT_FAILED
-
-
-def _quieten_prefect() -> None:
-    """The terminal tells the story; Prefect's own lines go to its server only."""
-    os.environ.setdefault("DO_NOT_TRACK", "1")
-    for name in list(logging.root.manager.loggerDict):
-        for handler in logging.getLogger(name).handlers:
-            if isinstance(handler, PrefectConsoleHandler):
-                handler.setLevel(logging.CRITICAL)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import logging
-import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from prefect.client.schemas.objects import State
-from prefect.logging.handlers import PrefectConsoleHandler
 from pydantic import ValidationError
 
 from tasks.preflight import LOOK_WITHIN_S
 from tasks.run.node_health import DEFAULT_LIMITS, Limits, Verdict
 from tasks.server import NoServer, prefect_server
+from tasks.terminal import quieten_prefect
 
 EXIT_FIT, EXIT_UNFIT, EXIT_INVALID, EXIT_INTERRUPTED = 0, 1, 2, 130
 
@@ -36,7 +34,7 @@ def main(preflight: Callable[..., State[Any]], arguments: Sequence[str] | None =
     except (ValidationError, ValueError) as error:
         print(f"{_plain(error)}\nNothing was done.", file=sys.stderr)
         return EXIT_INVALID
-    _quieten_prefect()
+    quieten_prefect()
     try:
         with prefect_server():
             state = preflight(
@@ -61,15 +59,6 @@ def _plain(error: Exception) -> str:
         f"--{'-'.join(str(part) for part in fault['loc']).replace('_', '-')}: {fault['msg']}"
         for fault in error.errors()
     )
-
-
-def _quieten_prefect() -> None:
-    """What it would log is printed here."""
-    os.environ.setdefault("DO_NOT_TRACK", "1")
-    for name in list(logging.root.manager.loggerDict):
-        for handler in logging.getLogger(name).handlers:
-            if isinstance(handler, PrefectConsoleHandler):
-                handler.setLevel(logging.CRITICAL)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
+from prefect.logging.handlers import PrefectConsoleHandler
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -169,3 +172,12 @@ class Terminal:
                 first, last = points[0][1], points[-1][1]
                 self.say(f"reward {first:.3f} at first, {last:.3f} at last")
                 self.say(f"figures in {metrics}")
+
+
+def quieten_prefect() -> None:
+    """The terminal tells the story; Prefect's own lines go to its server only."""
+    os.environ.setdefault("DO_NOT_TRACK", "1")
+    for name in list(logging.root.manager.loggerDict):
+        for handler in logging.getLogger(name).handlers:
+            if isinstance(handler, PrefectConsoleHandler):
+                handler.setLevel(logging.CRITICAL)
