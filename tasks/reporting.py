@@ -115,6 +115,15 @@ class Reporter:
                 self._jobs.put(self._tell_attempts)
             case "containment":
                 self._jobs.put(lambda: self._tell(f"containment {event.fields['text']}"))
+            case "job.submitted" | "job.attached":
+                done = event.name.removeprefix("job.")
+                said = f"{event.component}: job {event.fields['submission_id']} {done}"
+                self._jobs.put(lambda: self._tell(said))
+            case "contact.lost":
+                # A run whose cluster is away says Running: why it may not be so is to be seen.
+                self._say_state(f"no answer: {event.fields['message']}")
+            case "contact.back":
+                self._say_state(f"running: {event.fields['address']} answers again")
             case "component.starting":
                 self.say_state(f"starting {event.component}")
             case "attempt.ready":
