@@ -121,9 +121,9 @@ class Reporter:
                 self._jobs.put(lambda: self._tell(said))
             case "contact.lost":
                 # A run whose cluster is away says Running: why it may not be so is to be seen.
-                self._say_state(f"no answer: {event.fields['message']}")
+                self.say_state(f"no answer: {event.fields['message']}")
             case "contact.back":
-                self._say_state(f"running: {event.fields['address']} answers again")
+                self.say_state(f"running: {event.fields['address']} answers again")
             case "component.starting":
                 self.say_state(f"starting {event.component}")
             case "attempt.ready":
