@@ -123,7 +123,7 @@ class Reporter:
                 # A run whose cluster is away says Running: why it may not be so is to be seen.
                 self.say_state(f"no answer: {event.fields['message']}")
             case "contact.back":
-                self.say_state(f"running: {event.fields['address']} answers again")
+                self.say_state(f"{event.fields['address']} answers again")
             case "component.starting":
                 self.say_state(f"starting {event.component}")
             case "attempt.ready":
