@@ -112,9 +112,6 @@ def submit(plan: JobPlan, nodes: Sequence[Node]) -> None:
     import requests
     from ray.exceptions import AuthenticationError, RuntimeEnvSetupError
 
-    # What it uploads is no news for the terminal of a run.
-    logging.getLogger("ray").setLevel(logging.WARNING)
-
     try:
         client = _client(plan.address)
     except AuthenticationError as error:
@@ -191,6 +188,10 @@ def _client(address: str) -> JobSubmissionClient:
         logging.getLogger(name).setLevel(logging.ERROR)
     from ray.dashboard.modules.dashboard_sdk import SubmissionClient
     from ray.job_submission import JobSubmissionClient
+
+    # What it uploads is no news for the terminal of a run; they set their own level when imported.
+    for name in ("ray.dashboard.modules.dashboard_sdk", "ray._private.runtime_env.packaging"):
+        logging.getLogger(name).setLevel(logging.WARNING)
 
     class Client(JobSubmissionClient):
         def __init__(self) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from tests.benchmarks.report import Result, Row, say
 from tests.support.ray_cluster import RAY_ENV, RayCluster
 
-_ROUNDS, _QUICK_ROUNDS = 7, 1
+_ROUNDS, _QUICK_ROUNDS = 5, 1
 _LIMIT_S = 120.0
 #: How often the other way asks. Source: the example of Ray's own documentation of its SDK.
 _ASK_EACH_S = 1.0
