@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.ground import FINAL, Ground, Run, Server, until
+from tests.support.ground import FINAL, Ground, Run, host_with_worker, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -29,16 +29,9 @@ API = "import time; print('up', flush=True); time.sleep(600)"
 @pytest.fixture(scope="module")
 def ground(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ground]:
     """A host with a worker."""
-    server = Server(tmp_path_factory.mktemp("server"))
-    ground = Ground(home=tmp_path_factory.mktemp("host") / "home", api=server.api)
-    try:
-        server.start()
-        ground.set_up()
-        ground.start_worker()
+    home = tmp_path_factory.mktemp("host") / "home"
+    with host_with_worker(tmp_path_factory.mktemp("server"), home) as ground:
         yield ground
-    finally:
-        ground.clear()
-        server.kill()
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ from tasks.lost_jobs import stop_jobs
 from tasks.run.record import write_json
 from tasks.supervise.identity import ProcessId, boot_id, host_name
 from tasks.supervise.registry import JobEntry, LostRun, Owner
-from tests.support.ground import FINAL, Ground, Run, Server, until
+from tests.support.ground import FINAL, Ground, Run, host_with_worker, until
 from tests.support.ray_cluster import RayCluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
@@ -32,22 +33,16 @@ while not os.path.exists(sys.argv[1]):
     time.sleep(0.2)
 print("done after", step, flush=True)
 """
+WITHIN_S = 30.0
 GONE = ProcessId(pid=1 << 22, start_ticks=1, boot_id=boot_id())
 
 
 @pytest.fixture(scope="module")
 def ground(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ground]:
     """A host with a worker."""
-    server = Server(tmp_path_factory.mktemp("server"))
-    ground = Ground(home=tmp_path_factory.mktemp("host") / "home", api=server.api)
-    try:
-        server.start()
-        ground.set_up()
-        ground.start_worker()
+    home = tmp_path_factory.mktemp("host") / "home"
+    with host_with_worker(tmp_path_factory.mktemp("server"), home) as ground:
         yield ground
-    finally:
-        ground.clear()
-        server.kill()
 
 
 @pytest.fixture
@@ -207,9 +202,10 @@ def lost(tmp_path: Path) -> Iterator[LostRun]:
     yield LostRun(directory, Owner(run_id="r", host=host_name(), process=GONE))
 
 
-def submission(lost: LostRun, address: str) -> Path:
+def submission(lost: LostRun, address: str, **known: float) -> Path:
     path = lost.jobs[0].log.parent / "submission.json"
-    content = {"address": address, "submission_id": "r--a01", "submit_began_at": time.time()}
+    own = {"address": address, "submission_id": "r--a01", "submit_began_at": time.time()}
+    content = own | known
     path.write_text(json.dumps(content))
     return path
 
@@ -230,6 +226,23 @@ def test_a_job_that_was_never_submitted_is_nothing_to_end(lost: LostRun) -> None
     done = stop_jobs(lost, unknown_after_s=0.1)
 
     assert (done.ended, done.left) == ((), "")
+    assert lost.jobs == []
+
+
+def test_what_a_job_has_left_is_swept_though_its_cluster_has_forgotten_it(
+    lost: LostRun, ray_cluster: RayCluster
+) -> None:
+    submission(lost, ray_cluster.address, submitted_at=time.time())
+    named = {"MUSTER_RUN_ID": "r", "MUSTER_ATTEMPT": "1", "MUSTER_COMPONENT": "trainer"}
+    with subprocess.Popen(["sleep", "600"], env={**os.environ, **named}) as helper:
+        try:
+            done = stop_jobs(lost, unknown_after_s=10.0)
+            code = helper.wait(WITHIN_S)
+        finally:
+            helper.kill()
+
+    assert done.left == ""
+    assert code == -signal.SIGKILL
     assert lost.jobs == []
 
 

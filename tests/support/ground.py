@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -231,6 +231,21 @@ class Ground:
         for pid in _processes_with("MUSTER_HOME", str(self.home)):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+
+
+@contextmanager
+def host_with_worker(server_home: Path, home: Path) -> Iterator[Ground]:
+    """A host with a worker, on a server of its own; nothing of either is left after it."""
+    server = Server(server_home)
+    ground = Ground(home=home, api=server.api)
+    try:
+        server.start()
+        ground.set_up()
+        ground.start_worker()
+        yield ground
+    finally:
+        ground.clear()
+        server.kill()
 
 
 @dataclass(kw_only=True)
