@@ -1,6 +1,6 @@
 """The layers of the project, held by a walk over the imports of its files.
 
-    tasks/run <- tasks/{supervise,gang,rayjobs,rollout} <- tasks/*.py <- flows/ <- deployments/
+    tasks/run <- tasks/{supervise,gang,rayjobs,rollout} <- tasks/{*.py,queue} <- flows <- deployments
 
 An import counts wherever it stands: within a function, under TYPE_CHECKING, as the literal name
 given to `import_module`. A mechanism that needs a sibling declares a Protocol; the module directly
@@ -57,10 +57,10 @@ LAYERS = {
     "tasks/gang": Layer(
         project=("tasks.run", "tasks.gang"), refused=("prefect", "prefect_ray", "ray")
     ),
-    # the worker type, which Prefect loads and runs
-    "tasks/gang/worker.py": Layer(
-        project=("tasks.run", "tasks.gang"), refused=("prefect_ray", "ray")
-    ),
+    # a command: it starts what wires
+    "tasks/gang/__main__.py": Layer(project=("tasks.queue",), others=()),
+    # the gate before the work pool: Prefect's side of the queue
+    "tasks/queue": Layer(project=("tasks",), refused=("prefect_ray", "ray")),
     "tasks/rayjobs": Layer(project=("tasks.run", "tasks.rayjobs"), refused=("prefect",)),
     "tasks/rollout": Layer(
         project=("tasks.run", "tasks.rollout"), refused=("prefect", "prefect_ray", "ray")
@@ -326,11 +326,13 @@ LEGAL = {
     "else:\n    import tree\n",
     "tasks/supervise/tree.py": "import ctypes\n",
     "tasks/supervise/process.py": "import psutil\nfrom tasks.supervise import tree\n",
-    "tasks/gang/worker.py": "from prefect.workers.process import ProcessWorker\n",
+    "tasks/gang/__main__.py": "from tasks.queue.command import main\n",
+    "tasks/queue/worker.py": "from prefect.workers.process import ProcessWorker\n"
+    "from tasks.gang import policy\n",
     "tasks/rayjobs/jobs.py": "import ray\nfrom tasks.run.errors import LostContact\n",
     "tasks/rollout/actor.py": "import ray\nfrom tasks.rollout import health\n",
     "tasks/rollout/health.py": "import httpx\n",
-    "tasks/launch.py": "import prefect\nfrom tasks.gang import worker\n",
+    "tasks/launch.py": "import prefect\nfrom tasks.queue import worker\n",
     "flows/train.py": "import sys\nfrom prefect import flow\nfrom tasks.launch import start\n"
     "@flow\ndef train(spec: dict) -> None: ...\n",
     "deployments/stack.py": "import subprocess\nfrom tasks.run import errors\n",
