@@ -1,6 +1,6 @@
 """The layers of the project, held by a walk over the imports of its files.
 
-    tasks/run <- tasks/{supervise,gang,rayjobs,rollout} <- tasks/{*.py,queue} <- flows <- deployments
+  tasks/run <- tasks/{supervise,gang,rayjobs,rollout} <- tasks/{*.py,queue} <- flows <- deployments
 
 An import counts wherever it stands: within a function, under TYPE_CHECKING, as the literal name
 given to `import_module`. A mechanism that needs a sibling declares a Protocol; the module directly
