@@ -1,0 +1,222 @@
+"""Why a run waits, in the words of its state: what it asks, what is free, what it waits for.
+
+Pure. Each text is one line. Only the first of the line is told figures that change often: every
+rewrite is one more state in the history of its flow run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+
+from tasks.gang.demand import Demand
+from tasks.gang.policy import Reason, Why
+
+#: Only so many of the line are told who is first: all the others would be told anew each time that
+#: the line moves.
+TOLD_THE_FIRST = 10
+
+#: How many names, numbers or groups of nodes a line lists.
+_LISTED = 4
+_ERROR_CHARACTERS = 200
+_MINUTE_S, _HOUR_S, _DAY_S = 60.0, 3600.0, 86400.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """What the state of a run that waits says."""
+
+    #: What the run asks and why it waits.
+    text: str
+    #: As long as it is the same, the state is not worth a rewrite.
+    key: str
+    #: The text without what the run asks.
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """What the nodes of a run's cluster have for it now."""
+
+    #: GPUs free on each node after the pass, by name; 0 on a drained one.
+    free: Mapping[str, int] = field(default_factory=dict)
+    #: GPUs that would be free on each drained node.
+    drained: Mapping[str, int] = field(default_factory=dict)
+    #: GPUs in use by others than our runs, on all nodes.
+    others: float = 0.0
+
+
+def message_of(
+    demand: Demand | None,
+    reason: Reason,
+    names: Mapping[str, str],
+    *,
+    room: Room,
+    now: float,
+    number: int = 1,
+    limit: tuple[int, int] | None = None,
+    not_before: float | None = None,
+) -> Message:
+    """Why the policy lets a run wait.
+
+    Args:
+        demand: None where it asks for no GPUs.
+        names: Of flow runs, by id; one that is missing is called by its id.
+        now: UTC epoch seconds, as are the times of `reason`.
+        number: Its place in the line, from 1 on. It is not shown.
+        limit: GPUs that its tag has, and may have, where that is the reason.
+        not_before: When a run that was sent back is tried again.
+    """
+    match reason.why:
+        case Why.GPUS:
+            return _message(demand, _first(demand, reason, names, room, now))
+        case Why.LIMIT:
+            has = f"{limit[0]} of its limit of {limit[1]}" if limit else "reached its limit"
+            text = f"waits for GPUs of the tag {reason.tag}, which has {has}"
+            return _message(demand, text, key=f"limit {reason.tag} {limit[1] if limit else ''}")
+        case Why.RETRY:
+            again = f", and is tried again at {_time(not_before, now)}" if not_before else ""
+            return _message(demand, f"was sent back, as its GPUs were not free after all{again}")
+        case Why.BEHIND | Why.WOULD_DELAY if number > TOLD_THE_FIRST or not reason.waits_for:
+            return _message(demand, "waits behind earlier runs of the line")
+        case Why.BEHIND:
+            first = _names(reason.waits_for[:1], names)
+            return _message(demand, f"waits behind {first}, which is first in line")
+        case Why.WOULD_DELAY:
+            first = _names(reason.waits_for[:1], names)
+            return _message(demand, f"would fit, but delay {first}, which is first in line")
+
+
+def paused(demand: Demand | None, pool: str, queue: str = "") -> Message:
+    """Why a run waits whose pool, or whose queue of the pool, is paused."""
+    what = f"the queue {queue} of the work pool {pool}" if queue else f"the work pool {pool}"
+    return _message(demand, f"waits, as {what} is paused")
+
+
+def at_pool_limit(demand: Demand | None, pool: str, limit: int) -> Message:
+    """Why a run waits whose pool runs as many as it may."""
+    runs = "run" if limit == 1 else "runs"
+    return _message(
+        demand, f"waits for a run to end: the work pool {pool} has its limit of {limit} {runs}"
+    )
+
+
+def no_answer(demand: Demand | None, address: str, error: object) -> Message:
+    """Why a run waits whose cluster can't be looked at."""
+    why = _one_line(error)
+    text = f"waits for its cluster, {address}, which does not answer{f' ({why})' if why else ''}"
+    return _message(demand, text, key=f"no answer {address}")
+
+
+def spoilt_settings(demand: Demand | None, pool: str, error: object) -> Message:
+    """Why a run waits whose pool has settings that can't be read."""
+    text = f"waits, as the settings of the work pool {pool} can't be read: {_one_line(error)}"
+    return _message(demand, text)
+
+
+def asks(demand: Demand | None) -> str:
+    """`2 nodes with 8 GPUs each`."""
+    if demand is None:
+        return "no GPUs"
+    gpus = "1 GPU" if demand.gpus_per_node == 1 else f"{demand.gpus_per_node} GPUs"
+    return f"1 node with {gpus}" if demand.nodes == 1 else f"{demand.nodes} nodes with {gpus} each"
+
+
+def free_on(free: Mapping[str, int]) -> str:
+    """`8, 3 and 0 on 3 nodes`: GPUs free on each node, largest first; many nodes are grouped."""
+    if not free:
+        return "no node is there"
+    nodes = "1 node" if len(free) == 1 else f"{len(free)} nodes"
+    largest = sorted(free.values(), reverse=True)
+    if largest[0] == largest[-1]:
+        return f"{largest[0]} on {'each of ' if len(free) > 1 else ''}{nodes}"
+    if len(largest) <= _LISTED:
+        return f"{_listed(map(str, largest))} on {nodes}"
+    sizes = sorted(set(largest), reverse=True)
+    kept = sizes if len(sizes) <= _LISTED else sizes[: _LISTED - 1]
+    groups = [f"{size} on {largest.count(size)}" for size in kept]
+    if len(kept) < len(sizes):
+        groups.append(f"fewer on {sum(value < kept[-1] for value in largest)}")
+    return f"{_listed(groups)} of {nodes}"
+
+
+def when(at: float) -> str:
+    """`2026-01-02 14:20 UTC`."""
+    return f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M} UTC"
+
+
+def lasting(seconds: float) -> str:
+    """`3 h 12 min`: two units at most."""
+    if seconds < _MINUTE_S:
+        return f"{max(0.0, seconds):.0f} s"
+    if seconds < _HOUR_S:
+        return f"{seconds // _MINUTE_S:.0f} min"
+    if seconds < _DAY_S:
+        hours, rest = divmod(seconds, _HOUR_S)
+        return f"{hours:.0f} h {rest // _MINUTE_S:.0f} min"
+    days, rest = divmod(seconds, _DAY_S)
+    return f"{days:.0f} d {rest // _HOUR_S:.0f} h"
+
+
+def _message(demand: Demand | None, reason: str, key: str = "") -> Message:
+    return Message(text=f"asks for {asks(demand)}; {reason}", key=key or reason, reason=reason)
+
+
+def _first(
+    demand: Demand | None, reason: Reason, names: Mapping[str, str], room: Room, now: float
+) -> str:
+    """Why the first of the line does not fit."""
+    parts = [f"free: {free_on(room.free)}"]
+    if demand is not None and _fits(demand, room.free):
+        cpus = demand.gpus_per_node * demand.cpus_per_gpu
+        parts.append(f"too few nodes have {cpus:g} CPUs free with the GPUs")
+    elif demand is not None and _fits(demand, {**room.free, **room.drained}):
+        parts.append(f"it would fit but for what is drained: {_listed(sorted(room.drained))}")
+    if reason.waits_for:
+        ended = _names(reason.waits_for, names)
+        parts.append(f"waits for {ended} to end, {_expected(reason.starts_at, now)}")
+    elif room.others:
+        parts.append(f"others than the runs of this queue have {room.others:g} GPUs")
+    elif len(parts) == 1:
+        parts.append("waits for nodes to come back: no run's end makes room enough")
+    return "; ".join(parts)
+
+
+def _fits(demand: Demand, free: Mapping[str, int]) -> bool:
+    return sum(gpus >= demand.gpus_per_node for gpus in free.values()) >= demand.nodes
+
+
+def _expected(at: float | None, now: float) -> str:
+    if at is None:
+        return "nobody can say when"
+    if at < now + _MINUTE_S:
+        # Without a time: one that moves along with the clock would be written each minute.
+        return "expected any moment"
+    return f"expected {_time(at // _MINUTE_S * _MINUTE_S, now)}"
+
+
+def _time(at: float, now: float) -> str:
+    """The time of day, with the day where that is not today; the seconds where there are any."""
+    time = datetime.fromtimestamp(at, UTC)
+    is_today = time.date() == datetime.fromtimestamp(now, UTC).date()
+    text = f"{time:%H:%M:%S}" if time.second else f"{time:%H:%M}"
+    return f"{text if is_today else f'{time:%Y-%m-%d} {text}'} UTC"
+
+
+def _names(ids: Sequence[str], names: Mapping[str, str]) -> str:
+    return _listed([names.get(id, id) for id in ids])
+
+
+def _listed(items: Iterable[str]) -> str:
+    """`a, b and c`; of many the first ones, and how many more there are."""
+    shown = list(items)
+    if len(shown) > _LISTED:
+        shown = [*shown[: _LISTED - 1], f"{len(shown) - _LISTED + 1} more"]
+    *before, last = shown
+    return f"{', '.join(before)} and {last}" if before else last
+
+
+def _one_line(error: object) -> str:
+    words = " ".join(str(error).split())
+    return words if len(words) <= _ERROR_CHARACTERS else f"{words[: _ERROR_CHARACTERS - 1]}…"

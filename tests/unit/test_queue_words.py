@@ -1,0 +1,229 @@
+"""What the state of a run that waits says, and when that is worth saying anew."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+
+from tasks.gang.demand import Demand
+from tasks.gang.policy import Reason, Why
+from tasks.queue.words import (
+    TOLD_THE_FIRST,
+    Message,
+    Room,
+    asks,
+    at_pool_limit,
+    free_on,
+    lasting,
+    message_of,
+    no_answer,
+    paused,
+    spoilt_settings,
+    when,
+)
+
+NOW = datetime(2026, 1, 2, 13, 5, 30, tzinfo=UTC).timestamp()
+NAMES = {"1": "grpo-a", "2": "ppo-b", "3": "sft-c", "4": "grpo-d", "5": "grpo-e"}
+WIDE = Demand(nodes=2, gpus_per_node=8, cpus_per_gpu=3)
+SMALL = Demand(nodes=1, gpus_per_node=4, cpus_per_gpu=3)
+THREE = {"n0": 8, "n1": 0, "n2": 3}
+
+
+def first(
+    *waits_for: str, in_s: float | None = None, demand: Demand = WIDE, now: float = NOW, **room: Any
+) -> Message:
+    """What the first of the line is told."""
+    starts_at = None if in_s is None else NOW + in_s
+    reason = Reason(why=Why.GPUS, waits_for=waits_for, starts_at=starts_at)
+    there = Room(**{"free": THREE, **room})
+    return message_of(demand, reason, NAMES, room=there, now=now)
+
+
+def later(why: Why, number: int = 2, free: dict[str, int] | None = None, **more: Any) -> Message:
+    """What one further down the line is told."""
+    reason = Reason(why=why, waits_for=("1",), starts_at=NOW + number, tag="team-a")
+    room = Room(free=free or THREE)
+    return message_of(SMALL, reason, NAMES, room=room, now=NOW, number=number, **more)
+
+
+def test_the_first_is_told_what_is_free_and_whose_end_it_waits_for() -> None:
+    message = first("1", "2", in_s=4500)
+
+    assert message.text == (
+        "asks for 2 nodes with 8 GPUs each; free: 8, 3 and 0 on 3 nodes; "
+        "waits for grpo-a and ppo-b to end, expected 14:20 UTC"
+    )
+    assert message.text == f"asks for {asks(WIDE)}; {message.reason}"
+
+
+@pytest.mark.parametrize(
+    ("in_s", "said"),
+    [
+        (None, "nobody can say when"),
+        # past the estimates: no time that moves along with the clock
+        (-7200, "expected any moment"),
+        (59, "expected any moment"),
+        (60, "expected 13:06 UTC"),
+        # another day
+        (86400, "expected 2026-01-03 13:05 UTC"),
+    ],
+)
+def test_when_the_first_is_expected_to_start(in_s: float | None, said: str) -> None:
+    assert first("1", in_s=in_s).text.endswith(f"waits for grpo-a to end, {said}")
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        # it fits where the drained nodes are counted
+        (first(drained={"n3": 8}), "it would fit but for what is drained: n3"),
+        (first("1", drained={"n3": 8}), "drained: n3; waits for grpo-a to end, nobody can say"),
+        # it does not
+        (first(drained={"n3": 7}), "waits for nodes to come back: no run's end makes room"),
+        # others have taken what it needs
+        (first(others=5), "others than the runs of this queue have 5 GPUs"),
+        # the GPUs are there, not so the CPUs
+        (
+            first("1", free={"n0": 8, "n1": 8}),
+            "free: 8 on each of 2 nodes; too few nodes have 24 CPUs free with the GPUs; waits for",
+        ),
+        # a run that names no flow run we know, and many of them
+        (first("unknown"), "waits for unknown to end"),
+        (first("1", "2", "3", "4"), "waits for grpo-a, ppo-b, sft-c and grpo-d to end"),
+        (first("1", "2", "3", "4", "5"), "waits for grpo-a, ppo-b, sft-c and 2 more to end"),
+    ],
+)
+def test_why_the_first_does_not_fit(message: Message, said: str) -> None:
+    assert said in message.text
+
+
+@pytest.mark.parametrize(
+    ("free", "said"),
+    [
+        ({}, "no node is there"),
+        ({"a": 3}, "3 on 1 node"),
+        ({"a": 0, "b": 0}, "0 on each of 2 nodes"),
+        ({"a": 1, "b": 2, "c": 4, "d": 8}, "8, 4, 2 and 1 on 4 nodes"),
+        # many nodes are grouped
+        ({f"n{i}": 8 if i < 2 else 0 for i in range(128)}, "8 on 2 and 0 on 126 of 128 nodes"),
+        ({f"n{i}": i % 9 for i in range(18)}, "8 on 2, 7 on 2, 6 on 2 and fewer on 12 of 18 nodes"),
+    ],
+)
+def test_what_is_free_is_told_largest_first(free: dict[str, int], said: str) -> None:
+    assert free_on(free) == said
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        (later(Why.BEHIND), "waits behind grpo-a, which is first in line"),
+        (later(Why.WOULD_DELAY), "would fit, but delay grpo-a, which is first in line"),
+        (
+            later(Why.LIMIT, limit=(14, 16)),
+            "waits for GPUs of the tag team-a, which has 14 of its limit of 16",
+        ),
+        (later(Why.LIMIT), "waits for GPUs of the tag team-a, which has reached its limit"),
+        (
+            later(Why.RETRY, not_before=NOW + 65),
+            "was sent back, as its GPUs were not free after all, and is tried again at "
+            "13:06:35 UTC",
+        ),
+        (paused(SMALL, "gang"), "waits, as the work pool gang is paused"),
+        (paused(SMALL, "gang", "low"), "waits, as the queue low of the work pool gang is paused"),
+        (
+            at_pool_limit(SMALL, "gang", 8),
+            "waits for a run to end: the work pool gang has its limit of 8 runs",
+        ),
+        (
+            no_answer(SMALL, "http://ray:8265", TimeoutError("no answer\nwithin 5 s")),
+            "waits for its cluster, http://ray:8265, which does not answer (no answer within 5 s)",
+        ),
+        (
+            spoilt_settings(SMALL, "gang", "policy: 'lifo'"),
+            "waits, as the settings of the work pool gang can't be read: policy: 'lifo'",
+        ),
+    ],
+)
+def test_each_reason_is_one_line_after_what_the_run_asks(message: Message, said: str) -> None:
+    assert message.text == f"asks for 1 node with 4 GPUs; {said}"
+    assert message.reason == said
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        # what moves along with the clock
+        (first("1", in_s=-60), first("1", in_s=-60, now=NOW + 600)),
+        (first("1", in_s=4500), first("1", in_s=4510)),
+        # further down, what is free and the place in the line
+        (later(Why.BEHIND), later(Why.BEHIND, free={"n0": 1})),
+        (later(Why.BEHIND), later(Why.BEHIND, number=3)),
+        (later(Why.LIMIT, limit=(14, 16)), later(Why.LIMIT, limit=(15, 16))),
+        # an error that names a port or an address in memory is another each time
+        (no_answer(None, "http://ray:8265", "at 0x1"), no_answer(None, "http://ray:8265", "0x2")),
+        # far down the line nobody is told who is first, nor which rule holds
+        (
+            later(Why.BEHIND, number=TOLD_THE_FIRST + 1),
+            later(Why.WOULD_DELAY, number=TOLD_THE_FIRST + 2),
+        ),
+    ],
+)
+def test_what_is_not_worth_a_rewrite_leaves_the_key(one: Message, other: Message) -> None:
+    assert one.key == other.key
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (first("1"), first("2")),
+        (first("1"), first("1", free={"n0": 8, "n1": 1, "n2": 3})),
+        (first("1", in_s=4500), first("1", in_s=4600)),
+        (later(Why.BEHIND), later(Why.WOULD_DELAY)),
+        (later(Why.LIMIT, limit=(14, 16)), later(Why.LIMIT, limit=(14, 24))),
+        (
+            later(Why.BEHIND, number=TOLD_THE_FIRST),
+            later(Why.BEHIND, number=TOLD_THE_FIRST + 1),
+        ),
+        (paused(None, "gang"), paused(None, "gang", "low")),
+    ],
+)
+def test_what_is_worth_a_rewrite_changes_the_key(one: Message, other: Message) -> None:
+    assert one.key != other.key
+
+
+@pytest.mark.parametrize(
+    ("demand", "said"),
+    [
+        (None, "no GPUs"),
+        (Demand(nodes=1, gpus_per_node=1, cpus_per_gpu=3), "1 node with 1 GPU"),
+        (Demand(nodes=3, gpus_per_node=1, cpus_per_gpu=3), "3 nodes with 1 GPU each"),
+    ],
+)
+def test_what_a_run_asks(demand: Demand | None, said: str) -> None:
+    assert asks(demand) == said
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [
+        (-1, "0 s"),
+        (59, "59 s"),
+        (60, "1 min"),
+        (3599, "59 min"),
+        (3600, "1 h 0 min"),
+        (86399, "23 h 59 min"),
+        (86400 * 3 + 7200, "3 d 2 h"),
+    ],
+)
+def test_a_length_of_time_in_two_units(seconds: float, said: str) -> None:
+    assert lasting(seconds) == said
+
+
+def test_a_long_error_is_cut() -> None:
+    assert len(no_answer(None, "a", "x" * 5000).text) < 300
+
+
+def test_a_time_is_told_in_utc() -> None:
+    assert when(NOW) == "2026-01-02 13:05 UTC"
