@@ -68,5 +68,7 @@ class QueueView:
     nodes: tuple[NodeUse, ...]
     #: `used[tag]` and the limit of each tag that has one: `(used, limit)` GPUs.
     tags: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    #: Names of the pool's queues that are paused.
+    paused_queues: tuple[str, ...] = ()
     #: What is wrong: a cluster that does not answer, settings that can't be read.
     troubles: tuple[str, ...] = ()

@@ -17,6 +17,10 @@ from tasks.gang.policy import Reason, Why
 #: the line moves.
 TOLD_THE_FIRST = 10
 
+#: What stands after it changes often.
+FREE_NOW = "; free now: "
+SOON = "any moment"
+
 #: How many names, numbers or groups of nodes a line lists.
 _LISTED = 4
 _ERROR_CHARACTERS = 200
@@ -76,7 +80,7 @@ def message_of(
             text = f"waits for GPUs of the tag {reason.tag}, which has {has}"
             return _message(demand, text, key=f"limit {reason.tag} {limit[1] if limit else ''}")
         case Why.RETRY:
-            again = f", and is tried again at {_time(not_before, now)}" if not_before else ""
+            again = f", and is tried again at {_seconds(not_before)}" if not_before else ""
             return _message(demand, f"was sent back, as its GPUs were not free after all{again}")
         case Why.BEHIND | Why.WOULD_DELAY if number > TOLD_THE_FIRST or not reason.waits_for:
             return _message(demand, "waits behind earlier runs of the line")
@@ -104,14 +108,14 @@ def at_pool_limit(demand: Demand | None, pool: str, limit: int) -> Message:
 
 def no_answer(demand: Demand | None, address: str, error: object) -> Message:
     """Why a run waits whose cluster can't be looked at."""
-    why = _one_line(error)
+    why = one_line(error)
     text = f"waits for its cluster, {address}, which does not answer{f' ({why})' if why else ''}"
     return _message(demand, text, key=f"no answer {address}")
 
 
 def spoilt_settings(demand: Demand | None, pool: str, error: object) -> Message:
     """Why a run waits whose pool has settings that can't be read."""
-    text = f"waits, as the settings of the work pool {pool} can't be read: {_one_line(error)}"
+    text = f"waits, as the settings of the work pool {pool} can't be read: {one_line(error)}"
     return _message(demand, text)
 
 
@@ -128,7 +132,7 @@ def free_on(free: Mapping[str, int]) -> str:
     if not free:
         return "no node is there"
     nodes = "1 node" if len(free) == 1 else f"{len(free)} nodes"
-    largest = sorted(free.values(), reverse=True)
+    largest = sorted((max(0, gpus) for gpus in free.values()), reverse=True)
     if largest[0] == largest[-1]:
         return f"{largest[0]} on {'each of ' if len(free) > 1 else ''}{nodes}"
     if len(largest) <= _LISTED:
@@ -146,6 +150,20 @@ def when(at: float) -> str:
     return f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M} UTC"
 
 
+def is_soon(at: float, now: float) -> bool:
+    """Whether what is expected then is expected now: it may be past its time.
+
+    It is told without a time: one that moved along with the clock would be written each minute.
+    """
+    return at < now + _MINUTE_S
+
+
+def clock(at: float, now: float) -> str:
+    """The time of day in UTC, with the day where that is not today's."""
+    time, today = (datetime.fromtimestamp(moment, UTC) for moment in (at, now))
+    return f"{time:%H:%M}" if time.date() == today.date() else f"{time:%Y-%m-%d %H:%M}"
+
+
 def lasting(seconds: float) -> str:
     """`3 h 12 min`: two units at most."""
     if seconds < _MINUTE_S:
@@ -159,6 +177,13 @@ def lasting(seconds: float) -> str:
     return f"{days:.0f} d {rest // _HOUR_S:.0f} h"
 
 
+def one_line(error: object) -> str:
+    """An error as the UI can show it within a line."""
+    # The UI would take <urlopen error ...> for HTML, and show nothing.
+    words = " ".join(str(error).split()).translate(str.maketrans("<>", "[]"))
+    return words if len(words) <= _ERROR_CHARACTERS else f"{words[: _ERROR_CHARACTERS - 1]}…"
+
+
 def _message(demand: Demand | None, reason: str, key: str = "") -> Message:
     return Message(text=f"asks for {asks(demand)}; {reason}", key=key or reason, reason=reason)
 
@@ -167,20 +192,20 @@ def _first(
     demand: Demand | None, reason: Reason, names: Mapping[str, str], room: Room, now: float
 ) -> str:
     """Why the first of the line does not fit."""
-    parts = [f"free: {free_on(room.free)}"]
+    parts = []
+    if reason.waits_for:
+        ended = _names(reason.waits_for, names)
+        parts.append(f"waits for {ended} to end, {_expected(reason.starts_at, now)}")
     if demand is not None and _fits(demand, room.free):
         cpus = demand.gpus_per_node * demand.cpus_per_gpu
         parts.append(f"too few nodes have {cpus:g} CPUs free with the GPUs")
     elif demand is not None and _fits(demand, {**room.free, **room.drained}):
-        parts.append(f"it would fit but for what is drained: {_listed(sorted(room.drained))}")
-    if reason.waits_for:
-        ended = _names(reason.waits_for, names)
-        parts.append(f"waits for {ended} to end, {_expected(reason.starts_at, now)}")
-    elif room.others:
+        parts.append(f"would fit but for what is drained: {_listed(sorted(room.drained))}")
+    elif not reason.waits_for and room.others:
         parts.append(f"others than the runs of this queue have {room.others:g} GPUs")
-    elif len(parts) == 1:
+    elif not reason.waits_for:
         parts.append("waits for nodes to come back: no run's end makes room enough")
-    return "; ".join(parts)
+    return "; ".join(parts) + f"{FREE_NOW}{free_on(room.free)}"
 
 
 def _fits(demand: Demand, free: Mapping[str, int]) -> bool:
@@ -190,18 +215,11 @@ def _fits(demand: Demand, free: Mapping[str, int]) -> bool:
 def _expected(at: float | None, now: float) -> str:
     if at is None:
         return "nobody can say when"
-    if at < now + _MINUTE_S:
-        # Without a time: one that moves along with the clock would be written each minute.
-        return "expected any moment"
-    return f"expected {_time(at // _MINUTE_S * _MINUTE_S, now)}"
+    return f"expected {SOON if is_soon(at, now) else f'{clock(at, now)} UTC'}"
 
 
-def _time(at: float, now: float) -> str:
-    """The time of day, with the day where that is not today; the seconds where there are any."""
-    time = datetime.fromtimestamp(at, UTC)
-    is_today = time.date() == datetime.fromtimestamp(now, UTC).date()
-    text = f"{time:%H:%M:%S}" if time.second else f"{time:%H:%M}"
-    return f"{text if is_today else f'{time:%Y-%m-%d} {text}'} UTC"
+def _seconds(at: float) -> str:
+    return f"{datetime.fromtimestamp(at, UTC):%H:%M:%S} UTC"
 
 
 def _names(ids: Sequence[str], names: Mapping[str, str]) -> str:
@@ -215,8 +233,3 @@ def _listed(items: Iterable[str]) -> str:
         shown = [*shown[: _LISTED - 1], f"{len(shown) - _LISTED + 1} more"]
     *before, last = shown
     return f"{', '.join(before)} and {last}" if before else last
-
-
-def _one_line(error: object) -> str:
-    words = " ".join(str(error).split())
-    return words if len(words) <= _ERROR_CHARACTERS else f"{words[: _ERROR_CHARACTERS - 1]}…"

@@ -32,28 +32,32 @@ THREE = {"n0": 8, "n1": 0, "n2": 3}
 
 
 def first(
-    *waits_for: str, in_s: float | None = None, demand: Demand = WIDE, now: float = NOW, **room: Any
+    *waits_for: str,
+    in_s: float | None = None,
+    demand: Demand = WIDE,
+    now: float = NOW,
+    **there: Any,
 ) -> Message:
     """What the first of the line is told."""
     starts_at = None if in_s is None else NOW + in_s
     reason = Reason(why=Why.GPUS, waits_for=waits_for, starts_at=starts_at)
-    there = Room(**{"free": THREE, **room})
-    return message_of(demand, reason, NAMES, room=there, now=now)
+    found = Room(**{"free": THREE, **there})
+    return message_of(WIDE, reason, NAMES, room=found, now=now)
 
 
 def later(why: Why, number: int = 2, free: dict[str, int] | None = None, **more: Any) -> Message:
     """What one further down the line is told."""
     reason = Reason(why=why, waits_for=("1",), starts_at=NOW + number, tag="team-a")
-    room = Room(free=free or THREE)
-    return message_of(SMALL, reason, NAMES, room=room, now=NOW, number=number, **more)
+    there = Room(free=free or THREE)
+    return message_of(SMALL, reason, NAMES, room=there, now=NOW, number=number, **more)
 
 
 def test_the_first_is_told_what_is_free_and_whose_end_it_waits_for() -> None:
     message = first("1", "2", in_s=4500)
 
     assert message.text == (
-        "asks for 2 nodes with 8 GPUs each; free: 8, 3 and 0 on 3 nodes; "
-        "waits for grpo-a and ppo-b to end, expected 14:20 UTC"
+        "asks for 2 nodes with 8 GPUs each; waits for grpo-a and ppo-b to end, expected 14:20 UTC; "
+        "free now: 8, 3 and 0 on 3 nodes"
     )
     assert message.text == f"asks for {asks(WIDE)}; {message.reason}"
 
@@ -71,15 +75,15 @@ def test_the_first_is_told_what_is_free_and_whose_end_it_waits_for() -> None:
     ],
 )
 def test_when_the_first_is_expected_to_start(in_s: float | None, said: str) -> None:
-    assert first("1", in_s=in_s).text.endswith(f"waits for grpo-a to end, {said}")
+    assert f"waits for grpo-a to end, {said}; free now" in first("1", in_s=in_s).text
 
 
 @pytest.mark.parametrize(
     ("message", "said"),
     [
         # it fits where the drained nodes are counted
-        (first(drained={"n3": 8}), "it would fit but for what is drained: n3"),
-        (first("1", drained={"n3": 8}), "drained: n3; waits for grpo-a to end, nobody can say"),
+        (first(drained={"n3": 8}), "would fit but for what is drained: n3; free now: 8, 3"),
+        (first("1", drained={"n3": 8}), "to end, nobody can say when; would fit but for what is"),
         # it does not
         (first(drained={"n3": 7}), "waits for nodes to come back: no run's end makes room"),
         # others have taken what it needs
@@ -87,7 +91,7 @@ def test_when_the_first_is_expected_to_start(in_s: float | None, said: str) -> N
         # the GPUs are there, not so the CPUs
         (
             first("1", free={"n0": 8, "n1": 8}),
-            "free: 8 on each of 2 nodes; too few nodes have 24 CPUs free with the GPUs; waits for",
+            "too few nodes have 24 CPUs free with the GPUs; free now: 8 on each of 2 nodes",
         ),
         # a run that names no flow run we know, and many of them
         (first("unknown"), "waits for unknown to end"),
@@ -105,6 +109,8 @@ def test_why_the_first_does_not_fit(message: Message, said: str) -> None:
         ({}, "no node is there"),
         ({"a": 3}, "3 on 1 node"),
         ({"a": 0, "b": 0}, "0 on each of 2 nodes"),
+        # more is held than there is
+        ({"a": 0, "b": -8}, "0 on each of 2 nodes"),
         ({"a": 1, "b": 2, "c": 4, "d": 8}, "8, 4, 2 and 1 on 4 nodes"),
         # many nodes are grouped
         ({f"n{i}": 8 if i < 2 else 0 for i in range(128)}, "8 on 2 and 0 on 126 of 128 nodes"),
@@ -223,6 +229,10 @@ def test_a_length_of_time_in_two_units(seconds: float, said: str) -> None:
 
 def test_a_long_error_is_cut() -> None:
     assert len(no_answer(None, "a", "x" * 5000).text) < 300
+
+
+def test_an_error_is_not_taken_for_html() -> None:
+    assert "[urlopen error]" in no_answer(None, "a", "<urlopen error>").text
 
 
 def test_a_time_is_told_in_utc() -> None:
