@@ -1,0 +1,293 @@
+"""The lease that lets one gate decide at a time, on all hosts of a Prefect server.
+
+A gate takes it for the fraction of a second in which it writes. Prefect has no compare-and-set, but
+names of variables are unique, and each variable has an id that no other ever gets. So the lease is
+a variable of a fixed name:
+
+- to create it is to take it: of several who try, the server lets one;
+- to delete it, by its id, is to give it back, or to take it from a holder that is gone. A late
+  delete finds that id no more, so it harms no lease that was taken since.
+
+Nobody can keep a holder from writing late, once its lease was taken from it: that rests on time. A
+holder writes for `hold_s` at most, counted from before it asked for the lease; others leave a lease
+alone for `expire_s` after they first saw it. The difference is for what is on its way to the server
+then. Each counts on its own clock: no two clocks are compared.
+
+On one host a lock in `$MUSTER_HOME/gate` comes first. It spares the server the crowd, and it tells
+at once when a holder was killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import random
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any, TypeVar
+from uuid import UUID, uuid4
+
+import httpx
+from prefect.client.orchestration import PrefectClient
+
+from tasks.queue.gate_variable import GateVariable, Lease
+from tasks.queue.host_lock import HostLock
+from tasks.run.errors import MusterError
+
+_log = logging.getLogger(__name__)
+
+#: The variable's name. One for all pools: they may share GPUs.
+NAME = "muster_gate"
+HOLD_S = 10.0
+EXPIRE_S = 15.0
+#: Giving back goes on for so long when the server does not answer, or the process is to end.
+_BACK_WITHIN_S = 2.0
+#: A killed holder's last request may still be at the server.
+_SETTLE_S = 0.25
+_LOCK_EVERY_S = 0.03
+#: The host's lock is not waited for any longer: it may be that of a process that was suspended.
+_LOCKED_OUT_FOR_S = 2.0
+_LOOK_EVERY_S = (0.1, 0.5)
+
+T = TypeVar("T")
+
+
+class LeaseLost(MusterError):
+    """The lease was held for longer than is safe, so another gate may decide by now: write nothing
+    more, and begin again with what the server says then."""
+
+
+def _since_boot() -> float:
+    """Monotonic seconds; unlike `time.monotonic`, they go on while the machine is suspended."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+class Holding:
+    """The lease, taken."""
+
+    def __init__(
+        self, lease: Lease, *, began: float, hold_s: float, clock: Callable[[], float]
+    ) -> None:
+        self.lease = lease
+        self._began = began
+        self._hold_s = hold_s
+        self._clock = clock
+        self._is_over = False
+
+    @property
+    def left_s(self) -> float:
+        """Seconds in which to write; 0 when it is over."""
+        if self._is_over:
+            return 0.0
+        return max(0.0, self._began + self._hold_s - self._clock())
+
+    def check(self) -> None:
+        """Call it right before each write, with no await between.
+
+        Raises: LeaseLost.
+        """
+        if self.left_s <= 0:
+            raise self.lost()
+
+    def lost(self) -> LeaseLost:
+        if self._is_over:
+            return LeaseLost("the gate's lease was given back: nothing may be written by it")
+        held_s = self._clock() - self._began
+        return LeaseLost(
+            f"the gate's lease was asked for {held_s:.1f} s ago, and is safe for "
+            f"{self._hold_s:g} s: another gate may decide by now"
+        )
+
+    def end(self) -> None:
+        self._is_over = True
+
+
+class GateLease:
+    """Takes the lease, again and again, for one gate.
+
+    Several tasks of an event loop may use it: they get it one after the other, as others do.
+    """
+
+    def __init__(
+        self,
+        client: PrefectClient,
+        *,
+        home: Path,
+        name: str = NAME,
+        hold_s: float = HOLD_S,
+        expire_s: float = EXPIRE_S,
+        clock: Callable[[], float] = _since_boot,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        """
+        Args:
+            client: entered, of this event loop.
+            home: MUSTER_HOME, below which the lock of this host lies.
+            hold_s: the same for all gates of a server, as is `expire_s`, which is well above it.
+        """
+        self._variable = GateVariable(client, name)
+        self._hold_s = hold_s
+        self._expire_s = expire_s
+        self._clock = clock
+        self._sleep = sleep
+        digest = hashlib.sha256(str(client.api_url).encode()).hexdigest()[:16]
+        self._lock_path = home / "gate" / f"{digest}.lock"
+        self._said_no_locks = False
+        self._locked_out_since: float | None = None
+        #: Another's lease, and since when we see it.
+        self._seen: tuple[UUID, float] | None = None
+        #: Takings of ours that are over, though the server may not know.
+        self._ghosts: set[str] = set()
+
+    @asynccontextmanager
+    async def held(self, *, within_s: float = 10.0) -> AsyncIterator[Holding | None]:
+        """The lease, for the body; None when another gate had it for so long.
+
+        It is given back when the body ends, by an error or a cancel too; a cancel waits for that,
+        2 s at most. A body that takes longer than is safe is cancelled.
+
+        Args:
+            within_s: 0: it is asked for once. An answer of the server may take 10 s longer.
+
+        Raises: httpx.HTTPError, when the server does not answer, or with an error; LeaseLost, by
+            the body's own check or by the cancel. What the body raises passes through. That the
+            lease could not be given back is only logged.
+        """
+        lock = HostLock(self._lock_path)
+        try:
+            holding = await self._take(lock, self._clock() + within_s)
+            if holding is None:
+                lock.unlock()
+                yield None
+                return
+            try:
+                async with asyncio.timeout(holding.left_s) as limit:
+                    yield holding
+            except TimeoutError as error:
+                if limit.expired():
+                    raise holding.lost() from error
+                raise
+            finally:
+                holding.end()
+                await _in_any_case(self._give_back(holding))
+        finally:
+            lock.unlock()
+
+    async def _take(self, lock: HostLock, deadline: float) -> Holding | None:
+        pause_s, longest_s = _LOOK_EVERY_S
+        lease: Lease | None = None
+        while True:
+            if not self._is_locked_out(lock):
+                # A look costs the server less than a try, so there is one try for each lease.
+                lease = await self._asked(self._variable.read()) if lease is not None else None
+                if lease is None:
+                    holding, lease = await self._create(lock)
+                    if holding is not None:
+                        return holding
+                if lease is not None and await self._is_over(lease, lock):
+                    await self._asked(self._variable.delete(lease))
+                    lease = None
+                    continue
+            if self._clock() >= deadline:
+                who = lease.who if lease is not None else "another process of this host"
+                _log.info("the gate is left to %s, which decides right now", who)
+                return None
+            if lease is None:
+                await self._sleep(_LOCK_EVERY_S)
+            else:
+                await self._sleep(pause_s * random.uniform(0.8, 1.2))
+                pause_s = min(1.5 * pause_s, longest_s)
+
+    def _is_locked_out(self, lock: HostLock) -> bool:
+        """Whether to leave the server in peace: another of this host has the lock, not for long."""
+        try:
+            is_ours = lock.try_lock()
+        except OSError as error:
+            if not self._said_no_locks:
+                _log.warning("the gate goes without a lock on this host, %s: %s", lock.path, error)
+            self._said_no_locks = True
+            return False
+        if is_ours:
+            self._locked_out_since = None
+            return False
+        if self._locked_out_since is None:
+            self._locked_out_since = self._clock()
+        return self._clock() - self._locked_out_since < _LOCKED_OUT_FOR_S
+
+    async def _is_over(self, lease: Lease, lock: HostLock) -> bool:
+        """Whether a lease's holder holds it no more, and so did not give it back."""
+        if lease.holder in self._ghosts:
+            return True
+        if lease.lock and lease.lock == lock.mark:
+            _log.warning("the gate is taken over: %s has gone without giving it back", lease.who)
+            await self._sleep(_SETTLE_S)
+            return True
+        now = self._clock()
+        if self._seen is None or self._seen[0] != lease.id:
+            self._seen = (lease.id, now)
+        if now - self._seen[1] < self._expire_s:
+            return False
+        _log.warning(
+            "the gate is taken over: %s has it for more than %g s", lease.who, self._expire_s
+        )
+        return True
+
+    async def _create(self, lock: HostLock) -> tuple[Holding | None, Lease | None]:
+        """The lease as ours, or as another's; neither where that one has just given it back."""
+        holder = uuid4().hex
+        began = self._clock()
+        creation = asyncio.create_task(self._variable.create(holder, lock.mark))
+        try:
+            lease = await self._asked(asyncio.shield(creation))
+        except BaseException:
+            # It may be at the server all the same, now or later.
+            self._ghosts.add(holder)
+            await _in_any_case(self._undo(creation, holder))
+            raise
+        if lease is None or lease.holder != holder:
+            return None, lease
+        self._ghosts.clear()
+        return Holding(lease, began=began, hold_s=self._hold_s, clock=self._clock), lease
+
+    async def _undo(self, creation: asyncio.Task[Lease | None], holder: str) -> None:
+        with suppress(TimeoutError, httpx.HTTPError):
+            async with asyncio.timeout(_BACK_WITHIN_S):
+                lease = await creation
+                if lease is not None and lease.holder == holder:
+                    await self._variable.delete(lease)
+
+    async def _give_back(self, holding: Holding) -> None:
+        try:
+            async with asyncio.timeout(_BACK_WITHIN_S):
+                if not await self._variable.delete(holding.lease):
+                    _log.warning("the gate's lease was gone before it was given back")
+        except (TimeoutError, httpx.HTTPError) as error:
+            self._ghosts.add(holding.lease.holder)
+            reason = str(error) or type(error).__name__
+            _log.warning("the gate's lease is not given back, but will expire: %s", reason)
+
+    async def _asked(self, answer: Awaitable[T]) -> T:
+        """An answer that comes later than the holding would end is of no use."""
+        try:
+            async with asyncio.timeout(self._hold_s):
+                return await answer
+        except TimeoutError as error:
+            reason = f"the gate's lease: no answer within {self._hold_s:g} s"
+            raise httpx.ReadTimeout(reason) from error
+
+
+async def _in_any_case(work: Coroutine[Any, Any, None]) -> None:
+    """Do something that ends by itself, then be cancelled if that was asked meanwhile."""
+    task = asyncio.create_task(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError as error:
+            # More than once: a scope of anyio's, as in Prefect's worker, cancels each wait anew.
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
