@@ -24,7 +24,7 @@ class State:
     #: UTC epoch seconds, by the server's clock.
     at: float
     type: str
-    name: str = ""
+    name: str
     #: Not to start before, UTC epoch seconds.
     due: float = 0.0
 
@@ -190,7 +190,8 @@ def _is_gang(placed: Mapping[str, int], run: History) -> bool:
 def _doubles(run: History, holds: Sequence[Hold]) -> Iterator[str]:
     """What was started twice, or without its gang."""
     for before, after in pairwise(state for state in run.states if state.type != "RUNNING"):
-        if before.type == after.type == "PENDING":
+        # Prefect's own next one, "Submitting", is no admission.
+        if before.type == after.type == "PENDING" and after.name == "Pending":
             yield f"{run.name} was admitted again {after.at - before.at:.2f} s after it had been"
     parts = sorted(run.parts, key=lambda part: part.began)
     for one, next_one in pairwise(parts):

@@ -41,6 +41,7 @@ def run(
             State(at=number / 100, type="SCHEDULED", name="Scheduled"),
             State(at=number / 100 + 0.5, type="SCHEDULED", name="PendingResources"),
             State(at=pending, type="PENDING", name="Pending"),
+            State(at=pending + 0.1, type="PENDING", name="Submitting"),
             State(at=pending + 0.5, type="RUNNING", name="Running"),
             State(at=pending + 0.7, type="RUNNING", name="Running"),
             State(at=ends, type=end, name=end.title()),
@@ -122,16 +123,16 @@ def test_more_runs_at_once_than_the_limit_are_found() -> None:
 
 def test_run_that_is_admitted_twice_is_found() -> None:
     one = run(1, pending=1, ends=5)
-    states = [*one.states[:3], State(at=1.4, type="PENDING"), *one.states[3:]]
+    states = [*one.states[:4], State(at=1.4, type="PENDING", name="Pending"), *one.states[4:]]
 
-    assert "r1 was admitted again 0.40 s after it had been" in faults(replace(one, states=states))
+    assert "r1 was admitted again 0.30 s after it had been" in faults(replace(one, states=states))
 
 
 def test_second_admission_of_a_running_run_is_found() -> None:
     one = run(1, pending=1, ends=5)
-    states = [*one.states[:5], State(at=3, type="PENDING"), *one.states[5:]]
+    states = [*one.states[:6], State(at=3, type="PENDING", name="Pending"), *one.states[6:]]
 
-    assert "r1 was admitted again 2.00 s after it had been" in faults(replace(one, states=states))
+    assert "r1 was admitted again 1.90 s after it had been" in faults(replace(one, states=states))
 
 
 @pytest.mark.parametrize(
@@ -188,7 +189,7 @@ def test_run_that_was_forgotten_though_it_fitted_is_found() -> None:
 def test_run_that_was_passed_and_then_cancelled_is_found_too() -> None:
     holder = run(1, pending=1, ends=9)
     older = run(2, pending=7, ends=8, on=["n1", "n2"])
-    states = [*older.states[:2], State(at=7, type="CANCELLED")]
+    states = [*older.states[:2], State(at=7, type="CANCELLED", name="Cancelled")]
     cancelled = replace(
         older, states=states, parts=[], placed=None, may_end=frozenset({"CANCELLED"})
     )
@@ -258,11 +259,11 @@ def test_run_that_waits_in_its_own_process_holds_nothing_meanwhile() -> None:
     direct = replace(
         run(1, pending=9, ends=12),
         states=[
-            State(at=0.1, type="PENDING"),
+            State(at=0.1, type="PENDING", name="Pending"),
             State(at=0.5, type="RUNNING", name="Running"),
             State(at=1.5, type="RUNNING", name="PendingResources"),
             State(at=9, type="RUNNING", name="Running"),
-            State(at=12, type="COMPLETED"),
+            State(at=12, type="COMPLETED", name="Completed"),
         ],
     )
 
