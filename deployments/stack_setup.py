@@ -12,33 +12,57 @@ import sys
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import WorkPoolCreate
 from prefect.exceptions import ObjectAlreadyExists
-from prefect.workers.process import ProcessWorker
 
 from deployments.stack_env import POOL, ROOT, SET_UP
+from tasks.queue.ledger import TYPE
+from tasks.queue.worker import GangWorker
 from tasks.reconciling import publish, reconcile_host
 
 #: How many runs the pool lets run at once, until somebody changes it.
 POOL_LIMIT = 8
+#: The queues of the pool, and the priority of each: 1 comes first. Prefect makes `default` itself.
+QUEUES = {"urgent": 1, "idle": 3}
+
+
+class WrongPool(Exception):
+    """There is a work pool of the name, and of another type."""
 
 
 def ensure_pool(client: SyncPrefectClient) -> None:
-    """The work pool is there. One that was there before is left as it is."""
+    """The work pool is there, with its queues. What was there before is left as it is.
+
+    Raises: WrongPool.
+    """
     pool = WorkPoolCreate(
         name=POOL,
-        type="process",
-        description="Runs of the flow train, at most so many at once as the concurrency limit.",
-        base_job_template=ProcessWorker.get_default_base_job_template(),
+        type=TYPE,
+        description="Runs of the flow train, each when its whole gang of GPUs is free, in order; "
+        "at most so many at once as the concurrency limit.",
+        base_job_template=GangWorker.get_default_base_job_template(),
         concurrency_limit=POOL_LIMIT,
     )
     try:
         client.create_work_pool(pool)
     except ObjectAlreadyExists:
         print(f"The work pool {POOL} is there already, and left as it is.", flush=True)
+        if (found := client.read_work_pool(POOL).type) != TYPE:
+            raise WrongPool(
+                f"The work pool {POOL} is of the type {found}, whose workers start runs past the "
+                f"queue. Delete it, then try again: prefect work-pool delete {POOL}"
+            ) from None
+    known = {queue.name for queue in client.read_work_queues(work_pool_name=POOL)}
+    for name, priority in QUEUES.items():
+        if name not in known:
+            client.create_work_queue(name=name, priority=priority, work_pool_name=POOL)
 
 
 def main() -> int:
-    with get_client(sync_client=True) as client:
-        ensure_pool(client)
+    try:
+        with get_client(sync_client=True) as client:
+            ensure_pool(client)
+    except WrongPool as error:
+        print(error, file=sys.stderr)
+        return 1
     # What an earlier stack was lost with would hold its places in the pool for ever.
     publish(reconcile_host())
     deploy = (sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all")

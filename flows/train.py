@@ -20,9 +20,8 @@ def train(spec: RunSpec) -> State[None]:
         spec: What to run, and what counts as success.
     """
     with open_run(spec) as run:
-        if admit(run):
-            while next_attempt(run):
-                attempt(run)
+        while next_attempt(run) and admit(run):
+            attempt(run)
         return conclude(run)
 
 

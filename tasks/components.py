@@ -10,8 +10,7 @@ from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 from prefect.states import Cancelled, Completed, Failed
 
-from tasks.capacity import demand_of, nodes_of_cluster
-from tasks.gang.demand import why_never
+from tasks.queue.admission import Admitted, Refused, admitted
 from tasks.run.errors import InvalidSpec, RunEnded
 from tasks.run.failure_kinds import FailureKind
 from tasks.run.lifecycle import RunState
@@ -19,7 +18,8 @@ from tasks.session import RunSession, check_spec
 
 
 def admit(run: RunSession) -> bool:
-    """Make sure that the run can start: what its spec names is there, and so is its gang.
+    """Make sure that the run can start: what its spec names is there, and it has its gang, for
+    which it may have to wait.
 
     Returns: whether the run may start.
     """
@@ -76,16 +76,19 @@ def _admit(run: RunSession) -> State[None]:
         check_spec(run.spec)
     except InvalidSpec as error:
         return Failed(message=run.fail(FailureKind.USER_ERROR, str(error)).message)
-    if run.spec.gang is None or run.spec.ray is None:
+    if run.spec.gang is None:
         return Completed(message="no GPUs are asked for")
-    demand = demand_of(run.spec.gang)
-    nodes = nodes_of_cluster(run.spec.ray.address)
-    if nodes is None:
-        # Whoever submits asks again, and for longer.
-        return Completed(message=f"{run.spec.ray.address} does not answer yet")
-    if why := why_never(demand, nodes):
-        return Failed(message=run.fail(FailureKind.INFEASIBLE, why).message)
-    return Completed(message=f"{demand} fit the cluster")
+    if run.adopts and run.record.adoptable() is not None:
+        return Completed(message="its jobs go on, on the GPUs that they have")
+    is_first = run.record.attempts == 0
+    outcome = admitted(run.flow_run_id, is_first=is_first, say=run.wait_in_line, wait=run.wait)
+    match outcome:
+        case Admitted():
+            return Completed(message=f"admitted on {', '.join(outcome.nodes)}")
+        case Refused():
+            return Failed(message=run.fail(outcome.kind, outcome.message).message)
+        case None:
+            return Cancelled(message=run.interrupted_by or run.left_by)
 
 
 def _start(run: RunSession, component: str) -> State[None]:

@@ -46,7 +46,7 @@ OUR_FLOWS = ("train", "reconcile")
 
 #: The labels by which a worker says who it is. Source: prefect/workers/base.py,
 #: _give_worker_labels_to_flow_run.
-_WORKER_LABEL, _TYPE_LABEL = "prefect.worker.name", "prefect.worker.type"
+_WORKER_LABEL, TYPE_LABEL = "prefect.worker.name", "prefect.worker.type"
 #: Of a flow run that was started directly: host, pid and the ticks of its start.
 _PROCESS_TAG = "process:"
 #: Workers whose flow runs are processes of their own host; others' are somewhere else.
@@ -162,7 +162,7 @@ class Host:
             return True
         if run.deployment_id is not None and run.deployment_id == self.reconcile_deployment:
             return True
-        if run.labels.get(_TYPE_LABEL, _LOCAL_TYPES[0]) not in _LOCAL_TYPES:
+        if run.labels.get(TYPE_LABEL, _LOCAL_TYPES[0]) not in _LOCAL_TYPES:
             return False
         return self.name in (host, run.labels.get(_WORKER_LABEL))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import signal as signals
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -22,7 +23,7 @@ from tasks.planning import (
 from tasks.run import masking
 from tasks.run.checkpoints import resume_point
 from tasks.run.errors import InvalidSpec
-from tasks.run.events import EventLog, Listener
+from tasks.run.events import Event, EventLog, Listener
 from tasks.run.failure_kinds import FailureKind
 from tasks.run.layout import AttemptPlace, RunPlace, project_root
 from tasks.run.lifecycle import RunState
@@ -72,6 +73,7 @@ class RunSession:
             something of an earlier one can't be ended.
         """
         self.spec = spec
+        self.flow_run_id = flow_run_id
         self.place = RunPlace.of(run_id)
         #: The run's jobs outlive its processes.
         self.adopts = spec.on_lost_flow == "adopt"
@@ -224,6 +226,13 @@ class RunSession:
         """Whether the delay passed without the run being interrupted, which ends it at once."""
         self._woken.wait(delay_s)
         return not (self.interrupted_by or self.left_by)
+
+    def wait_in_line(self, message: str) -> None:
+        """Note that the run waits for its gang, and tell whoever listens why."""
+        self.record.move(RunState.PENDING_RESOURCES)
+        event = Event(at=time.time(), name="run.waiting", fields={"message": self.mask(message)})
+        for listener in event_listeners.get():
+            listener(event)
 
     def leave(self) -> None:
         """Leave the run as it waits: another process will go on with it."""

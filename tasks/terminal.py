@@ -123,6 +123,8 @@ class Terminal:
             case "attempt.ended":
                 self._bar.stop()
                 self._show_failure(fields["failure"])
+            case "run.waiting":
+                self.say(f"waiting: {fields['message']}", "yellow")
             case "run.state":
                 self._show_state(fields["state"], fields["message"])
 
@@ -145,7 +147,7 @@ class Terminal:
                 self.say(f"failed: {message}", "bold red")
             case "cancelled":
                 self.say(f"cancelled: {message}; nothing is left running", "bold yellow")
-            case "pending_resources":
+            case "pending_resources" if message:
                 self.say(f"waiting: {message}", "yellow")
             case _:
                 return

@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import logging
 import os
+import time
+from collections.abc import Mapping
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from typing import Any, NoReturn
 from uuid import UUID
@@ -24,21 +27,26 @@ from prefect.states import Scheduled
 from tasks.flow_runs import (
     FLOW_RUN_VARIABLE,
     JOBS_GO_ON,
+    TYPE_LABEL,
     ServerAway,
     clear_process,
+    find_flow_run,
     state_of,
     talking_to,
 )
 from tasks.parked import forget_parked, note_parked
+from tasks.queue.grants import PENDING_RESOURCES, left_with_its_jobs, no_grant
 from tasks.reporting import flushed, say_state
-from tasks.run.attempts import Sequel, decide
+from tasks.run.attempts import Next, Sequel, decide
 from tasks.run.failure_kinds import FailureKind
 from tasks.run.lifecycle import RunState
 from tasks.session import RunSession
 
 _log = logging.getLogger(__name__)
 
-STATE_NAME = "PendingResources"
+STATE_NAME = PENDING_RESOURCES
+#: The delay of a run that was sent back is this much shorter where its cluster tells of room.
+_SETTLED_PART = 12
 #: A run is not due before its old process has surely left. The worker of Prefect 3.8.8, started
 #: with `--limit`, ends with a RuntimeError of its capacity limiter otherwise.
 _AWAY_AT_LEAST_S = 2.0
@@ -67,12 +75,22 @@ def next_attempt(run: RunSession) -> bool:
     due = datetime.now(UTC) + timedelta(seconds=delay_s)
     message = _message(run, sequel, delay_s, due)
     run.record.move(RunState.PENDING_RESOURCES, run.mask(message))
+    labels = _labels(run, sequel, delay_s)
     if flow_run is not None:
-        state: State[Any] = Scheduled(name=STATE_NAME, scheduled_time=due, message=message)
-        if _left(run, flow_run.id, state):
+        # Sent back, it has its place in the line at once, which the gate lets nobody pass before
+        # the delay is over; a retry of another kind comes back only then.
+        place = flow_run.expected_start_time if sequel.next is Next.REQUEUE else None
+        in_line = place if place is not None and _has_gate(run, flow_run) else due
+        state: State[Any] = Scheduled(name=STATE_NAME, scheduled_time=in_line, message=message)
+        if _left(run, flow_run.id, state, labels):
             run.leave()
             raise Pause(state=state)
     say_state(f"waiting: {message}")
+    if run.spec.gang is not None:
+        _give_back(run, labels)
+        if sequel.next is Next.REQUEUE:
+            # It waits in the line, where the delay is kept too.
+            return not (run.interrupted_by or run.left_by)
     if run.wait((due - datetime.now(UTC)).total_seconds()):
         return True
     if run.left_by:
@@ -93,7 +111,10 @@ def _leave_jobs(run: RunSession) -> NoReturn:
     message = f"{run.left_by}; its jobs go on, and its next process attaches to them"
     state: State[Any] = Scheduled(name=JOBS_GO_ON, scheduled_time=due, message=message)
     if flow_run is not None and api_url and flushed(_TOLD_WITHIN_S):
-        _handed_over(run, api_url, flow_run.id, state)
+        with suppress(ServerAway), talking_to(api_url) as client:
+            found = find_flow_run(client, str(flow_run.id))
+            labels = left_with_its_jobs(found) if found is not None else {}
+            _handed_over(run, api_url, flow_run.id, state, labels)
     run.leave()
     raise Pause(state=state)
 
@@ -130,12 +151,40 @@ def started_by_others() -> FlowRun | None:
     return flow_run if os.environ.get(FLOW_RUN_VARIABLE) == str(flow_run.id) else None
 
 
+def _has_gate(run: RunSession, flow_run: FlowRun) -> bool:
+    """Whether somebody keeps the run's place in the line, and its delay."""
+    return run.spec.gang is not None and flow_run.labels.get(TYPE_LABEL) == "gang"
+
+
+def _labels(run: RunSession, sequel: Sequel, delay_s: float) -> dict[str, Any]:
+    """What is noted of a run that gives its gang back."""
+    if run.spec.gang is None or sequel.next is not Next.REQUEUE:
+        return no_grant()
+    now = time.time()
+    # A cluster that tells what is free ends the delay, but for the seconds in which its own
+    # figures settle; more of them where the run has come back again and again.
+    settled_s = max(_away_at_least_s(), delay_s / _SETTLED_PART)
+    return no_grant(not_before=now + delay_s, not_before_with_room=now + min(settled_s, delay_s))
+
+
+def _give_back(run: RunSession, labels: Mapping[str, Any]) -> None:
+    """Note that the run, which waits in this process, has no gang any more."""
+    if not (api_url := PREFECT_API_URL.value()):
+        return
+    try:
+        with talking_to(api_url) as client:
+            client.update_flow_run_labels(run.flow_run_id, dict(labels))
+    except ServerAway as error:
+        # It asks for a new gang anyway; until then the old one counts as held.
+        _log.warning("%s: %s", run.run_id, error)
+
+
 def _away_at_least_s() -> float:
     """A worker takes what is due within its prefetch seconds already; it hands its settings on."""
     return _AWAY_AT_LEAST_S + float(PREFECT_WORKER_PREFETCH_SECONDS.value())
 
 
-def _left(run: RunSession, flow_run_id: UUID, state: State[Any]) -> bool:
+def _left(run: RunSession, flow_run_id: UUID, state: State[Any], labels: Mapping[str, Any]) -> bool:
     """Whether the flow run is now the server's to start again."""
     api_url = PREFECT_API_URL.value()
     # What is told later would bring the flow run back to Running.
@@ -144,7 +193,7 @@ def _left(run: RunSession, flow_run_id: UUID, state: State[Any]) -> bool:
     try:
         # Before the state: nobody could look after a run that is cancelled in between.
         note_parked(run.run_id, str(flow_run_id), api_url)
-        is_left = _handed_over(run, api_url, flow_run_id, state)
+        is_left = _handed_over(run, api_url, flow_run_id, state, labels)
     except OSError as error:
         _log.warning("%s waits with its process: %s", run.run_id, error)
         is_left = False
@@ -153,12 +202,20 @@ def _left(run: RunSession, flow_run_id: UUID, state: State[Any]) -> bool:
     return is_left
 
 
-def _handed_over(run: RunSession, api_url: str, flow_run_id: UUID, state: State[Any]) -> bool:
+def _handed_over(
+    run: RunSession,
+    api_url: str,
+    flow_run_id: UUID,
+    state: State[Any],
+    labels: Mapping[str, Any],
+) -> bool:
     try:
         with talking_to(api_url) as client:
             # Before the state: a cancel of a waiting run that has a process on record would wait
             # for that process for ever. Until the state is there, this run sees cancels itself.
             clear_process(client, str(flow_run_id))
+            if labels:
+                client.update_flow_run_labels(flow_run_id, dict(labels))
             if run.interrupted_by:
                 return False
             answer = client.set_flow_run_state(flow_run_id, state)

@@ -1,0 +1,173 @@
+"""Admission as a run's own process sees it: it was admitted, or it waits here, in the same line.
+
+A run that was started directly, or by a worker of another type, has nobody to admit it but the
+gates that there are: a worker's, or its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+from uuid import UUID
+
+import httpx
+from prefect.client.orchestration import PrefectClient, get_client
+from prefect.client.schemas.filters import WorkPoolFilter, WorkPoolFilterType
+from prefect.client.schemas.objects import FlowRun, State
+from prefect.exceptions import PrefectException
+from prefect.states import Running
+
+from tasks.queue.capacity import Capacity
+from tasks.queue.gate import Gate
+from tasks.queue.grants import PENDING_RESOURCES, Grant, grant_of
+from tasks.queue.lease import LeaseLost
+from tasks.queue.ledger import TYPE, Entry
+from tasks.queue.look import Look
+from tasks.run.failure_kinds import FailureKind
+
+_log = logging.getLogger(__name__)
+
+#: The work pool in whose line a run waits that is of none.
+POOL = "gang"
+_LOOK_EVERY_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admitted:
+    """The gang of a run."""
+
+    nodes: dict[str, int]
+    #: Seconds that were waited for it here.
+    waited_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refused:
+    """The run can never start."""
+
+    kind: FailureKind
+    message: str
+
+
+def admitted(
+    flow_run_id: UUID,
+    *,
+    is_first: bool,
+    say: Callable[[str], None],
+    wait: Callable[[float], bool],
+) -> Admitted | Refused | None:
+    """The gang of the flow run of this process, waited for in the line where it has none yet.
+
+    Args:
+        is_first: It is for the run's first attempt. Later, nodes that have gone are waited for.
+        say: Told why it waits, whenever that changes.
+        wait: Waits so many seconds; whether the run shall still wait.
+
+    Returns: None where the run is not to wait any more.
+    """
+    return asyncio.run(_Line(flow_run_id, is_first, say, wait).wait())
+
+
+class _Line:
+    def __init__(
+        self,
+        flow_run_id: UUID,
+        is_first: bool,
+        say: Callable[[str], None],
+        wait: Callable[[float], bool],
+    ) -> None:
+        self._id = flow_run_id
+        self._is_first = is_first
+        self._say = say
+        self._wait = wait
+        self._said = ""
+        self._is_in_line = False
+
+    async def wait(self) -> Admitted | Refused | None:
+        began = time.monotonic()
+        while True:
+            try:
+                async with get_client() as client:
+                    result = await self._in_line(client, began)
+            except (httpx.HTTPError, PrefectException, LeaseLost) as error:
+                self._tell(f"waits for the Prefect server, which does not answer: {error!r}")
+            else:
+                return result
+            if not await asyncio.to_thread(self._wait, _LOOK_EVERY_S):
+                return None
+
+    async def _in_line(self, client: PrefectClient, began: float) -> Admitted | Refused | None:
+        flow_run = await client.read_flow_run(self._id)
+        grant = await _grant_of_worker(client, flow_run) if not self._is_in_line else None
+        if grant is not None:
+            return Admitted(nodes=dict(grant.nodes), waited_s=0.0)
+        pool = await _pool_of(client, flow_run)
+        gate = Gate(client, pool=pool, capacity=Capacity(here=not flow_run.work_pool_name))
+        if not self._is_in_line:
+            await self._set(client, PENDING_RESOURCES, "waits for its gang of GPUs")
+            self._is_in_line = True
+        patient: tuple[UUID, ...] = () if self._is_first else (self._id,)
+        while True:
+            look, _others = await gate.decide(self._is_mine, patient=patient)
+            refused = [one for one in look.doomed if one.entry.id == self._id]
+            if refused:
+                return Refused(kind=refused[0].kind, message=refused[0].message)
+            patient = (self._id,)
+            grant = grant_of(await client.read_flow_run(self._id))
+            if grant is not None:
+                await self._set(client, "Running", f"admitted on {grant}")
+                waited_s = time.monotonic() - began
+                return Admitted(nodes=dict(grant.nodes), waited_s=waited_s)
+            await self._show(client, look)
+            if not await asyncio.to_thread(self._wait, _LOOK_EVERY_S):
+                return None
+
+    def _is_mine(self, entry: Entry) -> bool:
+        return entry.id == self._id and entry.waits_in_process
+
+    async def _show(self, client: PrefectClient, look: Look) -> None:
+        message = look.messages.get(self._id)
+        if message is None or message.key == self._said:
+            return
+        self._said = message.key
+        places = [entry.id for entry in look.line]
+        place = places.index(self._id) + 1 if self._id in places else 1
+        self._say(f"place {place} of {len(places)} in line; {message.text}")
+        # The state that it waits in changes with that, and a grant is bound to a state: never
+        # while one may be on its way.
+        await self._set(client, PENDING_RESOURCES, message.text)
+
+    async def _set(self, client: PrefectClient, name: str, message: str) -> None:
+        await client.set_flow_run_state(self._id, Running(name=name, message=message))
+
+    def _tell(self, text: str) -> None:
+        if text != self._said:
+            self._said = text
+            self._say(text)
+
+
+async def _pool_of(client: PrefectClient, flow_run: FlowRun) -> str:
+    """The pool in whose line the run waits: its own, where that is one of gangs."""
+    pools = await client.read_work_pools(
+        work_pool_filter=WorkPoolFilter(type=WorkPoolFilterType(any_=[TYPE]))
+    )
+    names = [pool.name for pool in pools]
+    return flow_run.work_pool_name if flow_run.work_pool_name in names else POOL
+
+
+async def _grant_of_worker(client: PrefectClient, flow_run: FlowRun) -> Grant | None:
+    """The grant with which a worker has started this process; None where there is none.
+
+    One of an earlier process of the flow run does not count.
+    """
+    grant = grant_of(flow_run)
+    if grant is None:
+        return None
+    history = await client.read_flow_run_states(flow_run.id)
+    scheduled: list[State[Any]] = [state for state in history if state.is_scheduled()]
+    last = max(scheduled, key=lambda state: state.timestamp, default=None)
+    return grant if last is not None and grant.state_id == str(last.id) else None

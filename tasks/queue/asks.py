@@ -1,0 +1,84 @@
+"""What a flow run asks of a cluster, from its parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from prefect.client.schemas.objects import FlowRun
+from pydantic import ValidationError
+
+from tasks.gang.demand import Demand
+from tasks.run.errors import InvalidSpec
+from tasks.run.layout import make_run_id
+from tasks.run.loading import parse_spec
+from tasks.run.spec import Gang
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """What a flow run asks for."""
+
+    #: The run id, or the flow run's name where it is no run of ours.
+    name: str
+    #: None where it asks for no GPUs.
+    demand: Demand | None = None
+    #: The estimate of its user.
+    hours: float = 24.0
+    #: The address of its Ray cluster; empty where it names none.
+    cluster: str = ""
+    #: Resources that the driver of its job asks for.
+    entrypoint: Mapping[str, float] | None = None
+    tags: frozenset[str] = frozenset()
+    #: What is wrong with its gang; empty for nothing.
+    fault: str = ""
+
+
+def ask_of(flow_run: FlowRun) -> Ask:
+    """What a flow run asks for; cheap, so no more of its spec is checked than that."""
+    tags = frozenset(flow_run.tags)
+    spec = flow_run.parameters.get("spec")
+    if not isinstance(spec, Mapping):
+        return Ask(name=flow_run.name, tags=tags)
+    tags |= {tag for tag in spec.get("tags") or () if isinstance(tag, str)}
+    name = _run_id(flow_run, spec)
+    if spec.get("gang") is None:
+        return Ask(name=name, tags=tags)
+    try:
+        gang = Gang.model_validate(spec["gang"])
+    except (ValidationError, InvalidSpec):
+        return Ask(name=name, tags=tags, fault=fault_of(flow_run) or "its gang can't be read")
+    ray = spec.get("ray")
+    ray = ray if isinstance(ray, Mapping) else {}
+    return Ask(
+        name=name,
+        demand=Demand(
+            nodes=gang.nodes, gpus_per_node=gang.gpus_per_node, cpus_per_gpu=gang.cpus_per_gpu
+        ),
+        hours=gang.hours,
+        cluster=str(ray.get("address") or "").rstrip("/"),
+        entrypoint=ray.get("entrypoint_resources"),
+        tags=tags,
+    )
+
+
+def fault_of(flow_run: FlowRun) -> str:
+    """What is wrong with the spec of a flow run, with every fault; empty for nothing. It takes
+    some milliseconds."""
+    spec = flow_run.parameters.get("spec")
+    if not isinstance(spec, Mapping):
+        return ""
+    try:
+        parse_spec(dict(spec), source=f"the spec of {flow_run.name}")
+    except InvalidSpec as error:
+        return str(error)
+    return ""
+
+
+def _run_id(flow_run: FlowRun, spec: Mapping[str, Any]) -> str:
+    name, workload = spec.get("name"), spec.get("workload")
+    if not isinstance(name, str) or not isinstance(workload, str):
+        return flow_run.name
+    return make_run_id(name, workload, flow_run.id, flow_run.created or datetime.now(UTC))

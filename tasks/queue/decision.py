@@ -1,0 +1,226 @@
+"""What is decided in one look: which runs start, on which nodes, and why the others do not.
+
+No I/O.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from uuid import UUID
+
+from tasks.gang.free import GangHold, free_of
+from tasks.gang.nodes import Cluster
+from tasks.gang.policy import Held, NodeFree, Plan, Waiting, plan
+from tasks.gang.settings import PoolSettings
+from tasks.gang.walltime import estimate_s
+from tasks.queue import words
+from tasks.queue.grants import not_before
+from tasks.queue.ledger import Entry, Ledger, Pool
+from tasks.queue.words import Message
+
+
+class Decision:
+    """What is decided in one look."""
+
+    def __init__(
+        self,
+        *,
+        ledger: Ledger,
+        pool: Pool | None,
+        settings: PoolSettings,
+        clusters: Mapping[str, Cluster],
+        silent: Mapping[str, str],
+        holding: Sequence[Entry],
+        now: float,
+    ) -> None:
+        self.held: dict[UUID, Mapping[str, int]] = {}
+        self.free: dict[str, Mapping[str, int]] = {}
+        self.admitted: list[tuple[Entry, Mapping[str, int]]] = []
+        self.messages: dict[UUID, Message] = {}
+        self.starts_at: dict[UUID, float] = {}
+        self._ledger = ledger
+        self._pool = pool
+        self._settings = settings
+        self._clusters = clusters
+        self._silent = silent
+        self._holding = holding
+        self._now = now
+
+    def decide(self, line: Sequence[Entry]) -> None:
+        able = [entry for entry in line if not self._is_barred(entry)]
+        nodes = {key: self._nodes_of(key) for key in self._clusters}
+        start: list[tuple[Entry, Mapping[str, int]]] = [
+            (entry, {}) for entry in able if entry.ask.demand is None
+        ]
+        plans: dict[str, Plan] = {}
+        for key, (free, held) in nodes.items():
+            here = [e for e in able if e.ask.demand is not None and e.ask.cluster == key]
+            plans[key] = self._plan(here, free, held)
+            by_id = {str(entry.id): entry for entry in here}
+            for id, places in plans[key].admitted.items():
+                demand = by_id[id].ask.demand
+                gpus = demand.gpus_per_node if demand else 0
+                start.append((by_id[id], dict.fromkeys(places, gpus)))
+            self.free[key] = plans[key].free
+        start.sort(key=lambda one: one[0].place)
+        self._take_places(start)
+        names = {str(e.id): e.ask.name for e in (*line, *self._holding)}
+        for number, entry in enumerate(able, start=1):
+            key = entry.ask.cluster
+            if key in plans and str(entry.id) in plans[key].reasons:
+                self._explain(entry, number, plans[key], names)
+
+    def _is_barred(self, entry: Entry) -> bool:
+        """Whether it can't start whatever is free; says why, and holds up nobody."""
+        demand, pool = entry.ask.demand, self._pool
+        message: Message | None = None
+        if demand is not None and entry.ask.cluster not in self._clusters:
+            why = self._silent.get(entry.ask.cluster, "")
+            message = words.no_answer(demand, entry.ask.cluster, why)
+        elif pool is not None and entry.pool == pool.name and entry.is_scheduled:
+            queue = pool.queues.get(entry.flow_run.work_queue_id or UUID(int=0))
+            if pool.work_pool.is_paused:
+                message = words.paused(demand, pool.name)
+            elif queue is not None and queue.is_paused:
+                message = words.paused(demand, pool.name, queue.name)
+            elif self._places_left() == 0:
+                message = words.at_pool_limit(
+                    demand, pool.name, pool.work_pool.concurrency_limit or 0
+                )
+            elif queue is not None and self._places_left(entry.queue) == 0:
+                limit = queue.concurrency_limit or 0
+                message = words.at_pool_limit(demand, f"{pool.name}/{queue.name}", limit)
+        if message is not None:
+            self.messages[entry.id] = message
+        return message is not None
+
+    def _places_left(self, queue: str | None = None) -> int | None:
+        """How many more runs the pool, or one of its queues, may run; None: any number."""
+        if self._pool is None:
+            return None
+        limit = self._pool.work_pool.concurrency_limit
+        if queue is not None:
+            of_name = [q for q in self._pool.queues.values() if q.name == queue]
+            limit = of_name[0].concurrency_limit if of_name else None
+        if limit is None:
+            return None
+        return max(0, limit - self._ledger.running_in(self._pool.name, queue))
+
+    def _take_places(self, start: Sequence[tuple[Entry, Mapping[str, int]]]) -> None:
+        left: dict[str | None, int | None] = {None: self._places_left()}
+        for entry, gpus in start:
+            if entry.is_scheduled:
+                for key in (None, entry.queue):
+                    if key not in left:
+                        left[key] = self._places_left(key)
+                if any(left[key] == 0 for key in (None, entry.queue)):
+                    pool = self._pool
+                    limit = pool.work_pool.concurrency_limit if pool else 0
+                    self.messages[entry.id] = words.at_pool_limit(
+                        entry.ask.demand, pool.name if pool else "", limit or 0
+                    )
+                    continue
+                for key in (None, entry.queue):
+                    count = left[key]
+                    left[key] = None if count is None else count - 1
+            self.admitted.append((entry, gpus))
+
+    def _nodes_of(self, key: str) -> tuple[tuple[NodeFree, ...], list[Held]]:
+        cluster = self._clusters[key]
+        here = {
+            entry.ask.name: entry
+            for entry in self._holding
+            if entry.ask.cluster == key and entry.ask.demand is not None and _has_gang(entry)
+        }
+        nodes, gpus = free_of(
+            cluster,
+            [
+                GangHold(
+                    run_id=name,
+                    gpus=entry.grant.nodes if entry.grant else {},
+                    demand=entry.ask.demand,
+                )
+                for name, entry in here.items()
+                if entry.ask.demand is not None
+            ],
+        )
+        held = []
+        for name, entry in here.items():
+            self.held[entry.id] = gpus[name]
+            demand = entry.ask.demand
+            held.append(
+                Held(
+                    id=str(entry.id),
+                    gpus=gpus[name],
+                    cpus_per_gpu=demand.cpus_per_gpu if demand else 0.0,
+                    place=entry.place,
+                    ends_at=self._ends_at(entry),
+                    tags=entry.ask.tags,
+                )
+            )
+        return nodes, held
+
+    def _plan(
+        self, waiting: Sequence[Entry], nodes: Sequence[NodeFree], held: Sequence[Held]
+    ) -> Plan:
+        return plan(
+            [
+                Waiting(
+                    id=str(entry.id),
+                    demand=entry.ask.demand,
+                    place=entry.place,
+                    estimate_s=estimate_s(entry.ask.hours),
+                    not_before=self._not_before(entry),
+                    tags=entry.ask.tags,
+                )
+                for entry in waiting
+                if entry.ask.demand is not None
+            ],
+            held,
+            nodes,
+            self._now,
+            policy=self._settings.policy,
+            limits=self._settings.limits,
+        )
+
+    def _ends_at(self, entry: Entry) -> float:
+        since = entry.since.timestamp()
+        return since + estimate_s(entry.ask.hours, max(0.0, self._now - since))
+
+    def _not_before(self, entry: Entry) -> float:
+        cluster = self._clusters[entry.ask.cluster]
+        return not_before(entry.flow_run, room_is_told=cluster.is_live)
+
+    def _explain(self, entry: Entry, number: int, plan: Plan, names: Mapping[str, str]) -> None:
+        reason = plan.reasons[str(entry.id)]
+        cluster = self._clusters[entry.ask.cluster]
+        limit = None
+        if reason.tag:
+            used = sum(
+                sum(gpus.values())
+                for holder in self._holding
+                if reason.tag in holder.ask.tags and (gpus := self.held.get(holder.id))
+            )
+            limit = (used, self._settings.limits.get(reason.tag, 0))
+        drained = {node.name: node.gpus for node in cluster.nodes if node.is_drained}
+        self.messages[entry.id] = words.message_of(
+            entry.ask.demand,
+            reason,
+            names,
+            room=words.Room(
+                free=plan.free,
+                drained=drained,
+                others=sum(node.others_gpus for node in cluster.nodes),
+            ),
+            now=self._now,
+            number=number,
+            limit=limit,
+            not_before=self._not_before(entry) or None,
+        )
+        if reason.starts_at is not None:
+            self.starts_at[entry.id] = reason.starts_at
+
+
+def _has_gang(entry: Entry) -> bool:
+    """A run that began past the gate has none, until the cluster shows what it has taken."""
+    return entry.grant is not None or bool(entry.ask.cluster)

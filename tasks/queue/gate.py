@@ -1,0 +1,235 @@
+"""The gate: at one time, one process decides which runs of the queue start, and notes it.
+
+A look costs only reading. What it finds to do is decided again, by another look, under the lease
+that all gates of a Prefect server share, and is on the server before the lease is given back: so
+the next gate sees it, wherever it is.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+from prefect.client.orchestration import PrefectClient
+from prefect.client.schemas.objects import FlowRun, State
+from prefect.client.schemas.responses import SetStateStatus
+from prefect.exceptions import ObjectNotFound
+from prefect.states import Failed, Scheduled
+
+from tasks.queue.capacity import Capacity
+from tasks.queue.grants import PENDING_RESOURCES, Giver, Grant, no_grant
+from tasks.queue.lease import GateLease, Holding
+from tasks.queue.ledger import Entry
+from tasks.queue.look import Look, Looker
+from tasks.queue.words import Message
+from tasks.run.layout import muster_home
+
+_log = logging.getLogger(__name__)
+
+#: Another gate has decided by then, as long as it is alive.
+_LEASE_WITHIN_S = 5.0
+#: What stands after it in a message changes often, and is not worth a state of its own.
+FREE_NOW = "; free now: "
+#: So many states are rewritten at a time: what can start must not wait for words.
+_WRITES_AT_ONCE = 10
+
+
+class Gate:
+    """The gate of one work pool, in one process. Use it in one asyncio loop."""
+
+    def __init__(
+        self,
+        client: PrefectClient,
+        *,
+        pool: str,
+        capacity: Capacity | None = None,
+        home: Path | None = None,
+    ) -> None:
+        self.giver = Giver.me()
+        self._client = client
+        self._looker = Looker(client, pool=pool, capacity=capacity or Capacity(), giver=self.giver)
+        self._lease = GateLease(client, home=home or muster_home())
+        #: What each waiting run was told last: the state, and the key of its message.
+        self._told: dict[UUID, tuple[UUID, str]] = {}
+
+    async def look(self, in_flight: Collection[UUID] = ()) -> Look:
+        """The queue now. Raises: httpx.HTTPError, PrefectException."""
+        return await self._looker.look(in_flight=frozenset(in_flight))
+
+    async def decide(
+        self,
+        may_start: Callable[[Entry], bool],
+        in_flight: Collection[UUID] = (),
+        patient: Collection[UUID] = (),
+    ) -> tuple[Look, list[Entry]]:
+        """Admit what can start, refuse what never can, and take back what got stuck.
+
+        Args:
+            may_start: Whether the run is this process's to start. The GPUs of another one are
+                kept for it.
+            in_flight: What this process is submitting.
+            patient: What is not refused, should its nodes have gone meanwhile.
+
+        Returns: the look that it was decided by, and this process's runs in the order of their
+            admission, each with its grant.
+
+        Raises: httpx.HTTPError, PrefectException, LeaseLost.
+        """
+        look_again = partial(
+            self._looker.look, in_flight=frozenset(in_flight), patient=frozenset(patient)
+        )
+        look = await look_again()
+        if not self._has_work(look, may_start):
+            return look, self._left_over(look, may_start, in_flight)
+        async with self._lease.held(within_s=_LEASE_WITHIN_S) as holding:
+            if holding is None:
+                return look, []
+            look = await look_again(carefully=True)
+            for entry in look.stuck:
+                holding.check()
+                await self._take_back(entry)
+            for doomed in look.doomed:
+                holding.check()
+                if not doomed.entry.waits_in_process:
+                    await self._fail(doomed.entry, f"{doomed.kind.value}: {doomed.message}")
+            started = self._left_over(look, may_start, in_flight)
+            again = [(entry, entry.grant.nodes) for entry in look.resumed if entry.grant]
+            for entry, gpus in (*again, *look.admitted):
+                if may_start(entry):
+                    started.append(await self._grant(entry, gpus, holding))
+        return look, started
+
+    def _has_work(self, look: Look, may_start: Callable[[Entry], bool]) -> bool:
+        return bool(
+            look.stuck
+            or any(not one.entry.waits_in_process for one in look.doomed)
+            or any(may_start(entry) for entry in look.resumed)
+            or any(may_start(entry) for entry, _gpus in look.admitted)
+        )
+
+    def _left_over(
+        self, look: Look, may_start: Callable[[Entry], bool], in_flight: Collection[UUID]
+    ) -> list[Entry]:
+        """What was granted by this process, or goes on, and has no process yet."""
+        return [
+            entry
+            for entry in look.ledger.holding
+            if entry.is_scheduled
+            and entry.id not in in_flight
+            and entry.grant is not None
+            and entry.grant.by == self.giver
+            and not entry.goes_on
+            and may_start(entry)
+        ]
+
+    async def _grant(self, entry: Entry, gpus: Mapping[str, int], holding: Holding) -> Entry:
+        state = entry.flow_run.state
+        grant = Grant(
+            nodes=dict(gpus),
+            state_id=str(state.id) if state is not None else "",
+            at=time.time(),
+            by=self.giver,
+        )
+        holding.check()
+        await self._client.update_flow_run_labels(entry.id, grant.labels())
+        return replace(entry, grant=grant)
+
+    async def _take_back(self, entry: Entry) -> None:
+        """What a worker has not come further with waits again, in its place."""
+        _log.warning("%s was given its gang, and did not start: it waits again", entry.ask.name)
+        await self._client.update_flow_run_labels(entry.id, no_grant())
+        if not entry.is_scheduled:
+            message = "its worker was lost before it could start it"
+            await self._set(entry.flow_run, self._waiting_state(entry.flow_run, message))
+
+    async def _fail(self, entry: Entry, message: str) -> None:
+        if await self._set(entry.flow_run, Failed(message=message)):
+            await self._client.update_flow_run(entry.id, name=entry.ask.name)
+
+    async def tell(self, look: Look) -> bool:
+        """Have waiting runs say why they wait; whether there is more to be told.
+
+        Those that wait in their own process say it themselves.
+
+        Raises: httpx.HTTPError, PrefectException.
+        """
+        waiting = {entry.id for entry in look.line}
+        self._told = {id: told for id, told in self._told.items() if id in waiting}
+        news = [
+            (entry, message)
+            for entry in look.line
+            if entry.is_scheduled
+            and (message := look.messages.get(entry.id)) is not None
+            and not self._is_told(entry.flow_run, message)
+        ]
+        if not news:
+            return False
+        async with self._lease.held(within_s=_LEASE_WITHIN_S) as holding:
+            if holding is None:
+                return True
+            for entry, message in news[:_WRITES_AT_ONCE]:
+                holding.check()
+                await self._tell(entry, message)
+        return len(news) > _WRITES_AT_ONCE
+
+    def _is_told(self, flow_run: FlowRun, message: Message) -> bool:
+        state = flow_run.state
+        if state is None or state.name != PENDING_RESOURCES:
+            return False
+        if self._told.get(flow_run.id) == (state.id, message.key):
+            return True
+        if (state.message or "").partition(FREE_NOW)[0] != message.text.partition(FREE_NOW)[0]:
+            return False
+        self._told[flow_run.id] = (state.id, message.key)
+        return True
+
+    async def _tell(self, entry: Entry, message: Message) -> None:
+        state = self._waiting_state(entry.flow_run, message.text)
+        after = await self._set(entry.flow_run, state)
+        if after is None:
+            return
+        self._told[entry.id] = (after.id, message.key)
+        if entry.flow_run.name != entry.ask.name:
+            await self._client.update_flow_run(entry.id, name=entry.ask.name)
+
+    @staticmethod
+    def _waiting_state(flow_run: FlowRun, message: str) -> State[Any]:
+        # With its time left as it was, the run keeps its place.
+        due = flow_run.next_scheduled_start_time or flow_run.expected_start_time
+        return Scheduled(name=PENDING_RESOURCES, scheduled_time=due, message=message)
+
+    async def _set(self, flow_run: FlowRun, state: State[Any]) -> State[Any] | None:
+        """Give a flow run a state, unless it has left the one that was looked at.
+
+        Prefect can't compare and set: a cancel that comes just between the look and the state is
+        put back.
+
+        Returns: the state that it has now; None where that is not this one.
+        """
+        before = flow_run.state
+        try:
+            now = (await self._client.read_flow_run(flow_run.id)).state
+            if before is None or now is None or now.id != before.id:
+                return None
+            answer = await self._client.set_flow_run_state(flow_run.id, state)
+            if answer.status is not SetStateStatus.ACCEPT:
+                return None
+            history = await self._client.read_flow_run_states(flow_run.id)
+        except ObjectNotFound:
+            return None
+        history.sort(key=lambda one: one.timestamp)
+        passed_over = [
+            one
+            for one in history
+            if now.timestamp < one.timestamp and one.name != state.name and one.id != now.id
+        ]
+        if passed_over and history[-1].name == state.name:
+            await self._client.set_flow_run_state(flow_run.id, passed_over[-1], force=True)
+            return None
+        return history[-1]

@@ -1,0 +1,151 @@
+"""What the queue notes on flow runs, as their labels: there is no second ledger.
+
+A grant is bound to the state it was given in. A flow run that got another Scheduled state since, by
+a requeue or by a retry from the UI, has none.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from prefect.client.schemas.objects import FlowRun, StateType
+
+from tasks.supervise.identity import ProcessId, host_name
+
+#: `node-1:8,node-2:8`: the gang that the flow run was given; empty for none.
+NODES = "muster.gang.nodes"
+#: The id of the state in which it was given.
+_STATE = "muster.gang.state"
+#: UTC epoch seconds.
+_AT = "muster.gang.at"
+#: Who gave it: a `Giver`.
+_BY = "muster.gang.by"
+#: The run was sent back. Not to start again before this time (UTC epoch seconds).
+_NOT_BEFORE = "muster.gang.not_before"
+#: The same where the cluster itself tells that there is room.
+_NOT_BEFORE_WITH_ROOM = "muster.gang.not_before_with_room"
+#: How many processes the flow run has had when the last one left with its jobs running.
+_GOES_ON = "muster.gang.goes_on"
+
+#: The name of the state of a run that waits for its gang.
+PENDING_RESOURCES = "PendingResources"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Giver:
+    """The process of a gate."""
+
+    host: str
+    process: ProcessId
+
+    @staticmethod
+    def me() -> Giver:
+        return Giver(host=host_name(), process=ProcessId.of(os.getpid()))
+
+    def is_surely_gone(self) -> bool:
+        """Whether it has ended, as far as this machine can know."""
+        mine = ProcessId.of(os.getpid())
+        is_here = self.host == host_name() and self.process.boot_id == mine.boot_id
+        return is_here and not self.process.is_alive()
+
+    def __str__(self) -> str:
+        return json.dumps({"host": self.host, **self.process.model_dump()})
+
+    @staticmethod
+    def parsed(text: str) -> Giver | None:
+        try:
+            data = json.loads(text)
+            return Giver(host=data.pop("host"), process=ProcessId.model_validate(data))
+        except (ValueError, KeyError, AttributeError):
+            return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grant:
+    """The gang of a flow run."""
+
+    #: `gpus[node name]`.
+    nodes: Mapping[str, int]
+    state_id: str
+    #: UTC epoch seconds.
+    at: float
+    by: Giver | None
+
+    def __str__(self) -> str:
+        return ", ".join(self.nodes) or "no node"
+
+    def labels(self) -> dict[str, Any]:
+        """What is noted on the flow run."""
+        return {
+            NODES: ",".join(f"{node}:{gpus}" for node, gpus in self.nodes.items()) or "-",
+            _STATE: self.state_id,
+            _AT: self.at,
+            _BY: str(self.by or ""),
+            _GOES_ON: "",
+        }
+
+
+def grant_of(flow_run: FlowRun) -> Grant | None:
+    """The gang that the flow run has; None where it has none, or none any more."""
+    noted = _noted(flow_run)
+    state = flow_run.state
+    if noted is None or state is None:
+        return None
+    waits = state.type is StateType.SCHEDULED or state.name == PENDING_RESOURCES
+    if waits and noted.state_id != str(state.id) and not goes_on(flow_run):
+        return None
+    return noted
+
+
+def _noted(flow_run: FlowRun) -> Grant | None:
+    text = str(flow_run.labels.get(NODES) or "")
+    if not text:
+        return None
+    nodes: dict[str, int] = {}
+    for part in text.split(","):
+        # A node's name may hold colons, as an IPv6 address does.
+        name, _, gpus = part.rpartition(":")
+        if name and gpus.isdecimal():
+            nodes[name] = int(gpus)
+    return Grant(
+        nodes=nodes,
+        state_id=str(flow_run.labels.get(_STATE) or ""),
+        at=_number(flow_run.labels.get(_AT)),
+        by=Giver.parsed(str(flow_run.labels.get(_BY) or "")),
+    )
+
+
+def no_grant(*, not_before: float = 0.0, not_before_with_room: float = 0.0) -> dict[str, Any]:
+    """The labels of a flow run that is to wait for its gang again."""
+    return {
+        NODES: "",
+        _STATE: "",
+        _GOES_ON: "",
+        _NOT_BEFORE: not_before,
+        _NOT_BEFORE_WITH_ROOM: not_before_with_room,
+    }
+
+
+def not_before(flow_run: FlowRun, *, room_is_told: bool) -> float:
+    """When a run that was sent back may start again, UTC epoch seconds; 0: at any time."""
+    return _number(flow_run.labels.get(_NOT_BEFORE_WITH_ROOM if room_is_told else _NOT_BEFORE))
+
+
+def left_with_its_jobs(flow_run: FlowRun) -> dict[str, Any]:
+    """The labels of a flow run whose process leaves while its jobs, and so its gang, go on."""
+    return {_GOES_ON: str(flow_run.run_count)}
+
+
+def goes_on(flow_run: FlowRun) -> bool:
+    """Whether the flow run waits for a new process for jobs that hold its gang."""
+    # The count tells it from a flow run that somebody retries from the UI after its end.
+    is_scheduled = flow_run.state is not None and flow_run.state.is_scheduled()
+    return is_scheduled and str(flow_run.labels.get(_GOES_ON) or "") == str(flow_run.run_count)
+
+
+def _number(value: object) -> float:
+    return float(value) if isinstance(value, int | float) else 0.0

@@ -1,0 +1,273 @@
+"""The ledger of the queue: what the Prefect server knows of runs that wait and runs that hold.
+
+Read in an order that misses no run on its way from one state to the next: first what waits, then
+what holds, then, before anything is decided, once more what waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+from uuid import UUID
+
+from prefect.client.orchestration import PrefectClient
+from prefect.client.schemas.filters import (
+    FlowFilter,
+    FlowFilterName,
+    FlowRunFilter,
+    FlowRunFilterNextScheduledStartTime,
+    FlowRunFilterState,
+    FlowRunFilterStateName,
+    FlowRunFilterStateType,
+    WorkPoolFilter,
+    WorkPoolFilterName,
+    WorkPoolFilterType,
+    WorkQueueFilter,
+    WorkQueueFilterName,
+)
+from prefect.client.schemas.objects import FlowRun, StateType, WorkPool, WorkQueue
+from prefect.client.schemas.sorting import FlowRunSort
+
+from tasks.flow_runs import JOBS_GO_ON
+from tasks.queue.asks import Ask, ask_of
+from tasks.queue.grants import PENDING_RESOURCES, Grant, goes_on, grant_of
+
+#: The type of the work pools, and of their workers.
+TYPE = "gang"
+#: The flow of runs that are started directly.
+_FLOW = "train"
+_HOLDING = (StateType.PENDING, StateType.RUNNING, StateType.CANCELLING)
+#: Of what waits in one queue of a pool, no more is looked at: as many as one request gives.
+WINDOW = 200
+_PAGE = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One flow run that waits, or that holds."""
+
+    flow_run: FlowRun
+    ask: Ask
+    #: None where it has no gang (yet).
+    grant: Grant | None
+    #: Its work pool; empty for a run that was started directly.
+    pool: str
+    #: The pool's queue, and its priority: 1 comes first.
+    queue: str
+    priority: int
+
+    @property
+    def id(self) -> UUID:
+        return self.flow_run.id
+
+    @property
+    def place(self) -> tuple[float | int | str, ...]:
+        """Where it stands in the line: the same for all its attempts."""
+        run = self.flow_run
+        expected = run.expected_start_time or run.created
+        return (
+            self.priority,
+            expected.timestamp() if expected else 0.0,
+            run.created.timestamp() if run.created else 0.0,
+            str(run.id),
+        )
+
+    @property
+    def waits_in_process(self) -> bool:
+        """Its own process waits, and goes on as soon as there is a grant."""
+        state = self.flow_run.state
+        return state is not None and state.is_running() and state.name == PENDING_RESOURCES
+
+    @property
+    def is_scheduled(self) -> bool:
+        return self.flow_run.state is not None and self.flow_run.state.is_scheduled()
+
+    @property
+    def goes_on(self) -> bool:
+        """It has its gang, and waits for a new process."""
+        return goes_on(self.flow_run)
+
+    @property
+    def since(self) -> datetime:
+        """When it came into the state that it has."""
+        state = self.flow_run.state
+        return state.timestamp if state is not None else datetime.now(UTC)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pool:
+    """A work pool of type `gang`, and how full it is."""
+
+    work_pool: WorkPool
+    queues: Mapping[UUID, WorkQueue]
+
+    @property
+    def name(self) -> str:
+        return self.work_pool.name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ledger:
+    """One reading."""
+
+    #: By name.
+    pools: Mapping[str, Pool]
+    #: Runs that wait for a gang, or only for a place in their pool, in the order of the line.
+    waiting: tuple[Entry, ...]
+    #: Runs that have a gang, whether or not they have a process yet; and those without one that
+    #: have a process, which take a place in their pool.
+    holding: tuple[Entry, ...]
+    #: There are more that wait than were looked at.
+    is_cut: bool
+
+    def running_in(self, pool: str, queue: str | None = None) -> int:
+        """How many runs take a place in a pool, or in one of its queues."""
+        return sum(
+            entry.pool == pool
+            and queue in (None, entry.queue)
+            and entry.flow_run.state is not None
+            and entry.flow_run.state.type is not StateType.CANCELLING
+            for entry in (*self.holding, *(one for one in self.waiting if one.waits_in_process))
+        )
+
+
+class LedgerReader:
+    """Reads the ledger; keeps what of it never changes."""
+
+    def __init__(self, client: PrefectClient) -> None:
+        self._client = client
+        self._asks: dict[UUID, Ask] = {}
+
+    async def read(self, *, carefully: bool = False) -> Ledger:
+        """The ledger now.
+
+        Args:
+            carefully: Read what waits twice, so that a run which is sent back in between keeps
+                its place before others.
+
+        Raises: httpx.HTTPError, PrefectException.
+        """
+        pools = await self._pools()
+        waiting, is_cut = await self._scheduled(pools.values())
+        holding = await self._holding()
+        found = {run.id: run for run in (*waiting, *holding)}
+        if carefully:
+            waiting, is_cut = await self._scheduled(pools.values())
+            found.update((run.id, run) for run in waiting)
+        self._asks = {id: ask for id, ask in self._asks.items() if id in found}
+        entries = sorted(
+            (self._entry(run, pools) for run in found.values()), key=lambda entry: entry.place
+        )
+        return Ledger(
+            pools=pools,
+            waiting=tuple(entry for entry in entries if _waits(entry)),
+            holding=tuple(entry for entry in entries if not _waits(entry)),
+            is_cut=is_cut,
+        )
+
+    async def one(self, flow_run_id: UUID) -> FlowRun:
+        return await self._client.read_flow_run(flow_run_id)
+
+    async def _pools(self) -> dict[str, Pool]:
+        pools = await self._client.read_work_pools(
+            work_pool_filter=WorkPoolFilter(type=WorkPoolFilterType(any_=[TYPE]))
+        )
+        queues = await asyncio.gather(
+            *(self._client.read_work_queues(work_pool_name=pool.name) for pool in pools)
+        )
+        return {
+            pool.name: Pool(work_pool=pool, queues={queue.id: queue for queue in of_pool})
+            for pool, of_pool in zip(pools, queues, strict=True)
+        }
+
+    async def _scheduled(self, pools: Iterable[Pool]) -> tuple[list[FlowRun], bool]:
+        found: list[FlowRun] = []
+        is_cut = False
+        for pool in pools:
+            due = await self._due(pool.name)
+            if len(due) == WINDOW:
+                # Those of a queue that comes first may stand behind many of another one.
+                is_cut = True
+                names = [queue.name for queue in pool.queues.values()]
+                each = await asyncio.gather(*(self._due(pool.name, name) for name in names))
+                due = [run for of_queue in each for run in of_queue]
+            found += due
+        return found, is_cut
+
+    async def _due(self, pool: str, queue: str | None = None) -> list[FlowRun]:
+        now = datetime.now(UTC)
+        of_queue: dict[str, Any] = {}
+        if queue is not None:
+            of_queue["work_queue_filter"] = WorkQueueFilter(name=WorkQueueFilterName(any_=[queue]))
+        return await self._client.read_flow_runs(
+            work_pool_filter=WorkPoolFilter(name=WorkPoolFilterName(any_=[pool])),
+            flow_run_filter=FlowRunFilter(
+                state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.SCHEDULED])),
+                next_scheduled_start_time=FlowRunFilterNextScheduledStartTime(before_=now),
+            ),
+            sort=FlowRunSort.EXPECTED_START_TIME_ASC,
+            limit=WINDOW,
+            **of_queue,
+        )
+
+    async def _holding(self) -> list[FlowRun]:
+        holding = FlowRunFilter(
+            state=FlowRunFilterState(type=FlowRunFilterStateType(any_=list(_HOLDING)))
+        )
+        ours = FlowFilter(name=FlowFilterName(any_=[_FLOW]))
+        in_pools = WorkPoolFilter(type=WorkPoolFilterType(any_=[TYPE]))
+        going_on = FlowRunFilter(
+            state=FlowRunFilterState(name=FlowRunFilterStateName(any_=[JOBS_GO_ON]))
+        )
+        each = await asyncio.gather(
+            self._pages(flow_run_filter=holding, flow_filter=ours),
+            self._pages(flow_run_filter=holding, work_pool_filter=in_pools),
+            # One of these may be due only later, and holds all the same.
+            self._pages(flow_run_filter=going_on, flow_filter=ours),
+        )
+        runs = [run for page in each[:2] for run in page]
+        return runs + [run for run in each[2] if goes_on(run)]
+
+    async def _pages(self, **filters: Any) -> list[FlowRun]:
+        found: list[FlowRun] = []
+        while True:
+            page = await self._client.read_flow_runs(
+                **filters,
+                # A run that leaves in between shifts the pages: by its id, the others stay.
+                sort=FlowRunSort.ID_DESC,
+                limit=_PAGE,
+                offset=len(found),
+            )
+            found += page
+            if len(page) < _PAGE:
+                return found
+
+    def _entry(self, run: FlowRun, pools: Mapping[str, Pool]) -> Entry:
+        if run.id not in self._asks:
+            self._asks[run.id] = ask_of(run)
+        pool = pools.get(run.work_pool_name or "")
+        queue = pool.queues.get(run.work_queue_id) if pool and run.work_queue_id else None
+        return Entry(
+            flow_run=run,
+            ask=self._asks[run.id],
+            grant=grant_of(run),
+            pool=run.work_pool_name or "",
+            queue=queue.name if queue else "",
+            # Between the queues of a pool, a run that was started directly is in the default one.
+            priority=queue.priority if queue and queue.priority else _default_priority(pools),
+        )
+
+
+def _default_priority(pools: Mapping[str, Pool]) -> int:
+    for pool in pools.values():
+        for queue in pool.queues.values():
+            if queue.name == "default" and queue.priority:
+                return queue.priority
+    return 1
+
+
+def _waits(entry: Entry) -> bool:
+    return entry.grant is None and (entry.is_scheduled or entry.waits_in_process)

@@ -1,0 +1,247 @@
+"""One look at the queue: what the ledger, the cluster and the policy say together. It changes
+nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from uuid import UUID
+
+from prefect.client.orchestration import PrefectClient
+from prefect.client.schemas.objects import StateType
+from pydantic import ValidationError
+
+from tasks.flow_runs import FLOW_RUN_VARIABLE
+from tasks.gang.demand import NodeTotal, why_never
+from tasks.gang.nodes import Cluster
+from tasks.gang.settings import PoolSettings, settings_of
+from tasks.queue.asks import Ask, fault_of
+from tasks.queue.capacity import Capacity, NoCapacity
+from tasks.queue.decision import Decision
+from tasks.queue.grants import PENDING_RESOURCES, Giver
+from tasks.queue.ledger import Entry, Ledger, LedgerReader, Pool
+from tasks.queue.words import Message
+from tasks.run.failure_kinds import FailureKind
+from tasks.supervise.variables import holders_of
+
+#: What was granted, or submitted, and has not come further by then is given back, wherever its
+#: worker may be.
+GIVEN_BACK_AFTER_S = 60.0
+#: A process that a killed worker has just spawned is to be seen by then.
+_SPAWNED_WITHIN_S = 2.0
+#: Specs are checked as a whole before they are admitted; of what waits, so many in one look.
+_CHECKED_AT_ONCE = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Doomed:
+    """A run that can never start."""
+
+    entry: Entry
+    kind: FailureKind
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """What one look found, and what is to be done about it."""
+
+    #: UTC epoch seconds.
+    at: float
+    ledger: Ledger
+    #: None where the server has no such pool.
+    pool: Pool | None
+    settings: PoolSettings
+    #: Every run of this pool that waits, in the order of the line.
+    line: tuple[Entry, ...]
+    #: By key, those that could be looked at.
+    clusters: Mapping[str, Cluster] = field(default_factory=dict)
+    #: What the runs of ours hold: `held[flow run id][node name]` GPUs.
+    held: Mapping[UUID, Mapping[str, int]] = field(default_factory=dict)
+    #: GPUs free on each node after this look's admissions, by cluster and node.
+    free: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    #: To start now, in this order: `gpus[node name]` each.
+    admitted: tuple[tuple[Entry, Mapping[str, int]], ...] = ()
+    doomed: tuple[Doomed, ...] = ()
+    #: Granted or submitted by a worker that has not come further with them.
+    stuck: tuple[Entry, ...] = ()
+    #: They have their gang, and wait for a new process only.
+    resumed: tuple[Entry, ...] = ()
+    #: Why each of the others waits, by flow run id.
+    messages: Mapping[UUID, Message] = field(default_factory=dict)
+    #: UTC epoch seconds, by flow run id, where somebody can say.
+    starts_at: Mapping[UUID, float] = field(default_factory=dict)
+    troubles: tuple[str, ...] = ()
+
+
+class Looker:
+    """Looks at the queue of one work pool."""
+
+    def __init__(
+        self, client: PrefectClient, *, pool: str, capacity: Capacity, giver: Giver
+    ) -> None:
+        self._reader = LedgerReader(client)
+        self._pool = pool
+        self._capacity = capacity
+        self._giver = giver
+        self._settings = PoolSettings()
+        #: Flow runs whose spec was found in order.
+        self._checked: set[UUID] = set()
+
+    async def look(
+        self,
+        *,
+        carefully: bool = False,
+        in_flight: frozenset[UUID] = frozenset(),
+        patient: frozenset[UUID] = frozenset(),
+    ) -> Look:
+        """The queue now.
+
+        Args:
+            carefully: As it must be before anything is decided.
+            in_flight: What this process is submitting: never stuck.
+            patient: What waits for nodes that have gone to come back.
+
+        Raises: httpx.HTTPError, PrefectException.
+        """
+        ledger = await self._reader.read(carefully=carefully)
+        pool = ledger.pools.get(self._pool)
+        troubles = self._read_settings(pool)
+        now = time.time()
+        stuck = tuple(entry for entry in ledger.holding if self._is_stuck(entry, in_flight, now))
+        line = [
+            entry
+            for entry in (*ledger.waiting, *(entry for entry in stuck if entry.is_scheduled))
+            # A run of another sort of pool waits in its own process.
+            if entry.pool == self._pool or entry.pool not in ledger.pools
+        ]
+        line.sort(key=lambda entry: entry.place)
+        clusters, silent = await self._clusters([*line, *ledger.holding])
+        troubles += [f"{key or 'the nodes'}: {error}" for key, error in silent.items()]
+        doomed = await self._doomed([e for e in line if e.id not in patient], clusters)
+        lost = {one.entry.id for one in doomed} | {entry.id for entry in stuck}
+        decision = Decision(
+            ledger=ledger,
+            pool=pool,
+            settings=self._settings,
+            clusters=clusters,
+            silent=silent,
+            holding=[entry for entry in ledger.holding if entry.id not in lost],
+            now=now,
+        )
+        decision.decide([entry for entry in line if entry.id not in {d.entry.id for d in doomed}])
+        return Look(
+            at=now,
+            ledger=ledger,
+            pool=pool,
+            settings=self._settings,
+            line=tuple(line),
+            clusters=clusters,
+            held=decision.held,
+            free=decision.free,
+            admitted=tuple(decision.admitted),
+            doomed=tuple(doomed),
+            stuck=stuck,
+            resumed=tuple(entry for entry in ledger.holding if entry.goes_on and _is_due(entry)),
+            messages=decision.messages,
+            starts_at=decision.starts_at,
+            troubles=tuple(troubles),
+        )
+
+    def _read_settings(self, pool: Pool | None) -> list[str]:
+        if pool is None:
+            return []
+        try:
+            self._settings = settings_of(pool.work_pool.base_job_template)
+        except ValidationError as error:
+            # The last good ones stay: a slip of the pen must not let a drained node be used.
+            return [f"the settings of the work pool {pool.name} can't be read: {error}"]
+        return []
+
+    def _is_stuck(self, entry: Entry, in_flight: frozenset[UUID], now: float) -> bool:
+        state = entry.flow_run.state
+        if state is None or entry.goes_on or entry.id in in_flight:
+            return False
+        giver = entry.grant.by if entry.grant else None
+        if giver == self._giver:
+            # Ours, and not in flight: it is handed out again.
+            return False
+        is_gone = giver is not None and giver.is_surely_gone()
+        if entry.is_scheduled and entry.grant is not None:
+            return is_gone or now - entry.grant.at > GIVEN_BACK_AFTER_S
+        is_pending = state.type is StateType.PENDING and entry.pool == self._pool
+        if not is_pending or entry.flow_run.infrastructure_pid:
+            return False
+        age_s = now - entry.since.timestamp()
+        if not is_gone:
+            return age_s > GIVEN_BACK_AFTER_S
+        # Its process may have been started by a worker that was killed before it could say so.
+        return age_s > _SPAWNED_WITHIN_S and not holders_of(FLOW_RUN_VARIABLE).pids.get(
+            str(entry.id)
+        )
+
+    async def _clusters(
+        self, entries: Sequence[Entry]
+    ) -> tuple[dict[str, Cluster], dict[str, str]]:
+        keys = {entry.ask.cluster for entry in entries if entry.ask.demand is not None}
+        if self._settings.nodes:
+            keys.add("")
+        clusters: dict[str, Cluster] = {}
+        silent: dict[str, str] = {}
+
+        async def look(key: str) -> None:
+            try:
+                clusters[key] = await self._capacity.of(key, self._settings)
+            except NoCapacity as error:
+                silent[key] = str(error)
+
+        await asyncio.gather(*(look(key) for key in sorted(keys)))
+        return clusters, silent
+
+    async def _doomed(self, line: Sequence[Entry], clusters: Mapping[str, Cluster]) -> list[Doomed]:
+        doomed = [one for entry in line if (one := self._why_never(entry, clusters)) is not None]
+        found = {one.entry.id for one in doomed}
+        unchecked = [e for e in line if e.id not in self._checked and e.id not in found]
+        for entry in unchecked[:_CHECKED_AT_ONCE]:
+            if fault := await asyncio.to_thread(fault_of, entry.flow_run):
+                doomed.append(Doomed(entry=entry, kind=FailureKind.USER_ERROR, message=fault))
+            else:
+                self._checked.add(entry.id)
+        return doomed
+
+    def _why_never(self, entry: Entry, clusters: Mapping[str, Cluster]) -> Doomed | None:
+        ask = entry.ask
+        if ask.fault:
+            return Doomed(entry=entry, kind=FailureKind.USER_ERROR, message=ask.fault)
+        cluster = clusters.get(ask.cluster)
+        state = entry.flow_run.state
+        has_waited = state is not None and state.name == PENDING_RESOURCES
+        if ask.demand is None or cluster is None or (has_waited and not entry.waits_in_process):
+            # What could start when it came waits for nodes that have gone to come back.
+            return None
+        why = why_never(
+            ask.demand,
+            [NodeTotal(name=node.name, gpus=node.gpus, cpus=node.cpus) for node in cluster.nodes],
+        ) or _over_a_limit(ask, self._settings)
+        if not why:
+            return None
+        return Doomed(entry=entry, kind=FailureKind.INFEASIBLE, message=why)
+
+
+def _over_a_limit(ask: Ask, settings: PoolSettings) -> str:
+    for tag in sorted(ask.tags & settings.limits.keys()):
+        if ask.demand is not None and ask.demand.gpus > settings.limits[tag]:
+            return (
+                f"the run asks for {ask.demand.gpus} GPUs in all, and its tag {tag} may have "
+                f"{settings.limits[tag]} at once. Ask for less, or have the limit raised"
+            )
+    return ""
+
+
+def _is_due(entry: Entry) -> bool:
+    due = entry.flow_run.next_scheduled_start_time
+    return due is not None and due <= datetime.now(UTC)

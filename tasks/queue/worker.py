@@ -1,0 +1,162 @@
+"""The worker type `gang`: Prefect's process worker, which starts only what the gate admits.
+
+`prefect worker start --pool POOL` finds it by the pool's type. No process exists for a run that
+waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from typing import TYPE_CHECKING
+from uuid import UUID
+
+import httpx
+from prefect.client.schemas.responses import WorkerFlowRunResponse
+from prefect.exceptions import PrefectException
+from prefect.workers.process import ProcessVariables, ProcessWorker
+from pydantic import Field
+
+from tasks.gang.settings import PoolSettings
+from tasks.queue.artifacts import QueueArtifacts
+from tasks.queue.gate import Gate
+from tasks.queue.lease import LeaseLost
+from tasks.queue.ledger import TYPE, Entry
+from tasks.queue.look import Look
+from tasks.queue.picture import view_of
+from tasks.queue.waker import Waker
+
+if TYPE_CHECKING:
+    from prefect.client.schemas.objects import FlowRun
+
+#: Something waits for what no event tells: others on the cluster, a delay, a lost worker.
+_AGAIN_S = 2.0
+#: A run that was handed over has left its Scheduled state by then, or never will.
+_HANDED_OVER_WITHIN_S = 5.0
+_ASKED_EVERY_S = 0.02
+
+
+class GangVariables(ProcessVariables):
+    """What can be set on a work pool."""
+
+    gang: PoolSettings = Field(
+        default_factory=PoolSettings,
+        title="Gang queue",
+        description="How this pool admits runs. Set on the pool only: what a deployment says here "
+        "is not read.",
+    )
+
+
+class GangWorker(ProcessWorker):
+    """Starts the runs of a work pool, each when its whole gang of GPUs is free."""
+
+    type = TYPE
+    # Within Prefect's class, too, `type` is that name: its annotation can't be read.
+    job_configuration_variables = GangVariables  # type: ignore[assignment]
+
+    _description = (
+        "Execute flow runs as processes, each when its whole gang of GPUs is free, in order."
+    )
+    _display_name = "Gang"
+
+    _gate: Gate | None = None
+    _waker: Waker | None = None
+
+    async def _get_scheduled_flow_runs(self) -> list[WorkerFlowRunResponse]:
+        """What is to be started now: the one place where this differs from a process worker."""
+        # Asked for what it does on the server: the queues of the pool count as served.
+        await super()._get_scheduled_flow_runs()
+        if self._gate is None:
+            await self._open()
+        assert self._gate is not None
+        async with self._deciding:
+            try:
+                return await self._next(self._gate)
+            except (httpx.HTTPError, PrefectException, LeaseLost) as error:
+                self._logger.warning("The queue can't be looked at: %r", error)
+                return []
+
+    async def _open(self) -> None:
+        self._deciding = asyncio.Lock()
+        #: Granted, and to be handed over one after the other, so that they start in order.
+        self._granted: deque[Entry] = deque()
+        self._last: UUID | None = None
+        self._telling: asyncio.Task[None] | None = None
+        self._artifacts = QueueArtifacts(self.client)
+        self._gate = Gate(self.client, pool=self._work_pool_name)
+        self._waker = Waker(self.get_and_submit_flow_runs)
+        await self._exit_stack.enter_async_context(self._waker)
+        self._exit_stack.push_async_callback(self._stop_telling)
+
+    async def _next(self, gate: Gate) -> list[WorkerFlowRunResponse]:
+        await self._handed_over()
+        if not self._granted:
+            look, granted = await gate.decide(self._may_start, self._submitting_flow_run_ids)
+            self._granted.extend(granted)
+            self._tell(gate, look)
+        if self._limiter is not None and self._limiter.available_tokens < 1:
+            self._again(_AGAIN_S)
+            return []
+        if not self._granted:
+            return []
+        entry = self._granted.popleft()
+        self._last = entry.id
+        # The next one, as soon as this one is on its way; or what the next look finds.
+        self._again(0.0)
+        return [_response(entry)]
+
+    async def _handed_over(self) -> None:
+        """The run that was handed over last has left its Scheduled state.
+
+        Prefect submits what it is given all at once; runs would start in any order.
+        """
+        last, self._last = self._last, None
+        if last is None:
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_HANDED_OVER_WITHIN_S):
+                while last in self._submitting_flow_run_ids:
+                    flow_run: FlowRun = await self.client.read_flow_run(last)
+                    if flow_run.state is None or not flow_run.state.is_scheduled():
+                        return
+                    await asyncio.sleep(_ASKED_EVERY_S)
+
+    def _may_start(self, entry: Entry) -> bool:
+        if entry.pool != self._work_pool_name or not entry.is_scheduled:
+            return False
+        if self._limiter is not None and self._limiter.available_tokens < 1:
+            return False
+        return not self._work_queues or entry.queue in self._work_queues
+
+    def _again(self, delay_s: float) -> None:
+        if self._waker is not None:
+            self._waker.again_in(delay_s)
+
+    def _tell(self, gate: Gate, look: Look) -> None:
+        """Show the queue, aside from what starts."""
+        if look.line or look.stuck:
+            self._again(_AGAIN_S)
+        if self._telling is None or self._telling.done():
+            self._telling = asyncio.create_task(self._told(gate, look))
+
+    async def _told(self, gate: Gate, look: Look) -> None:
+        try:
+            if await gate.tell(look):
+                self._again(0.1)
+            await self._artifacts.show(view_of(look, self._work_pool_name))
+        except (httpx.HTTPError, PrefectException, LeaseLost) as error:
+            self._logger.debug("The queue is not shown: %r", error)
+
+    async def _stop_telling(self) -> None:
+        if self._telling is not None:
+            self._telling.cancel()
+            await asyncio.gather(self._telling, return_exceptions=True)
+
+
+def _response(entry: Entry) -> WorkerFlowRunResponse:
+    run = entry.flow_run
+    assert run.work_pool_id is not None and run.work_queue_id is not None
+    return WorkerFlowRunResponse(
+        work_pool_id=run.work_pool_id, work_queue_id=run.work_queue_id, flow_run=run
+    )
