@@ -17,6 +17,8 @@ from pathlib import Path
 from subprocess import Popen
 from typing import Any
 
+import yaml
+
 from tasks.supervise.identity import host_name
 from tests.support.gang_referee import FINAL, History, Part, State
 from tests.support.ground import ROOT, Ground, Run, Server, until
@@ -111,6 +113,7 @@ class GangPool:
     ranks: Mapping[str, int] = field(default_factory=lambda: {"urgent": 1, "default": 2, "idle": 3})
     #: By flow run id, in the order of submission.
     asked: dict[str, Asked] = field(default_factory=dict)
+    _holders: list[str] = field(default_factory=list)
 
     def set_up(self, *, limit: int | None = 50, **settings: Any) -> None:
         """The pool with its queues, and a deployment of the flow `train` on it.
@@ -216,6 +219,59 @@ class GangPool:
         )
         self._note(flow_run["id"], spec, self.ranks[queue])
         return Run(ground=self.ground, flow_run_id=flow_run["id"])
+
+    def start(self, spec: Mapping[str, Any]) -> tuple[Popen[bytes], Run]:
+        """Directly: `python -m flows.train`."""
+        path = self.ground.home / f"spec-{len(self.asked)}.yaml"
+        path.write_text(yaml.safe_dump(dict(spec), sort_keys=False))
+        seen = {run["id"] for run in self.ground.flow_runs()}
+        process = self.ground.start("-m", "flows.train", str(path), log="train")
+
+        def new() -> str:
+            assert process.poll() is None, self.ground.log("train")
+            return next((r["id"] for r in self.ground.flow_runs() if r["id"] not in seen), "")
+
+        flow_run_id = until(new, "a flow run of the process")
+        self._note(flow_run_id, spec, self.ranks["default"])
+        return process, Run(ground=self.ground, flow_run_id=flow_run_id)
+
+    def hold(self, nodes: Mapping[str, int], *, hours: float = 1, tags: Sequence[str] = ()) -> Run:
+        """A run that has these GPUs, as far as the server can tell: it has no process."""
+        name = f"holder-{'-'.join(nodes)}"
+        gang = {"nodes": len(nodes), "gpus_per_node": max(nodes.values()), "hours": hours}
+        # Else it would get a name of its own in every message.
+        spec = {"name": name, "gang": gang}
+        flow = self.ground.post("/flows/", name="train")["id"]
+        held = ",".join(f"{node}:{gpus}" for node, gpus in nodes.items())
+        flow_run = self.ground.post(
+            "/flow_runs/",
+            flow_id=flow,
+            name=name,
+            parameters={"spec": spec},
+            tags=list(tags),
+            labels={"muster.gang.nodes": held},
+            state={"type": "RUNNING"},
+        )
+        self._holders.append(flow_run["id"])
+        return Run(ground=self.ground, flow_run_id=flow_run["id"])
+
+    def cancel(self, run: Run) -> None:
+        """As the button of the UI does."""
+        self.set_state(run, "CANCELLING")
+
+    def set_state(self, run: Run, type: str) -> None:
+        self.ground.post(f"/flow_runs/{run.flow_run_id}/set_state", state={"type": type})
+
+    def empty(self) -> None:
+        """No run of it is left, nor is any known."""
+        for id_ in self._holders:
+            self.set_state(Run(ground=self.ground, flow_run_id=id_), "COMPLETED")
+        for id_, run in self.flow_runs().items():
+            if run["state_type"] not in FINAL:
+                self.cancel(Run(ground=self.ground, flow_run_id=id_))
+        self.until_all_end(60)
+        self._holders.clear()
+        self.asked.clear()
 
     def _note(self, flow_run_id: str, spec: Mapping[str, Any], rank: int) -> None:
         gang = {"nodes": 0, "gpus_per_node": 0, **(spec.get("gang") or {})}

@@ -1,0 +1,296 @@
+"""The gang queue on a real server, with real workers and real runs on a table of nodes."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from tests.support.gang_pool import GangPool, left_of
+from tests.support.gang_referee import judge
+from tests.support.ground import Ground, Run, Server, until
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+ALL = {"n1": 8, "n2": 8}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server that has no pool yet, for all of the module."""
+    server = Server(tmp_path_factory.mktemp("server"))
+    try:
+        server.start()
+        yield server
+    finally:
+        server.kill()
+
+
+@pytest.fixture(scope="module")
+def served(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[GangPool]:
+    """A pool with two nodes of 8 GPUs, and its worker."""
+    home = tmp_path_factory.mktemp("served")
+    pool = GangPool(ground=Ground(home=home, api=server.api), server=server)
+    try:
+        pool.set_up()
+        pool.start_worker()
+        yield pool
+    finally:
+        pool.ground.clear()
+
+
+@pytest.fixture
+def pool(served: GangPool) -> Iterator[GangPool]:
+    """The same without any run, and as it was first set."""
+    served.change()
+    yield served
+    served.patch(is_paused=False)
+    served.empty()
+
+
+def says(run: Run, *texts: str) -> str:
+    """The message of a run that waits, once it has all these texts."""
+
+    def found() -> str:
+        state = run.flow_run()["state"]
+        message = state["message"] or ""
+        is_it = state["name"] == "PendingResources" and all(text in message for text in texts)
+        return message if is_it else ""
+
+    try:
+        return until(found, f"{run.flow_run_id} waits")
+    except AssertionError as error:
+        raise AssertionError(f"{error}; it says {run.flow_run()['state']}") from None
+
+
+def given(run: Run) -> str:
+    """The nodes of a run, once it has been admitted."""
+    until(lambda: run.state()[0] in ("PENDING", "RUNNING"), f"{run.flow_run_id} is admitted")
+    return str(run.flow_run()["labels"]["muster.gang.nodes"])
+
+
+def states(run: Run) -> list[str]:
+    """All that it has been in, in order."""
+    found = run.ground.get(f"/flow_run_states/?flow_run_id={run.flow_run_id}")
+    return [state["type"] for state in sorted(found, key=lambda state: state["timestamp"])]
+
+
+def test_gang_that_can_never_fit_fails_at_once_with_the_numbers(pool: GangPool) -> None:
+    run = pool.submit(pool.spec(nodes=3, gpus=8))
+
+    message = run.until_state("FAILED")
+
+    assert message.startswith("INFEASIBLE: ")
+    assert "3 nodes with 8 GPUs" in message and "2 with 8 GPUs" in message
+    assert states(run) == ["SCHEDULED", "FAILED"]
+    assert run.processes() == []
+
+
+def test_malformed_spec_fails_at_once_with_every_fault(pool: GangPool) -> None:
+    run = pool.submit({**pool.spec(), "workload": "dance", "colour": "red"})
+
+    message = run.until_state("FAILED")
+
+    assert message.startswith("USER_ERROR: ")
+    assert "workload" in message and "colour" in message
+    assert states(run) == ["SCHEDULED", "FAILED"]
+    assert run.processes() == []
+
+
+def test_waiting_run_says_what_it_asks_what_is_free_and_what_it_waits_for(pool: GangPool) -> None:
+    holder = pool.hold({"n1": 8, "n2": 3})
+    run = pool.submit(pool.spec(nodes=2, gpus=6))
+    behind = pool.submit(pool.spec(gpus=1))
+
+    first, second = says(run, "free now"), says(behind, "behind")
+
+    assert first.startswith("asks for 2 nodes with 6 GPUs each; waits for holder-n1-n2 to end")
+    assert "free now: 5 and 0 on 2 nodes" in first
+    assert f"waits behind {run.name}" in second
+    assert run.processes() == behind.processes() == []
+    assert holder.state()[0] == "RUNNING"
+
+
+def test_cancel_of_a_waiting_run_sticks(pool: GangPool) -> None:
+    holder = pool.hold(ALL)
+    run = pool.submit(pool.spec())
+    behind = pool.submit(pool.spec(gpus=8))
+    says(run, "holder")
+    says(behind, run.name)
+
+    pool.cancel(run)
+    # By then the gate has decided again.
+    says(behind, "holder")
+    pool.set_state(holder, "COMPLETED")
+    given(behind)
+
+    assert run.state()[0] == "CANCELLED"
+    assert "PENDING" not in states(run)
+
+
+def test_run_of_a_higher_queue_goes_first(pool: GangPool) -> None:
+    holder = pool.hold(ALL)
+    idle = pool.submit(pool.spec(nodes=2, gpus=8), queue="idle")
+    usual = pool.submit(pool.spec(nodes=2, gpus=8))
+    urgent = pool.submit(pool.spec(nodes=2, gpus=8, lasts_s=60), queue="urgent")
+    says(urgent, "waits for holder")
+    says(usual, f"behind {urgent.name}")
+    says(idle, f"behind {urgent.name}")
+
+    pool.set_state(holder, "COMPLETED")
+
+    assert given(urgent) == "n1:8,n2:8"
+    says(usual, f"waits for {urgent.name} to end")
+    says(idle, f"behind {usual.name}")
+
+
+def test_backfill_lets_a_short_run_pass_and_no_long_one(pool: GangPool) -> None:
+    pool.change(policy="backfill")
+    pool.hold({"n1": 8}, hours=4)
+    head = pool.submit(pool.spec(nodes=2, gpus=8))
+    says(head, "waits for holder-n1")
+
+    long = pool.submit(pool.spec(gpus=8, gang={"nodes": 1, "gpus_per_node": 8, "hours": 5}))
+    short = pool.submit(pool.spec(gpus=8, gang={"nodes": 1, "gpus_per_node": 8, "hours": 0.1}))
+
+    assert given(short) == "n2:8"
+    says(long, f"behind {head.name}")
+    assert says(head, "waits for").startswith("asks for 2 nodes with 8 GPUs each")
+
+
+def test_paused_pool_starts_nothing_says_so_and_resumes(pool: GangPool) -> None:
+    pool.patch(is_paused=True)
+    run = pool.submit(pool.spec())
+    says(run, "the work pool gang is paused")
+
+    pool.patch(is_paused=False)
+
+    assert given(run) == "n1:1"
+
+
+def test_drained_node_gets_no_new_gang(pool: GangPool) -> None:
+    pool.change(drained=("n1",))
+
+    run = pool.submit(pool.spec(gpus=8))
+    more = pool.submit(pool.spec(gpus=8))
+
+    assert given(run) == "n2:8"
+    says(more, "would fit but for what is drained: n1")
+    pool.cancel(more)
+
+
+def test_limit_of_a_tag_holds_back_only_its_own(pool: GangPool) -> None:
+    pool.change(limits={"team": 10})
+    pool.hold({"n1": 8}, tags=["team"])
+
+    run = pool.submit(pool.spec(gpus=4), tags=["team"])
+    other = pool.submit(pool.spec(gpus=8))
+
+    assert given(other) == "n2:8"
+    says(run, "waits for GPUs of the tag team, which has 8 of its limit of 10")
+
+
+def test_run_that_is_started_directly_waits_in_line_and_can_be_interrupted(
+    pool: GangPool,
+) -> None:
+    pool.hold(ALL)
+    first = pool.submit(pool.spec(nodes=2, gpus=8))
+    says(first, "waits for holder")
+    process, run = pool.start(pool.spec())
+    says(run, f"behind {first.name}")
+
+    process.send_signal(signal.SIGINT)
+
+    assert process.wait(60) == 130, pool.ground.log("train")
+    assert "place 2 of 2 in line" in pool.ground.log("train")
+    assert run.state()[0] == "CANCELLED"
+    assert pool.noted(run) == []
+    says(first, "waits for holder")
+
+
+def test_run_past_the_gate_waits_in_its_own_process(server: Server, tmp_path: Path) -> None:
+    """A worker of another type serves the pool: it starts whatever is due."""
+    ground = Ground(home=tmp_path, api=server.api)
+    pool = GangPool(ground=ground, server=server, name="past", nodes={"p1": 8})
+    pool.set_up()
+    try:
+        holder = pool.hold({"p1": 8})
+        pool.start_worker(type="process")
+        run = pool.submit(pool.spec(gpus=8))
+        says(run, "waits for holder-p1 to end")
+        assert (run.state()[0], pool.noted(run)) == ("RUNNING", [])
+
+        pool.set_state(holder, "COMPLETED")
+
+        run.until_state("COMPLETED")
+        assert [line["what"] for line in pool.noted(run)] == ["start", "placed", "end"]
+        assert run.flow_run()["labels"]["muster.gang.nodes"] == "p1:8"
+    finally:
+        pool.empty()
+        ground.clear()
+
+
+#: As a second worker's process would.
+START_AGAIN = """
+import sys
+from uuid import UUID
+from prefect.client.orchestration import get_client
+from prefect.exceptions import Abort
+from prefect.flow_engine import run_flow
+from flows.train import train
+with get_client(sync_client=True) as client:
+    flow_run = client.read_flow_run(UUID(sys.argv[1]))
+try:
+    run_flow(train, flow_run=flow_run, parameters=flow_run.parameters, return_type="state")
+except Abort as error:
+    print("left:", error)
+"""
+
+
+@pytest.mark.thorough
+def test_second_process_of_a_run_leaves_it_to_the_first(pool: GangPool) -> None:
+    run = pool.submit(pool.spec(gpus=8, lasts_s=60))
+    until(lambda: pool.noted(run), "its component runs")
+
+    again = pool.ground.start("-c", START_AGAIN, run.flow_run_id, log="again")
+
+    assert again.wait(60) == 0, pool.ground.log("again")
+    assert f"left: another process of this machine runs {run.name}" in pool.ground.log("again")
+    assert run.state()[0] == "RUNNING"
+    assert [line["what"] for line in pool.noted(run)] == ["start", "placed"]
+
+
+def test_line_is_kept_by_two_workers_of_which_one_is_killed(server: Server, tmp_path: Path) -> None:
+    """By the server's history and the components' own word: order, GPUs, and nothing twice."""
+    random, nodes = Random(5), {"m1": 8, "m2": 8}
+    ground = Ground(home=tmp_path, api=server.api)
+    pool = GangPool(ground=ground, server=server, name="line", nodes=nodes)
+    pool.set_up()
+    try:
+        workers = [pool.start_worker("one"), pool.start_worker("two")]
+        for number in range(8):
+            shape = {"nodes": random.choice((1, 1, 2)), "gpus": random.choice((2, 5, 8))}
+            fails = 1 if number == 2 else 0
+            spec = pool.spec(**shape, lasts_s=random.random(), fails=fails)
+            pool.submit({**spec, "name": f"line{number}"})
+        until(lambda: admitted(pool) >= 3, "three are admitted")
+
+        os.kill(workers[0].pid, signal.SIGKILL)
+        pool.until_all_end(100)
+
+        judgement = judge(pool.histories(), nodes, late_s=5)
+        assert judgement.faults == (), judgement
+        assert (judgement.admitted, judgement.admissions) == (8, 9)
+        until(lambda: not left_of(pool), "nothing is left")
+    finally:
+        pool.empty()
+        ground.clear()
+
+
+def admitted(pool: GangPool) -> int:
+    runs = pool.flow_runs().values()
+    return sum(run["state_type"] != "SCHEDULED" for run in runs)
