@@ -1,0 +1,176 @@
+"""The place of Prefect's worker that the gang worker overrides is where it was.
+
+A minor release of Prefect may move it without a word: then runs would start past the gate.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import inspect
+from collections.abc import Iterator
+from contextlib import AsyncExitStack
+from typing import Any
+from uuid import UUID, uuid4
+
+import prefect
+import pytest
+from prefect.client.schemas.objects import FlowRun
+from prefect.client.schemas.responses import WorkerFlowRunResponse
+from prefect.settings import PREFECT_LOGGING_TO_API_ENABLED, temporary_settings
+from prefect.workers.base import BaseWorker
+from prefect.workers.process import ProcessWorker
+
+from tasks.queue import worker as gang
+from tasks.queue.worker import GangWorker
+
+PLACE = "_get_scheduled_flow_runs"
+#: What of Prefect's worker the gate leans on, and what each must be.
+KINDS: dict[str, type | tuple[type, ...]] = {
+    "_submitting_flow_run_ids": set,
+    "_exit_stack": AsyncExitStack,
+    "_runs_task_group": object,
+    "_work_queues": set,
+    "_work_pool_name": str,
+    "_prefetch_seconds": (int, float),
+    "_limiter": object,
+}
+
+
+def private_names(source: str) -> set[str]:
+    """`self._name` of what a module takes from elsewhere: it neither sets nor defines it."""
+    used, own = set(), set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            own.add(node.name)
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            own.add(node.target.id)
+        if not (isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)):
+            continue
+        if node.value.id == "self" and node.attr.startswith("_"):
+            (used if isinstance(node.ctx, ast.Load) else own).add(node.attr)
+    return used - own
+
+
+def what_moved(base: type[Any]) -> Iterator[str]:
+    """What is not where the gang worker needs it; nothing where all is."""
+    where = f"Prefect {prefect.__version__}: {base.__name__}"
+    place = getattr(base, PLACE, None)
+    if place is None or list(inspect.signature(place).parameters) != ["self"]:
+        yield f"{where} has no {PLACE}() any more"
+    elif "list" not in str(answer := inspect.signature(place).return_annotation) or (
+        WorkerFlowRunResponse.__name__ not in str(answer)
+    ):
+        yield f"{where}.{PLACE} returns {answer}, not a list of WorkerFlowRunResponse"
+    worker = base(work_pool_name="any")
+    for name, kind in KINDS.items():
+        if not hasattr(worker, name):
+            yield f"{where} has no {name} any more"
+        elif not isinstance(found := getattr(worker, name), kind):
+            yield f"{where}.{name} is a {type(found).__name__}"
+    yield from asyncio.run(_not_submitted(base, where))
+
+
+async def _not_submitted(base: type[Any], where: str) -> list[str]:
+    """A poll asks the overridden place, and submits what that gives and nothing else."""
+    run = FlowRun(id=uuid4(), flow_id=uuid4(), name="a-run")
+    asked: list[bool] = []
+    submitted: list[UUID] = []
+
+    class Overridden(base):
+        # Each has to be unique.
+        type = f"overridden-{run.id}"
+
+        async def _get_scheduled_flow_runs(self) -> list[WorkerFlowRunResponse]:
+            asked.append(True)
+            return [
+                WorkerFlowRunResponse(work_pool_id=uuid4(), work_queue_id=uuid4(), flow_run=run)
+            ]
+
+    class TaskGroup:
+        def start_soon(self, _submit: object, flow_run: FlowRun) -> None:
+            submitted.append(flow_run.id)
+
+    worker = Overridden(work_pool_name="any")
+    worker._runs_task_group = TaskGroup()
+    worker._has_successfully_synced = True
+    with temporary_settings({PREFECT_LOGGING_TO_API_ENABLED: False}):
+        try:
+            await worker.get_and_submit_flow_runs()
+        except Exception as error:
+            return [f"{where}.get_and_submit_flow_runs raises {error!r}"]
+    if not asked:
+        return [f"{where}.get_and_submit_flow_runs does not ask {PLACE}() any more"]
+    if submitted != [run.id]:
+        return [f"{where} does not submit what {PLACE}() gives: {submitted}"]
+    if worker._submitting_flow_run_ids != {run.id}:
+        return [f"{where} does not keep what is being submitted in _submitting_flow_run_ids"]
+    return []
+
+
+def test_prefect_asks_the_gang_worker_what_to_start() -> None:
+    moved = list(what_moved(ProcessWorker))
+
+    assert moved == [], "Prefect has moved what tasks/queue/worker.py overrides"
+
+
+def test_every_private_name_that_the_gang_worker_takes_from_prefect_is_held_here() -> None:
+    source = inspect.getsource(gang)
+
+    assert private_names(source) - {PLACE, "_logger"} <= KINDS.keys()
+
+
+def test_gang_worker_overrides_that_one_place() -> None:
+    overridden = {
+        name
+        for name, value in vars(GangWorker).items()
+        if callable(value) and hasattr(ProcessWorker, name) and not name.startswith("__")
+    }
+
+    assert overridden - {"job_configuration_variables"} == {PLACE}
+
+
+def test_worker_type_is_found_by_name() -> None:
+    assert BaseWorker.get_worker_class_from_type("gang") is GangWorker
+
+
+class Renamed(ProcessWorker):
+    """A release in which a poll asks elsewhere."""
+
+    type = "renamed"
+
+    async def get_and_submit_flow_runs(self) -> list[Any]:
+        return []
+
+
+class Bare(ProcessWorker):
+    """One that keeps what is submitted under another name."""
+
+    type = "bare"
+
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        del self._submitting_flow_run_ids
+        self._work_queues = ["default"]  # type: ignore[assignment]
+
+
+class Otherwise(ProcessWorker):
+    """One whose place gives flow runs alone."""
+
+    type = "otherwise"
+
+    async def _get_scheduled_flow_runs(self) -> list[FlowRun]:  # type: ignore[override]
+        return []
+
+
+@pytest.mark.parametrize(
+    ("release", "told"),
+    [
+        (Renamed, "Renamed.get_and_submit_flow_runs does not ask _get_scheduled_flow_runs()"),
+        (Bare, "Bare has no _submitting_flow_run_ids any more"),
+        (Bare, "Bare._work_queues is a list"),
+        (Otherwise, "returns list[FlowRun], not a list of WorkerFlowRunResponse"),
+    ],
+)
+def test_what_a_release_has_moved_is_named(release: type[Any], told: str) -> None:
+    assert told in "\n".join(what_moved(release))
