@@ -102,14 +102,16 @@ def at_pool_limit(demand: Demand | None, pool: str, limit: int) -> Message:
     """Why a run waits whose pool runs as many as it may."""
     runs = "run" if limit == 1 else "runs"
     return _message(
-        demand, f"waits for a run to end: the work pool {pool} has its limit of {limit} {runs}"
+        demand, f"waits for a run to end: the work pool {pool} is at its limit of {limit} {runs}"
     )
 
 
 def no_answer(demand: Demand | None, address: str, error: object) -> Message:
-    """Why a run waits whose cluster can't be looked at."""
+    """Why a run waits whose cluster, or where it names none whose pool's nodes, can't be seen."""
     why = one_line(error)
     text = f"waits for its cluster, {address}, which does not answer{f' ({why})' if why else ''}"
+    if not address:
+        text = f"waits for nodes: {why or 'there are none'}"
     return _message(demand, text, key=f"no answer {address}")
 
 

@@ -140,12 +140,14 @@ def test_what_is_free_is_told_largest_first(free: dict[str, int], said: str) -> 
         (paused(SMALL, "gang", "low"), "waits, as the queue low of the work pool gang is paused"),
         (
             at_pool_limit(SMALL, "gang", 8),
-            "waits for a run to end: the work pool gang has its limit of 8 runs",
+            "waits for a run to end: the work pool gang is at its limit of 8 runs",
         ),
         (
             no_answer(SMALL, "http://ray:8265", TimeoutError("no answer\nwithin 5 s")),
             "waits for its cluster, http://ray:8265, which does not answer (no answer within 5 s)",
         ),
+        # a run that names no cluster
+        (no_answer(SMALL, "", "the pool lists none"), "waits for nodes: the pool lists none"),
         (
             spoilt_settings(SMALL, "gang", "policy: 'lifo'"),
             "waits, as the settings of the work pool gang can't be read: policy: 'lifo'",

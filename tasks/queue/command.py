@@ -1,0 +1,270 @@
+"""The command `python -m tasks.gang`: the queue for people at a terminal, and for operators."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+
+import httpx
+from prefect.client.orchestration import PrefectClient, get_client
+from prefect.exceptions import PrefectException
+from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
+from rich.console import Console, Group
+from rich.live import Live
+from rich.text import Text
+
+from tasks.queue import operating
+from tasks.queue.explaining import explain
+from tasks.queue.operating import BadSetting, NotThere
+from tasks.queue.tables import as_json, as_plain, as_rich
+from tasks.queue.view import QueueView
+from tasks.queue.words import one_line
+from tasks.server import NoServer
+from tasks.terminal import quieten_prefect
+
+EXIT_DONE, EXIT_NOT_THERE, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
+
+#: Makes the view of a work pool's queue.
+Look = Callable[[PrefectClient, str], Awaitable[QueueView]]
+Connect = Callable[[], AbstractAsyncContextManager[PrefectClient]]
+
+_POOL = "gang"
+_TIMEOUT_S = 10.0
+_REMEDY = "start it (`make up`), or set PREFECT_API_URL to that of one that runs"
+#: Lines of a terminal that are not the queue's.
+_FRAME = 8
+
+
+@asynccontextmanager
+async def connected() -> AsyncIterator[PrefectClient]:
+    """A client of the Prefect server of PREFECT_API_URL, which soon gives up.
+
+    Raises: NoServer, for any call within that fails for want of an answer.
+    """
+    url = PREFECT_API_URL.value()
+    if not url:
+        raise NoServer(
+            "no Prefect server is set, so there is no queue to look at: start one (`make up`, "
+            "which says its address), and set PREFECT_API_URL to that"
+        )
+    with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 1}):
+        try:
+            async with get_client(httpx_settings={"timeout": _TIMEOUT_S}) as client:
+                yield client
+        except httpx.HTTPStatusError as error:
+            why = f"HTTP {error.response.status_code} to {error.request.url.path}"
+            raise NoServer(f"the Prefect server at {url} refused: {why}") from error
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            why = one_line(error) or type(error).__name__
+            raise NoServer(
+                f"no Prefect server answers at PREFECT_API_URL={url} ({why}): {_REMEDY}"
+            ) from error
+
+
+def main(
+    arguments: Sequence[str] | None = None,
+    *,
+    look: Look | None = None,
+    connect: Connect = connected,
+) -> int:
+    """Do what the arguments say.
+
+    Returns: 0 done; 1 the server does not answer, or has nothing of the name that was given; 2 the
+    arguments are wrong and nothing was done; 130 interrupted.
+    """
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.json and options.watch:
+        parser.error("--json shows one look: leave out --watch")
+    quieten_prefect()
+    try:
+        asyncio.run(_run(options, look or _onlooker(), connect))
+    except (NoServer, NotThere) as error:
+        print(error, file=sys.stderr)
+        return EXIT_NOT_THERE
+    except BadSetting as error:
+        print(f"{error}\nNothing was done.", file=sys.stderr)
+        return EXIT_USAGE
+    except PrefectException as error:
+        print(f"the Prefect server did not do it: {one_line(error)}", file=sys.stderr)
+        return EXIT_NOT_THERE
+    except KeyboardInterrupt:
+        # The way out of --watch.
+        return EXIT_DONE if options.watch else EXIT_INTERRUPTED
+    return EXIT_DONE
+
+
+def _onlooker() -> Look:
+    # Only now: what looks at clusters takes its time to load.
+    from tasks.queue.looking import Onlooker
+
+    return Onlooker()
+
+
+async def _run(options: argparse.Namespace, look: Look, connect: Connect) -> None:
+    async with connect() as client:
+        match options.command:
+            case "status":
+                await operating.pool_of(client, options.pool)
+                await _status(client, options, look)
+            case "why":
+                print(await explain(client, options.run, options.pool, lambda p: look(client, p)))
+            case "drain" | "undrain":
+                await _drain(client, options, look)
+            case "pause" | "resume":
+                pool = await operating.pool_of(client, options.pool)
+                is_paused = options.command == "pause"
+                await operating.pause(client, pool, options.queue, is_paused=is_paused)
+                which = f"queue {options.queue} of the " if options.queue else ""
+                print(f"The {which}work pool {pool.name} is {options.command}d.")
+            case _:
+                await _set(client, options)
+
+
+async def _status(client: PrefectClient, options: argparse.Namespace, look: Look) -> None:
+    view = await look(client, options.pool)
+    console = Console(highlight=False)
+    if options.watch:
+        await _watch(client, options, look, console, view)
+    elif options.json:
+        print(as_json(view))
+    elif console.is_terminal:
+        console.print(as_rich(view))
+    else:
+        print(as_plain(view))
+
+
+async def _watch(
+    client: PrefectClient,
+    options: argparse.Namespace,
+    look: Look,
+    console: Console,
+    view: QueueView,
+) -> None:
+    """Show look after look, until it is cancelled; an answer that does not come is told."""
+    live = Live(console=console, screen=True, auto_refresh=False, vertical_overflow="crop")
+    trouble = ""
+    if console.is_terminal:
+        live.start()
+    try:
+        while True:
+            if live.is_started:
+                rows = max(3, (console.height - len(view.nodes) - _FRAME) // 2)
+                live.update(Group(as_rich(view, rows), Text(trouble, style="red")), refresh=True)
+            else:
+                print(trouble or as_plain(view), end="\n\n", flush=True)
+            await asyncio.sleep(options.every_s)
+            try:
+                view, trouble = await look(client, options.pool), ""
+            except (httpx.HTTPError, PrefectException) as error:
+                trouble = f"no answer, so this is as it was: {one_line(error) or repr(error)}"
+    finally:
+        live.stop()
+
+
+async def _drain(client: PrefectClient, options: argparse.Namespace, look: Look) -> None:
+    pool = await operating.pool_of(client, options.pool)
+    view = await look(client, options.pool)
+    # Read again just before it is written: the look takes its time.
+    pool = await operating.pool_of(client, options.pool)
+    edit = operating.drained if options.command == "drain" else operating.undrained
+    seen = [node.name for node in view.nodes]
+    settings = edit(operating.settings_in(pool), options.node, seen, force=options.force)
+    await operating.change(client, pool, settings)
+    for name in options.node:
+        if options.command == "undrain":
+            print(f"{name} may get new gangs.")
+            continue
+        held = [run for node in view.nodes if node.name == name for run in sorted(node.held)]
+        goes_on = f" {', '.join(held)} goes on there." if held else ""
+        print(f"{name} gets no new gang.{goes_on}")
+    _note_type(pool.type)
+
+
+async def _set(client: PrefectClient, options: argparse.Namespace) -> None:
+    pool = await operating.pool_of(client, options.pool)
+    edit = operating.with_values if options.command == "set" else operating.without_values
+    settings = edit(operating.settings_in(pool), options.setting)
+    await operating.change(client, pool, settings)
+    print(f"The work pool {pool.name}: {operating.told(settings)}.")
+    _note_type(pool.type)
+
+
+def _note_type(kind: str) -> None:
+    if kind != "gang":
+        print(
+            f"Note: the pool is of type {kind}, and only one of type gang obeys.", file=sys.stderr
+        )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m tasks.gang",
+        description="The gang queue of a work pool on the Prefect server of PREFECT_API_URL: who "
+        "waits and why, who holds which GPUs; and what an operator does about it.",
+        epilog="Exit: 0 done; 1 the server does not answer, or has nothing of the name that was "
+        "given; 2 the arguments are wrong and nothing was done; 130 interrupted.",
+    )
+    _add_pool(parser, default=_POOL)
+    _add_status(parser, json=False, watch=False, every_s=2.0)
+    commands = parser.add_subparsers(metavar="COMMAND", dest="command")
+    parser.set_defaults(command="status")
+
+    def add(name: str, text: str) -> argparse.ArgumentParser:
+        one = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+        # What stands before the command counts where it is not said again after it.
+        _add_pool(one, default=argparse.SUPPRESS)
+        return one
+
+    quiet = argparse.SUPPRESS
+    _add_status(add("status", "show the queue and the nodes (the default)"), quiet, quiet, quiet)
+    why = add("why", "say why a run waits, or what has become of it")
+    why.add_argument("run", metavar="RUN", help="name or id of its flow run")
+    for name, text in (
+        ("drain", "give no new gang to nodes; what runs there goes on"),
+        ("undrain", "give gangs to drained nodes again"),
+    ):
+        one = add(name, text)
+        one.add_argument("node", metavar="NODE", nargs="+", help="name of the node")
+        one.add_argument("--force", action="store_true", help="also a node that nobody knows")
+    for name, text in (
+        ("pause", "start no more runs of the pool, or of one of its queues"),
+        ("resume", "start runs again"),
+    ):
+        add(name, text).add_argument(
+            "--queue", metavar="NAME", default="", help="only this queue of the pool"
+        )
+    add("set", "change settings of the pool").add_argument(
+        "setting",
+        metavar="KEY=VALUE",
+        nargs="+",
+        help="policy=fifo, policy=backfill, or limit.TAG=N: at most N GPUs at once for the runs "
+        "with that tag",
+    )
+    add("unset", "take settings of the pool back").add_argument(
+        "setting", metavar="KEY", nargs="+", help="policy (fifo again), or limit.TAG"
+    )
+    return parser
+
+
+def _add_pool(parser: argparse.ArgumentParser, default: str) -> None:
+    parser.add_argument(
+        "--pool", metavar="NAME", default=default, help=f"the work pool; {_POOL} if left out"
+    )
+
+
+def _add_status(
+    parser: argparse.ArgumentParser, json: bool | str, watch: bool | str, every_s: float | str
+) -> None:
+    parser.add_argument(
+        "--json", action="store_true", default=json, help="for programs; times are UTC epoch s"
+    )
+    parser.add_argument(
+        "--watch", action="store_true", default=watch, help="look again and again, until Ctrl-C"
+    )
+    parser.add_argument(
+        "--every-s", type=float, metavar="S", default=every_s, help="with --watch; 2 if left out"
+    )

@@ -1,0 +1,303 @@
+"""The tables of the queue and the operator's command, on a real Prefect server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
+from typing import Any
+from uuid import UUID
+
+import httpx
+import pytest
+from prefect.client.orchestration import PrefectClient, get_client
+from prefect.settings import PREFECT_API_URL, temporary_settings
+
+from tasks.gang.demand import Demand
+from tasks.gang.settings import settings_of
+from tasks.queue.artifacts import ROWS_AT_MOST, QueueArtifacts, keys_of
+from tasks.queue.command import main
+from tasks.queue.view import NodeUse, QueuedRun, QueueView
+from tasks.server import prefect_server
+from tests.support.prefect_api import ask
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def api() -> Iterator[str]:
+    with temporary_settings(restore_defaults={PREFECT_API_URL}), prefect_server() as url:
+        yield url
+
+
+class Clock:
+    """A monotonic clock that the test moves."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def queued(number: int, reason: str = "waits behind earlier runs of the line") -> QueuedRun:
+    return QueuedRun(
+        number=number,
+        flow_run_id=f"id-{number}",
+        name=f"run-{number}",
+        demand=Demand(nodes=2, gpus_per_node=8, cpus_per_gpu=3),
+        cluster="",
+        queue="default",
+        waiting_since=1_767_000_000.0,
+        reason=reason,
+    )
+
+
+def view(pool: str, *line: QueuedRun, at: float = 1_767_359_130.0, running: int = 1) -> QueueView:
+    node = NodeUse(cluster="", name="gpu-1", gpus=8, free=0, held={"run-0": 8})
+    return QueueView(
+        at=at,
+        pool=pool,
+        policy="fifo",
+        is_paused=False,
+        limit=None,
+        running=running,
+        line=line,
+        nodes=(node,),
+    )
+
+
+def on_server(action: Callable[[PrefectClient], Awaitable[None]]) -> None:
+    """Run `action` with a client of the server."""
+
+    async def run() -> None:
+        async with get_client() as client:
+            await action(client)
+
+    asyncio.run(run())
+
+
+def versions(api: str, key: str) -> list[dict[str, Any]]:
+    """Every artifact that the server keeps of a key."""
+    return ask("POST", f"{api}/artifacts/filter", {"artifacts": {"key": {"any_": [key]}}})
+
+
+def latest(api: str, key: str) -> dict[str, Any]:
+    """What the UI shows of a key."""
+    return ask("GET", f"{api}/artifacts/{key}/latest")
+
+
+def test_what_has_changed_is_shown_in_place(api: str) -> None:
+    clock = Clock()
+
+    async def show(client: PrefectClient) -> None:
+        artifacts = QueueArtifacts(client, clock=clock)
+        for count in range(4):
+            clock.now += 10
+            await artifacts.show(view("place", *map(queued, range(1, count + 1)), running=count))
+
+    on_server(show)
+
+    for key, rows in (("place-gang-queue", 3), ("place-gang-nodes", 1)):
+        assert len(versions(api, key)) == 1
+        shown = latest(api, key)
+        assert shown["type"] == "table"
+        assert len(json.loads(shown["data"])) == rows
+        assert "work pool place, fifo: 3 running, 3 waiting" in shown["description"]
+        assert "As of 2026-01-02 13:05:30 UTC" in shown["description"]
+
+
+def test_what_is_the_same_is_not_written_again(api: str) -> None:
+    clock = Clock()
+    first = view("same", queued(1))
+
+    async def show(client: PrefectClient) -> None:
+        artifacts = QueueArtifacts(client, clock=clock)
+        await artifacts.show(first)
+        clock.now += 10
+        await artifacts.show(replace(first, at=first.at + 10))
+
+    on_server(show)
+
+    assert "As of 2026-01-02 13:05:30 UTC" in latest(api, "same-gang-queue")["description"]
+
+
+def test_what_changes_too_soon_is_left_to_the_next_look(api: str) -> None:
+    clock = Clock()
+    seen = []
+
+    async def show(client: PrefectClient) -> None:
+        artifacts = QueueArtifacts(client, every_s=2.0, clock=clock)
+        for at in (0.0, 1.9, 2.0):
+            clock.now = at
+            await artifacts.show(view("soon", queued(1, reason=f"looked at {at}")))
+            seen.append(json.loads(latest(api, "soon-gang-queue")["data"])[0]["reason"])
+
+    on_server(show)
+
+    assert seen == ["looked at 0.0", "looked at 0.0", "looked at 2.0"]
+
+
+def test_a_gate_goes_on_with_the_tables_of_the_one_before(api: str) -> None:
+    async def show(client: PrefectClient) -> None:
+        await QueueArtifacts(client).show(view("heir"))
+        await QueueArtifacts(client).show(view("heir", queued(1)))
+
+    on_server(show)
+
+    assert len(versions(api, "heir-gang-queue")) == 1
+    assert len(json.loads(latest(api, "heir-gang-queue")["data"])) == 1
+
+
+def test_a_gate_that_comes_back_writes_over_what_another_wrote(api: str) -> None:
+    async def show(client: PrefectClient) -> None:
+        one = QueueArtifacts(client)
+        await one.show(view("back"))
+        await QueueArtifacts(client).show(view("back", queued(1)))
+        one.forget()
+        await one.show(view("back"))
+
+    on_server(show)
+
+    assert json.loads(latest(api, "back-gang-queue")["data"]) == []
+
+
+def test_a_table_that_somebody_deleted_is_made_again(api: str) -> None:
+    clock = Clock()
+
+    async def show(client: PrefectClient) -> None:
+        artifacts = QueueArtifacts(client, clock=clock)
+        await artifacts.show(view("again"))
+        await client.delete_artifact(UUID(versions(api, "again-gang-queue")[0]["id"]))
+        clock.now += 10
+        await artifacts.show(view("again", queued(1)))
+
+    on_server(show)
+
+    assert len(versions(api, "again-gang-queue")) == 1
+    assert len(json.loads(latest(api, "again-gang-queue")["data"])) == 1
+
+
+def test_a_long_line_is_cut_and_says_so(api: str) -> None:
+    on_server(lambda client: QueueArtifacts(client).show(view("long", *map(queued, range(1, 302)))))
+
+    shown = latest(api, "long-gang-queue")
+    assert len(json.loads(shown["data"])) == ROWS_AT_MOST
+    assert "the first 200 of 301 waiting runs" in shown["description"]
+
+
+def test_a_server_that_does_not_answer_is_noted_once_and_tried_again(
+    api: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def show(client: PrefectClient) -> None:
+        artifacts = QueueArtifacts(client)
+        with monkeypatch.context() as away:
+
+            async def no_answer(**_: object) -> None:
+                raise httpx.ConnectError("refused")
+
+            away.setattr(client, "read_latest_artifacts", no_answer)
+            await artifacts.show(view("away"))
+            await artifacts.show(view("away"))
+        await artifacts.show(view("away", queued(1)))
+
+    on_server(show)
+
+    warned = [record for record in caplog.records if record.name == "tasks.queue.artifacts"]
+    assert [record.levelname for record in warned if record.levelno >= 30] == ["WARNING"]
+    assert len(json.loads(latest(api, "away-gang-queue")["data"])) == 1
+
+
+@pytest.mark.parametrize(
+    ("pool", "queue"),
+    [
+        ("gang", "gang-queue"),
+        ("", "gang-queue"),
+        ("team-a", "team-a-gang-queue"),
+        # what a key can't hold
+        ("Team A", "team-a-e18d32-gang-queue"),
+        ("组", "76acfb-gang-queue"),
+    ],
+)
+def test_each_pool_has_keys_of_its_own(api: str, pool: str, queue: str) -> None:
+    keys = keys_of(pool)
+
+    on_server(lambda client: QueueArtifacts(client).show(view(pool)))
+
+    assert keys[0] == queue
+    assert [len(versions(api, key)) for key in keys] == [1, 1]
+
+
+async def no_look(_client: PrefectClient, pool: str) -> QueueView:
+    return view(pool)
+
+
+@pytest.fixture
+def pool(api: str) -> Iterator[str]:
+    """A work pool with a job template such as a worker gives it, and a queue beside the default."""
+    template = {
+        "job_configuration": {"env": "{{ env }}"},
+        "variables": {"type": "object", "properties": {"env": {"type": "object"}}},
+    }
+    made = {"name": "operated", "type": "process", "base_job_template": template}
+    ask("POST", f"{api}/work_pools/", made)
+    ask("POST", f"{api}/work_pools/operated/queues", {"name": "low"})
+    yield "operated"
+    ask("DELETE", f"{api}/work_pools/operated")
+
+
+def test_an_operator_changes_the_pool_and_nothing_else_of_it(api: str, pool: str) -> None:
+    before = ask("GET", f"{api}/work_pools/{pool}")
+
+    codes = [
+        main([*words, "--pool", pool], look=no_look)
+        for words in (
+            ["drain", "gpu-1"],
+            ["set", "policy=backfill", "limit.team-a=16"],
+            ["pause"],
+            ["pause", "--queue", "low"],
+        )
+    ]
+
+    after = ask("GET", f"{api}/work_pools/{pool}")
+    settings = settings_of(after["base_job_template"])
+    assert codes == [0, 0, 0, 0]
+    assert (settings.drained, settings.policy) == (("gpu-1",), "backfill")
+    assert settings.limits == {"team-a": 16}
+    assert after["is_paused"]
+    assert ask("GET", f"{api}/work_pools/{pool}/queues/low")["is_paused"]
+    after["base_job_template"]["variables"]["properties"].pop("gang")
+    assert after["base_job_template"] == before["base_job_template"]
+
+
+def test_what_is_not_on_the_server_is_told(
+    api: str, pool: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    codes = [
+        main(words, look=no_look)
+        for words in (
+            ["--pool", "other"],
+            ["pause", "--pool", pool, "--queue", "high"],
+            ["why", "nobody", "--pool", pool],
+        )
+    ]
+
+    told = capsys.readouterr().err
+    assert codes == [1, 1, 1]
+    assert "no work pool other; it has: operated" in told
+    assert "no queue high; it has: default, low" in told
+    assert "no flow run called nobody" in told
+
+
+def test_why_names_a_run_by_its_name_or_id(api: str, capsys: pytest.CaptureFixture[str]) -> None:
+    flow = ask("POST", f"{api}/flows/", {"name": "train"})["id"]
+    given = {"flow_id": flow, "name": "asked-run", "state": {"type": "FAILED", "message": "no"}}
+    id = ask("POST", f"{api}/flow_runs/", given)["id"]
+
+    codes = [main(["why", asked], look=no_look) for asked in ("asked-run", id)]
+
+    told = capsys.readouterr().out
+    assert codes == [0, 0]
+    assert told.count("asked-run has ended: Failed at") == 2
+    assert told.count("  says       no\n") == 2

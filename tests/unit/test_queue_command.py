@@ -1,0 +1,491 @@
+"""`python -m tasks.gang`: what it says, what it changes on the server, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from types import SimpleNamespace
+from typing import Any
+from uuid import UUID, uuid4
+
+import httpx
+import pytest
+from prefect.client.schemas.actions import WorkPoolUpdate
+from prefect.client.schemas.objects import FlowRun, State, StateType, WorkPool
+from prefect.exceptions import ObjectNotFound
+from prefect.settings import PREFECT_API_URL, temporary_settings
+
+from tasks.gang.demand import Demand
+from tasks.gang.settings import PoolSettings, TableNode, settings_of, with_settings
+from tasks.queue.command import main
+from tasks.queue.view import NodeUse, QueuedRun, QueueView
+
+NOW = datetime(2026, 1, 2, 13, 5, 30, tzinfo=UTC)
+WAITING, RUNNING = uuid4(), uuid4()
+
+VIEW = QueueView(
+    at=NOW.timestamp(),
+    pool="gang",
+    policy="fifo",
+    is_paused=False,
+    limit=8,
+    running=1,
+    line=(
+        QueuedRun(
+            number=1,
+            flow_run_id=str(WAITING),
+            name="waiting-run",
+            demand=Demand(nodes=2, gpus_per_node=8, cpus_per_gpu=3),
+            cluster="",
+            queue="default",
+            waiting_since=NOW.timestamp() - 600,
+            reason="waits for running-run to end",
+            starts_at=NOW.timestamp() + 4500,
+            tags=("team-a",),
+        ),
+    ),
+    nodes=(
+        NodeUse(cluster="", name="gpu-1", gpus=8, free=0, held={"running-run": 8}),
+        NodeUse(cluster="", name="gpu-2", gpus=8, free=8),
+    ),
+)
+
+SET = PoolSettings(
+    nodes=(TableNode(name="gpu-1", gpus=8),), limits={"team-a": 8}, drained=("gpu-9",)
+)
+
+
+def gone() -> ObjectNotFound:
+    return ObjectNotFound(http_exc=Exception("404"))
+
+
+class Server:
+    """A Prefect server with one work pool, as far as the command asks it."""
+
+    def __init__(self) -> None:
+        self.pool = WorkPool(
+            name="gang",
+            type="gang",
+            base_job_template=with_settings({"variables": {"properties": {"env": {}}}}, SET),
+        )
+        self.queues = {"default": SimpleNamespace(id=uuid4(), name="default", is_paused=False)}
+        self.flow_runs: dict[UUID, FlowRun] = {}
+        self.view = VIEW
+
+    @property
+    def settings(self) -> PoolSettings:
+        return settings_of(self.pool.base_job_template)
+
+    def has(self, id: UUID, name: str, kind: StateType, **more: Any) -> FlowRun:
+        state = State(type=kind, timestamp=NOW - timedelta(minutes=5), message=more.pop("says", ""))
+        given = {"flow_id": uuid4(), "work_pool_name": "gang", **more}
+        self.flow_runs[id] = FlowRun(id=id, name=name, state=state, **given)
+        return self.flow_runs[id]
+
+    async def look(self, _client: object, pool: str) -> QueueView:
+        return replace(self.view, pool=pool)
+
+    async def read_work_pool(self, name: str) -> WorkPool:
+        if name != self.pool.name:
+            raise gone()
+        return self.pool
+
+    async def read_work_pools(self) -> list[WorkPool]:
+        return [self.pool]
+
+    async def update_work_pool(self, name: str, update: WorkPoolUpdate) -> None:
+        assert name == self.pool.name
+        self.pool = self.pool.model_copy(update=update.model_dump(exclude_unset=True))
+
+    async def read_work_queue_by_name(self, name: str, work_pool_name: str) -> SimpleNamespace:
+        if name not in self.queues:
+            raise gone()
+        return self.queues[name]
+
+    async def read_work_queues(self, work_pool_name: str) -> list[SimpleNamespace]:
+        return list(self.queues.values())
+
+    async def update_work_queue(self, id: UUID, is_paused: bool) -> None:
+        queue = next(queue for queue in self.queues.values() if queue.id == id)
+        queue.is_paused = is_paused
+
+    async def read_flow_run(self, id: UUID) -> FlowRun:
+        if id not in self.flow_runs:
+            raise gone()
+        return self.flow_runs[id]
+
+    async def read_flow_runs(self, flow_run_filter: Any, **_: Any) -> list[FlowRun]:
+        names = flow_run_filter.name.any_
+        return [run for run in self.flow_runs.values() if run.name in names]
+
+
+@pytest.fixture
+def server() -> Server:
+    return Server()
+
+
+@pytest.fixture
+def command(server: Server, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+    """Runs the command against the server: its exit code, and all that it printed."""
+
+    @asynccontextmanager
+    async def connect() -> AsyncIterator[Any]:
+        yield server
+
+    def run(*arguments: str) -> tuple[int, str]:
+        code = main(arguments, look=server.look, connect=connect)
+        said = capsys.readouterr()
+        return code, said.out + said.err
+
+    return run
+
+
+Command = Callable[..., tuple[int, str]]
+
+
+@pytest.mark.parametrize(
+    "arguments", [(), ("status",), ("--pool", "gang"), ("status", "--pool=gang")]
+)
+def test_queue_and_nodes_are_shown_plainly_where_there_is_no_terminal(
+    command: Command, arguments: tuple[str, ...]
+) -> None:
+    code, said = command(*arguments)
+
+    assert code == 0
+    assert "work pool gang, fifo: 1 of at most 8 running, 1 waiting; 8 of 16 GPUs" in said
+    assert "waits for running-run to end" in said
+    assert "running-run: 8" in said
+    assert "\x1b" not in said
+
+
+def test_a_terminal_gets_colours(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+
+    _, said = command()
+
+    assert "\x1b" in said
+
+
+@pytest.mark.parametrize("arguments", [("--json",), ("status", "--json"), ("--json", "status")])
+def test_programs_get_json(command: Command, arguments: tuple[str, ...]) -> None:
+    code, said = command(*arguments)
+
+    assert code == 0
+    assert json.loads(said)["line"][0]["name"] == "waiting-run"
+
+
+def test_watching_goes_on_over_a_look_that_fails_until_it_is_interrupted(
+    command: Command, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = iter([VIEW, httpx.ReadTimeout("too slow"), replace(VIEW, line=())])
+
+    async def look(_client: object, _pool: str) -> QueueView:
+        one = next(looks, KeyboardInterrupt())
+        if isinstance(one, BaseException):
+            raise one
+        return one
+
+    monkeypatch.setattr(server, "look", look)
+
+    code, said = command("--watch", "--every-s", "0")
+
+    assert code == 0
+    assert [said.index(text) for text in ("1 waiting", "too slow", "0 waiting")] == sorted(
+        said.index(text) for text in ("1 waiting", "too slow", "0 waiting")
+    )
+
+
+@pytest.mark.parametrize("asked", [str(WAITING), "waiting-run"])
+def test_why_a_run_waits(command: Command, server: Server, asked: str) -> None:
+    server.has(WAITING, "funny-name" if asked == "waiting-run" else "any", StateType.SCHEDULED)
+
+    code, said = command("why", asked)
+
+    assert code == 0
+    assert said.splitlines() == [
+        "waiting-run waits, number 1 of 1 in the line of the work pool gang.",
+        "  asks for   2 nodes with 8 GPUs each",
+        "  since      2026-01-02 12:55 UTC, 10 min by now",
+        "  reason     waits for running-run to end",
+        "  expected   to start at 2026-01-02 14:20 UTC",
+        "  queue      default",
+        "  tags       team-a",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "said"),
+    [
+        (StateType.RUNNING, {}, "running-run runs, since 2026-01-02 13:00 UTC."),
+        (
+            StateType.PENDING,
+            {},
+            "running-run has been admitted, and is about to start, since 2026-01-02 13:00 UTC.",
+        ),
+        (
+            StateType.CANCELLING,
+            {},
+            "running-run is being cancelled, since 2026-01-02 13:00 UTC.",
+        ),
+        (
+            StateType.COMPLETED,
+            {},
+            "running-run has ended: Completed at 2026-01-02 13:00 UTC.",
+        ),
+        # the server has it start later, or has not shown it to the gate yet
+        (
+            StateType.SCHEDULED,
+            {"next_scheduled_start_time": NOW + timedelta(hours=2)},
+            "running-run is to start at 2026-01-02 15:05 UTC, and waits for that time.",
+        ),
+        (
+            StateType.SCHEDULED,
+            {"next_scheduled_start_time": NOW},
+            "running-run is next: the nodes are there for it (Scheduled since 2026-01-02 13:00 "
+            "UTC).",
+        ),
+    ],
+)
+def test_what_has_become_of_a_run_that_does_not_wait(
+    command: Command, server: Server, kind: StateType, more: dict[str, Any], said: str
+) -> None:
+    server.has(RUNNING, "running-run", kind, **more)
+
+    _, lines = command("why", "running-run")
+
+    assert lines.splitlines()[0] == said
+
+
+def test_a_run_that_is_due_and_not_in_the_line_says_so(command: Command, server: Server) -> None:
+    server.has(RUNNING, "new-run", StateType.SCHEDULED, next_scheduled_start_time=NOW)
+
+    _, said = command("why", "new-run")
+
+    assert said == (
+        "new-run is due (Scheduled since 2026-01-02 13:00 UTC), and not in the line at this "
+        "moment.\n"
+    )
+
+
+def test_a_run_that_holds_gpus_says_which_and_what_its_state_says(
+    command: Command, server: Server
+) -> None:
+    server.has(RUNNING, "running-run", StateType.RUNNING, says="running: trainer\nand more")
+
+    _, said = command("why", str(RUNNING))
+
+    assert said.splitlines()[1:] == [
+        "  has        gpu-1 (8 GPUs)",
+        "  says       running: trainer",
+        "             and more",
+    ]
+
+
+def test_of_several_runs_of_a_name_the_newest_is_told_and_the_others_named(
+    command: Command, server: Server
+) -> None:
+    older = uuid4()
+    server.has(RUNNING, "running-run", StateType.RUNNING)
+    server.has(older, "running-run", StateType.FAILED)
+
+    _, said = command("why", "running-run")
+
+    assert said.startswith("running-run runs")
+    assert said.splitlines()[-1] == f"  others     of that name, older: {older}"
+
+
+@pytest.mark.parametrize("asked", ["nobody", str(uuid4())])
+def test_a_run_that_is_not_there(command: Command, asked: str) -> None:
+    code, said = command("why", asked)
+
+    assert code == 1
+    assert f"no flow run called {asked}" in said
+
+
+def test_draining_keeps_all_else_of_the_pool_and_says_what_goes_on(
+    command: Command, server: Server
+) -> None:
+    code, said = command("drain", "gpu-1", "gpu-2", "gpu-1")
+
+    assert code == 0
+    assert server.settings == SET.model_copy(update={"drained": ("gpu-9", "gpu-1", "gpu-2")})
+    assert "env" in server.pool.base_job_template["variables"]["properties"]
+    assert said.splitlines()[:2] == [
+        "gpu-1 gets no new gang. running-run goes on there.",
+        "gpu-2 gets no new gang.",
+    ]
+
+
+def test_undraining_takes_a_node_that_is_gone_from_the_list(
+    command: Command, server: Server
+) -> None:
+    code, said = command("undrain", "gpu-9")
+
+    assert code == 0
+    assert server.settings.drained == ()
+    assert said == "gpu-9 may get new gangs.\n"
+
+
+@pytest.mark.parametrize("verb", ["drain", "undrain"])
+def test_an_unknown_node_is_refused_with_those_there_are(
+    command: Command, server: Server, verb: str
+) -> None:
+    code, said = command(verb, "gpu-1", "gpu-7")
+
+    assert code == 1
+    assert server.settings == SET
+    assert "no node is called gpu-7; there are: gpu-1, gpu-2, gpu-9." in said
+    assert "--force" in said
+
+
+def test_an_unknown_node_is_drained_by_force(command: Command, server: Server) -> None:
+    code, _ = command("drain", "--force", "gpu-7")
+
+    assert code == 0
+    assert server.settings.drained == ("gpu-9", "gpu-7")
+
+
+def test_the_pool_is_paused_and_resumed(command: Command, server: Server) -> None:
+    paused = command("pause")
+    was_paused = server.pool.is_paused
+    resumed = command("resume")
+
+    assert paused == (0, "The work pool gang is paused.\n")
+    assert was_paused
+    assert resumed == (0, "The work pool gang is resumed.\n")
+    assert not server.pool.is_paused
+    assert server.settings == SET
+
+
+def test_one_queue_of_the_pool_is_paused(command: Command, server: Server) -> None:
+    code, said = command("pause", "--queue", "default")
+
+    assert code == 0
+    assert server.queues["default"].is_paused
+    assert not server.pool.is_paused
+    assert said == "The queue default of the work pool gang is paused.\n"
+
+
+def test_a_queue_that_is_not_there(command: Command) -> None:
+    code, said = command("pause", "--queue", "high")
+
+    assert code == 1
+    assert "no queue high; it has: default" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "after"),
+    [
+        (("set", "policy=backfill"), {"policy": "backfill"}),
+        (("set", "limit.team-b=16"), {"limits": {"team-a": 8, "team-b": 16}}),
+        (("set", "limit.team-a=0", "policy=fifo"), {"limits": {"team-a": 0}}),
+        # a tag may hold dots and signs
+        (("set", "limit.a.b=c=4"), {"limits": {"team-a": 8, "a.b=c": 4}}),
+        (("unset", "limit.team-a", "policy"), {"limits": {}}),
+    ],
+)
+def test_settings_are_changed_and_told(
+    command: Command, server: Server, arguments: tuple[str, ...], after: dict[str, Any]
+) -> None:
+    code, said = command(*arguments)
+
+    assert code == 0
+    assert server.settings == SET.model_copy(update=after)
+    assert said.startswith(f"The work pool gang: policy {server.settings.policy}; limits: ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("set", "policy=lifo"), "policy=lifo: it is fifo or backfill"),
+        (("set", "limit.team-a=many"), "a limit is a number of GPUs"),
+        (("set", "limit.team-a=-1"), "a limit is a number of GPUs"),
+        (("set", "limit.=1"), "limit.: no such setting"),
+        (("set", "colour=3"), "colour: no such setting; there are: policy, limit.TAG"),
+        (("set", "policy"), "write policy=VALUE"),
+        (("unset", "limit.team-b"), "that tag has no limit; tags that have one: team-a"),
+        (("unset", "nodes"), "nodes: no such setting"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_refused(
+    command: Command, server: Server, arguments: tuple[str, ...], said: str
+) -> None:
+    code, lines = command(*arguments)
+
+    assert code == 2
+    assert server.settings == SET
+    assert said in lines
+    assert lines.endswith("Nothing was done.\n")
+
+
+def test_a_pool_of_another_type_is_pointed_out(command: Command, server: Server) -> None:
+    server.pool = server.pool.model_copy(update={"type": "process"})
+
+    _, said = command("set", "policy=backfill")
+
+    assert "the pool is of type process" in said
+
+
+def test_settings_that_somebody_has_spoilt_are_not_overwritten(
+    command: Command, server: Server
+) -> None:
+    spoilt = {"variables": {"properties": {"gang": {"default": {"policy": "lifo"}}}}}
+    server.pool = server.pool.model_copy(update={"base_job_template": spoilt})
+
+    code, said = command("drain", "gpu-1")
+
+    assert code == 1
+    assert server.pool.base_job_template == spoilt
+    assert "settings of the work pool gang can't be read: policy:" in said
+
+
+@pytest.mark.parametrize("arguments", [("status",), ("drain", "gpu-1"), ("pause",)])
+def test_a_pool_that_is_not_there_is_told_with_the_remedy(
+    command: Command, arguments: tuple[str, ...]
+) -> None:
+    code, said = command(*arguments, "--pool", "other")
+
+    assert code == 1
+    assert "no work pool other; it has: gang" in said
+    assert "prefect work-pool create other --type gang" in said
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        (None, "no Prefect server is set"),
+        ("http://127.0.0.1:9/api", "no Prefect server answers at PREFECT_API_URL=http://127.0.0.1"),
+        ("nonsense", "PREFECT_API_URL=nonsense"),
+    ],
+)
+def test_without_a_server_the_remedy_is_told(
+    capsys: pytest.CaptureFixture[str], url: str | None, said: str
+) -> None:
+    with temporary_settings({PREFECT_API_URL: url}):
+        code = main(["status"], look=Server().look)
+
+    told = capsys.readouterr().err
+    assert code == 1
+    assert said in told
+    assert "make up" in told
+    assert len(told.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "arguments", [("drain",), ("why",), ("set",), ("--json", "--watch"), ("dance",)]
+)
+def test_wrong_arguments(command: Command, arguments: tuple[str, ...]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        command(*arguments)
+
+
+@pytest.mark.parametrize(
+    "verb", ["status", "why", "drain", "undrain", "pause", "resume", "set", "unset"]
+)
+def test_each_verb_has_help(command: Command, verb: str) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        command(verb, "--help")

@@ -1,0 +1,217 @@
+"""The queue as rows and tables: what is shown, and what may change it."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from tasks.gang.demand import Demand
+from tasks.queue.tables import (
+    as_json,
+    as_plain,
+    as_rich,
+    asks_shortly,
+    node_rows,
+    queue_rows,
+    summary_of,
+)
+from tasks.queue.view import NodeUse, QueuedRun, QueueView
+
+NOW = datetime(2026, 1, 2, 13, 5, 30, tzinfo=UTC).timestamp()
+
+
+def demand(nodes: int, gpus: int) -> Demand:
+    return Demand(nodes=nodes, gpus_per_node=gpus, cpus_per_gpu=3)
+
+
+def queued(number: int = 1, **more: Any) -> QueuedRun:
+    given: dict[str, Any] = {
+        "number": number,
+        "flow_run_id": f"id-{number}",
+        "name": f"run-{number}",
+        "demand": demand(2, 8),
+        "cluster": "",
+        "queue": "default",
+        "waiting_since": NOW - 1230,
+        "reason": "waits behind run-1, which is first in line",
+        **more,
+    }
+    return QueuedRun(**given)
+
+
+def node(name: str, free: int = 0, **more: Any) -> NodeUse:
+    return NodeUse(**{"cluster": "", "name": name, "gpus": 8, "free": free, **more})
+
+
+def view(*line: QueuedRun, nodes: tuple[NodeUse, ...] = (), **more: Any) -> QueueView:
+    given: dict[str, Any] = {
+        "at": NOW,
+        "pool": "gang",
+        "policy": "fifo",
+        "is_paused": False,
+        "limit": 8,
+        "running": 2,
+        **more,
+    }
+    return QueueView(line=line, nodes=nodes, **given)
+
+
+BUSY = view(
+    queued(1, reason="waits for run-0 to end", starts_at=NOW + 4500, tags=("team-a",)),
+    queued(2, demand=demand(1, 4), queue="low", waiting_since=NOW - 86400),
+    nodes=(
+        node("gpu-1", held={"run-0": 8}, cpus=32.0),
+        node("gpu-2", free=3, held={"run-9": 3}, others=2.0),
+        node("gpu-3", is_drained=True),
+    ),
+    tags={"team-a": (8, 16)},
+    troubles=("http://ray:8265 does not answer",),
+)
+
+PLAIN = """\
+work pool gang, fifo: 2 of at most 8 running, 2 waiting; 3 of 24 GPUs are free on 3 nodes
+tags: team-a 8 of 16 GPUs
+drained: gpu-3
+trouble: http://ray:8265 does not answer
+
+place  run    asks        since (UTC)       for      expected (UTC)  queue    tags    reason
+    1  run-1  2 x 8 GPUs  12:45             20 min   14:20           default  team-a  waits for \
+run-0 to end
+    2  run-2  4 GPUs      2026-01-01 13:05  1 d 0 h  -               low      -       waits behind \
+run-1, which is first in line
+
+node             GPUs  free  others  CPUs  held by
+gpu-1               8     0       0    32  run-0: 8
+gpu-2               8     3       2     -  run-9: 3
+gpu-3 (drained)     8     0       0     -  -"""
+
+
+def test_plain_text_shows_all_in_aligned_columns() -> None:
+    assert as_plain(BUSY) == PLAIN
+
+
+def test_an_empty_queue_says_so() -> None:
+    assert as_plain(view()).splitlines() == [
+        "work pool gang, fifo: 2 of at most 8 running, 0 waiting; no node is seen",
+        "",
+        "No run waits.",
+    ]
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_a_terminal_shows_each_whole_reason_below_its_run(width: int) -> None:
+    out = io.StringIO()
+
+    Console(file=out, width=width).print(as_rich(BUSY))
+
+    shown = [line.rstrip() for line in out.getvalue().splitlines()]
+    runs = [i for i, line in enumerate(shown) if line.startswith(("    1  run-1", "    2  run-2"))]
+    assert [shown[i + 1].strip() for i in runs] == [run.reason for run in BUSY.line]
+    assert max(map(len, shown)) <= width
+    assert "gpu-2               8     3       2     -  run-9: 3" in shown
+
+
+def test_a_terminal_may_be_shown_the_first_only() -> None:
+    out = io.StringIO()
+
+    Console(file=out, width=80).print(as_rich(view(*map(queued, range(1, 6))), at_most=2))
+
+    assert "run-2" in out.getvalue()
+    assert "run-3" not in out.getvalue()
+    assert "and 3 more" in out.getvalue()
+
+
+def test_colours_are_for_terminals_only() -> None:
+    plain, rich = io.StringIO(), io.StringIO()
+
+    Console(file=plain).print(as_rich(BUSY))
+    Console(file=rich, force_terminal=True, color_system="standard").print(as_rich(BUSY))
+
+    assert "\x1b" not in plain.getvalue()
+    assert "\x1b" in rich.getvalue()
+
+
+def test_rows_for_an_artifact_are_the_same_a_second_later() -> None:
+    overdue = replace(BUSY, line=(queued(starts_at=NOW - 5),))
+    later = replace(overdue, at=NOW + 3600, line=(queued(starts_at=NOW + 3595),))
+
+    assert queue_rows(BUSY) == queue_rows(replace(BUSY, at=NOW + 1))
+    assert queue_rows(overdue) == queue_rows(later)
+    assert queue_rows(overdue)[0]["expected start"] == "any moment"
+
+
+def test_row_of_a_run_says_where_it_stands_what_it_asks_and_why_it_waits() -> None:
+    first = queue_rows(BUSY)[0]
+
+    assert first == {
+        "place": 1,
+        "run": "run-1",
+        "asks": "2 x 8 GPUs",
+        "waiting since": "2026-01-02 12:45 UTC",
+        "expected start": "2026-01-02 14:20 UTC",
+        "queue": "default",
+        "tags": "team-a",
+        "reason": "waits for run-0 to end",
+    }
+
+
+def test_columns_that_tell_no_run_from_another_are_left_out() -> None:
+    alike = view(queued(1), queued(2), nodes=(node("a"), node("b")))
+    apart = view(
+        queued(1, cluster="http://a"), queued(2, queue="", cluster="http://b"), nodes=alike.nodes
+    )
+
+    assert not {"cluster", "queue", "tags"} & queue_rows(alike)[0].keys()
+    assert {"cluster", "queue"} <= queue_rows(apart)[1].keys()
+    assert queue_rows(apart)[1]["queue"] == "-"
+    assert not {"cluster", "CPUs"} & node_rows(alike)[0].keys()
+
+
+def test_nodes_of_several_clusters_name_theirs() -> None:
+    both = view(nodes=(node("a"), node("a", cluster="http://ray:8265")))
+
+    assert [row["cluster"] for row in node_rows(both)] == ["-", "http://ray:8265"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"limit": None}, "work pool gang, fifo: 2 running, 0 waiting; no node is seen"),
+        ({"pool": ""}, "no work pool, fifo: 2 of at most 8 running, 0 waiting; no node is seen"),
+        ({"is_paused": True}, "paused: no run starts until the pool is resumed"),
+        ({"paused_queues": ("high", "low")}, "paused queues: high, low"),
+        ({"tags": {"b": (0, 4), "a": (8, 8)}}, "tags: a 8 of 8 GPUs, b 0 of 4 GPUs"),
+        ({"troubles": ("it rains",)}, "trouble: it rains"),
+    ],
+)
+def test_summary_says_what_holds_for_the_pool(changes: dict[str, Any], said: str) -> None:
+    assert summary_of(view(**changes))[-1] == said
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (None, "no GPUs"),
+        (demand(1, 1), "1 GPU"),
+        (demand(1, 8), "8 GPUs"),
+        (demand(4, 1), "4 x 1 GPU"),
+        (demand(4, 8), "4 x 8 GPUs"),
+    ],
+)
+def test_a_demand_is_told_shortly(asked: Demand | None, said: str) -> None:
+    assert asks_shortly(asked) == said
+
+
+def test_programs_get_the_whole_look() -> None:
+    read = json.loads(as_json(BUSY))
+
+    assert read["line"][0]["demand"] == {"nodes": 2, "gpus_per_node": 8, "cpus_per_gpu": 3}
+    assert read["line"][0]["starts_at"] == NOW + 4500
+    assert read["nodes"][1]["held"] == {"run-9": 3}
+    assert read["tags"] == {"team-a": [8, 16]}
