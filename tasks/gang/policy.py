@@ -5,12 +5,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from operator import attrgetter
 from typing import Literal
 
 from tasks.gang.demand import Demand
+from tasks.gang.quota import Quota
+from tasks.gang.room import Room, RoomAhead
 
 #: How gangs pass each other: not at all; or where the first of the line is not delayed by that.
 Policy = Literal["fifo", "backfill"]
@@ -22,7 +26,7 @@ class Waiting:
 
     id: str
     demand: Demand
-    #: Where it stands in the line: smaller is earlier, and no two are equal.
+    #: Where it stands in the line: smaller is earlier, and no two are equal, held gangs included.
     place: tuple[float | int | str, ...]
     #: How long it is expected to run, in seconds: a walltime class.
     estimate_s: float
@@ -41,6 +45,7 @@ class Held:
     #: `gpus[node name]`.
     gpus: Mapping[str, int]
     cpus_per_gpu: float
+    #: Where it stood in the line.
     place: tuple[float | int | str, ...]
     #: When it is expected to end (s), by the clock of `now`.
     ends_at: float
@@ -93,7 +98,7 @@ class Reason:
 class Plan:
     """What one pass decides."""
 
-    #: `nodes[id]`, in the order of admission: the names of the nodes it gets.
+    #: `nodes[id]`, in the order of admission: the names of the nodes it gets, in their order.
     admitted: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     #: For every other one, in the order of the line.
     reasons: Mapping[str, Reason] = field(default_factory=dict)
@@ -110,4 +115,195 @@ def plan(
     policy: Policy = "fifo",
     limits: Mapping[str, int] | None = None,
 ) -> Plan:
-    raise NotImplementedError
+    """Which gangs start now and where, and why each other one waits.
+
+    They are looked at in the order of the line. Those at its front start while they fit; the first
+    that does not is the head. With `fifo` nobody passes it. With `backfill` it has a reservation,
+    the earliest time at which it fits by the estimates, and a later gang that fits now may start if
+    it ends by then, or if the head still fits then beside it.
+
+    A gang that is not to start yet holds the line as one that does not fit. A head that would not
+    fit if all that run had ended can't be delayed by anybody: with `backfill` all may pass it. A
+    gang over a limit is passed over and blocks nobody.
+
+    Args:
+        waiting: in any order; it is sorted by `place`.
+        held: what has been given, in any order. On a node that is not among `nodes` it takes no
+            room, and still counts for the limits.
+        nodes: in the order of the packing rule: a gang gets the nodes with the fewest free GPUs
+            that suffice, the first of equal ones. CPUs count where they are known.
+        now: by the clock of `ends_at` and `not_before` (s).
+        limits: `limits[tag]` GPUs at once for the gangs with a tag; a tag that is missing has none.
+
+    Source: EASY, D. Lifka, The ANL/IBM SP Scheduling System, JSSPP 1995.
+    """
+    return _Pass(held, nodes, now, limits or {}).over(waiting, policy)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Reservation:
+    """The head of the line, and what must be left for it."""
+
+    head: Waiting
+    #: The shadow time: when it fits, by the estimates (s); infinite where it never does.
+    at: float
+    #: What is free then, before it takes its nodes.
+    room: RoomAhead
+    #: What is used of the limits then, with it.
+    quota: Quota
+    #: Whose ends make its room.
+    waits_for: tuple[str, ...]
+
+
+_RETRY = Reason(why=Why.RETRY)
+
+
+class _Pass:
+    """One pass over the line: room shrinks and limits fill as gangs start."""
+
+    def __init__(
+        self,
+        held: Sequence[Held],
+        nodes: Sequence[NodeFree],
+        now: float,
+        limits: Mapping[str, int],
+    ) -> None:
+        self._now = now
+        self._names = [node.name for node in nodes]
+        self._index = {name: index for index, name in enumerate(self._names)}
+        self._running = list(held)
+        self._quota = Quota(limits)
+        self._has_limits = bool(limits)
+        gpus, cpus = [node.gpus for node in nodes], [node.cpus for node in nodes]
+        for gang in held:
+            self._quota.take(gang.tags, sum(gang.gpus.values()))
+            for name, taken in gang.gpus.items():
+                if (index := self._index.get(name)) is not None:
+                    gpus[index] -= taken
+                    if (free := cpus[index]) is not None:
+                        cpus[index] = free - taken * gang.cpus_per_gpu
+        self._room = Room(gpus, cpus)
+        self._admitted: dict[str, tuple[str, ...]] = {}
+        self._reasons: dict[str, Reason] = {}
+
+    def over(self, waiting: Sequence[Waiting], policy: Policy) -> Plan:
+        line = self._within_limits(sorted(waiting, key=attrgetter("place")))
+        head = self._start_front(line)
+        if head is not None:
+            reservation = self._reserve(head)
+            starts_at = None if math.isinf(reservation.at) else max(reservation.at, self._now)
+            self._reasons[head.id] = Reason(
+                why=Why.RETRY if head.not_before > self._now else Why.GPUS,
+                waits_for=reservation.waits_for,
+                starts_at=starts_at,
+            )
+            if policy == "backfill":
+                self._backfill(line, reservation)
+            else:
+                self._hold_back(line, head)
+        free = {name: max(0, gpus) for name, gpus in zip(self._names, self._room.gpus, strict=True)}
+        return Plan(admitted=self._admitted, reasons=self._reasons, free=free)
+
+    def _within_limits(self, line: Sequence[Waiting]) -> Iterator[Waiting]:
+        """Pass over those that a limit holds back, by what is used when it is their turn."""
+        if not self._has_limits:
+            yield from line
+            return
+        over_limit: dict[str, Reason] = {}
+        for run in line:
+            if tag := self._quota.exceeded(run.tags, run.demand.gpus):
+                if tag not in over_limit:
+                    over_limit[tag] = Reason(why=Why.LIMIT, tag=tag)
+                self._reasons[run.id] = over_limit[tag]
+            else:
+                yield run
+
+    def _start_front(self, line: Iterator[Waiting]) -> Waiting | None:
+        """Start gangs until one does not fit; that one."""
+        for run in line:
+            nodes = self._room.find(run.demand) if run.not_before <= self._now else None
+            if nodes is None:
+                return run
+            self._start(run, nodes)
+        return None
+
+    def _hold_back(self, line: Iterator[Waiting], head: Waiting) -> None:
+        behind = Reason(why=Why.BEHIND, waits_for=(head.id,))
+        for run in line:
+            self._reasons[run.id] = behind if run.not_before <= self._now else _RETRY
+
+    def _backfill(self, line: Iterator[Waiting], reservation: _Reservation) -> None:
+        behind = Reason(why=Why.BEHIND, waits_for=(reservation.head.id,))
+        would_delay = Reason(why=Why.WOULD_DELAY, waits_for=(reservation.head.id,))
+        # A long line asks for few demands, and room only shrinks: what did not fit will not, and
+        # what would have delayed the head still would until another gang has started.
+        too_large: set[tuple[int, int, float]] = set()
+        delaying: set[tuple[int, int, float]] = set()
+        for run in line:
+            if run.not_before > self._now:
+                self._reasons[run.id] = _RETRY
+                continue
+            demand = run.demand
+            shape = (demand.nodes, demand.gpus_per_node, demand.cpus_per_gpu)
+            is_short = self._now + run.estimate_s <= reservation.at
+            if shape in too_large:
+                self._reasons[run.id] = behind
+            elif not is_short and shape in delaying:
+                self._reasons[run.id] = would_delay
+            elif (nodes := self._room.find(demand)) is None:
+                too_large.add(shape)
+                self._reasons[run.id] = behind
+            elif not is_short and not reservation.room.allows(nodes, demand):
+                delaying.add(shape)
+                self._reasons[run.id] = would_delay
+            elif not is_short and reservation.quota.exceeded(run.tags, demand.gpus):
+                self._reasons[run.id] = would_delay
+            else:
+                self._start(run, nodes)
+                delaying.clear()
+                if not is_short:
+                    reservation.room.take(nodes, demand)
+                    reservation.quota.take(run.tags, demand.gpus)
+
+    def _start(self, run: Waiting, nodes: Sequence[int]) -> None:
+        self._room.take(nodes, run.demand)
+        self._quota.take(run.tags, run.demand.gpus)
+        names = tuple(self._names[index] for index in sorted(nodes))
+        self._admitted[run.id] = names
+        self._running.append(
+            Held(
+                id=run.id,
+                gpus=dict.fromkeys(names, run.demand.gpus_per_node),
+                cpus_per_gpu=run.demand.cpus_per_gpu,
+                place=run.place,
+                ends_at=self._now + run.estimate_s,
+                tags=run.tags,
+            )
+        )
+
+    def _reserve(self, head: Waiting) -> _Reservation:
+        """Add back what runs, in the order of its ends, until the head fits and may start."""
+        room, quota = RoomAhead(self._room, head.demand), self._quota.copy()
+        quota.take(head.tags, head.demand.gpus)
+        short = {index for index in self._index.values() if not room.suffices(index)}
+        not_before = head.not_before if head.not_before > self._now else -math.inf
+        at = not_before
+        needed: list[tuple[str, list[int]]] = []
+        for gang in sorted(self._running, key=attrgetter("ends_at", "place")):
+            if room.fits and gang.ends_at > not_before:
+                break
+            at = max(at, gang.ends_at)
+            there = {
+                self._index[name]: gpus for name, gpus in gang.gpus.items() if name in self._index
+            }
+            if not room.fits:
+                needed.append((gang.id, list(there)))
+            for index, gpus in there.items():
+                room.give_back(index, gpus, gpus * gang.cpus_per_gpu)
+            quota.take(gang.tags, -sum(gang.gpus.values()))
+        if not room.fits:
+            return _Reservation(head=head, at=math.inf, room=room, quota=quota, waits_for=())
+        # An end on a node that is too small even so made no room for it.
+        made = {index for index in short if room.suffices(index)}
+        waits_for = tuple(id for id, nodes in needed if not made.isdisjoint(nodes))
+        return _Reservation(head=head, at=at, room=room, quota=quota, waits_for=waits_for)
