@@ -236,7 +236,8 @@ def _worker(place: StackPlace, stack: Stack, health_port: int) -> ComponentPlan:
         ),
         env={
             **_env(place, stack, WORKER),
-            "PREFECT_WORKER_QUERY_SECONDS": "1",
+            # Events wake it; this is for those that are lost.
+            "PREFECT_WORKER_QUERY_SECONDS": "10",
             "PREFECT_WORKER_PREFETCH_SECONDS": "0",
             "PREFECT_WORKER_WEBSERVER_HOST": HOST,
             "PREFECT_WORKER_WEBSERVER_PORT": str(health_port),

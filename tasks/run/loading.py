@@ -114,9 +114,6 @@ def _checked(
 
 
 def _unsupported(written: Mapping[str, Any]) -> Iterator[Fault]:
-    if written.get("gang") is not None and written.get("ray") is None:
-        reason = "without `ray` nobody knows which GPUs there are"
-        yield _not_yet("gang", reason, 'write ray: {address: "http://127.0.0.1:8265"} too')
     for name in _mapping(written.get("components")):
         if name == "rollout":
             path = f"components.{name}"
