@@ -1,8 +1,4 @@
-"""A gang queue of a test's own: server, work pool, deployment, workers; and evidence on its runs.
-
-The components of its runs write down themselves when they ran, and on which nodes their run was by
-then, so that the evidence for `gang_referee` does not come from the queue.
-"""
+"""A gang queue of a test's own: server, work pool, deployment, workers, and its runs."""
 
 from __future__ import annotations
 
@@ -11,8 +7,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
-from datetime import datetime
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from subprocess import Popen
 from typing import Any
@@ -20,72 +15,13 @@ from typing import Any
 import yaml
 
 from tasks.supervise.identity import host_name
-from tests.support.gang_referee import FINAL, History, Part, State
+from tests.support.gang_evidence import PART, Asked, history_of
+from tests.support.gang_referee import FINAL, History
 from tests.support.ground import ROOT, Ground, Run, Server, until
 from tests.support.prefect_api import ask
 
 POOL = "gang"
 NODES: Mapping[str, int] = {"n1": 8, "n2": 8}
-#: Holds its gang for some seconds: `FILE SECONDS RUN-DIRECTORY API FAILS`. The first so many
-#: attempts find no GPUs. Everything is appended to FILE at once, so that no two lines mix.
-PART = """
-import json, os, signal, socket, sys, time
-began = time.time()
-file, lasts_s, directory, api, fails = sys.argv[1:]
-attempt = int(os.environ["MUSTER_ATTEMPT"])
-
-def note(what, at, **more):
-    line = {"run": os.environ["MUSTER_RUN_ID"], "attempt": attempt, "pid": os.getpid(),
-            "what": what, "at": at, **more}
-    out = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    os.write(out, (json.dumps(line) + chr(10)).encode())
-    os.close(out)
-
-def leave(code):
-    note("end", time.time())
-    os._exit(code)
-
-def placed():
-    with open(os.path.join(directory, "run.json")) as record:
-        flow_run = json.load(record)["flow_run_id"]
-    host, _, port = api.removeprefix("http://").removesuffix("/api").partition(":")
-    with socket.create_connection((host, int(port)), 5) as server:
-        server.settimeout(5)
-        server.sendall(f"GET /api/flow_runs/{flow_run} HTTP/1.0\\r\\n\\r\\n".encode())
-        answer = b"".join(iter(lambda: server.recv(65536), b""))
-    return json.loads(answer.partition(b"\\r\\n\\r\\n")[2])["labels"].get("muster.gang.nodes", "")
-
-signal.signal(signal.SIGTERM, lambda *_: leave(0))
-note("start", began)
-print("up", flush=True)
-asked = False
-while True:
-    if not asked:
-        try:
-            note("placed", time.time(), nodes=placed())
-            asked = True
-        except (OSError, ValueError, KeyError):
-            pass
-    if time.time() - began >= float(lasts_s):
-        break
-    time.sleep(0.05 if asked else 0.2)
-if attempt <= int(fails):
-    print("Total available GPUs 0 is less than total desired GPUs 16", flush=True)
-    leave(1)
-leave(0)
-"""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """What a run was submitted with."""
-
-    name: str
-    nodes: int
-    gpus: int
-    #: Of its queue: the lower comes first.
-    rank: int
-    number: int
 
 
 @dataclass(kw_only=True)
@@ -175,10 +111,7 @@ class GangPool:
         name = name or host_name()
         ground, log = on or self.ground, f"worker-{name}"
         before = ground.log(log).count("started!")
-        options = ["--pool", self.name, "--name", name, "--install-policy", "never"]
-        if type:
-            options += ["--type", type]
-        worker = ground.start("-m", "deployments.worker", *options, log=log)
+        worker = ground.start(*self.worker_arguments(name, type), log=log)
 
         def is_up() -> bool:
             assert worker.poll() is None, ground.log(log)
@@ -186,6 +119,11 @@ class GangPool:
 
         until(is_up, f"worker {name} takes runs")
         return worker
+
+    def worker_arguments(self, name: str, type: str = "") -> list[str]:
+        """Of Python, for a worker of the pool."""
+        options = ["--pool", self.name, "--name", name, "--install-policy", "never"]
+        return ["-m", "deployments.worker", *options, *(["--type", type] if type else [])]
 
     def spec(
         self, *, nodes: int = 1, gpus: int = 1, lasts_s: float = 1.0, fails: int = 0, **more: Any
@@ -207,14 +145,24 @@ class GangPool:
         }
 
     def submit(
-        self, spec: Mapping[str, Any], *, queue: str = "default", tags: Sequence[str] = ()
+        self,
+        spec: Mapping[str, Any],
+        *,
+        queue: str = "default",
+        tags: Sequence[str] = (),
+        key: str | None = None,
     ) -> Run:
+        """
+        Args:
+            key: of the same one, there is one run only, however often it is submitted.
+        """
         deployment = self.ground.get(f"/deployments/name/train/{self.name}")["id"]
         flow_run = self.ground.post(
             f"/deployments/{deployment}/create_flow_run",
             parameters={"spec": dict(spec)},
             work_queue_name=queue,
             tags=list(tags),
+            idempotency_key=key,
             enforce_parameter_schema=False,
         )
         self._note(flow_run["id"], spec, self.ranks[queue])
@@ -255,12 +203,13 @@ class GangPool:
         self._holders.append(flow_run["id"])
         return Run(ground=self.ground, flow_run_id=flow_run["id"])
 
-    def cancel(self, run: Run) -> None:
-        """As the button of the UI does."""
-        self.set_state(run, "CANCELLING")
+    def cancel(self, run: Run) -> str:
+        """As the button of the UI does; the type of the state that it has then."""
+        return self.set_state(run, "CANCELLING")
 
-    def set_state(self, run: Run, type: str) -> None:
-        self.ground.post(f"/flow_runs/{run.flow_run_id}/set_state", state={"type": type})
+    def set_state(self, run: Run, type: str) -> str:
+        path = f"/flow_runs/{run.flow_run_id}/set_state"
+        return str(self.ground.post(path, state={"type": type})["state"]["type"])
 
     def empty(self) -> None:
         """No run of it is left, nor is any known."""
@@ -291,9 +240,9 @@ class GangPool:
     def noted(self, run: Run) -> list[dict[str, Any]]:
         """What the components of one run have written."""
         name = run.flow_run()["name"]
-        return [line for line in self._lines() if line["run"] == name]
+        return [line for line in self.all_noted() if line["run"] == name]
 
-    def _lines(self) -> list[dict[str, Any]]:
+    def all_noted(self) -> list[dict[str, Any]]:
         if not self.lines.exists():
             return []
         return [json.loads(line) for line in self.lines.read_text().splitlines()]
@@ -327,72 +276,24 @@ class GangPool:
         Args:
             may_end: how runs may end, by flow run id, where not as completed.
         """
-        lines = self._lines()
+        lines = self.all_noted()
         found = []
         for id_, run in self.flow_runs().items():
-            asked = self.asked[id_]
             states = self.ground.get(f"/flow_run_states/?flow_run_id={id_}")
-            found.append(
-                History(
-                    name=f"{asked.name} ({id_[:8]})",
-                    nodes=asked.nodes,
-                    gpus=asked.gpus,
-                    place=(asked.rank, asked.number),
-                    states=sorted(map(_state, states), key=lambda state: state.at),
-                    parts=_parts([line for line in lines if line["run"] == run["name"]]),
-                    placed=nodes_of(str(run["labels"].get("muster.gang.nodes") or "")),
-                    may_end=(may_end or {}).get(id_, frozenset({"COMPLETED"})),
-                )
-            )
+            history = history_of(run, states, lines, self.asked[id_])
+            ends = (may_end or {}).get(id_, history.may_end)
+            found.append(replace(history, may_end=ends))
         return sorted(found, key=lambda history: history.place)
 
 
-def _state(state: Mapping[str, Any]) -> State:
-    due = (state.get("state_details") or {}).get("scheduled_time")
-    return State(
-        at=_seconds(state["timestamp"]),
-        type=state["type"],
-        name=state["name"] or "",
-        due=_seconds(due) if due else 0.0,
-    )
-
-
-def _seconds(text: str) -> float:
-    return datetime.fromisoformat(text).timestamp()
-
-
-def nodes_of(label: str) -> dict[str, int] | None:
-    """`gpus[node]` of the label `n1:8,n2:8`; None where it names none."""
-    nodes = {}
-    for part in label.split(","):
-        name, _, gpus = part.rpartition(":")
-        if name:
-            nodes[name] = int(gpus)
-    return nodes or None
-
-
-def _parts(lines: Sequence[Mapping[str, Any]]) -> list[Part]:
-    lives: dict[tuple[int, int], dict[str, Mapping[str, Any]]] = {}
-    for line in lines:
-        lives.setdefault((line["attempt"], line["pid"]), {})[line["what"]] = line
-    return [
-        Part(
-            attempt=attempt,
-            pid=pid,
-            began=life["start"]["at"],
-            ended=life["end"]["at"] if "end" in life else None,
-            nodes=nodes_of(life["placed"]["nodes"]) if "placed" in life else None,
-        )
-        for (attempt, pid), life in lives.items()
-    ]
-
-
 @contextmanager
-def gang_pool(directory: Path, *, type: str = "gang", **settings: Any) -> Iterator[GangPool]:
+def gang_pool(
+    directory: Path, *, type: str = "gang", nodes: Mapping[str, int] = NODES, **settings: Any
+) -> Iterator[GangPool]:
     """A pool on a server of its own, without a worker; nothing of it is left afterwards."""
     server = Server(directory / "server")
     ground = Ground(home=directory / "home", api=server.api)
-    pool = GangPool(ground=ground, type=type, server=server)
+    pool = GangPool(ground=ground, type=type, server=server, nodes=nodes)
     try:
         server.start()
         pool.set_up(**settings)
@@ -404,12 +305,16 @@ def gang_pool(directory: Path, *, type: str = "gang", **settings: Any) -> Iterat
 
 def left_of(pool: GangPool) -> list[str]:
     """What must not be there once all runs have ended: processes, and entries of the registry."""
-    left = [
-        f"process {pid} of {run.flow_run_id}"
-        for run in (Run(ground=pool.ground, flow_run_id=id_) for id_ in pool.asked)
-        for pid in run.processes()
-    ]
-    live = pool.ground.home / "live"
+    names = {run["name"] for run in pool.flow_runs().values()}
+    wanted = {f"PREFECT__FLOW_RUN_ID={id_}".encode() for id_ in pool.asked}
+    wanted |= {f"MUSTER_RUN_ID={name}".encode() for name in names}
+    left = []
+    for entry in Path("/proc").iterdir():
+        with suppress(OSError):
+            environ = (entry / "environ").read_bytes() if entry.name.isdigit() else b""
+            if of_runs := wanted.intersection(environ.split(b"\0")):
+                left.append(f"process {entry.name} of {of_runs}")
     with suppress(FileNotFoundError):
-        left += [f"in the registry: {entry.name}" for entry in live.iterdir()]
+        for entry in (pool.ground.home / "live").iterdir():
+            left.append(f"in the registry: {entry.name}")
     return left

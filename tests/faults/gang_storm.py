@@ -1,0 +1,362 @@
+"""A line of random gangs under everything that may go wrong: `python -m tests.faults.gang_storm`.
+
+A hundred real runs a variant, on two nodes of 8 GPUs, on a real Prefect server with real workers:
+undisturbed; with the worker killed; with two workers; with the server killed and started again;
+with random cancels; with runs that are sent back; with two hosts of which one is lost; and, fewer,
+on a real Ray cluster. The referee has the server's history and the components' own word.
+
+The seed is printed, and repeats the draw; the machine's timing can't be repeated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from random import Random, SystemRandom
+from subprocess import Popen
+from typing import Any
+
+import httpx
+
+from tests.support.gang_hosts import other_host
+from tests.support.gang_pool import GangPool, gang_pool, left_of
+from tests.support.gang_referee import FINAL, judge
+from tests.support.ground import Ground, Run, until
+from tests.support.ray_cluster import RAY_ENV, RayCluster
+
+#: A flow process takes some 3 s of a core.
+_SECONDS_A_RUN = 15.0
+_LEFT_WITHIN_S = 30.0
+#: A run that was admitted finds its GPUs free: Ray sees a release within a fraction of a second.
+_RAY_ROOM_WITHIN_S = 3.0
+_KILLS = 3
+_RESTARTS = 2
+_CANCELLED = frozenset({"CANCELLED"})
+_IF_IN_TIME = frozenset({"CANCELLED", "COMPLETED"})
+#: Holds its gang on a Ray cluster; says on which nodes Ray has placed it, and how long that took.
+_RAY_PART = """
+import json, os, sys, time
+began = time.time()
+file, lasts_s, nodes, gpus = sys.argv[1:]
+
+def note(what, at, **more):
+    line = {"run": os.environ["MUSTER_RUN_ID"], "attempt": int(os.environ["MUSTER_ATTEMPT"]),
+            "pid": os.getpid(), "what": what, "at": at, **more}
+    out = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    os.write(out, (json.dumps(line) + chr(10)).encode())
+    os.close(out)
+
+import ray
+from ray.util import placement_group, placement_group_table, remove_placement_group
+ray.init(log_to_driver=False)
+asked = time.time()
+group = placement_group([{"GPU": int(gpus)}] * int(nodes), strategy="STRICT_SPREAD")
+ray.get(group.ready())
+note("start", time.time())
+placed = placement_group_table(group)["bundles_to_node_id"].values()
+shown = ",".join(f"{node}:{gpus}" for node in placed)
+note("placed", time.time(), nodes=shown, waited_s=time.time() - asked)
+time.sleep(float(lasts_s))
+note("end", time.time())
+remove_placement_group(group)
+"""
+
+
+@dataclass(kw_only=True)
+class Storm:
+    """One variant under way."""
+
+    pool: GangPool
+    random: Random
+    runs: int
+    #: How a run may end, by flow run id, where not as completed.
+    may_end: dict[str, frozenset[str]] = field(default_factory=dict)
+    #: How long a run may come after a younger one: as long as it takes to find a worker lost.
+    late_s: float = 5.0
+    #: What was done to it.
+    done: list[str] = field(default_factory=list)
+
+    def specs(self, *, failing_share: float = 0.0) -> Iterator[dict[str, Any]]:
+        """
+        Args:
+            failing_share: of the runs whose first attempts find that their GPUs are not there.
+        """
+        for number in range(self.runs):
+            nodes, gpus = self.random.choice((1, 1, 2)), self.random.randint(1, 8)
+            lasts_s = self.random.uniform(0.3, 2.5)
+            is_failing = self.random.random() < failing_share
+            fails = self.random.choice((1, 1, 2)) if is_failing else 0
+            spec = self.pool.spec(nodes=nodes, gpus=gpus, lasts_s=lasts_s, fails=fails)
+            yield {**spec, "name": f"g{number:03}"}
+
+    @contextlib.contextmanager
+    def submitting(self, specs: Iterator[dict[str, Any]]) -> Iterator[None]:
+        """Half of the runs now, the others one by one."""
+        for _ in range(self.runs // 2):
+            self.pool.submit(next(specs))
+        over = threading.Event()
+
+        def submit() -> None:
+            for spec in specs:
+                over.wait(self.random.uniform(0, 3.0))
+                while not over.is_set():
+                    # A server that is just away is asked again.
+                    with contextlib.suppress(httpx.HTTPError):
+                        self.pool.submit(spec, key=spec["name"])
+                        break
+                    time.sleep(0.5)
+
+        thread = threading.Thread(target=submit, name="submit")
+        thread.start()
+        try:
+            yield
+            thread.join()
+        finally:
+            over.set()
+            thread.join()
+
+    def ended(self) -> int:
+        """How many have."""
+        return sum(run["state_type"] in FINAL for run in self.pool.flow_runs().values())
+
+    def until_ended(self, share: float) -> None:
+        """Waits until that share of all runs has ended."""
+        wanted = int(share * self.runs)
+        until(lambda: self.ended() >= wanted, f"{wanted} have ended", self.runs * _SECONDS_A_RUN)
+
+    def first_in(self, type: str) -> list[dict[str, Any]]:
+        """The oldest flow runs of a state."""
+        states = {"state": {"type": {"any_": [type]}}}
+        found = self.pool.ground.post(
+            "/flow_runs/filter", flow_runs=states, sort="EXPECTED_START_TIME_ASC", limit=3
+        )
+        return list(found)
+
+
+def nothing(storm: Storm) -> None:
+    storm.pool.start_worker()
+
+
+def kill_worker(storm: Storm) -> None:
+    worker = storm.pool.start_worker()
+    moments = [_granted, _pending, None]
+    for number in range(_KILLS):
+        storm.until_ended((number + 1) / (_KILLS + 2))
+        kill_at(storm, worker, moments[number % len(moments)])
+        worker = storm.pool.start_worker()
+
+
+def kill_at(storm: Storm, worker: Popen[bytes], moment: Callable[[Storm], str] | None) -> None:
+    """SIGKILL in a tender moment, or in any."""
+    met = "any moment"
+    if moment is None:
+        time.sleep(storm.random.uniform(0, 2))
+    else:
+        with contextlib.suppress(AssertionError):
+            deadline = time.monotonic() + 30
+            while not (met := moment(storm)):
+                assert time.monotonic() < deadline
+    worker.kill()
+    worker.wait()
+    storm.done.append(f"worker killed: {met or 'not met'}")
+
+
+def _granted(storm: Storm) -> str:
+    """Between its grant and PENDING."""
+    runs = [run for run in storm.first_in("SCHEDULED") if run["labels"].get("muster.gang.nodes")]
+    return f"{runs[0]['name']} granted" if runs else ""
+
+
+def _pending(storm: Storm) -> str:
+    """Between PENDING and its process."""
+    runs = [run for run in storm.first_in("PENDING") if not run["infrastructure_pid"]]
+    return f"{runs[0]['name']} pending" if runs else ""
+
+
+def two_workers(storm: Storm) -> None:
+    storm.pool.start_worker()
+    storm.pool.start_worker("second")
+
+
+def restart_server(storm: Storm) -> None:
+    storm.pool.start_worker()
+    for number in range(_RESTARTS):
+        storm.until_ended((number + 1) / (_RESTARTS + 1))
+        away_s = storm.random.uniform(0, 5)
+        storm.pool.server.kill()
+        time.sleep(away_s)
+        storm.pool.server.start()
+        storm.done.append(f"server killed for {away_s:.1f} s and its start")
+
+
+def cancel_some(storm: Storm) -> None:
+    storm.pool.start_worker()
+    wanted = storm.runs // 4
+    kinds = ("SCHEDULED", "PENDING", "RUNNING")
+    while len(storm.may_end) < wanted and storm.ended() < storm.runs * 0.9:
+        time.sleep(storm.random.uniform(0, storm.runs * 0.02))
+        kind = kinds[len(storm.may_end) % len(kinds)]
+        with contextlib.suppress(AssertionError):
+            runs = until(partial(storm.first_in, kind), kind, 10.0)
+            cancel(storm, storm.random.choice(runs), kind)
+
+
+def cancel(storm: Storm, run: dict[str, Any], kind: str) -> None:
+    if run["id"] in storm.may_end:
+        return
+    after = storm.pool.cancel(Run(ground=storm.pool.ground, flow_run_id=run["id"]))
+    storm.may_end[run["id"]] = _CANCELLED if after == "CANCELLED" else _IF_IN_TIME
+    storm.done.append(f"{run['name']} cancelled while {kind}")
+
+
+@contextlib.contextmanager
+def _hosts(storm: Storm) -> Iterator[tuple[int, int]]:
+    """Workers of two hosts, each with a name, processes and a MUSTER_HOME of its own."""
+    with contextlib.ExitStack() as stack:
+        pids = []
+        for name in ("host-a", "host-b"):
+            home = storm.pool.ground.home.parent / name
+            home.mkdir()
+            ground = Ground(home=home, api=storm.pool.ground.api)
+            host = stack.enter_context(other_host(name, home))
+            log = home / "worker.log"
+            arguments = storm.pool.worker_arguments(name)
+            pids.append(host.start(*arguments, env=ground.env, log=log))
+            until(partial(_says, log, "started!"), f"a worker on {name}")
+        yield pids[0], pids[1]
+
+
+def _says(log: Path, text: str) -> bool:
+    return text in log.read_text()
+
+
+def lose_host(storm: Storm) -> None:
+    storm.late_s = 90.0
+    with _hosts(storm) as (_, second):
+        storm.until_ended(1 / 3)
+        with contextlib.suppress(AssertionError):
+            until(lambda: _pending(storm), "one is pending", 20)
+        os.kill(second, signal.SIGKILL)
+        storm.done.append("the worker of host-b killed")
+        storm.until_ended(1.0)
+
+
+#: What is done in each variant.
+_VARIANTS: dict[str, Callable[[Storm], None]] = {
+    "plain": nothing,
+    "worker-killed": kill_worker,
+    "two-workers": two_workers,
+    "server-restarted": restart_server,
+    "cancels": cancel_some,
+    "requeues": nothing,
+    "two-hosts": lose_host,
+}
+_RAY = "ray"
+
+
+def run_variant(name: str, runs: int, seed: int, directory: Path) -> list[str]:
+    """Runs one variant, and says what became of it; the faults."""
+    began = time.monotonic()
+    with gang_pool(directory) as pool:
+        storm = Storm(pool=pool, random=Random(f"{seed} {name}"), runs=runs)
+        # Drawn before anything is timed, so that the seed repeats it.
+        specs = list(storm.specs(failing_share=0.3 if name == "requeues" else 0.0))
+        with storm.submitting(iter(specs)):
+            _VARIANTS[name](storm)
+        faults = verdict_of(storm, storm.pool.nodes)
+    print(f"{name}: {time.monotonic() - began:.0f} s; {', '.join(storm.done) or 'undisturbed'}")
+    return faults
+
+
+def verdict_of(storm: Storm, nodes: Mapping[str, int]) -> list[str]:
+    """The faults, once all runs have ended."""
+    faults = []
+    try:
+        storm.pool.until_all_end(storm.runs * _SECONDS_A_RUN)
+    except AssertionError as error:
+        faults.append(str(error))
+    judgement = judge(storm.pool.histories(storm.may_end), nodes, late_s=storm.late_s)
+    print(f"  {judgement}", flush=True)
+    faults += judgement.faults
+    with contextlib.suppress(AssertionError):
+        until(lambda: not left_of(storm.pool), "nothing is left", _LEFT_WITHIN_S)
+    return faults + left_of(storm.pool)
+
+
+def run_on_ray(runs: int, seed: int, directory: Path) -> list[str]:
+    """Fewer runs, each a Ray job that takes its GPUs of a real Ray cluster."""
+    began = time.monotonic()
+    os.environ.update(RAY_ENV)
+    with RayCluster.started() as cluster, gang_pool(directory, nodes={}) as pool:
+        storm = Storm(pool=pool, random=Random(f"{seed} {_RAY}"), runs=runs)
+        with storm.submitting(_ray_specs(storm, cluster, directory)):
+            nothing(storm)
+        nodes = {node.node_id: node.gpus for node in cluster.nodes}
+        faults = verdict_of(storm, nodes)
+        waits = [line["waited_s"] for line in pool.all_noted() if "waited_s" in line]
+        faults += [f"Ray had no room for {s:.1f} s" for s in waits if s > _RAY_ROOM_WITHIN_S]
+    print(f"{_RAY}: {time.monotonic() - began:.0f} s")
+    return faults
+
+
+def _ray_specs(storm: Storm, cluster: RayCluster, directory: Path) -> Iterator[dict[str, Any]]:
+    code = directory / "code"
+    code.mkdir()
+    (code / "part.py").write_text(_RAY_PART)
+    for spec in storm.specs():
+        nodes, gpus = (str(spec["gang"][key]) for key in ("nodes", "gpus_per_node"))
+        lasts_s = f"{storm.random.uniform(0.5, 4):.2f}"
+        command = ["python", "part.py", str(storm.pool.lines), lasts_s, nodes, gpus]
+        trainer = {"launcher": "ray_job", "command": command, "stop": {"grace_s": 2}}
+        yield {
+            **spec,
+            "cwd": str(code),
+            "ray": {"address": cluster.address, "entrypoint_resources": {"worker_node": 1}},
+            "components": {"trainer": trainer},
+        }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.faults.gang_storm", description=__doc__)
+    parser.add_argument("--runs", type=int, default=100, help="a variant; on Ray, a tenth of them")
+    parser.add_argument("--seed", type=int, default=None, help="of the draw; else a new one")
+    parser.add_argument("--only", choices=[*_VARIANTS, _RAY], metavar="VARIANT", default=None)
+    options = parser.parse_args(arguments)
+    seed = options.seed if options.seed is not None else SystemRandom().randrange(1 << 32)
+    for foreign in ("PREFECT_API_URL", "RAY_ADDRESS"):
+        os.environ.pop(foreign, None)
+    names = [options.only] if options.only else [*_VARIANTS, _RAY]
+    print(f"seed {seed}, {options.runs} runs each of {', '.join(names)}", flush=True)
+    directory = Path(tempfile.mkdtemp(prefix="muster-storm-"))
+    is_faulty = False
+    for name in names:
+        here = directory / name
+        here.mkdir()
+        if name == _RAY:
+            faults = run_on_ray(max(4, options.runs // 10), seed, here)
+        else:
+            faults = run_variant(name, options.runs, seed, here)
+        for fault in faults:
+            print(f"  fault: {fault}")
+        print(f"  {name}: {f'{len(faults)} FAULTS' if faults else 'all is well'}", flush=True)
+        is_faulty = is_faulty or bool(faults)
+    if is_faulty:
+        print(f"all of it is kept in {directory}")
+    else:
+        shutil.rmtree(directory, ignore_errors=True)
+    return int(is_faulty)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
