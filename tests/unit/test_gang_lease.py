@@ -1,0 +1,644 @@
+"""The gate's lease against a scripted server: who gets it, when, and what a fault does to it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import shutil
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import anyio
+import httpx
+import pytest
+from prefect.client.orchestration import PrefectClient
+from prefect.settings import (
+    PREFECT_CLIENT_CSRF_SUPPORT_ENABLED,
+    PREFECT_CLIENT_MAX_RETRIES,
+    temporary_settings,
+)
+
+from tasks.queue import lease
+from tasks.queue.host_lock import HostLock
+from tasks.queue.lease import GateLease, Holding, LeaseLost
+from tests.support.gates import overlaps
+
+pytestmark = pytest.mark.asyncio
+
+NAME = "muster_gate"
+
+
+class Clock:
+    """Time that passes only while somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self._due: list[tuple[float, Callable[[], object]]] = []
+
+    def __call__(self) -> float:
+        return self.now
+
+    def after(self, delay_s: float, do: Callable[[], object]) -> None:
+        self._due.append((self.now + delay_s, do))
+
+    async def sleep(self, delay_s: float) -> None:
+        self.now += delay_s
+        for due in [due for due in self._due if due[0] <= self.now]:
+            self._due.remove(due)
+            due[1]()
+        await asyncio.sleep(0)
+
+
+class Server:
+    """Prefect's variables, asked over HTTP."""
+
+    def __init__(self) -> None:
+        self._rows: dict[str, dict[str, Any]] = {}
+        #: What was asked, as `POST /variables/`.
+        self.asked: list[str] = []
+        #: By the method of a request: what becomes of the next ones.
+        self.faults: dict[str, deque[str]] = {"POST": deque(), "GET": deque(), "DELETE": deque()}
+        #: Set when a request arrives whose answer will not come, and by whoever lets it come.
+        self.hangs, self.goes_on = asyncio.Event(), asyncio.Event()
+
+    @property
+    def lease(self) -> dict[str, Any] | None:
+        return self._rows.get(NAME)
+
+    def put(self, value: Any = None) -> None:
+        """The lease as of another gate, which does not look after it."""
+        value = value if value is not None else {"holder": uuid4().hex, "lock": None}
+        self._rows[NAME] = {"id": str(uuid4()), "name": NAME, "value": value}
+
+    def clear(self) -> None:
+        self._rows.clear()
+
+    async def answer(self, request: httpx.Request) -> httpx.Response:
+        self.asked.append(f"{request.method} {request.url.path.removeprefix('/api')}")
+        faults = self.faults[request.method]
+        match faults.popleft() if faults else "":
+            case "refused":
+                raise httpx.ConnectError("refused", request=request)
+            case "answer lost":
+                self._do(request)
+                raise httpx.ReadError("reset", request=request)
+            case "answer lost, asked again":
+                self._do(request)
+                return httpx.Response(503, headers={"Retry-After": "0"}, request=request)
+            case "slow":
+                self.hangs.set()
+                await self.goes_on.wait()
+        return self._do(request)
+
+    def _do(self, request: httpx.Request) -> httpx.Response:
+        key = request.url.path.rpartition("/")[2]
+        match request.method:
+            case "POST":
+                row = {"id": str(uuid4()), **json.loads(request.content)}
+                if row["name"] in self._rows:
+                    return httpx.Response(409, request=request)
+                self._rows[row["name"]] = row
+                return httpx.Response(201, json=row, request=request)
+            case "GET" if key in self._rows:
+                return httpx.Response(200, json=self._rows[key], request=request)
+            case "DELETE" if name := [n for n, row in self._rows.items() if row["id"] == key]:
+                del self._rows[name[0]]
+                return httpx.Response(204, request=request)
+        return httpx.Response(404, request=request)
+
+
+@pytest.fixture(autouse=True)
+def impatient_client() -> Iterator[None]:
+    settings: dict[Any, Any] = {PREFECT_CLIENT_CSRF_SUPPORT_ENABLED: False}
+    with temporary_settings({**settings, PREFECT_CLIENT_MAX_RETRIES: 0}):
+        yield
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def server() -> Server:
+    return Server()
+
+
+@pytest.fixture
+def gate_on(server: Server, clock: Clock, tmp_path: Path) -> Callable[..., GateLease]:
+    """Makes gates, by their hosts: those of one host share a MUSTER_HOME."""
+
+    def make(host: str = "here", **changes: Any) -> GateLease:
+        transport = httpx.MockTransport(server.answer)
+        client = PrefectClient("http://server/api", httpx_settings={"transport": transport})
+        scripted = {"clock": clock, "sleep": clock.sleep}
+        return GateLease(client, home=tmp_path / host, **{**scripted, **changes})
+
+    return make
+
+
+GateOn = Callable[..., GateLease]
+
+
+@asynccontextmanager
+async def holding(gate: GateLease, within_s: float = 0.0) -> AsyncIterator[Holding]:
+    async with gate.held(within_s=within_s) as held:
+        assert held is not None
+        yield held
+
+
+async def gets_it(gate: GateLease, within_s: float = 0.0) -> bool:
+    async with gate.held(within_s=within_s) as held:
+        return held is not None
+
+
+def host_lock(tmp_path: Path) -> HostLock:
+    """Of the host `here`, for somebody beside its gates."""
+    (path,) = (tmp_path / "here" / "gate").iterdir()
+    return HostLock(path)
+
+
+# who gets it
+
+
+async def test_taking_it_and_giving_it_back_are_two_requests(
+    gate_on: GateOn, server: Server
+) -> None:
+    async with holding(gate_on()) as held:
+        held.check()
+        ours = server.lease
+
+    assert ours is not None
+    assert server.asked == ["POST /variables/", f"DELETE /variables/{ours['id']}"]
+    assert server.lease is None
+
+
+async def test_another_host_does_not_get_it_meanwhile(gate_on: GateOn) -> None:
+    async with holding(gate_on("here")):
+        meanwhile = await gets_it(gate_on("there"), within_s=9.0)
+    afterwards = await gets_it(gate_on("there"))
+
+    assert (meanwhile, afterwards) == (False, True)
+
+
+async def test_another_gate_of_the_host_does_not_get_it_and_spares_the_server(
+    gate_on: GateOn, server: Server
+) -> None:
+    async with holding(gate_on()):
+        meanwhile = await gets_it(gate_on(), within_s=1.9)
+        asked = len(server.asked)
+    afterwards = await gets_it(gate_on())
+
+    assert (meanwhile, asked, afterwards) == (False, 1, True)
+
+
+@pytest.mark.parametrize("host", ["here", "there"])
+async def test_whoever_waits_gets_it_as_soon_as_it_is_given_back(
+    gate_on: GateOn, clock: Clock, host: str
+) -> None:
+    done = asyncio.Event()
+    clock.after(1.0, done.set)
+
+    async def hold() -> None:
+        async with holding(gate_on("here")):
+            await done.wait()
+
+    first = asyncio.create_task(hold())
+    await asyncio.sleep(0)
+    got = await gets_it(gate_on(host), within_s=3.0)
+    await first
+
+    assert got
+    assert clock.now < 1003.0
+
+
+async def test_tasks_that_share_a_gate_take_turns(gate_on: GateOn) -> None:
+    gate = gate_on()
+    inside: list[str] = []
+    seen: list[tuple[str, ...]] = []
+
+    async def use(name: str) -> None:
+        async with holding(gate, within_s=60.0):
+            inside.append(name)
+            await asyncio.sleep(0.001)
+            seen.append(tuple(inside))
+            inside.remove(name)
+
+    await asyncio.gather(*(use(name) for name in "abcd"))
+
+    assert sorted(seen) == [("a",), ("b",), ("c",), ("d",)]
+
+
+# a holder that does not give it back
+
+
+@pytest.mark.parametrize(
+    ("within_s", "is_taken_over"),
+    [
+        # the holder may still be at it
+        (14.0, False),
+        (16.0, True),
+    ],
+)
+async def test_lease_that_stays_the_same_is_taken_over_in_the_end(
+    gate_on: GateOn, server: Server, within_s: float, is_taken_over: bool
+) -> None:
+    server.put()
+
+    assert await gets_it(gate_on(), within_s=within_s) == is_taken_over
+
+
+async def test_what_was_seen_of_it_is_kept_from_one_taking_to_the_next(
+    gate_on: GateOn, server: Server, clock: Clock
+) -> None:
+    gate = gate_on()
+    server.put()
+
+    taken = []
+    for _ in range(3):
+        taken.append(await gets_it(gate))
+        clock.now += 7.5
+
+    assert taken == [False, False, True]
+
+
+async def test_every_new_holder_has_its_full_time(
+    gate_on: GateOn, server: Server, clock: Clock
+) -> None:
+    server.put()
+    clock.after(8.0, server.put)
+    clock.after(16.0, server.put)
+    gate = gate_on()
+
+    before = await gets_it(gate, within_s=30.0)
+    after = await gets_it(gate, within_s=2.0)
+
+    assert (before, after) == (False, True)
+
+
+async def test_variable_that_somebody_else_made_is_a_lease_of_nobody(
+    gate_on: GateOn, server: Server
+) -> None:
+    server.put("made by hand")
+
+    assert await gets_it(gate_on(), within_s=16.0)
+
+
+async def test_killed_holder_of_the_same_host_is_followed_at_once(
+    gate_on: GateOn, server: Server, clock: Clock, tmp_path: Path
+) -> None:
+    gate = gate_on()
+    await gets_it(gate)
+    lock = host_lock(tmp_path)
+    lock.try_lock()
+    server.put({"holder": "killed", "lock": lock.mark})
+    lock.unlock()
+
+    assert await gets_it(gate)
+    assert clock.now < 1001.0
+
+
+async def test_suspended_holder_of_the_same_host_is_followed_when_its_time_is_over(
+    gate_on: GateOn, server: Server, tmp_path: Path
+) -> None:
+    gate = gate_on()
+    await gets_it(gate)
+    lock = host_lock(tmp_path)
+    lock.try_lock()
+    server.put({"holder": "suspended", "lock": lock.mark})
+
+    early = await gets_it(gate, within_s=14.0)
+    late = await gets_it(gate, within_s=4.0)
+    lock.unlock()
+
+    assert (early, late) == (False, True)
+
+
+async def test_suspended_process_that_has_the_lock_alone_stands_in_nobodys_way(
+    gate_on: GateOn, tmp_path: Path
+) -> None:
+    gate = gate_on()
+    await gets_it(gate)
+    lock = host_lock(tmp_path)
+    lock.try_lock()
+
+    taken = [await gets_it(gate, within_s=1.5) for _ in range(2)]
+    lock.unlock()
+
+    assert taken == [False, True]
+
+
+async def test_holder_without_the_lock_of_its_host_is_not_taken_for_dead(
+    gate_on: GateOn, tmp_path: Path
+) -> None:
+    gate = gate_on()
+    await gets_it(gate)
+    lock = host_lock(tmp_path)
+    lock.try_lock()
+
+    async with holding(gate, within_s=3.0):
+        lock.unlock()
+        meanwhile = await gets_it(gate_on(), within_s=9.0)
+
+    assert not meanwhile
+
+
+# a holder that comes too late
+
+
+@pytest.mark.parametrize(("held_s", "is_safe"), [(9.9, True), (10.0, False)])
+async def test_holder_writes_no_longer_than_is_safe(
+    gate_on: GateOn, clock: Clock, held_s: float, is_safe: bool
+) -> None:
+    async with holding(gate_on()) as held:
+        clock.now += held_s
+        lost = None
+        try:
+            held.check()
+        except LeaseLost as error:
+            lost = str(error)
+
+    assert lost == (
+        None
+        if is_safe
+        else "the gate's lease was asked for 10.0 s ago, and is safe for 10 s: "
+        "another gate may decide by now"
+    )
+
+
+async def test_time_counts_from_before_the_lease_was_asked_for(
+    gate_on: GateOn, server: Server, clock: Clock
+) -> None:
+    server.faults["POST"].append("slow")
+    taking = holding(gate_on())
+
+    entering = asyncio.create_task(taking.__aenter__())
+    await server.hangs.wait()
+    clock.now += 4.0
+    server.goes_on.set()
+    held = await entering
+    left_s = held.left_s
+    await taking.__aexit__(None, None, None)
+
+    assert left_s == 6.0
+
+
+async def test_holder_that_was_suspended_harms_no_one_when_it_gives_back(
+    gate_on: GateOn, server: Server, clock: Clock
+) -> None:
+    async with AsyncExitStack() as late:
+        async with holding(gate_on("here")):
+            clock.now += 1.0
+            mine = server.lease
+            await late.enter_async_context(holding(gate_on("there"), within_s=20.0))
+            theirs = server.lease
+        kept = server.lease
+
+    assert mine is not None and theirs is not None
+    assert mine["id"] != theirs["id"]
+    assert kept == theirs
+
+
+async def test_body_that_takes_too_long_is_cancelled(gate_on: GateOn, server: Server) -> None:
+    loop = asyncio.get_running_loop()
+    gate = gate_on(hold_s=0.05, clock=loop.time)
+
+    with pytest.raises(LeaseLost, match="another gate may decide by now"):
+        async with holding(gate):
+            await asyncio.sleep(60)
+
+    assert server.lease is None
+
+
+async def test_bodys_own_timeout_is_its_own(gate_on: GateOn) -> None:
+    with pytest.raises(TimeoutError, match="the body's"):
+        async with holding(gate_on()):
+            raise TimeoutError("the body's")
+
+
+async def test_nothing_is_written_after_it_was_given_back(gate_on: GateOn) -> None:
+    async with holding(gate_on()) as held:
+        pass
+
+    with pytest.raises(LeaseLost, match="given back"):
+        held.check()
+    assert held.left_s == 0.0
+
+
+# a server that fails
+
+
+async def test_server_that_is_away_is_an_error(gate_on: GateOn, server: Server) -> None:
+    server.faults["POST"].append("refused")
+
+    with pytest.raises(httpx.HTTPError):
+        await gets_it(gate_on())
+
+
+async def test_error_of_the_body_passes_and_the_lease_is_given_back(
+    gate_on: GateOn, server: Server
+) -> None:
+    with pytest.raises(ValueError, match="the body's"):
+        async with holding(gate_on()):
+            raise ValueError("the body's")
+
+    assert server.lease is None
+
+
+async def test_it_is_ours_too_when_the_client_asked_again(gate_on: GateOn, server: Server) -> None:
+    gate = gate_on()
+    server.faults["POST"].append("answer lost, asked again")
+
+    with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 1}):
+        assert await gets_it(gate)
+    assert server.asked[:2] == ["POST /variables/", "POST /variables/"]
+    assert server.lease is None
+
+
+async def test_gate_does_not_wait_for_itself_when_it_never_learnt_that_it_has_it(
+    gate_on: GateOn, server: Server, tmp_path: Path
+) -> None:
+    (tmp_path / "here").touch()  # no lock of the host that would tell it
+    gate = gate_on()
+    server.faults["POST"].append("answer lost")
+
+    with pytest.raises(httpx.ReadError):
+        await gets_it(gate)
+    left = server.lease
+
+    assert left is not None
+    assert await gets_it(gate)
+
+
+async def test_server_that_does_not_answer_is_not_waited_for(
+    gate_on: GateOn, server: Server
+) -> None:
+    server.faults["POST"].append("slow")
+    gate = gate_on(hold_s=0.05)
+    asyncio.get_running_loop().call_later(0.2, server.goes_on.set)
+
+    with pytest.raises(httpx.TimeoutException, match=r"no answer within 0\.05 s"):
+        await gets_it(gate)
+
+    # the answer came while we gave it up
+    assert server.lease is None
+
+
+@pytest.mark.parametrize("fault", ["refused", "answer lost"])
+async def test_body_stands_though_the_lease_could_not_be_given_back(
+    gate_on: GateOn,
+    server: Server,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    fault: str,
+) -> None:
+    (tmp_path / "here").touch()
+    gate = gate_on()
+    server.faults["DELETE"].append(fault)
+
+    first = await gets_it(gate)
+    second = await gets_it(gate)
+
+    assert (first, second) == (True, True)
+    assert "is not given back" in caplog.text
+
+
+# cancels
+
+
+async def test_cancelled_holder_gives_it_back(gate_on: GateOn, server: Server) -> None:
+    inside = asyncio.Event()
+
+    async def hold() -> None:
+        async with holding(gate_on()):
+            inside.set()
+            await asyncio.sleep(60)
+
+    task = asyncio.create_task(hold())
+    await inside.wait()
+    task.cancel()
+    await asyncio.wait({task})
+
+    assert task.cancelled()
+    assert server.lease is None
+
+
+async def test_it_is_given_back_though_the_cancel_comes_again_and_again(
+    gate_on: GateOn, server: Server
+) -> None:
+    server.faults["DELETE"].append("slow")
+    asyncio.get_running_loop().call_later(0.05, server.goes_on.set)
+
+    # As Prefect's worker ends its tasks: each wait in the scope is cancelled.
+    with anyio.CancelScope() as scope:
+        async with holding(gate_on()):
+            scope.cancel()
+            await asyncio.sleep(60)
+
+    assert scope.cancelled_caught
+    assert server.lease is None
+
+
+async def test_cancel_while_it_is_asked_for_leaves_no_lease(
+    gate_on: GateOn, server: Server
+) -> None:
+    server.faults["POST"].append("slow")
+    task = asyncio.create_task(gets_it(gate_on()))
+    await server.hangs.wait()
+
+    task.cancel()
+    await asyncio.sleep(0)
+    server.goes_on.set()
+    await asyncio.wait({task})
+
+    assert task.cancelled()
+    assert server.asked[-1].startswith("DELETE")
+    assert server.lease is None
+
+
+async def test_cancel_does_not_wait_for_a_server_that_is_silent(
+    gate_on: GateOn, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease, "_BACK_WITHIN_S", 0.05)
+    server.faults["POST"].append("slow")
+    task = asyncio.create_task(gets_it(gate_on()))
+    await server.hangs.wait()
+
+    task.cancel()
+    await asyncio.wait({task}, timeout=60)
+
+    assert task.cancelled()
+
+
+# the lock of the host
+
+
+async def test_gate_goes_on_without_a_lock_and_says_so_once(
+    gate_on: GateOn, server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "here").touch()
+    gate = gate_on()
+
+    taken = [await gets_it(gate), await gets_it(gate)]
+    async with holding(gate):
+        meanwhile = await gets_it(gate_on(), within_s=5.0)
+        assert server.lease is not None
+        mark = server.lease["value"]["lock"]
+
+    assert (taken, meanwhile, mark) == ([True, True], False, None)
+    said = [r.message for r in caplog.records if r.levelno >= logging.WARNING]
+    assert sum("without a lock" in message for message in said) == 2  # two gates
+
+
+async def test_lock_is_one_owners_at_a_time(tmp_path: Path) -> None:
+    first, second = HostLock(tmp_path / "a.lock"), HostLock(tmp_path / "a.lock")
+
+    taken = [first.try_lock(), second.try_lock()]
+    first.unlock()
+    taken.append(second.try_lock())
+
+    assert taken == [True, False, True]
+    assert (first.mark, second.mark is None) == (None, False)
+    second.unlock()
+
+
+def mark(path: Path) -> str | None:
+    lock = HostLock(path)
+    assert lock.try_lock()
+    found = lock.mark
+    lock.unlock()
+    return found
+
+
+async def test_mark_names_one_file(tmp_path: Path) -> None:
+    one, copy = tmp_path / "one.lock", tmp_path / "copy.lock"
+    first = mark(one)
+    shutil.copy(one, copy)
+
+    assert mark(one) == first
+    assert mark(copy) != first
+    one.unlink()
+    assert mark(one) != first
+
+
+async def test_broken_token_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "one.lock"
+    path.write_text("broken")
+
+    assert mark(path) == mark(path)
+
+
+# the referee of the tests with real processes
+
+
+async def test_two_writers_at_once_are_found_by_the_referee() -> None:
+    def lines(*takings: str) -> list[tuple[int, str, str]]:
+        return [(0, taking, "write") for taking in takings]
+
+    assert overlaps(lines("1.0", "1.0", "2.0", "1.1")) == []
+    assert overlaps(lines("1.0", "2.0", "1.0", "2.0", "3.0")) == ["1.0", "2.0"]
