@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 from tasks.rayjobs.dashboard import NoAnswer
 
 _WITHIN_S = 5.0
+#: A cluster that is up for months keeps a line for each of its jobs; gRPC's own limit is 4 MiB.
+_LARGEST_ANSWER_BYTES = 512 * 1024 * 1024
 
 _T = TypeVar("_T")
 
@@ -26,9 +28,9 @@ async def kill_actors(gcs_address: str, actor_ids: Iterable[str]) -> None:
     """
 
     def kill(channel: Any) -> None:
-        stub = _service().ActorInfoGcsServiceStub(channel)
+        stub = service().ActorInfoGcsServiceStub(channel)
         for actor_id in actor_ids:
-            request = _messages().KillActorViaGcsRequest(
+            request = messages().KillActorViaGcsRequest(
                 actor_id=bytes.fromhex(actor_id), force_kill=True, no_restart=True
             )
             stub.KillActorViaGcs(request, timeout=_WITHIN_S)
@@ -40,9 +42,9 @@ async def remove_groups(gcs_address: str, group_ids: Iterable[str]) -> None:
     """Free what placement groups hold. Raises: NoAnswer."""
 
     def remove(channel: Any) -> None:
-        stub = _service().PlacementGroupInfoGcsServiceStub(channel)
+        stub = service().PlacementGroupInfoGcsServiceStub(channel)
         for group_id in group_ids:
-            request = _messages().RemovePlacementGroupRequest(
+            request = messages().RemovePlacementGroupRequest(
                 placement_group_id=bytes.fromhex(group_id)
             )
             stub.RemovePlacementGroup(request, timeout=_WITHIN_S)
@@ -56,8 +58,11 @@ async def drivers_of(gcs_address: str, submission_id: str) -> frozenset[str]:
     """
 
     def ask(channel: Any) -> frozenset[str]:
-        stub = _service().JobInfoGcsServiceStub(channel)
-        request = _messages().GetAllJobInfoRequest()
+        stub = service().JobInfoGcsServiceStub(channel)
+        # Unless they are left out, the control store asks each driver for one of the fields.
+        request = messages().GetAllJobInfoRequest(
+            skip_submission_job_info_field=True, skip_is_running_tasks_field=True
+        )
         reply = stub.GetAllJobInfo(request, timeout=_WITHIN_S)
         return frozenset(
             job.job_id.hex()
@@ -72,10 +77,8 @@ async def free_gpus(gcs_address: str) -> dict[str, float]:
     """`free[node id]`, of nodes that have any free. Raises: NoAnswer."""
 
     def ask(channel: Any) -> dict[str, float]:
-        stub = _service().NodeResourceInfoGcsServiceStub(channel)
-        reply = stub.GetAllResourceUsage(
-            _messages().GetAllResourceUsageRequest(), timeout=_WITHIN_S
-        )
+        stub = service().NodeResourceInfoGcsServiceStub(channel)
+        reply = stub.GetAllResourceUsage(messages().GetAllResourceUsageRequest(), timeout=_WITHIN_S)
         return {
             node.node_id.hex(): node.resources_available["GPU"]
             for node in reply.resource_usage_data.batch
@@ -88,7 +91,7 @@ async def free_gpus(gcs_address: str) -> dict[str, float]:
 async def _call(gcs_address: str, use: Callable[[Any], _T]) -> _T:
     def run() -> _T:
         grpc: Any = importlib.import_module("grpc")
-        channel = _grpc_utils().init_grpc_channel(gcs_address)
+        channel = open_channel(gcs_address)
         try:
             return use(channel)
         except grpc.RpcError as error:
@@ -100,15 +103,24 @@ async def _call(gcs_address: str, use: Callable[[Any], _T]) -> _T:
     return await asyncio.to_thread(run)
 
 
+def open_channel(gcs_address: str) -> Any:
+    """A channel to a control store, with Ray's own authentication and TLS; the caller closes it."""
+    constants: Any = importlib.import_module("ray._private.ray_constants")
+    utils: Any = importlib.import_module("ray._private.grpc_utils")
+    options = (
+        *constants.GLOBAL_GRPC_OPTIONS,
+        ("grpc.max_receive_message_length", _LARGEST_ANSWER_BYTES),
+        # By default a new channel shares the connection of an old one, and waits as long as that
+        # one does before it tries again.
+        ("grpc.use_local_subchannel_pool", 1),
+    )
+    return utils.init_grpc_channel(gcs_address, options=options)
+
+
 # Generated code, without types. Imported where it is used: that takes most of a second.
-def _service() -> Any:
+def service() -> Any:
     return importlib.import_module("ray.core.generated.gcs_service_pb2_grpc")
 
 
-def _messages() -> Any:
+def messages() -> Any:
     return importlib.import_module("ray.core.generated.gcs_service_pb2")
-
-
-def _grpc_utils() -> Any:
-    """With Ray's own authentication and TLS."""
-    return importlib.import_module("ray._private.grpc_utils")

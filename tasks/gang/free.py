@@ -1,0 +1,113 @@
+"""What the nodes of a cluster have for gangs, by what the ledger grants and what the cluster shows.
+
+The ledger knows what each run of ours was promised; the cluster knows what it has really taken,
+which may be on other nodes than promised, as Ray places its groups by itself, or not yet. Where the
+two differ, more is counted as held rather than less: no GPU is promised twice.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from tasks.gang.demand import Demand
+from tasks.gang.nodes import Cluster, Node
+from tasks.gang.policy import NodeFree
+
+#: Ray counts in ten-thousandths.
+_SLACK = 1e-4
+#: The end of the name of a node that shares it with another one.
+_SUFFIX = re.compile(r"/[0-9a-f]{8}$")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GangHold:
+    """A run of ours that was given a gang."""
+
+    run_id: str
+    demand: Demand
+    #: `gpus[node name]`, as it was promised; empty where nobody promised it anything.
+    gpus: Mapping[str, int] = field(default_factory=dict)
+
+
+def free_of(
+    cluster: Cluster, holds: Sequence[GangHold]
+) -> tuple[tuple[NodeFree, ...], dict[str, dict[str, int]]]:
+    """What is there for gangs, as `plan` takes it.
+
+    A run of ours that is none of `holds` is one of the others: it belongs to another server, or
+    has left something behind.
+
+    Returns: what each node has, as if no gang held anything: nothing on a drained one, so that
+    what ends there does not make room; and `held[run id][node name]` GPUs. A promise on a node that
+    is not there any more stays in `held`: it takes no room, and counts for limits.
+    """
+    ours = {hold.run_id for hold in holds}
+    foreign: dict[str, float] = {}
+    for run_id, taken in cluster.taken.items():
+        if run_id not in ours:
+            for name, gpus in taken.items():
+                foreign[name] = foreign.get(name, 0.0) + gpus
+    free = tuple(
+        NodeFree(
+            name=node.name,
+            gpus=_free_gpus(node, foreign.get(node.name, 0.0)),
+            cpus=None if node.cpus is None else max(0.0, node.cpus - node.others_cpus),
+        )
+        for node in cluster.nodes
+    )
+    names = [node.name for node in cluster.nodes]
+    held = {
+        hold.run_id: _held(
+            hold.demand, _present(hold.gpus, names), cluster.taken.get(hold.run_id, {})
+        )
+        for hold in holds
+    }
+    return free, held
+
+
+def bare_name(name: str) -> str:
+    """A node's name without what tells it from others of the same name."""
+    return _SUFFIX.sub("", name)
+
+
+def _free_gpus(node: Node, foreign: float) -> int:
+    if node.is_drained:
+        return 0
+    return max(0, math.floor(node.gpus - node.others_gpus - foreign + _SLACK))
+
+
+def _held(
+    demand: Demand, promised: Mapping[str, int], taken: Mapping[str, float]
+) -> dict[str, int]:
+    whole = {name: math.ceil(gpus - _SLACK) for name, gpus in taken.items() if gpus > _SLACK}
+    if sum(taken.values()) >= demand.gpus - _SLACK:
+        return whole
+    # It may still take the rest where it was promised.
+    return {
+        name: max(promised.get(name, 0), whole.get(name, 0))
+        for name in dict.fromkeys((*promised, *whole))
+    }
+
+
+def _present(promised: Mapping[str, int], names: Iterable[str]) -> dict[str, int]:
+    """The promise by the names that the nodes have now.
+
+    A name gets its suffix when a second node of that name comes, and loses it when the other one
+    goes, as in the seconds in which a node that was restarted is there twice.
+    """
+    there = set(names)
+    found: dict[str, int] = {}
+    for name, gpus in promised.items():
+        bare = bare_name(name)
+        if name in there:
+            now = [name]
+        elif name == bare:
+            now = [other for other in there if bare_name(other) == bare]
+        else:
+            now = [bare] if bare in there else []
+        for one in now or [name]:
+            found[one] = found.get(one, 0) + gpus
+    return found
