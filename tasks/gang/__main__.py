@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
+
+# Prefect reads it when it is imported, and would report to its makers and say so.
+os.environ.setdefault("DO_NOT_TRACK", "1")
 
 from tasks.queue.command import main
 

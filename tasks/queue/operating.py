@@ -56,7 +56,14 @@ async def change(client: PrefectClient, pool: WorkPool, settings: PoolSettings) 
 
     Args:
         pool: As it was read just now: what others change between the two is lost.
+
+    Raises: NotThere, where the pool has no job template, which holds the settings, yet.
     """
+    if not pool.base_job_template.get("job_configuration"):
+        raise NotThere(
+            f"the work pool {pool.name} has no job template yet, which its settings are part of: "
+            f"start its worker once (`prefect worker start --pool {pool.name}`), which gives it one"
+        )
     template = with_settings(pool.base_job_template, settings)
     await client.update_work_pool(pool.name, WorkPoolUpdate(base_job_template=template))
 

@@ -20,6 +20,7 @@ from tasks.queue.artifacts import ROWS_AT_MOST, QueueArtifacts, keys_of
 from tasks.queue.command import main
 from tasks.queue.view import NodeUse, QueuedRun, QueueView
 from tasks.server import prefect_server
+from tests.support.ground import sleepers
 from tests.support.prefect_api import ask
 
 pytestmark = pytest.mark.slow
@@ -301,3 +302,40 @@ def test_why_names_a_run_by_its_name_or_id(api: str, capsys: pytest.CaptureFixtu
     assert codes == [0, 0]
     assert told.count("asked-run has ended: Failed at") == 2
     assert told.count("  says       no\n") == 2
+
+
+@pytest.fixture
+def unserved(api: str) -> Iterator[str]:
+    """A pool of one node with 8 GPUs, which no worker serves, and two runs that want all of it."""
+    nodes = {"nodes": [{"name": "gpu-1", "gpus": 8}]}
+    variables = {"properties": {"gang": {"default": nodes}}}
+    template = {"job_configuration": {"env": {}}, "variables": variables}
+    made = {"name": "alone", "type": "gang", "base_job_template": template}
+    ask("POST", f"{api}/work_pools/", made)
+    flow = ask("POST", f"{api}/flows/", {"name": "train"})["id"]
+    deployment = {"name": "alone", "flow_id": flow, "work_pool_name": "alone"}
+    deployed = ask("POST", f"{api}/deployments/", deployment)["id"]
+    for _ in range(2):
+        spec = {**sleepers("trainer"), "gang": {"nodes": 1, "gpus_per_node": 8}}
+        ask("POST", f"{api}/deployments/{deployed}/create_flow_run", {"parameters": {"spec": spec}})
+    yield "alone"
+    ask("DELETE", f"{api}/work_pools/alone")
+
+
+def test_an_onlooker_sees_what_a_gate_would_do_and_does_nothing(
+    api: str, unserved: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = ask("POST", f"{api}/flow_runs/filter", {"work_pools": {"name": {"any_": [unserved]}}})
+
+    code = main(["--pool", unserved])
+
+    after = ask("POST", f"{api}/flow_runs/filter", {"work_pools": {"name": {"any_": [unserved]}}})
+    told = capsys.readouterr().out
+    assert code == 0
+    assert "work pool alone, fifo: 0 running, 1 waiting; 0 of 8 GPUs are free on 1 node" in told
+    assert "no worker serves the pool" in told
+    assert "free now: 0 on 1 node" in told
+    assert len(before) == 2
+    assert [(run["state"]["id"], run["labels"]) for run in before] == [
+        (run["state"]["id"], run["labels"]) for run in after
+    ]

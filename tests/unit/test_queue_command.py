@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from uuid import UUID, uuid4
@@ -23,6 +26,7 @@ from tasks.gang.settings import PoolSettings, TableNode, settings_of, with_setti
 from tasks.queue.command import main
 from tasks.queue.view import NodeUse, QueuedRun, QueueView
 
+ROOT = Path(__file__).resolve().parents[2]
 NOW = datetime(2026, 1, 2, 13, 5, 30, tzinfo=UTC)
 WAITING, RUNNING = uuid4(), uuid4()
 
@@ -56,6 +60,10 @@ VIEW = QueueView(
 SET = PoolSettings(
     nodes=(TableNode(name="gpu-1", gpus=8),), limits={"team-a": 8}, drained=("gpu-9",)
 )
+TEMPLATE = {
+    "job_configuration": {"env": "{{ env }}"},
+    "variables": {"properties": {"env": {"type": "object"}}},
+}
 
 
 def gone() -> ObjectNotFound:
@@ -69,7 +77,7 @@ class Server:
         self.pool = WorkPool(
             name="gang",
             type="gang",
-            base_job_template=with_settings({"variables": {"properties": {"env": {}}}}, SET),
+            base_job_template=with_settings(TEMPLATE, SET),
         )
         self.queues = {"default": SimpleNamespace(id=uuid4(), name="default", is_paused=False)}
         self.flow_runs: dict[UUID, FlowRun] = {}
@@ -313,7 +321,9 @@ def test_draining_keeps_all_else_of_the_pool_and_says_what_goes_on(
 
     assert code == 0
     assert server.settings == SET.model_copy(update={"drained": ("gpu-9", "gpu-1", "gpu-2")})
-    assert "env" in server.pool.base_job_template["variables"]["properties"]
+    kept = server.pool.base_job_template
+    assert kept["job_configuration"] == TEMPLATE["job_configuration"]
+    assert "env" in kept["variables"]["properties"]
     assert said.splitlines()[:2] == [
         "gpu-1 gets no new gang. running-run goes on there.",
         "gpu-2 gets no new gang.",
@@ -422,6 +432,19 @@ def test_a_setting_that_cannot_be_is_refused(
     assert lines.endswith("Nothing was done.\n")
 
 
+def test_a_pool_that_has_no_job_template_yet_is_told_the_remedy(
+    command: Command, server: Server
+) -> None:
+    server.pool = server.pool.model_copy(update={"base_job_template": {}})
+
+    code, said = command("set", "policy=backfill")
+
+    assert code == 1
+    assert server.pool.base_job_template == {}
+    assert "no job template yet" in said
+    assert "prefect worker start --pool gang" in said
+
+
 def test_a_pool_of_another_type_is_pointed_out(command: Command, server: Server) -> None:
     server.pool = server.pool.model_copy(update={"type": "process"})
 
@@ -489,3 +512,13 @@ def test_wrong_arguments(command: Command, arguments: tuple[str, ...]) -> None:
 def test_each_verb_has_help(command: Command, verb: str) -> None:
     with pytest.raises(SystemExit, match="0"):
         command(verb, "--help")
+
+
+def test_the_command_is_a_module() -> None:
+    ended = subprocess.run(
+        (sys.executable, "-m", "tasks.gang"), cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+
+    assert ended.returncode == 1
+    assert ended.stdout == ""
+    assert ended.stderr.startswith("no Prefect server is set")
