@@ -202,7 +202,11 @@ class Decision:
                 if reason.tag in holder.ask.tags and (gpus := self.held.get(holder.id))
             )
             limit = (used, self._settings.limits.get(reason.tag, 0))
-        drained = {node.name: node.gpus for node in cluster.nodes if node.is_drained}
+        drained = {
+            node.name: max(0, int(node.gpus - node.others_gpus) - self._held_on(node.name))
+            for node in cluster.nodes
+            if node.is_drained
+        }
         self.messages[entry.id] = words.message_of(
             entry.ask.demand,
             reason,
@@ -219,6 +223,9 @@ class Decision:
         )
         if reason.starts_at is not None:
             self.starts_at[entry.id] = reason.starts_at
+
+    def _held_on(self, node: str) -> int:
+        return sum(gpus.get(node, 0) for gpus in self.held.values())
 
 
 def _has_gang(entry: Entry) -> bool:

@@ -27,15 +27,13 @@ from tasks.queue.grants import PENDING_RESOURCES, Giver, Grant, no_grant
 from tasks.queue.lease import GateLease, Holding
 from tasks.queue.ledger import Entry
 from tasks.queue.look import Look, Looker
-from tasks.queue.words import Message
+from tasks.queue.words import FREE_NOW, Message
 from tasks.run.layout import muster_home
 
 _log = logging.getLogger(__name__)
 
 #: Another gate has decided by then, as long as it is alive.
 _LEASE_WITHIN_S = 5.0
-#: What stands after it in a message changes often, and is not worth a state of its own.
-FREE_NOW = "; free now: "
 #: So many states are rewritten at a time: what can start must not wait for words.
 _WRITES_AT_ONCE = 10
 

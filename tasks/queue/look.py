@@ -16,7 +16,7 @@ from prefect.client.schemas.objects import StateType
 from pydantic import ValidationError
 
 from tasks.flow_runs import FLOW_RUN_VARIABLE
-from tasks.gang.demand import NodeTotal, why_never
+from tasks.gang.demand import why_never
 from tasks.gang.nodes import Cluster
 from tasks.gang.settings import PoolSettings, settings_of
 from tasks.queue.asks import Ask, fault_of
@@ -225,7 +225,9 @@ class Looker:
             return None
         why = why_never(
             ask.demand,
-            [NodeTotal(name=node.name, gpus=node.gpus, cpus=node.cpus) for node in cluster.nodes],
+            cluster.nodes,
+            accelerator=cluster.accelerator,
+            entrypoint=ask.entrypoint,
         ) or _over_a_limit(ask, self._settings)
         if not why:
             return None
