@@ -213,11 +213,12 @@ class GangPool:
 
     def empty(self) -> None:
         """No run of it is left, nor is any known."""
-        for id_ in self._holders:
-            self.set_state(Run(ground=self.ground, flow_run_id=id_), "COMPLETED")
+        # Before those that hold: nothing that waits shall start.
         for id_, run in self.flow_runs().items():
             if run["state_type"] not in FINAL:
                 self.cancel(Run(ground=self.ground, flow_run_id=id_))
+        for id_ in self._holders:
+            self.set_state(Run(ground=self.ground, flow_run_id=id_), "COMPLETED")
         self.until_all_end(60)
         self._holders.clear()
         self.asked.clear()
