@@ -1,0 +1,135 @@
+"""The queue's policy: a trace of a real cluster replayed through it, and the time of a pass.
+
+    python -m tests.benchmarks.queue --trace FILE --nodes N --gpus-per-node G
+                                     --policy fifo|backfill [--compress C] --out starts.csv
+
+replays the trace in virtual time, writes when each job started, `job_id,start_s`, and prints how
+long the jobs waited. `python -m tests.benchmarks queue` measures passes over long lines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import math
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from tasks.gang.policy import NodeFree
+from tests.benchmarks.queue_passes import measure
+from tests.benchmarks.queue_replay import Replay, replay
+from tests.benchmarks.queue_trace import BadTrace, read_trace
+from tests.benchmarks.report import Row
+
+__all__ = ["main", "measure"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """
+    Returns: 0; 2 if the trace can't be read or the starts can't be written. Bad options exit 2.
+    """
+    options = _parser().parse_args(arguments)
+    cluster = [NodeFree(name=f"node-{i}", gpus=options.gpus_per_node) for i in range(options.nodes)]
+    try:
+        jobs = read_trace(
+            options.trace, gpus_per_node=options.gpus_per_node, compress=options.compress
+        )
+        found = replay(jobs, cluster, options.policy)
+        fifo = found if options.policy == "fifo" else replay(jobs, cluster, "fifo")
+        _write(options.out, found)
+    except BadTrace as error:
+        print(f"The trace can't be replayed. {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"{options.out} can't be written: {error.strerror}", file=sys.stderr)
+        return 2
+    print(f"{options.policy}, {options.nodes} nodes with {options.gpus_per_node} GPUs each")
+    print("\n".join(_figures(found, fifo)))
+    return 0
+
+
+def _write(path: Path, found: Replay) -> None:
+    with path.open("w", encoding="utf-8", newline="") as f:
+        writer = csv.writer(f, lineterminator="\n")
+        writer.writerow(("job_id", "start_s"))
+        writer.writerows((job.id, found.starts_s[job.id]) for job in found.jobs)
+
+
+def _figures(found: Replay, fifo: Replay) -> list[str]:
+    left_out = f"{len(found.jobs)}; {len(found.infeasible)} can never fit and are left out"
+    if not found.jobs:
+        return [_line("jobs", left_out)]
+    # The rank of a value that occurred, as in all benchmarks.
+    waits = Row(way="", values=found.waits_s)
+    passes = Row(way="", values=[1000 * took_s for took_s in found.passes_s])
+    delays = {job.id: found.starts_s[job.id] - fifo.starts_s[job.id] for job in found.jobs}
+    worst = max(delays, key=lambda id: delays[id])
+    delayed = f" ({worst})" if delays[worst] > 0 else ""
+    return [
+        _line("jobs", left_out),
+        _line("mean wait", _time(statistics.fmean(waits.values))),
+        _line("p95 wait", _time(waits.quantile(0.95))),
+        _line("maximum wait", _time(max(waits.values))),
+        _line("utilisation", f"{100 * found.utilisation:.1f} %"),
+        _line("worst delay against FIFO", f"{_time(delays[worst])}{delayed}"),
+        _line(
+            "time of a pass",
+            f"mean {statistics.fmean(passes.values):.2f} ms, maximum {max(passes.values):.2f} ms "
+            f"({len(passes.values)} passes)",
+        ),
+    ]
+
+
+def _line(name: str, figure: str) -> str:
+    return f"{name:<26}{figure}"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds / 3600:.1f} h ({seconds:.0f} s)"
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 on")
+    return int(text)
+
+
+def _factor(text: str) -> float:
+    try:
+        factor = float(text)
+    except ValueError:
+        factor = math.nan
+    if not (math.isfinite(factor) and factor > 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+    return factor
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.benchmarks.queue",
+        description="Replay a trace through the queue's policy in virtual time.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--trace", type=Path, required=True, metavar="FILE", help="CSV: job_id, submit_s, ..."
+    )
+    parser.add_argument("--nodes", type=_count, required=True, metavar="N")
+    parser.add_argument("--gpus-per-node", type=_count, required=True, metavar="G")
+    parser.add_argument("--policy", choices=("fifo", "backfill"), required=True)
+    parser.add_argument(
+        "--compress",
+        type=_factor,
+        default=1.0,
+        metavar="C",
+        help="divide the times of submission by this: a busier cluster",
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="FILE", help="CSV to write: job_id,start_s"
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

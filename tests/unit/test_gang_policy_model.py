@@ -1,0 +1,255 @@
+"""What holds for every pass and every replay, on thousands of random small clusters.
+
+One of it: the policy equals a second one that is slow and obvious.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tasks.gang.demand import Demand
+from tasks.gang.policy import Held, NodeFree, Plan, Policy, Waiting, Why, plan
+from tests.benchmarks.queue_replay import replay
+from tests.benchmarks.queue_trace import Job
+from tests.support.slow_plan import slow_plan
+
+
+def pass_of(seed: int, nodes: int, held: int, waiting: int) -> dict[str, Any]:
+    """The arguments of one pass over a cluster with so many nodes and gangs.
+
+    Times and demands have few values, so that many are equal: ties are where two implementations
+    differ. Now and then more is held than there is, or on a node that is gone.
+    """
+    roll = random.Random(seed)
+    tags = ["red", "blue"] if roll.random() < 0.3 else []
+    counts_cpus, sends_back, is_sane = (roll.random() < share for share in (0.3, 0.1, 0.9))
+    cluster = [
+        NodeFree(
+            name=f"n{index}",
+            gpus=roll.choice([2, 4, 4, 8]),
+            cpus=roll.choice([None, 0.3, 4.0, 12.0]) if counts_cpus else None,
+        )
+        for index in range(nodes)
+    ]
+    places = iter(roll.sample(range(held + waiting), held + waiting))
+    left = {node.name: node.gpus for node in cluster}
+    gangs = []
+    for number in range(held):
+        names = roll.sample(sorted(left), roll.randint(1, min(2, nodes)))
+        taken = {name: roll.choice([1, 2, 2, 4]) for name in names}
+        if is_sane:
+            taken = {name: min(gpus, left[name]) for name, gpus in taken.items() if left[name]}
+        for name, gpus in taken.items():
+            left[name] -= gpus
+        if not is_sane:
+            taken["gone"] = 1
+        gangs.append(
+            Held(
+                id=f"h{number}",
+                gpus=taken,
+                cpus_per_gpu=roll.choice([0.0, 0.1, 1.0]),
+                place=(next(places),),
+                ends_at=roll.choice([NOW - 1, NOW, NOW + 1, NOW + 2, NOW + 3, NOW + 5]),
+                tags=frozenset(tag for tag in tags if roll.random() < 0.5),
+            )
+        )
+    line = [
+        Waiting(
+            id=f"w{number}",
+            demand=Demand(
+                nodes=roll.choice([1, 1, roll.randint(1, nodes), roll.randint(1, nodes + 1)]),
+                gpus_per_node=roll.choice([1, 1, 2, 3, 4]),
+                cpus_per_gpu=roll.choice([0.0, 0.1, 1.0, 3.0]),
+            ),
+            place=(next(places),),
+            estimate_s=roll.choice([1.0, 2.0, 6.0, 9.0]),
+            not_before=roll.choice([0.0, NOW, NOW + 1, NOW + 2]) if sends_back else 0.0,
+            tags=frozenset(tag for tag in tags if roll.random() < 0.5),
+        )
+        for number in range(waiting)
+    ]
+    return dict(
+        waiting=line,
+        held=gangs,
+        nodes=cluster,
+        now=NOW,
+        policy=roll.choice(["fifo", "backfill", "backfill"]),
+        limits={tag: roll.randint(2, 20) for tag in tags},
+    )
+
+
+NOW = 10.0
+#: The sizes are drawn apart, so that a failing cluster is shrunk to few nodes and gangs.
+passes = st.builds(
+    pass_of,
+    seed=st.integers(0, 2**32),
+    nodes=st.integers(1, 6),
+    held=st.integers(0, 8),
+    waiting=st.integers(1, 12),
+)
+
+
+#: No deadline: what a pass takes is a benchmark's business.
+thousands = settings(max_examples=2000, deadline=None)
+hundreds = settings(max_examples=400, deadline=None)
+
+
+@thousands
+@given(passes)
+def test_a_plan_equals_that_of_the_slow_way(arguments: dict[str, Any]) -> None:
+    found = plan(**arguments)
+
+    expected = slow_plan(**arguments)
+    assert found == expected
+    assert list(found.admitted) == list(expected.admitted)
+    assert list(found.reasons) == list(expected.reasons)
+
+
+@thousands
+@given(arguments=passes, order=st.randoms(use_true_random=True))
+def test_a_plan_does_not_depend_on_the_order_of_its_arguments(
+    arguments: dict[str, Any], order: random.Random
+) -> None:
+    shuffled = dict(arguments)
+    for name in ("waiting", "held"):
+        shuffled[name] = order.sample(arguments[name], len(arguments[name]))
+
+    assert plan(**shuffled) == plan(**arguments)
+
+
+@thousands
+@given(passes)
+def test_no_node_and_no_limit_is_overcommitted(arguments: dict[str, Any]) -> None:
+    found = plan(**arguments)
+
+    line = {run.id: run for run in arguments["waiting"]}
+    used_gpus, used_cpus, used_tags = used(arguments["held"])
+    for id, names in found.admitted.items():
+        demand = line[id].demand
+        assert len(set(names)) == demand.nodes
+        for name in names:
+            used_gpus[name] = used_gpus.get(name, 0) + demand.gpus_per_node
+            cpus = demand.gpus_per_node * demand.cpus_per_gpu
+            used_cpus[name] = used_cpus.get(name, 0) + cpus
+        for tag in line[id].tags:
+            used_tags[tag] = used_tags.get(tag, 0) + demand.gpus
+            assert used_tags[tag] <= arguments["limits"][tag]
+    given_out = {name for names in found.admitted.values() for name in names}
+    for node in arguments["nodes"]:
+        if node.name in given_out:
+            assert used_gpus[node.name] <= node.gpus
+            assert node.cpus is None or used_cpus[node.name] <= node.cpus + 1e-6
+        assert found.free[node.name] == max(0, node.gpus - used_gpus.get(node.name, 0))
+
+
+def used(held: Sequence[Held]) -> tuple[dict[str, int], dict[str, float], dict[str, int]]:
+    """GPUs and CPUs by node, GPUs by tag."""
+    gpus: dict[str, int] = {}
+    cpus: dict[str, float] = {}
+    tags: dict[str, int] = {}
+    for gang in held:
+        for name, count in gang.gpus.items():
+            gpus[name] = gpus.get(name, 0) + count
+            cpus[name] = cpus.get(name, 0) + count * gang.cpus_per_gpu
+        for tag in gang.tags:
+            tags[tag] = tags.get(tag, 0) + sum(gang.gpus.values())
+    return gpus, cpus, tags
+
+
+def trace_of(seed: int, nodes: int, jobs: int) -> tuple[list[NodeFree], list[Job]]:
+    """A cluster and jobs for it, some of which may never fit; several come and end at once."""
+    roll = random.Random(seed)
+    counts_cpus = roll.random() < 0.3
+    cluster = [
+        NodeFree(name=f"n{i}", gpus=roll.choice([2, 4, 4, 8]), cpus=8.0 if counts_cpus else None)
+        for i in range(nodes)
+    ]
+    line = [
+        Job(
+            id=f"job-{number}",
+            submit_s=float(roll.randint(0, jobs)),
+            duration_s=float(roll.randint(1, 8)),
+            demand=Demand(
+                nodes=roll.choice([1, 1, roll.randint(1, nodes)]),
+                gpus_per_node=roll.choice([1, 2, 3, 4, 8]),
+                cpus_per_gpu=roll.choice([0.0, 0.5, 2.0]),
+            ),
+        )
+        for number in range(jobs)
+    ]
+    return cluster, sorted(line, key=lambda job: job.submit_s)
+
+
+def guess_s(job: Job) -> float:
+    """An estimate that is true or too long, the same for one job each time."""
+    return job.duration_s + int(job.id.removeprefix("job-")) % 4
+
+
+traces = st.builds(
+    trace_of, seed=st.integers(0, 2**32), nodes=st.integers(1, 5), jobs=st.integers(1, 25)
+)
+policies = st.sampled_from(["fifo", "backfill"])
+
+
+@hundreds
+@given(traces, policies)
+def test_every_feasible_run_starts_in_the_end(
+    trace: tuple[list[NodeFree], list[Job]], policy: Policy
+) -> None:
+    cluster, jobs = trace
+
+    found = replay(jobs, cluster, policy, estimate_s=guess_s)
+
+    assert set(found.starts_s) == {job.id for job in found.jobs}
+    assert len(found.jobs) + len(found.infeasible) == len(jobs)
+    assert all(wait >= 0 for wait in found.waits_s)
+
+
+@hundreds
+@given(traces)
+def test_fifo_starts_runs_in_the_order_of_submission(
+    trace: tuple[list[NodeFree], list[Job]],
+) -> None:
+    cluster, jobs = trace
+
+    found = replay(jobs, cluster, "fifo", estimate_s=guess_s)
+
+    assert list(found.starts_s) == [job.id for job in found.jobs]
+
+
+@hundreds
+@given(traces)
+def test_the_head_never_starts_later_than_was_first_promised(
+    trace: tuple[list[NodeFree], list[Job]],
+) -> None:
+    cluster, jobs = trace
+    promised: dict[str, float] = {}
+
+    def noted(*arguments: Any, **options: Any) -> Plan:
+        decided = plan(*arguments, **options)
+        for id, reason in decided.reasons.items():
+            if reason.why is Why.GPUS and reason.starts_at is not None:
+                promised.setdefault(id, reason.starts_at)
+        return decided
+
+    found = replay(jobs, cluster, "backfill", estimate_s=guess_s, plan=noted)
+
+    assert all(found.starts_s[id] <= at for id, at in promised.items())
+
+
+@hundreds
+@given(traces, policies)
+def test_a_whole_replay_equals_that_of_the_slow_way(
+    trace: tuple[list[NodeFree], list[Job]], policy: Policy
+) -> None:
+    cluster, jobs = trace
+
+    found = replay(jobs, cluster, policy, estimate_s=guess_s)
+
+    expected = replay(jobs, cluster, policy, estimate_s=guess_s, plan=slow_plan)
+    assert list(found.starts_s.items()) == list(expected.starts_s.items())
