@@ -4,7 +4,7 @@
                                      --policy fifo|backfill [--compress C] --out starts.csv
 
 replays the trace in virtual time, writes when each job started, `job_id,start_s`, and prints how
-long the jobs waited. As one of the benchmarks, `python -m tests.benchmarks queue`, it measures passes
+long the jobs waited. `python -m tests.benchmarks queue`, as one of the benchmarks, measures passes
 over long lines.
 """
 
