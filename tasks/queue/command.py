@@ -18,6 +18,7 @@ from rich.text import Text
 
 from tasks.queue import operating
 from tasks.queue.explaining import explain
+from tasks.queue.looking import Onlooker
 from tasks.queue.operating import BadSetting, NotThere
 from tasks.queue.tables import as_json, as_plain, as_rich
 from tasks.queue.view import QueueView
@@ -81,7 +82,7 @@ def main(
         parser.error("--json shows one look: leave out --watch")
     quieten_prefect()
     try:
-        asyncio.run(_run(options, look or _onlooker(), connect))
+        asyncio.run(_run(options, look or Onlooker(), connect))
     except (NoServer, NotThere) as error:
         print(error, file=sys.stderr)
         return EXIT_NOT_THERE
@@ -95,13 +96,6 @@ def main(
         # The way out of --watch.
         return EXIT_DONE if options.watch else EXIT_INTERRUPTED
     return EXIT_DONE
-
-
-def _onlooker() -> Look:
-    # Only now: what looks at clusters takes its time to load.
-    from tasks.queue.looking import Onlooker
-
-    return Onlooker()
 
 
 async def _run(options: argparse.Namespace, look: Look, connect: Connect) -> None:
