@@ -28,8 +28,10 @@ class Demand:
             accelerator: what the cluster calls them.
         """
         cpus = self.gpus_per_node * self.cpus_per_gpu
-        per_node = f"{self.gpus_per_node} {accelerator}s and {cpus:g} CPUs"
-        return f"{self.nodes} nodes with {per_node} each"
+        of_node = f"{_number(self.gpus_per_node, accelerator)} and {_number(cpus, 'CPU')}"
+        if self.nodes == 1:
+            return f"1 node with {of_node}"
+        return f"{self.nodes} nodes with {of_node} each"
 
     def __str__(self) -> str:
         return self.in_words()
@@ -78,7 +80,8 @@ def _why_no_gang(demand: Demand, nodes: Sequence[NodeTotal | Node], accelerator:
     if len(fitting) >= demand.nodes:
         return ""
     there = _counted(
-        f"{node.gpus:g} {accelerator}s" + ("" if node.cpus is None else f" and {node.cpus:g} CPUs")
+        _number(node.gpus, accelerator)
+        + ("" if node.cpus is None else f" and {_number(node.cpus, 'CPU')}")
         for node in nodes
     )
     return (
@@ -99,6 +102,10 @@ def _why_no_driver(entrypoint: Mapping[str, float], nodes: Sequence[NodeTotal | 
         f"the cluster has that; there are: {there}. Mend ray.entrypoint_resources of the run, or "
         "start nodes with them"
     )
+
+
+def _number(amount: float, what: str) -> str:
+    return f"{amount:g} {what}" if amount == 1 else f"{amount:g} {what}s"
 
 
 def _counted(shapes: Iterable[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import time
 from collections.abc import Callable
@@ -17,11 +18,14 @@ from tasks.rayjobs.dashboard import Denied, NoAnswer
 from tasks.supervise.identity import host_name
 from tasks.supervise.nvidia import gpus_seen
 
+_log = logging.getLogger(__name__)
+
 #: How long one look at a cluster may take.
 LOOK_WITHIN_S = 5.0
-#: A cluster that let a look wait as long as that is not looked at again for a while: it would hold
-#: up the gangs of all the others each time.
-QUIET_FOR_S = 10.0
+#: A cluster that let a look wait for so long is asked in the background until it answers: it would
+#: hold up the gangs of all the others.
+_PATIENT_S = 30.0
+_ASK_EACH_S = 1.0
 
 
 class NoCapacity(Exception):
@@ -34,6 +38,8 @@ class Capacity:
     Args:
         here: a run that names no cluster, in a pool without a table of nodes, is placed on this
             machine.
+        within_s: for one look at a cluster.
+        look: at the cluster of an address.
     """
 
     def __init__(
@@ -41,14 +47,16 @@ class Capacity:
         *,
         here: bool = False,
         within_s: float = LOOK_WITHIN_S,
+        look: Callable[[str], ClusterLook] = ClusterLook,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._here = here
         self._within_s = within_s
+        self._make_look = look
         self._clock = clock
         self._looks: dict[str, ClusterLook] = {}
-        #: `[address]`: when it was found silent, and what was said then.
-        self._silent: dict[str, tuple[float, str]] = {}
+        #: `[address]`: what was said of it, until the task has ended.
+        self._silent: dict[str, tuple[str, asyncio.Task[None]]] = {}
         self._local: Cluster | None = None
 
     async def of(self, key: str, settings: PoolSettings) -> Cluster:
@@ -75,24 +83,45 @@ class Capacity:
         return _drained(cluster, settings)
 
     async def close(self) -> None:
+        silent, self._silent = self._silent, {}
+        for _, task in silent.values():
+            task.cancel()
         looks, self._looks = self._looks, {}
         for look in looks.values():
             await look.close()
 
     async def _look(self, address: str) -> ClusterUse:
-        since, why = self._silent.get(address, (-math.inf, ""))
+        if address in self._silent:
+            why, task = self._silent[address]
+            if not task.done():
+                raise NoCapacity(why)
+            del self._silent[address]
+        if address not in self._looks:
+            self._looks[address] = self._make_look(address)
+        look = self._looks[address]
         began = self._clock()
-        if began - since < QUIET_FOR_S:
-            raise NoCapacity(why)
-        look = self._looks.setdefault(address, ClusterLook(address))
         try:
-            use = await look.look(within_s=self._within_s)
+            return await look.look(within_s=self._within_s)
         except (NoAnswer, Denied) as error:
-            now = self._clock()
-            if now - began >= self._within_s:
-                self._silent[address] = now, str(error)
+            if self._clock() - began >= self._within_s:
+                self._silent[address] = str(error), asyncio.create_task(_answered(look))
             raise NoCapacity(str(error)) from error
-        return use
+        except Exception as error:  # An address is a user's: whatever stands there may answer.
+            _log.exception("the cluster at %s can't be looked at", address)
+            raise NoCapacity(f"{address} is no Ray cluster that Muster knows: {error!r}") from error
+
+
+async def _answered(look: ClusterLook) -> None:
+    """Return once there is an answer, whatever it is."""
+    while True:
+        try:
+            await look.look(within_s=_PATIENT_S)
+        except NoAnswer:
+            await asyncio.sleep(_ASK_EACH_S)
+        except Exception:  # Whoever looks next is told.
+            return
+        else:
+            return
 
 
 async def local_cluster() -> Cluster:

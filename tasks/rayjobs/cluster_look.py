@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from tasks.rayjobs.cluster_use import ActorReport, ClusterUse, NodeReport, jobs_of, use_of
@@ -17,7 +17,7 @@ from tasks.rayjobs.dashboard import Dashboard, Denied, NoAnswer
 _PLACED = (1, 2, 3)
 #: Asking again does not help.
 _DENIALS = frozenset({"UNAUTHENTICATED", "PERMISSION_DENIED", "UNIMPLEMENTED"})
-
+#: How much longer than the look its questions may take: the look is to end first, and tells of it.
 _LONGER_S = 1.0
 
 
@@ -26,10 +26,14 @@ class ClusterLook:
 
     The dashboard is asked for the control store's address; all else is asked of that one, over a
     channel that is kept until a look fails.
+
+    Args:
+        dashboard: makes the dashboard of an address.
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, *, dashboard: Callable[[str], Dashboard] = Dashboard) -> None:
         self._address = address
+        self._make_dashboard = dashboard
         self._dashboard: Dashboard | None = None
         self._store: _ControlStore | None = None
         self._lock = asyncio.Lock()
@@ -65,7 +69,7 @@ class ClusterLook:
                 return await self._read(self._store, within_s)
         self._asked = "the dashboard"
         if self._dashboard is None:
-            self._dashboard = await asyncio.to_thread(Dashboard, self._address)
+            self._dashboard = await asyncio.to_thread(self._make_dashboard, self._address)
         gcs_address = await self._dashboard.gcs_address()
         self._store = await asyncio.to_thread(_ControlStore, gcs_address)
         return await self._read(self._store, within_s)
@@ -73,7 +77,6 @@ class ClusterLook:
     async def _read(self, store: _ControlStore, within_s: float) -> ClusterUse:
         self._asked = "the control store"
         try:
-            # Whoever asked knows of the deadline first, and who has missed it.
             return await asyncio.to_thread(store.read, within_s + _LONGER_S)
         except BaseException:
             # Of a look that is given up the thread goes on: without a channel it ends at once.

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from tasks.gang.demand import Demand, NodeTotal, why_never
+from tasks.gang.nodes import Node
 
 
-def node(gpus: float, cpus: float = 256) -> NodeTotal:
+def node(gpus: float, cpus: float | None = 256) -> NodeTotal:
     return NodeTotal(name="n", gpus=gpus, cpus=cpus)
 
 
@@ -23,6 +24,8 @@ def demand(nodes: int, gpus: int, cpus_per_gpu: float = 3) -> Demand:
         (demand(2, 4), [node(8), node(8), node(0)]),
         # just as many CPUs as go with the GPUs
         (demand(1, 8), [node(8, cpus=24)]),
+        # nobody says how many CPUs there are
+        (demand(1, 8), [node(8, cpus=None)]),
     ],
 )
 def test_a_gang_that_a_free_cluster_could_hold_is_feasible(
@@ -52,3 +55,76 @@ def test_a_gang_that_never_fits_is_told_with_the_numbers(
 
     assert str(asked) in why
     assert "Ask for less" in why
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        (demand(2, 8), "2 nodes with 8 GPUs and 24 CPUs each"),
+        (demand(1, 1, 1), "1 node with 1 GPU and 1 CPU"),
+        (demand(1, 1, 0.5), "1 node with 1 GPU and 0.5 CPUs"),
+    ],
+)
+def test_a_demand_reads_as_a_phrase(asked: Demand, words: str) -> None:
+    assert str(asked) == words
+
+
+def test_a_drained_node_and_one_that_others_use_will_be_back() -> None:
+    drained = Node(name="n1", gpus=8, cpus=24, is_drained=True)
+    crowded = Node(name="n2", gpus=8, cpus=24, others_gpus=8)
+
+    assert why_never(demand(2, 8), [drained, crowded]) == ""
+
+
+def test_nodes_are_counted_by_what_is_known_of_them_and_gpus_have_the_clusters_name() -> None:
+    nodes = [node(8, cpus=32), node(8, cpus=None), node(8, cpus=None)]
+
+    why = why_never(demand(1, 16), nodes, accelerator="NPU")
+
+    assert "asks for 1 node with 16 NPUs and 48 CPUs," in why
+    assert "1 with 8 NPUs and 32 CPUs, 2 with 8 NPUs." in why
+
+
+def carrying(**resources: float) -> Node:
+    return Node(name="n", gpus=8, cpus=32, resources=resources)
+
+
+@pytest.mark.parametrize(
+    ("entrypoint", "nodes"),
+    [
+        (None, [carrying(worker_node=100)]),
+        ({"worker_node": 1}, [carrying(disk=1), carrying(worker_node=1)]),
+        # nobody says what the nodes have
+        ({"worker_node": 1}, [carrying(), carrying()]),
+    ],
+)
+def test_a_driver_that_has_a_place_is_feasible(
+    entrypoint: dict[str, float] | None, nodes: list[Node]
+) -> None:
+    assert why_never(demand(1, 8), nodes, entrypoint=entrypoint) == ""
+
+
+@pytest.mark.parametrize(
+    "entrypoint",
+    [
+        {"cpu_node": 1},
+        # more than any one has
+        {"worker_node": 101},
+        # no node has both
+        {"worker_node": 1, "disk": 1},
+    ],
+)
+def test_a_driver_that_has_no_place_is_told_with_the_numbers(entrypoint: dict[str, float]) -> None:
+    nodes = [carrying(worker_node=100), carrying(worker_node=100), carrying(disk=2)]
+
+    why = why_never(demand(1, 8), nodes, entrypoint=entrypoint)
+
+    assert ", ".join(f"{amount} {name}" for name, amount in entrypoint.items()) in why
+    assert "ray.entrypoint_resources" in why
+
+
+def test_a_gang_that_never_fits_is_told_before_its_driver() -> None:
+    why = why_never(demand(9, 8), [carrying(worker_node=1)], entrypoint={"cpu_node": 1})
+
+    assert str(demand(9, 8)) in why
+    assert "driver" not in why

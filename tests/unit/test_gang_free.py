@@ -1,0 +1,169 @@
+"""What there is for gangs, by what the ledger grants and what the cluster shows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+
+from tasks.gang.demand import Demand
+from tasks.gang.free import GangHold, free_of
+from tasks.gang.nodes import Cluster, Node
+from tasks.gang.policy import Held, NodeFree, Waiting, plan
+
+A = Node(name="a", gpus=8, cpus=32)
+B = Node(name="b", gpus=8, cpus=32)
+
+
+def cluster(*nodes: Node, **taken: Mapping[str, float]) -> Cluster:
+    return Cluster(key="http://ray:8265", nodes=nodes, taken=taken, is_live=True)
+
+
+def hold(run_id: str, nodes: int, gpus: int, **promised: int) -> GangHold:
+    demand = Demand(nodes=nodes, gpus_per_node=gpus, cpus_per_gpu=3)
+    return GangHold(run_id=run_id, demand=demand, gpus=promised)
+
+
+def gpus_of(nodes: tuple[NodeFree, ...]) -> dict[str, int]:
+    return {node.name: node.gpus for node in nodes}
+
+
+def left(cluster: Cluster, *holds: GangHold) -> dict[str, int]:
+    """What the policy finds free, with nobody waiting."""
+    nodes, held = free_of(cluster, holds)
+    gangs = [
+        Held(id=run_id, gpus=gpus, cpus_per_gpu=3, place=(index,), ends_at=0.0)
+        for index, (run_id, gpus) in enumerate(held.items())
+    ]
+    return dict(plan([], gangs, nodes, 0.0).free)
+
+
+def test_all_of_a_free_cluster_is_there_in_the_order_of_its_nodes() -> None:
+    nodes, held = free_of(cluster(B, A), [])
+
+    assert nodes == (NodeFree(name="b", gpus=8, cpus=32), NodeFree(name="a", gpus=8, cpus=32))
+    assert held == {}
+
+
+@pytest.mark.parametrize(
+    ("promised", "taken", "held"),
+    [
+        # not yet taken
+        ({"a": 4, "b": 4}, {}, {"a": 4, "b": 4}),
+        # taken as promised
+        ({"a": 4, "b": 4}, {"a": 4, "b": 4}, {"a": 4, "b": 4}),
+        # Ray has placed it elsewhere
+        ({"a": 4, "b": 4}, {"c": 4, "b": 4}, {"c": 4, "b": 4}),
+        # in the middle of taking it, and maybe elsewhere
+        ({"a": 4, "b": 4}, {"c": 4}, {"a": 4, "b": 4, "c": 4}),
+        ({"a": 4, "b": 4}, {"a": 2}, {"a": 4, "b": 4}),
+        # more than it has asked for
+        ({"a": 4, "b": 4}, {"a": 8, "b": 4}, {"a": 8, "b": 4}),
+        # a part of a GPU is a GPU that no gang can have
+        ({"a": 4, "b": 4}, {"a": 4.5, "b": 4}, {"a": 5, "b": 4}),
+        # as Ray's sums come out
+        ({"a": 4, "b": 4}, {"a": 4.00001, "b": 3.99999}, {"a": 4, "b": 4}),
+        # it began past the gate: nobody has promised it anything
+        ({}, {"c": 4}, {"c": 4}),
+        ({}, {}, {}),
+        # a node that is gone takes no room, and counts for limits still
+        ({"a": 4, "gone": 4}, {"a": 4}, {"a": 4, "gone": 4}),
+    ],
+)
+def test_a_run_holds_what_it_has_taken_and_what_it_may_still_take(
+    promised: dict[str, int], taken: dict[str, float], held: dict[str, int]
+) -> None:
+    nodes = (A, B, Node(name="c", gpus=8, cpus=32))
+
+    _, found = free_of(cluster(*nodes, run=taken), [hold("run", 2, 4, **promised)])
+
+    assert found == {"run": held}
+
+
+@pytest.mark.parametrize(
+    ("node", "gpus"),
+    [
+        (Node(name="a", gpus=8, others_gpus=3), 5),
+        # half of one is in use: no gang can have it
+        (Node(name="a", gpus=8, others_gpus=0.5), 7),
+        # as Ray's sums come out
+        (Node(name="a", gpus=8, others_gpus=3.00001), 5),
+        (Node(name="a", gpus=8, others_gpus=8), 0),
+        (Node(name="a", gpus=0), 0),
+    ],
+)
+def test_what_others_use_is_not_there(node: Node, gpus: int) -> None:
+    nodes, _ = free_of(cluster(node), [])
+
+    assert gpus_of(nodes) == {"a": gpus}
+
+
+def test_cpus_that_others_use_are_not_there_and_unknown_ones_stay_unknown() -> None:
+    node = Node(name="a", gpus=8, cpus=32, others_cpus=7.5)
+
+    nodes, _ = free_of(cluster(node, Node(name="b", gpus=8)), [])
+
+    assert [node.cpus for node in nodes] == [24.5, None]
+
+
+def test_a_run_of_ours_that_the_ledger_does_not_know_is_one_of_the_others() -> None:
+    nodes, held = free_of(cluster(A, B, forgotten={"a": 3.0}), [])
+
+    assert gpus_of(nodes) == {"a": 5, "b": 8}
+    assert held == {}
+
+
+def test_what_ends_on_a_drained_node_makes_no_room() -> None:
+    drained = Node(name="a", gpus=8, cpus=32, is_drained=True)
+    nodes, held = free_of(cluster(drained, B), [hold("run", 1, 8, a=8)])
+    running = Held(id="run", gpus=held["run"], cpus_per_gpu=3, place=(1,), ends_at=60.0)
+    waiting = Waiting(
+        id="next",
+        demand=Demand(nodes=2, gpus_per_node=8, cpus_per_gpu=3),
+        place=(2,),
+        estimate_s=60.0,
+    )
+
+    planned = plan([waiting], [running], nodes, 0.0, policy="backfill")
+
+    assert planned.free == {"a": 0, "b": 8}
+    assert planned.reasons["next"].starts_at is None
+
+
+def test_more_in_use_than_there_is_leaves_none_free_and_takes_none_from_other_nodes() -> None:
+    crowded = Node(name="a", gpus=8, cpus=32, others_gpus=6)
+
+    free = left(cluster(crowded, B), hold("run", 1, 4, a=4))
+
+    assert free == {"a": 0, "b": 8}
+
+
+def test_a_table_of_nodes_goes_by_what_was_promised() -> None:
+    table = Cluster(key="", nodes=(Node(name="n1", gpus=8), Node(name="n2", gpus=4)))
+
+    assert left(table, hold("run", 1, 4, n2=4), hold("other", 1, 2, n1=2)) == {"n1": 6, "n2": 0}
+
+
+ONE, TWO = "10.0.0.5/0a1b2c3d", "10.0.0.5/4e5f6071"
+
+
+@pytest.mark.parametrize(
+    ("promised", "there", "held"),
+    [
+        # a second node of that name has come: nobody knows which of them was meant
+        ({"10.0.0.5": 8}, (ONE, TWO), {ONE: 8, TWO: 8}),
+        # the other one has gone
+        ({ONE: 8}, ("10.0.0.5",), {"10.0.0.5": 8}),
+        # it has gone itself
+        ({ONE: 8}, (TWO, "10.0.0.6"), {ONE: 8}),
+        ({ONE: 8}, (ONE, TWO), {ONE: 8}),
+    ],
+)
+def test_a_promise_follows_its_node_when_that_gets_or_loses_a_suffix(
+    promised: dict[str, int], there: tuple[str, ...], held: dict[str, int]
+) -> None:
+    nodes = tuple(Node(name=name, gpus=8) for name in there)
+
+    _, found = free_of(cluster(*nodes), [hold("run", 1, 8, **promised)])
+
+    assert found == {"run": held}
