@@ -50,7 +50,7 @@ _SETTLE_S = 0.25
 _LOCK_EVERY_S = 0.03
 #: The host's lock is not waited for any longer: it may be that of a process that was suspended.
 _LOCKED_OUT_FOR_S = 2.0
-_LOOK_EVERY_S = (0.1, 0.5)
+_LOOK_EVERY_S = (0.1, 0.25)
 
 T = TypeVar("T")
 
