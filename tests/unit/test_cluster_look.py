@@ -1,0 +1,376 @@
+"""Who uses what of a Ray cluster, and a look at one that is slow, gone, moved or not a cluster."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+import pytest
+import pytest_asyncio
+from ray.core.generated import gcs_service_pb2 as messages
+from ray.core.generated import gcs_service_pb2_grpc as services
+
+from tasks.rayjobs.cluster_look import ClusterLook
+from tasks.rayjobs.cluster_use import ActorReport, ClusterUse, NodeReport, run_of, use_of
+from tasks.rayjobs.dashboard import Denied, NoAnswer
+
+RUN = "trial-sft-20260102-030405-0a1b"
+ONE, TWO = "0a1b2c3d" * 7, "4e5f6071" * 7
+JOB, FOREIGN_JOB = "01000000", "02000000"
+SUBMISSIONS = {JOB: f"{RUN}--a01", FOREIGN_JOB: ""}
+#: Long enough that a loaded machine answers; a look at what is silent lasts for SHORT_S.
+LONG_S, SHORT_S = 30.0, 0.5
+
+
+def node(node_id: str = ONE, name: str = "n1", used: dict[str, float] | None = None) -> NodeReport:
+    """One with 8 GPUs and 32 CPUs, so much of it in use."""
+    own = {"GPU": 8.0, "CPU": 32.0, "worker_node": 100.0, "memory": 1e9, "node:10.0.0.5": 1.0}
+    free = {key: amount - (used or {}).get(key, 0.0) for key, amount in own.items()}
+    return NodeReport(node_id=node_id, name=name, own=own, total=own, available=free)
+
+
+def with_group(node: NodeReport, job: str, *bundles: dict[str, float]) -> NodeReport:
+    """The node once a job has made a placement group on it, by the names that Ray gives."""
+    group = "0f" * 14 + job
+    made = {f"bundle_group_{group}": 1000.0 * len(bundles)}
+    available = dict(node.available)
+    for index, bundle in enumerate(bundles):
+        for key, amount in bundle.items():
+            made[f"{key}_group_{index}_{group}"] = amount
+            made[f"{key}_group_{group}"] = made.get(f"{key}_group_{group}", 0.0) + amount
+            available[key] = available.get(key, 0.0) - amount
+    return NodeReport(
+        node_id=node.node_id,
+        name=node.name,
+        own=node.own,
+        total={**node.total, **made},
+        # A bundle is free as long as no actor is in it.
+        available={**available, **made},
+    )
+
+
+def actor(job: str = JOB, name: str = "", node_id: str = ONE, **resources: float) -> ActorReport:
+    return ActorReport(node_id=node_id, name=name, job_id=job, resources=resources)
+
+
+def test_a_free_cluster_is_all_there() -> None:
+    use = use_of([node()], [], {})
+
+    [found] = use.nodes
+    assert (found.name, found.gpus, found.cpus) == ("n1", 8, 32)
+    assert (found.others_gpus, found.others_cpus) == (0, 0)
+    assert found.resources == {"worker_node": 100, "node:10.0.0.5": 1}
+    assert (use.taken, use.accelerator) == ({}, "GPU")
+
+
+def test_placement_groups_of_a_run_are_its_own_and_those_of_other_jobs_are_not() -> None:
+    mine = with_group(node(), JOB, {"CPU": 1}, {"GPU": 4, "CPU": 12})
+    both = with_group(mine, FOREIGN_JOB, {"GPU": 1, "CPU": 1})
+
+    use = use_of([both], [], SUBMISSIONS)
+
+    assert use.taken == {RUN: {"n1": 4}}
+    assert use.nodes[0].others_gpus == 1
+    # The CPU of a bundle without GPUs goes with no gang.
+    assert use.nodes[0].others_cpus == 2
+
+
+def test_actors_beside_placement_groups_belong_to_their_driver() -> None:
+    busy = node(used={"GPU": 5.5, "CPU": 10})
+    actors = [
+        actor(GPU=2, CPU=3),
+        actor(GPU=0.5),
+        actor(FOREIGN_JOB, GPU=1),
+        # in a placement group: counted as that
+        actor(**{f"GPU_group_0_{'0f' * 14}{JOB}": 1}),
+        # no driver knows it
+        actor("03000000", GPU=1),
+    ]
+
+    use = use_of([busy], actors, SUBMISSIONS)
+
+    assert use.taken == {RUN: {"n1": 2.5}}
+    # That includes a plain task, which nobody can tell the owner of.
+    assert use.nodes[0].others_gpus == 3
+    assert use.nodes[0].others_cpus == 7
+
+
+def test_gpus_of_a_jobs_entrypoint_belong_to_its_run() -> None:
+    name = f"_ray_internal_job_actor_{RUN}--a02"
+
+    use = use_of([node(used={"GPU": 1})], [actor("05000000", name, GPU=1)], {})
+
+    assert use.taken == {RUN: {"n1": 1}}
+    assert use.nodes[0].others_gpus == 0
+
+
+def test_an_actor_that_came_after_the_nodes_were_read_takes_nothing_from_others() -> None:
+    use = use_of([node()], [actor(GPU=2)], SUBMISSIONS)
+
+    assert use.taken == {RUN: {"n1": 2}}
+    assert use.nodes[0].others_gpus == 0
+
+
+def test_a_node_that_has_not_told_what_is_free_is_in_use() -> None:
+    fresh = node()
+    fresh = NodeReport(node_id=ONE, name="n1", own=fresh.own, total={}, available={})
+
+    use = use_of([fresh], [], {})
+
+    assert (use.nodes[0].gpus, use.nodes[0].others_gpus) == (8, 8)
+
+
+def test_nodes_that_share_a_name_are_told_apart_by_their_ids() -> None:
+    reports = [node(TWO, "host"), node(ONE, "host"), node("ff" * 28, "alone")]
+
+    use = use_of(reports, [actor(node_id=TWO, GPU=1)], SUBMISSIONS)
+
+    assert [one.name for one in use.nodes] == ["alone", "host/0a1b2c3d", "host/4e5f6071"]
+    assert use.taken == {RUN: {"host/4e5f6071": 1}}
+
+
+@pytest.mark.parametrize(
+    ("has", "accelerator"),
+    [
+        (({"NPU": 8.0},), "NPU"),
+        # one node with GPUs decides
+        (({"NPU": 8.0}, {"GPU": 1.0}), "GPU"),
+        (({"HPU": 8.0}, {"TPU": 4.0}), "HPU"),
+        (({"TPU": 4.0},), "TPU"),
+        (({},), "GPU"),
+    ],
+)
+def test_the_accelerator_is_the_first_that_any_node_has(
+    has: tuple[dict[str, float], ...], accelerator: str
+) -> None:
+    nodes = [
+        NodeReport(node_id=f"{index:056x}", name=f"n{index}", own=own, total=own, available=own)
+        for index, own in enumerate(has)
+    ]
+
+    assert use_of(nodes, [], {}).accelerator == accelerator
+
+
+@pytest.mark.parametrize(
+    ("submission_id", "run_id"),
+    [
+        (f"{RUN}--a01", RUN),
+        (f"{RUN}--a123", RUN),
+        (f"{RUN}--a01-trainer", RUN),
+        # names may look like attempts
+        (f"x--a01-{RUN}--a02-reward--a03", f"x--a01-{RUN}"),
+        ("raysubmit_AbCdEfGh12345678", ""),
+        (RUN, ""),
+        (f"{RUN}--a1", ""),
+        ("mine--a01", ""),
+        ("", ""),
+    ],
+)
+def test_a_submission_of_ours_names_its_run(submission_id: str, run_id: str) -> None:
+    assert run_of(submission_id) == run_id
+
+
+class Store(
+    services.NodeInfoGcsServiceServicer,
+    services.NodeResourceInfoGcsServiceServicer,
+    services.ActorInfoGcsServiceServicer,
+    services.JobInfoGcsServiceServicer,
+):
+    """A control store with one node, on which a job of ours has an actor with 2 GPUs."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        #: Cleared: it does not answer.
+        self.answers = threading.Event()
+        self.answers.set()
+        self.refuses: grpc.StatusCode | None = None
+        self.head = ONE
+        self.run_id = RUN
+        self._server = grpc.server(ThreadPoolExecutor(8))
+        services.add_NodeInfoGcsServiceServicer_to_server(self, self._server)
+        services.add_NodeResourceInfoGcsServiceServicer_to_server(self, self._server)
+        services.add_ActorInfoGcsServiceServicer_to_server(self, self._server)
+        services.add_JobInfoGcsServiceServicer_to_server(self, self._server)
+        self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        self._server.start()
+
+    def stop(self) -> None:
+        self.answers.set()
+        self._server.stop(None).wait()
+
+    def GetAllResourceUsage(self, request: Any, context: grpc.ServicerContext) -> Any:
+        self._note("usage", context)
+        reply = messages.GetAllResourceUsageReply()
+        entry = reply.resource_usage_data.batch.add(node_id=bytes.fromhex(self.head))
+        entry.resources_total.update({"GPU": 8})
+        entry.resources_available.update({"GPU": 6})
+        return reply
+
+    def GetAllNodeInfo(self, request: Any, context: grpc.ServicerContext) -> Any:
+        self._note("nodes", context)
+        reply = messages.GetAllNodeInfoReply()
+        for node_id in (self.head, "ee" * 28):
+            entry = reply.node_info_list.add(node_id=bytes.fromhex(node_id), node_name="n1")
+            entry.resources_total.update({"GPU": 8, "node:__internal_head__": 1})
+        return reply
+
+    def GetAllActorInfo(self, request: Any, context: grpc.ServicerContext) -> Any:
+        self._note("actors", context)
+        reply = messages.GetAllActorInfoReply()
+        if request.filters.state == 2:
+            entry = reply.actor_table_data.add(job_id=bytes.fromhex(JOB))
+            entry.address.node_id = bytes.fromhex(self.head)
+            entry.required_resources.update({"GPU": 2})
+        elif request.filters.state == 1:
+            # It waits for a place, and so has none.
+            reply.actor_table_data.add().required_resources.update({"GPU": 1})
+        return reply
+
+    def GetAllJobInfo(self, request: Any, context: grpc.ServicerContext) -> Any:
+        self._note("jobs", context)
+        reply = messages.GetAllJobInfoReply()
+        job = reply.job_info_list.add(job_id=bytes.fromhex(request.job_or_submission_id))
+        job.config.metadata["job_submission_id"] = f"{self.run_id}--a01"
+        return reply
+
+    def _note(self, what: str, context: grpc.ServicerContext) -> None:
+        self.asked.append(what)
+        self.answers.wait()
+        if self.refuses is not None:
+            context.abort(self.refuses, "no")
+
+
+class FakeDashboard:
+    """It knows where the control store is."""
+
+    def __init__(self, gcs_address: str) -> None:
+        self.now = gcs_address
+        self.asked = 0
+
+    async def gcs_address(self) -> str:
+        self.asked += 1
+        return self.now
+
+    async def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def make_store() -> Iterator[Callable[[], Store]]:
+    made: list[Store] = []
+
+    def make() -> Store:
+        made.append(Store())
+        return made[-1]
+
+    yield make
+    for store in made:
+        store.stop()
+
+
+@pytest.fixture
+def store(make_store: Callable[[], Store]) -> Store:
+    return make_store()
+
+
+@pytest.fixture
+def dashboard(store: Store) -> FakeDashboard:
+    return FakeDashboard(store.address)
+
+
+@pytest_asyncio.fixture
+async def look(dashboard: FakeDashboard) -> AsyncIterator[ClusterLook]:
+    look = ClusterLook("http://ray:8265", dashboard=lambda _: dashboard)  # type: ignore[arg-type, return-value]
+    yield look
+    await look.close()
+
+
+def expect_two_taken(use: ClusterUse, run_id: str = RUN) -> None:
+    assert use.taken == {run_id: {"n1": 2}}
+    assert [(one.gpus, one.others_gpus, one.is_head) for one in use.nodes] == [(8, 0, True)]
+
+
+@pytest.mark.asyncio
+async def test_a_look_asks_for_what_does_not_change_only_once(
+    look: ClusterLook, store: Store, dashboard: FakeDashboard
+) -> None:
+    first = await look.look(within_s=LONG_S)
+    store.asked.clear()
+    again = await look.look(within_s=LONG_S)
+
+    expect_two_taken(first)
+    expect_two_taken(again)
+    assert sorted(store.asked) == ["actors", "actors", "actors", "usage"]
+    assert dashboard.asked == 1
+
+
+@pytest.mark.asyncio
+async def test_a_silent_control_store_ends_the_look_in_time_and_the_next_one_succeeds(
+    look: ClusterLook, store: Store
+) -> None:
+    await look.look(within_s=LONG_S)
+    store.answers.clear()
+
+    with pytest.raises(NoAnswer, match=r"the control store of \S+ within 0\.5 s"):
+        await look.look(within_s=SHORT_S)
+    store.answers.set()
+
+    expect_two_taken(await look.look(within_s=LONG_S))
+
+
+@pytest.mark.asyncio
+async def test_a_control_store_that_has_moved_is_found_in_the_same_look(
+    look: ClusterLook,
+    store: Store,
+    dashboard: FakeDashboard,
+    make_store: Callable[[], Store],
+) -> None:
+    await look.look(within_s=LONG_S)
+    dashboard.now = make_store().address
+    store.stop()
+
+    expect_two_taken(await look.look(within_s=LONG_S))
+
+    assert dashboard.asked == 2
+
+
+@pytest.mark.asyncio
+async def test_jobs_of_another_cluster_at_the_same_address_are_asked_for_anew(
+    look: ClusterLook, store: Store
+) -> None:
+    await look.look(within_s=LONG_S)
+    store.head, store.run_id = TWO, f"other-{RUN}"
+
+    use = await look.look(within_s=LONG_S)
+
+    expect_two_taken(use, f"other-{RUN}")
+
+
+@pytest.mark.asyncio
+async def test_a_control_store_that_is_gone_is_no_answer(look: ClusterLook, store: Store) -> None:
+    store.stop()
+
+    with pytest.raises(NoAnswer, match=f"control store at {store.address}: UNAVAILABLE"):
+        await look.look(within_s=LONG_S)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        (grpc.StatusCode.UNAUTHENTICATED, Denied),
+        # another release of Ray
+        (grpc.StatusCode.UNIMPLEMENTED, Denied),
+        (grpc.StatusCode.INTERNAL, NoAnswer),
+    ],
+)
+async def test_a_refusal_is_told_from_a_failure(
+    look: ClusterLook, store: Store, code: grpc.StatusCode, error: type[Exception]
+) -> None:
+    store.refuses = code
+
+    with pytest.raises(error, match=code.name):
+        await look.look(within_s=LONG_S)
