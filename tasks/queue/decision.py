@@ -196,12 +196,7 @@ class Decision:
         cluster = self._clusters[entry.ask.cluster]
         limit = None
         if reason.tag:
-            used = sum(
-                sum(gpus.values())
-                for holder in self._holding
-                if reason.tag in holder.ask.tags and (gpus := self.held.get(holder.id))
-            )
-            limit = (used, self._settings.limits.get(reason.tag, 0))
+            limit = (self.used(reason.tag), self._settings.limits.get(reason.tag, 0))
         drained = {
             node.name: max(0, int(node.gpus - node.others_gpus) - self._held_on(node.name))
             for node in cluster.nodes
@@ -223,6 +218,12 @@ class Decision:
         )
         if reason.starts_at is not None:
             self.starts_at[entry.id] = reason.starts_at
+
+    def used(self, tag: str) -> int:
+        """GPUs of the runs with a tag, those that start now included."""
+        held = (self.held.get(one.id, {}) for one in self._holding if tag in one.ask.tags)
+        starting = (gpus for entry, gpus in self.admitted if tag in entry.ask.tags)
+        return sum(sum(gpus.values()) for gpus in (*held, *starting))
 
     def _held_on(self, node: str) -> int:
         return sum(gpus.get(node, 0) for gpus in self.held.values())

@@ -75,6 +75,8 @@ class Look:
     messages: Mapping[UUID, Message] = field(default_factory=dict)
     #: UTC epoch seconds, by flow run id, where somebody can say.
     starts_at: Mapping[UUID, float] = field(default_factory=dict)
+    #: GPUs of the runs with a tag, for each tag that has a limit.
+    used: Mapping[str, int] = field(default_factory=dict)
     troubles: tuple[str, ...] = ()
 
 
@@ -149,6 +151,7 @@ class Looker:
             resumed=tuple(entry for entry in ledger.holding if entry.goes_on and _is_due(entry)),
             messages=decision.messages,
             starts_at=decision.starts_at,
+            used={tag: decision.used(tag) for tag in self._settings.limits},
             troubles=tuple(troubles),
         )
 

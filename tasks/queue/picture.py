@@ -11,8 +11,7 @@ from tasks.queue.view import NodeUse, QueuedRun, QueueView
 def view_of(look: Look, pool: str) -> QueueView:
     """The line and the nodes of a work pool."""
     doomed = {one.entry.id for one in look.doomed}
-    starting = {entry.id for entry, _gpus in look.admitted}
-    line = [entry for entry in look.line if entry.id not in doomed | starting]
+    line = [entry for entry in look.line if entry.id not in doomed]
     work_pool = look.pool.work_pool if look.pool else None
     return QueueView(
         at=look.at,
@@ -26,14 +25,22 @@ def view_of(look: Look, pool: str) -> QueueView:
             node for key in sorted(look.clusters) for node in _nodes(look, look.clusters[key], key)
         ),
         tags={
-            tag: (_used(look, tag), limit) for tag, limit in sorted(look.settings.limits.items())
+            tag: (look.used.get(tag, 0), limit)
+            for tag, limit in sorted(look.settings.limits.items())
         },
+        paused_queues=tuple(
+            sorted(queue.name for queue in look.pool.queues.values() if queue.is_paused)
+            if look.pool
+            else ()
+        ),
         troubles=look.troubles,
     )
 
 
 def _queued(look: Look, entry: Entry, number: int) -> QueuedRun:
     message = look.messages.get(entry.id)
+    given = {one.id: gpus for one, gpus in look.admitted}.get(entry.id)
+    starts = f"starts now{', on ' + ', '.join(given) if given else ''}"
     expected = entry.flow_run.expected_start_time or entry.since
     return QueuedRun(
         number=number,
@@ -43,8 +50,8 @@ def _queued(look: Look, entry: Entry, number: int) -> QueuedRun:
         cluster=entry.ask.cluster,
         queue=entry.queue,
         waiting_since=expected.timestamp(),
-        reason=message.reason if message else "",
-        starts_at=look.starts_at.get(entry.id),
+        reason=message.reason if message else starts if given is not None else "",
+        starts_at=look.at if given is not None else look.starts_at.get(entry.id),
         tags=tuple(sorted(entry.ask.tags)),
     )
 
@@ -75,11 +82,3 @@ def _nodes(look: Look, cluster: Cluster, key: str) -> list[NodeUse]:
             )
         )
     return shown
-
-
-def _used(look: Look, tag: str) -> int:
-    return sum(
-        sum(look.held.get(entry.id, {}).values())
-        for entry in look.ledger.holding
-        if tag in entry.ask.tags
-    )

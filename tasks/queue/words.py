@@ -7,7 +7,7 @@ rewrite is one more state in the history of its flow run.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
 from tasks.gang.demand import Demand
@@ -72,9 +72,24 @@ def message_of(
         limit: GPUs that its tag has, and may have, where that is the reason.
         not_before: When a run that was sent back is tried again.
     """
+    if reason.why is Why.GPUS:
+        return _message(demand, _first(demand, reason, names, room, now))
+    message = _behind(demand, reason, names, now, number, limit, not_before)
+    # It changes often, and is not worth a rewrite.
+    return replace(message, text=f"{message.text}{FREE_NOW}{free_on(room.free)}")
+
+
+def _behind(
+    demand: Demand | None,
+    reason: Reason,
+    names: Mapping[str, str],
+    now: float,
+    number: int,
+    limit: tuple[int, int] | None,
+    not_before: float | None,
+) -> Message:
+    """Why a run waits that is not the first of the line, or not for GPUs."""
     match reason.why:
-        case Why.GPUS:
-            return _message(demand, _first(demand, reason, names, room, now))
         case Why.LIMIT:
             has = f"{limit[0]} of its limit of {limit[1]}" if limit else "reached its limit"
             text = f"waits for GPUs of the tag {reason.tag}, which has {has}"
@@ -87,7 +102,7 @@ def message_of(
         case Why.BEHIND:
             first = _names(reason.waits_for[:1], names)
             return _message(demand, f"waits behind {first}, which is first in line")
-        case Why.WOULD_DELAY:
+        case _:
             first = _names(reason.waits_for[:1], names)
             return _message(demand, f"would fit, but delay {first}, which is first in line")
 

@@ -9,13 +9,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import Any
 from uuid import UUID
 
 import httpx
+from prefect.client.schemas.objects import FlowRun
 from prefect.client.schemas.responses import WorkerFlowRunResponse
 from prefect.exceptions import PrefectException
-from prefect.workers.process import ProcessVariables, ProcessWorker
+from prefect.states import Cancelled
+from prefect.workers.process import (
+    ProcessJobConfiguration,
+    ProcessVariables,
+    ProcessWorker,
+    ProcessWorkerResult,
+)
 from pydantic import Field
 
 from tasks.gang.settings import PoolSettings
@@ -26,9 +33,6 @@ from tasks.queue.ledger import TYPE, Entry
 from tasks.queue.look import Look
 from tasks.queue.picture import view_of
 from tasks.queue.waker import Waker
-
-if TYPE_CHECKING:
-    from prefect.client.schemas.objects import FlowRun
 
 #: Something waits for what no event tells: others on the cluster, a delay, a lost worker.
 _AGAIN_S = 2.0
@@ -62,6 +66,26 @@ class GangWorker(ProcessWorker):
 
     _gate: Gate | None = None
     _waker: Waker | None = None
+
+    async def run(
+        self,
+        flow_run: FlowRun,
+        configuration: ProcessJobConfiguration,
+        task_status: Any = None,
+    ) -> ProcessWorkerResult:
+        """Run a flow run's process to its end, and leave no flow run that only seems to hold."""
+        result = await super().run(flow_run, configuration, task_status)
+        await self._settle(flow_run.id)
+        return result
+
+    async def _settle(self, flow_run_id: UUID) -> None:
+        """Cancelled before its process had begun, a flow run would be Cancelling for ever: the
+        process leaves it so, and Prefect's worker can't end what has no pid yet."""
+        with contextlib.suppress(httpx.HTTPError, PrefectException):
+            state = (await self.client.read_flow_run(flow_run_id)).state
+            if state is not None and state.is_cancelling():
+                message = "cancelled; its process has ended"
+                await self.client.set_flow_run_state(flow_run_id, Cancelled(message=message))
 
     async def _get_scheduled_flow_runs(self) -> list[WorkerFlowRunResponse]:
         """What is to be started now: the one place where this differs from a process worker."""
