@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 import time
 from collections.abc import Callable
@@ -17,8 +16,6 @@ from tasks.rayjobs.cluster_use import ClusterUse
 from tasks.rayjobs.dashboard import Denied, NoAnswer
 from tasks.supervise.identity import host_name
 from tasks.supervise.nvidia import gpus_seen
-
-_log = logging.getLogger(__name__)
 
 #: How long one look at a cluster may take.
 LOOK_WITHIN_S = 5.0
@@ -107,7 +104,6 @@ class Capacity:
                 self._silent[address] = str(error), asyncio.create_task(_answered(look))
             raise NoCapacity(str(error)) from error
         except Exception as error:  # An address is a user's: whatever stands there may answer.
-            _log.exception("the cluster at %s can't be looked at", address)
             raise NoCapacity(f"{address} is no Ray cluster that Muster knows: {error!r}") from error
 
 

@@ -1,0 +1,236 @@
+"""What the queue places gangs on, cluster by cluster, and what it is told where nobody can say."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from tasks.gang.nodes import Cluster, Node
+from tasks.gang.settings import PoolSettings, TableNode
+from tasks.queue.capacity import Capacity, NoCapacity, local_cluster
+from tasks.rayjobs.cluster_use import ClusterUse, NodeInUse
+from tasks.rayjobs.dashboard import Denied, NoAnswer
+from tasks.supervise.identity import host_name
+
+pytestmark = pytest.mark.asyncio
+
+RAY = "http://ray:8265"
+ONE, TWO = "10.0.0.5/0a1b2c3d", "10.0.0.5/4e5f6071"
+WITHIN_S = 30.0
+
+
+def in_use(name: str, *, is_draining: bool = False) -> NodeInUse:
+    return NodeInUse(
+        name=name,
+        is_head=False,
+        gpus=8.0,
+        cpus=32.0,
+        others_gpus=1.5,
+        others_cpus=4.0,
+        resources={"worker_node": 100.0},
+        is_draining=is_draining,
+    )
+
+
+USE = ClusterUse(
+    nodes=(in_use(ONE), in_use(TWO), in_use("far", is_draining=True)),
+    taken={"run": {ONE: 4.0}},
+    accelerator="NPU",
+)
+
+
+class FakeLook:
+    """It answers with what it is told to."""
+
+    def __init__(self) -> None:
+        self.answer: ClusterUse | Exception = USE
+        #: Cleared: it answers nobody, until it is set or the time is over.
+        self.answers = asyncio.Event()
+        self.answers.set()
+        self.looks = 0
+
+    async def look(self, *, within_s: float) -> ClusterUse:
+        self.looks += 1
+        try:
+            async with asyncio.timeout(within_s):
+                await self.answers.wait()
+        except TimeoutError:
+            raise NoAnswer("no answer in time") from None
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+    async def close(self) -> None:
+        pass
+
+
+@pytest_asyncio.fixture
+async def look() -> FakeLook:
+    return FakeLook()
+
+
+@pytest_asyncio.fixture
+async def capacity(look: FakeLook) -> AsyncIterator[Capacity]:
+    capacity = Capacity(within_s=0.05, look=lambda _: look)  # type: ignore[arg-type, return-value]
+    yield capacity
+    await capacity.close()
+
+
+async def test_a_cluster_is_told_with_what_is_used_of_it(capacity: Capacity) -> None:
+    cluster = await capacity.of(RAY, PoolSettings())
+
+    assert cluster.nodes[0] == Node(
+        name=ONE,
+        gpus=8,
+        cpus=32.0,
+        others_gpus=1.5,
+        others_cpus=4.0,
+        resources={"worker_node": 100.0},
+    )
+    assert (cluster.key, cluster.accelerator, cluster.is_live) == (RAY, "NPU", True)
+    assert cluster.taken == {"run": {ONE: 4.0}}
+
+
+@pytest.mark.parametrize(
+    ("drained", "found"),
+    [
+        # Ray has been told to empty it
+        ((), {"far"}),
+        ((ONE,), {ONE, "far"}),
+        # all nodes of a host
+        (("10.0.0.5",), {ONE, TWO, "far"}),
+        # of an earlier life of the node
+        (("10.0.0.5/ffffffff", "gone"), {"far"}),
+    ],
+)
+async def test_nodes_are_drained_by_their_names_and_by_their_hosts(
+    capacity: Capacity, drained: tuple[str, ...], found: set[str]
+) -> None:
+    cluster = await capacity.of(RAY, PoolSettings(drained=drained))
+
+    assert {node.name for node in cluster.nodes if node.is_drained} == found
+
+
+async def test_runs_without_a_cluster_are_placed_on_the_pools_table(capacity: Capacity) -> None:
+    table = (TableNode(name="n1", gpus=8), TableNode(name="n2", gpus=4, cpus=16))
+
+    cluster = await capacity.of("", PoolSettings(nodes=table, drained=("n2",)))
+
+    assert cluster == Cluster(
+        key="",
+        nodes=(
+            Node(name="n1", gpus=8),
+            Node(name="n2", gpus=4, cpus=16.0, is_drained=True),
+        ),
+    )
+
+
+async def test_a_pool_without_a_table_says_what_is_missing(capacity: Capacity) -> None:
+    with pytest.raises(NoCapacity, match="the work pool lists none"):
+        await capacity.of("", PoolSettings())
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (NoAnswer("no answer from http://ray:8265: refused"), "ray:8265: refused"),
+        (Denied("401; Ray's token is read from ..."), "token"),
+        # something else than a Ray cluster answers
+        (KeyError("summary"), "http://ray:8265 is no Ray cluster that Muster knows"),
+    ],
+)
+async def test_a_cluster_that_can_not_be_looked_at_is_told_with_the_reason(
+    capacity: Capacity, look: FakeLook, error: Exception, words: str
+) -> None:
+    look.answer = error
+
+    with pytest.raises(NoCapacity, match=words):
+        await capacity.of(RAY, PoolSettings())
+    look.answer = USE
+
+    assert (await capacity.of(RAY, PoolSettings())).is_live
+
+
+async def test_a_silent_cluster_holds_up_a_caller_once_and_is_there_when_it_answers(
+    capacity: Capacity, look: FakeLook
+) -> None:
+    look.answers.clear()
+
+    for _ in range(3):
+        with pytest.raises(NoCapacity, match="no answer in time"):
+            await capacity.of(RAY, PoolSettings())
+        await asyncio.sleep(0)
+    looks_while_silent = look.looks
+    look.answers.set()
+    cluster = await _answer(capacity)
+
+    # One of the caller's, and one that waits in the background.
+    assert looks_while_silent == 2
+    assert cluster.is_live
+
+
+async def _answer(capacity: Capacity) -> Cluster:
+    async with asyncio.timeout(WITHIN_S):
+        while True:
+            try:
+                return await capacity.of(RAY, PoolSettings())
+            except NoCapacity:
+                await asyncio.sleep(0)
+
+
+NVIDIA_SMI = """#!/bin/sh
+case "$1" in
+--query-gpu*) printf 'GPU-a, 10\\nGPU-b, 20\\n' ;;
+esac
+"""
+BROKEN = "#!/bin/sh\necho 'Failed to initialize NVML: Driver/library version mismatch'; exit 18\n"
+
+
+@pytest.fixture
+def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The only folder of PATH where a driver's program is looked for."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    return tmp_path
+
+
+def install(programs: Path, text: str) -> None:
+    program = programs / "nvidia-smi"
+    program.write_text(text)
+    program.chmod(0o755)
+
+
+async def test_this_machine_is_a_node_with_the_gpus_of_its_driver(programs: Path) -> None:
+    install(programs, NVIDIA_SMI)
+    capacity = Capacity(here=True)
+
+    cluster = await capacity.of("", PoolSettings(drained=("other",)))
+
+    assert cluster == Cluster(key="", nodes=(Node(name=host_name(), gpus=2),))
+
+
+async def test_a_table_goes_before_this_machine(programs: Path) -> None:
+    install(programs, NVIDIA_SMI)
+    capacity = Capacity(here=True)
+
+    cluster = await capacity.of("", PoolSettings(nodes=(TableNode(name="n1", gpus=8),)))
+
+    assert [node.name for node in cluster.nodes] == ["n1"]
+
+
+@pytest.mark.skipif(os.path.exists("/proc/driver/nvidia/version"), reason="it has a driver")
+async def test_a_machine_without_a_driver_has_no_gpus(programs: Path) -> None:
+    cluster = await local_cluster()
+
+    assert [node.gpus for node in cluster.nodes] == [0]
+
+
+async def test_a_driver_that_does_not_answer_is_no_machine_without_gpus(programs: Path) -> None:
+    install(programs, BROKEN)
+
+    with pytest.raises(NoCapacity, match=r"version mismatch.*list the machine"):
+        await local_cluster()
