@@ -6,7 +6,6 @@ what holds, then, before anything is decided, once more what waits.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -175,13 +174,11 @@ class LedgerReader:
         pools = await self._client.read_work_pools(
             work_pool_filter=WorkPoolFilter(type=WorkPoolFilterType(any_=[TYPE]))
         )
-        queues = await asyncio.gather(
-            *(self._client.read_work_queues(work_pool_name=pool.name) for pool in pools)
-        )
-        return {
-            pool.name: Pool(work_pool=pool, queues={queue.id: queue for queue in of_pool})
-            for pool, of_pool in zip(pools, queues, strict=True)
-        }
+        found = {}
+        for pool in pools:
+            queues = await self._client.read_work_queues(work_pool_name=pool.name)
+            found[pool.name] = Pool(work_pool=pool, queues={queue.id: queue for queue in queues})
+        return found
 
     async def _scheduled(self, pools: Iterable[Pool]) -> tuple[list[FlowRun], bool]:
         found: list[FlowRun] = []
@@ -192,8 +189,7 @@ class LedgerReader:
                 # Those of a queue that comes first may stand behind many of another one.
                 is_cut = True
                 names = [queue.name for queue in pool.queues.values()]
-                each = await asyncio.gather(*(self._due(pool.name, name) for name in names))
-                due = [run for of_queue in each for run in of_queue]
+                due = [run for name in names for run in await self._due(pool.name, name)]
             found += due
         return found, is_cut
 
@@ -222,14 +218,13 @@ class LedgerReader:
         going_on = FlowRunFilter(
             state=FlowRunFilterState(name=FlowRunFilterStateName(any_=[JOBS_GO_ON]))
         )
-        each = await asyncio.gather(
-            self._pages(flow_run_filter=holding, flow_filter=ours),
-            self._pages(flow_run_filter=holding, work_pool_filter=in_pools),
-            # One of these may be due only later, and holds all the same.
-            self._pages(flow_run_filter=going_on, flow_filter=ours),
-        )
-        runs = [run for page in each[:2] for run in page]
-        return runs + [run for run in each[2] if goes_on(run)]
+        # One after the other, as all of it: a server on SQLite has few connections, and a line of
+        # requests before them can hold up everybody.
+        of_flow = await self._pages(flow_run_filter=holding, flow_filter=ours)
+        of_pools = await self._pages(flow_run_filter=holding, work_pool_filter=in_pools)
+        # One of these may be due only later, and holds all the same.
+        left = await self._pages(flow_run_filter=going_on, flow_filter=ours)
+        return [*of_flow, *of_pools, *(run for run in left if goes_on(run))]
 
     async def _pages(self, **filters: Any) -> list[FlowRun]:
         found: list[FlowRun] = []

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections import deque
 from typing import Any
 from uuid import UUID
@@ -39,6 +40,8 @@ _AGAIN_S = 2.0
 #: A run that was handed over has left its Scheduled state by then, or never will.
 _HANDED_OVER_WITHIN_S = 5.0
 _ASKED_EVERY_S = 0.02
+#: Each time is a write for the server, which counts a queue as served for 60 s after.
+_SERVED_EVERY_S = 10.0
 
 
 class GangVariables(ProcessVariables):
@@ -66,6 +69,7 @@ class GangWorker(ProcessWorker):
 
     _gate: Gate | None = None
     _waker: Waker | None = None
+    _served_at = -math.inf
 
     async def run(
         self,
@@ -89,8 +93,7 @@ class GangWorker(ProcessWorker):
 
     async def _get_scheduled_flow_runs(self) -> list[WorkerFlowRunResponse]:
         """What is to be started now: the one place where this differs from a process worker."""
-        # Asked for what it does on the server: the queues of the pool count as served.
-        await super()._get_scheduled_flow_runs()
+        await self._count_as_served()
         if self._gate is None:
             await self._open()
         assert self._gate is not None
@@ -100,6 +103,13 @@ class GangWorker(ProcessWorker):
             except (httpx.HTTPError, PrefectException, LeaseLost) as error:
                 self._logger.warning("The queue can't be looked at: %r", error)
                 return []
+
+    async def _count_as_served(self) -> None:
+        """The server takes queues as served that somebody asks for their runs."""
+        now = asyncio.get_running_loop().time()
+        if now - self._served_at >= _SERVED_EVERY_S:
+            self._served_at = now
+            await super()._get_scheduled_flow_runs()
 
     async def _open(self) -> None:
         self._deciding = asyncio.Lock()

@@ -10,6 +10,7 @@ import pytest
 from tasks.gang.demand import Demand
 from tasks.gang.policy import Reason, Why
 from tasks.queue.words import (
+    FREE_NOW,
     TOLD_THE_FIRST,
     Message,
     Room,
@@ -155,7 +156,8 @@ def test_what_is_free_is_told_largest_first(free: dict[str, int], said: str) -> 
     ],
 )
 def test_each_reason_is_one_line_after_what_the_run_asks(message: Message, said: str) -> None:
-    assert message.text == f"asks for 1 node with 4 GPUs; {said}"
+    text, _, _free = message.text.partition(FREE_NOW)
+    assert text == f"asks for 1 node with 4 GPUs; {said}"
     assert message.reason == said
 
 
