@@ -8,7 +8,14 @@ import importlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from tasks.rayjobs.cluster_use import ActorReport, ClusterUse, NodeReport, jobs_of, use_of
+from tasks.rayjobs.cluster_use import (
+    ACCELERATORS,
+    ActorReport,
+    ClusterUse,
+    NodeReport,
+    jobs_of,
+    use_of,
+)
 from tasks.rayjobs.control_store import messages, open_channel, service
 from tasks.rayjobs.dashboard import Dashboard, Denied, NoAnswer
 
@@ -150,7 +157,9 @@ class _ControlStore:
             )
             for answer in of_states
             for actor in answer.result().actor_table_data
-            if actor.address.node_id and actor.required_resources
+            # In a placement group it has none of these. Most are, and this is a large part of it.
+            if any(name in actor.required_resources for name in ACCELERATORS)
+            and actor.address.node_id
         ]
         self._learn_jobs(jobs_of(nodes, actors), within_s)
         return use_of(nodes, actors, self._submissions)
@@ -168,8 +177,12 @@ class _ControlStore:
                 node_id=usage.node_id.hex(),
                 name=info.node_name,
                 own=dict(info.resources_total),
-                total=dict(usage.resources_total),
-                available=dict(usage.resources_available),
+                available={
+                    key: usage.resources_available.get(key, 0.0) for key in info.resources_total
+                },
+                grouped={
+                    key: amount for key, amount in usage.resources_total.items() if "_group_" in key
+                },
                 is_draining=usage.is_draining,
             )
             for usage in usages

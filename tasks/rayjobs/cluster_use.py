@@ -15,14 +15,14 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 #: What Ray calls accelerators that are counted whole, the first that any node has.
 #: Source: ray/_private/accelerators/*.py, get_resource_name.
 ACCELERATORS = ("GPU", "NPU", "HPU", "TPU")
 
 #: Of a bundle: resource, index, group. Without the index: that of all bundles of a group.
-_OF_BUNDLE = re.compile(r"(.+)_group_(\d+)_([0-9a-f]{36})")
-_OF_GROUP = re.compile(r".+_group_(\d+_)?[0-9a-f]{36}")
+_OF_BUNDLE = re.compile(rf"({'|'.join(ACCELERATORS)}|CPU)_group_(\d+)_([0-9a-f]{{36}})")
 #: `<run id>--aNN` and maybe `-<component>`, of `tasks.run.layout.make_run_id` and
 #: `tasks.jobs.submission_id`.
 _SUBMISSION = re.compile(r"(.+-\d{8}-\d{6}-[0-9a-f]{4})--a\d{2,}(-.+)?")
@@ -45,10 +45,10 @@ class NodeReport:
     name: str
     #: Since it came.
     own: Mapping[str, float]
-    #: Now, with those that placement groups have made.
-    total: Mapping[str, float]
-    #: Of `total`, now.
+    #: Of `own`, now.
     available: Mapping[str, float]
+    #: What placement groups have made on it, all of each.
+    grouped: Mapping[str, float] = field(default_factory=dict)
     #: It is to go: nothing new is placed on it.
     is_draining: bool = False
 
@@ -119,7 +119,7 @@ def run_of(submission_id: str) -> str:
 
 def jobs_of(nodes: Iterable[NodeReport], actors: Iterable[ActorReport]) -> set[str]:
     """The ids, in hex, of the jobs that have actors or placement groups."""
-    groups = {match[3] for node in nodes for key in node.total if (match := _of_bundle(key))}
+    groups = {of[2] for node in nodes for key in node.grouped if (of := _of_bundle(key))}
     return {_job_of(group) for group in groups} | {actor.job_id for actor in actors}
 
 
@@ -189,9 +189,10 @@ def _actor_use(actor: ActorReport, accelerator: str, submissions: Mapping[str, s
 
 def _bundle_uses(node: NodeReport, accelerator: str, submissions: Mapping[str, str]) -> list[_Use]:
     bundles: dict[tuple[str, str], dict[str, float]] = defaultdict(dict)
-    for key, amount in node.total.items():
-        if match := _of_bundle(key):
-            bundles[match[3], match[2]][match[1]] = amount
+    for key, amount in node.grouped.items():
+        if of := _of_bundle(key):
+            resource, index, group = of
+            bundles[group, index][resource] = amount
     return [
         _Use(
             submission_id=submissions.get(_job_of(group), ""),
@@ -202,9 +203,12 @@ def _bundle_uses(node: NodeReport, accelerator: str, submissions: Mapping[str, s
     ]
 
 
-def _of_bundle(key: str) -> re.Match[str] | None:
-    # Asked for every resource of every node: most have no such part.
-    return _OF_BUNDLE.fullmatch(key) if "_group_" in key else None
+# A large cluster has thousands of these, the same in each reading.
+@lru_cache(maxsize=16_384)
+def _of_bundle(key: str) -> tuple[str, str, str] | None:
+    """Resource, index and group."""
+    match = _OF_BUNDLE.fullmatch(key)
+    return (match[1], match[2], match[3]) if match else None
 
 
 def _job_of(group_id: str) -> str:
@@ -227,10 +231,6 @@ def _node(
         cpus=node.own.get("CPU", 0.0),
         others_gpus=others(accelerator, our_gpus),
         others_cpus=others("CPU", our_cpus),
-        resources={
-            key: amount
-            for key, amount in node.own.items()
-            if key not in own and not _OF_GROUP.fullmatch(key)
-        },
+        resources={key: amount for key, amount in node.own.items() if key not in own},
         is_draining=node.is_draining,
     )

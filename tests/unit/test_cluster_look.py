@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -29,27 +30,20 @@ def node(node_id: str = ONE, name: str = "n1", used: dict[str, float] | None = N
     """One with 8 GPUs and 32 CPUs, so much of it in use."""
     own = {"GPU": 8.0, "CPU": 32.0, "worker_node": 100.0, "memory": 1e9, "node:10.0.0.5": 1.0}
     free = {key: amount - (used or {}).get(key, 0.0) for key, amount in own.items()}
-    return NodeReport(node_id=node_id, name=name, own=own, total=own, available=free)
+    return NodeReport(node_id=node_id, name=name, own=own, available=free)
 
 
 def with_group(node: NodeReport, job: str, *bundles: dict[str, float]) -> NodeReport:
     """The node once a job has made a placement group on it, by the names that Ray gives."""
     group = "0f" * 14 + job
-    made = {f"bundle_group_{group}": 1000.0 * len(bundles)}
+    made = {**node.grouped, f"bundle_group_{group}": 1000.0 * len(bundles)}
     available = dict(node.available)
     for index, bundle in enumerate(bundles):
         for key, amount in bundle.items():
             made[f"{key}_group_{index}_{group}"] = amount
             made[f"{key}_group_{group}"] = made.get(f"{key}_group_{group}", 0.0) + amount
             available[key] = available.get(key, 0.0) - amount
-    return NodeReport(
-        node_id=node.node_id,
-        name=node.name,
-        own=node.own,
-        total={**node.total, **made},
-        # A bundle is free as long as no actor is in it.
-        available={**available, **made},
-    )
+    return replace(node, available=available, grouped=made)
 
 
 def actor(job: str = JOB, name: str = "", node_id: str = ONE, **resources: float) -> ActorReport:
@@ -115,10 +109,7 @@ def test_an_actor_that_came_after_the_nodes_were_read_takes_nothing_from_others(
 
 
 def test_a_node_that_has_not_told_what_is_free_is_in_use() -> None:
-    fresh = node()
-    fresh = NodeReport(node_id=ONE, name="n1", own=fresh.own, total={}, available={})
-
-    use = use_of([fresh], [], {})
+    use = use_of([replace(node(), available={})], [], {})
 
     assert (use.nodes[0].gpus, use.nodes[0].others_gpus) == (8, 8)
 
@@ -147,7 +138,7 @@ def test_the_accelerator_is_the_first_that_any_node_has(
     has: tuple[dict[str, float], ...], accelerator: str
 ) -> None:
     nodes = [
-        NodeReport(node_id=f"{index:056x}", name=f"n{index}", own=own, total=own, available=own)
+        NodeReport(node_id=f"{index:056x}", name=f"n{index}", own=own, available=own)
         for index, own in enumerate(has)
     ]
 
