@@ -100,7 +100,7 @@ class Capacity:
         try:
             return await look.look(within_s=self._within_s)
         except (NoAnswer, Denied) as error:
-            if self._clock() - began >= self._within_s:
+            if self._clock() - began >= self._within_s and address not in self._silent:
                 self._silent[address] = str(error), asyncio.create_task(_answered(look))
             raise NoCapacity(str(error)) from error
         except Exception as error:  # An address is a user's: whatever stands there may answer.
