@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
+from subprocess import Popen
 
 import pytest
 
+from tasks.queue.grants import Giver, Grant
+from tasks.supervise.identity import ProcessId, host_name
 from tests.support.gang_pool import GangPool, left_of
 from tests.support.gang_referee import judge
 from tests.support.ground import Ground, Run, Server, until
+from tests.support.prefect_api import ask
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 ALL = {"n1": 8, "n2": 8}
+#: No answer of the gate takes longer, unless it never comes.
+WITHIN_S = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -62,14 +69,14 @@ def says(run: Run, *texts: str) -> str:
         return message if is_it else ""
 
     try:
-        return until(found, f"{run.flow_run_id} waits")
+        return until(found, f"{run.flow_run_id} waits", WITHIN_S)
     except AssertionError as error:
         raise AssertionError(f"{error}; it says {run.flow_run()['state']}") from None
 
 
 def given(run: Run) -> str:
     """The nodes of a run, once it has been admitted."""
-    until(lambda: run.state()[0] in ("PENDING", "RUNNING"), f"{run.flow_run_id} is admitted")
+    until(lambda: run.state()[0] in ("PENDING", "RUNNING"), f"{run.name} is admitted", WITHIN_S)
     return str(run.flow_run()["labels"]["muster.gang.nodes"])
 
 
@@ -192,6 +199,40 @@ def test_limit_of_a_tag_holds_back_only_its_own(pool: GangPool) -> None:
 
     assert given(other) == "n2:8"
     says(run, "waits for GPUs of the tag team, which has 8 of its limit of 10")
+
+
+def test_run_whose_worker_was_killed_before_it_could_start_it_keeps_its_place(
+    pool: GangPool,
+) -> None:
+    pool.hold({"n2": 8})
+    pool.patch(is_paused=True)
+    run, younger = pool.submit(pool.spec(gpus=8, lasts_s=60)), pool.submit(pool.spec(gpus=8))
+    says(run, "paused")
+    says(younger, "paused")
+    give(run, {"n1": 8}, by=killed_process())
+    pool.set_state(run, "PENDING")
+
+    pool.patch(is_paused=False)
+
+    until(lambda: states(run).count("PENDING") > 1, "it is admitted again")
+    assert "PENDING" not in states(younger)
+    assert given(run) == "n1:8"
+    says(younger, "waits for holder-n2 to end")
+
+
+def killed_process() -> ProcessId:
+    with Popen(["sleep", "60"]) as process:
+        found = ProcessId.of(process.pid)
+        process.kill()
+    return found
+
+
+def give(run: Run, nodes: dict[str, int], *, by: ProcessId) -> None:
+    """A grant, as that process would have noted it."""
+    giver = Giver(host=host_name(), process=by)
+    state = run.flow_run()["state"]["id"]
+    grant = Grant(nodes=nodes, state_id=state, at=time.time(), by=giver)
+    ask("PATCH", f"{run.ground.api}/flow_runs/{run.flow_run_id}/labels", grant.labels())
 
 
 def test_run_that_is_started_directly_waits_in_line_and_can_be_interrupted(
