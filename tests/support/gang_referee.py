@@ -13,6 +13,8 @@ from itertools import pairwise
 
 WAITING = "PendingResources"
 FINAL = frozenset({"COMPLETED", "FAILED", "CRASHED", "CANCELLED"})
+#: A run that is cancelled has its grace periods, and then gives its GPUs back.
+_CANCELLED_WITHIN_S = 45.0
 #: How many faults of one sort are told.
 _TOLD = 5
 
@@ -179,6 +181,10 @@ def _endings(run: History) -> Iterator[str]:
         yield f"{run.name} never ended: it is {shown}"
     elif last.type not in run.may_end:
         yield f"{run.name} ended as {last.type}"
+    for state in run.states:
+        if state.type == "CANCELLING" and last and last.at - state.at > _CANCELLED_WITHIN_S:
+            yield f"{run.name} was Cancelling for {last.at - state.at:.0f} s"
+            break
     if run.placed is not None and run.placed and not _is_gang(run.placed, run):
         yield f"{run.name} asks for {run.nodes} x {run.gpus} GPUs and was given {dict(run.placed)}"
 

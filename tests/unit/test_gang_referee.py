@@ -249,6 +249,14 @@ def test_run_that_never_ends_is_found() -> None:
     assert "r1 ended as CRASHED" in faults(run(1, pending=1, ends=5, end="CRASHED"))
 
 
+def test_run_whose_cancel_is_not_carried_out_is_found() -> None:
+    one = run(1, pending=1, ends=305, end="CANCELLED")
+    states = [*one.states[:3], State(at=2, type="CANCELLING", name="Cancelling"), one.states[-1]]
+    stuck = replace(one, states=states, parts=[], may_end=frozenset({"CANCELLED"}))
+
+    assert faults(stuck) == "r1 was Cancelling for 303 s"
+
+
 def test_gang_of_another_shape_is_found() -> None:
     one = run(1, pending=1, ends=5, gpus=8, on=["n1"])
 

@@ -120,14 +120,17 @@ def test_every_private_name_that_the_gang_worker_takes_from_prefect_is_held_here
     assert private_names(source) - {PLACE, "_logger"} <= KINDS.keys()
 
 
-def test_gang_worker_overrides_that_one_place() -> None:
+def test_gang_worker_overrides_what_is_held_here_and_nothing_else() -> None:
+    """`run` is public, and every worker type has its own."""
     overridden = {
         name
         for name, value in vars(GangWorker).items()
-        if callable(value) and hasattr(ProcessWorker, name) and not name.startswith("__")
+        if inspect.isfunction(value) and hasattr(ProcessWorker, name)
     }
 
-    assert overridden - {"job_configuration_variables"} == {PLACE}
+    assert overridden == {PLACE, "run"}
+    ours, theirs = (inspect.signature(one.run).parameters for one in (GangWorker, ProcessWorker))
+    assert list(ours) == list(theirs)
 
 
 def test_worker_type_is_found_by_name() -> None:
