@@ -80,8 +80,13 @@ def _admit(run: RunSession) -> State[None]:
         return Completed(message="no GPUs are asked for")
     if run.adopts and run.record.adoptable() is not None:
         return Completed(message="its jobs go on, on the GPUs that they have")
-    is_first = run.record.attempts == 0
-    outcome = admitted(run.flow_run_id, is_first=is_first, say=run.wait_in_line, wait=run.wait)
+    outcome = admitted(
+        run.flow_run_id,
+        is_first=run.record.attempts == 0,
+        is_anew=run.attempt is not None,
+        say=run.wait_in_line,
+        wait=run.wait,
+    )
     match outcome:
         case Admitted():
             return Completed(message=f"admitted on {', '.join(outcome.nodes)}")

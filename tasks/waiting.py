@@ -35,7 +35,7 @@ from tasks.flow_runs import (
     talking_to,
 )
 from tasks.parked import forget_parked, note_parked
-from tasks.queue.grants import PENDING_RESOURCES, left_with_its_jobs, no_grant
+from tasks.queue.grants import PENDING_RESOURCES, left_with_its_jobs, sent_back
 from tasks.reporting import flushed, say_state
 from tasks.run.attempts import Next, Sequel, decide
 from tasks.run.failure_kinds import FailureKind
@@ -87,7 +87,7 @@ def next_attempt(run: RunSession) -> bool:
             raise Pause(state=state)
     say_state(f"waiting: {message}")
     if run.spec.gang is not None:
-        _give_back(run, labels)
+        _note(run, labels)
         if sequel.next is Next.REQUEUE:
             # It waits in the line, where the delay is kept too.
             return not (run.interrupted_by or run.left_by)
@@ -157,9 +157,9 @@ def _has_gate(run: RunSession, flow_run: FlowRun) -> bool:
 
 
 def _labels(run: RunSession, sequel: Sequel, delay_s: float) -> dict[str, Any]:
-    """What is noted of a run that gives its gang back."""
+    """What is noted of a run that is to wait for its gang again."""
     if run.spec.gang is None or sequel.next is not Next.REQUEUE:
-        return no_grant()
+        return sent_back()
     now = time.time()
     # A cluster that tells what is free ends the delay, but for the seconds in which its own
     # figures settle; more of them where the run has come back again and again.
@@ -167,16 +167,15 @@ def _labels(run: RunSession, sequel: Sequel, delay_s: float) -> dict[str, Any]:
     return no_grant(not_before=now + delay_s, not_before_with_room=now + min(settled_s, delay_s))
 
 
-def _give_back(run: RunSession, labels: Mapping[str, Any]) -> None:
-    """Note that the run, which waits in this process, has no gang any more."""
+def _note(run: RunSession, labels: Mapping[str, Any]) -> None:
+    """Note when the run, which waits in this process, may have a gang again."""
     if not (api_url := PREFECT_API_URL.value()):
         return
     try:
         with talking_to(api_url) as client:
             client.update_flow_run_labels(run.flow_run_id, dict(labels))
     except ServerAway as error:
-        # It asks for a new gang anyway; until then the old one counts as held.
-        _log.warning("%s: %s", run.run_id, error)
+        _log.warning("%s is tried again without a delay: %s", run.run_id, error)
 
 
 def _away_at_least_s() -> float:

@@ -57,6 +57,7 @@ def admitted(
     flow_run_id: UUID,
     *,
     is_first: bool,
+    is_anew: bool,
     say: Callable[[str], None],
     wait: Callable[[float], bool],
 ) -> Admitted | Refused | None:
@@ -64,12 +65,13 @@ def admitted(
 
     Args:
         is_first: It is for the run's first attempt. Later, nodes that have gone are waited for.
+        is_anew: This process has had a gang for an earlier attempt.
         say: Told why it waits, whenever that changes.
         wait: Waits so many seconds; whether the run shall still wait.
 
     Returns: None where the run is not to wait any more.
     """
-    return asyncio.run(_Line(flow_run_id, is_first, say, wait).wait())
+    return asyncio.run(_Line(flow_run_id, is_first, is_anew, say, wait).wait())
 
 
 class _Line:
@@ -77,17 +79,27 @@ class _Line:
         self,
         flow_run_id: UUID,
         is_first: bool,
+        is_anew: bool,
         say: Callable[[str], None],
         wait: Callable[[float], bool],
     ) -> None:
         self._id = flow_run_id
         self._is_first = is_first
+        self._is_anew = is_anew
+        self._capacity: Capacity | None = None
         self._say = say
         self._wait = wait
         self._said = ""
         self._is_in_line = False
 
     async def wait(self) -> Admitted | Refused | None:
+        try:
+            return await self._wait_in_line()
+        finally:
+            if self._capacity is not None:
+                await self._capacity.close()
+
+    async def _wait_in_line(self) -> Admitted | Refused | None:
         began = time.monotonic()
         while True:
             try:
@@ -102,11 +114,14 @@ class _Line:
 
     async def _in_line(self, client: PrefectClient, began: float) -> Admitted | Refused | None:
         flow_run = await client.read_flow_run(self._id)
-        grant = await _grant_of_worker(client, flow_run) if not self._is_in_line else None
+        grant = None
+        if not self._is_anew and not self._is_in_line:
+            grant = await _grant_of_worker(client, flow_run)
         if grant is not None:
             return Admitted(nodes=dict(grant.nodes), waited_s=0.0)
         pool = await _pool_of(client, flow_run)
-        gate = Gate(client, pool=pool, capacity=Capacity(here=not flow_run.work_pool_name))
+        self._capacity = self._capacity or Capacity(here=not flow_run.work_pool_name)
+        gate = Gate(client, pool=pool, capacity=self._capacity)
         if not self._is_in_line:
             await self._set(client, PENDING_RESOURCES, "waits for its gang of GPUs")
             self._is_in_line = True

@@ -59,9 +59,15 @@ def ask_of(flow_run: FlowRun) -> Ask:
         ),
         hours=gang.hours,
         cluster=str(ray.get("address") or "").rstrip("/"),
-        entrypoint=ray.get("entrypoint_resources"),
+        entrypoint=_amounts(ray.get("entrypoint_resources")),
         tags=tags,
     )
+
+
+def _amounts(value: object) -> dict[str, float]:
+    """Those that are numbers: whatever else is there is told by the check of the whole spec."""
+    items = value.items() if isinstance(value, Mapping) else ()
+    return {str(name): amount for name, amount in items if isinstance(amount, int | float)}
 
 
 def fault_of(flow_run: FlowRun) -> str:

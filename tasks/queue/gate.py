@@ -46,12 +46,12 @@ class Gate:
         client: PrefectClient,
         *,
         pool: str,
-        capacity: Capacity | None = None,
+        capacity: Capacity,
         home: Path | None = None,
     ) -> None:
         self.giver = Giver.me()
         self._client = client
-        self._looker = Looker(client, pool=pool, capacity=capacity or Capacity(), giver=self.giver)
+        self._looker = Looker(client, pool=pool, capacity=capacity, giver=self.giver)
         self._lease = GateLease(client, home=home or muster_home())
         #: What each waiting run was told last: the state, and the key of its message.
         self._told: dict[UUID, tuple[UUID, str]] = {}
@@ -141,10 +141,12 @@ class Gate:
     async def _take_back(self, entry: Entry) -> None:
         """What a worker has not come further with waits again, in its place."""
         _log.warning("%s was given its gang, and did not start: it waits again", entry.ask.name)
-        await self._client.update_flow_run_labels(entry.id, no_grant())
         if not entry.is_scheduled:
             message = "its worker was lost before it could start it"
-            await self._set(entry.flow_run, self._waiting_state(entry.flow_run, message))
+            state = self._waiting_state(entry.flow_run, message)
+            if await self._set(entry.flow_run, state) is None:
+                return
+        await self._client.update_flow_run_labels(entry.id, no_grant())
 
     async def _fail(self, entry: Entry, message: str) -> None:
         if await self._set(entry.flow_run, Failed(message=message)):

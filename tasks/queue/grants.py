@@ -119,15 +119,18 @@ def _noted(flow_run: FlowRun) -> Grant | None:
     )
 
 
-def no_grant(*, not_before: float = 0.0, not_before_with_room: float = 0.0) -> dict[str, Any]:
-    """The labels of a flow run that is to wait for its gang again."""
-    return {
-        NODES: "",
-        _STATE: "",
-        _GOES_ON: "",
-        _NOT_BEFORE: not_before,
-        _NOT_BEFORE_WITH_ROOM: not_before_with_room,
-    }
+def no_grant() -> dict[str, Any]:
+    """The labels of a flow run whose grant is taken back."""
+    return {NODES: "", _STATE: "", _GOES_ON: ""}
+
+
+def sent_back(*, not_before: float = 0.0, not_before_with_room: float = 0.0) -> dict[str, Any]:
+    """The labels of a flow run that is about to wait for its gang again.
+
+    Its grant ends with the state that it has, so that it is at no moment neither among those that
+    hold nor among those that wait.
+    """
+    return {_NOT_BEFORE: not_before, _NOT_BEFORE_WITH_ROOM: not_before_with_room}
 
 
 def not_before(flow_run: FlowRun, *, room_is_told: bool) -> float:

@@ -28,6 +28,7 @@ from pydantic import Field
 
 from tasks.gang.settings import PoolSettings
 from tasks.queue.artifacts import QueueArtifacts
+from tasks.queue.capacity import Capacity
 from tasks.queue.gate import Gate
 from tasks.queue.lease import LeaseLost
 from tasks.queue.ledger import TYPE, Entry
@@ -118,7 +119,9 @@ class GangWorker(ProcessWorker):
         self._last: UUID | None = None
         self._telling: asyncio.Task[None] | None = None
         self._artifacts = QueueArtifacts(self.client)
-        self._gate = Gate(self.client, pool=self._work_pool_name)
+        capacity = Capacity()
+        self._exit_stack.push_async_callback(capacity.close)
+        self._gate = Gate(self.client, pool=self._work_pool_name, capacity=capacity)
         self._waker = Waker(self.get_and_submit_flow_runs)
         await self._exit_stack.enter_async_context(self._waker)
         self._exit_stack.push_async_callback(self._stop_telling)
