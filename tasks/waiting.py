@@ -164,7 +164,7 @@ def _labels(run: RunSession, sequel: Sequel, delay_s: float) -> dict[str, Any]:
     # A cluster that tells what is free ends the delay, but for the seconds in which its own
     # figures settle; more of them where the run has come back again and again.
     settled_s = max(_away_at_least_s(), delay_s / _SETTLED_PART)
-    return no_grant(not_before=now + delay_s, not_before_with_room=now + min(settled_s, delay_s))
+    return sent_back(not_before=now + delay_s, not_before_with_room=now + min(settled_s, delay_s))
 
 
 def _note(run: RunSession, labels: Mapping[str, Any]) -> None:

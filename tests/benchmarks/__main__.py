@@ -17,7 +17,17 @@ from pathlib import Path
 from tests.benchmarks.report import Machine, Result, say, table, write_json
 from tests.benchmarks.stage import settle_environment
 
-NAMES = ("crash", "readiness", "overhead", "watching", "starting", "nodes", "jobs", "queue")
+NAMES = (
+    "crash",
+    "readiness",
+    "overhead",
+    "watching",
+    "starting",
+    "nodes",
+    "jobs",
+    "queue",
+    "capacity",
+)
 #: They run real flows; one server is enough for all.
 _NEED_SERVER = frozenset({"crash", "readiness", "overhead", "nodes", "jobs"})
 
