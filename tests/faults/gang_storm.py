@@ -82,8 +82,9 @@ class Storm:
     runs: int
     #: How a run may end, by flow run id, where not as completed.
     may_end: dict[str, frozenset[str]] = field(default_factory=dict)
-    #: How long a run may come after a younger one: as long as it takes to find a worker lost.
-    late_s: float = 5.0
+    #: How long a run may come after a younger one beside which it fits: a server on SQLite keeps
+    #: a writer waiting for as long as 60 s at times.
+    late_s: float = 75.0
     #: What was done to it.
     done: list[str] = field(default_factory=list)
 

@@ -201,20 +201,32 @@ def test_limit_of_a_tag_holds_back_only_its_own(pool: GangPool) -> None:
     says(run, "waits for GPUs of the tag team, which has 8 of its limit of 10")
 
 
+@pytest.mark.parametrize(
+    "has_begun",
+    [
+        # A process was there to prepare the flow's, and went with the worker.
+        True,
+        pytest.param(False, marks=pytest.mark.thorough),
+    ],
+)
 def test_run_whose_worker_was_killed_before_it_could_start_it_keeps_its_place(
-    pool: GangPool,
+    pool: GangPool, has_begun: bool
 ) -> None:
+    gone = killed_process()
     pool.hold({"n2": 8})
     pool.patch(is_paused=True)
     run, younger = pool.submit(pool.spec(gpus=8, lasts_s=60)), pool.submit(pool.spec(gpus=8))
     says(run, "paused")
     says(younger, "paused")
-    give(run, {"n1": 8}, by=killed_process())
+    give(run, {"n1": 8}, by=gone)
     pool.set_state(run, "PENDING")
+    if has_begun:
+        path = f"{run.ground.api}/flow_runs/{run.flow_run_id}"
+        ask("PATCH", path, {"infrastructure_pid": str(gone.pid)})
 
     pool.patch(is_paused=False)
 
-    until(lambda: states(run).count("PENDING") > 1, "it is admitted again")
+    until(lambda: states(run).count("PENDING") > 1, "it is admitted again", WITHIN_S)
     assert "PENDING" not in states(younger)
     assert given(run) == "n1:8"
     says(younger, "waits for holder-n2 to end")

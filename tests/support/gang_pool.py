@@ -212,16 +212,25 @@ class GangPool:
         return str(self.ground.post(path, state={"type": type})["state"]["type"])
 
     def empty(self) -> None:
-        """No run of it is left, nor is any known."""
+        """No run of it is left, nor is any known.
+
+        Raises: AssertionError, where a cancel is not carried out; the run is closed all the same,
+            so that the next test has its GPUs.
+        """
         # Before those that hold: nothing that waits shall start.
         for id_, run in self.flow_runs().items():
             if run["state_type"] not in FINAL:
                 self.cancel(Run(ground=self.ground, flow_run_id=id_))
         for id_ in self._holders:
             self.set_state(Run(ground=self.ground, flow_run_id=id_), "COMPLETED")
-        self.until_all_end(60)
-        self._holders.clear()
-        self.asked.clear()
+        try:
+            self.until_all_end(40)
+        finally:
+            for id_, run in self.flow_runs().items():
+                if run["state_type"] not in FINAL:
+                    self.set_state(Run(ground=self.ground, flow_run_id=id_), "CANCELLED")
+            self._holders.clear()
+            self.asked.clear()
 
     def _note(self, flow_run_id: str, spec: Mapping[str, Any], rank: int) -> None:
         gang = {"nodes": 0, "gpus_per_node": 0, **(spec.get("gang") or {})}

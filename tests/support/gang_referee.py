@@ -13,8 +13,9 @@ from itertools import pairwise
 
 WAITING = "PendingResources"
 FINAL = frozenset({"COMPLETED", "FAILED", "CRASHED", "CANCELLED"})
-#: A run that is cancelled has its grace periods, and then gives its GPUs back.
-_CANCELLED_WITHIN_S = 45.0
+#: A run that is cancelled has its grace periods, and then gives its GPUs back; a server on SQLite
+#: may keep its word for 60 s.
+_CANCELLED_WITHIN_S = 120.0
 #: How many faults of one sort are told.
 _TOLD = 5
 
