@@ -1,0 +1,273 @@
+"""What is decided of the flow runs that wait, and what counts as a grant. No server, no cluster."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from typing import Any
+from uuid import UUID, uuid4
+
+import pytest
+from prefect.client.schemas.objects import FlowRun, State, StateType, WorkPool, WorkQueue
+
+from tasks.gang.nodes import Cluster, Node
+from tasks.gang.settings import PoolSettings
+from tasks.queue.asks import ask_of, fault_of
+from tasks.queue.decision import Decision
+from tasks.queue.grants import (
+    Giver,
+    Grant,
+    goes_on,
+    grant_of,
+    left_with_its_jobs,
+    no_grant,
+    not_before,
+    sent_back,
+)
+from tasks.queue.ledger import Entry, Ledger, Pool
+
+BEGAN = datetime(2026, 1, 2, 12, tzinfo=UTC)
+NOW = BEGAN.timestamp() + 3600
+QUEUE = WorkQueue(id=uuid4(), name="default", priority=2, work_pool_id=uuid4())
+
+
+def flow_run(
+    gpus: int | None = 8,
+    *,
+    nodes: int = 1,
+    number: int = 0,
+    type: StateType = StateType.SCHEDULED,
+    name: str = "Scheduled",
+    labels: dict[str, Any] | None = None,
+    spec: dict[str, Any] | None = None,
+    **more: Any,
+) -> FlowRun:
+    """One of the pool's, submitted as the `number`th."""
+    submitted = BEGAN + timedelta(seconds=number)
+    gang = None if gpus is None else {"nodes": nodes, "gpus_per_node": gpus}
+    written = {"name": f"run{number}", "workload": "grpo", "gang": gang, **(spec or {})}
+    return FlowRun(
+        id=UUID(int=number + 1),
+        flow_id=uuid4(),
+        name=f"run{number}",
+        created=submitted,
+        expected_start_time=submitted,
+        next_scheduled_start_time=submitted,
+        state=State(id=uuid4(), type=type, name=name, timestamp=submitted),
+        parameters={"spec": written},
+        labels=labels or {},
+        work_queue_id=QUEUE.id,
+        **more,
+    )
+
+
+def entry(run: FlowRun, pool: str = "gang") -> Entry:
+    return Entry(
+        flow_run=run, ask=ask_of(run), grant=grant_of(run), pool=pool, queue="default", priority=2
+    )
+
+
+def holder(nodes: dict[str, int], number: int, **more: Any) -> Entry:
+    """One that runs on these nodes."""
+    granted = Grant(nodes=nodes, state_id="", at=NOW, by=None).labels()
+    run = flow_run(
+        max(nodes.values()),
+        nodes=len(nodes),
+        number=number,
+        type=StateType.RUNNING,
+        name="Running",
+        labels=granted,
+        **more,
+    )
+    return entry(run)
+
+
+def decided(
+    waiting: list[Entry],
+    holding: list[Entry] | None = None,
+    *,
+    limit: int | None = None,
+    paused: bool = False,
+    nodes: tuple[Node, ...] = (Node(name="n1", gpus=8), Node(name="n2", gpus=8)),
+    **settings: Any,
+) -> Decision:
+    holding = holding or []
+    work_pool = WorkPool(
+        id=uuid4(), name="gang", type="gang", concurrency_limit=limit, is_paused=paused
+    )
+    pool = Pool(work_pool=work_pool, queues={QUEUE.id: QUEUE})
+    ledger = Ledger(
+        pools={"gang": pool}, waiting=tuple(waiting), holding=tuple(holding), is_cut=False
+    )
+    decision = Decision(
+        ledger=ledger,
+        pool=pool,
+        settings=PoolSettings(**settings),
+        clusters={"": Cluster(key="", nodes=nodes)},
+        silent={},
+        holding=holding,
+        now=NOW,
+    )
+    decision.decide(waiting)
+    return decision
+
+
+def started(decision: Decision) -> list[str]:
+    return [one.flow_run.name for one, _gpus in decision.admitted]
+
+
+def test_runs_start_in_order_on_the_nodes_that_they_fit() -> None:
+    waiting = [entry(flow_run(8, number=0)), entry(flow_run(5, number=1))]
+
+    decision = decided(waiting)
+
+    assert [dict(gpus) for _entry, gpus in decision.admitted] == [{"n1": 8}, {"n2": 5}]
+    assert decision.free == {"": {"n1": 0, "n2": 3}}
+
+
+def test_nobody_passes_the_first_of_the_line() -> None:
+    waiting = [entry(flow_run(8, nodes=2, number=1)), entry(flow_run(1, number=2))]
+
+    decision = decided(waiting, [holder({"n1": 8}, 0)])
+
+    assert started(decision) == []
+    first, second = (decision.messages[one.id].text for one in waiting)
+    assert first.startswith("asks for 2 nodes with 8 GPUs each; waits for run0-grpo-")
+    assert "waits behind run1-grpo-" in second
+    assert second.endswith("; free now: 8 and 0 on 2 nodes")
+
+
+def test_a_run_without_a_gang_waits_for_no_gpus() -> None:
+    waiting = [entry(flow_run(8, nodes=2, number=1)), entry(flow_run(None, number=2))]
+
+    decision = decided(waiting, [holder({"n1": 8}, 0)])
+
+    assert started(decision) == ["run2"]
+
+
+def test_the_pool_runs_no_more_than_its_limit() -> None:
+    waiting = [entry(flow_run(1, number=number)) for number in (1, 2, 3)]
+
+    decision = decided(waiting, [holder({"n1": 1}, 0)], limit=2)
+
+    assert started(decision) == ["run1"]
+    assert "is at its limit of 2 runs" in decision.messages[waiting[1].id].text
+
+
+def test_a_full_pool_does_not_hold_up_a_run_that_has_a_process_already() -> None:
+    """It would never end: the places are taken by those that wait."""
+    in_process = flow_run(8, number=2, type=StateType.RUNNING, name="PendingResources")
+    waiting = [entry(flow_run(8, number=1)), entry(in_process)]
+
+    decision = decided(waiting, [holder({"n1": 8}, 0)], limit=2)
+
+    assert started(decision) == ["run2"]
+
+
+def test_a_paused_pool_starts_nothing_and_says_so() -> None:
+    waiting = [entry(flow_run(1, number=1))]
+
+    decision = decided(waiting, paused=True)
+
+    assert started(decision) == []
+    assert "the work pool gang is paused" in decision.messages[waiting[0].id].text
+
+
+def test_a_run_that_was_sent_back_holds_the_line_for_a_while() -> None:
+    back = flow_run(1, number=1, labels=sent_back(not_before=NOW + 5))
+    waiting = [entry(back), entry(flow_run(1, number=2))]
+
+    decision = decided(waiting)
+
+    assert started(decision) == []
+    assert "was sent back" in decision.messages[waiting[0].id].text
+
+
+def test_a_drained_node_gets_no_gang_and_what_runs_there_stays() -> None:
+    nodes = (Node(name="n1", gpus=8, is_drained=True), Node(name="n2", gpus=8))
+    waiting = [entry(flow_run(4, number=number)) for number in (1, 2, 3)]
+
+    decision = decided(waiting, [holder({"n1": 4}, 0)], nodes=nodes)
+
+    assert [dict(gpus) for _entry, gpus in decision.admitted] == [{"n2": 4}, {"n2": 4}]
+    assert list(decision.held.values()) == [{"n1": 4}]
+
+
+def test_what_starts_in_a_look_counts_for_the_limit_of_its_tag() -> None:
+    waiting = [entry(flow_run(6, number=number, tags=["team"])) for number in (1, 2)]
+
+    decision = decided(waiting, limits={"team": 8})
+
+    assert started(decision) == ["run1"]
+    assert decision.used("team") == 6
+    assert "has 6 of its limit of 8" in decision.messages[waiting[1].id].text
+
+
+def test_a_grant_is_over_with_the_state_that_it_was_given_in() -> None:
+    run = flow_run(8)
+    assert run.state is not None
+    granted = Grant(nodes={"n1": 8}, state_id=str(run.state.id), at=NOW, by=Giver.me())
+    run.labels = granted.labels()
+
+    kept, given = grant_of(run), run.state
+    run.state = State(id=uuid4(), type=StateType.SCHEDULED, name="PendingResources")
+
+    assert kept == granted
+    assert grant_of(run) is None
+    run.state = State(id=uuid4(), type=StateType.PENDING, name="Pending")
+    assert grant_of(run) == granted
+    run.state, run.labels = given, {**run.labels, **no_grant()}
+    assert grant_of(run) is None
+
+
+def test_a_grant_names_nodes_with_colons_too() -> None:
+    run = flow_run(8, type=StateType.RUNNING)
+    run.labels = Grant(nodes={"fe80::1": 8}, state_id="", at=NOW, by=None).labels()
+
+    granted = grant_of(run)
+
+    assert granted is not None
+    assert granted.nodes == {"fe80::1": 8}
+
+
+def test_jobs_that_go_on_hold_their_gang_while_the_run_has_no_process() -> None:
+    run = flow_run(8, name="AwaitingRetry", run_count=1)
+    granted = Grant(nodes={"n1": 8}, state_id="an earlier one", at=NOW, by=None)
+    run.labels = {**granted.labels(), **left_with_its_jobs(run)}
+
+    still, run.run_count = (goes_on(run), grant_of(run)), 2
+
+    assert still == (True, granted)
+    # somebody has had it tried again, after its end
+    assert (goes_on(run), grant_of(run)) == (False, None)
+
+
+def test_a_cluster_that_tells_of_room_ends_the_delay_sooner() -> None:
+    run = flow_run(8, labels=sent_back(not_before=NOW + 60, not_before_with_room=NOW + 5))
+
+    delays = [not_before(run, room_is_told=told) - NOW for told in (False, True)]
+
+    assert delays == [60, 5]
+
+
+@pytest.mark.parametrize(
+    ("spec", "fault"),
+    [
+        # what its gang is can't be read
+        ({"gang": {"gpus_per_node": "many"}}, "gang.gpus_per_node: must be a whole number"),
+        ({"gang": {"gpus": 8}}, "gang.gpus: unknown key"),
+    ],
+)
+def test_a_gang_that_cannot_be_read_is_a_fault(spec: dict[str, Any], fault: str) -> None:
+    run = flow_run(spec=spec)
+
+    assert fault in ask_of(run).fault
+    assert fault in fault_of(run)
+
+
+def test_a_flow_run_of_another_flow_asks_for_nothing() -> None:
+    run = flow_run(None)
+    run.parameters = {"address": "http://127.0.0.1:8265"}
+
+    ask = ask_of(run)
+
+    assert (ask.name, ask.demand, ask.fault, fault_of(run)) == ("run0", None, "", "")
