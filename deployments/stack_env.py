@@ -19,6 +19,8 @@ POOL = "gang"
 SET_UP = "Set up:"
 #: In the environment of everything that a stack starts, runs included: the stack's id.
 STACK_VARIABLE = "MUSTER_STACK"
+#: In the environment of `stack_setup`: the address of the dashboard of the stack's Ray cluster.
+RAY_VARIABLE = "MUSTER_STACK_RAY"
 
 #: About the process that has them, or the run around it.
 _OWN = frozenset(

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 from deployments.stack_env import (
     HOST,
     POOL,
+    RAY_VARIABLE,
     ROOT,
     RUN_ID,
     SET_UP,
@@ -157,7 +158,7 @@ def _server(place: StackPlace, stack: Stack) -> ComponentPlan:
 def _deployments(place: StackPlace, stack: Stack) -> ComponentPlan:
     command = Command(
         argv=(sys.executable, "-m", "deployments.stack_setup"),
-        env=_env(place, stack, DEPLOYMENTS),
+        env={**_env(place, stack, DEPLOYMENTS), RAY_VARIABLE: stack.ray_dashboard},
         cwd=ROOT,
         log=place.log(DEPLOYMENTS),
     )
@@ -173,6 +174,7 @@ def _ray_head(
             *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"),
             # Nothing of a run lands on the head but the drivers of its jobs.
             *("--num-cpus=0", "--num-gpus=0"),
+            f"--node-name={RAY}",
             *(f"{option}={ports[name]}" for option, name in _RAY_PORTS.items()),
             # Any free ones; by default a range in which ours may lie, which Ray refuses.
             *("--min-worker-port=0", "--max-worker-port=0"),
@@ -197,6 +199,8 @@ def _ray_node(place: StackPlace, stack: Stack, node: StackNode) -> ComponentPlan
         argv=(
             *(sys.executable, "-m", "deployments.stack_node", stack.ray_address, "--block"),
             *(f"--num-cpus={node.cpus}", f"--num-gpus={node.gpus}"),
+            # The name by which the queue knows it; by default that of the machine.
+            f"--node-name={node.name}",
             f"--resources={json.dumps({NODE_RESOURCE: 100})}",
             # Without one of its own, the logs of the jobs on it can't be had from the head.
             f"--dashboard-agent-listen-port={urlsplit(node.agent).port}",

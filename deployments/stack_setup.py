@@ -6,14 +6,16 @@ that only its record says is alive.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
 from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.client.schemas.actions import WorkPoolCreate
+from prefect.client.schemas.actions import WorkPoolCreate, WorkPoolUpdate
 from prefect.exceptions import ObjectAlreadyExists
 
-from deployments.stack_env import POOL, ROOT, SET_UP
+from deployments.stack_env import POOL, RAY_VARIABLE, ROOT, SET_UP
+from tasks.gang.settings import settings_of, with_settings
 from tasks.queue.ledger import TYPE
 from tasks.queue.worker import GangWorker
 from tasks.reconciling import publish, reconcile_host
@@ -29,7 +31,8 @@ class WrongPool(Exception):
 
 
 def ensure_pool(client: SyncPrefectClient) -> None:
-    """The work pool is there, with its queues. What was there before is left as it is.
+    """The work pool is there, with its queues, and knows the stack's Ray cluster. All else that
+    was there before is left as it is.
 
     Raises: WrongPool.
     """
@@ -50,6 +53,11 @@ def ensure_pool(client: SyncPrefectClient) -> None:
                 f"The work pool {POOL} is of the type {found}, whose workers start runs past the "
                 f"queue. Delete it, then try again: prefect work-pool delete {POOL}"
             ) from None
+    there = client.read_work_pool(POOL)
+    if address := os.environ.get(RAY_VARIABLE):
+        settings = settings_of(there.base_job_template).model_copy(update={"ray": address})
+        template = with_settings(there.base_job_template, settings)
+        client.update_work_pool(POOL, WorkPoolUpdate(base_job_template=template))
     known = {queue.name for queue in client.read_work_queues(work_pool_name=POOL)}
     for name, priority in QUEUES.items():
         if name not in known:

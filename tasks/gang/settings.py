@@ -40,6 +40,12 @@ class PoolSettings(BaseModel):
         title="Nodes",
         description="For runs that name no Ray cluster: the nodes there are.",
     )
+    ray: str = Field(
+        "",
+        title="Ray cluster",
+        description="Address of the dashboard of a cluster whose nodes are shown even while no "
+        "run is on it.",
+    )
     limits: dict[str, int] = Field(
         default_factory=dict,
         title="GPUs per tag",

@@ -6,6 +6,7 @@ No I/O.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from uuid import UUID
 
 from tasks.gang.free import GangHold, free_of
@@ -132,6 +133,8 @@ class Decision:
             for entry in self._holding
             if entry.ask.cluster == key and entry.ask.demand is not None and _has_gang(entry)
         }
+        # A head without GPUs is no place for a gang, and nothing to show.
+        cluster = replace(cluster, nodes=tuple(node for node in cluster.nodes if node.gpus))
         nodes, gpus = free_of(
             cluster,
             [

@@ -193,6 +193,8 @@ class Looker:
         keys = {entry.ask.cluster for entry in entries if entry.ask.demand is not None}
         if self._settings.nodes:
             keys.add("")
+        if self._settings.ray:
+            keys.add(self._settings.ray.rstrip("/"))
         clusters: dict[str, Cluster] = {}
         silent: dict[str, str] = {}
 

@@ -62,6 +62,8 @@ def _nodes(look: Look, cluster: Cluster, key: str) -> list[NodeUse]:
     free = look.free.get(key, {})
     shown = []
     for node in cluster.nodes:
+        if not node.gpus:
+            continue
         held = {
             holders[id].ask.name: gpus[node.name]
             for id, gpus in look.held.items()
