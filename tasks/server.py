@@ -106,7 +106,7 @@ def server_command(home: Path, port: int) -> Command:
     return Command(
         # The server without Prefect's command line, which takes seconds to load.
         argv=(
-            *(sys.executable, "-m", "uvicorn", "--factory"),
+            *(sys.executable, "-m", "tasks.server_process", "--factory"),
             "prefect.server.api.server:create_app",
             *("--host", "127.0.0.1", "--port", str(port)),
             *("--log-level", "warning", "--timeout-keep-alive", "30"),
