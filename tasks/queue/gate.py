@@ -89,9 +89,12 @@ class Gate:
             if holding is None:
                 return look, []
             look = await look_again(carefully=True)
-            for entry in look.stuck:
-                holding.check()
-                await self._take_back(entry)
+            if look.stuck:
+                for entry in look.stuck:
+                    holding.check()
+                    await self._take_back(entry)
+                # They are back in their places, where nobody may pass them.
+                look = await look_again(carefully=True)
             for doomed in look.doomed:
                 holding.check()
                 if not doomed.entry.waits_in_process:
