@@ -337,7 +337,9 @@ def test_line_is_kept_by_two_workers_of_which_one_is_killed(server: Server, tmp_
 
         judgement = judge(pool.histories(), nodes, late_s=5)
         assert judgement.faults == (), judgement
-        assert (judgement.admitted, judgement.admissions) == (8, 9)
+        assert judgement.admitted == 8
+        # One was sent back, and another one may have been on its way with the killed worker.
+        assert judgement.admissions in (9, 10)
         until(lambda: not left_of(pool), "nothing is left")
     finally:
         pool.empty()
