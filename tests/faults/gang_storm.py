@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -19,6 +20,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -222,10 +224,11 @@ def cancel(storm: Storm, run: dict[str, Any], kind: str) -> None:
 
 
 @contextlib.contextmanager
-def _hosts(storm: Storm) -> Iterator[tuple[int, int]]:
-    """Workers of two hosts, each with a name, processes and a MUSTER_HOME of its own."""
+def _hosts(storm: Storm) -> Iterator[dict[str, int]]:
+    """`pid[host]` of workers of two hosts, each with a name, processes and a MUSTER_HOME of its
+    own."""
     with contextlib.ExitStack() as stack:
-        pids = []
+        pids = {}
         for name in ("host-a", "host-b"):
             home = storm.pool.ground.home.parent / name
             home.mkdir()
@@ -233,9 +236,9 @@ def _hosts(storm: Storm) -> Iterator[tuple[int, int]]:
             host = stack.enter_context(other_host(name, home))
             log = home / "worker.log"
             arguments = storm.pool.worker_arguments(name)
-            pids.append(host.start(*arguments, env=ground.env, log=log))
+            pids[name] = host.start(*arguments, env=ground.env, log=log)
             until(partial(_says, log, "started!"), f"a worker on {name}")
-        yield pids[0], pids[1]
+        yield pids
 
 
 def _says(log: Path, text: str) -> bool:
@@ -243,14 +246,28 @@ def _says(log: Path, text: str) -> bool:
 
 
 def lose_host(storm: Storm) -> None:
+    """One of two workers is killed, the one that has just been given a run."""
     storm.late_s = 90.0
-    with _hosts(storm) as (_, second):
+    with _hosts(storm) as pids:
         storm.until_ended(1 / 3)
+        name = until(lambda: _starting_host(storm), "one is pending")
+        os.kill(pids[name], signal.SIGKILL)
+        storm.done.append(f"the worker of {name} killed")
+        # The hosts last as long as there is something on them.
         with contextlib.suppress(AssertionError):
-            until(lambda: _pending(storm), "one is pending", 20)
-        os.kill(second, signal.SIGKILL)
-        storm.done.append("the worker of host-b killed")
-        storm.until_ended(1.0)
+            storm.until_ended(1.0)
+    by = Counter(_host_of(run) for run in storm.pool.flow_runs().values())
+    storm.done += [f"{count} runs on {name}" for name, count in sorted(by.items())]
+
+
+def _starting_host(storm: Storm) -> str:
+    """The host of a run that is pending, and has no process yet."""
+    runs = [run for run in storm.first_in("PENDING") if not run["infrastructure_pid"]]
+    return _host_of(runs[0]) if runs else ""
+
+
+def _host_of(run: Mapping[str, Any]) -> str:
+    return str(json.loads(run["labels"].get("muster.gang.by") or "{}").get("host", ""))
 
 
 #: What is done in each variant.
@@ -339,6 +356,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.environ.pop(foreign, None)
     names = [options.only] if options.only else [*_VARIANTS, _RAY]
     print(f"seed {seed}, {options.runs} runs each of {', '.join(names)}", flush=True)
+    # Whoever ends it from outside leaves nothing either.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     directory = Path(tempfile.mkdtemp(prefix="muster-storm-"))
     is_faulty = False
     for name in names:
