@@ -242,7 +242,7 @@ def _hosts(storm: Storm) -> Iterator[dict[str, int]]:
 
 
 def _says(log: Path, text: str) -> bool:
-    return text in log.read_text()
+    return log.exists() and text in log.read_text()
 
 
 def lose_host(storm: Storm) -> None:

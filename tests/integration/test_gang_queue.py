@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from random import Random
 from subprocess import Popen
@@ -13,6 +14,7 @@ from subprocess import Popen
 import pytest
 
 from tasks.queue.grants import Giver, Grant
+from tasks.supervise import tree
 from tasks.supervise.identity import ProcessId, host_name
 from tests.support.gang_pool import GangPool, left_of
 from tests.support.gang_referee import judge
@@ -330,9 +332,10 @@ def test_line_is_kept_by_two_workers_of_which_one_is_killed(server: Server, tmp_
             fails = 1 if number == 2 else 0
             spec = pool.spec(**shape, lasts_s=random.random(), fails=fails)
             pool.submit({**spec, "name": f"line{number}"})
-        until(lambda: admitted(pool) >= 3, "three are admitted")
+        # Its flow is about to begin: from now on nobody reads what it prints.
+        worker = until(lambda: beginning(pool, workers), "a flow process of a worker")
 
-        os.kill(workers[0].pid, signal.SIGKILL)
+        os.kill(worker, signal.SIGKILL)
         pool.until_all_end(100)
 
         judgement = judge(pool.histories(), nodes, late_s=5)
@@ -346,6 +349,14 @@ def test_line_is_kept_by_two_workers_of_which_one_is_killed(server: Server, tmp_
         ground.clear()
 
 
-def admitted(pool: GangPool) -> int:
-    runs = pool.flow_runs().values()
-    return sum(run["state_type"] != "SCHEDULED" for run in runs)
+def beginning(pool: GangPool, workers: list[Popen[bytes]]) -> int:
+    """A worker that has just started the process of a flow; 0 while there is none."""
+    for run in pool.flow_runs().values():
+        if run["state_type"] == "PENDING":
+            for pid in Run(ground=pool.ground, flow_run_id=run["id"]).processes():
+                with suppress(OSError):
+                    is_flow = b"prefect.engine" in Path(f"/proc/{pid}/cmdline").read_bytes()
+                    parent = tree.parent_of(pid)
+                    if is_flow and parent in [worker.pid for worker in workers]:
+                        return parent
+    return 0
