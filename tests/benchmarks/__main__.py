@@ -27,6 +27,7 @@ NAMES = (
     "jobs",
     "queue",
     "capacity",
+    "release",
 )
 #: They run real flows; one server is enough for all.
 _NEED_SERVER = frozenset({"crash", "readiness", "overhead", "nodes", "jobs"})

@@ -86,7 +86,7 @@ def measure(*, quick: bool) -> Result:
 
 
 def _note(name: str) -> str:
-    return "" if name == _MUSTER else "a limit of 1 run: another queue would overcommit"
+    return "" if name == _MUSTER else "one run at a time, whatever it asks"
 
 
 @contextmanager
