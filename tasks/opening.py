@@ -25,7 +25,11 @@ from tasks.run.spec import RunSpec
 from tasks.server import lasting_api_url
 from tasks.session import RunSession, interrupting
 from tasks.supervise.registry import RunHeld
+from tasks.terminal import outlive_readers
 from tasks.waiting import started_by_others
+
+# Now, not in a function: Prefect logs its first lines of a flow run before that begins.
+outlive_readers()
 
 
 def run_id_of_flow_run() -> str:

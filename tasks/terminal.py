@@ -176,6 +176,19 @@ class Terminal:
                 self.say(f"figures in {metrics}")
 
 
+def outlive_readers() -> None:
+    """Go on when nobody reads any more what this process prints.
+
+    Rich ends the thread then, by SystemExit. The reader of a flow process is its worker, which may
+    be killed, and then the first line that Prefect logs would end the run as Crashed.
+    """
+
+    def on_broken_pipe(console: Console) -> None:
+        console.quiet = True
+
+    setattr(Console, "on_broken_pipe", on_broken_pipe)  # noqa: B010
+
+
 def quieten_prefect() -> None:
     """The terminal tells the story; Prefect's own lines go to its server only."""
     os.environ.setdefault("DO_NOT_TRACK", "1")
