@@ -23,7 +23,7 @@ from tasks.queue.asks import Ask, fault_of
 from tasks.queue.capacity import Capacity, NoCapacity
 from tasks.queue.decision import Decision
 from tasks.queue.grants import PENDING_RESOURCES, Giver
-from tasks.queue.ledger import Entry, Ledger, LedgerReader, Pool
+from tasks.queue.ledger import WINDOW, Entry, Ledger, LedgerReader, Pool
 from tasks.queue.words import Message
 from tasks.run.failure_kinds import FailureKind
 from tasks.supervise.variables import holders_of
@@ -124,6 +124,8 @@ class Looker:
         line.sort(key=lambda entry: entry.place)
         clusters, silent = await self._clusters([*line, *ledger.holding])
         troubles += [f"{key or 'the nodes'}: {error}" for key, error in silent.items()]
+        if ledger.is_cut:
+            troubles.append(f"of each queue only the first {WINDOW} that wait are looked at")
         doomed = await self._doomed([e for e in line if e.id not in patient], clusters)
         lost = {one.entry.id for one in doomed} | {entry.id for entry in stuck}
         decision = Decision(
