@@ -22,9 +22,9 @@ from tests.support.gang_pool import GangPool, Host
 from tests.support.gang_referee import FINAL, History
 from tests.support.ground import Server
 
-_ROUNDS, _QUICK_ROUNDS = 3, 1
+_ROUNDS, _QUICK_ROUNDS = 2, 1
 #: Hand-overs in a round.
-_LENGTH, _QUICK_LENGTH = 5, 1
+_LENGTH, _QUICK_LENGTH = 6, 1
 _IDLE_S, _QUICK_IDLE_S = 60.0, 2.0
 #: What a worker does as it starts is over by then.
 _SETTLE_S = 5.0

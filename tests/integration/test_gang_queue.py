@@ -125,20 +125,20 @@ def test_waiting_run_says_what_it_asks_what_is_free_and_what_it_waits_for(pool: 
 
 
 def test_cancel_of_a_waiting_run_sticks(pool: GangPool) -> None:
-    holder = pool.hold(ALL)
+    pool.hold(ALL)
     run = pool.submit(pool.spec())
-    behind = pool.submit(pool.spec(gpus=8))
+    behind, last = pool.submit(pool.spec(gpus=8)), pool.submit(pool.spec(gpus=8))
     says(run, "holder")
     says(behind, run.name)
 
     pool.cancel(run)
-    # By then the gate has decided again.
+    # By then the gate has decided twice again.
     says(behind, "holder")
-    pool.set_state(holder, "COMPLETED")
-    given(behind)
+    pool.cancel(behind)
+    says(last, "holder")
 
-    assert run.state()[0] == "CANCELLED"
-    assert "PENDING" not in states(run)
+    assert run.state()[0] == behind.state()[0] == "CANCELLED"
+    assert "PENDING" not in states(run) + states(behind)
 
 
 def test_run_of_a_higher_queue_goes_first(pool: GangPool) -> None:
@@ -183,13 +183,11 @@ def test_paused_pool_starts_nothing_says_so_and_resumes(pool: GangPool) -> None:
 
 def test_drained_node_gets_no_new_gang(pool: GangPool) -> None:
     pool.change(drained=("n1",))
+    pool.hold({"n2": 8})
 
     run = pool.submit(pool.spec(gpus=8))
-    more = pool.submit(pool.spec(gpus=8))
 
-    assert given(run) == "n2:8"
-    says(more, "would fit but for what is drained: n1")
-    pool.cancel(more)
+    says(run, "waits for holder-n2 to end", "would fit but for what is drained: n1")
 
 
 def test_limit_of_a_tag_holds_back_only_its_own(pool: GangPool) -> None:
@@ -327,7 +325,7 @@ def test_line_is_kept_by_two_workers_of_which_one_is_killed(server: Server, tmp_
     pool.set_up()
     try:
         workers = [pool.start_worker("one"), pool.start_worker("two")]
-        for number in range(8):
+        for number in range(6):
             shape = {"nodes": random.choice((1, 1, 2)), "gpus": random.choice((2, 5, 8))}
             fails = 1 if number == 2 else 0
             spec = pool.spec(**shape, lasts_s=random.random(), fails=fails)
@@ -338,11 +336,11 @@ def test_line_is_kept_by_two_workers_of_which_one_is_killed(server: Server, tmp_
         os.kill(worker, signal.SIGKILL)
         pool.until_all_end(100)
 
-        judgement = judge(pool.histories(), nodes, late_s=5)
+        judgement = judge(pool.histories(), nodes, late_s=10)
         assert judgement.faults == (), judgement
-        assert judgement.admitted == 8
+        assert judgement.admitted == 6
         # One was sent back, and another one may have been on its way with the killed worker.
-        assert judgement.admissions in (9, 10)
+        assert judgement.admissions in (7, 8)
         until(lambda: not left_of(pool), "nothing is left")
     finally:
         pool.empty()
