@@ -79,9 +79,11 @@ def next_attempt(run: RunSession) -> bool:
     if flow_run is not None:
         # Sent back, it has its place in the line at once, which the gate lets nobody pass before
         # the delay is over; a retry of another kind comes back only then.
-        place = flow_run.expected_start_time if sequel.next is Next.REQUEUE else None
-        in_line = place if place is not None and _has_gate(run, flow_run) else due
-        state: State[Any] = Scheduled(name=STATE_NAME, scheduled_time=in_line, message=message)
+        is_in_line = sequel.next is Next.REQUEUE and _has_gate(run, flow_run)
+        in_line = flow_run.expected_start_time if is_in_line else None
+        state: State[Any] = Scheduled(
+            name=STATE_NAME, scheduled_time=in_line or due, message=message
+        )
         if _left(run, flow_run.id, state, labels):
             run.leave()
             raise Pause(state=state)
@@ -158,7 +160,9 @@ def _has_gate(run: RunSession, flow_run: FlowRun) -> bool:
 
 def _labels(run: RunSession, sequel: Sequel, delay_s: float) -> dict[str, Any]:
     """What is noted of a run that is to wait for its gang again."""
-    if run.spec.gang is None or sequel.next is not Next.REQUEUE:
+    if run.spec.gang is None:
+        return {}
+    if sequel.next is not Next.REQUEUE:
         return sent_back()
     now = time.time()
     # A cluster that tells what is free ends the delay, but for the seconds in which its own

@@ -10,4 +10,5 @@ os.environ.setdefault("DO_NOT_TRACK", "1")
 
 from tasks.queue.command import main
 
-sys.exit(main())
+if __name__ == "__main__":
+    sys.exit(main())

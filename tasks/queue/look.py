@@ -178,13 +178,13 @@ class Looker:
         is_gone = giver is not None and giver.is_surely_gone()
         if entry.is_scheduled and entry.grant is not None:
             return is_gone or now - entry.grant.at > GIVEN_BACK_AFTER_S
-        is_pending = state.type is StateType.PENDING and entry.pool == self._pool
-        if not is_pending or entry.flow_run.infrastructure_pid:
+        if state.type is not StateType.PENDING or entry.pool != self._pool:
             return False
         age_s = now - entry.since.timestamp()
         if not is_gone:
-            return age_s > GIVEN_BACK_AFTER_S
-        # Its process may have been started by a worker that was killed before it could say so.
+            return age_s > GIVEN_BACK_AFTER_S and not entry.flow_run.infrastructure_pid
+        # Its process may have been started by a worker that was killed before it could say so; and
+        # one that is on record may have gone with its worker.
         return age_s > _SPAWNED_WITHIN_S and not holders_of(FLOW_RUN_VARIABLE).pids.get(
             str(entry.id)
         )
