@@ -350,6 +350,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--runs", type=int, default=100, help="a variant; on Ray, a tenth of them")
     parser.add_argument("--seed", type=int, default=None, help="of the draw; else a new one")
     parser.add_argument("--only", choices=[*_VARIANTS, _RAY], metavar="VARIANT", default=None)
+    parser.add_argument("--keep", action="store_true", help="keep all files, even if all is well")
     options = parser.parse_args(arguments)
     seed = options.seed if options.seed is not None else SystemRandom().randrange(1 << 32)
     for foreign in ("PREFECT_API_URL", "RAY_ADDRESS"):
@@ -371,7 +372,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"  fault: {fault}")
         print(f"  {name}: {f'{len(faults)} FAULTS' if faults else 'all is well'}", flush=True)
         is_faulty = is_faulty or bool(faults)
-    if is_faulty:
+    if is_faulty or options.keep:
         print(f"all of it is kept in {directory}")
     else:
         shutil.rmtree(directory, ignore_errors=True)
