@@ -117,6 +117,7 @@ def judge(
     most_runs: float = math.inf,
     late_s: float = 3.0,
     in_order: bool = True,
+    by_states: bool = True,
 ) -> Judgement:
     """Hold the histories against what a queue of gangs promises.
 
@@ -125,13 +126,17 @@ def judge(
         most_runs: how many may hold their gang at once.
         late_s: how long a run may start after a younger one of the same pass.
         in_order: whether nobody may pass: strict FIFO within a rank.
+        by_states: whether a gang is held for as long as the states say, and where it was promised.
+            Ray places by itself, and has GPUs back before a run that ends has said so: then only
+            what the components say of GPUs and nodes counts.
     """
     holds = {run.name: list(holds_of(run)) for run in runs}
     everything = [hold for of_run in holds.values() for hold in of_run]
     limits = {"GPUs": float(sum(nodes.values())), "runs": most_runs, **nodes}
-    peak, too_much = _peaks(map(_taken, everything), limits)
-    _, too_much_by_parts = _peaks(_taken_by_parts(runs, holds), nodes)
-    late, passed = _passing(runs, holds, nodes, late_s) if in_order else ([], [])
+    peak, too_much = _peaks(map(_taken, everything), limits) if by_states else ({}, [])
+    peak_of_parts, too_much_by_parts = _peaks(_taken_by_parts(runs, holds), nodes)
+    known = nodes if by_states else None
+    late, passed = _passing(runs, holds, known, late_s) if in_order else ([], [])
     sorts = (
         [fault for run in runs for fault in _endings(run)],
         [fault for run in runs for fault in _doubles(run, holds[run.name])],
@@ -141,7 +146,7 @@ def judge(
     )
     return Judgement(
         faults=tuple(fault for sort in sorts for fault in _few(sort)),
-        peak=peak,
+        peak=peak if by_states else peak_of_parts,
         admitted=sum(bool(of_run) for of_run in holds.values()),
         admissions=len(everything),
         late=len(late),
@@ -272,13 +277,16 @@ def _peaks(
 def _passing(
     runs: Sequence[History],
     holds: Mapping[str, Sequence[Hold]],
-    nodes: Mapping[str, int],
+    nodes: Mapping[str, int] | None,
     late_s: float,
 ) -> tuple[list[float], list[str]]:
     """How late runs were after younger ones of their pass (s), and who was passed unduly.
 
     A run that fitted beside the younger one at that moment was not passed: the same pass has
     admitted both, or had to count its gang, which it gave back just then, as held.
+
+    Args:
+        nodes: None: nobody can say what fitted.
     """
     everything = [hold for of_run in holds.values() for hold in of_run]
     late: list[float] = []
@@ -295,7 +303,7 @@ def _passing(
                     if not began < hold.since < until:
                         continue
                     beside = [one for one in everything if one.since <= hold.since < one.until]
-                    if _fits(run, nodes, beside):
+                    if nodes is None or _fits(run, nodes, beside):
                         came_after.append(hold)
                     else:
                         text = f"{hold.run} passed {run.name}, for which there was no room"

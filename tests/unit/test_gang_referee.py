@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.support.gang_referee import History, Part, State, holds_of, judge
+from tests.support.gang_referee import History, Judgement, Part, State, holds_of, judge
 
 NODES = {"n1": 8, "n2": 8}
 
@@ -237,6 +237,21 @@ def test_run_that_passed_a_requeued_one_is_found() -> None:
     found = faults(sent_back, run(2, pending=5.5, ends=9), nodes={"n1": 8})
 
     assert found == "r2 passed r1, for which there was no room"
+
+
+def test_where_ray_places_only_what_the_components_say_of_nodes_counts() -> None:
+    """The first run had its GPUs on another node than it was promised, and not up to its end."""
+    first = run(1, pending=1, ends=9)
+    part = replace(first.parts[0], ended=3, nodes={"n2": 8})
+    first = replace(first, parts=[part])
+    second = run(2, pending=2, ends=8, on=["n1"])
+
+    assert judge([first, second, run(3, pending=4, ends=8, on=["n2"])], NODES, by_states=False) == (
+        Judgement(faults=(), peak={"n1": 8, "n2": 8}, admitted=3, admissions=3)
+    )
+    assert "by the components: 16 of 8 n2" in "\n".join(
+        judge([first, run(2, pending=1.5, ends=8, on=["n2"])], NODES, by_states=False).faults
+    )
 
 
 def test_run_that_never_ends_is_found() -> None:
