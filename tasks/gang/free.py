@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tasks.gang.demand import Demand
 from tasks.gang.nodes import Cluster, Node
@@ -66,6 +66,59 @@ def free_of(
         for hold in holds
     }
     return free, held
+
+
+def as_promised(
+    cluster: Cluster,
+    nodes: Sequence[NodeFree],
+    held: Mapping[str, Mapping[str, int]],
+    holds: Sequence[GangHold],
+) -> tuple[NodeFree, ...]:
+    """The same nodes with no more free than by the promises alone.
+
+    A run that is being taken down has given its GPUs back to Ray already, and Ray may have put a
+    later run there, which was promised others. Until the first one has ended, both count.
+
+    Args:
+        nodes: of `free_of`, as is `held`.
+    """
+    names = [node.name for node in cluster.nodes]
+    promised: dict[str, int] = {}
+    for hold in holds:
+        for name, gpus in _present(hold.gpus, names).items():
+            promised[name] = promised.get(name, 0) + gpus
+    taken: dict[str, int] = {}
+    for of_run in held.values():
+        for name, gpus in of_run.items():
+            taken[name] = taken.get(name, 0) + gpus
+    most = {
+        node.name: node.gpus - promised.get(node.name, 0) + taken.get(node.name, 0)
+        for node in cluster.nodes
+    }
+    return tuple(replace(node, gpus=min(node.gpus, most[node.name])) for node in nodes)
+
+
+def moved(
+    cluster: Cluster, held: Mapping[str, Mapping[str, int]], holds: Sequence[GangHold]
+) -> dict[str, dict[str, int]]:
+    """`moved[run id][node name]` GPUs: runs that are wholly elsewhere than they were promised, as
+    soon as their promise can be changed to that without promising any GPU twice."""
+    names = [node.name for node in cluster.nodes]
+    total = {node.name: node.gpus for node in cluster.nodes}
+    promises = {hold.run_id: _present(hold.gpus, names) for hold in holds}
+    found: dict[str, dict[str, int]] = {}
+    for hold in holds:
+        now = dict(held[hold.run_id])
+        is_whole = sum(cluster.taken.get(hold.run_id, {}).values()) >= hold.demand.gpus - _SLACK
+        if not hold.gpus or not is_whole or now == promises[hold.run_id]:
+            continue
+        others = [one for run_id, one in promises.items() if run_id != hold.run_id]
+        if all(
+            sum(one.get(name, 0) for one in others) + gpus <= total.get(name, 0)
+            for name, gpus in now.items()
+        ):
+            found[hold.run_id] = promises[hold.run_id] = now
+    return found
 
 
 def bare_name(name: str) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from uuid import UUID
 
-from tasks.gang.free import GangHold, free_of
+from tasks.gang.free import GangHold, as_promised, free_of, moved
 from tasks.gang.nodes import Cluster
 from tasks.gang.policy import Held, NodeFree, Plan, Waiting, plan
 from tasks.gang.settings import PoolSettings
@@ -37,6 +37,8 @@ class Decision:
         self.held: dict[UUID, Mapping[str, int]] = {}
         self.free: dict[str, Mapping[str, int]] = {}
         self.admitted: list[tuple[Entry, Mapping[str, int]]] = []
+        #: What has taken its GPUs elsewhere than it was granted them.
+        self.moved: list[tuple[Entry, Mapping[str, int]]] = []
         self.messages: dict[UUID, Message] = {}
         self.starts_at: dict[UUID, float] = {}
         self._ledger = ledger
@@ -135,18 +137,19 @@ class Decision:
         }
         # A head without GPUs is no place for a gang, and nothing to show.
         cluster = replace(cluster, nodes=tuple(node for node in cluster.nodes if node.gpus))
-        nodes, gpus = free_of(
-            cluster,
-            [
-                GangHold(
-                    run_id=name,
-                    gpus=entry.grant.nodes if entry.grant else {},
-                    demand=entry.ask.demand,
-                )
-                for name, entry in here.items()
-                if entry.ask.demand is not None
-            ],
-        )
+        holds = [
+            GangHold(
+                run_id=name,
+                gpus=entry.grant.nodes if entry.grant else {},
+                demand=entry.ask.demand,
+            )
+            for name, entry in here.items()
+            if entry.ask.demand is not None
+        ]
+        nodes, gpus = free_of(cluster, holds)
+        nodes = as_promised(cluster, nodes, gpus, holds)
+        for name, on in moved(cluster, gpus, holds).items():
+            self.moved.append((here[name], on))
         held = []
         for name, entry in here.items():
             self.held[entry.id] = gpus[name]

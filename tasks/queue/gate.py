@@ -23,7 +23,7 @@ from prefect.exceptions import ObjectNotFound
 from prefect.states import Failed, Scheduled
 
 from tasks.queue.capacity import Capacity
-from tasks.queue.grants import PENDING_RESOURCES, Giver, Grant, no_grant
+from tasks.queue.grants import PENDING_RESOURCES, Giver, Grant, no_grant, on_nodes
 from tasks.queue.lease import GateLease, Holding
 from tasks.queue.ledger import Entry
 from tasks.queue.look import Look, Looker
@@ -99,6 +99,9 @@ class Gate:
                 holding.check()
                 if not doomed.entry.waits_in_process:
                     await self._fail(doomed.entry, f"{doomed.kind.value}: {doomed.message}")
+            for entry, gpus in look.moved:
+                holding.check()
+                await self._client.update_flow_run_labels(entry.id, on_nodes(gpus))
             started = self._left_over(look, may_start, in_flight)
             again = [(entry, entry.grant.nodes) for entry in look.resumed if entry.grant]
             for entry, gpus in (*again, *look.admitted):
@@ -109,6 +112,7 @@ class Gate:
     def _has_work(self, look: Look, may_start: Callable[[Entry], bool]) -> bool:
         return bool(
             look.stuck
+            or look.moved
             or any(not one.entry.waits_in_process for one in look.doomed)
             or any(may_start(entry) for entry in look.resumed)
             or any(may_start(entry) for entry, _gpus in look.admitted)

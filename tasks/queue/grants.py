@@ -81,12 +81,17 @@ class Grant:
     def labels(self) -> dict[str, Any]:
         """What is noted on the flow run."""
         return {
-            NODES: ",".join(f"{node}:{gpus}" for node, gpus in self.nodes.items()) or "-",
+            **on_nodes(self.nodes),
             _STATE: self.state_id,
             _AT: self.at,
             _BY: str(self.by or ""),
             _GOES_ON: "",
         }
+
+
+def on_nodes(nodes: Mapping[str, int]) -> dict[str, Any]:
+    """The label that names the nodes of a grant."""
+    return {NODES: ",".join(f"{node}:{gpus}" for node, gpus in nodes.items()) or "-"}
 
 
 def grant_of(flow_run: FlowRun) -> Grant | None:

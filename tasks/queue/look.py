@@ -69,6 +69,8 @@ class Look:
     doomed: tuple[Doomed, ...] = ()
     #: Granted or submitted by a worker that has not come further with them.
     stuck: tuple[Entry, ...] = ()
+    #: They have taken their GPUs elsewhere than they were granted them: `gpus[node name]` each.
+    moved: tuple[tuple[Entry, Mapping[str, int]], ...] = ()
     #: They have their gang, and wait for a new process only.
     resumed: tuple[Entry, ...] = ()
     #: Why each of the others waits, by flow run id.
@@ -150,6 +152,7 @@ class Looker:
             admitted=tuple(decision.admitted),
             doomed=tuple(doomed),
             stuck=stuck,
+            moved=tuple(decision.moved),
             resumed=tuple(entry for entry in ledger.holding if entry.goes_on and _is_due(entry)),
             messages=decision.messages,
             starts_at=decision.starts_at,

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import pytest
 
 from tasks.gang.demand import Demand
-from tasks.gang.free import GangHold, free_of
+from tasks.gang.free import GangHold, as_promised, free_of, moved
 from tasks.gang.nodes import Cluster, Node
 from tasks.gang.policy import Held, NodeFree, Waiting, plan
 
@@ -167,3 +167,46 @@ def test_a_promise_follows_its_node_when_that_gets_or_loses_a_suffix(
     _, found = free_of(cluster(*nodes), [hold("run", 1, 8, **promised)])
 
     assert found == {"run": held}
+
+
+def two_nodes(taken: dict[str, dict[str, float]]) -> Cluster:
+    nodes = (Node(name="n1", gpus=8), Node(name="n2", gpus=8))
+    return Cluster(key="http://ray:8265", nodes=nodes, taken=taken, is_live=True)
+
+
+def promise(run_id: str, gpus: dict[str, int]) -> GangHold:
+    wide = max(gpus.values())
+    demand = Demand(nodes=len(gpus), gpus_per_node=wide, cpus_per_gpu=1)
+    return GangHold(run_id=run_id, demand=demand, gpus=gpus)
+
+
+def test_a_run_that_ends_and_the_one_that_took_its_place_both_count() -> None:
+    """The first has given its GPUs back to Ray, which has put the second there."""
+    holds = [promise("ending", {"n1": 6}), promise("next", {"n2": 7})]
+    cluster = two_nodes({"next": {"n1": 7.0}})
+
+    nodes, held = free_of(cluster, holds)
+    nodes = as_promised(cluster, nodes, held, holds)
+
+    on = {node.name: sum(one.get(node.name, 0) for one in held.values()) for node in nodes}
+    assert [node.gpus - on[node.name] for node in nodes] == [-5, 1]
+
+
+def test_a_promise_follows_a_run_as_soon_as_nobody_else_was_promised_that() -> None:
+    holds = [promise("ending", {"n1": 6}), promise("next", {"n2": 7})]
+    cluster = two_nodes({"next": {"n1": 7.0}})
+    _nodes, held = free_of(cluster, holds)
+
+    at_first = moved(cluster, held, holds)
+    then = moved(cluster, held, holds[1:])
+
+    assert at_first == {}
+    assert then == {"next": {"n1": 7}}
+
+
+def test_a_run_that_has_not_taken_all_keeps_its_promise() -> None:
+    holds = [promise("a", {"n2": 7})]
+    cluster = two_nodes({"a": {"n1": 3.0}})
+    _nodes, held = free_of(cluster, holds)
+
+    assert moved(cluster, held, holds) == {}
