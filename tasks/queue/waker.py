@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable
 from types import TracebackType
 
@@ -39,6 +40,16 @@ class Waker:
         self._woken = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._timer: asyncio.TimerHandle | None = None
+        #: When the stream of events was cut last, by the loop's clock: the server was away then.
+        self._cut_at = -math.inf
+
+    def was_cut_since(self, at: float) -> bool:
+        """Whether the server was away at some time since, as far as this process knows.
+
+        Args:
+            at: by the clock of the loop.
+        """
+        return self._cut_at >= at
 
     async def __aenter__(self) -> Waker:
         self._tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._work())]
@@ -92,6 +103,7 @@ class Waker:
                     async for _event in subscriber:
                         self._woken.set()
             except Exception as error:
+                self._cut_at = asyncio.get_running_loop().time()
                 _log.debug("no events, again in %.0f s: %r", again_s, error)
             await asyncio.sleep(again_s)
             again_s = min(2 * again_s, _AGAIN_AT_MOST_S)

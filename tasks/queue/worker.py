@@ -14,10 +14,10 @@ from typing import Any
 from uuid import UUID
 
 import httpx
-from prefect.client.schemas.objects import FlowRun
+from prefect.client.schemas.objects import FlowRun, State
 from prefect.client.schemas.responses import WorkerFlowRunResponse
 from prefect.exceptions import PrefectException
-from prefect.states import Cancelled
+from prefect.states import Cancelled, Scheduled
 from prefect.workers.process import (
     ProcessJobConfiguration,
     ProcessVariables,
@@ -30,6 +30,7 @@ from tasks.gang.settings import PoolSettings
 from tasks.queue.artifacts import QueueArtifacts
 from tasks.queue.capacity import Capacity
 from tasks.queue.gate import Gate
+from tasks.queue.grants import PENDING_RESOURCES
 from tasks.queue.lease import LeaseLost
 from tasks.queue.ledger import TYPE, Entry
 from tasks.queue.look import Look
@@ -41,6 +42,9 @@ _AGAIN_S = 2.0
 #: A run that was handed over has left its Scheduled state by then, or never will.
 _HANDED_OVER_WITHIN_S = 5.0
 _ASKED_EVERY_S = 0.02
+#: A stream of events that was cut shortly before a process began was cut for it, too.
+_CUT_BEFORE_S = 10.0
+_SETTLED_AFTER_TRIES = 15
 #: Each time is a write for the server, which counts a queue as served for 60 s after.
 _SERVED_EVERY_S = 10.0
 
@@ -79,18 +83,40 @@ class GangWorker(ProcessWorker):
         task_status: Any = None,
     ) -> ProcessWorkerResult:
         """Run a flow run's process to its end, and leave no flow run that only seems to hold."""
+        began = asyncio.get_running_loop().time()
         result = await super().run(flow_run, configuration, task_status)
-        await self._settle(flow_run.id)
+        is_cut = self._waker is not None and self._waker.was_cut_since(began - _CUT_BEFORE_S)
+        for _try in range(_SETTLED_AFTER_TRIES):
+            try:
+                if await self._settle(flow_run, may_send_back=is_cut and result.status_code != 0):
+                    return ProcessWorkerResult(status_code=0, identifier=result.identifier)
+                break
+            except (httpx.HTTPError, PrefectException) as error:
+                self._logger.debug("%s is not settled: %r", flow_run.id, error)
+                await asyncio.sleep(_AGAIN_S)
         return result
 
-    async def _settle(self, flow_run_id: UUID) -> None:
-        """Cancelled before its process had begun, a flow run would be Cancelling for ever: the
-        process leaves it so, and Prefect's worker can't end what has no pid yet."""
-        with contextlib.suppress(httpx.HTTPError, PrefectException):
-            state = (await self.client.read_flow_run(flow_run_id)).state
-            if state is not None and state.is_cancelling():
-                message = "cancelled; its process has ended"
-                await self.client.set_flow_run_state(flow_run_id, Cancelled(message=message))
+    async def _settle(self, flow_run: FlowRun, *, may_send_back: bool) -> bool:
+        """Whether a flow run whose process has ended was sent back, because that could not begin.
+
+        Cancelled before its process had begun, a flow run would be Cancelling for ever: Prefect's
+        worker can't end what has no pid yet. And a process that finds its server away as it begins
+        ends at once, which is no fault of the run: it would be Crashed.
+        """
+        state = (await self.client.read_flow_run(flow_run.id)).state
+        if state is not None and state.is_cancelling():
+            message = "cancelled; its process has ended"
+            await self.client.set_flow_run_state(flow_run.id, Cancelled(message=message))
+        if state is None or not state.is_pending() or not may_send_back:
+            return False
+        nothing = {"infrastructure_pid": None}
+        path = "/flow_runs/{id}"
+        await self.client.request("PATCH", path, path_params={"id": flow_run.id}, json=nothing)
+        message = "the Prefect server was away when its process began: it waits again"
+        due = flow_run.expected_start_time
+        back: State[Any] = Scheduled(name=PENDING_RESOURCES, scheduled_time=due, message=message)
+        await self.client.set_flow_run_state(flow_run.id, back)
+        return True
 
     async def _get_scheduled_flow_runs(self) -> list[WorkerFlowRunResponse]:
         """What is to be started now: the one place where this differs from a process worker."""
