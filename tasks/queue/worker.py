@@ -110,8 +110,8 @@ class GangWorker(ProcessWorker):
         if state is None or not state.is_pending() or not may_send_back:
             return False
         nothing = {"infrastructure_pid": None}
-        path = "/flow_runs/{id}"
-        await self.client.request("PATCH", path, path_params={"id": flow_run.id}, json=nothing)
+        which = {"id": flow_run.id}
+        await self.client.request("PATCH", "/flow_runs/{id}", path_params=which, json=nothing)
         message = "the Prefect server was away when its process began: it waits again"
         due = flow_run.expected_start_time
         back: State[Any] = Scheduled(name=PENDING_RESOURCES, scheduled_time=due, message=message)
