@@ -153,6 +153,9 @@ class Gate:
             state = self._waiting_state(entry.flow_run, message)
             if await self._set(entry.flow_run, state) is None:
                 return
+            # A cancel would wait for a process on record for ever.
+            which, nothing = {"id": entry.id}, {"infrastructure_pid": None}
+            await self._client.request("PATCH", "/flow_runs/{id}", path_params=which, json=nothing)
         await self._client.update_flow_run_labels(entry.id, no_grant())
 
     async def _fail(self, entry: Entry, message: str) -> None:
