@@ -10,7 +10,6 @@ from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 from prefect.states import Cancelled, Completed, Failed
 
-from tasks.queue.admission import Admitted, Refused, admitted
 from tasks.run.errors import InvalidSpec, RunEnded
 from tasks.run.failure_kinds import FailureKind
 from tasks.run.lifecycle import RunState
@@ -80,6 +79,9 @@ def _admit(run: RunSession) -> State[None]:
         return Completed(message="no GPUs are asked for")
     if run.adopts and run.record.adoptable() is not None:
         return Completed(message="its jobs go on, on the GPUs that they have")
+    # Here, since it takes a tenth of a second, which a run without a gang need not wait.
+    from tasks.queue.admission import Admitted, Refused, admitted
+
     outcome = admitted(
         run.flow_run_id,
         is_first=run.record.attempts == 0,

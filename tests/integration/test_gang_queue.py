@@ -265,6 +265,7 @@ def test_run_that_is_started_directly_waits_in_line_and_can_be_interrupted(
     says(first, "waits for holder")
 
 
+@pytest.mark.thorough
 def test_run_past_the_gate_waits_in_its_own_process(server: Server, tmp_path: Path) -> None:
     """A worker of another type serves the pool: it starts whatever is due."""
     ground = Ground(home=tmp_path, api=server.api)
@@ -317,6 +318,7 @@ def test_second_process_of_a_run_leaves_it_to_the_first(pool: GangPool) -> None:
     assert [line["what"] for line in pool.noted(run)] == ["start", "placed"]
 
 
+@pytest.mark.thorough
 def test_line_is_kept_by_two_workers_of_which_one_is_killed(server: Server, tmp_path: Path) -> None:
     """By the server's history and the components' own word: order, GPUs, and nothing twice."""
     random, nodes = Random(5), {"m1": 8, "m2": 8}
