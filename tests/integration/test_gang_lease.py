@@ -84,7 +84,8 @@ def test_killed_gate_is_followed_by_another_hosts(gates: Gates) -> None:
     assert {pid for pid, _taking, _what in gates.lines()} == {first, second}
 
 
-@pytest.mark.parametrize("host", ["there", pytest.param("here", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("host", ["there", "here"])
 def test_suspended_gate_writes_nothing_once_another_may_decide(gates: Gates, host: str) -> None:
     victim = gates.start("here", **SOON, writes=1000)
     os.kill(gates.holder(), signal.SIGSTOP)

@@ -157,6 +157,7 @@ def test_run_of_a_higher_queue_goes_first(pool: GangPool) -> None:
     says(idle, f"behind {usual.name}")
 
 
+@pytest.mark.thorough
 def test_backfill_lets_a_short_run_pass_and_no_long_one(pool: GangPool) -> None:
     pool.change(policy="backfill")
     pool.hold({"n1": 8}, hours=4)
@@ -171,6 +172,7 @@ def test_backfill_lets_a_short_run_pass_and_no_long_one(pool: GangPool) -> None:
     assert says(head, "waits for").startswith("asks for 2 nodes with 8 GPUs each")
 
 
+@pytest.mark.thorough
 def test_paused_pool_starts_nothing_says_so_and_resumes(pool: GangPool) -> None:
     pool.patch(is_paused=True)
     run = pool.submit(pool.spec())
@@ -181,6 +183,7 @@ def test_paused_pool_starts_nothing_says_so_and_resumes(pool: GangPool) -> None:
     assert given(run) == "n1:1"
 
 
+@pytest.mark.thorough
 def test_drained_node_gets_no_new_gang(pool: GangPool) -> None:
     pool.change(drained=("n1",))
     pool.hold({"n2": 8})
@@ -190,6 +193,7 @@ def test_drained_node_gets_no_new_gang(pool: GangPool) -> None:
     says(run, "waits for holder-n2 to end", "would fit but for what is drained: n1")
 
 
+@pytest.mark.thorough
 def test_limit_of_a_tag_holds_back_only_its_own(pool: GangPool) -> None:
     pool.change(limits={"team": 10})
     pool.hold({"n1": 8}, tags=["team"])

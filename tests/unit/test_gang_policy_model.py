@@ -95,7 +95,7 @@ passes = st.builds(
 
 
 #: No deadline: what a pass takes is a benchmark's business.
-thousands = settings(max_examples=2000, deadline=None)
+thousands = settings(max_examples=1500, deadline=None)
 hundreds = settings(max_examples=400, deadline=None)
 
 
