@@ -86,13 +86,8 @@ class Decision:
                 message = words.paused(demand, pool.name)
             elif queue is not None and queue.is_paused:
                 message = words.paused(demand, pool.name, queue.name)
-            elif self._places_left() == 0:
-                message = words.at_pool_limit(
-                    demand, pool.name, pool.work_pool.concurrency_limit or 0
-                )
-            elif queue is not None and self._places_left(entry.queue) == 0:
-                limit = queue.concurrency_limit or 0
-                message = words.at_pool_limit(demand, f"{pool.name}/{queue.name}", limit)
+            else:
+                message = self._full(entry, self._places_left(), self._places_left(entry.queue))
         if message is not None:
             self.messages[entry.id] = message
         return message is not None
@@ -109,6 +104,18 @@ class Decision:
             return None
         return max(0, limit - self._ledger.running_in(self._pool.name, queue))
 
+    def _full(self, entry: Entry, in_pool: int | None, in_queue: int | None) -> Message | None:
+        """Why a run waits where its pool, or its queue of the pool, has so many places left."""
+        pool = self._pool
+        if pool is None or 0 not in (in_pool, in_queue):
+            return None
+        if in_pool == 0:
+            limit = pool.work_pool.concurrency_limit or 0
+            return words.at_pool_limit(entry.ask.demand, pool.name, limit)
+        queue = pool.queues.get(entry.flow_run.work_queue_id or UUID(int=0))
+        limit = (queue.concurrency_limit if queue else 0) or 0
+        return words.at_pool_limit(entry.ask.demand, f"{pool.name}/{entry.queue}", limit)
+
     def _take_places(self, start: Sequence[tuple[Entry, Mapping[str, int]]]) -> None:
         left: dict[str | None, int | None] = {None: self._places_left()}
         for entry, gpus in start:
@@ -116,12 +123,8 @@ class Decision:
                 for key in (None, entry.queue):
                     if key not in left:
                         left[key] = self._places_left(key)
-                if any(left[key] == 0 for key in (None, entry.queue)):
-                    pool = self._pool
-                    limit = pool.work_pool.concurrency_limit if pool else 0
-                    self.messages[entry.id] = words.at_pool_limit(
-                        entry.ask.demand, pool.name if pool else "", limit or 0
-                    )
+                if (full := self._full(entry, left[None], left[entry.queue])) is not None:
+                    self.messages[entry.id] = full
                     continue
                 for key in (None, entry.queue):
                     count = left[key]

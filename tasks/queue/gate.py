@@ -56,10 +56,6 @@ class Gate:
         #: What each waiting run was told last: the state, and the key of its message.
         self._told: dict[UUID, tuple[UUID, str]] = {}
 
-    async def look(self, in_flight: Collection[UUID] = ()) -> Look:
-        """The queue now. Raises: httpx.HTTPError, PrefectException."""
-        return await self._looker.look(in_flight=frozenset(in_flight))
-
     async def decide(
         self,
         may_start: Callable[[Entry], bool],

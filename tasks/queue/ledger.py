@@ -167,9 +167,6 @@ class LedgerReader:
             is_cut=is_cut,
         )
 
-    async def one(self, flow_run_id: UUID) -> FlowRun:
-        return await self._client.read_flow_run(flow_run_id)
-
     async def _pools(self) -> dict[str, Pool]:
         pools = await self._client.read_work_pools(
             work_pool_filter=WorkPoolFilter(type=WorkPoolFilterType(any_=[TYPE]))

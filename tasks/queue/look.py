@@ -24,7 +24,7 @@ from tasks.queue.capacity import Capacity, NoCapacity
 from tasks.queue.decision import Decision
 from tasks.queue.grants import PENDING_RESOURCES, Giver
 from tasks.queue.ledger import WINDOW, Entry, Ledger, LedgerReader, Pool
-from tasks.queue.words import Message
+from tasks.queue.words import Message, one_line
 from tasks.run.failure_kinds import FailureKind
 from tasks.supervise.variables import holders_of
 
@@ -167,7 +167,7 @@ class Looker:
             self._settings = settings_of(pool.work_pool.base_job_template)
         except ValidationError as error:
             # The last good ones stay: a slip of the pen must not let a drained node be used.
-            return [f"the settings of the work pool {pool.name} can't be read: {error}"]
+            return [f"the settings of the work pool {pool.name} can't be read: {one_line(error)}"]
         return []
 
     def _is_stuck(self, entry: Entry, in_flight: frozenset[UUID], now: float) -> bool:

@@ -130,12 +130,6 @@ def no_answer(demand: Demand | None, address: str, error: object) -> Message:
     return _message(demand, text, key=f"no answer {address}")
 
 
-def spoilt_settings(demand: Demand | None, pool: str, error: object) -> Message:
-    """Why a run waits whose pool has settings that can't be read."""
-    text = f"waits, as the settings of the work pool {pool} can't be read: {one_line(error)}"
-    return _message(demand, text)
-
-
 def asks(demand: Demand | None) -> str:
     """`2 nodes with 8 GPUs each`."""
     if demand is None:

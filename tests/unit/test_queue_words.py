@@ -21,7 +21,6 @@ from tasks.queue.words import (
     message_of,
     no_answer,
     paused,
-    spoilt_settings,
     when,
 )
 
@@ -149,10 +148,6 @@ def test_what_is_free_is_told_largest_first(free: dict[str, int], said: str) -> 
         ),
         # a run that names no cluster
         (no_answer(SMALL, "", "the pool lists none"), "waits for nodes: the pool lists none"),
-        (
-            spoilt_settings(SMALL, "gang", "policy: 'lifo'"),
-            "waits, as the settings of the work pool gang can't be read: policy: 'lifo'",
-        ),
     ],
 )
 def test_each_reason_is_one_line_after_what_the_run_asks(message: Message, said: str) -> None:
