@@ -49,15 +49,19 @@ class QueueArtifacts:
         client: PrefectClient,
         *,
         every_s: float = 2.0,
+        renewed_every_s: float = 60.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
         Args:
             client: Stays the caller's to close.
             every_s: What changes sooner after the last change than so is left to a later `show`.
+            renewed_every_s: What was written so long ago is written again, changed or not: another
+                gate may have written meanwhile.
         """
         self._client = client
         self._every_s = every_s
+        self._renewed_every_s = renewed_every_s
         self._clock = clock
         self._ids: dict[str, UUID] = {}
         self._shown: dict[str, _Shown] = {}
@@ -81,18 +85,15 @@ class QueueArtifacts:
         else:
             self._has_failed = False
 
-    def forget(self) -> None:
-        """Take nothing for shown any more: another gate may have written meanwhile."""
-        self._ids.clear()
-        self._shown.clear()
-        self._told_at.clear()
-
     async def _keep(self, key: str, shown: _Shown, at: float) -> None:
         now = self._clock()
-        if self._shown.get(key) == shown or now - self._told_at.get(key, -1e9) < self._every_s:
+        is_same = self._shown.get(key) == shown
+        if now - self._told_at.get(key, -1e9) < (
+            self._renewed_every_s if is_same else self._every_s
+        ):
             return
         said = f"{shown.text}\n\nAs of {datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M:%S} UTC; "
-        said += "rewritten when it changes."
+        said += "rewritten when it changes, and each minute."
         content = {"description": said, "data": shown.rows}
         found = self._ids.get(key)
         if found is None or not await self._updated(found, content):

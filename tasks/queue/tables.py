@@ -141,6 +141,9 @@ def _queue_row(
         row["cluster"] = run.cluster or "-"
     starts_at = run.starts_at
     expected = "-" if starts_at is None else SOON if is_soon(starts_at, now) else ""
+    if not for_a_look:
+        # Of a table that is cut to the width of a page, the last columns are the ones not seen.
+        row["reason"] = run.reason
     if for_a_look:
         row["since (UTC)"] = clock(run.waiting_since, now)
         row["for"] = lasting(now - run.waiting_since)
@@ -152,7 +155,7 @@ def _queue_row(
         row["queue"] = run.queue or "-"
     if columns.tags:
         row["tags"] = ", ".join(run.tags) or "-"
-    return {**row, "reason": run.reason}
+    return row | {"reason": run.reason}
 
 
 def _node_row(node: NodeUse, several: bool, counts_cpus: bool) -> dict[str, object]:

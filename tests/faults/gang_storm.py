@@ -85,9 +85,9 @@ class Storm:
     runs: int
     #: How a run may end, by flow run id, where not as completed.
     may_end: dict[str, frozenset[str]] = field(default_factory=dict)
-    #: How long a run may come after a younger one beside which it fits: a server on SQLite keeps
-    #: a writer waiting for as long as 60 s at times.
-    late_s: float = 75.0
+    #: How long a run may come after a younger one beside which it fits: the time from its grant to
+    #: PENDING, on a machine whose every core is taken by the flow processes of the storm.
+    late_s: float = 20.0
     #: What was done to it.
     done: list[str] = field(default_factory=list)
 
@@ -248,7 +248,8 @@ def _says(log: Path, text: str) -> bool:
 
 def lose_host(storm: Storm) -> None:
     """One of two workers is killed, the one that has just been given a run."""
-    storm.late_s = 90.0
+    # What a worker that is lost had begun is taken back by the other host's only later.
+    storm.late_s = 60.0
     with _hosts(storm) as pids:
         storm.until_ended(1 / 3)
         name = until(lambda: _starting_host(storm), "one is pending")
