@@ -1,0 +1,286 @@
+"""Which entrypoint a request goes to: that of its session, else the one with the least to do.
+
+Pure: no clock and no I/O. A choice takes the same time with three entrypoints as with thousands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+
+#: Sessions that are remembered; the one that was used least recently is forgotten first.
+MAX_SESSIONS = 200_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entrypoint:
+    """A server that accepts rollout requests, in one incarnation of its group."""
+
+    rank: int
+    epoch: int
+    #: `http://host:port`.
+    url: str
+    #: False: chosen only when no preferred one is left, because its last answers were missing.
+    is_preferred: bool = True
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """By which it is known: another epoch is another entrypoint."""
+        return self.rank, self.epoch
+
+
+class NoEntrypoint(Exception):
+    """Nobody can take the request: tell the client why, at once. See `Full` for one that waits."""
+
+    def __init__(self, reason: str, *, is_draining: bool = False) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        #: There are servers, but new requests are held off on purpose.
+        self.is_draining = is_draining
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _no_entrypoint, (self.reason, self.is_draining)
+
+
+class Full(Exception):
+    """All that could take the request are at their limit: ask again once a request is done."""
+
+    def __init__(self, session_key: tuple[int, int] | None) -> None:
+        super().__init__(session_key)
+        #: The one entrypoint that it waits for, that of its session; None: any.
+        self.session_key = session_key
+
+
+def _no_entrypoint(reason: str, is_draining: bool) -> NoEntrypoint:
+    return NoEntrypoint(reason, is_draining=is_draining)
+
+
+@dataclass(slots=True, eq=False)
+class _Slot:
+    entrypoint: Entrypoint
+    #: Requests that were sent there and are not done.
+    outstanding: int = 0
+
+
+class _Ladder:
+    """Slots by how much they have outstanding, each step in the order in which they came there.
+
+    Taking the oldest of the lowest step is "least outstanding, round robin among ties".
+    """
+
+    def __init__(self) -> None:
+        # a dict as an ordered set
+        self._steps: dict[int, dict[tuple[int, int], _Slot]] = {}
+        self._lowest = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._steps)
+
+    def add(self, slot: _Slot) -> None:
+        if not self._steps or slot.outstanding < self._lowest:
+            self._lowest = slot.outstanding
+        self._steps.setdefault(slot.outstanding, {})[slot.entrypoint.key] = slot
+
+    def remove(self, slot: _Slot) -> None:
+        step = self._steps[slot.outstanding]
+        del step[slot.entrypoint.key]
+        if not step:
+            del self._steps[slot.outstanding]
+            if slot.outstanding == self._lowest and self._steps:
+                self._lowest = min(self._steps)
+
+    def move(self, slot: _Slot, by: int) -> None:
+        """One step up or down, without a look at the other steps."""
+        step = self._steps[slot.outstanding]
+        del step[slot.entrypoint.key]
+        if not step:
+            del self._steps[slot.outstanding]
+            if slot.outstanding == self._lowest:
+                self._lowest += by
+        slot.outstanding += by
+        self._lowest = min(self._lowest, slot.outstanding)
+        self._steps.setdefault(slot.outstanding, {})[slot.entrypoint.key] = slot
+
+    def lowest(self) -> _Slot:
+        return next(iter(self._steps[self._lowest].values()))
+
+    def rising(self) -> Iterator[_Slot]:
+        for count in sorted(self._steps):
+            yield from self._steps[count].values()
+
+
+class Router:
+    """The entrypoints that may be chosen now, what each has outstanding, and the sessions.
+
+    Args:
+        max_sessions: see `MAX_SESSIONS`.
+        limit: requests that one entrypoint may have outstanding; None: any number.
+    """
+
+    def __init__(self, *, max_sessions: int = MAX_SESSIONS, limit: int | None = None) -> None:
+        if max_sessions < 1 or (limit is not None and limit < 1):
+            raise ValueError(f"max_sessions {max_sessions} and limit {limit} must be 1 or more")
+        self._max_sessions = max_sessions
+        self._limit = limit
+        self._active: dict[tuple[int, int], _Slot] = {}
+        #: Those that have left while something was outstanding there.
+        self._leaving: dict[tuple[int, int], _Slot] = {}
+        self._preferred, self._others = _Ladder(), _Ladder()
+        #: In the order of their last use.
+        self._sessions: dict[str, tuple[int, int]] = {}
+        self._total = 0
+        self._why_none = "none has started yet"
+        self._why_paused: str | None = None
+        self._listeners: list[Callable[[tuple[Entrypoint, ...]], None]] = []
+
+    def set(self, entrypoints: Iterable[Entrypoint], *, why_none: str = "") -> None:
+        """Choose from these from now on.
+
+        What is outstanding on one that stays, by rank and epoch, stays counted; on one that
+        leaves, it is counted until it is done.
+
+        Args:
+            why_none: what to tell clients when there is none among them.
+        """
+        wanted = {entrypoint.key: entrypoint for entrypoint in entrypoints}
+        self._why_none = why_none or "all are down"
+        gone = [slot for key, slot in self._active.items() if key not in wanted]
+        for slot in gone:
+            self._ladder(slot).remove(slot)
+            del self._active[slot.entrypoint.key]
+            if slot.outstanding:
+                self._leaving[slot.entrypoint.key] = slot
+        for key, entrypoint in wanted.items():
+            active = self._active.get(key)
+            if active is not None and active.entrypoint == entrypoint:
+                continue
+            if active is None:
+                active = self._leaving.pop(key, None) or _Slot(entrypoint)
+                self._active[key] = active
+            else:
+                self._ladder(active).remove(active)
+            active.entrypoint = entrypoint
+            self._ladder(active).add(active)
+        self._tell(tuple(slot.entrypoint for slot in gone))
+
+    def pause(self, why: str) -> None:
+        """Take no new requests, though there may be entrypoints, until `resume`."""
+        self._why_paused = why
+        self._tell(())
+
+    def resume(self) -> None:
+        self._why_paused = None
+        self._tell(())
+
+    def listen(self, listener: Callable[[tuple[Entrypoint, ...]], None]) -> None:
+        """Have it told each `set`, `pause` and `resume`, with the entrypoints that have left."""
+        self._listeners.append(listener)
+
+    def pick(
+        self, session: str | None, exclude: Collection[int] = (), *, is_retry: bool = False
+    ) -> Entrypoint:
+        """An entrypoint for one request, which counts as outstanding there until it is `done`.
+
+        Args:
+            session: keeps its entrypoint as long as that one is active and preferred.
+            exclude: ranks that are not wanted, because they were tried.
+            is_retry: the request was taken before, so a pause does not concern it.
+
+        Raises:
+            NoEntrypoint: none is active and wanted. The session is forgotten.
+            Full: all of those are at their limit.
+        """
+        try:
+            slot = self._choose(session, exclude, is_retry)
+        except NoEntrypoint:
+            if session is not None:
+                self._sessions.pop(session, None)
+            raise
+        if session is not None:
+            self._remember(session, slot.entrypoint.key)
+        self._move(slot, 1)
+        return slot.entrypoint
+
+    def done(self, entrypoint: Entrypoint) -> None:
+        """The request that got this entrypoint has ended, one way or the other.
+
+        Raises: ValueError, when nothing is outstanding there.
+        """
+        slot = self._active.get(entrypoint.key) or self._leaving.get(entrypoint.key)
+        if slot is None or not slot.outstanding:
+            raise ValueError(f"nothing is outstanding on rank {entrypoint.rank}")
+        self._move(slot, -1)
+
+    def outstanding_of(self, rank: int, epoch: int) -> int:
+        """Requests of this incarnation that are not done; 0 where it is not known."""
+        slot = self._active.get((rank, epoch)) or self._leaving.get((rank, epoch))
+        return slot.outstanding if slot else 0
+
+    @property
+    def outstanding(self) -> int:
+        """Requests that are not done, on entrypoints that have left too."""
+        return self._total
+
+    @property
+    def entrypoints(self) -> tuple[Entrypoint, ...]:
+        return tuple(slot.entrypoint for slot in self._active.values())
+
+    @property
+    def concurrency(self) -> int | None:
+        """Requests that the entrypoints take at once; None: any number."""
+        return None if self._limit is None else self._limit * len(self._active)
+
+    def _choose(self, session: str | None, exclude: Collection[int], is_retry: bool) -> _Slot:
+        if self._why_paused is not None and not is_retry:
+            raise NoEntrypoint(self._why_paused, is_draining=True)
+        if session is not None:
+            own = self._active.get(self._sessions.get(session, (-1, -1)))
+            if own and own.entrypoint.rank not in exclude and self._may_keep(own):
+                if self._is_full(own):
+                    raise Full(own.entrypoint.key)
+                return own
+        for ladder in (self._preferred, self._others):
+            if (slot := _least(ladder, exclude)) is not None:
+                if self._is_full(slot):
+                    raise Full(None)
+                return slot
+        if not self._active:
+            raise NoEntrypoint(f"no active rollout worker: {self._why_none}")
+        ranks = ", ".join(map(str, sorted(exclude)))
+        raise NoEntrypoint(f"no active rollout worker: none is left besides rank {ranks}")
+
+    def _may_keep(self, slot: _Slot) -> bool:
+        return slot.entrypoint.is_preferred or not self._preferred
+
+    def _is_full(self, slot: _Slot) -> bool:
+        return self._limit is not None and slot.outstanding >= self._limit
+
+    def _remember(self, session: str, key: tuple[int, int]) -> None:
+        self._sessions.pop(session, None)
+        self._sessions[session] = key
+        if len(self._sessions) > self._max_sessions:
+            del self._sessions[next(iter(self._sessions))]
+
+    def _move(self, slot: _Slot, by: int) -> None:
+        self._total += by
+        if slot.entrypoint.key in self._active:
+            self._ladder(slot).move(slot, by)
+        else:
+            slot.outstanding += by
+            if not slot.outstanding:
+                del self._leaving[slot.entrypoint.key]
+
+    def _ladder(self, slot: _Slot) -> _Ladder:
+        return self._preferred if slot.entrypoint.is_preferred else self._others
+
+    def _tell(self, gone: tuple[Entrypoint, ...]) -> None:
+        for listener in tuple(self._listeners):
+            listener(gone)
+
+
+def _least(ladder: _Ladder, exclude: Collection[int]) -> _Slot | None:
+    if not ladder:
+        return None
+    if not exclude:
+        return ladder.lowest()
+    return next((slot for slot in ladder.rising() if slot.entrypoint.rank not in exclude), None)
