@@ -32,6 +32,7 @@ from prefect.client.schemas.filters import (
 )
 from prefect.states import Running
 
+from tasks.fleet_events import FleetWords, RecoveryRuns
 from tasks.run.attempts import table_of
 from tasks.run.events import Event
 from tasks.session import RunSession, event_listeners
@@ -77,6 +78,11 @@ class Reporter:
         self._told_step_at = 0.0
         self._progress_id: UUID | None = None
         self._attempts_id: UUID | None = None
+        fleet = run.spec.fleet
+        self._fleet = FleetWords(fleet.engines) if fleet is not None else None
+        self._recoveries = RecoveryRuns(flow_run_id)
+        self._is_running = False
+        self._told_running = ""
         # Prefect's logger and artifacts find their flow run by the context.
         context = contextvars.copy_context()
         self._thread = threading.Thread(
@@ -98,6 +104,7 @@ class Reporter:
     ) -> None:
         event_listeners.reset(self._token)
         _reporter.reset(self._own_token)
+        self._jobs.put(self._recoveries.abandon)
         self._jobs.put(None)
         self._thread.join(_CLOSE_WITHIN_S)
         self._closed.set()
@@ -110,6 +117,8 @@ class Reporter:
 
     def observe(self, event: Event) -> None:
         """Take in an event of the run. Returns at once."""
+        if self._fleet is not None and self._fleet.observe(event):
+            self._jobs.put(self._tell_running)
         match event.name:
             case "attempt.begun" | "attempt.decided":
                 self._jobs.put(self._tell_attempts)
@@ -127,8 +136,14 @@ class Reporter:
             case "component.starting":
                 self.say_state(f"starting {event.component}")
             case "attempt.ready":
-                self.say_state(f"running: {', '.join(self._run.components)}")
+                self._is_running, self._told_running = True, ""
+                self._jobs.put(self._tell_running)
+            case "rollout.recovery.begun":
+                self._jobs.put(lambda: self._recoveries.begun(event.fields))
+            case "rollout.recovery.ended":
+                self._jobs.put(lambda: self._recoveries.ended(event.fields))
             case "teardown.begun":
+                self._is_running = False
                 self.say_state(f"stopping: {event.fields['reason']}")
             case "run.progress":
                 self._step = event.fields["step"]
@@ -156,14 +171,22 @@ class Reporter:
 
     def say_state(self, message: str) -> None:
         """See `say_state`. Returns at once."""
+        self._jobs.put(lambda: self._tell_state(message))
 
-        def tell() -> None:
-            get_run_logger().info(message)
-            with get_client(sync_client=True) as client:
-                # Not forced: a run that is being cancelled keeps that state.
-                client.set_flow_run_state(self._flow_run_id, Running(message=message))
+    def _tell_state(self, message: str) -> None:
+        get_run_logger().info(message)
+        with get_client(sync_client=True) as client:
+            # Not forced: a run that is being cancelled keeps that state.
+            client.set_flow_run_state(self._flow_run_id, Running(message=message))
 
-        self._jobs.put(tell)
+    def _tell_running(self) -> None:
+        """What runs, as it is by now; a fleet changes faster than a server is told."""
+        message = f"running: {', '.join(self._run.components)}"
+        if degraded := str(self._fleet or ""):
+            message += f"; {degraded}"
+        if self._is_running and message != self._told_running:
+            self._told_running = message
+            self._tell_state(message)
 
     def _tell_progress(self) -> None:
         progress, step = self._run.spec.progress, self._step

@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from prefect.logging.handlers import PrefectConsoleHandler
 from rich.console import Console
@@ -114,6 +115,14 @@ class Terminal:
                 self.say(f"{name}: can't be ended: {left}", "bold red")
             case "component.diagnosed":
                 self.say(f"{name}: what it was doing is in {fields['path']}")
+            case "rollout.server.died":
+                self.say(f"{name}: server {fields['rank']} died: {fields['why']}", "yellow")
+            case "rollout.recovery.ended":
+                self._show_recovery(name, fields)
+            case "rollout.incident.begun" | "rollout.warning":
+                self.say(f"{name}: {fields.get('why') or fields.get('message')}", "yellow")
+            case "rollout.failed":
+                self.say(f"{name}: {fields['reason']}", "bold red")
             case "probe.failed" if fields.get("probe") == "live":
                 self.say(f"{name}: {fields['reason']} (miss {fields['misses']})", "yellow")
             case "run.progress":
@@ -163,6 +172,13 @@ class Terminal:
             self.say(f"log {self._directory / (failure['component'] + '.log')}; its last lines:")
             for line in failure["log_tail"].splitlines()[-12:]:
                 self._console.print(f"         | {escape(line)}", soft_wrap=True)
+
+    def _show_recovery(self, name: str, fields: Mapping[str, Any]) -> None:
+        ranks, took_s = ", ".join(map(str, fields["ranks"])), fields["took_s"]
+        if fields["outcome"] == "recovered":
+            self.say(f"{name}: server {ranks} is back after {took_s:.1f} s", "green")
+        elif fields["outcome"] == "failed":
+            self.say(f"{name}: server {ranks} is not back: {fields['message']}", "yellow")
 
     def _show_curve(self) -> None:
         if self._directory is None:

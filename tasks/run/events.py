@@ -62,10 +62,17 @@ class EventLog:
         self._clock = clock
         self._lock = threading.RLock()
 
-    def emit(self, name: str, component: str | None = None, **fields: Any) -> None:
+    def emit(
+        self, name: str, component: str | None = None, *, at: float | None = None, **fields: Any
+    ) -> None:
+        """
+        Args:
+            at: UTC epoch seconds of what another process saw; None: now.
+        """
         with self._lock:
             clean = {key: self._clean(value) for key, value in fields.items()}
-            event = Event(at=self._clock(), name=name, component=component, fields=clean)
+            seen_at = self._clock() if at is None else at
+            event = Event(at=seen_at, name=name, component=component, fields=clean)
             try:
                 with self._path.open("a", encoding="utf-8") as f:
                     f.write(event.as_line() + "\n")

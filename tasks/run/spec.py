@@ -275,6 +275,12 @@ class RunSpec(Model):
             if isinstance(component, Component)
         }
 
+    @property
+    def fleet(self) -> Rollout | None:
+        """The component `rollout`; None where the run has none."""
+        fleet = self.components.get("rollout")
+        return fleet if isinstance(fleet, Rollout) else None
+
     def on_exit_zero(self, name: str) -> OnExitZero:
         """What an exit 0 of this component means: as written, else as its name says."""
         component = self.components[name]

@@ -1,0 +1,184 @@
+"""What the process of a fleet says: brought into the run's events, and into its flow run."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+from prefect import Task
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.objects import State
+from prefect.states import Cancelled, Completed, Failed, Running
+
+from tasks.rollout.states import SERVING, GroupState
+from tasks.run.events import Event
+
+_log = logging.getLogger(__name__)
+
+COMPONENT = "rollout"
+_LOOK_EVERY_S = 0.1
+#: Names of ours, which a field of the fleet's can't have beside them.
+_TAKEN = frozenset({"at", "event", "name", "component"})
+
+
+class FleetTail:
+    """Tells the run what the fleet's process writes to its file, a JSON object a line.
+
+    Looks from a thread of its own, from `start` to `close`, which brings in what is left. A file
+    that is not there yet, or a line that is none, costs a warning at most.
+    """
+
+    def __init__(self, path: Path, emit: Callable[..., None]) -> None:
+        """
+        Args:
+            emit: `EventLog.emit` of the run.
+        """
+        self._path = path
+        self._emit = emit
+        self._read_bytes = 0
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="fleet-tail", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """Once the process has ended; any number of times."""
+        self._closing.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def look(self) -> None:
+        """Tell the lines that were completed since the last look."""
+        try:
+            with self._path.open("rb") as f:
+                f.seek(self._read_bytes)
+                whole, end, _ = f.read().rpartition(b"\n")
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            _log.warning("%s can't be read: %s", self._path, error)
+            return
+        # Before they are told: a line that can't be is not told again and again.
+        self._read_bytes += len(whole) + len(end)
+        for line in whole.splitlines():
+            self._tell(line)
+
+    def _follow(self) -> None:
+        is_last = False
+        while not is_last:
+            # Asked first, so that what was written before the end is looked at after it.
+            is_last = self._closing.wait(_LOOK_EVERY_S)
+            try:
+                self.look()
+            except Exception:
+                _log.exception("%s: events of the fleet are lost", self._path)
+
+    def _tell(self, line: bytes) -> None:
+        try:
+            content = json.loads(line)
+            name, at = str(content["event"]), float(content["at"])
+        except (ValueError, KeyError, TypeError) as error:
+            _log.warning("%s: not an event: %r: %r", self._path, line[:200], error)
+            return
+        fields = {key: value for key, value in content.items() if key not in _TAKEN}
+        self._emit(name, COMPONENT, at=at, **fields)
+
+
+class FleetWords:
+    """How many engines of a fleet serve, in words, from its events."""
+
+    def __init__(self, engines: int) -> None:
+        self._engines = engines
+        self._states: dict[int, GroupState] = {}
+
+    def observe(self, event: Event) -> bool:
+        """Take in an event of the run; whether the words may have changed by it."""
+        if event.name == "attempt.begun":
+            self._states.clear()
+        elif event.name == "rollout.group.state":
+            self._states[event.fields["group"]] = GroupState(event.fields["after"])
+            return True
+        return False
+
+    def __str__(self) -> str:
+        """`rollout 2 of 3 engines serve`; empty while all do."""
+        serving = sum(state in SERVING for state in self._states.values())
+        if not self._states or serving == self._engines:
+            return ""
+        return f"{COMPONENT} {serving} of {self._engines} engines serve"
+
+
+class RecoveryRuns:
+    """A task run of the flow run for each recovery of a group, running as long as that does.
+
+    Asks the server: use it from a thread that may wait.
+    """
+
+    def __init__(self, flow_run_id: UUID) -> None:
+        self._flow_run_id = flow_run_id
+        #: `open[recovery id] -> (task run, what it recovers)`.
+        self._open: dict[str, tuple[UUID, str]] = {}
+
+    def begun(self, fields: Mapping[str, Any]) -> None:
+        """Make the task run `recover-rollout-<group>`."""
+        name = f"recover-rollout-{fields['group']}"
+        what = f"ranks {_listed(fields['ranks'])}: {fields['cause']}"
+        task = Task(_nothing, name=name)
+        with get_client(sync_client=True) as client:
+            made = client.create_task_run(
+                task, self._flow_run_id, dynamic_key=f"{name}-{fields['id']}", name=name
+            )
+            self._open[str(fields["id"])] = made.id, what
+            number = fields.get("try")
+            tried = f" (try {number})" if number not in (None, 1) else ""
+            client.set_task_run_state(made.id, Running(message=f"{what}{tried}"), force=True)
+
+    def ended(self, fields: Mapping[str, Any]) -> None:
+        """Give the task run the state that the recovery came to."""
+        if (known := self._open.pop(str(fields["id"]), None)) is None:
+            return
+        task_run_id, what = known
+        outcome = fields["outcome"]
+        message = f"{outcome} after {fields['took_s']:.1f} s: {what}"
+        if fields.get("message"):
+            message += f"; {fields['message']}"
+        with get_client(sync_client=True) as client:
+            _close(client, task_run_id, _state_after(outcome, message))
+
+    def abandon(self) -> None:
+        """Close what the end of the run has cut short."""
+        if not self._open:
+            return
+        with get_client(sync_client=True) as client:
+            while self._open:
+                _, (task_run_id, what) = self._open.popitem()
+                message = f"abandoned with the end of the run: {what}"
+                _close(client, task_run_id, Cancelled(message=message))
+
+
+def _state_after(outcome: str, message: str) -> State[Any]:
+    match outcome:
+        case "recovered":
+            return Completed(message=message)
+        case "abandoned":
+            return Cancelled(message=message)
+        case _:
+            return Failed(message=message)
+
+
+def _close(client: SyncPrefectClient, task_run_id: UUID, state: State[Any]) -> None:
+    client.set_task_run_state(task_run_id, state, force=True)
+
+
+def _nothing() -> None:
+    """Stands for what the fleet's process does."""
+
+
+def _listed(ranks: object) -> str:
+    return ", ".join(map(str, ranks)) if isinstance(ranks, list | tuple) else str(ranks)
