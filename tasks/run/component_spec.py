@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Mapping
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, GetCoreSchemaHandler
+from pydantic import Field, GetCoreSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from tasks.run.fields import (
@@ -18,41 +17,16 @@ from tasks.run.fields import (
     Unique,
     Words,
     collected,
-    did_you_mean,
     refused,
     shown,
     with_text_keys,
 )
 from tasks.run.fleet_spec import Rollout
 from tasks.run.probes import LiveProbe, ReadyProbe
+from tasks.run.stop_spec import Stop as Stop
 
 OnExitZero = Literal["complete", "drain", "fail"]
 Launcher = Literal["process", "ray_job"]
-
-
-def _is_signal(name: str) -> str:
-    names = signal.Signals.__members__
-    if name not in names:
-        near = f"did you mean `SIG{name}`?" if f"SIG{name}" in names else ""
-        remedy = near or did_you_mean(name.upper(), names) or "write for example SIGINT"
-        raise refused(f"no signal of this system: {name!r}", remedy)
-    return name
-
-
-class Stop(Model):
-    """How a component is asked to end."""
-
-    signal: Annotated[Text, AfterValidator(_is_signal)] = Field(
-        "SIGTERM",
-        title="Signal",
-        description="Sent first, by its name.",
-        examples=["SIGTERM", "SIGINT"],
-    )
-    grace_s: Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)] = Field(
-        10,
-        title="Grace (seconds)",
-        description="What is left of the component after so long is killed.",
-    )
 
 
 class Component(Model):

@@ -46,7 +46,9 @@ components:                      # started in this order, stopped in reverse
   api:
     command: [run-api, --host, 127.0.0.1, --port, "${api.port}"]
     ready: {http: "http://127.0.0.1:${api.port}/info", within_s: 60}
-  rollout: {}                    # a fleet of inference servers
+  rollout:                       # a fleet of inference servers
+    backend: command
+    command: [serve, --port, "${server.port}"]
   trainer:
     launcher: process            # process (default) | ray_job
     command: [python, deployments/quickstart/trainer.py, --api, "http://127.0.0.1:${api.port}", \
@@ -86,6 +88,7 @@ def file_faults(tmp_path: Path, text: str | bytes, *overrides: str) -> list[tupl
     return [(fault.path, fault.problem) for fault in raised.value.faults]
 
 
+FLEET = {"backend": "command", "command": ["serve", "${server.port}"]}
 JOB = {"launcher": "ray_job", "command": ["python", "train.py"]}
 
 
@@ -119,7 +122,7 @@ def test_the_example_without_what_is_not_supported_yet_loads(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("key", "value", "path"),
     [
-        ("components", {"rollout": {}}, "components.rollout"),
+        ("components", {"rollout": FLEET}, "components.rollout"),
     ],
 )
 def test_what_is_well_written_but_not_supported_yet_is_refused_in_one_line(
@@ -182,7 +185,7 @@ def test_run_of_ray_jobs_alone_may_outlive_its_flow_process() -> None:
 
 
 def test_what_is_not_supported_yet_is_said_together_with_all_else() -> None:
-    data = {**least(), "gang": {"gpus_per_node": 0}, "components": {"rollout": {}}, "nme": 1}
+    data = {**least(), "gang": {"gpus_per_node": 0}, "components": {"rollout": FLEET}, "nme": 1}
 
     faults = faults_of(data)
 
@@ -198,7 +201,7 @@ components:
     live: {}
     command: [python, "${trainer.prot}", true]
   api: {}
-  rollout: {}
+  rollout: {backend: command, command: [serve, "${server.port}"]}
 retry: {CUDA_OOM: {}}
 success: {step: 0}
 tags: [""]

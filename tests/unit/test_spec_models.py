@@ -20,6 +20,7 @@ LEAST: dict[str, Any] = {
     "components": {"trainer": {"command": ["python", "train.py"]}},
 }
 HTTP = "http://127.0.0.1:8000/info"
+FLEET: dict[str, Any] = {"backend": "command", "command": ["serve", "${server.port}"]}
 
 
 def spec_with(path: str, value: object) -> dict[str, Any]:
@@ -95,7 +96,7 @@ def test_exit_zero_means_what_the_name_of_the_component_says(name: str, meaning:
 
 
 def test_exit_zero_of_a_fleet_is_a_failure() -> None:
-    spec = RunSpec.model_validate({**LEAST, "components": {"rollout": {}}})
+    spec = RunSpec.model_validate({**LEAST, "components": {"rollout": FLEET}})
 
     assert spec.on_exit_zero("rollout") == "fail"
 
@@ -200,7 +201,8 @@ def test_a_number_will_do_for_a_text_in_commands_and_variables(written: object, 
         ("env", None),  # `env:` and nothing more is as good as left out
         ("trainer.env", None),
         ("trainer.ready", None),
-        ("components", {"rollout": {}}),
+        ("components", {"rollout": FLEET}),
+        ("components.rollout", {**FLEET, "health": {"misses": 0}}),  # no sweeps at intervals
         (
             "components",
             {
@@ -328,7 +330,7 @@ def test_a_spec_may_say(path: str, value: object) -> None:
         ("retry.START_TIMEOUT", {"delay_s": 900}, "600 is below delay_s, 900", "write 900 or more"),
         # rollout
         ("components.rollout", {"backend": "trt"}, "must be sglang, lmdeploy, vllm or command", ""),
-        ("components.rollout", {"health": {"misses": 0}}, "must be at least 1", ""),
+        ("components.rollout", {"health": {"misses": -1}}, "must be at least 0", ""),
     ],
 )
 def test_a_spec_may_not_say(path: str, value: object, problem: str, remedy: str) -> None:
@@ -409,7 +411,7 @@ def test_an_unknown_key_names_what_was_probably_meant_and_what_is_known() -> Non
         ("gang", {"gpus_per_node": 1, "x": 1}, "nodes, gpus_per_node, cpus_per_gpu, hours"),
         ("trainer.ready", {"tcp": 1, "x": 1}, "http, json, tcp, log, file, notify, alive_s"),
         ("trainer.stop", {"x": 1}, "signal, grace_s"),
-        ("components.rollout", {"health": {"x": 1}}, "interval_s, timeout_s, misses"),
+        ("components.rollout", {**FLEET, "health": {"x": 1}}, "interval_s, timeout_s, misses"),
         ("retry", {"NODE_LOST": {"attempts": 1, "x": 1}}, "attempts, delay_s, max_delay_s"),
     ],
 )

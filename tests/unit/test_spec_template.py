@@ -75,7 +75,9 @@ def test_step_counts_are_known_where_they_are_set() -> None:
 
 
 def test_a_fleet_has_a_gateway() -> None:
-    assert "rollout.url" in names_known(spec_of(components={"rollout": {}}))
+    fleet = {"backend": "command", "command": ["serve", "${server.port}"]}
+
+    assert "rollout.url" in names_known(spec_of(components={"rollout": fleet}))
 
 
 @pytest.mark.parametrize(
