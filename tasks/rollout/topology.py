@@ -1,0 +1,225 @@
+"""Where every server of a fleet goes and what it runs: frozen data, checked as a whole.
+
+Ranks are numbered over the whole fleet, engine by engine: rank r is one GPU (one process of the
+backend `command`). A server is called by the first of its ranks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+
+class Answers(Enum):
+    """What an answer over HTTP of a server proves."""
+
+    #: That its engine works.
+    ENGINE = "engine"
+    #: Only that its process lives, whatever became of the engine.
+    PROCESS = "process"
+    #: It has no API.
+    NONE = "none"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """One HTTP request by which a server is judged."""
+
+    method: str
+    #: Begins with `/`.
+    path: str
+    #: Sent as JSON; None: no body.
+    body: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Questions:
+    """What the servers of a fleet are asked."""
+
+    #: 200 says that the server may be sent requests.
+    ready: Ask
+    #: 200 says that a token was generated just now; None where the backend has no such request.
+    token: Ask | None
+    #: Until when the backend itself says yes or no to any of them, in seconds; 0: at once.
+    own_timeout_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSlot:
+    """The planned place of one server process."""
+
+    rank: int
+    #: Index into the plan's engines.
+    engine: int
+    #: Index into the fleet's nodes.
+    node: int
+    #: One for each of its GPUs, of the one placement group of the fleet.
+    bundles: tuple[int, ...]
+    #: Ranks whose weights are updated through it; none for one that only takes part.
+    weight_ranks: tuple[int, ...]
+    #: It accepts rollout requests.
+    is_entrypoint: bool
+    answers: Answers
+    host: str
+    #: None where it has no API.
+    port: int | None
+    argv: tuple[str, ...]
+    env: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def url(self) -> str | None:
+        """`http://host:port`; None where it has no API."""
+        return None if self.port is None else f"http://{self.host}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engine:
+    """One logical inference instance. Its servers are one lifecycle group."""
+
+    ranks: tuple[int, ...]
+    #: Indexes of the nodes that it spans, in the order of its ranks.
+    nodes: tuple[int, ...]
+    #: `host:port`, where its processes on several nodes meet; None where nothing does.
+    dist_init: str | None
+    servers: tuple[ServerSlot, ...]
+
+    @property
+    def group(self) -> tuple[int, ...]:
+        """The ranks of its servers, which are stopped and started together."""
+        return tuple(server.rank for server in self.servers)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TopologyPlan:
+    """All engines of a fleet. One that does not hold together can't be made.
+
+    Raises:
+        ValueError: With every fault, each by its engine and its ranks.
+    """
+
+    engines: tuple[Engine, ...]
+    questions: Questions
+    #: local | ray
+    placement: str
+
+    def __post_init__(self) -> None:
+        faults = list(_faults(self.engines))
+        if faults:
+            raise ValueError("; ".join(faults))
+
+    @property
+    def servers(self) -> tuple[ServerSlot, ...]:
+        """All servers, by their ranks."""
+        slots = (slot for engine in self.engines for slot in engine.servers)
+        return tuple(sorted(slots, key=lambda slot: slot.rank))
+
+    @property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """`groups[engine]`: the ranks of the servers that live and die together."""
+        return tuple(engine.group for engine in self.engines)
+
+    @property
+    def training_mesh(self) -> tuple[tuple[int, ...], ...]:
+        """`training_mesh[engine]`: all of its ranks, whose weights a trainer syncs."""
+        return tuple(engine.ranks for engine in self.engines)
+
+    def server(self, rank: int) -> ServerSlot:
+        """The server that is called by this rank.
+
+        Raises:
+            KeyError: The rank has no server of its own.
+        """
+        for slot in self.servers:
+            if slot.rank == rank:
+                return slot
+        known = _listed(slot.rank for slot in self.servers)
+        raise KeyError(f"rank {rank} has no server; those that have: {known}")
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data, as `python -m tasks.rollout plan --json` prints it."""
+        return {
+            "engines": [
+                {"ranks": list(engine.ranks), "nodes": list(engine.nodes)}
+                for engine in self.engines
+            ],
+            "servers": [
+                {
+                    "rank": slot.rank,
+                    "node": slot.node,
+                    "argv": list(slot.argv),
+                    "env": dict(slot.env),
+                    "entrypoint": slot.is_entrypoint,
+                    "group": slot.engine,
+                    "bundles": list(slot.bundles),
+                }
+                for slot in self.servers
+            ],
+            "groups": [list(group) for group in self.groups],
+            "training_mesh": [list(ranks) for ranks in self.training_mesh],
+        }
+
+
+def _faults(engines: tuple[Engine, ...]) -> Iterator[str]:
+    if not engines:
+        yield "no engines"
+    taken: set[int] = set()
+    bundles: set[int] = set()
+    addresses: dict[tuple[str, int], int] = {}
+    for index, engine in enumerate(engines):
+        name = f"engine {index}"
+        if not engine.ranks:
+            yield f"{name}: no ranks"
+        if twice := _twice(engine.ranks):
+            yield f"{name}: lists a rank twice: {_listed(twice)}"
+        if shared := taken.intersection(engine.ranks):
+            yield f"{name}: ranks of another engine too: {_listed(shared)}"
+        taken.update(engine.ranks)
+        yield from _faults_of_servers(name, index, engine)
+        for slot in engine.servers:
+            if reused := _twice(slot.bundles) + tuple(bundles.intersection(slot.bundles)):
+                yield f"{name}, server {slot.rank}: a bundle is used twice: {_listed(reused)}"
+            bundles.update(slot.bundles)
+            if slot.port is None:
+                continue
+            other = addresses.setdefault((slot.host, slot.port), slot.rank)
+            if other != slot.rank:
+                yield f"servers {other} and {slot.rank}: both at {slot.host}:{slot.port}"
+
+
+def _faults_of_servers(name: str, index: int, engine: Engine) -> Iterator[str]:
+    if not engine.servers:
+        yield f"{name}: no server"
+        return
+    if not any(slot.is_entrypoint for slot in engine.servers):
+        yield f"{name}: no entrypoint among its servers {_listed(engine.group)}"
+    if twice := _twice(engine.group):
+        yield f"{name}: two servers of one rank: {_listed(twice)}"
+    covered: set[int] = set()
+    for slot in engine.servers:
+        server = f"{name}, server {slot.rank}"
+        if slot.engine != index:
+            yield f"{server}: says that it is of engine {slot.engine}"
+        if slot.rank not in engine.ranks:
+            yield f"{server}: is outside its engine's ranks {_listed(engine.ranks)}"
+        if slot.is_entrypoint and slot.port is None:
+            yield f"{server}: is an entrypoint without a port"
+        if unknown := set(slot.weight_ranks) - set(engine.ranks):
+            yield f"{server}: updates the weights of ranks that are not its engine's: " + _listed(
+                unknown
+            )
+        if again := _twice(slot.weight_ranks) + tuple(covered.intersection(slot.weight_ranks)):
+            yield f"{server}: updates the weights of a rank twice: {_listed(again)}"
+        covered.update(slot.weight_ranks)
+    if missing := set(engine.ranks) - covered:
+        yield f"{name}: no server updates the weights of ranks {_listed(missing)}"
+
+
+def _twice(numbers: Iterable[int]) -> tuple[int, ...]:
+    return tuple(number for number, count in Counter(numbers).items() if count > 1)
+
+
+def _listed(numbers: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(numbers)))
