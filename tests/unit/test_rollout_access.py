@@ -1,0 +1,97 @@
+"""Who may use the gateway."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tasks.rollout.access import Access, is_loopback
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [
+        ("127.0.0.1", True),
+        ("127.8.9.1", True),  # all of 127/8
+        ("::1", True),
+        ("[::1]", True),  # as in a URL
+        ("LocalHost", True),
+        ("0.0.0.0", False),  # everywhere
+        ("", False),  # everywhere, for a socket
+        ("10.0.0.7", False),
+        ("localhost.example.org", False),  # a name that anybody may own
+        ("node-7", False),
+    ],
+)
+def test_only_what_this_machine_alone_reaches_is_loopback(host: str, expected: bool) -> None:
+    assert is_loopback(host) is expected
+
+
+def test_a_gateway_that_others_reach_is_refused_without_a_token() -> None:
+    with pytest.raises(ValueError, match=r"on 0\.0\.0\.0 can be reached .* needs a token"):
+        Access("0.0.0.0", None)
+
+
+@pytest.mark.parametrize("token", ["", "secret\n", "sécret"])
+def test_a_token_that_no_header_can_hold_is_refused(token: str) -> None:
+    with pytest.raises(ValueError, match="printable ASCII"):
+        Access("127.0.0.1", token)
+
+
+@pytest.mark.parametrize(
+    ("authorization", "may"),
+    [
+        ("Bearer secret", True),
+        ("bearer secret", True),  # the scheme is case-insensitive
+        ("Bearer  secret ", True),
+        ("Bearer Secret", False),
+        ("Bearer secret2", False),
+        ("Bearer", False),
+        ("Basic secret", False),
+        ("secret", False),
+        ("Bearer secr\udce9t", False),  # bytes that are not UTF-8
+        (None, False),
+    ],
+)
+def test_the_token_is_needed_on_every_request(authorization: str | None, may: bool) -> None:
+    access = Access("0.0.0.0", "secret")
+    headers = {} if authorization is None else {"Authorization": authorization}
+
+    found = [access.refusal(headers, is_order=is_order) for is_order in (False, True)]
+
+    assert [one is None for one in found] == [may, may]
+    assert all(one.status == 401 for one in found if one)
+
+
+def test_a_refusal_says_what_to_send() -> None:
+    found = Access("0.0.0.0", "secret").refusal({})
+
+    assert found is not None
+    assert found.headers["WWW-Authenticate"] == "Bearer"
+    error = json.loads(found.body)["error"]
+    assert error["type"] == "unauthorized" and error["retryable"] is False
+    assert "Authorization: Bearer" in error["message"] and "secret" not in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("headers", "may"),
+    [
+        ({"Host": "127.0.0.1:8000"}, True),
+        ({"Host": "localhost:8000"}, True),
+        ({"Host": "[::1]:8000"}, True),
+        ({}, True),  # HTTP/1.0
+        ({"Host": "evil.example:8000"}, False),  # a name that was rebound to this machine
+        ({"Host": "[127.0.0.1"}, False),  # no host at all
+        ({"Host": "127.0.0.1:8000", "Origin": "http://localhost:4200"}, True),
+        ({"Host": "127.0.0.1:8000", "Origin": "https://evil.example"}, False),  # a page elsewhere
+        ({"Host": "127.0.0.1:8000", "Origin": "null"}, False),  # ... that hides where
+    ],
+)
+def test_without_a_token_no_foreign_page_can_order_the_fleet(
+    headers: dict[str, str], may: bool
+) -> None:
+    access = Access("127.0.0.1", None)
+
+    assert (access.refusal(headers, is_order=True) is None) is may
+    assert access.refusal(headers) is None

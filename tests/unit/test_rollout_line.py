@@ -1,0 +1,170 @@
+"""Requests that wait while all entrypoints are at their limit."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tasks.rollout.line import Line
+from tasks.rollout.router import Entrypoint, NoEntrypoint, Router
+
+pytestmark = pytest.mark.asyncio
+
+
+def entrypoint(rank: int) -> Entrypoint:
+    return Entrypoint(rank=rank, epoch=1, url=f"http://10.0.0.{rank}:80")
+
+
+def line_of(*ranks: int, limit: int = 1) -> tuple[Line, Router]:
+    router = Router(limit=limit)
+    router.set(entrypoint(rank) for rank in ranks)
+    return Line(router), router
+
+
+class Waiting:
+    """Requests that wait, and the order in which their turns came."""
+
+    def __init__(self, line: Line) -> None:
+        self.turns: list[tuple[str, int]] = []
+        self._line = line
+
+    async def add(self, name: str, session: str | None = None) -> asyncio.Task[Entrypoint]:
+        async def wait() -> Entrypoint:
+            found = await self._line.take(session)
+            self.turns.append((name, found.rank))
+            return found
+
+        task = asyncio.create_task(wait())
+        await asyncio.sleep(0)  # lets it reach the line
+        return task
+
+
+async def turns(*tasks: asyncio.Task[Entrypoint]) -> None:
+    await asyncio.wait_for(asyncio.gather(*tasks), 10)
+
+
+async def test_who_came_first_is_first() -> None:
+    line, _ = line_of(0)
+    held = await line.take(None)
+    waiting = Waiting(line)
+    tasks = [await waiting.add(name) for name in "abc"]
+
+    for task in tasks:
+        line.give_back(held)
+        held = await asyncio.wait_for(task, 10)
+
+    assert [name for name, _ in waiting.turns] == ["a", "b", "c"]
+    assert len(line) == 0
+
+
+async def test_nobody_who_comes_later_gets_in_between() -> None:
+    line, _ = line_of(0)
+    held = await line.take(None)
+    waiting = Waiting(line)
+    first = await waiting.add("first")
+
+    line.give_back(held)
+    late = await waiting.add("late")  # before `first` has run
+    await turns(first)
+
+    assert waiting.turns == [("first", 0)]
+    line.give_back(entrypoint(0))
+    await turns(late)
+
+
+async def test_a_session_that_waits_for_its_own_holds_nobody_else_up() -> None:
+    line, _ = line_of(0, 1)
+    mine = await line.take("a")
+    other = await line.take(None)
+    waiting = Waiting(line)
+    again, anybody = await waiting.add("again", "a"), await waiting.add("anybody")
+
+    line.give_back(other)
+    await turns(anybody)
+    line.give_back(mine)
+    await turns(again)
+
+    assert waiting.turns == [("anybody", 1), ("again", 0)]
+
+
+async def test_between_a_session_and_anybody_the_longer_wait_counts() -> None:
+    line, _ = line_of(0, 1)
+    mine = await line.take("a")
+    await line.take(None)
+    waiting = Waiting(line)
+    tasks = [await waiting.add("anybody"), await waiting.add("again", "a")]
+
+    line.give_back(mine)
+    await turns(tasks[0])
+    line.give_back(mine)
+    await turns(tasks[1])
+
+    assert waiting.turns == [("anybody", 0), ("again", 0)]
+
+
+async def test_all_who_wait_are_told_when_nobody_is_left() -> None:
+    line, router = line_of(0)
+    await line.take(None)
+    waiting = Waiting(line)
+    tasks = [await waiting.add("a"), await waiting.add("b")]
+
+    router.set([], why_none="rank 0 has died")
+
+    for task in tasks:
+        with pytest.raises(NoEntrypoint, match="rank 0 has died"):
+            await asyncio.wait_for(task, 10)
+    assert len(line) == 0
+
+
+async def test_a_pause_ends_the_wait_too() -> None:
+    line, router = line_of(0)
+    await line.take(None)
+    task = await Waiting(line).add("a")
+
+    router.pause("the weights are being synced")
+
+    with pytest.raises(NoEntrypoint, match="the weights"):
+        await asyncio.wait_for(task, 10)
+
+
+async def test_a_new_entrypoint_lets_as_many_pass_as_it_takes() -> None:
+    line, router = line_of(0, limit=2)
+    for _ in range(2):
+        await line.take(None)
+    waiting = Waiting(line)
+    tasks = [await waiting.add(name) for name in "abc"]
+
+    router.set([entrypoint(0), entrypoint(1)])
+    await turns(*tasks[:2])
+
+    assert waiting.turns == [("a", 1), ("b", 1)]
+    assert len(line) == 1
+    tasks[2].cancel()
+
+
+async def test_who_leaves_holds_nobody_up() -> None:
+    line, _ = line_of(0)
+    held = await line.take(None)
+    waiting = Waiting(line)
+    gone, next_one = await waiting.add("gone"), await waiting.add("next")
+
+    gone.cancel()
+    line.give_back(held)
+    await turns(next_one)
+
+    assert waiting.turns == [("next", 0)]
+
+
+async def test_a_turn_that_came_as_its_client_left_is_the_next_ones() -> None:
+    line, router = line_of(0)
+    held = await line.take(None)
+    waiting = Waiting(line)
+    gone, next_one = await waiting.add("gone"), await waiting.add("next")
+
+    line.give_back(held)
+    gone.cancel()
+    await turns(next_one)
+
+    assert waiting.turns == [("next", 0)]
+    assert router.outstanding == 1
