@@ -5,6 +5,7 @@
 | GET /health | 200 and the training step of the weights |
 | POST /generate | tokens with their log-probabilities, as vLLM's example server gives them |
 | POST /v1/completions | text only, as OpenAI gives it |
+| POST /weights | serves the weights of the body from now on, where the server was made to |
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ from typing import Any, Self
 
 from copy_task import EOS, VOCABULARY, text_of, tokens_of
 from sampler import Completion, Sampler
+from weights import BadWeights, Weights
 
 MODEL_NAME = "copy-four-digits"
 MAX_COMPLETIONS = 1024
 MAX_TOKENS = 256
+MAX_BODY_BYTES = 10_000_000
 
 
 class BadRequest(Exception):
@@ -42,8 +45,11 @@ class InferenceServer(ThreadingHTTPServer):
     # makes the rest wait a second for their next SYN.
     request_queue_size = 256
 
-    def __init__(self, sampler: Sampler, *, port: int, host: str = "127.0.0.1") -> None:
+    def __init__(
+        self, sampler: Sampler, *, port: int, host: str = "127.0.0.1", takes_weights: bool = False
+    ) -> None:
         self.sampler = sampler
+        self.takes_weights = takes_weights
         super().__init__((host, port), _Handler)
         self._thread = threading.Thread(
             target=self.serve_forever,
@@ -96,20 +102,28 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         serve = {"/generate": generate, "/v1/completions": complete}.get(self.path)
-        if serve is None:
-            self._answer(404, {"error": f"no such path: {self.path}"})
-            return
         try:
-            self._answer(200, serve(self.server.sampler, self._body()))
+            if serve is not None:
+                self._answer(200, serve(self.server.sampler, self._json()))
+            elif self.path == "/weights" and self.server.takes_weights:
+                self._answer(200, take_weights(self.server.sampler, self._body()))
+            else:
+                self._answer(404, {"error": f"no such path: {self.path}"})
         except BadRequest as error:
             self._answer(400, {"error": str(error)})
 
     def log_message(self, format: str, *args: object) -> None:
         """Say nothing: a line a request would bury the trainer's own."""
 
-    def _body(self) -> Mapping[str, Any]:
+    def _body(self) -> bytes:
+        length = self.headers.get("Content-Length") or "0"
+        if not length.isdecimal() or int(length) > MAX_BODY_BYTES:
+            raise BadRequest(f"Content-Length: a number up to {MAX_BODY_BYTES}, not {length}")
+        return self.rfile.read(int(length))
+
+    def _json(self) -> Mapping[str, Any]:
         try:
-            body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)))
+            body = json.loads(self._body())
         except ValueError as error:
             raise BadRequest(f"the body is not JSON: {error}") from error
         if not isinstance(body, dict):
@@ -160,6 +174,16 @@ def complete(sampler: Sampler, body: Mapping[str, Any]) -> dict[str, Any]:
             for index, one in enumerate(completions)
         ],
     }
+
+
+def take_weights(sampler: Sampler, body: bytes) -> dict[str, Any]:
+    """The answer to POST /weights, whose body is that of `Weights.as_bytes`."""
+    try:
+        weights = Weights.of(body)
+    except BadWeights as error:
+        raise BadRequest(str(error)) from error
+    sampler.load(weights.policy, step=weights.step)
+    return {"step": weights.step}
 
 
 def _sample(sampler: Sampler, body: Mapping[str, Any]) -> list[Completion]:

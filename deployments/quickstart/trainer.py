@@ -2,6 +2,9 @@
 
     python trainer.py --api http://127.0.0.1:8000 --port 8001 --steps 60 --out DIR
 
+With `--fleet URL` it also brings the weights of each step to the servers behind that gateway, for
+environments to ask those; the gateway's token is in MUSTER_ROLLOUT_TOKEN where it needs one.
+
 Exit status: 0 the last step is trained, checkpointed and in metrics.jsonl · 1 it failed, stderr
 says why · 2 the arguments are wrong, nothing was started · 130, 143 interrupted, terminated; the
 last finished step is checkpointed.
@@ -27,6 +30,7 @@ from pathlib import Path
 import numpy as np
 from atropos_api import ApiError, AtroposApi
 from checkpoints import BadCheckpoint, load
+from fleet import Fleet, FleetError
 from grpo import DEFAULT_LEARNING_RATE, TrainState, initial_state
 from metrics_file import MetricsFile
 from sampler import Sampler
@@ -88,8 +92,14 @@ def prepare(argv: Sequence[str] | None) -> Trainer:
         parser.error(f"--out: {error}")
 
     sampler = Sampler(state.policy, step=state.step, rng=rng)
+    token = os.environ.get("MUSTER_ROLLOUT_TOKEN", "")
     training = Training(
-        plan, api=AtroposApi(options.api), sampler=sampler, state=state, metrics=metrics
+        plan,
+        api=AtroposApi(options.api),
+        sampler=sampler,
+        state=state,
+        metrics=metrics,
+        servers=Fleet(options.fleet, token=token) if options.fleet else None,
     )
     return Trainer(training=training, sampler=sampler, port=options.port)
 
@@ -128,7 +138,7 @@ def _supervise(training: Training, endings: Endings) -> int:
         case signal.Signals() as number:
             status = 128 + number
             print(f"{number.name}: stopping", flush=True)
-        case ApiError() | OSError() | FloatingPointError() as error:
+        case ApiError() | FleetError() | OSError() | FloatingPointError() as error:
             status = _failed(str(error))
         case error:
             traceback.print_exception(error)
@@ -171,7 +181,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--checkpoint-every", type=_positive, default=10, help="steps between checkpoints")
     help_text = "a checkpoint, or the folder of an earlier training; empty for a new one"
     add("--resume-from", type=_path_or_none, help=help_text)
+    add("--fleet", type=_url_or_none, help="a fleet's gateway, http://HOST:PORT; empty for none")
     return parser
+
+
+def _url_or_none(text: str) -> str | None:
+    return _url(text) if text else None
 
 
 def _path_or_none(text: str) -> Path | None:

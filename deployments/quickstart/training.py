@@ -15,6 +15,7 @@ from checkpoints import Checkpoint
 from copy_task import ANSWER_TOKENS, DIGITS_PER_PROMPT
 from grpo import StepStats, TrainState, train_step
 from metrics_file import MetricsFile
+from policy import Policy
 from sampler import Sampler
 
 #: Pause between two polls for a batch: at first, at most, and how it grows while none comes.
@@ -33,6 +34,14 @@ class Api(Protocol):
     def register(self, registration: Registration) -> None: ...
 
     def next_groups(self) -> list[Mapping[str, Any]] | None: ...
+
+
+class Servers(Protocol):
+    """The part of `Fleet` that training needs: servers beside the trainer's own."""
+
+    def push(self, policy: Policy, *, step: int) -> object: ...
+
+    def catch_up(self) -> object: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +76,7 @@ class Training:
         sampler: Sampler,
         state: TrainState,
         metrics: MetricsFile,
+        servers: Servers | None = None,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._plan = plan
@@ -74,6 +84,7 @@ class Training:
         self._sampler = sampler
         self._state = state
         self._metrics = metrics
+        self._servers = servers
         self._sleep = sleep
         self._saving = threading.Lock()
         self._saved_step = state.step
@@ -87,10 +98,13 @@ class Training:
 
         Raises:
             ApiError: the API refused this trainer, failed or went away.
+            FleetError: the servers' gateway refused, or went away.
             FloatingPointError: training diverged.
             OSError: metrics or a checkpoint could not be written.
         """
         plan = self._plan
+        # Before an environment can ask: servers begin with the weights of no step.
+        self._publish()
         self._api.register(
             Registration(
                 batch_size=plan.batch_size,
@@ -108,10 +122,15 @@ class Training:
             # In this order, a crash leaves a line too many, which resuming drops, never a gap.
             self._metrics.append(trained.step, stats)
             self._state = trained
-            self._sampler.load(trained.policy, step=trained.step)
+            self._publish()
             self._report(trained.step, stats)
             if trained.step % plan.checkpoint_every == 0 or trained.step == plan.steps:
                 self.checkpoint()
+
+    def _publish(self) -> None:
+        self._sampler.load(self._state.policy, step=self._state.step)
+        if self._servers is not None:
+            self._servers.push(self._state.policy, step=self._state.step)
 
     def checkpoint(self) -> int:
         """The step that is now safely on disk, 0 for none."""
@@ -126,6 +145,9 @@ class Training:
     def _wait_for_groups(self) -> list[Mapping[str, Any]]:
         pause_s = POLL_FIRST_S
         while (groups := self._api.next_groups()) is None:
+            if self._servers is not None:
+                # With none left that has these weights there would never be a batch.
+                self._servers.catch_up()
             self._sleep(pause_s)
             pause_s = min(pause_s * POLL_GROWTH, POLL_LAST_S)
         return groups

@@ -1,0 +1,56 @@
+"""An inference server of the quickstart's policy, one of a fleet that a trainer keeps up to date.
+
+    python server.py --port 8100
+
+It serves the untrained policy at first, and other weights from the next POST /weights on. It ends
+with SIGTERM. Exit status: 1 it cannot serve, stderr says why · 2 the arguments are wrong.
+"""
+
+from __future__ import annotations
+
+import os
+
+# The matrices are too small to share out: more threads only spin on cores that others need.
+os.environ["OPENBLAS_NUM_THREADS"] = "1"
+
+import argparse
+import signal
+import sys
+from collections.abc import Sequence
+
+import numpy as np
+from policy import initial_policy
+from sampler import Sampler
+from serving import InferenceServer
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit status, where it could not serve; else it serves until a signal ends it."""
+    options = _parser().parse_args(argv)
+    # As the trainer does it, so that both begin with the same weights.
+    for_weights, _ = np.random.SeedSequence(options.seed).spawn(2)
+    policy = initial_policy(np.random.default_rng(for_weights))
+    sampler = Sampler(policy, step=0, rng=np.random.default_rng())
+    try:
+        with InferenceServer(
+            sampler, host=options.host, port=options.port, takes_weights=True
+        ) as server:
+            print(f"inference on {server.url}, weights of step 0", flush=True)
+            while True:
+                signal.pause()
+    except OSError as error:
+        print(f"server: cannot serve on port {options.port}: {error}", file=sys.stderr, flush=True)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="An inference server of the quickstart's policy.")
+    add = parser.add_argument
+    add("--host", default="127.0.0.1", help="address to listen on")
+    add("--port", type=int, required=True, help="port to listen on; 0 takes a free one")
+    add("--seed", type=int, default=0, help="of the initial weights: the trainer's")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

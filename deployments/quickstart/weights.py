@@ -1,0 +1,47 @@
+"""The policy's weights as bytes, on their way to an inference server."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from dataclasses import dataclass
+
+import numpy as np
+from policy import WEIGHT_NAMES, Policy, initial_policy
+
+
+class BadWeights(Exception):
+    """The bytes are no weights of this policy; the message says what they are instead."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """A policy, and the training step that it comes from."""
+
+    policy: Policy
+    step: int
+
+    def as_bytes(self) -> bytes:
+        """An .npz file, which `of` reads."""
+        content = io.BytesIO()
+        arrays = {name: getattr(self.policy, name) for name in WEIGHT_NAMES}
+        np.savez(content, step=np.array(self.step), **arrays)
+        return content.getvalue()
+
+    @staticmethod
+    def of(content: bytes) -> Weights:
+        """Raises: BadWeights."""
+        try:
+            with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
+                policy = Policy(**{name: arrays[name] for name in WEIGHT_NAMES})
+                step = int(arrays["step"])
+        except (OSError, ValueError, KeyError, EOFError, TypeError, zipfile.BadZipFile) as error:
+            raise BadWeights(f"not weights: {error}") from error
+        wanted = initial_policy(np.random.default_rng(0))
+        for name in WEIGHT_NAMES:
+            found, right = getattr(policy, name), getattr(wanted, name)
+            if found.shape != right.shape or not np.isfinite(found).all():
+                raise BadWeights(
+                    f"{name} is of shape {found.shape}, not {right.shape}, or not finite"
+                )
+        return Weights(policy=policy, step=step)
