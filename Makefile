@@ -19,10 +19,10 @@ export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export RAY_USAGE_STATS_ENABLED := 0
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help install train test thorough faults soak ray-kills gang-storm up down bench verl-check constraints
+.PHONY: help install train test thorough faults soak ray-kills gang-storm up down bench verl-check backends-check constraints
 
 help:  ## list the commands
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
 
 install:  ## install into .venv what is needed, unless that is done
 	@# .installed holds what the venv was made from; .installing stands while one is half made. Both
@@ -111,6 +111,9 @@ bench: install  ## measure Muster against other ways [ARGS=name]
 
 verl-check: install  ## hold the run specs for verl against verl itself [ARGS='--write SPEC.yaml']
 	@exec $(PY) -m deployments.verl.check --wheel $(ARGS)
+
+backends-check: install  ## hold a fleet's servers against the backends' own packages [ARGS='--write']
+	@exec $(PY) -m deployments.backends.check --packages $(ARGS)
 
 constraints:  ## write constraints.txt anew from what the ranges of pyproject.toml resolve to
 	@scratch="$$(mktemp -d)"
