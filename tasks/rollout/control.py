@@ -1,211 +1,151 @@
-"""What the run's programs order of the fleet, over HTTP: `/muster/rollout`, `/muster/rollout/...`.
-
-An order that was taken is carried out to its end, even if its client leaves before.
-"""
+"""What a trainer tells the fleet about its turns: before a step, before and after a sync."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-import logging
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Annotated, Any, Protocol, TypeVar
+from collections.abc import AsyncIterator, Collection, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
 
-from aiohttp import web
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-
-from tasks.rollout.access import Access
-from tasks.rollout.forwarding import Evidence, refused
-from tasks.rollout.refusals import Refusal, bad
+from tasks.rollout.clock import Clock
+from tasks.rollout.health import Health
+from tasks.rollout.incidents import Emit
+from tasks.rollout.recovery import Recovery
+from tasks.rollout.registry import Registry
 from tasks.rollout.router import Router
-from tasks.rollout.topology import Ask
-from tasks.run.errors import MusterError
+from tasks.rollout.snapshot import as_json
+from tasks.rollout.states import GroupState
+from tasks.rollout.views import GroupView
 
-_log = logging.getLogger(__name__)
-
-PREFIX = "/muster"
-_BODY_BYTES = 1024 * 1024
-
-
-class FleetFacade(Evidence, Protocol):
-    """What the gateway needs of the fleet. Each answer is JSON."""
-
-    @property
-    def router(self) -> Router: ...
-    def snapshot(self) -> dict[str, Any]: ...
-    async def barrier(self) -> dict[str, Any]: ...
-    async def restore(self) -> dict[str, Any]: ...
-    async def weights(
-        self,
-        version: int,
-        ranks: tuple[int, ...] | None = None,
-        epochs: Mapping[int, int] | None = None,
-    ) -> dict[str, Any]: ...
-    async def drain(self, timeout_s: float) -> dict[str, Any]: ...
-    async def broadcast(self, ask: Ask, timeout_s: float) -> dict[Any, Any]: ...
-
-
-class _Order(BaseModel):
-    """A body. Unknown keys are refused: a misspelt one would order something else."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
-
-
-M = TypeVar("M", bound=_Order)
-
-
-class _Weights(_Order):
-    version: int = Field(ge=0)
-    ranks: tuple[int, ...] | None = None
-    epochs: dict[int, int] | None = None
-
-
-class _Drain(_Order):
-    timeout_s: float = Field(default=60.0, ge=0, allow_inf_nan=False)
-
-
-class _Broadcast(_Order):
-    method: Annotated[str, Field(pattern="^[A-Z]+$")] = "POST"
-    path: Annotated[str, Field(pattern="^/")]
-    body: dict[str, Any] | None = None
-    timeout_s: float = Field(default=60.0, gt=0, allow_inf_nan=False)
-
-
-class _Refused(Exception):
-    def __init__(self, refusal: Refusal) -> None:
-        super().__init__(refusal.message)
-        self.refusal = refusal
+_DRAIN_POLL_S = 0.02
 
 
 class Control:
-    """Answers the requests below `/muster`."""
+    """The orders of the trainer, one after the other."""
 
-    def __init__(self, fleet: FleetFacade, access: Access) -> None:
-        self._fleet = fleet
-        self._access = access
-        self._orders: dict[str, Callable[[bytes], Awaitable[Mapping[Any, Any]]]] = {
-            f"{PREFIX}/rollout/barrier": self._barrier,
-            f"{PREFIX}/rollout/restore": self._restore,
-            f"{PREFIX}/rollout/weights": self._weights,
-            f"{PREFIX}/rollout/drain": self._drain,
-            f"{PREFIX}/rollout/broadcast": self._broadcast,
-        }
-        #: Orders that are being carried out, kept from the garbage collector.
-        self._under_way: set[asyncio.Task[Mapping[Any, Any]]] = set()
-
-    async def answer(self, request: web.BaseRequest) -> web.Response:
-        """An answer to any request whose path begins with `/muster`."""
-        path = request.raw_path.partition("?")[0].rstrip("/")
-        order = self._orders.get(path)
-        if refusal := self._access.refusal(request.headers, is_order=order is not None):
-            return refused(refusal)
-        if order is not None:
-            if request.method != "POST":
-                return _wrong_method(path, "POST")
-            return await self._obey(order, request)
-        if path not in (f"{PREFIX}/health", f"{PREFIX}/rollout"):
-            known = ", ".join([f"{PREFIX}/health", f"{PREFIX}/rollout", *self._orders])
-            message = f"there is no {path}; there are {known}"
-            return refused(Refusal(status=404, type="not_found", message=message))
-        if request.method not in ("GET", "HEAD"):
-            return _wrong_method(path, "GET")
-        return _json({"ok": True} if path.endswith("/health") else self._fleet.snapshot())
-
-    async def stop(self) -> None:
-        """Leave no order half done by us: what is under way is told to end, and waited for."""
-        for task in tuple(self._under_way):
-            task.cancel()
-        await asyncio.gather(*self._under_way, return_exceptions=True)
-
-    async def _obey(
+    def __init__(
         self,
-        order: Callable[[bytes], Awaitable[Mapping[Any, Any]]],
-        request: web.BaseRequest,
-    ) -> web.Response:
-        if (request.content_length or 0) > _BODY_BYTES:
-            return refused(bad(f"an order has at most {_BODY_BYTES} bytes"))
-        body = b""
-        while piece := await request.content.readany():
-            body += piece
-            if len(body) > _BODY_BYTES:
-                return refused(bad(f"an order has at most {_BODY_BYTES} bytes"))
+        registry: Registry,
+        router: Router,
+        *,
+        health: Health,
+        recovery: Recovery,
+        emit: Emit,
+        clock: Clock,
+    ) -> None:
+        self._registry = registry
+        self._router = router
+        self._health = health
+        self._recovery = recovery
+        self._emit = emit
+        self._clock = clock
+        self._lock = asyncio.Lock()
+        #: Between a barrier and its restore: nothing is started.
+        self.is_held = False
+        self.is_draining = False
 
-        async def carry_out() -> Mapping[Any, Any]:
-            return await order(body)
+    @asynccontextmanager
+    async def taken(self) -> AsyncIterator[None]:
+        """For the start of the fleet: as before any order, and none is obeyed meanwhile."""
+        async with self._lock:
+            self.is_held = False
+            self._resume()
+            yield
 
-        task = asyncio.create_task(carry_out(), name=request.raw_path)
-        self._under_way.add(task)
-        task.add_done_callback(self._under_way.discard)
-        try:
-            return _json(await asyncio.shield(task))
-        except _Refused as error:
-            return refused(error.refusal)
-        except KeyError as error:
-            return refused(bad(str(error.args[0]) if error.args else "unknown key"))
-        except ValueError as error:
-            return refused(bad(str(error)))
-        except MusterError as error:
-            return refused(Refusal(status=409, type="refused", message=str(error)))
-        except asyncio.CancelledError:
-            if not task.done():
-                _log.warning("the client of %s has left; the order goes on", request.raw_path)
-                task.add_done_callback(_log_end)
-            elif task.cancelled():
-                message = "the fleet is being stopped"
-                return refused(Refusal(status=503, type="stopping", message=message))
-            raise
-        except Exception as error:
-            _log.exception("the order %s failed", request.raw_path)
-            message = f"{type(error).__name__}: {error}; the fleet's log has the details"
-            return refused(Refusal(status=500, type="failed", message=message))
+    async def barrier(self) -> dict[str, Any]:
+        """Before a training step: ask every running server once, one bad answer is enough.
 
-    async def _barrier(self, body: bytes) -> Mapping[Any, Any]:
-        _read(_Order, body)
-        return await self._fleet.barrier()
+        What failed is shut down when this returns, in time. Nothing is started, and nobody is
+        asked, from now until `restore`: the trainer may have the GPUs.
+        """
+        async with self._lock:
+            self.is_held = True
+            await self._recovery.hold()
+            self._health.rest()
+            running = {group.index for group in self._registry.view.groups if group.is_running}
+            await self._health.sweep()
+            await self._recovery.down()
+            view = self._registry.view
+            answer = {
+                "epoch": view.epoch,
+                "failed": [_named(one) for one in view.groups if _has_left(one, running)],
+                "active": [slot.rank for slot in view.entrypoints],
+                "inactive": [list(one.ranks) for one in view.groups if not one.is_running],
+                "unreachable": [list(one.ranks) for one in view.groups if one.unreachable],
+            }
+        self._emit("rollout.barrier", **answer)
+        return answer
 
-    async def _restore(self, body: bytes) -> Mapping[Any, Any]:
-        _read(_Order, body)
-        return await self._fleet.restore()
+    async def restore(self) -> dict[str, Any]:
+        """Before weights are synced: start what is inactive, and wait for it to come up or fail.
 
-    async def _weights(self, body: bytes) -> Mapping[Any, Any]:
-        order = _read(_Weights, body)
-        return await self._fleet.weights(order.version, order.ranks, order.epochs)
+        What does not come up is tried again beside everything else. Periodic questions begin
+        again, the first a whole interval later.
+        """
+        async with self._lock:
+            self._resume()
+            groups = self._registry.view.groups
+            down = {one.index for one in groups if not one.is_running}
+            try:
+                await asyncio.gather(*(tried.wait() for tried in self._recovery.release()))
+            finally:
+                self._health.resume()
+                self.is_held = False
+            view = self._registry.view
+            answer = {
+                "epoch": view.epoch,
+                "restored": [
+                    list(view.groups[one].ranks) for one in down if view.groups[one].is_running
+                ],
+                "failed": [_named(one) for one in view.groups if not one.is_running],
+                "stale": [list(one.ranks) for one in view.groups if one.state is GroupState.STALE],
+                "metadata": as_json(self._registry.training_metadata()),
+            }
+        self._emit("rollout.restore", **{k: v for k, v in answer.items() if k != "metadata"})
+        return answer
 
-    async def _drain(self, body: bytes) -> Mapping[Any, Any]:
-        return await self._fleet.drain(_read(_Drain, body).timeout_s)
+    def weights(
+        self,
+        version: int,
+        ranks: Collection[int] | None = None,
+        epochs: Mapping[int, int] | None = None,
+    ) -> dict[str, Any]:
+        """The caller has synced these weights: see `Registry.weights_synced`. Ends a drain.
 
-    async def _broadcast(self, body: bytes) -> Mapping[Any, Any]:
-        order = _read(_Broadcast, body)
-        ask = Ask(method=order.method, path=order.path, body=order.body)
-        return await self._fleet.broadcast(ask, order.timeout_s)
+        Raises: KeyError, for ranks that have none.
+        """
+        self._registry.weights_synced(version, ranks=ranks, epochs=epochs)
+        self._resume()
+        groups = self._registry.view.groups
+        answer = {
+            "version": version,
+            "active": [list(one.ranks) for one in groups if one.is_serving],
+            "stale": [list(one.ranks) for one in groups if one.state is GroupState.STALE],
+        }
+        self._emit("rollout.weights", **answer)
+        return answer
+
+    async def drain(self, timeout_s: float) -> dict[str, Any]:
+        """Send no new requests; returns once none is outstanding, or it is too late.
+
+        It lasts until `restore` or `weights`.
+        """
+        self.is_draining = True
+        self._router.pause("the fleet drains: new requests are taken after the sync of the weights")
+        until_s = self._clock.monotonic_s() + timeout_s
+        while self._router.outstanding and self._clock.monotonic_s() < until_s:
+            await self._clock.sleep(_DRAIN_POLL_S)
+        outstanding = self._router.outstanding
+        return {"drained": not outstanding, "outstanding": outstanding}
+
+    def _resume(self) -> None:
+        self.is_draining = False
+        self._router.resume()
 
 
-def _read(model: type[M], body: bytes) -> M:
-    try:
-        return model.model_validate_json(body.strip() or b"{}")
-    except ValidationError as error:
-        faults = "; ".join(
-            f"{'.'.join(map(str, fault['loc'])) or 'the body'}: {fault['msg']}"
-            for fault in error.errors(include_url=False)
-        )
-        takes = ", ".join(
-            f"{name} (needed)" if field.is_required() else name
-            for name, field in model.model_fields.items()
-        )
-        raise _Refused(bad(f"{faults}. It takes a JSON object: {takes or 'empty'}")) from error
+def _has_left(group: GroupView, running: Collection[int]) -> bool:
+    return group.index in running and not group.is_running
 
 
-def _log_end(task: asyncio.Task[Mapping[Any, Any]]) -> None:
-    """Of an order whose client has left, so that nobody else hears of it."""
-    if not task.cancelled() and (error := task.exception()) is not None:
-        _log.error("the order %s, whose client has left, failed", task.get_name(), exc_info=error)
-
-
-def _wrong_method(path: str, right: str) -> web.Response:
-    return refused(Refusal(status=405, type="bad_request", message=f"{path} takes {right} only"))
-
-
-def _json(content: Mapping[Any, Any]) -> web.Response:
-    return web.Response(
-        body=json.dumps(content).encode(), headers={"Content-Type": "application/json"}
-    )
+def _named(group: GroupView) -> dict[str, Any]:
+    return {"group": group.index, "ranks": list(group.ranks), "cause": group.cause}

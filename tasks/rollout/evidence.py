@@ -36,12 +36,18 @@ class Evidence:
     misses: int = 0
     #: How many of those were requests.
     requests: int = 0
+    #: How many were probes that were answered with something else than yes.
+    refusals: int = 0
     #: What the last miss was; empty: none.
     reason: str = ""
 
     def after_yes(self) -> Evidence:
-        """A good answer, to a probe or to a request: what was before is forgotten."""
+        """A probe was answered with yes: what was before is forgotten."""
         return Evidence()
+
+    def after_answer(self) -> Evidence:
+        """A request was answered: the server is not silent, whatever it says to probes."""
+        return self if self.refusals else Evidence()
 
     def after_probe(self, reason: str, *, is_excused: bool = False) -> Evidence:
         """A probe that failed.
@@ -50,9 +56,11 @@ class Evidence:
             is_excused: a request was answered while it was outstanding. A server that prefills a
                 long prompt lets a probe time out. Source: sgl-project/sglang#22511.
         """
-        if is_excused and isinstance(reason, Silence):
+        is_silence = isinstance(reason, Silence)
+        if is_excused and is_silence:
             return self
-        return replace(self, misses=self.misses + 1, reason=reason)
+        refusals = self.refusals if is_silence else self.refusals + 1
+        return replace(self, misses=self.misses + 1, refusals=refusals, reason=reason)
 
     def after_request(self, reason: str, *, threshold: int) -> Evidence:
         """A request that failed in a way that tells of the server, never a 4xx.

@@ -56,6 +56,8 @@ class ServerHost(Protocol):
         """Ask a server from its own machine, where no network is between.
 
         Returns: None for a yes, else why not.
+
+        Raises: LostContact, when its machine cannot be asked, so that nothing is known.
         """
 
     async def ports_taken(self, slots: Collection[ServerSlot]) -> frozenset[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from typing import Protocol
 
 import aiohttp
@@ -12,6 +13,16 @@ from tasks.rollout.topology import Ask
 
 #: Of a bad answer's text.
 _SHOWN_CHARACTERS = 300
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """The whole answer of a server, or why there is none."""
+
+    #: Of HTTP; None: no answer came.
+    status: int | None
+    #: Its text; without an answer, the reason.
+    body: str
 
 
 class Prober(Protocol):
@@ -24,6 +35,9 @@ class Prober(Protocol):
 
         Returns: None for a yes, else why not: a `Silence` where no answer came.
         """
+
+    async def call(self, url: str, ask: Ask, timeout_s: float) -> Reply:
+        """What a server answers, whatever it is."""
 
 
 class HttpProber:
@@ -40,29 +54,41 @@ class HttpProber:
         """See `Prober`. A cancel closes the connection."""
         what = f"{question.method} {question.path}"
         try:
-            async with asyncio.timeout(timeout_s):
-                async with self._client().request(
-                    question.method,
-                    url + question.path,
-                    json=question.body,
-                    allow_redirects=False,
-                ) as response:
-                    text = await response.text(errors="replace")
+            reply = await self._reply(url, question, timeout_s)
         except TimeoutError:
             return Silence(f"{what}: no answer within {timeout_s:g} s")
         except (aiohttp.ClientResponseError, aiohttp.ClientPayloadError) as error:
             return f"{what}: an answer that is not HTTP: {_shown(str(error))}"
         except (aiohttp.ClientError, OSError) as error:
             return Silence(f"{what}: {_shown(str(error)) or type(error).__name__}")
-        if response.status == 200:
+        if reply.status == 200:
             return None
-        return f"{what}: {response.status} {_shown(text)}".rstrip()
+        return f"{what}: {reply.status} {_shown(reply.body)}".rstrip()
+
+    async def call(self, url: str, ask: Ask, timeout_s: float) -> Reply:
+        """See `Prober`."""
+        try:
+            return await self._reply(url, ask, timeout_s)
+        except TimeoutError:
+            return Reply(status=None, body=f"no answer within {timeout_s:g} s")
+        except (aiohttp.ClientError, OSError) as error:
+            return Reply(status=None, body=str(error) or type(error).__name__)
 
     async def close(self) -> None:
         """Any number of times."""
         if self._session is not None:
             await self._session.close()
             self._session = None
+
+    async def _reply(self, url: str, ask: Ask, timeout_s: float) -> Reply:
+        async with (
+            asyncio.timeout(timeout_s),
+            self._client().request(
+                ask.method, url + ask.path, json=ask.body, allow_redirects=False
+            ) as response,
+        ):
+            text = await response.text(errors="replace")
+        return Reply(status=response.status, body=text)
 
     def _client(self) -> aiohttp.ClientSession:
         if self._session is None:

@@ -10,6 +10,7 @@ have KeyError.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from tasks.rollout.views import FleetView, GroupView, TrainingMetadata
 from tasks.run.errors import IllegalTransition
 
 __all__ = ["FleetView", "GroupView", "Listener", "Registry", "TrainingMetadata"]
+
+_log = logging.getLogger(__name__)
 
 Listener = Callable[[GroupView, GroupView], None]
 
@@ -336,7 +339,11 @@ class Registry:
             while self._untold:
                 before, after = self._untold.popleft()
                 for listener in self._listeners:
-                    listener(before, after)
+                    try:
+                        listener(before, after)
+                    except Exception:
+                        # The state has changed: whoever else lives by it must know.
+                        _log.exception("group %d: not told: %s", after.index, after.state.value)
         finally:
             self._is_telling = False
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
+
+from tasks.run.fleet_spec import Rollout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +22,7 @@ class FleetSettings:
     first_after_s: float | None = None
     #: Recoveries in all, an incident of many groups counted once; None: no limit.
     budget: int | None = None
-    #: Before the first try of a recovery.
+    #: Before the second recovery in a row of one group; it then grows.
     backoff_s: float = 1.0
     #: No pause between tries is longer.
     max_backoff_s: float = 60.0
@@ -28,7 +31,7 @@ class FleetSettings:
     #: Fewer groups that serve: the run has failed; None: while any can be recovered, it has not.
     min_active: int | None = None
     #: From the start of a group to its first token, at most.
-    start_within_s: float = 600.0
+    start_within_s: float = 1800.0
     #: From the stop signal to SIGKILL.
     grace_s: float = 10.0
     #: Requests that one entrypoint takes at once; None: any number.
@@ -43,3 +46,23 @@ class FleetSettings:
     def stop_within_s(self) -> float:
         """By then a host has answered a `stop`; its own bound is shorter."""
         return self.grace_s + 20.0
+
+
+def settings_of(fleet: Rollout) -> FleetSettings:
+    """The numbers of a fleet, as its spec says them; what that leaves out, by their defaults."""
+    health, recovery = fleet.health, fleet.recovery
+    given: dict[str, Any] = {
+        "interval_s": health.interval_s,
+        "timeout_s": health.timeout_s,
+        "misses": health.misses,
+        "first_after_s": health.first_after_s,
+        "budget": recovery.budget,
+        "backoff_s": recovery.backoff_s,
+        "max_backoff_s": recovery.max_backoff_s,
+        "parallel": recovery.parallel,
+        "min_active": recovery.min_active,
+        "start_within_s": fleet.start_within_s,
+        "grace_s": fleet.stop.grace_s,
+        "concurrency": fleet.concurrency,
+    }
+    return FleetSettings(**{name: one for name, one in given.items() if one is not None})

@@ -1,0 +1,353 @@
+"""A fleet of inference servers as one thing: what its parts are, and who is told what in turn.
+
+Everything lives in one asyncio loop. The registry owns the state; a change of it is told first to
+the router, so that a server that has failed is out of routing before anything else is done, then
+to those who watch, start and recover.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Collection, Mapping
+from random import Random
+from typing import Any
+
+from tasks.rollout.clock import Clock, within
+from tasks.rollout.control import Control
+from tasks.rollout.health import Health
+from tasks.rollout.hosts import Death, ServerHost, StartFailed
+from tasks.rollout.incidents import Emit
+from tasks.rollout.probing import Prober
+from tasks.rollout.recovery import DEATHS_WITHIN_S, Rebind, Recovery
+from tasks.rollout.registry import Registry
+from tasks.rollout.router import Entrypoint, Router
+from tasks.rollout.settings import FleetSettings
+from tasks.rollout.snapshot import breach, snapshot, why_none
+from tasks.rollout.starting import Starter
+from tasks.rollout.states import GroupState
+from tasks.rollout.topology import Ask, TopologyPlan
+from tasks.rollout.views import GroupView
+from tasks.run.errors import IllegalTransition, MusterError
+
+_log = logging.getLogger(__name__)
+
+#: A group that fails so often before the fleet has served at all will not come up.
+_FIRST_STARTS = 3
+_STOPPED = "the fleet is stopped"
+
+
+class FleetFailed(MusterError):
+    """The fleet does not come up; the message is the reason. Stop it, then mend that."""
+
+
+class Fleet:
+    """The servers of one run, from `start` to `stop`; both may come again after that."""
+
+    def __init__(
+        self,
+        plan: TopologyPlan,
+        *,
+        settings: FleetSettings,
+        host: ServerHost,
+        prober: Prober,
+        emit: Emit,
+        clock: Clock | None = None,
+        random: Random | None = None,
+        rebind: Rebind | None = None,
+    ) -> None:
+        """Made in the loop in which it lives; it takes over `host.on_death`.
+
+        Args:
+            emit: takes an event's name and its fields; what it raises is logged.
+            rebind: the servers of a group at new addresses; None: it has those it has.
+        """
+        self.registry = Registry(plan)
+        self.router = Router(limit=settings.concurrency)
+        #: Resolves with the reason once the run has to fail. The servers still run then.
+        self.fatal: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        #: Of the gateway, for the snapshot.
+        self.url = ""
+        self._settings = settings
+        self._host = host
+        self._prober = prober
+        self._sink = emit
+        self._clock = clock or Clock()
+        random = random or Random()
+        #: new | starting | running | stopping | stopped
+        self._phase = "new"
+        self._has_served = False
+        self._up: asyncio.Future[None] | None = None
+        self._starts: list[asyncio.Task[None]] = []
+        self._failed_starts: Counter[int] = Counter()
+        self._last_words: dict[int, str] = {}
+
+        self.registry.listen(self._route)
+        self._health = Health(
+            self.registry,
+            settings=settings,
+            questions=plan.questions,
+            host=host,
+            prober=prober,
+            emit=self._emit,
+            clock=self._clock,
+            random=random,
+        )
+        self._starter = Starter(
+            self.registry,
+            settings=settings,
+            questions=plan.questions,
+            host=host,
+            prober=prober,
+            health=self._health,
+            emit=self._emit,
+            clock=self._clock,
+        )
+        self._recovery = Recovery(
+            self.registry,
+            self._starter,
+            settings=settings,
+            window_s=self._window_s,
+            rebind=rebind,
+            emit=self._emit,
+            clock=self._clock,
+            random=random,
+        )
+        self._control = Control(
+            self.registry,
+            self.router,
+            health=self._health,
+            recovery=self._recovery,
+            emit=self._emit,
+            clock=self._clock,
+        )
+        self.registry.listen(self._judge)
+        host.on_death = self._on_death
+
+    async def start(self) -> None:
+        """Start all groups; returns once each serves, or was retired and is not needed.
+
+        One that fails is recovered like any other. A cancel leaves what runs to `stop`.
+
+        Raises: FleetFailed, once the run has to fail, or when it is stopped before it serves.
+        """
+        if self._phase not in ("new", "stopped"):
+            raise IllegalTransition(f"a fleet that is {self._phase} cannot be started")
+        self._phase = "starting"
+        self._has_served = False
+        self._failed_starts.clear()
+        if self.fatal.done():
+            self.fatal = asyncio.get_running_loop().create_future()
+        self._up = asyncio.get_running_loop().create_future()
+        async with self._control.taken():
+            self._recovery.open()
+            groups = [
+                group for group in self.registry.view.groups if group.state != GroupState.RETIRED
+            ]
+            self._starts = [
+                asyncio.create_task(self._start_first(group), name=f"rollout-start-{group.index}")
+                for group in groups
+            ]
+            either: set[asyncio.Future[Any]] = {self._up, self.fatal}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if self.fatal.done():
+            raise FleetFailed(self.fatal.result())
+        if self._phase != "starting":
+            raise FleetFailed(_STOPPED)
+        self._phase = "running"
+        self._has_served = True
+
+    async def stop(self) -> str:
+        """End everything, within the grace period and a bound, also in the midst of a recovery.
+
+        Returns: what could not be ended; empty when nothing is left. Stop it again then.
+        """
+        self._phase = "stopping"
+        self.router.set((), why_none=_STOPPED)
+        if self._up is not None and not self._up.done():
+            self._up.set_result(None)
+        await self._recovery.stop()
+        for task in self._starts:
+            task.cancel()
+        if self._starts:
+            await asyncio.wait(self._starts)
+        await self._health.stop()
+        for group in self.registry.view.groups:
+            self.registry.fail(group.ranks[0], group.epoch, _STOPPED)
+        ranks = [rank for group in self.registry.view.groups for rank in group.ranks]
+        try:
+            left = ", ".join(
+                await within(
+                    self._settings.stop_within_s,
+                    self._host.stop(ranks, grace_s=self._settings.grace_s),
+                )
+            )
+        except Exception as error:
+            _log.warning("the servers could not be stopped", exc_info=True)
+            left = f"the servers: {error or type(error).__name__}"
+        self._phase = "stopped"
+        return left
+
+    async def barrier(self) -> dict[str, Any]:
+        """See `Control.barrier`."""
+        return await self._control.barrier()
+
+    async def restore(self) -> dict[str, Any]:
+        """See `Control.restore`."""
+        answer = await self._control.restore()
+        stale = [one for one in self.registry.view.groups if one.state is GroupState.STALE]
+        # They serve once the weights are there, which come next.
+        self._check(is_guarded=not stale)
+        return answer
+
+    def weights(
+        self,
+        version: int,
+        ranks: Collection[int] | None = None,
+        epochs: Mapping[int, int] | None = None,
+    ) -> dict[str, Any]:
+        """See `Control.weights`."""
+        return self._control.weights(version, ranks, epochs)
+
+    async def drain(self, timeout_s: float) -> dict[str, Any]:
+        """See `Control.drain`."""
+        return await self._control.drain(timeout_s)
+
+    async def broadcast(self, ask: Ask, timeout_s: float) -> dict[int, dict[str, Any]]:
+        """The same request, with its body, to every entrypoint that serves, side by side.
+
+        Returns: `{rank: {"status", "body"}}`, the status None where no answer came.
+        """
+        slots = self.registry.view.entrypoints
+        replies = await asyncio.gather(
+            *(self._prober.call(slot.url or "", ask, timeout_s) for slot in slots)
+        )
+        return {
+            slot.rank: {"status": reply.status, "body": reply.body}
+            for slot, reply in zip(slots, replies, strict=True)
+        }
+
+    def snapshot(self) -> dict[str, Any]:
+        """The answer of `GET /muster/rollout`."""
+        return dict(
+            snapshot(self.registry, self.router, self._health, state=self.state, url=self.url)
+        )
+
+    @property
+    def state(self) -> str:
+        """starting | serving | down | draining | stopping"""
+        if self._phase in ("stopping", "stopped"):
+            return "stopping"
+        if self._phase != "running":
+            return "starting"
+        if self._control.is_draining:
+            return "draining"
+        return "serving" if self.registry.view.entrypoints else "down"
+
+    def note_failure(self, rank: int, epoch: int, why: str) -> None:
+        """A request failed there: no answer, a 5xx, garbage; never a 4xx."""
+        self._health.note_failure(rank, epoch, why)
+
+    def note_success(self, rank: int, epoch: int) -> None:
+        """A request was answered there."""
+        self._health.note_success(rank, epoch)
+
+    async def _start_first(self, group: GroupView) -> None:
+        try:
+            if group.state is GroupState.INACTIVE:
+                self.registry.claim(group.index)
+            await self._starter.start(group.index)
+        except StartFailed as error:
+            # The recovery has it.
+            _log.warning("group %d: %s", group.index, error)
+
+    def _on_death(self, death: Death) -> None:
+        if not self.registry.is_current(death.rank, death.epoch):
+            return
+        self._last_words[death.rank] = death.last_words
+        if death.is_port_conflict:
+            self._recovery.port_lost(self.registry.group_of(death.rank))
+        self.registry.fail(death.rank, death.epoch, f"rank {death.rank} died: {death.why}")
+        self._emit("rollout.server.died", rank=death.rank, epoch=death.epoch, why=death.why)
+
+    def _window_s(self, group: GroupView) -> float:
+        # Servers that hang at one time are found out over an interval, as each is asked.
+        return self._settings.interval_s if self._health.was_judged(group) else DEATHS_WITHIN_S
+
+    def _route(self, before: GroupView, after: GroupView) -> None:
+        view = self.registry.view
+        if self._phase != "stopping":
+            self.router.set(
+                (
+                    Entrypoint(
+                        rank=slot.rank,
+                        epoch=view.groups[slot.engine].epoch,
+                        url=slot.url or "",
+                        is_preferred=view.groups[slot.engine].state is GroupState.ACTIVE,
+                    )
+                    for slot in view.entrypoints
+                ),
+                why_none=why_none(view),
+            )
+        if before.state is not after.state:
+            self._emit(
+                "rollout.group.state",
+                group=after.index,
+                ranks=list(after.ranks),
+                before=before.state.value,
+                after=after.state.value,
+                cause=after.cause,
+                epoch=after.epoch,
+            )
+
+    def _judge(self, before: GroupView, after: GroupView) -> None:
+        """After each change, whether the fleet is up, or the run has to fail."""
+        if self._phase == "stopping" or before.state is after.state:
+            return
+        groups = self.registry.view.groups
+        if self._up is not None and not self._up.done() and all(map(_is_settled, groups)):
+            self._up.set_result(None)
+        if after.state in (GroupState.INACTIVE, GroupState.RETIRED):
+            self._check(is_guarded=before.is_running)
+            self._count_start(before, after)
+
+    def _count_start(self, before: GroupView, after: GroupView) -> None:
+        was_starting = before.state in (GroupState.STARTING, GroupState.RECOVERING)
+        if self._has_served or not was_starting or after.state is not GroupState.INACTIVE:
+            return
+        self._failed_starts[after.index] += 1
+        if self._failed_starts[after.index] >= _FIRST_STARTS:
+            what = f"ranks {', '.join(map(str, after.ranks))} failed to start {_FIRST_STARTS} times"
+            self._fail_run(f"{what}: {after.cause}{self._words_of(after)}")
+
+    def _check(self, *, is_guarded: bool) -> None:
+        is_guarded = is_guarded and self._has_served and not self._control.is_held
+        view, floor = self.registry.view, self._settings.min_active
+        reason = breach(view, min_active=floor, is_guarded=is_guarded)
+        if reason:
+            words = next(filter(None, map(self._words_of, view.groups)), "")
+            self._fail_run(reason + words)
+
+    def _words_of(self, group: GroupView) -> str:
+        """The end of the log of a server of a group that died; empty where none is known."""
+        for rank in group.ranks:
+            if group.cause and self._last_words.get(rank):
+                return f"\nlast lines of rank {rank}:\n{self._last_words[rank]}"
+        return ""
+
+    def _fail_run(self, reason: str) -> None:
+        if not self.fatal.done():
+            self._emit("rollout.failed", reason=reason)
+            self.fatal.set_result(reason)
+
+    def _emit(self, event: str, **fields: Any) -> None:
+        try:
+            self._sink(event, **fields)
+        except Exception:
+            _log.exception("the event %s %s is lost", event, fields)
+
+
+def _is_settled(group: GroupView) -> bool:
+    has_started = group.is_serving or group.state is GroupState.STALE
+    return has_started or group.state is GroupState.RETIRED

@@ -1,0 +1,298 @@
+"""Starts again what has failed: each group by itself, within a budget, and not all at one time.
+
+A group that has failed is a case from then on, until it works again or is retired. Its processes
+are ended first and at once, whatever else is held. Each claim of a group ends: in a group that
+works, or given up, whatever is raised.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from random import Random
+
+from tasks.rollout.backoff import pause_s
+from tasks.rollout.clock import Clock
+from tasks.rollout.hosts import StartFailed
+from tasks.rollout.incidents import Emit, Incident, Incidents
+from tasks.rollout.registry import Registry
+from tasks.rollout.settings import FleetSettings
+from tasks.rollout.starting import Starter
+from tasks.rollout.states import GroupState
+from tasks.rollout.topology import ServerSlot
+from tasks.rollout.views import GroupView
+
+_log = logging.getLogger(__name__)
+
+#: Deaths within so many seconds of the first have one cause.
+DEATHS_WITHIN_S = 2.0
+
+#: New servers of a group, at addresses that nobody has.
+Rebind = Callable[[int], Sequence[ServerSlot] | Awaitable[Sequence[ServerSlot]]]
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Case:
+    """One failure of a group, until the group works again or is retired."""
+
+    group: int
+    ranks: tuple[int, ...]
+    cause: str
+    incident: Incident
+    #: Recoveries since the group last worked for long: without any there is no pause, and then it
+    #: grows with them.
+    in_row: int
+    #: Tries of this case that have ended.
+    tries: int = 0
+    #: What could not be ended of what ran.
+    left: str = ""
+    #: Its processes are ended, or it was tried.
+    down: asyncio.Event = field(default_factory=asyncio.Event)
+    #: The next try does not wait.
+    at_once: asyncio.Event = field(default_factory=asyncio.Event)
+    #: The next try has ended, or there is none.
+    tried: asyncio.Event = field(default_factory=asyncio.Event)
+    task: asyncio.Task[None] | None = None
+
+
+class Recovery:
+    """Opens a case at each failure that the registry tells, from `open` to `stop`.
+
+    It must be told of a change after whoever takes the group out of routing.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        starter: Starter,
+        *,
+        settings: FleetSettings,
+        window_s: Callable[[GroupView], float],
+        rebind: Rebind | None,
+        emit: Emit,
+        clock: Clock,
+        random: Random,
+    ) -> None:
+        """
+        Args:
+            window_s: how long after the first failure of an incident that of a group belongs to it.
+            rebind: None: a group whose ports are taken cannot be started.
+        """
+        self._registry = registry
+        self._starter = starter
+        self._settings = settings
+        self._window_s = window_s
+        self._rebind = rebind
+        self._emit = emit
+        self._clock = clock
+        self._random = random
+        self._incidents = Incidents(budget=settings.budget, emit=emit)
+        self._parallel = asyncio.Semaphore(settings.parallel)
+        self._released = asyncio.Event()
+        self._is_open = False
+        self._cases: dict[int, _Case] = {}
+        self._in_row: dict[int, int] = {}
+        self._works_since_s: dict[int, float] = {}
+        self._without_ports: set[int] = set()
+        self._count = 0
+        registry.listen(self._on_change)
+
+    def open(self) -> None:
+        """What fails from now on is recovered."""
+        self._is_open = True
+        self._released.set()
+
+    def port_lost(self, group: int) -> None:
+        """Somebody else has a port of it: it gets new ones at its next start."""
+        self._without_ports.add(group)
+
+    async def hold(self) -> None:
+        """Start nothing until `release`; what is being started is given up and stopped again."""
+        self._released.clear()
+        await self._cancel()
+        for case in self._cases.values():
+            self._begin(case)
+
+    async def down(self) -> None:
+        """Returns once the processes of all that has failed are ended, or cannot be: in time."""
+        await asyncio.gather(*(case.down.wait() for case in self._cases.values()))
+
+    def release(self) -> list[asyncio.Event]:
+        """Start what has failed, without a pause.
+
+        Returns: for each of them, set once its next try has ended.
+        """
+        for case in self._cases.values():
+            case.tried.clear()
+            case.at_once.set()
+        self._released.set()
+        return [case.tried for case in self._cases.values()]
+
+    async def stop(self) -> None:
+        """No case is left, and no claim; what was being started may still run."""
+        self._is_open = False
+        await self._cancel()
+        for case in list(self._cases.values()):
+            self._close(case)
+
+    async def _cancel(self) -> None:
+        tasks = [case.task for case in self._cases.values() if case.task is not None]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+    def _on_change(self, before: GroupView, after: GroupView) -> None:
+        group = after.index
+        if after.version is not None and before.version is None:
+            self._works_since_s[group] = self._clock.monotonic_s()
+        if not self._is_open or after.state is not GroupState.INACTIVE:
+            return
+        # One that fails while it is recovered is its case's own matter.
+        if before.is_running or (before.state is GroupState.RECOVERING and not self._has(group)):
+            self._open(after)
+
+    def _has(self, group: int) -> bool:
+        return group in self._cases
+
+    def _open(self, view: GroupView) -> None:
+        group, now_s = view.index, self._clock.monotonic_s()
+        since_s = self._works_since_s.pop(group, now_s)
+        if now_s - since_s >= self._settings.max_backoff_s:
+            self._in_row[group] = 0
+        incident = self._incidents.failed(
+            group, view.ranks, view.cause, now_s=now_s, window_s=self._window_s(view)
+        )
+        case = _Case(
+            group=group,
+            ranks=view.ranks,
+            cause=view.cause,
+            incident=incident,
+            in_row=self._in_row.get(group, 0),
+        )
+        self._cases[group] = case
+        self._begin(case)
+        self._pay(case)
+
+    def _begin(self, case: _Case) -> None:
+        case.task = asyncio.create_task(self._care(case), name=f"rollout-recovery-{case.group}")
+
+    def _close(self, case: _Case) -> None:
+        case.down.set()
+        case.tried.set()
+        if self._cases.get(case.group) is case:
+            del self._cases[case.group]
+        self._incidents.over(case.incident, case.group)
+
+    def _pay(self, case: _Case) -> None:
+        """Retire the group where the budget does not allow its next try."""
+        if self._incidents.pay(case.incident, case.tries):
+            return
+        spent = f"the budget of {self._settings.budget} recoveries is spent"
+        self._registry.retire(case.group, f"{spent}; its last failure: {case.cause}")
+
+    def _is_retired(self, case: _Case) -> bool:
+        return self._registry.view.groups[case.group].state is GroupState.RETIRED
+
+    async def _care(self, case: _Case) -> None:
+        try:
+            while True:
+                await self._take_down(case)
+                if self._is_retired(case):
+                    break
+                await self._released.wait()
+                # Between a group that works and the end of its try it may have failed anew.
+                if await self._try(case) or self._cases.get(case.group) is not case:
+                    break
+                self._pay(case)
+        except Exception as error:
+            _log.exception("group %d is given up", case.group)
+            self._registry.retire(case.group, f"its recovery broke: {error!r}")
+        self._close(case)
+
+    async def _take_down(self, case: _Case) -> None:
+        if case.down.is_set() and not case.left:
+            return
+        case.left = await self._starter.stop(case.group)
+        case.down.set()
+        if case.left:
+            self._emit("rollout.warning", message=f"could not be ended: {case.left}")
+
+    async def _try(self, case: _Case) -> bool:
+        """Whether the group works. A cancel gives it up, and does not count as a try."""
+        self._count += 1
+        id, began_s = f"r{self._count}", self._clock.monotonic_s()
+        what = {"id": id, "group": case.group, "ranks": list(case.ranks)}
+        self._registry.claim(case.group)
+        self._emit("rollout.recovery.begun", **what, cause=case.cause, **{"try": case.tries + 1})
+        outcome, message = "abandoned", "held until the weights are synced, or stopped"
+        try:
+            await self._pause(case)
+            async with self._parallel:
+                await self._start(case)
+            outcome, message = "recovered", ""
+        except StartFailed as error:
+            outcome, message = "failed", str(error)
+        except Exception as error:
+            _log.exception("group %d, recovery %s", case.group, id)
+            outcome, message = "failed", f"{type(error).__name__}: {error}"
+        finally:
+            if self._cases.get(case.group) is case and self._is_claimed(case.group):
+                self._registry.give_up(case.group, message)
+            if outcome != "abandoned":
+                case.tries += 1
+                case.in_row = self._in_row[case.group] = case.in_row + 1
+            took_s = round(self._clock.monotonic_s() - began_s, 3)
+            self._emit(
+                "rollout.recovery.ended", **what, outcome=outcome, took_s=took_s, message=message
+            )
+            case.cause = message if outcome == "failed" else case.cause
+            case.tried.set()
+        return outcome == "recovered"
+
+    def _is_claimed(self, group: int) -> bool:
+        return self._registry.view.groups[group].state is GroupState.RECOVERING
+
+    async def _pause(self, case: _Case) -> None:
+        if not case.in_row:
+            return
+        seconds = pause_s(
+            case.in_row - 1,
+            first_s=self._settings.backoff_s,
+            longest_s=self._settings.max_backoff_s,
+            random=self._random,
+        )
+        try:
+            async with asyncio.timeout(seconds):
+                await case.at_once.wait()
+        except TimeoutError:
+            pass
+        case.at_once.clear()
+
+    async def _start(self, case: _Case) -> None:
+        if case.left:
+            raise StartFailed(f"what ran there could not be ended: {case.left}")
+        slots = await self._new_slots(case.group)
+        case.down.clear()
+        await self._starter.start(case.group, slots)
+
+    async def _new_slots(self, group: int) -> tuple[ServerSlot, ...] | None:
+        """None: the addresses it has are good."""
+        taken = await self._starter.ports_taken(group)
+        if not taken and group not in self._without_ports:
+            return None
+        if self._rebind is None:
+            if not taken:
+                return None
+            ranks = ", ".join(map(str, sorted(taken)))
+            raise StartFailed(
+                f"another process listens on the port of rank {ranks}: end it, or give the fleet "
+                "another port"
+            )
+        made = self._rebind(group)
+        slots = tuple(await made if inspect.isawaitable(made) else made)
+        self._without_ports.discard(group)
+        return slots
