@@ -12,8 +12,8 @@ import socket
 from aiohttp import web
 
 from tasks.rollout.access import Access
-from tasks.rollout.control import PREFIX, Control, FleetFacade
 from tasks.rollout.forwarding import Forwarder, Limits, refused
+from tasks.rollout.orders import PREFIX, FleetFacade, Orders
 from tasks.rollout.refusals import nobody
 
 _log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class Gateway:
         if sock is not None:
             host, port = sock.getsockname()[:2]
         self._access = Access(host, token)
-        self._control = Control(fleet, self._access)
+        self._orders = Orders(fleet, self._access)
         self._fleet = fleet
         self._host, self._port, self._sock = host, port, sock
         self._limits = limits or Limits()
@@ -120,12 +120,13 @@ class Gateway:
         forwarder.is_over = _STOPPING
         listener.close()
         try:
-            await asyncio.wait_for(self._idle.wait(), grace_s)
+            if self._under_way:
+                await asyncio.wait_for(self._idle.wait(), grace_s)
         except TimeoutError:
             _log.warning("%d requests are cut: the grace period is over", self._under_way)
         finally:
             forwarder.flights.abort_all()
-            await self._control.stop()
+            await self._orders.stop()
             await connections.shutdown(_CUT_WITHIN_S)
             await forwarder.close()
 
@@ -133,7 +134,7 @@ class Gateway:
         assert self._forwarder is not None
         path = request.raw_path
         if path.startswith(PREFIX) and path[len(PREFIX) : len(PREFIX) + 1] in ("", "/", "?"):
-            return await self._control.answer(request)
+            return await self._orders.answer(request)
         if (refusal := self._access.refusal(request.headers)) is not None:
             return refused(refusal)
         if self._forwarder.is_over is not None:

@@ -1,0 +1,860 @@
+"""The gateway on real sockets, before real servers: what is passed on, retried, cut and refused."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from tasks.rollout.forwarding import Limits
+from tasks.rollout.gateway import Gateway
+from tasks.rollout.router import Entrypoint, Router
+from tasks.rollout.topology import Ask
+from tasks.run.errors import MusterError
+from tests.support.dummy_server import DummyServer
+
+pytestmark = pytest.mark.asyncio
+
+_DEADLINE_S = 30.0
+_CHAT = "/v1/chat/completions"
+
+
+class FakeFleet:
+    """Stands in for the fleet: says who serves, and hears what the gateway found."""
+
+    def __init__(self, *, limit: int | None = None) -> None:
+        self.router = Router(limit=limit)
+        self.failures: list[tuple[int, int, str]] = []
+        self.successes: list[tuple[int, int]] = []
+        self.orders: list[tuple[Any, ...]] = []
+        self.hold: asyncio.Event | None = None
+        self.refuses: Exception | None = None
+
+    def serve(self, *servers: DummyServer, why_none: str = "", epoch: int = 1) -> None:
+        self.router.set(
+            (Entrypoint(rank=one.rank, epoch=epoch, url=one.url) for one in servers),
+            why_none=why_none,
+        )
+
+    def note_failure(self, rank: int, epoch: int, why: str) -> None:
+        self.failures.append((rank, epoch, why))
+
+    def note_success(self, rank: int, epoch: int) -> None:
+        self.successes.append((rank, epoch))
+
+    def snapshot(self) -> dict[str, Any]:
+        return {"state": "serving"}
+
+    async def barrier(self) -> dict[str, Any]:
+        return await self._order("barrier", failed=[{"group": 0, "ranks": [0], "cause": "hangs"}])
+
+    async def restore(self) -> dict[str, Any]:
+        return await self._order("restore", restored=[[0]])
+
+    async def weights(
+        self,
+        version: int,
+        ranks: tuple[int, ...] | None = None,
+        epochs: Mapping[int, int] | None = None,
+    ) -> dict[str, Any]:
+        return await self._order("weights", version, ranks, epochs)
+
+    async def drain(self, timeout_s: float) -> dict[str, Any]:
+        return await self._order("drain", timeout_s, drained=True)
+
+    async def broadcast(self, ask: Ask, timeout_s: float) -> dict[Any, Any]:
+        return await self._order("broadcast", ask, timeout_s)
+
+    async def _order(self, *order: Any, **answer: Any) -> dict[str, Any]:
+        if self.refuses is not None:
+            raise self.refuses
+        self.orders.append(("begun", *order))
+        if self.hold is not None:
+            await self.hold.wait()
+        self.orders.append(order)
+        return answer
+
+
+class Scene:
+    """A gateway, its fleet, servers and a client."""
+
+    def __init__(self, fleet: FakeFleet, gateway: Gateway, servers: list[DummyServer]) -> None:
+        self.fleet, self.gateway, self.servers = fleet, gateway, servers
+        self.client = aiohttp.ClientSession(gateway.url, auto_decompress=False)
+
+    def ask(self, path: str = _CHAT, *, id: str = "a", **more: Any) -> Any:
+        """A request whose id the servers count."""
+        more["headers"] = {"X-Request-Id": id, **more.get("headers", {})}
+        method = more.pop("method", "POST")
+        if method == "POST" and "data" not in more:
+            more.setdefault("json", {"prompt": "x"})
+        return self.client.request(method, path, **more)
+
+    async def rank_of(self, **more: Any) -> int:
+        async with self.ask(**more) as answer:
+            content = await answer.json()
+            assert answer.status == 200, content
+            return int(answer.headers["X-Muster-Rank"])
+
+    def counted(self, what: str, id: str = "a") -> list[int]:
+        return [getattr(server.counts, what)[id] for server in self.servers]
+
+
+@asynccontextmanager
+async def scene(
+    count: int = 2, *, limit: int | None = None, limits: Limits | None = None, **more: Any
+) -> AsyncIterator[Scene]:
+    servers = [DummyServer(rank) for rank in range(count)]
+    for server in servers:
+        await server.start()
+    fleet = FakeFleet(limit=limit)
+    gateway = Gateway(fleet, limits=limits, **more)
+    await gateway.start()
+    fleet.serve(*servers)
+    found = Scene(fleet, gateway, servers)
+    try:
+        async with asyncio.timeout(_DEADLINE_S):
+            yield found
+    finally:
+        await found.client.close()
+        await gateway.stop(0)
+        for server in servers:
+            await server.stop()
+        assert fleet.router.outstanding == 0
+
+
+async def until(is_so: Callable[[], Any], what: str) -> None:
+    deadline = time.monotonic() + _DEADLINE_S
+    while not is_so():
+        assert time.monotonic() < deadline, f"not in time: {what}"
+        await asyncio.sleep(0.002)
+
+
+# What is passed on
+
+
+@pytest.mark.parametrize(
+    "method", ["GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH", "QUERY"]
+)
+async def test_any_method_and_path_reaches_a_server_as_it_is(method: str) -> None:
+    async with scene(1) as at, at.ask("/a%2Fb//c?x=1&x=%20", method=method, data=b"z") as answer:
+        content = await answer.read()
+
+        assert answer.status == 200
+        assert answer.reason == "As Told"
+        if method == "HEAD":
+            assert (content, int(answer.headers["Content-Length"]) > 0) == (b"", True)
+        else:
+            got = json.loads(content)
+            assert (got["method"], got["target"]) == (method, "/a%2Fb//c?x=1&x=%20")
+            assert (got["bytes"], got["rank"]) == (1, 0)
+
+
+async def test_headers_pass_in_both_directions_but_those_of_the_connection() -> None:
+    sent = [
+        ("X-Many", "1"),
+        ("X-Many", "2"),
+        ("x-lower", "Ü".encode().decode("latin-1")),
+        ("Authorization", "Bearer for-the-server"),
+        ("Cookie", "c=1"),
+        ("User-Agent", "me"),
+        ("Connection", "X-Mine"),
+        ("X-Mine", "1"),
+        ("TE", "trailers"),
+        ("Proxy-Authorization", "secret"),
+    ]
+    async with scene(1) as at:
+        raw = "".join(f"{name}: {value}\r\n" for name, value in sent).encode("latin-1")
+        head, body = await exchange(at.gateway, b"GET /x HTTP/1.1\r\nHost: me\r\n" + raw + b"\r\n")
+
+    got = [(name, value) for name, value in json.loads(body)["headers"] if name != "Host"]
+    assert got == sent[:6]
+    names = [line.partition(":")[0].lower() for line in head.split("\r\n")[1:]]
+    assert names.count("x-twice") == names.count("set-cookie") == 2
+    assert {"x-muster-rank", "x-muster-epoch", "content-length"} <= set(names)
+
+
+async def exchange(gateway: Gateway, request: bytes) -> tuple[str, bytes]:
+    """Head and body of the answer, of which Content-Length says how long it is."""
+    reader, writer = await connected(gateway)
+    writer.write(request)
+    head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+    length = head.lower().partition("content-length:")[2].partition("\r")[0]
+    body = await reader.readexactly(int(length))
+    writer.close()
+    return head, body
+
+
+async def connected(gateway: Gateway) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    host, _, port = gateway.url.removeprefix("http://").rpartition(":")
+    return await asyncio.open_connection(host, int(port))
+
+
+@pytest.mark.parametrize(
+    ("size", "is_chunked"),
+    [
+        (0, False),
+        (100_000, False),
+        (3_000_000, False),  # more than may be kept: passed on while it arrives
+        (100_000, True),
+        (3_000_000, True),  # ... which shows only on the way
+    ],
+)
+async def test_a_body_arrives_whole(size: int, is_chunked: bool) -> None:
+    body = bytes(range(256)) * (size // 256)
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for at in range(0, len(body), 100_000):
+            yield body[at : at + 100_000]
+
+    async with (
+        scene(1, limits=Limits(buffer_bytes=1_000_000)) as at,
+        at.ask("/x", data=pieces() if is_chunked else body) as answer,
+    ):
+        got = await answer.json()
+
+    assert got["bytes"] == len(body)
+    assert got["sha256"] == hashlib.sha256(body).hexdigest()
+
+
+async def test_a_client_that_asks_first_is_told_to_go_on() -> None:
+    async with scene(1) as at:
+        reader, writer = await connected(at.gateway)
+        writer.write(
+            b"POST /x HTTP/1.1\r\nHost: me\r\nContent-Length: 2\r\nExpect: 100-continue\r\n\r\n"
+        )
+        first = await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"hi")
+        head = await reader.readuntil(b"\r\n\r\n")
+        writer.close()
+
+    assert first.startswith(b"HTTP/1.1 100 ")
+    assert head.startswith(b"HTTP/1.1 200 ")
+
+
+async def test_a_large_answer_arrives_whole() -> None:
+    async with scene(1) as at, at.ask("/large?bytes=20000000", method="GET") as answer:
+        assert len(await answer.read()) == 20_000_000
+
+
+async def test_a_slow_client_slows_its_server_and_is_not_buffered_for() -> None:
+    async with scene(1) as at:
+        counts = at.servers[0].counts
+        async with at.ask("/large?bytes=200000000", method="GET") as answer:
+            await answer.content.readexactly(1)
+            stuck = -1
+            while counts.bytes_sent != stuck:  # until everything in between is full
+                stuck = counts.bytes_sent
+                for _ in range(20):
+                    await asyncio.sleep(0.005)
+            assert stuck < 50_000_000
+            assert at.servers[0].counts.now == 1
+
+
+async def test_a_stream_arrives_piece_by_piece() -> None:
+    async with scene(1) as at:
+        at.servers[0].misbehave(kind="step")
+        async with at.ask(json={"stream": True, "max_tokens": 3}) as answer:
+            lines = []
+            for _ in range(3):
+                at.servers[0].step()  # the next piece does not exist before
+                lines.append(await answer.content.readuntil(b"\n\n"))
+            rest = await answer.read()
+
+    assert answer.headers["Content-Type"] == "text/event-stream"
+    assert all(json.loads(line.removeprefix(b"data: "))["rank"] == 0 for line in lines)
+    assert rest == b"data: [DONE]\n\n"
+
+
+@pytest.mark.parametrize("status", [400, 404, 422, 429, 500, 502])
+async def test_an_answer_is_passed_on_whatever_it_says(status: int) -> None:
+    async with scene(2) as at:
+        at.servers[0].misbehave(kind="status", status=status)
+        async with at.ask() as answer:
+            content = await answer.json()
+
+        assert (answer.status, content) == (status, {"error": f"told to answer {status}"})
+        assert at.counted("begun") == [1, 0]
+        assert [one[:2] for one in at.fleet.failures] == ([(0, 1)] if status >= 500 else [])
+        assert not at.fleet.successes
+
+
+async def test_answers_are_evidence_that_a_server_works() -> None:
+    async with scene(1) as at:
+        for _ in range(5):
+            await at.rank_of()
+
+        assert at.fleet.successes == [(0, 1)]  # not more often than each second
+        assert not at.fleet.failures
+
+
+# Sessions
+
+
+@pytest.mark.parametrize(
+    "session",
+    [
+        {"headers": {"X-Session-Id": "s"}},
+        {"json": {"prompt": "x", "session_id": "s"}},
+        {"json": {"messages": [{"role": "user", "content": '"user": 1'}], "user": "s"}},
+        {"json": {"user": 7}},
+        {"json": {"session_id": "s", "user": "other"}},
+    ],
+)
+async def test_a_session_stays_with_its_server_and_gets_another_when_that_is_gone(
+    session: dict[str, Any],
+) -> None:
+    async with scene(3) as at:
+        before = [await at.rank_of(**session) for _ in range(4)]
+        at.fleet.serve(*(one for one in at.servers if one.rank != before[0]))
+        after = [await at.rank_of(**session) for _ in range(4)]
+
+    assert len(set(before)) == len(set(after)) == 1
+    assert before[0] != after[0]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"messages": [{"role": "user", "content": "hi"}]}',  # a role is no session
+        b'{"nested": {"user": "s"}}',
+        b'{"user": null}',
+        b'{"user": ""}',
+        b'{"user": broken',  # for the server to refuse
+    ],
+)
+async def test_without_a_session_requests_go_round(body: bytes) -> None:
+    headers = {"Content-Type": "application/json"}
+    async with scene(3) as at:
+        ranks = [await at.rank_of(path="/x", data=body, headers=headers) for _ in range(3)]
+
+    assert sorted(ranks) == [0, 1, 2]
+
+
+# What is tried again
+
+
+@pytest.mark.parametrize("kind", ["reset", "garbage"])
+async def test_a_request_whose_answer_has_not_begun_is_answered_elsewhere_once(kind: str) -> None:
+    async with scene(2) as at:
+        at.servers[0].misbehave(kind=kind)
+
+        assert await at.rank_of() == 1
+        assert at.counted("begun") == [1, 1]
+        assert at.counted("finished")[1] == 1
+        assert [one[:2] for one in at.fleet.failures] == [(0, 1)]
+
+
+async def test_a_server_that_nobody_listens_for_is_passed_over() -> None:
+    async with scene(2) as at:
+        await at.servers[0].stop()
+
+        assert await at.rank_of() == 1
+        assert at.fleet.failures[0][0] == 0
+        assert "no connection" in at.fleet.failures[0][2]
+
+
+async def test_a_server_that_is_busy_leaves_the_request_to_one_other() -> None:
+    async with scene(3) as at:
+        at.servers[0].misbehave(kind="status", status=503)
+
+        assert await at.rank_of() == 1
+        for server in at.servers:
+            server.misbehave(kind="status", status=503)
+        async with at.ask(id="b") as answer:
+            assert answer.status == 503
+            assert await answer.json() == {"error": "told to answer 503"}
+
+        assert sum(at.counted("begun", "b")) == 2
+
+
+async def test_tries_are_bounded_and_their_end_says_that_it_may_be_sent_again() -> None:
+    async with scene(5, limits=Limits(tries=3)) as at:
+        for server in at.servers:
+            server.misbehave(kind="reset")
+        async with at.ask() as answer:
+            error = (await answer.json())["error"]
+
+        assert (answer.status, error["type"], error["retryable"]) == (502, "server_lost", True)
+        assert sum(at.counted("begun")) == 3
+
+
+async def test_no_try_begins_when_the_time_for_it_is_over() -> None:
+    async with scene(3, limits=Limits(retry_for_s=-1)) as at:
+        at.servers[0].misbehave(kind="reset")
+        async with at.ask() as answer:
+            assert answer.status == 502
+
+        assert at.counted("begun") == [1, 0, 0]
+
+
+async def test_the_only_server_is_asked_again() -> None:
+    async with scene(1) as at:
+        at.servers[0].misbehave(kind="reset", times=1)
+
+        assert await at.rank_of() == 0
+        assert at.counted("begun") == [2]
+
+
+async def test_a_server_that_says_nothing_is_given_up_where_a_limit_is_set() -> None:
+    async with scene(2, limits=Limits(head_s=0.05)) as at:
+        at.servers[0].misbehave(kind="hang")
+
+        assert await at.rank_of() == 1
+        assert at.fleet.failures[0][:2] == (0, 1)
+
+
+async def test_a_body_that_was_not_kept_is_not_sent_twice() -> None:
+    async with scene(2, limits=Limits(buffer_bytes=1000)) as at:
+        at.servers[0].misbehave(kind="reset")
+        async with at.ask(data=bytes(100_000)) as answer:
+            error = (await answer.json())["error"]
+
+        assert (answer.status, error["retryable"]) == (502, True)
+        assert at.counted("begun") == [1, 0]
+
+
+async def test_a_body_of_which_nothing_has_left_can_go_elsewhere() -> None:
+    async with scene(2, limits=Limits(buffer_bytes=1000)) as at:
+        await at.servers[0].stop()
+
+        assert await at.rank_of(path="/x", data=bytes(100_000)) == 1
+
+
+async def test_a_stream_that_breaks_off_is_cut_and_never_sent_again() -> None:
+    async with scene(2) as at:
+        at.servers[0].misbehave(kind="die_mid_stream", after=2)
+        async with at.ask(json={"stream": True}) as answer:
+            got = b""
+            with pytest.raises(aiohttp.ClientPayloadError):
+                while piece := await answer.content.readany():
+                    got += piece
+
+        assert got.count(b"data: {") == 3
+        last = got.rstrip().rpartition(b"\n\n")[2]
+        assert last.startswith(b"event: error\ndata: ")
+        error = json.loads(last.partition(b"data: ")[2])["error"]
+        assert (error["type"], error["retryable"]) == ("server_lost", True)
+        assert at.counted("begun") == [1, 0]
+        assert [one[:2] for one in at.fleet.failures] == [(0, 1)]
+
+
+async def test_an_answer_that_breaks_off_is_seen_to_be_incomplete() -> None:
+    async with scene(2) as at, at.ask("/large?bytes=50000000", method="GET") as answer:
+        await answer.content.readexactly(1)
+        await at.servers[0].stop()
+        with pytest.raises(aiohttp.ClientPayloadError):
+            await answer.read()
+
+        assert at.counted("begun") == [1, 0]
+
+
+async def test_a_client_of_http_1_0_is_reset_when_its_answer_breaks_off() -> None:
+    async with scene(1) as at:
+        at.servers[0].misbehave(kind="step")
+        reader, writer = await connected(at.gateway)
+        body = b'{"stream": true}'
+        writer.write(b"POST %b HTTP/1.0\r\nContent-Length: 16\r\n\r\n%b" % (_CHAT.encode(), body))
+        at.servers[0].step()
+        await reader.readuntil(b"data: {")
+        await at.servers[0].stop()
+        with pytest.raises(ConnectionResetError):
+            await reader.read()
+        writer.close()
+
+
+# What leaves the routing
+
+
+async def test_a_group_that_leaves_takes_its_requests_with_it_at_once() -> None:
+    async with scene(2) as at:
+        first, second = at.servers
+        first.misbehave(kind="hang")
+        asked = asyncio.create_task(at.rank_of())
+        await until(lambda: first.counts.now, "a request at rank 0")
+
+        at.fleet.serve(second)
+
+        assert await asked == 1
+        await until(lambda: first.counts.cancelled["a"], "the request at rank 0 is given up")
+        assert at.counted("finished") == [0, 1]
+        assert not at.fleet.failures  # the fleet knows
+
+
+async def test_a_new_incarnation_takes_what_the_old_one_had_not_begun() -> None:
+    async with scene(1) as at:
+        at.servers[0].misbehave(kind="hang", times=1)
+        asked = asyncio.create_task(at.rank_of())
+        await until(lambda: at.servers[0].counts.now, "a request")
+
+        at.fleet.serve(at.servers[0], epoch=2)
+
+        assert await asked == 0
+        assert at.counted("finished") == [1]
+
+
+async def test_a_stream_of_a_group_that_leaves_is_cut() -> None:
+    async with scene(2) as at:
+        at.servers[0].misbehave(kind="step")
+        async with at.ask(json={"stream": True}) as answer:
+            at.servers[0].step()
+            await answer.content.readuntil(b"\n\n")
+
+            at.fleet.serve(at.servers[1])
+
+            with pytest.raises(aiohttp.ClientPayloadError):
+                await answer.read()
+        assert at.counted("begun") == [1, 0]
+
+
+async def test_requests_of_a_fleet_of_which_nobody_is_left_are_answered_with_why() -> None:
+    async with scene(2) as at:
+        for server in at.servers:
+            server.misbehave(kind="hang")
+        asked = [asyncio.create_task(refusal_of(at, id=str(i))) for i in range(8)]
+        await until(lambda: sum(one.counts.now for one in at.servers) == 8, "8 requests")
+
+        at.fleet.serve(why_none="all groups are being started again")
+
+        for status, _, error in await asyncio.gather(*asked):
+            assert (status, error["type"], error["retryable"]) == (503, "no_active_server", True)
+            assert "all groups are being started again" in error["message"]
+
+
+async def refusal_of(at: Scene, **more: Any) -> tuple[int, Mapping[str, str], dict[str, Any]]:
+    async with at.ask(**more) as answer:
+        return answer.status, answer.headers, (await answer.json())["error"]
+
+
+async def test_a_killed_servers_requests_are_answered_by_the_others() -> None:
+    script = Path(__file__).parents[1] / "support" / "dummy_server.py"
+    victim = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-I", "-S", str(script), "--rank", "9", "--token-s", "60"),
+        stdout=asyncio.subprocess.PIPE,
+    )
+    try:
+        async with scene(2) as at:
+            assert victim.stdout is not None
+            killed = DummyServer(9)
+            killed.port = int(await victim.stdout.readline())
+            at.fleet.serve(killed)
+            asked = [asyncio.create_task(at.rank_of(id=str(i))) for i in range(20)]
+            await until(lambda: at.fleet.router.outstanding == 20, "20 requests")
+            await until_counted(killed.url, 20)
+            at.fleet.serve(killed, *at.servers)
+
+            victim.kill()
+
+            ranks = await asyncio.gather(*asked)
+            assert set(ranks) == {0, 1}
+            for i in range(20):
+                assert sum(at.counted("begun", str(i))) == sum(at.counted("finished", str(i))) == 1
+            assert {one[:2] for one in at.fleet.failures} == {(9, 1)}
+    finally:
+        if victim.returncode is None:
+            victim.kill()
+        await victim.wait()
+
+
+async def until_counted(url: str, total: int) -> None:
+    async with aiohttp.ClientSession(url) as client:
+        while True:
+            async with client.get("/counts") as answer:
+                if (await answer.json())["total"] >= total:
+                    return
+            await asyncio.sleep(0.01)
+
+
+# Nobody there
+
+
+async def test_without_an_active_server_a_request_is_refused_at_once_with_the_reason() -> None:
+    async with scene(1) as at:
+        at.fleet.serve(why_none="rank 0 is being started again: killed by SIGKILL")
+        status, headers, error = await refusal_of(at)
+
+    assert (status, headers["Retry-After"]) == (503, "1")
+    assert error == {
+        "type": "no_active_server",
+        "message": "no active rollout worker: rank 0 is being started again: killed by SIGKILL",
+        "retryable": True,
+    }
+
+
+async def test_while_the_fleet_drains_new_requests_are_refused_and_old_ones_end() -> None:
+    async with scene(1) as at:
+        at.servers[0].misbehave(kind="hang")
+        old = asyncio.create_task(at.rank_of(id="old"))
+        await until(lambda: at.servers[0].counts.now, "the old request")
+
+        at.fleet.router.pause("the weights are being synced")
+        status, _, error = await refusal_of(at, id="new")
+        at.servers[0].misbehave(kind="ok")
+
+        assert (status, error["type"], error["retryable"]) == (503, "draining", True)
+        assert await old == 0
+        assert at.counted("begun", "new") == [0]
+
+
+async def test_a_client_that_leaves_takes_its_request_with_it() -> None:
+    async with scene(1) as at:
+        at.servers[0].misbehave(kind="hang")
+        asked = asyncio.create_task(at.rank_of())
+        await until(lambda: at.servers[0].counts.now, "a request")
+
+        asked.cancel()
+
+        await until(lambda: at.servers[0].counts.cancelled["a"], "the server sees it")
+        await until(lambda: not at.fleet.router.outstanding, "it is no longer outstanding")
+        assert not at.fleet.failures
+
+
+async def test_a_client_that_leaves_its_stream_ends_it() -> None:
+    async with scene(1) as at:
+        at.servers[0].misbehave(kind="step")
+        async with at.ask(json={"stream": True}) as answer:
+            at.servers[0].step()
+            await answer.content.readuntil(b"\n\n")
+            answer.close()
+
+        await until(lambda: at.servers[0].counts.cancelled["a"], "the server sees it")
+        assert not at.fleet.failures
+
+
+async def test_concurrency_follows_the_entrypoints_and_the_rest_waits() -> None:
+    async with scene(2, limit=3) as at:
+        for server in at.servers:
+            server.misbehave(kind="hang")
+        at.fleet.serve(at.servers[0])
+        asked = [asyncio.create_task(at.rank_of(id=str(i))) for i in range(8)]
+        await until(lambda: at.gateway.waiting == 5, "5 wait")
+        await until(lambda: at.servers[0].counts.now == 3, "3 pass")
+
+        at.fleet.serve(*at.servers)
+        await until(lambda: at.servers[1].counts.now == 3, "3 more pass")
+        assert at.gateway.waiting == 2
+        for server in at.servers:
+            server.misbehave(kind="ok")
+
+        await asyncio.gather(*asked)
+        assert [one.counts.peak for one in at.servers] == [3, 3]
+
+
+async def test_those_who_wait_are_refused_when_the_fleet_goes_down() -> None:
+    async with scene(1, limit=1) as at:
+        at.servers[0].misbehave(kind="hang")
+        held = asyncio.create_task(refusal_of(at))
+        await until(lambda: at.servers[0].counts.now, "one is with the server")
+        waits = asyncio.create_task(refusal_of(at, id="b"))
+        await until(lambda: at.gateway.waiting == 1, "one waits")
+
+        at.fleet.serve(why_none="down")
+
+        assert (await waits)[0] == (await held)[0] == 503
+
+
+async def test_a_gateway_that_stops_lets_end_what_ends_and_cuts_the_rest() -> None:
+    async with scene(2) as at:
+        for server in at.servers:
+            server.misbehave(kind="hang")
+        cut, ends = asyncio.create_task(refusal_of(at, id="0")), asyncio.create_task(at.rank_of())
+        await until(lambda: sum(one.counts.now for one in at.servers) == 2, "2 requests")
+        stopping = asyncio.create_task(at.gateway.stop(1.0))
+        at.servers[1].misbehave(kind="ok")
+
+        assert await ends == 1
+        status, error = (refusal := await cut)[0], refusal[2]
+        await stopping
+        assert (status, error["type"]) == (503, "draining")
+        with pytest.raises(aiohttp.ClientConnectionError):
+            await at.rank_of()
+
+
+async def test_an_address_that_is_taken_is_an_error_and_leaves_nothing() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        gateway = Gateway(FakeFleet(), port=taken.getsockname()[1])
+        with pytest.raises(OSError):
+            await gateway.start()
+
+
+async def test_a_socket_of_the_callers_is_listened_on() -> None:
+    sock = socket.create_server(("127.0.0.1", 0))
+    port = sock.getsockname()[1]
+    async with scene(1, sock=sock) as at:
+        assert at.gateway.url == f"http://127.0.0.1:{port}"
+        assert await at.rank_of() == 0
+
+
+# Orders
+
+
+async def test_the_snapshot_is_the_fleets() -> None:
+    async with scene(1) as at:
+        async with at.client.get("/muster/rollout") as answer:
+            assert await answer.json() == {"state": "serving"}
+        async with at.client.get("/muster/health") as answer:
+            assert answer.status == 200
+        assert not at.servers[0].counts.total
+
+
+async def ordered(at: Scene, name: str, body: Any = None) -> tuple[int, Any]:
+    async with at.client.post(f"/muster/rollout/{name}", json=body) as answer:
+        return answer.status, await answer.json()
+
+
+async def test_the_barriers_result_reaches_the_caller() -> None:
+    async with scene(1) as at:
+        status, answer = await ordered(at, "barrier", {})
+
+    assert status == 200
+    assert answer == {"failed": [{"group": 0, "ranks": [0], "cause": "hangs"}]}
+
+
+@pytest.mark.parametrize(
+    ("name", "body", "order"),
+    [
+        ("restore", {}, ("restore",)),
+        ("weights", {"version": 3}, ("weights", 3, None, None)),
+        (
+            "weights",
+            {"version": 0, "ranks": [0, 2], "epochs": {"0": 1, "2": 4}},
+            ("weights", 0, (0, 2), {0: 1, 2: 4}),
+        ),
+        ("drain", {}, ("drain", 60.0)),
+        ("drain", {"timeout_s": 2}, ("drain", 2.0)),
+        (
+            "broadcast",
+            {"path": "/pause", "body": {"mode": "abort", "n": [1]}, "timeout_s": 5},
+            (
+                "broadcast",
+                Ask(method="POST", path="/pause", body={"mode": "abort", "n": [1]}),
+                5.0,
+            ),
+        ),
+    ],
+)
+async def test_an_order_forwards_its_arguments(
+    name: str, body: dict[str, Any], order: tuple[Any, ...]
+) -> None:
+    async with scene(0) as at:
+        status, _ = await ordered(at, name, body)
+
+        assert status == 200
+        assert at.fleet.orders == [("begun", *order), order]
+
+
+@pytest.mark.parametrize(
+    ("name", "body", "complaint"),
+    [
+        ("weights", {}, "version: Field required. It takes a JSON object: version (needed), ranks"),
+        ("weights", {"version": -1}, "version: Input should be greater than or equal to 0"),
+        ("weights", {"version": "3"}, "version: Input should be a valid integer"),
+        ("weights", {"version": True}, "version: Input should be a valid integer"),
+        ("weights", {"version": 1, "rank": [0]}, "rank: Extra inputs are not permitted"),
+        ("weights", {"version": 1, "ranks": 0}, "ranks: Input should be a valid"),
+        ("weights", [1], "the body: "),
+        ("drain", {"timeout_s": -1}, "timeout_s"),
+        ("broadcast", {"path": "pause"}, "path: String should match"),
+        ("barrier", {"now": True}, "now: Extra inputs are not permitted"),
+    ],
+)
+async def test_a_bad_order_is_refused_with_what_is_wrong(
+    name: str, body: Any, complaint: str
+) -> None:
+    async with scene(0) as at:
+        status, answer = await ordered(at, name, body)
+
+        assert status == 400
+        assert complaint in answer["error"]["message"]
+        assert not at.fleet.orders
+
+
+@pytest.mark.parametrize(
+    ("raised", "status"),
+    [
+        (MusterError("a barrier is under way"), 409),
+        (KeyError("rank 7 has no server"), 400),
+        (ValueError("version 1 is behind 2"), 400),
+        (RuntimeError("a bug"), 500),
+    ],
+)
+async def test_an_order_that_the_fleet_refuses_says_why(raised: Exception, status: int) -> None:
+    async with scene(0) as at:
+        at.fleet.refuses = raised
+        found, answer = await ordered(at, "barrier", {})
+
+    assert found == status
+    assert str(raised.args[0]) in answer["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/muster/rollout/barrier", 405),
+        ("POST", "/muster/rollout", 405),
+        ("GET", "/muster/nothing", 404),
+        ("GET", "/muster", 404),
+        ("GET", "/musterhaft", 200),  # not the gateway's own
+    ],
+)
+async def test_what_the_gateway_does_not_know_is_refused(
+    method: str, path: str, status: int
+) -> None:
+    async with scene(1) as at, at.client.request(method, path) as answer:
+        assert answer.status == status
+
+
+async def test_an_order_goes_on_when_its_client_leaves() -> None:
+    async with scene(0) as at:
+        at.fleet.hold = asyncio.Event()
+        asked = asyncio.create_task(ordered(at, "barrier", {}))
+        await until(lambda: at.fleet.orders, "the order has begun")
+
+        asked.cancel()
+        async with at.client.get("/muster/health"):
+            pass
+        at.fleet.hold.set()
+
+        await until(lambda: at.fleet.orders[-1] == ("barrier",), "the order has ended")
+
+
+# Access
+
+
+async def test_with_a_token_nothing_is_answered_without_it() -> None:
+    async with scene(1, token="secret") as at:
+        for path in ("/v1/models", "/muster/rollout", "/muster/health"):
+            async with at.client.get(path) as answer:
+                assert answer.status == 401
+        status, _ = await ordered(at, "barrier", {})
+
+        assert status == 401
+        assert not at.servers[0].counts.total and not at.fleet.orders
+
+
+async def test_the_gateways_token_stays_with_the_gateway() -> None:
+    headers = {"Authorization": "Bearer secret"}
+    async with scene(1, token="secret") as at, at.ask("/x", headers=headers) as answer:
+        got = await answer.json()
+
+    assert answer.status == 200
+    assert "authorization" not in [name.lower() for name, _ in got["headers"]]
+
+
+async def test_a_foreign_page_cannot_order_the_fleet() -> None:
+    async with scene(0) as at:
+        for headers in ({"Host": "evil.example"}, {"Origin": "http://evil.example"}):
+            async with at.client.post("/muster/rollout/drain", headers=headers) as answer:
+                assert answer.status == 403
+
+        assert not at.fleet.orders
