@@ -65,6 +65,8 @@ LAYERS = {
     "tasks/rollout": Layer(
         project=("tasks.run", "tasks.rollout"), refused=("prefect", "prefect_ray", "ray")
     ),
+    # a command: it starts what wires
+    "tasks/rollout/__main__.py": Layer(project=("tasks.rollout_command",), others=()),
     # what runs in the Ray cluster
     "tasks/rollout/actor.py": Layer(
         project=("tasks.run", "tasks.rollout"), refused=("prefect", "prefect_ray")

@@ -1,0 +1,329 @@
+"""The component `rollout` of a spec: what it may say, what it may not, and why not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tasks.run.errors import Fault, InvalidSpec
+from tasks.run.fleet_rules import sglang_timeout_s
+from tasks.run.fleet_spec import Rollout
+from tasks.run.spec import RunSpec
+
+COMMAND: dict[str, Any] = {"backend": "command", "command": ["serve", "${server.port}"]}
+SGLANG: dict[str, Any] = {"backend": "sglang", "model": "m"}
+LMDEPLOY: dict[str, Any] = {"backend": "lmdeploy", "model": "m"}
+VLLM: dict[str, Any] = {"backend": "vllm", "model": "m"}
+
+
+def spec_of(fleet: dict[str, Any]) -> RunSpec:
+    run = {"name": "run", "workload": "grpo", "ray": {"address": "http://127.0.0.1:8265"}}
+    return RunSpec.model_validate({**run, "components": {"rollout": fleet}})
+
+
+def faults_of(fleet: dict[str, Any]) -> list[Fault]:
+    with pytest.raises(InvalidSpec) as raised:
+        spec_of(fleet)
+    return list(raised.value.faults)
+
+
+def fleet_of(fleet: dict[str, Any]) -> Rollout:
+    found = spec_of(fleet).components["rollout"]
+    assert isinstance(found, Rollout)
+    return found
+
+
+def test_what_a_fleet_leaves_out_has_the_values_of_the_issue() -> None:
+    fleet = fleet_of(COMMAND)
+
+    assert (fleet.engines, fleet.nodes_per_engine, fleet.placement) == (1, 1, "local")
+    health = fleet.health
+    assert (health.interval_s, health.timeout_s, health.misses) == (30, 15, 3)
+    assert (fleet.recovery.parallel, fleet.recovery.budget) == (4, None)
+    assert (fleet.stop.signal, fleet.stop.grace_s) == ("SIGTERM", 10)
+    assert (fleet.start_within_s, fleet.host, fleet.concurrency) == (1800, "127.0.0.1", None)
+
+
+def test_a_fleet_is_written_as_it_was_read() -> None:
+    token = {"path": "/generate", "json": {"prompt": "1"}}
+    written = {**COMMAND, "health": {"misses": 0, "token": token}, "env": {"A": "1"}}
+
+    assert spec_of(written).written()["components"]["rollout"] == written
+
+
+@pytest.mark.parametrize(
+    ("fleet", "gpus", "servers", "ranks"),
+    [
+        # none are asked for: a rank is a process
+        (COMMAND, 0, 1, 1),
+        ({**COMMAND, "data_parallel": 3}, 0, 3, 3),
+        ({**COMMAND, "nodes_per_engine": 2}, 0, 2, 2),
+        # one server with all of a node's GPUs
+        ({**COMMAND, "gpus_per_node": 4}, 4, 1, 4),
+        ({**COMMAND, "gpus_per_node": 4, "data_parallel": 2}, 4, 2, 4),
+        # as many as the parallelism needs
+        ({**SGLANG, "tensor_parallel": 8, "expert_parallel": 4}, 8, 1, 8),
+        ({**SGLANG, "tensor_parallel": 2, "data_parallel": 4}, 8, 1, 8),
+        ({**SGLANG, "tensor_parallel": 4, "args": ["--pp-size", "2"]}, 8, 1, 8),
+        ({**SGLANG, "tensor_parallel": 16, "nodes_per_engine": 2, "gpus_per_node": 8}, 16, 2, 16),
+        ({**VLLM, "tensor_parallel": 4, "args": ["-pp=2"]}, 8, 1, 8),
+        ({**VLLM, "tensor_parallel": 2, "data_parallel": 8, "expert_parallel": 16}, 16, 1, 16),
+        # experts are spread over replicas, one for each unless fewer are written
+        ({**LMDEPLOY, "tensor_parallel": 8}, 8, 1, 8),
+        ({**LMDEPLOY, "expert_parallel": 8}, 8, 8, 8),
+        ({**LMDEPLOY, "expert_parallel": 8, "data_parallel": 4}, 8, 4, 8),
+    ],
+)
+def test_an_engine_is_as_large_as_its_parallelism(
+    fleet: dict[str, Any], gpus: int, servers: int, ranks: int
+) -> None:
+    sizes = fleet_of(fleet).sizes
+
+    assert (sizes.gpus, sizes.servers, sizes.ranks) == (gpus, servers, ranks)
+
+
+@pytest.mark.parametrize(
+    ("fleet", "path", "problem", "remedy"),
+    [
+        # what serves, and what is served
+        ({}, "backend", "missing: nothing says what the servers are", "command with a program"),
+        ({"backend": "sglang"}, "model", "missing: SGLang serves one", "model: PATH_OR_NAME"),
+        ({"backend": "vllm"}, "model", "missing: vLLM serves one", ""),
+        ({"backend": "command"}, "command", "missing: the backend is `command`", "command: ["),
+        ({**VLLM, "command": ["a"]}, "command", "is for the backend `command`", "into args"),
+        # placeholders
+        (
+            {"backend": "command", "command": ["serve"]},
+            "command",
+            "nothing says ${server.port}",
+            "environment variable",
+        ),
+        (
+            {**COMMAND, "args": ["${server.prt}"]},
+            "args.0",
+            "unknown name `${server.prt}`",
+            "did you mean `${server.port}`?",
+        ),
+        ({**COMMAND, "env": {"A": "${server.x}"}}, "env.A", "unknown name `${server.x}`", ""),
+        # a command's own parallelism
+        ({**COMMAND, "tensor_parallel": 2}, "tensor_parallel", "only the program of a command", ""),
+        ({**COMMAND, "expert_parallel": 2}, "expert_parallel", "only the program of a command", ""),
+        (
+            {**COMMAND, "nodes_per_engine": 2, "data_parallel": 3},
+            "data_parallel",
+            "3 replicas are no whole number on each of 2 nodes",
+            "multiple of 2",
+        ),
+        (
+            {**COMMAND, "gpus_per_node": 3, "data_parallel": 2},
+            "gpus_per_node",
+            "2 servers can't share 3 GPUs",
+            "multiple of 2",
+        ),
+        # SGLang
+        (
+            {**SGLANG, "tensor_parallel": 8, "nodes_per_engine": 3},
+            "tensor_parallel",
+            "SGLang can't cut 8 ranks over 3 nodes",
+            "a multiple of 3",
+        ),
+        (
+            {**SGLANG, "tensor_parallel": 8, "nodes_per_engine": 2, "data_parallel": 2},
+            "data_parallel",
+            "SGLang has no replicas in an engine that spans nodes",
+            "write 1, and engines: 2",
+        ),
+        (
+            {**SGLANG, "tensor_parallel": 8, "expert_parallel": 3},
+            "expert_parallel",
+            "SGLang spreads experts over tensor_parallel, 8",
+            "write 1, 2, 4 or 8",
+        ),
+        # LMDeploy
+        (
+            {**LMDEPLOY, "tensor_parallel": 8, "expert_parallel": 8},
+            "expert_parallel",
+            "LMDeploy has either this or tensor_parallel, which is 8",
+            "write 1 for one of them",
+        ),
+        (
+            {**LMDEPLOY, "expert_parallel": 8, "nodes_per_engine": 3},
+            "data_parallel",
+            "8 replicas are no whole number on each of 3 nodes",
+            "a multiple of 3",
+        ),
+        (
+            {**LMDEPLOY, "expert_parallel": 8, "data_parallel": 3},
+            "data_parallel",
+            "LMDeploy can't share 8 GPUs among 3 replicas",
+            "write 1, 2, 4 or 8",
+        ),
+        ({**LMDEPLOY, "data_parallel": 2}, "data_parallel", "replicas only of an engine with", ""),
+        (
+            {**LMDEPLOY, "tensor_parallel": 8, "nodes_per_engine": 3},
+            "nodes_per_engine",
+            "3 nodes do not divide the engine's 8 GPUs",
+            "write 1, 2, 4 or 8",
+        ),
+        # vLLM
+        (
+            {**VLLM, "tensor_parallel": 2, "data_parallel": 4, "expert_parallel": 4},
+            "expert_parallel",
+            "vLLM spreads experts over all 8 GPUs",
+            "write 8, or 1 for none",
+        ),
+        (
+            {**VLLM, "data_parallel": 3, "nodes_per_engine": 2},
+            "data_parallel",
+            "3 replicas are no whole number on each of 2 nodes",
+            "",
+        ),
+        (
+            {**VLLM, "tensor_parallel": 3, "nodes_per_engine": 2},
+            "tensor_parallel",
+            "vLLM can't cut 3 ranks over 2 nodes",
+            "",
+        ),
+        # GPUs that do not come to what is asked for
+        (
+            {**SGLANG, "tensor_parallel": 16, "nodes_per_engine": 2, "gpus_per_node": 4},
+            "gpus_per_node",
+            "one engine has 4 on each of 2 nodes, but tensor and data parallelism ask for 16 GPUs",
+            "write 8, or leave it out",
+        ),
+        (
+            {**VLLM, "tensor_parallel": 4, "gpus_per_node": 8},
+            "gpus_per_node",
+            "one engine has 8, but tensor and data parallelism ask for 4 GPUs",
+            "write 4",
+        ),
+        # the floor and the back-off
+        (
+            {**COMMAND, "engines": 2, "recovery": {"min_active": 3}},
+            "recovery.min_active",
+            "3 is above engines, 2",
+            "write 2 or less",
+        ),
+        (
+            {**COMMAND, "recovery": {"backoff_s": 5, "max_backoff_s": 4}},
+            "recovery.max_backoff_s",
+            "4 is below backoff_s, 5",
+            "write 5 or more",
+        ),
+        # questions
+        ({**COMMAND, "health": {"path": "health"}}, "health.path", "must be a path on the", ""),
+        ({**SGLANG, "health": {"path": "/x"}}, "health.path", "is for the backend `command`", ""),
+        (
+            {**VLLM, "health": {"token": {"path": "/x"}}},
+            "health.token",
+            "is for the backend `command`: vLLM's own is known",
+            "leave it out",
+        ),
+        (
+            {**COMMAND, "health": {"first_after_s": 60}, "start_within_s": 60},
+            "health.first_after_s",
+            "60 is not below start_within_s, 60",
+            "write less than 60",
+        ),
+        # a client that gives up before the backend does never hears its no
+        (
+            {**SGLANG, "env": {"SGLANG_HEALTH_CHECK_TIMEOUT": "15"}},
+            "health.timeout_s",
+            "15 is not above SGLANG_HEALTH_CHECK_TIMEOUT, 15",
+            "write more than 15",
+        ),
+        (
+            {**SGLANG, "env": {"SGLANG_HEALTH_CHECK_TIMEOUT": "1.5"}},
+            "env.SGLANG_HEALTH_CHECK_TIMEOUT",
+            "SGLang takes whole seconds, found '1.5'",
+            "",
+        ),
+        ({**SGLANG, "health": {"timeout_s": 1}}, "health.timeout_s", "takes a second at least", ""),
+    ],
+)
+def test_a_fleet_may_not_say(fleet: dict[str, Any], path: str, problem: str, remedy: str) -> None:
+    [fault] = faults_of(fleet)
+
+    assert fault.path == f"components.rollout.{path}"
+    assert problem in fault.problem
+    assert remedy in fault.remedy
+
+
+@pytest.mark.parametrize(
+    ("fleet", "word", "remedy"),
+    [
+        # as they are written, with their value, and by another of their spellings
+        (SGLANG, "--port", "leave it out"),
+        (SGLANG, "--port=1", "leave it out"),
+        (SGLANG, "--tensor-parallel-size", "write tensor_parallel: N"),
+        (SGLANG, "--model", "write model: PATH_OR_NAME"),
+        (SGLANG, "--nnodes", "write nodes_per_engine: N"),
+        (LMDEPLOY, "--server-port", "leave it out"),
+        (LMDEPLOY, "--ep", "write expert_parallel: N"),
+        (VLLM, "-tp", "write tensor_parallel: N"),
+        (VLLM, "--data_parallel_size", "write data_parallel: N"),  # vLLM takes both dashes
+        (VLLM, "--headless", "leave it out"),
+        # with a key of their own nothing could ask them
+        (SGLANG, "--api-key", "leave it out"),
+        (LMDEPLOY, "--api-keys", "leave it out"),
+    ],
+)
+def test_an_argument_that_each_server_gets_from_elsewhere_is_refused_by_name(
+    fleet: dict[str, Any], word: str, remedy: str
+) -> None:
+    [fault] = faults_of({**fleet, "args": ["--seed", "1", word]})
+
+    assert fault.path == "components.rollout.args.2"
+    assert fault.problem == f"{word.partition('=')[0]} is set for each server"
+    assert fault.remedy == remedy
+
+
+@pytest.mark.parametrize(
+    "fleet",
+    [
+        # any other argument is the backend's to judge
+        {**SGLANG, "args": ["--mem-fraction-static", 0.8, "--no-such-option"]},
+        {**COMMAND, "args": ["--port", "1"]},
+        # the port in a variable, or in the arguments
+        {"backend": "command", "command": ["serve"], "env": {"PORT": "${server.port}"}},
+        {"backend": "command", "command": ["serve"], "args": ["${server.port}"]},
+        # a literal, and what the run fills in
+        {**COMMAND, "args": ["$${server.x}", "${run.dir}"]},
+        # the loop at intervals is off
+        {**COMMAND, "health": {"misses": 0}},
+        {**SGLANG, "env": {"SGLANG_HEALTH_CHECK_TIMEOUT": "14"}},
+        {**COMMAND, "stop": {"signal": "SIGINT", "grace_s": 0}},
+        {**COMMAND, "engines": 2, "recovery": {"min_active": 2, "backoff_s": 1}},
+        {**LMDEPLOY, "expert_parallel": 16, "nodes_per_engine": 2, "gpus_per_node": 8},
+    ],
+)
+def test_a_fleet_may_say(fleet: dict[str, Any]) -> None:
+    spec_of(fleet)
+
+
+def test_all_that_is_wrong_with_a_fleet_is_said_at_once() -> None:
+    fleet = {**VLLM, "args": ["-tp", "2"], "engines": 0, "recovery": {"min_active": "2"}}
+
+    paths = {fault.path for fault in faults_of(fleet)}
+
+    assert paths == {
+        "components.rollout.args.0",
+        "components.rollout.engines",
+        "components.rollout.recovery.min_active",
+    }
+
+
+@pytest.mark.parametrize(
+    ("timeout_s", "env", "seconds"),
+    [
+        (15, {}, 12),  # well within the fleet's own
+        (60, {}, 20),  # SGLang's own default
+        (1.5, {}, 1),  # whole seconds, at least one
+        (15, {"SGLANG_HEALTH_CHECK_TIMEOUT": "3"}, 3),  # as the user has it
+    ],
+)
+def test_sglang_answers_before_the_fleet_gives_up(
+    timeout_s: float, env: dict[str, str], seconds: int
+) -> None:
+    assert sglang_timeout_s(timeout_s, env) == seconds
