@@ -35,12 +35,12 @@ class FleetFacade(Evidence, Protocol):
     def snapshot(self) -> dict[str, Any]: ...
     async def barrier(self) -> dict[str, Any]: ...
     async def restore(self) -> dict[str, Any]: ...
-    async def weights(
+    def weights(
         self,
         version: int,
         ranks: tuple[int, ...] | None = None,
         epochs: Mapping[int, int] | None = None,
-    ) -> dict[str, Any]: ...
+    ) -> dict[str, Any] | Awaitable[dict[str, Any]]: ...
     async def drain(self, timeout_s: float) -> dict[str, Any]: ...
     async def broadcast(self, ask: Ask, timeout_s: float) -> dict[Any, Any]: ...
 
@@ -96,6 +96,10 @@ class Orders:
     async def answer(self, request: web.BaseRequest) -> web.Response:
         """An answer to any request whose path begins with `/muster`."""
         path = request.raw_path.partition("?")[0].rstrip("/")
+        if path == f"{PREFIX}/health" and request.method in ("GET", "HEAD"):
+            # To anybody: who asks whether a component lives, as a supervisor does, has no token,
+            # and this tells nothing else.
+            return _json({"ok": True, "ready": self._fleet.snapshot().get("ready", False)})
         order = self._orders.get(path)
         if refusal := self._access.refusal(request.headers, is_order=order is not None):
             return refused(refusal)
@@ -109,7 +113,7 @@ class Orders:
             return refused(Refusal(status=404, type="not_found", message=message))
         if request.method not in ("GET", "HEAD"):
             return _wrong_method(path, "GET")
-        return _json({"ok": True} if path.endswith("/health") else self._fleet.snapshot())
+        return _json(self._fleet.snapshot())
 
     async def stop(self) -> None:
         """Leave no order half done by us: what is under way is told to end, and waited for."""
@@ -169,7 +173,8 @@ class Orders:
 
     async def _weights(self, body: bytes) -> Mapping[Any, Any]:
         order = _read(_Weights, body)
-        return await self._fleet.weights(order.version, order.ranks, order.epochs)
+        answer = self._fleet.weights(order.version, order.ranks, order.epochs)
+        return await answer if isinstance(answer, Awaitable) else answer
 
     async def _drain(self, body: bytes) -> Mapping[Any, Any]:
         return await self._fleet.drain(_read(_Drain, body).timeout_s)

@@ -833,13 +833,19 @@ async def test_an_order_goes_on_when_its_client_leaves() -> None:
 
 async def test_with_a_token_nothing_is_answered_without_it() -> None:
     async with scene(1, token="secret") as at:
-        for path in ("/v1/models", "/muster/rollout", "/muster/health"):
+        for path in ("/v1/models", "/muster/rollout"):
             async with at.client.get(path) as answer:
                 assert answer.status == 401
         status, _ = await ordered(at, "barrier", {})
 
         assert status == 401
         assert not at.servers[0].counts.total and not at.fleet.orders
+
+
+async def test_whether_the_gateway_lives_is_told_without_a_token() -> None:
+    async with scene(1, token="secret") as at, at.client.get("/muster/health") as answer:
+        assert answer.status == 200
+        assert await answer.json() == {"ok": True, "ready": False}
 
 
 async def test_the_gateways_token_stays_with_the_gateway() -> None:
