@@ -155,6 +155,8 @@ class Fleet:
             raise FleetFailed(self.fatal.result())
         if self._phase != "starting":
             raise FleetFailed(_STOPPED)
+        # What they started is up, or somebody else's matter: they end at once.
+        await asyncio.wait(self._starts)
         self._phase = "running"
         self._has_served = True
 

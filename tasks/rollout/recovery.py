@@ -240,8 +240,9 @@ class Recovery:
             _log.exception("group %d, recovery %s", case.group, id)
             outcome, message = "failed", f"{type(error).__name__}: {error}"
         finally:
+            case.cause = message if outcome == "failed" else case.cause
             if self._cases.get(case.group) is case and self._is_claimed(case.group):
-                self._registry.give_up(case.group, message)
+                self._registry.give_up(case.group, case.cause)
             if outcome != "abandoned":
                 case.tries += 1
                 case.in_row = self._in_row[case.group] = case.in_row + 1
@@ -249,7 +250,6 @@ class Recovery:
             self._emit(
                 "rollout.recovery.ended", **what, outcome=outcome, took_s=took_s, message=message
             )
-            case.cause = message if outcome == "failed" else case.cause
             case.tried.set()
         return outcome == "recovered"
 

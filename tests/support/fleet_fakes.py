@@ -1,0 +1,307 @@
+"""A fleet without processes: servers that behave as a test says, and a plan for them.
+
+Everything runs on the time of the loop, so in `fleet_clock.run` in none at all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+from tasks.rollout.clock import Clock
+from tasks.rollout.evidence import Silence
+from tasks.rollout.fleet import Fleet
+from tasks.rollout.hosts import Death, StartFailed
+from tasks.rollout.probing import Reply
+from tasks.rollout.settings import FleetSettings
+from tasks.rollout.states import GroupState
+from tasks.rollout.topology import Answers, Ask, Engine, Questions, ServerSlot, TopologyPlan
+from tests.support.fleet_clock import now_s
+
+READY = Ask(method="GET", path="/health")
+TOKEN = Ask(method="GET", path="/health_generate")
+
+
+def plan_of(
+    engines: int, servers: int = 1, *, token: Ask | None = TOKEN, are_experts: bool = False
+) -> TopologyPlan:
+    """So many engines of so many servers each.
+
+    Args:
+        are_experts: each server is an entrypoint, for its own rank. Else only the first of an
+            engine is, for all ranks; the others prove only that their process lives.
+    """
+    made = []
+    for engine in range(engines):
+        ranks = tuple(range(engine * servers, (engine + 1) * servers))
+        slots = tuple(
+            slot_of(
+                rank,
+                engine,
+                is_entrypoint=are_experts or rank == ranks[0],
+                weight_ranks=(rank,) if are_experts else ranks,
+            )
+            for rank in ranks
+        )
+        made.append(Engine(ranks=ranks, nodes=(0,), dist_init=None, servers=slots))
+    questions = Questions(ready=READY, token=token)
+    return TopologyPlan(engines=tuple(made), questions=questions, placement="local")
+
+
+def slot_of(
+    rank: int,
+    engine: int,
+    *,
+    is_entrypoint: bool = True,
+    weight_ranks: tuple[int, ...] | None = None,
+    port: int | None = None,
+) -> ServerSlot:
+    updates = (rank,) if weight_ranks is None else weight_ranks
+    return ServerSlot(
+        rank=rank,
+        engine=engine,
+        node=0,
+        bundles=(rank,),
+        weight_ranks=updates if is_entrypoint else (),
+        is_entrypoint=is_entrypoint,
+        answers=Answers.ENGINE if is_entrypoint else Answers.PROCESS,
+        host="10.0.0.1",
+        port=8000 + rank if port is None else port,
+        argv=("serve", str(rank)),
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class FakeServer:
+    """How one server behaves; a test changes it at any time, a start makes it well again."""
+
+    rank: int
+    #: Its epoch; 0: it never ran.
+    epoch: int = 0
+    is_alive: bool = False
+    #: yes | hang | refuse | 503: to probes over the network.
+    answers: str = "yes"
+    #: The same, asked from its own machine.
+    at_home: str = "yes"
+    #: From its start to its first yes.
+    loads_for_s: float = 0.0
+    started_s: float = 0.0
+    #: Of its process; a stop of it hangs.
+    is_stuck: bool = False
+    #: Why its next starts fail, one after the other; empty: a start succeeds.
+    start_errors: list[str] = field(default_factory=list)
+    #: It starts, and dies after so many seconds, with this behaviour for its next starts.
+    dies_after_s: list[float] = field(default_factory=list)
+    #: A start hangs.
+    hangs_in_start: bool = False
+    is_asked: bool = False
+
+
+class FakeHost:
+    """A `ServerHost` that notes what is asked of it in `log`: `(time, verb, ranks)`."""
+
+    def __init__(self) -> None:
+        self.on_death: Callable[[Death], None] = lambda death: None
+        self.servers: dict[int, FakeServer] = {}
+        self.log: list[tuple[float, str, tuple[int, ...]]] = []
+        self.slots: dict[int, ServerSlot] = {}
+        #: Ports that somebody else listens on.
+        self.foreign_ports: set[int] = set()
+        #: A stop takes so long.
+        self.stop_takes_s = 0.0
+
+    def __getitem__(self, rank: int) -> FakeServer:
+        return self.servers.setdefault(rank, FakeServer(rank=rank))
+
+    def times(self, verb: str, rank: int) -> list[float]:
+        return [at for at, what, ranks in self.log if what == verb and rank in ranks]
+
+    async def start(self, slot: ServerSlot, epoch: int) -> None:
+        server = self[slot.rank]
+        self.log.append((now_s(), "start", (slot.rank,)))
+        assert not server.is_alive, f"rank {slot.rank} is started twice"
+        if server.hangs_in_start:
+            await asyncio.Event().wait()
+        await asyncio.sleep(0.01)
+        if server.start_errors:
+            raise StartFailed(server.start_errors.pop(0))
+        self.slots[slot.rank] = slot
+        server.epoch, server.is_alive, server.started_s = epoch, True, now_s()
+        server.answers = server.at_home = "yes"
+        if slot.port in self.foreign_ports:
+            asyncio.get_running_loop().call_later(
+                0.05, lambda: self.die(slot.rank, "exit 1", is_port_conflict=True)
+            )
+        if server.dies_after_s:
+            after_s = server.dies_after_s.pop(0)
+            asyncio.get_running_loop().call_later(after_s, lambda: self._die_of(epoch, slot.rank))
+
+    def _die_of(self, epoch: int, rank: int) -> None:
+        if self[rank].epoch == epoch:
+            self.die(rank)
+
+    def die(self, rank: int, why: str = "killed by SIGKILL", **more: Any) -> None:
+        """Its process ends, and it is told."""
+        server = self[rank]
+        if server.is_alive:
+            server.is_alive = False
+            self.on_death(Death(rank=rank, epoch=server.epoch, why=why, **more))
+
+    async def stop(self, ranks: Collection[int], *, grace_s: float) -> tuple[str, ...]:
+        self.log.append((now_s(), "stop", tuple(ranks)))
+        if self.stop_takes_s:
+            await asyncio.sleep(self.stop_takes_s)
+        left = [rank for rank in ranks if self[rank].is_stuck and self[rank].is_alive]
+        for rank in ranks:
+            if rank not in left:
+                self[rank].is_alive = False
+        return tuple(f"pid {rank}" for rank in left)
+
+    def is_alive(self, rank: int) -> bool:
+        return self[rank].is_alive
+
+    async def ask(self, rank: int, question: Ask, timeout_s: float) -> str | None:
+        server = self[rank]
+        return await _answer(server, server.at_home, timeout_s)
+
+    async def ports_taken(self, slots: Collection[ServerSlot]) -> frozenset[int]:
+        return frozenset(slot.rank for slot in slots if slot.port in self.foreign_ports)
+
+
+class FakeProber:
+    """A `Prober` of a FakeHost's servers, which fails when a server has two questions at once."""
+
+    def __init__(self, host: FakeHost) -> None:
+        self._host = host
+        #: `(time, rank, path)` of each question.
+        self.asked: list[tuple[float, int, str]] = []
+        self.calls: list[tuple[str, Ask]] = []
+        #: The questions to these paths never get a yes.
+        self.deaf_paths: set[str] = set()
+
+    def times(self, rank: int) -> list[float]:
+        return [at for at, asked, _ in self.asked if asked == rank]
+
+    async def ask(self, url: str, question: Ask, timeout_s: float) -> str | None:
+        server = self._server(url)
+        self.asked.append((now_s(), server.rank, question.path))
+        assert not server.is_asked, f"rank {server.rank} is asked twice at once"
+        server.is_asked = True
+        try:
+            behaviour = "503" if question.path in self.deaf_paths else server.answers
+            return await _answer(server, behaviour, timeout_s)
+        finally:
+            server.is_asked = False
+
+    async def call(self, url: str, ask: Ask, timeout_s: float) -> Reply:
+        self.calls.append((url, ask))
+        return Reply(status=200, body="ok")
+
+    def _server(self, url: str) -> FakeServer:
+        port = int(url.rpartition(":")[2])
+        [rank] = [slot.rank for slot in self._host.slots.values() if slot.port == port]
+        return self._host[rank]
+
+
+async def _answer(server: FakeServer, behaviour: str, timeout_s: float) -> str | None:
+    if not server.is_alive or behaviour == "refuse":
+        return Silence("connection refused")
+    if behaviour == "hang":
+        await asyncio.sleep(timeout_s)
+        return Silence(f"no answer within {timeout_s:g} s")
+    await asyncio.sleep(0.001)
+    if behaviour == "503" or now_s() < server.started_s + server.loads_for_s:
+        return "503 Scheduler is dead"
+    return None
+
+
+class Stage:
+    """A fleet of fakes with everything that it says."""
+
+    def __init__(
+        self,
+        plan: TopologyPlan,
+        *,
+        seed: int = 7,
+        rebind: Callable[[int], Sequence[ServerSlot]] | None = None,
+        **settings: Any,
+    ) -> None:
+        self.host = FakeHost()
+        self.prober = FakeProber(self.host)
+        #: `(time, event, fields)`.
+        self.events: list[tuple[float, str, dict[str, Any]]] = []
+        self.settings = FleetSettings(**{"grace_s": 5.0, "start_within_s": 100.0, **settings})
+        self.fleet = Fleet(
+            plan,
+            settings=self.settings,
+            host=self.host,
+            prober=self.prober,
+            emit=self._emit,
+            clock=Clock(),
+            random=Random(seed),
+            rebind=rebind,
+        )
+
+    def _emit(self, event: str, **fields: Any) -> None:
+        self.events.append((now_s(), event, fields))
+
+    def told(self, event: str) -> list[dict[str, Any]]:
+        return [fields for _, name, fields in self.events if name == event]
+
+    def when(self, event: str, **wanted: Any) -> float:
+        """The first time of an event with these fields."""
+        return next(
+            at
+            for at, name, fields in self.events
+            if name == event and wanted.items() <= fields.items()
+        )
+
+    def states(self) -> list[GroupState]:
+        return [group.state for group in self.fleet.registry.view.groups]
+
+    def routed(self) -> list[int]:
+        return sorted(one.rank for one in self.fleet.router.entrypoints)
+
+    async def until(self, condition: Callable[[], Any], within_s: float = 1000.0) -> float:
+        """Wait until it holds, and say how long that took. Raises: TimeoutError."""
+        began_s = now_s()
+        async with asyncio.timeout(within_s):
+            while not condition():
+                await asyncio.sleep(0.01)
+        return now_s() - began_s
+
+    async def until_active(self) -> float:
+        return await self.until(lambda: set(self.states()) == {GroupState.ACTIVE})
+
+    async def until_out(self, group: int = 0, within_s: float = 1000.0) -> float:
+        """Until it has failed; a recovery may have begun by then."""
+        begun_s = now_s()
+        async with asyncio.timeout(within_s):
+            while self.fleet.registry.view.groups[group].is_running:
+                await asyncio.sleep(0.01)
+        return now_s() - begun_s
+
+    def cause_of(self, group: int = 0) -> str:
+        """Of its last failure."""
+        told = self.told("rollout.group.state")
+        return next(
+            str(one["cause"])
+            for one in reversed(told)
+            if one["group"] == group and one["after"] == "inactive"
+        )
+
+
+def loops() -> list[str]:
+    """The fleet's own tasks that live, by name."""
+    names = (task.get_name() for task in asyncio.all_tasks())
+    return sorted(name for name in names if name.startswith("rollout-"))
+
+
+def ports_from(first: int) -> Callable[[int], Sequence[ServerSlot]]:
+    """A rebind of groups of one server, to ports counted from there."""
+    ports = itertools.count(first)
+    return lambda group: [slot_of(group, group, port=next(ports))]
