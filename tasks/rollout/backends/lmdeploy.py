@@ -17,7 +17,7 @@ from tasks.rollout.topology import Answers, Ask, Questions
 from tasks.run.fleet_spec import Rollout
 
 #: Given to the servers as a text: nothing of ours has to be installed beside LMDeploy.
-_ONE_REPLICA = Path(__file__).with_name("lmdeploy_rank.py").read_text(encoding="utf-8")
+_ONE_REPLICA = (Path(__file__).parents[1] / "lmdeploy_replica.py").read_text(encoding="utf-8")
 
 
 def answers(fleet: Rollout, index: int) -> Answers:

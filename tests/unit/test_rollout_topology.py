@@ -1,0 +1,468 @@
+"""Where the servers of a fleet go and what they run, by backend, and the plans that can't be."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tasks.rollout.addresses import Addresses, PortNeed, nodes_needed, ports_needed
+from tasks.rollout.building import build
+from tasks.rollout.topology import (
+    Answers,
+    Ask,
+    Engine,
+    Questions,
+    ServerSlot,
+    TopologyPlan,
+)
+from tasks.run.fleet_spec import Rollout
+
+ALL = tuple(range(16))
+FIRST, SECOND = tuple(range(8)), tuple(range(8, 16))
+COMMAND: dict[str, Any] = {"backend": "command", "command": ["serve", "${server.port}"]}
+QUESTIONS = Questions(ready=Ask(method="GET", path="/health"), token=None)
+
+
+def fleet_of(**written: Any) -> Rollout:
+    model = {} if written["backend"] == "command" else {"model": "m"}
+    return Rollout.model_validate({**model, **written})
+
+
+def addresses_of(fleet: Rollout, node_gpus: int | None = None) -> Addresses:
+    """`n0` and so on; ports from 30000 on in the order of the needs."""
+    needs = ports_needed(fleet, node_gpus)
+    return Addresses(
+        hosts=tuple(f"n{index}" for index in range(nodes_needed(fleet, node_gpus))),
+        ports={need.name: 30000 + index for index, need in enumerate(needs)},
+    )
+
+
+def plan_of(node_gpus: int | None = None, **written: Any) -> TopologyPlan:
+    fleet = fleet_of(**{"placement": "ray", **written})
+    return build(fleet, addresses_of(fleet, node_gpus), node_gpus)
+
+
+def test_lmdeploy_tp16_is_one_entrypoint_for_all_ranks() -> None:
+    plan = plan_of(backend="lmdeploy", tensor_parallel=16, nodes_per_engine=2, gpus_per_node=8)
+
+    [server] = plan.servers
+    assert (server.rank, server.is_entrypoint, server.answers) == (0, True, Answers.ENGINE)
+    assert server.bundles == server.weight_ranks == ALL
+    assert server.argv == (
+        *("lmdeploy", "serve", "api_server", "m", "--backend", "pytorch", "--tp", "16"),
+        *("--server-name", "n0", "--server-port", "30001"),
+    )
+    assert server.env == {
+        "LMDEPLOY_DIST_MASTER_ADDR": "n0",
+        "LMDEPLOY_DIST_MASTER_PORT": "30000",
+    }
+    assert plan.engines[0].nodes == (0, 1)
+    assert plan.groups == ((0,),)
+    assert plan.training_mesh == (ALL,)
+
+
+def test_lmdeploy_ep16_is_sixteen_entrypoints_that_live_and_die_together() -> None:
+    plan = plan_of(backend="lmdeploy", expert_parallel=16, nodes_per_engine=2)
+
+    assert [server.rank for server in plan.servers] == list(ALL)
+    assert all(server.is_entrypoint for server in plan.servers)
+    assert all(server.bundles == server.weight_ranks == (server.rank,) for server in plan.servers)
+    assert [server.node for server in plan.servers] == [0] * 8 + [1] * 8
+    assert plan.groups == plan.training_mesh == (ALL,)
+
+
+def test_each_rank_of_lmdeploy_with_experts_is_a_process_of_its_own() -> None:
+    plan = plan_of(backend="lmdeploy", expert_parallel=16, nodes_per_engine=2)
+
+    server = plan.server(9)
+
+    assert server.argv[:2] == ("python", "-c")
+    assert server.argv[3:] == (
+        *("serve", "api_server", "m", "--backend", "pytorch", "--dp", "16", "--ep", "16"),
+        *("--nnodes", "16", "--node-rank", "9", "--server-name", "n1", "--server-port", "30010"),
+    )
+    assert server.env == {
+        "LMDEPLOY_DP_MASTER_ADDR": "n0",
+        "LMDEPLOY_DP_MASTER_PORT": "30000",
+        "RAY_ADDRESS": "local",
+    }
+
+
+def test_sglang_tp16_over_2x8_is_two_servers_and_one_entrypoint() -> None:
+    plan = plan_of(backend="sglang", tensor_parallel=16, nodes_per_engine=2, gpus_per_node=8)
+
+    first, second = plan.servers
+    assert (first.rank, first.node, first.bundles) == (0, 0, FIRST)
+    assert (second.rank, second.node, second.bundles) == (8, 1, SECOND)
+    assert (first.is_entrypoint, second.is_entrypoint) == (True, False)
+    assert (first.weight_ranks, second.weight_ranks) == (ALL, ())
+    # The second says 200 whatever becomes of its engine.
+    assert (first.answers, second.answers) == (Answers.ENGINE, Answers.PROCESS)
+    assert plan.engines[0].dist_init == "n0:30000"
+    assert plan.groups == ((0, 8),)
+    assert plan.training_mesh == (ALL,)
+
+
+def test_sglang_over_nodes_meets_at_its_first() -> None:
+    plan = plan_of(backend="sglang", tensor_parallel=16, nodes_per_engine=2, args=["--seed", "1"])
+
+    assert plan.server(8).argv == (
+        *("python", "-m", "sglang.launch_server", "--model-path", "m", "--tp-size", "16"),
+        *("--nnodes", "2", "--node-rank", "1", "--dist-init-addr", "n0:30000"),
+        *("--host", "n1", "--port", "30002", "--seed", "1"),
+    )
+    assert plan.server(8).env == {"SGLANG_HEALTH_CHECK_TIMEOUT": "12"}
+
+
+def test_sglang_on_one_node_needs_no_meeting() -> None:
+    plan = plan_of(backend="sglang", tensor_parallel=2, data_parallel=2, expert_parallel=2)
+
+    [server] = plan.servers
+    assert server.argv == (
+        *("python", "-m", "sglang.launch_server", "--model-path", "m", "--tp-size", "2"),
+        *("--ep-size", "2", "--dp-size", "2", "--host", "n0", "--port", "30000"),
+    )
+    assert plan.engines[0].dist_init is None
+
+
+def test_vllm_tp16_over_2_nodes_has_a_headless_second_node() -> None:
+    plan = plan_of(backend="vllm", tensor_parallel=16, nodes_per_engine=2)
+
+    first, second = plan.servers
+    meeting = ("--master-addr", "n0", "--master-port", "30000")
+    assert first.argv == (
+        *("vllm", "serve", "m", "-tp", "16", "--nnodes", "2", "-r", "0", *meeting),
+        *("--host", "n0", "--port", "30001"),
+    )
+    assert second.argv == (
+        *("vllm", "serve", "m", "-tp", "16", "--nnodes", "2", "-r", "1", *meeting, "--headless"),
+    )
+    assert (second.rank, second.answers, second.port, second.url) == (8, Answers.NONE, None, None)
+    assert (first.weight_ranks, second.weight_ranks) == (ALL, ())
+    assert plan.groups == ((0, 8),)
+    assert plan.training_mesh == (ALL,)
+
+
+def test_vllm_dp16_ep_over_2_nodes_gives_each_node_its_replicas() -> None:
+    plan = plan_of(backend="vllm", data_parallel=16, expert_parallel=16, nodes_per_engine=2)
+
+    first, second = plan.servers
+    common = ("vllm", "serve", "m", "-tp", "1", "-dp", "16", "-dpl", "8")
+    assert first.argv == (
+        *(*common, "-dpa", "n0", "-dpp", "30000", "-ep", "--host", "n0", "--port", "30001"),
+    )
+    assert second.argv == (
+        *(*common, "-dpa", "n0", "-dpp", "30000", "--headless", "-dpr", "8", "-ep"),
+    )
+    assert (second.rank, second.answers, second.port) == (8, Answers.NONE, None)
+    assert [server.rank for server in plan.servers if server.is_entrypoint] == [0]
+    assert plan.training_mesh == (ALL,)
+
+
+def test_a_command_is_filled_in_for_each_server() -> None:
+    command = ["serve", "--at", "${server.host}:${server.port}", "--me", "${server.rank}"]
+    env = {"GROUP": "${server.group}", "NODE": "${server.node}", "HOME": "$${HOME}"}
+
+    plan = plan_of(backend="command", command=command, engines=2, env=env, args=["${run.dir}"])
+
+    second = plan.server(1)
+    # What is not of the server is left to others; `$${` is a literal one.
+    assert second.argv == ("serve", "--at", "n1:30001", "--me", "1", "${run.dir}")
+    assert second.env == {"GROUP": "1", "NODE": "1", "HOME": "${HOME}"}
+    assert second.bundles == ()
+    assert plan.groups == plan.training_mesh == ((0,), (1,))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "entrypoints", "weights"),
+    [
+        # replicas: each answers for itself
+        ({"data_parallel": 2}, [0, 1], [(0,), (1,)]),
+        # one program on several nodes: the first answers for all of them
+        ({"nodes_per_engine": 2}, [0], [(0, 1), ()]),
+        ({"nodes_per_engine": 2, "data_parallel": 2}, [0, 1], [(0,), (1,)]),
+    ],
+)
+def test_an_engine_of_a_command_may_be_several_servers(
+    sizes: dict[str, int], entrypoints: list[int], weights: list[tuple[int, ...]]
+) -> None:
+    plan = plan_of(**COMMAND, **sizes)
+
+    assert [server.rank for server in plan.servers if server.is_entrypoint] == entrypoints
+    assert [server.weight_ranks for server in plan.servers] == weights
+    assert plan.groups == ((0, 1),)
+
+
+@pytest.mark.parametrize(
+    ("written", "node_gpus", "nodes"),
+    [
+        # by the GPUs of the gang's nodes
+        ({"backend": "sglang", "tensor_parallel": 4, "engines": 3}, 8, [(0,), (0,), (1,)]),
+        ({"backend": "sglang", "tensor_parallel": 3, "engines": 3}, 8, [(0,), (0,), (1,)]),
+        # an engine that spans nodes has them to itself
+        (
+            {"backend": "sglang", "tensor_parallel": 2, "nodes_per_engine": 2, "engines": 2},
+            8,
+            [(0, 1), (2, 3)],
+        ),
+        # without a gang: a node each on Ray, one machine otherwise
+        ({"backend": "sglang", "engines": 2}, None, [(0,), (1,)]),
+        ({"backend": "sglang", "engines": 2, "placement": "local"}, None, [(0,), (0,)]),
+        # nothing to pack by
+        ({**COMMAND, "engines": 2, "placement": "local"}, 8, [(0,), (0,)]),
+    ],
+)
+def test_engines_are_packed_onto_nodes(
+    written: dict[str, Any], node_gpus: int | None, nodes: list[tuple[int, ...]]
+) -> None:
+    plan = plan_of(node_gpus, **written)
+
+    assert [engine.nodes for engine in plan.engines] == nodes
+
+
+def test_an_engine_that_no_node_can_hold_is_refused() -> None:
+    fleet = fleet_of(backend="sglang", tensor_parallel=8)
+
+    with pytest.raises(ValueError, match="needs 8 GPUs of one node, which has 4"):
+        ports_needed(fleet, 4)
+
+
+@pytest.mark.parametrize(
+    ("env", "devices", "seen"),
+    [
+        # by rank, from 0 on
+        ({}, (), ["0,1", "2,3"]),
+        # those that the user names for the fleet
+        ({"CUDA_VISIBLE_DEVICES": "4,5,6,7"}, (), ["4,5", "6,7"]),
+        # those that the run was granted, whatever else is written
+        ({"CUDA_VISIBLE_DEVICES": "4,5,6,7"}, ("2", "3", "0", "1"), ["2,3", "0,1"]),
+    ],
+)
+def test_local_servers_each_see_the_gpus_of_their_ranks(
+    env: dict[str, str], devices: tuple[str, ...], seen: list[str]
+) -> None:
+    fleet = fleet_of(backend="vllm", tensor_parallel=2, engines=2, env=env)
+
+    plan = build(fleet, replace(addresses_of(fleet), devices=devices))
+
+    assert [server.env["CUDA_VISIBLE_DEVICES"] for server in plan.servers] == seen
+
+
+def test_too_few_devices_are_refused() -> None:
+    fleet = fleet_of(backend="vllm", tensor_parallel=2, env={"CUDA_VISIBLE_DEVICES": "3"})
+
+    with pytest.raises(ValueError, match="needs 2 GPUs, and CUDA_VISIBLE_DEVICES names 1: 3"):
+        build(fleet, addresses_of(fleet))
+
+
+@pytest.mark.parametrize("written", [{"placement": "ray"}, {**COMMAND, "placement": "local"}])
+def test_where_ray_gives_the_gpus_or_there_are_none_no_devices_are_set(
+    written: dict[str, str],
+) -> None:
+    plan = plan_of(**{"backend": "vllm", **written})
+
+    assert "CUDA_VISIBLE_DEVICES" not in plan.servers[0].env
+
+
+def test_the_ports_that_are_needed_are_named_by_node() -> None:
+    fleet = fleet_of(backend="vllm", tensor_parallel=2, nodes_per_engine=2, engines=2)
+
+    assert ports_needed(fleet) == (
+        PortNeed(node=0, name="engine.0"),
+        PortNeed(node=0, name="server.0"),  # the headless node has none
+        PortNeed(node=2, name="engine.1"),
+        PortNeed(node=2, name="server.2"),
+    )
+    assert nodes_needed(fleet) == 4
+
+
+def test_a_group_gets_new_ports_and_keeps_all_else() -> None:
+    fleet = fleet_of(backend="sglang", tensor_parallel=2, nodes_per_engine=2, engines=2)
+    old = addresses_of(fleet)
+    new = replace(old, ports={**old.ports, "engine.1": 40000, "server.2": 40001})
+
+    before, after = build(fleet, old), build(fleet, new)
+
+    assert after.engines[0] == before.engines[0]
+    first, second = after.engines[1].servers
+    assert (first.port, second.port) == (40001, before.server(3).port)
+    assert after.engines[1].dist_init == "n2:40000"
+    assert "n2:40000" in second.argv
+    assert [slot.bundles for slot in after.servers] == [slot.bundles for slot in before.servers]
+
+
+def test_a_node_without_a_host_is_refused() -> None:
+    fleet = fleet_of(backend="sglang", tensor_parallel=2, nodes_per_engine=2)
+    addresses = replace(addresses_of(fleet), hosts=("n0",))
+
+    with pytest.raises(ValueError, match="engine 0 is on node 1, of which there is no host"):
+        build(fleet, addresses)
+
+
+def test_sglang_is_asked_for_a_token_and_given_less_time_than_the_fleet_takes() -> None:
+    questions = plan_of(backend="sglang", health={"timeout_s": 10}).questions
+
+    assert questions.ready == Ask(method="GET", path="/health")
+    assert questions.token == Ask(method="GET", path="/health_generate")
+    assert questions.own_timeout_s == 8
+
+
+@pytest.mark.parametrize(
+    ("backend", "args", "model"),
+    [
+        ("vllm", None, "m"),
+        ("vllm", ["--served-model-name", "policy"], "policy"),
+        ("vllm", ["--served-model-name=policy"], "policy"),
+        ("lmdeploy", None, "m"),
+        ("lmdeploy", ["--model-name", "policy"], "policy"),
+    ],
+)
+def test_vllm_and_lmdeploy_are_asked_for_a_token_of_the_model_that_they_serve(
+    backend: str, args: list[str] | None, model: str
+) -> None:
+    token = plan_of(backend=backend, args=args).questions.token
+
+    assert token is not None
+    assert (token.method, token.path) == ("POST", "/v1/completions")
+    assert token.body == {"model": model, "prompt": "1", "max_tokens": 1, "temperature": 0}
+
+
+@pytest.mark.parametrize(
+    ("health", "ready", "token"),
+    [
+        ({}, "/health", None),
+        ({"path": "/up"}, "/up", None),
+        ({"token": {"path": "/t"}}, "/health", Ask(method="GET", path="/t")),
+        (
+            {"token": {"path": "/t", "json": {"n": 1}}},
+            "/health",
+            Ask(method="POST", path="/t", body={"n": 1}),
+        ),
+    ],
+)
+def test_a_command_is_asked_what_the_spec_says(
+    health: dict[str, Any], ready: str, token: Ask | None
+) -> None:
+    questions = plan_of(**COMMAND, health=health).questions
+
+    assert questions.ready == Ask(method="GET", path=ready)
+    assert questions.token == token
+
+
+def slot(rank: int, **changes: Any) -> ServerSlot:
+    """The server of one rank of engine 0, which it updates itself."""
+    usual: dict[str, Any] = {
+        "engine": 0,
+        "node": 0,
+        "bundles": (rank,),
+        "weight_ranks": (rank,),
+        "is_entrypoint": True,
+        "answers": Answers.ENGINE,
+        "host": "n0",
+        "port": 30000 + rank,
+        "argv": ("serve",),
+    }
+    return ServerSlot(**{**usual, "rank": rank, **changes})
+
+
+def engine(*servers: ServerSlot, ranks: tuple[int, ...] | None = None) -> Engine:
+    of_servers = tuple(server.rank for server in servers)
+    return Engine(
+        ranks=of_servers if ranks is None else ranks, nodes=(0,), dist_init=None, servers=servers
+    )
+
+
+def plan(*engines: Engine) -> TopologyPlan:
+    return TopologyPlan(engines=engines, questions=QUESTIONS, placement="local")
+
+
+@pytest.mark.parametrize(
+    ("engines", "fault"),
+    [
+        ((), "no engines"),
+        # ranks
+        ((engine(slot(0), ranks=()),), "engine 0: no ranks"),
+        ((engine(slot(0), ranks=(0, 0)),), "engine 0: lists a rank twice: 0"),
+        (
+            (engine(slot(0)), engine(slot(1, engine=1), ranks=(0, 1))),
+            "engine 1: ranks of another engine too: 0",
+        ),
+        # servers
+        ((engine(ranks=(0, 1)),), "engine 0: no server"),
+        (
+            (engine(slot(0, is_entrypoint=False), slot(1, is_entrypoint=False)),),
+            "engine 0: no entrypoint among its servers 0, 1",
+        ),
+        ((engine(slot(0), slot(0), ranks=(0,)),), "engine 0: two servers of one rank: 0"),
+        (
+            (engine(slot(0), slot(2, weight_ranks=(1,)), ranks=(0, 1)),),
+            "engine 0, server 2: is outside its engine's ranks 0, 1",
+        ),
+        ((engine(slot(0, engine=1)),), "engine 0, server 0: says that it is of engine 1"),
+        ((engine(slot(0, port=None)),), "engine 0, server 0: is an entrypoint without a port"),
+        # bundles
+        (
+            (engine(slot(0), slot(1, bundles=(0, 1))),),
+            "engine 0, server 1: a bundle is used twice: 0",
+        ),
+        (
+            (engine(slot(0)), engine(slot(1, engine=1, bundles=(0,)))),
+            "engine 1, server 1: a bundle is used twice: 0",
+        ),
+        ((engine(slot(0, bundles=(3, 3))),), "engine 0, server 0: a bundle is used twice: 3"),
+        # weights
+        (
+            (engine(slot(0, weight_ranks=(0, 7))),),
+            "engine 0, server 0: updates the weights of ranks that are not its engine's: 7",
+        ),
+        (
+            (engine(slot(0), slot(1, weight_ranks=(0, 1))),),
+            "engine 0, server 1: updates the weights of a rank twice: 0",
+        ),
+        (
+            (engine(slot(0), ranks=(0, 1, 2)),),
+            "engine 0: no server updates the weights of ranks 1, 2",
+        ),
+        # addresses
+        ((engine(slot(0), slot(1, port=30000)),), "servers 0 and 1: both at n0:30000"),
+    ],
+)
+def test_a_topology_that_does_not_hold_together_is_refused_by_name(
+    engines: tuple[Engine, ...], fault: str
+) -> None:
+    with pytest.raises(ValueError) as raised:
+        plan(*engines)
+
+    assert fault in str(raised.value).split("; ")
+
+
+def test_one_port_on_two_hosts_is_two_addresses() -> None:
+    plan(engine(slot(0), slot(1, host="n1", port=30000)))
+
+
+def test_a_rank_without_a_server_is_told_which_have_one() -> None:
+    with pytest.raises(KeyError, match="rank 1 has no server; those that have: 0, 2"):
+        plan(engine(slot(0, weight_ranks=(0, 1)), slot(2), ranks=(0, 1, 2))).server(1)
+
+
+def test_a_plan_as_json_has_the_keys_of_the_issue() -> None:
+    found = plan(engine(slot(0, env={"A": "1"}))).as_json()
+
+    assert found == {
+        "engines": [{"ranks": [0], "nodes": [0]}],
+        "servers": [
+            {
+                "rank": 0,
+                "node": 0,
+                "argv": ["serve"],
+                "env": {"A": "1"},
+                "entrypoint": True,
+                "group": 0,
+                "bundles": [0],
+            }
+        ],
+        "groups": [[0]],
+        "training_mesh": [[0]],
+    }
