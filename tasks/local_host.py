@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,7 +63,8 @@ class LocalHost:
         env: Mapping[str, str],
         log_of: Callable[[int], Path],
         tag: Mapping[str, str],
-        grace_s: float,
+        stop_signal: int = signal.SIGTERM,
+        grace_s: float = 10.0,
         register: Callable[[int, Forked], None] = lambda rank, forked: None,
         unregister: Callable[[int], None] = lambda rank: None,
     ) -> None:
@@ -72,6 +74,7 @@ class LocalHost:
             env: of every server; a slot's own variables win.
             log_of: the log of a rank, which its incarnations share.
             tag: what each guardian carries in its environment, to be found by.
+            stop_signal: by which a server is asked to end.
             grace_s: from the stop signal to SIGKILL where this process has gone.
             register: told of a server's process before it executes its program, so that it can be
                 found by others; an OSError keeps it from starting.
@@ -82,6 +85,7 @@ class LocalHost:
         self._env = dict(env)
         self._log_of = log_of
         self._tag = dict(tag)
+        self._stop_signal = stop_signal
         self._grace_s = grace_s
         self._register = register
         self._unregister = unregister
@@ -111,6 +115,7 @@ class LocalHost:
             env={**self._env, **slot.env},
             cwd=self._cwd,
             log=log,
+            stop_signal=self._stop_signal,
             grace_s=self._grace_s,
         )
         try:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from tasks.fleet import FleetStart, fleet_component
 from tasks.jobs import job_maker
 from tasks.run.errors import Fault
 from tasks.run.layout import AttemptPlace, project_root
@@ -48,7 +49,7 @@ def containment_faults(spec: RunSpec) -> list[Fault]:
 def whole_env(spec: RunSpec) -> dict[str, str]:
     """Every variable that some component of the run can know."""
     env = {**os.environ, **spec.env}
-    for component in spec.processes.values():
+    for component in spec.components.values():
         env |= component.env
     return env
 
@@ -59,11 +60,13 @@ def plan_of(
     place: AttemptPlace,
     containment: Containment,
     adopted: Mapping[str, Any] | None = None,
+    fleet: FleetStart | None = None,
 ) -> AttemptPlan:
     """One attempt at a run.
 
     Args:
         spec: with its placeholders filled in.
+        fleet: where the spec has one.
         adopted: the attempt in the run's record, where it was begun by another process.
     """
     return AttemptPlan(
@@ -71,8 +74,10 @@ def plan_of(
         number=place.number,
         cwd=project_root() / spec.cwd,
         components=tuple(
-            replace(_component_plan(spec, name, run_id, place), is_adopted=adopted is not None)
-            for name in spec.processes
+            replace(
+                _component_plan(spec, name, run_id, place, fleet), is_adopted=adopted is not None
+            )
+            for name in spec.components
         ),
         progress=spec.progress,
         success_step=spec.success.step if spec.success else None,
@@ -82,12 +87,18 @@ def plan_of(
     )
 
 
-def _component_plan(spec: RunSpec, name: str, run_id: str, place: AttemptPlace) -> ComponentPlan:
-    component = spec.processes[name]
+def _component_plan(
+    spec: RunSpec, name: str, run_id: str, place: AttemptPlace, fleet: FleetStart | None
+) -> ComponentPlan:
+    env = component_env(spec, name, run_id, place.number)
+    component = spec.processes.get(name)
+    if component is None:
+        assert fleet is not None
+        return fleet_component(spec, place, env, fleet)
     is_job = component.launcher == "ray_job"
     command = Command(
         argv=component.command,
-        env=component_env(spec, name, run_id, place.number),
+        env={**env, **(fleet.env if fleet is not None else {})},
         cwd=project_root() / (component.cwd or spec.cwd),
         log=place.log(name),
         stop_signal=signals.Signals[component.stop.signal],
@@ -105,14 +116,15 @@ def _component_plan(spec: RunSpec, name: str, run_id: str, place: AttemptPlace) 
 
 def component_env(spec: RunSpec, name: str, run_id: str, attempt: int) -> dict[str, str]:
     """The variables of a component: all of them, or those that its job adds to its node's."""
-    component = spec.processes[name]
+    component = spec.processes.get(name)
     # A job runs on another machine: nothing of this one's environment is true there.
-    inherited = {} if component.launcher == "ray_job" else _inherited_env()
+    is_job = component is not None and component.launcher == "ray_job"
     return {
-        **inherited,
+        **({} if is_job else _inherited_env()),
         **_PYTHON_ENV,
         **spec.env,
-        **component.env,
+        # A fleet's are its servers', and come to them by another way.
+        **(component.env if component is not None else {}),
         "MUSTER_RUN_ID": run_id,
         "MUSTER_ATTEMPT": str(attempt),
         "MUSTER_COMPONENT": name,

@@ -13,6 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from uuid import UUID
 
+from tasks.fleet import fleet_faults, fleet_names, fleet_ports, prepare_fleet
+from tasks.fleet_events import FleetTail
 from tasks.planning import (
     component_search_path,
     containment_faults,
@@ -27,7 +29,7 @@ from tasks.run.events import Event, EventLog, Listener
 from tasks.run.failure_kinds import FailureKind
 from tasks.run.layout import AttemptPlace, RunPlace, project_root
 from tasks.run.lifecycle import RunState
-from tasks.run.loading import spec_as_yaml, unsupported
+from tasks.run.loading import spec_as_yaml
 from tasks.run.lookup import lookup_faults
 from tasks.run.outcome import Failure, Verdict
 from tasks.run.record import RunRecord
@@ -50,7 +52,7 @@ def check_spec(spec: RunSpec) -> None:
     """
     faults = [
         *template_faults(spec),
-        *unsupported(spec),
+        *fleet_faults(spec),
         *lookup_faults(spec, root=project_root(), path=component_search_path()),
         *containment_faults(spec),
     ]
@@ -97,6 +99,7 @@ class RunSession:
         self._secrets = masking.secret_values(whole_env(spec))
         self._supervisor: Supervisor | None = None
         self._events: EventLog | None = None
+        self._fleet_tail: FleetTail | None = None
         self._verdict: Verdict | None = None
         self._woken = threading.Event()
         self._is_left = False
@@ -151,7 +154,8 @@ class RunSession:
         if before is not None:
             resume_from, ports = before["resume_from"], PortsReserved.known(before["ports"])
         else:
-            resume_from, ports = self.resume_point(), PortsReserved(ports_needed(self.spec))
+            resume_from = self.resume_point()
+            ports = PortsReserved([*ports_needed(self.spec), *fleet_ports(self.spec)])
         try:
             names = {
                 "run.id": self.run_id,
@@ -160,6 +164,7 @@ class RunSession:
                 "attempt.dir": str(place.directory),
                 "attempt.resume_from": str(resume_from or ""),
                 **{name: str(port) for name, port in ports.numbers.items()},
+                **fleet_names(self.spec, ports.numbers),
             }
             spec = resolve(self.spec, names)
             if before is None:
@@ -179,9 +184,17 @@ class RunSession:
                 self.record.move(RunState.ADMITTED)
             elif self.record.state is RunState.STOPPING:
                 self.record.move(RunState.STARTING)
-            plan = plan_of(spec, self.run_id, place, containment, before)
+            fleet = prepare_fleet(
+                spec, self.run_id, place, containment, ports.numbers, self._register.directory
+            )
+            if fleet is not None:
+                self._secrets |= masking.secret_values(fleet.env)
+            plan = plan_of(spec, self.run_id, place, containment, before, fleet)
             plan = replace(plan, mask=self.mask)
             self._supervisor = Supervisor(plan, ports, self._events.emit, self._register)
+            if fleet is not None:
+                self._fleet_tail = FleetTail(place.fleet_events, self._events.emit)
+                self._fleet_tail.start()
         except BaseException:
             ports.close()
             raise
@@ -201,6 +214,8 @@ class RunSession:
         """Take down what runs, and note the verdict on the attempt; any number of times."""
         with self.supervisor:
             verdict = self._masked(self.supervisor.teardown())
+        if self._fleet_tail is not None:
+            self._fleet_tail.close()
         if not verdict.state.is_final:
             self._verdict = verdict
         elif self._verdict is not verdict:

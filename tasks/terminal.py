@@ -119,8 +119,8 @@ class Terminal:
                 self.say(f"{name}: server {fields['rank']} died: {fields['why']}", "yellow")
             case "rollout.recovery.ended":
                 self._show_recovery(name, fields)
-            case "rollout.incident.begun" | "rollout.warning":
-                self.say(f"{name}: {fields.get('why') or fields.get('message')}", "yellow")
+            case "rollout.warning":
+                self.say(f"{name}: {fields['message']}", "yellow")
             case "rollout.failed":
                 self.say(f"{name}: {fields['reason']}", "bold red")
             case "probe.failed" if fields.get("probe") == "live":

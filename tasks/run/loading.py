@@ -55,11 +55,6 @@ def parse_spec(
     return _checked(data, overrides, source, ())
 
 
-def unsupported(spec: RunSpec) -> tuple[Fault, ...]:
-    """One fault for each thing that is well written but cannot be done yet."""
-    return tuple(_unsupported(spec.written()))
-
-
 def spec_as_yaml(spec: RunSpec, *, mask_secrets: bool = False) -> str:
     """The spec as a YAML file that loads to an equal spec; keys left out stay out.
 
@@ -106,22 +101,10 @@ def _checked(
         faults += error.faults
     faults += _empty_components(written)
     faults += placeholders.faults_in(written)
-    faults += _unsupported(written)
 
     if spec is None or faults:
         raise InvalidSpec(_in_file_order(faults, written), source)
     return spec
-
-
-def _unsupported(written: Mapping[str, Any]) -> Iterator[Fault]:
-    for name in _mapping(written.get("components")):
-        if name == "rollout":
-            path = f"components.{name}"
-            yield _not_yet(path, "a fleet of inference servers comes later", "leave it out")
-
-
-def _not_yet(path: str, reason: str, remedy: str) -> Fault:
-    return Fault(path=path, problem=f"not supported yet: {reason}", remedy=remedy)
 
 
 def _empty_components(written: Mapping[str, Any]) -> Iterator[Fault]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from tasks.run.command_line import Named, Role, named_in
 from tasks.run.errors import Fault
 from tasks.run.placeholders import is_templated, substituted
-from tasks.run.spec import Component, RunSpec
+from tasks.run.spec import Component, Rollout, RunSpec
 
 _MODULE_SUFFIXES = (".js", ".mjs", ".cjs", ".json", ".node")
 
@@ -47,30 +47,33 @@ def lookup_faults(spec: RunSpec, *, root: Path, path: str) -> tuple[Fault, ...]:
         path: The PATH of components that set none of their own; see `component_path`.
     """
     faults = [*_directory_faults("cwd", spec.cwd, root)]
-    for name, component in spec.processes.items():
+    for name, component in spec.components.items():
         place = f"components.{name}"
-        found = [*_directory_faults(f"{place}.cwd", component.cwd, root)]
-        if component.launcher != "process":
-            # Its directory goes to the cluster; what its command names is looked for there.
-            faults += found
-            continue
+        faults += _directory_faults(f"{place}.cwd", component.cwd, root)
         cwd = _directory(component.cwd or spec.cwd, root)
         world = _World(cwd=cwd, path=_path_of(component, spec.env, path))
         for item in named_in(_items(component)):
-            found += world.faults(f"{place}.command.{item.index}", item)
-        faults += found
+            faults += world.faults(f"{place}.command.{item.index}", item)
     return tuple(faults)
 
 
-def _items(component: Component) -> list[str | None]:
-    return [None if is_templated(item) else _literal(item) for item in component.command]
+def _items(component: Component | Rollout) -> list[str | None]:
+    """What it runs on this machine, word by word.
+
+    The directory of what a cluster runs goes there; what its command names is looked for there.
+    """
+    if isinstance(component, Rollout):
+        is_here, command = component.placement == "local", component.command or ()
+    else:
+        is_here, command = component.launcher == "process", component.command
+    return [None if is_templated(item) else _literal(item) for item in command if is_here]
 
 
 def _literal(text: str) -> str:
     return substituted(text, lambda name: name)
 
 
-def _path_of(component: Component, env: Mapping[str, str], path: str) -> str | None:
+def _path_of(component: Component | Rollout, env: Mapping[str, str], path: str) -> str | None:
     """The PATH by which the component's program is found; None where the start tells."""
     own = {**env, **component.env}.get("PATH")
     if own is None:

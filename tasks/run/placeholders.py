@@ -21,6 +21,8 @@ class Kind(Enum):
     TEXT = "text"
     #: A regular expression: the value is matched literally.
     PATTERN = "pattern"
+    #: Of a fleet, which fills in the `${server.x}` itself, for each server, and then the `$${`.
+    FLEET = "fleet"
 
 
 Change = Callable[[str, str, Kind], str]
@@ -45,29 +47,41 @@ _COMPONENT: dict[str, object] = {
     "live": _PROBE,
     "checkpoints": Kind.TEXT,
 }
+_OF_SERVERS: dict[str, object] = {"*": Kind.FLEET}
+_FLEET: dict[str, object] = {
+    "command": _OF_SERVERS,
+    "args": _OF_SERVERS,
+    "env": _OF_SERVERS,
+    "model": Kind.FLEET,
+    "cwd": Kind.TEXT,
+}
 #: Where placeholders are allowed, "*" for any key or item and "" for the text itself; elsewhere
 #: `${` is plain text.
 _PLACES: dict[str, object] = {
     "env": _TEXTS,
     "cwd": Kind.TEXT,
-    "components": {"*": _COMPONENT, "rollout": {}},  # the fleet's `${server.x}` are not ours
+    "components": {"*": _COMPONENT, "rollout": _FLEET},
     "progress": {"http": Kind.TEXT, "jsonl": Kind.TEXT},
 }
 
 _ALWAYS = ("run.id", "run.dir", "attempt.number", "attempt.dir", "attempt.resume_from")
 
 
-def substituted(text: str, value_of: Callable[[str], str]) -> str:
+_SERVER = "server."
+
+
+def substituted(text: str, value_of: Callable[[str], str], kind: Kind = Kind.TEXT) -> str:
     """The text with each `${name}` replaced and each `$${` made a literal `${`.
 
-    An unterminated `${` stays as it is: `faults_in` reports it.
+    In a text of a fleet, what is for the fleet to fill in stays as it is. So does an unterminated
+    `${`: `faults_in` reports it.
     """
 
     def one(match: re.Match[str]) -> str:
         name = match.group(1)
-        if name is not None:
-            return value_of(name)
-        return "${"
+        if kind is Kind.FLEET and (name is None or name.startswith(_SERVER)):
+            return match.group(0)
+        return "${" if name is None else value_of(name)
 
     return _TOKEN.sub(one, text)
 
@@ -140,8 +154,8 @@ def names_used(data: object) -> tuple[str, ...]:
     """The names that the written spec uses, each once, in file order."""
     used: dict[str, None] = {}
 
-    def note(_path: str, text: str, _kind: Kind) -> str:
-        return substituted(text, lambda name: used.setdefault(name) or "")
+    def note(_path: str, text: str, kind: Kind) -> str:
+        return substituted(text, lambda name: used.setdefault(name) or "", kind)
 
     rewritten(data, note)
     return tuple(used)
@@ -152,9 +166,11 @@ def faults_in(data: object) -> tuple[Fault, ...]:
     known = sorted(names_in(data))
     faults: list[Fault] = []
 
-    def check(path: str, text: str, _kind: Kind) -> str:
+    def check(path: str, text: str, kind: Kind) -> str:
         for match in _TOKEN.finditer(text):
             name = match.group(1)
+            if kind is Kind.FLEET and (name or "").startswith(_SERVER):
+                continue  # The fleet's own rules say which of them there are.
             if match.group(0) == "${":
                 faults.append(_unterminated(path))
             elif name is not None and name not in known:

@@ -305,8 +305,11 @@ def _rules_of_jobs(written: Mapping[str, Any]) -> Iterator[Refusal]:
         if isinstance(component, Mapping)
     }
     jobs = [name for name, one in components.items() if one.get("launcher") == "ray_job"]
-    if jobs and written.get("ray") is None:
-        problem = f"missing: {jobs[0]} is a Ray job, and no cluster is named"
+    uses = [f"{jobs[0]} is a Ray job"] if jobs else []
+    if components.get("rollout", {}).get("placement") == "ray":
+        uses.append("rollout is placed on Ray")
+    if uses and written.get("ray") is None:
+        problem = f"missing: {uses[0]}, and no cluster is named"
         yield ("ray",), refused(problem, 'write ray: {address: "http://127.0.0.1:8265"}')
     for name in jobs:
         live, ready = components[name].get("live"), components[name].get("ready")

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from tasks.run import placeholders
 from tasks.run.errors import Fault
 from tasks.run.placeholders import Kind
-from tasks.run.spec import RunSpec
+from tasks.run.spec import Rollout, RunSpec
 
 
 def names_known(spec: RunSpec) -> frozenset[str]:
@@ -25,12 +25,13 @@ def ports_needed(spec: RunSpec) -> tuple[str, ...]:
     """The names of the ports to hold for the run, in the order of the components.
 
     `NAME.port` where some text of the spec uses it, and `NAME.ports.OTHER` for each port listed,
-    used or not: the program may find it elsewhere.
+    used or not: the program may find it elsewhere. `rollout.port` is that of a fleet's gateway,
+    which listens whether somebody asks it or not.
     """
     used = placeholders.names_used(spec.written())
     needed: list[str] = []
     for name in spec.components:
-        if f"{name}.port" in used:
+        if f"{name}.port" in used or isinstance(spec.components[name], Rollout):
             needed.append(f"{name}.port")
         component = spec.processes.get(name)
         needed += [f"{name}.ports.{port}" for port in (component.ports if component else ())]
@@ -59,6 +60,6 @@ def resolve(spec: RunSpec, names: Mapping[str, str]) -> RunSpec:
 
     def filled(_path: str, text: str, kind: Kind) -> str:
         quoted = re.escape if kind is Kind.PATTERN else str
-        return placeholders.substituted(text, lambda name: quoted(values[name]))
+        return placeholders.substituted(text, lambda name: quoted(values[name]), kind)
 
     return RunSpec.model_validate(placeholders.rewritten(written, filled))

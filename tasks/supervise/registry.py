@@ -141,9 +141,14 @@ class RunRegister:
         )
         return RunRegister(owner)
 
+    @property
+    def directory(self) -> Path:
+        """Where it is on disk; gone once the run is forgotten."""
+        return self._directory
+
     def enter(self, entry: Entry) -> None:
         """Raises: OSError; then the component must not be started."""
-        write_json(self._path(entry.component), entry.model_dump(mode="json"))
+        _enter(self._directory, entry)
 
     def enter_job(self, entry: JobEntry) -> None:
         """Raises: OSError; then the job must not be submitted."""
@@ -152,6 +157,9 @@ class RunRegister:
     def leave(self, component: str) -> None:
         """Nothing of the component is left."""
         self._path(component).unlink(missing_ok=True)
+        # Whoever entered its parts may have been killed; they were below it, and gone with it.
+        for part in self._directory.glob(_file_of(f"{component}.*")):
+            part.unlink(missing_ok=True)
         (self._directory / f"job-{component}.json").unlink(missing_ok=True)
 
     @property
@@ -177,10 +185,38 @@ class RunRegister:
         self._lock_fd = None
 
     def _path(self, component: str) -> Path:
-        return self._directory / f"component-{component}.json"
+        return self._directory / _file_of(component)
 
     def _write_owner(self) -> None:
         write_json(self._directory / _OWNER, self._owner.model_dump(mode="json"))
+
+
+class PartsRegister:
+    """Entries of what a component holds by guardians of its own, beside the component's.
+
+    For the component's process: whoever finishes a run whose processes were all killed at once
+    finds what its guardians held, too. They are gone with the component's own entry.
+    """
+
+    def __init__(self, directory: Path, component: str) -> None:
+        """
+        Args:
+            directory: that of the run's register.
+        """
+        self._directory = directory
+        self._component = component
+
+    def enter(self, part: str, entry: Entry) -> None:
+        """Raises: OSError; then the part must not be started."""
+        named = entry.model_copy(update={"component": self._name(part)})
+        _enter(self._directory, named)
+
+    def leave(self, part: str) -> None:
+        """Nothing of the part is left."""
+        (self._directory / _file_of(self._name(part))).unlink(missing_ok=True)
+
+    def _name(self, part: str) -> str:
+        return f"{self._component}.{part}"
 
 
 class LostRun:
@@ -247,6 +283,14 @@ def registered_runs(home: Path | None = None) -> list[str]:
 def owner_of(run_id: str, home: Path | None = None) -> Owner | None:
     """Who was registered for a run, living or lost; None where nobody can be read."""
     return _read(_live(home) / run_id / _OWNER, Owner)
+
+
+def _enter(directory: Path, entry: Entry) -> None:
+    write_json(directory / _file_of(entry.component), entry.model_dump(mode="json"))
+
+
+def _file_of(component: str) -> str:
+    return f"component-{component}.json"
 
 
 def _live(home: Path | None) -> Path:

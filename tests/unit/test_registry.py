@@ -181,3 +181,45 @@ def test_first_time_somebody_found_it_lost_is_remembered(home: Path) -> None:
 
     assert first == 0
     assert again > 0
+
+
+def test_parts_of_a_component_are_found_with_it_by_whoever_finishes_its_run(
+    owner: subprocess.Popen[str], home: Path
+) -> None:
+    parts = registry.PartsRegister(home / "live" / "a-run", "rollout")
+    parts.enter("r0", entry(component="rollout", mark=7))
+    parts.enter("r1", entry(component="rollout", mark=8))
+    parts.leave("r0")
+    parts.leave("r0")
+
+    owner.send_signal(signal.SIGKILL)
+    owner.wait()
+
+    with claimed("a-run") as lost:
+        assert lost is not None
+        assert [(found.component, found.mark) for found in lost.entries] == [("rollout.r1", 8)]
+
+
+def test_parts_leave_with_their_component_and_with_no_other(home: Path) -> None:
+    register = RunRegister.opened("a-run")
+    parts = registry.PartsRegister(register.directory, "rollout")
+    register.enter(entry(component="rollout"))
+    register.enter(entry(component="rollout2"))
+    parts.enter("r0", entry(component="rollout"))
+
+    register.leave("rollout")
+    left = sorted(path.name for path in register.directory.glob("component-*"))
+    register.leave("rollout2")
+    register.close()
+
+    assert left == ["component-rollout2.json"]
+    assert registered_runs() == []
+
+
+def test_a_part_cannot_be_entered_once_its_run_is_forgotten(home: Path) -> None:
+    register = RunRegister.opened("a-run")
+    parts = registry.PartsRegister(register.directory, "rollout")
+    register.close()
+
+    with pytest.raises(OSError):
+        parts.enter("r0", entry(component="rollout"))

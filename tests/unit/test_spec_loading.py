@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tasks.run.errors import Fault, InvalidSpec
-from tasks.run.loading import load_spec, parse_spec, spec_as_yaml, unsupported
+from tasks.run.loading import load_spec, parse_spec, spec_as_yaml
 from tasks.run.spec import RunSpec
 from tasks.run.written_yaml import parse
 
@@ -97,44 +97,16 @@ def least() -> dict[str, Any]:
     return data
 
 
-def test_the_example_of_the_contract_is_valid_but_for_what_is_not_supported_yet() -> None:
-    data = yaml.safe_load(EXAMPLE)
+def test_the_example_of_the_contract_loads(tmp_path: Path) -> None:
+    spec = loaded(tmp_path, EXAMPLE)
 
-    faults = faults_of(data)
-
-    assert [fault.path for fault in faults] == ["components.rollout"]
-    assert all(fault.problem.startswith("not supported yet: ") for fault in faults)
-
-
-def test_the_example_without_what_is_not_supported_yet_loads(tmp_path: Path) -> None:
-    data = yaml.safe_load(EXAMPLE)
-    del data["components"]["rollout"]
-
-    spec = loaded(tmp_path, yaml.safe_dump(data, sort_keys=False))
-
+    assert list(spec.components) == ["api", "rollout", "trainer", "environment"]
     assert list(spec.processes) == ["api", "trainer", "environment"]
+    assert spec.fleet is not None and spec.fleet.backend == "command"
     ready = spec.processes["trainer"].ready
     assert ready is not None
     assert ready.json_ == {"batch_size": {"not": -1}}
     assert spec.on_exit_zero("environment") == "drain"
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "path"),
-    [
-        ("components", {"rollout": FLEET}, "components.rollout"),
-    ],
-)
-def test_what_is_well_written_but_not_supported_yet_is_refused_in_one_line(
-    key: str, value: object, path: str
-) -> None:
-    data = {**least(), key: value}
-
-    [fault] = faults_of(data)
-
-    assert (fault.path, *unsupported(RunSpec.model_validate(data))) == (path, fault)
-    assert fault.problem.startswith("not supported yet: ")
-    assert fault.remedy
 
 
 @pytest.mark.parametrize(
@@ -184,13 +156,13 @@ def test_run_of_ray_jobs_alone_may_outlive_its_flow_process() -> None:
     assert spec.on_lost_flow == "adopt"
 
 
-def test_what_is_not_supported_yet_is_said_together_with_all_else() -> None:
-    data = {**least(), "gang": {"gpus_per_node": 0}, "components": {"rollout": FLEET}, "nme": 1}
+def test_a_fleet_on_ray_needs_a_cluster_to_be_named() -> None:
+    data = {**least(), "components": {"rollout": {**FLEET, "placement": "ray"}}}
 
-    faults = faults_of(data)
+    [fault] = faults_of(data)
 
-    paths = [fault.path for fault in faults]
-    assert paths == ["components.rollout", "gang.gpus_per_node", "nme"]
+    assert fault.path == "ray"
+    assert fault.problem == "missing: rollout is placed on Ray, and no cluster is named"
 
 
 def test_faults_come_in_file_order_whatever_found_them() -> None:
@@ -201,7 +173,7 @@ components:
     live: {}
     command: [python, "${trainer.prot}", true]
   api: {}
-  rollout: {backend: command, command: [serve, "${server.port}"]}
+  rollout: {}
 retry: {CUDA_OOM: {}}
 success: {step: 0}
 tags: [""]
@@ -216,7 +188,7 @@ tags: [""]
         "components.trainer.command.2",
         "components.api.ports.0",
         "components.api.command",  # missing: after what its mapping has
-        "components.rollout",
+        "components.rollout.backend",
         "retry.CUDA_OOM.attempts",
         "success",
         "success.step",

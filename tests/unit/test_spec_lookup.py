@@ -264,3 +264,34 @@ def test_the_programs_of_this_interpreter_are_found() -> None:
     )
 
     assert lookup_faults(spec, root=Path.cwd(), path=path) == ()
+
+
+@pytest.mark.parametrize(
+    ("placement", "paths"),
+    [
+        ("local", ["components.rollout.cwd", "components.rollout.command.0"]),
+        # looked for on the nodes of the cluster
+        ("ray", ["components.rollout.cwd"]),
+    ],
+)
+def test_what_a_fleets_command_names_must_be_there_too(
+    root: Path, placement: str, paths: list[str]
+) -> None:
+    fleet = {
+        "backend": "command",
+        "command": ["no-server", "--port", "${server.port}"],
+        "cwd": "nowhere",
+        "placement": placement,
+    }
+    spec = RunSpec.model_validate(
+        {
+            "name": "a",
+            "workload": "grpo",
+            "ray": {"address": "http://127.0.0.1:8265"},
+            "components": {"rollout": fleet},
+        }
+    )
+
+    faults = lookup_faults(spec, root=root, path=str(root.parent / "bin"))
+
+    assert [fault.path for fault in faults] == paths

@@ -224,7 +224,7 @@ def test_a_number_will_do_for_a_text_in_commands_and_variables(written: object, 
                         "parallel": 4,
                         "min_active": 1,
                     },
-                    "placement": "ray",
+                    "placement": "local",
                 }
             },
         ),
