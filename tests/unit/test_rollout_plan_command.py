@@ -1,0 +1,161 @@
+"""`python -m tasks.rollout plan SPEC.yaml`: the plan of a fleet, without starting anything."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tasks.rollout_command import main
+
+FLEET = {"backend": "sglang", "model": "m", "tensor_parallel": 16, "nodes_per_engine": 2}
+RAY = {"address": "http://127.0.0.1:8265"}
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> Path:
+    """A run on Ray with an SGLang engine on two nodes."""
+    return written(tmp_path, {**FLEET, "placement": "ray"})
+
+
+def written(folder: Path, fleet: dict[str, Any] | None, **more: Any) -> Path:
+    components = {"trainer": {"command": ["python", "train.py", "${run.dir}"]}}
+    if fleet is not None:
+        components = {"rollout": fleet, **components}
+    run = {"name": "run", "workload": "grpo", "ray": RAY, "components": components, **more}
+    path = folder / "spec.yaml"
+    path.write_text(yaml.safe_dump(run), encoding="utf-8")
+    return path
+
+
+def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert main(["plan", *arguments, "--json"]) == 0
+    plan: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return plan
+
+
+def test_the_plan_has_the_keys_of_the_issue(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = planned(capsys, str(spec))
+
+    assert list(plan) == ["engines", "servers", "groups", "training_mesh"]
+    assert plan["engines"] == [{"ranks": list(range(16)), "nodes": [0, 1]}]
+    assert plan["groups"] == [[0, 8]]
+    assert plan["training_mesh"] == [list(range(16))]
+    assert [(one["rank"], one["node"], one["entrypoint"]) for one in plan["servers"]] == [
+        (0, 0, True),
+        (8, 1, False),
+    ]
+    assert plan["servers"][1] == {
+        "rank": 8,
+        "node": 1,
+        "argv": [
+            *("python", "-m", "sglang.launch_server", "--model-path", "m", "--tp-size", "16"),
+            *("--nnodes", "2", "--node-rank", "1", "--dist-init-addr", "node-0:30000"),
+            *("--host", "node-1", "--port", "30002"),
+        ],
+        "env": {"SGLANG_HEALTH_CHECK_TIMEOUT": "12"},
+        "entrypoint": False,
+        "group": 0,
+        "bundles": list(range(8, 16)),
+    }
+
+
+def test_local_servers_are_planned_on_this_machine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fleet = {"backend": "command", "command": ["serve", "${server.host}:${server.port}"]}
+
+    plan = planned(capsys, str(written(tmp_path, {**fleet, "engines": 2})))
+
+    assert [one["argv"][1] for one in plan["servers"]] == ["127.0.0.1:30000", "127.0.0.1:30001"]
+
+
+def test_a_gang_says_how_many_gpus_a_node_has(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fleet = {"backend": "vllm", "model": "m", "tensor_parallel": 4, "engines": 3}
+    spec = written(tmp_path, fleet, gang={"nodes": 2, "gpus_per_node": 8})
+
+    plan = planned(capsys, str(spec))
+
+    assert [engine["nodes"] for engine in plan["engines"]] == [[0], [0], [1]]
+
+
+def test_a_value_of_the_spec_can_be_set(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = planned(capsys, str(spec), "--set", "components.rollout.engines=2")
+
+    assert plan["groups"] == [[0, 8], [16, 24]]
+
+
+def test_a_person_reads_which_server_is_where(
+    spec: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = main(["plan", str(spec)])
+
+    lines = capsys.readouterr().out.splitlines()
+    assert code == 0
+    assert lines[0] == "engine 0: ranks 0-15 on node 0, 1, meets at node-0:30000"
+    assert lines[1] == "  server 0: node 0, http://node-0:30001, entrypoint, bundles 0-7"
+    assert lines[2].startswith("    SGLANG_HEALTH_CHECK_TIMEOUT=12 python -m sglang.launch_server")
+    assert lines[3] == "  server 8: node 1, http://node-1:30002, takes part, bundles 8-15"
+    assert lines[-1] == "training mesh: [0-15]"
+
+
+@pytest.mark.parametrize(
+    ("fleet", "gang", "faults"),
+    [
+        # every fault of the spec at once
+        (
+            {"backend": "vllm", "args": ["-tp", "2"]},
+            None,
+            ["components.rollout.model: missing", "components.rollout.args.0: -tp is set"],
+        ),
+        # nothing to plan
+        (None, None, ["components: has no `rollout`, so there is no fleet to plan (write"]),
+        # well written, but no node could hold it
+        (
+            {"backend": "sglang", "model": "m", "tensor_parallel": 8},
+            {"gpus_per_node": 4},
+            ["components.rollout: an engine needs 8 GPUs of one node, which has 4"],
+        ),
+    ],
+)
+def test_what_cannot_be_planned_exits_2_and_says_why(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    fleet: dict[str, Any] | None,
+    gang: dict[str, Any] | None,
+    faults: list[str],
+) -> None:
+    spec = written(tmp_path, fleet, **({"gang": gang} if gang else {}))
+
+    code = main(["plan", str(spec)])
+
+    captured = capsys.readouterr()
+    assert (code, captured.out) == (2, "")
+    assert all(fault in captured.err for fault in faults), captured.err
+
+
+def test_the_command_needs_neither_ray_nor_prefect(spec: Path) -> None:
+    program = (
+        "import runpy, sys\n"
+        "try:\n"
+        "    runpy.run_module('tasks.rollout', run_name='__main__')\n"
+        "except SystemExit as end:\n"
+        "    print(end.code, sorted({'ray', 'prefect', 'torch'} & set(sys.modules)))\n"
+    )
+
+    done = subprocess.run(
+        (sys.executable, "-c", program, "plan", str(spec)),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=Path(__file__).resolve().parents[2],
+    )
+
+    assert done.stdout.splitlines()[-1] == "0 []", done.stderr
