@@ -74,7 +74,7 @@ class Line:
     def give_back(self, entrypoint: Entrypoint) -> None:
         """Room for one, which is that of whoever waits for it longest."""
         self._router.done(entrypoint)
-        while True:
+        while len(self._lines) > 1 or self._lines[None]:
             own = self._lines.get(entrypoint.key, {})
             # Nothing is changed while these are walked over, but before the walk ends.
             for waiter in heapq.merge(own, self._lines[None], key=lambda waiter: waiter.number):

@@ -28,6 +28,7 @@ NAMES = (
     "queue",
     "capacity",
     "release",
+    "gateway",
 )
 #: They run real flows; one server is enough for all.
 _NEED_SERVER = frozenset({"crash", "readiness", "overhead", "nodes", "jobs"})

@@ -15,7 +15,7 @@ def test_quick_benchmarks_print_a_table_and_write_every_figure(tmp_path: Path) -
 
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "tests.benchmarks", "starting", "watching"),
+            *(sys.executable, "-m", "tests.benchmarks", "starting", "watching", "gateway"),
             *("--quick", "--json", str(written)),
         ],
         cwd=ROOT,
@@ -28,7 +28,7 @@ def test_quick_benchmarks_print_a_table_and_write_every_figure(tmp_path: Path) -
     figures = json.loads(written.read_text())
     assert figures["quick"] is True
     assert {"at", "python", "kernel", "cpus", "load"} <= figures["machine"].keys()
-    assert [found["name"] for found in figures["benchmarks"]] == ["watching", "starting"]
+    assert [found["name"] for found in figures["benchmarks"]] == ["watching", "starting", "gateway"]
     for found in figures["benchmarks"]:
         assert found["rows"][0]["way"].startswith("Muster")
         assert any(row["times_muster"] for row in found["rows"][1:])

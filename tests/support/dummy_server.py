@@ -333,6 +333,9 @@ class _Connection(asyncio.Protocol):
         if end < 0:
             return None
         line, *lines = self._buffer[:end].decode("latin-1").split("\r\n")
+        if line.count(" ") < 2 or line.startswith("PRI "):
+            self.cut()  # no request of HTTP/1.1: another protocol is tried
+            return None
         method, target, _ = line.split(" ", 2)
         headers = [(name, value.strip()) for name, _, value in (at.partition(":") for at in lines)]
         request = Request(method=method, target=target, headers=headers, body=b"")

@@ -1,0 +1,96 @@
+"""A load of HTTP requests that costs little itself: each connection sends the next at once."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Load:
+    """What came of a load."""
+
+    #: Of each request that was answered, in the order of the answers, in ms.
+    latencies_ms: list[float] = field(default_factory=list)
+    #: From the first request to the last answer.
+    took_s: float = 0.0
+    #: Answers other than 200, and connections that were lost.
+    failures: int = 0
+
+    @property
+    def per_second(self) -> float:
+        return len(self.latencies_ms) / self.took_s
+
+
+async def load(
+    addresses: Sequence[tuple[str, int]], body: bytes, *, connections: int, for_s: float
+) -> Load:
+    """Send one request after the other over so many connections, in turn to the addresses."""
+    loop = asyncio.get_running_loop()
+    result = Load()
+    request = (
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: bench\r\n"
+        b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+    )
+    began = time.perf_counter()
+    until = began + for_s
+    clients = [_Client(request, until, result) for _ in range(connections)]
+    for number, client in enumerate(clients):
+        host, port = addresses[number % len(addresses)]
+        await loop.create_connection(lambda client=client: client, host, port)  # type: ignore[misc]
+    await asyncio.wait_for(asyncio.gather(*(client.ended for client in clients)), for_s + 30)
+    result.took_s = time.perf_counter() - began
+    return result
+
+
+class _Client(asyncio.Protocol):
+    def __init__(self, request: bytes, until: float, result: Load) -> None:
+        self.ended = asyncio.get_running_loop().create_future()
+        self._request = request
+        self._until = until
+        self._result = result
+        self._buffer = b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self._send()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self.ended.done():
+            self._result.failures += 1
+            self.ended.set_result(None)
+
+    def data_received(self, data: bytes) -> None:
+        self._buffer = self._buffer + data if self._buffer else data
+        if not _is_whole(self._buffer):
+            return
+        now = time.perf_counter()
+        if self._buffer.startswith(b"HTTP/1.1 200 "):
+            self._result.latencies_ms.append(1000 * (now - self._sent))
+        else:
+            self._result.failures += 1
+        self._buffer = b""
+        if now < self._until:
+            self._send()
+        else:
+            self.ended.set_result(None)
+            self._transport.close()
+
+    def _send(self) -> None:
+        self._sent = time.perf_counter()
+        self._transport.write(self._request)
+
+
+def _is_whole(answer: bytes) -> bool:
+    """Whether all of an answer is there, of which no other follows."""
+    end = answer.find(b"\r\n\r\n")
+    if end < 0:
+        return False
+    head = answer[:end].lower()
+    at = head.find(b"content-length:")
+    if at < 0:
+        return answer.endswith(b"0\r\n\r\n")
+    return len(answer) >= end + 4 + int(head[at + 15 :].partition(b"\r")[0])

@@ -1,0 +1,60 @@
+"""A gateway before servers that do not change: `... gateway_process.py URL...`; prints its port."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from tasks.rollout.gateway import Gateway
+from tasks.rollout.router import Entrypoint, Router
+from tasks.rollout.topology import Ask
+
+
+class FixedFleet:
+    """Serves for ever, and takes no orders."""
+
+    def __init__(self, urls: list[str]) -> None:
+        self.router = Router()
+        self.router.set(Entrypoint(rank=i, epoch=1, url=url) for i, url in enumerate(urls))
+
+    def note_failure(self, rank: int, epoch: int, why: str) -> None:
+        print(f"rank {rank}: {why}", file=sys.stderr)
+
+    def note_success(self, rank: int, epoch: int) -> None:
+        pass
+
+    def snapshot(self) -> dict[str, Any]:
+        return {}
+
+    async def barrier(self) -> dict[str, Any]:
+        return {}
+
+    async def restore(self) -> dict[str, Any]:
+        return {}
+
+    async def weights(
+        self,
+        version: int,
+        ranks: tuple[int, ...] | None = None,
+        epochs: Mapping[int, int] | None = None,
+    ) -> dict[str, Any]:
+        return {}
+
+    async def drain(self, timeout_s: float) -> dict[str, Any]:
+        return {}
+
+    async def broadcast(self, ask: Ask, timeout_s: float) -> dict[Any, Any]:
+        return {}
+
+
+async def serve(urls: list[str]) -> None:
+    gateway = Gateway(FixedFleet(urls))
+    await gateway.start()
+    print(gateway.url.rpartition(":")[2], flush=True)
+    await asyncio.get_running_loop().create_future()
+
+
+if __name__ == "__main__":
+    asyncio.run(serve(sys.argv[1:]))
