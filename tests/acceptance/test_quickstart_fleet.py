@@ -1,0 +1,147 @@
+"""The quickstart with a fleet: servers are killed at random, and it learns all the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from tasks.supervise.ports import listeners
+from tests.acceptance.conftest import Run, until
+
+ROOT = Path(__file__).parents[2]
+#: Between two kills.
+EVERY_S = 2.0
+
+
+@pytest.fixture
+def quickstart() -> dict[str, Any]:
+    text = (ROOT / "deployments" / "runs" / "quickstart-fleet.yaml").read_text()
+    spec: dict[str, Any] = yaml.safe_load(text)
+    return spec
+
+
+class FleetOf:
+    """The fleet of a run, as its gateway shows it."""
+
+    def __init__(self, run: Run) -> None:
+        run.until_event("component.ready", "rollout")
+        spec = yaml.safe_load((run.directory / "attempt-01" / "spec.yaml").read_text())
+        command = spec["components"]["trainer"]["command"]
+        self.url = command[command.index("--fleet") + 1]
+
+    def servers(self) -> list[dict[str, Any]]:
+        """Empty once the gateway is gone."""
+        with suppress(httpx.HTTPError):
+            answer = httpx.get(f"{self.url}/muster/rollout", trust_env=False, timeout=10.0)
+            found: list[dict[str, Any]] = answer.json()["servers"]
+            return found
+        return []
+
+    def kill(self, server: dict[str, Any]) -> bool:
+        """Whether there was a process to be killed."""
+        for listener in listeners(server["port"]):
+            with suppress(ProcessLookupError):
+                os.kill(listener.pid, signal.SIGKILL)
+                return True
+        return False
+
+
+class Killer:
+    """SIGKILLs a server at random every few seconds, from the moment the run trains."""
+
+    def __init__(self, run: Run, seed: int) -> None:
+        self.kills = 0
+        self._fleet = FleetOf(run)
+        self._random = random.Random(seed)
+        self._told = threading.Event()
+        self._thread = threading.Thread(target=self._work, daemon=True)
+        self._thread.start()
+
+    def _work(self) -> None:
+        while not self._told.wait(EVERY_S):
+            if servers := self._fleet.servers():
+                self.kills += self._fleet.kill(self._random.choice(servers))
+
+    def stop(self) -> None:
+        self._told.set()
+        self._thread.join()
+
+
+@pytest.mark.timeout(300)
+def test_it_learns_although_a_server_is_killed_every_few_seconds(
+    start_run: Callable[..., Run], quickstart: dict[str, Any]
+) -> None:
+    run = start_run(quickstart)
+    killer = Killer(run, seed=6)
+    status = run.wait(240)
+    killer.stop()
+
+    assert status == 0, run.text()
+    metrics = (run.directory / "attempt-01" / "metrics.jsonl").read_text().splitlines()
+    rewards = [json.loads(line)["reward"] for line in metrics]
+    assert len(rewards) == 60
+    assert rewards[-1] > 0.9
+    assert killer.kills >= 2
+    died = [event for event in run.events() if event["event"] == "rollout.server.died"]
+    assert died and all(event["component"] == "rollout" for event in died)
+    assert "server" in run.text() and "died: killed by SIGKILL" in run.text()
+    recoveries = [one for one in run.task_runs() if one["name"].startswith("recover-rollout-")]
+    assert recoveries
+    assert {one["state"]["type"] for one in recoveries} <= {"COMPLETED", "CANCELLED"}
+    assert any("killed by SIGKILL" in one["state"]["message"] for one in recoveries)
+    assert run.pids() == []
+    assert list((run.home / "live").iterdir()) == []
+
+
+def test_a_fleet_whose_process_is_killed_ends_the_run_and_its_servers(
+    start_run: Callable[..., Run], quickstart: dict[str, Any]
+) -> None:
+    run = start_run(quickstart, "--set", "progress.total=5000", "--set", "success.step=5000")
+    run.until_event("component.ready", "trainer")
+
+    os.kill(run.record()["attempts"][0]["components"]["rollout"]["pid"], signal.SIGKILL)
+
+    assert run.wait() == 1, run.text()
+    failure = run.record()["attempts"][0]["failure"]
+    assert (failure["component"], failure["signal"]) == ("rollout", "SIGKILL")
+    assert run.pids() == []
+    assert list((run.home / "live").iterdir()) == []
+
+
+def test_a_killed_flow_process_leaves_no_server(
+    start_run: Callable[..., Run], quickstart: dict[str, Any]
+) -> None:
+    run = start_run(quickstart, "--set", "progress.total=5000", "--set", "success.step=5000")
+    run.until_event("component.ready", "trainer")
+
+    run.process.kill()
+    run.process.wait()
+
+    until(lambda: not run.pids(), "nothing of the run is left")
+
+
+def test_a_fleet_that_cannot_serve_fails_the_run_with_its_servers_last_words(
+    start_run: Callable[..., Run], quickstart: dict[str, Any]
+) -> None:
+    code = "import sys; print('no such model'); sys.exit(3)  # ${server.port}"
+    quickstart["components"]["rollout"]["command"] = ["python", "-c", code]
+
+    run = start_run(quickstart)
+
+    assert run.wait() == 1, run.text()
+    failure = run.record()["attempts"][0]["failure"]
+    assert failure["component"] == "rollout"
+    assert "exit code 3" in failure["message"]
+    assert "no such model" in failure["log_tail"]
+    assert run.pids() == []
