@@ -7,6 +7,7 @@ import json
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from tasks.rollout.addresses import Addresses, nodes_needed, ports_needed
@@ -15,6 +16,7 @@ from tasks.rollout.topology import ServerSlot, TopologyPlan
 from tasks.run.errors import Fault, InvalidSpec
 from tasks.run.fleet_spec import Rollout
 from tasks.run.loading import load_spec
+from tasks.run.masking import mask_text, masked, secret_values
 from tasks.run.spec import RunSpec
 
 EXIT_PLANNED, EXIT_INVALID = 0, 2
@@ -31,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         spec = load_spec(Path(options.spec), options.set)
-        plan = plan_of(spec, options.spec)
+        plan = _without_secrets(plan_of(spec, options.spec))
     except InvalidSpec as error:
         print(error, file=sys.stderr)
         return EXIT_INVALID
@@ -71,6 +73,20 @@ def plan_of(spec: RunSpec, source: str) -> TopologyPlan:
         remedy = "change its sizes, or gang.gpus_per_node"
         fault = Fault(path="components.rollout", problem=str(error), remedy=remedy)
         raise InvalidSpec((fault,), source) from error
+
+
+def _without_secrets(plan: TopologyPlan) -> TopologyPlan:
+    """The same with variables that look secret masked, there and wherever else they stand."""
+
+    def masked_slot(slot: ServerSlot) -> ServerSlot:
+        secrets = tuple(secret_values(slot.env))
+        argv = tuple(mask_text(word, secrets) for word in slot.argv)
+        return replace(slot, env=masked(slot.env), argv=argv)
+
+    engines = tuple(
+        replace(engine, servers=tuple(map(masked_slot, engine.servers))) for engine in plan.engines
+    )
+    return replace(plan, engines=engines)
 
 
 def _in_words(plan: TopologyPlan) -> Iterator[str]:
@@ -119,7 +135,8 @@ def _parser() -> argparse.ArgumentParser:
         description="Print the plan of a spec's fleet: engines, servers with their commands, "
         "groups that live and die together, the training mesh. Nothing is started. Hosts and "
         f"ports stand in for those of a run: node-0 and so on, ports from {_FIRST_PORT} on; local "
-        "servers are on 127.0.0.1. ${run.dir} and the like stay as they are.",
+        "servers are on 127.0.0.1. ${run.dir} and the like stay as they are, variables that look "
+        "secret are masked.",
         epilog="Exit: 0 printed, 2 the spec is invalid or has no fleet.",
     )
     plan.add_argument("spec", metavar="SPEC.yaml", help="the run spec")

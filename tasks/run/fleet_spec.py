@@ -26,7 +26,7 @@ class FleetToken(Model):
         description="Where the request goes; 200 says that a token was generated.",
         examples=["/v1/completions"],
     )
-    json_: Any = Field(
+    json_: Mapping[str, Any] | None = Field(
         None,
         alias="json",
         title="JSON",

@@ -92,6 +92,16 @@ def test_a_value_of_the_spec_can_be_set(spec: Path, capsys: pytest.CaptureFixtur
     assert plan["groups"] == [[0, 8], [16, 24]]
 
 
+def test_a_secret_is_not_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    env = {"HF_TOKEN": "hf_abcdefgh", "HF_HOME": "/hub"}
+    fleet = {"backend": "vllm", "model": "m", "env": env, "args": ["--hf-token", "hf_abcdefgh"]}
+
+    [server] = planned(capsys, str(written(tmp_path, fleet)))["servers"]
+
+    assert "hf_abcdefgh" not in json.dumps(server)
+    assert (server["env"]["HF_TOKEN"], server["env"]["HF_HOME"]) == ("***", "/hub")
+
+
 def test_a_person_reads_which_server_is_where(
     spec: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
