@@ -1,0 +1,386 @@
+"""What becomes of groups that fail: how soon, how often and how many at once they start again."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tasks.rollout.fleet import FleetFailed
+from tasks.rollout.states import GroupState
+from tasks.run.errors import IllegalTransition
+from tests.support.fleet_clock import now_s, run
+from tests.support.fleet_fakes import Stage, loops, plan_of
+
+A, X, R, S = GroupState.ACTIVE, GroupState.INACTIVE, GroupState.RECOVERING, GroupState.STALE
+GONE = GroupState.RETIRED
+
+
+async def flap(stage: Stage, rank: int, times: int, every_s: float = 10.0) -> None:
+    """It dies and comes back, so often."""
+    for _ in range(times):
+        stage.host.die(rank)
+        await stage.until_active()
+        await asyncio.sleep(every_s)
+
+
+def test_a_recovery_is_told_with_its_id_cause_try_and_time() -> None:
+    async def history() -> Stage:
+        stage = Stage(plan_of(2))
+        await stage.fleet.start()
+        stage.host[0].start_errors = ["no GPU"]
+        stage.host.die(0, "exit 7")
+        await stage.until(lambda: len(stage.told("rollout.recovery.ended")) == 2)
+        return stage
+
+    stage = run(history())
+
+    begun, ended = stage.told("rollout.recovery.begun"), stage.told("rollout.recovery.ended")
+    place = {"group": 0, "ranks": [0]}
+    assert begun == [
+        {"id": "r1", **place, "cause": "rank 0 died: exit 7", "try": 1},
+        {"id": "r2", **place, "cause": "no GPU", "try": 2},
+    ]
+    took_s = [one.pop("took_s") for one in ended]
+    assert ended == [
+        {"id": "r1", **place, "outcome": "failed", "message": "no GPU"},
+        {"id": "r2", **place, "outcome": "recovered", "message": ""},
+    ]
+    assert 0 < took_s[0] < 0.1
+    assert 0.5 <= took_s[1] < 1.1
+
+
+def test_the_pauses_between_tries_grow_up_to_the_longest() -> None:
+    async def history() -> list[float]:
+        stage = Stage(plan_of(2), backoff_s=1.0, max_backoff_s=8.0)
+        await stage.fleet.start()
+        stage.host[0].start_errors = ["no GPU"] * 9
+        stage.host.die(0)
+        await stage.until(lambda: stage.states()[0] is R)
+        await stage.until_active()
+        return stage.host.times("start", 0)[1:]
+
+    starts = run(history())
+
+    pauses = [after - before for before, after in zip(starts, starts[1:], strict=False)]
+    longest = [1, 2, 4, 8, 8, 8, 8, 8, 8]
+    for pause, most in zip(pauses, longest, strict=True):
+        assert most / 2 <= pause <= most + 0.1
+
+
+def test_a_group_that_flaps_waits_longer_each_time_until_it_has_served_for_long() -> None:
+    async def history() -> tuple[float, float]:
+        stage = Stage(plan_of(2), backoff_s=4.0, max_backoff_s=60.0)
+        await stage.fleet.start()
+        await flap(stage, 0, times=3)
+        stage.host.die(0)
+        await stage.until(lambda: stage.states()[0] is R)
+        slow_s = await stage.until_active()
+        await asyncio.sleep(61.0)
+        stage.host.die(0)
+        await stage.until(lambda: stage.states()[0] is R)
+        return slow_s, await stage.until_active()
+
+    slow_s, quick_s = run(history())
+
+    assert slow_s >= 8.0
+    assert quick_s < 0.5
+
+
+def test_the_budget_is_spent_by_recoveries_and_then_the_group_is_retired() -> None:
+    async def history() -> Stage:
+        stage = Stage(plan_of(2), budget=3)
+        await stage.fleet.start()
+        await flap(stage, 0, times=3)
+        stage.host.die(0)
+        await asyncio.sleep(1000.0)
+        return stage
+
+    stage = run(history())
+
+    assert stage.states() == [GONE, A]
+    assert len(stage.host.times("start", 0)) == 4
+    assert not stage.host[0].is_alive
+    assert not stage.fleet.fatal.done()
+    [group, _] = stage.fleet.registry.view.groups
+    assert group.cause == (
+        "the budget of 3 recoveries is spent; its last failure: rank 0 died: killed by SIGKILL"
+    )
+
+
+def test_tries_that_fail_spend_the_budget_too() -> None:
+    async def history() -> Stage:
+        stage = Stage(plan_of(2), budget=3)
+        await stage.fleet.start()
+        stage.host[0].start_errors = ["no GPU"] * 100
+        stage.host.die(0)
+        await stage.until(lambda: stage.states() == [GONE, A])
+        return stage
+
+    assert len(run(history()).told("rollout.recovery.begun")) == 3
+
+
+def test_deaths_within_seconds_are_one_incident_and_cost_one() -> None:
+    async def history() -> Stage:
+        stage = Stage(plan_of(9), budget=1, parallel=8)
+        await stage.fleet.start()
+        for rank in range(8):
+            stage.host.die(rank, "exit 1" if rank == 0 else "killed by SIGABRT")
+            await asyncio.sleep(0.2)
+        await stage.until_active()
+        await asyncio.sleep(100.0)
+        return stage
+
+    stage = run(history())
+
+    assert stage.states() == [A] * 9
+    [begun], [ended] = stage.told("rollout.incident.begun"), stage.told("rollout.incident.ended")
+    assert begun == {"ranks": [0, 1], "why": "rank 0 died: exit 1"}
+    assert ended == {"ranks": list(range(8)), "why": "rank 0 died: exit 1"}
+
+
+def test_servers_that_hang_at_one_time_are_one_incident_too() -> None:
+    async def history() -> Stage:
+        stage = Stage(plan_of(4), budget=1)
+        await stage.fleet.start()
+        await asyncio.sleep(100.0)
+        for rank in range(3):
+            stage.host[rank].answers = stage.host[rank].at_home = "hang"
+        await stage.until(lambda: len(stage.told("rollout.recovery.ended")) == 3)
+        return stage
+
+    assert run(history()).states() == [A] * 4
+
+
+def test_deaths_further_apart_are_incidents_of_their_own() -> None:
+    async def history() -> Stage:
+        stage = Stage(plan_of(3), budget=1)
+        await stage.fleet.start()
+        stage.host.die(0)
+        await asyncio.sleep(2.1)
+        stage.host.die(1)
+        await asyncio.sleep(10.0)
+        return stage
+
+    stage = run(history())
+
+    assert stage.states() == [A, GONE, A]
+    assert stage.told("rollout.incident.begun") == []
+
+
+def test_no_more_groups_start_at_once_than_may() -> None:
+    async def history() -> list[int]:
+        stage = Stage(plan_of(10), parallel=3)
+        await stage.fleet.start()
+        for rank in range(10):
+            stage.host[rank].loads_for_s = 20.0
+        for rank in range(9):
+            stage.host.die(rank)
+        loading = []
+        while set(stage.states()) != {A}:
+            await asyncio.sleep(1.0)
+            loading.append(sum(server.is_alive for server in stage.host.servers.values()) - 1)
+        return [after - before for before, after in zip([0, *loading], loading, strict=False)]
+
+    assert max(run(history())) == 3
+
+
+def test_below_the_floor_the_run_fails_by_name() -> None:
+    async def history() -> str:
+        stage = Stage(plan_of(3), min_active=2)
+        await stage.fleet.start()
+        stage.host.die(0)
+        assert not stage.fleet.fatal.done()
+        stage.host.die(1, "exit 1", last_words="CUDA out of memory")
+        reason = await stage.fleet.fatal
+        assert stage.told("rollout.failed") == [{"reason": reason}]
+        return reason
+
+    reason = run(history())
+
+    assert reason.startswith("1 of 3 engines serve, min_active is 2: ranks 0: rank 0 died: ")
+    assert reason.endswith("last lines of rank 1:\nCUDA out of memory")
+
+
+def test_engines_that_are_retired_count_against_the_floor_even_while_it_starts() -> None:
+    async def history() -> None:
+        stage = Stage(plan_of(3), min_active=3, budget=1)
+        stage.host[1].start_errors = ["no GPU"] * 9
+        with pytest.raises(FleetFailed, match="2 of 3 engines are left, 3 are needed"):
+            await stage.fleet.start()
+
+    run(history())
+
+
+def test_a_group_that_fails_at_first_is_recovered_before_the_fleet_is_up() -> None:
+    async def history() -> Stage:
+        stage = Stage(plan_of(3), min_active=3)
+        stage.host[1].start_errors = ["no GPU"]
+        stage.host[2].dies_after_s = [0.005]
+        await stage.fleet.start()
+        return stage
+
+    stage = run(history())
+
+    assert stage.states() == [A, A, A]
+    assert [group.recoveries for group in stage.fleet.registry.view.groups] == [0, 1, 1]
+
+
+def test_a_group_that_fails_three_times_in_a_row_at_first_fails_the_fleet() -> None:
+    async def history() -> Stage:
+        stage = Stage(plan_of(3))
+        stage.host[1].start_errors = ["no such file: serve"] * 9
+        with pytest.raises(FleetFailed, match="ranks 1 failed to start 3 times: no such file"):
+            await stage.fleet.start()
+        assert await stage.fleet.stop() == ""
+        return stage
+
+    stage = run(history())
+
+    assert len(stage.host.times("start", 1)) == 3
+    assert not any(server.is_alive for server in stage.host.servers.values())
+
+
+def test_a_group_that_never_generates_fails_in_time_and_says_what_it_answered() -> None:
+    async def history() -> str:
+        stage = Stage(plan_of(2), start_within_s=50.0)
+        await stage.fleet.start()
+        stage.host[0].loads_for_s = 1e6
+        stage.host.die(0)
+        await stage.until(lambda: stage.told("rollout.recovery.ended"))
+        return str(stage.told("rollout.recovery.ended")[0]["message"])
+
+    assert run(history()) == (
+        "did not serve within 50 s (start_within_s); rank 0: 503 Scheduler is dead"
+    )
+
+
+def test_what_could_not_be_ended_keeps_its_group_from_starting_and_is_ended_again() -> None:
+    async def history() -> Stage:
+        stage = Stage(plan_of(2, servers=2))
+        await stage.fleet.start()
+        stage.host[1].is_stuck = True
+        stage.host.die(0)
+        await asyncio.sleep(5.0)
+        stage.host[1].is_stuck = False
+        await stage.until_active()
+        return stage
+
+    stage = run(history())
+
+    assert stage.host.faults == []
+    assert stage.told("rollout.warning")[0] == {"message": "could not be ended: pid 1"}
+    [first, *_] = stage.told("rollout.recovery.ended")
+    assert first["message"] == "what ran there could not be ended: pid 1"
+
+
+def test_a_port_that_is_taken_without_another_to_go_to_is_named() -> None:
+    async def history() -> Stage:
+        stage = Stage(plan_of(2))
+        await stage.fleet.start()
+        stage.host.foreign_ports.add(8000)
+        stage.host.die(0)
+        await asyncio.sleep(1.0)
+        stage.host.foreign_ports.clear()
+        await stage.until_active()
+        return stage
+
+    [first, *_] = run(history()).told("rollout.recovery.ended")
+
+    assert first["message"].startswith("another process listens on the port of rank 0: end it")
+
+
+def test_two_ranks_of_a_group_that_die_together_are_one_failure() -> None:
+    async def history() -> Stage:
+        stage = Stage(plan_of(2, servers=2))
+        await stage.fleet.start()
+        stage.host.die(0)
+        stage.host.die(1)
+        await stage.until_active()
+        await asyncio.sleep(100.0)
+        return stage
+
+    stage = run(history())
+
+    assert len(stage.told("rollout.recovery.begun")) == 1
+    assert len(stage.host.times("start", 0)) == 2
+
+
+def test_a_recovered_group_has_the_first_weights_and_waits_for_the_fleets() -> None:
+    async def history() -> Stage:
+        stage = Stage(plan_of(2))
+        await stage.fleet.start()
+        stage.fleet.weights(1)
+        stage.host.die(0)
+        await stage.until(lambda: stage.states() == [S, A])
+        assert stage.routed() == [1]
+        stage.fleet.weights(2)
+        return stage
+
+    stage = run(history())
+
+    assert stage.states() == [A, A]
+    assert stage.routed() == [0, 1]
+
+
+def test_a_stale_group_that_hangs_is_recovered_too() -> None:
+    async def history() -> Stage:
+        stage = Stage(plan_of(2))
+        await stage.fleet.start()
+        stage.fleet.weights(1)
+        stage.host.die(0)
+        await stage.until(lambda: stage.states() == [S, A])
+        stage.host[0].answers = stage.host[0].at_home = "hang"
+        await stage.until_out()
+        await stage.until(lambda: stage.states() == [S, A])
+        return stage
+
+    assert len(run(history()).host.times("start", 0)) == 3
+
+
+def test_stop_leaves_nothing_and_restarts_nothing() -> None:
+    async def history() -> tuple[Stage, list[str], int]:
+        stage = Stage(plan_of(4))
+        await stage.fleet.start()
+        stage.host.die(0)
+        stage.host[1].answers = "hang"
+        await asyncio.sleep(50.0)
+        assert await stage.fleet.stop() == ""
+        starts = len(stage.host.log)
+        left = loops()
+        await asyncio.sleep(1000.0)
+        return stage, left, len(stage.host.log) - starts
+
+    stage, left, later = run(history())
+
+    assert left == []
+    assert later == 0
+    assert stage.routed() == []
+    assert not any(server.is_alive for server in stage.host.servers.values())
+    assert stage.fleet.snapshot()["state"] == "stopping"
+
+
+def test_stop_while_it_starts_ends_the_start() -> None:
+    async def history() -> float:
+        stage = Stage(plan_of(2))
+        stage.host[0].loads_for_s = 1e6
+        starting = asyncio.create_task(stage.fleet.start())
+        await asyncio.sleep(10.0)
+        began_s = now_s()
+        await stage.fleet.stop()
+        with pytest.raises(FleetFailed, match="is stopped"):
+            await starting
+        assert loops() == []
+        return now_s() - began_s
+
+    assert run(history()) < 2.0
+
+
+def test_a_fleet_that_runs_cannot_be_started_again() -> None:
+    async def history() -> None:
+        stage = Stage(plan_of(1))
+        await stage.fleet.start()
+        with pytest.raises(IllegalTransition, match="a fleet that is running"):
+            await stage.fleet.start()
+
+    run(history())
