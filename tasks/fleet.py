@@ -83,11 +83,9 @@ def fleet_faults(spec: RunSpec) -> list[Fault]:
         return []
     try:
         gpus = node_gpus(spec)
+        needs = ports_needed(spec.fleet, gpus)
+        ports = {need.name: number for number, need in enumerate(needs, start=1024)}
         hosts = (LOOPBACK,) * nodes_needed(spec.fleet, gpus)
-        ports = {
-            need.name: number
-            for number, need in enumerate(ports_needed(spec.fleet, gpus), start=1024)
-        }
         build(spec.fleet, Addresses(hosts=hosts, ports=ports), gpus)
     except ValueError as error:
         remedy = "change its sizes, or gang.gpus_per_node"

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import json
+import re
+import stat
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tasks.fleet import fleet_faults, fleet_names, fleet_ports, prepare_fleet
 from tasks.fleet_events import FleetTail, FleetWords
+from tasks.fleet_plan import TOKEN_ENV, BadPlan, FleetPlan
+from tasks.planning import plan_of
 from tasks.run.events import Event, EventLog
+from tasks.run.layout import AttemptPlace, project_root
+from tasks.run.masking import looks_secret
+from tasks.run.spec import RunSpec
+from tasks.run.template import ports_needed
+from tasks.supervise.containment import Containment, Level
+from tasks.supervise.plan import AttemptPlan
 
 
 class Seen:
@@ -138,3 +149,193 @@ def test_a_new_attempt_begins_with_a_fleet_of_which_nothing_is_known() -> None:
     fleet.observe(Event(at=1.0, name="attempt.begun", fields={}))
 
     assert str(fleet) == ""
+
+
+FLEET = {
+    "backend": "command",
+    "engines": 2,
+    "command": ["serve", "--port", "${server.port}"],
+    "stop": {"signal": "SIGINT", "grace_s": 3},
+    "start_within_s": 100,
+}
+
+
+def spec_of(**fleet: object) -> RunSpec:
+    components: dict[str, Any] = {
+        "api": {"command": ["api"]},
+        "rollout": {**FLEET, **fleet},
+        "trainer": {"command": ["train", "${rollout.url}"], "env": {"A": "of the trainer"}},
+    }
+    return RunSpec.model_validate(
+        {
+            "name": "a",
+            "workload": "grpo",
+            "env": {"RUN": "of the run"},
+            "ray": {"address": "http://127.0.0.1:8265"},
+            "components": components,
+        }
+    )
+
+
+PORTS = {"rollout.port": 15000, "rollout.ports.server.0": 15001, "rollout.ports.server.1": 15002}
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> AttemptPlace:
+    return AttemptPlace(directory=tmp_path, number=2)
+
+
+def planned(
+    spec: RunSpec, place: AttemptPlace, level: Level = Level.L2
+) -> tuple[AttemptPlan, FleetPlan]:
+    """What the supervisor and the fleet's process are given."""
+    containment = Containment(level=level)
+    fleet = prepare_fleet(spec, "a-run", place, containment, PORTS, place.directory / "live")
+    plan = plan_of(spec, "a-run", place, containment, fleet=fleet)
+    return plan, FleetPlan.read(place.fleet_plan)
+
+
+def test_ports_are_held_for_the_gateway_and_for_each_server_of_this_machine() -> None:
+    assert ports_needed(spec_of()) == ("rollout.port",)
+    assert fleet_ports(spec_of()) == ("rollout.ports.server.0", "rollout.ports.server.1")
+
+
+def test_no_ports_of_this_machine_are_held_for_servers_on_ray() -> None:
+    assert fleet_ports(spec_of(placement="ray")) == ()
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:15000"),
+        ("localhost", "http://127.0.0.1:15000"),
+        # it listens on every address, of which loopback is one
+        ("0.0.0.0", "http://127.0.0.1:15000"),
+        ("::", "http://127.0.0.1:15000"),
+        # one address only
+        ("10.0.0.7", "http://10.0.0.7:15000"),
+        ("::1", "http://[::1]:15000"),
+    ],
+)
+def test_the_gateway_is_reached_from_this_machine_at(host: str, url: str) -> None:
+    assert fleet_names(spec_of(host=host), PORTS) == {"rollout.url": url}
+
+
+def test_a_fleet_is_a_component_in_the_order_of_the_spec(place: AttemptPlace) -> None:
+    plan, _ = planned(spec_of(), place)
+
+    assert [component.name for component in plan.components] == ["api", "rollout", "trainer"]
+    rollout = plan.components[1]
+    assert rollout.command.argv[-2:] == ("tasks.fleet_process", str(place.fleet_plan))
+    assert rollout.command.log == place.log("rollout")
+    assert rollout.on_exit_zero == "fail"
+    # Longer than the grace of its servers, whose guardians it waits for.
+    assert rollout.command.grace_s > 3
+
+
+def test_a_fleet_is_ready_once_all_serve_and_lives_as_long_as_its_gateway(
+    place: AttemptPlace,
+) -> None:
+    plan, _ = planned(spec_of(), place)
+
+    ready, live = plan.components[1].ready, plan.components[1].live
+    assert ready is not None and live is not None
+    assert ready.http == live.http == "http://127.0.0.1:15000/muster/health"
+    assert ready.json_ == {"ready": True}
+    assert ready.within_s > 100
+
+
+def test_the_fleets_process_is_told_where_its_servers_are(place: AttemptPlace) -> None:
+    _, fleet = planned(spec_of(cwd="deployments"), place)
+
+    assert (fleet.run_id, fleet.attempt, fleet.port) == ("a-run", 2, 15000)
+    assert fleet.ports == {"server.0": 15001, "server.1": 15002}
+    assert fleet.cwd == project_root() / "deployments"
+    assert fleet.log_of(1) == place.directory / "rollout-r1.log"
+
+
+def test_what_may_be_secret_stands_in_no_file_for_others(place: AttemptPlace) -> None:
+    spec = spec_of(env={"HF_TOKEN": "hf-secret"})
+
+    plan, fleet = planned(spec, place)
+
+    assert "hf-secret" not in place.fleet_plan.read_text()
+    assert stat.S_IMODE(place.fleet_plan.stat().st_mode) == 0o600
+    env = plan.components[1].command.env
+    assert "HF_TOKEN" not in env, "it is the servers', which may be told otherwise by theirs"
+    assert fleet.rollout(env).env == {"HF_TOKEN": "hf-secret"}
+    assert env["RUN"] == "of the run"
+
+
+def test_on_ray_a_server_gets_the_runs_variables_with_its_own(place: AttemptPlace) -> None:
+    plan, fleet = planned(spec_of(placement="ray", env={"A": "of the fleet"}), place)
+
+    assert fleet.ray == "http://127.0.0.1:8265"
+    env = plan.components[1].command.env
+    assert fleet.rollout(env).env == {"RUN": "of the run", "A": "of the fleet"}
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
+def test_a_gateway_of_this_machine_has_no_token(place: AttemptPlace, host: str) -> None:
+    plan, _ = planned(spec_of(host=host), place)
+
+    assert all(TOKEN_ENV not in component.command.env for component in plan.components)
+
+
+def test_a_gateway_that_others_reach_has_a_token_that_every_component_knows(
+    place: AttemptPlace,
+) -> None:
+    plan, _ = planned(spec_of(host="0.0.0.0"), place)
+
+    tokens = {component.command.env[TOKEN_ENV] for component in plan.components}
+    assert len(tokens) == 1
+    [token] = tokens
+    assert len(token) >= 32
+    assert token not in place.fleet_plan.read_text()
+    assert looks_secret(TOKEN_ENV)
+
+
+@pytest.mark.parametrize(
+    ("level", "placement", "is_registered"),
+    [
+        (Level.L2, "local", True),
+        (Level.L3, "local", True),
+        # The first process of the namespace takes all with it, and pids mean nothing outside.
+        (Level.L4, "local", False),
+        # Nothing of it is on this machine.
+        (Level.L2, "ray", False),
+    ],
+)
+def test_servers_have_entries_of_their_own_in_the_register(
+    place: AttemptPlace, level: Level, placement: str, is_registered: bool
+) -> None:
+    _, fleet = planned(spec_of(placement=placement), place, level)
+
+    assert fleet.register_at == (place.directory / "live" if is_registered else None)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "{}",
+        "no plan",
+        '{"run_id": "a", "more": 1}',
+    ],
+)
+def test_a_file_that_is_no_plan_is_named(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "rollout-plan.json"
+    file.write_text(content)
+
+    with pytest.raises(BadPlan, match=re.escape(str(file))):
+        FleetPlan.read(file)
+
+
+def test_a_topology_that_does_not_fit_is_a_fault_of_the_spec() -> None:
+    data = spec_of(gpus_per_node=4).written() | {"gang": {"gpus_per_node": 2}}
+
+    [fault] = fleet_faults(RunSpec.model_validate(data))
+
+    assert fault.path == "components.rollout"
+    assert "needs 4 GPUs" in fault.problem
+    assert fleet_faults(spec_of()) == []
