@@ -15,6 +15,8 @@ class Incident:
     #: Of the first of them, which stands for all.
     why: str
     began_s: float
+    #: Until then it takes in others.
+    closes_s: float
     #: Groups that were ever in it.
     groups: set[int] = field(default_factory=set)
     #: Of all of them; more than one group's make it known as an incident.
@@ -46,7 +48,7 @@ class Incidents:
         """
         one = self._last
         if one is None or now_s - one.began_s > window_s or group in one.groups:
-            one = self._last = Incident(why=why, began_s=now_s)
+            one = self._last = Incident(why=why, began_s=now_s, closes_s=now_s + window_s)
         one.groups.add(group)
         one.open.add(group)
         one.ranks.update(ranks)
@@ -66,9 +68,16 @@ class Incidents:
         one.paid.add(attempt)
         return True
 
-    def over(self, one: Incident, group: int) -> None:
-        """Its recovery has ended for good, one way or the other."""
+    def over(self, one: Incident, group: int) -> bool:
+        """The recovery of a group has ended for good, one way or the other.
+
+        Returns: whether it was the last of them; call `end` once the incident takes in no others.
+        """
         one.open.discard(group)
+        return not one.open
+
+    def end(self, one: Incident) -> None:
+        """Any number of times; nothing where another group has failed meanwhile."""
         if one.is_told and not one.open:
             one.is_told = False
             self._emit("rollout.incident.ended", ranks=sorted(one.ranks), why=one.why)

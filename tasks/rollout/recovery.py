@@ -185,7 +185,11 @@ class Recovery:
         case.tried.set()
         if self._cases.get(case.group) is case:
             del self._cases[case.group]
-        self._incidents.over(case.incident, case.group)
+        if self._incidents.over(case.incident, case.group):
+            # A further death of the same cause may be about to be told.
+            wait_s = case.incident.closes_s - self._clock.monotonic_s() if self._is_open else 0.0
+            later = asyncio.get_running_loop().call_later
+            later(max(0.0, wait_s), self._incidents.end, case.incident)
 
     def _pay(self, case: _Case) -> None:
         """Retire the group where the budget does not allow its next try."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 
 import pytest
 
@@ -62,7 +63,7 @@ def test_the_pauses_between_tries_grow_up_to_the_longest() -> None:
 
     starts = run(history())
 
-    pauses = [after - before for before, after in zip(starts, starts[1:], strict=False)]
+    pauses = [after - before for before, after in itertools.pairwise(starts)]
     longest = [1, 2, 4, 8, 8, 8, 8, 8, 8]
     for pause, most in zip(pauses, longest, strict=True):
         assert most / 2 <= pause <= most + 0.1
@@ -180,7 +181,7 @@ def test_no_more_groups_start_at_once_than_may() -> None:
         while set(stage.states()) != {A}:
             await asyncio.sleep(1.0)
             loading.append(sum(server.is_alive for server in stage.host.servers.values()) - 1)
-        return [after - before for before, after in zip([0, *loading], loading, strict=False)]
+        return [after - before for before, after in itertools.pairwise([0, *loading])]
 
     assert max(run(history())) == 3
 
