@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
+from collections import OrderedDict
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -33,8 +34,10 @@ class Line:
 
     def __init__(self, router: Router) -> None:
         self._router = router
-        #: By what they wait for, each in the order of arrival; a dict as an ordered set.
-        self._lines: dict[tuple[int, int] | None, dict[_Waiter, None]] = {None: {}}
+        #: By what they wait for, each in the order of arrival.
+        self._lines: dict[tuple[int, int] | None, OrderedDict[_Waiter, None]] = {
+            None: OrderedDict()
+        }
         self._numbers = itertools.count()
         router.listen(lambda gone: self._serve_all())
 
@@ -59,7 +62,7 @@ class Line:
                 turn=asyncio.get_running_loop().create_future(),
                 key=full.session_key,
             )
-        self._lines.setdefault(waiter.key, {})[waiter] = None
+        self._lines.setdefault(waiter.key, OrderedDict())[waiter] = None
         try:
             return await waiter.turn
         except asyncio.CancelledError:
@@ -75,7 +78,7 @@ class Line:
         """Room for one, which is that of whoever waits for it longest."""
         self._router.done(entrypoint)
         while len(self._lines) > 1 or self._lines[None]:
-            own = self._lines.get(entrypoint.key, {})
+            own = self._lines.get(entrypoint.key, OrderedDict())
             # Nothing is changed while these are walked over, but before the walk ends.
             for waiter in heapq.merge(own, self._lines[None], key=lambda waiter: waiter.number):
                 if (is_served := self._try(waiter)) is not None:
@@ -109,7 +112,7 @@ class Line:
                 return None
             self._leave(waiter)
             waiter.key = full.session_key
-            self._lines.setdefault(waiter.key, {})[waiter] = None
+            self._lines.setdefault(waiter.key, OrderedDict())[waiter] = None
             return False
         except NoEntrypoint as error:
             waiter.turn.set_exception(error)

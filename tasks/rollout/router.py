@@ -5,6 +5,7 @@ Pure: no clock and no I/O. A choice takes the same time with three entrypoints a
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -69,8 +70,8 @@ class _Ladder:
     """
 
     def __init__(self) -> None:
-        # a dict as an ordered set
-        self._steps: dict[int, dict[tuple[int, int], _Slot]] = {}
+        # OrderedDict, because the first entry of a dict is behind those that were deleted.
+        self._steps: dict[int, OrderedDict[tuple[int, int], _Slot]] = {}
         self._lowest = 0
 
     def __bool__(self) -> bool:
@@ -79,7 +80,7 @@ class _Ladder:
     def add(self, slot: _Slot) -> None:
         if not self._steps or slot.outstanding < self._lowest:
             self._lowest = slot.outstanding
-        self._steps.setdefault(slot.outstanding, {})[slot.entrypoint.key] = slot
+        self._steps.setdefault(slot.outstanding, OrderedDict())[slot.entrypoint.key] = slot
 
     def remove(self, slot: _Slot) -> None:
         step = self._steps[slot.outstanding]
@@ -99,7 +100,7 @@ class _Ladder:
                 self._lowest += by
         slot.outstanding += by
         self._lowest = min(self._lowest, slot.outstanding)
-        self._steps.setdefault(slot.outstanding, {})[slot.entrypoint.key] = slot
+        self._steps.setdefault(slot.outstanding, OrderedDict())[slot.entrypoint.key] = slot
 
     def lowest(self) -> _Slot:
         return next(iter(self._steps[self._lowest].values()))
@@ -127,7 +128,7 @@ class Router:
         self._leaving: dict[tuple[int, int], _Slot] = {}
         self._preferred, self._others = _Ladder(), _Ladder()
         #: In the order of their last use.
-        self._sessions: dict[str, tuple[int, int]] = {}
+        self._sessions: OrderedDict[str, tuple[int, int]] = OrderedDict()
         self._total = 0
         self._why_none = "none has started yet"
         self._why_paused: str | None = None
@@ -256,10 +257,10 @@ class Router:
         return self._limit is not None and slot.outstanding >= self._limit
 
     def _remember(self, session: str, key: tuple[int, int]) -> None:
-        self._sessions.pop(session, None)
         self._sessions[session] = key
+        self._sessions.move_to_end(session)
         if len(self._sessions) > self._max_sessions:
-            del self._sessions[next(iter(self._sessions))]
+            self._sessions.popitem(last=False)
 
     def _move(self, slot: _Slot, by: int) -> None:
         self._total += by
