@@ -14,7 +14,6 @@ class Incident:
 
     #: Of the first of them, which stands for all.
     why: str
-    began_s: float
     #: Until then it takes in others.
     closes_s: float
     #: Groups that were ever in it.
@@ -44,11 +43,11 @@ class Incidents:
         A group that was in the last one has been recovered since, so it opens a new one.
 
         Args:
-            window_s: how long after its first failure an incident takes in others.
+            window_s: how long a new one takes in others.
         """
         one = self._last
-        if one is None or now_s - one.began_s > window_s or group in one.groups:
-            one = self._last = Incident(why=why, began_s=now_s, closes_s=now_s + window_s)
+        if one is None or now_s > one.closes_s or group in one.groups:
+            one = self._last = Incident(why=why, closes_s=now_s + window_s)
         one.groups.add(group)
         one.open.add(group)
         one.ranks.update(ranks)
