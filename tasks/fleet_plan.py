@@ -63,7 +63,7 @@ class FleetPlan(BaseModel):
         try:
             return FleetPlan.model_validate_json(path.read_text(encoding="utf-8"))
         except (OSError, ValidationError, ValueError) as error:
-            raise BadPlan(f"{path} is no plan of a fleet: {error}") from error
+            raise BadPlan(f"{path} is no plan of a fleet: {_in_a_line(error)}") from error
 
     def rollout(self, env: Mapping[str, str]) -> Rollout:
         """The fleet, with the variables of its servers.
@@ -77,8 +77,17 @@ class FleetPlan(BaseModel):
             servers = json.loads(env.get(SERVERS_ENV, "{}"))
             return Rollout.model_validate({**self.fleet, "env": servers})
         except (ValidationError, ValueError) as error:
-            raise BadPlan(f"the fleet is not valid: {error}") from error
+            raise BadPlan(f"the fleet is not valid: {_in_a_line(error)}") from error
 
     def log_of(self, rank: int) -> Path:
         """Of the server that is called by this rank."""
         return self.directory / f"rollout-r{rank}.log"
+
+
+def _in_a_line(error: Exception) -> str:
+    if not isinstance(error, ValidationError):
+        return " ".join(str(error).split())
+    return "; ".join(
+        f"{'.'.join(map(str, fault['loc'])) or 'the whole'}: {fault['msg']}"
+        for fault in error.errors(include_url=False)
+    )

@@ -1,0 +1,376 @@
+"""The process of a fleet, with real servers below real guardians."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tasks.fleet_plan import SERVERS_ENV, TOKEN_ENV, FleetPlan
+from tasks.run.probes import ReadyProbe
+from tasks.supervise import tree
+from tasks.supervise.lost import finish
+from tasks.supervise.ports import listeners
+from tasks.supervise.registry import claimed, registered_runs
+from tests.support.stage import DEADLINE_S, Stage, free_port, is_alive, wait_until
+
+SERVER = Path(__file__).parents[1] / "support" / "dummy_server.py"
+COMMAND = [
+    sys.executable,
+    str(SERVER),
+    "--port",
+    "${server.port}",
+    "--rank",
+    "${server.rank}",
+]
+#: A server with a daemon of its own, in a session that no signal to its group reaches.
+WITH_A_DAEMON = ["sh", "-c", f"setsid sleep 600 & exec {' '.join(COMMAND)}"]
+#: Holds the register of the run `a-run`, as its flow process does.
+OWNER = """
+import sys
+from tasks.supervise.registry import RunRegister
+print(RunRegister.opened("a-run").directory, flush=True)
+sys.stdin.read()
+"""
+
+
+class FleetProcess:
+    """One process of a fleet that a test starts, asks and kills."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.port = free_port()
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def plan(self, **changes: Any) -> Path:
+        """The file of a plan."""
+        fleet = {
+            "backend": "command",
+            "engines": 2,
+            "command": COMMAND,
+            "health": {"interval_s": 0.5, "timeout_s": 5},
+            "recovery": {"backoff_s": 0.1, "max_backoff_s": 0.2},
+            "stop": {"grace_s": 2},
+            "start_within_s": DEADLINE_S,
+            **changes.pop("fleet", {}),
+        }
+        plan = FleetPlan(
+            **{
+                "run_id": "a-run",
+                "attempt": 1,
+                "fleet": fleet,
+                "port": self.port,
+                "ports": {f"server.{rank}": free_port() for rank in range(fleet["engines"])},
+                "cwd": self.directory,
+                "directory": self.directory,
+                **changes,
+            }
+        )
+        path = self.directory / "rollout-plan.json"
+        plan.write(path)
+        return path
+
+    def argv(self, plan: Path) -> tuple[str, ...]:
+        return (sys.executable, "-P", "-m", "tasks.fleet_process", str(plan))
+
+    def start(self, plan: Path, **env: str) -> None:
+        with (self.directory / "rollout.log").open("ab") as log:
+            self.process = subprocess.Popen(
+                self.argv(plan),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, "MUSTER_RUN_ID": "a-run", **env},
+                start_new_session=True,
+            )
+
+    def wait(self) -> int:
+        assert self.process is not None
+        return self.process.wait(DEADLINE_S)
+
+    def end(self) -> None:
+        if self.process is not None and self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+
+    @property
+    def log(self) -> str:
+        return (self.directory / "rollout.log").read_text(errors="replace")
+
+    def snapshot(self) -> dict[str, Any]:
+        with suppress(httpx.HTTPError):
+            url = f"http://127.0.0.1:{self.port}/muster/rollout"
+            answer: dict[str, Any] = httpx.get(url, trust_env=False, timeout=DEADLINE_S).json()
+            return answer
+        return {}
+
+    def until_ready(self, epoch: int = 1) -> dict[str, Any]:
+        """The fleet, once every engine serves and one of them is of this incarnation."""
+        wait_until(lambda: self._is_ready(epoch), f"the fleet serves; its log: {self._tail()}")
+        return self.snapshot()
+
+    def _is_ready(self, epoch: int) -> bool:
+        seen = self.snapshot()
+        return bool(seen.get("ready")) and max(one["epoch"] for one in seen["groups"]) >= epoch
+
+    def _tail(self) -> str:
+        with suppress(OSError):
+            return self.log[-2000:]
+        return ""
+
+    def pids(self) -> list[int]:
+        """Of its servers."""
+        return [pid_on(server["port"]) for server in self.snapshot()["servers"]]
+
+    def events(self) -> list[dict[str, Any]]:
+        lines = (self.directory / "rollout.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+
+@pytest.fixture
+def fleet(tmp_path: Path, stage: Stage) -> Iterator[FleetProcess]:
+    """Nothing of it is left at the end, by the word of the kernel."""
+    tree.become_subreaper()
+    made = FleetProcess(tmp_path)
+    yield made
+    made.end()
+    wait_until(lambda: _reaped(stage) == [], "nothing of the fleet is left")
+
+
+def _reaped(stage: Stage) -> list[int]:
+    for pid in stage.left():
+        if not is_alive(pid):
+            with suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+    return stage.left()
+
+
+def pid_on(port: int) -> int:
+    [listener] = listeners(port)
+    return listener.pid
+
+
+def test_servers_answer_through_the_gateway_until_it_is_told_to_end(fleet: FleetProcess) -> None:
+    fleet.start(fleet.plan())
+    fleet.until_ready()
+    servers = fleet.pids()
+
+    body = {"prompt": "1", "max_tokens": 1}
+    url = f"http://127.0.0.1:{fleet.port}/generate"
+    answer = httpx.post(url, json=body, trust_env=False, timeout=DEADLINE_S)
+    assert fleet.process is not None
+    fleet.process.send_signal(signal.SIGTERM)
+
+    assert answer.status_code == 200
+    assert fleet.wait() == 0
+    assert not any(map(is_alive, servers))
+    assert fleet.log.splitlines()[-1].endswith("INFO stopped")
+
+
+def test_servers_get_their_own_variables_and_those_of_the_run(fleet: FleetProcess) -> None:
+    said = "import os; print(os.environ['A'], os.environ['B'], 'SERVERS' in str(os.environ))"
+    command = ["sh", "-c", f'{sys.executable} -c "{said}"; exec {" ".join(COMMAND)}']
+
+    fleet.start(
+        fleet.plan(fleet={"command": command}),
+        A="of the run",
+        **{SERVERS_ENV: json.dumps({"B": "of rank ${server.rank}"})},
+    )
+    fleet.until_ready()
+
+    assert (fleet.directory / "rollout-r1.log").read_text().startswith("of the run of rank 1 False")
+
+
+def test_a_server_that_dies_is_started_again_and_told_to_the_run(fleet: FleetProcess) -> None:
+    fleet.start(fleet.plan())
+    fleet.until_ready()
+
+    os.kill(fleet.pids()[1], signal.SIGKILL)
+    again = fleet.until_ready(epoch=2)
+
+    assert [group["epoch"] for group in again["groups"]] == [1, 2]
+    assert [group["recoveries"] for group in again["groups"]] == [0, 1]
+    told = [event for event in fleet.events() if event["event"].startswith("rollout.recovery")]
+    assert [event["event"] for event in told] == [
+        "rollout.recovery.begun",
+        "rollout.recovery.ended",
+    ]
+    assert told[0]["cause"] == "rank 1 died: killed by SIGKILL"
+    assert told[1]["outcome"] == "recovered"
+
+
+def test_a_server_whose_guardian_is_killed_is_started_again(fleet: FleetProcess) -> None:
+    fleet.start(fleet.plan())
+    fleet.until_ready()
+    server = fleet.pids()[0]
+
+    os.kill(tree.parent_of(server), signal.SIGKILL)
+    fleet.until_ready(epoch=2)
+
+    assert not is_alive(server)
+
+
+def test_a_server_whose_port_is_taken_gets_another_one(fleet: FleetProcess) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as thief:
+        taken = thief.getsockname()[1]
+        ports = {"server.0": free_port(), "server.1": taken}
+
+        fleet.start(fleet.plan(ports=ports))
+        found = {one["rank"]: one["port"] for one in fleet.until_ready(epoch=2)["servers"]}
+
+    assert found[0] == ports["server.0"]
+    assert found[1] != taken
+
+
+def test_a_fleet_that_can_go_on_no_more_says_why_and_quotes_who_is_at_fault(
+    fleet: FleetProcess,
+) -> None:
+    command = ["sh", "-c", "echo 'no such model: ${server.port}'; exit 3"]
+
+    fleet.start(fleet.plan(fleet={"command": command}))
+
+    assert fleet.wait() == 1
+    *_, quoted, last = fleet.log.splitlines()
+    assert quoted.startswith("no such model")
+    assert last.startswith("FleetError: ")
+    assert "exit code 3" in last
+
+
+def test_a_plan_that_is_none_is_exit_2_and_one_line(fleet: FleetProcess) -> None:
+    path = fleet.directory / "rollout-plan.json"
+    path.write_text("{}")
+
+    fleet.start(path)
+
+    assert fleet.wait() == 2
+    [line] = fleet.log.splitlines()
+    assert line.startswith(f"FleetError: {path} is no plan of a fleet: run_id: Field required;")
+
+
+def test_a_gateway_whose_port_is_taken_is_exit_2_and_starts_nothing(fleet: FleetProcess) -> None:
+    with socket.create_server(("127.0.0.1", fleet.port)):
+        fleet.start(fleet.plan())
+
+        assert fleet.wait() == 2
+
+    assert f"the gateway can't listen on 127.0.0.1:{fleet.port}" in fleet.log
+    assert not (fleet.directory / "rollout-r0.log").exists()
+
+
+def test_a_gateway_that_others_reach_wants_its_token_for_all_but_its_life(
+    fleet: FleetProcess,
+) -> None:
+    fleet.start(fleet.plan(fleet={"host": "0.0.0.0"}), **{TOKEN_ENV: "a-token"})
+    url = f"http://127.0.0.1:{fleet.port}"
+
+    def status(path: str, **headers: str) -> int:
+        with suppress(httpx.HTTPError):
+            return httpx.get(f"{url}{path}", headers=headers, trust_env=False).status_code
+        return 0
+
+    wait_until(lambda: status("/muster/health") == 200, "it lives")
+
+    assert status("/muster/rollout") == 401
+    assert status("/muster/rollout", Authorization="Bearer a-token") == 200
+
+
+def test_it_can_be_told_to_end_while_servers_load(fleet: FleetProcess) -> None:
+    fleet.start(fleet.plan(fleet={"command": [*COMMAND, "--up-after-s", "600"]}))
+    wait_until(lambda: "server.started rank=1" in fleet._tail(), "both are started")
+
+    assert fleet.process is not None
+    fleet.process.send_signal(signal.SIGTERM)
+
+    assert fleet.wait() == 0
+
+
+def test_a_killed_process_leaves_no_server_and_none_of_their_children(
+    fleet: FleetProcess,
+) -> None:
+    fleet.start(fleet.plan(fleet={"command": WITH_A_DAEMON}))
+    fleet.until_ready()
+    servers = fleet.pids()
+
+    fleet.end()
+
+    wait_until(lambda: not any(map(is_alive, servers)), "their guardians end them")
+
+
+def test_a_killed_component_guardian_takes_the_whole_fleet_with_it(
+    fleet: FleetProcess, stage: Stage
+) -> None:
+    health = f"http://127.0.0.1:{fleet.port}/muster/health"
+    ready = ReadyProbe.model_validate({"http": health, "json": {"ready": True}})
+    plan = fleet.plan(fleet={"command": WITH_A_DAEMON})
+    supervisor = stage.running(stage.component("rollout", fleet.argv(plan), ready=ready))
+    servers = fleet.pids()
+
+    os.kill(stage.guardian_of("rollout"), signal.SIGKILL)
+    verdict = stage.verdict_of(supervisor)
+
+    assert verdict.failure is not None and verdict.failure.component == "rollout"
+    assert not any(map(is_alive, servers))
+
+
+def test_a_component_that_is_stopped_ends_its_fleet_before_it_leaves(
+    fleet: FleetProcess, stage: Stage
+) -> None:
+    health = f"http://127.0.0.1:{fleet.port}/muster/health"
+    ready = ReadyProbe.model_validate({"http": health, "json": {"ready": True}})
+    component = stage.component("rollout", fleet.argv(fleet.plan()), ready=ready, grace_s=30.0)
+    supervisor = stage.running(component)
+
+    stage.end(supervisor)
+
+    assert stage.seen("component.exited", "rollout")[0].fields["exit_code"] == 0
+
+
+def test_what_all_killed_at_once_have_left_is_found_in_the_register(
+    fleet: FleetProcess, muster_home: Path
+) -> None:
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "MUSTER_HOME": str(muster_home)},
+    )
+    assert owner.stdout is not None
+    register = Path(owner.stdout.readline().strip())
+    fleet.start(fleet.plan(fleet={"command": WITH_A_DAEMON}, register_at=register))
+    fleet.until_ready()
+    servers = fleet.pids()
+    guardians = [tree.parent_of(server) for server in servers]
+    below = [pid for pid in tree.descendants(*guardians) if pid not in servers]
+
+    # None of them gets to do anything about it.
+    assert fleet.process is not None
+    for pid in (fleet.process.pid, *guardians):
+        os.kill(pid, signal.SIGSTOP)
+    for pid in (owner.pid, *guardians, fleet.process.pid):
+        os.kill(pid, signal.SIGKILL)
+    owner.communicate()
+    fleet.wait()
+    daemons = [pid for pid in below if is_alive(pid)]
+
+    with claimed("a-run") as lost:
+        assert lost is not None
+        assert {entry.component for entry in lost.entries} == {"rollout.r0", "rollout.r1"}
+        remains = finish(lost)
+        lost.forget()
+
+    assert daemons, "what the test is about"
+    assert set(daemons) <= set(remains.killed)
+    assert remains.is_clean
+    assert not any(map(is_alive, [*servers, *below]))
+    assert registered_runs() == []
