@@ -119,6 +119,7 @@ class Gateway:
             return
         forwarder.is_over = _STOPPING
         listener.close()
+        connections.pre_shutdown()  # no request is under way there, or no other follows
         try:
             if self._under_way:
                 await asyncio.wait_for(self._idle.wait(), grace_s)

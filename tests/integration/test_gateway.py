@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import random
 import socket
 import sys
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -575,6 +577,47 @@ async def until_counted(url: str, total: int) -> None:
             await asyncio.sleep(0.01)
 
 
+async def test_every_request_gets_one_end_that_it_can_tell_whatever_the_servers_do() -> None:
+    dice = random.Random(3)
+    kinds = ["ok", "reset", "garbage", "die_mid_stream", "status", "hang"]
+    ends: Counter[str] = Counter()
+
+    async def asks(at: Scene, id: str) -> None:
+        body = {"stream": dice.random() < 0.5, "session_id": f"s{dice.randrange(9)}"}
+        async with at.ask(id=id, json=body) as answer:
+            try:
+                content = await answer.read()
+            except aiohttp.ClientPayloadError:
+                ends["cut"] += 1
+                return
+        if answer.status == 200:
+            is_whole = content.count(b'"id": "%b"' % id.encode()) == (4 if body["stream"] else 1)
+            assert is_whole and (not body["stream"] or content.endswith(b"[DONE]\n\n"))
+            ends["answered"] += 1
+        elif b"told to answer 503" in content:
+            ends["busy"] += 1
+        else:
+            assert json.loads(content)["error"]["retryable"] is True
+            ends["refused"] += 1
+
+    async with scene(4, limit=8) as at:
+        asked = []
+        for number in range(400):
+            asked.append(asyncio.create_task(asks(at, f"r{number}")))
+            if number % 10 == 0:
+                dice.choice(at.servers).misbehave(kind=dice.choice(kinds))
+                serving = [one for one in at.servers if dice.random() < 0.8]
+                at.fleet.serve(*serving, epoch=number)  # all that is under way is ended
+            await asyncio.sleep(0.001)
+        for server in at.servers:
+            server.misbehave(kind="ok")
+        await asyncio.gather(*asked)
+
+        assert sum(ends.values()) == 400
+        assert ends["answered"] > 100 and ends["cut"] and ends["refused"]
+        assert max(sum(at.counted("begun", f"r{n}")) for n in range(400)) <= 3
+
+
 # Nobody there
 
 
@@ -678,6 +721,17 @@ async def test_a_gateway_that_stops_lets_end_what_ends_and_cuts_the_rest() -> No
         assert (status, error["type"]) == (503, "draining")
         with pytest.raises(aiohttp.ClientConnectionError):
             await at.rank_of()
+
+
+async def test_idle_connections_of_clients_do_not_keep_a_gateway_from_stopping() -> None:
+    async with scene(1) as at:
+        assert await at.rank_of() == 0  # and keeps its connection
+        reader, writer = await connected(at.gateway)
+
+        await asyncio.wait_for(at.gateway.stop(600), 10)
+
+        assert await reader.read() == b""
+        writer.close()
 
 
 async def test_an_address_that_is_taken_is_an_error_and_leaves_nothing() -> None:
