@@ -71,6 +71,10 @@ LAYERS = {
     "tasks/rollout/actor.py": Layer(
         project=("tasks.run", "tasks.rollout"), refused=("prefect", "prefect_ray")
     ),
+    # whose driver it is
+    "tasks/rollout/ray_host.py": Layer(
+        project=("tasks.run", "tasks.rollout"), refused=("prefect", "prefect_ray")
+    ),
     "tasks": Layer(project=("tasks",)),
     "flows": Layer(
         project=("tasks", "flows"),

@@ -1,0 +1,202 @@
+"""What stands on a node of a Ray cluster for each server of a fleet: the owner of its process.
+
+It is sent to the cluster by value, so no code of Muster needs to be there: the standard library
+only, and no import of the project's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ray
+
+#: What the wrapper needs after the grace period to end a whole tree.
+_KILL_WITHIN_S = 10.0
+_STRAGGLERS_S = 2.0
+_TAIL_BYTES = 16_384
+_LOG_AT_MOST_BYTES = 1 << 20
+_SAID_AT_MOST = 200
+
+
+class ServerActor:
+    """Starts the process of one server, waits for its end, and asks it from its own machine.
+
+    Async, with a concurrency group for questions: they are answered whatever else is under way.
+    The process has a wrapper of its own above it, which ends its whole tree when the actor ends,
+    by whatever cause.
+    """
+
+    def __init__(self, rank: int, wrapper: Mapping[str, str]) -> None:
+        """
+        Args:
+            wrapper: `text[file name]` of the wrapper, a package that Python runs by its folder.
+        """
+        self._rank = rank
+        self._own = tempfile.mkdtemp(prefix=f"muster-server-{rank}-")
+        self._package = os.path.join(self._own, "wrapper")
+        os.mkdir(self._package)
+        for name, text in wrapper.items():
+            with open(os.path.join(self._package, name), "w", encoding="utf-8") as f:
+                f.write(text)
+        self._log = os.path.join(self._own, "log")
+        self._process: subprocess.Popen[bytes] | None = None
+        self._ended: asyncio.Future[int] | None = None
+        self._is_stopping = False
+
+    async def where(self) -> dict[str, Any]:
+        """Its node: `ip`, `node_id`, and the `gpus` that Ray has given it."""
+        context = ray.get_runtime_context()
+        return {
+            "ip": ray.util.get_node_ip_address(),  # type: ignore[no-untyped-call]
+            "node_id": context.get_node_id(),
+            "gpus": context.get_accelerator_ids().get("GPU", []),
+            "pid": os.getpid(),
+        }
+
+    async def start(
+        self,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        cwd: str,
+        stop_signal: int,
+        grace_s: float,
+    ) -> int:
+        """Start the process; the pid of its wrapper. Raises: OSError."""
+        if self._process is not None and self._process.poll() is None:
+            raise OSError(f"rank {self._rank} runs already (pid {self._process.pid})")
+        self._is_stopping = False
+        own = ("--grace", grace_s, "--signal", stop_signal, "--stragglers", _STRAGGLERS_S)
+        with open(self._log, "ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", self._package, *map(str, own), "--", *argv],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd=cwd if os.path.isdir(cwd) else self._own,
+                # It would take the actor's own stop signal for one that Ray has sent to the whole
+                # tree by itself, as Ray does with a job.
+                env={**os.environ, **env, "RAY_JOB_STOP_SIGNAL": "none"},
+                start_new_session=True,
+            )
+        self._ended = asyncio.get_running_loop().create_future()
+        asyncio.get_running_loop().create_task(self._wait(self._process, self._ended))
+        return self._process.pid
+
+    async def _wait(self, process: subprocess.Popen[bytes], ended: asyncio.Future[int]) -> None:
+        status = await asyncio.to_thread(process.wait)
+        ended.set_result(status)
+
+    async def end_of(self) -> dict[str, Any]:
+        """Waits for the end of the process: its `status` as `Popen.returncode` gives it, whether
+        it `was_stopped`, and its `last_words`."""
+        assert self._ended is not None
+        status = await asyncio.shield(self._ended)
+        return {
+            "status": status,
+            "was_stopped": self._is_stopping,
+            "last_words": self._tail(),
+        }
+
+    async def stop(self, grace_s: float) -> list[int]:
+        """Ask the process to end; what is left of its tree after the grace period is killed.
+
+        Returns: the pid of the wrapper, where it could not be ended.
+        """
+        process = self._process
+        if process is None or self._ended is None:
+            return []
+        self._is_stopping = True
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(signal.SIGTERM)
+        done, _ = await asyncio.wait([self._ended], timeout=grace_s)
+        if not done:
+            # The front is killed: its keeper ends the tree at once.
+            process.kill()
+            done, _ = await asyncio.wait([self._ended], timeout=_KILL_WITHIN_S)
+        return [] if done else [process.pid]
+
+    @ray.method(concurrency_group="questions")
+    async def ask(
+        self, method: str, url: str, body: Mapping[str, Any] | None, timeout_s: float
+    ) -> str:
+        """Empty for a yes, else why not."""
+        return await asyncio.to_thread(_asked, method, url, body, timeout_s)
+
+    @ray.method(concurrency_group="questions")
+    async def ping(self) -> bool:
+        """Whether the process runs."""
+        return self._process is not None and self._process.poll() is None
+
+    async def log_from(self, offset: int) -> bytes:
+        """The log from there on, a piece at a time."""
+        with contextlib.suppress(OSError), open(self._log, "rb") as f:
+            f.seek(offset)
+            return f.read(_LOG_AT_MOST_BYTES)
+        return b""
+
+    async def taken(self, ports: Sequence[int]) -> list[int]:
+        """Those that somebody listens on, on this machine."""
+        return [port for port in ports if not _can_be_bound(port)]
+
+    async def free_ports(self, count: int) -> list[int]:
+        """So many that nobody has just now, on this machine."""
+        with contextlib.ExitStack() as stack:
+            sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+            for one in sockets:
+                one.bind(("", 0))
+            return [one.getsockname()[1] for one in sockets]
+
+    async def forget(self) -> None:
+        """Remove what it has left on its node; the process has ended."""
+        shutil.rmtree(self._own, ignore_errors=True)
+
+    def _tail(self) -> str:
+        with contextlib.suppress(OSError), open(self._log, "rb") as f:
+            f.seek(max(0, os.fstat(f.fileno()).st_size - _TAIL_BYTES))
+            return f.read().decode("utf-8", "replace")
+        return ""
+
+
+def _asked(method: str, url: str, body: Mapping[str, Any] | None, timeout_s: float) -> str:
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, method=method)
+    if data is not None:
+        request.add_header("Content-Type", "application/json")
+    # Nothing is between this machine and itself.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    said = f"{method} {url}"
+    try:
+        with opener.open(request, timeout=timeout_s) as response:
+            response.read()
+    except urllib.error.HTTPError as error:
+        text = error.read(_SAID_AT_MOST).decode("utf-8", "replace")
+        return f"{said}: HTTP {error.code} {text!r}"
+    except TimeoutError:
+        return f"{said}: no answer within {timeout_s:g} s"
+    except (OSError, ValueError) as error:
+        return f"{said}: {getattr(error, 'reason', None) or error}"
+    return ""
+
+
+def _can_be_bound(port: int) -> bool:
+    with socket.socket() as one:
+        # As servers do: connections of the server before that linger are no conflict.
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            one.bind(("", port))
+        except OSError:
+            return False
+    return True

@@ -1,0 +1,309 @@
+"""Servers on a Ray cluster: an actor for each, on the bundles of one placement group.
+
+A bundle is one node of the fleet's plan, with the GPUs of all servers that are planned there, so
+that what is to share a machine does. What dies (a server, its actor, its node) is told as the
+death of a server; the next start makes a new actor in the same bundle, which Ray has moved to
+another node where the old one is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray import cloudpickle
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from tasks.rollout import actor as actor_module
+from tasks.rollout.actor import ServerActor
+from tasks.rollout.hosts import Death, StartFailed
+from tasks.rollout.topology import Ask, ServerSlot
+
+_log = logging.getLogger(__name__)
+
+#: A worker of Ray is there in seconds; on a node under load, or with a new image, later.
+_ACTOR_WITHIN_S = 180.0
+#: A node that is gone is a node that is gone only after a minute, by Ray's default.
+_ANSWER_WITHIN_S = 10.0
+_STOP_EXTRA_S = 15.0
+_LOG_EVERY_S = 1.0
+_PORT_IN_USE = ("address already in use", "errno 98")
+
+
+class NoPlace(Exception):
+    """The cluster has no room for the fleet's bundles within the time for it."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Server:
+    """One actor, and what watches it."""
+
+    slot: ServerSlot
+    epoch: int
+    actor: Any
+    pid: int = 0
+    is_alive: bool = False
+    #: Its end was asked for.
+    is_ending: bool = False
+    watch: asyncio.Task[None] | None = None
+    copy: asyncio.Task[None] | None = None
+    log_offset: int = 0
+
+
+class RayHost:
+    """A `ServerHost` whose servers are actors. `open` connects; `close` frees every GPU."""
+
+    def __init__(
+        self,
+        group: PlacementGroup,
+        *,
+        wrapper: Mapping[str, str],
+        log_of: Callable[[int], Path],
+        cwd: Path,
+        env: Mapping[str, str],
+        stop_signal: int = signal.SIGTERM,
+        grace_s: float = 10.0,
+    ) -> None:
+        self.on_death: Callable[[Death], None] = lambda death: None
+        self._group = group
+        self._wrapper = wrapper
+        self._log_of = log_of
+        self._cwd = cwd
+        self._env = env
+        self._stop_signal = stop_signal
+        self._grace_s = grace_s
+        self._servers: dict[int, _Server] = {}
+
+    @classmethod
+    async def open(
+        cls, address: str, bundles: Sequence[Mapping[str, float]], *, within_s: float, **more: Any
+    ) -> RayHost:
+        """A host with room for all of it.
+
+        Args:
+            address: `host:port` of the cluster's control store.
+            bundles: `bundles[node]`: what the servers planned there need, all of it on one machine.
+            within_s: what the cluster does not free by then is not waited for.
+            more: the rest of the constructor's arguments.
+
+        Raises: NoPlace; ConnectionError, when there is no cluster.
+        """
+        # What dies of it must not depend on code of ours on the nodes.
+        cloudpickle.register_pickle_by_value(actor_module)  # type: ignore[no-untyped-call]
+        if not ray.is_initialized():
+            await asyncio.to_thread(
+                ray.init, address, log_to_driver=False, logging_level=logging.ERROR
+            )
+        group = placement_group([dict(one) for one in bundles], strategy="PACK")
+        try:
+            await asyncio.wait_for(_as_future(group.ready()), within_s)
+        except (TimeoutError, RayError) as error:
+            remove_placement_group(group)
+            wanted = " + ".join(_in_words(one) for one in bundles)
+            raise NoPlace(
+                f"no room on the cluster for the fleet's {wanted} within {within_s:g} s"
+            ) from error
+        return cls(group, **more)
+
+    async def hosts(self) -> tuple[str, ...]:
+        """The address of each node of the plan, by its index, as it is now."""
+        table = await asyncio.to_thread(placement_group_table, self._group)
+        nodes = await asyncio.to_thread(ray.nodes)
+        ip = {node["NodeID"]: node["NodeManagerAddress"] for node in nodes}
+        placed = table["bundles_to_node_id"]
+        return tuple(ip.get(placed[index], "") for index in sorted(placed))
+
+    async def free_ports(self, node: int, count: int) -> list[int]:
+        """So many ports that nobody has just now, on a node of the plan."""
+        handle = self._make_actor(-1 - node, node, gpus=0)
+        try:
+            return list(await self._answer(handle.free_ports.remote(count), _ACTOR_WITHIN_S))
+        finally:
+            ray.kill(handle)
+
+    async def start(self, slot: ServerSlot, epoch: int) -> None:
+        before = self._servers.get(slot.rank)
+        if before is not None:
+            await self._end(before, grace_s=0.0)
+        handle = self._make_actor(slot.rank, slot.node, gpus=len(slot.bundles))
+        server = _Server(slot=slot, epoch=epoch, actor=handle)
+        try:
+            server.pid = await self._answer(
+                handle.start.remote(
+                    slot.argv,
+                    {**self._env, **slot.env},
+                    str(self._cwd),
+                    int(self._stop_signal),
+                    self._grace_s,
+                ),
+                _ACTOR_WITHIN_S,
+            )
+        except BaseException as error:
+            with contextlib.suppress(Exception):
+                ray.kill(handle)
+            if isinstance(error, RayError | OSError | TimeoutError):
+                raise StartFailed(f"rank {slot.rank}: {_first_line(error)}") from error
+            raise
+        server.is_alive = True
+        self._servers[slot.rank] = server
+        server.watch = asyncio.create_task(self._watch(server))
+        server.copy = asyncio.create_task(self._copy_log(server))
+
+    async def stop(self, ranks: Collection[int], *, grace_s: float) -> tuple[str, ...]:
+        servers = [self._servers[rank] for rank in ranks if rank in self._servers]
+        left = await asyncio.gather(*(self._end(one, grace_s=grace_s) for one in servers))
+        return tuple(text for texts in left for text in texts)
+
+    def is_alive(self, rank: int) -> bool:
+        return rank in self._servers and self._servers[rank].is_alive
+
+    async def ask(self, rank: int, question: Ask, timeout_s: float) -> str | None:
+        server = self._servers.get(rank)
+        if server is None or not server.is_alive:
+            return f"rank {rank} does not run"
+        port = server.slot.port
+        if port is None:
+            asked = server.actor.ping.remote()
+        else:
+            url = f"http://{server.slot.host}:{port}{question.path}"
+            asked = server.actor.ask.remote(question.method, url, question.body, timeout_s)
+        try:
+            answer = await self._answer(asked, timeout_s + _ANSWER_WITHIN_S)
+        except (RayError, TimeoutError) as error:
+            return f"its actor does not answer: {_first_line(error)}"
+        if isinstance(answer, bool):
+            return None if answer else f"rank {rank} does not run"
+        return answer or None
+
+    async def ports_taken(self, slots: Collection[ServerSlot]) -> frozenset[int]:
+        taken = set()
+        for slot in slots:
+            if slot.port is None:
+                continue
+            handle = self._make_actor(slot.rank, slot.node, gpus=0)
+            try:
+                found = await self._answer(handle.taken.remote([slot.port]), _ACTOR_WITHIN_S)
+            except (RayError, TimeoutError):
+                continue
+            finally:
+                ray.kill(handle)
+            if found:
+                taken.add(slot.rank)
+        return frozenset(taken)
+
+    async def close(self) -> None:
+        """End every actor and give the bundles back."""
+        await asyncio.gather(*(self._end(one, grace_s=0.0) for one in [*self._servers.values()]))
+        await asyncio.to_thread(remove_placement_group, self._group)
+
+    def _make_actor(self, rank: int, node: int, *, gpus: int) -> Any:
+        place = PlacementGroupSchedulingStrategy(
+            placement_group=self._group, placement_group_bundle_index=node
+        )
+        make: Any = ray.remote(concurrency_groups={"questions": 4})  # type: ignore[call-overload]
+        remote = make(ServerActor)
+        return remote.options(
+            num_cpus=0, num_gpus=gpus, max_restarts=0, scheduling_strategy=place
+        ).remote(rank, dict(self._wrapper))
+
+    async def _answer(self, ref: Any, within_s: float) -> Any:
+        """Raises: RayError, TimeoutError."""
+        try:
+            return await asyncio.wait_for(_as_future(ref), within_s)
+        except GetTimeoutError as error:
+            raise TimeoutError(str(error)) from error
+
+    async def _watch(self, server: _Server) -> None:
+        """Tell its end, once, unless it was asked for."""
+        try:
+            end = await _as_future(server.actor.end_of.remote())
+        except RayActorError as error:
+            why, last_words = f"its actor died: {_first_line(error)}", ""
+        except RayError as error:
+            why, last_words = f"its actor failed: {_first_line(error)}", ""
+        else:
+            why, last_words = _status_in_words(end["status"]), end["last_words"]
+        server.is_alive = False
+        if server.is_ending or self._servers.get(server.slot.rank) is not server:
+            return
+        is_conflict = any(one in last_words.lower() for one in _PORT_IN_USE)
+        self.on_death(
+            Death(
+                rank=server.slot.rank,
+                epoch=server.epoch,
+                why=why,
+                last_words=last_words,
+                is_port_conflict=is_conflict,
+            )
+        )
+
+    async def _end(self, server: _Server, *, grace_s: float) -> tuple[str, ...]:
+        server.is_ending = True
+        left: list[int] = []
+        try:
+            left = await self._answer(server.actor.stop.remote(grace_s), grace_s + _STOP_EXTRA_S)
+            await self._copy_rest(server)
+            with contextlib.suppress(RayError, TimeoutError):
+                await self._answer(server.actor.forget.remote(), _ANSWER_WITHIN_S)
+        except (RayError, TimeoutError) as error:
+            # Its wrapper ends the tree with the actor, which is killed below.
+            _log.info("rank %d: %s", server.slot.rank, _first_line(error))
+        for task in (server.watch, server.copy):
+            if task is not None:
+                task.cancel()
+        with contextlib.suppress(Exception):
+            ray.kill(server.actor)
+        server.is_alive = False
+        if self._servers.get(server.slot.rank) is server:
+            del self._servers[server.slot.rank]
+        return tuple(f"{server.slot.host}: pid {pid}" for pid in left)
+
+    async def _copy_log(self, server: _Server) -> None:
+        while True:
+            await asyncio.sleep(_LOG_EVERY_S)
+            with contextlib.suppress(RayError, TimeoutError, OSError):
+                await self._copy_rest(server)
+
+    async def _copy_rest(self, server: _Server) -> None:
+        target = self._log_of(server.slot.rank)
+        while True:
+            read = server.actor.log_from.remote(server.log_offset)
+            data = await self._answer(read, _ANSWER_WITHIN_S)
+            if not data:
+                return
+            with target.open("ab") as f:
+                f.write(data)
+            server.log_offset += len(data)
+
+
+def _as_future(ref: Any) -> asyncio.Future[Any]:
+    future: asyncio.Future[Any] = asyncio.wrap_future(ref.future())
+    return future
+
+
+def _status_in_words(status: int) -> str:
+    if status >= 0:
+        return f"exit {status}"
+    return f"killed by {signal.Signals(-status).name}"
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def _in_words(bundle: Mapping[str, float]) -> str:
+    return ", ".join(f"{count:g} {name}" for name, count in bundle.items())

@@ -1,0 +1,207 @@
+"""Servers of a fleet as actors of a real Ray cluster, whose GPUs are logical."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray
+
+from tasks.rayjobs import entrypoint
+from tasks.rollout.hosts import Death, StartFailed
+from tasks.rollout.ray_host import NoPlace, RayHost
+from tasks.rollout.topology import Answers, Ask, ServerSlot
+from tests.support.ray_cluster import RAY_ENV, RayCluster
+
+#: Answers each GET with 200, and has a child that left its session.
+_SERVER = """
+import http.server, os, subprocess, sys
+subprocess.Popen(["sleep", "1234"], start_new_session=True)
+print("serving", os.environ["CUDA_VISIBLE_DEVICES"], flush=True)
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if self.path == "/health" else 404)
+        self.end_headers()
+    def log_message(self, *_): pass
+http.server.ThreadingHTTPServer(("", int(sys.argv[1])), Handler).serve_forever()
+"""
+_HEALTH = Ask(method="GET", path="/health")
+_WITHIN_S = 60.0
+
+pytestmark = [pytest.mark.asyncio, pytest.mark.slow]
+
+
+def wrapper() -> dict[str, str]:
+    folder = Path(entrypoint.__file__).parent
+    return {
+        "__main__.py": (folder / "entrypoint.py").read_text(),
+        "tree.py": (folder / "tree.py").read_text(),
+    }
+
+
+class Fleet:
+    """A host on the cluster, and the deaths that it tells."""
+
+    def __init__(self, host: RayHost) -> None:
+        self.host = host
+        self.deaths: asyncio.Queue[Death] = asyncio.Queue()
+        host.on_death = self.deaths.put_nowait
+
+    async def slot(self, rank: int, node: int, *, gpus: int = 4) -> ServerSlot:
+        [port] = await self.host.free_ports(node, 1)
+        return ServerSlot(
+            rank=rank,
+            engine=rank,
+            node=node,
+            bundles=tuple(range(rank * gpus, (rank + 1) * gpus)),
+            weight_ranks=(rank,),
+            is_entrypoint=True,
+            answers=Answers.ENGINE,
+            host=(await self.host.hosts())[node],
+            port=port,
+            argv=(sys.executable, "-c", _SERVER, str(port)),
+        )
+
+    async def serving(self, slot: ServerSlot, epoch: int = 1) -> None:
+        await self.host.start(slot, epoch)
+        await until_true(lambda: self._answers(slot))
+
+    async def _answers(self, slot: ServerSlot) -> bool:
+        return await self.host.ask(slot.rank, _HEALTH, 5.0) is None
+
+
+async def until_true(is_so: Callable[[], Awaitable[bool]]) -> None:
+    async with asyncio.timeout(_WITHIN_S):
+        while not await is_so():
+            await asyncio.sleep(0.1)
+
+
+def processes(slot: ServerSlot) -> list[psutil.Process]:
+    """Of a server: the program, and the child that it has left alone."""
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            command = process.cmdline()
+            if command[1:2] == ["-c"] and command[-1:] == [str(slot.port)]:
+                return [process, *process.children()]
+    return []
+
+
+@asynccontextmanager
+async def fleet_on(
+    cluster: RayCluster, folder: Path, *, bundles: int = 2, within_s: float = 30.0
+) -> AsyncIterator[Fleet]:
+    os.environ.update(RAY_ENV)
+    host = await RayHost.open(
+        cluster.gcs_address,
+        [{"GPU": 8}] * bundles,
+        within_s=within_s,
+        wrapper=wrapper(),
+        log_of=lambda rank: folder / f"rollout-r{rank}.log",
+        cwd=folder,
+        env={},
+        grace_s=2.0,
+    )
+    try:
+        yield Fleet(host)
+    finally:
+        await host.close()
+
+
+@pytest.fixture(autouse=True)
+def no_driver_is_left() -> Any:
+    yield
+    ray.shutdown()
+
+
+async def test_a_server_runs_where_it_was_planned_on_its_own_gpus(
+    ray_cluster: RayCluster, tmp_path: Path
+) -> None:
+    async with fleet_on(ray_cluster, tmp_path) as fleet:
+        first, second = await fleet.slot(0, node=0), await fleet.slot(1, node=0)
+
+        await asyncio.gather(fleet.serving(first), fleet.serving(second))
+
+        assert fleet.host.is_alive(0)
+        not_there = await fleet.host.ask(0, Ask(method="GET", path="/nothing"), 5.0)
+        assert not_there is not None and "HTTP 404" in not_there
+        assert await fleet.host.ports_taken([first]) == {0}
+        children = [one for slot in (first, second) for one in processes(slot)]
+        left = await fleet.host.stop([0, 1], grace_s=1.0)
+
+    assert left == ()
+    assert len(children) == 4
+    assert not any(one.is_running() for one in children)
+    logs = [(tmp_path / f"rollout-r{rank}.log").read_text().split() for rank in (0, 1)]
+    gpus = [log[1].split(",") for log in logs]
+    assert len(gpus[0]) == len(gpus[1]) == 4
+    assert not set(gpus[0]) & set(gpus[1])
+
+
+async def test_the_death_of_a_server_is_told_with_its_last_words(
+    ray_cluster: RayCluster, tmp_path: Path
+) -> None:
+    async with fleet_on(ray_cluster, tmp_path, bundles=1) as fleet:
+        slot = await fleet.slot(0, node=0)
+        await fleet.serving(slot, epoch=7)
+
+        processes(slot)[0].send_signal(signal.SIGKILL)
+        death = await asyncio.wait_for(fleet.deaths.get(), _WITHIN_S)
+
+        assert (death.rank, death.epoch, death.why) == (0, 7, "killed by SIGKILL")
+        assert "serving" in death.last_words
+        assert not fleet.host.is_alive(0)
+        assert processes(slot) == []
+        # In its place the next one starts.
+        await fleet.serving(slot, epoch=8)
+
+
+async def test_the_death_of_an_actor_ends_its_server_and_can_be_recovered(
+    ray_cluster: RayCluster, tmp_path: Path
+) -> None:
+    async with fleet_on(ray_cluster, tmp_path, bundles=1) as fleet:
+        slot = await fleet.slot(0, node=0)
+        await fleet.serving(slot)
+        children = processes(slot)
+        [front] = [one for one in children[0].parents() if "--grace" in one.cmdline()][-1:]
+        actor = front.parent()
+        assert actor is not None
+
+        actor.kill()
+        death = await asyncio.wait_for(fleet.deaths.get(), _WITHIN_S)
+
+        assert "actor died" in death.why
+        async with asyncio.timeout(_WITHIN_S):
+            while any(one.is_running() for one in children):
+                await asyncio.sleep(0.05)
+        await fleet.serving(slot, epoch=2)
+
+
+async def test_what_the_cluster_has_no_room_for_is_said(
+    ray_cluster: RayCluster, tmp_path: Path
+) -> None:
+    with pytest.raises(NoPlace, match=r"no room on the cluster for the fleet's 8 GPU \+ 8 GPU"):
+        async with fleet_on(ray_cluster, tmp_path, bundles=3, within_s=2.0):
+            raise AssertionError("three nodes of 8 GPUs are not there")
+
+
+async def test_a_program_that_is_not_there_is_refused_at_once(
+    ray_cluster: RayCluster, tmp_path: Path
+) -> None:
+    async with fleet_on(ray_cluster, tmp_path, bundles=1) as fleet:
+        slot = await fleet.slot(0, node=0)
+        broken = replace(slot, argv=("no-such-server",))
+
+        with suppress(StartFailed):
+            await fleet.host.start(broken, 1)
+            death = await asyncio.wait_for(fleet.deaths.get(), _WITHIN_S)
+            assert death.why == "exit 127"
+            assert "no-such-server" in death.last_words
