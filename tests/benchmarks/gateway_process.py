@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from tasks.rollout.gateway import Gateway
@@ -34,10 +34,10 @@ class FixedFleet:
     async def restore(self) -> dict[str, Any]:
         return {}
 
-    async def weights(
+    def weights(
         self,
         version: int,
-        ranks: tuple[int, ...] | None = None,
+        ranks: Collection[int] | None = None,
         epochs: Mapping[int, int] | None = None,
     ) -> dict[str, Any]:
         return {}
