@@ -210,10 +210,8 @@ class Health:
         # off the detection.
         spread_s = interval_s * self._random.uniform(0.5, 1.0)
         while True:
-            await self._until(watch, next_s)
-            now_s = self._clock.monotonic_s()
-            if now_s >= next_s:
-                next_s = max(next_s + spread_s, now_s)
+            if await self._until(watch, next_s):
+                next_s = max(next_s + spread_s, self._clock.monotonic_s())
                 spread_s = interval_s
             try:
                 await self._look(watch)
@@ -222,16 +220,21 @@ class Health:
             if watch.slot.rank in self._cut.ranks:
                 next_s = min(next_s, self._clock.monotonic_s() + _CUT_EVERY_S)
 
-    async def _until(self, watch: _Watch, moment_s: float) -> None:
-        """Until that moment, or until a request has failed, though not too often."""
+    async def _until(self, watch: _Watch, moment_s: float) -> bool:
+        """Until that moment, or until a request has failed, though not too often.
+
+        Returns: whether it is that moment; the clock may say a little less by then.
+        """
         gap_s = min(_URGENT_EVERY_S, self._settings.interval_s / 4)
         try:
             async with asyncio.timeout(moment_s - self._clock.monotonic_s()):
                 await watch.urgent.wait()
                 await self._clock.sleep(watch.probed_s + gap_s - self._clock.monotonic_s())
         except TimeoutError:
-            pass
-        watch.urgent.clear()
+            return True
+        finally:
+            watch.urgent.clear()
+        return False
 
     async def _look(self, watch: _Watch, *, is_last_word: bool = False) -> None:
         """Ask once, and act on what follows.

@@ -52,7 +52,7 @@ def test_what_dies_between_barrier_and_restore_is_stopped_whole_at_once() -> Non
 def test_a_recovery_under_way_at_a_barrier_is_given_up_and_frees_its_gpus() -> None:
     async def history() -> Stage:
         stage = await serving(2, budget=1)
-        stage.host[0].loads_for_s = 100.0
+        stage.host[0].loads_for_s = 50.0
         stage.host.die(0)
         await stage.until(lambda: stage.host[0].is_alive)
         answer = await stage.fleet.barrier()
