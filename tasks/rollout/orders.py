@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Annotated, Any, Protocol, TypeVar
 
 from aiohttp import web
@@ -40,7 +40,7 @@ class FleetFacade(Evidence, Protocol):
         version: int,
         ranks: tuple[int, ...] | None = None,
         epochs: Mapping[int, int] | None = None,
-    ) -> dict[str, Any] | Awaitable[dict[str, Any]]: ...
+    ) -> dict[str, Any]: ...
     async def drain(self, timeout_s: float) -> dict[str, Any]: ...
     async def broadcast(self, ask: Ask, timeout_s: float) -> dict[Any, Any]: ...
 
@@ -173,8 +173,7 @@ class Orders:
 
     async def _weights(self, body: bytes) -> Mapping[Any, Any]:
         order = _read(_Weights, body)
-        answer = self._fleet.weights(order.version, order.ranks, order.epochs)
-        return await answer if isinstance(answer, Awaitable) else answer
+        return self._fleet.weights(order.version, order.ranks, order.epochs)
 
     async def _drain(self, body: bytes) -> Mapping[Any, Any]:
         return await self._fleet.drain(_read(_Drain, body).timeout_s)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from tasks.rollout.gateway import Gateway
@@ -37,7 +37,7 @@ class FixedFleet:
     def weights(
         self,
         version: int,
-        ranks: Collection[int] | None = None,
+        ranks: tuple[int, ...] | None = None,
         epochs: Mapping[int, int] | None = None,
     ) -> dict[str, Any]:
         return {}

@@ -10,7 +10,7 @@ import socket
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -66,7 +66,7 @@ class FakeFleet:
     def weights(
         self,
         version: int,
-        ranks: Collection[int] | None = None,
+        ranks: tuple[int, ...] | None = None,
         epochs: Mapping[int, int] | None = None,
     ) -> dict[str, Any]:
         self.orders.append(("weights", version, ranks, epochs))
