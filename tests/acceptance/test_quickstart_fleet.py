@@ -104,6 +104,62 @@ def test_it_learns_although_a_server_is_killed_every_few_seconds(
     assert list((run.home / "live").iterdir()) == []
 
 
+def test_the_flow_run_says_how_many_engines_serve_and_shows_each_recovery(
+    start_run: Callable[..., Run], quickstart: dict[str, Any], tmp_path: Path
+) -> None:
+    gate = tmp_path / "gate"
+    fleet = quickstart["components"]["rollout"]
+    # A server that was started before waits at the gate.
+    wait = f'test ! -e {gate}-$0 || until test -e {gate}; do sleep 0.1; done; : > {gate}-$0; "$@"'
+    fleet["command"] = ["sh", "-c", wait, "${server.rank}", *fleet["command"]]
+    run = start_run(quickstart, "--set", "progress.total=5000", "--set", "success.step=5000")
+    run.until_event("attempt.ready")
+    [server] = [one for one in FleetOf(run).servers() if one["rank"] == 1]
+
+    FleetOf(run).kill(server)
+    until(lambda: "rollout 2 of 3 engines serve" in message_of(run), "it says so")
+    under_way = until(lambda: recoveries_of(run, "RUNNING"), "the recovery is under way")
+    gate.touch()
+    until(lambda: recoveries_of(run, "COMPLETED"), "the recovery is over")
+    until(lambda: message_of(run).endswith("trainer, environment"), "it says so no more")
+    run.process.send_signal(signal.SIGTERM)
+
+    assert run.wait() == 130, run.text()
+    assert [one["name"] for one in under_way] == ["recover-rollout-1"]
+    [over] = recoveries_of(run, "COMPLETED")
+    assert "ranks 1: rank 1 died: " in over["state"]["message"]
+    assert run.pids() == []
+
+
+def message_of(run: Run) -> str:
+    return str(run.flow_run()["state"]["message"])
+
+
+def recoveries_of(run: Run, state: str) -> list[dict[str, Any]]:
+    """Task runs of the flow run that are in this state now."""
+    found = [one for one in run.task_runs() if one["name"].startswith("recover-rollout-")]
+    return [one for one in found if one["state"]["type"] == state]
+
+
+def test_a_recovery_that_the_runs_end_cuts_short_is_closed(
+    start_run: Callable[..., Run], quickstart: dict[str, Any], tmp_path: Path
+) -> None:
+    first = tmp_path / "first"
+    fleet = quickstart["components"]["rollout"]
+    wait = f'test ! -e {first}-$0 || sleep 600; : > {first}-$0; "$@"'
+    fleet["command"] = ["sh", "-c", wait, "${server.rank}", *fleet["command"]]
+    run = start_run(quickstart, "--set", "progress.total=5000", "--set", "success.step=5000")
+    run.until_event("attempt.ready")
+
+    FleetOf(run).kill(FleetOf(run).servers()[0])
+    until(lambda: recoveries_of(run, "RUNNING"), "the recovery is under way")
+    run.process.send_signal(signal.SIGTERM)
+
+    assert run.wait() == 130, run.text()
+    [cut] = recoveries_of(run, "CANCELLED")
+    assert cut["state"]["message"].startswith("abandoned")
+
+
 def test_a_fleet_whose_process_is_killed_ends_the_run_and_its_servers(
     start_run: Callable[..., Run], quickstart: dict[str, Any]
 ) -> None:
