@@ -154,6 +154,8 @@ class Registry:
         one = self._get(group)
         if not _is_current(one, epoch):
             return False
+        if one.state not in (GroupState.STARTING, GroupState.RECOVERING):
+            raise IllegalTransition(f"{_named(one)} is {one.state.value}: it has started before")
         is_new = version == self._version
         self._move(
             one, GroupState.ACTIVE if is_new else GroupState.STALE, cause="", version=version

@@ -1,0 +1,176 @@
+"""What follows from answers and silences, and how long a pause is."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from tasks.rollout.backoff import pause_s
+from tasks.rollout.evidence import Evidence, Silence, Verdict
+from tasks.rollout.incidents import Incidents, NetworkCut
+from tasks.rollout.settings import FleetSettings, settings_of
+from tasks.run.fleet_spec import Rollout
+
+SILENT, BAD = Silence("no answer"), "503 dead"
+
+
+def after(history: str, threshold: int = 3) -> Evidence:
+    """
+    Args:
+        history: a letter each. y yes, n bad answer, s silence, x silence that is excused, r a
+            request that failed, a one that was answered.
+    """
+    evidence = Evidence()
+    for what in history:
+        evidence = {
+            "y": lambda e: e.after_yes(),
+            "n": lambda e: e.after_probe(BAD),
+            "s": lambda e: e.after_probe(SILENT),
+            "x": lambda e: e.after_probe(SILENT, is_excused=True),
+            "b": lambda e: e.after_probe(BAD, is_excused=True),
+            "r": lambda e: e.after_request("reset", threshold=threshold),
+            "a": lambda e: e.after_answer(),
+        }[what](evidence)
+    return evidence
+
+
+@pytest.mark.parametrize(
+    ("history", "threshold", "verdict"),
+    [
+        ("", 3, Verdict.WELL),
+        ("y", 3, Verdict.WELL),
+        ("n", 3, Verdict.SUSPECT),
+        ("nn", 3, Verdict.SUSPECT),
+        ("nnn", 3, Verdict.SICK),
+        ("sss", 3, Verdict.SILENT),
+        # the last word says whether it answers at all
+        ("nns", 3, Verdict.SILENT),
+        ("ssn", 3, Verdict.SICK),
+        # in a row
+        ("nnyn", 3, Verdict.SUSPECT),
+        # one is enough
+        ("n", 1, Verdict.SICK),
+        ("s", 1, Verdict.SILENT),
+        # requests and probes add up
+        ("rrn", 3, Verdict.SICK),
+        ("rns", 3, Verdict.SILENT),
+        ("nrs", 3, Verdict.SILENT),
+        # requests alone never have the last word
+        ("rrrrrrrrr", 3, Verdict.SUSPECT),
+        ("rrrrrrrrr", 1, Verdict.WELL),
+        ("nnrrrrr", 3, Verdict.SUSPECT),
+        # a request was answered meanwhile
+        ("xxxxx", 3, Verdict.WELL),
+        ("ssx", 3, Verdict.SUSPECT),
+        # which excuses no bad answer
+        ("bbb", 3, Verdict.SICK),
+        # a request that is answered ends a silence
+        ("ssas", 3, Verdict.SUSPECT),
+        ("rra", 3, Verdict.WELL),
+        # and says nothing against what the server itself says
+        ("nnan", 3, Verdict.SICK),
+    ],
+)
+def test_the_verdict_follows_from_what_came_in_a_row(
+    history: str, threshold: int, verdict: Verdict
+) -> None:
+    assert after(history, threshold).verdict(threshold) is verdict
+
+
+@pytest.mark.parametrize(
+    ("count", "longest"),
+    [
+        (0, 1.0),
+        (1, 2.0),
+        (5, 32.0),
+        # the bound
+        (6, 60.0),
+        (10_000, 60.0),
+    ],
+)
+def test_a_pause_is_between_a_half_and_the_whole_of_its_longest(count: int, longest: float) -> None:
+    dice = Random(3)
+
+    pauses = [pause_s(count, first_s=1.0, longest_s=60.0, random=dice) for _ in range(200)]
+
+    assert longest / 2 <= min(pauses) < longest * 0.55
+    assert longest * 0.95 < max(pauses) <= longest
+
+
+def test_without_a_first_pause_there_is_none() -> None:
+    assert pause_s(9, first_s=0.0, longest_s=60.0, random=Random(3)) == 0
+
+
+def test_failures_belong_together_until_the_window_is_over() -> None:
+    incidents = Incidents(budget=1, emit=lambda event, **fields: None)
+
+    first = incidents.failed(0, (0,), "why", now_s=10.0, window_s=2.0)
+    second = incidents.failed(1, (1,), "other", now_s=12.0, window_s=2.0)
+    third = incidents.failed(2, (2,), "third", now_s=12.1, window_s=2.0)
+
+    assert second is first
+    assert third is not first
+    assert first.why == "why"
+
+
+def test_a_group_that_fails_again_within_the_window_is_a_new_incident() -> None:
+    incidents = Incidents(budget=None, emit=lambda event, **fields: None)
+
+    first = incidents.failed(0, (0,), "why", now_s=10.0, window_s=2.0)
+
+    assert incidents.failed(0, (0,), "again", now_s=10.5, window_s=2.0) is not first
+
+
+def test_the_budget_is_charged_once_for_each_try_of_an_incident() -> None:
+    incidents = Incidents(budget=2, emit=lambda event, **fields: None)
+    one = incidents.failed(0, (0,), "why", now_s=0.0, window_s=2.0)
+    incidents.failed(1, (1,), "why", now_s=0.0, window_s=2.0)
+
+    paid = [incidents.pay(one, attempt) for attempt in (0, 0, 1, 1, 0, 2)]
+
+    assert paid == [True, True, True, True, True, False]
+
+
+def test_a_cut_is_told_when_it_begins_and_when_the_last_server_is_back() -> None:
+    told: list[tuple[str, object]] = []
+    cut = NetworkCut(emit=lambda event, **fields: told.append((event, fields["ranks"])))
+
+    cut.begun(4, "no answer")
+    cut.begun(4, "no answer")
+    cut.begun(2, "no answer")
+    cut.over(9)
+    cut.over(4)
+    cut.over(2)
+
+    assert told == [("rollout.incident.begun", [4]), ("rollout.incident.ended", [2, 4])]
+    assert not cut.ranks
+
+
+def test_the_numbers_of_a_spec_become_the_fleets_and_what_it_leaves_out_its_defaults() -> None:
+    fleet = Rollout.model_validate(
+        {
+            "backend": "command",
+            "command": ["serve", "${server.port}"],
+            "start_within_s": 77,
+            "stop": {"grace_s": 3},
+            "concurrency": 64,
+            "health": {"interval_s": 2, "timeout_s": 1, "misses": 0, "first_after_s": 9},
+            "recovery": {"budget": 5, "min_active": 1, "parallel": 2, "backoff_s": 0.5},
+        }
+    )
+
+    assert settings_of(fleet) == FleetSettings(
+        interval_s=2,
+        timeout_s=1,
+        misses=0,
+        first_after_s=9,
+        budget=5,
+        backoff_s=0.5,
+        max_backoff_s=60.0,
+        parallel=2,
+        min_active=1,
+        start_within_s=77,
+        grace_s=3,
+        concurrency=64,
+    )

@@ -1,0 +1,326 @@
+"""The one owner of a fleet's state: which moves are legal, and what is shown of them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tasks.rollout.registry import Registry
+from tasks.rollout.states import MOVES, RUNNING, SERVING, GroupState
+from tasks.rollout.views import FleetView, GroupView
+from tasks.run.errors import IllegalTransition
+from tests.support.fleet_fakes import plan_of, slot_of
+
+G = GroupState
+A, U, X, R, S = G.ACTIVE, G.SUSPECT, G.INACTIVE, G.RECOVERING, G.STALE
+
+
+def begun(engines: int = 2, servers: int = 1) -> Registry:
+    """All groups serve."""
+    registry = Registry(plan_of(engines, servers))
+    for group in range(engines):
+        registry.started(group, registry.begin(group), version=0)
+    return registry
+
+
+def brought(to: GroupState) -> Registry:
+    """Of one group, which is in that state, at epoch 1 or 2."""
+    registry = Registry(plan_of(1))
+    path: dict[GroupState, list[Callable[[], object]]] = {
+        G.STARTING: [],
+        G.ACTIVE: [lambda: registry.started(0, 1, version=0)],
+        G.SUSPECT: [
+            lambda: registry.started(0, 1, version=0),
+            lambda: registry.suspect(0, 1, "slow"),
+        ],
+        G.STALE: [lambda: registry.started(0, 1, version=7)],
+        G.INACTIVE: [lambda: registry.fail(0, 1, "dead")],
+        G.RECOVERING: [
+            lambda: registry.fail(0, 1, "dead"),
+            lambda: registry.claim(0),
+            lambda: registry.begin(0),
+        ],
+        G.RETIRED: [lambda: registry.retire(0, "enough")],
+    }
+    registry.begin(0)
+    for step in path[to]:
+        step()
+    assert registry.view.groups[0].state is to
+    return registry
+
+
+#: Each verb by the states out of which it may be called; elsewhere it raises, or changes nothing.
+VERBS: dict[str, tuple[set[GroupState], Callable[[Registry, int], object]]] = {
+    "started": ({G.STARTING, R}, lambda it, epoch: it.started(0, epoch, version=0)),
+    "suspect": ({A, U, S}, lambda it, epoch: it.suspect(0, epoch, "slow")),
+    "claim": ({X}, lambda it, epoch: it.claim(0)),
+    "give_up": ({R}, lambda it, epoch: it.give_up(0, "no GPU")),
+    "retire": (set(G) - {G.RETIRED}, lambda it, epoch: it.retire(0, "enough")),
+    "begin": (set(), lambda it, epoch: it.begin(0)),
+}
+
+
+@pytest.mark.parametrize(("verb", "state"), list(itertools.product(VERBS, G)))
+def test_a_verb_is_obeyed_in_its_states_and_is_illegal_in_all_others(
+    verb: str, state: GroupState
+) -> None:
+    legal, call = VERBS[verb]
+    registry = brought(state)
+    before = registry.view
+    epoch = before.groups[0].epoch
+
+    if state in legal:
+        call(registry, epoch)
+    elif verb in ("started", "suspect") and state in (X, G.RETIRED):
+        # Nothing of this incarnation is left, so the word of it comes late.
+        assert call(registry, epoch) is False
+        assert registry.view is before
+    else:
+        with pytest.raises(IllegalTransition, match="group 0"):
+            call(registry, epoch)
+        assert registry.view is before
+
+
+@pytest.mark.parametrize("state", G)
+def test_what_an_old_incarnation_says_changes_nothing(state: GroupState) -> None:
+    registry = brought(state)
+    before = registry.view
+    old = before.groups[0].epoch - 1
+
+    answers = [
+        registry.started(0, old, version=0),
+        registry.suspect(0, old, "slow"),
+        registry.clear(0, old),
+        registry.fail(0, old, "dead"),
+        registry.unreachable(0, old, "cut"),
+        registry.reachable(0, old),
+    ]
+
+    assert not any(answers)
+    assert registry.view is before
+
+
+def test_a_second_failure_of_a_group_changes_nothing() -> None:
+    registry = begun(servers=2)
+
+    assert registry.fail(0, 1, "rank 0 died")
+    assert not registry.fail(1, 1, "rank 1 died")
+    registry.claim(0)
+    # Claimed, and not begun: the epoch is still the one that has died.
+    assert not registry.fail(1, 1, "rank 1 died")
+
+    [group, _] = registry.view.groups
+    assert (group.state, group.cause) == (R, "rank 0 died")
+
+
+def test_a_group_is_suspect_until_the_last_of_its_servers_is_well() -> None:
+    registry = begun(1, servers=2)
+    registry.suspect(0, 1, "slow")
+    registry.suspect(1, 1, "slow")
+
+    registry.clear(0, 1)
+    assert registry.view.groups[0].state is U
+    registry.clear(1, 1)
+
+    assert registry.view.groups[0].state is A
+    assert registry.view.groups[0].cause == ""
+
+
+def test_a_server_that_cannot_be_reached_is_no_entrypoint_and_its_group_stays() -> None:
+    registry = begun()
+
+    registry.unreachable(0, 1, "no answer")
+
+    assert [slot.rank for slot in registry.view.entrypoints] == [1]
+    assert registry.view.groups[0].state is A
+    assert registry.view.groups[0].cause == "no answer"
+    registry.reachable(0, 1)
+    assert [slot.rank for slot in registry.view.entrypoints] == [0, 1]
+    assert registry.view.groups[0].cause == ""
+
+
+def test_new_addresses_come_with_a_new_incarnation() -> None:
+    registry = begun()
+    registry.fail(0, 1, "port taken")
+    registry.claim(0)
+
+    epoch = registry.begin(0, slots=[slot_of(0, 0, port=9)])
+
+    assert epoch == 2
+    assert registry.view.servers[0].port == 9
+    with pytest.raises(KeyError, match="has no servers"):
+        Registry(plan_of(1)).begin(0, slots=[slot_of(3, 0)])
+
+
+def test_a_snapshot_stays_as_it_is_and_is_the_same_while_nothing_changes() -> None:
+    registry = begun()
+    before = registry.view
+
+    assert registry.view is before
+    registry.fail(0, 1, "dead")
+
+    assert before.groups[0].state is A
+    assert registry.view.epoch == before.epoch + 1
+
+
+def test_listeners_are_told_of_each_change_in_turn_and_may_cause_more() -> None:
+    registry = begun()
+    told: list[tuple[str, GroupState, GroupState]] = []
+
+    def first(before: GroupView, after: GroupView) -> None:
+        told.append(("first", before.state, after.state))
+        if after.state is X:
+            registry.claim(after.index)
+
+    registry.listen(first)
+    registry.listen(lambda before, after: told.append(("second", before.state, after.state)))
+    registry.fail(0, 1, "dead")
+
+    assert told == [("first", A, X), ("second", A, X), ("first", X, R), ("second", X, R)]
+
+
+def test_a_listener_that_fails_keeps_nobody_else_from_being_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    registry = begun()
+    told: list[GroupState] = []
+
+    def fails(before: GroupView, after: GroupView) -> None:
+        raise RuntimeError("a bug")
+
+    registry.listen(fails)
+    registry.listen(lambda before, after: told.append(after.state))
+    registry.fail(0, 1, "dead")
+
+    assert told == [X]
+    assert "a bug" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("ranks", "epochs", "synced"),
+    [
+        # nothing said: all that run
+        pytest.param(None, None, (0, 1), id="all"),
+        pytest.param({0, 1}, None, (0,), id="the ranks of one group"),
+        # a part of its ranks is not the group
+        pytest.param({0, 1, 2}, None, (0,), id="a part of another"),
+        pytest.param(None, {0: 1, 2: 1}, (0, 1), id="their incarnations"),
+        pytest.param(None, {0: 1, 2: 9}, (0,), id="another incarnation of one"),
+        # it came up after the caller had asked which there are
+        pytest.param(None, {0: 1}, (0,), id="one that the caller does not know"),
+    ],
+)
+def test_weights_are_those_of_the_groups_that_were_synced_whole(
+    ranks: set[int] | None, epochs: dict[int, int] | None, synced: tuple[int, ...]
+) -> None:
+    registry = begun(servers=2)
+
+    assert registry.weights_synced(3, ranks=ranks, epochs=epochs) == synced
+
+    assert registry.view.version == 3
+    for group in registry.view.groups:
+        is_synced = group.index in synced
+        assert group.state is (A if is_synced else S)
+        assert group.version == (3 if is_synced else 0)
+
+
+def test_no_listener_sees_old_weights_serve() -> None:
+    registry = begun(4)
+    seen: list[FleetView] = []
+    registry.listen(lambda before, after: seen.append(registry.view))
+
+    registry.weights_synced(1, ranks={0})
+
+    assert seen
+    for view in seen:
+        assert [group.index for group in view.serving] == [0]
+
+
+def test_ranks_without_weights_and_unknown_servers_are_refused_before_anything_changes() -> None:
+    registry = begun()
+    before = registry.view
+
+    with pytest.raises(KeyError, match=r"ranks \[5\] have no weights"):
+        registry.weights_synced(1, ranks={0, 5})
+    with pytest.raises(KeyError, match="rank 5 has no server"):
+        registry.weights_synced(1, epochs={5: 1})
+
+    assert registry.view is before
+
+
+def test_a_group_that_starts_meanwhile_is_not_synced() -> None:
+    registry = begun()
+    registry.fail(0, 1, "dead")
+    registry.claim(0)
+    epoch = registry.begin(0)
+
+    assert registry.weights_synced(1) == (1,)
+    registry.started(0, epoch, version=0)
+
+    assert registry.view.groups[0].state is S
+
+
+def test_training_metadata_names_what_can_take_weights_and_nothing_else() -> None:
+    registry = begun(4, servers=2)
+    registry.suspect(0, 1, "slow")
+    registry.weights_synced(1, ranks={0, 1, 4, 5})
+    registry.fail(4, 1, "dead")
+
+    metadata = registry.training_metadata()
+
+    assert metadata.mesh == ((0, 1), (2, 3), (6, 7))
+    assert metadata.weight_ranks == {0: (0, 1), 2: (2, 3), 6: (6, 7)}
+    assert set(metadata.urls) == set(metadata.epochs) == {0, 2, 6}
+    assert (metadata.epoch, metadata.version) == (registry.view.epoch, 1)
+
+
+ACTIONS = st.tuples(
+    st.sampled_from(
+        [
+            *("begin", "started", "suspect", "clear", "fail", "claim", "give_up", "retire"),
+            *("unreachable", "reachable", "weights"),
+        ]
+    ),
+    st.integers(0, 2),
+    st.integers(0, 4),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(ACTIONS, max_size=60))
+def test_whatever_is_called_only_legal_moves_happen(actions: list[tuple[str, int, int]]) -> None:
+    registry = Registry(plan_of(3))
+    moves: list[tuple[GroupView, GroupView]] = []
+    registry.listen(lambda before, after: moves.append((before, after)))
+    calls: dict[str, Callable[[int, int], object]] = {
+        "begin": lambda group, n: registry.begin(group),
+        "started": lambda group, n: registry.started(group, n, version=n % 2),
+        "suspect": lambda group, n: registry.suspect(group, n, "slow"),
+        "clear": registry.clear,
+        "fail": lambda group, n: registry.fail(group, n, "dead"),
+        "claim": lambda group, n: registry.claim(group),
+        "give_up": lambda group, n: registry.give_up(group, "no"),
+        "retire": lambda group, n: registry.retire(group, "enough"),
+        "unreachable": lambda group, n: registry.unreachable(group, n, "cut"),
+        "reachable": registry.reachable,
+        "weights": lambda group, n: registry.weights_synced(n % 3, ranks={group}),
+    }
+
+    for verb, group, n in actions:
+        before = registry.view
+        try:
+            calls[verb](group, n)
+        except IllegalTransition:
+            assert registry.view is before
+
+    for earlier, later in moves:
+        assert later.state is earlier.state or later.state in MOVES[earlier.state]
+        assert later.epoch >= earlier.epoch
+    for one in registry.view.groups:
+        # Only what has the fleet's weights serves.
+        assert (one.version == registry.view.version) or one.state not in SERVING
+        assert (one.version is not None) == (one.state in RUNNING - {G.STARTING})
