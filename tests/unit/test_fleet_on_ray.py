@@ -1,0 +1,110 @@
+"""Where the servers of a fleet are on a cluster, by nodes that a test moves."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tasks.fleet_on_ray import RayPlaces, bundles_of, moved, shape_of
+from tasks.fleet_plan import FleetPlan
+
+pytestmark = pytest.mark.asyncio
+
+TP16 = {
+    "backend": "sglang",
+    "model": "m",
+    "engines": 2,
+    "nodes_per_engine": 2,
+    "tensor_parallel": 16,
+    "placement": "ray",
+}
+CPU = {"backend": "command", "engines": 2, "command": ["serve", "${server.port}"]}
+
+
+class FakeNodes:
+    """Nodes whose ports are given out in order."""
+
+    def __init__(self, *hosts: str) -> None:
+        self.addresses = list(hosts)
+        self._ports = itertools.count(5000)
+
+    async def hosts(self) -> tuple[str, ...]:
+        return tuple(self.addresses)
+
+    async def free_ports(self, node: int, count: int) -> list[int]:
+        return [next(self._ports) for _ in range(count)]
+
+
+def plan_of(**fleet: Any) -> FleetPlan:
+    return FleetPlan(
+        run_id="a-run",
+        attempt=1,
+        fleet={**fleet, "placement": "ray"},
+        port=4000,
+        ports={},
+        ray="http://127.0.0.1:8265",
+        cwd=Path("/"),
+        directory=Path("/"),
+    )
+
+
+def places_of(nodes: FakeNodes, **fleet: Any) -> RayPlaces:
+    plan = plan_of(**fleet)
+    return RayPlaces(plan, plan.rollout({}), nodes)
+
+
+@pytest.mark.parametrize(
+    ("fleet", "nodes", "bundles"),
+    [
+        # eight GPUs of each node, with a CPU for the one server there
+        (TP16, 4, [{"CPU": 1.0, "GPU": 8.0}] * 4),
+        # servers that ask for no GPU
+        (CPU, 2, [{"CPU": 1.0}] * 2),
+    ],
+)
+async def test_a_bundle_is_what_the_servers_of_a_node_need(
+    fleet: dict[str, Any], nodes: int, bundles: list[dict[str, float]]
+) -> None:
+    plan = plan_of(**fleet)
+
+    assert bundles_of(shape_of(plan, plan.rollout({})), nodes) == bundles
+
+
+async def test_each_server_is_planned_at_its_nodes_address_and_a_port_of_its_own() -> None:
+    nodes = FakeNodes("10.0.0.1", "10.0.0.2", "10.0.0.3", "10.0.0.4")
+
+    plan = await places_of(nodes, **TP16).found()
+
+    assert [server.host for server in plan.servers] == nodes.addresses
+    assert len({server.port for server in plan.servers}) == 4
+    assert [engine.dist_init and engine.dist_init.split(":")[0] for engine in plan.engines] == [
+        "10.0.0.1",
+        "10.0.0.3",
+    ]
+
+
+async def test_a_group_that_was_moved_is_planned_where_it_is_now_and_no_other_moves() -> None:
+    nodes = FakeNodes("10.0.0.1", "10.0.0.2")
+    places = places_of(nodes, **CPU)
+    before = (await places.found()).servers
+    nodes.addresses[1] = "10.0.0.9"
+
+    [after] = await places.rebound(1)
+
+    assert after.host == "10.0.0.9"
+    assert after.port != before[1].port
+    [other] = [server for server in (await places.found()).engines[0].servers]
+    assert other.host == before[0].host
+
+
+async def test_a_server_whose_node_has_another_address_has_moved() -> None:
+    nodes = FakeNodes("10.0.0.1", "10.0.0.2")
+    servers = (await places_of(nodes, **CPU).found()).servers
+
+    assert moved(servers, ("10.0.0.1", "10.0.0.2")) == frozenset()
+    assert moved(servers, ("10.0.0.1", "10.0.0.9")) == {1}
+    # A node that is not there yet.
+    assert moved(servers, ("", "10.0.0.2")) == {0}
