@@ -33,8 +33,6 @@ from pydantic import Field
 from tenacity import RetryError
 
 TOKENIZER = Path(__file__).resolve().parent / "tokenizer"
-#: A server that refused its health check for so long is gone, not busy.
-INFERENCE_GONE_AFTER_S = 6.0
 SAY_EVERY_S = 2.0
 #: Stands, in `inference_logprobs`, where the policy did not generate the token.
 NO_LOG_PROB = 1.0
@@ -48,6 +46,10 @@ class CopyConfig(BaseEnvConfig):
     """Atropos' settings, and those of the task."""
 
     seed: int = Field(default=0, description="Of the prompts' digits")
+    gone_after_s: float = Field(
+        default=6.0,
+        description="A server that refused its health check for so many seconds is gone, not busy",
+    )
 
 
 class CopyEnvironment(BaseEnv):
@@ -144,9 +146,9 @@ class CopyEnvironment(BaseEnv):
         now_s = time.monotonic()
         if any(server.server_healthy for server in self.server.servers):
             self._inference_seen_at_s = now_s
-        elif now_s - self._inference_seen_at_s > INFERENCE_GONE_AFTER_S:
+        elif now_s - self._inference_seen_at_s > self.config.gone_after_s:
             url = self.server.servers[0].config.base_url
-            raise InferenceGone(f"no inference server at {url} for {INFERENCE_GONE_AFTER_S:g} s")
+            raise InferenceGone(f"no inference server at {url} for {self.config.gone_after_s:g} s")
 
     def _say_progress(self, mean_reward: float) -> None:
         now_s = time.monotonic()
