@@ -8,6 +8,7 @@ the request again.
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import socket
 import struct
@@ -26,7 +27,7 @@ from tasks.rollout.evidence import Silence
 from tasks.rollout.flights import EntrypointGone, Flights
 from tasks.rollout.line import Line
 from tasks.rollout.messages import answered, asked, session_of
-from tasks.rollout.refusals import Refusal, bad, lost, nobody
+from tasks.rollout.refusals import Refusal, bad, lost, nobody, overloaded
 from tasks.rollout.router import Entrypoint, NoEntrypoint, Router
 
 _log = logging.getLogger(__name__)
@@ -35,6 +36,8 @@ _log = logging.getLogger(__name__)
 _WHOLE_BYTES = 64 * 1024
 #: A server is said to work at most this often, however many pieces it sends.
 _GOOD_NEWS_EACH_S = 1.0
+#: What tells that this machine, not the server, is at its end.
+_SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.EADDRNOTAVAIL})
 #: What a client that is cut off has not read by then is lost.
 _LAST_WORDS_S = 5.0
 
@@ -74,6 +77,10 @@ class _NotBegun(Exception):
 
 class _Broken(Exception):
     """An answer that had begun did not come to its end."""
+
+
+class _OutOfSockets(Exception):
+    """No fault of the server's: this process has no socket left to ask it."""
 
 
 class Forwarder:
@@ -212,6 +219,8 @@ class _Passage:
         except _NotBegun as error:
             self._shared.failed(entrypoint, error.args[0])
             return None, error.args[0], self._body is not None or error.is_unsent
+        except _OutOfSockets as error:
+            return refused(overloaded(str(error))), "", False
         except _Broken as error:
             self._shared.failed(entrypoint, error.args[0])
             return await self._end(error.args[0]), "", False
@@ -244,6 +253,8 @@ class _Passage:
                     allow_redirects=False,
                 )
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+            if error.errno in _SHORTAGES:
+                raise _OutOfSockets(_said(error)) from error
             raise _NotBegun(Silence(f"no connection: {_said(error)}"), is_unsent=True) from error
         except (aiohttp.ClientConnectionError, OSError, TimeoutError) as error:
             raise _NotBegun(Silence(f"no answer: {_said(error)}")) from error

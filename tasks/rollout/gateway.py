@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 import socket
 
 from aiohttp import web
@@ -21,6 +22,8 @@ _log = logging.getLogger(__name__)
 _STOPPING = "the rollout fleet is being stopped"
 #: Connections that clients may have waiting to be taken.
 _BACKLOG = 4096
+#: Open files that are enough: a request takes one for its client and one for its server.
+_OPEN_FILES = 65536
 #: For what is cut when the gateway stops, in seconds.
 _CUT_WITHIN_S = 2.0
 
@@ -79,6 +82,7 @@ class Gateway:
         """
         if self._forwarder is not None:
             raise RuntimeError("the gateway was started before")
+        _allow_connections()
         self._forwarder = Forwarder(
             self._fleet.router,
             self._fleet,
@@ -150,3 +154,11 @@ class Gateway:
             self._under_way -= 1
             if not self._under_way:
                 self._idle.set()
+
+
+def _allow_connections() -> None:
+    """Raise the limit of open files, often 1,024, as far as this process may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

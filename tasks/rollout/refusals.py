@@ -52,6 +52,18 @@ def lost(message: str) -> Refusal:
     return Refusal(status=502, type="server_lost", message=message, is_retryable=True)
 
 
+def overloaded(message: str) -> Refusal:
+    """The gateway has no connection left for a request."""
+    remedy = "send fewer at once, or raise its limit of open files (ulimit -n)"
+    return Refusal(
+        status=503,
+        type="overloaded",
+        message=f"{message}: {remedy}",
+        is_retryable=True,
+        retry_after_s=1,
+    )
+
+
 def bad(message: str) -> Refusal:
     """The request itself has to be mended."""
     return Refusal(status=400, type="bad_request", message=message)

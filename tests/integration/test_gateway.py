@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import json
 import random
+import resource
 import socket
 import sys
 import time
@@ -648,6 +649,28 @@ async def test_while_the_fleet_drains_new_requests_are_refused_and_old_ones_end(
         assert (status, error["type"], error["retryable"]) == (503, "draining", True)
         assert await old == 0
         assert at.counted("begun", "new") == [0]
+
+
+async def test_a_gateway_without_a_socket_left_blames_no_server() -> None:
+    async with scene(1) as at:
+        reader, writer = await connected(at.gateway)
+        writer.write(b"GET /muster/health HTTP/1.1\r\nHost: me\r\n\r\n")
+        await reader.readuntil(b"}")  # it has taken the connection
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        with socket.socket() as probe:
+            free = probe.fileno()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+        try:
+            writer.write(b"GET /x HTTP/1.1\r\nHost: me\r\n\r\n")
+            head = await reader.readuntil(b"\r\n\r\n")
+            body = await reader.readuntil(b"}}")
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        writer.close()
+
+        assert head.startswith(b"HTTP/1.1 503 ")
+        assert b'"overloaded"' in body and b"ulimit -n" in body
+        assert not at.fleet.failures
 
 
 async def test_a_client_that_leaves_takes_its_request_with_it() -> None:
