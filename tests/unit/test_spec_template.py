@@ -74,10 +74,39 @@ def test_step_counts_are_known_where_they_are_set() -> None:
     )
 
 
-def test_a_fleet_has_a_gateway() -> None:
-    fleet = {"backend": "command", "command": ["serve", "${server.port}"]}
+FLEET = {"backend": "command", "command": ["serve", "--port", "${server.port}"]}
 
-    assert "rollout.url" in names_known(spec_of(components={"rollout": fleet}))
+
+def test_a_fleet_has_a_gateway_whose_port_is_held_though_nobody_names_it() -> None:
+    spec = spec_of(components={"rollout": FLEET})
+
+    assert "rollout.url" in names_known(spec)
+    assert ports_needed(spec) == ("rollout.port",)
+
+
+def test_texts_of_a_fleet_know_the_run_and_leave_the_servers_names_to_it() -> None:
+    fleet = {
+        **FLEET,
+        "args": ["--out", "${run.dir}/${server.rank}", "$${HOME}"],
+        "env": {"PEER": "${api.port}"},
+    }
+    spec = spec_of(components={"api": {"command": ["a"]}, "rollout": fleet})
+
+    filled = resolve(spec, {"run.dir": "/runs/x", "api.port": "15000"}).fleet
+
+    assert template_faults(spec) == ()
+    assert filled is not None
+    assert filled.command == ("serve", "--port", "${server.port}")
+    # The fleet fills texts in once more, for each server.
+    assert filled.args == ("--out", "/runs/x/${server.rank}", "$${HOME}")
+    assert filled.env == {"PEER": "15000"}
+
+
+def test_a_name_that_neither_the_run_nor_a_fleet_knows_is_a_fault() -> None:
+    [fault] = faults_of(spec_of(components={"rollout": {**FLEET, "args": ["${api.port}"]}}))
+
+    assert fault.path == "components.rollout.args.0"
+    assert fault.problem == "unknown name `${api.port}`"
 
 
 @pytest.mark.parametrize(
