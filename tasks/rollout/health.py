@@ -144,7 +144,7 @@ class Health:
         """A request failed there in a way that tells of the server: never a 4xx."""
         watch = self._watch_of(rank, epoch)
         threshold = self._settings.misses
-        if watch is None or self._is_resting or not threshold:
+        if watch is None or watch.question is None or self._is_resting or not threshold:
             return
         before = watch.evidence
         watch.evidence = before.after_request(why, threshold=threshold)
@@ -172,7 +172,7 @@ class Health:
     async def stop(self) -> None:
         """Nothing is watched any more, at once; what is watched later is asked periodically."""
         self._is_resting = False
-        tasks = [watch.task for watch in self._watches.values() if watch.task]
+        tasks = [watch.task for watch in self._watches.values() if watch.task is not None]
         for rank in list(self._watches):
             self._forget(rank)
         if tasks:
@@ -188,9 +188,11 @@ class Health:
             watch.task = asyncio.create_task(self._ask_for_ever(watch, first_s), name=name)
 
     def _end(self, watch: _Watch) -> None:
-        if watch.task is not None:
+        # A task that cancels itself may lose that to a timeout that it enters next; this one sees
+        # by itself that its server is not watched any more.
+        if watch.task is not None and watch.task is not asyncio.current_task():
             watch.task.cancel()
-            watch.task = None
+        watch.task = None
 
     def _forget(self, rank: int) -> None:
         watch = self._watches.pop(rank, None)
@@ -209,7 +211,7 @@ class Health:
         # Those that began together are spread by one shorter pause, since a longer one would put
         # off the detection.
         spread_s = interval_s * self._random.uniform(0.5, 1.0)
-        while True:
+        while self._is_watched(watch):
             if await self._until(watch, next_s):
                 next_s = max(next_s + spread_s, self._clock.monotonic_s())
                 spread_s = interval_s

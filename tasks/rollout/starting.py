@@ -120,6 +120,10 @@ class Starter:
         async with asyncio.TaskGroup() as tasks:
             for slot in servers:
                 tasks.create_task(self._serve(slot, epoch))
+        for slot in servers:
+            # One that nobody asks anything may have gone without a word.
+            if not self._host.is_alive(slot.rank):
+                self._registry.fail(slot.rank, epoch, f"rank {slot.rank}: its process does not run")
         self._registry.started(group, epoch, version=_FIRST_VERSION)
         self._health.watch(group, epoch)
 

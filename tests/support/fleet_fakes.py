@@ -88,9 +88,9 @@ class FakeServer:
     answers: str = "yes"
     #: The same, asked from its own machine; lost: that cannot be asked.
     at_home: str = "yes"
-    #: From its start to its first yes.
+    #: From its next start to its first yes.
     loads_for_s: float = 0.0
-    started_s: float = 0.0
+    ready_s: float = 0.0
     #: Of its process; a stop of it hangs.
     is_stuck: bool = False
     #: Why its next starts fail, one after the other; empty: a start succeeds.
@@ -134,11 +134,12 @@ class FakeHost:
         if server.start_errors:
             raise StartFailed(server.start_errors.pop(0))
         self.slots[slot.rank] = slot
-        server.epoch, server.is_alive, server.started_s = epoch, True, now_s()
+        server.epoch, server.is_alive = epoch, True
+        server.ready_s = now_s() + server.loads_for_s
         server.answers = server.at_home = "yes"
         if slot.port in self.foreign_ports:
             asyncio.get_running_loop().call_later(
-                0.05, lambda: self.die(slot.rank, "exit 1", is_port_conflict=True)
+                0.0005, lambda: self.die(slot.rank, "exit 1", is_port_conflict=True)
             )
         if server.dies_after_s:
             after_s = server.dies_after_s.pop(0)
@@ -221,7 +222,7 @@ async def _answer(server: FakeServer, behaviour: str, timeout_s: float) -> str |
         await asyncio.sleep(timeout_s)
         return Silence(f"no answer within {timeout_s:g} s")
     await asyncio.sleep(0.001)
-    if behaviour == "503" or now_s() < server.started_s + server.loads_for_s:
+    if behaviour == "503" or now_s() < server.ready_s:
         return "503 Scheduler is dead"
     return None
 

@@ -256,6 +256,22 @@ def test_a_group_that_never_generates_fails_in_time_and_says_what_it_answered() 
     )
 
 
+def test_a_group_does_not_serve_with_a_server_that_went_without_a_word_while_it_started() -> None:
+    async def history() -> Stage:
+        stage = Stage(plan_of(1, servers=2))
+        await stage.fleet.start()
+        stage.host[0].loads_for_s = 10.0
+        stage.host.die(0)
+        await stage.until(lambda: stage.host[1].is_alive)
+        stage.host[1].is_alive = False
+        await stage.until(lambda: len(stage.told("rollout.recovery.ended")) == 2)
+        return stage
+
+    ended = run(history()).told("rollout.recovery.ended")
+
+    assert [one["message"] for one in ended] == ["rank 1: its process does not run", ""]
+
+
 def test_what_could_not_be_ended_keeps_its_group_from_starting_and_is_ended_again() -> None:
     async def history() -> Stage:
         stage = Stage(plan_of(2, servers=2))
