@@ -262,7 +262,7 @@ def test_a_group_does_not_serve_with_a_server_that_went_without_a_word_while_it_
         await stage.fleet.start()
         stage.host[0].loads_for_s = 10.0
         stage.host.die(0)
-        await stage.until(lambda: stage.host[1].is_alive)
+        await stage.until(lambda: stage.host[1].epoch == 2)
         stage.host[1].is_alive = False
         await stage.until(lambda: len(stage.told("rollout.recovery.ended")) == 2)
         return stage
