@@ -19,7 +19,7 @@ export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export RAY_USAGE_STATS_ENABLED := 0
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help install train test thorough faults soak ray-kills gang-storm up down bench verl-check backends-check constraints
+.PHONY: help install train test thorough faults soak ray-kills gang-storm fleet-chaos up down bench verl-check backends-check constraints
 
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -95,6 +95,9 @@ ray-kills: install  ## flow processes of Ray jobs, killed at random [ARGS='--run
 
 gang-storm: install  ## the gang queue under kills, cancels and requeues [ARGS='--runs 100 --only NAME']
 	@exec $(PY) -m tests.faults.gang_storm $(ARGS)
+
+fleet-chaos: install  ## a rollout fleet under faults drawn at random [ARGS='--minutes 10 --seed 1']
+	@exec $(PY) -m tests.faults.fleet_chaos $(ARGS)
 
 up: install  ## start the lasting stack: Prefect, Ray, pool, worker, deployments [PORT=n] [GPUS=2x8]
 	@exec $(PY) -m deployments.stack up $(if $(PORT),--port $(PORT)) $(if $(GPUS),--gpus $(GPUS))
