@@ -184,8 +184,9 @@ class Chaos:
             kind = self.random.choice(_FAULTS)
             if server["state"] in ("starting", "recovering", "inactive") and kind != "kill":
                 continue
+            at = time.time()
             if await self._do(kind, server):
-                self.faults.append((time.time(), server["rank"], kind))
+                self.faults.append((at, server["rank"], kind))
 
     async def _do(self, kind: str, server: dict[str, Any]) -> bool:
         """Whether it could be done."""
@@ -295,12 +296,12 @@ def judge(chaos: Chaos, ledger: Path, events: Path) -> Judgement:
 
 
 def _restarts(events: Path) -> list[tuple[float, int, str]]:
-    """When a recovery began, of which rank, and why."""
+    """When a recovery began, of which rank, and why; without its further tries."""
     lines = [json.loads(line) for line in events.read_text().splitlines()]
     return [
         (line["at"], rank, line["cause"])
         for line in lines
-        if line["event"] == "rollout.recovery.begun"
+        if line["event"] == "rollout.recovery.begun" and line["try"] == 1
         for rank in line["ranks"]
     ]
 
