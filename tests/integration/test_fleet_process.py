@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -116,14 +117,14 @@ class FleetProcess:
 
     def until_ready(self, epoch: int = 1) -> dict[str, Any]:
         """The fleet, once every engine serves and one of them is of this incarnation."""
-        wait_until(lambda: self._is_ready(epoch), f"the fleet serves; its log: {self._tail()}")
+        wait_until(lambda: self._is_ready(epoch), f"the fleet serves; its log: {self.tail()}")
         return self.snapshot()
 
     def _is_ready(self, epoch: int) -> bool:
         seen = self.snapshot()
         return bool(seen.get("ready")) and max(one["epoch"] for one in seen["groups"]) >= epoch
 
-    def _tail(self) -> str:
+    def tail(self) -> str:
         with suppress(OSError):
             return self.log[-2000:]
         return ""
@@ -286,7 +287,7 @@ def test_a_gateway_that_others_reach_wants_its_token_for_all_but_its_life(
 
 def test_it_can_be_told_to_end_while_servers_load(fleet: FleetProcess) -> None:
     fleet.start(fleet.plan(fleet={"command": [*COMMAND, "--up-after-s", "600"]}))
-    wait_until(lambda: "server.started rank=1" in fleet._tail(), "both are started")
+    wait_until(lambda: "server.started rank=1" in fleet.tail(), "both are started")
 
     assert fleet.process is not None
     fleet.process.send_signal(signal.SIGTERM)
@@ -304,6 +305,55 @@ def test_a_killed_process_leaves_no_server_and_none_of_their_children(
     fleet.end()
 
     wait_until(lambda: not any(map(is_alive, servers)), "their guardians end them")
+
+
+@pytest.mark.parametrize(
+    "moment",
+    [
+        "gateway on",
+        "server.started rank=0",
+        "server.started rank=1",
+        "after=active",
+        # of a recovery, for which a server is killed first
+        "recovery.begun",
+    ],
+)
+def test_a_process_that_is_killed_at_this_moment_leaves_nothing(
+    fleet: FleetProcess, moment: str
+) -> None:
+    fleet.start(fleet.plan(fleet={"command": WITH_A_DAEMON}))
+    if moment == "recovery.begun":
+        fleet.until_ready()
+        os.kill(fleet.pids()[0], signal.SIGKILL)
+
+    wait_until(lambda: moment in fleet.tail(), moment)
+    fleet.end()
+
+    # The fixture waits until nothing is left.
+
+
+def test_a_request_under_way_at_the_end_is_answered_with_an_error_to_try_again_on(
+    fleet: FleetProcess,
+) -> None:
+    fleet.start(fleet.plan())
+    for server in fleet.until_ready()["servers"]:
+        order = {"kind": "hang"}
+        httpx.post(f"{server['url']}/misbehave", json=order, trust_env=False, timeout=DEADLINE_S)
+    url = f"http://127.0.0.1:{fleet.port}/generate"
+
+    with ThreadPoolExecutor() as pool:
+        asked = pool.submit(httpx.post, url, json={}, trust_env=False, timeout=DEADLINE_S)
+        wait_until(
+            lambda: any(server["outstanding"] for server in fleet.snapshot()["servers"]),
+            "a server has it",
+        )
+        assert fleet.process is not None
+        fleet.process.send_signal(signal.SIGTERM)
+        answer = asked.result()
+
+    assert answer.status_code in (502, 503)
+    assert answer.json()["error"]
+    assert fleet.wait() == 0
 
 
 def test_a_killed_component_guardian_takes_the_whole_fleet_with_it(
