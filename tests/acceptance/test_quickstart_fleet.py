@@ -20,6 +20,8 @@ from tasks.supervise.ports import listeners
 from tests.acceptance.conftest import Run, until
 
 ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.slow
+
 #: Between two kills.
 EVERY_S = 2.0
 
@@ -173,6 +175,28 @@ def test_a_fleet_whose_process_is_killed_ends_the_run_and_its_servers(
     assert (failure["component"], failure["signal"]) == ("rollout", "SIGKILL")
     assert run.pids() == []
     assert list((run.home / "live").iterdir()) == []
+
+
+@pytest.mark.timeout(300)
+def test_the_next_attempt_has_a_fleet_of_its_own_with_the_weights_of_the_checkpoint(
+    start_run: Callable[..., Run], quickstart: dict[str, Any]
+) -> None:
+    quickstart["retry"] = {"UNKNOWN": {"attempts": 2, "delay_s": 0.1, "max_delay_s": 0.1}}
+    run = start_run(quickstart)
+    first = run.directory / "attempt-01"
+    until((first / "checkpoints" / "latest").exists, "there is a checkpoint")
+
+    os.kill(run.record()["attempts"][0]["components"]["rollout"]["pid"], signal.SIGKILL)
+
+    assert run.wait(240) == 0, run.text()
+    second = run.record()["attempts"][1]
+    assert second["state"] == "completed"
+    assert "checkpoints" in second["resume_from"]
+    metrics = (run.directory / "attempt-02" / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(metrics[-1])["reward"] > 0.9
+    pushed = [event["version"] for event in run.events(2) if event["event"] == "rollout.weights"]
+    assert pushed[0] >= 10, "before the trainer asks for a batch"
+    assert run.pids() == []
 
 
 def test_a_killed_flow_process_leaves_no_server(

@@ -310,10 +310,10 @@ def test_a_killed_process_leaves_no_server_and_none_of_their_children(
 @pytest.mark.parametrize(
     "moment",
     [
-        "gateway on",
+        pytest.param("gateway on", marks=pytest.mark.thorough),
         "server.started rank=0",
-        "server.started rank=1",
-        "after=active",
+        pytest.param("server.started rank=1", marks=pytest.mark.thorough),
+        pytest.param("after=active", marks=pytest.mark.thorough),
         # of a recovery, for which a server is killed first
         "recovery.begun",
     ],
