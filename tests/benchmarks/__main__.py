@@ -29,6 +29,7 @@ NAMES = (
     "capacity",
     "release",
     "gateway",
+    "fleet",
 )
 #: They run real flows; one server is enough for all.
 _NEED_SERVER = frozenset({"crash", "readiness", "overhead", "nodes", "jobs"})
