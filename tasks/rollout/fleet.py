@@ -82,6 +82,8 @@ class Fleet:
         self._starts: list[asyncio.Task[None]] = []
         self._failed_starts: Counter[int] = Counter()
         self._last_words: dict[int, str] = {}
+        #: By rank, what the router has.
+        self._entrypoints: dict[int, Entrypoint] = {}
 
         self.registry.listen(self._route)
         self._health = Health(
@@ -279,19 +281,19 @@ class Fleet:
 
     def _route(self, before: GroupView, after: GroupView) -> None:
         view = self.registry.view
+        for rank in after.ranks:
+            slot = view.servers[rank]
+            self._entrypoints.pop(rank, None)
+            if slot.is_entrypoint and view.groups[after.index].routes(rank):
+                self._entrypoints[rank] = Entrypoint(
+                    rank=rank,
+                    epoch=after.epoch,
+                    url=slot.url or "",
+                    is_preferred=after.state is GroupState.ACTIVE,
+                )
         if self._phase != "stopping":
-            self.router.set(
-                (
-                    Entrypoint(
-                        rank=slot.rank,
-                        epoch=view.groups[slot.engine].epoch,
-                        url=slot.url or "",
-                        is_preferred=view.groups[slot.engine].state is GroupState.ACTIVE,
-                    )
-                    for slot in view.entrypoints
-                ),
-                why_none=why_none(view),
-            )
+            reason = "" if self._entrypoints else why_none(view)
+            self.router.set(self._entrypoints.values(), why_none=reason)
         if before.state is not after.state:
             self._emit(
                 "rollout.group.state",

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass, field
+from enum import Enum
 from random import Random
 
 from tasks.rollout.clock import Clock, within
@@ -36,6 +37,16 @@ _NO_TOKEN = (
     "this backend has no question that generates a token: an engine that is dead behind a live "
     "HTTP server is not seen"
 )
+
+
+class _AtHome(Enum):
+    """What a silent server says to its own machine."""
+
+    YES = "yes"
+    #: It does not answer there either.
+    NO = "no"
+    #: Its machine cannot be asked.
+    UNKNOWN = "unknown"
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -134,11 +145,10 @@ class Health:
     async def sweep(self) -> None:
         """Ask every server that runs once, side by side: one bad answer is enough.
 
-        Only while it rests. It takes as long as the slowest answer, and where one is missing, as
-        long again to ask that server from its own machine.
+        Only while it rests. It takes as long as the slowest answer, at most the timeout.
         """
         watches = list(self._watches.values())
-        await asyncio.gather(*(self._look(watch, is_last_word=True) for watch in watches))
+        await asyncio.gather(*(self._look_safely(watch, is_last_word=True) for watch in watches))
 
     def note_failure(self, rank: int, epoch: int, why: str) -> None:
         """A request failed there in a way that tells of the server: never a 4xx."""
@@ -215,10 +225,7 @@ class Health:
             if await self._until(watch, next_s):
                 next_s = max(next_s + spread_s, self._clock.monotonic_s())
                 spread_s = interval_s
-            try:
-                await self._look(watch)
-            except Exception:
-                _log.exception("rank %d, epoch %d: not asked", watch.slot.rank, watch.epoch)
+            await self._look_safely(watch)
             if watch.slot.rank in self._cut.ranks:
                 next_s = min(next_s, self._clock.monotonic_s() + _CUT_EVERY_S)
 
@@ -238,7 +245,14 @@ class Health:
             watch.urgent.clear()
         return False
 
-    async def _look(self, watch: _Watch, *, is_last_word: bool = False) -> None:
+    async def _look_safely(self, watch: _Watch, *, is_last_word: bool = False) -> None:
+        """A fault of our own says nothing about the server."""
+        try:
+            await self._look(watch, is_last_word=is_last_word)
+        except Exception:
+            _log.exception("rank %d, epoch %d: not asked", watch.slot.rank, watch.epoch)
+
+    async def _look(self, watch: _Watch, *, is_last_word: bool) -> None:
         """Ask once, and act on what follows.
 
         Args:
@@ -251,47 +265,74 @@ class Health:
             return
         if watch.question is None or watch.slot.url is None:
             return
-        reason = await self._prober.ask(watch.slot.url, watch.question, self._settings.timeout_s)
-        if not self._is_watched(watch):
-            return
-        if reason is None:
-            watch.evidence = watch.evidence.after_yes()
-            self._registry.reachable(rank, epoch)
-            self._registry.clear(rank, epoch)
-            self._cut.over(rank)
-            return
-        before, is_excused = watch.evidence, watch.answered_s >= began_s and not is_last_word
+        probe = asyncio.ensure_future(
+            self._prober.ask(watch.slot.url, watch.question, self._settings.timeout_s)
+        )
+        home: asyncio.Task[_AtHome] | None = None
+        try:
+            if is_last_word or watch.evidence.misses + 1 >= self._settings.misses:
+                # Late enough to be rare, soon enough that both answers are there in one timeout.
+                await asyncio.wait({probe}, timeout=self._settings.timeout_s / 2)
+                if not probe.done():
+                    home = asyncio.create_task(self._ask_at_home(watch, watch.question))
+            reason = await probe
+            if not self._is_watched(watch):
+                return
+            if reason is None:
+                self._note_yes(watch)
+            elif self._note_no(watch, reason, began_s, is_last_word) is Verdict.SILENT:
+                # No request is sent there while it is asked at home.
+                self._registry.unreachable(rank, epoch, reason)
+                self._judge_silence(
+                    watch, reason, await (home or self._ask_at_home(watch, watch.question))
+                )
+        finally:
+            probe.cancel()
+            if home is not None:
+                home.cancel()
+
+    def _note_yes(self, watch: _Watch) -> None:
+        watch.evidence = watch.evidence.after_yes()
+        self._registry.reachable(watch.slot.rank, watch.epoch)
+        self._registry.clear(watch.slot.rank, watch.epoch)
+        self._cut.over(watch.slot.rank)
+
+    def _note_no(self, watch: _Watch, reason: str, began_s: float, is_last_word: bool) -> Verdict:
+        rank, epoch, before = watch.slot.rank, watch.epoch, watch.evidence
+        is_excused = watch.answered_s >= began_s and not is_last_word
         watch.evidence = before.after_probe(reason, is_excused=is_excused)
         if watch.evidence is before:
-            return
+            return Verdict.WELL
         self._tell_miss(watch)
         verdict = watch.evidence.verdict(1 if is_last_word else self._settings.misses)
         if verdict is Verdict.SUSPECT:
             self._registry.suspect(rank, epoch, reason)
         elif verdict is Verdict.SICK:
             self._fail(watch, f"rank {rank} does not work: {reason}")
-        elif verdict is Verdict.SILENT:
-            await self._ask_at_home(watch, watch.question, reason)
+        return verdict
 
-    async def _ask_at_home(self, watch: _Watch, question: Ask, reason: str) -> None:
-        """A server is silent: it has failed, unless it works and the network is to blame.
-
-        No request is sent there meanwhile.
-        """
-        rank, epoch, timeout_s = watch.slot.rank, watch.epoch, self._settings.timeout_s
-        self._registry.unreachable(rank, epoch, reason)
+    async def _ask_at_home(self, watch: _Watch, question: Ask) -> _AtHome:
+        """The same question to a server that is silent, from its own machine."""
+        timeout_s = self._settings.timeout_s / 2
         try:
-            at_home = await within(
-                timeout_s + _HOST_EXTRA_S, self._host.ask(rank, question, timeout_s)
+            answer = await within(
+                timeout_s + _HOST_EXTRA_S, self._host.ask(watch.slot.rank, question, timeout_s)
             )
-            is_known = True
-        except (LostContact, TimeoutError) as error:
-            at_home, is_known = str(error), False
+        except (LostContact, TimeoutError):
+            return _AtHome.UNKNOWN
+        except Exception:
+            _log.exception("rank %d: not asked from its own machine", watch.slot.rank)
+            return _AtHome.UNKNOWN
+        return _AtHome.YES if answer is None else _AtHome.NO
+
+    def _judge_silence(self, watch: _Watch, reason: str, at_home: _AtHome) -> None:
+        """A server that is silent has failed, unless it works and the network is to blame."""
+        rank = watch.slot.rank
         if not self._is_watched(watch):
             return
-        if at_home is None:
+        if at_home is _AtHome.YES:
             self._cut.begun(rank, f"rank {rank} works and cannot be reached: {reason}")
-        elif not is_known and self._are_most_silent():
+        elif at_home is _AtHome.UNKNOWN and self._are_most_silent():
             why = f"rank {rank} and most others cannot be reached, nor their machines: {reason}"
             self._cut.begun(rank, why)
         else:

@@ -214,7 +214,8 @@ class Recovery:
                 self._pay(case)
         except Exception as error:
             _log.exception("group %d is given up", case.group)
-            self._registry.retire(case.group, f"its recovery broke: {error!r}")
+            if not self._is_retired(case):
+                self._registry.retire(case.group, f"its recovery broke: {error!r}")
         self._close(case)
 
     async def _take_down(self, case: _Case) -> None:

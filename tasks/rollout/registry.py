@@ -14,6 +14,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from tasks.rollout.states import MOVES, GroupState
 from tasks.rollout.topology import ServerSlot, TopologyPlan
@@ -72,6 +73,9 @@ class Registry:
         self._version = 0
         self._epoch = 0
         self._view: FleetView | None = None
+        #: What the view is made of, kept: of a thousand groups one changes at a time.
+        self._views = [group.view() for group in self._groups]
+        self._slots: Mapping[int, ServerSlot] = MappingProxyType(dict(self._servers))
         self._listeners: list[Listener] = []
         self._untold: deque[tuple[GroupView, GroupView]] = deque()
         self._is_telling = False
@@ -83,8 +87,8 @@ class Registry:
             self._view = FleetView(
                 epoch=self._epoch,
                 version=self._version,
-                groups=tuple(group.view() for group in self._groups),
-                servers=dict(self._servers),
+                groups=tuple(self._views),
+                servers=self._slots,
             )
         return self._view
 
@@ -110,7 +114,9 @@ class Registry:
 
     def training_metadata(self) -> TrainingMetadata:
         """Everything for one sync of the weights, of this moment."""
-        able = [one for one in self._groups if one.state in _CAN_TAKE_WEIGHTS]
+        able = [
+            one for one in self._groups if one.state in _CAN_TAKE_WEIGHTS and not one.unreachable
+        ]
         updated = [
             self._servers[rank]
             for group in able
@@ -139,14 +145,14 @@ class Registry:
             raise IllegalTransition(f"{_named(one)} is {one.state.value}: nothing can begin there")
         if slots is not None and tuple(slot.rank for slot in slots) != one.ranks:
             raise KeyError(f"{_named(one)} has no servers {[slot.rank for slot in slots]}")
-        before = one.view()
         if slots is not None:
             self._servers.update({slot.rank: slot for slot in slots})
+            self._slots = MappingProxyType(dict(self._servers))
         one.epoch += 1
         one.is_begun = True
         one.version = None
         one.recoveries += one.state is GroupState.RECOVERING
-        self._changed(one, before)
+        self._changed(one)
         return one.epoch
 
     def started(self, group: int, epoch: int, *, version: int) -> bool:
@@ -229,6 +235,7 @@ class Registry:
 
         Args:
             ranks: whose weights were replaced; None: those of all groups that can take weights.
+                A group that cannot be reached is not among these unless `epochs` names it.
             epochs: by server, which incarnation was synced; a group with another one, or that is
                 not in it, was not. None: the one that runs now.
 
@@ -248,7 +255,6 @@ class Registry:
         self._version = version
         self._epoch += 1
         self._view = None
-        befores = [group.view() for group in self._groups]
         for group in self._groups:
             if group.index in synced:
                 group.version = version
@@ -261,8 +267,8 @@ class Registry:
             if to is not group.state:
                 self._require(group, to)
                 group.state, group.suspects = to, frozenset()
-        for group, before in zip(self._groups, befores, strict=True):
-            self._note(group, before)
+        for group in self._groups:
+            self._note(group)
         self._tell()
         return synced
 
@@ -275,7 +281,9 @@ class Registry:
         slots = [slot for rank in group.ranks if (slot := self._servers[rank]).weight_ranks]
         if ranks is not None and not all(set(slot.weight_ranks) <= set(ranks) for slot in slots):
             return False
-        return epochs is None or all(epochs.get(slot.rank) == group.epoch for slot in slots)
+        if epochs is None:
+            return not group.unreachable
+        return all(epochs.get(slot.rank) == group.epoch for slot in slots)
 
     def _get(self, group: int) -> _Group:
         if not 0 <= group < len(self._groups):
@@ -287,13 +295,12 @@ class Registry:
         if not _is_current(one, epoch):
             return False
         if (rank not in one.unreachable) is not is_reachable:
-            before = one.view()
             one.unreachable = one.unreachable - {rank} if is_reachable else one.unreachable | {rank}
             if not is_reachable:
                 one.cause = why
             elif not one.unreachable and one.state is not GroupState.SUSPECT:
                 one.cause = ""
-            self._changed(one, before)
+            self._changed(one)
         return True
 
     def _require(self, one: _Group, state: GroupState) -> None:
@@ -312,7 +319,6 @@ class Registry:
         version: int | None = None,
     ) -> None:
         self._require(one, state)
-        before = one.view()
         one.state = state
         one.cause = one.cause if cause is None else cause
         one.version = one.version if version is None else version
@@ -320,15 +326,16 @@ class Registry:
             one.is_begun = False
             one.version = None
             one.suspects = one.unreachable = frozenset()
-        self._changed(one, before)
+        self._changed(one)
 
-    def _changed(self, one: _Group, before: GroupView) -> None:
-        self._note(one, before)
+    def _changed(self, one: _Group) -> None:
+        self._note(one)
         self._tell()
 
-    def _note(self, one: _Group, before: GroupView) -> None:
-        after = one.view()
+    def _note(self, one: _Group) -> None:
+        before, after = self._views[one.index], one.view()
         if after != before:
+            self._views[one.index] = after
             self._epoch += 1
             self._view = None
             self._untold.append((before, after))

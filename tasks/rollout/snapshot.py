@@ -11,6 +11,9 @@ from tasks.rollout.router import Router
 from tasks.rollout.states import GroupState
 from tasks.rollout.views import FleetView, TrainingMetadata
 
+#: Groups whose causes are told where the fleet cannot go on.
+_CAUSES = 8
+
 
 def breach(view: FleetView, *, min_active: int | None, is_guarded: bool) -> str:
     """Why the fleet cannot go on, as one line; empty: it can.
@@ -22,14 +25,11 @@ def breach(view: FleetView, *, min_active: int | None, is_guarded: bool) -> str:
     """
     left = [group for group in view.groups if group.state is not GroupState.RETIRED]
     total, needed = len(view.groups), max(1, min_active or 0)
-    causes = "; ".join(
-        f"ranks {_listed(one.ranks)}: {one.cause}" for one in view.groups if one.cause
-    )
     if len(left) < needed:
-        return f"{len(left)} of {total} engines are left, {needed} are needed: {causes}"
+        return f"{len(left)} of {total} engines are left, {needed} are needed: {_causes(view)}"
     serving = len(view.serving)
     if is_guarded and min_active is not None and serving < min_active:
-        return f"{serving} of {total} engines serve, min_active is {min_active}: {causes}"
+        return f"{serving} of {total} engines serve, min_active is {min_active}: {_causes(view)}"
     return ""
 
 
@@ -106,6 +106,12 @@ def snapshot(
         ],
         "training": as_json(registry.training_metadata()),
     }
+
+
+def _causes(view: FleetView) -> str:
+    named = [f"ranks {_listed(one.ranks)}: {one.cause}" for one in view.groups if one.cause]
+    more = f"; and {len(named) - _CAUSES} more" if len(named) > _CAUSES else ""
+    return "; ".join(named[:_CAUSES]) + more
 
 
 def _word(state: GroupState, is_unreachable: bool) -> str:

@@ -39,6 +39,10 @@ class GroupView:
     def is_running(self) -> bool:
         return self.state in RUNNING
 
+    def routes(self, rank: int) -> bool:
+        """Whether requests may be sent to this server of it, if it is an entrypoint."""
+        return self.state in SERVING and rank not in self.unreachable
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetView:
@@ -66,9 +70,7 @@ class FleetView:
         return tuple(
             slot
             for slot in self.servers.values()
-            if slot.is_entrypoint
-            and self.groups[slot.engine].is_serving
-            and slot.rank not in self.groups[slot.engine].unreachable
+            if slot.is_entrypoint and self.groups[slot.engine].routes(slot.rank)
         )
 
 

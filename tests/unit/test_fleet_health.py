@@ -364,6 +364,9 @@ def test_a_fault_of_our_own_ends_no_watch(
         assert stage.states() == [A, A]
         hang(stage, 0)
         await stage.until_out()
+        await stage.until_active()
+        monkeypatch.setattr(stage.prober, "ask", _breaks)
+        assert (await stage.fleet.barrier())["failed"] == []
         return stage
 
     run(history())

@@ -264,6 +264,18 @@ def test_a_group_that_starts_meanwhile_is_not_synced() -> None:
     assert registry.view.groups[0].state is S
 
 
+def test_a_group_that_cannot_be_reached_is_not_synced_and_does_not_serve_when_it_is_back() -> None:
+    registry = begun()
+    registry.unreachable(0, 1, "no answer")
+
+    assert registry.training_metadata().mesh == ((1,),)
+    assert registry.weights_synced(1) == (1,)
+    registry.reachable(0, 1)
+
+    assert registry.view.groups[0].state is S
+    assert [slot.rank for slot in registry.view.entrypoints] == [1]
+
+
 def test_training_metadata_names_what_can_take_weights_and_nothing_else() -> None:
     registry = begun(4, servers=2)
     registry.suspect(0, 1, "slow")
