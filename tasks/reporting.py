@@ -32,7 +32,8 @@ from prefect.client.schemas.filters import (
 )
 from prefect.states import Running
 
-from tasks.fleet_events import FleetWords, RecoveryRuns
+from tasks.fleet_events import FleetWords
+from tasks.fleet_recoveries import RecoveryRuns
 from tasks.run.attempts import table_of
 from tasks.run.events import Event
 from tasks.session import RunSession, event_listeners
