@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tasks.fleet_plan import SERVERS_ENV, TOKEN_ENV, FleetPlan
+from tasks.fleet_plan import COMPONENT, LOOPBACK, SERVERS_ENV, TOKEN_ENV, FleetPlan
 from tasks.rollout.access import is_loopback
 from tasks.rollout.addresses import Addresses, nodes_needed, ports_needed
 from tasks.rollout.building import build
@@ -21,15 +21,13 @@ from tasks.supervise.containment import Containment, Level
 from tasks.supervise.plan import ComponentPlan
 from tasks.supervise.process import Command
 
-NAME = "rollout"
 #: Of names of ports: `rollout.ports.server.0`.
-_PORTS = f"{NAME}.ports."
-_PORT = f"{NAME}.port"
-LOOPBACK = "127.0.0.1"
+_PORTS = f"{COMPONENT}.ports."
+_PORT = f"{COMPONENT}.port"
 #: What the fleet's process needs after its servers' grace period, for what has to be killed.
 STOP_MARGIN_S = 30.0
-#: What its start needs beside that of a server.
-_START_MARGIN_S = 60.0
+#: What its start needs beside that of a server; on Ray it may wait for room first.
+_START_MARGIN_S, _RAY_MARGIN_S = 60.0, 360.0
 _LIVE_EVERY_S = 10.0
 
 
@@ -67,7 +65,7 @@ def fleet_names(spec: RunSpec, ports: Mapping[str, int]) -> dict[str, str]:
     """What a fleet adds to the names of a spec."""
     if spec.fleet is None:
         return {}
-    return {f"{NAME}.url": gateway_url(spec.fleet.host, ports[_PORT])}
+    return {f"{COMPONENT}.url": gateway_url(spec.fleet.host, ports[_PORT])}
 
 
 def gateway_url(host: str, port: int) -> str:
@@ -89,7 +87,7 @@ def fleet_faults(spec: RunSpec) -> list[Fault]:
         build(spec.fleet, Addresses(hosts=hosts, ports=ports), gpus)
     except ValueError as error:
         remedy = "change its sizes, or gang.gpus_per_node"
-        return [Fault(path=f"components.{NAME}", problem=str(error), remedy=remedy)]
+        return [Fault(path=f"components.{COMPONENT}", problem=str(error), remedy=remedy)]
     return []
 
 
@@ -148,22 +146,23 @@ def fleet_component(
     fleet = spec.fleet
     assert fleet is not None
     url = gateway_url(fleet.host, start.port)
-    margin_s = fleet.start_within_s + _START_MARGIN_S
+    is_on_ray = fleet.placement == "ray"
+    within_s = fleet.start_within_s + (_RAY_MARGIN_S if is_on_ray else _START_MARGIN_S)
     # On other machines, servers inherit nothing of this one.
-    servers_env = {**(spec.env if fleet.placement == "ray" else {}), **fleet.env}
+    servers_env = {**(spec.env if is_on_ray else {}), **fleet.env}
     return ComponentPlan(
-        name=NAME,
+        name=COMPONENT,
         command=Command(
             # -P: the path begins with no folder that may have a package `tasks` of its own.
             argv=(sys.executable, "-P", "-m", "tasks.fleet_process", str(place.fleet_plan)),
             env={**env, **start.env, SERVERS_ENV: json.dumps(servers_env)},
             cwd=place.directory,
-            log=place.log(NAME),
+            log=place.log(COMPONENT),
             grace_s=fleet.stop.grace_s + STOP_MARGIN_S,
         ),
         ready=ReadyProbe.model_validate(
-            {"http": f"{url}/muster/health", "json": {"ready": True}, "within_s": margin_s}
+            {"http": f"{url}/muster/health", "json": {"ready": True}, "within_s": within_s}
         ),
         live=LiveProbe(http=f"{url}/muster/health", every_s=_LIVE_EVERY_S),
-        on_exit_zero=spec.on_exit_zero(NAME),
+        on_exit_zero=spec.on_exit_zero(COMPONENT),
     )

@@ -8,12 +8,12 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from tasks.fleet_plan import COMPONENT
 from tasks.rollout.states import SERVING, GroupState
 from tasks.run.events import Event
 
 _log = logging.getLogger(__name__)
 
-COMPONENT = "rollout"
 _LOOK_EVERY_S = 0.1
 #: Names of ours, which a field of the fleet's can't have beside them.
 _TAKEN = frozenset({"at", "event", "name", "component"})

@@ -7,7 +7,7 @@ import signal
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from tasks.fleet_plan import SERVERS_ENV, FleetPlan
+from tasks.fleet_plan import COMPONENT, LOOPBACK, SERVERS_ENV, FleetPlan
 from tasks.local_host import LocalHost
 from tasks.rollout.addresses import Addresses, nodes_needed, ports_needed
 from tasks.rollout.building import build
@@ -19,10 +19,9 @@ from tasks.supervise.ports import PortsReserved
 from tasks.supervise.process import Forked
 from tasks.supervise.registry import Entry, PartsRegister
 
+_DEVICES = "CUDA_VISIBLE_DEVICES"
 #: Of this process only.
 _OWN_ENV = (SERVERS_ENV, "NOTIFY_SOCKET")
-_COMPONENT = "rollout"
-_LOOPBACK = "127.0.0.1"
 
 
 class NoHost(Exception):
@@ -60,7 +59,7 @@ def servers_env() -> dict[str, str]:
 
 def _on_this_machine(plan: FleetPlan, fleet: Rollout) -> OpenedHost:
     ports = _LocalPorts(plan, fleet)
-    parts = PartsRegister(plan.register_at, _COMPONENT) if plan.register_at else None
+    parts = PartsRegister(plan.register_at, COMPONENT) if plan.register_at else None
 
     def register(rank: int, forked: Forked) -> None:
         if parts is not None:
@@ -77,7 +76,7 @@ def _on_this_machine(plan: FleetPlan, fleet: Rollout) -> OpenedHost:
         tag={
             "MUSTER_RUN_ID": plan.run_id,
             "MUSTER_ATTEMPT": str(plan.attempt),
-            "MUSTER_COMPONENT": _COMPONENT,
+            "MUSTERCOMPONENT": COMPONENT,
         },
         stop_signal=signal.Signals[fleet.stop.signal],
         grace_s=fleet.stop.grace_s,
@@ -94,13 +93,15 @@ class _LocalPorts:
         self._fleet = fleet
         self._node_gpus = plan.node_gpus
         self._ports: dict[str, int] = dict(plan.ports)
-        self._hosts = (_LOOPBACK,) * nodes_needed(fleet, plan.node_gpus)
+        self._hosts = (LOOPBACK,) * nodes_needed(fleet, plan.node_gpus)
+        self._devices = devices_of(fleet, os.environ)
         #: Kept from other runs as long as this process lives.
         self._reserved: list[PortsReserved] = []
 
     def topology(self) -> TopologyPlan:
         """Raises: ValueError, KeyError."""
-        return build(self._fleet, Addresses(hosts=self._hosts, ports=self._ports), self._node_gpus)
+        addresses = Addresses(hosts=self._hosts, ports=self._ports, devices=self._devices)
+        return build(self._fleet, addresses, self._node_gpus)
 
     def rebound(self, group: int) -> Sequence[ServerSlot]:
         """The servers of a group, each at a port that is free now. Raises: OSError."""
@@ -111,18 +112,28 @@ class _LocalPorts:
             for need in ports_needed(self._fleet, self._node_gpus)
             if need.name in ranks or need.name == f"engine.{group}"
         ]
-        reserved = PortsReserved(f"{_COMPONENT}.{name}" for name in wanted)
-        reserved.release(_COMPONENT)
+        reserved = PortsReserved(f"{COMPONENT}.{name}" for name in wanted)
+        reserved.release(COMPONENT)
         self._reserved.append(reserved)
-        self._ports |= {name: reserved.numbers[f"{_COMPONENT}.{name}"] for name in wanted}
+        self._ports |= {name: reserved.numbers[f"{COMPONENT}.{name}"] for name in wanted}
         return self.topology().engines[group].servers
+
+
+def devices_of(fleet: Rollout, env: Mapping[str, str]) -> tuple[str, ...]:
+    """The GPUs that this process may use, and so its servers; empty: any, or as the fleet says.
+
+    Args:
+        env: of this process.
+    """
+    written = "" if _DEVICES in fleet.env else env.get(_DEVICES, "")
+    return tuple(device.strip() for device in written.split(",") if device.strip())
 
 
 def _entry(plan: FleetPlan, fleet: Rollout, forked: Forked) -> Entry:
     return Entry(
         run_id=plan.run_id,
         attempt=plan.attempt,
-        component=_COMPONENT,
+        component=COMPONENT,
         level=plan.level,
         mark=forked.mark,
         guardian=ProcessId.of(forked.guardian_pid),

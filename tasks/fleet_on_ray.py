@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from tasks.fleet_hosts import NoHost, OpenedHost
-from tasks.fleet_plan import FleetPlan
+from tasks.fleet_plan import LOOPBACK, FleetPlan
 from tasks.rayjobs import entrypoint
 from tasks.rayjobs.dashboard import Denied, NoAnswer
 from tasks.rollout.addresses import Addresses, nodes_needed, ports_needed
@@ -129,7 +129,7 @@ def shape_of(plan: FleetPlan, fleet: Rollout) -> TopologyPlan:
     """The plan at addresses that stand in for those that the cluster gives."""
     needs = ports_needed(fleet, plan.node_gpus)
     ports = {need.name: number for number, need in enumerate(needs, start=1024)}
-    hosts = ("127.0.0.1",) * nodes_needed(fleet, plan.node_gpus)
+    hosts = (LOOPBACK,) * nodes_needed(fleet, plan.node_gpus)
     return build(fleet, Addresses(hosts=hosts, ports=ports), plan.node_gpus)
 
 

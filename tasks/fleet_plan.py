@@ -11,7 +11,12 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from tasks.run.fleet_spec import Rollout
+from tasks.run.layout import AttemptPlace
 
+#: The name of a fleet among the components of its run.
+COMPONENT = "rollout"
+#: Where servers of this machine are.
+LOOPBACK = "127.0.0.1"
 #: Where the process finds the gateway's token; every component has it.
 TOKEN_ENV = "MUSTER_ROLLOUT_TOKEN"
 #: Where it finds the variables of its servers, as JSON: what may be secret stands in no file.
@@ -50,6 +55,11 @@ class FleetPlan(BaseModel):
     #: What holds them: L1 to L4, see `containment`.
     level: str = "L2"
 
+    @property
+    def place(self) -> AttemptPlace:
+        """The files of the attempt."""
+        return AttemptPlace(directory=self.directory, number=self.attempt)
+
     def write(self, path: Path) -> None:
         """For this user's eyes only: arguments of servers may be secret. Raises: OSError."""
         content = json.dumps(self.model_dump(mode="json"), indent=2)
@@ -81,7 +91,7 @@ class FleetPlan(BaseModel):
 
     def log_of(self, rank: int) -> Path:
         """Of the server that is called by this rank."""
-        return self.directory / f"rollout-r{rank}.log"
+        return self.place.log(f"{COMPONENT}-r{rank}")
 
 
 def _in_a_line(error: Exception) -> str:

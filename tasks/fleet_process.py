@@ -65,7 +65,7 @@ async def _run(plan: FleetPlan, rollout: Rollout) -> int:
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, told_to_end.set)
-    events = EventLog(plan.directory / "rollout.jsonl", (_say,))
+    events = EventLog(plan.place.fleet_events, (_say,))
     prober = HttpProber()
     opening = asyncio.ensure_future(opened_host(plan, rollout))
     if await _either(opening, told_to_end):

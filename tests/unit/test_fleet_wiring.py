@@ -12,6 +12,7 @@ import pytest
 
 from tasks.fleet import fleet_faults, fleet_names, fleet_ports, prepare_fleet
 from tasks.fleet_events import FleetTail, FleetWords
+from tasks.fleet_hosts import devices_of
 from tasks.fleet_plan import TOKEN_ENV, BadPlan, FleetPlan
 from tasks.planning import plan_of
 from tasks.run.events import Event, EventLog
@@ -339,3 +340,23 @@ def test_a_topology_that_does_not_fit_is_a_fault_of_the_spec() -> None:
     assert fault.path == "components.rollout"
     assert "needs 4 GPUs" in fault.problem
     assert fleet_faults(spec_of()) == []
+
+
+@pytest.mark.parametrize(
+    ("of_process", "of_fleet", "devices"),
+    [
+        # nothing is said: as many as are needed, from 0 on
+        ({}, {}, ()),
+        # what the run was given, in its order
+        ({"CUDA_VISIBLE_DEVICES": "3, 5"}, {}, ("3", "5")),
+        # the fleet's own word wins
+        ({"CUDA_VISIBLE_DEVICES": "3,5"}, {"CUDA_VISIBLE_DEVICES": "1"}, ()),
+    ],
+)
+def test_servers_of_this_machine_share_the_gpus_that_the_run_may_use(
+    of_process: dict[str, str], of_fleet: dict[str, str], devices: tuple[str, ...]
+) -> None:
+    fleet = spec_of(env=of_fleet).fleet
+
+    assert fleet is not None
+    assert devices_of(fleet, of_process) == devices
