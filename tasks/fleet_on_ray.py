@@ -36,7 +36,7 @@ async def opened_on_ray(plan: FleetPlan, fleet: Rollout, env: Mapping[str, str])
     shape = shape_of(plan, fleet)
     try:
         address = await gcs_address_of(plan.ray)
-        host = await _MovingHost.open(
+        host = await MovingHost.open(
             address,
             bundles_of(shape, nodes_needed(fleet, plan.node_gpus)),
             within_s=_ROOM_WITHIN_S,
@@ -58,7 +58,7 @@ async def opened_on_ray(plan: FleetPlan, fleet: Rollout, env: Mapping[str, str])
     return OpenedHost(host=host, topology=topology, rebind=places.rebound, close=host.close)
 
 
-class _MovingHost(RayHost):
+class MovingHost(RayHost):
     """Of servers whose machine is another one once the cluster has moved them from a lost node."""
 
     async def ports_taken(self, slots: Collection[ServerSlot]) -> frozenset[int]:

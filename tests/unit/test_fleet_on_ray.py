@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
+from tasks import fleet_on_ray
+from tasks.fleet_hosts import NoHost
 from tasks.fleet_on_ray import RayPlaces, bundles_of, moved, shape_of
 from tasks.fleet_plan import FleetPlan
+from tasks.rollout.ray_host import NoPlace
 
 pytestmark = pytest.mark.asyncio
 
@@ -108,3 +111,56 @@ async def test_a_server_whose_node_has_another_address_has_moved() -> None:
     assert moved(servers, ("10.0.0.1", "10.0.0.9")) == {1}
     # A node that is not there yet.
     assert moved(servers, ("", "10.0.0.2")) == {0}
+
+
+class FakeHost(FakeNodes):
+    """What is opened; its class says whether there is room."""
+
+    opened: ClassVar[list[tuple[str, list[dict[str, float]], dict[str, Any]]]] = []
+    has_room: ClassVar[bool] = True
+
+    @classmethod
+    async def open(cls, address: str, bundles: list[dict[str, float]], **more: Any) -> FakeHost:
+        cls.opened.append((address, bundles, more))
+        if not cls.has_room:
+            raise NoPlace("no room on the cluster")
+        return cls("10.0.0.1", "10.0.0.2")
+
+    async def close(self) -> None: ...
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> type[FakeHost]:
+    class Host(FakeHost):
+        opened: ClassVar = []
+
+    async def gcs_address_of(address: str) -> str:
+        return "10.0.0.1:6379"
+
+    monkeypatch.setattr(fleet_on_ray, "MovingHost", Host)
+    monkeypatch.setattr(fleet_on_ray, "gcs_address_of", gcs_address_of)
+    return Host
+
+
+async def test_a_host_on_ray_gets_the_runs_variables_and_nothing_else_of_this_machine(
+    cluster: type[FakeHost],
+) -> None:
+    plan = plan_of(**CPU)
+    env = {"MUSTER_RUN_ID": "a-run", "PATH": "/bin", "HOME": "/root", "PYTHONUNBUFFERED": "1"}
+
+    opened = await fleet_on_ray.opened_on_ray(plan, plan.rollout({}), env)
+
+    [(address, bundles, more)] = cluster.opened
+    assert address == "10.0.0.1:6379"
+    assert bundles == [{"CPU": 1.0}, {"CPU": 1.0}]
+    assert more["env"] == {"MUSTER_RUN_ID": "a-run", "PYTHONUNBUFFERED": "1"}
+    assert set(more["wrapper"]) == {"__main__.py", "tree.py"}
+    assert [server.host for server in opened.topology.servers] == ["10.0.0.1", "10.0.0.2"]
+
+
+async def test_a_cluster_without_room_is_named(cluster: type[FakeHost]) -> None:
+    cluster.has_room = False
+    plan = plan_of(**CPU)
+
+    with pytest.raises(NoHost, match="no room on the cluster"):
+        await fleet_on_ray.opened_on_ray(plan, plan.rollout({}), {})
