@@ -318,7 +318,11 @@ class Fleet:
 
     def _count_start(self, before: GroupView, after: GroupView) -> None:
         was_starting = before.state in (GroupState.STARTING, GroupState.RECOVERING)
-        if self._has_served or not was_starting or after.state is not GroupState.INACTIVE:
+        if self._has_served or after.state is not GroupState.INACTIVE:
+            return
+        if not was_starting:
+            # It has served meanwhile.
+            del self._failed_starts[after.index]
             return
         self._failed_starts[after.index] += 1
         if self._failed_starts[after.index] >= _FIRST_STARTS:

@@ -30,6 +30,9 @@ _log = logging.getLogger(__name__)
 #: Deaths within so many seconds of the first have one cause.
 DEATHS_WITHIN_S = 2.0
 
+#: Whatever the back-off is, so that what fails at once is not tried without end.
+_SHORTEST_PAUSE_S = 0.1
+
 #: New servers of a group, at addresses that nobody has.
 Rebind = Callable[[int], Sequence[ServerSlot] | Awaitable[Sequence[ServerSlot]]]
 
@@ -266,8 +269,8 @@ class Recovery:
             return
         seconds = pause_s(
             case.in_row - 1,
-            first_s=self._settings.backoff_s,
-            longest_s=self._settings.max_backoff_s,
+            first_s=max(self._settings.backoff_s, _SHORTEST_PAUSE_S),
+            longest_s=max(self._settings.max_backoff_s, _SHORTEST_PAUSE_S),
             random=self._random,
         )
         try:

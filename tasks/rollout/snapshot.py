@@ -69,7 +69,7 @@ def snapshot(
     return {
         "epoch": view.epoch,
         "version": view.version,
-        "ready": all(group.is_serving and not group.unreachable for group in view.groups),
+        "ready": _is_ready(view),
         "state": state,
         "reason": why_none(view),
         "url": url,
@@ -106,6 +106,12 @@ def snapshot(
         ],
         "training": as_json(registry.training_metadata()),
     }
+
+
+def _is_ready(view: FleetView) -> bool:
+    """Every group serves that is not retired."""
+    left = [group for group in view.groups if group.state is not GroupState.RETIRED]
+    return bool(left) and all(group.is_serving and not group.unreachable for group in left)
 
 
 def _causes(view: FleetView) -> str:

@@ -227,6 +227,47 @@ def test_a_group_that_fails_at_first_is_recovered_before_the_fleet_is_up() -> No
     assert [group.recoveries for group in stage.fleet.registry.view.groups] == [0, 1, 1]
 
 
+def test_a_fleet_that_goes_on_without_a_retired_group_is_up() -> None:
+    async def history() -> Stage:
+        stage = Stage(plan_of(3), min_active=1, budget=1)
+        stage.host[1].start_errors = ["no GPU"] * 9
+        await stage.fleet.start()
+        return stage
+
+    stage = run(history())
+
+    assert stage.states() == [A, GONE, A]
+    assert stage.fleet.snapshot()["ready"] is True
+    assert stage.routed() == [0, 2]
+
+
+def test_only_failures_in_a_row_fail_the_start() -> None:
+    async def history() -> Stage:
+        stage = Stage(plan_of(2), backoff_s=0.1)
+        stage.host[0].start_errors = ["no GPU"] * 2
+        stage.host[1].loads_for_s = 50.0
+        starting = asyncio.create_task(stage.fleet.start())
+        await stage.until(lambda: stage.states()[0] is A)
+        stage.host[0].start_errors = ["no GPU"] * 2
+        stage.host.die(0)
+        await starting
+        return stage
+
+    assert run(history()).states() == [A, A]
+
+
+def test_without_a_back_off_what_fails_at_once_is_not_tried_without_end() -> None:
+    async def history() -> Stage:
+        stage = Stage(plan_of(2), backoff_s=0.0, max_backoff_s=0.0)
+        await stage.fleet.start()
+        stage.host.foreign_ports.add(8000)
+        stage.host.die(0)
+        await asyncio.sleep(10.0)
+        return stage
+
+    assert len(run(history()).told("rollout.recovery.begun")) <= 201
+
+
 def test_a_group_that_fails_three_times_in_a_row_at_first_fails_the_fleet() -> None:
     async def history() -> Stage:
         stage = Stage(plan_of(3))
