@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+import logging
+from collections.abc import Collection, Coroutine
 from typing import Any, TypeVar
 
+_log = logging.getLogger(__name__)
+
 T = TypeVar("T")
+
+#: Code of ours that is cancelled ends at once, or after what it has to undo.
+_ENDED_WITHIN_S = 5.0
 
 #: What did not end in time and was cancelled: held until it has, for asyncio itself does not.
 _abandoned: set[asyncio.Task[Any]] = set()
@@ -40,6 +46,15 @@ async def within(seconds: float, coroutine: Coroutine[Any, Any, T]) -> T:
     if not task.done():
         raise TimeoutError(f"no end after {seconds:g} s")
     return task.result()
+
+
+async def ended(tasks: Collection[asyncio.Task[None]]) -> None:
+    """Wait for tasks that were cancelled: a moment, or a bound where one of them does not end."""
+    if not tasks:
+        return
+    _, pending = await asyncio.wait(tasks, timeout=_ENDED_WITHIN_S)
+    for task in pending:
+        _log.error("%s goes on although it was cancelled", task.get_name())
 
 
 def _forget(task: asyncio.Task[Any]) -> None:

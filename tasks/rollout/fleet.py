@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping
 from random import Random
 from typing import Any
 
-from tasks.rollout.clock import Clock, within
+from tasks.rollout.clock import Clock, ended, within
 from tasks.rollout.control import Control
 from tasks.rollout.health import Health
 from tasks.rollout.hosts import Death, ServerHost, StartFailed
@@ -174,8 +174,7 @@ class Fleet:
         await self._recovery.stop()
         for task in self._starts:
             task.cancel()
-        if self._starts:
-            await asyncio.wait(self._starts)
+        await ended(self._starts)
         await self._health.stop()
         for group in self.registry.view.groups:
             self.registry.fail(group.ranks[0], group.epoch, _STOPPED)

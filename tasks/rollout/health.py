@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from random import Random
 
-from tasks.rollout.clock import Clock, within
+from tasks.rollout.clock import Clock, ended, within
 from tasks.rollout.evidence import Evidence, Silence, Verdict
 from tasks.rollout.hosts import ServerHost
 from tasks.rollout.incidents import Emit, NetworkCut
@@ -185,8 +185,7 @@ class Health:
         tasks = [watch.task for watch in self._watches.values() if watch.task is not None]
         for rank in list(self._watches):
             self._forget(rank)
-        if tasks:
-            await asyncio.wait(tasks)
+        await ended(tasks)
 
     def _watch_of(self, rank: int, epoch: int) -> _Watch | None:
         watch = self._watches.get(rank)

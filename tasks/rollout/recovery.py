@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 from tasks.rollout.backoff import pause_s
-from tasks.rollout.clock import Clock
+from tasks.rollout.clock import Clock, ended
 from tasks.rollout.hosts import StartFailed
 from tasks.rollout.incidents import Emit, Incident, Incidents
 from tasks.rollout.registry import Registry
@@ -145,8 +145,7 @@ class Recovery:
         tasks = [case.task for case in self._cases.values() if case.task is not None]
         for task in tasks:
             task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
+        await ended(tasks)
 
     def _on_change(self, before: GroupView, after: GroupView) -> None:
         group = after.index

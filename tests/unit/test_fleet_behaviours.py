@@ -103,15 +103,18 @@ def test_a_failed_server_has_left_the_router_before_anything_else_is_done() -> N
     assert run(history()) == [1]
 
 
+@pytest.mark.parametrize("is_deaf", [False, True])
 @pytest.mark.parametrize("stop_takes_s", [0.0, 1e6])
-def test_stop_in_the_midst_of_a_recovery_returns_within_its_bound(stop_takes_s: float) -> None:
+def test_stop_in_the_midst_of_a_recovery_returns_within_its_bound(
+    stop_takes_s: float, is_deaf: bool
+) -> None:
     async def history() -> tuple[float, list[GroupState], list[str]]:
         stage = Stage(plan_of(3))
         await stage.fleet.start()
         stage.host[1].hangs_in_start = True
         stage.host.die(1)
         await stage.until(lambda: len(stage.host.times("start", 1)) == 2)
-        stage.host.stop_takes_s = stop_takes_s
+        stage.host.stop_takes_s, stage.host.is_deaf = stop_takes_s, is_deaf
         began_s = now_s()
         await stage.fleet.stop()
         return now_s() - began_s - stage.settings.stop_within_s, stage.states(), loops()
