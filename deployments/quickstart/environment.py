@@ -86,7 +86,8 @@ class CopyEnvironment(BaseEnv):
             server_type="vllm",
             model_name=cls.name,
             tokenizer_name=str(TOKENIZER),
-            api_key="none",
+            # The gateway of a fleet wants one where others reach it, too.
+            api_key=os.environ.get("MUSTER_ROLLOUT_TOKEN") or "none",
             # Longer than a liveness probe takes to find a trainer that hangs, so that the trainer
             # is blamed for it.
             timeout=60,

@@ -199,6 +199,16 @@ def test_the_next_attempt_has_a_fleet_of_its_own_with_the_weights_of_the_checkpo
     assert run.pids() == []
 
 
+def test_all_components_have_the_token_of_a_gateway_that_others_reach(
+    start_run: Callable[..., Run], quickstart: dict[str, Any]
+) -> None:
+    quickstart["components"]["rollout"]["host"] = "0.0.0.0"
+
+    run = start_run(quickstart, "--set", "progress.total=3", "--set", "success.step=3")
+
+    assert run.wait(120) == 0, run.text()
+
+
 def test_a_killed_flow_process_leaves_no_server(
     start_run: Callable[..., Run], quickstart: dict[str, Any]
 ) -> None:
