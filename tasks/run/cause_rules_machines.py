@@ -61,6 +61,14 @@ _GPUS = (
         seen_in="vLLM of 2025",
     ),
     rule(
+        "muster-fleet-room",
+        _K.INSUFFICIENT_RESOURCES,
+        Role.CAUSE,
+        r"^FleetError: no room on the cluster for the fleet",
+        source="tasks/rollout/ray_host.py",
+        seen_in="any",
+    ),
+    rule(
         "skyrl-placement-group",
         _K.INSUFFICIENT_RESOURCES,
         Role.CAUSE,

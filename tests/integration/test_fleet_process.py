@@ -247,6 +247,20 @@ def test_a_fleet_that_can_go_on_no_more_says_why_and_quotes_who_is_at_fault(
     assert "exit code 3" in last
 
 
+def test_a_fleet_under_its_floor_ends_the_run_and_all_its_servers(fleet: FleetProcess) -> None:
+    fleet.start(fleet.plan(fleet={"recovery": {"min_active": 2}}))
+    fleet.until_ready()
+    first, second = fleet.pids()
+
+    os.kill(first, signal.SIGKILL)
+
+    assert fleet.wait() == 1
+    last = fleet.log.splitlines()[-1]
+    assert last.startswith("FleetError: 1 of 2 engines serve, min_active is 2")
+    assert "rank 0 died: killed by SIGKILL" in last
+    assert not is_alive(second)
+
+
 def test_a_plan_that_is_none_is_exit_2_and_one_line(fleet: FleetProcess) -> None:
     path = fleet.directory / "rollout-plan.json"
     path.write_text("{}")

@@ -37,6 +37,10 @@ TEXTS = {
         "ValueError: Cannot provide a placement group of placement_group_specs=[{'GPU': 1.0}] "
         "within 1800 seconds. See `ray status` to make sure the cluster has enough resources."
     ),
+    "muster-fleet-room": (
+        "FleetError: no room on the cluster for the fleet's 8 GPU, 1 CPU + 8 GPU, 1 CPU within "
+        "300 s"
+    ),
     "skyrl-placement-group": (
         "RuntimeError: Failed to create placement group with 2 bundles (requiring 8.0 GPUs, 8.0 "
         "CPUs total) in 180 seconds."
