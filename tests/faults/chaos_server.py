@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import json
 import os
+import time
 
 from tests.support.dummy_server import DummyServer, Fault, Request, _Connection
 
@@ -31,6 +32,7 @@ class LedgerServer(DummyServer):
             "rank": self.rank,
             "pid": os.getpid(),
             "version": self.version,
+            "at": time.time(),
         }
         os.write(self._ledger, (json.dumps(line) + "\n").encode())
 

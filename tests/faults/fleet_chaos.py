@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random, SystemRandom
@@ -45,6 +45,8 @@ _ANSWER_WITHIN_S = 60.0
 _READY_WITHIN_S = 60.0
 _LAST_FAULT_BEFORE_S = 10.0
 _PUSH_WITHIN_S = 2.0
+#: Between the end of an answer and the failure of its server, which keeps it from being heard.
+_SAME_MOMENT_S = 0.2
 #: Faults after which a group may be restarted; the others it has to bear.
 _GRAVE = frozenset({"kill", "stop", "hang", "503", "garbage", "steal"})
 _FAULTS = ("kill", "stop", "hang", "503", "garbage", "steal", "slow", "4xx")
@@ -265,10 +267,8 @@ def judge(chaos: Chaos, ledger: Path, events: Path) -> Judgement:
         if one.kind in ("lost", "other")
     ]
     lines = [json.loads(line) for line in ledger.read_text().splitlines()]
-    answers = Counter(line["id"] for line in lines)
-    # A server that was stopped in the act may have ended an answer that never left it.
-    found += [f"{id}: answered {count} times" for id, count in answers.items() if count > 1]
-    noted = set(answers)
+    noted = {line["id"] for line in lines}
+    found += _answered_twice(lines, events)
     found += [
         f"{one.id}: answered by nobody"
         for one in outcomes
@@ -279,10 +279,12 @@ def judge(chaos: Chaos, ledger: Path, events: Path) -> Judgement:
         if one.kind == "answered" and one.version < least:
             found.append(f"{one.id}: version {one.version} of rank {one.rank}, {least} was synced")
     restarts = _restarts(events)
+    before: dict[int, float] = {}
     for at, rank, cause in restarts:
-        if not any(
-            kind in _GRAVE and rank == hit and when < at for when, hit, kind in chaos.faults
-        ):
+        # A fault is one of the process that it struck: it explains no more than one restart.
+        since, before[rank] = before.get(rank, 0.0), at
+        grave = [when for when, hit, kind in chaos.faults if hit == rank and kind in _GRAVE]
+        if not any(since < when < at for when in grave):
             found.append(f"rank {rank} was restarted, and nothing was done to it: {cause}")
     kinds = Counter(one.kind for one in outcomes)
     done = Counter(kind for _, _, kind in chaos.faults)
@@ -293,6 +295,30 @@ def judge(chaos: Chaos, ledger: Path, events: Path) -> Judgement:
         f"{1000 * waits[len(waits) // 2]:.0f} ms at the median, {waits[-1]:.1f} s at most"
     )
     return Judgement(faults=found, summary=summary)
+
+
+def _answered_twice(lines: Sequence[Mapping[str, Any]], events: Path) -> list[str]:
+    """Requests that two servers have answered, though the first could have been heard.
+
+    What a server wrote in the moment in which it failed may have come no further than its socket;
+    then another one is rightly asked.
+    """
+    failed = [
+        (line["at"], line["ranks"])
+        for line in map(json.loads, events.read_text().splitlines())
+        if line["event"] == "rollout.group.state" and line["after"] == "inactive"
+    ]
+    answers: dict[str, list[Mapping[str, Any]]] = {}
+    for line in sorted(lines, key=lambda line: float(line["at"])):
+        answers.setdefault(line["id"], []).append(line)
+    return [
+        f"{id}: answered {len(given)} times, first by rank {one['rank']} at {one['at']:.3f}"
+        for id, given in answers.items()
+        for one in given[:-1]
+        if not any(
+            one["rank"] in ranks and abs(at - one["at"]) < _SAME_MOMENT_S for at, ranks in failed
+        )
+    ]
 
 
 def _restarts(events: Path) -> list[tuple[float, int, str]]:
