@@ -67,6 +67,7 @@ def test_a_recovery_under_way_at_a_barrier_is_given_up_and_frees_its_gpus() -> N
 
     # Given up without fault of its own, so it does not count against the budget.
     assert stage.states() == [A, A]
+    assert [one["try"] for one in stage.told("rollout.recovery.begun")] == [1, 1]
     assert [one["outcome"] for one in stage.told("rollout.recovery.ended")] == [
         "abandoned",
         "recovered",

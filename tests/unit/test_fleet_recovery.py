@@ -8,6 +8,7 @@ import itertools
 import pytest
 
 from tasks.rollout.fleet import FleetFailed
+from tasks.rollout.hosts import Death
 from tasks.rollout.states import GroupState
 from tasks.run.errors import IllegalTransition
 from tests.support.fleet_clock import now_s, run
@@ -361,6 +362,24 @@ def test_two_ranks_of_a_group_that_die_together_are_one_failure() -> None:
     stage = run(history())
 
     assert len(stage.told("rollout.recovery.begun")) == 1
+    assert len(stage.host.times("start", 0)) == 2
+
+
+def test_a_death_of_an_old_incarnation_that_is_told_late_is_nobodys_news() -> None:
+    async def history() -> Stage:
+        stage = Stage(plan_of(2))
+        await stage.fleet.start()
+        stage.host.die(0)
+        await stage.until(lambda: stage.states()[0] is R)
+        await stage.until_active()
+        stage.host.on_death(Death(rank=0, epoch=1, why="exit 1", is_port_conflict=True))
+        await asyncio.sleep(10.0)
+        return stage
+
+    stage = run(history())
+
+    assert stage.states() == [A, A]
+    assert [one["epoch"] for one in stage.told("rollout.server.died")] == [1]
     assert len(stage.host.times("start", 0)) == 2
 
 
