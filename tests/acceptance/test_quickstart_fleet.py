@@ -143,6 +143,7 @@ def recoveries_of(run: Run, state: str) -> list[dict[str, Any]]:
     return [one for one in found if one["state"]["type"] == state]
 
 
+@pytest.mark.thorough
 def test_a_recovery_that_the_runs_end_cuts_short_is_closed(
     start_run: Callable[..., Run], quickstart: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -162,6 +163,7 @@ def test_a_recovery_that_the_runs_end_cuts_short_is_closed(
     assert cut["state"]["message"].startswith("abandoned")
 
 
+@pytest.mark.thorough
 def test_a_fleet_whose_process_is_killed_ends_the_run_and_its_servers(
     start_run: Callable[..., Run], quickstart: dict[str, Any]
 ) -> None:
@@ -177,6 +179,7 @@ def test_a_fleet_whose_process_is_killed_ends_the_run_and_its_servers(
     assert list((run.home / "live").iterdir()) == []
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(300)
 def test_the_next_attempt_has_a_fleet_of_its_own_with_the_weights_of_the_checkpoint(
     start_run: Callable[..., Run], quickstart: dict[str, Any]
@@ -199,6 +202,7 @@ def test_the_next_attempt_has_a_fleet_of_its_own_with_the_weights_of_the_checkpo
     assert run.pids() == []
 
 
+@pytest.mark.thorough
 def test_all_components_have_the_token_of_a_gateway_that_others_reach(
     start_run: Callable[..., Run], quickstart: dict[str, Any]
 ) -> None:
@@ -209,6 +213,7 @@ def test_all_components_have_the_token_of_a_gateway_that_others_reach(
     assert run.wait(120) == 0, run.text()
 
 
+@pytest.mark.thorough
 def test_a_killed_flow_process_leaves_no_server(
     start_run: Callable[..., Run], quickstart: dict[str, Any]
 ) -> None:
