@@ -58,6 +58,8 @@ class _Watch:
     #: None where only its process is looked at.
     question: Ask | None
     evidence: Evidence = field(default_factory=Evidence)
+    #: A request has failed there, last.
+    failed_s: float = float("-inf")
     #: A request was answered there, last.
     answered_s: float = float("-inf")
     #: It was probed, last.
@@ -95,6 +97,7 @@ class Health:
         self._clock = clock
         self._random = random
         self._watches: dict[int, _Watch] = {}
+        self._urgent_every_s = min(_URGENT_EVERY_S, settings.interval_s / 4)
         self._is_resting = False
         self._has_warned = False
         self._cut = NetworkCut(emit=emit)
@@ -148,7 +151,10 @@ class Health:
         Only while it rests. It takes as long as the slowest answer, at most the timeout.
         """
         watches = list(self._watches.values())
-        await asyncio.gather(*(self._look_safely(watch, is_last_word=True) for watch in watches))
+        timeout_s = self._settings.timeout_s
+        await asyncio.gather(
+            *(self._look_safely(watch, timeout_s, is_last_word=True) for watch in watches)
+        )
 
     def note_failure(self, rank: int, epoch: int, why: str) -> None:
         """A request failed there in a way that tells of the server: never a 4xx."""
@@ -158,6 +164,7 @@ class Health:
             return
         before = watch.evidence
         watch.evidence = before.after_request(why, threshold=threshold)
+        watch.failed_s = self._clock.monotonic_s()
         if watch.evidence is not before:
             self._tell_miss(watch)
             self._registry.suspect(rank, epoch, why)
@@ -169,6 +176,9 @@ class Health:
         if watch is None:
             return
         watch.answered_s = self._clock.monotonic_s()
+        if watch.answered_s - watch.failed_s < self._urgent_every_s:
+            # Of many requests at once some fail and some do not: it stays under suspicion a while.
+            return
         if watch.evidence.misses and rank not in self._cut.ranks:
             watch.evidence = watch.evidence.after_answer()
             if not watch.evidence.misses:
@@ -215,25 +225,30 @@ class Health:
                 self._forget(rank)
 
     async def _ask_for_ever(self, watch: _Watch, first_s: float) -> None:
-        interval_s = self._settings.interval_s
-        next_s = self._clock.monotonic_s() + first_s
+        interval_s, timeout_s = self._settings.interval_s, self._settings.timeout_s
+        due_s = self._clock.monotonic_s() + first_s
         # Those that began together are spread by one shorter pause, since a longer one would put
         # off the detection.
         spread_s = interval_s * self._random.uniform(0.5, 1.0)
         while self._is_watched(watch):
-            if await self._until(watch, next_s):
-                next_s = max(next_s + spread_s, self._clock.monotonic_s())
+            late_s = 0.0
+            if await self._until(watch, due_s):
+                # A timeout longer than the interval makes the next question wait for the last.
+                # While answers are missing it ends when it would have, had it begun when due.
+                if watch.evidence.misses:
+                    late_s = max(0.0, self._clock.monotonic_s() - due_s)
+                due_s = max(due_s, self._clock.monotonic_s() - late_s) + spread_s
                 spread_s = interval_s
-            await self._look_safely(watch)
+            await self._look_safely(watch, max(timeout_s - late_s, min(interval_s, timeout_s)))
             if watch.slot.rank in self._cut.ranks:
-                next_s = min(next_s, self._clock.monotonic_s() + _CUT_EVERY_S)
+                due_s = min(due_s, self._clock.monotonic_s() + _CUT_EVERY_S)
 
     async def _until(self, watch: _Watch, moment_s: float) -> bool:
         """Until that moment, or until a request has failed, though not too often.
 
         Returns: whether it is that moment; the clock may say a little less by then.
         """
-        gap_s = min(_URGENT_EVERY_S, self._settings.interval_s / 4)
+        gap_s = self._urgent_every_s
         try:
             async with asyncio.timeout(moment_s - self._clock.monotonic_s()):
                 await watch.urgent.wait()
@@ -244,14 +259,16 @@ class Health:
             watch.urgent.clear()
         return False
 
-    async def _look_safely(self, watch: _Watch, *, is_last_word: bool = False) -> None:
+    async def _look_safely(
+        self, watch: _Watch, timeout_s: float, *, is_last_word: bool = False
+    ) -> None:
         """A fault of our own says nothing about the server."""
         try:
-            await self._look(watch, is_last_word=is_last_word)
+            await self._look(watch, timeout_s, is_last_word=is_last_word)
         except Exception:
             _log.exception("rank %d, epoch %d: not asked", watch.slot.rank, watch.epoch)
 
-    async def _look(self, watch: _Watch, *, is_last_word: bool) -> None:
+    async def _look(self, watch: _Watch, timeout_s: float, *, is_last_word: bool) -> None:
         """Ask once, and act on what follows.
 
         Args:
@@ -264,16 +281,16 @@ class Health:
             return
         if watch.question is None or watch.slot.url is None:
             return
-        probe = asyncio.ensure_future(
-            self._prober.ask(watch.slot.url, watch.question, self._settings.timeout_s)
-        )
+        probe = asyncio.ensure_future(self._prober.ask(watch.slot.url, watch.question, timeout_s))
         home: asyncio.Task[_AtHome] | None = None
         try:
             if is_last_word or watch.evidence.misses + 1 >= self._settings.misses:
                 # Late enough to be rare, soon enough that both answers are there in one timeout.
-                await asyncio.wait({probe}, timeout=self._settings.timeout_s / 2)
+                await asyncio.wait({probe}, timeout=timeout_s / 2)
                 if not probe.done():
-                    home = asyncio.create_task(self._ask_at_home(watch, watch.question))
+                    home = asyncio.create_task(
+                        self._ask_at_home(watch, watch.question, timeout_s / 2)
+                    )
             reason = await probe
             if not self._is_watched(watch):
                 return
@@ -282,9 +299,11 @@ class Health:
             elif self._note_no(watch, reason, began_s, is_last_word) is Verdict.SILENT:
                 # No request is sent there while it is asked at home.
                 self._registry.unreachable(rank, epoch, reason)
-                self._judge_silence(
-                    watch, reason, await (home or self._ask_at_home(watch, watch.question))
-                )
+                if home is None:
+                    home = asyncio.create_task(
+                        self._ask_at_home(watch, watch.question, timeout_s / 2)
+                    )
+                self._judge_silence(watch, reason, await home)
         finally:
             probe.cancel()
             if home is not None:
@@ -310,9 +329,8 @@ class Health:
             self._fail(watch, f"rank {rank} does not work: {reason}")
         return verdict
 
-    async def _ask_at_home(self, watch: _Watch, question: Ask) -> _AtHome:
+    async def _ask_at_home(self, watch: _Watch, question: Ask, timeout_s: float) -> _AtHome:
         """The same question to a server that is silent, from its own machine."""
-        timeout_s = self._settings.timeout_s / 2
         try:
             answer = await within(
                 timeout_s + _HOST_EXTRA_S, self._host.ask(watch.slot.rank, question, timeout_s)

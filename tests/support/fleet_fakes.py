@@ -84,7 +84,7 @@ class FakeServer:
     #: Its epoch; 0: it never ran.
     epoch: int = 0
     is_alive: bool = False
-    #: yes | hang | refuse | 503: to probes over the network.
+    #: yes | slow (after 4 s) | hang | refuse | 503: to probes over the network.
     answers: str = "yes"
     #: The same, asked from its own machine; lost: that cannot be asked.
     at_home: str = "yes"
@@ -231,7 +231,7 @@ async def _answer(server: FakeServer, behaviour: str, timeout_s: float) -> str |
     if behaviour == "hang":
         await asyncio.sleep(timeout_s)
         return Silence(f"no answer within {timeout_s:g} s")
-    await asyncio.sleep(0.001)
+    await asyncio.sleep(4.0 if behaviour == "slow" else 0.001)
     if behaviour == "503" or now_s() < server.ready_s:
         return "503 Scheduler is dead"
     return None

@@ -35,18 +35,29 @@ def cut(stage: Stage, *ranks: int) -> None:
 
 
 @pytest.mark.parametrize("misses", [1, 2, 3])
+@pytest.mark.parametrize(
+    "timeout_s",
+    [
+        15.0,
+        # no longer than the interval
+        30.0,
+        # the next question is due while the last one is still waited for
+        45.0,
+        100.0,
+    ],
+)
 def test_a_server_that_hangs_is_out_of_routing_within_misses_intervals_and_a_timeout(
-    misses: int,
+    misses: int, timeout_s: float
 ) -> None:
     async def history(seed: int) -> float:
-        stage = await serving(interval_s=30.0, timeout_s=15.0, misses=misses, seed=seed)
+        stage = await serving(interval_s=30.0, timeout_s=timeout_s, misses=misses, seed=seed)
         await asyncio.sleep(Random(seed).uniform(30.0, 200.0))
         hang(stage, 0)
         return await stage.until(lambda: stage.routed() == [1])
 
-    latest_s = max(run(history(seed)) for seed in range(50))
+    latest_s = max(run(history(seed)) for seed in range(600 // int(timeout_s)))
 
-    assert latest_s <= misses * 30.0 + 15.0 + 0.02
+    assert latest_s <= misses * 30.0 + timeout_s + 0.02
 
 
 def test_a_server_that_hangs_is_stopped_after_it_was_asked_from_its_own_machine() -> None:
@@ -193,6 +204,36 @@ def test_a_failed_request_brings_a_probe_at_once() -> None:
         return now_s() - began_s
 
     assert run(history()) < 3.0
+
+
+def test_a_server_that_fails_some_of_many_requests_is_suspect_and_not_told_each_time() -> None:
+    async def history() -> tuple[Stage, list[GroupState]]:
+        stage = await serving()
+        seen = []
+        for _ in range(1000):
+            stage.fleet.note_failure(0, 1, "it answered 503")
+            stage.fleet.note_success(0, 1)
+            seen.append(stage.states()[0])
+            await asyncio.sleep(0.001)
+        return stage, seen
+
+    stage, seen = run(history())
+
+    assert set(seen) == {GroupState.SUSPECT}
+    assert len(stage.told("rollout.group.state")) < 10
+
+
+def test_a_slow_server_whose_timeout_is_longer_than_the_interval_has_all_of_it() -> None:
+    async def history() -> Stage:
+        stage = await serving(interval_s=1.0, timeout_s=5.0, misses=2)
+        stage.host[0].answers = "slow"
+        await asyncio.sleep(300.0)
+        return stage
+
+    stage = run(history())
+
+    assert stage.states() == [A, A]
+    assert stage.told("rollout.probe.failed") == []
 
 
 def test_a_burst_of_failed_requests_does_not_end_a_server_that_answers_probes() -> None:
