@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from tasks.fleet_plan import COMPONENT, LOOPBACK, SERVERS_ENV, TOKEN_ENV, FleetP
 from tasks.rollout.access import is_loopback
 from tasks.rollout.addresses import Addresses, nodes_needed, ports_needed
 from tasks.rollout.building import build
+from tasks.rollout.topology import TopologyPlan
 from tasks.run.errors import Fault
 from tasks.run.layout import AttemptPlace, project_root
 from tasks.run.probes import LiveProbe, ReadyProbe
@@ -84,11 +85,33 @@ def fleet_faults(spec: RunSpec) -> list[Fault]:
         needs = ports_needed(spec.fleet, gpus)
         ports = {need.name: number for number, need in enumerate(needs, start=1024)}
         hosts = (LOOPBACK,) * nodes_needed(spec.fleet, gpus)
-        build(spec.fleet, Addresses(hosts=hosts, ports=ports), gpus)
+        plan = build(spec.fleet, Addresses(hosts=hosts, ports=ports), gpus)
     except ValueError as error:
         remedy = "change its sizes, or gang.gpus_per_node"
         return [Fault(path=f"components.{COMPONENT}", problem=str(error), remedy=remedy)]
-    return []
+    return [*_faults_on_ray(plan), *_faults_of_gang(spec, plan)]
+
+
+def _faults_on_ray(plan: TopologyPlan) -> Iterator[Fault]:
+    wide = [one for one in plan.engines if len(one.nodes) > 1 and len(one.servers) == 1]
+    if plan.placement == "ray" and wide:
+        problem = (
+            "the one server of an engine over several nodes asks Ray for the GPUs of the others by "
+            "itself, and the fleet's placement group holds them"
+        )
+        remedy = "write 1, or expert_parallel, which has a server for each rank"
+        yield Fault(path=f"components.{COMPONENT}.nodes_per_engine", problem=problem, remedy=remedy)
+
+
+def _faults_of_gang(spec: RunSpec, plan: TopologyPlan) -> Iterator[Fault]:
+    if spec.gang is None:
+        return
+    needed = sum(len(slot.bundles) for slot in plan.servers)
+    held = spec.gang.nodes * spec.gang.gpus_per_node
+    if needed > held:
+        problem = f"its {len(plan.engines)} engines take {needed} GPUs, and the gang has {held}"
+        remedy = "ask for fewer engines, or for a larger gang"
+        yield Fault(path=f"components.{COMPONENT}.engines", problem=problem, remedy=remedy)
 
 
 def prepare_fleet(

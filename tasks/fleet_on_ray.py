@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Protocol
 
 from tasks.fleet_hosts import NoHost, OpenedHost
-from tasks.fleet_plan import LOOPBACK, FleetPlan
+from tasks.fleet_plan import COMPONENT, LOOPBACK, FleetPlan
+from tasks.jobs import submission_id
 from tasks.rayjobs import entrypoint
 from tasks.rayjobs.dashboard import Denied, NoAnswer
 from tasks.rollout.addresses import Addresses, nodes_needed, ports_needed
@@ -39,6 +40,7 @@ async def opened_on_ray(plan: FleetPlan, fleet: Rollout, env: Mapping[str, str])
         host = await MovingHost.open(
             address,
             bundles_of(shape, nodes_needed(fleet, plan.node_gpus)),
+            job=submission_id(plan.run_id, plan.attempt, COMPONENT, is_only=False),
             within_s=_ROOM_WITHIN_S,
             wrapper=_wrapper(),
             log_of=plan.log_of,

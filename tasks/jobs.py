@@ -28,6 +28,7 @@ def job_maker(
     assert spec.ray is not None
     jobs = [other for other, c in spec.processes.items() if c.launcher == "ray_job"]
     is_only = len(jobs) == 1
+    takes_all = is_only and spec.fleet is None
     gang = spec.gang
     plan = JobPlan(
         address=spec.ray.address,
@@ -43,8 +44,8 @@ def job_maker(
         grace_s=command.grace_s,
         entrypoint_resources=spec.ray.entrypoint_resources or {},
         entrypoint_label_selector=spec.ray.entrypoint_label_selector or {},
-        # Of several jobs nobody knows which takes how many.
-        gpus=gang.nodes * gang.gpus_per_node if gang and is_only else 0,
+        # Of several jobs, or beside a fleet, nobody knows which takes how many.
+        gpus=gang.nodes * gang.gpus_per_node if gang and takes_all else 0,
         start_within_s=spec.ray.start_within_s,
         submission_file=submission_file(place, name, is_only=is_only),
     )

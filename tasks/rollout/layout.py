@@ -33,9 +33,6 @@ def places(fleet: Rollout, node_gpus: int | None = None) -> tuple[tuple[Place, .
         ValueError: What an engine needs of one node is more than a node has.
     """
     sizes = fleet.sizes
-    on_a_node = sizes.gpus // sizes.nodes
-    if node_gpus is not None and on_a_node > node_gpus:
-        raise ValueError(f"an engine needs {on_a_node} GPUs of one node, which has {node_gpus}")
     width = sizes.ranks // sizes.servers
     found: list[tuple[Place, ...]] = []
     for engine in range(sizes.engines):
@@ -55,8 +52,18 @@ def places(fleet: Rollout, node_gpus: int | None = None) -> tuple[tuple[Place, .
 
 
 def nodes_of(fleet: Rollout, engine: int, node_gpus: int | None = None) -> tuple[int, ...]:
-    """The nodes that an engine spans, which may be more than have a server of it."""
+    """The nodes that an engine spans, which may be more than have a server of it.
+
+    Args:
+        node_gpus: As for `places`.
+
+    Raises:
+        ValueError: As `places` does.
+    """
     sizes = fleet.sizes
+    on_a_node = sizes.gpus // sizes.nodes
+    if node_gpus is not None and on_a_node > node_gpus:
+        raise ValueError(f"an engine needs {on_a_node} GPUs of one node, which has {node_gpus}")
     if sizes.nodes > 1:
         return tuple(range(engine * sizes.nodes, (engine + 1) * sizes.nodes))
     if node_gpus is not None and sizes.gpus:

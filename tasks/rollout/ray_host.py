@@ -20,6 +20,7 @@ from typing import Any
 import ray
 from ray import cloudpickle
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from ray.job_config import JobConfig
 from ray.util.placement_group import (
     PlacementGroup,
     placement_group,
@@ -32,6 +33,7 @@ from tasks.rollout import actor as actor_module
 from tasks.rollout.actor import ServerActor
 from tasks.rollout.hosts import Death, StartFailed
 from tasks.rollout.topology import Ask, ServerSlot
+from tasks.run.errors import LostContact
 
 _log = logging.getLogger(__name__)
 
@@ -90,13 +92,21 @@ class RayHost:
 
     @classmethod
     async def open(
-        cls, address: str, bundles: Sequence[Mapping[str, float]], *, within_s: float, **more: Any
+        cls,
+        address: str,
+        bundles: Sequence[Mapping[str, float]],
+        *,
+        job: str,
+        within_s: float,
+        **more: Any,
     ) -> RayHost:
         """A host with room for all of it.
 
         Args:
             address: `host:port` of the cluster's control store.
             bundles: `bundles[node]`: what the servers planned there need, all of it on one machine.
+            job: as what this driver is known on the cluster, so that what it holds counts as the
+                run's.
             within_s: what the cluster does not free by then is not waited for.
             more: the rest of the constructor's arguments.
 
@@ -106,7 +116,11 @@ class RayHost:
         cloudpickle.register_pickle_by_value(actor_module)  # type: ignore[no-untyped-call]
         if not ray.is_initialized():
             await asyncio.to_thread(
-                ray.init, address, log_to_driver=False, logging_level=logging.ERROR
+                ray.init,
+                address,
+                job_config=JobConfig(metadata={"job_submission_id": job}),
+                log_to_driver=False,
+                logging_level=logging.ERROR,
             )
         group = placement_group([dict(one) for one in bundles], strategy="PACK")
         try:
@@ -184,7 +198,8 @@ class RayHost:
         try:
             answer = await self._answer(asked, timeout_s + _ANSWER_WITHIN_S)
         except (RayError, TimeoutError) as error:
-            return f"its actor does not answer: {_first_line(error)}"
+            message = f"rank {rank}: its actor does not answer: {_first_line(error)}"
+            raise LostContact(message) from error
         if isinstance(answer, bool):
             return None if answer else f"rank {rank} does not run"
         return answer or None

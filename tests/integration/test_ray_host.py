@@ -17,6 +17,7 @@ import pytest
 import ray
 
 from tasks.rayjobs import entrypoint
+from tasks.rayjobs.cluster_look import ClusterLook
 from tasks.rollout.hosts import Death, StartFailed
 from tasks.rollout.ray_host import NoPlace, RayHost
 from tasks.rollout.topology import Answers, Ask, ServerSlot
@@ -36,6 +37,7 @@ http.server.ThreadingHTTPServer(("", int(sys.argv[1])), Handler).serve_forever()
 """
 _HEALTH = Ask(method="GET", path="/health")
 _WITHIN_S = 60.0
+_RUN = "fleet-grpo-20260101-120000-abcd"
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.slow]
 
@@ -103,6 +105,7 @@ async def fleet_on(
     host = await RayHost.open(
         cluster.gcs_address,
         [{"GPU": 8}] * bundles,
+        job=f"{_RUN}--a01-rollout",
         within_s=within_s,
         wrapper=wrapper(),
         log_of=lambda rank: folder / f"rollout-r{rank}.log",
@@ -144,6 +147,23 @@ async def test_a_server_runs_where_it_was_planned_on_its_own_gpus(
     gpus = [log[1].split(",") for log in logs]
     assert len(gpus[0]) == len(gpus[1]) == 4
     assert not set(gpus[0]) & set(gpus[1])
+
+
+async def test_what_a_fleet_holds_counts_as_its_runs(
+    ray_cluster: RayCluster, tmp_path: Path
+) -> None:
+    cluster = ClusterLook(ray_cluster.address)
+    async with fleet_on(ray_cluster, tmp_path):
+
+        async def is_seen() -> bool:
+            use = await cluster.look(within_s=_WITHIN_S)
+            return sum(use.taken.get(_RUN, {}).values()) == 16
+
+        await until_true(is_seen)
+        use = await cluster.look(within_s=_WITHIN_S)
+    await cluster.close()
+
+    assert [node.others_gpus for node in use.nodes if node.gpus] == [0, 0]
 
 
 async def test_the_death_of_a_server_is_told_with_its_last_words(

@@ -1,13 +1,15 @@
-"""What a right implementation of a rollout fleet does, by the numbers of `facts/rollout.md`.
+r"""What a right implementation of a rollout fleet does, by the numbers of `facts/rollout.md`.
 
 | nr | test |
 | --- | --- |
 | 1 | test_a_group_that_fails_during_generation_is_stopped_at_once_not_at_the_next_barrier |
 | 2 | test_all_groups_down_recover_at_once, test_all_groups_down_without_budget_is_fatal_at_once |
-| 3 | test_a_failed_server_has_left_the_router_before_anything_else_is_done |
+| 3 | test_a_failed_server_has_left_the_router_before_anything_else_is_done; test_gateway.py, \
+test_every_request_gets_one_end_that_it_can_tell_whatever_the_servers_do |
 | 4 | test_stop_in_the_midst_of_a_recovery_returns_within_its_bound |
 | 5 | test_stop_that_times_out_then_stop_then_start_leaves_one_loop_each |
 | 6 | test_many_hung_probes_take_one_timeout |
+| 7 | test_gateway.py, test_an_order_forwards_its_arguments |
 | 8, 9 | test_a_rank_or_a_group_that_is_not_in_the_plan_raises |
 | 10 | test_an_engine_that_is_dead_behind_a_live_http_server_is_caught |
 | 11 | test_a_backend_without_a_deep_probe_is_asked_whether_it_is_ready_with_one_warning |
@@ -15,15 +17,25 @@
 | 13 | test_the_barrier_fails_a_group_at_the_first_bad_probe_whatever_the_threshold |
 | 14 | test_the_result_of_the_barrier_names_what_failed_and_what_is_active |
 | 15 | test_after_restore_the_first_check_waits_a_whole_interval |
+| 16 | test_fleet_spec.py, test_a_fleet_may_not_say; test_rollout_topology.py, \
+test_sglang_is_asked_for_a_token_and_given_less_time_than_the_fleet_takes |
 | 17 | test_the_text_of_an_answer_that_is_not_200_is_told |
 | 18 | test_one_failed_rank_removes_and_restores_its_whole_group |
+| 19 | test_only_entrypoints_get_requests |
 | 20 | test_a_restart_reuses_addresses_and_bundles, test_a_port_conflict_gets_new_ports |
 | 21 | test_fleet_registry.py |
+| 22 | test_rollout_router.py, \
+test_a_session_whose_entrypoint_is_gone_gets_another_and_stays_there; \
+test_gateway.py, test_without_an_active_server_a_request_is_refused_at_once_with_the_reason |
+| 23 | test_rollout_topology.py |
 | 24 | test_the_trainer_reads_one_consistent_snapshot |
 | 25 | test_every_claimed_group_ends_in_a_final_state_whatever_is_raised, test_fleet_histories.py |
-| 27 | test_the_death_of_the_hosting_actor_is_recovered_like_any_other |
+| 26 | test_rollout_router.py, test_concurrency_follows_the_entrypoints; test_gateway.py, \
+test_concurrency_follows_the_entrypoints_and_the_rest_waits |
+| 27 | test_the_death_of_the_hosting_actor_is_recovered_like_any_other; test_ray_host.py, \
+test_the_death_of_an_actor_ends_its_server_and_can_be_recovered |
 
-The others are the gateway's (7, 19, 22, 26) and the topology's (16, 23).
+With real processes: test_fleet_servers.py, test_fleet_process.py.
 """
 
 from __future__ import annotations
@@ -315,6 +327,20 @@ def test_one_failed_rank_removes_and_restores_its_whole_group() -> None:
 
     assert stage.routed() == [0, 1, 2, 3, 4, 5, 6, 7]
     assert [len(stage.host.times("start", rank)) for rank in range(8)] == [1, 1, 1, 1, 2, 2, 2, 2]
+
+
+def test_only_entrypoints_get_requests() -> None:
+    async def history() -> list[list[int]]:
+        # Ranks 0 and 2 speak for engines of two servers each.
+        stage = Stage(plan_of(2, servers=2))
+        await stage.fleet.start()
+        routed = [stage.routed()]
+        stage.host.die(3)
+        routed.append(stage.routed())
+        await stage.until_active()
+        return [*routed, stage.routed()]
+
+    assert run(history()) == [[0, 2], [0], [0, 2]]
 
 
 def test_a_restart_reuses_addresses_and_bundles() -> None:

@@ -342,6 +342,40 @@ def test_a_topology_that_does_not_fit_is_a_fault_of_the_spec() -> None:
     assert fleet_faults(spec_of()) == []
 
 
+def test_a_fleet_that_takes_more_than_the_gang_has_is_a_fault_of_the_spec() -> None:
+    data = spec_of(engines=3, gpus_per_node=4).written()
+
+    [fault] = fleet_faults(RunSpec.model_validate(data | {"gang": {"gpus_per_node": 8}}))
+    none = fleet_faults(RunSpec.model_validate(data | {"gang": {"nodes": 2, "gpus_per_node": 8}}))
+
+    assert fault.path == "components.rollout.engines"
+    assert fault.problem == "its 3 engines take 12 GPUs, and the gang has 8"
+    assert none == []
+
+
+def test_one_server_for_several_nodes_of_a_ray_cluster_is_refused() -> None:
+    fleet = {
+        "backend": "lmdeploy",
+        "model": "m",
+        "tensor_parallel": 16,
+        "nodes_per_engine": 2,
+        "placement": "ray",
+    }
+    data = {
+        "name": "r",
+        "workload": "grpo",
+        "ray": {"address": "http://127.0.0.1:8265"},
+        "components": {"rollout": fleet},
+    }
+
+    [fault] = fleet_faults(RunSpec.model_validate(data))
+    fleet["placement"] = "local"
+
+    assert fault.path == "components.rollout.nodes_per_engine"
+    assert "asks Ray for the GPUs of the others by itself" in fault.problem
+    assert fleet_faults(RunSpec.model_validate(data)) == []
+
+
 @pytest.mark.parametrize(
     ("of_process", "of_fleet", "devices"),
     [
