@@ -18,6 +18,7 @@ from tasks.rollout.clock import Clock, ended, within
 from tasks.rollout.evidence import Evidence, Silence, Verdict
 from tasks.rollout.hosts import ServerHost
 from tasks.rollout.incidents import Emit, NetworkCut
+from tasks.rollout.outliers import Outliers
 from tasks.rollout.probing import Prober
 from tasks.rollout.registry import Registry
 from tasks.rollout.settings import FleetSettings
@@ -101,6 +102,7 @@ class Health:
         self._is_resting = False
         self._has_warned = False
         self._cut = NetworkCut(emit=emit)
+        self._outliers = Outliers(for_s=settings.misses * settings.interval_s)
         #: Incarnations of groups that failed by what is judged here, not by a death.
         self._judged: set[tuple[int, int]] = set()
         registry.listen(self._on_change)
@@ -128,6 +130,8 @@ class Health:
             watch = _Watch(slot=slot, epoch=epoch, question=self.question_of(slot))
             self._forget(rank)
             self._watches[rank] = watch
+            if slot.is_entrypoint:
+                self._outliers.begin(rank)
             if not self._is_resting:
                 self._begin(watch, self._settings.first_s)
 
@@ -165,6 +169,9 @@ class Health:
         before = watch.evidence
         watch.evidence = before.after_request(why, threshold=threshold)
         watch.failed_s = self._clock.monotonic_s()
+        if sick := self._outliers.failed(rank, watch.failed_s):
+            self._fail(watch, f"rank {rank}: {sick}; the last one: {why}")
+            return
         if watch.evidence is not before:
             self._tell_miss(watch)
             self._registry.suspect(rank, epoch, why)
@@ -176,6 +183,7 @@ class Health:
         if watch is None:
             return
         watch.answered_s = self._clock.monotonic_s()
+        self._outliers.answered(rank, watch.answered_s)
         if watch.answered_s - watch.failed_s < self._urgent_every_s:
             # Of many requests at once some fail and some do not: it stays under suspicion a while.
             return
@@ -215,6 +223,7 @@ class Health:
 
     def _forget(self, rank: int) -> None:
         watch = self._watches.pop(rank, None)
+        self._outliers.forget(rank)
         if watch is not None:
             self._end(watch)
             self._cut.over(rank)

@@ -41,7 +41,10 @@ _log = logging.getLogger(__name__)
 _ACTOR_WITHIN_S = 180.0
 #: A node that is gone is a node that is gone only after a minute, by Ray's default.
 _ANSWER_WITHIN_S = 10.0
-_STOP_EXTRA_S = 15.0
+#: Beside the grace period of a stop: to kill what is left, and to fetch the end of the log. A fleet
+#: waits for 20 s.
+_STOP_EXTRA_S = 12.0
+_REST_WITHIN_S = 5.0
 _LOG_EVERY_S = 1.0
 _PORT_IN_USE = ("address already in use", "errno 98")
 
@@ -271,9 +274,9 @@ class RayHost:
         left: list[int] = []
         try:
             left = await self._answer(server.actor.stop.remote(grace_s), grace_s + _STOP_EXTRA_S)
-            await self._copy_rest(server)
-            with contextlib.suppress(RayError, TimeoutError):
-                await self._answer(server.actor.forget.remote(), _ANSWER_WITHIN_S)
+            async with asyncio.timeout(_REST_WITHIN_S):
+                await self._copy_rest(server)
+                await self._answer(server.actor.forget.remote(), _REST_WITHIN_S)
         except (RayError, TimeoutError) as error:
             # Its wrapper ends the tree with the actor, which is killed below.
             _log.info("rank %d: %s", server.slot.rank, _first_line(error))

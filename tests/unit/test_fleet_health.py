@@ -223,6 +223,66 @@ def test_a_server_that_fails_some_of_many_requests_is_suspect_and_not_told_each_
     assert len(stage.told("rollout.group.state")) < 10
 
 
+def test_a_server_whose_requests_all_fail_is_sick_whatever_it_says_to_probes() -> None:
+    async def history() -> tuple[Stage, float]:
+        stage = await serving(engines=3, misses=3, interval_s=30.0)
+        began_s = now_s()
+        while not stage.host.times("stop", 0) and now_s() < began_s + 500.0:
+            stage.fleet.note_failure(0, 1, "it answered 500")
+            stage.fleet.note_success(1, 1)
+            stage.fleet.note_success(2, 1)
+            await asyncio.sleep(1.0)
+        return stage, now_s() - began_s
+
+    stage, took_s = run(history())
+
+    [begun] = stage.told("rollout.recovery.begun")
+    assert begun["ranks"] == [0]
+    assert begun["cause"].endswith("2 of 2 others answer theirs; the last one: it answered 500")
+    assert 90.0 <= took_s <= 92.0
+
+
+@pytest.mark.parametrize(
+    "failing",
+    [
+        # what a client sends fails wherever it is sent
+        {0, 1, 2},
+        # nor is one of three a majority that works
+        {0, 1},
+    ],
+)
+def test_requests_that_fail_in_most_places_are_no_servers_fault(failing: set[int]) -> None:
+    async def history() -> Stage:
+        stage = await serving(engines=3)
+        for _ in range(500):
+            for rank in range(3):
+                if rank in failing:
+                    stage.fleet.note_failure(rank, 1, "it answered 500")
+                else:
+                    stage.fleet.note_success(rank, 1)
+            await asyncio.sleep(1.0)
+        return stage
+
+    stage = run(history())
+
+    assert stage.routed() == [0, 1, 2]
+    assert all(len(stage.host.times("start", rank)) == 1 for rank in range(3))
+
+
+def test_a_server_that_answers_now_and_then_is_kept() -> None:
+    async def history() -> Stage:
+        stage = await serving(engines=2)
+        for second in range(500):
+            stage.fleet.note_failure(0, 1, "it answered 500")
+            if second % 50 == 0:
+                stage.fleet.note_success(0, 1)
+            stage.fleet.note_success(1, 1)
+            await asyncio.sleep(1.0)
+        return stage
+
+    assert run(history()).routed() == [0, 1]
+
+
 def test_a_slow_server_whose_timeout_is_longer_than_the_interval_has_all_of_it() -> None:
     async def history() -> Stage:
         stage = await serving(interval_s=1.0, timeout_s=5.0, misses=2)
