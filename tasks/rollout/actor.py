@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
@@ -26,6 +27,7 @@ import ray
 #: What the wrapper needs after the grace period to end a whole tree.
 _KILL_WITHIN_S = 10.0
 _STRAGGLERS_S = 2.0
+_LOOK_EVERY_S = 0.02
 _TAIL_BYTES = 16_384
 _LOG_AT_MOST_BYTES = 1 << 20
 _SAID_AT_MOST = 200
@@ -113,7 +115,7 @@ class ServerActor:
     async def stop(self, grace_s: float) -> list[int]:
         """Ask the process to end; what is left of its tree after the grace period is killed.
 
-        Returns: the pid of the wrapper, where it could not be ended.
+        Returns: the pids of the wrapper, where it could not be ended.
         """
         process = self._process
         if process is None or self._ended is None:
@@ -122,11 +124,17 @@ class ServerActor:
         with contextlib.suppress(ProcessLookupError):
             process.send_signal(signal.SIGTERM)
         done, _ = await asyncio.wait([self._ended], timeout=grace_s)
-        if not done:
-            # The front is killed: its keeper ends the tree at once.
-            process.kill()
-            done, _ = await asyncio.wait([self._ended], timeout=_KILL_WITHIN_S)
-        return [] if done else [process.pid]
+        if done:
+            return []
+        # Its front is killed: its keeper ends the tree at once, and leaves.
+        tree = [process.pid, *_children(process.pid)]
+        process.kill()
+        deadline_s = time.monotonic() + _KILL_WITHIN_S
+        while left := [pid for pid in tree if os.path.exists(f"/proc/{pid}")]:
+            if time.monotonic() > deadline_s:
+                break
+            await asyncio.sleep(_LOOK_EVERY_S)
+        return left
 
     @ray.method(concurrency_group="questions")
     async def ask(
@@ -189,6 +197,12 @@ def _asked(method: str, url: str, body: Mapping[str, Any] | None, timeout_s: flo
     except (OSError, ValueError) as error:
         return f"{said}: {getattr(error, 'reason', None) or error}"
     return ""
+
+
+def _children(pid: int) -> list[int]:
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{pid}/children") as f:
+        return [int(word) for word in f.read().split()]
+    return []
 
 
 def _can_be_bound(port: int) -> bool:

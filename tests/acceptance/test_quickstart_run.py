@@ -20,6 +20,7 @@ def quickstart() -> dict:
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.thorough
 def test_two_at_once_both_learn_and_do_not_meet(start_run: Callable, quickstart: dict) -> None:
     runs = [start_run(quickstart), start_run(quickstart)]
 
@@ -52,6 +53,7 @@ def test_a_component_killed_half_way_is_the_cause(
     assert run.pids() == []
 
 
+@pytest.mark.thorough
 def test_a_step_count_is_changed_in_one_place_each(start_run: Callable, quickstart: dict) -> None:
     run = start_run(quickstart, "--set", "progress.total=3", "--set", "success.step=3")
 

@@ -79,6 +79,7 @@ def test_a_cluster_that_does_not_answer_is_a_failure_with_its_address(muster_hom
     assert "http://127.0.0.1:9" in done.stdout + done.stderr
 
 
+@pytest.mark.thorough
 def test_the_documentations_example_is_gone_and_what_leaks_is_ended(
     ray_cluster: RayCluster,
 ) -> None:

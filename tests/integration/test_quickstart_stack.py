@@ -204,6 +204,7 @@ def test_trainer_and_environment_fail_when_the_api_dies(stack: Stack, tmp_path: 
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_environment_fails_when_the_trainer_dies(stack: Stack, tmp_path: Path) -> None:
     stack.start_api()
     stack.start_trainer(steps=100_000, out=tmp_path / "out")

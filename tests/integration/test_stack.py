@@ -289,6 +289,7 @@ def test_a_bad_spec_is_refused_before_it_is_queued(home: Home, spec: str, compla
     assert complaint in " ".join((done.stdout + done.stderr).split())
 
 
+@pytest.mark.thorough
 def test_a_schedule_starts_a_run_with_the_values_it_names(home: Home) -> None:
     spec = home.spec(steps=5)
     deployment = home.api("GET", "/deployments/name/train/quickstart")

@@ -126,6 +126,7 @@ def test_a_cancel_leaves_no_driver(ray_cluster: RayCluster, run_id: str) -> None
     assert drivers() == []
 
 
+@pytest.mark.thorough
 def test_what_a_killed_raylet_leaves_is_ended_through_the_others(
     escaped: Callable[[str], int], run_id: str
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from prefect.settings import (
 )
 
 from tasks import parked, waiting
+from tasks.run.errors import RunEnded
 from tasks.run.spec import RunSpec
 from tasks.server import prefect_server
 from tasks.session import RunSession
@@ -63,7 +65,8 @@ def refused(api: str, muster_home: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
         )
         sessions.append(session)
         session.begin_attempt()
-        session.supervisor.start("trainer")
+        with suppress(RunEnded):  # It may have ended before its start is told.
+            session.supervisor.start("trainer")
         session.supervisor.wait_decided()
         session.end_attempt()
         return session, Run(ground=ground, flow_run_id=flow_run)

@@ -224,8 +224,9 @@ class Ground:
             if process.poll() is None:
                 process.send_signal(signal.SIGCONT)
                 process.terminate()
+                # A worker leaves once it has nothing under way, which a test need not wait for.
                 with suppress(subprocess.TimeoutExpired):
-                    process.wait(40)
+                    process.wait(10)
                 process.kill()
                 process.wait()
         for pid in _processes_with("MUSTER_HOME", str(self.home)):
