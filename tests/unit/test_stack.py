@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
-from deployments import stack
+from deployments import stack, worker
 from deployments.stack_env import ROOT, STACK_VARIABLE, client_env
 from deployments.stack_nodes import Fleet
 from deployments.stack_plan import draw_up
@@ -411,3 +411,21 @@ def test_no_part_of_a_stack_is_told_to_listen_beyond_this_machine(place: StackPl
     assert components["worker"].env["PREFECT_WORKER_WEBSERVER_HOST"] == "127.0.0.1"
     stack_ids = {command.env[STACK_VARIABLE] for command in components.values()}
     assert stack_ids == {blueprint.stack.stack_id}
+
+
+def test_a_worker_that_a_shell_has_put_in_the_background_can_be_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    became: list[object] = []
+    monkeypatch.setattr(worker, "reconcile_host", lambda: None)
+    monkeypatch.setattr(worker, "publish", lambda report: None)
+    monkeypatch.setattr(os, "execv", lambda *_: became.append(signal.getsignal(signal.SIGINT)))
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    try:
+        worker.main()
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+    # Prefect ends its worker by a SIGINT to itself.
+    assert became == [signal.SIG_DFL]
