@@ -11,8 +11,8 @@ from pathlib import Path
 
 from tasks.fleet_plan import COMPONENT, LOOPBACK, SERVERS_ENV, TOKEN_ENV, FleetPlan
 from tasks.rollout.access import is_loopback
-from tasks.rollout.addresses import Addresses, nodes_needed, ports_needed
-from tasks.rollout.building import build
+from tasks.rollout.addresses import ports_needed
+from tasks.rollout.building import planned
 from tasks.rollout.topology import TopologyPlan
 from tasks.run.errors import Fault
 from tasks.run.layout import AttemptPlace, project_root
@@ -81,11 +81,7 @@ def fleet_faults(spec: RunSpec) -> list[Fault]:
     if spec.fleet is None:
         return []
     try:
-        gpus = node_gpus(spec)
-        needs = ports_needed(spec.fleet, gpus)
-        ports = {need.name: number for number, need in enumerate(needs, start=1024)}
-        hosts = (LOOPBACK,) * nodes_needed(spec.fleet, gpus)
-        plan = build(spec.fleet, Addresses(hosts=hosts, ports=ports), gpus)
+        plan = planned(spec.fleet, node_gpus(spec))
     except ValueError as error:
         remedy = "change its sizes, or gang.gpus_per_node"
         return [Fault(path=f"components.{COMPONENT}", problem=str(error), remedy=remedy)]

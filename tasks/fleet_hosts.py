@@ -76,7 +76,7 @@ def _on_this_machine(plan: FleetPlan, fleet: Rollout) -> OpenedHost:
         tag={
             "MUSTER_RUN_ID": plan.run_id,
             "MUSTER_ATTEMPT": str(plan.attempt),
-            "MUSTERCOMPONENT": COMPONENT,
+            "MUSTER_COMPONENT": COMPONENT,
         },
         stop_signal=signal.Signals[fleet.stop.signal],
         grace_s=fleet.stop.grace_s,

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Protocol
 
 from tasks.fleet_hosts import NoHost, OpenedHost
-from tasks.fleet_plan import COMPONENT, LOOPBACK, FleetPlan
+from tasks.fleet_plan import COMPONENT, FleetPlan
 from tasks.jobs import submission_id
 from tasks.rayjobs import entrypoint
 from tasks.rayjobs.dashboard import Denied, NoAnswer
 from tasks.rollout.addresses import Addresses, nodes_needed, ports_needed
-from tasks.rollout.building import build
+from tasks.rollout.building import build, planned
 from tasks.rollout.ray_host import NoPlace, RayHost
 from tasks.rollout.topology import ServerSlot, TopologyPlan
 from tasks.run.fleet_spec import Rollout
@@ -34,7 +34,7 @@ async def opened_on_ray(plan: FleetPlan, fleet: Rollout, env: Mapping[str, str])
     Raises: NoHost; ValueError, KeyError, as `build` does.
     """
     assert plan.ray is not None
-    shape = shape_of(plan, fleet)
+    shape = planned(fleet, plan.node_gpus)
     try:
         address = await gcs_address_of(plan.ray)
         host = await MovingHost.open(
@@ -113,7 +113,7 @@ class RayPlaces:
         return build(self._fleet, addresses, self._plan.node_gpus)
 
     async def _take_ports(self, groups: Collection[int]) -> None:
-        engines = shape_of(self._plan, self._fleet).engines
+        engines = planned(self._fleet, self._plan.node_gpus).engines
         names = {f"engine.{group}" for group in groups}
         names |= {f"server.{server.rank}" for group in groups for server in engines[group].servers}
         by_node: dict[int, list[str]] = {}
@@ -125,14 +125,6 @@ class RayPlaces:
         )
         for wanted, numbers in zip(by_node.values(), found, strict=True):
             self._ports |= dict(zip(wanted, numbers, strict=True))
-
-
-def shape_of(plan: FleetPlan, fleet: Rollout) -> TopologyPlan:
-    """The plan at addresses that stand in for those that the cluster gives."""
-    needs = ports_needed(fleet, plan.node_gpus)
-    ports = {need.name: number for number, need in enumerate(needs, start=1024)}
-    hosts = (LOOPBACK,) * nodes_needed(fleet, plan.node_gpus)
-    return build(fleet, Addresses(hosts=hosts, ports=ports), plan.node_gpus)
 
 
 def bundles_of(shape: TopologyPlan, nodes: int) -> list[dict[str, float]]:

@@ -10,8 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from tasks.rollout.addresses import Addresses, nodes_needed, ports_needed
-from tasks.rollout.building import build
+from tasks.rollout.building import FIRST_PORT, planned
 from tasks.rollout.topology import ServerSlot, TopologyPlan
 from tasks.run.errors import Fault, InvalidSpec
 from tasks.run.fleet_spec import Rollout
@@ -20,8 +19,6 @@ from tasks.run.masking import mask_text, masked, secret_values
 from tasks.run.spec import RunSpec
 
 EXIT_PLANNED, EXIT_INVALID = 0, 2
-#: The first of the ports that stand in for those that a run finds free.
-_FIRST_PORT = 30000
 _ARGUMENT_AT_MOST = 60
 
 
@@ -61,14 +58,7 @@ def plan_of(spec: RunSpec, source: str) -> TopologyPlan:
         raise InvalidSpec((Fault(path="components", problem=problem, remedy=remedy),), source)
     node_gpus = spec.gang.gpus_per_node if spec.gang is not None else None
     try:
-        ports = {
-            need.name: _FIRST_PORT + index
-            for index, need in enumerate(ports_needed(fleet, node_gpus))
-        }
-        is_local = fleet.placement == "local"
-        nodes = range(nodes_needed(fleet, node_gpus))
-        hosts = tuple("127.0.0.1" if is_local else f"node-{node}" for node in nodes)
-        return build(fleet, Addresses(hosts=hosts, ports=ports), node_gpus)
+        return planned(fleet, node_gpus)
     except ValueError as error:
         remedy = "change its sizes, or gang.gpus_per_node"
         fault = Fault(path="components.rollout", problem=str(error), remedy=remedy)
@@ -134,7 +124,7 @@ def _parser() -> argparse.ArgumentParser:
         help="print which servers a run would start, and where",
         description="Print the plan of a spec's fleet: engines, servers with their commands, "
         "groups that live and die together, the training mesh. Nothing is started. Hosts and "
-        f"ports stand in for those of a run: node-0 and so on, ports from {_FIRST_PORT} on; local "
+        f"ports stand in for those of a run: node-0 and so on, ports from {FIRST_PORT} on; local "
         "servers are on 127.0.0.1. ${run.dir} and the like stay as they are, variables that look "
         "secret are masked.",
         epilog="Exit: 0 printed, 2 the spec is invalid or has no fleet.",

@@ -5,13 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from tasks.rollout.addresses import Addresses, meeting_port, server_port
+from tasks.rollout.addresses import (
+    Addresses,
+    meeting_port,
+    nodes_needed,
+    ports_needed,
+    server_port,
+)
 from tasks.rollout.backends import command
 from tasks.rollout.backends.place import Place
 from tasks.rollout.layout import backend_of, nodes_of, places
 from tasks.rollout.topology import Answers, Engine, ServerSlot, TopologyPlan
 from tasks.run.fleet_spec import Rollout
 
+#: The first of the ports that stand in for others.
+FIRST_PORT = 30000
 _DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
@@ -59,6 +67,26 @@ def build(fleet: Rollout, addresses: Addresses, node_gpus: int | None = None) ->
     return TopologyPlan(
         engines=tuple(engines), questions=backend.questions(fleet), placement=fleet.placement
     )
+
+
+def planned(fleet: Rollout, node_gpus: int | None = None) -> TopologyPlan:
+    """The plan of a fleet at hosts and ports that stand in for those that a run finds: `node-0`,
+    `node-1` and so on, a local one at 127.0.0.1, and ports from 30000 on.
+
+    Args:
+        node_gpus: As for `build`.
+
+    Raises:
+        ValueError: As `build` does.
+    """
+    needs = ports_needed(fleet, node_gpus)
+    is_local = fleet.placement == "local"
+    hosts = tuple(
+        "127.0.0.1" if is_local else f"node-{node}"
+        for node in range(nodes_needed(fleet, node_gpus))
+    )
+    ports = {need.name: number for number, need in enumerate(needs, start=FIRST_PORT)}
+    return build(fleet, Addresses(hosts=hosts, ports=ports), node_gpus)
 
 
 def _slot(

@@ -297,9 +297,7 @@ class Health:
                 # Late enough to be rare, soon enough that both answers are there in one timeout.
                 await asyncio.wait({probe}, timeout=timeout_s / 2)
                 if not probe.done():
-                    home = asyncio.create_task(
-                        self._ask_at_home(watch, watch.question, timeout_s / 2)
-                    )
+                    home = self._asking_at_home(watch, watch.question, timeout_s / 2)
             reason = await probe
             if not self._is_watched(watch):
                 return
@@ -308,10 +306,7 @@ class Health:
             elif self._note_no(watch, reason, began_s, is_last_word) is Verdict.SILENT:
                 # No request is sent there while it is asked at home.
                 self._registry.unreachable(rank, epoch, reason)
-                if home is None:
-                    home = asyncio.create_task(
-                        self._ask_at_home(watch, watch.question, timeout_s / 2)
-                    )
+                home = home or self._asking_at_home(watch, watch.question, timeout_s / 2)
                 self._judge_silence(watch, reason, await home)
         finally:
             probe.cancel()
@@ -337,6 +332,11 @@ class Health:
         elif verdict is Verdict.SICK:
             self._fail(watch, f"rank {rank} does not work: {reason}")
         return verdict
+
+    def _asking_at_home(
+        self, watch: _Watch, question: Ask, timeout_s: float
+    ) -> asyncio.Task[_AtHome]:
+        return asyncio.create_task(self._ask_at_home(watch, question, timeout_s))
 
     async def _ask_at_home(self, watch: _Watch, question: Ask, timeout_s: float) -> _AtHome:
         """The same question to a server that is silent, from its own machine."""

@@ -192,6 +192,16 @@ def test_servers_get_their_own_variables_and_those_of_the_run(fleet: FleetProces
     assert (fleet.directory / "rollout-r1.log").read_text().startswith("of the run of rank 1 False")
 
 
+def test_a_servers_guardian_says_whose_it_is(fleet: FleetProcess) -> None:
+    fleet.start(fleet.plan())
+    fleet.until_ready()
+
+    guardian = tree.parent_of(fleet.pids()[0])
+    environ = Path(f"/proc/{guardian}/environ").read_text().split("\0")
+
+    assert {"MUSTER_RUN_ID=a-run", "MUSTER_ATTEMPT=1", "MUSTER_COMPONENT=rollout"} <= {*environ}
+
+
 def test_a_server_that_dies_is_started_again_and_told_to_the_run(fleet: FleetProcess) -> None:
     fleet.start(fleet.plan())
     fleet.until_ready()

@@ -10,8 +10,9 @@ import pytest
 
 from tasks import fleet_on_ray
 from tasks.fleet_hosts import NoHost
-from tasks.fleet_on_ray import RayPlaces, bundles_of, moved, shape_of
+from tasks.fleet_on_ray import RayPlaces, bundles_of, moved
 from tasks.fleet_plan import FleetPlan
+from tasks.rollout.building import planned
 from tasks.rollout.ray_host import NoPlace
 
 pytestmark = pytest.mark.asyncio
@@ -73,7 +74,7 @@ async def test_a_bundle_is_what_the_servers_of_a_node_need(
 ) -> None:
     plan = plan_of(**fleet)
 
-    assert bundles_of(shape_of(plan, plan.rollout({})), nodes) == bundles
+    assert bundles_of(planned(plan.rollout({}), plan.node_gpus), nodes) == bundles
 
 
 async def test_each_server_is_planned_at_its_nodes_address_and_a_port_of_its_own() -> None:
