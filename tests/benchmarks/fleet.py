@@ -13,7 +13,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -169,8 +169,8 @@ class _ToOne(HttpProber):
         super().__init__()
         self._url = url
 
-    async def ask(self, url: str, question: Ask, timeout_s: float) -> str | None:
-        return await super().ask(self._url, question, timeout_s)
+    def ask(self, url: str, question: Ask, timeout_s: float) -> Coroutine[Any, Any, str | None]:
+        return super().ask(self._url, question, timeout_s)
 
 
 async def _swept(prober: HttpProber, count: int) -> float:
