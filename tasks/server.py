@@ -8,7 +8,7 @@ import shutil
 import sqlite3
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -100,23 +100,34 @@ def lasting_api_url() -> str | None:
     return None if _is_temporary.get() else PREFECT_API_URL.value()
 
 
-def server_command(home: Path, port: int) -> Command:
-    """A Prefect server on loopback whose database lies in `home`; it reports to nobody."""
+def server_command(
+    home: Path,
+    port: int,
+    address: str = "127.0.0.1",
+    settings: Mapping[str, str] | None = None,
+) -> Command:
+    """A Prefect server whose database lies in `home`; it reports to nobody.
+
+    Args:
+        address: on which it listens.
+        settings: of Prefect, beside these; another database for example.
+    """
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("PREFECT_")}
     return Command(
         # The server without Prefect's command line, which takes seconds to load.
         argv=(
             *(sys.executable, "-m", "tasks.server_process", "--factory"),
             "prefect.server.api.server:create_app",
-            *("--host", "127.0.0.1", "--port", str(port)),
+            *("--host", address, "--port", str(port)),
             *("--log-level", "warning", "--timeout-keep-alive", "30"),
         ),
         env={
             **inherited,
             "PREFECT_HOME": str(home),
-            "PREFECT_API_URL": f"http://127.0.0.1:{port}/api",
+            "PREFECT_API_URL": f"http://{address}:{port}/api",
             "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
             "DO_NOT_TRACK": "1",
+            **(settings or {}),
         },
         cwd=home,
         log=home / "server.log",

@@ -2,8 +2,10 @@
 
 A hundred real runs a variant, on two nodes of 8 GPUs, on a real Prefect server with real workers:
 undisturbed; with the worker killed; with two workers; with the server killed and started again;
-with random cancels; with runs that are sent back; with two hosts of which one is lost; and, fewer,
-on a real Ray cluster. The referee has the server's history and the components' own word.
+with random cancels; with runs that are sent back; with two hosts of which one is lost; on
+PostgreSQL with two hosts on networks of their own, every part of which is killed and started
+again; and, fewer, on a real Ray cluster. The referee has the server's history and the components'
+own word.
 
 The seed is printed, and repeats the draw; the machine's timing can't be repeated.
 """
@@ -31,10 +33,12 @@ from typing import Any
 
 import httpx
 
-from tests.support.gang_hosts import other_host
-from tests.support.gang_pool import GangPool, gang_pool, left_of
+from tests.support.gang_hosts import OtherHost, other_host
+from tests.support.gang_networks import HERE, Cable, cables, why_no_networks
+from tests.support.gang_pool import GangPool, Host, gang_pool, left_of
 from tests.support.gang_referee import FINAL, judge
-from tests.support.ground import Ground, Run, until
+from tests.support.ground import Ground, Run, Server, until
+from tests.support.postgres import Postgres, postgres, why_no_postgres
 from tests.support.ray_cluster import RAY_ENV, RayCluster
 
 #: A flow process takes some 3 s of a core.
@@ -224,42 +228,75 @@ def cancel(storm: Storm, run: dict[str, Any], kind: str) -> None:
     storm.done.append(f"{run['name']} cancelled while {kind}")
 
 
+@dataclass(kw_only=True)
+class WorkingHost:
+    """One of several hosts of a pool, with a name, processes and a MUSTER_HOME of its own."""
+
+    pool: GangPool
+    host: OtherHost
+    ground: Ground
+    #: Of its worker, as this machine counts.
+    pid: int = 0
+
+    @property
+    def name(self) -> str:
+        return self.host.name
+
+    def start_worker(self) -> None:
+        """Returns: once it takes runs."""
+        log = self.ground.home / "worker.log"
+        before = self.ground.log("worker").count("started!")
+        arguments = self.pool.worker_arguments(self.name)
+        self.pid = self.host.start(*arguments, env=self.ground.env, log=log)
+        until(
+            lambda: self.ground.log("worker").count("started!") > before, f"a worker on {self.name}"
+        )
+
+    def kill_worker(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+
+
 @contextlib.contextmanager
-def _hosts(storm: Storm) -> Iterator[dict[str, int]]:
-    """`pid[host]` of workers of two hosts, each with a name, processes and a MUSTER_HOME of its
-    own."""
+def _hosts(
+    pool: GangPool, laid: Sequence[Cable | None] = (None, None)
+) -> Iterator[list[WorkingHost]]:
+    """Hosts with a worker each.
+
+    Args:
+        laid: for each, the cable to the network of its own that it has; None: it has this
+            machine's.
+    """
     with contextlib.ExitStack() as stack:
-        pids = {}
-        for name in ("host-a", "host-b"):
-            home = storm.pool.ground.home.parent / name
+        hosts = []
+        for name, cable in zip(("host-a", "host-b"), laid, strict=True):
+            home = pool.ground.home.parent / name
             home.mkdir()
-            ground = Ground(home=home, api=storm.pool.ground.api)
-            host = stack.enter_context(other_host(name, home))
-            log = home / "worker.log"
-            arguments = storm.pool.worker_arguments(name)
-            pids[name] = host.start(*arguments, env=ground.env, log=log)
-            until(partial(_says, log, "started!"), f"a worker on {name}")
-        yield pids
-
-
-def _says(log: Path, text: str) -> bool:
-    return log.exists() and text in log.read_text()
+            host = stack.enter_context(other_host(name, home, cable))
+            variables = {"NO_PROXY": HERE, "no_proxy": HERE} if cable is not None else {}
+            ground = Host(home=home, api=pool.ground.api, variables=variables)
+            hosts.append(WorkingHost(pool=pool, host=host, ground=ground))
+            hosts[-1].start_worker()
+        yield hosts
 
 
 def lose_host(storm: Storm) -> None:
     """One of two workers is killed, the one that has just been given a run."""
     # What a worker that is lost had begun is taken back by the other host's only later.
     storm.late_s = 60.0
-    with _hosts(storm) as pids:
+    with _hosts(storm.pool) as hosts:
         storm.until_ended(1 / 3)
         name = until(lambda: _starting_host(storm), "one is pending")
-        os.kill(pids[name], signal.SIGKILL)
+        next(host for host in hosts if host.name == name).kill_worker()
         storm.done.append(f"the worker of {name} killed")
         # The hosts last as long as there is something on them.
         with contextlib.suppress(AssertionError):
             storm.until_ended(1.0)
+    storm.done += _counts_by_host(storm)
+
+
+def _counts_by_host(storm: Storm) -> list[str]:
     by = Counter(_host_of(run) for run in storm.pool.flow_runs().values())
-    storm.done += [f"{count} runs on {name}" for name, count in sorted(by.items())]
+    return [f"{count} runs on {name or 'no host'}" for name, count in sorted(by.items())]
 
 
 def _starting_host(storm: Storm) -> str:
@@ -282,7 +319,7 @@ _VARIANTS: dict[str, Callable[[Storm], None]] = {
     "requeues": nothing,
     "two-hosts": lose_host,
 }
-_RAY = "ray"
+_POSTGRES, _RAY = "postgresql", "ray"
 
 
 def run_variant(name: str, runs: int, seed: int, directory: Path) -> list[str]:
@@ -313,6 +350,79 @@ def verdict_of(storm: Storm, nodes: Mapping[str, int], *, by_states: bool = True
     with contextlib.suppress(AssertionError):
         until(lambda: not left_of(storm.pool), "nothing is left", _LEFT_WITHIN_S)
     return faults + left_of(storm.pool)
+
+
+def run_on_postgres(runs: int, seed: int, directory: Path) -> list[str]:
+    """On PostgreSQL, with two hosts that reach the server through networks of their own, while
+    each part is killed and started again."""
+    began = time.monotonic()
+    with contextlib.ExitStack() as stack:
+        database = stack.enter_context(postgres())
+        laid = stack.enter_context(cables(2))
+        settings = {"PREFECT_SERVER_DATABASE_CONNECTION_URL": database.url}
+        server = Server(directory / "server", address=HERE, settings=settings)
+        pool = stack.enter_context(gang_pool(directory, server=server))
+        print(f"  {database.query('show server_version')}", flush=True)
+        storm = Storm(pool=pool, random=Random(f"{seed} {_POSTGRES}"), runs=runs)
+        # What a worker that was killed had begun is taken back only later.
+        storm.late_s = 60.0
+        specs = list(storm.specs(failing_share=0.1))
+        hosts = stack.enter_context(_hosts(pool, laid))
+        with storm.submitting(iter(specs)):
+            _restart_each_part(storm, hosts, database)
+        faults = verdict_of(storm, pool.nodes)
+        faults += [f"left on {host.name}: {name}" for host in hosts for name in _registered(host)]
+        faults += _lost_rows(database, runs)
+        storm.done += _counts_by_host(storm)
+    print(f"{_POSTGRES}: {time.monotonic() - began:.0f} s; {', '.join(storm.done)}")
+    return faults
+
+
+def _restart_each_part(storm: Storm, hosts: Sequence[WorkingHost], database: Postgres) -> None:
+    """Both workers, the server and the database, spread over the storm, while runs go on."""
+
+    def worker(host: WorkingHost, away_s: float) -> str:
+        host.kill_worker()
+        time.sleep(away_s)
+        host.start_worker()
+        return f"the worker of {host.name}"
+
+    def server(away_s: float) -> str:
+        storm.pool.server.kill()
+        time.sleep(away_s)
+        storm.pool.server.start()
+        return "the server"
+
+    def crashed(away_s: float) -> str:
+        database.stop(at_once=True)
+        time.sleep(away_s)
+        database.start()
+        return "PostgreSQL"
+
+    parts: list[Callable[[float], str]] = [
+        *(partial(worker, host) for host in hosts),
+        server,
+        crashed,
+    ]
+    for number, part in enumerate(parts):
+        storm.until_ended((number + 1) / (len(parts) + 1))
+        away_s = storm.random.uniform(0, 5)
+        name = part(away_s)
+        storm.done.append(f"{name} killed for {away_s:.1f} s and its start")
+
+
+def _registered(host: WorkingHost) -> list[str]:
+    live = host.ground.home / "live"
+    return sorted(entry.name for entry in live.iterdir()) if live.exists() else []
+
+
+def _lost_rows(database: Postgres, runs: int) -> list[str]:
+    """What the database itself says, past the server."""
+    of_train = "from flow_run join flow on flow.id = flow_run.flow_id where flow.name = 'train'"
+    states = database.query(f"select state_type, count(*) {of_train} group by 1 order by 1")
+    print(f"  in PostgreSQL: {', '.join(states.splitlines())}", flush=True)
+    count = int(database.query(f"select count(*) {of_train}"))
+    return [] if count == runs else [f"{count} of {runs} flow runs are in the database"]
 
 
 def run_on_ray(runs: int, seed: int, directory: Path) -> list[str]:
@@ -349,17 +459,20 @@ def _ray_specs(storm: Storm, cluster: RayCluster, directory: Path) -> Iterator[d
         }
 
 
+_NAMES = [*_VARIANTS, _POSTGRES, _RAY]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults.gang_storm", description=__doc__)
     parser.add_argument("--runs", type=int, default=100, help="a variant; on Ray, a tenth of them")
     parser.add_argument("--seed", type=int, default=None, help="of the draw; else a new one")
-    parser.add_argument("--only", choices=[*_VARIANTS, _RAY], metavar="VARIANT", default=None)
+    parser.add_argument("--only", choices=_NAMES, metavar="VARIANT", default=None)
     parser.add_argument("--keep", action="store_true", help="keep all files, even if all is well")
     options = parser.parse_args(arguments)
     seed = options.seed if options.seed is not None else SystemRandom().randrange(1 << 32)
     for foreign in ("PREFECT_API_URL", "RAY_ADDRESS"):
         os.environ.pop(foreign, None)
-    names = [options.only] if options.only else [*_VARIANTS, _RAY]
+    names = [options.only] if options.only else _NAMES
     print(f"seed {seed}, {options.runs} runs each of {', '.join(names)}", flush=True)
     # Whoever ends it from outside leaves nothing either.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -368,7 +481,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in names:
         here = directory / name
         here.mkdir()
-        if name == _RAY:
+        if name == _POSTGRES:
+            if why := why_no_postgres() or why_no_networks():
+                print(f"{name}: skipped: {why}", flush=True)
+                continue
+            faults = run_on_postgres(options.runs, seed, here)
+        elif name == _RAY:
             faults = run_on_ray(max(4, options.runs // 10), seed, here)
         else:
             faults = run_variant(name, options.runs, seed, here)

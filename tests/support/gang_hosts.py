@@ -1,4 +1,5 @@
-"""A further host on this machine: a host name and processes of its own, in namespaces.
+"""A further host on this machine: a host name and processes of its own, in namespaces, and where
+it is given a cable, a network of its own.
 
 Nobody in it sees, or could signal, a process of another host, as far as its own eyes go; the
 machine itself, and so a test, sees all of them.
@@ -16,6 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tests.support import keeper
+from tests.support.gang_networks import Cable
 from tests.support.ground import ROOT, until
 
 _INTO = ("unshare", "--uts", "--pid", "--fork", "--mount-proc")
@@ -26,9 +28,10 @@ _FIRST = 'hostname "$0" && exec "$@"'
 class OtherHost:
     """Starts programs on a host of that name; `other_host` gives one, and ends it."""
 
-    def __init__(self, name: str, directory: Path) -> None:
+    def __init__(self, name: str, directory: Path, cable: Cable | None = None) -> None:
         self.name = name
-        into = _INTO if os.geteuid() == 0 else (*_INTO, "--user", "--map-root-user")
+        into = (*_INTO, "--net") if cable is not None else _INTO
+        into = into if os.geteuid() == 0 else (*into, "--user", "--map-root-user")
         first = (sys.executable, "-I", "-S", keeper.__file__, str(directory / "scratch"))
         self._keeper = subprocess.Popen(
             (*into, "sh", "-c", _FIRST, name, *first),
@@ -38,6 +41,9 @@ class OtherHost:
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
+        if cable is not None:
+            # unshare's child, born in the namespaces.
+            cable.plug_into(until(lambda: _children(self._keeper.pid), f"host {name}")[0])
 
     def start(self, *arguments: str, env: Mapping[str, str], log: Path) -> int:
         """A Python program of the project; its pid, as this machine counts."""
@@ -81,9 +87,9 @@ def _children(pid: int) -> list[int]:
 
 
 @contextmanager
-def other_host(name: str, directory: Path) -> Iterator[OtherHost]:
+def other_host(name: str, directory: Path, cable: Cable | None = None) -> Iterator[OtherHost]:
     """Nothing of it is left afterwards."""
-    host = OtherHost(name, directory)
+    host = OtherHost(name, directory, cable)
     try:
         yield host
     finally:

@@ -298,10 +298,19 @@ class GangPool:
 
 @contextmanager
 def gang_pool(
-    directory: Path, *, type: str = "gang", nodes: Mapping[str, int] = NODES, **settings: Any
+    directory: Path,
+    *,
+    type: str = "gang",
+    nodes: Mapping[str, int] = NODES,
+    server: Server | None = None,
+    **settings: Any,
 ) -> Iterator[GangPool]:
-    """A pool on a server of its own, without a worker; nothing of it is left afterwards."""
-    server = Server(directory / "server")
+    """A pool on a server of its own, without a worker; nothing of it is left afterwards.
+
+    Args:
+        server: one that is not started yet; by default on SQLite and loopback.
+    """
+    server = server or Server(directory / "server")
     ground = Ground(home=directory / "home", api=server.api)
     pool = GangPool(ground=ground, type=type, server=server, nodes=nodes)
     try:

@@ -54,17 +54,25 @@ def sleepers(*names: str, code: str = "") -> dict[str, Any]:
 class Server:
     """A Prefect server that can be killed, and comes back with the same database and port."""
 
-    def __init__(self, home: Path) -> None:
+    def __init__(
+        self, home: Path, *, address: str = "127.0.0.1", settings: Mapping[str, str] | None = None
+    ) -> None:
+        """
+        Args:
+            settings: of Prefect, beside those of Muster's own server.
+        """
         with closing(PortsReserved(["server"])) as ports:
             self._port = ports.numbers["server"]
         self._home = home
+        self._address = address
+        self._settings = dict(settings or {})
         self._process: subprocess.Popen[bytes] | None = None
-        self.api = f"http://127.0.0.1:{self._port}/api"
+        self.api = f"http://{address}:{self._port}/api"
 
     def start(self) -> None:
         """Returns: once it answers."""
         self._home.mkdir(parents=True, exist_ok=True)
-        command = server_command(self._home, self._port)
+        command = server_command(self._home, self._port, self._address, self._settings)
         with command.log.open("ab") as log:
             self._process = subprocess.Popen(
                 command.argv,
