@@ -8,7 +8,7 @@ end, or that somebody began to cancel, between our look and our word is left as 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -56,6 +56,8 @@ _POOL = "gang"
 #: In the command line of a flow run's process. Source: prefect/runner/_workspace_starter.py.
 _ENGINES = ("prefect.engine", "prefect.flow_engine", "_workspace_")
 _HELD = (StateType.PENDING, StateType.RUNNING, StateType.CANCELLING)
+_OPEN = (*_HELD, StateType.SCHEDULED, StateType.PAUSED)
+_TRAINING_FLOWS = ("train", "pipeline")
 #: The process of a flow run that was just submitted needs some seconds to appear.
 _SETTLED_AFTER = timedelta(seconds=30)
 #: A worker labels what it has taken within a second, unless it is killed in that moment.
@@ -105,11 +107,22 @@ def state_of(client: SyncPrefectClient, flow_run_id: str) -> State[Any] | None:
 
 def held_flow_runs(client: SyncPrefectClient) -> list[FlowRun]:
     """Our flow runs that should have a process, or are about to get one."""
-    states = FlowRunFilterState(type=FlowRunFilterStateType(any_=list(_HELD)))
+    return _flow_runs(client, OUR_FLOWS, _HELD)
+
+
+def open_flow_runs(client: SyncPrefectClient) -> list[FlowRun]:
+    """Trainings, and pipelines of them, that have not ended."""
+    return _flow_runs(client, _TRAINING_FLOWS, _OPEN)
+
+
+def _flow_runs(
+    client: SyncPrefectClient, flows: Sequence[str], types: Sequence[StateType]
+) -> list[FlowRun]:
+    states = FlowRunFilterState(type=FlowRunFilterStateType(any_=list(types)))
     found: list[FlowRun] = []
     while True:
         page = client.read_flow_runs(
-            flow_filter=FlowFilter(name=FlowFilterName(any_=list(OUR_FLOWS))),
+            flow_filter=FlowFilter(name=FlowFilterName(any_=list(flows))),
             flow_run_filter=FlowRunFilter(state=states),
             limit=_PAGE,
             offset=len(found),

@@ -52,6 +52,11 @@ def forget_parked(run_id: str) -> None:
     _note(run_id).unlink(missing_ok=True)
 
 
+def parked_runs() -> list[str]:
+    """Run ids, in order."""
+    return sorted(path.stem for path in _folder().glob("*.json"))
+
+
 def close_ended_parked() -> list[Reconciled]:
     """Close the record of each run of this machine that came to its end while it waited.
 

@@ -1,0 +1,30 @@
+"""The flow `prune`: what ended runs have left on this host is compressed, then removed."""
+
+from __future__ import annotations
+
+from prefect import flow
+from prefect.client.schemas.objects import State
+from prefect.states import Completed, Failed
+
+from tasks.pruning import prune_host, publish
+from tasks.run.retention import Retention
+
+
+@flow(name="prune", persist_result=False)
+def prune(keep: Retention | None = None, dry_run: bool = False) -> State[None]:
+    """Prune the runs of this host. Safe at any time, and twice at once.
+
+    Args:
+        keep: How long what runs leave is kept; left out, as the host's environment says.
+        dry_run: Only say what would be done.
+    """
+    pruned = prune_host(keep, dry_run=dry_run)
+    publish(pruned)
+    conclude = Failed if pruned.has_problem else Completed
+    return conclude(message=pruned.summary)
+
+
+if __name__ == "__main__":
+    from tasks.prune_command import main
+
+    raise SystemExit(main())

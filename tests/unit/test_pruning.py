@@ -1,0 +1,289 @@
+"""Pruning a MUSTER_HOME: what goes, what stays, and what is never touched."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tasks import prune_command, pruning
+from tasks.flow_runs import ServerAway
+from tasks.parked import note_parked
+from tasks.pruning import prune_host
+from tasks.run.retention import Act, Retention
+from tasks.supervise.registry import RunRegister
+
+DAY_S = 24 * 3600.0
+OLD, NEW, OTHER = (f"{name}-grpo-20260101-000000-abcd" for name in ("old", "new", "other"))
+ALL = Retention(days=0, outputs=True)
+
+
+def make(
+    home: Path,
+    run_id: str,
+    *,
+    days_ago: float = 100.0,
+    state: str = "completed",
+    resume_from: str = "",
+) -> Path:
+    """A run's directory, as a run leaves it."""
+    directory = home / "runs" / run_id
+    attempt = directory / "attempt-01"
+    (directory / "checkpoints" / "step-10").mkdir(parents=True)
+    (directory / "checkpoints" / "step-10" / "weights.bin").write_bytes(b"w" * 100)
+    attempt.mkdir()
+    for name in ("trainer.log", "events.jsonl", "rollout.jsonl", "submission.json"):
+        (attempt / name).write_text(f"{name} of {run_id}\n" * 20)
+    (attempt / "metrics.jsonl").write_text("{}")
+    (attempt / "spec.yaml").write_text(f"name: x\nenv: {{FROM: '{resume_from}'}}\n")
+    record: dict[str, Any] = {
+        "run_id": run_id,
+        "state": state,
+        "ended_at": time.time() - days_ago * DAY_S if state == "completed" else None,
+        "attempts": [{"number": 1, "resume_from": resume_from or None}],
+    }
+    (directory / "run.json").write_text(json.dumps(record))
+    return directory
+
+
+def files(directory: Path) -> set[str]:
+    return {str(p.relative_to(directory)) for p in directory.rglob("*") if p.is_file()}
+
+
+def unpacked(path: Path) -> str:
+    return gzip.decompress(path.read_bytes()).decode()
+
+
+def test_a_pruned_run_keeps_its_record_its_specs_and_its_outputs(muster_home: Path) -> None:
+    run = make(muster_home, OLD)
+
+    pruned = prune_host(Retention())
+
+    assert files(run) == {
+        "run.json",
+        "attempt-01/spec.yaml",
+        "attempt-01/metrics.jsonl",
+        "checkpoints/step-10/weights.bin",
+    }
+    assert [done.step.act for done in pruned.done] == [Act.REMOVE]
+    assert pruned.freed_bytes > 0
+    assert prune_host(Retention()).done == ()
+
+
+def test_outputs_go_where_that_is_asked_for(muster_home: Path) -> None:
+    run = make(muster_home, OLD)
+
+    prune_host(Retention(outputs=True))
+
+    assert files(run) == {"run.json", "attempt-01/spec.yaml"}
+    assert not (run / "checkpoints").exists()
+
+
+def test_a_link_is_removed_and_what_it_leads_to_is_not(muster_home: Path, tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    (shared / "model.bin").write_text("mine")
+    run = make(muster_home, OLD)
+    (run / "model").symlink_to(shared)
+
+    prune_host(ALL)
+
+    assert not (run / "model").is_symlink()
+    assert (shared / "model.bin").read_text() == "mine"
+
+
+def test_logs_are_compressed_whole_and_nothing_else_is_touched(muster_home: Path) -> None:
+    run = make(muster_home, OLD, days_ago=10)
+    text = (run / "attempt-01" / "trainer.log").read_text()
+
+    pruned = prune_host(Retention())
+
+    assert [done.step.act for done in pruned.done] == [Act.COMPRESS]
+    assert unpacked(run / "attempt-01" / "trainer.log.gz") == text
+    assert not (run / "attempt-01" / "trainer.log").exists()
+    assert (run / "attempt-01" / "events.jsonl").exists()
+
+
+def test_a_dry_run_says_the_same_and_does_nothing(muster_home: Path) -> None:
+    run = make(muster_home, OLD)
+    before = files(run)
+
+    pruned = prune_host(ALL, dry_run=True)
+
+    assert files(run) == before
+    assert not pruned.has_acted
+    assert [line.split()[0] for line in pruned.lines() if OLD in line] == ["remove"]
+    assert pruned.summary.startswith("would remove the files of 1 run (")
+
+
+@pytest.mark.parametrize("state", ["running", "pending_resources", "stopping", "queued"])
+def test_a_run_that_has_not_ended_is_never_touched(muster_home: Path, state: str) -> None:
+    run = make(muster_home, OLD, state=state)
+    before = files(run)
+
+    prune_host(ALL)
+
+    assert files(run) == before
+
+
+@pytest.mark.parametrize("record", ["", "{", '{"state": "hm", "ended_at": 1}', "[]"])
+def test_a_run_without_a_record_that_can_be_read_is_never_touched(
+    muster_home: Path, record: str
+) -> None:
+    run = make(muster_home, OLD)
+    (run / "run.json").write_text(record)
+    before = files(run)
+
+    prune_host(ALL)
+
+    assert files(run) == before
+
+
+def test_a_registered_run_is_never_touched(muster_home: Path) -> None:
+    run = make(muster_home, OLD)
+    before = files(run)
+    register = RunRegister.opened(OLD)
+
+    pruned = prune_host(ALL)
+
+    register.close()
+    assert files(run) == before
+    assert [held.held for held in pruned.plan.held] == ["it is registered as running"]
+
+
+def test_a_parked_run_is_never_touched(muster_home: Path) -> None:
+    run = make(muster_home, OLD)
+    before = files(run)
+    note_parked(OLD, "1b4e28ba-2fa1-4d3b-a3f5-ef19b5a7633b", "http://127.0.0.1:9/api")
+
+    prune_host(ALL)
+
+    assert files(run) == before
+
+
+def test_a_run_that_another_one_has_started_from_stays_as_long_as_that_one(
+    muster_home: Path,
+) -> None:
+    source = make(muster_home, OLD)
+    before = files(source)
+    make(muster_home, NEW, days_ago=1, resume_from=str(source / "checkpoints" / "step-10"))
+
+    pruned = prune_host(Retention(days=30, outputs=True))
+
+    assert files(source) == before
+    assert [held.held for held in pruned.plan.held] == [f"{NEW} has started from it"]
+
+
+def test_what_a_pruned_run_started_from_may_go_after_it(muster_home: Path) -> None:
+    source = make(muster_home, OLD)
+    make(muster_home, NEW, resume_from=str(source / "checkpoints" / "step-10"))
+
+    prune_host(ALL)
+    prune_host(ALL)
+
+    assert files(source) == {"run.json", "attempt-01/spec.yaml"}
+
+
+def test_a_run_that_a_waiting_flow_run_names_is_never_touched(
+    muster_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make(muster_home, OLD)
+    before = files(run)
+    monkeypatch.setattr(pruning, "_wanted_on_server", lambda: frozenset({OLD}))
+
+    prune_host(ALL)
+
+    assert files(run) == before
+
+
+def test_nothing_is_removed_while_the_server_does_not_answer(
+    muster_home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make(muster_home, OLD)
+    before = files(run)
+
+    def away() -> frozenset[str]:
+        raise ServerAway("http://127.0.0.1:9/api: refused")
+
+    monkeypatch.setattr(pruning, "_wanted_on_server", away)
+
+    code = prune_command.main(["--yes"])
+
+    assert code == 1
+    assert files(run) == before
+    assert "the Prefect server does not answer" in capsys.readouterr().out
+
+
+def test_what_can_not_be_removed_is_told_and_the_rest_goes(
+    muster_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, other = make(muster_home, OLD), make(muster_home, OTHER)
+    unlink = Path.unlink
+
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        if path == run / "attempt-01" / "trainer.log":
+            raise PermissionError(13, "Permission denied", str(path))
+        unlink(path, missing_ok=missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+
+    pruned = prune_host(ALL)
+
+    assert files(run) == {"run.json", "attempt-01/spec.yaml", "attempt-01/trainer.log"}
+    assert files(other) == {"run.json", "attempt-01/spec.yaml"}
+    assert pruned.has_problem
+    assert any("Permission denied" in line for line in pruned.lines())
+
+
+def test_a_log_of_the_stack_is_cut_and_its_writer_goes_on(
+    muster_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pruning, "_STACK_LOG_BYTES", 1000)
+    log = muster_home / "stack" / "logs" / "worker.log"
+    log.parent.mkdir(parents=True)
+    writer = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    for number in range(6):
+        os.write(writer, b"%d" % number * 1001)
+        prune_host()
+    os.write(writer, b"after")
+    os.close(writer)
+
+    kept = {path.name for path in log.parent.iterdir()}
+
+    assert kept == {"worker.log", "worker.log.1.gz", "worker.log.2.gz", "worker.log.3.gz"}
+    assert unpacked(log.with_name("worker.log.1.gz")) == "5" * 1001
+    assert log.read_text() == "after"
+
+
+def test_the_command_shows_first_and_does_with_yes(
+    muster_home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make(muster_home, OLD)
+    before = files(run)
+
+    assert prune_command.main([]) == 0
+    shown = capsys.readouterr().out
+    assert files(run) == before
+    assert OLD in shown and "--yes" in shown
+
+    assert prune_command.main(["--yes", "--outputs"]) == 0
+    assert "removed the files of 1 run" in capsys.readouterr().out
+    assert files(run) == {"run.json", "attempt-01/spec.yaml"}
+
+
+@pytest.mark.parametrize("option", [["--days", "soon"], ["--runs", "-1"], ["--gib", "x"]])
+def test_a_rule_that_is_none_does_nothing(
+    muster_home: Path, capsys: pytest.CaptureFixture[str], option: list[str]
+) -> None:
+    run = make(muster_home, OLD)
+    before = files(run)
+
+    assert prune_command.main(["--yes", *option]) == 2
+
+    assert files(run) == before
+    assert option[0] in capsys.readouterr().err
