@@ -19,7 +19,7 @@ export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export RAY_USAGE_STATS_ENABLED := 0
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help install train test thorough faults soak ray-kills gang-storm fleet-chaos up down bench verl-check backends-check constraints
+.PHONY: help install train test thorough faults soak ray-kills gang-storm fleet-chaos up down bench verl-check backends-check docs constraints
 
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -117,6 +117,9 @@ verl-check: install  ## hold the run specs for verl against verl itself [ARGS='-
 
 backends-check: install  ## hold a fleet's servers against the backends' own packages [ARGS='--write']
 	@exec $(PY) -m deployments.backends.check --packages $(ARGS)
+
+docs: install  ## write the parts of docs/ that are made from the code [ARGS=--check]
+	@exec $(PY) -m deployments.docs $(ARGS)
 
 constraints:  ## write constraints.txt anew from what the ranges of pyproject.toml resolve to
 	@scratch="$$(mktemp -d)"

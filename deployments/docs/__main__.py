@@ -1,0 +1,59 @@
+"""The documents' parts that are made from the code: `python -m deployments.docs`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from deployments.docs import failures, spec_reference
+from deployments.docs.blocks import filled
+
+ROOT = Path(__file__).resolve().parents[2]
+MAKERS: Mapping[str, Callable[[], str]] = {
+    "spec-reference": spec_reference.reference,
+    "moves": failures.moves,
+    "failure-kinds": failures.kinds,
+    "cause-rules": failures.rules,
+}
+EXIT_OK, EXIT_STALE = 0, 1
+
+
+def documents(root: Path = ROOT) -> Iterator[tuple[Path, str]]:
+    """Each document of `docs/`, and what stands in it once its parts are made."""
+    for path in sorted((root / "docs").glob("*.md")):
+        yield path, filled(path.read_text(encoding="utf-8"), MAKERS)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns: 0 done, or with --check all is current; 1 something is not."""
+    options = _parser().parse_args(arguments)
+    stale = [(path, text) for path, text in documents() if path.read_text("utf-8") != text]
+    for path, text in stale:
+        name = path.relative_to(ROOT)
+        if options.check:
+            print(f"{name} is not what the code makes: `make docs` writes it", file=sys.stderr)
+        else:
+            path.write_text(text, encoding="utf-8")
+            print(f"wrote {name}")
+    if not stale:
+        print("docs/ is current")
+    return EXIT_STALE if stale and options.check else EXIT_OK
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m deployments.docs",
+        description="Write the parts of docs/*.md that are made from the code: the reference of "
+        "the run spec, states, kinds of failure and the rules that tell them.",
+        epilog="Exit: 0 done, or all is current; 1 with --check, something is not.",
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing, and say what is not current"
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
