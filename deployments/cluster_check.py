@@ -12,7 +12,6 @@ import contextlib
 import functools
 import io
 import logging
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -23,6 +22,7 @@ from ray.job_submission import JobStatus, JobSubmissionClient
 
 import tasks
 from tasks.rayjobs.dashboard import Dashboard, Denied, NoAnswer, Node
+from tasks.rayjobs.loopback import ready_driver
 from tasks.rayjobs.node_shapes import SHAPES, Ending, exit_code_in_worker, try_shape
 
 EXIT_HOLDS, EXIT_LEAKS, EXIT_INVALID = 0, 1, 2
@@ -50,11 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         known = ", ".join(sorted({node.ip for node in nodes}))
         print(f"no such node; there are {known}", file=sys.stderr)
         return EXIT_INVALID
-    if gcs_address.startswith("127."):
-        # Without it a driver looks for the cluster at the machine's address in its network. Ray
-        # reads it when it is used, in `ray.init`.
-        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
-        ray._private.ray_constants.ENABLE_RAY_CLUSTER = False
+    ready_driver(gcs_address)
     cloudpickle.register_pickle_by_value(tasks)  # type: ignore[no-untyped-call]
     ray.init(gcs_address, log_to_driver=False, logging_level=logging.ERROR)
     endings: list[Ending] = []

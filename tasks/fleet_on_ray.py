@@ -14,6 +14,7 @@ from tasks.fleet_plan import COMPONENT, FleetPlan
 from tasks.jobs import submission_id
 from tasks.rayjobs import entrypoint
 from tasks.rayjobs.dashboard import Denied, NoAnswer
+from tasks.rayjobs.loopback import ready_driver
 from tasks.rollout.addresses import Addresses, nodes_needed, ports_needed
 from tasks.rollout.building import build, planned
 from tasks.rollout.ray_host import NoPlace, RayHost
@@ -37,6 +38,7 @@ async def opened_on_ray(plan: FleetPlan, fleet: Rollout, env: Mapping[str, str])
     shape = planned(fleet, plan.node_gpus)
     try:
         address = await gcs_address_of(plan.ray)
+        ready_driver(address)
         host = await MovingHost.open(
             address,
             bundles_of(shape, nodes_needed(fleet, plan.node_gpus)),

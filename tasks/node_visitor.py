@@ -21,6 +21,7 @@ from typing import IO, Any
 from prefect.context import FlowRunContext
 from prefect.settings import get_current_settings
 
+from tasks.rayjobs.loopback import driver_env
 from tasks.run.errors import MusterError
 from tasks.supervise import tree
 
@@ -180,11 +181,7 @@ def _environment(gcs_address: str) -> dict[str, str]:
     inherited = {k: v for k, v in os.environ.items() if k not in _NOT_INHERITED}
     settings = get_current_settings().to_environment_variables(exclude_unset=True)
     more = {"RAY_USAGE_STATS_ENABLED": "0", "PYTHONUNBUFFERED": "1"}
-    if gcs_address.startswith(("127.", "localhost:")):
-        # Ray's switch for clusters that listen on loopback only: without it a driver looks for the
-        # cluster at the machine's address in its network, for minutes.
-        more["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
-    return {**inherited, **settings, **more}
+    return {**inherited, **settings, **more, **driver_env(gcs_address)}
 
 
 def _flow_run() -> dict[str, str] | None:
