@@ -12,11 +12,12 @@ from typing import Any
 from prefect import tags
 from prefect.client.schemas.objects import State
 from prefect.exceptions import TerminationSignal
+from prefect.utilities.urls import url_for
 
 from tasks.flow_runs import process_tag
 from tasks.run.errors import InvalidSpec
 from tasks.run.loading import load_spec
-from tasks.server import NoServer, prefect_server
+from tasks.server import NoServer, lasting_api_url, prefect_server
 from tasks.session import check_spec
 from tasks.terminal import Terminal, quieten_prefect
 
@@ -50,7 +51,8 @@ def main(train: Callable[..., State[Any]], arguments: Sequence[str] | None = Non
                 terminal.say(f"Prefect server {url}")
                 with tags(*spec.tags, process_tag()):
                     state = train(spec, return_state=True)
-            terminal.end((state.name or "").lower(), state.message or "")
+                page = _page_of(state)
+            terminal.end(state.type.value.lower(), state.message or "", page)
     except NoServer as error:
         print(error, file=sys.stderr)
         return EXIT_FAILED
@@ -68,6 +70,14 @@ def _exit_code(state: State[Any]) -> int:
     if (state.message or "").startswith("INFEASIBLE:"):
         return EXIT_INFEASIBLE
     return EXIT_FAILED
+
+
+def _page_of(state: State[Any]) -> str:
+    """The flow run's page in the UI; empty where its server ends with this process."""
+    flow_run_id = state.state_details.flow_run_id
+    if lasting_api_url() is None or flow_run_id is None:
+        return ""
+    return url_for("flow-run", obj_id=flow_run_id) or ""
 
 
 def _parser() -> argparse.ArgumentParser:

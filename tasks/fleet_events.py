@@ -99,9 +99,13 @@ class FleetWords:
             return True
         return False
 
+    @property
+    def serving(self) -> int:
+        """How many do."""
+        return sum(state in SERVING for state in self._states.values())
+
     def __str__(self) -> str:
         """`rollout 2 of 3 engines serve`; empty while all do."""
-        serving = sum(state in SERVING for state in self._states.values())
-        if not self._states or serving == self._engines:
+        if not self._states or self.serving == self._engines:
             return ""
-        return f"{COMPONENT} {serving} of {self._engines} engines serve"
+        return f"{COMPONENT} {self.serving} of {self._engines} engines serve"

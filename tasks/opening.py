@@ -62,6 +62,7 @@ def open_run(spec: RunSpec) -> Iterator[RunSession]:
         # the process that came first, and this one must not touch it.
         raise Abort(f"{error.strerror}: this one leaves") from error
     forget_parked(run.run_id)
+    run.tell("run.opened", run_id=run.run_id, record=run.place.record)
     with (
         interrupting(run, _on_term(run, flow_run_id)),
         cancel_watched(flow_run_id, run.interrupt),

@@ -245,7 +245,11 @@ class RunSession:
     def wait_in_line(self, message: str) -> None:
         """Note that the run waits for its gang, and tell whoever listens why."""
         self.record.move(RunState.PENDING_RESOURCES)
-        event = Event(at=time.time(), name="run.waiting", fields={"message": self.mask(message)})
+        self.tell("run.waiting", message=self.mask(message))
+
+    def tell(self, name: str, **fields: object) -> None:
+        """Tell whoever listens what belongs to no attempt."""
+        event = Event(at=time.time(), name=name, fields=fields)
         for listener in event_listeners.get():
             listener(event)
 

@@ -1,55 +1,73 @@
-"""What a person at a terminal sees of a run: components, readiness, progress, the outcome."""
+"""What a person at a terminal sees of a run: what happens, what runs, how far it is, how it ended.
+
+Nothing of it holds up the run. Whoever has something to show leaves it here and goes on; one thread
+writes. Where that is stuck, in a terminal that was stopped for example, the oldest lines are lost.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
-from collections.abc import Mapping
+from collections import deque
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from prefect.logging.handlers import PrefectConsoleHandler
 from rich.console import Console
-from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 from tasks import curve
+from tasks.end_block import Ending, end_block
+from tasks.event_lines import failed_attempt, lines_of
+from tasks.foreign_lines import ForeignLines
+from tasks.live_view import LiveView, drawn
 from tasks.run.events import Event
 from tasks.run.spec import RunSpec
+from tasks.screen import Line, Screen, printable
 from tasks.session import event_listeners
+
+_log = logging.getLogger(__name__)
+
+#: Ages grow; what happens is drawn at once, and no more often than that.
+_AGAIN_AFTER_S = 1.0
+_FRAME_S = 0.05
+#: Kept for a screen that takes none.
+_LINES_AT_MOST = 10_000
+#: At the end a screen that takes nothing for so long is left behind.
+_CLOSE_WITHIN_S = 30.0
+_CURVE_COLUMNS, _CURVE_COLUMNS_AT_LEAST = 72, 30
 
 
 class Terminal:
     """Shows the events of the runs of this context, as they happen.
 
-    Plain lines, and a progress bar where the output is a terminal.
+    Plain lines; on a terminal also a live region under them, while the context is open.
     """
 
-    def __init__(self, spec: RunSpec, console: Console | None = None) -> None:
-        self._console = console or Console(highlight=False)
+    def __init__(self, spec: RunSpec, screen: Screen | None = None) -> None:
+        self._screen = screen or Screen.of_stdout()
         self._began = time.monotonic()
         self._total = spec.progress.total if spec.progress else None
-        self._directory: Path | None = None
-        self._run_id = ""
-        self._has_ended = False
-        self._cause: str | None = None
+        self._view = LiveView(spec)
+        self._attempt: Path | None = None
+        self._record: Path | None = None
+        self._ended: Event | None = None
         self._shown_step = 0.0
-        self._bar = Progress(
-            TextColumn("         {task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            console=self._console,
-            disable=not self._console.is_terminal,
-            transient=True,
-        )
-        self._step = self._bar.add_task("step", total=self._total, visible=False)
+        self._lock = threading.Lock()
+        self._lines: deque[Line | Text] = deque()
+        self._lost = 0
+        self._news = threading.Event()
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._work, name="terminal", daemon=True)
+        self._foreign = ForeignLines(lambda text: self._add(Line(text=text)))
 
     def __enter__(self) -> Terminal:
         self._token = event_listeners.set((*event_listeners.get(), self.show))
-        self._bar.start()
+        self._thread.start()
+        if self._screen.is_live:
+            self._foreign.take_over()
         return self
 
     def __exit__(
@@ -58,138 +76,123 @@ class Terminal:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._bar.stop()
+        self._foreign.give_back()
         event_listeners.reset(self._token)
-
-    def end(self, state: str, message: str) -> None:
-        """How the run ended, where no event has said so: it never came to an attempt."""
-        if not self._has_ended:
-            self._show_state(state, message)
+        self._is_closing = True
+        self._news.set()
+        self._thread.join(_CLOSE_WITHIN_S)
 
     def say(self, text: str, style: str = "") -> None:
-        """One line, with the seconds since the beginning."""
-        stamp = f"[dim]{time.monotonic() - self._began:7.1f}s[/dim]"
-        body = f"[{style}]{escape(text)}[/{style}]" if style else escape(text)
-        self._console.print(f"{stamp} {body}", soft_wrap=True)
+        """One line, with the seconds since the beginning. Returns at once."""
+        self._say(Line(text=text, style=style))
 
     def show(self, event: Event) -> None:
-        """One event of the run."""
-        name, fields = event.component or "", event.fields
+        """One event of the run. Returns at once."""
+        with self._lock:
+            self._view.observe(event)
+        for line in lines_of(event):
+            self._say(line)
         match event.name:
-            case "attempt.begun":
-                self._run_id = fields["run_id"]
-                self._directory = Path(fields["directory"])
-                self.say(f"run {self._run_id}, attempt {fields['attempt']}", "bold")
-                self.say(f"files in {self._directory}")
-            case "containment":
-                self.say(f"containment {fields['text']}", "dim")
-            case "attempt.adopted":
-                self._run_id = fields["run_id"]
-                self._directory = Path(fields["directory"])
-                self.say(f"run {self._run_id}, attempt {fields['attempt']} goes on", "bold")
-            case "component.spawned" if fields["pid"] is not None:
-                self.say(f"{name}: started, pid {fields['pid']}")
-            case "job.submitted" | "job.attached":
-                done = event.name.removeprefix("job.")
-                self.say(f"{name}: job {fields['submission_id']} {done}")
-            case "job.state":
-                place = f", {fields['place']}" if fields["place"] else ""
-                self.say(f"{name}: job {fields['status']}{place}")
-            case "job.swept" if fields["killed"] or fields["left"]:
-                ended = "; ".join(fields["killed"])
-                self.say(f"{name}: ended what its job had left: {ended}", "yellow")
-            case "contact.lost":
-                self.say(f"{name}: no answer: {fields['message']}", "yellow")
-            case "contact.back":
-                self.say(f"{name}: {fields['address']} answers again", "green")
-            case "component.ready":
-                self.say(f"{name}: ready after {fields['after_s']:.2f} s", "green")
-            case "component.drained":
-                self.say(f"{name}: its part is done, the run goes on")
-            case "component.exited":
-                code = fields["exit_code"]
-                how = fields["signal"] or f"exit code {'unknown' if code is None else code}"
-                self.say(f"{name}: ended, {how}")
-            case "component.stuck":
-                left = ", ".join(map(str, fields["pids"]))
-                self.say(f"{name}: can't be ended: {left}", "bold red")
-            case "component.diagnosed":
-                self.say(f"{name}: what it was doing is in {fields['path']}")
-            case "rollout.server.died":
-                self.say(f"{name}: server {fields['rank']} died: {fields['why']}", "yellow")
-            case "rollout.recovery.ended":
-                self._show_recovery(name, fields)
-            case "rollout.warning":
-                self.say(f"{name}: {fields['message']}", "yellow")
-            case "rollout.failed":
-                self.say(f"{name}: {fields['reason']}", "bold red")
-            case "probe.failed" if fields.get("probe") == "live":
-                self.say(f"{name}: {fields['reason']} (miss {fields['misses']})", "yellow")
-            case "run.progress":
-                self._show_step(fields["step"])
-            case "teardown.begun":
-                self.say(f"stopping: {fields['reason']}")
+            case "run.opened":
+                self._record = Path(event.fields["record"])
+            case "attempt.begun" | "attempt.adopted":
+                self._attempt = Path(event.fields["directory"])
+                self._ended, self._shown_step = None, 0.0
+            case "run.progress" if not self._screen.is_live:
+                self._say_step(event.fields["step"])
             case "attempt.ended":
-                self._bar.stop()
-                self._show_failure(fields["failure"])
-            case "run.waiting":
-                self.say(f"waiting: {fields['message']}", "yellow")
-            case "run.state":
-                self._show_state(fields["state"], fields["message"])
+                self._ended = event
+            case "attempt.decided" if not event.fields["text"].startswith("final"):
+                if self._ended and self._ended.fields["failure"] and self._attempt:
+                    for line in failed_attempt(self._ended, self._attempt):
+                        self._say(line)
+        self._news.set()
 
-    def _show_step(self, step: float) -> None:
-        self._bar.update(self._step, completed=step, visible=True)
-        # Without a bar a line for each twentieth is enough.
+    def end(self, state: str, message: str, page: str = "") -> None:
+        """How the run ended: the last thing to be shown.
+
+        Args:
+            page: of the flow run in the UI; empty for none.
+        """
+        if state == "completed":
+            self._show_curve()
+        for line in end_block(Ending(state=state, message=message, record=self._record, page=page)):
+            self._add(line)
+
+    def _say_step(self, step: float) -> None:
+        # A line for each twentieth is enough.
         stride = (self._total or 100) / 20
-        if self._bar.disable and (step - self._shown_step >= stride or step == self._total):
+        if step - self._shown_step >= stride or step == self._total:
             self._shown_step = step
             of = f" of {self._total}" if self._total else ""
             self.say(f"step {step:g}{of}")
 
-    def _show_state(self, state: str, message: str) -> None:
-        self._has_ended = state in ("completed", "failed", "cancelled")
-        match state:
-            case "completed":
-                self._show_curve()
-                self.say(f"completed: {message}", "bold green")
-            case "failed":
-                self.say(f"failed: {message}", "bold red")
-            case "cancelled":
-                self.say(f"cancelled: {message}; nothing is left running", "bold yellow")
-            case "pending_resources" if message:
-                self.say(f"waiting: {message}", "yellow")
-            case _:
-                return
-        if self._directory is not None:
-            self.say(f"record {self._directory.parent / 'run.json'}")
-
-    def _show_failure(self, failure: Mapping[str, str] | None) -> None:
-        if failure is None:
-            return
-        if failure["hint"]:
-            self.say(f"hint: {failure['hint']}")
-        if failure["component"] and self._directory is not None:
-            self.say(f"log {self._directory / (failure['component'] + '.log')}; its last lines:")
-            for line in failure["log_tail"].splitlines()[-12:]:
-                self._console.print(f"         | {escape(line)}", soft_wrap=True)
-
-    def _show_recovery(self, name: str, fields: Mapping[str, Any]) -> None:
-        ranks, took_s = ", ".join(map(str, fields["ranks"])), fields["took_s"]
-        if fields["outcome"] == "recovered":
-            self.say(f"{name}: server {ranks} is back after {took_s:.1f} s", "green")
-        elif fields["outcome"] == "failed":
-            self.say(f"{name}: server {ranks} is not back: {fields['message']}", "yellow")
-
     def _show_curve(self) -> None:
-        if self._directory is None:
+        if self._attempt is None:
             return
-        for metrics in sorted(self._directory.glob("metrics.jsonl")):
+        metrics = self._attempt / "metrics.jsonl"
+        try:
             points = curve.read(metrics, "step", "reward")
-            if len(points) > 1:
-                self._console.print(curve.draw(points, title="reward by step"), markup=False)
-                first, last = points[0][1], points[-1][1]
-                self.say(f"reward {first:.3f} at first, {last:.3f} at last")
-                self.say(f"figures in {metrics}")
+        except OSError:
+            return
+        if len(points) < 2:
+            return
+        columns = min(_CURVE_COLUMNS, self._screen.size.columns - 1)
+        if columns >= _CURVE_COLUMNS_AT_LEAST and self._screen.has_unicode:
+            drawing = curve.draw(points, title="reward by step", columns=columns)
+            for line in drawing.splitlines():
+                self._add(Line(text=line))
+        first, last = points[0][1], points[-1][1]
+        self.say(f"reward {first:.3f} at first, {last:.3f} at last")
+        self.say(f"figures in {metrics}")
+
+    def _say(self, line: Line) -> None:
+        stamp = f"{time.monotonic() - self._began:7.1f}s "
+        self._add(Text.assemble((stamp, "dim"), (printable(line.text), line.style)))
+
+    def _add(self, line: Line | Text) -> None:
+        with self._lock:
+            if len(self._lines) == _LINES_AT_MOST:
+                self._lines.popleft()
+                self._lost += 1
+            self._lines.append(line)
+        self._news.set()
+
+    def _work(self) -> None:
+        is_last = False
+        while not is_last:
+            self._news.wait(_AGAIN_AFTER_S if self._screen.is_live else None)
+            self._news.clear()
+            # Asked first, so that what was said before the end is shown.
+            is_last = self._is_closing
+            try:
+                self._draw(is_last)
+            except Exception:
+                self._screen.is_live = False
+                _log.exception("the live region can't be drawn: plain lines from here on")
+            if self._screen.is_live and not is_last:
+                time.sleep(_FRAME_S)
+
+    def _draw(self, is_last: bool) -> None:
+        now = time.time()
+        with self._lock:
+            lines, lost = list(self._lines), self._lost
+            self._lines.clear()
+            self._lost = 0
+            picture = self._view.look(now) if self._screen.is_live and not is_last else None
+        if lost:
+            lines.insert(0, Line(text=f"({lost} lines could not be shown in time)", style="dim"))
+        region = []
+        room = self._screen.region_lines
+        if picture is not None and room:
+            region = drawn(
+                picture,
+                columns=self._screen.size.columns,
+                lines=room,
+                now=now,
+                has_unicode=self._screen.has_unicode,
+            )
+        self._screen.show(lines, region)
 
 
 def outlive_readers() -> None:

@@ -21,6 +21,7 @@ from prefect.client.schemas.objects import FlowRun, State
 from prefect.exceptions import PrefectException
 from prefect.states import Running
 
+from tasks.announcing import tell_here
 from tasks.queue.capacity import Capacity
 from tasks.queue.gate import Gate
 from tasks.queue.grants import PENDING_RESOURCES, Grant, grant_of
@@ -90,6 +91,7 @@ class _Line:
         self._say = say
         self._wait = wait
         self._said = ""
+        self._place = 0
         self._is_in_line = False
 
     async def wait(self) -> Admitted | Refused | None:
@@ -121,7 +123,7 @@ class _Line:
             return Admitted(nodes=dict(grant.nodes), waited_s=0.0)
         pool = await _pool_of(client, flow_run)
         self._capacity = self._capacity or Capacity(here=not flow_run.work_pool_name)
-        gate = Gate(client, pool=pool, capacity=self._capacity)
+        gate = Gate(client, pool=pool, capacity=self._capacity, announce=tell_here)
         if not self._is_in_line:
             await self._set(client, PENDING_RESOURCES, "waits for its gang of GPUs")
             self._is_in_line = True
@@ -146,12 +148,17 @@ class _Line:
 
     async def _show(self, client: PrefectClient, look: Look) -> None:
         message = look.messages.get(self._id)
-        if message is None or message.key == self._said:
+        if message is None:
             return
-        self._said = message.key
         places = [entry.id for entry in look.line]
         place = places.index(self._id) + 1 if self._id in places else 1
+        is_news = message.key != self._said
+        if not is_news and place == self._place:
+            return
+        self._said, self._place = message.key, place
         self._say(f"place {place} of {len(places)} in line; {message.text}")
+        if not is_news:
+            return
         # The state that it waits in changes with that, and a grant is bound to a state: never
         # while one may be on its way.
         await self._set(client, PENDING_RESOURCES, message.text)

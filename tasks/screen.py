@@ -1,0 +1,202 @@
+"""Where a run is shown: lines that scroll and, on a terminal, a region under them that is drawn
+anew.
+
+Rich makes the text, and what is written is one write a frame.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import select
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import IO
+
+from rich.console import Console
+from rich.text import Text
+
+#: What a terminal would obey: colours, moves of the cursor, titles.
+_SEQUENCES = re.compile(
+    r"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]PX^_][^\x07\x1b]*(?:\x07|\x1b\\)?|[ -/]*[0-~])"
+)
+#: All that is left of control characters but the end of a line.
+_CONTROLS = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u2029]")
+_ERASE_BELOW = "\x1b[J"
+_UNKNOWN_SIZE = os.terminal_size((80, 24))
+#: A terminal with fewer lines shows no region.
+_LINES_AT_LEAST = 5
+_TRY_AGAIN_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """One line for people."""
+
+    text: str
+    #: Rich's: `bold red`; empty for none.
+    style: str = ""
+
+
+def printable(text: str) -> str:
+    """The text without what a terminal would obey; ends of lines stay.
+
+    Of a line that overwrites itself, as progress bars do, only what it shows in the end is left.
+    """
+    lines = []
+    for line in _SEQUENCES.sub("", text).expandtabs(4).replace("\r\n", "\n").split("\n"):
+        lines.append(_CONTROLS.sub("", line.rstrip("\r").rpartition("\r")[2]))
+    return "\n".join(lines)
+
+
+def draws(is_terminal: bool, environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether colours and a region are wanted: on a terminal that nobody has asked to be plain."""
+    if environ.get("NO_COLOR") or environ.get("CI", "").lower() not in ("", "0", "false"):
+        return False
+    return is_terminal and environ.get("TERM", "dumb") not in ("", "dumb", "unknown")
+
+
+class Outlet(io.TextIOBase):
+    """Standard output without Python's buffer.
+
+    A terminal that is stopped holds whoever writes to it for as long as it likes. The thread that
+    is left behind in that would hold the buffer's lock too, for want of which the interpreter
+    aborts at its exit.
+    """
+
+    def __init__(self, fd: int, encoding: str = "utf-8") -> None:
+        self._fd = fd
+        self._encoding = encoding
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self._encoding
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def isatty(self) -> bool:
+        return os.isatty(self._fd)
+
+    def write(self, text: str) -> int:
+        """Raises: OSError, when nobody can read it any more."""
+        left = memoryview(text.encode(self._encoding, "replace"))
+        while left:
+            try:
+                left = left[os.write(self._fd, left) :]
+            except BlockingIOError:  # Whoever shares the terminal has made it so.
+                select.select([], [self._fd], [], _TRY_AGAIN_S)
+        return len(text)
+
+
+class Screen:
+    """Lines that scroll, and a region under them. Used by one thread at a time.
+
+    When nobody can read it any more it shows nothing, and says so by `is_gone`.
+    """
+
+    def __init__(
+        self,
+        out: IO[str] | Outlet,
+        *,
+        is_live: bool,
+        size: Callable[[], os.terminal_size] = lambda: _UNKNOWN_SIZE,
+    ) -> None:
+        """
+        Args:
+            is_live: it takes colours, and has a cursor that can be moved.
+            size: of the terminal, as it is now.
+        """
+        self.is_live = is_live
+        self.is_gone = False
+        self._out = out
+        self._size = size
+        # Widths are this module's: rich neither wraps nor pads.
+        self._console = Console(
+            file=out,  # type: ignore[arg-type]
+            force_terminal=is_live,
+            color_system="auto" if is_live else None,
+            highlight=False,
+            markup=False,
+            emoji=False,
+            soft_wrap=True,
+        )
+        #: Of the lines of the region that stands there.
+        self._widths: list[int] = []
+
+    @staticmethod
+    def of_stdout() -> Screen:
+        """Standard output; one that was closed shows nothing."""
+        try:
+            fd = sys.stdout.fileno()
+        except (AttributeError, OSError, ValueError):
+            # It was closed, or is no file, as under a test.
+            return Screen(sys.stdout or io.StringIO(), is_live=False)
+        outlet = Outlet(fd, sys.stdout.encoding)
+        return Screen(outlet, is_live=draws(outlet.isatty()), size=lambda: _size_of(fd))
+
+    @property
+    def size(self) -> os.terminal_size:
+        return self._size()
+
+    @property
+    def has_unicode(self) -> bool:
+        return self._console.encoding.lower().startswith("utf")
+
+    def show(self, lines: Iterable[Line | Text], region: Sequence[Text] = ()) -> None:
+        """Add lines, and draw the region anew; without a region there is none."""
+        if self.is_gone:
+            return
+        if not self.is_live:
+            region = ()
+        with self._console.capture() as captured:
+            for line in lines:
+                self._console.print(_as_text(line))
+            for number, row in enumerate(region, start=1):
+                self._console.print(row, end="" if number == len(region) else "\n")
+        frame = self._erased() + captured.get()
+        self._widths = [row.cell_len for row in region]
+        if not frame:
+            return
+        try:
+            self._out.write(frame)
+            self._out.flush()
+        except (OSError, ValueError):
+            # The reader is gone, the terminal, or the file: the run goes on.
+            self.is_gone = True
+
+    @property
+    def region_lines(self) -> int:
+        """How many lines a region may have now; 0: there is no room for one."""
+        lines = self.size.lines
+        return lines - 2 if self.is_live and lines >= _LINES_AT_LEAST else 0
+
+    def _erased(self) -> str:
+        """What takes the region away that stands there.
+
+        In a terminal that has become narrower since, its lines take more rows than before.
+        """
+        if not self._widths:
+            return ""
+        columns = self.size.columns
+        rows = sum(max(1, -(-width // columns)) for width in self._widths)
+        up = f"\x1b[{rows - 1}A" if rows > 1 else ""
+        return f"\r{up}{_ERASE_BELOW}"
+
+
+def _as_text(line: Line | Text) -> Text:
+    return line if isinstance(line, Text) else Text(printable(line.text), style=line.style)
+
+
+def _size_of(fd: int) -> os.terminal_size:
+    try:
+        size = os.get_terminal_size(fd)
+    except OSError:
+        return _UNKNOWN_SIZE
+    # A terminal that nobody has told its size says 0.
+    return size if size.columns > 0 and size.lines > 0 else _UNKNOWN_SIZE

@@ -1,0 +1,156 @@
+"""The block at the end: how a run ended, what failed first, and where to go on reading."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tasks.end_block import Ending, end_block
+from tasks.run.failure_kinds import FailureKind
+from tasks.run.remedies import REMEDIES
+
+FAILURE = {
+    "kind": "RUNTIME_ERROR",
+    "component": "trainer",
+    "exit_code": None,
+    "signal": "SIGSEGV",
+    "message": "trainer (pid 8) killed by SIGSEGV after 3.1 s",
+    "rule": "segfault",
+    "line": "",
+    "hint": "native code crashed",
+    "log_tail": "\n".join(f"line {n}" for n in range(1, 31)),
+}
+MESSAGE = f"RUNTIME_ERROR: {FAILURE['message']}"
+
+
+def attempt(number: int, failure: dict[str, Any] | None = None, state: str = "failed") -> dict:
+    return {"number": number, "state": state, "failure": failure}
+
+
+@pytest.fixture
+def run_record(tmp_path: Path) -> Path:
+    """Of a run that failed in its first attempt."""
+    return written(tmp_path, attempt(1, FAILURE))
+
+
+def written(folder: Path, *attempts: dict[str, Any]) -> Path:
+    path = folder / "run.json"
+    content = {
+        "run_id": "x-grpo-20260102-030405-abcd",
+        "started_at": 1000.0,
+        "ended_at": 1081.5,
+        "attempts": list(attempts),
+    }
+    path.write_text(json.dumps(content))
+    return path
+
+
+def block(**fields: Any) -> list[str]:
+    return [line.text for line in end_block(Ending(**fields))]
+
+
+def test_a_failure_says_what_failed_first_what_to_do_and_where_to_read(run_record: Path) -> None:
+    shown = block(
+        state="failed", message=MESSAGE, record=run_record, page="http://h/runs/flow-run/1"
+    )
+
+    log = run_record.parent / "attempt-01" / "trainer.log"
+    assert shown == [
+        "",
+        "failed: RUNTIME_ERROR: trainer (pid 8) killed by SIGSEGV after 3.1 s",
+        "  run      x-grpo-20260102-030405-abcd",
+        "  took     1:21, 1 attempt",
+        "  first    trainer, RUNTIME_ERROR, SIGSEGV",
+        "  hint     native code crashed",
+        f"  to do    {REMEDIES[FailureKind.RUNTIME_ERROR]}",
+        f"  log      {log}",
+        "           its last lines:",
+        *(f"           | line {n}" for n in range(19, 31)),
+        f"  record   {run_record}",
+        "  page     http://h/runs/flow-run/1",
+    ]
+
+
+def test_an_exit_code_is_told_as_one(tmp_path: Path) -> None:
+    record = written(tmp_path, attempt(1, FAILURE | {"signal": None, "exit_code": 3}))
+
+    assert "  first    trainer, RUNTIME_ERROR, exit code 3" in block(
+        state="failed", message=MESSAGE, record=record
+    )
+
+
+def test_what_never_ended_by_itself_has_neither(tmp_path: Path) -> None:
+    stalled = FAILURE | {"kind": "STALLED", "signal": None, "hint": "", "log_tail": ""}
+    record = written(tmp_path, attempt(1, stalled))
+    hang = tmp_path / "attempt-01" / "trainer.hang.txt"
+    hang.parent.mkdir()
+    hang.touch()
+
+    shown = block(state="failed", message="STALLED: no progress", record=record)
+
+    assert "  first    trainer, STALLED" in shown
+    assert f"  hung in  {hang}" in shown
+    assert not any("hint" in line or "last lines" in line for line in shown)
+
+
+def test_a_completed_run_names_nothing_that_failed_before(tmp_path: Path) -> None:
+    record = written(
+        tmp_path, attempt(1, FAILURE | {"kind": "NODE_LOST"}), attempt(2, None, "completed")
+    )
+
+    assert block(state="completed", message="step 60 of 60", record=record) == [
+        "",
+        "completed: step 60 of 60",
+        "  run      x-grpo-20260102-030405-abcd",
+        "  took     1:21, 2 attempts (NODE_LOST, completed)",
+        f"  record   {record}",
+    ]
+
+
+def test_of_many_attempts_the_first_and_the_last_are_named(tmp_path: Path) -> None:
+    many = [attempt(n, FAILURE | {"kind": "START_TIMEOUT"}) for n in range(1, 10)]
+    record = written(tmp_path, *many, attempt(10, FAILURE))
+
+    took = block(state="failed", message=MESSAGE, record=record)[3]
+
+    assert took == (
+        "  took     1:21, 10 attempts (START_TIMEOUT, START_TIMEOUT, START_TIMEOUT, 5 more, "
+        "START_TIMEOUT, RUNTIME_ERROR)"
+    )
+
+
+def test_a_cancelled_run_says_that_nothing_is_left(run_record: Path) -> None:
+    shown = block(state="cancelled", message="interrupted by SIGINT", record=run_record)
+
+    assert shown[1] == "cancelled: interrupted by SIGINT; nothing is left running"
+    assert not any("first" in line for line in shown)
+
+
+def test_a_run_that_never_came_to_an_attempt_says_what_to_do(tmp_path: Path) -> None:
+    shown = block(
+        state="failed",
+        message="INFEASIBLE: asks for 3 nodes; there are 2",
+        record=written(tmp_path),
+    )
+
+    assert "  took     1:21, no attempt" in shown
+    assert f"  to do    {REMEDIES[FailureKind.INFEASIBLE]}" in shown
+
+
+@pytest.mark.parametrize("content", [None, "", "{"])
+def test_without_a_record_the_outcome_is_told_even_so(tmp_path: Path, content: str | None) -> None:
+    record = tmp_path / "run.json"
+    if content is not None:
+        record.write_text(content)
+
+    shown = block(state="crashed", message="Flow run crashed", record=record)
+
+    assert shown == ["", "crashed: Flow run crashed", f"  record   {record}"]
+
+
+@pytest.mark.parametrize("kind", FailureKind)
+def test_for_each_kind_of_failure_there_is_something_to_do(kind: FailureKind) -> None:
+    assert REMEDIES[kind]

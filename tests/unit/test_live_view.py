@@ -1,0 +1,285 @@
+"""The live region: what it says of a run at each moment, and in how much room."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tasks.live_view import LiveView, Picture, Row, Stage, drawn
+from tasks.pace import Pace, clock_text, rate_text
+from tasks.run.events import Event
+from tasks.run.spec import RunSpec
+
+T = 1_000_000.0
+
+
+def spec(**more: Any) -> RunSpec:
+    one = {"command": ["true"]}
+    content = {"name": "x", "workload": "grpo", "components": {"api": one, "trainer": one}}
+    return RunSpec.model_validate(content | more)
+
+
+def viewed(*events: Event, of: RunSpec | None = None, at: float = T) -> Picture:
+    view = LiveView(of or spec())
+    for event in (BEGUN, *events):
+        view.observe(event)
+    picture = view.look(at)
+    assert picture is not None
+    return picture
+
+
+def event(name: str, component: str | None = None, at: float = T, **fields: Any) -> Event:
+    return Event(at=at, name=name, component=component, fields=fields)
+
+
+BEGUN = event("attempt.begun", attempt=1, run_id="x", directory="/x/attempt-01")
+
+
+def rows(picture: Picture) -> dict[str, tuple[Stage, str]]:
+    return {row.name: (row.stage, row.note) for row in picture.rows}
+
+
+def lines(picture: Picture, columns: int = 80, height: int = 20, at: float = T) -> list[str]:
+    return [text.plain for text in drawn(picture, columns=columns, lines=height, now=at)]
+
+
+def test_before_anything_has_happened_nothing_is_shown() -> None:
+    assert LiveView(spec()).look(T) is None
+
+
+def test_a_component_that_starts_says_what_its_probe_answered() -> None:
+    picture = viewed(
+        event("component.starting", "api"),
+        event("component.spawned", "api", pid=7, argv=[]),
+        event("probe.failed", "api", reason="GET http://127.0.0.1:1/: connection refused"),
+        at=T + 4,
+    )
+
+    assert rows(picture) == {
+        "api": (Stage.STARTING, "GET http://127.0.0.1:1/: connection refused"),
+        "trainer": (Stage.WAITING, ""),
+    }
+    assert [line.rstrip() for line in lines(picture, at=T + 4)] == [
+        "component  state     pid      age",
+        "api        starting    7     0:04  GET http://127.0.0.1:1/: connection refused",
+        "trainer    waiting",
+    ]
+
+
+def test_what_a_probe_answered_is_over_once_it_is_ready() -> None:
+    picture = viewed(
+        event("component.spawned", "api", pid=7, argv=[]),
+        event("probe.failed", "api", reason="refused"),
+        event("component.ready", "api", pid=7, after_s=0.5),
+        # of liveness, which a line tells
+        event("probe.failed", "api", reason="no answer", misses=1, probe="live"),
+    )
+
+    assert rows(picture)["api"] == (Stage.READY, "")
+
+
+def test_an_end_is_told_by_its_exit_code_or_signal_and_its_age_stands_still() -> None:
+    picture = viewed(
+        event("component.spawned", "api", pid=7, argv=[]),
+        event("component.exited", "api", at=T + 3, pid=7, exit_code=None, signal="SIGKILL"),
+        event("component.spawned", "trainer", pid=8, argv=[]),
+        event("component.exited", "trainer", at=T + 70, pid=8, exit_code=1, signal=None),
+    )
+
+    shown = lines(picture, at=T + 500)
+    assert shown[1].split() == ["api", "ended", "7", "0:03", "SIGKILL"]
+    assert shown[2].split() == ["trainer", "ended", "8", "1:10", "exit", "code", "1"]
+
+
+def test_what_runs_at_a_teardown_is_stopping() -> None:
+    picture = viewed(
+        event("component.spawned", "api", pid=7, argv=[]),
+        event("component.ready", "api", pid=7, after_s=0.5),
+        event("teardown.begun", reason="trainer killed by SIGSEGV", cause="trainer"),
+    )
+
+    assert rows(picture)["api"][0] is Stage.STOPPING
+    assert rows(picture)["trainer"][0] is Stage.WAITING
+    assert lines(picture)[-1] == "stopping: trainer killed by SIGSEGV"
+
+
+def test_a_job_says_where_it_runs_also_when_it_is_ready() -> None:
+    picture = viewed(
+        event("component.spawned", "trainer", pid=None, submission_id="x--a01"),
+        event("job.state", "trainer", status="RUNNING", place="node 10.0.0.2"),
+        event("component.ready", "trainer", pid=None, after_s=0.5),
+    )
+
+    assert rows(picture)["trainer"] == (Stage.READY, "job RUNNING, node 10.0.0.2")
+
+
+def test_a_fleet_says_how_many_engines_serve() -> None:
+    command = ["serve", "--port", "${server.port}"]
+    fleet = {"backend": "command", "command": command, "engines": 3}
+    of = spec(components={"rollout": fleet})
+    states = [event("rollout.group.state", "rollout", group=g, after="active") for g in range(3)]
+    lost = event("rollout.group.state", "rollout", group=1, after="inactive")
+    ready = event("component.ready", "rollout", pid=7, after_s=1.0)
+    spawned = event("component.spawned", "rollout", pid=7, argv=[])
+
+    before = viewed(spawned, *states, ready, of=of)
+    after = viewed(spawned, *states, ready, lost, of=of)
+
+    assert rows(before)["rollout"] == (Stage.READY, "3 of 3 engines serve")
+    assert rows(after)["rollout"] == (Stage.READY, "2 of 3 engines serve")
+
+
+def test_a_run_that_waits_for_its_gang_says_its_place_and_why() -> None:
+    view = LiveView(spec())
+    message = "place 2 of 5 in line; asks for 2 nodes with 8 GPUs each; waits for a-grpo to end"
+
+    view.observe(event("run.waiting", message=message))
+
+    picture = view.look(T)
+    assert picture is not None
+    shown = lines(picture, columns=40)
+    assert shown[-3:] == [
+        "waiting: place 2 of 5 in line; asks for",
+        "  2 nodes with 8 GPUs each; waits for",
+        "  a-grpo to end",
+    ]
+
+
+def test_a_new_attempt_begins_with_nothing_of_the_one_before() -> None:
+    of = spec(progress={"jsonl": "f", "step": "step", "total": 60})
+    picture = viewed(
+        event("component.spawned", "api", pid=7, argv=[]),
+        event("run.progress", step=12.0),
+        event("teardown.begun", reason="gone", cause="api"),
+        event("run.state", state="pending_resources", message="INSUFFICIENT_RESOURCES: no room"),
+        event("attempt.begun", attempt=2, run_id="x", directory="/x/attempt-02"),
+        of=of,
+    )
+
+    assert (picture.message, picture.step) == ("", None)
+    assert set(rows(picture).values()) == {(Stage.WAITING, "")}
+
+
+def test_the_step_bar_says_how_far_how_fast_and_how_long_still() -> None:
+    of = spec(progress={"jsonl": "f", "step": "step", "total": 60})
+    steps = [event("run.progress", at=T + n, step=10.0 + n) for n in range(11)]
+
+    picture = viewed(*steps, of=of, at=T + 10)
+
+    bar = "━" * 13 + "─" * 27
+    assert lines(picture, columns=80)[-1] == f"step 20 of 60  {bar}  33 %  1.0/s  0:40 left"
+    # Nothing of the bar, before anything of the figures.
+    assert lines(picture, columns=44)[-1] == "step 20 of 60  33 %  1.0/s  0:40 left"
+
+
+def test_without_a_total_the_step_stands_alone() -> None:
+    of = spec(progress={"jsonl": "f", "step": "step"})
+
+    picture = viewed(event("run.progress", step=12.0), of=of)
+
+    assert lines(picture)[-1] == "step 12"
+
+
+ROWS = tuple(
+    Row(
+        name=f"component-{n}-with-a-long-name",
+        stage=Stage.STARTING,
+        pid=4_000_000,
+        began_at=T - 100_000,
+        note="GET http://127.0.0.1:40001/health: HTTP 503 'loading the\nmodel \x1b[31mnow'" * 3,
+    )
+    for n in range(12)
+)
+FULL = Picture(
+    rows=ROWS,
+    message="waiting: " + "a reason of many words " * 20,
+    step=12.0,
+    total=60.0,
+    per_second=0.01,
+    left_s=4800.0,
+)
+
+
+@pytest.mark.parametrize("columns", [1, 2, 20, 40, 79, 80, 200])
+@pytest.mark.parametrize("height", [3, 4, 22, 60])
+def test_it_is_never_wider_nor_higher_than_its_room(columns: int, height: int) -> None:
+    shown = drawn(FULL, columns=columns, lines=height, now=T)
+
+    assert len(shown) <= height
+    assert all(line.cell_len < max(columns, 2) for line in shown)
+    assert all("\n" not in line.plain and "\x1b" not in line.plain for line in shown)
+
+
+def test_in_forty_columns_the_state_of_each_component_is_still_there() -> None:
+    shown = lines(FULL, columns=40, height=60)
+
+    assert sum("starting" in line for line in shown) == len(ROWS)
+
+
+def test_without_unicode_the_bar_is_ascii() -> None:
+    picture = Picture(rows=(), step=30, total=60)
+
+    shown = drawn(picture, columns=60, lines=5, now=T, has_unicode=False)
+
+    bar = shown[-1].plain.split()[4]
+    assert bar == "#" * (len(bar) // 2) + "-" * (len(bar) // 2)
+
+
+@pytest.fixture
+def pace() -> Iterator[Callable[..., Pace]]:
+    def of(*seen: tuple[float, float], total: float | None = 100) -> Pace:
+        made = Pace(total)
+        for at, step in seen:
+            made.see(at, step)
+        return made
+
+    yield of
+
+
+@pytest.mark.parametrize(
+    ("seen", "now", "expected"),
+    [
+        # nobody can say by one step
+        ([(0, 5)], 1, None),
+        ([(0, 5), (10, 25)], 10, 2.0),
+        # a step that is due has not come: it grows slower
+        ([(0, 5), (10, 15)], 110, 0.1),
+        # the last one is reached: it stays
+        ([(0, 80), (10, 100)], 500, 2.0),
+        # back to a checkpoint: anew from there
+        ([(0, 50), (10, 60), (20, 40), (30, 50)], 30, 1.0),
+        # the same step twice is no progress
+        ([(0, 5), (10, 5)], 10, None),
+    ],
+)
+def test_a_rate(
+    pace: Callable[..., Pace], seen: list[tuple[float, float]], now: float, expected: float | None
+) -> None:
+    rate = pace(*seen).per_second(now)
+
+    assert rate == (pytest.approx(expected, rel=0.1) if expected is not None else None)
+
+
+def test_steps_of_long_ago_do_not_count(pace: Callable[..., Pace]) -> None:
+    slow = [(float(at * 100), float(at)) for at in range(10)]
+    fast = [(1000.0 + n, 10.0 + n) for n in range(130)]
+
+    assert pace(*slow, *fast, total=None).per_second(1130.0) == pytest.approx(1.0, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("per_second", "text"),
+    [(31.4, "31/s"), (3.14, "3.1/s"), (0.5, "30/min"), (0.02, "1.2/min"), (0.001, "3.6/h")],
+)
+def test_a_rate_is_told_in_the_unit_that_fits(per_second: float, text: str) -> None:
+    assert rate_text(per_second) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(-1, "0:00"), (59.9, "0:59"), (3599, "59:59"), (3600, "1:00:00"), (183_840, "2 d 03:04")],
+)
+def test_a_time_is_told_as_a_clock(seconds: float, text: str) -> None:
+    assert clock_text(seconds) == text

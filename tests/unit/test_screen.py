@@ -1,0 +1,199 @@
+"""What is written on a terminal, and what stands there then."""
+
+from __future__ import annotations
+
+import io
+import os
+from pathlib import Path
+
+import pytest
+from rich.text import Text
+
+from tasks.screen import Line, Outlet, Screen, draws, printable
+from tests.support.emulator import Emulator
+
+
+class Terminal(io.StringIO):
+    """A terminal of some size, and what stands there."""
+
+    def __init__(self, columns: int = 40, lines: int = 10) -> None:
+        super().__init__()
+        self.columns, self.lines = columns, lines
+        self.emulator = Emulator(columns)
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return "utf-8"
+
+    def write(self, text: str) -> int:
+        self.emulator.write(text)
+        return len(text)
+
+    def screen(self, *, is_live: bool = True) -> Screen:
+        return Screen(
+            self, is_live=is_live, size=lambda: os.terminal_size((self.columns, self.lines))
+        )
+
+
+def region(*texts: str) -> list[Text]:
+    return [Text(text) for text in texts]
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("plain, with Umlauts: äöü ━", "plain, with Umlauts: äöü ━"),
+        # colours
+        ("\x1b[1;31mred\x1b[0m", "red"),
+        # a cursor that is moved, a line that is erased
+        ("up\x1b[2A\x1b[K", "up"),
+        # a title, a link
+        ("\x1b]0;title\x07after \x1b]8;;http://x\x1b\\link\x1b]8;;\x1b\\", "after link"),
+        # a charset, a reset
+        ("\x1b(Bwords\x1bc", "words"),
+        # a progress bar
+        ("10 %\r50 %\r100 %", "100 %"),
+        ("100 %\r", "100 %"),
+        ("one\r\ntwo\r\n", "one\ntwo\n"),
+        ("bell\x07, backspace\x08, null\x00, C1 \x9b31m", "bell, backspace, null, C1 31m"),
+        ("a\tb", "a   b"),
+        # cut short
+        ("end \x1b", "end "),
+    ],
+)
+def test_only_what_a_terminal_does_not_obey_is_printed(text: str, shown: str) -> None:
+    assert printable(text) == shown
+
+
+@pytest.mark.parametrize(
+    ("is_terminal", "environ", "expected"),
+    [
+        (True, {"TERM": "xterm-256color"}, True),
+        # a pipe or a file, whatever the environment says
+        (False, {"TERM": "xterm-256color", "FORCE_COLOR": "1"}, False),
+        (True, {"TERM": "xterm", "NO_COLOR": "1"}, False),
+        # empty counts as not set: https://no-color.org
+        (True, {"TERM": "xterm", "NO_COLOR": ""}, True),
+        (True, {"TERM": "xterm", "CI": "true"}, False),
+        (True, {"TERM": "xterm", "CI": "false"}, True),
+        (True, {"TERM": "dumb"}, False),
+        (True, {}, False),
+    ],
+)
+def test_a_region_is_drawn_on_a_terminal_only(
+    is_terminal: bool, environ: dict[str, str], expected: bool
+) -> None:
+    assert draws(is_terminal, environ) is expected
+
+
+def test_lines_scroll_above_the_region() -> None:
+    terminal = Terminal()
+    screen = terminal.screen()
+
+    screen.show([Line(text="first")], region("api  starting", "step 1"))
+    screen.show([Line(text="second", style="green")], region("api  ready", "step 2"))
+
+    assert terminal.emulator.text == "first\nsecond\napi  ready\nstep 2"
+    assert terminal.emulator.unknown == []
+
+
+def test_a_region_that_shrinks_or_goes_leaves_nothing() -> None:
+    terminal = Terminal()
+    screen = terminal.screen()
+
+    screen.show([Line(text="first")], region("a", "b", "c"))
+    screen.show([], region("d"))
+    shrunk = terminal.emulator.text
+    screen.show([Line(text="last")])
+
+    assert shrunk == "first\nd"
+    assert terminal.emulator.text == "first\nlast\n"
+
+
+def test_a_line_that_is_longer_than_the_terminal_is_left_whole() -> None:
+    terminal = Terminal(columns=10)
+    screen = terminal.screen()
+
+    screen.show([Line(text="/a/path/that/somebody/copies")], region("below"))
+    screen.show([], region("below"))
+
+    assert terminal.emulator.text == "/a/path/th\nat/somebod\ny/copies\nbelow"
+
+
+def test_the_region_is_found_again_in_a_terminal_that_was_made_narrower() -> None:
+    terminal = Terminal(columns=20)
+    screen = terminal.screen()
+    screen.show([Line(text="first")], region("a" * 15, "b" * 5))
+    # As terminals do that break their lines anew.
+    terminal.columns, terminal.emulator = 10, Emulator(10)
+    terminal.emulator.write(f"first\n{'a' * 15}\n{'b' * 5}")
+
+    screen.show([], region("c"))
+
+    assert terminal.emulator.text == "first\nc"
+
+
+def test_markup_of_others_is_text() -> None:
+    terminal = Terminal()
+
+    terminal.screen().show([Line(text="[bold]not bold[/] :smile: [/]")])
+
+    assert terminal.emulator.text == "[bold]not bold[/] :smile: [/]\n"
+
+
+def test_plain_output_has_neither_region_nor_colours() -> None:
+    out = io.StringIO()
+
+    Screen(out, is_live=False).show([Line(text="\x1b[31mred", style="bold red")], region("a"))
+
+    assert out.getvalue() == "red\n"
+
+
+def test_a_low_terminal_has_no_room_for_a_region() -> None:
+    terminal = Terminal(lines=4)
+
+    assert terminal.screen().region_lines == 0
+    terminal.lines = 24
+    assert terminal.screen().region_lines == 22
+    assert terminal.screen(is_live=False).region_lines == 0
+
+
+def test_a_reader_that_is_gone_costs_nothing_but_what_it_would_have_read() -> None:
+    reader, writer = os.pipe()
+    screen = Screen(Outlet(writer), is_live=False)
+    os.close(reader)
+
+    screen.show([Line(text="nobody reads this")])
+    screen.show([Line(text="nor this")])
+
+    assert screen.is_gone
+    os.close(writer)
+
+
+def test_an_outlet_writes_all_of_it_where_others_have_made_it_non_blocking(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    text = "x" * 200_000
+    child = os.fork()
+    if child == 0:
+        os.close(writer)
+        read = 0
+        while data := os.read(reader, 65536):
+            read += len(data)
+        os._exit(0 if read == len(text) else 1)
+    os.close(reader)
+
+    Outlet(writer).write(text)
+    os.close(writer)
+
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_what_an_encoding_lacks_is_replaced() -> None:
+    reader, writer = os.pipe()
+
+    Screen(Outlet(writer, "ascii"), is_live=False).show([Line(text="0.98 ⡠⠊ …")])
+
+    assert os.read(reader, 100) == b"0.98 ?? ?\n"
+    os.close(reader)
+    os.close(writer)

@@ -1,0 +1,321 @@
+"""What a person at a terminal sees of a run, and that it never holds the run up."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prefect.logging.handlers import PrefectConsoleHandler
+
+from tasks import terminal as terminal_module
+from tasks.foreign_lines import ForeignLines
+from tasks.run.events import Event
+from tasks.run.spec import RunSpec
+from tasks.screen import Screen
+from tasks.terminal import Terminal
+from tests.support.emulator import Emulator
+
+SPEC = RunSpec.model_validate(
+    {
+        "name": "x",
+        "workload": "grpo",
+        "components": {"api": {"command": ["true"]}, "trainer": {"command": ["true"]}},
+        "progress": {"jsonl": "metrics.jsonl", "step": "step", "total": 60},
+    }
+)
+
+
+class Out(io.StringIO):
+    """A terminal, or a pipe: what was written, and what stands there then."""
+
+    def __init__(self, *, is_terminal: bool = True) -> None:
+        super().__init__()
+        self.is_terminal = is_terminal
+        self.frames: list[str] = []
+        self.emulator = Emulator(200)
+
+    def isatty(self) -> bool:
+        return self.is_terminal
+
+    def write(self, text: str) -> int:
+        self.frames.append(text)
+        self.emulator.write(text)
+        return len(text)
+
+    def shown(self) -> list[str]:
+        """Without the seconds in front."""
+        lines = self.emulator.text.splitlines()
+        return [line[10:] if line[8:10] == "s " or line[7:9] == "s " else line for line in lines]
+
+
+def screen(out: Any, *, is_live: bool = True) -> Screen:
+    return Screen(out, is_live=is_live, size=lambda: os.terminal_size((200, 30)))
+
+
+def event(name: str, component: str | None = None, **fields: Any) -> Event:
+    return Event(at=1000.0, name=name, component=component, fields=fields)
+
+
+def begun(folder: Path, number: int = 1) -> Event:
+    directory = folder / f"attempt-{number:02d}"
+    directory.mkdir(exist_ok=True)
+    return event("attempt.begun", attempt=number, run_id="x-grpo", directory=directory)
+
+
+def ended(number: int, failure: dict[str, Any] | None) -> Event:
+    return event("attempt.ended", attempt=number, state="failed", message="", failure=failure)
+
+
+FAILURE = {
+    "kind": "NODE_LOST",
+    "component": "trainer",
+    "exit_code": 1,
+    "signal": None,
+    "message": "trainer lost its node",
+    "hint": "see the node's kernel log",
+    "log_tail": "loading\nlost",
+}
+
+
+def test_plain_output_is_lines_alone(tmp_path: Path) -> None:
+    out = Out(is_terminal=False)
+
+    with Terminal(SPEC, screen(out, is_live=False)) as terminal:
+        terminal.say("connecting", "bold")
+        terminal.show(begun(tmp_path))
+        terminal.show(event("component.spawned", "api", pid=7, argv=[]))
+        terminal.show(event("probe.failed", "api", reason="refused"))
+        terminal.show(event("component.ready", "api", pid=7, after_s=0.5))
+        for step in range(1, 61):
+            terminal.show(event("run.progress", step=float(step), total=60))
+
+    assert "\x1b" not in "".join(out.frames)
+    lines = [line.split("s ", 1)[1] for line in out.emulator.text.splitlines()]
+    assert lines == [
+        "connecting",
+        "run x-grpo, attempt 1",
+        f"files in {tmp_path}/attempt-01",
+        "api: started, pid 7",
+        "api: ready after 0.50 s",
+        # a line for each twentieth
+        *(f"step {step} of 60" for step in range(3, 61, 3)),
+    ]
+
+
+def test_on_a_terminal_a_region_stands_under_the_lines_and_goes_in_the_end(tmp_path: Path) -> None:
+    out = Out()
+    drawn = threading.Event()
+    out.write = lambda text: (Out.write(out, text), "refused" in text and drawn.set())[0]  # type: ignore[method-assign]
+
+    with Terminal(SPEC, screen(out)) as terminal:
+        terminal.show(begun(tmp_path))
+        terminal.show(event("component.spawned", "api", pid=7, argv=[]))
+        terminal.show(event("run.progress", step=12.0, total=60))
+        terminal.show(event("probe.failed", "api", reason="refused"))
+        assert drawn.wait(30)
+        during = out.emulator.text
+
+    assert "api: started, pid 7\ncomponent" in during
+    assert during.splitlines()[-1].startswith("step 12 of 60  ━")
+    assert out.emulator.text.splitlines()[-1].endswith("api: started, pid 7")
+    assert out.emulator.unknown == []
+
+
+def test_an_attempt_that_another_one_follows_says_why_it_failed(tmp_path: Path) -> None:
+    out = Out(is_terminal=False)
+
+    with Terminal(SPEC, screen(out, is_live=False)) as terminal:
+        terminal.show(begun(tmp_path))
+        terminal.show(ended(1, FAILURE))
+        terminal.show(event("attempt.decided", attempt=1, text="retried: NODE_LOST, attempt 2"))
+        waiting = "NODE_LOST: trainer lost its node; attempt 2 in 60 s"
+        terminal.show(event("run.state", state="pending_resources", message=waiting))
+
+    text = out.emulator.text
+    assert "attempt 1 failed: NODE_LOST: trainer lost its node" in text
+    assert "hint: see the node's kernel log" in text
+    assert f"log {tmp_path}/attempt-01/trainer.log; its last lines:" in text
+    assert "         | loading\n         | lost\n" in text
+    assert text.splitlines()[-1].endswith(f"waiting: {waiting}")
+
+
+def test_the_last_attempt_is_told_by_the_block_at_the_end_alone(tmp_path: Path) -> None:
+    out = Out(is_terminal=False)
+    content = {
+        "run_id": "x-grpo",
+        "started_at": 0.0,
+        "ended_at": 5.0,
+        "attempts": [{"number": 1, "state": "failed", "failure": FAILURE}],
+    }
+    (tmp_path / "run.json").write_text(json.dumps(content))
+
+    with Terminal(SPEC, screen(out, is_live=False)) as terminal:
+        terminal.show(event("run.opened", run_id="x-grpo", record=tmp_path / "run.json"))
+        terminal.show(begun(tmp_path))
+        terminal.show(ended(1, FAILURE))
+        terminal.show(event("attempt.decided", attempt=1, text="final: NODE_LOST is not retried"))
+        terminal.end("failed", "NODE_LOST: trainer lost its node", "http://h/runs/flow-run/1")
+
+    assert out.emulator.text.count("NODE_LOST: trainer lost its node") == 1
+    assert out.emulator.text.count("| lost") == 1
+    assert out.emulator.text.rstrip().splitlines()[-1] == "  page     http://h/runs/flow-run/1"
+
+
+def test_a_completed_run_shows_its_reward_curve(tmp_path: Path) -> None:
+    out = Out(is_terminal=False)
+    lines = [json.dumps({"step": step, "reward": step / 60}) for step in range(1, 61)]
+
+    with Terminal(SPEC, screen(out, is_live=False)) as terminal:
+        terminal.show(begun(tmp_path))
+        (tmp_path / "attempt-01" / "metrics.jsonl").write_text("\n".join(lines))
+        terminal.end("completed", "step 60 of 60")
+
+    assert "reward by step" in out.emulator.text
+    assert "reward 0.017 at first, 1.000 at last" in out.emulator.text
+    assert out.emulator.text.rstrip().splitlines()[-1] == "completed: step 60 of 60"
+
+
+class Stopped(Out):
+    """A terminal on which somebody has pressed Ctrl-S."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_stuck = threading.Event()
+        self.goes_on = threading.Event()
+
+    def write(self, text: str) -> int:
+        self.is_stuck.set()
+        self.goes_on.wait(60)
+        return super().write(text)
+
+
+def test_a_terminal_that_takes_nothing_holds_up_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(terminal_module, "_LINES_AT_MOST", 5)
+    out = Stopped()
+
+    with Terminal(SPEC, screen(out)) as terminal:
+        terminal.say("first")
+        assert out.is_stuck.wait(30)
+        for number in range(1, 21):
+            terminal.say(f"line {number}")
+        terminal.show(begun(tmp_path))
+        out.goes_on.set()
+
+    shown = out.emulator.text.splitlines()
+    assert shown[0].endswith("first")
+    assert "(17 lines could not be shown in time)" in shown[1]
+    assert [line.split("s ", 1)[1] for line in shown[2:5]] == ["line 18", "line 19", "line 20"]
+
+
+def test_one_that_takes_nothing_even_in_the_end_is_left_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(terminal_module, "_CLOSE_WITHIN_S", 0.1)
+    out = Stopped()
+
+    with Terminal(SPEC, screen(out)) as terminal:
+        terminal.say("first")
+        assert out.is_stuck.wait(30)
+
+    assert not out.goes_on.is_set()
+    out.goes_on.set()
+
+
+def test_a_terminal_that_goes_away_ends_nothing(tmp_path: Path) -> None:
+    class Gone(Out):
+        def write(self, text: str) -> int:
+            raise OSError(5, "Input/output error")
+
+    with Terminal(SPEC, screen(Gone())) as terminal:
+        terminal.say("first")
+        terminal.show(begun(tmp_path))
+        terminal.end("completed", "step 60 of 60")
+
+
+def test_a_region_that_can_t_be_drawn_is_given_up_for_plain_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed = threading.Event()
+
+    def broken(*_: Any, **__: Any) -> Any:
+        failed.set()
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(terminal_module, "drawn", broken)
+    out = Out()
+
+    with Terminal(SPEC, screen(out)) as terminal:
+        terminal.show(begun(tmp_path))
+        assert failed.wait(30)
+        terminal.say("goes on")
+
+    assert out.emulator.text.splitlines()[-1].endswith("goes on")
+
+
+@pytest.fixture
+def tty() -> Iterator[Out]:
+    """A terminal, with a handler that was made for it. A test makes it its standard error itself:
+    pytest sets its own between a fixture and its test.
+    """
+    out = Out()
+    handler = logging.StreamHandler(out)
+    logging.getLogger("tests.foreign").addHandler(handler)
+    yield out
+    logging.getLogger("tests.foreign").removeHandler(handler)
+
+
+def test_what_others_print_becomes_lines(tty: Out, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", tty)
+    said: list[str] = []
+    foreign = ForeignLines(said.append)
+
+    foreign.take_over()
+    print("a library", "warns", file=sys.stderr)
+    logging.getLogger("tests.foreign").warning("a log line\nof two")
+    print("cut short", end="", file=sys.stderr)
+    foreign.give_back()
+    print("after", file=sys.stderr)
+    logging.getLogger("tests.foreign").warning("also after")
+
+    assert said == ["a library warns", "a log line", "of two", "cut short"]
+    assert tty.emulator.text == "after\nalso after\n"
+
+
+def test_what_goes_to_a_file_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    file = Out(is_terminal=False)
+    monkeypatch.setattr(sys, "stderr", file)
+    said: list[str] = []
+    foreign = ForeignLines(said.append)
+
+    foreign.take_over()
+    print("to the file", file=sys.stderr)
+    foreign.give_back()
+
+    assert (said, file.emulator.text) == ([], "to the file\n")
+
+
+def test_what_prefect_logs_becomes_lines(tty: Out, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", tty)
+    said: list[str] = []
+    logger = logging.getLogger("tests.foreign")
+    handler = PrefectConsoleHandler(stream=tty)
+    logger.addHandler(handler)
+    foreign = ForeignLines(said.append)
+
+    foreign.take_over()
+    logger.warning("of Prefect")
+    foreign.give_back()
+    logger.removeHandler(handler)
+
+    assert said == ["of Prefect", "of Prefect"]
+    assert tty.emulator.text == ""
