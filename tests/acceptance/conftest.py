@@ -19,6 +19,7 @@ import yaml
 
 from tasks.server import prefect_server
 from tests.support.prefect_api import ask
+from tests.support.pseudo_terminal import PseudoTerminal
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 60.0
@@ -118,25 +119,32 @@ def start_run(api: str, tmp_path: Path) -> Iterator[Callable[..., Run]]:
     """Starts a run of a spec, given as data; what is left of it at the end is killed."""
     runs: list[Run] = []
 
-    def start(spec: dict[str, Any], *arguments: str, server: str | None = api) -> Run:
+    def start(
+        spec: dict[str, Any],
+        *arguments: str,
+        server: str | None = api,
+        terminal: PseudoTerminal | None = None,
+        **environ: str,
+    ) -> Run:
         number = len(runs)
         home, path = tmp_path / f"home-{number}", tmp_path / f"spec-{number}.yaml"
         path.write_text(yaml.safe_dump(spec, sort_keys=False))
         output = tmp_path / f"output-{number}.txt"
-        env = {**os.environ, "MUSTER_HOME": str(home)}
+        env = {**os.environ, "MUSTER_HOME": str(home), **environ}
         if server:
             env["PREFECT_API_URL"] = server
         with output.open("w") as stdout:
+            stdio = {"stdin": subprocess.DEVNULL, "stdout": stdout, "stderr": subprocess.STDOUT}
             process = subprocess.Popen(
                 [sys.executable, "-m", "flows.train", str(path), *arguments],
                 cwd=ROOT,
                 env=env,
-                stdin=subprocess.DEVNULL,
-                stdout=stdout,
-                stderr=subprocess.STDOUT,
                 text=True,
                 start_new_session=True,
+                **(terminal.as_stdio() if terminal else stdio),
             )
+        if terminal:
+            terminal.started()
         runs.append(Run(process=process, home=home, api=server or "", output=output))
         return runs[-1]
 
