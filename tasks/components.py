@@ -103,6 +103,10 @@ def _start(run: RunSession, component: str) -> State[None]:
     try:
         run.supervisor.start(component)
     except RunEnded:
+        decision = run.supervisor.decision
+        if decision is not None and decision.component not in (None, component):
+            # It is not to blame, and its state is read as if it were.
+            return Cancelled(message=f"{component} is not waited for any more: {decision.reason}")
         return _ended(run)
     took_s = time.monotonic() - began
     return Completed(message=f"{run.supervisor.describe(component)} ready after {took_s:.2f} s")

@@ -39,8 +39,12 @@ def end_block(ending: Ending) -> Iterator[Line]:
     failure = attempts[-1]["failure"] if attempts and ending.state != "completed" else None
     left = "; nothing is left running" if ending.state == "cancelled" else ""
     yield Line(text="")
+    # The message of the flow run says where to look, too, which stands below here.
+    message = ending.message
+    if failure and ending.state == "failed":
+        message = f"{failure['kind']}: {failure['message']}"
     yield Line(
-        text=f"{ending.state}: {ending.message}{left}",
+        text=f"{ending.state}: {message}{left}",
         style=_STYLES.get(ending.state, "bold yellow"),
     )
     if content:

@@ -10,45 +10,33 @@ import contextvars
 import logging
 import queue
 import threading
-import time
 from collections.abc import Callable
 from contextvars import ContextVar
 from types import TracebackType
 from uuid import UUID
 
 from prefect import get_run_logger
-from prefect.artifacts import (
-    TableArtifact,
-    create_markdown_artifact,
-    create_progress_artifact,
-    update_progress_artifact,
-)
-from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
-from prefect.client.schemas.filters import (
-    ArtifactFilter,
-    ArtifactFilterFlowRunId,
-    ArtifactFilterKey,
-)
+from prefect.client.orchestration import get_client
 from prefect.states import Running
 
 from tasks.fleet_events import FleetWords
 from tasks.fleet_recoveries import RecoveryRuns
-from tasks.run.attempts import table_of
+from tasks.page.failure import as_text
 from tasks.run.events import Event
+from tasks.run_page import RunPage
 from tasks.session import RunSession, event_listeners
 
 _log = logging.getLogger(__name__)
 
-#: Of the table of attempts of a flow run.
-ATTEMPTS_KEY = "attempts"
 #: What is not told by then is dropped, so that a final state is not held up by a server away.
 _CLOSE_WITHIN_S = 10.0
-_PROGRESS_EVERY_S = 1.0
-
 
 #: Of this context.
 _reporter: ContextVar[Reporter | None] = ContextVar("reporter", default=None)
+
+
+def _look_again() -> None:
+    """To look again what is due."""
 
 
 def flushed(within_s: float) -> bool:
@@ -74,11 +62,7 @@ class Reporter:
         self._flow_run_id = flow_run_id
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._closed = threading.Event()
-        self._step: float | None = None
-        self._told_step: float | None = None
-        self._told_step_at = 0.0
-        self._progress_id: UUID | None = None
-        self._attempts_id: UUID | None = None
+        self._page = RunPage(run, flow_run_id)
         fleet = run.spec.fleet
         self._fleet = FleetWords(fleet.engines) if fleet is not None else None
         self._recoveries = RecoveryRuns(flow_run_id)
@@ -106,6 +90,7 @@ class Reporter:
         event_listeners.reset(self._token)
         _reporter.reset(self._own_token)
         self._jobs.put(self._recoveries.abandon)
+        self._jobs.put(lambda: self._page.tell(is_last=True))
         self._jobs.put(None)
         self._thread.join(_CLOSE_WITHIN_S)
         self._closed.set()
@@ -113,16 +98,20 @@ class Reporter:
     def flush(self, within_s: float) -> bool:
         """See `flushed`."""
         told = threading.Event()
+        self._jobs.put(lambda: self._page.tell(is_last=True))
         self._jobs.put(told.set)
         return told.wait(within_s)
 
     def observe(self, event: Event) -> None:
         """Take in an event of the run. Returns at once."""
+        if self._page.observe(event):
+            self._jobs.put(_look_again)
         if self._fleet is not None and self._fleet.observe(event):
             self._jobs.put(self._tell_running)
         match event.name:
-            case "attempt.begun" | "attempt.decided":
-                self._jobs.put(self._tell_attempts)
+            case "run.waiting":
+                self._page.say(f"waiting: {event.fields['message']}")
+                self._jobs.put(_look_again)
             case "containment":
                 self._jobs.put(lambda: self._tell(f"containment {event.fields['text']}"))
             case "job.submitted" | "job.attached":
@@ -146,18 +135,21 @@ class Reporter:
             case "teardown.begun":
                 self._is_running = False
                 self.say_state(f"stopping: {event.fields['reason']}")
-            case "run.progress":
-                self._step = event.fields["step"]
-                self._jobs.put(self._tell_progress)
-            case "attempt.ended":
-                self._jobs.put(lambda: self._tell_end(event))
+            case "attempt.decided":
+                self._jobs.put(lambda: self._tell_end(event.fields["text"]))
 
     def _work(self) -> None:
-        while (job := self._jobs.get()) is not None and not self._closed.is_set():
+        # What is said in words comes first; the page is told in the pauses.
+        job: Callable[[], None] | None = _look_again
+        while job is not None and not self._closed.is_set():
             try:
                 job()
             except Exception as error:
                 _log.warning("not told to the Prefect server: %r", error)
+            try:
+                job = self._jobs.get(timeout=self._page.due_in_s())
+            except queue.Empty:
+                job = self._page.tell
 
     def _tell_tags(self) -> None:
         """A run's own tags, beside those of its deployment."""
@@ -172,6 +164,7 @@ class Reporter:
 
     def say_state(self, message: str) -> None:
         """See `say_state`. Returns at once."""
+        self._page.say(message)
         self._jobs.put(lambda: self._tell_state(message))
 
     def _tell_state(self, message: str) -> None:
@@ -187,88 +180,13 @@ class Reporter:
             message += f"; {degraded}"
         if self._is_running and message != self._told_running:
             self._told_running = message
+            self._page.say(message)
             self._tell_state(message)
 
-    def _tell_progress(self) -> None:
-        progress, step = self._run.spec.progress, self._step
-        if progress is None or progress.total is None or step is None or step == self._told_step:
-            return
-        is_last = step >= progress.total
-        if not is_last and time.monotonic() - self._told_step_at < _PROGRESS_EVERY_S:
-            return
-        percent = min(100.0, 100.0 * step / progress.total)
-        description = f"{self._run.run_id}: step {step:g} of {progress.total}"
-        if self._progress_id is None:
-            self._progress_id = create_progress_artifact(  # type: ignore[assignment]
-                percent, key="progress", description=description
-            )
+    def _tell_end(self, text: str) -> None:
+        """How the attempt ended and what follows, as the last that its log shows of it."""
+        attempt = self._run.record.ledger()[-1]
+        if attempt["failure"] is None:
+            get_run_logger().info("attempt %d: %s", attempt["number"], text)
         else:
-            update_progress_artifact(self._progress_id, percent, description=description)
-        self._told_step, self._told_step_at = step, time.monotonic()
-
-    def _tell_attempts(self) -> None:
-        """Keep the table of attempts current.
-
-        One artifact for the flow run, found again by each of its processes: Prefect would show a
-        new one for each change beside all earlier ones.
-        """
-        table = TableArtifact(table=table_of(self._run.record.ledger()))
-        with get_client(sync_client=True) as client:
-            self._attempts_id = self._attempts_id or self._find_attempts(client)
-            if self._attempts_id is None:
-                created = client.create_artifact(
-                    ArtifactCreate(
-                        key=ATTEMPTS_KEY,
-                        type="table",
-                        description=self._run.run_id,
-                        data=table.format(_sync=True),  # type: ignore[call-arg]
-                        flow_run_id=self._flow_run_id,
-                    )
-                )
-                self._attempts_id = created.id
-            else:
-                data = ArtifactUpdate(data=table.format(_sync=True))  # type: ignore[call-arg]
-                client.update_artifact(self._attempts_id, data)
-
-    def _find_attempts(self, client: SyncPrefectClient) -> UUID | None:
-        found = client.read_artifacts(
-            artifact_filter=ArtifactFilter(
-                key=ArtifactFilterKey(any_=[ATTEMPTS_KEY]),
-                flow_run_id=ArtifactFilterFlowRunId(any_=[self._flow_run_id]),
-            ),
-            limit=1,
-        )
-        return found[0].id if found else None
-
-    def _tell_end(self, event: Event) -> None:
-        logger = get_run_logger()
-        failure = event.fields["failure"] or {}
-        number, message = event.fields["attempt"], event.fields["message"]
-        logger.log(logging.ERROR if failure else logging.INFO, "attempt %d: %s", number, message)
-        if failure.get("hint"):
-            logger.error("hint: %s", failure["hint"])
-        if failure.get("log_tail") and self._run.attempt is not None:
-            log = self._run.attempt.log(failure["component"])
-            logger.error("last lines of %s:\n%s", log, failure["log_tail"])
-        create_markdown_artifact(
-            key="components", markdown=_summary(self._run, event), description=self._run.run_id
-        )
-
-
-def _summary(run: RunSession, end: Event) -> str:
-    lines = [
-        f"**{run.run_id}**, attempt {end.fields['attempt']}: {end.fields['message']}",
-        "",
-        "| component | pid | ready after | ended | log |",
-        "| --- | --- | --- | --- | --- |",
-    ]
-    for name, seen in run.record.components().items():
-        ready = f"{seen['ready_at'] - seen['started_at']:.2f} s" if seen["ready_at"] else "never"
-        ended = seen["signal"] or f"exit code {seen['exit_code']}"
-        log = run.attempt.log(name) if run.attempt else ""
-        lines.append(f"| {name} | {seen['pid']} | {ready} | {ended} | `{log}` |")
-    failure = end.fields["failure"]
-    if failure and failure["log_tail"]:
-        lines += ["", f"Last lines of {failure['component']}:", "", "```"]
-        lines += [failure["log_tail"], "```"]
-    return "\n".join([*lines, "", f"Record: `{run.place.record}`"])
+            get_run_logger().error("%s", as_text(self._run.place, attempt))

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
+from typing import Protocol
 from uuid import UUID
 
 from tasks.fleet import fleet_faults, fleet_names, fleet_ports, prepare_fleet
@@ -75,6 +76,8 @@ class RunSession:
             something of an earlier one can't be ended.
         """
         self.spec = spec
+        #: With its placeholders filled in for the attempt under way.
+        self.resolved = spec
         self.flow_run_id = flow_run_id
         self.place = RunPlace.of(run_id)
         #: The run's jobs outlive its processes.
@@ -166,7 +169,7 @@ class RunSession:
                 **{name: str(port) for name, port in ports.numbers.items()},
                 **fleet_names(self.spec, ports.numbers),
             }
-            spec = resolve(self.spec, names)
+            spec = self.resolved = resolve(self.spec, names)
             if before is None:
                 place.spec.write_text(spec_as_yaml(spec, mask_secrets=True), encoding="utf-8")
             self.attempt = place
@@ -323,8 +326,16 @@ class RunSession:
             self._events.emit("run.state", state=state.value, message=message)
 
 
+class Interruptible(Protocol):
+    """What can be ended from a signal handler: a run, or a pipeline of them."""
+
+    def interrupt(self, why: str) -> None: ...
+
+
 @contextmanager
-def interrupting(session: RunSession, on_term: Callable[[], None] | None = None) -> Iterator[None]:
+def interrupting(
+    session: Interruptible, on_term: Callable[[], None] | None = None
+) -> Iterator[None]:
     """While open, SIGINT, SIGTERM and SIGHUP interrupt the run instead of this process.
 
     Nothing is raised where the signal happens to land: the run ends through its supervisor, and

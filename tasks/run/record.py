@@ -204,6 +204,11 @@ class RunRecord:
             self._content["attempts"][-1]["decision"] = decision
             self._save()
 
+    def content(self) -> dict[str, Any]:
+        """The whole, as it stands in the file; a copy."""
+        with self._lock:
+            return copy.deepcopy(self._content)
+
     def ledger(self) -> list[dict[str, Any]]:
         """Every attempt, as it stands in the file; a copy."""
         with self._lock:

@@ -61,6 +61,12 @@ LAYERS = {
     "tasks/gang/__main__.py": Layer(project=("tasks.queue",), others=()),
     # the gate before the work pool: Prefect's side of the queue
     "tasks/queue": Layer(project=("tasks",), refused=("prefect_ray", "ray")),
+    # what the page of a run shows: texts and pictures, from plain data
+    "tasks/page": Layer(
+        project=("tasks.run", "tasks.rollout.states", "tasks.page"),
+        others=(),
+        refused=("prefect", "prefect_ray", "ray"),
+    ),
     "tasks/rayjobs": Layer(project=("tasks.run", "tasks.rayjobs"), refused=("prefect",)),
     "tasks/rollout": Layer(
         project=("tasks.run", "tasks.rollout"), refused=("prefect", "prefect_ray", "ray")

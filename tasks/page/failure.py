@@ -1,0 +1,93 @@
+"""What is to be said of an attempt that failed: what failed first, why, and what follows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tasks.page.view import clock, ending_of, seconds
+from tasks.run.failure_kinds import FailureKind
+from tasks.run.layout import RunPlace
+from tasks.run.remedies import REMEDIES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fact:
+    """One answer."""
+
+    #: `what failed first`.
+    asked: str
+    #: In one line.
+    said: str
+    #: It is a line of a program, or a path.
+    is_code: bool = False
+
+
+def facts_of(place: RunPlace, attempt: Mapping[str, Any]) -> Iterator[Fact]:
+    """The answers, in the order in which they are asked.
+
+    Args:
+        attempt: of the record; it failed.
+    """
+    failure = attempt["failure"]
+    kind, name = failure["kind"], failure["component"]
+    if name:
+        yield Fact(asked="what failed first", said=f"{name}: {death_of(attempt)}")
+    yield Fact(asked="why", said=f"{kind}: {failure['message']}")
+    line = failure.get("line")
+    if line and line not in failure["message"]:
+        yield Fact(asked="the line that tells", said=line, is_code=True)
+    yield Fact(asked="what to do", said=failure.get("hint") or REMEDIES[FailureKind(kind)])
+    if name:
+        log = place.attempt(attempt["number"]).log(name)
+        yield Fact(asked="its log", said=str(log), is_code=True)
+    yield Fact(asked="what happens next", said=sequel_of(attempt))
+
+
+def death_of(attempt: Mapping[str, Any]) -> str:
+    """How and when the component to blame ended: `exit code 1, pid 812, 7.5 s after its start`."""
+    failure = attempt["failure"]
+    seen = attempt["components"].get(failure["component"])
+    has_ended = failure["exit_code"] is not None or failure["signal"] is not None
+    said = [ending_of(failure)] if has_ended else ["still alive" if seen else "never started"]
+    if seen is not None and seen["pid"] is not None:
+        said.append(f"pid {seen['pid']}")
+    if seen is not None and has_ended and seen["ended_at"]:
+        said.append(f"{seconds(seen['ended_at'] - seen['started_at'])} after its start")
+        said.append(f"at {clock(seen['ended_at'])}")
+    if seen is not None and not seen["ready_at"]:
+        said.append("not ready by then")
+    return ", ".join(said)
+
+
+def sequel_of(attempt: Mapping[str, Any]) -> str:
+    """What follows the attempt, in a sentence."""
+    decision = str(attempt.get("decision") or "")
+    if not decision:
+        return "to be decided, once nothing of the attempt is left"
+    if decision.startswith("final"):
+        return f"nothing, it is not tried again ({decision})"
+    return decision
+
+
+def in_a_line(message: str, place: RunPlace, attempt: Mapping[str, Any] | None) -> str:
+    """The message of a failed run, with where to look and what follows.
+
+    Args:
+        attempt: the last one; None where there was none.
+    """
+    failure = attempt["failure"] if attempt is not None else None
+    if attempt is None or failure is None or not failure["component"]:
+        return message
+    log = place.attempt(attempt["number"]).log(failure["component"])
+    return f"{message}; log: {log}; next: {sequel_of(attempt)}"
+
+
+def as_text(place: RunPlace, attempt: Mapping[str, Any]) -> str:
+    """All of it for a log, with the last lines of the component's own."""
+    failure = attempt["failure"]
+    facts = [f"{fact.asked}: {fact.said}" for fact in facts_of(place, attempt)]
+    tail = failure.get("log_tail")
+    lines = [f"attempt {attempt['number']} failed", *facts, f"record: {place.record}"]
+    return "\n".join([*lines, *(["its last lines:", tail] if tail else [])])

@@ -1,0 +1,72 @@
+"""The servers of a fleet as they are shown, from its events."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from tasks.page.view import ServerSeen
+from tasks.rollout.states import SERVING, GroupState
+from tasks.run.events import Event
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Server:
+    url: str = ""
+    starts: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Group:
+    state: GroupState
+    cause: str
+    ranks: tuple[int, ...]
+
+
+class FleetSeen:
+    """What is known of each server of the attempt under way."""
+
+    def __init__(self) -> None:
+        self._servers: dict[int, _Server] = {}
+        self._groups: dict[int, _Group] = {}
+
+    def observe(self, event: Event) -> bool:
+        """Take in an event of the run; whether what is shown may have changed."""
+        match event.name:
+            case "attempt.begun":
+                self._servers.clear()
+                self._groups.clear()
+            case "rollout.server.started":
+                rank = event.fields["rank"]
+                before = self._servers.get(rank, _Server())
+                self._servers[rank] = replace(
+                    before, url=event.fields.get("url") or "", starts=before.starts + 1
+                )
+            case "rollout.group.state":
+                self._groups[event.fields["group"]] = _Group(
+                    state=GroupState(event.fields["after"]),
+                    cause=event.fields.get("cause") or "",
+                    ranks=tuple(event.fields["ranks"]),
+                )
+            case _:
+                return False
+        return True
+
+    @property
+    def servers(self) -> tuple[ServerSeen, ...]:
+        """In the order of their ranks."""
+        groups = {rank: group for group in self._groups.values() for rank in group.ranks}
+        return tuple(
+            _seen(rank, self._servers.get(rank, _Server()), groups.get(rank))
+            for rank in sorted({*groups, *self._servers})
+        )
+
+
+def _seen(rank: int, server: _Server, group: _Group | None) -> ServerSeen:
+    state = group.state if group else GroupState.STARTING
+    return ServerSeen(
+        rank=rank,
+        state=state.value,
+        url=server.url,
+        restarts=max(0, server.starts - 1),
+        cause=group.cause if group and state not in SERVING else "",
+    )

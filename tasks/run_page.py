@@ -1,0 +1,235 @@
+"""The page of a run in the Prefect UI: which of its artifacts is to be told anew, and when.
+
+What changes is told soon, what changes often is told together, and what only grows with the time
+is told ever more seldom.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from uuid import UUID
+
+from prefect.client.orchestration import get_client
+
+from tasks.flow_artifacts import FlowArtifacts
+from tasks.page.components import components_of
+from tasks.page.figures import Figures
+from tasks.page.fleet import FleetSeen
+from tasks.page.summary import summary_of
+from tasks.page.tables import attempts_of, curve_shown, progress_of
+from tasks.page.timeline import timeline_of
+from tasks.page.view import RunView, Shown
+from tasks.run.events import Event
+from tasks.run.layout import project_root
+from tasks.run.lifecycle import RunState
+from tasks.session import RunSession
+from tasks.supervise.identity import host_name
+
+#: The keys of the artifacts.
+SUMMARY, COMPONENTS, TIMELINE = "summary", "components", "timeline"
+REWARD, PROGRESS, ATTEMPTS = "reward", "progress", "attempts"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pace:
+    """How often an artifact is told, in seconds."""
+
+    #: Not sooner after the last time than so.
+    every_s: float
+    #: What grows with the time alone is told again after so long, or after a part of the age of
+    #: the run, whichever is longer; 0: never.
+    renewed_s: float = 0.0
+
+
+_PACES: Mapping[str, _Pace] = {
+    SUMMARY: _Pace(every_s=2.0, renewed_s=60.0),
+    COMPONENTS: _Pace(every_s=2.0),
+    TIMELINE: _Pace(every_s=2.0, renewed_s=30.0),
+    REWARD: _Pace(every_s=10.0, renewed_s=10.0),
+    PROGRESS: _Pace(every_s=2.0),
+    ATTEMPTS: _Pace(every_s=0.0),
+}
+#: Of the run's age.
+_RENEWED_PART = 0.05
+#: A server that did not take an artifact is left alone for so long.
+_PAUSE_S = 5.0
+_LONGEST_S = 3600.0
+
+#: What an event changes, by the beginning of its name: the longest that fits counts.
+_CHANGES: Mapping[str, tuple[str, ...]] = {
+    "attempt.": (SUMMARY, COMPONENTS, TIMELINE, ATTEMPTS),
+    "component.": (SUMMARY, COMPONENTS, TIMELINE),
+    "job.": (SUMMARY, COMPONENTS),
+    "rollout.group.": (COMPONENTS,),
+    "rollout.server.": (COMPONENTS,),
+    "run.progress": (PROGRESS,),
+    "run.state": (SUMMARY,),
+    "run.waiting": (SUMMARY,),
+    "teardown.": (SUMMARY,),
+}
+#: After these there may be no later moment, or somebody waits to see it.
+_AT_ONCE = frozenset({"attempt.begun", "attempt.ended", "attempt.decided"})
+
+
+class RunPage:
+    """What the artifacts of one run are to show. `observe` and `say` return at once, from any
+    thread; `tell` asks the server, from one thread only."""
+
+    def __init__(
+        self,
+        run: RunSession,
+        flow_run_id: UUID,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._run = run
+        self._clock = clock
+        self._artifacts = FlowArtifacts(flow_run_id, _PACES, run.mask)
+        self._lock = threading.Lock()
+        self._began_s = clock()
+        #: What has changed since it was told.
+        self._changed: set[str] = set()
+        self._is_urgent = False
+        self._told_at_s: dict[str, float] = {}
+        self._not_before_s = 0.0
+        self._doing = ""
+        self._step: float | None = None
+        self._unready: dict[str, str] = {}
+        self._fleet = FleetSeen()
+        self._figures: Figures | None = None
+        #: How many points of it the server has been told.
+        self._drawn = 0
+
+    def observe(self, event: Event) -> bool:
+        """Take in an event of the run; whether there is something to tell by it."""
+        with self._lock:
+            before = len(self._changed)
+            name, component = event.name, event.component
+            if self._fleet.observe(event):
+                self._changed.add(COMPONENTS)
+            if name in ("attempt.begun", "attempt.adopted"):
+                self._unready.clear()
+                self._step = self._figures = None
+                self._drawn = 0
+            elif name == "run.progress":
+                self._step = event.fields["step"]
+            elif name == "probe.failed" and component and event.fields.get("probe") != "live":
+                reason = event.fields["reason"]
+                if self._unready.get(component) != reason:
+                    self._unready[component] = reason
+                    self._changed.add(COMPONENTS)
+            fits = max((start for start in _CHANGES if name.startswith(start)), key=len, default="")
+            self._changed.update(_CHANGES.get(fits, ()))
+            self._is_urgent = self._is_urgent or name in _AT_ONCE
+            return self._is_urgent or len(self._changed) > before
+
+    def say(self, doing: str) -> None:
+        """What the run does just now, in the words of its state."""
+        with self._lock:
+            self._doing = doing
+            self._changed.add(SUMMARY)
+
+    def due_in_s(self) -> float:
+        """Seconds until there may be something to tell."""
+        with self._lock:
+            now = self._clock()
+            if self._is_urgent and self._changed and now >= self._not_before_s:
+                return 0.0
+            due = min(self._due_at_s(key, now) for key in _PACES)
+            return min(_LONGEST_S, max(0.0, max(due, self._not_before_s) - now))
+
+    def tell(self, *, is_last: bool = False) -> None:
+        """Have the server show what is due, and at the end all that has changed.
+
+        Raises: what the client does; what was not told is due again, after a pause.
+        """
+        with self._lock:
+            now = self._clock()
+            is_all = is_last or self._is_urgent
+            due = [
+                key
+                for key in _PACES
+                if (is_all and (key in self._changed or (is_last and key in self._told_at_s)))
+                or self._due_at_s(key, now) <= now
+            ]
+            self._changed -= {*due}
+            self._is_urgent = False
+        if is_last and REWARD not in due:
+            due.append(REWARD)
+        if not due:
+            return
+        view, left = self._view(), [*due]
+        try:
+            with get_client(sync_client=True) as client:
+                for key in due:
+                    if (shown := self._shown(key, view)) is not None:
+                        self._artifacts.show(client, key, shown)
+                    left.remove(key)
+                    self._told_at_s[key] = self._clock()
+        except Exception:
+            with self._lock:
+                self._changed.update(left)
+                self._drawn = 0
+                self._not_before_s = self._clock() + _PAUSE_S
+            raise
+
+    def _due_at_s(self, key: str, now: float) -> float:
+        pace, told_at = _PACES[key], self._told_at_s.get(key)
+        if key in self._changed:
+            return now if told_at is None else told_at + pace.every_s
+        if not pace.renewed_s:
+            return float("inf")
+        if told_at is None:
+            # A curve has no event of its own; the others wait for their first one.
+            return now if key == REWARD and self._run.attempt is not None else float("inf")
+        return told_at + max(pace.renewed_s, (told_at - self._began_s) * _RENEWED_PART)
+
+    def _view(self) -> RunView:
+        run, record = self._run, self._run.record.content()
+        has_ended = RunState(record["state"]).is_final
+        with self._lock:
+            return RunView(
+                at=time.time(),
+                spec=run.resolved,
+                record=record,
+                place=run.place,
+                host=host_name(),
+                doing=self._doing,
+                message=run.verdict.message if has_ended else "",
+                step=self._step,
+                unready=dict(self._unready),
+                servers=self._fleet.servers,
+            )
+
+    def _shown(self, key: str, view: RunView) -> Shown | None:
+        match key:
+            case "summary":
+                return summary_of(view)
+            case "components":
+                return components_of(view)
+            case "timeline":
+                return timeline_of(view)
+            case "attempts":
+                return attempts_of(view) if view.attempts else None
+            case "progress":
+                return progress_of(view)
+        return self._curve(view)
+
+    def _curve(self, view: RunView) -> Shown | None:
+        """None where there is nothing new to draw."""
+        progress, place = view.spec.progress, self._run.attempt
+        if place is None:
+            return None
+        if self._figures is None:
+            written = progress.jsonl if progress else None
+            path = project_root() / view.spec.cwd / (written or place.directory / "metrics.jsonl")
+            self._figures = Figures(path, progress.step if progress and written else "step")
+        self._figures.look()
+        count = len(self._figures.points)
+        if count == self._drawn:
+            return None
+        self._drawn = count
+        return curve_shown(view, self._figures)
