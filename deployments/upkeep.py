@@ -1,22 +1,48 @@
-"""What keeps the runs of this host true: `python -m deployments.upkeep` serves `reconcile/<host>`.
+"""What keeps a host true: `python -m deployments.upkeep` serves the flows of SERVED, each as
+`<flow>/<host>`, on the Prefect server of PREFECT_API_URL until this process is ended.
 
-The flow `reconcile` then runs each minute, on the Prefect server of PREFECT_API_URL, until this
-process is ended. One for each host on which runs are started.
+One for each host on which runs are started. What waits for days does not belong here: Prefect's
+runner ends all that it runs when it stops, and when its server has not answered a few times.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from prefect import Flow
+from prefect.runner import Runner
 
 from flows.reconcile import reconcile
 from tasks.reconciling import publish, reconcile_host
 from tasks.supervise.identity import host_name
 
-INTERVAL_S = 60
 _AGAIN_AFTER_S = 5.0
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """A flow that looks after this host, again and again."""
+
+    flow: Flow[..., Any]
+    description: str
+    #: Seconds from one run to the next. A flow that takes longer is run twice at once.
+    interval_s: int
+
+
+SERVED = (
+    Served(
+        flow=reconcile,
+        description="Finishes the runs of this host whose process is gone.",
+        interval_s=60,
+    ),
+)
 
 
 def main() -> int:
@@ -25,20 +51,34 @@ def main() -> int:
         # may be a flow run of `reconcile` itself.
         publish(reconcile_host())
         try:
-            reconcile.serve(
-                name=host_name(),
-                description="Finishes the runs of this host whose process is gone.",
-                tags=["upkeep"],
-                interval=INTERVAL_S,
-                # Kept by this process. A limit of the deployment's own is kept by the server,
-                # which never gives back what was held when it was killed.
-                limit=1,
-            )
+            serve()
             return 0
         except Exception as error:
             # Prefect's runner gives up when its server has not answered a few times.
             _log.warning("served no more, and again soon: %r", error)
             time.sleep(_AGAIN_AFTER_S)
+
+
+def serve() -> None:
+    """Returns: when this process is to end."""
+    host = host_name()
+    # Kept by this process: one run of each, and room for the next one's while one of them is slow.
+    # A limit of the deployment's own is kept by the server, which never gives back what was held
+    # when it was killed.
+    runner = Runner(name=host, pause_on_shutdown=True, limit=len(SERVED) + 1)
+    for served in SERVED:
+        runner.add_flow(
+            served.flow,
+            name=host,
+            description=served.description,
+            tags=["upkeep"],
+            interval=served.interval_s,
+        )
+        name = served.flow.name
+        print(f"Your flow {name!r} is being served as {name}/{host}", flush=True)
+    # By Ctrl-C, as by SIGTERM.
+    with suppress(KeyboardInterrupt):
+        asyncio.run(runner.start())
 
 
 if __name__ == "__main__":
