@@ -24,12 +24,12 @@ import sys
 import threading
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 from atropos_api import ApiError, AtroposApi
-from checkpoints import BadCheckpoint, load
+from checkpoints import BadCheckpoint, Checkpoint, load
 from fleet import Fleet, FleetError
 from grpo import DEFAULT_LEARNING_RATE, TrainState, initial_state
 from metrics_file import MetricsFile
@@ -72,9 +72,9 @@ def prepare(argv: Sequence[str] | None) -> Trainer:
     if options.batch_size % options.group_size:
         parser.error("--batch-size: not a multiple of --group-size")
     try:
-        state, rng = _starting_point(options.seed, options.resume_from)
+        state, rng = _starting_point(options.seed, options.init_from, options.resume_from)
     except BadCheckpoint as error:
-        parser.error(f"--resume-from: {error}")
+        parser.error(str(error))
     if state.step >= options.steps:
         parser.error(f"--steps {options.steps}: the checkpoint is at step {state.step} already")
     plan = Plan(
@@ -156,15 +156,26 @@ def _failed(message: str) -> int:
     return 1
 
 
-def _starting_point(seed: int, resume_from: Path | None) -> tuple[TrainState, np.random.Generator]:
+def _starting_point(
+    seed: int, init_from: Path | None, resume_from: Path | None
+) -> tuple[TrainState, np.random.Generator]:
     if resume_from is None:
         for_weights, for_sampling = np.random.SeedSequence(seed).spawn(2)
         state = initial_state(np.random.default_rng(for_weights))
+        if init_from is not None:
+            state = replace(state, policy=_loaded(init_from, "--init-from").state.policy)
         return state, np.random.default_rng(for_sampling)
-    checkpoint = load(resume_from)
+    checkpoint = _loaded(resume_from, "--resume-from")
     rng = np.random.default_rng()
     rng.bit_generator.state = checkpoint.rng_state
     return checkpoint.state, rng
+
+
+def _loaded(path: Path, option: str) -> Checkpoint:
+    try:
+        return load(path)
+    except BadCheckpoint as error:
+        raise BadCheckpoint(f"{option}: {error}") from error
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -181,6 +192,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--checkpoint-every", type=_positive, default=10, help="steps between checkpoints")
     help_text = "a checkpoint, or the folder of an earlier training; empty for a new one"
     add("--resume-from", type=_path_or_none, help=help_text)
+    help_text = "the same, for the weights that a new training begins with: INIT_FROM by default"
+    add("--init-from", type=_path_or_none, default=os.environ.get("INIT_FROM"), help=help_text)
     add("--fleet", type=_url_or_none, help="a fleet's gateway, http://HOST:PORT; empty for none")
     return parser
 
