@@ -109,8 +109,11 @@ down:  ## stop all of the lasting stack [PORT=n]
 	fi
 	exec $(PY) -m deployments.stack down $(if $(PORT),--port $(PORT))
 
-bench: install  ## measure Muster against other ways [ARGS=name]
-	@exec $(PY) -m tests.benchmarks $(ARGS)
+bench: install  ## measure Muster against other ways, into BENCHMARKS.md [ARGS='crash --quick']
+	@if ! $(PY) -c 'import circus, honcho, supervisor' 2>/dev/null; then
+		$(PY) -m pip install -qq --disable-pip-version-check --no-input -c constraints.txt -e '.[bench]'
+	fi
+	exec $(PY) -m tests.benchmarks $(ARGS)
 
 verl-check: install  ## hold the run specs for verl against verl itself [ARGS='--write SPEC.yaml']
 	@exec $(PY) -m deployments.verl.check --wheel $(ARGS)
@@ -125,7 +128,7 @@ constraints:  ## write constraints.txt anew from what the ranges of pyproject.to
 	@scratch="$$(mktemp -d)"
 	trap 'rm -rf "$$scratch"' EXIT
 	$(PYTHON) -m venv "$$scratch"
-	"$$scratch/bin/python" -m pip install -q --disable-pip-version-check --no-input '.[quickstart,dev]'
+	"$$scratch/bin/python" -m pip install -q --disable-pip-version-check --no-input '.[quickstart,dev,bench]'
 	"$$scratch/bin/python" -m pip freeze --exclude muster >"$$scratch/frozen"
 	if grep -vE '^[A-Za-z0-9._-]+==[^ @;]+$$' "$$scratch/frozen"; then
 		echo "These came from somewhere else than a package index; constraints.txt is left as it was." >&2
