@@ -9,10 +9,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from contextlib import suppress
 
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import WorkPoolCreate, WorkPoolUpdate
 from prefect.exceptions import ObjectAlreadyExists
+from prefect.workers.process import ProcessWorker
 
 from deployments.stack_env import POOL, RAY_VARIABLE, ROOT, SET_UP
 from tasks.gang.settings import settings_of, with_settings
@@ -22,6 +24,8 @@ from tasks.reconciling import publish, reconcile_host
 
 #: How many runs the pool lets run at once, until somebody changes it.
 POOL_LIMIT = 8
+#: The work pool of pipelines: their processes only wait, for runs of the other pool.
+PIPELINES_POOL = "pipelines"
 #: The queues of the pool, and the priority of each: 1 comes first. Prefect makes `default` itself.
 QUEUES = {"urgent": 1, "idle": 3}
 
@@ -64,10 +68,24 @@ def ensure_pool(client: SyncPrefectClient) -> None:
             client.create_work_queue(name=name, priority=priority, work_pool_name=POOL)
 
 
+def ensure_pipelines_pool(client: SyncPrefectClient) -> None:
+    """The work pool of pipelines is there; one that was there before is left as it is."""
+    pool = WorkPoolCreate(
+        name=PIPELINES_POOL,
+        type=ProcessWorker.type,
+        description="Pipelines of runs. Each waits here, in a process of its own, while its runs "
+        f"go through the pool {POOL}; so this one has no limit.",
+        base_job_template=ProcessWorker.get_default_base_job_template(),
+    )
+    with suppress(ObjectAlreadyExists):
+        client.create_work_pool(pool)
+
+
 def main() -> int:
     try:
         with get_client(sync_client=True) as client:
             ensure_pool(client)
+            ensure_pipelines_pool(client)
     except WrongPool as error:
         print(error, file=sys.stderr)
         return 1

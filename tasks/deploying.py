@@ -12,6 +12,7 @@ from typing import Any
 from tasks.run.errors import InvalidSpec
 from tasks.run.layout import project_root
 from tasks.run.loading import load_spec
+from tasks.run.pipeline_loading import load_pipeline
 
 EXIT_PRINTED, EXIT_INVALID = 0, 2
 
@@ -30,6 +31,16 @@ def load_run_spec(path: str) -> dict[str, Any]:
         InvalidSpec: With every fault of the file.
     """
     return {"spec": load_spec(project_root() / path).written()}
+
+
+def load_pipeline_spec(path: str) -> dict[str, Any]:
+    """The same for a pipeline: `{{ ID.spec }}` stands for its content, with the run specs of the
+    files that it names.
+
+    Raises:
+        InvalidSpec: With every fault of all of them.
+    """
+    return {"spec": load_pipeline(project_root() / path).written()}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -8,7 +8,7 @@ end, or that somebody began to cancel, between our look and our word is left as 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -42,7 +42,7 @@ FLOW_RUN_VARIABLE = "PREFECT__FLOW_RUN_ID"
 #: which a flow run may leave a final state.
 JOBS_GO_ON = "AwaitingRetry"
 #: The flows whose lost flow runs are closed.
-OUR_FLOWS = ("train", "reconcile")
+OUR_FLOWS = ("train", "pipeline", "reconcile")
 
 #: The labels by which a worker says who it is. Source: prefect/workers/base.py,
 #: _give_worker_labels_to_flow_run.
@@ -51,8 +51,8 @@ _WORKER_LABEL, TYPE_LABEL = "prefect.worker.name", "prefect.worker.type"
 _PROCESS_TAG = "process:"
 #: Workers whose flow runs are processes of their own host; others' are somewhere else.
 _LOCAL_TYPES = ("process", "gang")
-#: The work pool of our runs.
-_POOL = "gang"
+#: The work pools of our runs and pipelines.
+_POOLS = ("gang", "pipelines")
 #: In the command line of a flow run's process. Source: prefect/runner/_workspace_starter.py.
 _ENGINES = ("prefect.engine", "prefect.flow_engine", "_workspace_")
 _HELD = (StateType.PENDING, StateType.RUNNING, StateType.CANCELLING)
@@ -155,6 +155,8 @@ class Host:
     processes: Holders
     #: Flow run ids and names of the registry on disk, which knows better about them.
     registered: frozenset[str]
+    #: Of the flow `pipeline`, whose flow runs go on in another process.
+    pipeline_flow: UUID | None = None
 
     def has_process(self, run: FlowRun) -> bool:
         """Whether the flow run has a living process here, or may have one."""
@@ -206,10 +208,20 @@ def state_of_lost(run: FlowRun, host: Host, now: datetime) -> State[Any] | None:
             return Scheduled(message=f"submitted, but {gone}: scheduled again")
         case StateType.CANCELLING:
             return Cancelled(message=f"cancelled; {gone}")
+        case StateType.RUNNING if run.flow_id == host.pipeline_flow:
+            return _state_of_lost_pipeline(run, host, f"{gone}: it was killed or lost")
         case StateType.RUNNING:
             return Crashed(message=f"{gone}: it was killed or lost")
         case _:
             return None
+
+
+def _state_of_lost_pipeline(run: FlowRun, host: Host, cause: str) -> State[Any]:
+    """Its stage goes on without it, and any process of it goes on where the last one was."""
+    if run.deployment_id is None or _process_of(run, host.name) is not None:
+        remedy = f"python -m flows.pipeline --resume {run.id}"
+        return Crashed(message=f"{cause}; the run of its stage goes on: {remedy}")
+    return Scheduled(name=JOBS_GO_ON, message=f"{cause}; its next process goes on where it was")
 
 
 def state_of_closed(state: State[Any] | None, run: Closed | None, cause: str) -> State[Any] | None:
@@ -264,6 +276,17 @@ def process_tag() -> str:
     return f"{_PROCESS_TAG}{host_name()}:{me.pid}:{me.start_ticks}"
 
 
+def process_tags_of(tags: Iterable[str]) -> set[str]:
+    """Those of the tags that name a process."""
+    return {tag for tag in tags if tag.startswith(_PROCESS_TAG)}
+
+
+def has_lost_its_process(run: FlowRun) -> bool:
+    """Whether the process that a flow run was started in, directly, is known to have ended."""
+    process = _process_of(run, host_name())
+    return process is not None and not process.is_alive()
+
+
 def _process_of(run: FlowRun, host: str) -> ProcessId | None:
     """The process that the flow run's tag names, where that is one of this host."""
     for tag in run.tags:
@@ -276,7 +299,8 @@ def _process_of(run: FlowRun, host: str) -> ProcessId | None:
 
 def _is_unlabelled(run: FlowRun, age: timedelta) -> bool:
     """Taken by a worker that was killed before it said who it was: anybody may give it back."""
-    is_taken = run.work_pool_name == _POOL and run.state is not None and run.state.is_pending()
+    is_pending = run.state is not None and run.state.is_pending()
+    is_taken = run.work_pool_name in _POOLS and is_pending
     return is_taken and not run.labels.get(_WORKER_LABEL) and age >= _UNLABELLED_AFTER
 
 

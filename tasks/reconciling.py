@@ -26,6 +26,7 @@ from tasks.flow_runs import (
     FLOW_RUN_VARIABLE,
     Host,
     ServerAway,
+    clear_process,
     held_flow_runs,
     propose,
     server_now,
@@ -286,6 +287,9 @@ def _flow_runs_closed(client: SyncPrefectClient) -> Iterator[Reconciled]:
         after = state_of_lost(run, host, now)
         if after is None or run.state is None:
             continue
+        if after.is_scheduled() and run.state.is_running():
+            # A cancel of the waiting flow run would wait for the process on record for ever.
+            clear_process(client, str(run.id))
         done = propose(client, str(run.id), run.state, after)
         yield Reconciled(
             name=run.name,
@@ -305,7 +309,15 @@ def _this_host(client: SyncPrefectClient) -> Host:
         reconcile_deployment=_deployment(client, f"reconcile/{name}"),
         processes=holders_of(FLOW_RUN_VARIABLE),
         registered=frozenset(registered),
+        pipeline_flow=_flow(client, "pipeline"),
     )
+
+
+def _flow(client: SyncPrefectClient, name: str) -> UUID | None:
+    try:
+        return client.read_flow_by_name(name).id
+    except ObjectNotFound:
+        return None
 
 
 def _deployment(client: SyncPrefectClient, name: str) -> UUID | None:

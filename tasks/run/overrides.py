@@ -33,6 +33,16 @@ def apply_override(data: dict[str, Any], override: str) -> tuple[Fault, ...]:
     return _set(data, steps, value, said)
 
 
+def apply_value(data: dict[str, Any], path: str, value: object) -> tuple[Fault, ...]:
+    """Sets one value in a written spec, in place; returns what is wrong with its path.
+
+    Args:
+        path: `a.b`, as in `apply_override`.
+        value: Plain data.
+    """
+    return _set(data, path.split("."), value, path)
+
+
 def _set(data: dict[str, Any], steps: list[str], value: object, said: str) -> tuple[Fault, ...]:
     node: Any = data
     for depth, step in enumerate(steps):
