@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, GetCoreSchemaHandler
+from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from tasks.run.fields import (
@@ -22,6 +23,7 @@ from tasks.run.fields import (
     with_text_keys,
 )
 from tasks.run.fleet_spec import Rollout
+from tasks.run.form import drawn
 from tasks.run.probes import LiveProbe, ReadyProbe
 from tasks.run.stop_spec import Stop as Stop
 
@@ -101,7 +103,12 @@ class ByName:
     the components are started. Each of them may be null, which is how a form leaves one out.
     """
 
-    offered = ("api", "rollout", "trainer", "environment")
+    offered: ClassVar[Mapping[str, str]] = {
+        "api": "The server between the others, such as run-api of Atropos.",
+        "rollout": "A fleet of inference servers.",
+        "trainer": "What trains.",
+        "environment": "What makes the rollouts that are trained on.",
+    }
 
     def __get_pydantic_core_schema__(
         self, source: object, handler: GetCoreSchemaHandler
@@ -122,6 +129,16 @@ class ByName:
             fields, extras_schema=component, extra_behavior="allow", total=False
         )
         return core_schema.no_info_wrap_validator_function(self._in_order, by_name)
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        found = handler(schema)
+        named = {
+            name: {**one, "title": name, "description": self.offered[name]}
+            for name, one in found["properties"].items()
+        }
+        return {**found, "properties": drawn(named)}
 
     def _in_order(
         self, data: object, handler: core_schema.ValidatorFunctionWrapHandler

@@ -31,6 +31,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import InitErrorDetails, PydanticCustomError, core_schema
 
 from tasks.run import placeholders
+from tasks.run.form import drawn
 
 #: Keys and indexes from where a value is checked down to the faulty one.
 Place = tuple[str | int, ...]
@@ -55,6 +56,15 @@ class Model(BaseModel):
     def rules(cls, written: Mapping[str, Any]) -> Iterator[Refusal]:
         """What keys demand of each other, judged before they are known to be valid themselves."""
         yield from ()
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        found = handler(schema)
+        model = handler.resolve_ref_schema(found)
+        model["properties"] = drawn(model["properties"])
+        return found
 
     @model_validator(mode="wrap")
     @classmethod

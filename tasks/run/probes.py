@@ -232,7 +232,7 @@ class Probe(Model):
 
 
 class ReadyProbe(Probe):
-    """When a component may receive work: the next one starts only then."""
+    """When a component may receive work: the next one starts only then. It asks one question."""
 
     every_s: Seconds = Field(
         0.1,
@@ -247,7 +247,8 @@ class ReadyProbe(Probe):
 
 
 class LiveProbe(Probe):
-    """Whether a component that runs still works: after some misses in a row it does not."""
+    """Whether a component that runs still works: after some misses in a row it does not. It asks
+    one question, and may watch processes beside it."""
 
     every_s: Seconds = Field(
         10, title="Every (seconds)", description="The pause between two questions."

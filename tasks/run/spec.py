@@ -28,6 +28,7 @@ from tasks.run.fields import (
     refused,
 )
 from tasks.run.fleet_spec import Rollout
+from tasks.run.form import LAST
 from tasks.run.plain_words import faults_of
 from tasks.run.probes import LiveProbe, ReadyProbe, Url
 
@@ -205,7 +206,10 @@ class RunSpec(Model):
     on_lost_flow: Literal["stop", "adopt"] = Field(
         "stop",
         title="On a lost flow process",
-        description="What becomes of Ray jobs whose flow process died.",
+        description=(
+            "What becomes of Ray jobs whose flow process died. stop: they are stopped. adopt: "
+            "they go on, and the next process of the run attaches to them."
+        ),
     )
     containment: Literal["auto", "namespace"] = Field(
         "auto",
@@ -217,8 +221,12 @@ class RunSpec(Model):
     )
     components: Components = Field(
         title="Components",
-        description="Started in this order, stopped in reverse.",
+        description=(
+            "Started in this order, stopped in reverse. The form has api, rollout, trainer and "
+            "environment; another is added there by `Use JSON input` in the menu of this field."
+        ),
         examples=[{"trainer": {"command": ["python", "train.py"]}}],
+        json_schema_extra={"position": LAST},
     )
     progress: Progress | None = Field(
         None, title="Progress", description="Where the run's step is to be read."
@@ -238,8 +246,8 @@ class RunSpec(Model):
         default_factory=dict,
         title="Retry",
         description=(
-            "Kinds of failure that are tried again. INSUFFICIENT_RESOURCES and START_TIMEOUT are, "
-            "without limit, listed or not."
+            "Kinds of failure that are tried again, each with attempts, delay_s and max_delay_s. "
+            "INSUFFICIENT_RESOURCES and START_TIMEOUT are, without limit, listed or not."
         ),
         examples=[{"NODE_LOST": {"attempts": 3}}],
     )

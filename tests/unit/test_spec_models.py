@@ -527,7 +527,7 @@ def described(schema: dict[str, Any]) -> list[str]:
         f"{part['title']}.{key}"
         for part in parts
         for key, field in part.get("properties", {}).items()
-        if "description" not in field and part.get("title") != "Components"
+        if "description" not in field
     ]
 
 
@@ -541,9 +541,34 @@ def test_the_form_offers_the_usual_components_and_takes_others() -> None:
     assert list(components["properties"]) == ["api", "rollout", "trainer", "environment"]
     assert components["additionalProperties"] == {"$ref": "#/$defs/Component"}
     assert components["properties"]["rollout"] == {
-        "anyOf": [{"$ref": "#/$defs/Rollout"}, {"type": "null"}],
+        "anyOf": [
+            {"$ref": "#/$defs/Rollout", "title": "Given"},
+            {"type": "null", "title": "Left out"},
+        ],
         "default": None,
+        "title": "rollout",
+        "description": "A fleet of inference servers.",
+        "position": 1,
     }
+
+
+def test_the_form_has_an_empty_box_for_a_value_and_a_choice_for_a_part() -> None:
+    schema = RunSpec.model_json_schema()["properties"]
+
+    assert (schema["stall_after_s"]["type"], "default" in schema["stall_after_s"]) == (
+        "number",
+        False,
+    )
+    assert [way["title"] for way in schema["gang"]["anyOf"]] == ["Given", "Left out"]
+
+
+def test_the_form_has_an_order_of_its_own_with_the_components_last() -> None:
+    schema = RunSpec.model_json_schema()
+
+    at = {key: one["position"] for key, one in schema["properties"].items()}
+    assert max(at, key=at.__getitem__) == "components"
+    parts = [part["properties"] for part in schema["$defs"].values() if "properties" in part]
+    assert all("position" in one for part in parts for one in part.values())
 
 
 def test_the_form_leaves_a_component_out_by_null() -> None:
