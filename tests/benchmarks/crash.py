@@ -11,19 +11,21 @@ import os
 import random
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tasks.run.layout import project_root
 from tasks.run.probes import LiveProbe, ReadyProbe
 from tasks.server import prefect_server
-from tests.benchmarks import models
+from tests.benchmarks import models, peers, sglang_watchdog
 from tests.benchmarks.part import wait as wait_for_sigterm
-from tests.benchmarks.report import Result, Row, interleaved, say
+from tests.benchmarks.report import Missing, NotHere, Result, Row, Sample, interleaved, say
 from tests.benchmarks.stage import (
     NAMES,
     FlowProcess,
@@ -35,20 +37,36 @@ from tests.benchmarks.stage import (
 )
 
 _VICTIM = "trainer"
-_HERMES_PERIOD_S = 30.0
+#: `periods[who]`, of those who poll so seldom that their samples are taken side by side.
+_PERIODS_S = {"Hermes": 30.0, "the plan": 60.0}
+_PEER_NOTES = {
+    "supervisord": "an event listener ends it",
+    "circus": "a hook ends it",
+    "honcho": "as it comes",
+}
+_WITHIN_S = 60.0
 
 
 def measure(*, quick: bool) -> Result:
     rounds, triples = (2, 0) if quick else (20, 20)
-    with prefect_server() as url:
+    found, missing = peers.present()
+    heard: dict[str, list[float]] = {peer.name: [] for peer in found}
+    with prefect_server() as url, ExitStack() as stack:
+        ways: dict[str, Sample] = {
+            "train flow": partial(_by_flow, url),
+            "Supervisor": _by_supervisor,
+            "grandchild": _by_vigil,
+            "is_alive": _by_is_alive_loop,
+            "prime-rl": _by_error_queue_loop,
+        }
+        try:
+            watchdog = stack.enter_context(sglang_watchdog.source())
+            ways["SGLang"] = partial(_by_watchdog, watchdog.path)
+        except NotHere as reason:
+            missing.append(Missing(way="SGLang's SubprocessWatchdog", why=str(reason)))
+        ways |= {peer.name: partial(_by_peer, peer, heard[peer.name]) for peer in found}
         taken = interleaved(
-            {
-                "train flow": partial(_by_flow, url),
-                "Supervisor": _by_supervisor,
-                "grandchild": _by_vigil,
-                "SGLang": _by_is_alive_loop,
-                "prime-rl": _by_error_queue_loop,
-            },
+            ways,
             rounds,
             per_round=dict.fromkeys(("Supervisor", "grandchild"), 1 if quick else 3),
         )
@@ -56,14 +74,28 @@ def measure(*, quick: bool) -> Result:
         Row(way="Muster: the flow `train`", values=taken["train flow"]),
         Row(way="Muster: Supervisor alone", values=taken["Supervisor"]),
         Row(way="Muster: grandchild death to reaction", values=taken["grandchild"]),
-        Row(way="is_alive each 1 s (SGLang)", values=taken["SGLang"], note="model"),
-        Row(way="error queue each 1 s (prime-rl)", values=taken["prime-rl"], note="model"),
     ]
-    rows.append(_by_half_minute_poll(triples) if triples else _half_minute_computed())
+    if "SGLang" in taken:
+        title = f"SGLang {watchdog.version}, SubprocessWatchdog"
+        note = "its class, loaded alone; SIGTERM where it kills"
+        rows.append(Row(way=title, values=taken["SGLang"], note=note))
+    rows += [
+        Row(way="is_alive each 1 s (SGLang)", values=taken["is_alive"], how="modelled"),
+        Row(way="error queue each 1 s (prime-rl)", values=taken["prime-rl"], how="modelled"),
+    ]
+    for peer in found:
+        note = _PEER_NOTES[peer.name]
+        rows.append(Row(way=peer.name, values=taken[peer.name], note=note))
+        if heard[peer.name]:
+            rows.append(
+                Row(way=f"{peer.name}, until it knew", values=heard[peer.name], is_detail=True)
+            )
+    rows += _by_slow_polls(triples) if triples else map(_computed, _PERIODS_S)
     return Result(
         name="crash",
         question="SIGKILL of a component to SIGTERM at the first one stopped",
         rows=rows,
+        missing=missing,
     )
 
 
@@ -181,34 +213,89 @@ def _by_error_queue_loop() -> float:
         return reaction_ms(place, processes[NAMES.index(_VICTIM)].pid, watch.join)
 
 
-def _by_half_minute_poll(triples: int) -> Row:
-    """Many runs side by side, since a sample takes half a minute, asleep; each with its phase."""
-    say(f"  {triples} runs polled each {_HERMES_PERIOD_S:g} s, side by side")
-    values: list[float] = []
+def _by_watchdog(source: Path) -> float:
+    with folder() as place:
+        host = subprocess.Popen(
+            [sys.executable, "-m", "tests.benchmarks.sglang_watchdog", str(source), str(place)],
+            cwd=project_root(),
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        try:
+            _await_ready(place)
+            _pause()
+            return reaction_ms(place, _victim_in(place), partial(host.wait, _WITHIN_S))
+        finally:
+            for name in NAMES:
+                if (pid := noted_ns(place, name, "pid")) is not None:
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+            host.kill()
+            host.wait()
 
-    def sample(delay_s: float) -> None:
+
+def _by_peer(peer: peers.Peer, heard: list[float]) -> float:
+    """
+    Args:
+        heard: gets how long the death took to be known, where that can be told.
+    """
+    with folder() as place:
+        commands = {name: part("wait", name, place) for name in NAMES}
+        job = peers.Job(place=place, commands=commands, ends_together=True)
+        with peers.running(peer, job) as supervisor:
+            _await_ready(place)
+            _pause()
+            pid = _victim_in(place)
+            killed_ns = time.monotonic_ns()
+            took_ms = reaction_ms(place, pid, partial(supervisor.wait, _WITHIN_S))
+        if (at := noted_ns(place, *peers.HEARD)) is not None:
+            heard.append((at - killed_ns) / 1e6)
+        return took_ms
+
+
+def _victim_in(place: Path) -> int:
+    pid = noted_ns(place, _VICTIM, "pid")
+    assert pid is not None
+    return pid
+
+
+def _by_slow_polls(triples: int) -> list[Row]:
+    """Many runs side by side, since a sample takes up to a minute, asleep; each with its phase."""
+    say(f"  {triples} runs polled each 30 s and {triples} each 60 s, side by side")
+    values: dict[str, list[float]] = {who: [] for who in _PERIODS_S}
+
+    def sample(who: str, delay_s: float) -> None:
         with folder() as place, _Popened(place) as processes:
-            watch = _in_thread(models.poll_loop, processes)
+            watch = _in_thread(models.poll_loop, processes, _PERIODS_S[who])
             time.sleep(delay_s)
             victim = processes[NAMES.index(_VICTIM)]
-            values.append(reaction_ms(place, victim.pid, watch.join))
+            values[who].append(reaction_ms(place, victim.pid, watch.join))
 
-    delays = [random.uniform(0.1, _HERMES_PERIOD_S - 0.1) for _ in range(triples)]
-    threads = [_in_thread(sample, delay_s) for delay_s in delays]
+    threads = [
+        _in_thread(sample, who, random.uniform(0.1, period_s - 0.1))
+        for who, period_s in _PERIODS_S.items()
+        for _ in range(triples)
+    ]
     for thread in threads:
         thread.join()
-    return Row(way="poll each 30 s (Hermes)", values=values, note="model")
+    return [Row(way=_poll_of(who), values=values[who], how="modelled") for who in _PERIODS_S]
 
 
-def _half_minute_computed() -> Row:
-    values = [_HERMES_PERIOD_S * 1000 * share for share in (0.5, 0.99, 1.0)]
+def _computed(who: str) -> Row:
+    values = [_PERIODS_S[who] * 1000 * share for share in (0.5, 0.99, 1.0)]
     quantiles = [values[0]] * 98 + values[1:]
     return Row(
-        way="poll each 30 s (Hermes)",
+        way=_poll_of(who),
         values=quantiles,
         samples=0,
-        note="computed: uniform over the period",
+        how="computed",
+        note="uniform over the period",
     )
+
+
+def _poll_of(who: str) -> str:
+    return f"poll each {_PERIODS_S[who]:g} s ({who})"
 
 
 class _Popened:

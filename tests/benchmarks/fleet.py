@@ -13,7 +13,8 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -75,7 +76,8 @@ async def _removals(*, quick: bool) -> list[Row]:
             way="asked in turn, each interval",
             values=[1000 * at for at in _polled(health, len(killed))],
             group="killed",
-            note=f"modelled: {note}",
+            how="computed",
+            note=note,
             samples=0,
         ),
     ]
@@ -135,24 +137,13 @@ def _is_out(seen: dict[str, Any], rank: int, epoch: int) -> bool:
 async def _sweeps(*, quick: bool) -> list[Row]:
     count = _QUICK_SERVERS if quick else _SERVERS
     rounds = _QUICK_SWEEPS if quick else _SWEEPS
-    # In a process of its own, so that its work is not counted as Muster's.
-    dummy = await asyncio.create_subprocess_exec(
-        sys.executable, dummy_server.__file__, stdout=asyncio.subprocess.PIPE
-    )
-    assert dummy.stdout is not None
-    url = f"http://127.0.0.1:{int(await dummy.stdout.readline())}"
-    prober = _ToOne(url)
-    try:
+    async with dummy_running() as url, asking_one(url) as prober:
         say(f"  {count:,} healthy servers")
-        healthy = [await _swept(prober, count) for _ in range(rounds)]
+        healthy = [await swept(prober, count) for _ in range(rounds)]
         in_turn = [await _asked_in_turn(prober, count) for _ in range(rounds)]
         say(f"  {count:,} servers that hang")
         httpx.post(f"{url}/misbehave", json={"kind": "hang", "health": True}, trust_env=False)
-        hung = [await _swept(prober, count) for _ in range(rounds)]
-    finally:
-        await prober.close()
-        dummy.kill()
-        await dummy.wait()
+        hung = [await swept(prober, count) for _ in range(rounds)]
     name = f"{count:,} servers"
     limit = f"limit {1100 * _TIMEOUT_S:g}"
     return [
@@ -162,7 +153,32 @@ async def _sweeps(*, quick: bool) -> list[Row]:
     ]
 
 
-class _ToOne(HttpProber):
+@asynccontextmanager
+async def dummy_running() -> AsyncIterator[str]:
+    """A server's address. It is a process of its own, so that its work is not counted as
+    Muster's."""
+    dummy = await asyncio.create_subprocess_exec(
+        sys.executable, dummy_server.__file__, stdout=asyncio.subprocess.PIPE
+    )
+    try:
+        assert dummy.stdout is not None
+        yield f"http://127.0.0.1:{int(await dummy.stdout.readline())}"
+    finally:
+        dummy.kill()
+        await dummy.wait()
+
+
+@asynccontextmanager
+async def asking_one(url: str) -> AsyncIterator[ToOne]:
+    """A prober that asks one server in the place of all."""
+    prober = ToOne(url)
+    try:
+        yield prober
+    finally:
+        await prober.close()
+
+
+class ToOne(HttpProber):
     """Asks one server in the place of all: that it is one makes no question cheaper."""
 
     def __init__(self, url: str) -> None:
@@ -173,7 +189,7 @@ class _ToOne(HttpProber):
         return super().ask(self._url, question, timeout_s)
 
 
-async def _swept(prober: HttpProber, count: int) -> float:
+async def swept(prober: HttpProber, count: int) -> float:
     """Milliseconds for one sweep of a fleet whose servers all serve."""
     plan, host = plan_of(count), FakeHost()
     registry = Registry(plan)

@@ -11,7 +11,7 @@ import subprocess
 import threading
 import time
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 
 def is_alive_loop(
@@ -53,10 +53,11 @@ def error_queue_loop(processes: Sequence[subprocess.Popen[bytes]], every_s: floa
             process.wait()
 
 
-def poll_loop(processes: Sequence[subprocess.Popen[bytes]], every_s: float = 30.0) -> None:
-    """Poll every half minute; on an end, stop environment, trainer and api.
+def poll_loop(processes: Sequence[subprocess.Popen[bytes]], every_s: float) -> None:
+    """Poll every half minute, or every minute; on an end, stop environment, trainer and api.
 
-    Source: Hermes' RL training tool, `_monitor_training_run`.
+    Source: Hermes' RL training tool, `_monitor_training_run`, 30 s; the plan that Muster began
+    with, 60 s.
     """
     while all(process.poll() is None for process in processes):
         time.sleep(every_s)
@@ -64,6 +65,18 @@ def poll_loop(processes: Sequence[subprocess.Popen[bytes]], every_s: float = 30.
         if process.poll() is None:
             process.terminate()
             process.wait()
+
+
+def resource_loop(
+    has_room: Callable[[], bool], start: Callable[[], object], every_s: float = 60.0
+) -> None:
+    """Ask whether the GPUs are free; start then, or ask again a minute later.
+
+    Source: the plan that Muster began with: a run without its GPUs gets `next_run_at = now + 60 s`.
+    """
+    while not has_room():
+        time.sleep(every_s)
+    start()
 
 
 def await_health(url: str, every_s: float = 1.0) -> None:

@@ -53,7 +53,7 @@ def measure(*, quick: bool) -> Result:
                         way=f"plain Ray tasks, {what}, {count} nodes",
                         values=values[f"plain {what}"],
                         group=group,
-                        note="modelled",
+                        how="modelled",
                     ),
                 ]
     return Result(

@@ -6,6 +6,7 @@
 
 What it sees is written into FOLDER in nanoseconds of CLOCK_MONOTONIC, the same clock in every
 process of the machine: `NAME.began`, `NAME.ready` and `NAME.sigterm`, so nobody else's word counts.
+`NAME.pid` is its pid.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ import socket  # noqa: E402
 import sys  # noqa: E402
 
 
-def note(folder: str, name: str, what: str, at_ns: int) -> None:
-    """Write a time so that no reader sees a part of it."""
+def note(folder: str, name: str, what: str, number: int) -> None:
+    """Write a number so that no reader sees a part of it."""
     path = os.path.join(folder, f"{name}.{what}")
     with open(f"{path}.draft", "w") as f:
-        f.write(str(at_ns))
+        f.write(str(number))
     os.rename(f"{path}.draft", path)
 
 
@@ -36,6 +37,7 @@ def wait(name: str, folder: str) -> None:
         os._exit(0)
 
     signal.signal(signal.SIGTERM, on_term)
+    note(folder, name, "pid", os.getpid())
     note(folder, name, "began", BEGAN_NS)
     note(folder, name, "ready", time.monotonic_ns())
     while True:

@@ -38,7 +38,7 @@ def measure(*, quick: bool) -> Result:
         values = interleaved(ways, rounds, per_round={muster: 3 if quick else 50 // rounds})
         rows += [
             Row(way=muster, values=values[muster], group=line.name),
-            Row(way=slow, values=values[slow], group=line.name, note="model"),
+            Row(way=slow, values=values[slow], group=line.name, how="modelled"),
         ]
     return Result(
         name="queue",

@@ -66,13 +66,19 @@ def measure(*, quick: bool) -> Result:
     rows += [
         Row(way="Muster: the flow `train`, http", values=taken["flow"], note="from run.json"),
         Row(way="Popen, told through a pipe", values=taken["pipe"], note="the floor"),
-        Row(way="/health each 1 s (prime-rl)", values=taken["health"], note="model"),
-        Row(way="fixed sleeps of 1 s", values=taken["sleep"], note="model, Hermes' way scaled"),
+        Row(way="/health each 1 s (prime-rl)", values=taken["health"], how="modelled"),
+        Row(
+            way="fixed sleeps of 1 s",
+            values=taken["sleep"],
+            how="modelled",
+            note="Hermes' way, scaled",
+        ),
         Row(
             way="fixed sleeps (Hermes)",
             values=[1000 * (sum(_HERMES_SLEEPS_S) - _OWN_S)],
             samples=0,
-            note="computed: 5 + 30 + 90 + 10 s",
+            how="computed",
+            note="5 + 30 + 90 + 10 s",
         ),
     ]
     return Result(

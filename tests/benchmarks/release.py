@@ -2,22 +2,27 @@
 
 Each run takes all GPUs, and the next ones wait: from the final state of one to PENDING of the next,
 to its RUNNING and to the first line of its component. The other way is a process pool with a
-concurrency limit of 1, which does the same where every run takes everything. Then what each worker
-uses of a core while nothing happens.
+concurrency limit of 1, which does the same where every run takes everything; and a loop that asks
+once a minute, without a server and a flow, so at its best. Then what each worker uses of a core
+while nothing happens.
 """
 
 from __future__ import annotations
 
+import random
+import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from subprocess import Popen
 
+from tests.benchmarks import models
 from tests.benchmarks.report import Result, Row, say
+from tests.benchmarks.stage import folder, noted_ns, part, wait_until
 from tests.support.gang_pool import GangPool, Host
 from tests.support.gang_referee import FINAL, History
 from tests.support.ground import Server
@@ -31,6 +36,9 @@ _SETTLE_S = 5.0
 _LASTS_S = 0.3
 _WITHIN_S = 300.0
 _WAITING = 10
+#: Loops side by side, each with a phase of its own.
+_LOOPS = 20
+_PLAN_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +78,7 @@ def measure(*, quick: bool) -> Result:
         for step, ways in took.items()
         for name, values in ways.items()
     ]
+    rows.append(_by_plan(quick=quick))
     rows += [
         Row(way=f"{name}, idle", values=[share], unit="%", group="idle", note="of a core")
         for name, share in idle.items()
@@ -85,12 +94,52 @@ def measure(*, quick: bool) -> Result:
     )
 
 
+def _by_plan(*, quick: bool) -> Row:
+    """From the moment in which the GPUs are free to the first line of the next run's component."""
+    title, step = f"a loop each {_PLAN_S:g} s (the plan), {_STEPS[-1]}", _STEPS[-1]
+    if quick:
+        values = [1000 * _PLAN_S * share for share in (0.5, 0.99, 1.0)]
+        quantiles = [values[0]] * 98 + values[1:]
+        return Row(
+            way=title,
+            values=quantiles,
+            samples=0,
+            how="computed",
+            group=step,
+            note="uniform over the period",
+        )
+    say(f"  {_LOOPS} loops that ask each {_PLAN_S:g} s, side by side")
+    took_ms: list[float] = []
+
+    def sample(free_after_s: float) -> None:
+        free_at = time.monotonic() + free_after_s
+        with folder() as place, ExitStack() as stack:
+
+            def start() -> None:
+                popen = stack.enter_context(subprocess.Popen(part("wait", "next", place)))
+                stack.callback(popen.kill)
+
+            models.resource_loop(lambda: time.monotonic() >= free_at, start, _PLAN_S)
+            began_ns = wait_until(lambda: noted_ns(place, "next", "began"), "the next run")
+            took_ms.append(began_ns / 1e6 - 1000 * free_at)
+
+    threads = [
+        threading.Thread(target=sample, args=(random.uniform(0.1, _PLAN_S - 0.1),))
+        for _ in range(_LOOPS)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return Row(way=title, values=took_ms, how="modelled", group=step)
+
+
 def _note(name: str) -> str:
     return "" if name == _MUSTER else "one run at a time, whatever it asks"
 
 
 @contextmanager
-def _served(directory: Path) -> Iterator[Mapping[str, tuple[GangPool, Popen[bytes]]]]:
+def _served(directory: Path) -> Iterator[Mapping[str, tuple[GangPool, subprocess.Popen[bytes]]]]:
     """A pool with its worker for each way, all on one server."""
     server = Server(directory / "server")
     with ExitStack() as stack:
@@ -134,14 +183,14 @@ def _pending_at(run: History) -> float:
     return next(state.at for state in run.states if state.type == "PENDING")
 
 
-def _idle(workers: Mapping[str, Popen[bytes]], *, quick: bool) -> dict[str, float]:
+def _idle(workers: Mapping[str, subprocess.Popen[bytes]], *, quick: bool) -> dict[str, float]:
     """What each uses of a core, in %, over the same seconds."""
     time.sleep(_SETTLE_S)
     say("  nothing to do")
     return _cpu_percent({name: worker.pid for name, worker in workers.items()}, quick=quick)
 
 
-def _busy_waiting(pool: GangPool, worker: Popen[bytes], *, quick: bool) -> float:
+def _busy_waiting(pool: GangPool, worker: subprocess.Popen[bytes], *, quick: bool) -> float:
     """What the gang worker uses of a core, in %, while runs wait in line."""
     pool.hold(pool.nodes)
     for _ in range(_WAITING):

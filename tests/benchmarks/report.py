@@ -13,9 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 Sample = Callable[[], float]
+#: `modelled`: the other way is a small model of the original. `computed`: nothing ran.
+How = Literal["measured", "modelled", "computed"]
 
 _HEAD = ("benchmark", "way", "median", "p99", "max", "n", "x Muster", "note")
 
@@ -28,14 +30,17 @@ class Row:
     #: Each in `unit`, in the order in which they were taken; for a computed row its quantiles.
     values: Sequence[float]
     unit: str = "ms"
-    #: What must be known to read the figure: "computed", what is modelled.
+    #: What must be known to read the figure.
     note: str = ""
+    how: How = "measured"
     #: How many were measured; None: as many as there are values. 0: computed.
     samples: int | None = None
     #: Rows of one group are compared with its first.
     group: str = ""
     #: A part of another row, or another figure, so that a ratio would say nothing.
     is_detail: bool = False
+    #: How many of what the group counts it was taken with, where that is what is varied.
+    at: int | None = None
 
     @property
     def median(self) -> float:
@@ -52,6 +57,20 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Missing:
+    """A way that was not measured, because something it needs is not there."""
+
+    way: str
+    #: What is not there, and how it is had.
+    why: str
+
+
+class NotHere(Exception):
+    """A benchmark, or one of its ways, needs what is not there; the message says what, and how it
+    is had. Any other error is a fault of the benchmark."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
     """One benchmark's rows; the first of each group is Muster's, to which the ratios are."""
 
@@ -59,6 +78,7 @@ class Result:
     #: What is measured, in a line.
     question: str
     rows: Sequence[Row]
+    missing: Sequence[Missing] = ()
 
     def ratio(self, row: Row) -> float | None:
         """How many times Muster's median this way's is; None where that says nothing."""
@@ -75,13 +95,18 @@ class Machine:
     kernel: str = field(default_factory=lambda: f"{platform.system()} {platform.release()}")
     cpu: str = field(default_factory=lambda: _cpu_model())
     cpus: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
+    memory_gb: float = field(
+        default_factory=lambda: round(
+            os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9, 1
+        )
+    )
     #: Runnable processes over the last minute: above `cpus`, figures are noise.
     load: float = field(default_factory=lambda: round(os.getloadavg()[0], 2))
 
     def __str__(self) -> str:
         return (
             f"{self.at}  Python {self.python}  {self.kernel}  "
-            f"{self.cpus} CPUs ({self.cpu})  load {self.load:g}"
+            f"{self.cpus} CPUs ({self.cpu})  {self.memory_gb:g} GB  load {self.load:g}"
         )
 
 
@@ -116,11 +141,12 @@ def table(results: Sequence[Result]) -> str:
     for result in results:
         for row in result.rows:
             ratio = result.ratio(row)
-            shown = "" if ratio is None else _shown(ratio)
+            shown = "" if ratio is None else shown_figure(ratio)
             figures = (row.median, row.quantile(0.99), max(row.values))
-            numbers = [f"{_shown(figure)} {row.unit}" for figure in figures]
+            numbers = [f"{shown_figure(figure)} {row.unit}" for figure in figures]
             way = f"  {row.way}" if row.is_detail else row.way
-            lines.append((result.name, way, *numbers, str(row.n or "-"), shown, row.note))
+            note = "; ".join(filter(None, ("" if row.how == "measured" else row.how, row.note)))
+            lines.append((result.name, way, *numbers, str(row.n or "-"), shown, note))
     widths = [max(len(line[i]) for line in lines) for i in range(len(_HEAD))]
     numeric = range(2, 7)
     return "\n".join(
@@ -135,15 +161,22 @@ def table(results: Sequence[Result]) -> str:
 def write_json(path: Path, machine: Machine, results: Sequence[Result], *, quick: bool) -> None:
     """All figures, each sample included, for comparing two runs."""
     content = {
-        "machine": {name: getattr(machine, name) for name in machine.__dataclass_fields__},
+        "machine": machine_as_json(machine),
         "quick": quick,
-        "benchmarks": [_as_json(result) for result in results],
+        "benchmarks": [
+            {"name": result.name, "question": result.question, "rows": rows_as_json(result)}
+            for result in results
+        ],
     }
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def _as_json(result: Result) -> dict[str, Any]:
-    rows = [
+def machine_as_json(machine: Machine) -> dict[str, Any]:
+    return {name: getattr(machine, name) for name in machine.__dataclass_fields__}
+
+
+def rows_as_json(result: Result) -> list[dict[str, Any]]:
+    return [
         {
             "way": row.way,
             "unit": row.unit,
@@ -152,15 +185,18 @@ def _as_json(result: Result) -> dict[str, Any]:
             "max": max(row.values),
             "samples": row.n,
             "times_muster": result.ratio(row),
+            "how": row.how,
             "note": row.note,
+            "group": row.group,
+            "is_detail": row.is_detail,
+            "at": row.at,
             "values": list(row.values),
         }
         for row in result.rows
     ]
-    return {"name": result.name, "question": result.question, "rows": rows}
 
 
-def _shown(figure: float) -> str:
+def shown_figure(figure: float) -> str:
     """Three digits or so, and never an exponent."""
     size = abs(figure)
     if size >= 99.95:

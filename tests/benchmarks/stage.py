@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -30,6 +31,8 @@ NAMES = ("api", "trainer", "environment")
 #: Nothing here takes longer, unless it is broken.
 _DEADLINE_S = 60.0
 _PART = Path(__file__).with_name("part.py")
+_MARKED = Path(__file__).with_name("marked.sh")
+_MARK = ".up"
 #: By this a test finds what outlives it; see tests/conftest.py.
 _TEST_SESSION = "MUSTER_TEST_SESSION"
 _QUIET = {
@@ -59,7 +62,29 @@ def folder() -> Iterator[Path]:
 
 def part(*arguments: object) -> tuple[str, ...]:
     """The command line of a component; see `part.py`."""
-    return (sys.executable, "-I", "-S", str(_PART), *map(str, arguments))
+    return python_alone(_PART, *arguments)
+
+
+def python_alone(script: Path, *arguments: object) -> tuple[str, ...]:
+    """The command line of a script that needs the standard library only."""
+    return (sys.executable, "-I", "-S", str(script), *map(str, arguments))
+
+
+def sleepers(place: Path, count: int) -> dict[str, tuple[str, ...]]:
+    """Components that do nothing: `commands[name]`, each with a mark in the folder once it runs."""
+    shell = shutil.which("sh")
+    assert shell is not None
+    names = [f"c{number:04}" for number in range(count)]
+    return {name: (shell, str(_MARKED), str(place / f"{name}{_MARK}")) for name in names}
+
+
+def await_sleepers(place: Path, count: int, limit_s: float = 300.0) -> None:
+    """Raises: TimeoutError."""
+
+    def are_up() -> bool:
+        return sum(entry.name.endswith(_MARK) for entry in os.scandir(place)) == count
+
+    wait_until(are_up, f"the start of {count} components", limit_s)
 
 
 def noted_ns(place: Path, name: str, what: str) -> int | None:
@@ -130,6 +155,11 @@ class FlowProcess:
     def __enter__(self) -> FlowProcess:
         return self
 
+    @property
+    def popen(self) -> subprocess.Popen[bytes]:
+        """The flow process."""
+        return self._popen
+
     def __exit__(self, *error: object) -> None:
         """End it as Ctrl-C twice does; SIGKILL, which the guardians survive, only if that fails."""
         for signum, limit_s in ((signal.SIGTERM, 20.0), (signal.SIGTERM, 10.0)):
@@ -150,9 +180,9 @@ class FlowProcess:
             return content
         return {}
 
-    def components(self) -> dict[str, dict[str, Any]]:
+    def components(self, limit_s: float = _DEADLINE_S) -> dict[str, dict[str, Any]]:
         """What `run.json` says of the components, once the run is running."""
-        wait_until(self._is_running, "a run's start")
+        wait_until(self._is_running, "a run's start", limit_s)
         components: dict[str, dict[str, Any]] = self.record()["attempts"][-1]["components"]
         return components
 

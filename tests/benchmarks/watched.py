@@ -1,13 +1,12 @@
 """A process that watches N sleeping components in one of three ways, and does nothing else.
 
-Run as `python -m tests.benchmarks.watched WAY N FOLDER`: it prints `up` once all run, watches until
-its stdin closes, and then ends them.
+Run as `python -m tests.benchmarks.watched WAY N FOLDER`: it prints `up` once it watches, watches
+until its stdin closes, and then ends them.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 import threading
@@ -17,10 +16,8 @@ from pathlib import Path
 
 import psutil
 
-from tests.benchmarks.stage import supervisor_of
+from tests.benchmarks.stage import sleepers, supervisor_of
 
-#: Longer than any benchmark; a component that is forgotten ends by itself.
-_SLEEP_S = "1800"
 _POLL_EVERY_S = 1.0
 
 Ended = threading.Event
@@ -28,10 +25,9 @@ Ended = threading.Event
 
 @contextmanager
 def _supervisor(n: int, place: Path) -> Iterator[Callable[[Ended], None]]:
-    names = [f"c{i:04}" for i in range(n)]
-    commands = {name: _command() for name in names}
-    with supervisor_of(place, commands, dict.fromkeys(names)) as supervisor:
-        for name in names:
+    commands = sleepers(place, n)
+    with supervisor_of(place, commands, dict.fromkeys(commands)) as supervisor:
+        for name in commands:
             supervisor.start(name)
 
         def watch(over: Ended) -> None:
@@ -42,7 +38,7 @@ def _supervisor(n: int, place: Path) -> Iterator[Callable[[Ended], None]]:
 
 @contextmanager
 def _psutil(n: int, place: Path) -> Iterator[Callable[[Ended], None]]:
-    with _popened(n) as popened:
+    with _popened(n, place) as popened:
         processes = [psutil.Process(popen.pid) for popen in popened]
 
         def watch(over: Ended) -> None:
@@ -56,7 +52,7 @@ def _psutil(n: int, place: Path) -> Iterator[Callable[[Ended], None]]:
 
 @contextmanager
 def _poll(n: int, place: Path) -> Iterator[Callable[[Ended], None]]:
-    with _popened(n) as popened:
+    with _popened(n, place) as popened:
 
         def watch(over: Ended) -> None:
             while not over.wait(_POLL_EVERY_S):
@@ -68,24 +64,18 @@ def _poll(n: int, place: Path) -> Iterator[Callable[[Ended], None]]:
 
 
 @contextmanager
-def _popened(n: int) -> Iterator[list[subprocess.Popen[bytes]]]:
+def _popened(n: int, place: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
     with ExitStack() as stack:
         popened = []
-        for _ in range(n):
-            popen = subprocess.Popen(_command(), stdin=subprocess.DEVNULL)
+        for command in sleepers(place, n).values():
+            popen = subprocess.Popen(command, stdin=subprocess.DEVNULL)
             stack.callback(popen.wait)
             stack.callback(popen.kill)
             popened.append(popen)
         yield popened
 
 
-def _command() -> tuple[str, str]:
-    sleep = shutil.which("sleep")
-    assert sleep is not None
-    return sleep, _SLEEP_S
-
-
-WAYS = {"supervisor": _supervisor, "psutil": _psutil, "poll": _poll}
+WAYS = {"muster": _supervisor, "psutil": _psutil, "poll": _poll}
 
 
 def main(way: str, n: int, place: Path) -> None:

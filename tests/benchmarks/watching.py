@@ -1,4 +1,4 @@
-"""CPU of watching 10, 100 and 1,000 components, none of which does anything.
+"""CPU and memory of watching 10, 100 and 1,000 components, none of which does anything.
 
 The ways watch as many components each, side by side, so all are measured over the same seconds.
 """
@@ -9,71 +9,97 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from pathlib import Path
 
 from tasks.run.layout import project_root
 from tasks.supervise import tree
-from tests.benchmarks.report import Result, Row, say
-from tests.benchmarks.stage import folder
+from tests.benchmarks import peers
+from tests.benchmarks.footprint import cpu_percent, memory_mb, program, shared_memory_mb
+from tests.benchmarks.report import Missing, Result, Row, say
+from tests.benchmarks.stage import await_sleepers, folder, sleepers
 
-_WAYS = ("supervisor", "psutil", "poll")
+#: See `watched.py`.
+_MUSTER = "muster"
+_MODELS = {"psutil": "psutil each 1 s", "poll": "Popen.poll each 1 s"}
 _SETTLE_S = 1.0
 
 
 def measure(*, quick: bool) -> Result:
     counts, windows, window_s = ((10,), 2, 1.0) if quick else ((1000, 100, 10), 5, 10.0)
+    found, missing = peers.present()
     rows: list[Row] = []
     for count in counts:
-        rows += _watch(count, windows, window_s)
+        rows += _watch(count, windows, window_s, found, missing)
     return Result(
         name="watching",
-        question="CPU of watching components that do nothing, in % of one core",
+        question="watching components that do nothing: CPU in % of one core, memory, and the start "
+        "of them all",
         rows=rows,
+        missing=missing,
     )
 
 
-def _watch(count: int, windows: int, window_s: float) -> list[Row]:
-    say(f"  starting {len(_WAYS)} x {count} components")
+def _watch(
+    count: int, windows: int, window_s: float, found: list[peers.Peer], missing: list[Missing]
+) -> list[Row]:
+    say(f"  starting {1 + len(_MODELS) + len(found)} x {count} components")
     with ExitStack() as stack:
-        pids, took_s = {}, {}
-        for way in _WAYS:
-            began = time.monotonic()
-            pids[way] = stack.enter_context(_watcher(way, count))
-            took_s[way] = time.monotonic() - began
-        guardians = _guardians_of(pids["supervisor"])
+        pids: dict[str, int] = {}
+        took_s: dict[str, float] = {}
+        for way in (_MUSTER, *_MODELS):
+            pids[way], took_s[way] = stack.enter_context(_watcher(way, count))
+        for peer in found:
+            try:
+                pids[peer.name], took_s[peer.name] = stack.enter_context(_peer(peer, count))
+            except TimeoutError as late:
+                missing.append(Missing(way=f"{peer.name}, {count:,}", why=str(late)))
+        groups = {name: _supervising(pid) for name, pid in pids.items()}
+        guardians = groups[_MUSTER][1:]
         if len(guardians) != count:
             raise RuntimeError(f"{len(guardians)} guardians for {count} components")
         say(f"  {count} components each: {windows} windows of {window_s:g} s")
         time.sleep(_SETTLE_S)
-        groups = {**{way: [pid] for way, pid in pids.items()}, "guardians": guardians}
-        used: dict[str, list[float]] = {group: [] for group in groups}
+        used: dict[str, list[float]] = {name: [] for name in (*groups, "guardians")}
         for _ in range(windows):
-            for group, percent in _cpu_percent(groups, window_s).items():
-                used[group].append(percent)
-        memory = [_memory_mb(pid) for pid in guardians]
-    both = [a + b for a, b in zip(used["supervisor"], used["guardians"], strict=True)]
+            for name, share in cpu_percent({**groups, "guardians": guardians}, window_s).items():
+                used[name].append(share)
+        memory = {name: shared_memory_mb(those) for name, those in groups.items()}
+        guardian_rss, guardian_pss = (
+            statistics.mean(column) for column in zip(*map(memory_mb, guardians), strict=True)
+        )
+    titles = {_MUSTER: "Muster: Supervisor and guardians", **_MODELS}
     n = f"{count:,}"
-    rss, pss = (statistics.mean(column) for column in zip(*memory, strict=True))
-    rows = [
-        Row(way=f"Muster, {n}: Supervisor and guardians", values=both, unit="%"),
-        Row(way="its guardians", values=used["guardians"], unit="%", is_detail=True),
-        Row(way="memory of a guardian, its share (PSS)", values=[pss], unit="MB", is_detail=True),
-        Row(way="memory of a guardian, RSS", values=[rss], unit="MB", is_detail=True),
-        Row(way="starting them all", values=[took_s["supervisor"]], unit="s", is_detail=True),
-        Row(way=f"psutil each 1 s, {n} (circus)", values=used["psutil"], unit="%", note="model"),
-        Row(way=f"Popen.poll each 1 s, {n}", values=used["poll"], unit="%", note="model"),
-        Row(way="starting them all", values=[took_s["poll"]], unit="s", is_detail=True),
+    rows = []
+    for figure, unit, values in (
+        ("CPU", "%", used),
+        ("memory (PSS)", "MB", {name: [mb] for name, mb in memory.items()}),
+        ("start of all", "s", {name: [seconds] for name, seconds in took_s.items()}),
+    ):
+        for name in groups:
+            row = Row(
+                way=f"{titles.get(name, name)}, {n}, {figure}",
+                values=values[name],
+                unit=unit,
+                how="modelled" if name in _MODELS else "measured",
+                group=f"{n}, {figure}",
+                at=count,
+            )
+            rows.append(row)
+    details = [
+        Row(way=f"the guardians of {n}, CPU", values=used["guardians"], unit="%"),
+        Row(way=f"a guardian of {n}, its share of memory (PSS)", values=[guardian_pss], unit="MB"),
+        Row(way=f"a guardian of {n}, RSS", values=[guardian_rss], unit="MB"),
     ]
-    return [replace(row, group=n) for row in rows]
+    return rows + [replace(row, group=row.way, is_detail=True, at=count) for row in details]
 
 
 @contextmanager
-def _watcher(way: str, count: int) -> Iterator[int]:
-    """A watching process, by its pid."""
+def _watcher(way: str, count: int) -> Iterator[tuple[int, float]]:
+    """A watching process, by its pid, and how long it took until all components ran (s)."""
     with folder() as place:
+        began = time.monotonic()
         popen = subprocess.Popen(
             [sys.executable, "-m", "tests.benchmarks.watched", way, str(count), str(place)],
             cwd=project_root(),
@@ -84,44 +110,26 @@ def _watcher(way: str, count: int) -> Iterator[int]:
             assert popen.stdout is not None
             if popen.stdout.readline() != b"up\n":
                 raise RuntimeError(f"{way} did not start {count} components")
-            yield popen.pid
+            await_sleepers(place, count)
+            yield popen.pid, time.monotonic() - began
         finally:
             popen.communicate()
 
 
-def _guardians_of(pid: int) -> list[int]:
-    return [
-        child
-        for child in tree.children(pid)
-        if b"guardian.py" in Path(f"/proc/{child}/cmdline").read_bytes()
-    ]
+@contextmanager
+def _peer(peer: peers.Peer, count: int) -> Iterator[tuple[int, float]]:
+    """The same of another supervisor."""
+    with folder() as place:
+        job = peers.Job(place=place, commands=sleepers(place, count), ends_together=False)
+        began = time.monotonic()
+        with peers.running(peer, job) as popen:
+            try:
+                await_sleepers(place, count)
+            except TimeoutError as late:
+                raise TimeoutError(f"{late}; it said: {peers.said(job)}") from None
+            yield popen.pid, time.monotonic() - began
 
 
-def _cpu_percent(groups: dict[str, list[int]], window_s: float) -> dict[str, float]:
-    before = {group: _cpu_ns(pids) for group, pids in groups.items()}
-    began = time.monotonic_ns()
-    time.sleep(window_s)
-    took_ns = time.monotonic_ns() - began
-    return {
-        group: 100 * (_cpu_ns(pids) - before[group]) / took_ns for group, pids in groups.items()
-    }
-
-
-def _cpu_ns(pids: Sequence[int]) -> int:
-    """Time on a CPU, user and system, to the nanosecond.
-
-    Source: Documentation/scheduler/sched-stats.rst, /proc/<pid>/schedstat; in /proc/<pid>/stat it
-    has a resolution of 10 ms, in which an idle guardian can't be told from none.
-    """
-    return sum(
-        int(schedstat.read_text().split()[0])
-        for pid in pids
-        for schedstat in Path(f"/proc/{pid}/task").glob("*/schedstat")
-    )
-
-
-def _memory_mb(pid: int) -> tuple[float, float]:
-    """RSS, and the share that would be free if it ended (PSS)."""
-    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
-    kb = {line.partition(":")[0]: int(line.split()[1]) for line in lines}
-    return kb["Rss"] / 1024, kb["Pss"] / 1024
+def _supervising(pid: int) -> list[int]:
+    """A supervisor's own processes: all of its tree but the components."""
+    return [pid, *(one for one in tree.descendants(pid) if program(one) not in ("sh", "sleep", ""))]

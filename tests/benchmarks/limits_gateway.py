@@ -1,0 +1,117 @@
+"""What a gateway takes by its servers and by the requests in flight; what a sweep takes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+
+from tasks.run.layout import project_root
+from tests.benchmarks.fleet import asking_one, dummy_running, swept
+from tests.benchmarks.footprint import fds, memory_mb
+from tests.benchmarks.limits_series import By
+from tests.benchmarks.report import Row, say
+
+_SERVERS, _QUICK_SERVERS = (10, 100, 1_000), (5, 20)
+_IN_FLIGHT, _QUICK_IN_FLIGHT = (100, 400, 1_600), (10, 40)
+_SWEPT, _QUICK_SWEPT = (10, 100, 1_000, 3_000), (10, 50)
+_SWEEPS, _QUICK_SWEEPS = 5, 1
+_WITHIN_S = 60.0
+_BODY = b'{"model": "m", "messages": [{"role": "user", "content": "What is 6 x 7?"}]}'
+_REQUEST = (
+    b"POST /v1/chat/completions HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\n"
+    b"Content-Length: %d\r\n\r\n%b" % (len(_BODY), _BODY)
+)
+
+
+def rows(*, quick: bool) -> list[Row]:
+    found: list[Row] = []
+    for count in _QUICK_SERVERS if quick else _SERVERS:
+        say(f"    a gateway before {count:,} servers")
+        with _gateway([f"http://127.0.0.1:{1 + number}" for number in range(count)]) as (pid, _):
+            by = By(what="servers", count=count)
+            found.append(by.row("gateway, RSS", memory_mb(pid)[0], "MB"))
+    found += asyncio.run(_in_flight(_QUICK_IN_FLIGHT if quick else _IN_FLIGHT))
+    sweeps = _QUICK_SWEEPS if quick else _SWEEPS
+    found += asyncio.run(_sweeps(_QUICK_SWEPT if quick else _SWEPT, sweeps))
+    return found
+
+
+@contextmanager
+def _gateway(urls: list[str]) -> Iterator[tuple[int, int]]:
+    """Its pid and its port."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.benchmarks.gateway_process", *urls],
+        cwd=project_root(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        assert process.stdout is not None
+        yield process.pid, int(process.stdout.readline())
+    finally:
+        process.kill()
+        process.wait()
+
+
+async def _in_flight(counts: tuple[int, ...]) -> list[Row]:
+    """Requests that a server has and does not answer."""
+    found: list[Row] = []
+    async with dummy_running() as url:
+        _tell(url, kind="hang")
+        for count in counts:
+            say(f"    {count:,} requests in flight")
+            by = By(what="requests in flight", count=count)
+            async with _requests(url, count) as pid:
+                found.append(by.row("gateway, RSS", memory_mb(pid)[0], "MB"))
+                found.append(by.row("gateway, file descriptors", fds(pid), "fds"))
+    return found
+
+
+@asynccontextmanager
+async def _requests(url: str, count: int) -> AsyncIterator[int]:
+    """So many requests through a gateway of their own, by its pid."""
+    async with AsyncExitStack() as stack:
+        pid, port = stack.enter_context(_gateway([url]))
+        before = await asyncio.to_thread(_counts, url)
+        for _ in range(count):
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            stack.callback(writer.close)
+            writer.write(_REQUEST)
+        async with asyncio.timeout(_WITHIN_S):
+            while await asyncio.to_thread(_counts, url) < before + count:
+                await asyncio.sleep(0.1)
+        yield pid
+
+
+async def _sweeps(counts: tuple[int, ...], sweeps: int) -> list[Row]:
+    found: list[Row] = []
+    async with dummy_running() as url, asking_one(url) as prober:
+        for count in counts:
+            say(f"    sweeps of {count:,} servers")
+            by = By(what="servers swept", count=count)
+            used_before = time.process_time()
+            values = [await swept(prober, count) for _ in range(sweeps)]
+            cpu_ms = 1000 * (time.process_time() - used_before) / sweeps
+            found.append(by.row("health, a sweep", values, "ms"))
+            found.append(by.row("health, CPU of a sweep and of making the fleet", cpu_ms, "ms"))
+    return found
+
+
+def _tell(url: str, **order: str) -> None:
+    body = json.dumps(order).encode()
+    request = urllib.request.Request(f"{url}/misbehave", data=body, method="POST")
+    urllib.request.urlopen(request, timeout=_WITHIN_S).close()
+
+
+def _counts(url: str) -> int:
+    """How many requests a server has had."""
+    with urllib.request.urlopen(f"{url}/counts", timeout=_WITHIN_S) as answer:
+        return int(json.load(answer)["total"])

@@ -1,0 +1,312 @@
+"""The tables of docs/limits.md, made of the figures that were kept and of nothing else.
+
+A block stands between `<!-- figures: NAME -->` and `<!-- end of figures -->`; what is around the
+blocks is written by hand.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from tests.benchmarks.page import machine_line, table
+from tests.benchmarks.records import Figure, Record
+from tests.benchmarks.report import shown_figure
+
+_BLOCK = re.compile(
+    r"(<!-- figures: (?P<name>[a-z-]+) -->\n).*?(<!-- end of figures -->)", re.DOTALL
+)
+_NOTHING = "Not measured yet: `make bench ARGS='limits --record'`."
+#: No limit is told beyond so many times what was measured.
+_BEYOND = 10
+_DAY_S = 86_400
+
+Records = Mapping[str, Record]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """A straight line through a series: `base + each * count`."""
+
+    base: float
+    each: float
+    unit: str
+    #: Where it was measured.
+    least: int
+    most: int
+
+    def reaches(self, bound: float) -> int | None:
+        """At which count; None where it is flat, or falls."""
+        if self.each <= 0:
+            return None
+        return max(0, math.floor((bound - self.base) / self.each))
+
+    def __str__(self) -> str:
+        sign = "-" if self.each < 0 else "+"
+        each = shown_figure(abs(self.each))
+        return f"{shown_figure(self.base)} {sign} {each} x n {self.unit}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limit:
+    """Where a series ends."""
+
+    #: What is counted, and by what it is carried.
+    what: str
+    group: str
+    #: In the unit of the series, and in words.
+    bound: float
+    bound_text: str
+
+
+def _on_each_database(what: str, figure: str, bound: float, bound_text: str) -> Iterator[Limit]:
+    for database in ("SQLite", "PostgreSQL"):
+        yield Limit(
+            what=f"{what}, {database}",
+            group=f"{figure} on {database}",
+            bound=bound,
+            bound_text=bound_text,
+        )
+
+
+#: The bounds are for the machine that was measured; a faster one moves what takes time.
+LIMITS = (
+    *_on_each_database(
+        "runs that wait, a gate",
+        "gate, a look, by runs waiting",
+        bound=1_000,
+        bound_text="a look takes 1 s",
+    ),
+    *_on_each_database(
+        "runs that hold a gang, a gate",
+        "gate, a look, by runs running",
+        bound=1_000,
+        bound_text="a look takes 1 s",
+    ),
+    *_on_each_database(
+        "runs on record, a server's memory",
+        "server, RSS, by runs waiting",
+        bound=4_000,
+        bound_text="4 GB",
+    ),
+    *_on_each_database(
+        "runs on record, a server's database",
+        "server, database, by runs waiting",
+        bound=10_000,
+        bound_text="10 GB",
+    ),
+    *_on_each_database(
+        "runs that wait, a worker's memory",
+        "worker, RSS, by runs waiting",
+        bound=1_000,
+        bound_text="1 GB",
+    ),
+    Limit(
+        what="runs that start in the same moment",
+        group="runs, start of all, by runs at once",
+        bound=60,
+        bound_text="the last has started after 60 s",
+    ),
+    Limit(
+        what="components of a run, start",
+        group="flow process, start of all, by components",
+        bound=600,
+        bound_text="all have started after 10 min",
+    ),
+    Limit(
+        what="components of a run, file descriptors",
+        group="flow process, file descriptors, by components",
+        bound=1_024,
+        bound_text="the usual soft limit of 1,024",
+    ),
+    Limit(
+        what="components of a run, guardians' memory",
+        group="guardians, memory (PSS), by components",
+        bound=4_000,
+        bound_text="4 GB",
+    ),
+    Limit(
+        what="components of a run, flow process's memory",
+        group="flow process, RSS, by components",
+        bound=1_000,
+        bound_text="1 GB",
+    ),
+    Limit(
+        what="requests in flight, a gateway's memory",
+        group="gateway, RSS, by requests in flight",
+        bound=4_000,
+        bound_text="4 GB",
+    ),
+    Limit(
+        what="requests in flight, a gateway's file descriptors",
+        group="gateway, file descriptors, by requests in flight",
+        bound=524_288,
+        bound_text="the usual hard limit of 524,288, which it takes",
+    ),
+    Limit(
+        what="servers, a gateway's memory",
+        group="gateway, RSS, by servers",
+        bound=1_000,
+        bound_text="1 GB",
+    ),
+    Limit(
+        what="servers, a sweep",
+        group="health, a sweep, by servers swept",
+        bound=15_000,
+        bound_text="a sweep takes the 15 s of a probe's timeout",
+    ),
+    Limit(
+        what="servers, CPU of sweeps",
+        group="health, CPU of a sweep and of making the fleet, by servers swept",
+        bound=6_000,
+        bound_text="a fifth of a core, with a sweep each 30 s",
+    ),
+)
+
+
+def filled(text: str, records: Records) -> str:
+    """The document with its tables.
+
+    Raises: KeyError, for a block that there is none of.
+    """
+
+    def block(match: re.Match[str]) -> str:
+        return match[1] + _BLOCKS[match["name"]](records).rstrip() + "\n" + match[3]
+
+    return _BLOCK.sub(block, text)
+
+
+def line_through(points: Sequence[tuple[int, float]], unit: str) -> Line | None:
+    """By least squares; None for fewer than two counts."""
+    counts = [count for count, _ in points]
+    if len(set(counts)) < 2:
+        return None
+    mean_count = sum(counts) / len(points)
+    mean = sum(value for _, value in points) / len(points)
+    spread = sum((count - mean_count) ** 2 for count in counts)
+    each = sum((count - mean_count) * (value - mean) for count, value in points) / spread
+    return Line(
+        base=mean - each * mean_count,
+        each=each,
+        unit=unit,
+        least=min(counts),
+        most=max(counts),
+    )
+
+
+def carried(limit: Limit, line: Line) -> str:
+    """How many, to two digits, and no more than ten times as many as were tried."""
+    count, furthest = line.reaches(limit.bound), _BEYOND * line.most
+    if count is None or count > furthest:
+        return f"over {furthest:,}"
+    size = max(0, len(str(count)) - 2)
+    return f"{count // 10**size * 10**size:,}"
+
+
+def _limits(records: Records) -> str:
+    series = _series(records, "limits")
+    lines = ["| what | carries | until | measured from, to | the line |"]
+    lines.append("| --- | ---: | --- | ---: | --- |")
+    for limit in LIMITS:
+        line = _line_of(series.get(limit.group, ()))
+        cells = ("-", limit.bound_text, "not measured", "")
+        if line is not None:
+            measured = f"{line.least:,} to {line.most:,}"
+            cells = (carried(limit, line), limit.bound_text, measured, str(line))
+        lines.append(f"| {limit.what} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _rates(records: Records) -> str:
+    """What is no line: rates and sizes, each by its formula."""
+    lines = ["| what | figure | from |", "| --- | ---: | --- |"]
+    lines += [f"| {' | '.join(cells)} |" for cells in _each_rate(records)]
+    return "\n".join(lines)
+
+
+def _each_rate(records: Records) -> Iterator[tuple[str, str, str]]:
+    gateway, limits = _by_way(records, "gateway"), _series(records, "limits")
+    for kind in ("plain", "stream of 20"):
+        if (one := gateway.get(f"Muster, {kind}, CPU a request")) is not None:
+            rate = f"{shown_figure(1e6 / one.median)} req/s"
+            source = f"1 s over {shown_figure(one.median)} us, the `gateway` benchmark"
+            yield f"a gateway's requests, {kind}, a core", rate, source
+    line = _line_of(limits.get("runs, start of all, by runs at once", ()))
+    if line is not None and line.each > 0:
+        rate = f"{shown_figure(60 / line.each)} a minute"
+        yield "starts of runs, this machine", rate, f"60 s over {shown_figure(line.each)} s a run"
+    if memory := limits.get("a run, memory (PSS), by runs at once"):
+        each = memory[-1].median
+        figure = f"{math.floor(1_000 / each):,} runs"
+        source = f"{shown_figure(each)} MB a run of three components, without these"
+        yield "runs, 1 GB of a worker's host", figure, source
+    if database := limits.get("server, database a run, by runs at once"):
+        each = database[-1].median
+        figure = f"{math.floor(1e6 / each):,} runs"
+        yield "whole runs, 1 GB of the server's database", figure, f"{shown_figure(each)} kB a run"
+    if steps := limits.get("events.jsonl, a step"):
+        each = steps[0].median
+        for step_s in (10, 60):
+            figure = f"{shown_figure(each * _DAY_S / step_s / 1e6)} MB a day"
+            source = f"{shown_figure(each)} bytes a step"
+            yield f"events.jsonl, a step each {step_s} s", figure, source
+    nodes = _by_way(records, "nodes")
+    for what in ("sweep", "preflight"):
+        points = [
+            (int(words[2]), one.median)
+            for way, one in nodes.items()
+            if (words := way.replace(",", "").split())[:2] == ["Muster", what]
+        ]
+        if (line := line_through(points, "ms")) is not None:
+            figure = f"{shown_figure((line.base + 100 * line.each) / 1000)} s"
+            source = f"{line}, {line.least} to {line.most} nodes, all of them on this machine"
+            yield f"a {what} of 100 nodes", figure, source
+
+
+def _queue(records: Records) -> str:
+    """Passes of the policy alone, which need no server."""
+    record = records.get("queue")
+    if record is None:
+        return _NOTHING.replace("limits", "queue")
+    return "\n".join(table([one for one in record.figures if one.way.startswith("Muster")]))
+
+
+def _all(records: Records) -> str:
+    record = records.get("limits")
+    return _NOTHING if record is None else "\n".join(table(record.figures))
+
+
+def _taken(records: Records) -> str:
+    names = [name for name in ("limits", "queue", "gateway", "nodes") if name in records]
+    if not names:
+        return _NOTHING
+    return "\n".join(f"- `{name}`: {machine_line(records[name])}" for name in names)
+
+
+def _series(records: Records, name: str) -> dict[str, list[Figure]]:
+    record = records.get(name)
+    found: dict[str, list[Figure]] = {}
+    for one in record.figures if record else ():
+        found.setdefault(one.group, []).append(one)
+    return found
+
+
+def _by_way(records: Records, name: str) -> dict[str, Figure]:
+    record = records.get(name)
+    return {one.way: one for one in (record.figures if record else ())}
+
+
+def _line_of(figures: Sequence[Figure]) -> Line | None:
+    points = [(one.at, one.median) for one in figures if one.at is not None]
+    return line_through(points, figures[0].unit) if points else None
+
+
+_BLOCKS: Mapping[str, Callable[[Records], str]] = {
+    "taken": _taken,
+    "limits": _limits,
+    "rates": _rates,
+    "queue": _queue,
+    "all": _all,
+}

@@ -1,0 +1,202 @@
+"""The queue on a real server: a gate's look, and what the server and a worker take meanwhile.
+
+The line does not move: one run holds a node, and the first of the line asks for all nodes. On
+SQLite, and where it is installed on PostgreSQL.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+from prefect import get_client
+from prefect.settings import PREFECT_API_URL, temporary_settings
+
+from tasks.queue.capacity import Capacity
+from tasks.queue.gate import Gate
+from tasks.supervise import tree
+from tests.benchmarks.footprint import cpu_ns, cpu_percent, memory_mb
+from tests.benchmarks.limits_series import By, database_mb, server_pid
+from tests.benchmarks.report import Missing, Row, say
+from tests.support.gang_pool import GangPool, gang_pool
+from tests.support.ground import Server
+from tests.support.postgres import postgres, why_no_postgres
+
+_WAITING, _QUICK_WAITING = (200, 1_000, 5_000), (20, 60)
+_RUNNING, _QUICK_RUNNING = (10, 100, 500), (5, 20)
+_LOOKS, _QUICK_LOOKS = 20, 3
+_NODES = 512
+_GPUS = 8
+#: By then a worker has told the runs that are looked at why they wait.
+_SETTLE_S, _QUICK_SETTLE_S = 60.0, 5.0
+_WINDOW_S, _QUICK_WINDOW_S = 30.0, 2.0
+_BUSY_AGAIN_S = 0.2
+_SQLITE, _POSTGRES = "SQLite", "PostgreSQL"
+
+
+def rows(*, quick: bool) -> tuple[list[Row], list[Missing]]:
+    found = list(_on(_SQLITE, quick=quick))
+    missing = []
+    if why := why_no_postgres():
+        missing.append(Missing(way=f"the queue on {_POSTGRES}", why=why))
+    else:
+        found += _on(_POSTGRES, quick=quick)
+    return found, missing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Stage:
+    """A queue on a server of its own."""
+
+    pool: GangPool
+    #: The server's database.
+    database: str
+    #: What that takes on disk now.
+    database_mb: Callable[[], float]
+    quick: bool
+
+    @property
+    def server_pid(self) -> int:
+        return server_pid(self.pool.ground.api)
+
+
+def _on(database: str, *, quick: bool) -> Iterator[Row]:
+    with ExitStack() as stack:
+        place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="muster-bench-")))
+        if database == _POSTGRES:
+            postgres_server = stack.enter_context(postgres())
+            url = {"PREFECT_SERVER_DATABASE_CONNECTION_URL": postgres_server.url}
+            server = Server(place / "server", settings=url)
+            size = "select pg_database_size(current_database())"
+
+            def taken_mb() -> float:
+                return int(postgres_server.query(size)) / 1e6
+        else:
+            server = Server(place / "server")
+
+            def taken_mb() -> float:
+                return database_mb(place)
+
+        nodes = {f"n{number:03}": _GPUS for number in range(_NODES)}
+        pool = stack.enter_context(gang_pool(place, nodes=nodes, server=server))
+        client = httpx.Client(base_url=pool.ground.api, trust_env=False, timeout=90)
+        line = _Line(pool, stack.enter_context(client))
+        yield from _series(
+            _Stage(pool=pool, database=database, database_mb=taken_mb, quick=quick), line
+        )
+
+
+def _series(stage: _Stage, line: _Line) -> Iterator[Row]:
+    line.hold("n000")
+    for count in _QUICK_WAITING if stage.quick else _WAITING:
+        say(f"    {count:,} waiting, {stage.database}")
+        line.wait_until_there_are(count)
+        by = By(what=f"runs waiting on {stage.database}", count=count)
+        yield from _looks(stage, by)
+        yield by.row("server, RSS", memory_mb(stage.server_pid)[0], "MB")
+        yield by.row("server, database", stage.database_mb(), "MB")
+        yield from _worker(stage, by)
+    held = 1
+    for count in _QUICK_RUNNING if stage.quick else _RUNNING:
+        say(f"    {count:,} running, {stage.database}")
+        for number in range(held, count):
+            line.hold(f"n{number:03}")
+        held = count
+        yield from _looks(stage, By(what=f"runs running on {stage.database}", count=count))
+
+
+class _Line:
+    """Flow runs, made as fast as the server takes them."""
+
+    def __init__(self, pool: GangPool, client: httpx.Client) -> None:
+        self._client = client
+        self._flow = self._ask("POST", "/flows/", {"name": "train"})["id"]
+        self._deployment = self._ask("GET", f"/deployments/name/train/{pool.name}")["id"]
+        self._spec = pool.spec(nodes=_NODES, gpus=_GPUS)
+        self._count = 0
+
+    def wait_until_there_are(self, count: int) -> None:
+        for _ in range(self._count, count):
+            self._ask(
+                "POST",
+                f"/deployments/{self._deployment}/create_flow_run",
+                {"parameters": {"spec": self._spec}, "enforce_parameter_schema": False},
+            )
+        self._count = count
+
+    def hold(self, node: str) -> None:
+        """A run that has a node, as far as the server can tell."""
+        gang = {"nodes": 1, "gpus_per_node": _GPUS, "hours": 1}
+        content = {
+            "flow_id": self._flow,
+            "name": f"holder-{node}",
+            "parameters": {"spec": {"name": f"holder-{node}", "gang": gang}},
+            "labels": {"muster.gang.nodes": f"{node}:{_GPUS}"},
+            "state": {"type": "RUNNING"},
+        }
+        self._ask("POST", "/flow_runs/", content)
+
+    def _ask(self, method: str, path: str, content: Mapping[str, Any] | None = None) -> Any:
+        """See tests/support/prefect_api.py, which makes a client each time."""
+        while True:
+            answer = self._client.request(method, path, json=content)
+            if answer.status_code != httpx.codes.SERVICE_UNAVAILABLE:
+                answer.raise_for_status()
+                return answer.json()
+            time.sleep(_BUSY_AGAIN_S)
+
+
+def _looks(stage: _Stage, by: By) -> Iterator[Row]:
+    """Of a gate that finds nothing to do."""
+    server = _tree_of(stage.server_pid)
+    used_before = cpu_ns(server)
+    with temporary_settings({PREFECT_API_URL: stage.pool.ground.api}):
+        looks = _QUICK_LOOKS if stage.quick else _LOOKS
+        each_ms, own_ms = asyncio.run(_looked(stage.pool, looks))
+    server_ms = (cpu_ns(server) - used_before) / 1e6 / len(each_ms)
+    yield by.row("gate, a look", each_ms, "ms")
+    yield by.row("gate, its own CPU of a look", own_ms, "ms")
+    yield by.row("server, CPU of a look", server_ms, "ms")
+
+
+async def _looked(pool: GangPool, looks: int) -> tuple[list[float], float]:
+    each_ms = []
+    capacity = Capacity()
+    async with get_client() as client:
+        gate = Gate(client, pool=pool.name, capacity=capacity, home=pool.ground.home)
+        await gate.decide(lambda entry: True)
+        used_before = time.process_time()
+        for _ in range(looks):
+            began = time.perf_counter()
+            look, granted = await gate.decide(lambda entry: True)
+            each_ms.append(1000 * (time.perf_counter() - began))
+            assert look.line and not granted, (len(look.line), granted)
+        own_ms = 1000 * (time.process_time() - used_before) / looks
+    await capacity.close()
+    return each_ms, own_ms
+
+
+def _worker(stage: _Stage, by: By) -> Iterator[Row]:
+    """What a worker takes of a line that does not move, and the server because of it."""
+    worker = stage.pool.start_worker(f"worker-{by.count}")
+    try:
+        time.sleep(_QUICK_SETTLE_S if stage.quick else _SETTLE_S)
+        groups = {"worker": _tree_of(worker.pid), "server": _tree_of(stage.server_pid)}
+        used = cpu_percent(groups, _QUICK_WINDOW_S if stage.quick else _WINDOW_S)
+        yield by.row("worker, CPU of a line that does not move", used["worker"], "%")
+        yield by.row("server, CPU of a line that does not move", used["server"], "%")
+        yield by.row("worker, RSS", memory_mb(worker.pid)[0], "MB")
+    finally:
+        worker.terminate()
+        worker.wait()
+
+
+def _tree_of(pid: int) -> list[int]:
+    return [pid, *tree.descendants(pid)]
