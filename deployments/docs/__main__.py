@@ -5,14 +5,18 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from deployments.docs import failures, spec_reference
 from deployments.docs.blocks import filled
+from tasks.run.pipeline_spec import PipelineSpec
+from tasks.run.spec import RunSpec
 
 ROOT = Path(__file__).resolve().parents[2]
 MAKERS: Mapping[str, Callable[[], str]] = {
-    "spec-reference": spec_reference.reference,
+    "spec-reference": partial(spec_reference.reference, RunSpec),
+    "pipeline-reference": partial(spec_reference.reference, PipelineSpec),
     "moves": failures.moves,
     "failure-kinds": failures.kinds,
     "cause-rules": failures.rules,
@@ -45,8 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m deployments.docs",
-        description="Write the parts of docs/*.md that are made from the code: the reference of "
-        "the run spec, states, kinds of failure and the rules that tell them.",
+        description="Write the parts of docs/*.md that are made from the code: the references of "
+        "the specs, states, kinds of failure and the rules that tell them.",
         epilog="Exit: 0 done, or all is current; 1 with --check, something is not.",
     )
     parser.add_argument(

@@ -6,6 +6,7 @@ from deployments.docs.blocks import table
 from tasks.run.causes import RULES
 from tasks.run.failure_kinds import REQUEUED, FailureKind
 from tasks.run.lifecycle import LEGAL_MOVES, RunState
+from tasks.run.remedies import REMEDIES
 
 
 def moves() -> str:
@@ -21,9 +22,10 @@ def moves() -> str:
 def kinds() -> str:
     """What follows each kind of failure where the spec says nothing."""
     rows = [
-        (f"[`{kind.value}`](#{kind.value.lower()})", *_what_follows(kind)) for kind in FailureKind
+        (f"[`{kind.value}`](#{kind.value.lower()})", *_what_follows(kind), REMEDIES[kind])
+        for kind in FailureKind
     ]
-    return table(("kind", "by default", "where `retry` lists it"), rows)
+    return table(("kind", "by default", "where `retry` lists it", "what you do"), rows)
 
 
 def rules() -> str:

@@ -1,4 +1,4 @@
-"""The reference of the run spec: a section for each part, from the models that validate it."""
+"""The reference of a spec: a section for each part, from the models that validate it."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import yaml
+from pydantic import BaseModel
 
 from deployments.docs.blocks import table
-from tasks.run.spec import RunSpec
 
 Schema = Mapping[str, Any]
 
-#: What stands at the top of the spec.
-ROOT = "run"
-#: How a part is called whose keys are names that the user gives.
+#: The path of the top of a spec.
+ROOT = ""
+#: How a part is called whose keys are names that the user gives, and one of a list.
 _ANY_NAME = {"components": "NAME", "retry": "KIND"}
+_ANY_ITEM = "N"
 _UNITS = {"_s": "seconds", "hours": "hours"}
 
 
@@ -27,7 +28,7 @@ _UNITS = {"_s": "seconds", "hours": "hours"}
 class Part:
     """One mapping of the spec."""
 
-    #: As a path from the top, `components.NAME.ready`; `run` for the top itself.
+    #: From the top, `components.NAME.ready`; empty for the top itself.
     path: str
     #: Other paths at which the same mapping stands.
     also: tuple[str, ...]
@@ -44,23 +45,23 @@ class Example:
     value: object
 
 
-def reference() -> str:
+def reference(model: type[BaseModel]) -> str:
     """Every part with its keys, as Markdown."""
-    return "\n\n".join(_section(part) for part in parts())
+    return "\n\n".join(_Section(model, part).text() for part in parts(model))
 
 
-def examples() -> Iterator[Example]:
+def examples(model: type[BaseModel]) -> Iterator[Example]:
     """Every value that the reference shows as an example."""
-    for part in parts():
+    for part in parts(model):
         for key, schema in part.schema["properties"].items():
             for value in schema.get("examples", ())[:1]:
                 yield Example(part=part.path, key=key, value=value)
 
 
 @functools.cache
-def parts() -> tuple[Part, ...]:
-    """The parts of the spec, each once, and after each what is within it."""
-    root = RunSpec.model_json_schema()
+def parts(model: type[BaseModel]) -> tuple[Part, ...]:
+    """The parts of a spec, each once, and after each what is within it."""
+    root = model.model_json_schema()
     #: `found[model]`: the paths at which it stands.
     found: dict[str, list[str]] = {}
 
@@ -72,7 +73,7 @@ def parts() -> tuple[Part, ...]:
                 if len(found[name]) == 1:
                     visit(place, root["$defs"][name])
 
-    visit("", root)
+    visit(ROOT, root)
     top = Part(path=ROOT, also=(), schema=root)
     others = (
         Part(path=first, also=tuple(more), schema=root["$defs"][name])
@@ -85,6 +86,9 @@ def _models_in(schema: Schema, root: Schema) -> Iterator[tuple[str, str]]:
     """The parts that a key holds: what stands after the key in their path, and their model."""
     if (name := _model_of(schema, root)) is not None:
         yield "", name
+    item = _model_of(schema.get("items", {}), root)
+    if item is not None:
+        yield f".{_ANY_ITEM}", item
     rest = schema.get("additionalProperties")
     if isinstance(rest, Mapping) and (name := _model_of(rest, root)) is not None:
         yield f".{_ANY_NAME[schema['title'].lower()]}", name
@@ -100,20 +104,65 @@ def _model_of(schema: Schema, root: Schema) -> str | None:
     return name if name is not None and "properties" in root["$defs"][name] else None
 
 
-def _section(part: Part) -> str:
-    title = "The run" if part.path == ROOT else f"`{part.path}`"
-    lines = [f"### {title}", ""]
-    if part.path != ROOT:
-        about = inspect.cleandoc(part.schema.get("description", "")).partition("\n\n")[0]
-        lines += [" ".join(about.split()), ""]
-    if part.also:
-        lines += [f"The same at {', '.join(f'`{path}`' for path in part.also)}.", ""]
-    required = part.schema.get("required", ())
-    rows = [
-        (f"`{key}`", _kind(key, one, part.path), _default(one, key in required), _meaning(one))
-        for key, one in part.schema["properties"].items()
-    ]
-    return "\n".join([*lines, table(("key", "value", "default", "meaning"), rows)])
+@dataclass(frozen=True, slots=True)
+class _Section:
+    """The section of one part."""
+
+    model: type[BaseModel]
+    part: Part
+
+    def text(self) -> str:
+        part = self.part
+        lines = [f"### {f'`{part.path}`' if part.path else 'The top'}", ""]
+        if part.path:
+            about = inspect.cleandoc(part.schema.get("description", "")).partition("\n\n")[0]
+            lines += [" ".join(about.split()), ""]
+        if part.also:
+            lines += [f"The same at {', '.join(f'`{path}`' for path in part.also)}.", ""]
+        required = part.schema.get("required", ())
+        rows = [
+            (f"`{key}`", self._kind(key, one), _default(one, key in required), _meaning(one))
+            for key, one in part.schema["properties"].items()
+        ]
+        return "\n".join([*lines, table(("key", "value", "default", "meaning"), rows)])
+
+    def _kind(self, key: str, schema: Schema) -> str:
+        """What a value is, in words."""
+        one = _without_null(schema)
+        match one:
+            case {"$ref": ref}:
+                place = self._place_of(ref)
+                return f"[mapping](#{anchor(place)})" if place else "a kind of failure"
+            case {"enum": allowed}:
+                return ", ".join(f"`{value}`" for value in allowed)
+            case {"const": value}:
+                return f"`{value}`"
+            case {"type": "boolean"}:
+                return "`true`, `false`"
+            case {"type": "integer" | "number" as kind}:
+                unit = next((unit for end, unit in _UNITS.items() if key.endswith(end)), "number")
+                return f"{'whole number' if kind == 'integer' else unit}{_bounds(one)}"
+            case {"type": "string"}:
+                return "text" + (f" like `{one['pattern'][4:-2]}`" if "pattern" in one else "")
+            case {"type": "array", "items": {"$ref": ref}}:
+                return f"[list of mappings](#{anchor(self._place_of(ref) or ROOT)})"
+            case {"type": "array"}:
+                return "list of texts"
+            case {"type": "object"}:
+                return self._mapping(key, one)
+        return "any"
+
+    def _place_of(self, ref: str) -> str | None:
+        """The path of the part that a model is; None where it is none."""
+        title = ref.rpartition("/")[2]
+        return next((p.path for p in parts(self.model) if p.schema.get("title") == title), None)
+
+    def _mapping(self, key: str, schema: Schema) -> str:
+        if key in _ANY_NAME:
+            return f"[mapping by name](#{anchor(f'{key}.{_ANY_NAME[key]}')})"
+        rest = schema.get("additionalProperties")
+        kind = rest.get("type") if isinstance(rest, Mapping) else None
+        return f"mapping of {'texts' if kind == 'string' else 'numbers' if kind else 'values'}"
 
 
 def _meaning(schema: Schema) -> str:
@@ -131,41 +180,6 @@ def _default(schema: Schema, is_required: bool) -> str:
     return "" if value is None or value == [] else f"`{in_a_line(value)}`"
 
 
-def _kind(key: str, schema: Schema, path: str) -> str:
-    """What a value is, in words."""
-    one = _without_null(schema)
-    match one:
-        case {"$ref": ref}:
-            name = ref.rpartition("/")[2]
-            place = next((p.path for p in parts() if p.schema.get("title") == name), None)
-            return f"[mapping](#{anchor(place)})" if place else "a kind of failure"
-        case {"enum": allowed}:
-            return ", ".join(f"`{value}`" for value in allowed)
-        case {"const": value}:
-            return f"`{value}`"
-        case {"type": "boolean"}:
-            return "`true`, `false`"
-        case {"type": "integer" | "number" as kind}:
-            unit = next((unit for end, unit in _UNITS.items() if key.endswith(end)), "number")
-            return f"{'whole number' if kind == 'integer' else unit}{_bounds(one)}"
-        case {"type": "string"}:
-            return "text" + (f" like `{one['pattern'][4:-2]}`" if "pattern" in one else "")
-        case {"type": "array"}:
-            return "list of texts"
-        case {"type": "object"}:
-            return _mapping(key, one)
-    return "any"
-
-
-def _mapping(key: str, schema: Schema) -> str:
-    below = {"components": "components.NAME", "retry": "retry.KIND"}.get(key)
-    if below:
-        return f"[mapping by name](#{anchor(below)})"
-    rest = schema.get("additionalProperties")
-    kind = rest.get("type") if isinstance(rest, Mapping) else None
-    return f"mapping of {'texts' if kind == 'string' else 'numbers' if kind else 'values'}"
-
-
 def _bounds(schema: Schema) -> str:
     if "minimum" in schema:
         return f", {schema['minimum']:g} or more"
@@ -179,7 +193,7 @@ def _without_null(schema: Schema) -> Schema:
 
 def anchor(path: str) -> str:
     """That of the heading of a part, as GitHub makes it."""
-    return "the-run" if path == ROOT else path.lower().replace(".", "")
+    return path.lower().replace(".", "") if path else "the-top"
 
 
 def in_a_line(value: object) -> str:

@@ -26,6 +26,9 @@ from tasks.run.failure_kinds import FailureKind
 from tasks.run.fleet_spec import Rollout
 from tasks.run.lifecycle import RunState
 from tasks.run.loading import parse_spec
+from tasks.run.pipeline_loading import load_pipeline
+from tasks.run.pipeline_spec import PipelineSpec
+from tasks.run.spec import RunSpec
 from tasks.supervise.probe import until_yes
 from tests.support.documents import ROOT, Block, Document, documents
 
@@ -163,6 +166,14 @@ def test_an_example_of_a_run_spec_is_valid(block: Block) -> None:
     parse_spec(yaml.safe_load(block.text))
 
 
+@pytest.mark.parametrize("block", marked("yaml pipeline"))
+def test_an_example_of_a_pipeline_is_valid(block: Block, tmp_path: Path) -> None:
+    path = tmp_path / "pipeline.yaml"
+    path.write_text(block.text, encoding="utf-8")
+
+    load_pipeline(path)
+
+
 @pytest.mark.parametrize("block", marked("yaml run-spec-part"))
 def test_a_part_of_a_run_spec_is_valid_within_one(block: Block) -> None:
     parse_spec(in_a_spec(yaml.safe_load(block.text)))
@@ -232,7 +243,7 @@ def with_example(base: Mapping[str, Any], example: spec_reference.Example) -> di
 
 @pytest.mark.parametrize(
     "example",
-    [pytest.param(one, id=f"{one.part}.{one.key}") for one in spec_reference.examples()],
+    [pytest.param(one, id=f"{one.part}.{one.key}") for one in spec_reference.examples(RunSpec)],
 )
 def test_the_example_of_a_key_is_valid(example: spec_reference.Example) -> None:
     own = SPECS.get(example.part, {})
@@ -249,10 +260,11 @@ def test_the_example_of_a_key_is_valid(example: spec_reference.Example) -> None:
     pytest.fail("\n".join(faults))
 
 
-def test_every_key_has_a_meaning() -> None:
+@pytest.mark.parametrize("model", [RunSpec, PipelineSpec])
+def test_every_key_has_a_meaning(model: type[RunSpec | PipelineSpec]) -> None:
     silent = [
         f"{part.path}.{key}"
-        for part in spec_reference.parts()
+        for part in spec_reference.parts(model)
         for key, schema in part.schema["properties"].items()
         if not schema.get("description")
     ]
