@@ -10,12 +10,13 @@ from typing import Any
 
 import httpx
 
-from deployments.stack_env import POOL
+from deployments.stack_env import AUTH, POOL, auth_string
 from deployments.stack_state import Stack, StackError, StackNode
 
 _ANSWER_WITHIN_S = 10.0
 _ALL_WITHIN_S = 60.0
 _ASK_EVERY_S = 0.2
+_REFUSED = "wants a password"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +35,8 @@ class Answer:
 
 def answers(stack: Stack) -> list[Answer]:
     """One for each part of the stack."""
-    with httpx.Client(trust_env=False, timeout=_ANSWER_WITHIN_S) as client:
+    auth = httpx.BasicAuth(*auth_string().partition(":")[::2]) if auth_string() else None
+    with httpx.Client(trust_env=False, timeout=_ANSWER_WITHIN_S, auth=auth) as client:
         ray = f"{stack.ray_dashboard}/api/jobs/"
         return [
             _asked(client, "Prefect UI", stack.ui_url, f"{stack.api_url}/health"),
@@ -53,9 +55,11 @@ def until_answering(stack: Stack) -> None:
     """Wait until every part answers. Raises: StackError, with those that don't."""
     deadline = time.monotonic() + _ALL_WITHIN_S
     while not are_all_answering(found := answers(stack)):
-        if time.monotonic() > deadline:
+        is_refused = any(_REFUSED in answer.problem for answer in found)
+        if is_refused or time.monotonic() > deadline:
             silent = "; ".join(f"{a.part} {a.problem}" for a in found if a.problem)
-            raise StackError(f"not all of the stack answers after {_ALL_WITHIN_S:.0f} s: {silent}")
+            waited = "" if is_refused else f" after {_ALL_WITHIN_S:.0f} s"
+            raise StackError(f"not all of the stack answers{waited}: {silent}")
         time.sleep(_ASK_EVERY_S)
 
 
@@ -110,6 +114,9 @@ def _ask(client: httpx.Client, method: str, url: str, **more: Any) -> httpx.Resp
     try:
         return client.request(method, url, **more).raise_for_status()
     except httpx.HTTPError as error:
+        status = error.response.status_code if isinstance(error, httpx.HTTPStatusError) else 0
+        if status == httpx.codes.UNAUTHORIZED:
+            raise _NoAnswer(f"{_REFUSED}: set {AUTH} as it was for `make up`") from None
         raise _NoAnswer(_silence(method, url, error)) from None
 
 

@@ -29,6 +29,14 @@ _OWN = frozenset(
 #: They lead to a server or a cluster that is not the stack's.
 _FOREIGN = ("PREFECT_", "RAY_")
 _LOOPBACK = ("127.0.0.1", "localhost")
+#: The password of the Prefect server, `user:password`: as its clients have it, and as it has it
+#: itself. Either, in the environment of `make up`, gives the stack one.
+AUTH, SERVER_AUTH = "PREFECT_API_AUTH_STRING", "PREFECT_SERVER_API_AUTH_STRING"
+
+
+def auth_string(environment: Mapping[str, str] = os.environ) -> str:
+    """The password of the stack's server; empty where it has none."""
+    return environment.get(SERVER_AUTH) or environment.get(AUTH) or ""
 
 
 def client_env(home: Path, api_url: str) -> dict[str, str]:
@@ -40,8 +48,10 @@ def client_env(home: Path, api_url: str) -> dict[str, str]:
     env = _inherited(os.environ)
     spared = [host for host in env.get("NO_PROXY", env.get("no_proxy", "")).split(",") if host]
     no_proxy = ",".join([*spared, *(host for host in _LOOPBACK if host not in spared)])
+    auth = auth_string()
     return {
         **env,
+        **({AUTH: auth} if auth else {}),
         "PATH": component_path(sys.executable, env.get("PATH", os.defpath)),
         "MUSTER_HOME": str(home),
         "PREFECT_API_URL": api_url,

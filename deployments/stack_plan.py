@@ -20,8 +20,10 @@ from deployments.stack_env import (
     RAY_VARIABLE,
     ROOT,
     RUN_ID,
+    SERVER_AUTH,
     SET_UP,
     STACK_VARIABLE,
+    auth_string,
     client_env,
 )
 from deployments.stack_nodes import NODE_RESOURCE, Fleet
@@ -141,7 +143,9 @@ def draw_up(
 
 
 def _server(place: StackPlace, stack: Stack) -> ComponentPlan:
-    command = server_command(place.server_home, stack.port)
+    auth = auth_string()
+    settings = {SERVER_AUTH: auth} if auth else {}
+    command = server_command(place.server_home, stack.port, settings=settings)
     own = {key: value for key, value in command.env.items() if key.startswith("PREFECT_")}
     command = replace(
         command,

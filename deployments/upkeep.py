@@ -17,6 +17,7 @@ from typing import Any
 from prefect import Flow
 from prefect.runner import Runner
 
+from flows.prune import prune
 from flows.reconcile import reconcile
 from tasks.reconciling import publish, reconcile_host
 from tasks.supervise.identity import host_name
@@ -41,6 +42,13 @@ SERVED = (
         flow=reconcile,
         description="Finishes the runs of this host whose process is gone.",
         interval_s=60,
+    ),
+    Served(
+        flow=prune,
+        description="Compresses, then removes what ended runs of this host have left; "
+        "MUSTER_PRUNE_DAYS and its like say when.",
+        # Not a day: that begins anew with each start of this process.
+        interval_s=6 * 3600,
     ),
 )
 

@@ -2,6 +2,8 @@
 
 `python -m deployments.worker OPTION...` takes the options of `prefect worker start`, and becomes
 that program. Its `--name` should be the host's: by that, `reconcile` tells whose runs are whose.
+
+It exits 1 where the server of PREFECT_API_URL wants a password that it has not.
 """
 
 from __future__ import annotations
@@ -10,16 +12,34 @@ import os
 import signal
 import sys
 
+from prefect.settings import PREFECT_API_URL
+
+from tasks.flow_runs import ServerAway, ServerRefuses, talking_to
 from tasks.reconciling import publish, reconcile_host
 
 
 def main() -> None:
+    _refuse_wrong_password()
     publish(reconcile_host())
     # A shell without job control starts what it puts in the background with SIGINT ignored. Prefect
     # ends a worker by a SIGINT to itself, also at SIGTERM: it would never leave.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     worker = (sys.executable, "-m", "prefect", "worker", "start", *sys.argv[1:])
     os.execv(sys.executable, worker)
+
+
+def _refuse_wrong_password() -> None:
+    """Prefect's worker would say so in a traceback. One that only is away is waited for by it."""
+    api_url = PREFECT_API_URL.value()
+    if not api_url:
+        return
+    try:
+        with talking_to(api_url) as client:
+            client.hello().raise_for_status()
+    except ServerRefuses as error:
+        raise SystemExit(str(error)) from None
+    except ServerAway:
+        pass
 
 
 if __name__ == "__main__":

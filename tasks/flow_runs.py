@@ -28,9 +28,15 @@ from prefect.client.schemas.filters import (
 from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.client.schemas.responses import SetStateStatus
 from prefect.exceptions import ObjectNotFound
-from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
+from prefect.settings import (
+    PREFECT_API_AUTH_STRING,
+    PREFECT_API_URL,
+    PREFECT_CLIENT_MAX_RETRIES,
+    temporary_settings,
+)
 from prefect.states import Cancelled, Completed, Crashed, Failed, Scheduled
 
+from tasks.refusal import why_refused
 from tasks.run.closing import Closed
 from tasks.run.lifecycle import RunState
 from tasks.supervise.identity import ProcessId, boot_id, host_name
@@ -42,7 +48,9 @@ FLOW_RUN_VARIABLE = "PREFECT__FLOW_RUN_ID"
 #: which a flow run may leave a final state.
 JOBS_GO_ON = "AwaitingRetry"
 #: The flows whose lost flow runs are closed.
-OUR_FLOWS = ("train", "pipeline", "reconcile")
+OUR_FLOWS = ("train", "pipeline", "reconcile", "prune")
+#: Of them, those that each host's upkeep serves itself; their flow runs are of no use once done.
+UPKEEP_FLOWS = ("reconcile", "prune")
 
 #: The labels by which a worker says who it is. Source: prefect/workers/base.py,
 #: _give_worker_labels_to_flow_run.
@@ -70,13 +78,18 @@ class ServerAway(Exception):
     """A Prefect server did not answer, or with an error of its own: ask it again later."""
 
 
+class ServerRefuses(ServerAway):
+    """A Prefect server answers, and wants a password that this process has not: its message says
+    what to set. What is to be told waits until that is done."""
+
+
 @contextmanager
 def talking_to(api_url: str) -> Iterator[SyncPrefectClient]:
     """A client of a Prefect server, whatever server this process belongs to otherwise.
 
     It soon gives up: whoever comes by each minute need not insist.
 
-    Raises: ServerAway, for any call within that fails.
+    Raises: ServerAway, for any call within that fails; ServerRefuses among them.
     """
     settings: dict[Any, Any] = {PREFECT_API_URL: api_url, PREFECT_CLIENT_MAX_RETRIES: 1}
     # Settings of its own, or a flow's context would give the client of that flow's server.
@@ -88,6 +101,8 @@ def talking_to(api_url: str) -> Iterator[SyncPrefectClient]:
         ):
             yield client
     except (httpx.HTTPError, httpx.InvalidURL) as error:
+        if refusal := why_refused(api_url, error, is_set=bool(PREFECT_API_AUTH_STRING.value())):
+            raise ServerRefuses(refusal) from error
         raise ServerAway(f"{api_url}: {error or type(error).__name__}") from error
 
 
@@ -149,8 +164,8 @@ class Host:
 
     #: Its name, which is that of its worker.
     name: str
-    #: Of `reconcile/<name>`, whose flow runs no worker labels.
-    reconcile_deployment: UUID | None
+    #: Of `reconcile/<name>` and its like, whose flow runs no worker labels.
+    upkeep_deployments: frozenset[UUID]
     #: By flow run id.
     processes: Holders
     #: Flow run ids and names of the registry on disk, which knows better about them.
@@ -175,7 +190,7 @@ class Host:
         host, _pid = _infrastructure(run)
         if _process_of(run, self.name) is not None:
             return True
-        if run.deployment_id is not None and run.deployment_id == self.reconcile_deployment:
+        if run.deployment_id in self.upkeep_deployments:
             return True
         if run.labels.get(TYPE_LABEL, _LOCAL_TYPES[0]) not in _LOCAL_TYPES:
             return False

@@ -14,6 +14,7 @@ from tasks.jobs import job_maker
 from tasks.run.errors import Fault
 from tasks.run.layout import AttemptPlace, project_root
 from tasks.run.lookup import component_path
+from tasks.run.masking import looks_secret
 from tasks.run.spec import RunSpec
 from tasks.supervise.containment import Containment, Level, allowed_level, probe
 from tasks.supervise.identity import host_name
@@ -132,9 +133,14 @@ def component_env(spec: RunSpec, name: str, run_id: str, attempt: int) -> dict[s
 
 
 def _inherited_env() -> dict[str, str]:
-    inherited = {
-        key: value
-        for key, value in os.environ.items()
-        if key not in _PRIVATE_ENV and not key.startswith("PREFECT__")
-    }
+    inherited = {key: value for key, value in os.environ.items() if not _is_private(key)}
     return {**inherited, "PATH": component_search_path()}
+
+
+def _is_private(name: str) -> bool:
+    """About this process, or a key to its Prefect server, with which a component could start and
+    end the runs of others; one that needs it gets it by the `env` of its spec."""
+    if name in _PRIVATE_ENV or name.startswith("PREFECT__"):
+        return True
+    is_key = looks_secret(name) or name.endswith("_CONNECTION_URL")
+    return name.startswith("PREFECT_") and is_key

@@ -27,7 +27,13 @@ from prefect.exceptions import MissingContextError
 from prefect.logging import get_run_logger
 from prefect.settings import PREFECT_API_URL
 
-from tasks.flow_runs import ServerAway, open_flow_runs, talking_to
+from tasks.flow_runs import (
+    UPKEEP_FLOWS,
+    ServerAway,
+    ServerRefuses,
+    open_flow_runs,
+    talking_to,
+)
 from tasks.parked import parked_runs
 from tasks.run.layout import RunPlace, muster_home
 from tasks.run.lifecycle import RunState
@@ -47,8 +53,6 @@ from tasks.supervise.registry import registered_runs
 
 _log = logging.getLogger(__name__)
 
-#: The flows whose flow runs nobody looks for once they have done their work.
-UPKEEP_FLOWS = ("reconcile", "prune")
 #: A log of the stack is cut at this size; so many earlier parts of it are kept, compressed.
 _STACK_LOG_BYTES = 50 * 1024**2
 _STACK_LOGS_KEPT = 3
@@ -73,7 +77,9 @@ def prune_host(keep: Retention | None = None, *, dry_run: bool = False) -> Prune
     try:
         wanted = _wanted_on_server()
     except ServerAway as error:
-        away = f"nothing was pruned: the Prefect server does not answer ({error})"
+        is_refused = isinstance(error, ServerRefuses)
+        why = str(error) if is_refused else f"the Prefect server does not answer ({error})"
+        away = f"nothing was pruned: {why}"
         return Pruned(
             host=host, home=home, plan=Plan(steps=(), held=()), is_dry=dry_run, open=(away,)
         )

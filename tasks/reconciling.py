@@ -24,8 +24,10 @@ from prefect.settings import PREFECT_API_URL
 
 from tasks.flow_runs import (
     FLOW_RUN_VARIABLE,
+    UPKEEP_FLOWS,
     Host,
     ServerAway,
+    ServerRefuses,
     clear_process,
     held_flow_runs,
     propose,
@@ -266,6 +268,9 @@ def _close_lost_flow_runs() -> list[Reconciled]:
     try:
         with talking_to(api_url) as client:
             return list(_flow_runs_closed(client))
+    except ServerRefuses as error:
+        # Asking again changes nothing: somebody has to set the password.
+        return [Reconciled(name=api_url, found="its flow runs are not shown", open=str(error))]
     except ServerAway as error:
         _log.warning("flow runs without a process were not looked for: %s", error)
         return []
@@ -306,7 +311,11 @@ def _this_host(client: SyncPrefectClient) -> Host:
     registered = {known for owner in owners for known in (owner.run_id, owner.flow_run_id) if known}
     return Host(
         name=name,
-        reconcile_deployment=_deployment(client, f"reconcile/{name}"),
+        upkeep_deployments=frozenset(
+            found
+            for flow in UPKEEP_FLOWS
+            if (found := _deployment(client, f"{flow}/{name}")) is not None
+        ),
         processes=holders_of(FLOW_RUN_VARIABLE),
         registered=frozenset(registered),
         pipeline_flow=_flow(client, "pipeline"),

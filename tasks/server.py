@@ -13,7 +13,6 @@ from contextlib import closing, contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 
-import httpx
 import prefect
 from prefect.events.worker import EventsWorker
 from prefect.logging.handlers import APILogWorker
@@ -23,6 +22,7 @@ from prefect.settings import (
     temporary_settings,
 )
 
+from tasks.flow_runs import ServerAway, ServerRefuses, talking_to
 from tasks.run.errors import MusterError, RunEnded
 from tasks.run.layout import muster_home
 from tasks.run.probes import ReadyProbe
@@ -174,16 +174,18 @@ def _save_template(database: Path, template: Path) -> None:
 
 
 def _check(url: str) -> None:
+    """By Prefect's own client, which knows the password, and a proxy or certificate on the way."""
     try:
-        answer = httpx.get(f"{url}/health", timeout=10.0, trust_env=False)
-        problem = "" if answer.is_success else f"HTTP {answer.status_code}"
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        problem = str(error) or type(error).__name__
-    if problem:
+        with talking_to(url) as client:
+            client.hello().raise_for_status()
+    except ServerRefuses as error:
+        raise NoServer(str(error)) from None
+    except ServerAway as error:
+        problem = str(error).removeprefix(f"{url}: ")
         raise NoServer(
             f"no Prefect server answers at PREFECT_API_URL={url} ({problem}): start it "
             "(`make up`), or unset PREFECT_API_URL to run on a temporary one"
-        )
+        ) from None
 
 
 def _why_not(message: str, log: Path) -> str:

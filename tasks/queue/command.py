@@ -11,7 +11,12 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 import httpx
 from prefect.client.orchestration import PrefectClient, get_client
 from prefect.exceptions import PrefectException
-from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
+from prefect.settings import (
+    PREFECT_API_AUTH_STRING,
+    PREFECT_API_URL,
+    PREFECT_CLIENT_MAX_RETRIES,
+    temporary_settings,
+)
 from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
@@ -23,6 +28,7 @@ from tasks.queue.operating import BadSetting, NotThere
 from tasks.queue.tables import as_json, as_plain, as_rich
 from tasks.queue.view import QueueView
 from tasks.queue.words import one_line
+from tasks.refusal import why_refused
 from tasks.server import NoServer
 from tasks.terminal import quieten_prefect
 
@@ -56,6 +62,9 @@ async def connected() -> AsyncIterator[PrefectClient]:
             async with get_client(httpx_settings={"timeout": _TIMEOUT_S}) as client:
                 yield client
         except httpx.HTTPStatusError as error:
+            has_one = bool(PREFECT_API_AUTH_STRING.value())
+            if refusal := why_refused(url, error, is_set=has_one):
+                raise NoServer(refusal) from error
             why = f"HTTP {error.response.status_code} to {error.request.url.path}"
             raise NoServer(f"the Prefect server at {url} refused: {why}") from error
         except (httpx.HTTPError, httpx.InvalidURL) as error:

@@ -68,7 +68,7 @@ class Pruned:
             parts += [f"cut {len(self.rotated)} logs of the stack" if self.rotated else ""]
             parts += [f"deleted {self.flow_runs} flow runs of the upkeep" if self.flow_runs else ""]
         text = ", ".join(filter(None, parts)) or "nothing to do"
-        return "; ".join([text, *self.open])
+        return "; ".join(self.open) or text
 
     def lines(self) -> Iterator[str]:
         """One for each run that is concerned, and the summary."""

@@ -29,6 +29,8 @@ from tasks.supervise.variables import Holders
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 FLOW_RUN = UUID("1b4e28ba-2fa1-4d3b-a3f5-ef19b5a7633b")
 DEPLOYMENT = uuid4()
+#: The flow of that name.
+PIPELINE = uuid4()
 HERE = {"prefect.worker.name": "here"}
 THERE = {"prefect.worker.name": "there"}
 
@@ -48,9 +50,10 @@ def host(
     processes = Holders(pids=alive or {}, hidden=hidden or {})
     return Host(
         name="here",
-        reconcile_deployment=DEPLOYMENT,
+        upkeep_deployments=frozenset({DEPLOYMENT}),
         processes=processes,
         registered=frozenset(registered),
+        pipeline_flow=PIPELINE,
     )
 
 
@@ -112,6 +115,19 @@ GONE_TAG = f"process:here:{os.getpid()}:1"
         # this host's own reconcile, which has no worker, and another's
         (flow_run(RUNNING, 60, labels={}, deployment_id=DEPLOYMENT), host(), "Crashed"),
         (flow_run(RUNNING, 60, labels={}, deployment_id=uuid4()), host(), None),
+        # a pipeline goes on in another process, where somebody starts one
+        (flow_run(RUNNING, 60, flow_id=PIPELINE, deployment_id=uuid4()), host(), "AwaitingRetry"),
+        (flow_run(RUNNING, 29, flow_id=PIPELINE, deployment_id=uuid4()), host(), None),
+        (flow_run(RUNNING, 60, flow_id=PIPELINE, deployment_id=uuid4()), ALIVE, None),
+        (flow_run(CANCELLING, 60, flow_id=PIPELINE, deployment_id=uuid4()), host(), "Cancelled"),
+        # ... which nobody does for one that was started directly
+        (flow_run(RUNNING, 60, flow_id=PIPELINE, labels={}, tags=[GONE_TAG]), host(), "Crashed"),
+        (
+            flow_run(RUNNING, 60, flow_id=PIPELINE, deployment_id=uuid4(), tags=[GONE_TAG]),
+            host(),
+            "Crashed",
+        ),
+        (flow_run(PENDING, 60, labels={}, work_pool_name="pipelines"), host(), "Scheduled"),
         # in the registry, by its id or its name: finished from there, or alive
         (flow_run(RUNNING, 60), host(registered=(str(FLOW_RUN),)), None),
         (flow_run(PENDING, 60), host(registered=("a-run",)), None),

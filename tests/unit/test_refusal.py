@@ -1,0 +1,161 @@
+"""A Prefect server that wants a password: everybody who asks it is told what to set, and no
+component gets to know it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
+
+from deployments import worker
+from deployments.stack_env import auth_string, client_env
+from tasks import reconcile_command
+from tasks.flow_runs import ServerAway, ServerRefuses, talking_to
+from tasks.planning import component_env
+from tasks.pruning import prune_host
+from tasks.queue.command import main as gang
+from tasks.run.spec import RunSpec
+from tasks.server import NoServer, prefect_server
+
+PASSWORD = "operator:correct-horse"
+REMEDY = "set PREFECT_API_AUTH_STRING to what its server has as PREFECT_SERVER_API_AUTH_STRING"
+SPEC = RunSpec.model_validate(
+    {
+        "name": "trial",
+        "workload": "grpo",
+        "components": {"trainer": {"command": ["python"], "env": {"ASKED": "for"}}},
+    }
+)
+
+
+@contextmanager
+def answering(status: int) -> Iterator[str]:
+    """A server that gives this answer to everything: its API's URL."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def answer(self) -> None:
+            self.rfile.read(int(self.headers.get("content-length") or 0))
+            self.send_response(status)
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+        do_GET = do_POST = do_PATCH = answer
+
+        def log_message(self, *_: object) -> None:
+            """Nothing is said on stderr."""
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}/api"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.fixture(scope="module")
+def refusing() -> Iterator[str]:
+    with answering(401) as url, temporary_settings({PREFECT_API_URL: url}):
+        yield url
+
+
+@pytest.mark.parametrize(
+    ("password", "who"),
+    [
+        (None, "does not let in anybody without a password (HTTP 401)"),
+        ("wrong", "does not let in the PREFECT_API_AUTH_STRING of this process (HTTP 401)"),
+    ],
+)
+def test_a_run_is_told_what_to_set(refusing: str, password: str | None, who: str) -> None:
+    with (
+        temporary_settings({PREFECT_API_AUTH_STRING: password}),
+        pytest.raises(NoServer) as caught,
+        prefect_server(),
+    ):
+        raise AssertionError("it was let in")
+
+    assert str(caught.value) == f"the Prefect server at {refusing} {who}: {REMEDY}"
+
+
+def test_the_queue_s_command_says_the_same(
+    refusing: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert gang([]) == 1
+
+    assert REMEDY in capsys.readouterr().err
+
+
+def test_a_reconcile_says_that_it_saw_no_flow_runs(
+    refusing: str, muster_home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert reconcile_command.main([]) == 1
+
+    assert REMEDY in capsys.readouterr().out
+
+
+def test_a_prune_removes_nothing(refusing: str, muster_home: Path) -> None:
+    pruned = prune_host()
+
+    assert pruned.has_problem
+    assert REMEDY in pruned.summary
+
+
+def test_a_worker_does_not_start(refusing: str, muster_home: Path) -> None:
+    with pytest.raises(SystemExit, match="PREFECT_SERVER_API_AUTH_STRING"):
+        worker.main()
+
+
+def test_another_error_of_a_server_is_no_refusal() -> None:
+    with answering(500) as url, pytest.raises(ServerAway) as caught, talking_to(url) as client:
+        client.hello().raise_for_status()
+
+    assert not isinstance(caught.value, ServerRefuses)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "PREFECT_API_AUTH_STRING",
+        "PREFECT_SERVER_API_AUTH_STRING",
+        "PREFECT_API_KEY",
+        "PREFECT_SERVER_DATABASE_PASSWORD",
+        "PREFECT_SERVER_DATABASE_CONNECTION_URL",
+    ],
+)
+def test_no_component_gets_a_key_to_the_server(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv(name, PASSWORD)
+    monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:4200/api")
+    monkeypatch.setenv("HF_TOKEN", "theirs")
+
+    env = component_env(SPEC, "trainer", "trial-1", 1)
+
+    assert name not in env
+    assert PASSWORD not in env.values()
+    assert env["PREFECT_API_URL"] == "http://127.0.0.1:4200/api"
+    assert env["HF_TOKEN"] == "theirs"
+
+
+def test_a_component_gets_what_its_spec_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PREFECT_API_AUTH_STRING", PASSWORD)
+    spec = SPEC.model_copy(update={"env": {"PREFECT_API_AUTH_STRING": "its own"}})
+
+    assert component_env(spec, "trainer", "trial-1", 1)["PREFECT_API_AUTH_STRING"] == "its own"
+
+
+@pytest.mark.parametrize("name", ["PREFECT_API_AUTH_STRING", "PREFECT_SERVER_API_AUTH_STRING"])
+def test_a_stack_takes_the_password_of_its_environment(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
+    monkeypatch.setenv(name, PASSWORD)
+
+    env = client_env(tmp_path, "http://127.0.0.1:4200/api")
+
+    assert auth_string() == PASSWORD
+    assert env["PREFECT_API_AUTH_STRING"] == PASSWORD
+    assert "PREFECT_SERVER_API_AUTH_STRING" not in env
