@@ -22,11 +22,12 @@ from prefect.client.schemas.responses import SetStateStatus
 from prefect.exceptions import ObjectNotFound
 from prefect.states import Failed, Scheduled
 
+from tasks.announcer import Tell
 from tasks.queue.capacity import Capacity
 from tasks.queue.grants import PENDING_RESOURCES, Giver, Grant, no_grant, on_nodes
 from tasks.queue.lease import GateLease, Holding
 from tasks.queue.ledger import Entry
-from tasks.queue.look import Look, Looker
+from tasks.queue.look import Doomed, Look, Looker
 from tasks.queue.words import FREE_NOW, Message
 from tasks.run.layout import muster_home
 
@@ -48,9 +49,15 @@ class Gate:
         pool: str,
         capacity: Capacity,
         home: Path | None = None,
+        announce: Tell = lambda *what, **known: None,
     ) -> None:
+        """
+        Args:
+            announce: tells an event of a flow run; returns at once.
+        """
         self.giver = Giver.me()
         self._client = client
+        self._announce = announce
         self._looker = Looker(client, pool=pool, capacity=capacity, giver=self.giver)
         self._lease = GateLease(client, home=home or muster_home())
         #: What each waiting run was told last: the state, and the key of its message.
@@ -94,7 +101,7 @@ class Gate:
             for doomed in look.doomed:
                 holding.check()
                 if not doomed.entry.waits_in_process:
-                    await self._fail(doomed.entry, f"{doomed.kind.value}: {doomed.message}")
+                    await self._fail(doomed)
             for entry, gpus in look.moved:
                 holding.check()
                 await self._client.update_flow_run_labels(entry.id, on_nodes(gpus))
@@ -139,6 +146,13 @@ class Gate:
         )
         holding.check()
         await self._client.update_flow_run_labels(entry.id, grant.labels())
+        self._tell_of(
+            entry,
+            "muster.run.admitted",
+            nodes=dict(gpus),
+            gpus=sum(gpus.values()),
+            waited_s=round(max(0.0, grant.at - _due(entry)), 1),
+        )
         return replace(entry, grant=grant)
 
     async def _take_back(self, entry: Entry) -> None:
@@ -152,11 +166,19 @@ class Gate:
             # A cancel would wait for a process on record for ever.
             which, nothing = {"id": entry.id}, {"infrastructure_pid": None}
             await self._client.request("PATCH", "/flow_runs/{id}", path_params=which, json=nothing)
+            self._announce("muster.run.requeued", entry.flow_run, entry.ask.name, message=message)
         await self._client.update_flow_run_labels(entry.id, no_grant())
 
-    async def _fail(self, entry: Entry, message: str) -> None:
-        if await self._set(entry.flow_run, Failed(message=message)):
+    async def _fail(self, doomed: Doomed) -> None:
+        entry, kind = doomed.entry, doomed.kind.value
+        if await self._set(entry.flow_run, Failed(message=f"{kind}: {doomed.message}")):
             await self._client.update_flow_run(entry.id, name=entry.ask.name)
+            known = {"kind": kind, "message": doomed.message}
+            self._announce("muster.run.failed", entry.flow_run, entry.ask.name, **known)
+
+    def _tell_of(self, entry: Entry, name: str, **known: Any) -> None:
+        where = {"pool": entry.pool or None, "queue": entry.queue or None}
+        self._announce(name, entry.flow_run, entry.ask.name, **where, **known)
 
     async def tell(self, look: Look) -> bool:
         """Have waiting runs say why they wait; whether there is more to be told.
@@ -201,6 +223,9 @@ class Gate:
         if after is None:
             return
         self._told[entry.id] = (after.id, message.key)
+        before = entry.flow_run.state
+        if before is not None and before.name != PENDING_RESOURCES:
+            self._tell_of(entry, "muster.run.waiting", message=message.text)
         if entry.flow_run.name != entry.ask.name:
             await self._client.update_flow_run(entry.id, name=entry.ask.name)
 
@@ -239,3 +264,9 @@ class Gate:
             await self._client.set_flow_run_state(flow_run.id, passed_over[-1], force=True)
             return None
         return history[-1]
+
+
+def _due(entry: Entry) -> float:
+    """UTC epoch seconds."""
+    due = entry.flow_run.expected_start_time or entry.since
+    return due.timestamp()

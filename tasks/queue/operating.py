@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import getpass
+import os
 from collections.abc import Collection, Sequence
 from typing import Any, get_args
 
@@ -11,9 +13,11 @@ from prefect.client.schemas.objects import WorkPool
 from prefect.exceptions import ObjectNotFound
 from pydantic import ValidationError
 
+from tasks.announcer import of_pool, told_at_once
 from tasks.gang.policy import Policy
 from tasks.gang.settings import PoolSettings, settings_of, with_settings
 from tasks.run.errors import MusterError
+from tasks.supervise.identity import host_name
 
 _POLICY, _LIMIT = "policy", "limit."
 
@@ -65,7 +69,12 @@ async def change(client: PrefectClient, pool: WorkPool, settings: PoolSettings) 
             f"start its worker once (`prefect worker start --pool {pool.name}`), which gives it one"
         )
     template = with_settings(pool.base_job_template, settings)
+    before = settings_of(pool.base_job_template).drained
     await client.update_work_pool(pool.name, WorkPoolUpdate(base_job_template=template))
+    news = [(node, "muster.node.drained") for node in settings.drained if node not in before]
+    news += [(node, "muster.node.undrained") for node in before if node not in settings.drained]
+    who = _who()
+    await told_at_once(client, *(of_pool(name, pool, node=node, by=who) for node, name in news))
 
 
 def drained(
@@ -133,8 +142,11 @@ def told(settings: PoolSettings) -> str:
 
 async def pause(client: PrefectClient, pool: WorkPool, queue: str, *, is_paused: bool) -> None:
     """Pause a work pool, or with a name one of its queues; or resume it. Raises: NotThere."""
+    name = "muster.gang.paused" if is_paused else "muster.gang.resumed"
+    event = of_pool(name, pool, queue=queue or None, by=_who())
     if not queue:
         await client.update_work_pool(pool.name, WorkPoolUpdate(is_paused=is_paused))
+        await told_at_once(client, event)
         return
     try:
         found = await client.read_work_queue_by_name(queue, work_pool_name=pool.name)
@@ -143,6 +155,7 @@ async def pause(client: PrefectClient, pool: WorkPool, queue: str, *, is_paused:
         there = ", ".join(sorted(one.name for one in queues))
         raise NotThere(f"the work pool {pool.name} has no queue {queue}; it has: {there}") from None
     await client.update_work_queue(found.id, is_paused=is_paused)
+    await told_at_once(client, event)
 
 
 def faults_of(error: ValidationError) -> str:
@@ -150,6 +163,15 @@ def faults_of(error: ValidationError) -> str:
     return "; ".join(
         f"{'.'.join(map(str, fault['loc'])) or 'gang'}: {fault['msg']}" for fault in error.errors()
     )
+
+
+def _who() -> str:
+    try:
+        user = getpass.getuser()
+    except (OSError, KeyError):
+        # A user id without a name, as in some containers.
+        user = f"uid {os.getuid()}"
+    return f"{user}@{host_name()}"
 
 
 def _check_nodes(settings: PoolSettings, names: Sequence[str], seen: Collection[str]) -> None:

@@ -26,6 +26,7 @@ from prefect.workers.process import (
 )
 from pydantic import Field
 
+from tasks.announcer import Announcer
 from tasks.gang.settings import PoolSettings
 from tasks.queue.artifacts import QueueArtifacts
 from tasks.queue.capacity import Capacity
@@ -147,7 +148,13 @@ class GangWorker(ProcessWorker):
         self._artifacts = QueueArtifacts(self.client)
         capacity = Capacity()
         self._exit_stack.push_async_callback(capacity.close)
-        self._gate = Gate(self.client, pool=self._work_pool_name, capacity=capacity)
+        announcer = self._exit_stack.enter_context(Announcer(str(self.client.api_url)))
+        self._gate = Gate(
+            self.client,
+            pool=self._work_pool_name,
+            capacity=capacity,
+            announce=announcer.tell_run,
+        )
         self._waker = Waker(self.get_and_submit_flow_runs)
         await self._exit_stack.enter_async_context(self._waker)
         self._exit_stack.push_async_callback(self._stop_telling)

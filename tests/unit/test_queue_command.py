@@ -82,6 +82,9 @@ class Server:
         self.queues = {"default": SimpleNamespace(id=uuid4(), name="default", is_paused=False)}
         self.flow_runs: dict[UUID, FlowRun] = {}
         self.view = VIEW
+        #: `(event, node or queue, pool, who)` each.
+        self.told: list[tuple[str, str | None, str, str]] = []
+        self.takes_events = True
 
     @property
     def settings(self) -> PoolSettings:
@@ -119,6 +122,15 @@ class Server:
     async def update_work_queue(self, id: UUID, is_paused: bool) -> None:
         queue = next(queue for queue in self.queues.values() if queue.id == id)
         queue.is_paused = is_paused
+
+    async def request(self, method: str, path: str, json: list[dict[str, Any]]) -> None:
+        assert (method, path) == ("POST", "/events")
+        if not self.takes_events:
+            raise httpx.ReadTimeout("no answer")
+        for event in json:
+            said = event["payload"]
+            what = said["node"] if "node" in said else said["queue"]
+            self.told.append((event["event"], what, said["pool"], said["by"]))
 
     async def read_flow_run(self, id: UUID) -> FlowRun:
         if id not in self.flow_runs:
@@ -328,6 +340,37 @@ def test_draining_keeps_all_else_of_the_pool_and_says_what_goes_on(
         "gpu-1 gets no new gang. running-run goes on there.",
         "gpu-2 gets no new gang.",
     ]
+
+
+def test_what_an_operator_does_is_told_as_events(command: Command, server: Server) -> None:
+    for arguments in (
+        ("drain", "gpu-1", "gpu-9"),
+        ("undrain", "gpu-1"),
+        ("pause",),
+        ("resume", "--queue", "default"),
+        ("set", "policy=backfill"),
+    ):
+        command(*arguments)
+
+    assert [(event, what, pool) for event, what, pool, _who in server.told] == [
+        # gpu-9 was drained before
+        ("muster.node.drained", "gpu-1", "gang"),
+        ("muster.node.undrained", "gpu-1", "gang"),
+        ("muster.gang.paused", None, "gang"),
+        ("muster.gang.resumed", "default", "gang"),
+    ]
+    assert all("@" in who for *_, who in server.told)
+
+
+def test_an_event_that_is_not_taken_keeps_nobody_from_draining(
+    command: Command, server: Server
+) -> None:
+    server.takes_events = False
+
+    code, _said = command("drain", "gpu-1")
+
+    assert code == 0
+    assert server.settings.drained == ("gpu-9", "gpu-1")
 
 
 def test_undraining_takes_a_node_that_is_gone_from_the_list(

@@ -1,0 +1,287 @@
+"""Telling the Prefect server events: of runs, of the queue, of what an operator does.
+
+`docs/events.md` lists them. Those of runs and of the queue are told from a thread, which has the
+server acknowledge each: one that is slow or away makes them late, one that stays away loses them,
+and nobody waits for either.
+
+Prefect's own `emit_event` is not used: it sends through a socket without an answer, tries again for
+eight seconds for each event while the server is away, and the exit of its process waits for that.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from itertools import islice
+from types import TracebackType
+from typing import Any, Final
+
+import httpx
+from prefect.client.orchestration import PrefectClient, SyncPrefectClient, get_client
+from prefect.client.schemas.objects import FlowRun, WorkPool
+from prefect.events.schemas.events import Event, RelatedResource, Resource
+from prefect.exceptions import ObjectNotFound, PrefectException
+from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
+
+from tasks.run.announcements import payload_of
+
+_log = logging.getLogger(__name__)
+
+#: What is not told by then, at the end, is dropped.
+CLOSE_WITHIN_S = 5.0
+#: Of one request.
+_TIMEOUT_S = 5.0
+_AT_ONCE = 50
+#: While the server is away, so many wait for it; then the oldest are dropped.
+_KEPT_AT_MOST = 1000
+_AGAIN_S, _AGAIN_AT_MOST_S = 1.0, 30.0
+#: So many related resources an event may have. Source: prefect/settings/models/server/events.py.
+_RELATED_AT_MOST = 100
+_EVENTS: Final = "/events"
+
+#: Tells an event of a flow run: its name, the flow run, the run id, and what its payload says.
+Tell = Callable[..., None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Letter:
+    event: Event
+    #: Whose deployment, pool and tags are named with it.
+    flow_run: FlowRun | None
+
+
+class Announcer:
+    """Tells the Prefect server events, while the context is open. Safe from any thread."""
+
+    def __init__(self, api_url: str, *, again_s: float = _AGAIN_S) -> None:
+        """
+        Args:
+            again_s: after so long a server that was away is tried again, at first.
+        """
+        self._api_url = api_url
+        self._again_s = again_s
+        self._changed = threading.Condition()
+        self._kept: deque[_Letter] = deque()
+        self._lost = 0
+        self._is_closing = False
+        # The server's credentials may be settings of this context only.
+        context = contextvars.copy_context()
+        self._thread = threading.Thread(
+            target=context.run, args=(self._work,), name="announcer", daemon=True
+        )
+
+    def __enter__(self) -> Announcer:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def tell(self, event: Event, flow_run: FlowRun | None = None) -> None:
+        """Returns at once.
+
+        Args:
+            flow_run: whose deployment, flow, pool and tags are to be named with the event.
+        """
+        with self._changed:
+            if len(self._kept) == _KEPT_AT_MOST:
+                self._kept.popleft()
+                self._lost += 1
+            self._kept.append(_Letter(event=event, flow_run=flow_run))
+            self._changed.notify_all()
+
+    def tell_run(self, name: str, flow_run: FlowRun, run_id: str, **known: Any) -> None:
+        """An event of a run that has no process, or none that tells it. Returns at once."""
+        payload = payload_of(name, run_id=run_id, **known)
+        self.tell(of_run(name, flow_run, run_id, payload), flow_run)
+
+    def close(self, within_s: float = CLOSE_WITHIN_S) -> None:
+        """Tell what is left, where the server takes it in time. Nothing is told after that."""
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify_all()
+        self._thread.join(within_s)
+        if untold := len(self._kept) + self._lost:
+            _log.warning("%d events were not told to %s", untold, self._api_url)
+
+    def _work(self) -> None:
+        # Settings of its own, or a flow's context would give the client of that flow.
+        settings: dict[Any, Any] = {PREFECT_API_URL: self._api_url, PREFECT_CLIENT_MAX_RETRIES: 0}
+        own = {"timeout": _TIMEOUT_S}
+        with (
+            temporary_settings(settings),
+            get_client(httpx_settings=own, sync_client=True) as client,
+        ):
+            self._tell_all(client, _Relations(client))
+
+    def _tell_all(self, client: SyncPrefectClient, relations: _Relations) -> None:
+        pause_s = self._again_s
+        while batch := self._next():
+            try:
+                _post(client, [_as_json(letter, relations) for letter in batch])
+            except httpx.HTTPError as error:
+                if self._is_closing:
+                    return
+                _log.debug("%s is told later: %r", self._api_url, error)
+                with self._changed:
+                    self._changed.wait_for(lambda: self._is_closing, timeout=pause_s)
+                pause_s = min(2 * pause_s, _AGAIN_AT_MOST_S)
+                continue
+            except Exception:
+                # The others shall not wait for these.
+                _log.exception("%d events are lost", len(batch))
+            pause_s = self._again_s
+            with self._changed:
+                # Some of them may have been dropped meanwhile.
+                while self._kept and self._kept[0] in batch:
+                    self._kept.popleft()
+
+    def _next(self) -> list[_Letter]:
+        """What is to be told next; nothing at the end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._kept or self._is_closing)
+            return list(islice(self._kept, _AT_ONCE))
+
+
+class _Relations:
+    """The deployment, flow, pool and tags of flow runs, as Prefect's own events name them.
+
+    Raises: httpx.HTTPError.
+    """
+
+    def __init__(self, client: SyncPrefectClient) -> None:
+        self._client = client
+        #: By kind and id: the resource, and its tags.
+        self._known: dict[tuple[str, str], tuple[list[RelatedResource], list[str]]] = {}
+
+    def of(self, run: FlowRun) -> list[RelatedResource]:
+        client, found, tags = self._client, list[RelatedResource](), {*run.tags}
+        for kind, key, read in (
+            ("flow", run.flow_id, client.read_flow),
+            ("deployment", run.deployment_id, client.read_deployment),
+            ("work-queue", run.work_queue_id, client.read_work_queue),
+            ("work-pool", run.work_pool_name, client.read_work_pool),
+        ):
+            if key is not None:
+                resources, own_tags = self._read(kind, key, read)
+                found += resources
+                tags |= {*own_tags}
+        return [*found, *(_tag(name) for name in sorted(tags))]
+
+    def _read(
+        self, kind: str, key: Any, read: Callable[[Any], Any]
+    ) -> tuple[list[RelatedResource], list[str]]:
+        if (kind, str(key)) not in self._known:
+            try:
+                it = read(key)
+            except ObjectNotFound:
+                return [], []
+            resource = _related(f"prefect.{kind}.{it.id}", kind, it.name)
+            self._known[kind, str(key)] = [resource], list(getattr(it, "tags", None) or ())
+        return self._known[kind, str(key)]
+
+
+def _post(client: SyncPrefectClient, batch: Sequence[dict[str, Any]]) -> None:
+    """Raises: httpx.HTTPError, where it may be told later."""
+    try:
+        client.request("POST", _EVENTS, json=batch)
+    except httpx.HTTPStatusError as error:
+        status = error.response.status_code
+        if status >= 500 or status in (408, 429):
+            raise
+        if len(batch) == 1:
+            name = batch[0]["event"]
+            _log.warning("%s is refused: %d %s", name, status, error.response.text[:200])
+            return
+        for one in batch:
+            _post(client, [one])
+
+
+def _as_json(letter: _Letter, relations: _Relations) -> dict[str, Any]:
+    event = letter.event
+    related = relations.of(letter.flow_run) if letter.flow_run is not None else []
+    related = [*event.related, *related][:_RELATED_AT_MOST]
+    return event.model_copy(update={"related": related}).model_dump(mode="json")
+
+
+def _related(id: str, role: str, name: str) -> RelatedResource:
+    return RelatedResource(
+        {"prefect.resource.id": id, "prefect.resource.role": role, "prefect.resource.name": name}
+    )
+
+
+def _tag(name: str) -> RelatedResource:
+    return RelatedResource(
+        {"prefect.resource.id": f"prefect.tag.{name}", "prefect.resource.role": "tag"}
+    )
+
+
+def of_run(
+    name: str,
+    flow_run: FlowRun,
+    run_id: str,
+    payload: Mapping[str, Any],
+    *,
+    at: float | None = None,
+    tags: Sequence[str] = (),
+) -> Event:
+    """An event about a flow run.
+
+    Args:
+        at: UTC epoch seconds; None: now.
+        tags: beside those of the flow run.
+    """
+    component = payload.get("component")
+    related = [_tag(tag) for tag in tags if tag not in flow_run.tags]
+    if component is not None:
+        related.append(_related(f"muster.component.{run_id}.{component}", "component", component))
+    return Event(
+        event=name,
+        occurred=datetime.fromtimestamp(time.time() if at is None else at, UTC),
+        resource=Resource(
+            {
+                "prefect.resource.id": f"prefect.flow-run.{flow_run.id}",
+                "prefect.resource.role": "flow-run",
+                "prefect.resource.name": run_id,
+            }
+        ),
+        related=related,
+        payload=dict(payload),
+    )
+
+
+def of_pool(name: str, pool: WorkPool, *, node: str | None = None, **known: Any) -> Event:
+    """An event about a work pool, or about a node that its runs are placed on."""
+    id, kind = f"prefect.work-pool.{pool.id}", "work-pool"
+    if node is None:
+        payload = payload_of(name, pool=pool.name, **known)
+        resource = {"prefect.resource.id": id, "prefect.resource.role": kind}
+        related = []
+    else:
+        payload = payload_of(name, pool=pool.name, node=node, **known)
+        resource = {"prefect.resource.id": f"muster.node.{node}", "prefect.resource.role": "node"}
+        related = [_related(id, kind, pool.name)]
+    resource["prefect.resource.name"] = node or pool.name
+    return Event(event=name, resource=Resource(resource), related=related, payload=payload)
+
+
+async def told_at_once(client: PrefectClient, *events: Event) -> None:
+    """Tell events from where the server has just answered; a failure costs a warning."""
+    if not events:
+        return
+    batch = [event.model_dump(mode="json") for event in events]
+    try:
+        await client.request("POST", _EVENTS, json=batch)
+    except (httpx.HTTPError, PrefectException) as error:
+        _log.warning("not told: %s: %r", ", ".join(one.event for one in events), error)

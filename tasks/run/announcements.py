@@ -1,0 +1,206 @@
+"""The events that Muster tells its Prefect server: their names, when each is told, what each says.
+
+`docs/events.md` shows these tables, and a test holds it to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+#: Of a run that has a process.
+_RUN = ("run_id", "workload", "attempt", "host")
+#: Of a run as the queue knows it.
+_QUEUED = ("run_id", "pool", "queue")
+_COMPONENT = (*_RUN, "component", "pid", "submission_id", "log")
+_ENGINE = (*_RUN, "component", "engine", "ranks")
+_FLEET = (*_RUN, "component", "serving", "engines", "min_active")
+_POOL = ("pool", "by")
+
+GATE, RUN, OPERATOR, RECONCILE = "the gate", "the run", "`python -m tasks.gang`", "reconcile"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Announcement:
+    """One kind of event."""
+
+    name: str
+    #: For people: what has happened.
+    when: str
+    #: Which part of Muster tells it.
+    by: str
+    #: The keys of its payload, always all of them; what does not apply is null.
+    fields: tuple[str, ...]
+
+
+#: What each key of a payload means, wherever it stands.
+FIELDS: Mapping[str, str] = {
+    "run_id": "the run's id, which is its flow run's name and the name of its directory",
+    "workload": "`ppo`, `grpo` or `sft`",
+    "attempt": "the number of the attempt under way, or of the last one; 0 before the first",
+    "host": "the machine whose process tells it; paths are paths there",
+    "pool": "the work pool",
+    "queue": "the queue of the pool; null: all of the pool",
+    "message": "one line for people: why, or how it ended",
+    "nodes": "GPUs on each node of the gang, by the node's name",
+    "gpus": "GPUs of the gang in all",
+    "waited_s": "seconds from the time the run was due",
+    "directory": "where the attempt's files are",
+    "resume_from": "the checkpoint that the attempt starts from; null: none",
+    "is_adopted": "the attempt was begun by an earlier process of the run, and goes on in this one",
+    "kind": "the kind of failure, such as CUDA_OOM",
+    "component": "the component it happened to; of a failure, the first to fail",
+    "exit_code": "of the component's process; null where a signal ended it",
+    "signal": "that ended the component's process, such as SIGKILL",
+    "hint": "what to do about it, where that is known",
+    "log": "the component's log",
+    "log_tail": "its last lines",
+    "pid": "of the component's process; null for a job",
+    "submission_id": "of the component's Ray job; null for a process",
+    "after_s": "seconds from its start",
+    "pids": "what outlived SIGKILL",
+    "report": "a file with what it hangs in: stacks and the kernel's view",
+    "engine": "the number of the engine, from 0",
+    "ranks": "the engine's servers",
+    "cause": "why it does not serve",
+    "took_s": "seconds that the recovery took",
+    "serving": "engines that serve",
+    "engines": "engines of the fleet in all",
+    "min_active": "the floor that the spec sets; null: none",
+    "node": "the node's name",
+    "by": "who did it: `user@host`",
+    "found": "what was wrong, such as that its process was gone",
+    "killed": "pids that were ended",
+    "jobs": "Ray jobs that were ended",
+    "removed": "files, directories and cgroups that were removed",
+    "record": "the state that `run.json` was given; empty: none",
+    "server": "the state that the flow run was given; empty: none",
+    "open": "what is still to be done, and why; empty: nothing",
+}
+
+
+def _one(name: str, by: str, when: str, *fields: str) -> Announcement:
+    return Announcement(name=f"muster.{name}", by=by, when=when, fields=fields)
+
+
+_FAILURE = ("kind", "component", "exit_code", "signal", "message", "hint", "log", "log_tail")
+
+TABLE: tuple[Announcement, ...] = (
+    _one(
+        "run.waiting",
+        f"{GATE}, or {RUN} where it waits in its own process",
+        "a run has begun to wait, for its gang or for a place in its pool",
+        *_QUEUED,
+        "message",
+    ),
+    _one(
+        "run.admitted",
+        GATE,
+        "a run was given its gang, or its place in the pool",
+        *(*_QUEUED, "nodes", "gpus", "waited_s"),
+    ),
+    _one(
+        "run.started",
+        RUN,
+        "an attempt has begun",
+        *(*_RUN, "directory", "resume_from", "is_adopted"),
+    ),
+    _one("run.ready", RUN, "every component is ready", *_RUN),
+    _one(
+        "run.requeued",
+        f"{RUN}; {GATE} where a worker was lost before it could start the run",
+        "a run was sent back to wait for its next attempt",
+        *(*_RUN, "kind", "component", "message"),
+    ),
+    _one(
+        "run.completed",
+        RUN,
+        "a run did what its spec asks as evidence of success",
+        *_RUN,
+        "message",
+    ),
+    _one(
+        "run.failed",
+        f"{RUN}; {GATE} for one that can never start",
+        "a run has failed, and is not tried again",
+        *(*_RUN, *_FAILURE),
+    ),
+    _one(
+        "run.cancelled",
+        RUN,
+        "a run that has a process was cancelled or interrupted, and is taken down",
+        *_RUN,
+        "message",
+    ),
+    _one(
+        "run.reconciled",
+        RECONCILE,
+        "a run whose process was lost was finished",
+        *("found", "killed", "jobs", "removed", "record", "server", "open"),
+    ),
+    _one("component.started", RUN, "a component's process or job was started", *_COMPONENT),
+    _one("component.ready", RUN, "its readiness probe said yes", *_COMPONENT, "after_s"),
+    _one("component.drained", RUN, "its part is done, and the run goes on without it", *_COMPONENT),
+    _one(
+        "component.exited", RUN, "its process or job has ended", *_COMPONENT, "exit_code", "signal"
+    ),
+    _one(
+        "component.hung",
+        RUN,
+        "it neither did anything nor said anything, and was examined before its end",
+        *(*_COMPONENT, "message", "report"),
+    ),
+    _one("component.stopped", RUN, "all of its processes are gone", *_COMPONENT),
+    _one("component.stuck", RUN, "some of its processes can't be ended", *_COMPONENT, "pids"),
+    _one(
+        "rollout.degraded",
+        RUN,
+        "the first engine of a whole fleet has failed",
+        *(*_FLEET, "engine", "ranks", "cause"),
+    ),
+    _one("rollout.restored", RUN, "every engine is up again", *_FLEET),
+    _one(
+        "rollout.floor",
+        RUN,
+        "the fleet is under its floor, or can't come up: the run fails of it",
+        *_FLEET,
+        "message",
+    ),
+    _one("rollout.engine.failed", RUN, "an engine has failed", *_ENGINE, "cause"),
+    _one("rollout.engine.recovered", RUN, "it was started again, and works", *_ENGINE, "took_s"),
+    _one("rollout.engine.retired", RUN, "it is not started again", *_ENGINE, "cause"),
+    _one("gang.paused", OPERATOR, "a work pool, or a queue of it, was paused", *_POOL, "queue"),
+    _one("gang.resumed", OPERATOR, "it was resumed", *_POOL, "queue"),
+    _one("node.drained", OPERATOR, "a node gets no new gang", "node", *_POOL),
+    _one("node.undrained", OPERATOR, "a node may get gangs again", "node", *_POOL),
+)
+
+_BY_NAME = {one.name: one for one in TABLE}
+
+
+def payload_of(name: str, **known: Any) -> dict[str, Any]:
+    """The payload of an event: each of its keys, null where nothing is known.
+
+    Raises: KeyError, for a name or a key that the tables do not have.
+    """
+    fields = _BY_NAME[name].fields
+    if strange := set(known).difference(fields):
+        raise KeyError(f"{name} has no {', '.join(sorted(strange))}")
+    return {key: known.get(key) for key in fields}
+
+
+def fields_of(name: str) -> tuple[str, ...]:
+    """The keys of an event's payload. Raises: KeyError."""
+    return _BY_NAME[name].fields
+
+
+def as_markdown() -> str:
+    """Both tables, as `docs/events.md` has them."""
+    lines = ["| event | told by | when | payload |", "| --- | --- | --- | --- |"]
+    for one in TABLE:
+        keys = ", ".join(f"`{key}`" for key in one.fields)
+        lines.append(f"| `{one.name}` | {one.by} | {one.when} | {keys} |")
+    lines += ["", "| key | meaning |", "| --- | --- |"]
+    lines += [f"| `{key}` | {meaning} |" for key, meaning in FIELDS.items()]
+    return "\n".join(lines)

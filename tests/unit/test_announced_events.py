@@ -1,0 +1,271 @@
+"""Which of a run's own events are told to its Prefect server, and the tables of docs/events.md."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tasks.announced_events import TOLD, Story, Told
+from tasks.run.announcements import FIELDS, TABLE, as_markdown, fields_of, payload_of
+from tasks.run.events import Event
+from tasks.run.failure_kinds import FailureKind
+from tasks.run.lifecycle import RunState
+from tasks.run.outcome import Failure
+from tasks.run.reconciled import Reconciled
+
+ROOT = Path(__file__).resolve().parents[2]
+COMMON = {"run_id": "trial-grpo-20260101-000000-abcd", "workload": "grpo", "host": "gpu-1"}
+FAILURE = Failure(
+    kind=FailureKind.CUDA_OOM,
+    component="trainer",
+    message="trainer (pid 7) left with exit code 1",
+    exit_code=1,
+    hint="a smaller batch",
+    log_tail="\n".join(f"line {n}" for n in range(100)),
+)
+
+Tell = Callable[..., list[Told]]
+
+
+@pytest.fixture
+def story() -> Story:
+    return Story(
+        common=COMMON,
+        log_of=lambda component: f"/runs/a/{component}.log",
+        failure_of=lambda: FAILURE,
+        engines=3,
+        min_active=2,
+    )
+
+
+@pytest.fixture
+def tell(story: Story) -> Tell:
+    """Takes in one event of the run; what the server is told of it."""
+
+    def one(name: str, component: str | None = None, **fields: Any) -> list[Told]:
+        return list(story.observe(Event(at=5.0, name=name, component=component, fields=fields)))
+
+    return one
+
+
+def begun(tell: Tell, attempt: int = 1) -> list[Told]:
+    return tell("attempt.begun", attempt=attempt, run_id="r", directory=Path("/runs/a"))
+
+
+def group(tell: Tell, index: int, before: str, after: str) -> list[str]:
+    fields = {"group": index, "ranks": [index], "before": before, "after": after}
+    return [one.name for one in tell("rollout.group.state", "rollout", cause="died", **fields)]
+
+
+def names(told: list[Told]) -> list[str]:
+    return [one.name for one in told]
+
+
+def test_the_document_has_the_tables_of_the_code() -> None:
+    text = (ROOT / "docs" / "events.md").read_text(encoding="utf-8")
+
+    assert as_markdown() in text, f"docs/events.md should have:\n\n{as_markdown()}"
+
+
+def test_every_event_that_the_document_and_the_automations_name_is_one_that_is_told() -> None:
+    known = {one.name for one in TABLE}
+    files = [ROOT / "docs" / "events.md", *(ROOT / "deployments" / "automations").glob("*.yaml")]
+
+    text = "".join(path.read_text(encoding="utf-8") for path in files)
+    named = set(re.findall(r"muster\.(?:run|component|rollout|gang|node)\.[a-z.]*[a-z]", text))
+
+    assert named <= known
+
+
+def test_every_key_of_a_payload_has_a_meaning_and_every_meaning_a_use() -> None:
+    used = {key for one in TABLE for key in one.fields}
+
+    assert used == set(FIELDS)
+
+
+def test_no_name_is_told_twice() -> None:
+    assert len({one.name for one in TABLE}) == len(TABLE)
+
+
+def test_a_payload_has_all_its_keys_and_no_other() -> None:
+    assert payload_of("muster.run.ready", run_id="a") == {
+        "run_id": "a",
+        "workload": None,
+        "attempt": None,
+        "host": None,
+    }
+    with pytest.raises(KeyError, match="colour"):
+        payload_of("muster.run.ready", colour="red")
+
+
+def test_what_reconcile_tells_has_the_keys_of_the_table() -> None:
+    told = Reconciled(name="a", found="its process was gone").as_payload()
+
+    assert tuple(told) == fields_of("muster.run.reconciled")
+
+
+def test_probes_progress_and_logs_are_not_told(tell: Tell) -> None:
+    begun(tell)
+
+    assert tell("probe.failed", "api", reason="refused", misses=1, probe="live") == []
+    assert tell("run.progress", step=3, total=60) == []
+    assert tell("rollout.probe.failed", "rollout", rank=1) == []
+    assert tell("component.starting", "api") == []
+
+
+def test_an_ordinary_run_is_told_from_its_start_to_its_end(tell: Tell, story: Story) -> None:
+    told = [
+        *begun(tell),
+        *tell("component.spawned", "api", pid=7, argv=["api", "--secret", "x"]),
+        *tell("component.ready", "api", pid=7, after_s=0.5),
+        *tell("attempt.ready", step=None),
+        *tell("teardown.begun", reason="step 60 of 60", cause="trainer"),
+        *tell("component.exited", "api", pid=7, exit_code=None, signal="SIGTERM"),
+        *tell("component.stopped", "api", pid=7),
+        *tell("run.state", state="completed", message="step 60 of 60"),
+    ]
+
+    assert names(told) == [
+        "muster.run.started",
+        "muster.component.started",
+        "muster.component.ready",
+        "muster.run.ready",
+        "muster.component.exited",
+        "muster.component.stopped",
+        "muster.run.completed",
+    ]
+    assert all(one.payload["run_id"] == COMMON["run_id"] and one.at == 5.0 for one in told)
+    assert all(one.payload["attempt"] == 1 for one in told)
+    assert "argv" not in told[1].payload
+    assert told[4].payload["signal"] == "SIGTERM"
+    assert told[4].payload["log"] == "/runs/a/api.log"
+    assert story.has_ended
+
+
+def test_a_failure_names_kind_component_log_and_what_to_do(tell: Tell) -> None:
+    begun(tell)
+
+    (failed,) = tell("run.state", state="failed", message="CUDA_OOM: trainer (pid 7) left ...")
+
+    said = failed.payload
+    assert failed.name == "muster.run.failed"
+    assert (said["kind"], said["component"], said["exit_code"]) == ("CUDA_OOM", "trainer", 1)
+    assert said["message"] == FAILURE.message
+    assert (said["log"], said["hint"]) == ("/runs/a/trainer.log", "a smaller batch")
+    # enough to see the cause, short enough for a message
+    assert said["log_tail"].splitlines()[-1] == "line 99"
+    assert len(said["log_tail"].splitlines()) == 15
+
+
+def test_a_run_that_never_came_to_an_attempt_is_told_at_its_end(story: Story) -> None:
+    told = story.ended(RunState.FAILED, "INFEASIBLE: 3 nodes are asked for", 9.0)
+
+    assert (told.name, told.at) == ("muster.run.failed", 9.0)
+    assert told.payload["attempt"] == 0
+    assert story.has_ended
+
+
+def test_a_wait_is_told_once_however_often_its_reason_changes(tell: Tell) -> None:
+    first = tell("run.waiting", message="place 2 of 2 in line")
+    again = tell("run.waiting", message="place 1 of 2 in line")
+
+    assert names(first) == ["muster.run.waiting"]
+    assert again == []
+
+
+def test_a_run_that_is_sent_back_is_told_with_the_kind_and_not_as_waiting_too(tell: Tell) -> None:
+    begun(tell)
+
+    told = [
+        *tell("run.state", state="pending_resources", message="attempt 2 in 60 s"),
+        *tell("run.waiting", message="place 1 of 1 in line"),
+    ]
+
+    assert names(told) == ["muster.run.requeued"]
+    assert told[0].payload["kind"] == "CUDA_OOM"
+    assert names(begun(tell, 2)) == ["muster.run.started"]
+    assert names(tell("run.state", state="pending_resources", message="once more")) == [
+        "muster.run.requeued"
+    ]
+
+
+def test_a_hang_is_told_with_why_and_where_the_evidence_is(tell: Tell) -> None:
+    begun(tell)
+    tell("teardown.begun", reason="trainer (pid 7): no progress for 1800 s", cause="trainer")
+
+    (hung,) = tell("component.diagnosed", "trainer", pid=7, path="/runs/a/trainer.hang.txt")
+
+    assert hung.name == "muster.component.hung"
+    assert hung.payload["message"].endswith("no progress for 1800 s")
+    assert hung.payload["report"] == "/runs/a/trainer.hang.txt"
+
+
+def test_a_fleet_is_degraded_once_and_restored_once(tell: Tell) -> None:
+    begun(tell)
+    for index in range(3):
+        assert group(tell, index, "starting", "active") == []
+
+    assert group(tell, 1, "active", "inactive") == [
+        "muster.rollout.engine.failed",
+        "muster.rollout.degraded",
+    ]
+    assert group(tell, 2, "suspect", "inactive") == ["muster.rollout.engine.failed"]
+    assert group(tell, 2, "inactive", "recovering") == []
+    # each further try that fails is no failure of its own
+    assert group(tell, 2, "recovering", "inactive") == []
+    assert group(tell, 1, "recovering", "active") == []
+    assert group(tell, 2, "recovering", "stale") == ["muster.rollout.restored"]
+
+
+def test_weights_that_are_on_their_way_do_not_degrade_a_fleet(tell: Tell) -> None:
+    begun(tell)
+    group(tell, 0, "starting", "active")
+
+    assert group(tell, 0, "active", "stale") == []
+    assert group(tell, 0, "stale", "active") == []
+
+
+def test_engines_that_are_stopped_with_their_run_have_not_failed(tell: Tell) -> None:
+    begun(tell)
+    group(tell, 0, "starting", "active")
+    tell("teardown.begun", reason="step 60 of 60", cause="trainer")
+
+    assert group(tell, 0, "active", "inactive") == []
+
+
+def test_a_fleet_under_its_floor_is_told_with_the_figures(tell: Tell) -> None:
+    begun(tell)
+    for index in range(3):
+        group(tell, index, "starting", "active")
+    for index in (0, 1):
+        group(tell, index, "active", "inactive")
+
+    (floor,) = tell("rollout.failed", "rollout", reason="1 of 3 engines serve, min_active is 2")
+
+    assert floor.name == "muster.rollout.floor"
+    said = floor.payload
+    assert (said["serving"], said["engines"], said["min_active"]) == (1, 3, 2)
+    # its process takes down the others
+    assert group(tell, 2, "active", "inactive") == []
+
+
+def test_a_recovery_that_worked_is_told_and_one_that_did_not_is_not(tell: Tell) -> None:
+    begun(tell)
+    fields = {"id": "r1", "group": 2, "ranks": [2], "took_s": 4.5, "message": ""}
+
+    worked = tell("rollout.recovery.ended", "rollout", outcome="recovered", **fields)
+    failed = tell("rollout.recovery.ended", "rollout", outcome="failed", **fields)
+
+    assert [(one.name, one.payload["engine"], one.payload["took_s"]) for one in worked] == [
+        ("muster.rollout.engine.recovered", 2, 4.5)
+    ]
+    assert failed == []
+
+
+def test_what_is_told_as_it_is_has_its_event_in_the_table() -> None:
+    for name in TOLD.values():
+        assert "run_id" in fields_of(name)

@@ -1,0 +1,239 @@
+"""Telling events: to a server that answers, that is away, that is slow, that refuses."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from uuid import UUID, uuid4
+
+import pytest
+from prefect.client.schemas.objects import FlowRun, WorkPool
+from prefect.events.schemas.events import Event
+
+from tasks.announcer import Announcer, of_pool, of_run
+from tasks.run.announcements import payload_of
+
+WITHIN_S = 20.0
+FLOW, DEPLOYMENT = uuid4(), uuid4()
+
+
+class PrefectServer:
+    """As much of one as events need."""
+
+    def __init__(self) -> None:
+        self.told: list[dict[str, Any]] = []
+        self.asked: list[str] = []
+        #: What the next answers to events are; 204 after them.
+        self.answers: list[int] = []
+        self.refused = ""
+        self.is_slow = threading.Event()
+        self._go_on = threading.Event()
+        served = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                served.asked.append(self.path)
+                found = served.objects().get(self.path.removeprefix("/api"))
+                self._answer(200 if found else 404, found)
+
+            def do_POST(self) -> None:
+                content = json.loads(self.rfile.read(int(self.headers["content-length"])))
+                self._answer(served.take(content), None)
+
+            def _answer(self, status: int, content: Any) -> None:
+                body = json.dumps(content).encode() if status == 200 else b""
+                self.send_response(status)
+                self.send_header("content-type", "application/json")
+                self.send_header("content-length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, format: str, *args: Any) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self.api = f"http://127.0.0.1:{self._server.server_port}/api"
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,))
+        self._thread.start()
+
+    def objects(self) -> dict[str, Any]:
+        return {
+            f"/flows/{FLOW}": {"id": str(FLOW), "name": "train"},
+            f"/deployments/{DEPLOYMENT}": {
+                "id": str(DEPLOYMENT),
+                "name": "quickstart",
+                "flow_id": str(FLOW),
+                "tags": ["demo"],
+            },
+        }
+
+    def take(self, content: list[dict[str, Any]]) -> int:
+        if self.is_slow.is_set():
+            self._go_on.wait(WITHIN_S)
+        if self.answers:
+            return self.answers.pop(0)
+        if any(event["event"] == self.refused for event in content):
+            return 422
+        self.told += content
+        return 204
+
+    def names(self) -> list[str]:
+        return [event["event"] for event in self.told]
+
+    def close(self) -> None:
+        self._go_on.set()
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+
+@pytest.fixture
+def server() -> Iterator[PrefectServer]:
+    served = PrefectServer()
+    yield served
+    served.close()
+
+
+def flow_run(**more: Any) -> FlowRun:
+    given = {"id": uuid4(), "flow_id": FLOW, "name": "a-run", "tags": ["team-a"], **more}
+    return FlowRun(**given)
+
+
+def ready(run: FlowRun) -> Event:
+    name = "muster.component.ready"
+    payload = payload_of(name, run_id="a-run", component="trainer", after_s=1.5)
+    return of_run(name, run, "a-run", payload, at=1_700_000_000.0, tags=("demo",))
+
+
+def named(name: str) -> Event:
+    return of_pool(name, WorkPool(id=uuid4(), name="gang", type="gang"), by="me@here")
+
+
+def test_an_event_is_about_its_flow_run_and_names_its_component_deployment_flow_and_tags(
+    server: PrefectServer,
+) -> None:
+    run = flow_run(deployment_id=DEPLOYMENT)
+
+    with Announcer(server.api) as announcer:
+        announcer.tell(ready(run), run)
+
+    (event,) = server.told
+    assert event["resource"]["prefect.resource.id"] == f"prefect.flow-run.{run.id}"
+    assert event["occurred"].startswith("2023-11-14T22:13:20")
+    assert event["payload"]["after_s"] == 1.5
+    related = {
+        (one["prefect.resource.role"], one["prefect.resource.id"]) for one in event["related"]
+    }
+    assert related == {
+        ("component", "muster.component.a-run.trainer"),
+        ("flow", f"prefect.flow.{FLOW}"),
+        ("deployment", f"prefect.deployment.{DEPLOYMENT}"),
+        ("tag", "prefect.tag.team-a"),
+        ("tag", "prefect.tag.demo"),
+    }
+
+
+def test_what_is_related_is_asked_once(server: PrefectServer) -> None:
+    run = flow_run(deployment_id=DEPLOYMENT)
+
+    with Announcer(server.api) as announcer:
+        for _ in range(3):
+            announcer.tell(ready(run), run)
+
+    assert len(server.told) == 3
+    assert server.asked.count(f"/api/deployments/{DEPLOYMENT}") == 1
+
+
+def test_an_event_whose_deployment_is_gone_is_told_without_it(server: PrefectServer) -> None:
+    run = flow_run(deployment_id=uuid4())
+
+    with Announcer(server.api) as announcer:
+        announcer.tell(ready(run), run)
+
+    assert server.names() == ["muster.component.ready"]
+
+
+def test_events_that_the_server_could_not_take_are_told_once_it_can(server: PrefectServer) -> None:
+    server.answers = [503, 500, 429]
+
+    with Announcer(server.api, again_s=0.01) as announcer:
+        announcer.tell(named("muster.gang.paused"))
+        announcer.tell(named("muster.gang.resumed"))
+        until_told(server, 2)
+
+    assert server.names() == ["muster.gang.paused", "muster.gang.resumed"]
+
+
+def test_an_event_that_the_server_refuses_does_not_keep_the_others(server: PrefectServer) -> None:
+    server.answers, server.refused = [503], "muster.gang.paused"
+
+    with Announcer(server.api, again_s=0.3) as announcer:
+        for name in ("muster.gang.resumed", "muster.gang.paused", "muster.gang.resumed"):
+            announcer.tell(named(name))
+        until_told(server, 2)
+
+    assert server.names() == ["muster.gang.resumed", "muster.gang.resumed"]
+
+
+def test_nobody_waits_for_a_server_that_is_away(caplog: pytest.LogCaptureFixture) -> None:
+    announcer = Announcer("http://127.0.0.1:9/api")
+
+    with announcer:
+        announcer.tell(named("muster.gang.paused"))
+    announcer._thread.join(WITHIN_S)
+
+    assert not announcer._thread.is_alive()
+    assert "1 events were not told" in caplog.text
+
+
+def test_the_end_waits_for_a_slow_server_no_longer_than_it_is_told_to(
+    server: PrefectServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.is_slow.set()
+    announcer = Announcer(server.api)
+    announcer.__enter__()
+
+    announcer.tell(named("muster.gang.paused"))
+    announcer.close(within_s=0.1)
+
+    assert announcer._thread.is_alive()
+    assert "1 events were not told" in caplog.text
+
+
+def test_while_the_server_is_away_the_oldest_are_dropped_first(
+    server: PrefectServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tasks.announcer._KEPT_AT_MOST", 2)
+    server.answers = [503]
+    announcer = Announcer(server.api, again_s=0.05)
+
+    for name in ("muster.gang.paused", "muster.gang.resumed", "muster.gang.paused"):
+        announcer.tell(named(name))
+    with announcer:
+        until_told(server, 2)
+
+    assert server.names() == ["muster.gang.resumed", "muster.gang.paused"]
+
+
+def test_an_event_of_a_node_is_about_the_node_and_names_its_pool() -> None:
+    pool = WorkPool(id=UUID(int=1), name="gang", type="gang")
+
+    event = of_pool("muster.node.drained", pool, node="gpu-1", by="me@here")
+
+    assert event.resource.id == "muster.node.gpu-1"
+    assert [one.id for one in event.related] == [f"prefect.work-pool.{pool.id}"]
+    assert event.payload == {"node": "gpu-1", "pool": "gang", "by": "me@here"}
+
+
+def until_told(server: PrefectServer, count: int) -> None:
+    deadline = time.monotonic() + WITHIN_S
+    while len(server.told) < count:
+        assert time.monotonic() < deadline, server.told
+        time.sleep(0.01)
