@@ -19,7 +19,7 @@ export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export RAY_USAGE_STATS_ENABLED := 0
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help install train test thorough faults soak ray-kills gang-storm fleet-chaos up down bench verl-check backends-check docs constraints
+.PHONY: help install train test thorough faults soak ray-kills gang-storm fleet-chaos up down prune bench verl-check backends-check docs constraints
 
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -108,6 +108,9 @@ down:  ## stop all of the lasting stack [PORT=n]
 		exit 0
 	fi
 	exec $(PY) -m deployments.stack down $(if $(PORT),--port $(PORT))
+
+prune: install  ## what may go of what ended runs have left here [ARGS=--yes]
+	@exec $(PY) -m flows.prune $(ARGS)
 
 bench: install  ## measure Muster against other ways, into BENCHMARKS.md [ARGS='crash --quick']
 	@if ! $(PY) -c 'import circus, honcho, supervisor' 2>/dev/null; then
