@@ -136,7 +136,7 @@ class Reporter:
                 self._is_running = False
                 self.say_state(f"stopping: {event.fields['reason']}")
             case "attempt.decided":
-                self._jobs.put(lambda: self._tell_end(event.fields["text"]))
+                self._jobs.put(self._tell_end)
 
     def _work(self) -> None:
         # What is said in words comes first; the page is told in the pauses.
@@ -183,10 +183,11 @@ class Reporter:
             self._page.say(message)
             self._tell_state(message)
 
-    def _tell_end(self, text: str) -> None:
+    def _tell_end(self) -> None:
         """How the attempt ended and what follows, as the last that its log shows of it."""
-        attempt = self._run.record.ledger()[-1]
+        attempt, logger = self._run.record.ledger()[-1], get_run_logger()
         if attempt["failure"] is None:
-            get_run_logger().info("attempt %d: %s", attempt["number"], text)
+            said = self._run.verdict.message
+            logger.info("attempt %d %s: %s", attempt["number"], attempt["state"], said)
         else:
-            get_run_logger().error("%s", as_text(self._run.place, attempt))
+            logger.error("%s", as_text(self._run.place, attempt))

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tasks.page.markdown import code, table, text
-from tasks.page.view import RunView, Shown, ending_of, moment, seconds
+from tasks.page.view import RunView, Shown, end_of, moment, seconds
 
 _HEAD = ("component", "state", "runs as", "ready after", "ports", "log")
 _FLEET = "rollout"
@@ -40,7 +40,7 @@ def state_of(view: RunView, attempt: Mapping[str, Any], name: str) -> str:
     if seen is None:
         return "not started"
     if seen["ended_at"] is not None:
-        return ending_of(seen, is_failed=name == (attempt["failure"] or {}).get("component"))
+        return end_of(attempt, name)
     if seen["ready_at"] is not None:
         return "ready"
     return "starting"

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tasks.page.view import clock, ending_of, seconds
+from tasks.page.view import clock, ending_of, has_ended, seconds
 from tasks.run.failure_kinds import FailureKind
 from tasks.run.layout import RunPlace
 from tasks.run.remedies import REMEDIES
@@ -38,7 +38,9 @@ def facts_of(place: RunPlace, attempt: Mapping[str, Any]) -> Iterator[Fact]:
     line = failure.get("line")
     if line and line not in failure["message"]:
         yield Fact(asked="the line that tells", said=line, is_code=True)
-    yield Fact(asked="what to do", said=failure.get("hint") or REMEDIES[FailureKind(kind)])
+    # Where it comes back by itself, nobody has to start it again.
+    if remedy := failure.get("hint") or (_is_final(attempt) and REMEDIES[FailureKind(kind)]):
+        yield Fact(asked="what to do", said=remedy)
     if name:
         log = place.attempt(attempt["number"]).log(name)
         yield Fact(asked="its log", said=str(log), is_code=True)
@@ -49,11 +51,12 @@ def death_of(attempt: Mapping[str, Any]) -> str:
     """How and when the component to blame ended: `exit code 1, pid 812, 7.5 s after its start`."""
     failure = attempt["failure"]
     seen = attempt["components"].get(failure["component"])
-    has_ended = failure["exit_code"] is not None or failure["signal"] is not None
-    said = [ending_of(failure)] if has_ended else ["still alive" if seen else "never started"]
+    said = (
+        [ending_of(failure)] if has_ended(failure) else ["still alive" if seen else "never started"]
+    )
     if seen is not None and seen["pid"] is not None:
         said.append(f"pid {seen['pid']}")
-    if seen is not None and has_ended and seen["ended_at"]:
+    if seen is not None and has_ended(failure) and seen["ended_at"]:
         said.append(f"{seconds(seen['ended_at'] - seen['started_at'])} after its start")
         said.append(f"at {clock(seen['ended_at'])}")
     if seen is not None and not seen["ready_at"]:
@@ -62,13 +65,26 @@ def death_of(attempt: Mapping[str, Any]) -> str:
 
 
 def sequel_of(attempt: Mapping[str, Any]) -> str:
-    """What follows the attempt, in a sentence."""
-    decision = str(attempt.get("decision") or "")
+    """What follows the attempt."""
+    decision = attempt.get("decision")
     if not decision:
         return "to be decided, once nothing of the attempt is left"
-    if decision.startswith("final"):
-        return f"nothing, it is not tried again ({decision})"
-    return decision
+    return f"not tried again ({decision})" if _is_final(attempt) else str(decision)
+
+
+def card_of(attempt: Mapping[str, Any]) -> Iterator[str]:
+    """The answers in a few words each, for where a line ends after some 40 letters."""
+    failure = attempt["failure"]
+    name = failure["component"]
+    seen = attempt["components"].get(name)
+    if name:
+        lasted_s = seen["ended_at"] - seen["started_at"] if seen and seen["ended_at"] else 0.0
+        after = f" after {seconds(lasted_s)}" if lasted_s else ""
+        yield f"{name}: {f'{ending_of(failure)}{after}' if has_ended(failure) else 'still alive'}"
+    yield failure.get("line") or failure["message"]
+    if name:
+        yield f"log: attempt-{attempt['number']:02d}/{name}.log"
+    yield "next: not tried again" if _is_final(attempt) else f"next: {sequel_of(attempt)}"
 
 
 def in_a_line(message: str, place: RunPlace, attempt: Mapping[str, Any] | None) -> str:
@@ -81,7 +97,7 @@ def in_a_line(message: str, place: RunPlace, attempt: Mapping[str, Any] | None) 
     if attempt is None or failure is None or not failure["component"]:
         return message
     log = place.attempt(attempt["number"]).log(failure["component"])
-    return f"{message}; log: {log}; next: {sequel_of(attempt)}"
+    return f"{message}; log: {log}; {sequel_of(attempt)}"
 
 
 def as_text(place: RunPlace, attempt: Mapping[str, Any]) -> str:
@@ -91,3 +107,7 @@ def as_text(place: RunPlace, attempt: Mapping[str, Any]) -> str:
     tail = failure.get("log_tail")
     lines = [f"attempt {attempt['number']} failed", *facts, f"record: {place.record}"]
     return "\n".join([*lines, *(["its last lines:", tail] if tail else [])])
+
+
+def _is_final(attempt: Mapping[str, Any]) -> bool:
+    return str(attempt.get("decision") or "").startswith("final")

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tasks.page.elsewhere import places_of
-from tasks.page.failure import death_of, facts_of, sequel_of
+from tasks.page.failure import card_of, facts_of
 from tasks.page.markdown import block, code, link, text
 from tasks.page.view import RunView, Shown, moment, seconds
 
@@ -62,12 +62,8 @@ def _headline(view: RunView, said: str, why: str) -> str:
     if failed is None:
         lines.append(text(why.splitlines()[0]) if why else "")
     else:
-        failure, name = failed["failure"], failed["failure"]["component"]
-        lines[0] += f": {text(failure['kind'])}"
-        if name:
-            lines.append(text(f"{name}: {death_of(failed)}"))
-        lines.append(text(failure.get("line") or failure["message"]))
-        lines.append(f"next: {text(sequel_of(failed))}")
+        lines[0] += f": {text(failed['failure']['kind'])}"
+        lines += map(text, card_of(failed))
     if step := _step(view):
         lines.append("" if step == why else text(step))
     return "\n\n".join(filter(None, lines))

@@ -55,7 +55,7 @@ def words(
         room: how wide it may be; 0: as it is.
     """
     if room:
-        fits = max(1, int(room / (_LETTER_WIDTH * size)))
+        fits = max(1, int(room / (_LETTER_WIDTH * size * (1.1 if bold else 1.0))))
         said = said if len(said) <= fits else f"{said[: fits - 1]}…"
     weight = ' font-weight="600"' if bold else ""
     return (

@@ -8,15 +8,17 @@ from typing import Any
 
 from tasks.page import svg
 from tasks.page.markdown import table, text
-from tasks.page.view import RunView, Shown, clock, ending_of, moment, seconds
+from tasks.page.view import RunView, Shown, clock, end_of, seconds
 
 #: The last ones are drawn, and more of them listed.
 ATTEMPTS_AT_MOST = 5
 _LISTED_AT_MOST = 50
-_LEFT, _RIGHT = 104.0, svg.WIDTH - 138.0
+_LEFT, _RIGHT = 104.0, svg.WIDTH - 144.0
 _HEAD, _ROW, _BAR, _AXIS, _GAP = 26.0, 22.0, 14.0, 24.0, 8.0
 _TOP, _FOOT = 58.0, 8.0
 _WAITING, _STARTING, _READY, _FAILED = "#d0d7de", "#d4a72c", "#2da44e", "#cf222e"
+#: Less than so is the start of a process.
+_WAITED_S = 5.0
 _UNITS = (("d", 86400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0))
 _LEGEND = ((_WAITING, "waiting"), (_STARTING, "starting"), (_READY, "ready"), (_FAILED, "failed"))
 
@@ -73,7 +75,9 @@ def _attempt(
 ) -> Iterator[str]:
     begin, end = attempt["started_at"], _end_of(view, attempt)
     scale = (_RIGHT - _LEFT) / max(end - begin, 0.1)
-    yield svg.words(16, top + 14, _heading(view, attempt), bold=True, room=svg.WIDTH - 32)
+    yield svg.words(16, top + 14, _heading(attempt), bold=True, room=svg.WIDTH - 232)
+    at = svg.WIDTH - 16, top + 14
+    yield svg.words(*at, _when(view, attempt), color=svg.PALE, size=12, anchor="end")
     foot = top + _HEAD + len(names) * _ROW
     unit, unit_s = _unit_of(end - begin)
     for tick in (one * unit_s for one in svg.ticks(0, max(end - begin, 0.1) / unit_s, 4)):
@@ -97,10 +101,10 @@ def _attempt(
         seen = attempt["components"].get(name)
         is_failed = name == (attempt["failure"] or {}).get("component")
         if is_failed:
-            at = (seen or {}).get("ended_at") or end
-            yield _cross(_LEFT + (at - begin) * scale, y + _BAR / 2)
+            died = (seen or {}).get("ended_at") or end
+            yield _cross(_LEFT + (died - begin) * scale, y + _BAR / 2)
         color = _FAILED if is_failed else svg.PALE
-        room = svg.WIDTH - _RIGHT - 22
+        room = svg.WIDTH - _RIGHT - 16
         yield svg.words(_RIGHT + 12, y + 11, _note(attempt, name), color=color, size=12, room=room)
 
 
@@ -130,15 +134,10 @@ def _note(attempt: Mapping[str, Any], name: str) -> str:
     if seen is None:
         return "never started" if attempt["ended_at"] else ""
     if seen["ended_at"]:
-        return _ending(attempt, name)
+        return end_of(attempt, name)
     if seen["ready_at"]:
         return f"ready in {seconds(seen['ready_at'] - seen['started_at'])}"
     return "not ready yet"
-
-
-def _ending(attempt: Mapping[str, Any], name: str) -> str:
-    is_failed = name == (attempt["failure"] or {}).get("component")
-    return ending_of(attempt["components"][name], is_failed=is_failed)
 
 
 def _title(view: RunView) -> str:
@@ -148,15 +147,18 @@ def _title(view: RunView) -> str:
     return f"{view.record['run_id']}: {attempts}{shown}"
 
 
-def _heading(view: RunView, attempt: Mapping[str, Any]) -> str:
-    number, failure = attempt["number"], attempt["failure"]
-    said = f"attempt {number}, {moment(attempt['started_at'])}, {attempt['state']}"
-    if failure:
-        said += f": {failure['kind']}"
-    before = [one for one in view.attempts if one["number"] < number]
+def _heading(attempt: Mapping[str, Any]) -> str:
+    failure = attempt["failure"]
+    how = failure["kind"] if failure else attempt["state"]
+    return f"attempt {attempt['number']}: {how}"
+
+
+def _when(view: RunView, attempt: Mapping[str, Any]) -> str:
+    before = [one for one in view.attempts if one["number"] < attempt["number"]]
     waited_since = before[-1]["ended_at"] if before else view.record.get("started_at")
     waited_s = attempt["started_at"] - waited_since if waited_since else 0.0
-    return f"{said}, after {seconds(waited_s)} of waiting" if waited_s >= 1 else said
+    waited = f", waited {seconds(waited_s)}" if waited_s >= _WAITED_S else ""
+    return f"{clock(attempt['started_at'])}{waited}"
 
 
 def _names(view: RunView, attempt: Mapping[str, Any]) -> list[str]:
@@ -182,5 +184,5 @@ def _figures(view: RunView, attempt: Mapping[str, Any]) -> Iterator[list[str]]:
             clock(seen["started_at"]).removesuffix(" UTC"),
             seconds(ready - seen["started_at"]) if ready else "never",
             clock(seen["ended_at"]).removesuffix(" UTC") if seen["ended_at"] else "",
-            _ending(attempt, name) if seen["ended_at"] else "",
+            end_of(attempt, name) if seen["ended_at"] else "",
         ]

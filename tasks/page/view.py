@@ -119,14 +119,23 @@ def seconds(duration: float) -> str:
 _STOPS = frozenset({"SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGKILL"})
 
 
-def ending_of(component: Mapping[str, Any], *, is_failed: bool = True) -> str:
-    """How a component of the record ended: `killed by SIGSEGV`, `exit code 1`, `stopped`.
-
-    Args:
-        is_failed: it was the first to fail, so nobody had stopped it.
-    """
+def ending_of(component: Mapping[str, Any]) -> str:
+    """How something ended by itself: `killed by SIGSEGV`, `exit code 1`."""
     if component["signal"]:
-        is_stopped = not is_failed and component["signal"] in _STOPS
-        return f"{'stopped' if is_stopped else 'killed'} by {component['signal']}"
+        return f"killed by {component['signal']}"
     code = component["exit_code"]
     return f"exit code {'unknown' if code is None else code}"
+
+
+def has_ended(failure: Mapping[str, Any]) -> bool:
+    """Whether the component to blame had ended; another one was alive, and then stopped."""
+    return failure["exit_code"] is not None or failure["signal"] is not None
+
+
+def end_of(attempt: Mapping[str, Any], name: str) -> str:
+    """How a component of an attempt ended, which may be by the run's own hand."""
+    seen, failure = attempt["components"][name], attempt["failure"]
+    is_first = failure is not None and failure["component"] == name and has_ended(failure)
+    if seen["signal"] in _STOPS and not is_first:
+        return f"stopped by {seen['signal']}"
+    return ending_of(seen)

@@ -1,0 +1,234 @@
+"""The pictures on the page of a run: its timeline, and the curve of its figures."""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from tasks.page import svg
+from tasks.page.chart import curve_of
+from tasks.page.figures import Figures
+from tasks.page.markdown import picture
+from tasks.page.tables import curve_shown
+from tasks.page.timeline import drawn, phases_of, timeline_of
+from tasks.page.view import RunView
+from tasks.run.layout import RunPlace
+from tasks.run.spec import RunSpec
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def view(*attempts: dict[str, Any], components: tuple[str, ...] = ("api", "trainer")) -> RunView:
+    spec = {
+        "name": "x",
+        "workload": "grpo",
+        "components": {name: {"command": ["sleep", "1"]} for name in components},
+        "progress": {"jsonl": "m.jsonl", "step": "step"},
+    }
+    return RunView(
+        at=1020.0,
+        spec=RunSpec.model_validate(spec),
+        record={"run_id": "x-1", "state": "running", "started_at": 990.0, "attempts": [*attempts]},
+        place=RunPlace(directory=Path("/runs/x-1")),
+    )
+
+
+def attempt(number: int = 1, **more: Any) -> dict[str, Any]:
+    return {
+        "number": number,
+        "state": "running",
+        "started_at": 1000.0,
+        "ended_at": None,
+        "failure": None,
+        "components": {
+            "api": seen(1001.0, 1003.0),
+        },
+        **more,
+    }
+
+
+def seen(started: float, ready: float | None, ended: float | None = None, **how: Any) -> Any:
+    times = {"started_at": started, "ready_at": ready, "ended_at": ended}
+    return {"pid": 1, **times, "exit_code": None, "signal": None, **how}
+
+
+def texts(source: str) -> list[str]:
+    return [one.text or "" for one in ElementTree.fromstring(source).iter(f"{SVG}text")]
+
+
+def test_a_component_waits_starts_and_is_ready_until_now_or_its_end() -> None:
+    run = view(attempt())
+
+    found = [(one.name, one.begin, one.end) for one in phases_of(run, run.attempts[0], "api")]
+
+    assert found == [
+        ("waiting", 1000.0, 1001.0),
+        ("starting", 1001.0, 1003.0),
+        ("ready", 1003.0, 1020.0),
+    ]
+
+
+def test_a_component_that_never_got_ready_starts_until_its_end() -> None:
+    run = view(attempt(components={"api": seen(1000.0, None, 1009.0)}, ended_at=1010.0))
+
+    found = [(one.name, one.begin, one.end) for one in phases_of(run, run.attempts[0], "api")]
+
+    assert found == [("starting", 1000.0, 1009.0)]
+
+
+def test_the_timeline_marks_the_one_that_failed_first_and_no_other() -> None:
+    failure = {"kind": "STALLED", "component": "api", "exit_code": 1, "signal": None}
+    components = {"api": seen(1001.0, 1003.0, 1009.0), "trainer": seen(1003.0, 1004.0, 1009.5)}
+    run = view(attempt(ended_at=1010.0, failure=failure, components=components, state="failed"))
+
+    source = drawn(run)
+
+    assert len([*ElementTree.fromstring(source).iter(f"{SVG}circle")]) == 1
+    assert "attempt 1: STALLED" in texts(source)
+
+
+def test_the_timeline_has_a_row_for_each_component_and_says_which_never_started() -> None:
+    source = drawn(view(attempt(ended_at=1010.0)))
+
+    assert {"api", "trainer", "never started"} <= {*texts(source)}
+
+
+def test_of_many_attempts_the_last_are_drawn_and_the_wait_before_each_is_told() -> None:
+    run = view(*(attempt(number, ended_at=1000.0 - 60) for number in range(1, 10)))
+
+    said = texts(drawn(run))
+
+    assert [one for one in said if one.startswith("attempt ")] == [
+        f"attempt {number}: running" for number in range(5, 10)
+    ]
+    assert "x-1: 9 attempts, the last 5 drawn" in said
+    assert sum("waited 1 min 00 s" in one for one in said) == 5
+
+
+def test_the_timeline_is_a_picture_on_the_card_and_figures_below_it() -> None:
+    shown = timeline_of(view(attempt()))
+
+    assert ElementTree.fromstring(shown.picture).tag == f"{SVG}svg"
+    assert "| 1 | api | 00:16:41 | 2.0 s |  |  |" in str(shown.data)
+    assert "| 1 | trainer | never |" in str(shown.data)
+
+
+def test_a_picture_is_one_line_of_markdown_that_holds_all_of_it() -> None:
+    line = picture("<svg>\n</svg>", "a [b]\nc")
+
+    assert line.startswith("![a (b) c](data:image/svg+xml;base64,") and "\n" not in line
+    assert base64.b64decode(line.partition("base64,")[2][:-1]) == b"<svg>\n</svg>"
+
+
+@pytest.mark.parametrize(
+    "points",
+    [
+        # a dot
+        [(1.0, 0.5)],
+        # a line without a slope has no range of its own
+        [(1.0, 0.5), (2.0, 0.5)],
+        [(0.0, 0.0), (1.0, 0.0)],
+        [(1.0, -3.0), (2.0, 8e9)],
+        # more than there are pixels for
+        [(float(step), step % 7) for step in range(5000)],
+    ],
+)
+def test_a_curve_is_drawn_within_its_picture(points: list[tuple[float, float]]) -> None:
+    source = curve_of(points, x="step", y="<reward>", title="r & s")
+
+    root = ElementTree.fromstring(source)
+    assert len(source) < 20_000
+    for one in root.iter():
+        for x, y in _points_of(one):
+            assert 0 <= x <= svg.WIDTH and 0 <= y <= float(root.attrib["height"])
+    assert "step" in texts(source) and "<reward>" in texts(source)
+
+
+def _points_of(one: ElementTree.Element) -> list[tuple[float, float]]:
+    pairs = one.attrib.get("points", "").split()
+    if "cx" in one.attrib:
+        pairs.append(f"{one.attrib['cx']},{one.attrib['cy']}")
+    return [(float(x), float(y)) for x, y in (pair.split(",") for pair in pairs)]
+
+
+def test_ticks_are_round_numbers_within_the_range() -> None:
+    assert svg.ticks(0, 60, 6) == [0, 10, 20, 30, 40, 50, 60]
+    assert [round(tick, 6) for tick in svg.ticks(0.07, 0.99)] == [0.2, 0.4, 0.6, 0.8]
+    assert svg.ticks(3, 3) == [3]
+
+
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        # the quickstart's own
+        ({"step": 1, "reward": 0.5, "loss": 3.0}, "reward"),
+        # verl's file logger
+        (
+            {"step": 1, "data": {"critic/rewards/mean": 0.5, "actor/pg_loss": 1}},
+            "critic/rewards/mean",
+        ),
+        # supervised fine-tuning has no reward
+        ({"step": 1, "data": {"train/loss": 0.5}}, "train/loss"),
+        ({"step": 1, "lr": 0.5}, ""),
+        ({"step": 1, "reward": "high"}, ""),
+    ],
+)
+def test_the_figure_is_the_reward_under_the_names_that_trainers_give_it(
+    tmp_path: Path, line: dict[str, Any], name: str
+) -> None:
+    (tmp_path / "m.jsonl").write_text(json.dumps(line) + "\n")
+    figures = Figures(tmp_path / "m.jsonl", "step")
+
+    figures.look()
+
+    assert figures.name == name
+    assert figures.points == ([(1.0, 0.5)] if name else [])
+
+
+def test_only_whole_lines_that_were_added_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    figures = Figures(path, "at.step")
+    figures.look()
+    path.write_text('{"at": {"step": 1}, "reward": 1}\n{"at": {"step": 2}, "rew')
+    figures.look()
+    first = figures.points
+    with path.open("a") as f:
+        f.write('ard": NaN}\nnonsense\n[1]\n{"at": {"step": 3}, "reward": 3}\n')
+
+    figures.look()
+
+    assert first == [(1.0, 1.0)]
+    assert figures.points == [(1.0, 1.0), (3.0, 3.0)]
+
+
+def test_a_file_that_was_begun_anew_is_read_anew(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    path.write_text('{"step": 1, "reward": 1}\n{"step": 2, "reward": 2}\n')
+    figures = Figures(path, "step")
+    figures.look()
+    path.write_text('{"step": 1, "reward": 7}\n')
+
+    figures.look()
+
+    assert figures.points == [(1.0, 7.0)]
+
+
+def test_a_curve_is_shown_with_its_first_and_last_figure(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    lines = [json.dumps({"step": step, "reward": step / 100}) for step in range(1, 101)]
+    path.write_text("\n".join(lines) + "\n")
+    figures = Figures(path, "step")
+    figures.look()
+
+    shown = curve_shown(view(attempt()), figures)
+
+    assert shown is not None
+    assert shown.headline == "reward by step: 0.01 at first, 1 at step 100"
+    assert "| 1 | 0.01 |" in str(shown.data) and "| 100 | 1 |" in str(shown.data)
+    assert str(shown.data).count("\n| ") < 50
+    assert curve_shown(view(attempt()), Figures(tmp_path / "none", "step")) is None

@@ -1,0 +1,353 @@
+"""What the page of a run says: its summary, its components, and what failed first."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tasks.page.components import components_of
+from tasks.page.elsewhere import places_of
+from tasks.page.failure import as_text, in_a_line
+from tasks.page.fleet import FleetSeen
+from tasks.page.markdown import block, code, table, text
+from tasks.page.summary import summary_of
+from tasks.page.tables import attempts_of, progress_of
+from tasks.page.view import RunView, seconds
+from tasks.run.events import Event
+from tasks.run.layout import RunPlace
+from tasks.run.spec import RunSpec
+
+STAY: dict[str, Any] = {"command": ["sleep", "600"]}
+SPEC = {
+    "name": "x",
+    "workload": "grpo",
+    "components": {"api": STAY, "trainer": STAY},
+    "progress": {"jsonl": "metrics.jsonl", "step": "step", "total": 60},
+}
+FAILURE = {
+    "kind": "RUNTIME_ERROR",
+    "component": "trainer",
+    "exit_code": 1,
+    "signal": None,
+    "message": "trainer (pid 8) ended with exit code 1 after 3.1 s: ValueError: no",
+    "rule": "traceback",
+    "line": "ValueError: no",
+    "hint": "",
+    "log_tail": "Traceback (most recent call last):\nValueError: no",
+}
+
+
+def component(started: float, ready: float | None = None, ended: float | None = None, **how: Any):
+    return {
+        "pid": 8,
+        "started_at": started,
+        "ready_at": ready,
+        "ended_at": ended,
+        "exit_code": None,
+        "signal": None,
+        **how,
+    }
+
+
+def attempt(number: int = 1, **more: Any) -> dict[str, Any]:
+    return {
+        "number": number,
+        "state": "running",
+        "started_at": 1000.0,
+        "ended_at": None,
+        "failure": None,
+        "components": {"api": component(1000.0, 1001.5), "trainer": component(1002.0)},
+        "ray": {},
+        "ports": {"api.port": 4100, "trainer.port": 4101, "trainer.ports.metrics": 4102},
+        "resume_from": None,
+        "decision": None,
+        **more,
+    }
+
+
+def failed(number: int = 1, **more: Any) -> dict[str, Any]:
+    return attempt(
+        number,
+        **{
+            "state": "failed",
+            "ended_at": 1006.0,
+            "failure": FAILURE,
+            "components": {
+                "api": component(1000.0, 1001.5, 1005.9, signal="SIGTERM"),
+                "trainer": component(1002.0, 1003.0, 1005.1, exit_code=1),
+            },
+            "decision": "final: RUNTIME_ERROR is not retried",
+            **more,
+        },
+    )
+
+
+def view(*attempts: dict[str, Any], state: str = "running", **more: Any) -> RunView:
+    spec = RunSpec.model_validate({**SPEC, **more.pop("spec", {})})
+    record = {"run_id": "x-1", "state": state, "started_at": 998.0, "ended_at": None}
+    return RunView(
+        at=1010.0,
+        spec=spec,
+        record={**record, "attempts": list(attempts)},
+        place=RunPlace(directory=Path("/home/runs/x-1")),
+        **more,
+    )
+
+
+def test_a_failed_run_says_what_failed_first_why_where_its_log_is_and_what_follows() -> None:
+    shown = summary_of(view(failed(), state="failed", step=7))
+
+    for said in (
+        "exit code 1, pid 8, 3.1 s after its start",
+        "RUNTIME\\_ERROR: trainer (pid 8)",
+        "read the line that it names",
+        "`/home/runs/x-1/attempt-01/trainer.log`",
+        "not tried again",
+        "`/home/runs/x-1/run.json`",
+        "```\nTraceback (most recent call last):\nValueError: no\n```",
+    ):
+        assert said in str(shown.data)
+    assert shown.headline.split("\n\n") == [
+        "**failed**: RUNTIME\\_ERROR",
+        "trainer: exit code 1 after 3.1 s",
+        "ValueError: no",
+        "log: attempt-01/trainer.log",
+        "next: not tried again",
+        "step 7 of 60",
+    ]
+
+
+def test_a_run_that_waits_for_its_next_attempt_still_says_what_failed() -> None:
+    decided = "requeued: INSUFFICIENT_RESOURCES, next try in 61 s"
+    waiting = view(failed(decision=decided), state="pending_resources", doing="waiting: for room")
+
+    shown = summary_of(waiting)
+
+    assert shown.headline.startswith("**waiting**: RUNTIME\\_ERROR")
+    assert "requeued: INSUFFICIENT\\_RESOURCES, next try in 61 s" in str(shown.data)
+
+
+def test_a_run_that_runs_again_does_not_show_an_earlier_failure_as_its_own() -> None:
+    shown = summary_of(view(failed(), attempt(2), doing="starting trainer"))
+
+    assert shown.headline.split("\n\n") == ["**running**", "starting trainer"]
+    assert "What went wrong" not in str(shown.data)
+    assert "2, after 1 that failed" in str(shown.data)
+
+
+def test_a_run_that_never_came_to_an_attempt_says_why() -> None:
+    shown = summary_of(view(state="failed", message="USER_ERROR: the spec has 1 fault:\n  - a: b"))
+
+    assert "USER\\_ERROR: the spec has 1 fault: - a: b" in str(shown.data)
+
+
+def test_a_component_that_never_got_ready_is_still_alive_when_it_fails() -> None:
+    failure = {**FAILURE, "kind": "NOT_READY", "exit_code": None, "line": ""}
+    components = {"trainer": component(1002.0, None, 1005.0, signal="SIGTERM")}
+
+    shown = summary_of(view(failed(failure=failure, components=components), state="failed"))
+
+    assert "trainer: still alive, pid 8, not ready by then" in str(shown.data)
+
+
+def test_the_message_of_a_failed_run_ends_with_its_log_and_what_follows() -> None:
+    place = RunPlace(directory=Path("/r"))
+
+    said = in_a_line("RUNTIME_ERROR: it died", place, failed())
+
+    assert said.startswith("RUNTIME_ERROR: it died; log: /r/attempt-01/trainer.log; not tried")
+    assert in_a_line("USER_ERROR: the spec", place, None) == "USER_ERROR: the spec"
+
+
+def test_the_last_word_of_a_log_has_every_answer_in_one_message() -> None:
+    said = as_text(RunPlace(directory=Path("/r")), failed())
+
+    for asked in ("what failed first: ", "why: ", "what to do: ", "its log: ", "what happens next"):
+        assert f"\n{asked}" in said
+    assert said.endswith("ValueError: no")
+
+
+def test_components_show_what_runs_where_while_it_does() -> None:
+    shown = components_of(view(attempt(), unready={"trainer": "GET /health: refused"}, host="h1"))
+
+    lines = str(shown.data).splitlines()
+    [api] = [line for line in lines if line.startswith("| api ")]
+    [trainer] = [line for line in lines if line.startswith("| trainer ")]
+    assert "Attempt 1 on h1" in lines[0]
+    assert api.startswith("| api | ready | pid 8 | 1.5 s | 4100 |")
+    assert "starting, not ready: GET /health: refused | pid 8 | not yet | 4101, metrics 4102" in (
+        trainer
+    )
+    assert shown.headline == "api ready\n\ntrainer starting"
+
+
+def test_a_job_of_a_cluster_is_shown_with_its_submission_and_nodes() -> None:
+    ray = {"component": "trainer", "submission_id": "x-1--a01", "nodes": ["10.0.0.7"]}
+    components = {"trainer": {**component(1000.0), "pid": None}}
+
+    shown = components_of(view(attempt(components=components, ray=ray)))
+
+    assert "Ray job `x-1--a01` on 10.0.0.7" in str(shown.data)
+
+
+def test_the_one_that_failed_first_stands_out_from_those_that_were_stopped() -> None:
+    shown = components_of(view(failed(), state="failed"))
+
+    assert "| trainer | **failed first**: exit code 1 |" in str(shown.data)
+    assert "| api | stopped by SIGTERM |" in str(shown.data)
+
+
+def test_servers_of_a_fleet_are_shown_with_their_restarts() -> None:
+    fleet = FleetSeen()
+    for name, fields in (
+        ("rollout.server.started", {"rank": 0, "epoch": 1, "url": "http://h:1"}),
+        ("rollout.group.state", {"group": 0, "ranks": [0], "after": "active", "cause": ""}),
+        ("rollout.group.state", {"group": 0, "ranks": [0], "after": "inactive", "cause": "died"}),
+        ("rollout.server.started", {"rank": 0, "epoch": 2, "url": "http://h:2"}),
+        ("rollout.group.state", {"group": 0, "ranks": [0], "after": "active", "cause": ""}),
+    ):
+        assert fleet.observe(Event(at=0.0, name=name, component="rollout", fields=fields))
+
+    shown = components_of(view(attempt(), servers=fleet.servers))
+
+    log = "`/home/runs/x-1/attempt-01/rollout-r0.log`"
+    assert f"| 0 | active | `http://h:2` | 1 | {log} |" in str(shown.data)
+
+
+def test_a_new_attempt_forgets_the_servers_of_the_last_one() -> None:
+    fleet = FleetSeen()
+    started = {"rank": 0, "epoch": 1, "url": ""}
+    fleet.observe(Event(at=0.0, name="rollout.server.started", fields=started))
+
+    fleet.observe(Event(at=1.0, name="attempt.begun", fields={}))
+
+    assert fleet.servers == ()
+
+
+@pytest.mark.parametrize(
+    ("env", "url", "what"),
+    [
+        # as wandb itself names a run
+        (
+            {"WANDB_PROJECT": "p", "WANDB_ENTITY": "team", "WANDB_RUN_ID": "r 1"},
+            "https://wandb.ai/team/p/runs/r%201",
+            "project p, run r 1",
+        ),
+        # the address of the API is not the one for people
+        (
+            {
+                "WANDB_PROJECT": "p",
+                "WANDB_ENTITY": "t",
+                "WANDB_BASE_URL": "https://api.wandb.ai",
+            },
+            "https://wandb.ai/t/p",
+            "project p",
+        ),
+        # a server of one's own, whose password is nobody's business
+        (
+            {
+                "WANDB_PROJECT": "p",
+                "WANDB_ENTITY": "t",
+                "WANDB_BASE_URL": "https://u:pw@wandb.lab/",
+            },
+            "https://wandb.lab/t/p",
+            "project p",
+        ),
+        # whose default entity only the tracker knows
+        ({"WANDB_PROJECT": "p"}, "https://wandb.ai", "project p"),
+    ],
+)
+def test_the_tracker_is_linked_from_what_the_spec_names(
+    env: dict[str, str], url: str, what: str
+) -> None:
+    [place] = places_of(view(attempt(), spec={"env": env}))
+
+    assert (place.url, place.what) == (url, what)
+
+
+@pytest.mark.parametrize(
+    "env",
+    [{}, {"WANDB_PROJECT": "p", "WANDB_MODE": "offline"}, {"MLFLOW_TRACKING_URI": "file:///x"}],
+)
+def test_no_tracker_is_linked_that_has_no_page(env: dict[str, str]) -> None:
+    assert places_of(view(attempt(), spec={"env": env})) == ()
+
+
+def test_a_project_of_verl_is_linked_where_it_logs_to_the_tracker() -> None:
+    overrides = ["trainer.project_name=muster", "trainer.experiment_name=x-1"]
+    for logger, count in (("[console,wandb]", 1), ("[console,file]", 0)):
+        command = ["python", *overrides, f"trainer.logger={logger}"]
+        spec = {"env": {"WANDB_ENTITY": "t"}, "components": {"trainer": {"command": command}}}
+
+        places = places_of(view(attempt(), spec=spec))
+
+        assert [(one.url, one.what) for one in places] == count * [
+            ("https://wandb.ai/t/muster", "project muster, run x-1")
+        ]
+
+
+def test_the_address_that_the_tracker_prints_is_believed(tmp_path: Path) -> None:
+    place = RunPlace(directory=tmp_path)
+    place.attempt(1).directory.mkdir()
+    printed = "\x1b[34mwandb\x1b[0m: View run \x1b[33mx\x1b[0m at: \x1b[34mhttps://wandb.ai/a/b/runs/c\x1b[0m\n"
+    place.attempt(1).log("trainer").write_text(f"loading\n{printed}")
+    run = replace(view(attempt(), spec={"env": {"WANDB_PROJECT": "b"}}), place=place)
+
+    [found] = places_of(run)
+
+    assert found.url == "https://wandb.ai/a/b/runs/c"
+
+
+def test_the_job_is_linked_on_the_dashboard_of_its_cluster() -> None:
+    ray = {"component": "trainer", "submission_id": "x-1--a01"}
+    spec = {"ray": {"address": "http://head:8265/"}}
+
+    [place] = places_of(view(attempt(ray=ray), spec=spec))
+
+    assert place.url == "http://head:8265/#/jobs/x-1--a01"
+
+
+def test_progress_is_a_part_of_a_whole_or_not_shown() -> None:
+    shown = progress_of(view(attempt(), step=15))
+
+    assert shown is not None and (shown.data, shown.headline) == (25.0, "step 15 of 60")
+    assert progress_of(view(attempt())) is None
+    assert progress_of(view(attempt(), step=3, spec={"progress": {"jsonl": "m", "step": "s"}})) is (
+        None
+    )
+
+
+def test_of_many_attempts_a_card_names_the_last_ones() -> None:
+    shown = attempts_of(view(*(failed(number) for number in range(1, 9))))
+
+    assert shown.headline.split("\n\n") == [
+        "8 attempts, the last 5:",
+        *(f"{number}: RUNTIME\\_ERROR" for number in range(4, 9)),
+    ]
+
+
+def test_what_programs_say_is_no_markup() -> None:
+    assert text("a <b>|* [x](y)\nnext") == "a &lt;b&gt;\\|\\* \\[x\\](y) next"
+    assert code("a `b` | <c>") == "`` a `b` | <c> ``"
+    assert table(["a"], [[code("x|y")]]).splitlines()[-1] == "| `x\\|y` |"
+    assert block("a\n```\nb") == "````\na\n```\nb\n````"
+
+
+@pytest.mark.parametrize(
+    ("duration", "said"),
+    [
+        (0.0, "0.00 s"),
+        (0.256, "0.26 s"),
+        (9.94, "9.9 s"),
+        (9.96, "10 s"),
+        (59.4, "59 s"),
+        (59.6, "1 min 00 s"),
+        (3599.6, "1 h 00 min"),
+        (90061, "1 d 1 h"),
+    ],
+)
+def test_a_duration_has_two_units_at_most(duration: float, said: str) -> None:
+    assert seconds(duration) == said
