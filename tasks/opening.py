@@ -15,7 +15,9 @@ from prefect.context import FlowRunContext
 from prefect.exceptions import Abort
 from prefect.states import Cancelled, Completed, Failed
 
+from tasks.announcing import announced
 from tasks.cancellation import cancel_watched, why_cancelled
+from tasks.page.failure import in_a_line
 from tasks.parked import forget_parked
 from tasks.reporting import Reporter
 from tasks.run.failure_kinds import FailureKind
@@ -66,6 +68,7 @@ def open_run(spec: RunSpec) -> Iterator[RunSession]:
     with (
         interrupting(run, _on_term(run, flow_run_id)),
         cancel_watched(flow_run_id, run.interrupt),
+        announced(run, _flow_run()),
         Reporter(run, flow_run_id),
     ):
         try:
@@ -108,7 +111,8 @@ def conclude(run: RunSession) -> State[Any]:
         case RunState.CANCELLED:
             return Cancelled(message=verdict.message)
         case _:
-            return Failed(message=verdict.message)
+            last = [None, *run.record.ledger()][-1]
+            return Failed(message=run.mask(in_a_line(verdict.message, run.place, last)))
 
 
 def _context() -> FlowRunContext:
