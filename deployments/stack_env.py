@@ -13,8 +13,8 @@ ROOT = Path(__file__).resolve().parents[1]
 HOST = "127.0.0.1"
 #: In place of a run's id, in the environment of the parts.
 RUN_ID = "stack"
-#: The work pool.
-POOL = "gang"
+#: The work pool of runs, and that of pipelines, whose processes only wait for runs of the other.
+POOL, PIPELINES_POOL = "gang", "pipelines"
 #: The first words of the last line of `stack_setup`, once all is done.
 SET_UP = "Set up:"
 #: In the environment of everything that a stack starts, runs included: the stack's id.

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 from deployments.stack_env import (
     HOST,
+    PIPELINES_POOL,
     POOL,
     RAY_VARIABLE,
     ROOT,
@@ -42,7 +43,7 @@ RAY_DASHBOARD_PORT = 8265
 RUNS_WITHIN_S = 60.0
 
 SERVER, DEPLOYMENTS, RAY = "prefect-server", "deployments", "ray-head"
-UPKEEP, WORKER = "upkeep", "worker"
+UPKEEP, PIPELINES, WORKER = "upkeep", "pipelines", "worker"
 _RAY_PORTS = {
     # Without ports of their own, two heads on a machine end each other.
     "--port": f"{RAY}.gcs",
@@ -136,6 +137,7 @@ def draw_up(
             # One after the other: nodes that start at once on one machine race for ports.
             *(_ray_node(place, stack, node) for node in stack.nodes),
             _upkeep(place, stack),
+            _pipelines(place, stack),
             _worker(place, stack, ports.numbers[f"{WORKER}.health"]),
         ),
     )
@@ -233,6 +235,25 @@ def _upkeep(place: StackPlace, stack: Stack) -> ComponentPlan:
     )
     ready = ReadyProbe(log="^Your flow 'reconcile' is being served", within_s=_READY_WITHIN_S)
     return _component(UPKEEP, command, ready)
+
+
+def _pipelines(place: StackPlace, stack: Stack) -> ComponentPlan:
+    command = Command(
+        argv=(
+            *(sys.executable, "-m", "deployments.worker"),
+            *("--pool", PIPELINES_POOL, "--name", stack.worker, "--install-policy", "never"),
+        ),
+        env={
+            **_env(place, stack, PIPELINES),
+            "PREFECT_WORKER_QUERY_SECONDS": "5",
+            "PREFECT_WORKER_PREFETCH_SECONDS": "0",
+        },
+        cwd=ROOT,
+        log=place.log(PIPELINES),
+        grace_s=_WORKER_GRACE_S,
+    )
+    ready = ReadyProbe(log="^Worker .* started!", within_s=_READY_WITHIN_S)
+    return _component(PIPELINES, command, ready)
 
 
 def _worker(place: StackPlace, stack: Stack, health_port: int) -> ComponentPlan:

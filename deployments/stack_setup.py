@@ -1,5 +1,5 @@
-"""What a Prefect server needs before a worker starts: the work pool, every deployment, and no run
-that only its record says is alive.
+"""What a Prefect server needs before a worker starts: the work pool, every deployment and
+automation, and no run that only its record says is alive.
 
 `python -m deployments.stack_setup` does it on the server of PREFECT_API_URL, any number of times.
 """
@@ -16,7 +16,8 @@ from prefect.client.schemas.actions import WorkPoolCreate, WorkPoolUpdate
 from prefect.exceptions import ObjectAlreadyExists
 from prefect.workers.process import ProcessWorker
 
-from deployments.stack_env import POOL, RAY_VARIABLE, ROOT, SET_UP
+from deployments.automations.apply import main as apply_automations
+from deployments.stack_env import PIPELINES_POOL, POOL, RAY_VARIABLE, ROOT, SET_UP
 from tasks.gang.settings import settings_of, with_settings
 from tasks.queue.ledger import TYPE
 from tasks.queue.worker import GangWorker
@@ -24,8 +25,6 @@ from tasks.reconciling import publish, reconcile_host
 
 #: How many runs the pool lets run at once, until somebody changes it.
 POOL_LIMIT = 8
-#: The work pool of pipelines: their processes only wait, for runs of the other pool.
-PIPELINES_POOL = "pipelines"
 #: The queues of the pool, and the priority of each: 1 comes first. Prefect makes `default` itself.
 QUEUES = {"urgent": 1, "idle": 3}
 
@@ -88,6 +87,8 @@ def main() -> int:
             ensure_pipelines_pool(client)
     except WrongPool as error:
         print(error, file=sys.stderr)
+        return 1
+    if apply_automations([]) != 0:
         return 1
     # What an earlier stack was lost with would hold its places in the pool for ever.
     publish(reconcile_host())

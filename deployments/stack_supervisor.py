@@ -19,7 +19,7 @@ from contextlib import suppress
 from typing import Any
 
 from deployments.stack_nodes import Fleet
-from deployments.stack_plan import RUNS_WITHIN_S, WORKER, Blueprint, draw_up
+from deployments.stack_plan import PIPELINES, RUNS_WITHIN_S, WORKER, Blueprint, draw_up
 from deployments.stack_runs import end_runs
 from deployments.stack_state import Stack, StackPlace
 from tasks.run.errors import RunEnded
@@ -66,7 +66,8 @@ class Stage:
         self._ports = blueprint.ports
         self._stack = blueprint.stack
         self._report = report
-        self._worker: int | None = None
+        #: Pids of the workers, by component.
+        self._workers: dict[str, int] = {}
         self._lock = threading.Lock()
 
     def run(self) -> int:
@@ -101,19 +102,21 @@ class Stage:
     def _obey_signals(self, supervisor: Supervisor) -> None:
         signum = signal.sigwait(_STOP_SIGNALS)
         self._save(state="stopping")
-        if self._worker is not None:
-            end_runs(
-                self._worker,
-                within_s=RUNS_WITHIN_S,
-                is_hurried=lambda: bool(signal.sigpending() & _STOP_SIGNALS),
-            )
+        # The runs first: a pipeline ends with its run, and would be left to go on without.
+        for name in (WORKER, PIPELINES):
+            if name in self._workers:
+                end_runs(
+                    self._workers[name],
+                    within_s=RUNS_WITHIN_S,
+                    is_hurried=lambda: bool(signal.sigpending() & _STOP_SIGNALS),
+                )
         supervisor.interrupt(f"stopped by {signal.Signals(signum).name}")
         signal.sigwait(_STOP_SIGNALS)
         supervisor.hurry()
 
     def _observe(self, event: Event) -> None:
-        if event.name == "component.spawned" and event.component == WORKER:
-            self._worker = event.fields["pid"]
+        if event.name == "component.spawned" and event.component in (WORKER, PIPELINES):
+            self._workers[event.component] = event.fields["pid"]
         self._report.pass_on(event)
 
     def _conclude(self, verdict: Verdict) -> int:

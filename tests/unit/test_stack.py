@@ -375,11 +375,11 @@ def test_nodes_come_after_the_head_with_ports_of_their_own(place: StackPlace) ->
     blueprint.stack.ray_temp.rmdir()
 
     names = [component.name for component in blueprint.plan.components]
-    assert names[2:-2] == ["ray-head", "ray-node-1", "ray-node-2", "ray-node-3"]
+    assert names[2:-3] == ["ray-head", "ray-node-1", "ray-node-2", "ray-node-3"]
     numbers = blueprint.ports.numbers
-    assert len({numbers[f"{name}.agent"] for name in names[2:-2]}) == 4
+    assert len({numbers[f"{name}.agent"] for name in names[2:-3]}) == 4
     assert [node.gpus for node in blueprint.stack.nodes] == [4, 4, 4]
-    for component in blueprint.plan.components[2:-2]:
+    for component in blueprint.plan.components[2:-3]:
         # Ray's subreaper would make a crashed child look like one that exited 0.
         env = component.command.env
         assert env["RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper"] == "false"
@@ -403,7 +403,8 @@ def test_no_part_of_a_stack_is_told_to_listen_beyond_this_machine(place: StackPl
     blueprint.stack.ray_temp.rmdir()
 
     components = {component.name: component.command for component in blueprint.plan.components}
-    assert list(components) == ["prefect-server", "deployments", "ray-head", "upkeep", "worker"]
+    parts = ["prefect-server", "deployments", "ray-head", "upkeep", "pipelines", "worker"]
+    assert list(components) == parts
     assert "127.0.0.1" in components["prefect-server"].argv
     # Ray takes no address for it: see the integration test for what it really does.
     assert components["ray-head"].env["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "0"
