@@ -32,9 +32,7 @@ _NUMBER = re.compile(r"\d+")
 _PARTIAL = re.compile(r"^[.~]|^(tmp|temp)[-_.]|[-_.](tmp|temp|part|partial|incomplete|old|bak)\b")
 
 
-def resume_point(
-    spec: RunSpec, place: RunPlace, attempts: int, component: str | None = None
-) -> Path | None:
+def resume_point(spec: RunSpec, place: RunPlace, attempts: int) -> Path | None:
     """The last complete checkpoint of a run, absolute; None where it has or names none.
 
     An attempt whose folder is its own and that came to no checkpoint leaves it at the one before.
@@ -42,13 +40,8 @@ def resume_point(
     Args:
         spec: As loaded, with its placeholders.
         attempts: How many the run has had.
-        component: Whose; None: that of the first one that has any.
     """
-    named = {
-        name: part.checkpoints
-        for name, part in spec.processes.items()
-        if part.checkpoints and component in (None, name)
-    }
+    named = {name: part.checkpoints for name, part in spec.processes.items() if part.checkpoints}
     for name, written in named.items():
         own = range(attempts, 0, -1) if "${attempt." in written else range(attempts, 0, -1)[:1]
         for number in own:

@@ -21,14 +21,14 @@ def handed_on(checkpoint: str | None, spec: RunSpec, place: RunPlace) -> Path | 
     """The last complete checkpoint of a run, absolute; None where there is none.
 
     Args:
-        checkpoint: As the stage has it: a component, a path or a pattern; None: the one from which
-            the run would be resumed.
+        checkpoint: The path or pattern that the stage has; None: what the run would be resumed
+            from.
         spec: With which the run was started.
         place: Of the run.
     """
     attempts = _attempts(place)
-    if checkpoint is None or checkpoint in spec.components:
-        return resume_point(spec, place, attempts, checkpoint)
+    if checkpoint is None:
+        return resume_point(spec, place, attempts)
     names = {
         "run.id": place.run_id,
         "run.dir": str(place.directory),
@@ -38,12 +38,15 @@ def handed_on(checkpoint: str | None, spec: RunSpec, place: RunPlace) -> Path | 
     return latest_checkpoint(substituted(checkpoint, names.__getitem__), project_root() / spec.cwd)
 
 
-def unknown_names(checkpoint: str, path: str) -> tuple[Fault, ...]:
+def unknown_names(checkpoint: object, path: str) -> tuple[Fault, ...]:
     """One fault for each placeholder of a path or pattern that has no value.
 
     Args:
+        checkpoint: As written.
         path: Of it, in the pipeline spec.
     """
+    if not isinstance(checkpoint, str):
+        return ()
     return tuple(
         Fault(path=path, problem=f"unknown name `${{{name}}}`", remedy=f"known are {_known()}")
         for name in dict.fromkeys(_NAMES.findall(checkpoint.replace("$${", "")))

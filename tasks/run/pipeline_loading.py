@@ -94,6 +94,9 @@ def _checked(
         fault = Fault(path="", problem=problem, remedy="write `name: ...` and so on")
         raise InvalidSpec((*found, fault), source)
     faults = list(found)
+    if isinstance(written.get("stages"), list):
+        # YAML's anchors make one of what two stages have; each is changed by itself.
+        written["stages"] = [copy.deepcopy(stage) for stage in written["stages"]]
     stages = _stages(written)
     unread = set()
     for index, stage in stages.items():
@@ -114,6 +117,7 @@ def _checked(
         if isinstance(stage.get("spec"), Mapping) and stage.get("name") and index not in unread
     }
     for at, (index, stage) in enumerate(stages.items()):
+        faults += unknown_names(stage.get("checkpoint"), f"stages.{index}.checkpoint")
         if isinstance(stage.get("spec"), dict) and index not in unread:
             faults += _fold(stage, index)
             faults += _stage_faults(stage, index, names, at, hands_on)
@@ -193,25 +197,7 @@ def _stage_faults(
         stage["spec"] = RunSpec.model_validate(written).written()
     except InvalidSpec as error:
         faults += error.faults
-    below = tuple(_below(path, fault) for fault in faults)
-    return below if faults else _checkpoint_faults(stage, index)
-
-
-def _checkpoint_faults(stage: Mapping[str, Any], index: int) -> tuple[Fault, ...]:
-    named = stage.get("checkpoint")
-    if not isinstance(named, str):
-        return ()
-    if "/" in named:
-        return unknown_names(named, f"stages.{index}.checkpoint")
-    components = stage["spec"]["components"]
-    path = f"stages.{index}.checkpoint"
-    if named not in components:
-        remedy = did_you_mean(named, components) or "a path or pattern has a `/` in it"
-        return (Fault(path=path, problem=f"no component is called {named!r}", remedy=remedy),)
-    if not components[named].get("checkpoints"):
-        problem = f"the component {named} names no `checkpoints`"
-        return (Fault(path=path, problem=problem, remedy=f"write components.{named}.checkpoints"),)
-    return ()
+    return tuple(_below(path, fault) for fault in faults)
 
 
 def _hands_on(stage: Mapping[str, Any]) -> bool:

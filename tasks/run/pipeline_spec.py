@@ -56,10 +56,9 @@ class Stage(Model):
     checkpoint: Text | None = Field(
         None,
         title="Checkpoint",
-        description="What it hands on: the component whose checkpoint it is, or a path or pattern "
-        "with ${run.dir}, ${run.id} and ${attempt.dir}; left out: the run's last checkpoint, "
-        "where it would be resumed from.",
-        examples=["trainer"],
+        description="What it hands on, as a path or pattern, with ${run.dir}, ${run.id} and "
+        "${attempt.dir}; left out: the checkpoint that the run would be resumed from.",
+        examples=["${run.dir}/hf/step-*"],
     )
 
     @classmethod
@@ -87,7 +86,7 @@ class PipelineSpec(Model):
         description="Labels of the pipeline and of each of its runs.",
         examples=[["demo"]],
     )
-    stages: Annotated[tuple[Stage, ...], Field(min_length=1)] = Field(
+    stages: tuple[Stage, ...] = Field(
         title="Stages",
         description="Its runs, in this order.",
         examples=[[{"name": "sft", "deployment": "train/verl-sft"}]],
@@ -96,6 +95,8 @@ class PipelineSpec(Model):
     @classmethod
     def rules(cls, written: Mapping[str, Any]) -> Iterator[Refusal]:
         stages = written.get("stages")
+        if stages in ([], ()):
+            yield ("stages",), refused("must not be empty")
         seen: list[object] = []
         for index, stage in enumerate(stages if isinstance(stages, list | tuple) else ()):
             name = stage.get("name") if isinstance(stage, Mapping) else None

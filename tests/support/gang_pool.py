@@ -232,6 +232,10 @@ class GangPool:
             self._holders.clear()
             self.asked.clear()
 
+    def note(self, flow_run_id: str, spec: Mapping[str, Any]) -> None:
+        """One that was submitted by others, to the queue `default`."""
+        self._note(flow_run_id, spec, self.ranks["default"])
+
     def _note(self, flow_run_id: str, spec: Mapping[str, Any], rank: int) -> None:
         gang = {"nodes": 0, "gpus_per_node": 0, **(spec.get("gang") or {})}
         self.asked[flow_run_id] = Asked(

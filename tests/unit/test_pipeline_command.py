@@ -1,0 +1,116 @@
+"""`python -m flows.pipeline`: what it says and how it exits before anything is started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from prefect.client.schemas.objects import State, StateType
+from prefect.states import Cancelled, Completed, Crashed, Failed
+
+from flows.pipeline import pipeline
+from tasks import pipeline_command
+from tasks.pipeline import Pipeline
+from tasks.run.pipeline_loading import parse_pipeline
+from tasks.run.pipeline_steps import Conclude, Ending, StageRun
+
+ROOT = Path(__file__).resolve().parents[2]
+QUICKSTART = str(ROOT / "deployments/pipelines/quickstart-sft-then-grpo.yaml")
+
+
+def test_without_a_server_there_is_no_queue_and_it_says_what_to_do(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code = pipeline_command.main(pipeline, [QUICKSTART])
+
+    assert code == 1
+    said = capsys.readouterr().err
+    assert "`make up`" in said and "PREFECT_API_URL" in said and "flows.train" in said
+
+
+def test_an_invalid_pipeline_exits_2_with_every_fault(capsys: pytest.CaptureFixture[str]) -> None:
+    faults = ["--set", "grpo.workload=dance", "--set", "sfd.tags=[x]"]
+
+    code = pipeline_command.main(pipeline, [QUICKSTART, *faults])
+
+    assert code == 2
+    said = capsys.readouterr().err
+    assert "stages.1.spec.workload: must be ppo, grpo or sft" in said
+    assert "no stage 'sfd' (did you mean `sft`?)" in said
+    assert said.endswith("Nothing was started.\n")
+
+
+@pytest.mark.parametrize(("arguments", "code"), [(["--help"], 0), ([], 2), (["a", "b"], 2)])
+def test_its_arguments(arguments: list[str], code: int, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        pipeline_command.main(pipeline, arguments)
+
+    assert ended.value.code == code
+    out, err = capsys.readouterr()
+    assert "--resume FLOW_RUN" in out + err
+
+
+@pytest.mark.parametrize(
+    ("state", "code"),
+    [
+        (Completed(), 0),
+        (Failed(message="stage a: CUDA_OOM: x"), 1),
+        (Failed(message="stage a: INFEASIBLE: asks for 3 nodes"), 3),
+        (Crashed(), 1),
+        (Cancelled(), 130),
+    ],
+)
+def test_exit_codes_are_those_of_a_run(state: State[Any], code: int) -> None:
+    assert pipeline_command._exit_code(state) == code
+
+
+def ended(state: str, ending: Ending, message: str) -> StageRun:
+    return StageRun(
+        stage="b",
+        number=1,
+        flow_run_id="7",
+        name="b-run",
+        state=state,
+        message=message,
+        ending=ending,
+        ended_at=None,
+    )
+
+
+@pytest.mark.parametrize(
+    ("run", "kind", "message"),
+    [
+        (None, StateType.COMPLETED, "all stages are complete: a, b"),
+        (
+            ended("Failed", Ending.FAILED, "NODE_LOST: n1"),
+            StateType.FAILED,
+            "stage b: NODE_LOST: n1 (flow run 7)",
+        ),
+        # a run that was lost
+        (
+            ended("Crashed", Ending.FAILED, "its process is gone"),
+            StateType.FAILED,
+            "stage b: Crashed: its process is gone (flow run 7)",
+        ),
+        # somebody cancelled that run by itself
+        (
+            ended("Cancelled", Ending.CANCELLED, "cancelled from Prefect"),
+            StateType.CANCELLED,
+            "stage b: its run was cancelled (flow run 7)",
+        ),
+    ],
+)
+def test_the_end_of_a_pipeline_names_the_stage_its_cause_and_the_run(
+    run: StageRun | None, kind: StateType, message: str
+) -> None:
+    spec = {"name": "x", "workload": "sft", "components": {"trainer": {"command": ["true"]}}}
+    stages = [{"name": name, "spec": spec} for name in ("a", "b")]
+    loaded = parse_pipeline({"name": "two", "stages": stages})
+    line = Pipeline(loaded, flow_run_id=uuid4(), api_url="http://127.0.0.1:9/api")
+    line.step = Conclude(ending=run.ending or Ending.FAILED if run else Ending.COMPLETED, run=run)
+
+    state = line.conclude()
+
+    assert (state.type, state.message) == (kind, message)

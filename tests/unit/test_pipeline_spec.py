@@ -1,0 +1,283 @@
+"""Pipeline specs: what is valid, every fault of the others, and what a stage is given."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tasks.deploying import load_pipeline_spec
+from tasks.run.errors import InvalidSpec
+from tasks.run.layout import project_root
+from tasks.run.pipeline_loading import load_pipeline, parse_pipeline, run_spec, with_specs
+from tasks.run.pipeline_names import filled_in, stage_names_in
+
+QUICKSTART = "deployments/pipelines/quickstart-sft-then-grpo.yaml"
+
+
+def spec(*command: str, **more: Any) -> dict[str, Any]:
+    trainer = {"command": ["true", *command], "checkpoints": "${run.dir}/checkpoints"}
+    return {"name": "one", "workload": "sft", "components": {"trainer": trainer}, **more}
+
+
+def bare(*command: str) -> dict[str, Any]:
+    """A run spec that names no checkpoints."""
+    written = spec(*command)
+    del written["components"]["trainer"]["checkpoints"]
+    return written
+
+
+def pipeline(*stages: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"name": "two", "stages": list(stages), **more}
+
+
+def faults(data: object, *overrides: str) -> list[str]:
+    with pytest.raises(InvalidSpec) as caught:
+        parse_pipeline(data, overrides)
+    return [str(fault) for fault in caught.value.faults]
+
+
+A = {"name": "a", "spec": spec()}
+NAMES = "known are ${stage.a.checkpoint}, ${stage.a.run_dir}, ${stage.a.run_id}"
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        ([], ["must be a mapping, found a list (write `name: ...` and so on)"]),
+        ({"name": "two", "stages": []}, ["stages: must not be empty"]),
+        (
+            {"stages": [A], "colour": "red"},
+            [
+                "name: missing (write for example name: sft-then-grpo)",
+                "colour: unknown key (known are name, tags, stages)",
+            ],
+        ),
+        (
+            pipeline(A, name="Two"),
+            ["name: must be a small letter and up to 31 more of a-z, 0-9 and -, found 'Two'"],
+        ),
+        (
+            pipeline({"name": "a"}),
+            [
+                "stages.0.spec: missing: nothing says what the stage runs (write spec: FILE.yaml, "
+                "or deployment: train/NAME)"
+            ],
+        ),
+        (
+            pipeline(A, A),
+            ["stages.1.name: another stage is called 'a' too (give each a name of its own)"],
+        ),
+        (
+            pipeline({"name": "a", "deployment": "preflight/cluster"}),
+            [
+                "stages.0.deployment: must be a deployment of the flow train, such as "
+                "train/quickstart, found 'preflight/cluster'"
+            ],
+        ),
+        # the run spec of a stage, by its path in the pipeline's
+        (
+            pipeline(A, {"name": "b", "spec": spec(workload="dance")}),
+            ["stages.1.spec.workload: must be ppo, grpo or sft, found the text 'dance'"],
+        ),
+        (
+            pipeline(A, {"name": "b", "spec": spec("${trainr.port}")}),
+            [
+                "stages.1.spec.components.trainer.command.1: unknown name `${trainr.port}` "
+                "(did you mean `${trainer.port}`?)"
+            ],
+        ),
+        # what a stage may know of others
+        (
+            pipeline(A, {"name": "b", "spec": spec("${stage.aa.checkpoint}")}),
+            [
+                "stages.1.spec.components.trainer.command.1: unknown stage in "
+                "`${stage.aa.checkpoint}` (did you mean `${stage.a.checkpoint}`?)"
+            ],
+        ),
+        (
+            pipeline({"name": "a", "spec": spec("${stage.zz.run_id}")}),
+            [
+                "stages.0.spec.components.trainer.command.1: unknown stage in "
+                "`${stage.zz.run_id}` (the first stage knows of no other)"
+            ],
+        ),
+        (
+            pipeline({"name": "a", "spec": spec("${stage.b.run_id}")}, {**A, "name": "b"}),
+            [
+                "stages.0.spec.components.trainer.command.1: `${stage.b.run_id}` is of a stage "
+                "that comes later (name one that comes before)"
+            ],
+        ),
+        (
+            pipeline({"name": "a", "spec": spec("${stage.a.run_id}")}),
+            [
+                "stages.0.spec.components.trainer.command.1: `${stage.a.run_id}` is of the stage "
+                "itself (name one that comes before)"
+            ],
+        ),
+        (
+            pipeline(A, {"name": "b", "spec": spec("${stage.a.weights}")}),
+            [
+                "stages.1.spec.components.trainer.command.1: unknown name `${stage.a.weights}` "
+                f"({NAMES})"
+            ],
+        ),
+        (
+            pipeline(A, {"name": "b", "spec": spec("${stage.a}")}),
+            [f"stages.1.spec.components.trainer.command.1: unknown name `${{stage.a}}` ({NAMES})"],
+        ),
+        (
+            pipeline(
+                {"name": "a", "spec": bare()}, {"name": "b", "spec": spec("${stage.a.checkpoint}")}
+            ),
+            [
+                "stages.1.spec.components.trainer.command.1: `${stage.a.checkpoint}` will be "
+                "nothing: no component of that stage names `checkpoints` (name them there, or "
+                "write checkpoint: PATTERN in the stage a)"
+            ],
+        ),
+        # what a stage hands on
+        (
+            pipeline({**A, "checkpoint": "${run.dir}/hf/${trainer.port}"}),
+            [
+                "stages.0.checkpoint: unknown name `${trainer.port}` (known are ${run.id}, "
+                "${run.dir}, ${attempt.number}, ${attempt.dir})"
+            ],
+        ),
+        # changes to a spec
+        (
+            pipeline({**A, "set": {"components.trainer.command.7": "x"}}),
+            [
+                "stages.0.set.components.trainer.command.7: --set components.trainer.command.7: "
+                "`components.trainer.command` is a list of 1 and has no item 7 (count from 0)"
+            ],
+        ),
+        (
+            pipeline({"name": "a", "spec": "nowhere.yaml"}),
+            ["stages.0.spec: nowhere.yaml: there is no such file"],
+        ),
+    ],
+)
+def test_a_fault_is_told_by_its_path_with_the_remedy(data: object, expected: list[str]) -> None:
+    assert faults(data) == expected
+
+
+def test_every_fault_of_every_stage_is_told_at_once() -> None:
+    first = {"name": "a", "spec": spec(workload="dance")}
+    second = {"name": "b", "spec": spec("${stage.c.run_id}", colour="red"), "extra": 1}
+
+    found = faults(pipeline(first, second, tags="demo"))
+
+    paths = [fault.partition(":")[0] for fault in found]
+    assert sorted(paths) == [
+        "stages.0.spec.workload",
+        "stages.1.extra",
+        "stages.1.spec.colour",
+        "stages.1.spec.components.trainer.command.1",
+        "tags",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("a.success", "has no `STAGE.KEY=` before its value"),
+        ("success=1", "has no `STAGE.KEY=` before its value"),
+        ("c.success.step=1", "no stage 'c' (known are a, bb)"),
+        ("b.success.step=1", "no stage 'b' (did you mean `bb`?)"),
+        ("a.tags=[", "--set a.tags=["),
+    ],
+)
+def test_a_faulty_override_is_told(override: str, said: str) -> None:
+    [fault, *_] = faults(pipeline(A, {**A, "name": "bb"}), override)
+
+    assert said in fault
+
+
+def test_an_override_is_of_one_stage_and_comes_after_its_own_changes() -> None:
+    stages = ({**A, "set": {"tags": ["x"]}}, {**A, "name": "b"})
+
+    loaded = parse_pipeline(pipeline(*stages), ["a.tags=[y]", "a.env.RATE=12.10"])
+
+    assert loaded.stage("a").spec is not None and loaded.stage("b").spec is not None
+    assert loaded.stage("a").spec["tags"] == ["y"]
+    assert loaded.stage("a").spec["env"] == {"RATE": "12.10"}
+    assert "tags" not in loaded.stage("b").spec
+
+
+def test_a_loaded_pipeline_is_plain_data_and_loads_to_itself() -> None:
+    loaded = load_pipeline(project_root() / QUICKSTART)
+
+    again = parse_pipeline(yaml.safe_load(yaml.safe_dump(loaded.written())))
+
+    assert again == loaded == parse_pipeline(loaded)
+    assert load_pipeline_spec(QUICKSTART) == {"spec": loaded.written()}
+
+
+def test_the_quickstart_s_grpo_is_given_the_checkpoint_of_its_sft() -> None:
+    loaded = load_pipeline(project_root() / QUICKSTART)
+
+    [use] = stage_names_in(loaded.stage("grpo").spec)
+
+    assert (use.path, use.stage, use.key) == ("env.INIT_FROM", "sft", "checkpoint")
+
+
+def test_a_file_of_a_stage_is_looked_for_beside_the_pipeline_s_too(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(spec()))
+    (tmp_path / "two.yaml").write_text(
+        yaml.safe_dump(pipeline({"name": "a", "spec": "mine.yaml", "set": {"tags": ["x"]}}))
+    )
+
+    loaded = load_pipeline(tmp_path / "two.yaml")
+
+    assert loaded.stage("a").spec is not None
+    assert loaded.stage("a").spec["tags"] == ["x"]
+
+
+def test_a_fault_in_a_stage_s_file_names_the_file(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("name: a\nname: b\n")
+    (tmp_path / "two.yaml").write_text(yaml.safe_dump(pipeline({"name": "a", "spec": "mine.yaml"})))
+
+    with pytest.raises(InvalidSpec) as caught:
+        load_pipeline(tmp_path / "two.yaml")
+
+    [fault] = caught.value.faults
+    assert str(fault).startswith("stages.0.spec.name: mine.yaml: ")
+
+
+def test_a_deployment_s_spec_is_checked_once_it_is_known() -> None:
+    named = {"name": "b", "deployment": "train/b", "set": {"tags": ["x"]}}
+    loaded = parse_pipeline(pipeline(A, named))
+
+    whole = with_specs(loaded, {"b": spec("${stage.a.checkpoint}")})
+    with pytest.raises(InvalidSpec, match="unknown stage in"):
+        with_specs(loaded, {"b": spec("${stage.z.checkpoint}")})
+
+    assert loaded.stage("b").spec is None
+    assert whole.stage("b").spec is not None
+    assert whole.stage("b").spec["tags"] == ["x"]
+    assert whole.stage("b").deployment == "train/b"
+
+
+def test_other_placeholders_pass_through_untouched() -> None:
+    text = "${stage.a.run_id} ${run.dir} $${stage.a.run_id} ${attempt.resume_from} $${HOME}"
+
+    filled = filled_in(spec(text), lambda stage, key: f"<{stage} {key}>")
+
+    expected = "<a run_id> ${run.dir} $${stage.a.run_id} ${attempt.resume_from} $${HOME}"
+    assert filled == spec(expected)
+
+
+def test_a_value_is_literal_wherever_it_stands() -> None:
+    written = spec("${stage.a.checkpoint}")
+    written["components"]["trainer"]["ready"] = {"log": "from ${stage.a.checkpoint}$"}
+
+    loaded = run_spec(written, lambda _stage, _key: "/data/${x}/a+b")
+
+    trainer = loaded.processes["trainer"]
+    assert trainer.command[1] == "/data/$${x}/a+b"
+    assert trainer.ready is not None
+    assert trainer.ready.log == "from /data/\\$\\{x\\}/a\\+b$"

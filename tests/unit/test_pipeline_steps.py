@@ -1,0 +1,194 @@
+"""What a pipeline does next, from what its server knows."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tasks.pipeline_table import table_of
+from tasks.run.layout import RunPlace
+from tasks.run.pipeline_checkpoint import handed_on
+from tasks.run.pipeline_steps import (
+    Begin,
+    Conclude,
+    Ending,
+    Follow,
+    StageRun,
+    Step,
+    completed_run,
+    idempotency_key,
+    last_asked,
+    next_step,
+    parsed_key,
+)
+from tasks.run.spec import RunSpec
+
+START = datetime(2026, 1, 1, tzinfo=UTC)
+STAGES = ("a", "b")
+
+
+def at(second: float) -> datetime:
+    return START + timedelta(seconds=second)
+
+
+def run(stage: str, number: int, ending: Ending | None, ended_at: float | None = None) -> StageRun:
+    return StageRun(
+        stage=stage,
+        number=number,
+        flow_run_id=f"{stage}{number}",
+        name=f"{stage}-run-{number}",
+        state=(ending or Ending.FAILED).value.title() if ending else "Running",
+        message="",
+        ending=ending,
+        ended_at=at(ended_at) if ended_at is not None else None,
+    )
+
+
+DONE, FAILED, CANCELLED = Ending.COMPLETED, Ending.FAILED, Ending.CANCELLED
+A_DONE = run("a", 1, DONE, 10)
+A_OPEN = run("a", 1, None)
+A_FAILED = run("a", 1, FAILED, 10)
+B_FAILED = run("b", 1, FAILED, 20)
+B_CANCELLED = run("b", 1, CANCELLED, 20)
+
+
+@pytest.mark.parametrize(
+    ("runs", "asked_at", "step"),
+    [
+        ([], 0, Begin(stage="a", number=1)),
+        # it waits or runs
+        ([A_OPEN], 0, Follow(run=A_OPEN)),
+        # ... also where it was asked for since
+        ([A_OPEN], 99, Follow(run=A_OPEN)),
+        # done, and never again
+        ([A_DONE], 0, Begin(stage="b", number=1)),
+        ([A_DONE], 99, Begin(stage="b", number=1)),
+        ([A_DONE, run("b", 1, DONE, 20)], 0, Conclude(ending=DONE)),
+        # failed since somebody asked for the pipeline: that is its end
+        ([A_FAILED], 0, Conclude(ending=FAILED, run=A_FAILED)),
+        ([A_DONE, B_FAILED], 19.9, Conclude(ending=FAILED, run=B_FAILED)),
+        ([A_DONE, B_FAILED], 20, Conclude(ending=FAILED, run=B_FAILED)),
+        ([A_DONE, B_CANCELLED], 0, Conclude(ending=CANCELLED, run=B_CANCELLED)),
+        # ... and before: it is tried anew
+        ([A_DONE, B_FAILED], 20.1, Begin(stage="b", number=2)),
+        ([A_DONE, B_CANCELLED], 21, Begin(stage="b", number=2)),
+        ([A_DONE, B_FAILED, run("b", 2, FAILED, 30)], 31, Begin(stage="b", number=3)),
+        (
+            [A_DONE, B_FAILED, run("b", 2, FAILED, 30)],
+            21,
+            Conclude(ending=FAILED, run=run("b", 2, FAILED, 30)),
+        ),
+        # never two at once: an earlier try that somebody has retried by itself counts
+        ([A_DONE, run("b", 1, None), run("b", 2, FAILED, 30)], 99, Follow(run=run("b", 1, None))),
+        ([A_DONE, run("b", 1, DONE, 40), run("b", 2, FAILED, 30)], 99, Conclude(ending=DONE)),
+        # in any order
+        ([run("b", 2, None), B_FAILED, A_DONE], 21, Follow(run=run("b", 2, None))),
+        # of a stage that the pipeline has no more
+        ([run("z", 1, FAILED, 5), A_DONE], 0, Begin(stage="b", number=1)),
+    ],
+)
+def test_the_next_step_follows_from_the_runs(
+    runs: list[StageRun], asked_at: float, step: Step
+) -> None:
+    assert next_step(STAGES, runs, at(asked_at)) == step
+
+
+@pytest.mark.parametrize(
+    ("states", "asked_at"),
+    [
+        # scheduled, pending, running
+        ([(0, False), (1, False), (2, False)], 0),
+        # failed and retried
+        ([(0, False), (2, False), (9, True), (20, False), (21, False)], 20),
+        # twice
+        ([(0, False), (9, True), (20, False), (29, True), (40, False), (41, False)], 40),
+        # lost, and scheduled again by a reconcile: nobody has asked
+        ([(0, False), (2, False), (30, False), (31, False)], 0),
+        # in any order
+        ([(20, False), (0, False), (9, True)], 20),
+        # a final one only, as seen by somebody else
+        ([(0, False), (9, True)], 9),
+    ],
+)
+def test_a_pipeline_is_asked_for_when_it_leaves_a_final_state(
+    states: list[tuple[float, bool]], asked_at: float
+) -> None:
+    assert last_asked([(at(when), is_final) for when, is_final in states]) == at(asked_at)
+
+
+@pytest.mark.parametrize("stage", ["a", "a-2", "sft_1"])
+def test_a_key_names_stage_and_number(stage: str) -> None:
+    key = idempotency_key("the-pipeline", stage, 12)
+
+    assert parsed_key("the-pipeline", key) == (stage, 12)
+
+
+@pytest.mark.parametrize(
+    "key", ["", "the-pipeline", "the-pipeline-a", "other-a-1", "the-pipeline-1"]
+)
+def test_a_flow_run_of_something_else_is_no_stage(key: str) -> None:
+    assert parsed_key("the-pipeline", key) is None
+
+
+def test_the_last_completed_run_hands_on() -> None:
+    runs = [run("a", 2, DONE, 20), run("a", 1, DONE, 10), run("a", 3, FAILED, 30), A_OPEN]
+
+    found = completed_run("a", runs)
+
+    assert found is not None and found.number == 2
+    assert completed_run("b", runs) is None
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "found"),
+    [
+        # where the run would be resumed from
+        (None, "trainer/step-9"),
+        # a path, a pattern
+        ("${run.dir}/hf", "hf/model-3"),
+        ("${attempt.dir}/export-*", "attempt-02/export-1"),
+        ("${run.dir}/${run.id}.bin", "one.bin"),
+        ("${run.dir}/nothing", None),
+    ],
+)
+def test_a_run_hands_on_what_its_stage_says(
+    tmp_path: Path, checkpoint: str | None, found: str | None
+) -> None:
+    place = RunPlace(directory=tmp_path / "one")
+    files = "trainer/step-1 trainer/step-9 hf/model-3 attempt-02/export-1 one.bin"
+    for name in files.split():
+        path = place.directory / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("weights")
+    place.record.write_text(json.dumps({"attempts": [{}, {}]}))
+    trainer = {"command": ["true"], "checkpoints": "${run.dir}/trainer"}
+    spec = {"name": "one", "workload": "sft", "components": {"trainer": trainer}}
+    text = yaml.safe_dump(spec).replace("${run.dir}", str(place.directory))
+    place.attempt(2).spec.write_text(text)
+
+    path = handed_on(checkpoint, RunSpec.model_validate(spec), place)
+
+    assert path == (place.directory / found if found else None)
+
+
+def test_without_its_files_a_run_hands_nothing_on(tmp_path: Path) -> None:
+    trainer = {"command": ["true"], "checkpoints": "${run.dir}/x"}
+    spec = {"name": "one", "workload": "sft", "components": {"trainer": trainer}}
+
+    assert handed_on(None, RunSpec.model_validate(spec), RunPlace(directory=tmp_path)) is None
+
+
+def test_the_table_has_a_row_for_each_try_and_for_what_is_to_come() -> None:
+    rows = table_of(("a", "b", "c"), [A_DONE, B_FAILED, run("b", 2, None)], {"a1": "/c/step-3"})
+
+    cells = [[cell.strip() for cell in row.split("|")[1:-1]] for row in rows.splitlines()[2:]]
+    assert [(row[0], row[2], row[4]) for row in cells] == [
+        ("a", "Completed", "`/c/step-3`"),
+        ("b", "Failed", ""),
+        ("b, try 2", "Running", ""),
+        ("c", "to come", ""),
+    ]
