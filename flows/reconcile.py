@@ -6,6 +6,7 @@ from prefect import flow
 from prefect.client.schemas.objects import State
 from prefect.states import Completed
 
+from tasks.overdue import dismiss_overdue
 from tasks.reconciling import publish, reconcile_host
 
 
@@ -17,6 +18,7 @@ def reconcile() -> State[None]:
     """
     report = reconcile_host()
     publish(report)
+    dismiss_overdue()
     return Completed(message=report.summary)
 
 

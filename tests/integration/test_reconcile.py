@@ -6,7 +6,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -251,3 +251,38 @@ def test_a_flow_run_that_is_started_twice_is_left_to_the_process_that_came_first
     assert run.flow_pid() == first
     os.kill(first, signal.SIGTERM)
     run.until_state("CANCELLED")
+
+
+#: The same for the flow `reconcile`.
+START_RECONCILE = START_AGAIN.replace("train", "reconcile")
+
+
+@pytest.mark.thorough
+def test_what_a_schedule_made_while_nobody_took_it_is_one_run(ground: Ground) -> None:
+    flow = ground.post("/flows/", name="reconcile")["id"]
+    every_second = {"schedule": {"interval": 1}, "active": True}
+    deployment = ground.post(
+        "/deployments/", name="by-worker", flow_id=flow, schedules=[every_second]
+    )["id"]
+    asked = ground.post(f"/deployments/{deployment}/create_flow_run")["id"]
+
+    def due() -> list[dict[str, Any]]:
+        of = {"deployments": {"id": {"any_": [deployment]}}}
+        runs = ground.post("/flow_runs/filter", sort="EXPECTED_START_TIME_ASC", **of)
+        now = datetime.now(UTC).isoformat()
+        return [run for run in runs if run["auto_scheduled"] and run["expected_start_time"] < now]
+
+    until(lambda: len(due()) >= 4, "some runs that are due")
+    first, *others = due()
+
+    process = ground.start("-c", START_RECONCILE, first["id"], log="reconcile")
+
+    assert process.wait(60) == 0, ground.log("reconcile")
+    states = {one["id"]: one["state"] for one in due()}
+    assert states[first["id"]]["type"] == "COMPLETED"
+    for other in others:
+        assert states[other["id"]]["type"] == "CANCELLED"
+        assert states[other["id"]]["message"] == f"not needed any more: {first['name']} did it"
+    # Somebody waits for that one.
+    assert ground.get(f"/flow_runs/{asked}")["state"]["type"] == "SCHEDULED"
+    ask("DELETE", f"{ground.api}/deployments/{deployment}")

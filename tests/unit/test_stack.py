@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -10,11 +11,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
+from zoneinfo import ZoneInfo
 
 import pytest
 import yaml
+from prefect.server.schemas.schedules import CronSchedule
 
 from deployments import stack, worker
 from deployments.stack_env import ROOT, STACK_VARIABLE, client_env
@@ -81,15 +85,39 @@ def test_every_run_spec_has_its_deployment(run: Path) -> None:
     assert entry["parameters"] == {"spec": f"{{{{ {run.stem}.spec }}}}"}
 
 
-def test_no_deployment_starts_by_itself() -> None:
-    active = [
-        (entry["name"], schedule)
-        for entry in deployments()
-        for schedule in entry.get("schedules", [])
-        if schedule.get("active") is not False or "timezone" not in schedule
-    ]
+def schedules() -> list[tuple[str, dict[str, Any]]]:
+    return [(entry["name"], one) for entry in deployments() for one in entry.get("schedules", [])]
 
-    assert not active
+
+def test_no_training_starts_by_itself() -> None:
+    active = {name for name, schedule in schedules() if schedule["active"]}
+
+    assert active == {"by-worker"}
+
+
+@pytest.mark.parametrize(("name", "schedule"), schedules(), ids=lambda one: str(one)[:20])
+def test_a_schedule_says_its_time_zone_and_is_known_by_a_name(
+    name: str, schedule: dict[str, Any]
+) -> None:
+    zone = ZoneInfo(schedule["timezone"])
+    times = CronSchedule(cron=schedule["cron"], timezone=schedule["timezone"])
+
+    # Deployed again under another name it would be there twice.
+    assert schedule["slug"]
+    # The clocks of a zone may change at night; UTC's never do.
+    assert {zone.utcoffset(datetime(2026, month, 1)) for month in range(1, 13)} == {timedelta(0)}
+    found = asyncio.run(times.get_dates(n=2, start=datetime(2026, 3, 29, tzinfo=UTC)))
+    step = {"nightly": timedelta(days=1), "each-15-minutes": timedelta(minutes=15)}
+    assert found[1] - found[0] == step[schedule["slug"]]
+
+
+def test_reconcile_by_a_worker_holds_up_no_run() -> None:
+    (entry,) = [entry for entry in deployments() if entry["name"] == "by-worker"]
+
+    assert entry["entrypoint"] == "flows/reconcile.py:reconcile"
+    assert "parameters" not in entry
+    assert entry["work_pool"] == {"name": "gang", "work_queue_name": "idle"}
+    assert "reconcile/<host>" in entry["description"]
 
 
 def test_a_deployment_gets_the_content_of_its_run_spec() -> None:
