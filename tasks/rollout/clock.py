@@ -39,7 +39,10 @@ async def within(seconds: float, coroutine: Coroutine[Any, Any, T]) -> T:
     try:
         await asyncio.wait({task}, timeout=max(0.0, seconds))
     finally:
-        if not task.done():
+        if task.done():
+            # Its caller may have been cancelled in the very moment in which it failed.
+            _forget(task)
+        else:
             task.cancel()
             _abandoned.add(task)
             task.add_done_callback(_forget)
