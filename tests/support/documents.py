@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 from dataclasses import dataclass
 from functools import cached_property
@@ -102,18 +103,19 @@ class Document:
         for block in self.blocks:
             if block.language not in languages:
                 continue
-            lines = block.text.replace("\\\n", " \\ \n").split("\n")
             joined = ""
-            for number, line in enumerate(lines, start=block.line + 1):
+            for number, line in enumerate(block.text.split("\n"), start=block.line + 1):
                 if block.language == "console" and not joined and not line.startswith("$ "):
                     continue
-                joined += line.removeprefix("$ ") if not joined else line
-                if joined.rstrip().endswith("\\"):
-                    joined = joined.rstrip().removesuffix("\\").rstrip() + " "
-                    continue
-                if joined.strip() and not joined.lstrip().startswith("#"):
-                    found.append(Said(command=joined.strip(), line=number))
-                joined = ""
+                joined = f"{joined}{line}" if joined else line.removeprefix("$ ")
+                if joined.endswith("\\"):
+                    joined = joined.removesuffix("\\").rstrip() + " "
+                elif _is_open(joined):
+                    joined += "\n"
+                else:
+                    if joined.strip() and not joined.lstrip().startswith("#"):
+                        found.append(Said(command=joined.strip(), line=number))
+                    joined = ""
         return tuple(found)
 
     def _read(self) -> tuple[list[Block], list[tuple[int, str]]]:
@@ -134,6 +136,15 @@ class Document:
                 inside.append(line)
         assert fence is None, f"{self}: the block of line {began} is never closed"
         return blocks, prose
+
+
+def _is_open(command: str) -> bool:
+    """Whether a quotation goes on in the next line."""
+    try:
+        shlex.split(command, comments=True)
+    except ValueError:
+        return True
+    return False
 
 
 def documents() -> list[Document]:
