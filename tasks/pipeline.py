@@ -6,12 +6,10 @@ process of it can be killed at any time, and the next one goes on where it was.
 
 from __future__ import annotations
 
-import contextvars
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from contextvars import ContextVar
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -22,12 +20,9 @@ from prefect import get_run_logger
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.objects import State
 from prefect.client.schemas.responses import SetStateStatus
-from prefect.context import FlowRunContext
 from prefect.exceptions import Pause
-from prefect.settings import PREFECT_API_URL
 from prefect.states import Cancelled, Completed, Failed, Running, Scheduled
 
-from tasks.cancellation import cancel_watched, why_cancelled
 from tasks.flow_runs import JOBS_GO_ON, ServerAway, clear_process, process_tags_of, talking_to
 from tasks.pipeline_runs import (
     CannotBegin,
@@ -40,7 +35,7 @@ from tasks.pipeline_runs import (
 )
 from tasks.pipeline_table import StageTable, link_of
 from tasks.run.errors import InvalidSpec
-from tasks.run.layout import RunPlace, make_run_id
+from tasks.run.layout import RunPlace
 from tasks.run.pipeline_checkpoint import handed_on
 from tasks.run.pipeline_loading import parse_pipeline, run_spec, with_specs
 from tasks.run.pipeline_names import RUN_DIR, RUN_ID
@@ -57,7 +52,6 @@ from tasks.run.pipeline_steps import (
     next_step,
 )
 from tasks.run.spec import RunSpec
-from tasks.session import interrupting
 from tasks.waiting import started_by_others
 
 _log = logging.getLogger(__name__)
@@ -74,16 +68,6 @@ _AWAY_WITHIN_S = 30.0
 _DUE_AFTER = timedelta(seconds=5)
 
 T = TypeVar("T")
-
-
-def pipeline_id_of_flow_run() -> str:
-    """The name of the flow run of this context, the same for each of its processes."""
-    flow_run = _flow_run()
-    context = FlowRunContext.get()
-    spec = ((context.parameters if context is not None else None) or {})["spec"]
-    if not isinstance(spec, PipelineSpec):
-        spec = PipelineSpec.model_validate(spec)
-    return make_run_id(spec.name, "pipeline", flow_run.id, flow_run.created or datetime.now(UTC))
 
 
 class Pipeline:
@@ -110,8 +94,9 @@ class Pipeline:
         self._table = StageTable(spec, flow_run_id)
 
     def interrupt(self, why: str) -> None:
-        """End the pipeline as cancelled; asked again, without a wait. Returns at once."""
-        self._hurried = bool(self.interrupted_by)
+        """End the pipeline as cancelled; by a second signal, without a wait. Returns at once."""
+        # One cancel is seen twice: on the server, and as the worker's SIGTERM.
+        self._hurried = bool(self.interrupted_by) and why.startswith("interrupted")
         self.interrupted_by = self.interrupted_by or why
         self._woken.set()
 
@@ -149,6 +134,7 @@ class Pipeline:
     def begin(self, step: Begin | Follow) -> StageRun | None:
         """The run of the stage: the one that is on its way, or a new one; None where there can't
         be any."""
+        self._told = ""
         if isinstance(step, Follow):
             self.say(f"stage {step.run.stage}: run {step.run.name} is taken up, {step.run.state}")
             return step.run
@@ -252,10 +238,14 @@ class Pipeline:
         if (listener := on_word.get()) is not None:
             listener(message)
         self._told = message
-        # Not forced: a pipeline that is being cancelled keeps that state.
-        self._try(
-            lambda client: client.set_flow_run_state(self.flow_run_id, Running(message=message))
-        )
+
+        def say_state(client: SyncPrefectClient) -> None:
+            # Not forced, and of a running one only: a cancel would be lost otherwise.
+            state = client.read_flow_run(self.flow_run_id).state
+            if state is not None and state.is_running():
+                client.set_flow_run_state(self.flow_run_id, Running(message=message))
+
+        self._try(say_state)
 
     def _show(self) -> None:
         """Keep the table of stages current."""
@@ -356,41 +346,3 @@ class Pipeline:
         except ServerAway as error:
             _log.warning("left as it is: %s", error)
         raise Pause(state=state)
-
-
-@contextmanager
-def open_pipeline(spec: PipelineSpec) -> Iterator[Pipeline]:
-    """The pipeline of this flow run; a signal or a cancel ends it, with its stage, while open.
-
-    SIGTERM under a worker that was not asked to cancel it leaves it to the next worker instead.
-    """
-    flow_run_id: UUID = _flow_run().id
-    line = Pipeline(spec, flow_run_id=flow_run_id, api_url=PREFECT_API_URL.value() or "")
-    with (
-        interrupting(line, _on_term(line)),
-        cancel_watched(flow_run_id, line.interrupt),
-    ):
-        line.prepare()
-        yield line
-
-
-def _on_term(line: Pipeline) -> Callable[[], None] | None:
-    """What SIGTERM means where it is not simply the end of the pipeline."""
-    if started_by_others() is None:
-        return None
-    context = contextvars.copy_context()
-
-    def ask() -> None:
-        if why := context.run(why_cancelled, line.flow_run_id):
-            line.interrupt(why)
-        else:
-            line.let_go("its process was ended by SIGTERM")
-
-    return lambda: threading.Thread(target=ask, name="on-term", daemon=True).start()
-
-
-def _flow_run() -> Any:
-    context = FlowRunContext.get()
-    if context is None or context.flow_run is None:
-        raise RuntimeError("a pipeline is opened within the flow `pipeline` only")
-    return context.flow_run
