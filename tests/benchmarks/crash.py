@@ -39,11 +39,8 @@ from tests.benchmarks.stage import (
 _VICTIM = "trainer"
 #: `periods[who]`, of those who poll so seldom that their samples are taken side by side.
 _PERIODS_S = {"Hermes": 30.0, "the plan": 60.0}
-_PEER_NOTES = {
-    "supervisord": "an event listener ends it",
-    "circus": "a hook ends it",
-    "honcho": "as it comes",
-}
+#: By what a supervisor is told to end everything, where it does not by itself.
+_MEANS = {"supervisord": "event listener", "circus": "hook"}
 _WITHIN_S = 60.0
 
 
@@ -84,12 +81,12 @@ def measure(*, quick: bool) -> Result:
         Row(way="error queue each 1 s (prime-rl)", values=taken["prime-rl"], how="modelled"),
     ]
     for peer in found:
-        note = _PEER_NOTES[peer.name]
+        means = _MEANS.get(peer.name)
+        note = f"ended by its {means}" if means else "as it comes"
         rows.append(Row(way=peer.name, values=taken[peer.name], note=note))
         if heard[peer.name]:
-            rows.append(
-                Row(way=f"{peer.name}, until it knew", values=heard[peer.name], is_detail=True)
-            )
+            way = f"{peer.name}, until its {means} was told"
+            rows.append(Row(way=way, values=heard[peer.name], is_detail=True))
     rows += _by_slow_polls(triples) if triples else map(_computed, _PERIODS_S)
     return Result(
         name="crash",

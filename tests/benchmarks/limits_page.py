@@ -19,6 +19,8 @@ _BLOCK = re.compile(
     r"(<!-- figures: (?P<name>[a-z-]+) -->\n).*?(<!-- end of figures -->)", re.DOTALL
 )
 _NOTHING = "Not measured yet: `make bench ARGS='limits --record'`."
+#: The benchmarks whose figures stand here.
+_TAKEN_FROM = ("limits", "queue", "capacity", "gateway", "nodes")
 #: No limit is told beyond so many times what was measured.
 _BEYOND = 10
 _DAY_S = 86_400
@@ -252,6 +254,21 @@ def _each_rate(records: Records) -> Iterator[tuple[str, str, str]]:
             figure = f"{shown_figure(each * _DAY_S / step_s / 1e6)} MB a day"
             source = f"{shown_figure(each)} bytes a step"
             yield f"events.jsonl, a step each {step_s} s", figure, source
+    for database in ("SQLite", "PostgreSQL"):
+        if taken := limits.get(f"server, runs submitted, by runs waiting on {database}"):
+            each = taken[-1]
+            figure = f"{shown_figure(each.median)} a second"
+            source = f"one client, until {each.at:,} waited"
+            yield f"runs submitted to a server on {database}", figure, source
+    points = [
+        (int(found[1]), one.median)
+        for way, one in _by_way(records, "capacity").items()
+        if (found := re.fullmatch(r"Muster, further answer, (\d+) nodes?", way))
+    ]
+    if (line := line_through(points, "ms")) is not None:
+        figure = f"{shown_figure(line.base + 100 * line.each)} ms"
+        source = f"{line}, {line.least} to {line.most} nodes"
+        yield "a look at a Ray cluster of 100 nodes", figure, source
     nodes = _by_way(records, "nodes")
     for what in ("sweep", "preflight"):
         points = [
@@ -279,7 +296,9 @@ def _all(records: Records) -> str:
 
 
 def _taken(records: Records) -> str:
-    names = [name for name in ("limits", "queue", "gateway", "nodes") if name in records]
+    names = [
+        name for name in ("limits", "queue", "capacity", "gateway", "nodes") if name in records
+    ]
     if not names:
         return _NOTHING
     return "\n".join(f"- `{name}`: {machine_line(records[name])}" for name in names)

@@ -97,8 +97,8 @@ def _series(stage: _Stage, line: _Line) -> Iterator[Row]:
     line.hold("n000")
     for count in _QUICK_WAITING if stage.quick else _WAITING:
         say(f"    {count:,} waiting, {stage.database}")
-        line.wait_until_there_are(count)
         by = By(what=f"runs waiting on {stage.database}", count=count)
+        yield by.row("server, runs submitted", line.grown_to(count), "a second")
         yield from _looks(stage, by)
         yield by.row("server, RSS", memory_mb(stage.server_pid)[0], "MB")
         yield by.row("server, database", stage.database_mb(), "MB")
@@ -122,14 +122,18 @@ class _Line:
         self._spec = pool.spec(nodes=_NODES, gpus=_GPUS)
         self._count = 0
 
-    def wait_until_there_are(self, count: int) -> None:
+    def grown_to(self, count: int) -> float:
+        """How many a second were taken meanwhile."""
+        began = time.monotonic()
         for _ in range(self._count, count):
             self._ask(
                 "POST",
                 f"/deployments/{self._deployment}/create_flow_run",
                 {"parameters": {"spec": self._spec}, "enforce_parameter_schema": False},
             )
+        rate = (count - self._count) / (time.monotonic() - began)
         self._count = count
+        return rate
 
     def hold(self, node: str) -> None:
         """A run that has a node, as far as the server can tell."""

@@ -24,11 +24,11 @@ from tests.benchmarks.report import Result, Row, say
 from tests.benchmarks.stage import FlowProcess, folder, part, python_alone, wait_until
 from tests.benchmarks.stubborn import ROLES
 
-_ROUNDS, _QUICK_ROUNDS = 5, 1
+_ROUNDS, _QUICK_ROUNDS = 3, 1
 _GRACE_S = 2.0
 _STOPPED_WITHIN_S = 15.0
 #: What is still there then stays; a grace period, and more.
-_WATCHED_S, _QUICK_WATCHED_S = 15.0, 6.0
+_WATCHED_S, _QUICK_WATCHED_S = 10.0, 6.0
 _SCRIPT = Path(__file__).with_name("stubborn.py")
 _MUSTER = "Muster: the flow `train`"
 

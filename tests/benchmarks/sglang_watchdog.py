@@ -69,14 +69,15 @@ def watch(path: Path, place: Path) -> None:
     signal.signal(signal.SIGQUIT, on_quit)
     for process in processes:
         process.start()
-    watchdog = _loaded(path)(processes=processes, process_names=list(NAMES))
+    watchdog = loaded(path)(processes=processes, process_names=list(NAMES))
     watchdog.start()
     for process in processes:
         process.join()
     watchdog.stop()
 
 
-def _loaded(path: Path) -> type[Any]:
+def loaded(path: Path) -> type[Any]:
+    """The class of a source file, whose package is not there."""
     # What the file imports from its package leads to torch.
     sys.meta_path.insert(0, _Stubs())
     spec = importlib.util.spec_from_file_location("watchdog", path)
