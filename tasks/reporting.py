@@ -30,9 +30,18 @@ _log = logging.getLogger(__name__)
 
 #: What is not told by then is dropped, so that a final state is not held up by a server away.
 _CLOSE_WITHIN_S = 10.0
+#: Prefect's logger of what task runs say.
+_TASK_RUNS = "prefect.task_runs"
 
 #: Of this context.
 _reporter: ContextVar[Reporter | None] = ContextVar("reporter", default=None)
+
+
+def _without_empty_traceback(record: logging.LogRecord) -> bool:
+    """Of a task that returns a failed state Prefect logs a traceback, which is none."""
+    if record.exc_info and record.exc_info[1] is None:
+        record.exc_info = None
+    return True
 
 
 def _look_again() -> None:
@@ -78,6 +87,7 @@ class Reporter:
         self._token = event_listeners.set((*event_listeners.get(), self.observe))
         self._own_token = _reporter.set(self)
         self._jobs.put(self._tell_tags)
+        logging.getLogger(_TASK_RUNS).addFilter(_without_empty_traceback)
         self._thread.start()
         return self
 
@@ -87,6 +97,7 @@ class Reporter:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        logging.getLogger(_TASK_RUNS).removeFilter(_without_empty_traceback)
         event_listeners.reset(self._token)
         _reporter.reset(self._own_token)
         self._jobs.put(self._recoveries.abandon)

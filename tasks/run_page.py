@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from uuid import UUID
 
@@ -39,21 +40,23 @@ class _Pace:
 
     #: Not sooner after the last time than so.
     every_s: float
-    #: What grows with the time alone is told again after so long, or after a part of the age of
-    #: the run, whichever is longer; 0: never.
+    #: What grows with the time is told again after so long without an event; 0: never.
     renewed_s: float = 0.0
+    #: It changes all the time, so the longer a run lasts, the more seldom it is told.
+    is_steady: bool = False
 
 
 _PACES: Mapping[str, _Pace] = {
-    SUMMARY: _Pace(every_s=2.0, renewed_s=60.0),
+    SUMMARY: _Pace(every_s=2.0, renewed_s=30.0),
     COMPONENTS: _Pace(every_s=2.0),
     TIMELINE: _Pace(every_s=2.0, renewed_s=30.0),
-    REWARD: _Pace(every_s=10.0, renewed_s=10.0),
-    PROGRESS: _Pace(every_s=2.0),
+    REWARD: _Pace(every_s=10.0, renewed_s=10.0, is_steady=True),
+    PROGRESS: _Pace(every_s=3.0, is_steady=True),
     ATTEMPTS: _Pace(every_s=0.0),
 }
-#: Of the run's age.
-_RENEWED_PART = 0.05
+#: Of the run's age, and at most so many seconds.
+_STEADY_PART, _STEADY_AT_MOST_S = 0.01, 60.0
+_RENEWED_PART, _RENEWED_AT_MOST_S = 0.05, 600.0
 #: A server that did not take an artifact is left alone for so long.
 _PAUSE_S = 5.0
 _LONGEST_S = 3600.0
@@ -148,24 +151,28 @@ class RunPage:
         """
         with self._lock:
             now = self._clock()
-            is_all = is_last or self._is_urgent
+            if is_last:
+                # Some of it is older than the last event.
+                self._changed.update((SUMMARY, REWARD), self._told_at_s)
             due = [
                 key
                 for key in _PACES
-                if (is_all and (key in self._changed or (is_last and key in self._told_at_s)))
+                if (key in self._changed and (is_last or self._is_urgent))
                 or self._due_at_s(key, now) <= now
             ]
             self._changed -= {*due}
             self._is_urgent = False
-        if is_last and REWARD not in due:
-            due.append(REWARD)
         if not due:
             return
-        view, left = self._view(), [*due]
+        left = [*due]
         try:
-            with get_client(sync_client=True) as client:
-                for key in due:
-                    if (shown := self._shown(key, view)) is not None:
+            view = self._view()
+            found = [(key, self._shown(key, view)) for key in due]
+            with ExitStack() as stack:
+                client = None
+                for key, shown in found:
+                    if shown is not None:
+                        client = client or stack.enter_context(get_client(sync_client=True))
                         self._artifacts.show(client, key, shown)
                     left.remove(key)
                     self._told_at_s[key] = self._clock()
@@ -177,15 +184,21 @@ class RunPage:
             raise
 
     def _due_at_s(self, key: str, now: float) -> float:
-        pace, told_at = _PACES[key], self._told_at_s.get(key)
+        pace, told_at, age_s = _PACES[key], self._told_at_s.get(key), now - self._began_s
+        every_s = pace.every_s
+        if pace.is_steady:
+            every_s = max(every_s, min(age_s * _STEADY_PART, _STEADY_AT_MOST_S))
         if key in self._changed:
-            return now if told_at is None else told_at + pace.every_s
-        if not pace.renewed_s:
-            return float("inf")
+            return now if told_at is None else told_at + every_s
         if told_at is None:
             # A curve has no event of its own; the others wait for their first one.
             return now if key == REWARD and self._run.attempt is not None else float("inf")
-        return told_at + max(pace.renewed_s, (told_at - self._began_s) * _RENEWED_PART)
+        if not pace.renewed_s:
+            return float("inf")
+        if pace.is_steady:
+            return told_at + every_s
+        grown_s = min(age_s * _RENEWED_PART, _RENEWED_AT_MOST_S)
+        return told_at + max(pace.renewed_s, grown_s)
 
     def _view(self) -> RunView:
         run, record = self._run, self._run.record.content()

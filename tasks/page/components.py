@@ -23,8 +23,9 @@ def components_of(view: RunView) -> Shown:
         return Shown(headline="nothing was started yet", data=f"To be started: {text(names)}.")
     rows = [[*_row(view, attempt, name)] for name in view.spec.components]
     on = f" on {text(view.host)}" if view.host else ""
+    files = code(view.place.attempt(attempt["number"]).directory)
     parts = [
-        f"Attempt {attempt['number']}{on}, as of {moment(view.at)}.",
+        f"Attempt {attempt['number']}{on}, as of {moment(view.at)}. Logs are in {files}.",
         table(_HEAD, rows),
     ]
     if view.servers:
@@ -73,7 +74,7 @@ def _row(view: RunView, attempt: Mapping[str, Any], name: str) -> Iterator[str]:
     else:
         yield "never" if seen["ended_at"] or attempt["ended_at"] else "not yet"
     yield ", ".join(_ports(attempt.get("ports") or {}, name))
-    yield code(view.log(name) or "") if seen is not None else ""
+    yield code(f"{name}.log") if seen is not None else ""
 
 
 def _runs_as(attempt: Mapping[str, Any], name: str, seen: Mapping[str, Any] | None) -> str:
@@ -100,7 +101,6 @@ def _ports(ports: Mapping[str, int], name: str) -> Iterator[str]:
 
 
 def _servers(view: RunView) -> Iterator[list[str]]:
-    place = view.attempt_place
     for server in view.servers[:_SERVERS_AT_MOST]:
         cause = f": {text(server.cause)}" if server.cause else ""
         yield [
@@ -108,5 +108,5 @@ def _servers(view: RunView) -> Iterator[list[str]]:
             text(server.state) + cause,
             code(server.url),
             str(server.restarts or ""),
-            code(place.log(f"{_FLEET}-r{server.rank}")) if place else "",
+            code(f"{_FLEET}-r{server.rank}.log"),
         ]

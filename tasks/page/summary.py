@@ -49,7 +49,7 @@ def _state(view: RunView) -> tuple[str, str]:
         case "queued" | "admitted":
             return "about to start", view.doing
         case _:
-            return view.state, view.doing
+            return view.state, view.doing.removeprefix(f"{view.state}: ")
 
 
 def _title(said: str) -> str:

@@ -176,7 +176,7 @@ def test_components_show_what_runs_where_while_it_does() -> None:
     lines = str(shown.data).splitlines()
     [api] = [line for line in lines if line.startswith("| api ")]
     [trainer] = [line for line in lines if line.startswith("| trainer ")]
-    assert "Attempt 1 on h1" in lines[0]
+    assert "Attempt 1 on h1" in lines[0] and "`/home/runs/x-1/attempt-01`" in lines[0]
     assert api.startswith("| api | ready | pid 8 | 1.5 s | 4100 |")
     assert "starting, not ready: GET /health: refused | pid 8 | not yet | 4101, metrics 4102" in (
         trainer
@@ -213,8 +213,7 @@ def test_servers_of_a_fleet_are_shown_with_their_restarts() -> None:
 
     shown = components_of(view(attempt(), servers=fleet.servers))
 
-    log = "`/home/runs/x-1/attempt-01/rollout-r0.log`"
-    assert f"| 0 | active | `http://h:2` | 1 | {log} |" in str(shown.data)
+    assert "| 0 | active | `http://h:2` | 1 | `rollout-r0.log` |" in str(shown.data)
 
 
 def test_a_new_attempt_forgets_the_servers_of_the_last_one() -> None:

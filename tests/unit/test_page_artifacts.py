@@ -1,0 +1,279 @@
+"""The artifacts of a flow run: one of each key, told when there is something to tell."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from uuid import UUID, uuid4
+
+import httpx
+import pytest
+
+from tasks import run_page
+from tasks.flow_artifacts import FlowArtifacts
+from tasks.page.view import Shown
+from tasks.run.events import Event
+from tasks.run.layout import RunPlace
+from tasks.run.lifecycle import RunState
+from tasks.run.record import RunRecord
+from tasks.run.spec import RunSpec
+from tasks.run_page import RunPage
+
+FLOW_RUN = UUID(int=7)
+
+
+class Server:
+    """What a Prefect server keeps of artifacts, and how often it was asked."""
+
+    def __init__(self) -> None:
+        self.kept: dict[str, dict[str, Any]] = {}
+        self.asked: list[str] = []
+        self.is_away = False
+
+    def request(
+        self,
+        method: str,
+        path: str,
+        json: dict[str, Any],
+        path_params: dict[str, str] | None = None,
+    ) -> httpx.Response:
+        request = httpx.Request(method, "http://server" + path)
+        self.asked.append(f"{method} {json.get('key', '')}".strip())
+        if self.is_away:
+            raise httpx.ConnectError("away", request=request)
+        if method == "POST":
+            made = str(uuid4())
+            self.kept[made] = dict(json)
+            return httpx.Response(201, json={"id": made}, request=request)
+        place = (path_params or {})["id"]
+        if place not in self.kept:
+            gone = httpx.Response(404, request=request)
+            raise httpx.HTTPStatusError("gone", request=request, response=gone)
+        self.kept[place] |= json
+        return httpx.Response(204, request=request)
+
+    def read_artifacts(self, **_filter: object) -> list[SimpleNamespace]:
+        if self.is_away:
+            raise httpx.ConnectError("away")
+        return [SimpleNamespace(id=UUID(i), key=one["key"]) for i, one in self.kept.items()]
+
+    def shown(self, key: str) -> dict[str, Any]:
+        [found] = [one for one in self.kept.values() if one["key"] == key]
+        return found
+
+
+def artifacts(mask: str = "hunter2") -> FlowArtifacts:
+    return FlowArtifacts(FLOW_RUN, ["summary"], lambda said: said.replace(mask, "***"))
+
+
+def test_an_artifact_is_made_once_and_then_kept_current() -> None:
+    server, ours = Server(), artifacts()
+
+    for data in ("a", "b"):
+        ours.show(server, "summary", Shown(headline="now", data=data))  # type: ignore[arg-type]
+
+    assert server.shown("summary")["data"] == "b"
+    assert server.shown("summary")["flow_run_id"] == str(FLOW_RUN)
+    assert server.asked == ["POST summary", "PATCH"]
+
+
+def test_a_later_process_of_the_flow_run_finds_it_again() -> None:
+    server = Server()
+    artifacts().show(server, "summary", Shown(headline="", data="a"))  # type: ignore[arg-type]
+
+    artifacts().show(server, "summary", Shown(headline="", data="b"))  # type: ignore[arg-type]
+
+    assert [one["data"] for one in server.kept.values()] == ["b"]
+
+
+def test_one_that_somebody_deleted_is_made_again() -> None:
+    server, ours = Server(), artifacts()
+    ours.show(server, "summary", Shown(headline="", data="a"))  # type: ignore[arg-type]
+    server.kept.clear()
+
+    ours.show(server, "summary", Shown(headline="", data="b"))  # type: ignore[arg-type]
+
+    assert server.shown("summary")["data"] == "b"
+
+
+def test_no_secret_is_shown_in_words_nor_in_a_picture() -> None:
+    server = Server()
+    shown = Shown(headline="hunter2", data="hunter2", picture="<svg>hunter2</svg>")
+
+    artifacts().show(server, "summary", shown)  # type: ignore[arg-type]
+
+    found = server.shown("summary")
+    picture = base64.b64decode(found["description"].partition("base64,")[2][:-1])
+    assert (found["data"], picture) == ("***", b"<svg>***</svg>")
+    assert found["description"].startswith("![***]")
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Server:
+    server = Server()
+
+    @contextmanager
+    def client(sync_client: bool) -> Iterator[Server]:
+        yield server
+
+    monkeypatch.setattr(run_page, "get_client", client)
+    return server
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> SimpleNamespace:
+    spec = RunSpec.model_validate(
+        {
+            "name": "x",
+            "workload": "grpo",
+            "components": {"trainer": {"command": ["true"]}},
+            "progress": {"jsonl": str(tmp_path / "m.jsonl"), "step": "step", "total": 10},
+        }
+    )
+    place = RunPlace(directory=tmp_path)
+    record = RunRecord(place.record, run_id="x-1", flow_run_id=str(FLOW_RUN))
+    return SimpleNamespace(
+        record=record,
+        resolved=spec,
+        place=place,
+        attempt=None,
+        verdict=SimpleNamespace(message="it failed"),
+        mask=lambda said: said,
+    )
+
+
+def begun(run: SimpleNamespace, page: RunPage) -> None:
+    run.record.begin_attempt(1)
+    run.attempt = run.place.attempt(1)
+    page.observe(Event(at=1.0, name="attempt.begun", fields={"attempt": 1}))
+
+
+def page_of(run: SimpleNamespace, clock: Clock) -> RunPage:
+    return RunPage(run, FLOW_RUN, clock=clock)  # type: ignore[arg-type]
+
+
+def starting(pid: int) -> Event:
+    return Event(at=1.0, name="component.spawned", component="trainer", fields={"pid": pid})
+
+
+def test_nothing_is_told_before_something_has_happened(
+    server: Server, run: SimpleNamespace
+) -> None:
+    page = page_of(run, Clock())
+
+    page.tell()
+
+    assert server.asked == []
+    assert page.due_in_s() > 60
+
+
+def test_an_attempt_that_begins_is_told_at_once(server: Server, run: SimpleNamespace) -> None:
+    page = page_of(run, Clock())
+
+    begun(run, page)
+    due_in_s = page.due_in_s()
+    page.tell()
+
+    assert due_in_s == 0.0
+    assert sorted(one["key"] for one in server.kept.values()) == [
+        "attempts",
+        "components",
+        "summary",
+        "timeline",
+    ]
+
+
+def test_what_changes_often_is_told_together(server: Server, run: SimpleNamespace) -> None:
+    clock = Clock()
+    page = page_of(run, clock)
+    begun(run, page)
+    page.tell()
+    server.asked.clear()
+
+    for pid in range(100):
+        page.observe(starting(pid))
+        page.tell()
+    told_soon, due_in_s = [*server.asked], page.due_in_s()
+    clock.now += due_in_s
+    page.tell()
+
+    assert told_soon == []
+    assert 0 < due_in_s <= 2
+    assert len(server.asked) == 3
+
+
+def test_a_curve_is_drawn_again_only_when_it_has_grown(
+    server: Server, run: SimpleNamespace, tmp_path: Path
+) -> None:
+    clock = Clock()
+    page = page_of(run, clock)
+    begun(run, page)
+    metrics = tmp_path / "m.jsonl"
+    metrics.write_text('{"step": 1, "reward": 0.5}\n')
+    page.tell()
+    first = server.shown("reward")["description"]
+    server.asked.clear()
+
+    clock.now += 11
+    page.tell()
+    unchanged = [*server.asked]
+    metrics.write_text('{"step": 1, "reward": 0.5}\n{"step": 2, "reward": 0.6}\n')
+    clock.now += 11
+    page.tell()
+
+    assert unchanged == []
+    assert server.shown("reward")["description"] != first
+
+
+def test_at_the_end_all_that_has_changed_is_told(server: Server, run: SimpleNamespace) -> None:
+    page = page_of(run, Clock())
+    begun(run, page)
+    page.tell()
+    page.say("stopping: it is done")
+
+    page.tell(is_last=True)
+
+    assert "stopping: it is done" in server.shown("summary")["data"]
+
+
+def test_a_server_that_is_away_is_asked_again_after_a_pause(
+    server: Server, run: SimpleNamespace
+) -> None:
+    clock = Clock()
+    page = page_of(run, clock)
+    server.is_away = True
+    begun(run, page)
+
+    with pytest.raises(httpx.ConnectError):
+        page.tell()
+    pause_s = page.due_in_s()
+    server.is_away = False
+    clock.now += pause_s
+    page.tell()
+
+    assert 1 < pause_s < 60
+    assert server.shown("summary")["data"].startswith("### ")
+    assert page.due_in_s() > 1
+
+
+def test_a_run_that_never_began_has_a_summary_at_its_end(
+    server: Server, run: SimpleNamespace
+) -> None:
+    page = page_of(run, Clock())
+    run.verdict.message = "USER_ERROR: components.trainer: no such program"
+    run.record.move(RunState.FAILED)
+
+    page.tell(is_last=True)
+
+    assert "no such program" in server.shown("summary")["data"]
