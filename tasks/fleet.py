@@ -30,6 +30,8 @@ STOP_MARGIN_S = 30.0
 #: What its start needs beside that of a server; on Ray it may wait for room first.
 _START_MARGIN_S, _RAY_MARGIN_S = 60.0, 360.0
 _LIVE_EVERY_S = 10.0
+#: Ray would write a native stack into the log at SIGTERM, by which a fleet is told to end.
+_QUIET_RAY = {"RAY_DISABLE_FAILURE_SIGNAL_HANDLER": "1"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,7 +176,12 @@ def fleet_component(
         command=Command(
             # -P: the path begins with no folder that may have a package `tasks` of its own.
             argv=(sys.executable, "-P", "-m", "tasks.fleet_process", str(place.fleet_plan)),
-            env={**env, **start.env, SERVERS_ENV: json.dumps(servers_env)},
+            env={
+                **env,
+                **start.env,
+                **(_QUIET_RAY if is_on_ray else {}),
+                SERVERS_ENV: json.dumps(servers_env),
+            },
             cwd=place.directory,
             log=place.log(COMPONENT),
             grace_s=fleet.stop.grace_s + STOP_MARGIN_S,
