@@ -21,8 +21,9 @@ from prefect.states import Running
 
 from tasks.fleet_events import FleetWords
 from tasks.fleet_recoveries import RecoveryRuns
-from tasks.page.failure import as_text
+from tasks.page.failure import as_text, never_begun
 from tasks.run.events import Event
+from tasks.run.lifecycle import RunState
 from tasks.run_page import RunPage
 from tasks.session import RunSession, event_listeners
 
@@ -101,6 +102,7 @@ class Reporter:
         event_listeners.reset(self._token)
         _reporter.reset(self._own_token)
         self._jobs.put(self._recoveries.abandon)
+        self._jobs.put(self._tell_never_begun)
         self._jobs.put(lambda: self._page.tell(is_last=True))
         self._jobs.put(None)
         self._thread.join(_CLOSE_WITHIN_S)
@@ -193,6 +195,12 @@ class Reporter:
             self._told_running = message
             self._page.say(message)
             self._tell_state(message)
+
+    def _tell_never_begun(self) -> None:
+        record = self._run.record
+        if record.state is RunState.FAILED and not record.attempts:
+            message = never_begun(self._run.place, self._run.verdict.message)
+            get_run_logger().error("%s", message)
 
     def _tell_end(self) -> None:
         """How the attempt ended and what follows, as the last that its log shows of it."""

@@ -100,6 +100,22 @@ def in_a_line(message: str, place: RunPlace, attempt: Mapping[str, Any] | None) 
     return f"{message}; log: {log}; {sequel_of(attempt)}"
 
 
+def remedy_of(message: str) -> str:
+    """What to do about a failure before any attempt, by the kind that its message begins with;
+    empty where it names none."""
+    kind = message.partition(":")[0]
+    return REMEDIES[FailureKind(kind)] if kind in FailureKind.__members__ else ""
+
+
+def never_begun(place: RunPlace, message: str) -> str:
+    """The same of a run that failed before its first attempt."""
+    remedy = remedy_of(message)
+    lines = ["failed before its first attempt; nothing was started", message]
+    return "\n".join(
+        [*lines, *([f"what to do: {remedy}"] if remedy else []), f"record: {place.record}"]
+    )
+
+
 def as_text(place: RunPlace, attempt: Mapping[str, Any]) -> str:
     """All of it for a log, with the last lines of the component's own."""
     failure = attempt["failure"]

@@ -6,21 +6,28 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tasks.page.elsewhere import places_of
-from tasks.page.failure import card_of, facts_of
+from tasks.page.failure import card_of, facts_of, remedy_of
 from tasks.page.markdown import block, code, link, text
 from tasks.page.view import RunView, Shown, moment, seconds
 
 #: Of a log.
 _LINES = 12
+#: Of a message, on a card.
+_CARD_LINES = 5
 
 
 def summary_of(view: RunView) -> Shown:
     """The story so far."""
     said, why = _state(view)
     # Why it failed stands below, among the other answers.
-    parts = [f"### {_title(said)}", text(why) if why and not _failed(view) else ""]
+    failed = _failed(view)
+    parts = [f"### {_title(said)}"]
+    if why and failed is None:
+        parts.append(block(why) if "\n" in why else text(why))
+    if said == "failed" and failed is None and (remedy := remedy_of(why)):
+        parts.append(f"**What to do**: {text(remedy)}")
     parts.append("\n".join(_facts(view)))
-    if failed := _failed(view):
+    if failed is not None:
         parts += _failure(view, failed)
     if places := places_of(view):
         parts.append("**Elsewhere**")
@@ -60,7 +67,7 @@ def _headline(view: RunView, said: str, why: str) -> str:
     failed = _failed(view)
     lines = [f"**{said}**"]
     if failed is None:
-        lines.append(text(why.splitlines()[0]) if why else "")
+        lines += [text(line) for line in why.splitlines()[:_CARD_LINES]]
     else:
         lines[0] += f": {text(failed['failure']['kind'])}"
         lines += map(text, card_of(failed))

@@ -141,7 +141,9 @@ def test_a_run_that_runs_again_does_not_show_an_earlier_failure_as_its_own() -> 
 def test_a_run_that_never_came_to_an_attempt_says_why() -> None:
     shown = summary_of(view(state="failed", message="USER_ERROR: the spec has 1 fault:\n  - a: b"))
 
-    assert "USER\\_ERROR: the spec has 1 fault: - a: b" in str(shown.data)
+    assert "```\nUSER_ERROR: the spec has 1 fault:\n  - a: b\n```" in str(shown.data)
+    assert "mend what the message names" in str(shown.data)
+    assert shown.headline == "**failed**\n\nUSER\\_ERROR: the spec has 1 fault:\n\n- a: b"
 
 
 def test_a_component_that_never_got_ready_is_still_alive_when_it_fails() -> None:
