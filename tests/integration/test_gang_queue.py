@@ -10,13 +10,18 @@ from contextlib import suppress
 from pathlib import Path
 from random import Random
 from subprocess import Popen
+from uuid import UUID
 
 import pytest
 
+from tasks.flow_runs import talking_to
+from tasks.pipeline_runs import cancel_stage_run, create_stage_run, stage_runs
 from tasks.queue.grants import Giver, Grant
+from tasks.run.pipeline_spec import Stage
+from tasks.run.pipeline_steps import Ending
 from tasks.supervise import tree
 from tasks.supervise.identity import ProcessId, host_name
-from tests.support.gang_pool import GangPool, left_of
+from tests.support.gang_pool import POOL, GangPool, left_of
 from tests.support.gang_referee import judge
 from tests.support.ground import Ground, Run, Server, until
 from tests.support.prefect_api import ask
@@ -364,3 +369,30 @@ def beginning(pool: GangPool, workers: list[Popen[bytes]]) -> int:
                     if is_flow and parent in [worker.pid for worker in workers]:
                         return parent
     return 0
+
+
+def test_a_stage_of_a_pipeline_has_one_run_however_often_it_is_created(pool: GangPool) -> None:
+    """Its process may be killed between creating and noting, and two may do it at once."""
+    pool.patch(is_paused=True)
+    flow = pool.ground.post("/flows/", name="pipeline")["id"]
+    pipeline = UUID(pool.ground.post("/flow_runs/", flow_id=flow)["id"])
+    stage = Stage.model_validate({"name": "sft", "deployment": f"train/{POOL}"})
+
+    with talking_to(pool.ground.api) as client:
+        made = [
+            create_stage_run(client, pipeline, stage, number, spec=pool.spec(), tags=["mine"])
+            for number in (1, 1, 2, 1)
+        ]
+        for run in made:
+            pool.note(run.flow_run_id, pool.spec())
+        cancel_stage_run(client, made[0])
+        found = stage_runs(client, pipeline)
+
+    assert made[0] == made[1] == made[3]
+    assert {(run.number, run.ending) for run in found} == {(1, Ending.CANCELLED), (2, None)}
+    some = {"id": {"any_": [str(pipeline)]}}
+    tasks = pool.ground.post("/task_runs/filter", flow_runs=some)
+    assert {(task["name"], task["state"]["type"]) for task in tasks} == {
+        ("sft", "CANCELLED"),
+        ("sft, try 2", "SCHEDULED"),
+    }

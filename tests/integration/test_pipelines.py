@@ -208,9 +208,9 @@ def pipelines(served: GangPool, tmp_path: Path) -> Iterator[Pipelines]:
             served.ground.post(path, state={"type": "CANCELLED"}, force=True)
         for stage in pipelines.runs(run["id"]):
             served.note(stage["id"], stage["parameters"]["spec"])
-    left = left_of(served) if all_ended(served) else []
+    # Prefect's own last words on a run are a process, too.
+    until(lambda: not left_of(served) or not all_ended(served), "nothing is left")
     served.empty()
-    assert left == []
 
 
 def all_ended(pool: GangPool) -> bool:
