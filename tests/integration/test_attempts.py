@@ -4,6 +4,7 @@ next attempt holds no process, and goes on where it was.
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -65,12 +66,19 @@ def until_parked(run: Run) -> dict[str, Any]:
     return until(parked, "it waits") or {}
 
 
-def attempts_table(run: Run) -> list[dict[str, Any]]:
-    """The rows of the one artifact."""
-    wanted = {"key": {"any_": ["attempts"]}, "flow_run_id": {"any_": [run.flow_run_id]}}
-    [artifact] = run.ground.post("/artifacts/filter", artifacts=wanted)
-    rows: list[dict[str, Any]] = json.loads(artifact["data"])
-    return rows
+def artifacts(run: Run) -> dict[str, dict[str, Any]]:
+    """What its page shows, by key: one artifact each, however many processes have told of it."""
+    found = run.ground.post(
+        "/artifacts/filter", artifacts={"flow_run_id": {"any_": [run.flow_run_id]}}
+    )
+    assert len({one["key"] for one in found}) == len(found)
+    return {one["key"]: one for one in found}
+
+
+def drawn(artifact: dict[str, Any]) -> str:
+    """The picture of an artifact."""
+    picture = artifact["description"].partition("data:image/svg+xml;base64,")[2].rstrip(")")
+    return base64.b64decode(picture).decode()
 
 
 def ports_of(run: Run, attempt: int) -> set[str]:
@@ -97,7 +105,11 @@ def test_run_without_room_is_tried_again_until_there_is(ground: Ground, room: Pa
     for attempt in requeued:
         assert attempt["decision"].startswith("requeued: INSUFFICIENT_RESOURCES, next try in ")
     assert (last["state"], last["decision"]) == ("completed", "final: completed")
-    rows = attempts_table(run)
+    shown = artifacts(run)
+    assert {*shown} == {"summary", "components", "timeline", "attempts"}
+    assert shown["summary"]["description"].startswith("**completed**")
+    assert f"attempt {last['number']}: completed" in drawn(shown["timeline"])
+    rows = json.loads(shown["attempts"]["data"])
     assert [row["decided"] for row in rows] == [a["decision"] for a in record["attempts"]]
     assert rows[0]["line"].endswith(TEXT)
     # A fresh api, on ports of its own.
@@ -112,6 +124,7 @@ def test_run_that_waits_has_no_process_and_can_be_cancelled_at_once(
     state = until_parked(run)
     until(lambda: not run.processes() and not run.pids(), "no process is left")
     waiting = run.record()
+    page = artifacts(run)["summary"]["description"]
 
     registered = (ground.home / "live" / run.name).exists()
     ground.reconcile_without_flow()
@@ -122,6 +135,7 @@ def test_run_that_waits_has_no_process_and_can_be_cancelled_at_once(
     ground.reconcile_without_flow()
 
     assert not registered
+    assert page.startswith("**waiting**: INSUFFICIENT") and "next: requeued: INSUFF" in page
     assert (still["id"], still["name"]) == (state["id"], "PendingResources")
     assert waiting["state"] == "pending_resources"
     assert while_waiting == waiting
@@ -150,4 +164,4 @@ def test_run_that_was_started_directly_waits_in_its_process(ground: Ground, room
     assert attempts[-1]["state"] == "completed"
     assert pid == kept
     assert "waiting: INSUFFICIENT_RESOURCES: " in ground.log("train")
-    assert len(attempts_table(run)) == len(attempts)
+    assert len(json.loads(artifacts(run)["attempts"]["data"])) == len(attempts)
