@@ -24,6 +24,7 @@ import tasks
 from tasks.rayjobs.dashboard import Dashboard, Denied, NoAnswer, Node
 from tasks.rayjobs.loopback import ready_driver
 from tasks.rayjobs.node_shapes import SHAPES, Ending, exit_code_in_worker, try_shape
+from tasks.run.help_text import HelpFormatter
 
 EXIT_HOLDS, EXIT_LEAKS, EXIT_INVALID = 0, 1, 2
 #: The deprecated subreaper takes 13 s for a grandchild.
@@ -144,7 +145,8 @@ def _parser() -> argparse.ArgumentParser:
         description="Say what a Ray cluster does with processes whose owner was killed, and what "
         "to set on it. Starts a few sleeps on each node and ends what leaks.",
         epilog="Exit: 0 what Ray can hold is held and exit codes are seen, 1 not so, 2 the cluster "
-        "can't be asked.",
+        "can't be asked, or the arguments are wrong.",
+        formatter_class=HelpFormatter,
     )
     parser.add_argument("--address", required=True, metavar="URL", help="of the Ray dashboard")
     parser.add_argument(

@@ -216,7 +216,9 @@ def _parser() -> argparse.ArgumentParser:
         "status": "say what runs where",
     }
     for name, text in texts.items():
-        command = commands.add_parser(name, help=text, description=text)
+        command = commands.add_parser(
+            name, help=text, description=f"{text[0].upper()}{text[1:]}.", epilog=parser.epilog
+        )
         command.add_argument(
             "--port",
             type=_port,

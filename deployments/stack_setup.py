@@ -6,9 +6,11 @@ automation, and no run that only its record says is alive.
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 
 from prefect.client.orchestration import SyncPrefectClient, get_client
@@ -80,7 +82,8 @@ def ensure_pipelines_pool(client: SyncPrefectClient) -> None:
         client.create_work_pool(pool)
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
+    _parser().parse_args(arguments)
     try:
         with get_client(sync_client=True) as client:
             ensure_pool(client)
@@ -100,6 +103,17 @@ def main() -> int:
         return 1
     print(f"{SET_UP} work pool {POOL}, deployments of {ROOT / 'prefect.yaml'}")
     return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(
+        prog="python -m deployments.stack_setup",
+        description="Set the Prefect server of PREFECT_API_URL up for Muster: its work pools, the "
+        "automations, every deployment of prefect.yaml. Any number of times; what somebody has "
+        "changed of pools and automations stays.",
+        epilog="Exit: 0 done; 1 something is in the way, or the server does not take it; 2 it "
+        "takes no arguments.",
+    )
 
 
 if __name__ == "__main__":

@@ -7,9 +7,11 @@ runner ends all that it runs when it stops, and when its server has not answered
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -53,7 +55,8 @@ SERVED = (
 )
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
+    _parser().parse_args(arguments)
     while True:
         # Before the first scheduled one: what was lost together with this process's predecessor
         # may be a flow run of `reconcile` itself.
@@ -87,6 +90,19 @@ def serve() -> None:
     # By Ctrl-C, as by SIGTERM.
     with suppress(KeyboardInterrupt):
         asyncio.run(runner.start())
+
+
+def _parser() -> argparse.ArgumentParser:
+    flows = "; ".join(
+        f"`{one.flow.name}/<host>` each {one.interval_s} s: {one.description}" for one in SERVED
+    )
+    return argparse.ArgumentParser(
+        prog="python -m deployments.upkeep",
+        description="Keep this host true until this process is ended, by flows that it serves on "
+        f"the Prefect server of PREFECT_API_URL: {flows} One for each host on which runs are "
+        "started; it waits for a server that is away.",
+        epilog="Exit: 0 ended by SIGINT or SIGTERM; 2 it takes no arguments.",
+    )
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 `python -m deployments.worker OPTION...` takes the options of `prefect worker start`, and becomes
 that program. Its `--name` should be the host's: by that, `reconcile` tells whose runs are whose.
 
-It exits 1 where the server of PREFECT_API_URL wants a password that it has not.
+Exit: 1 where the server of PREFECT_API_URL wants a password that it has not; else as that program.
 """
 
 from __future__ import annotations
@@ -19,8 +19,11 @@ from tasks.reconciling import publish, reconcile_host
 
 
 def main() -> None:
-    _refuse_wrong_password()
-    publish(reconcile_host())
+    if {"-h", "--help"} & {*sys.argv[1:]}:
+        print(__doc__, flush=True)
+    else:
+        _refuse_wrong_password()
+        publish(reconcile_host())
     # A shell without job control starts what it puts in the background with SIGINT ignored. Prefect
     # ends a worker by a SIGINT to itself, also at SIGTERM: it would never leave.
     signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -11,6 +11,7 @@ from prefect.client.schemas.objects import State
 from pydantic import ValidationError
 
 from tasks.preflight import LOOK_WITHIN_S
+from tasks.run.help_text import HelpFormatter
 from tasks.run.node_health import DEFAULT_LIMITS, Limits, Verdict
 from tasks.server import NoServer, prefect_server
 from tasks.terminal import quieten_prefect
@@ -68,8 +69,9 @@ def _parser() -> argparse.ArgumentParser:
         "directory the same everywhere, is there disk, is the clock right, is something left of "
         "runs that have ended, are the GPUs there and free. On the Prefect server of "
         "PREFECT_API_URL or on a temporary one.",
-        epilog="Exit: 0 every node is fit, 1 one is not, 2 the arguments are wrong.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        epilog="Exit: 0 every node is fit; 1 one is not, or the cluster can't be asked; 2 the "
+        "arguments are wrong; 130 interrupted.",
+        formatter_class=HelpFormatter,
     )
     parser.add_argument("--address", required=True, metavar="URL", help="of the Ray dashboard")
     parser.add_argument("--shared", metavar="DIR", help="the shared directory; else MUSTER_HOME")

@@ -20,7 +20,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m flows.reconcile",
         description="Finish what killed runs have left on this host and close their records, here "
         "and on the Prefect server of PREFECT_API_URL, where it is set. Safe at any time.",
-        epilog="Exit: 0 done, or nothing to do; 1 something could not be finished yet.",
+        epilog="Exit: 0 done, or nothing to do; 1 something could not be finished yet; 2 it takes "
+        "no arguments.",
     )
     parser.parse_args(arguments)
     # What it would log is printed here.

@@ -116,7 +116,9 @@ def _span(numbers: Sequence[int]) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m tasks.rollout", description="The fleet of inference servers of a run."
+        prog="python -m tasks.rollout",
+        description="The fleet of inference servers of a run.",
+        epilog="Exit: 0 printed, 2 the arguments are wrong, or the spec is.",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     plan = commands.add_parser(

@@ -15,6 +15,7 @@ from typing import Any
 
 from tasks.node_visitor import NotVisited, visiting
 from tasks.rayjobs.dashboard import Dashboard, Denied, NoAnswer
+from tasks.run.help_text import HelpFormatter
 
 SWEEP_WITHIN_S = 60.0
 EXIT_CLEAN, EXIT_LEFT = 0, 1
@@ -114,11 +115,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m tasks.sweeping",
         description="End what a run that has ended has left on the nodes of a Ray cluster: every "
         "process that was started with its MUSTER_RUN_ID, by SIGKILL. The run must have ended.",
-        epilog="Exit: 0 nothing is left; 1 something is, or a node could not be asked.",
+        epilog="Exit: 0 nothing is left; 1 something is, or a node could not be asked; 2 the "
+        "arguments are wrong.",
+        formatter_class=HelpFormatter,
     )
     parser.add_argument("--address", required=True, metavar="URL", help="of the Ray dashboard")
-    parser.add_argument("--run-id", required=True, metavar="ID")
-    parser.add_argument("--within-s", type=float, default=SWEEP_WITHIN_S, metavar="S")
+    parser.add_argument("--run-id", required=True, metavar="ID", help="of the run")
+    parser.add_argument(
+        "--within-s", type=float, default=SWEEP_WITHIN_S, metavar="S", help="for all of it"
+    )
     options = parser.parse_args(arguments)
     try:
         report = asyncio.run(_sweep_at(options.address, options.run_id, options.within_s))

@@ -145,6 +145,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="Brings the automations of deployments/automations/ to the Prefect server of "
         f"PREFECT_API_URL. Where it has a notification block named {BLOCK}, they notify through "
         "it.",
+        epilog="Exit: 0 done; 1 the server does not answer, or refuses; 2 a file is no "
+        "automation, or the arguments are wrong.",
     )
     parser.add_argument(
         "--replace",

@@ -109,7 +109,13 @@ def ask_package(backend: str, version: str | None, *, write: bool) -> tuple[list
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="A fleet's servers against their backends.")
+    parser = argparse.ArgumentParser(
+        prog="python -m deployments.backends.check",
+        description="The arguments that a fleet's servers are started with against what is known "
+        "of their backends: SGLang, LMDeploy and vLLM.",
+        epilog="Exit: 0 nothing is wrong; 1 something is; 2 the arguments are wrong; 3 a package "
+        "could not be had.",
+    )
     add = parser.add_argument
     add(
         "--packages", action="store_true", help="hold the facts against the packages; pip gets them"

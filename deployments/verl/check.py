@@ -21,6 +21,7 @@ import yaml
 
 from deployments.verl import facts, rules, wheel
 from tasks.run.errors import InvalidSpec
+from tasks.run.help_text import HelpFormatter
 from tasks.run.spec import RunSpec
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -94,10 +95,16 @@ def ask_verl(specs: Mapping[str, RunSpec], version: str, *, write: bool) -> dict
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Run specs against verl's own configuration.")
+    parser = argparse.ArgumentParser(
+        prog="python -m deployments.verl.check",
+        description="Run specs against verl's own configuration: keys, types, batch sizes.",
+        epilog="Exit: 0 nothing is wrong; 1 something is; 2 a spec or the arguments are wrong; 3 "
+        "verl could not be asked.",
+        formatter_class=HelpFormatter,
+    )
     add = parser.add_argument
-    add("specs", nargs="*", type=Path, metavar="SPEC.yaml")
-    add("--version", default=facts.VERSION, help=f"of verl, {facts.VERSION} if left out")
+    add("specs", nargs="*", type=Path, metavar="SPEC.yaml", help="else those of Muster for verl")
+    add("--version", default=facts.VERSION, help="of verl")
     add("--wheel", action="store_true", help="ask verl itself too: pip gets it, without torch")
     add("--write", action="store_true", help="with --wheel: write what is known of it anew")
     return parser

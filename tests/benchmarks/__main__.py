@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tasks.run.help_text import HelpFormatter
 from tests.benchmarks import limits_page, page, records
 from tests.benchmarks.report import Machine, NotHere, Result, say, table, write_json
 from tests.benchmarks.stage import settle_environment
@@ -152,7 +153,12 @@ def _name(text: str) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.benchmarks",
+        description=__doc__,
+        epilog="Exit: 0 all was measured; 1 not so; 2 the arguments are wrong.",
+        formatter_class=HelpFormatter,
+    )
     parser.add_argument(
         "names", metavar="NAME", nargs="*", type=_name, help=f"{', '.join(NAMES)}; all by default"
     )

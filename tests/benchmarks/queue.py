@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tasks.gang.policy import NodeFree
+from tasks.run.help_text import HelpFormatter
 from tests.benchmarks.queue_passes import measure
 from tests.benchmarks.queue_replay import Replay, replay
 from tests.benchmarks.queue_trace import BadTrace, read_trace
@@ -111,14 +112,20 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m tests.benchmarks.queue",
         description="Replay a trace through the queue's policy in virtual time.",
+        epilog="Exit: 0 written; 2 the arguments are wrong, or the trace can't be read.",
+        formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument(
         "--trace", type=Path, required=True, metavar="FILE", help="CSV: job_id, submit_s, ..."
     )
-    parser.add_argument("--nodes", type=_count, required=True, metavar="N")
-    parser.add_argument("--gpus-per-node", type=_count, required=True, metavar="G")
-    parser.add_argument("--policy", choices=("fifo", "backfill"), required=True)
+    parser.add_argument("--nodes", type=_count, required=True, metavar="N", help="of the cluster")
+    parser.add_argument(
+        "--gpus-per-node", type=_count, required=True, metavar="G", help="of each of them"
+    )
+    parser.add_argument(
+        "--policy", choices=("fifo", "backfill"), required=True, help="who may pass whom"
+    )
     parser.add_argument(
         "--compress",
         type=_factor,

@@ -32,6 +32,7 @@ from typing import Any
 import aiohttp
 
 from tasks.fleet_plan import FleetPlan
+from tasks.run.help_text import HelpFormatter
 from tasks.supervise import tree
 from tasks.supervise.ports import listeners
 from tests.support.stage import free_port
@@ -443,8 +444,13 @@ def left() -> list[int]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.faults.fleet_chaos", description=__doc__)
-    parser.add_argument("--minutes", type=float, default=10.0)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.faults.fleet_chaos",
+        description=__doc__,
+        epilog="Exit: 0 no promise was broken; 1 one was; 2 the arguments are wrong.",
+        formatter_class=HelpFormatter,
+    )
+    parser.add_argument("--minutes", type=float, default=10.0, help="under faults")
     parser.add_argument("--seed", type=int, default=None, help="of the draw; else a new one")
     parser.add_argument("--keep", action="store_true", help="keep all files, even if all is well")
     options = parser.parse_args(arguments)

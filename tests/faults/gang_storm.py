@@ -33,6 +33,7 @@ from typing import Any
 
 import httpx
 
+from tasks.run.help_text import HelpFormatter
 from tests.support.gang_hosts import OtherHost, other_host
 from tests.support.gang_networks import HERE, Cable, cables, why_no_networks
 from tests.support.gang_pool import GangPool, Host, gang_pool, left_of
@@ -463,10 +464,16 @@ _NAMES = [*_VARIANTS, _POSTGRES, _RAY]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.faults.gang_storm", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.faults.gang_storm",
+        description=__doc__,
+        epilog=f"Variants: {', '.join(_NAMES)}. Exit: 0 no promise was broken; 1 one was; 2 the "
+        "arguments are wrong.",
+        formatter_class=HelpFormatter,
+    )
     parser.add_argument("--runs", type=int, default=100, help="a variant; on Ray, a tenth of them")
     parser.add_argument("--seed", type=int, default=None, help="of the draw; else a new one")
-    parser.add_argument("--only", choices=_NAMES, metavar="VARIANT", default=None)
+    parser.add_argument("--only", choices=_NAMES, metavar="VARIANT", default=None, help="else all")
     parser.add_argument("--keep", action="store_true", help="keep all files, even if all is well")
     options = parser.parse_args(arguments)
     seed = options.seed if options.seed is not None else SystemRandom().randrange(1 << 32)

@@ -31,6 +31,7 @@ from typing import Any
 import httpx
 import yaml
 
+from tasks.run.help_text import HelpFormatter
 from tests.support.ground import FINAL, Ground, Server, until
 from tests.support.ray_cluster import RAY_ENV, RayCluster
 
@@ -358,8 +359,14 @@ def _is_cut_short(way: str, moment: str) -> bool:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.faults.ray_kills", description=__doc__)
-    parser.add_argument("--runs", type=int, default=20)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.faults.ray_kills",
+        description=__doc__,
+        epilog="Exit: 0 each run came to one true end and nothing is left; 1 not so; 2 the "
+        "arguments are wrong.",
+        formatter_class=HelpFormatter,
+    )
+    parser.add_argument("--runs", type=int, default=20, help="how many in all")
     parser.add_argument("--seed", type=int, default=None, help="of the draw; else a new one")
     parser.add_argument("--at-once", type=int, default=3, help="runs beside each other")
     options = parser.parse_args(arguments)

@@ -31,6 +31,7 @@ from typing import Any
 import httpx
 import yaml
 
+from tasks.run.help_text import HelpFormatter
 from tests.support.prefect_api import ask
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -330,8 +331,13 @@ def orphans() -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.faults.soak", description=__doc__)
-    parser.add_argument("--runs", type=int, default=200)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.faults.soak",
+        description=__doc__,
+        epilog="Exit: 0 no lie was told and nothing is left; 1 not so; 2 the arguments are wrong.",
+        formatter_class=HelpFormatter,
+    )
+    parser.add_argument("--runs", type=int, default=200, help="how many in all")
     parser.add_argument("--seed", type=int, default=None, help="of the draw; else a new one")
     parser.add_argument("--at-once", type=int, default=2, help="runs beside each other")
     options = parser.parse_args(arguments)

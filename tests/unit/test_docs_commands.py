@@ -64,7 +64,7 @@ def test_every_command_within_a_sentence_exists(document: Document) -> None:
         ("python -m tasks.gang stop", "invalid choice: 'stop'"),
         ("python -m tasks.gangs", "there is no module tasks.gangs"),
         ("python -m deployments.upkeep", ""),
-        ("python -m deployments.upkeep --help", "takes no arguments"),
+        ("python -m deployments.upkeep now", "unrecognized arguments: now"),
         ("python -m deployments.worker --pool gang --name host", ""),
         ("python -m deployments.worker --pol gang", "Unknown option"),
         ("prefect deployment run 'train/quickstart' --watch", ""),

@@ -1,0 +1,159 @@
+"""Every command says by `--help` what it does, its options and defaults, and its exit codes."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deployments import worker
+
+ROOT = Path(__file__).parents[2]
+#: What people run. `python -m deployments.worker` has a test of its own: its options are Prefect's.
+COMMANDS = (
+    "flows.train",
+    "flows.reconcile",
+    "flows.preflight",
+    "flows.pipeline",
+    "flows.prune",
+    "tasks.gang",
+    "tasks.gang status",
+    "tasks.gang why",
+    "tasks.gang drain",
+    "tasks.gang set",
+    "tasks.rollout",
+    "tasks.rollout plan",
+    "tasks.sweeping",
+    "tasks.deploying",
+    "deployments.stack",
+    "deployments.stack up",
+    "deployments.stack down",
+    "deployments.stack status",
+    "deployments.stack_setup",
+    "deployments.upkeep",
+    "deployments.cluster_check",
+    "deployments.automations.apply",
+    "deployments.docs",
+    "deployments.verl.check",
+    "deployments.backends.check",
+    "tests.benchmarks",
+    "tests.benchmarks.queue",
+    "tests.faults.soak",
+    "tests.faults.gang_storm",
+    "tests.faults.ray_kills",
+    "tests.faults.fleet_chaos",
+)
+#: What other programs of the project start, and nobody else.
+INTERNAL = {
+    *("tasks.fleet_process", "tasks.server_process", "tasks.node_visits"),
+    *("tasks.supervise.guardian", "tasks.supervise.namespace_init"),
+    *("tasks.rayjobs.entrypoint", "tasks.rollout.lmdeploy_replica"),
+    *("deployments.stack_supervisor", "deployments.stack_node", "deployments.stack_ray_node"),
+    *("deployments.stack_runs", "deployments.verl.compose"),
+    *("tests.faults.chaos_server", "tests.benchmarks.part", "tests.benchmarks.gateway_process"),
+    *("tests.benchmarks.capacity", "tests.benchmarks.nodes", "tests.benchmarks.watched"),
+    *("tests.benchmarks.stubborn", "tests.benchmarks.sglang_watchdog"),
+}
+
+
+def run(command: str, *arguments: str, monkeypatch: pytest.MonkeyPatch) -> int | str | None:
+    """The exit code of `python -m COMMAND ARGUMENT...`, which ends as soon as it has read them."""
+    module, *words = command.split()
+    monkeypatch.setattr(sys, "argv", [module, *words, *arguments])
+    monkeypatch.setenv("COLUMNS", "100")
+    with warnings.catch_warnings():
+        # That another test has imported it.
+        warnings.simplefilter("ignore", RuntimeWarning)
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_module(module, run_name="__main__")
+    return ended.value.code
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_says_what_it_does_its_options_and_its_exit_codes(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = run(command, "--help", monkeypatch=monkeypatch)
+
+    said = capsys.readouterr().out
+    assert code == 0
+    assert said.startswith(f"usage: python -m {command.split()[0]}")
+    is_part = len(command.split()) > 1 and command.split()[0] == "tasks.gang"
+    assert is_part or re.search(r"\bExit: 0 ", said), said
+    # Between the usage and the arguments stands what it is for.
+    assert re.search(r"\n\n[A-Z][^\n]{20,}", said), said
+    without_words = re.findall(r"^  (--?[\w-]+(?: [A-Z]\w*)?)\n(?!  {6,})", said, re.MULTILINE)
+    assert not without_words, said
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_an_unknown_option_is_named_and_nothing_is_done(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = run(command, "--no-such-option", monkeypatch=monkeypatch)
+
+    said = capsys.readouterr()
+    assert code == 2
+    assert "error: " in said.err
+    assert said.out == ""
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "default"),
+    [
+        ("tests.faults.soak", "--runs", "200"),
+        ("tests.faults.soak", "--at-once", "2"),
+        ("tests.faults.fleet_chaos", "--minutes", "10.0"),
+        ("deployments.cluster_check", "--within-s S", "20.0"),
+        ("tasks.sweeping", "--within-s S", "60.0"),
+        ("tests.benchmarks.queue", "--compress", "1.0"),
+    ],
+)
+def test_the_default_of_an_option_is_said(
+    command: str,
+    option: str,
+    default: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run(command, "--help", monkeypatch=monkeypatch)
+
+    said = capsys.readouterr().out
+    assert re.search(rf"^  {option} [^(]*\(default: {re.escape(default)}", said, re.MULTILINE), said
+
+
+def test_a_worker_s_help_says_what_it_adds_to_prefect_s_and_reconciles_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    became: list[Any] = []
+    monkeypatch.setattr(os, "execv", lambda *words: became.append(words))
+    monkeypatch.setattr(worker, "reconcile_host", lambda: pytest.fail("it reconciles"))
+    monkeypatch.setattr(sys, "argv", ["worker", "--help"])
+    # What it sets aside before it becomes the other program.
+    monkeypatch.setattr(worker.signal, "signal", lambda *_: None)
+
+    worker.main()
+
+    assert "python -m deployments.worker" in capsys.readouterr().out
+    assert became[0][1][-3:] == ("worker", "start", "--help")
+
+
+def test_no_command_is_forgotten() -> None:
+    programs = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__main__")
+        for folder in ("flows", "tasks", "deployments", "tests/faults", "tests/benchmarks")
+        for path in (ROOT / folder).rglob("*.py")
+        if re.search(r"^if __name__ == .__main__.:", path.read_text(encoding="utf-8"), re.MULTILINE)
+        # A run's own programs: started by a spec, as scripts.
+        and "quickstart" not in path.parts
+    }
+
+    known = {command.split()[0] for command in COMMANDS} | INTERNAL | {"deployments.worker"}
+
+    assert not programs - known
