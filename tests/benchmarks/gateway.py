@@ -31,7 +31,7 @@ import psutil
 from tasks.rollout.router import Entrypoint, Router
 from tasks.run.layout import project_root
 from tests.benchmarks.gateway_load import load
-from tests.benchmarks.report import Result, Row, say
+from tests.benchmarks.report import Missing, Result, Row, say
 from tests.benchmarks.stage import folder, wait_until
 
 _DUMMY = Path(__file__).parents[1] / "support" / "dummy_server.py"
@@ -40,7 +40,11 @@ _CONNECTIONS = 32
 _ROUNDS, _FOR_S = 5, 2.0
 _QUICK_ROUNDS, _QUICK_FOR_S = 1, 0.2
 _PYTHON = "SGLANG_ROUTER_PYTHON"
-_HOW_TO_ADD = f"sglang-router is left out: `pip install 'sglang-router>=0.3,<0.4'`, or {_PYTHON}"
+_ROUTER = "sglang-router"
+_HOW_TO_ADD = (
+    f"is not installed: `pip install 'sglang-router>=0.3,<0.4'`, or name a Python that has it by "
+    f"{_PYTHON}"
+)
 _TOKENS = 20
 _BODIES = {
     "plain": b'{"model": "m", "messages": [{"role": "user", "content": "What is 6 x 7?"}]}',
@@ -96,14 +100,14 @@ def measure(*, quick: bool) -> Result:
         question=f"requests over {_CONNECTIONS} connections to {_SERVERS} servers that answer at "
         "once, on the CPUs of all; and the router's decision alone",
         rows=[*_rows(ways), *_decisions(20 if quick else 2_000)],
+        missing=[] if _ROUTER in ways else [Missing(way=_ROUTER, why=_HOW_TO_ADD)],
     )
 
 
 def _rows(ways: Mapping[str, _Way]) -> Iterator[Row]:
     for kind in _BODIES:
         for name, way in ways.items():
-            note = _HOW_TO_ADD if len(ways) == 2 and name == "no gateway" else ""
-            yield Row(way=f"{name}, {kind}", values=way.latencies_ms[kind], group=kind, note=note)
+            yield Row(way=f"{name}, {kind}", values=way.latencies_ms[kind], group=kind)
         for name, way in ways.items():
             yield Row(
                 way=f"{name}, {kind}, rate",
@@ -146,7 +150,7 @@ def _ways() -> Iterator[dict[str, _Way]]:
                 *("--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(metrics)),
             )
             wait_until(lambda: _answers(port), "the start of sglang-router")
-            ways["sglang-router"] = _Way(addresses=[("127.0.0.1", port)], pid=router.pid)
+            ways[_ROUTER] = _Way(addresses=[("127.0.0.1", port)], pid=router.pid)
         ways["no gateway"] = _Way(addresses=addresses)
         yield ways
 

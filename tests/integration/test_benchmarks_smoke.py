@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_quick_benchmarks_print_a_table_and_write_every_figure(tmp_path: Path) -> None:
     written = tmp_path / "figures.json"
+    page = (ROOT / "BENCHMARKS.md").read_bytes()
 
     done = subprocess.run(
         [
@@ -27,7 +28,7 @@ def test_quick_benchmarks_print_a_table_and_write_every_figure(tmp_path: Path) -
     assert done.returncode == 0, done.stderr
     figures = json.loads(written.read_text())
     assert figures["quick"] is True
-    assert {"at", "python", "kernel", "cpus", "load"} <= figures["machine"].keys()
+    assert {"at", "python", "kernel", "cpus", "memory_gb", "load"} <= figures["machine"].keys()
     assert [found["name"] for found in figures["benchmarks"]] == ["watching", "starting", "gateway"]
     for found in figures["benchmarks"]:
         assert found["rows"][0]["way"].startswith("Muster")
@@ -36,6 +37,8 @@ def test_quick_benchmarks_print_a_table_and_write_every_figure(tmp_path: Path) -
             assert row["way"] in done.stdout
             assert row["samples"] == len(row["values"]) > 0
             assert min(row["values"]) >= 0 and row["median"] <= row["p99"] <= row["max"]
+    # Only a whole run, or --record, replaces what was kept.
+    assert (ROOT / "BENCHMARKS.md").read_bytes() == page
 
 
 def test_unknown_benchmark_is_named_and_nothing_runs() -> None:
@@ -48,4 +51,4 @@ def test_unknown_benchmark_is_named_and_nothing_runs() -> None:
     )
 
     assert done.returncode == 2
-    assert "no benchmark 'speed'; there are crash, readiness, overhead" in done.stderr
+    assert "no benchmark 'speed'; there are crash, orphans, readiness" in done.stderr
