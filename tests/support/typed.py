@@ -24,19 +24,21 @@ from tests.support.documents import ROOT
 #: The project's own packages: what their modules take is known.
 _OWN = ("flows", "tasks", "deployments", "tests")
 _TOPS = tuple(f"{name}/" for name in (*_OWN, "docs"))
-_FILES = (".yaml", ".yml", ".py", ".md", ".json", ".csv", ".sh", ".service", ".toml")
+_FILES = (".yaml", ".yml", ".py", ".md", ".json", ".csv", ".sh", ".toml")
 #: What stands for something that the reader knows: HEAD, RUN, SPEC.yaml.
 _STANDS_FOR = re.compile(r"\b[A-Z][A-Z0-9_]+\b|\$|<|\.\.\.")
 _OPERATORS = frozenset(("|", "||", "&&", ";", "&", ">", ">>", "<", "2>", "2>>", "(", ")"))
 _REDIRECTIONS = frozenset((">", ">>", "<", "2>", "2>>"))
+#: They run another program.
+_BEFORE = ("sudo", "exec", "time", "nohup")
 #: Programs of others whose arguments are theirs to judge.
 _OTHERS = frozenset(
     """
-    apt-get awk cat cd chmod chown cp createdb createuser crontab curl date df docker dropdb du
+    . [ apt-get awk cat cd chmod chown cp createdb createuser crontab curl date df docker dropdb du
     echo env export git grep gzip head hostname id install ip journalctl jq kill less ls mkdir
-    mv nvidia-smi openssl pg_dump pg_restore pip pkill psql quota ray rm rsync run-api sed sh
-    sleep sort sqlite3 ssh su sudo systemctl tail tar tee test touch true unshare useradd wc
-    which xargs
+    mv nice nvidia-smi openssl pg_dump pg_restore pip pkill psql quota ray rm rsync run-api sed set
+    sh sleep sort source sqlite3 ssh su sudo systemctl tail tar tee test touch true unshare useradd
+    wc which xargs
     """.split()  # noqa: SIM905
 )
 
@@ -78,15 +80,16 @@ def _simple_commands(words: Sequence[str]) -> Iterator[list[str]]:
 def _about_simple(words: list[str]) -> str:
     while words and re.match(r"[A-Za-z_]\w*=", words[0]):
         words = words[1:]
-    while words and words[0] in ("sudo", "exec", "time", "nice", "nohup"):
-        words = words[1:]
+    while words and words[0] in _BEFORE:
+        # sudo -u USER
+        words = words[3:] if words[1:2] == ["-u"] else words[1:]
     if not words:
         return ""
     program, *arguments = words
     if "/" in program and not program.startswith(("/", "~", ".venv/bin/")):
         return "" if (ROOT / program).exists() else f"there is no {program}"
     name = Path(program).name
-    if missing := [path for path in arguments if _is_path(path) and not (ROOT / path).exists()]:
+    if missing := [path for path in arguments if _is_path(path) and not [*ROOT.glob(path)]]:
         return f"there is no {missing[0]}"
     if name == "make":
         return _about_make(arguments)
@@ -112,7 +115,10 @@ def make_targets() -> dict[str, str]:
 
 def _about_make(arguments: Sequence[str]) -> str:
     variables = dict(word.split("=", 1) for word in arguments if "=" in word)
-    targets = [word for word in arguments if "=" not in word and not word.startswith("-")]
+    words = [word for word in arguments if "=" not in word]
+    while "-C" in words:
+        del words[words.index("-C") : words.index("-C") + 2]
+    targets = [word for word in words if not word.startswith("-")]
     recipes = make_targets()
     text = (ROOT / "Makefile").read_text(encoding="utf-8")
     for name in variables:

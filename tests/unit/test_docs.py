@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import re
 import socket
@@ -366,6 +367,25 @@ def test_every_place_that_extending_names_has_what_it_names() -> None:
 
     assert len(named) > 8
     assert not missing
+
+
+def test_what_a_waiting_run_is_said_to_say_it_says() -> None:
+    source = ast.parse((ROOT / "tasks" / "queue" / "words.py").read_text("utf-8"))
+    texts = " | ".join(
+        node.value
+        for node in ast.walk(source)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    )
+    text = document("docs/queue.md").text.partition("## Why a run waits")[2].partition("\n## ")[0]
+    messages = re.findall(r"^\| `([^`]+)` \|", text, re.MULTILINE)
+
+    # What stands for names and figures ends a clause.
+    ends = r"\b[A-Z]+\b|[\d:]*\d|(?:as )?\bthe work pool gang\b|\.\.\.|[,;:]"
+    clauses = [clause.strip() for message in messages for clause in re.split(ends, message)]
+    clauses = [clause for clause in clauses if " " in clause]
+
+    assert len(messages) > 8
+    assert [clause for clause in clauses if clause not in texts] == []
 
 
 def test_contributing_names_every_target_of_make() -> None:
