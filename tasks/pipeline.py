@@ -133,11 +133,16 @@ class Pipeline:
 
     def begin(self, step: Begin | Follow) -> StageRun | None:
         """The run of the stage: the one that is on its way, or a new one; None where there can't
-        be any."""
+        be any.
+
+        Raises: Pause, where the pipeline is left to its next process.
+        """
         self._told = ""
         if isinstance(step, Follow):
             self.say(f"stage {step.run.stage}: run {step.run.name} is taken up, {step.run.state}")
             return step.run
+        if self.left_by:
+            self._leave(f"stage {step.stage} is next")
         stage = self.spec.stage(step.stage)
         try:
             spec = run_spec(stage.spec or {}, self._value_of).written()
@@ -170,7 +175,7 @@ class Pipeline:
             # A run that is being cancelled, with all others of this machine for example, takes its
             # pipeline with it.
             if self.left_by and run.state != "Cancelling":
-                self._leave(run)
+                self._leave(f"stage {run.stage} goes on, and its next process takes it up")
             self._wait(_LOOK_EVERY_S)
 
     def cancel(self, run: StageRun) -> None:
@@ -322,8 +327,8 @@ class Pipeline:
         else:
             self._woken.wait(delay_s)
 
-    def _leave(self, run: StageRun) -> NoReturn:
-        """Leave the pipeline, whose stage goes on, to its next process.
+    def _leave(self, where: str) -> NoReturn:
+        """Leave the pipeline, where it is, to its next process.
 
         Where the server does not take that, `reconcile` finds the flow run without a process.
 
@@ -332,7 +337,7 @@ class Pipeline:
         state: State[Any] = Scheduled(
             name=JOBS_GO_ON,
             scheduled_time=datetime.now(UTC) + _DUE_AFTER,
-            message=f"{self.left_by}; stage {run.stage} goes on, and its next process takes it up",
+            message=f"{self.left_by}; {where}",
         )
         self.say(str(state.message))
 

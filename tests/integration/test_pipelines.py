@@ -22,7 +22,7 @@ from tests.support.gang_pool import GangPool, left_of
 from tests.support.ground import DEADLINE_S, FINAL, ROOT, Ground, Run, Server, until
 from tests.support.prefect_api import ask
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.thorough]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.thorough]
 
 #: A component: what it was given goes to a file, a checkpoint is left, and it ends when it may.
 PART = """
@@ -114,7 +114,8 @@ class Pipelines:
 
     def until_state(self, flow_run_id: str, *types: str) -> str:
         """The message of the state."""
-        until(lambda: self.state(flow_run_id)[0] in types, f"{flow_run_id} is {types}")
+        what = f"{flow_run_id} is {types}"
+        until(lambda: self.state(flow_run_id)[0] in types, what, within_s=2 * DEADLINE_S)
         return self.state(flow_run_id)[1]
 
     def runs(self, flow_run_id: str, stage: str = "") -> list[dict[str, Any]]:
