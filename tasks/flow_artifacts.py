@@ -20,6 +20,9 @@ from prefect.client.schemas.filters import (
 from tasks.page.markdown import picture
 from tasks.page.view import Shown
 
+#: The keys of the artifacts of a run.
+SUMMARY, COMPONENTS, TIMELINE = "summary", "components", "timeline"
+REWARD, PROGRESS, ATTEMPTS = "reward", "progress", "attempts"
 _NOT_FOUND = 404
 
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 import logging
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from prefect.client.schemas.objects import State
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from tasks.closed_page import tell_closed
 from tasks.flow_runs import ServerAway, state_of, talking_to
 from tasks.run.events import EventLog
 from tasks.run.layout import RunPlace, muster_home
@@ -89,6 +91,9 @@ def _closed(parked: Parked) -> Reconciled | None:
     forget_parked(parked.run_id)
     if record is None:
         return None
+    if state is not None:
+        with suppress(ServerAway), talking_to(parked.api_url) as client:
+            tell_closed(client, parked.flow_run_id, RunPlace.of(parked.run_id).directory)
     return Reconciled(
         name=parked.run_id,
         flow_run_id=parked.flow_run_id,

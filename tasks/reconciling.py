@@ -22,6 +22,7 @@ from prefect.exceptions import MissingContextError, ObjectNotFound
 from prefect.logging import get_run_logger
 from prefect.settings import PREFECT_API_URL
 
+from tasks.closed_page import tell_closed
 from tasks.flow_runs import (
     FLOW_RUN_VARIABLE,
     UPKEEP_FLOWS,
@@ -181,6 +182,7 @@ def _close_run(lost: LostRun, remains: Remains, jobs: JobsEnded) -> Reconciled:
                 return _reconciled(lost, remains, record, jobs=jobs)
             if not propose(client, flow_run_id, before, after):
                 return _reconciled(lost, remains, record, jobs=jobs, open=_CHANGED)
+            tell_closed(client, flow_run_id, owner.directory)
             forget()
             return _reconciled(lost, remains, record, jobs=jobs, server=after.name or "")
     except ServerAway as error:

@@ -15,7 +15,15 @@ from uuid import UUID
 
 from prefect.client.orchestration import get_client
 
-from tasks.flow_artifacts import FlowArtifacts
+from tasks.flow_artifacts import (
+    ATTEMPTS,
+    COMPONENTS,
+    PROGRESS,
+    REWARD,
+    SUMMARY,
+    TIMELINE,
+    FlowArtifacts,
+)
 from tasks.page.components import components_of
 from tasks.page.figures import Figures
 from tasks.page.fleet import FleetSeen
@@ -28,10 +36,6 @@ from tasks.run.layout import project_root
 from tasks.run.lifecycle import RunState
 from tasks.session import RunSession
 from tasks.supervise.identity import host_name
-
-#: The keys of the artifacts.
-SUMMARY, COMPONENTS, TIMELINE = "summary", "components", "timeline"
-REWARD, PROGRESS, ATTEMPTS = "reward", "progress", "attempts"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,11 +14,14 @@ import httpx
 import pytest
 
 from tasks import run_page
+from tasks.closed_page import tell_closed
 from tasks.flow_artifacts import FlowArtifacts
 from tasks.page.view import Shown
+from tasks.run.closing import Loss, close_record
 from tasks.run.events import Event
 from tasks.run.layout import RunPlace
 from tasks.run.lifecycle import RunState
+from tasks.run.loading import spec_as_yaml
 from tasks.run.record import RunRecord
 from tasks.run.spec import RunSpec
 from tasks.run_page import RunPage
@@ -277,3 +280,26 @@ def test_a_run_that_never_began_has_a_summary_at_its_end(
     page.tell(is_last=True)
 
     assert "no such program" in server.shown("summary")["data"]
+
+
+def test_the_page_of_a_lost_run_says_what_its_record_was_closed_with(
+    run: SimpleNamespace, tmp_path: Path
+) -> None:
+    run.record.begin_attempt(1)
+    run.record.move(RunState.ADMITTED)
+    place = run.place.attempt(1)
+    place.directory.mkdir()
+    place.spec.write_text(spec_as_yaml(run.resolved))
+    close_record(tmp_path, Loss(pid=812))
+    server = Server()
+
+    tell_closed(server, str(FLOW_RUN), tmp_path)  # type: ignore[arg-type]
+
+    shown = server.shown("summary")
+    assert shown["description"].startswith("**failed**: UNKNOWN")
+    assert "812" in shown["data"]
+    assert len(server.kept) == 4
+
+
+def test_a_page_that_can_not_be_told_keeps_nobody_from_closing_runs(tmp_path: Path) -> None:
+    tell_closed(Server(), str(FLOW_RUN), tmp_path / "none")  # type: ignore[arg-type]
