@@ -1,10 +1,14 @@
-"""The runs of a stack's worker, ended before it ends."""
+"""The runs of a worker, ended before it ends: `python -m deployments.stack_runs PID`.
+
+For whoever is about to stop a worker: a stack, or a unit of systemd.
+"""
 
 from __future__ import annotations
 
+import argparse
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from tasks.supervise import tree
 
@@ -31,3 +35,24 @@ def end_runs(worker: int, *, within_s: float, is_hurried: Callable[[], bool]) ->
         if all(tree.is_zombie(run) for run in tree.children(worker)):
             return
         time.sleep(_LOOK_EVERY_S)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns: 0, also where the worker has gone already."""
+    parser = argparse.ArgumentParser(
+        prog="python -m deployments.stack_runs",
+        description="Interrupt every run of a worker of this host, and wait until each has taken "
+        "itself down. The worker is held meanwhile and left so: send it SIGTERM, then SIGCONT.",
+    )
+    parser.add_argument("pid", help="of the worker; empty: it has gone already")
+    parser.add_argument(
+        "--within-s", type=float, default=300.0, metavar="S", help="300 if left out"
+    )
+    options = parser.parse_args(arguments)
+    if options.pid.strip():
+        end_runs(int(options.pid), within_s=options.within_s, is_hurried=lambda: False)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

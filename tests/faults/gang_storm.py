@@ -40,6 +40,7 @@ from tests.support.gang_pool import GangPool, Host, gang_pool, left_of
 from tests.support.gang_referee import FINAL, judge
 from tests.support.ground import Ground, Run, Server, until
 from tests.support.postgres import Postgres, postgres, why_no_postgres
+from tests.support.production import migrate, settings_of
 from tests.support.ray_cluster import RAY_ENV, RayCluster
 
 #: A flow process takes some 3 s of a core.
@@ -259,13 +260,16 @@ class WorkingHost:
 
 @contextlib.contextmanager
 def _hosts(
-    pool: GangPool, laid: Sequence[Cable | None] = (None, None)
+    pool: GangPool,
+    laid: Sequence[Cable | None] = (None, None),
+    settings: Mapping[str, str] | None = None,
 ) -> Iterator[list[WorkingHost]]:
     """Hosts with a worker each.
 
     Args:
         laid: for each, the cable to the network of its own that it has; None: it has this
             machine's.
+        settings: of all that talks to the server on them.
     """
     with contextlib.ExitStack() as stack:
         hosts = []
@@ -273,7 +277,8 @@ def _hosts(
             home = pool.ground.home.parent / name
             home.mkdir()
             host = stack.enter_context(other_host(name, home, cable))
-            variables = {"NO_PROXY": HERE, "no_proxy": HERE} if cable is not None else {}
+            direct = {"NO_PROXY": HERE, "no_proxy": HERE} if cable is not None else {}
+            variables = {**(settings or {}), **direct}
             ground = Host(home=home, api=pool.ground.api, variables=variables)
             hosts.append(WorkingHost(pool=pool, host=host, ground=ground))
             hosts[-1].start_worker()
@@ -360,7 +365,10 @@ def run_on_postgres(runs: int, seed: int, directory: Path) -> list[str]:
     with contextlib.ExitStack() as stack:
         database = stack.enter_context(postgres())
         laid = stack.enter_context(cables(2))
-        settings = {"PREFECT_SERVER_DATABASE_CONNECTION_URL": database.url}
+        # As operators have them.
+        settings = settings_of("server.env")
+        settings["PREFECT_SERVER_DATABASE_CONNECTION_URL"] = database.url
+        migrate(settings, directory / "server")
         server = Server(directory / "server", address=HERE, settings=settings)
         pool = stack.enter_context(gang_pool(directory, server=server))
         print(f"  {database.query('show server_version')}", flush=True)
@@ -368,7 +376,7 @@ def run_on_postgres(runs: int, seed: int, directory: Path) -> list[str]:
         # What a worker that was killed had begun is taken back only later.
         storm.late_s = 60.0
         specs = list(storm.specs(failing_share=0.1))
-        hosts = stack.enter_context(_hosts(pool, laid))
+        hosts = stack.enter_context(_hosts(pool, laid, settings_of("muster.env")))
         with storm.submitting(iter(specs)):
             _restart_each_part(storm, hosts, database)
         faults = verdict_of(storm, pool.nodes)

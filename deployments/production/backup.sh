@@ -1,0 +1,68 @@
+#!/bin/bash
+# Backup of the Prefect server's database, and its way back; PostgreSQL or SQLite, as
+# PREFECT_SERVER_DATABASE_CONNECTION_URL says. Source /etc/muster/secrets.env before.
+#
+#   backup.sh save DIRECTORY [KEEP]   a new file in DIRECTORY, of which the KEEP (14) newest stay;
+#                                     the server may run meanwhile
+#   backup.sh restore FILE            into the database of the URL, which must not be in use
+#
+# SQLite, as `make up` has it: PREFECT_SERVER_DATABASE_CONNECTION_URL=sqlite+aiosqlite:////PATH/prefect.db
+set -euo pipefail
+
+url="${PREFECT_SERVER_DATABASE_CONNECTION_URL:?is not set: source secrets.env}"
+# As PostgreSQL's own programs write it, which know no driver.
+libpq="${url/+asyncpg/}"
+libpq="${libpq/ssl=/sslmode=}"
+sqlite="${url#sqlite+aiosqlite:///}"
+python="$(dirname "$0")/../../.venv/bin/python"
+
+save() {
+	local directory="$1" keep="${2:-14}" file
+	mkdir -p "$directory"
+	file="$directory/prefect-$(date -u +%Y%m%dT%H%M%SZ)"
+	umask 077
+	draft="$directory/.draft.$$"
+	trap 'rm -f "$draft"' EXIT
+	case "$url" in
+	postgresql*)
+		file="$file.dump"
+		pg_dump --format=custom --file="$draft" "$libpq"
+		;;
+	*)
+		file="$file.db"
+		"$python" -c 'import sqlite3, sys; s, t = map(sqlite3.connect, sys.argv[1:]); s.backup(t)' "$sqlite" "$draft"
+		;;
+	esac
+	mv "$draft" "$file"
+	# The oldest beyond KEEP.
+	find "$directory" -maxdepth 1 -type f -name 'prefect-*' -printf '%T@ %p\n' | sort -rn |
+		tail -n "+$((keep + 1))" | cut -d ' ' -f 2- | xargs -r -d '\n' rm --
+	echo "$file"
+}
+
+restore() {
+	local file="$1"
+	[ -s "$file" ] || { echo "$file: no such backup" >&2; exit 1; }
+	case "$url" in
+	postgresql*)
+		# All or nothing; what is in the database by now is replaced.
+		pg_restore --clean --if-exists --no-owner --single-transaction --dbname="$libpq" "$file"
+		;;
+	*)
+		# With the log of a server that was killed, the database would be both.
+		rm -f "$sqlite-wal" "$sqlite-shm"
+		cp "$file" "$sqlite.draft.$$"
+		mv "$sqlite.draft.$$" "$sqlite"
+		;;
+	esac
+	echo "restored $file; run \`prefect server database upgrade -y\` where it is of an earlier release"
+}
+
+case "${1:-}" in
+save) save "${2:?a directory}" "${3:-14}" ;;
+restore) restore "${2:?a file}" ;;
+*)
+	sed -n '2,/^set/{s/^# \{0,1\}//;/^set/d;p}' "$0" >&2
+	exit 2
+	;;
+esac
