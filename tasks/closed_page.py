@@ -20,6 +20,7 @@ from tasks.page.tables import attempts_of
 from tasks.page.timeline import timeline_of
 from tasks.page.view import RunView
 from tasks.run.layout import RunPlace
+from tasks.run.lifecycle import RunState
 from tasks.run.loading import load_spec
 
 _log = logging.getLogger(__name__)
@@ -55,10 +56,12 @@ def _view(place: RunPlace) -> RunView | None:
     record = json.loads(place.record.read_text(encoding="utf-8"))
     if not record["attempts"]:
         return None
-    number = record["attempts"][-1]["number"]
+    last = record["attempts"][-1]
+    if RunState(record["state"]).is_final and last.get("decision") is None:
+        last["decision"] = f"final: {record['state']}"
     return RunView(
         at=time.time(),
-        spec=load_spec(place.attempt(number).spec),
+        spec=load_spec(place.attempt(last["number"]).spec),
         record=record,
         place=place,
         doing=record.get("message", ""),

@@ -297,7 +297,7 @@ def test_the_page_of_a_lost_run_says_what_its_record_was_closed_with(
 
     shown = server.shown("summary")
     assert shown["description"].startswith("**failed**: UNKNOWN")
-    assert "812" in shown["data"]
+    assert "812" in shown["data"] and "not tried again" in shown["data"]
     assert len(server.kept) == 4
 
 
