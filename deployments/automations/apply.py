@@ -139,7 +139,10 @@ def _blocks(client: SyncPrefectClient) -> list[UUID]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns: 0 done; 1 the server does not answer, or refuses; 2 a file is no automation."""
+    """Bring the automations to the server, and say what became of each.
+
+    Returns: 0 done; 1 the server does not answer, or refuses; 2 a file is no automation.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m deployments.automations.apply",
         description="Brings the automations of deployments/automations/ to the Prefect server of "
@@ -154,6 +157,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="also those that were changed on the server; what is switched off stays so",
     )
     options = parser.parse_args(arguments)
+    if not (url := PREFECT_API_URL.value()):
+        print(
+            "no Prefect server is set: start one (`make up`, which says its address), and set "
+            "PREFECT_API_URL to that",
+            file=sys.stderr,
+        )
+        return 1
     try:
         with get_client(sync_client=True) as client:
             for one in apply(client, replace=options.replace):
@@ -162,7 +172,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     except httpx.HTTPError as error:
-        print(f"{PREFECT_API_URL.value()}: {error!r}", file=sys.stderr)
+        print(
+            f"the Prefect server at PREFECT_API_URL={url} did not take them: {error!r}",
+            file=sys.stderr,
+        )
         return 1
     return 0
 
