@@ -151,6 +151,9 @@ class Ground:
         """The work pool and the deployments."""
         done = self.start("-m", "deployments.stack_setup", log="setup").wait(DEADLINE_S)
         assert done == 0, self.log("setup")
+        # Its schedule would reconcile in the midst of a test, at each quarter of an hour.
+        deployment = self.get("/deployments/name/reconcile/by-worker")["id"]
+        ask("PATCH", f"{self.api}/deployments/{deployment}", {"paused": True})
 
     def start_worker(self) -> subprocess.Popen[bytes]:
         """Returns: once it takes runs."""
