@@ -76,9 +76,9 @@ def _admit(run: RunSession) -> State[None]:
     except InvalidSpec as error:
         return Failed(message=run.fail(FailureKind.USER_ERROR, str(error)).message)
     if run.spec.gang is None:
-        return Completed(message="no GPUs are asked for")
+        return Completed(message="admitted: no GPUs are asked for")
     if run.adopts and run.record.adoptable() is not None:
-        return Completed(message="its jobs go on, on the GPUs that they have")
+        return Completed(message="admitted: its jobs go on, on the GPUs that they have")
     # Here, since it takes a tenth of a second, which a run without a gang need not wait.
     from tasks.queue.admission import Admitted, Refused, admitted
 

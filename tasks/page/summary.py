@@ -14,6 +14,8 @@ from tasks.page.view import RunView, Shown, moment, seconds
 _LINES = 12
 #: Of a message, on a card.
 _CARD_LINES = 5
+#: A line so short stands beside the state: older pages show the first one only.
+_BESIDE = 40
 
 
 def summary_of(view: RunView) -> Shown:
@@ -67,7 +69,12 @@ def _headline(view: RunView, said: str, why: str) -> str:
     failed = _failed(view)
     lines = [f"**{said}**"]
     if failed is None:
-        lines += [text(line) for line in why.splitlines()[:_CARD_LINES]]
+        first, *more = why.splitlines()[:_CARD_LINES] or [""]
+        if len(first) <= _BESIDE:
+            lines[0] += f": {text(first)}" if first else ""
+        else:
+            more = [first, *more]
+        lines += map(text, more)
     else:
         lines[0] += f": {text(failed['failure']['kind'])}"
         lines += map(text, card_of(failed))

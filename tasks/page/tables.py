@@ -54,5 +54,5 @@ def curve_shown(view: RunView, figures: Figures) -> Shown | None:
         f"{text(said)}. From {code(figures.path)}, as of {moment(view.at)}.",
         table((text(step), text(name)), rows),
     ]
-    picture = curve_of(points, x=step, y=name, title=f"{view.record['run_id']}: {title}")
+    picture = curve_of(points, x=step, y=name, title=title)
     return Shown(headline=said, picture=picture, data="\n\n".join(parts))

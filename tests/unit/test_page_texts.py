@@ -133,7 +133,7 @@ def test_a_run_that_waits_for_its_next_attempt_still_says_what_failed() -> None:
 def test_a_run_that_runs_again_does_not_show_an_earlier_failure_as_its_own() -> None:
     shown = summary_of(view(failed(), attempt(2), doing="starting trainer"))
 
-    assert shown.headline.split("\n\n") == ["**running**", "starting trainer"]
+    assert shown.headline.split("\n\n") == ["**running**: starting trainer"]
     assert "What went wrong" not in str(shown.data)
     assert "2, after 1 that failed" in str(shown.data)
 
@@ -143,7 +143,7 @@ def test_a_run_that_never_came_to_an_attempt_says_why() -> None:
 
     assert "```\nUSER_ERROR: the spec has 1 fault:\n  - a: b\n```" in str(shown.data)
     assert "mend what the message names" in str(shown.data)
-    assert shown.headline == "**failed**\n\nUSER\\_ERROR: the spec has 1 fault:\n\n- a: b"
+    assert shown.headline == "**failed**: USER\\_ERROR: the spec has 1 fault:\n\n- a: b"
 
 
 def test_a_component_that_never_got_ready_is_still_alive_when_it_fails() -> None:
