@@ -19,7 +19,14 @@ export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export RAY_USAGE_STATS_ENABLED := 0
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help install train test thorough faults soak ray-kills gang-storm fleet-chaos up down prune bench verl-check backends-check docs constraints
+.PHONY: help install train test thorough faults soak ray-kills gang-storm fleet-chaos up down prune bench verl-check backends-check docs ui-test screenshots constraints
+
+# What drives a browser; the browser itself is the system's (apt-get install chromium).
+define with-browser
+if ! $(PY) -c 'import playwright, PIL' 2>/dev/null; then
+	$(PY) -m pip install -qq --disable-pip-version-check --no-input -c constraints.txt -e '.[ui]'
+fi
+endef
 
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -127,11 +134,19 @@ backends-check: install  ## hold a fleet's servers against the backends' own pac
 docs: install  ## write the parts of docs/ that are made from the code [ARGS=--check]
 	@exec $(PY) -m deployments.docs $(ARGS)
 
+ui-test: install  ## the Prefect UI in a real browser, on a stack of its own [ARGS='-k form']
+	@$(call with-browser)
+	exec $(PY) -m pytest tests/ui $(ARGS)
+
+screenshots: install  ## make the pictures of docs/images anew
+	@$(call with-browser)
+	exec $(PY) -m tests.ui.screenshots $(ARGS)
+
 constraints:  ## write constraints.txt anew from what the ranges of pyproject.toml resolve to
 	@scratch="$$(mktemp -d)"
 	trap 'rm -rf "$$scratch"' EXIT
 	$(PYTHON) -m venv "$$scratch"
-	"$$scratch/bin/python" -m pip install -q --disable-pip-version-check --no-input '.[quickstart,dev,bench]'
+	"$$scratch/bin/python" -m pip install -q --disable-pip-version-check --no-input '.[quickstart,dev,bench,ui]'
 	"$$scratch/bin/python" -m pip freeze --exclude muster >"$$scratch/frozen"
 	if grep -vE '^[A-Za-z0-9._-]+==[^ @;]+$$' "$$scratch/frozen"; then
 		echo "These came from somewhere else than a package index; constraints.txt is left as it was." >&2

@@ -1,0 +1,53 @@
+"""One stack, and a browser for each test; what a failed test saw is kept as a picture."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.register_assert_rewrite("tests.ui.browsing", "tests.ui.ui_stack")
+
+from tests.ui.browsing import Ui, browsed  # noqa: E402
+from tests.ui.ui_stack import UiStack, stack_up  # noqa: E402
+
+_SHOTS = Path(os.environ.get("UI_SHOTS", f"{tempfile.gettempdir()}/muster-ui-shots"))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--stack", metavar="HOME", help="look at the stack that is up in this MUSTER_HOME"
+    )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        item.add_marker(pytest.mark.timeout(900))
+
+
+@pytest.fixture(scope="session")
+def stack(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[UiStack]:
+    """A stack that is up, whose pool has one node with 2 GPUs."""
+    if home := request.config.getoption("--stack"):
+        there = UiStack(home=Path(home))
+        there.set_nodes()
+        yield there
+        return
+    with stack_up(tmp_path_factory.mktemp("home")) as stack:
+        yield stack
+
+
+@pytest.fixture
+def ui(stack: UiStack, request: pytest.FixtureRequest) -> Iterator[Ui]:
+    """A browser that has never seen this UI."""
+    failed = request.session.testsfailed
+    with browsed(stack.url) as ui:
+        yield ui
+        if request.session.testsfailed > failed:
+            seen = ui.shot(_SHOTS / f"{request.node.name}.png", whole=True)
+            print(f"what the page showed: {seen}")

@@ -1,0 +1,46 @@
+"""The work pool and the deployments, as an operator sees them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from playwright.sync_api import expect
+
+from tests.ui import specs
+from tests.ui.browsing import Ui
+from tests.ui.ui_stack import UiStack, until
+
+RUNS = Path(__file__).resolve().parents[2] / "deployments" / "runs"
+
+
+def test_there_is_a_deployment_for_each_spec(ui: Ui) -> None:
+    ui.open("/v2/deployments?limit=50")
+
+    for file in sorted(RUNS.glob("*.yaml")):
+        expect(ui.page.get_by_role("link", name=file.stem, exact=True)).to_be_visible()
+
+
+def test_the_settings_of_the_queue_are_fields_of_the_pool(stack: UiStack, ui: Ui) -> None:
+    ui.open("/v2/work-pools/work-pool/gang/edit")
+
+    expect(ui.page.get_by_text("Gang queue (Optional)")).to_be_visible()
+    expect(ui.page.get_by_text("fifo: strictly in order.")).to_be_visible()
+    expect(ui.page.get_by_text("Drained nodes (Optional)")).to_be_visible()
+    expect(ui.field("Name", ui.page.locator("form"))).to_have_value("gang")
+
+
+def test_a_pool_that_is_paused_says_so_to_those_who_wait(stack: UiStack, ui: Ui) -> None:
+    ui.open("/v2/work-pools/work-pool/gang")
+    ui.page.get_by_role("switch").first.click()
+    until(lambda: stack.ask("GET", "/work_pools/gang")["is_paused"], "the pool is paused")
+
+    waits = stack.run(specs.spec("paused"))
+    try:
+        stack.until_state(waits, "PendingResources", saying="paused")
+        ui.open_run(waits, "Details")
+        ui.sees("PendingResources", "paused")
+    finally:
+        stack.cancel(waits)
+        ui.open("/v2/work-pools/work-pool/gang")
+        ui.page.get_by_role("switch").first.click()
+        until(lambda: not stack.ask("GET", "/work_pools/gang")["is_paused"], "it goes on")

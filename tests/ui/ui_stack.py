@@ -1,0 +1,145 @@
+"""The stack whose UI is looked at: as `make up` starts it, in a home and on ports of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from deployments.stack_state import Stack
+from tasks.gang.settings import PoolSettings, TableNode, with_settings
+from tasks.supervise.ports import PortsReserved
+from tests.support.prefect_api import ask
+
+ROOT = Path(__file__).resolve().parents[2]
+#: Far longer than anything here takes on a machine that does nothing else.
+WITHIN_S = 180.0
+_COMMAND_WITHIN_S = 600.0
+#: The nodes of the pool, for gangs: names and GPUs.
+NODES = (TableNode(name="node-1", gpus=2),)
+
+Found = TypeVar("Found")
+
+
+def until(condition: Callable[[], Found | None], what: str, within_s: float = WITHIN_S) -> Found:
+    """The condition's first true value."""
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        if value := condition():
+            return value
+        time.sleep(0.2)
+    raise AssertionError(f"not within {within_s:g} s: {what}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UiStack:
+    """A stack that is up."""
+
+    #: Its MUSTER_HOME.
+    home: Path
+
+    @property
+    def url(self) -> str:
+        text = (self.home / "stack" / "stack.json").read_bytes()
+        return Stack.model_validate_json(text).ui_url
+
+    def ask(self, method: str, path: str, content: Any = None) -> Any:
+        """Ask its Prefect server."""
+        return ask(method, f"{self.url}/api{path}", content)
+
+    def run(
+        self, spec: dict[str, Any] | None = None, *, deployment: str = "train/quickstart"
+    ) -> str:
+        """Queue a run, as the form does; the flow run's id.
+
+        Args:
+            spec: in place of the deployment's own.
+        """
+        found = self.ask("GET", f"/deployments/name/{deployment}")
+        parameters = {} if spec is None else {"spec": spec}
+        order = {"parameters": parameters, "state": {"type": "SCHEDULED"}}
+        made = self.ask("POST", f"/deployments/{found['id']}/create_flow_run", order)
+        return str(made["id"])
+
+    def flow_run(self, id: str) -> dict[str, Any]:
+        found: dict[str, Any] = self.ask("GET", f"/flow_runs/{id}")
+        return found
+
+    def newest_run(self, deployment: str) -> dict[str, Any] | None:
+        found = self.ask("GET", f"/deployments/name/{deployment}")
+        query = {
+            "flow_runs": {"deployment_id": {"any_": [found["id"]]}},
+            "sort": "EXPECTED_START_TIME_DESC",
+            "limit": 1,
+        }
+        runs: list[dict[str, Any]] = self.ask("POST", "/flow_runs/filter", query)
+        return runs[0] if runs else None
+
+    def until_state(self, id: str, *states: str, saying: str = "") -> dict[str, Any]:
+        """The flow run, once its state is called so and its message holds that text."""
+
+        def found() -> dict[str, Any] | None:
+            run = self.flow_run(id)
+            said = (run["state"] or {}).get("message") or ""
+            return run if run["state_name"] in states and saying in said else None
+
+        return until(found, f"{id} {' or '.join(states)} {saying!r}: {self.flow_run(id)['state']}")
+
+    def cancel(self, id: str) -> None:
+        """End a run, and wait for that."""
+        if self.flow_run(id)["state_type"] not in ("COMPLETED", "FAILED", "CRASHED", "CANCELLED"):
+            state = {"state": {"type": "CANCELLING"}, "force": False}
+            self.ask("POST", f"/flow_runs/{id}/set_state", state)
+            self.until_state(id, "Cancelled")
+
+    def place(self, run: dict[str, Any]) -> Path:
+        """Where the files of a run are."""
+        return self.home / "runs" / str(run["name"])
+
+    def events(self, run: dict[str, Any]) -> list[dict[str, Any]]:
+        path = self.place(run) / "attempt-01" / "events.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def set_nodes(self) -> None:
+        """Give the pool nodes, so that gangs are queued without a GPU."""
+        pool = self.ask("GET", "/work_pools/gang")
+        settings = PoolSettings(nodes=NODES)
+        template = with_settings(pool["base_job_template"], settings)
+        self.ask("PATCH", "/work_pools/gang", {"base_job_template": template})
+
+
+@contextmanager
+def stack_up(home: Path) -> Iterator[UiStack]:
+    """A stack in this home, taken down at the end.
+
+    Raises: AssertionError, with what `make up` said, where it does not come up.
+    """
+    with closing(PortsReserved(["server"])) as ports:
+        port = str(ports.numbers["server"])
+    try:
+        # 8265 is left to a stack of the user's.
+        done = _command(home, "up", "--port", port, "--ray-dashboard", "0")
+        assert done.returncode == 0, done.stdout + done.stderr
+        stack = UiStack(home=home)
+        stack.set_nodes()
+        yield stack
+    finally:
+        _command(home, "down", "--port", port)
+
+
+def _command(home: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        (sys.executable, "-m", "deployments.stack", *words),
+        cwd=ROOT,
+        env={**os.environ, "MUSTER_HOME": str(home)},
+        capture_output=True,
+        text=True,
+        timeout=_COMMAND_WITHIN_S,
+    )
