@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import signal as signals
 import threading
 import time
@@ -41,6 +42,8 @@ from tasks.supervise.registry import RunRegister
 from tasks.supervise.shared_memory import remove_unused
 from tasks.supervise.supervisor import Supervisor
 from tasks.taking_over import finish_predecessor
+
+_log = logging.getLogger(__name__)
 
 #: Told every event of the runs of this context; the terminal listens here.
 event_listeners: ContextVar[tuple[Listener, ...]] = ContextVar("event_listeners", default=())
@@ -285,10 +288,12 @@ class RunSession:
         return self._verdict
 
     def crash(self, error: Exception) -> None:
-        """End the attempt as failed, by an error of our own."""
+        """End the attempt as failed, by an error of our own; without one, the run."""
         if self._supervisor is None:
-            raise error
-        self._supervisor.crash(error)
+            _log.error("run %s could not be admitted", self.run_id, exc_info=error)
+            self.fail(FailureKind.UNKNOWN, f"could not be admitted: {error!r}")
+        else:
+            self._supervisor.crash(error)
 
     def interrupt(self, why: str) -> None:
         """End the run as cancelled; asked again, without any grace period. Returns at once."""

@@ -1,0 +1,29 @@
+"""A run in its process, without a flow around it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from uuid import uuid4
+
+from tasks.run.failure_kinds import FailureKind
+from tasks.run.lifecycle import RunState
+from tasks.run.loading import parse_spec
+from tasks.session import RunSession
+
+
+def test_an_error_of_our_own_before_the_first_attempt_fails_the_run_and_is_named(
+    muster_home: Path,
+) -> None:
+    spec = parse_spec(
+        {"name": "x", "workload": "sft", "components": {"trainer": {"command": ["true"]}}}
+    )
+    run = RunSession(spec, run_id="x-sft-20260101-000000-abcd", flow_run_id=uuid4())
+
+    run.crash(RuntimeError("the gate is broken"))
+    verdict = run.close()
+
+    assert verdict.state is RunState.FAILED
+    assert verdict.failure is not None
+    assert verdict.failure.kind is FailureKind.UNKNOWN
+    assert "the gate is broken" in verdict.message
+    assert run.record.state is RunState.FAILED
