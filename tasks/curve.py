@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,7 +13,8 @@ Point = tuple[float, float]
 
 
 def read(metrics: Path, x: str, y: str) -> list[Point]:
-    """The points `(x, y)` of a file of JSON lines; lines without both are left out.
+    """The points `(x, y)` of a file of JSON lines; lines without both, and what is not
+    finite, are left out.
 
     Raises: OSError.
     """
@@ -20,9 +22,11 @@ def read(metrics: Path, x: str, y: str) -> list[Point]:
     for line in metrics.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             entry = json.loads(line)
-            points.append((float(entry[x]), float(entry[y])))
+            point = float(entry[x]), float(entry[y])
         except (ValueError, KeyError, TypeError):
             continue
+        if all(map(math.isfinite, point)):
+            points.append(point)
     return points
 
 

@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from tasks import curve
 from tasks.page import svg
 from tasks.page.chart import curve_of
 from tasks.page.figures import Figures
@@ -232,3 +233,10 @@ def test_a_curve_is_shown_with_its_first_and_last_figure(tmp_path: Path) -> None
     assert "| 1 | 0.01 |" in str(shown.data) and "| 100 | 1 |" in str(shown.data)
     assert str(shown.data).count("\n| ") < 50
     assert curve_shown(view(attempt()), Figures(tmp_path / "none", "step")) is None
+
+
+def test_a_figure_that_is_not_finite_is_no_point_of_a_curve(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    path.write_text('{"step": 1, "reward": NaN}\n{"step": 2, "reward": 2}\n{"step": 3}\n')
+
+    assert curve.read(path, "step", "reward") == [(2.0, 2.0)]
