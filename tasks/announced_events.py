@@ -122,7 +122,7 @@ class Story:
             "muster.run.started",
             event.at,
             directory=str(event.fields["directory"]),
-            resume_from=event.fields.get("resume_from") or None,
+            resume_from=event.fields["resume_from"],
             is_adopted=event.name == "attempt.adopted",
         )
 

@@ -209,6 +209,7 @@ class RunSession:
             attempt=place.number,
             run_id=self.run_id,
             directory=place.directory,
+            resume_from=str(resume_from) if resume_from else None,
         )
         self._events.emit("containment", text=str(containment), **containment.as_json())
         if self.interrupted_by:

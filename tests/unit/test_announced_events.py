@@ -53,7 +53,8 @@ def tell(story: Story) -> Tell:
 
 
 def begun(tell: Tell, attempt: int = 1) -> list[Told]:
-    return tell("attempt.begun", attempt=attempt, run_id="r", directory=Path("/runs/a"))
+    where = {"run_id": "r", "directory": Path("/runs/a"), "resume_from": "/runs/step-20"}
+    return tell("attempt.begun", attempt=attempt, **where)
 
 
 def group(tell: Tell, index: int, before: str, after: str) -> list[str]:
@@ -140,6 +141,7 @@ def test_an_ordinary_run_is_told_from_its_start_to_its_end(tell: Tell, story: St
     ]
     assert all(one.payload["run_id"] == COMMON["run_id"] and one.at == 5.0 for one in told)
     assert all(one.payload["attempt"] == 1 for one in told)
+    assert told[0].payload["resume_from"] == "/runs/step-20"
     assert "argv" not in told[1].payload
     assert told[4].payload["signal"] == "SIGTERM"
     assert told[4].payload["log"] == "/runs/a/api.log"
