@@ -103,7 +103,7 @@ class Reporter:
         _reporter.reset(self._own_token)
         self._jobs.put(self._recoveries.abandon)
         self._jobs.put(self._tell_never_begun)
-        self._jobs.put(lambda: self._page.tell(is_last=True))
+        self._jobs.put(lambda: self._page.tell(is_last=True, is_enough=self._closed.is_set))
         self._jobs.put(None)
         self._thread.join(_CLOSE_WITHIN_S)
         self._closed.set()
@@ -111,7 +111,6 @@ class Reporter:
     def flush(self, within_s: float) -> bool:
         """See `flushed`."""
         told = threading.Event()
-        self._jobs.put(lambda: self._page.tell(is_last=True))
         self._jobs.put(told.set)
         return told.wait(within_s)
 
@@ -162,7 +161,10 @@ class Reporter:
             try:
                 job = self._jobs.get(timeout=self._page.due_in_s())
             except queue.Empty:
-                job = self._page.tell
+                job = self._tell_page
+
+    def _tell_page(self) -> None:
+        self._page.tell(is_enough=lambda: not self._jobs.empty())
 
     def _tell_tags(self) -> None:
         """A run's own tags, beside those of its deployment."""

@@ -148,8 +148,11 @@ class RunPage:
             due = min(self._due_at_s(key, now) for key in _PACES)
             return min(_LONGEST_S, max(0.0, max(due, self._not_before_s) - now))
 
-    def tell(self, *, is_last: bool = False) -> None:
+    def tell(self, *, is_last: bool = False, is_enough: Callable[[], bool] = lambda: False) -> None:
         """Have the server show what is due, and at the end all that has changed.
+
+        Args:
+            is_enough: asked before each artifact, whether the rest is left for later.
 
         Raises: what the client does; what was not told is due again, after a pause.
         """
@@ -175,17 +178,20 @@ class RunPage:
             with ExitStack() as stack:
                 client = None
                 for key, shown in found:
+                    if is_enough():
+                        break
                     if shown is not None:
                         client = client or stack.enter_context(get_client(sync_client=True))
                         self._artifacts.show(client, key, shown)
                     left.remove(key)
                     self._told_at_s[key] = self._clock()
         except Exception:
+            self._not_before_s = self._clock() + _PAUSE_S
+            raise
+        finally:
             with self._lock:
                 self._changed.update(left)
-                self._drawn = 0
-                self._not_before_s = self._clock() + _PAUSE_S
-            raise
+                self._drawn = 0 if REWARD in left else self._drawn
 
     def _due_at_s(self, key: str, now: float) -> float:
         pace, told_at, age_s = _PACES[key], self._told_at_s.get(key), now - self._began_s

@@ -270,6 +270,19 @@ def test_a_server_that_is_away_is_asked_again_after_a_pause(
     assert page.due_in_s() > 1
 
 
+def test_what_is_left_for_something_more_urgent_is_told_after_it(
+    server: Server, run: SimpleNamespace
+) -> None:
+    page = page_of(run, Clock())
+    begun(run, page)
+
+    page.tell(is_enough=lambda: bool(server.kept))
+    before = len(server.kept)
+    page.tell()
+
+    assert (before, len(server.kept)) == (1, 4)
+
+
 def test_a_run_that_never_began_has_a_summary_at_its_end(
     server: Server, run: SimpleNamespace
 ) -> None:
