@@ -134,6 +134,8 @@ class Screen:
         """Standard output; one that was closed shows nothing."""
         try:
             fd = sys.stdout.fileno()
+            # What was printed before comes before.
+            sys.stdout.flush()
         except (AttributeError, OSError, ValueError):
             # It was closed, or is no file, as under a test.
             return Screen(sys.stdout or io.StringIO(), is_live=False)

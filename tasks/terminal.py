@@ -141,7 +141,7 @@ class Terminal:
         if columns >= _CURVE_COLUMNS_AT_LEAST and self._screen.has_unicode:
             drawing = curve.draw(points, title="reward by step", columns=columns)
             for line in drawing.splitlines():
-                self._add(Line(text=line))
+                self._add(Line(text=line.rstrip()))
         first, last = points[0][1], points[-1][1]
         self.say(f"reward {first:.3f} at first, {last:.3f} at last")
         self.say(f"figures in {metrics}")
