@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from tests.benchmarks.records import Figure, Record
-from tests.benchmarks.report import shown_figure
+from tests.benchmarks.report import shown_figure, with_unit
 
 _HEAD = """\
 <!-- Made by `make bench` from tests/benchmarks/results/; what is written here by hand is lost. -->
@@ -120,7 +120,7 @@ def table(figures: Sequence[Figure]) -> list[str]:
 
 
 def _line(figure: Figure) -> str:
-    numbers = [f"{shown_figure(one)} {figure.unit}" for one in (figure.median, figure.p99)]
+    numbers = [with_unit(one, figure.unit) for one in (figure.median, figure.p99)]
     ratio = "" if figure.times_muster is None else shown_figure(figure.times_muster)
     note = "; ".join(filter(None, ("" if figure.how == "measured" else figure.how, figure.note)))
     way = f"↳ {figure.way}" if figure.is_detail else figure.way

@@ -19,6 +19,8 @@ Sample = Callable[[], float]
 #: `modelled`: the other way is a small model of the original. `computed`: nothing ran.
 How = Literal["measured", "modelled", "computed"]
 
+#: Units of what is counted; `of 5` is one too.
+_COUNTED = frozenset({"fds", "threads", "processes"})
 _HEAD = ("benchmark", "way", "median", "p99", "max", "n", "x Muster", "note")
 
 
@@ -143,7 +145,7 @@ def table(results: Sequence[Result]) -> str:
             ratio = result.ratio(row)
             shown = "" if ratio is None else shown_figure(ratio)
             figures = (row.median, row.quantile(0.99), max(row.values))
-            numbers = [f"{shown_figure(figure)} {row.unit}" for figure in figures]
+            numbers = [with_unit(figure, row.unit) for figure in figures]
             way = f"  {row.way}" if row.is_detail else row.way
             note = "; ".join(filter(None, ("" if row.how == "measured" else row.how, row.note)))
             lines.append((result.name, way, *numbers, str(row.n or "-"), shown, note))
@@ -194,6 +196,13 @@ def rows_as_json(result: Result) -> list[dict[str, Any]]:
         }
         for row in result.rows
     ]
+
+
+def with_unit(figure: float, unit: str) -> str:
+    """What is counted comes in whole numbers; a median may be half of one."""
+    is_count = unit in _COUNTED or unit.startswith("of ")
+    shown = f"{figure:,g}" if is_count and figure < 1e5 else shown_figure(figure)
+    return f"{shown} {unit}"
 
 
 def shown_figure(figure: float) -> str:
