@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from playwright.sync_api import Locator, Page, expect, sync_playwright
+from playwright.sync_api import BrowserContext, Locator, Page, expect, sync_playwright
 
 #: Of one thing that is waited for; a run of the quickstart takes a while on a busy machine.
 WITHIN_MS = 180_000
-#: What a page asks of other hosts than the stack's is not let out.
-_OWN_HOSTS = re.compile(r"https?://(127\.0\.0\.1|localhost)[:/]")
+_ARGUMENTS = (
+    "--no-sandbox",
+    "--disable-dev-shm-usage",
+    # What a page asks of other hosts than the stack's is not let out.
+    "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
+)
 
 expect.set_options(timeout=WITHIN_MS)
 
@@ -32,23 +35,20 @@ def chromium() -> str:
 
 
 @contextmanager
-def browsed(url: str, *, width: int = 1400, height: int = 1000) -> Iterator[Ui]:
-    """A browser of somebody who comes to this address for the first time."""
+def browser(*, width: int = 1400, height: int = 1000) -> Iterator[BrowserContext]:
+    """A browser of somebody who has never seen the UI. It keeps what it has loaded: a page is slow
+    the first time."""
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(
-            executable_path=chromium(), args=["--no-sandbox", "--disable-dev-shm-usage"]
-        )
-        context = browser.new_context(viewport={"width": width, "height": height}, locale="en-GB")
-        context.route(
-            lambda address: _OWN_HOSTS.match(address) is None and address.startswith("http"),
-            lambda route: route.abort(),
+        chrome = playwright.chromium.launch(executable_path=chromium(), args=list(_ARGUMENTS))
+        context = chrome.new_context(
+            viewport={"width": width, "height": height}, locale="en-GB", timezone_id="UTC"
         )
         context.set_default_timeout(WITHIN_MS)
         context.set_default_navigation_timeout(WITHIN_MS)
         try:
-            yield Ui(context.new_page(), url)
+            yield context
         finally:
-            browser.close()
+            chrome.close()
 
 
 class Ui:
@@ -79,10 +79,10 @@ class Ui:
         return (within or self.page).get_by_label(label, exact=True).first
 
     def sees(self, *texts: str) -> None:
-        """Each of the texts is on the page, or comes to be: after a reload too, since not every
-        part of a page is refreshed by itself."""
+        """Each of the texts is on the page, or comes to be, in small letters or capital ones: after
+        a reload too, since not every part of a page is refreshed by itself."""
         for text in texts:
-            self.until(lambda text=text: text in self.text(), f"{text!r}")  # type: ignore[misc]
+            self.until(lambda text=text: text.lower() in self.text().lower(), f"{text!r}")  # type: ignore[misc]
 
     def text(self) -> str:
         """All that the page says, with blanks for line ends."""

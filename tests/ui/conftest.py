@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
+from playwright.sync_api import BrowserContext
 
 pytest.register_assert_rewrite("tests.ui.browsing", "tests.ui.ui_stack")
 
-from tests.ui.browsing import Ui, browsed  # noqa: E402
+from tests.ui import browsing  # noqa: E402
+from tests.ui.browsing import Ui  # noqa: E402
 from tests.ui.ui_stack import UiStack, stack_up  # noqa: E402
 
 _SHOTS = Path(os.environ.get("UI_SHOTS", f"{tempfile.gettempdir()}/muster-ui-shots"))
@@ -42,11 +45,18 @@ def stack(
         yield stack
 
 
+@pytest.fixture(scope="session")
+def browser() -> Iterator[BrowserContext]:
+    with browsing.browser() as context:
+        yield context
+
+
 @pytest.fixture
-def ui(stack: UiStack, request: pytest.FixtureRequest) -> Iterator[Ui]:
-    """A browser that has never seen this UI."""
+def ui(stack: UiStack, browser: BrowserContext, request: pytest.FixtureRequest) -> Iterator[Ui]:
+    """A page of the browser."""
     failed = request.session.testsfailed
-    with browsed(stack.url) as ui:
+    with closing(browser.new_page()) as page:
+        ui = Ui(page, stack.url)
         yield ui
         if request.session.testsfailed > failed:
             seen = ui.shot(_SHOTS / f"{request.node.name}.png", whole=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 from PIL import Image
 
 from tests.ui import specs
-from tests.ui.browsing import Ui, browsed
+from tests.ui.browsing import Ui, browser
 from tests.ui.ui_stack import ROOT, UiStack, stack_up
 
 IMAGES = ROOT / "docs" / "images"
@@ -25,13 +25,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--stack", metavar="HOME", help="the stack that is up in this MUSTER_HOME")
     parser.add_argument("--only", metavar="NAME", choices=[*PICTURES], help="this picture alone")
     options = parser.parse_args(arguments)
-    with tempfile.TemporaryDirectory(prefix="muster-ui-") as folder, _stack(options, folder) as it:
+    with (
+        tempfile.TemporaryDirectory(prefix="muster-ui-") as folder,
+        _stack(options, folder) as stack,
+        browser(width=_WIDTH, height=900) as context,
+    ):
+        ui = Ui(context.new_page(), stack.url)
         for name, take in PICTURES.items():
             if options.only in (None, name):
-                with browsed(it.url, width=_WIDTH, height=900) as ui:
-                    take(it, ui)
-                    ui.page.add_style_tag(content="*{caret-color:transparent !important}")
-                    _keep(ui.page.screenshot(full_page=name in _WHOLE), IMAGES / f"{name}.png")
+                take(stack, ui)
+                _keep(ui.page.screenshot(full_page=name in _WHOLE), IMAGES / f"{name}.png")
     return 0
 
 
@@ -55,8 +58,7 @@ def _failed(stack: UiStack, ui: Ui) -> None:
     of_run = {"artifacts": {"flow_run_id": {"any_": [id]}, "key": {"any_": ["summary"]}}}
     [summary] = stack.ask("POST", "/artifacts/filter", of_run)
     ui.open(f"/v2/artifacts/artifact/{summary['id']}")
-    ui.sees("what failed first", specs.COMPLAINT)
-    ui.until(lambda: bool(ui.pictures()) and all(ui.pictures()), "its pictures")
+    ui.sees("what failed first", specs.COMPLAINT, "what happens next")
 
 
 def _form(stack: UiStack, ui: Ui) -> None:
