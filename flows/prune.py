@@ -1,7 +1,7 @@
 """The flow `prune`: what ended runs have left on this host is compressed, then removed."""
 
-from __future__ import annotations
-
+# Annotations are not postponed: the upkeep, which serves this flow, sends it to the process of its
+# flow run by value, and of the names here only those that the body uses go with it.
 from prefect import flow
 from prefect.client.schemas.objects import State
 from prefect.states import Completed, Failed

@@ -232,7 +232,7 @@ def cancel(storm: Storm, run: dict[str, Any], kind: str) -> None:
 
 @dataclass(kw_only=True)
 class WorkingHost:
-    """One of several hosts of a pool, with a name, processes and a MUSTER_HOME of its own."""
+    """One of several hosts of a pool, with a name and processes of its own."""
 
     pool: GangPool
     host: OtherHost
@@ -246,13 +246,14 @@ class WorkingHost:
 
     def start_worker(self) -> None:
         """Returns: once it takes runs."""
-        log = self.ground.home / "worker.log"
-        before = self.ground.log("worker").count("started!")
-        arguments = self.pool.worker_arguments(self.name)
-        self.pid = self.host.start(*arguments, env=self.ground.env, log=log)
-        until(
-            lambda: self.ground.log("worker").count("started!") > before, f"a worker on {self.name}"
+        name = f"worker-{self.name}"
+        before = self.ground.log(name).count("started!")
+        self.pid = self.host.start(
+            *self.pool.worker_arguments(self.name),
+            env=self.ground.env,
+            log=self.ground.home / f"{name}.log",
         )
+        until(lambda: self.ground.log(name).count("started!") > before, f"a worker on {self.name}")
 
     def kill_worker(self) -> None:
         os.kill(self.pid, signal.SIGKILL)
@@ -263,6 +264,8 @@ def _hosts(
     pool: GangPool,
     laid: Sequence[Cable | None] = (None, None),
     settings: Mapping[str, str] | None = None,
+    *,
+    is_shared: bool = False,
 ) -> Iterator[list[WorkingHost]]:
     """Hosts with a worker each.
 
@@ -270,15 +273,18 @@ def _hosts(
         laid: for each, the cable to the network of its own that it has; None: it has this
             machine's.
         settings: of all that talks to the server on them.
+        is_shared: whether they see one MUSTER_HOME, so that a run may be tried again on the other;
+            else each has its own.
     """
     with contextlib.ExitStack() as stack:
         hosts = []
         for name, cable in zip(("host-a", "host-b"), laid, strict=True):
-            home = pool.ground.home.parent / name
-            home.mkdir()
-            host = stack.enter_context(other_host(name, home, cable))
+            home = pool.ground.home.parent / ("shared" if is_shared else name)
+            home.mkdir(exist_ok=True)
+            host = stack.enter_context(other_host(name, pool.ground.home.parent / name, cable))
             direct = {"NO_PROXY": HERE, "no_proxy": HERE} if cable is not None else {}
-            variables = {**(settings or {}), **direct}
+            own = {"PREFECT_HOME": str(home / f"prefect-{name}")}
+            variables = {**(settings or {}), **direct, **own}
             ground = Host(home=home, api=pool.ground.api, variables=variables)
             hosts.append(WorkingHost(pool=pool, host=host, ground=ground))
             hosts[-1].start_worker()
@@ -376,7 +382,7 @@ def run_on_postgres(runs: int, seed: int, directory: Path) -> list[str]:
         # What a worker that was killed had begun is taken back only later.
         storm.late_s = 60.0
         specs = list(storm.specs(failing_share=0.1))
-        hosts = stack.enter_context(_hosts(pool, laid, settings_of("muster.env")))
+        hosts = stack.enter_context(_hosts(pool, laid, settings_of("muster.env"), is_shared=True))
         with storm.submitting(iter(specs)):
             _restart_each_part(storm, hosts, database)
         faults = verdict_of(storm, pool.nodes)

@@ -5,18 +5,23 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import pytest
 
+from flows.prune import prune
 from tasks import prune_command, pruning
 from tasks.flow_runs import ServerAway
 from tasks.parked import note_parked
 from tasks.pruning import prune_host
 from tasks.run.retention import Act, Retention
 from tasks.supervise.registry import RunRegister
+from tests.support.ground import ROOT
 
 DAY_S = 24 * 3600.0
 OLD, NEW, OTHER = (f"{name}-grpo-20260101-000000-abcd" for name in ("old", "new", "other"))
@@ -287,3 +292,17 @@ def test_a_rule_that_is_none_does_nothing(
 
     assert files(run) == before
     assert option[0] in capsys.readouterr().err
+
+
+def test_the_flow_knows_its_parameters_in_the_process_of_its_flow_run() -> None:
+    code = (
+        "import sys, cloudpickle; flow = cloudpickle.load(sys.stdin.buffer); "
+        "print(flow.validate_parameters({'keep': {'days': 3}})['keep'].days)"
+    )
+
+    # As Prefect's runner sends a flow that it serves.
+    done = subprocess.run(
+        (sys.executable, "-c", code), input=cloudpickle.dumps(prune), capture_output=True, cwd=ROOT
+    )
+
+    assert done.stdout.strip() == b"3.0", done.stderr.decode()
