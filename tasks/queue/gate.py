@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -171,8 +172,10 @@ class Gate:
 
     async def _fail(self, doomed: Doomed) -> None:
         entry, kind = doomed.entry, doomed.kind.value
-        if await self._set(entry.flow_run, Failed(message=f"{kind}: {doomed.message}")):
+        # Before the state: whoever is notified of that goes by the name.
+        with suppress(ObjectNotFound):
             await self._client.update_flow_run(entry.id, name=entry.ask.name)
+        if await self._set(entry.flow_run, Failed(message=f"{kind}: {doomed.message}")):
             known = {"kind": kind, "message": doomed.message}
             self._announce("muster.run.failed", entry.flow_run, entry.ask.name, **known)
 
