@@ -94,12 +94,13 @@ def serve() -> None:
 
 def _parser() -> argparse.ArgumentParser:
     flows = "; ".join(
-        f"`{one.flow.name}/<host>` each {one.interval_s} s: {one.description}" for one in SERVED
+        f"`{one.flow.name}/<host>` each {one.interval_s} s ({one.description.rstrip('.')})"
+        for one in SERVED
     )
     return argparse.ArgumentParser(
         prog="python -m deployments.upkeep",
         description="Keep this host true until this process is ended, by flows that it serves on "
-        f"the Prefect server of PREFECT_API_URL: {flows} One for each host on which runs are "
+        f"the Prefect server of PREFECT_API_URL: {flows}. One for each host on which runs are "
         "started; it waits for a server that is away.",
         epilog="Exit: 0 ended by SIGINT or SIGTERM; 2 it takes no arguments.",
     )
