@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
+import cloudpickle  # type: ignore[import-untyped]
 import pytest
 
 from flows.prune import prune

@@ -1,0 +1,52 @@
+"""A worker is stopped as its systemd unit does it: its runs first, each with its grace period."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.gang_pool import gang_pool
+from tests.support.ground import ROOT, until
+
+pytestmark = [pytest.mark.slow, pytest.mark.thorough, pytest.mark.timeout(600)]
+
+
+def test_the_runs_of_a_worker_that_is_stopped_end_as_cancelled(tmp_path: Path) -> None:
+    with gang_pool(tmp_path) as pool:
+        worker = pool.start_worker()
+        run = pool.submit(pool.spec(lasts_s=600)).until_running()
+
+        stopped = subprocess.run(
+            (sys.executable, "-m", "deployments.stack_runs", str(worker.pid), "--within-s", "60"),
+            cwd=ROOT,
+            env=pool.ground.env,
+            timeout=120,
+        )
+        # What systemd sends after ExecStop.
+        worker.send_signal(signal.SIGTERM)
+        worker.send_signal(signal.SIGCONT)
+        worker.wait(60)
+        state = run.state()[0]
+        record = run.record()
+        run.until_gone()
+    assert stopped.returncode == 0
+    assert record["state"] == "cancelled"
+    assert record["attempts"][0]["components"]["trainer"]["exit_code"] == 0
+    assert state == "CANCELLED"
+
+
+def test_a_worker_that_is_killed_loses_no_run(tmp_path: Path) -> None:
+    with gang_pool(tmp_path) as pool:
+        worker = pool.start_worker()
+        run = pool.submit(pool.spec(lasts_s=20)).until_running()
+
+        worker.kill()
+        pool.start_worker()
+
+        until(lambda: run.state()[0] == "COMPLETED", "the run completes", 300)
+        attempts = run.record()["attempts"]
+    assert len(attempts) == 1
