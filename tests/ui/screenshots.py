@@ -17,7 +17,7 @@ from tests.ui.ui_stack import ROOT, UiStack, stack_up
 
 IMAGES = ROOT / "docs" / "images"
 _WIDTH = 1200
-_COLORS = 128
+_COLORS = 256
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -48,7 +48,7 @@ def _run(stack: UiStack, ui: Ui) -> None:
     id = stack.run()
     stack.until_state(id, "Completed")
     ui.open_run(id, "Artifacts")
-    ui.sees("reward", "timeline", "step 60 of 60", "teardown")
+    ui.sees("reward", "timeline", "step 60 of 60")
     ui.until(lambda: len(ui.pictures()) >= 2 and all(ui.pictures()), "its pictures")
 
 
@@ -71,6 +71,7 @@ def _queue(stack: UiStack, ui: Ui) -> None:
     try:
         stack.until_state(holder, "Running", saying="running:")
         names = [stack.until_state(id, "PendingResources")["name"] for id in waits]
+        ui.page.set_viewport_size({"width": 1700, "height": 640})  # for the reasons
         ui.open("/v2/artifacts/key/gang-queue")
         ui.page.locator("[data-testid^=timeline-card] a").first.click()
         ui.sees(*names)
@@ -82,7 +83,12 @@ def _queue(stack: UiStack, ui: Ui) -> None:
 def _keep(png: bytes, path: Path) -> None:
     """As a file that is small enough for a repository."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    few = Image.open(BytesIO(png)).convert("RGB").quantize(_COLORS)
+    image = Image.open(BytesIO(png)).convert("RGB")
+    image = image.resize(
+        (_WIDTH, round(image.height * _WIDTH / image.width)), Image.Resampling.LANCZOS
+    )
+    # The other ways give a small mark the color of its surroundings.
+    few = image.quantize(_COLORS, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
     few.save(path, optimize=True)
     print(f"{path.relative_to(ROOT)}: {path.stat().st_size // 1024} kB", flush=True)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,12 @@ from tests.ui.ui_stack import UiStack, until
 
 #: The tasks of a run, as the graph and the list of task runs call them.
 TASKS = ("admit", "start-api", "start-trainer", "start-environment", "monitor", "teardown")
+
+
+@pytest.fixture(scope="module")
+def done(stack: UiStack) -> dict[str, Any]:
+    """A run of the quickstart that has completed."""
+    return stack.until_state(stack.run(), "Completed")
 
 
 def test_a_newcomer_finds_a_deployment_and_starts_it(stack: UiStack, ui: Ui) -> None:
@@ -34,10 +41,7 @@ def test_a_newcomer_finds_a_deployment_and_starts_it(stack: UiStack, ui: Ui) -> 
     assert ended["name"] in ui.text()
 
 
-def test_what_ran_shows_what_came_of_it(stack: UiStack, ui: Ui) -> None:
-    done = stack.newest_run("train/quickstart")
-    assert done is not None, "the test before this one has run it"
-
+def test_what_ran_shows_what_came_of_it(ui: Ui, done: dict[str, Any]) -> None:
     ui.open_run(done["id"], "Artifacts")
 
     ui.sees("summary", "components", "timeline", "reward", "progress", "attempts", "step 60 of 60")
@@ -55,10 +59,8 @@ def test_what_ran_shows_what_came_of_it(stack: UiStack, ui: Ui) -> None:
     ],
 )
 def test_each_artifact_has_a_page(
-    stack: UiStack, ui: Ui, key: str, said: str, pictures: int
+    stack: UiStack, ui: Ui, done: dict[str, Any], key: str, said: str, pictures: int
 ) -> None:
-    done = stack.newest_run("train/quickstart")
-    assert done is not None
     of_run = {"artifacts": {"flow_run_id": {"any_": [done["id"]]}, "key": {"any_": [key]}}}
     [artifact] = stack.ask("POST", "/artifacts/filter", of_run)
 
@@ -68,10 +70,7 @@ def test_each_artifact_has_a_page(
     ui.until(lambda: len(ui.pictures()) >= pictures and all(ui.pictures()), "its pictures")
 
 
-def test_the_old_ui_shows_the_pictures_too(stack: UiStack, ui: Ui) -> None:
-    done = stack.newest_run("train/quickstart")
-    assert done is not None
-
+def test_the_old_ui_shows_the_pictures_too(ui: Ui, done: dict[str, Any]) -> None:
     ui.open(f"/runs/flow-run/{done['id']}")
     ui.page.get_by_text("Artifacts", exact=True).last.click()
 
