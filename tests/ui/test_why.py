@@ -82,7 +82,7 @@ def test_a_run_that_waits_for_gpus_says_for_whose(stack: UiStack, ui: Ui, start:
 
     ui.sees("PendingResources", "asks for 1 node with 2 GPUs", f"waits for {holder['name']}")
     ui.open("/v2/artifacts/key/gang-queue")
-    ui.sees("1 running", "1 waiting")
+    ui.sees("1 waiting", "0 of 2 GPUs are free on 1 node")
     ui.page.locator("[data-testid^=timeline-card] a").first.click()
     ui.sees(waits["name"], "2 GPUs", f"waits for {holder['name']}")
     ui.open("/v2/artifacts/key/gang-nodes")
