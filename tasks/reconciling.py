@@ -15,6 +15,7 @@ from uuid import UUID
 
 from prefect.artifacts import create_markdown_artifact
 from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.filters import FlowFilter, FlowFilterName
 from prefect.client.schemas.objects import State
 from prefect.events import emit_event
 from prefect.events.worker import EventsWorker
@@ -325,10 +326,8 @@ def _this_host(client: SyncPrefectClient) -> Host:
 
 
 def _flow(client: SyncPrefectClient, name: str) -> UUID | None:
-    try:
-        return client.read_flow_by_name(name).id
-    except ObjectNotFound:
-        return None
+    found = client.read_flows(flow_filter=FlowFilter(name=FlowFilterName(any_=[name])), limit=1)
+    return found[0].id if found else None
 
 
 def _deployment(client: SyncPrefectClient, name: str) -> UUID | None:

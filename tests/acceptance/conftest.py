@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import yaml
+from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from tasks.server import prefect_server
 from tests.support.prefect_api import ask
@@ -109,8 +110,8 @@ def _environments() -> Iterator[tuple[int, bytes]]:
 
 @pytest.fixture(scope="session")
 def api() -> Iterator[str]:
-    """A Prefect server for the whole session."""
-    with prefect_server() as url:
+    """A Prefect server for the whole session, of which other tests in this process see nothing."""
+    with prefect_server() as url, temporary_settings(restore_defaults={PREFECT_API_URL}):
         yield url
 
 
