@@ -23,7 +23,7 @@ from deployments.stack_env import PIPELINES_POOL, POOL, RAY_VARIABLE, ROOT, SET_
 from tasks.gang.settings import settings_of, with_settings
 from tasks.queue.ledger import TYPE
 from tasks.queue.worker import GangWorker
-from tasks.reconciling import publish, reconcile_host
+from tasks.upkeep.reconciling import publish, reconcile_host
 
 #: How many runs the pool lets run at once, until somebody changes it.
 POOL_LIMIT = 8

@@ -21,8 +21,8 @@ from prefect.runner import Runner
 
 from flows.prune import prune
 from flows.reconcile import reconcile
-from tasks.reconciling import publish, reconcile_host
 from tasks.supervise.identity import host_name
+from tasks.upkeep.reconciling import publish, reconcile_host
 
 _AGAIN_AFTER_S = 5.0
 

@@ -14,8 +14,8 @@ import sys
 
 from prefect.settings import PREFECT_API_URL
 
-from tasks.flow_runs import ServerAway, ServerRefuses, talking_to
-from tasks.reconciling import publish, reconcile_host
+from tasks.server.flow_runs import ServerAway, ServerRefuses, talking_to
+from tasks.upkeep.reconciling import publish, reconcile_host
 
 
 def main() -> None:

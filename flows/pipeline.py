@@ -5,8 +5,8 @@ from __future__ import annotations
 from prefect import flow
 from prefect.client.schemas.objects import State
 
-from tasks.pipeline_opening import open_pipeline, pipeline_id_of_flow_run
-from tasks.run.pipeline_spec import PipelineSpec
+from tasks.pipeline.opening import open_pipeline, pipeline_id_of_flow_run
+from tasks.run.pipeline.spec import PipelineSpec
 
 
 @flow(name="pipeline", flow_run_name=pipeline_id_of_flow_run, persist_result=False)
@@ -28,6 +28,6 @@ def pipeline(spec: PipelineSpec) -> State[None]:
 
 
 if __name__ == "__main__":
-    from tasks.pipeline_command import main
+    from tasks.pipeline.command import main
 
     raise SystemExit(main(pipeline))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from prefect import flow
 from prefect.client.schemas.objects import State
 
-from tasks.preflight import (
+from tasks.nodes.preflight import (
     LOOK_WITHIN_S,
     conclude_preflight,
     judge_nodes,
@@ -37,6 +37,6 @@ def preflight(
 
 
 if __name__ == "__main__":
-    from tasks.preflight_command import main
+    from tasks.nodes.preflight_command import main
 
     raise SystemExit(main(preflight))

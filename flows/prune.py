@@ -6,8 +6,8 @@ from prefect import flow
 from prefect.client.schemas.objects import State
 from prefect.states import Completed, Failed
 
-from tasks.pruning import prune_host, publish
-from tasks.run.retention import Retention
+from tasks.run.upkeep.retention import Retention
+from tasks.upkeep.pruning import prune_host, publish
 
 
 @flow(name="prune", persist_result=False)
@@ -25,6 +25,6 @@ def prune(keep: Retention | None = None, dry_run: bool = False) -> State[None]:
 
 
 if __name__ == "__main__":
-    from tasks.prune_command import main
+    from tasks.upkeep.prune_command import main
 
     raise SystemExit(main())

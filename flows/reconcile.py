@@ -6,8 +6,8 @@ from prefect import flow
 from prefect.client.schemas.objects import State
 from prefect.states import Completed
 
-from tasks.overdue import dismiss_overdue
-from tasks.reconciling import publish, reconcile_host
+from tasks.upkeep.overdue import dismiss_overdue
+from tasks.upkeep.reconciling import publish, reconcile_host
 
 
 @flow(name="reconcile", persist_result=False)
@@ -23,6 +23,6 @@ def reconcile() -> State[None]:
 
 
 if __name__ == "__main__":
-    from tasks.reconcile_command import main
+    from tasks.upkeep.reconcile_command import main
 
     raise SystemExit(main())

@@ -11,8 +11,8 @@ from typing import Any
 
 from tasks.run.errors import InvalidSpec
 from tasks.run.layout import project_root
-from tasks.run.loading import load_spec
-from tasks.run.pipeline_loading import load_pipeline
+from tasks.run.pipeline.loading import load_pipeline
+from tasks.run.spec.loading import load_spec
 
 EXIT_PRINTED, EXIT_INVALID = 0, 2
 

@@ -7,13 +7,13 @@ import contextvars
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+from tasks.nodes.sweeping import SweepReport, sweep
 from tasks.rayjobs.job import RayJob
 from tasks.rayjobs.plan import JobPlan
 from tasks.run.layout import AttemptPlace
-from tasks.run.spec import RunSpec
+from tasks.run.spec.run import RunSpec
 from tasks.supervise.process import Command
 from tasks.supervise.remote import RemoteJob
-from tasks.sweeping import SweepReport, sweep
 
 
 def job_maker(

@@ -15,19 +15,19 @@ from prefect.context import FlowRunContext
 from prefect.exceptions import Abort
 from prefect.states import Cancelled, Completed, Failed
 
-from tasks.announcing import announced
 from tasks.cancellation import cancel_watched, why_cancelled
 from tasks.page.failure import in_a_line
 from tasks.parked import forget_parked
-from tasks.reporting import Reporter
+from tasks.reporting.announcing import announced
+from tasks.reporting.reporter import Reporter
 from tasks.run.failure_kinds import FailureKind
 from tasks.run.layout import make_run_id
 from tasks.run.lifecycle import RunState
-from tasks.run.spec import RunSpec
-from tasks.server import lasting_api_url
+from tasks.run.spec.run import RunSpec
+from tasks.server.server import lasting_api_url
 from tasks.session import RunSession, interrupting
-from tasks.supervise.registry import RunHeld
-from tasks.terminal import outlive_readers
+from tasks.supervise.leftovers.registry import RunHeld
+from tasks.terminal.run_view import outlive_readers
 from tasks.waiting import started_by_others
 
 # Now, not in a function: Prefect logs its first lines of a flow run before that begins.

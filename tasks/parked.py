@@ -16,14 +16,14 @@ from typing import Any
 from prefect.client.schemas.objects import State
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from tasks.closed_page import tell_closed
-from tasks.flow_runs import ServerAway, state_of, talking_to
+from tasks.reporting.closed_page import tell_closed
 from tasks.run.events import EventLog
 from tasks.run.layout import RunPlace, muster_home
 from tasks.run.lifecycle import RunState
-from tasks.run.reconciled import Reconciled
 from tasks.run.record import RunRecord, write_json
-from tasks.supervise.registry import owner_of
+from tasks.run.upkeep.reconciled import Reconciled
+from tasks.server.flow_runs import ServerAway, state_of, talking_to
+from tasks.supervise.leftovers.registry import owner_of
 
 _log = logging.getLogger(__name__)
 

@@ -9,13 +9,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from tasks.fleet import FleetStart, fleet_component
+from tasks.fleet.component import FleetStart, fleet_component
 from tasks.jobs import job_maker
 from tasks.run.errors import Fault
 from tasks.run.layout import AttemptPlace, project_root
-from tasks.run.lookup import component_path
 from tasks.run.masking import looks_secret
-from tasks.run.spec import RunSpec
+from tasks.run.spec.lookup import component_path
+from tasks.run.spec.run import RunSpec
 from tasks.supervise.containment import Containment, Level, allowed_level, probe
 from tasks.supervise.identity import host_name
 from tasks.supervise.plan import AttemptPlan, ComponentPlan

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Protocol
 from uuid import UUID
 
-from tasks.fleet import fleet_faults, fleet_names, fleet_ports, prepare_fleet
-from tasks.fleet_events import FleetTail
+from tasks.fleet.component import fleet_faults, fleet_names, fleet_ports, prepare_fleet
+from tasks.fleet.events import FleetTail
 from tasks.planning import (
     component_search_path,
     containment_faults,
@@ -31,15 +31,15 @@ from tasks.run.events import Event, EventLog, Listener
 from tasks.run.failure_kinds import FailureKind
 from tasks.run.layout import AttemptPlace, RunPlace, project_root
 from tasks.run.lifecycle import RunState
-from tasks.run.loading import spec_as_yaml
-from tasks.run.lookup import lookup_faults
 from tasks.run.outcome import Failure, Verdict
 from tasks.run.record import RunRecord
-from tasks.run.spec import RunSpec
-from tasks.run.template import ports_needed, resolve, template_faults
+from tasks.run.spec.loading import spec_as_yaml
+from tasks.run.spec.lookup import lookup_faults
+from tasks.run.spec.run import RunSpec
+from tasks.run.spec.template import ports_needed, resolve, template_faults
+from tasks.supervise.leftovers.registry import RunRegister
+from tasks.supervise.leftovers.shared_memory import remove_unused
 from tasks.supervise.ports import PortsReserved
-from tasks.supervise.registry import RunRegister
-from tasks.supervise.shared_memory import remove_unused
 from tasks.supervise.supervisor import Supervisor
 from tasks.taking_over import finish_predecessor
 

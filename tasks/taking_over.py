@@ -5,10 +5,10 @@ from __future__ import annotations
 import errno
 import time
 
-from tasks.lost_jobs import is_under_way, stop_jobs
-from tasks.run.closing import Loss, close_record
-from tasks.supervise.lost import Remains, finish
-from tasks.supervise.registry import claimed
+from tasks.run.upkeep.closing import Loss, close_record
+from tasks.supervise.leftovers.lost import Remains, finish
+from tasks.supervise.leftovers.registry import claimed
+from tasks.upkeep.lost_jobs import is_under_way, stop_jobs
 
 #: A guardian that still takes its component down is waited for.
 _WITHIN_S = 120.0

@@ -24,7 +24,13 @@ from prefect.exceptions import Pause
 from prefect.settings import PREFECT_API_URL, PREFECT_WORKER_PREFETCH_SECONDS
 from prefect.states import Scheduled
 
-from tasks.flow_runs import (
+from tasks.parked import forget_parked, note_parked
+from tasks.queue.grants import PENDING_RESOURCES, left_with_its_jobs, sent_back
+from tasks.reporting.reporter import flushed, say_state
+from tasks.run.attempts import Next, Sequel, decide
+from tasks.run.failure_kinds import FailureKind
+from tasks.run.lifecycle import RunState
+from tasks.server.flow_runs import (
     FLOW_RUN_VARIABLE,
     JOBS_GO_ON,
     TYPE_LABEL,
@@ -34,12 +40,6 @@ from tasks.flow_runs import (
     state_of,
     talking_to,
 )
-from tasks.parked import forget_parked, note_parked
-from tasks.queue.grants import PENDING_RESOURCES, left_with_its_jobs, sent_back
-from tasks.reporting import flushed, say_state
-from tasks.run.attempts import Next, Sequel, decide
-from tasks.run.failure_kinds import FailureKind
-from tasks.run.lifecycle import RunState
 from tasks.session import RunSession
 
 _log = logging.getLogger(__name__)

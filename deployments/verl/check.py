@@ -22,7 +22,7 @@ import yaml
 from deployments.verl import facts, rules, wheel
 from tasks.run.errors import InvalidSpec
 from tasks.run.help_text import HelpFormatter
-from tasks.run.spec import RunSpec
+from tasks.run.spec.run import RunSpec
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -21,13 +21,13 @@ from prefect.client.schemas.objects import FlowRun, State
 from prefect.exceptions import PrefectException
 from prefect.states import Running
 
-from tasks.announcing import tell_here
 from tasks.queue.capacity import Capacity
 from tasks.queue.gate import Gate
 from tasks.queue.grants import PENDING_RESOURCES, Grant, grant_of
 from tasks.queue.lease import LeaseLost
 from tasks.queue.ledger import TYPE, Entry
 from tasks.queue.look import Look
+from tasks.reporting.announcing import tell_here
 from tasks.run.failure_kinds import FailureKind
 
 _log = logging.getLogger(__name__)

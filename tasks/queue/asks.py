@@ -13,8 +13,8 @@ from pydantic import ValidationError
 from tasks.gang.demand import Demand
 from tasks.run.errors import InvalidSpec
 from tasks.run.layout import make_run_id
-from tasks.run.loading import parse_spec
-from tasks.run.spec import Gang
+from tasks.run.spec.loading import parse_spec
+from tasks.run.spec.run import Gang
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,9 +28,9 @@ from tasks.queue.operating import BadSetting, NotThere
 from tasks.queue.tables import as_json, as_plain, as_rich
 from tasks.queue.view import QueueView
 from tasks.queue.words import one_line
-from tasks.refusal import why_refused
-from tasks.server import NoServer
-from tasks.terminal import quieten_prefect
+from tasks.server.refusal import why_refused
+from tasks.server.server import NoServer
+from tasks.terminal.run_view import quieten_prefect
 
 EXIT_DONE, EXIT_NOT_THERE, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 

@@ -23,13 +23,13 @@ from prefect.client.schemas.responses import SetStateStatus
 from prefect.exceptions import ObjectNotFound
 from prefect.states import Failed, Scheduled
 
-from tasks.announcer import Tell
 from tasks.queue.capacity import Capacity
 from tasks.queue.grants import PENDING_RESOURCES, Giver, Grant, no_grant, on_nodes
 from tasks.queue.lease import GateLease, Holding
 from tasks.queue.ledger import Entry
 from tasks.queue.look import Doomed, Look, Looker
 from tasks.queue.words import FREE_NOW, Message
+from tasks.reporting.announcer import Tell
 from tasks.run.layout import muster_home
 
 _log = logging.getLogger(__name__)

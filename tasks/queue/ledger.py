@@ -30,9 +30,9 @@ from prefect.client.schemas.filters import (
 from prefect.client.schemas.objects import FlowRun, StateType, WorkPool, WorkQueue
 from prefect.client.schemas.sorting import FlowRunSort
 
-from tasks.flow_runs import JOBS_GO_ON
 from tasks.queue.asks import Ask, ask_of
 from tasks.queue.grants import PENDING_RESOURCES, Grant, goes_on, grant_of
+from tasks.server.flow_runs import JOBS_GO_ON
 
 #: The type of the work pools, and of their workers.
 TYPE = "gang"

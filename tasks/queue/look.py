@@ -15,7 +15,6 @@ from prefect.client.orchestration import PrefectClient
 from prefect.client.schemas.objects import StateType
 from pydantic import ValidationError
 
-from tasks.flow_runs import FLOW_RUN_VARIABLE
 from tasks.gang.demand import why_never
 from tasks.gang.nodes import Cluster
 from tasks.gang.settings import PoolSettings, settings_of
@@ -26,7 +25,8 @@ from tasks.queue.grants import PENDING_RESOURCES, Giver
 from tasks.queue.ledger import WINDOW, Entry, Ledger, LedgerReader, Pool
 from tasks.queue.words import Message, one_line
 from tasks.run.failure_kinds import FailureKind
-from tasks.supervise.variables import holders_of
+from tasks.server.flow_runs import FLOW_RUN_VARIABLE
+from tasks.supervise.leftovers.variables import holders_of
 
 #: What was granted, or submitted, and has not come further by then is given back, wherever its
 #: worker may be.

@@ -13,9 +13,9 @@ from prefect.client.schemas.objects import WorkPool
 from prefect.exceptions import ObjectNotFound
 from pydantic import ValidationError
 
-from tasks.announcer import of_pool, told_at_once
 from tasks.gang.policy import Policy
 from tasks.gang.settings import PoolSettings, settings_of, with_settings
+from tasks.reporting.announcer import of_pool, told_at_once
 from tasks.run.errors import MusterError
 from tasks.supervise.identity import host_name
 

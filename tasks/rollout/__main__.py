@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from tasks.rollout_command import main
+from tasks.fleet.plan_command import main
 
 if __name__ == "__main__":
     sys.exit(main())

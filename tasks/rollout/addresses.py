@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from tasks.rollout.layout import backend_of, nodes_of, places
 from tasks.rollout.topology import Answers
-from tasks.run.fleet_spec import Rollout
+from tasks.run.spec.fleet import Rollout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,11 +8,11 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from tasks.rollout.clock import Clock
-from tasks.rollout.health import Health
-from tasks.rollout.incidents import Emit
+from tasks.rollout.gateway.router import Router
+from tasks.rollout.health.health import Health
+from tasks.rollout.health.incidents import Emit
 from tasks.rollout.recovery import Recovery
 from tasks.rollout.registry import Registry
-from tasks.rollout.router import Router
 from tasks.rollout.snapshot import as_json
 from tasks.rollout.states import GroupState
 from tasks.rollout.views import GroupView

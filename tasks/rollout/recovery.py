@@ -16,8 +16,8 @@ from random import Random
 
 from tasks.rollout.backoff import pause_s
 from tasks.rollout.clock import Clock, ended
+from tasks.rollout.health.incidents import Emit, Incident, Incidents
 from tasks.rollout.hosts import StartFailed
-from tasks.rollout.incidents import Emit, Incident, Incidents
 from tasks.rollout.registry import Registry
 from tasks.rollout.settings import FleetSettings
 from tasks.rollout.starting import Starter

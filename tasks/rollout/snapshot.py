@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tasks.rollout.health import Health
+from tasks.rollout.gateway.router import Router
+from tasks.rollout.health.health import Health
 from tasks.rollout.registry import Registry
-from tasks.rollout.router import Router
 from tasks.rollout.states import GroupState
 from tasks.rollout.views import FleetView, TrainingMetadata
 

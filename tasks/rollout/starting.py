@@ -6,10 +6,10 @@ import asyncio
 import logging
 
 from tasks.rollout.clock import Clock, within
-from tasks.rollout.health import Health
+from tasks.rollout.health.health import Health
+from tasks.rollout.health.incidents import Emit
+from tasks.rollout.health.probing import Prober
 from tasks.rollout.hosts import ServerHost, StartFailed
-from tasks.rollout.incidents import Emit
-from tasks.rollout.probing import Prober
 from tasks.rollout.registry import Registry
 from tasks.rollout.settings import FleetSettings
 from tasks.rollout.states import GroupState

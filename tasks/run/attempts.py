@@ -12,7 +12,7 @@ from typing import Any
 from tasks.run.failure_kinds import REQUEUED, FailureKind
 from tasks.run.lifecycle import RunState
 from tasks.run.outcome import Verdict
-from tasks.run.spec import Retry
+from tasks.run.spec.run import Retry
 
 #: The delay grows by this factor with each try, and is spread by this part of it both ways, so that
 #: runs which were sent back together do not come back together.

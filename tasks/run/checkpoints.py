@@ -10,7 +10,7 @@ from pathlib import Path
 import yaml
 
 from tasks.run.layout import RunPlace, project_root
-from tasks.run.spec import RunSpec
+from tasks.run.spec.run import RunSpec
 
 #: Files in which a trainer names its last complete checkpoint, by its name or its step. Sources:
 #: verl/utils/checkpoint/checkpoint_manager.py; Megatron-LM megatron/training/checkpointing.py;

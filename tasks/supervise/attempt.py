@@ -21,13 +21,13 @@ from tasks.supervise.blame import failure_of, kind_of_spawn_error
 from tasks.supervise.course import Course
 from tasks.supervise.fate import Decision, Fate
 from tasks.supervise.holds import Holds
+from tasks.supervise.leftovers.registry import RunRegister
 from tasks.supervise.member import Emit, Member, PortTaken
 from tasks.supervise.members import make_member
 from tasks.supervise.plan import AttemptPlan
 from tasks.supervise.ports import PortsReserved
 from tasks.supervise.probe import make_client
 from tasks.supervise.process_member import ProcessMember
-from tasks.supervise.registry import RunRegister
 from tasks.supervise.remote import JobLoss, JobRefused
 
 _log = logging.getLogger(__name__)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 
-from tasks.run.causes import find_cause, last_error, last_lines
+from tasks.run.causes.recognition import find_cause, last_error, last_lines
 from tasks.run.failure_kinds import FailureKind
 from tasks.run.outcome import Exit, Failure
 

@@ -12,11 +12,11 @@ from pathlib import Path
 from tasks.supervise import cgroup
 from tasks.supervise.containment import Level
 from tasks.supervise.identity import ProcessId
+from tasks.supervise.leftovers.registry import Entry, JobEntry, RunRegister
+from tasks.supervise.leftovers.shared_memory import SharedMemoryWatch
 from tasks.supervise.namespace import PidNamespace
 from tasks.supervise.plan import AttemptPlan, ComponentPlan
 from tasks.supervise.process import Command, Forked, GuardedProcess
-from tasks.supervise.registry import Entry, JobEntry, RunRegister
-from tasks.supervise.shared_memory import SharedMemoryWatch
 
 
 class Holds:

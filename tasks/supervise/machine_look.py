@@ -18,8 +18,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from tasks.supervise.leftovers.sweep import command_of, environments, machine
 from tasks.supervise.nvidia import gpus_seen
-from tasks.supervise.sweep import command_of, environments, machine
 from tasks.supervise.tree import parent_of
 
 #: A network file system may show a new file so much later.
@@ -54,7 +54,7 @@ def code_here() -> dict[str, str]:
     """`{"digest", "problem"}` of the package `tasks` as this interpreter would import it."""
     try:
         # One that needs packages of others, too.
-        importlib.import_module("tasks.run.spec")
+        importlib.import_module("tasks.run.spec.run")
         spec = importlib.util.find_spec("tasks")
     except Exception as error:
         return {"digest": "", "problem": f"{type(error).__name__}: {error}"}

@@ -13,9 +13,9 @@ from typing import Never
 
 import httpx
 
-from tasks.run.causes import read_tail
+from tasks.run.causes.recognition import read_tail
 from tasks.run.outcome import Exit
-from tasks.run.probes import LiveProbe, ReadyProbe
+from tasks.run.spec.probes import LiveProbe, ReadyProbe
 from tasks.supervise.plan import ComponentPlan
 from tasks.supervise.probe import (
     AliveProbe,

@@ -19,8 +19,7 @@ from typing import Any
 
 from tasks.run.outcome import Exit
 from tasks.supervise import cgroup, tree
-from tasks.supervise.namespace import PidNamespace
-from tasks.supervise.orphans import (
+from tasks.supervise.leftovers.orphans import (
     CLEAN_ROUNDS,
     ROUND_S,
     end_marked,
@@ -28,6 +27,7 @@ from tasks.supervise.orphans import (
     guardians,
     guardians_lock,
 )
+from tasks.supervise.namespace import PidNamespace
 
 _GUARDIAN = Path(__file__).with_name("guardian.py")
 #: A guardian reports its component's end in milliseconds; one that is stopped or hung never does.

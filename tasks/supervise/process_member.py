@@ -11,9 +11,9 @@ from dataclasses import replace
 import httpx
 
 from tasks.run.outcome import Exit
-from tasks.run.probes import LiveProbe, ReadyProbe
+from tasks.run.spec.probes import LiveProbe, ReadyProbe
 from tasks.supervise import tree
-from tasks.supervise.diagnosis import Diagnosis, Hung
+from tasks.supervise.diagnosis.diagnosis import Diagnosis, Hung
 from tasks.supervise.holds import Holds
 from tasks.supervise.identity import ProcessId
 from tasks.supervise.member import Emit, Member, PortTaken, forever

@@ -14,10 +14,10 @@ from tasks.run.outcome import Verdict
 from tasks.supervise import tree
 from tasks.supervise.attempt import SupervisedAttempt
 from tasks.supervise.fate import Decision
+from tasks.supervise.leftovers.registry import RunRegister
 from tasks.supervise.member import Emit
 from tasks.supervise.plan import AttemptPlan
 from tasks.supervise.ports import PortsReserved
-from tasks.supervise.registry import RunRegister
 
 T = TypeVar("T")
 

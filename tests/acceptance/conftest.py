@@ -18,7 +18,7 @@ import pytest
 import yaml
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from tasks.server import prefect_server
+from tasks.server.server import prefect_server
 from tests.support.prefect_api import ask
 from tests.support.pseudo_terminal import PseudoTerminal
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from flows.train import train
-from tasks.run.spec import RunSpec
+from tasks.run.spec.run import RunSpec
 
 
 def test_a_spec_that_names_what_is_not_there_fails_with_every_fault(

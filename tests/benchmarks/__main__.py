@@ -95,7 +95,7 @@ def _measured(chosen: set[str], *, quick: bool) -> Iterator[_Found]:
         yield _measure(name, quick=quick)
     if served := sorted(chosen & _NEED_SERVER):
         # Imported now: Prefect reads the environment when it is imported.
-        from tasks.server import prefect_server
+        from tasks.server.server import prefect_server
 
         with prefect_server():
             for name in served:

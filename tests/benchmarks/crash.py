@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from tasks.run.layout import project_root
-from tasks.run.probes import LiveProbe, ReadyProbe
-from tasks.server import prefect_server
+from tasks.run.spec.probes import LiveProbe, ReadyProbe
+from tasks.server.server import prefect_server
 from tests.benchmarks import models, peers, sglang_watchdog
 from tests.benchmarks.part import wait as wait_for_sigterm
 from tests.benchmarks.report import Missing, NotHere, Result, Row, Sample, interleaved, say

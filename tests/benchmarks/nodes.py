@@ -70,14 +70,14 @@ def _took_ms(do: Callable[[], None]) -> float:
 
 
 def _sweep(cluster: RayCluster) -> None:
-    from tasks.sweeping import sweep
+    from tasks.nodes.sweeping import sweep
 
     report = asyncio.run(sweep(cluster.gcs_address, run_id=_RUN_ID, within_s=_LIMIT_S))
     assert report.is_clean, report
 
 
 def _preflight(cluster: RayCluster, shared: str) -> None:
-    from tasks.preflight import survey_cluster
+    from tasks.nodes.preflight import survey_cluster
 
     survey = survey_cluster.fn(cluster.address, shared, _LIMIT_S)
     assert not any(node.unreached for node in survey.nodes), survey
@@ -99,8 +99,8 @@ def plain(what: str, gcs_address: str, shared: str) -> None:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+    from tasks.supervise.leftovers.sweep import end_carriers
     from tasks.supervise.machine_look import look, names_unseen
-    from tasks.supervise.sweep import end_carriers
 
     ray.init(gcs_address, log_to_driver=False, logging_level=40)
     options = {

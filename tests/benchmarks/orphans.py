@@ -17,7 +17,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from tasks.server import prefect_server
+from tasks.server.server import prefect_server
 from tasks.supervise import tree
 from tests.benchmarks import peers
 from tests.benchmarks.report import Result, Row, say

@@ -19,7 +19,7 @@ import yaml
 
 from tasks.run.events import EventLog
 from tasks.run.layout import project_root
-from tasks.run.probes import LiveProbe, ReadyProbe
+from tasks.run.spec.probes import LiveProbe, ReadyProbe
 from tasks.supervise.plan import AttemptPlan, ComponentPlan
 from tasks.supervise.ports import PortsReserved
 from tasks.supervise.process import Command

@@ -31,7 +31,7 @@ from typing import Any
 
 import aiohttp
 
-from tasks.fleet_plan import FleetPlan
+from tasks.fleet.plan import FleetPlan
 from tasks.run.help_text import HelpFormatter
 from tasks.supervise import tree
 from tasks.supervise.ports import listeners
@@ -366,7 +366,7 @@ async def serving(plan: FleetPlan) -> AsyncIterator[asyncio.subprocess.Process]:
     plan.write(path)
     with (plan.directory / "rollout.log").open("ab") as log:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "tasks.fleet_process", str(path)),
+            *(sys.executable, "-m", "tasks.fleet.process", str(path)),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=log,
             stderr=log,

@@ -289,7 +289,7 @@ def drawn(runs: int, home: Path) -> list[Trial]:
 #: Two of these beside each other, for the whole time.
 _RECONCILE_FOR_EVER = """
 import time
-from tasks.reconciling import reconcile_host
+from tasks.upkeep.reconciling import reconcile_host
 while True:
     reconcile_host()
     time.sleep(2)
@@ -350,7 +350,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         home = Path(directory)
         os.environ["MUSTER_HOME"] = directory
         # Imported now: Prefect reads the environment when it is imported.
-        from tasks.server import prefect_server
+        from tasks.server.server import prefect_server
 
         began = time.monotonic()
         with (

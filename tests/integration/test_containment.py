@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from tasks.run.probes import ReadyProbe
+from tasks.run.spec.probes import ReadyProbe
 from tasks.supervise import cgroup, tree
 from tasks.supervise.containment import Containment, Level, probe, why_no_namespace
-from tasks.supervise.registry import RunRegister, claimed
-from tasks.supervise.shared_memory import remove_unused
+from tasks.supervise.leftovers.registry import RunRegister, claimed
+from tasks.supervise.leftovers.shared_memory import remove_unused
 from tests.support.shapes import SHAPES
 from tests.support.stage import Stage, is_alive, python, sh, wait_until
 

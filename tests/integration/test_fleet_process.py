@@ -17,12 +17,12 @@ from typing import Any
 import httpx
 import pytest
 
-from tasks.fleet_plan import SERVERS_ENV, TOKEN_ENV, FleetPlan
-from tasks.run.probes import ReadyProbe
+from tasks.fleet.plan import SERVERS_ENV, TOKEN_ENV, FleetPlan
+from tasks.run.spec.probes import ReadyProbe
 from tasks.supervise import tree
-from tasks.supervise.lost import finish
+from tasks.supervise.leftovers.lost import finish
+from tasks.supervise.leftovers.registry import claimed, registered_runs
 from tasks.supervise.ports import listeners
-from tasks.supervise.registry import claimed, registered_runs
 from tests.support.stage import DEADLINE_S, Stage, free_port, is_alive, wait_until
 
 SERVER = Path(__file__).parents[1] / "support" / "dummy_server.py"
@@ -39,7 +39,7 @@ WITH_A_DAEMON = ["sh", "-c", f"setsid sleep 600 & exec {' '.join(COMMAND)}"]
 #: Holds the register of the run `a-run`, as its flow process does.
 OWNER = """
 import sys
-from tasks.supervise.registry import RunRegister
+from tasks.supervise.leftovers.registry import RunRegister
 print(RunRegister.opened("a-run").directory, flush=True)
 sys.stdin.read()
 """
@@ -82,7 +82,7 @@ class FleetProcess:
         return path
 
     def argv(self, plan: Path) -> tuple[str, ...]:
-        return (sys.executable, "-P", "-m", "tasks.fleet_process", str(plan))
+        return (sys.executable, "-P", "-m", "tasks.fleet.process", str(plan))
 
     def start(self, plan: Path, **env: str) -> None:
         with (self.directory / "rollout.log").open("ab") as log:

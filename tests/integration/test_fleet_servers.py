@@ -23,9 +23,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tasks.local_host import LocalHost
+from tasks.fleet.local_host import LocalHost
 from tasks.rollout.fleet import Fleet
-from tasks.rollout.probing import HttpProber
+from tasks.rollout.health.probing import HttpProber
 from tasks.rollout.settings import FleetSettings
 from tasks.rollout.states import GroupState
 from tasks.rollout.topology import Answers, Ask, Engine, Questions, ServerSlot, TopologyPlan

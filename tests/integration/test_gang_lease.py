@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from tasks.server import prefect_server
+from tasks.server.server import prefect_server
 from tests.support.gates import Gates, Nursery, overlaps
 from tests.support.ground import Server, until
 from tests.support.prefect_api import ask

@@ -14,11 +14,11 @@ from uuid import UUID
 
 import pytest
 
-from tasks.flow_runs import talking_to
-from tasks.pipeline_runs import cancel_stage_run, create_stage_run, stage_runs
+from tasks.pipeline.stage_runs import cancel_stage_run, create_stage_run, stage_runs
 from tasks.queue.grants import Giver, Grant
-from tasks.run.pipeline_spec import Stage
-from tasks.run.pipeline_steps import Ending
+from tasks.run.pipeline.spec import Stage
+from tasks.run.pipeline.steps import Ending
+from tasks.server.flow_runs import talking_to
 from tasks.supervise import tree
 from tasks.supervise.identity import ProcessId, host_name
 from tests.support.gang_pool import POOL, GangPool, left_of

@@ -12,8 +12,8 @@ import pytest
 
 from tasks.run.failure_kinds import FailureKind
 from tasks.run.outcome import Failure, Verdict
-from tasks.run.probes import LiveProbe, ReadyProbe
-from tasks.supervise import stacks
+from tasks.run.spec.probes import LiveProbe, ReadyProbe
+from tasks.supervise.diagnosis import stacks
 from tasks.supervise.plan import ComponentPlan
 from tests.support.stage import DEADLINE_S, Stage, free_port, sh
 
@@ -232,9 +232,9 @@ def test_look_that_never_ends_delays_the_end_and_no_more(
     stage: Stage, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     forever = threading.Event()
-    monkeypatch.setattr("tasks.supervise.diagnosis._EXAMINED_WITHIN_S", 0.1)
+    monkeypatch.setattr("tasks.supervise.diagnosis.diagnosis._EXAMINED_WITHIN_S", 0.1)
     monkeypatch.setattr(
-        "tasks.supervise.diagnosis.kernel_view.describe", lambda pids: forever.wait()
+        "tasks.supervise.diagnosis.diagnosis.kernel_view.describe", lambda pids: forever.wait()
     )
 
     verdict = stage.run(program(stage, "trainer", STUCK % "", ready=UP, live=MISSED))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tasks.local_host import LocalHost
+from tasks.fleet.local_host import LocalHost
 from tasks.rollout.hosts import Death, StartFailed
 from tasks.rollout.topology import Answers, Ask, ServerSlot
 from tasks.supervise import tree

@@ -19,7 +19,7 @@ from tasks.gang.settings import settings_of
 from tasks.queue.artifacts import ROWS_AT_MOST, QueueArtifacts, keys_of
 from tasks.queue.command import main
 from tasks.queue.view import NodeUse, QueuedRun, QueueView
-from tasks.server import prefect_server
+from tasks.server.server import prefect_server
 from tests.support.ground import sleepers
 from tests.support.prefect_api import ask
 

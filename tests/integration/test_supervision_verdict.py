@@ -9,8 +9,8 @@ import pytest
 
 from tasks.run.failure_kinds import FailureKind
 from tasks.run.lifecycle import RunState
-from tasks.run.probes import LiveProbe, ReadyProbe
-from tasks.run.spec import Progress
+from tasks.run.spec.probes import LiveProbe, ReadyProbe
+from tasks.run.spec.run import Progress
 from tests.support.stage import (
     DEADLINE_S,
     FOREVER,

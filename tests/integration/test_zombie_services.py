@@ -15,7 +15,7 @@ import pytest
 
 from tasks.run.failure_kinds import FailureKind
 from tasks.run.lifecycle import RunState
-from tasks.run.probes import LiveProbe, ReadyProbe
+from tasks.run.spec.probes import LiveProbe, ReadyProbe
 from tasks.supervise.plan import ComponentPlan
 from tests.support.stage import DEADLINE_S, Stage, free_port, python, sh, wait_until
 

@@ -13,10 +13,10 @@ from random import Random
 from typing import Any
 
 from tasks.rollout.clock import Clock
-from tasks.rollout.evidence import Silence
 from tasks.rollout.fleet import Fleet
+from tasks.rollout.health.evidence import Silence
+from tasks.rollout.health.probing import Reply
 from tasks.rollout.hosts import Death, StartFailed
-from tasks.rollout.probing import Reply
 from tasks.rollout.settings import FleetSettings
 from tasks.rollout.states import GroupState
 from tasks.rollout.topology import Answers, Ask, Engine, Questions, ServerSlot, TopologyPlan

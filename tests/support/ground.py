@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import httpx
 import yaml
 
-from tasks.server import server_command
+from tasks.server.server import server_command
 from tasks.supervise.identity import host_name
 from tasks.supervise.ports import PortsReserved
 from tests.support.prefect_api import ask
@@ -188,8 +188,8 @@ class Ground:
     def reconcile_without_flow(self) -> str:
         """The same, as at the start of a worker; its summary."""
         return self._python(
-            "from tasks.reconciling import publish, reconcile_host; report = reconcile_host(); "
-            "publish(report); print(report.summary)"
+            "from tasks.upkeep.reconciling import publish, reconcile_host; "
+            "report = reconcile_host(); publish(report); print(report.summary)"
         )
 
     def _python(self, code: str) -> str:

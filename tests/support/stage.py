@@ -20,13 +20,13 @@ from typing import Any
 from tasks.run.errors import RunEnded
 from tasks.run.events import Event
 from tasks.run.outcome import Verdict
-from tasks.run.probes import LiveProbe, ReadyProbe
-from tasks.run.spec import OnExitZero, Progress
+from tasks.run.spec.probes import LiveProbe, ReadyProbe
+from tasks.run.spec.run import OnExitZero, Progress
 from tasks.supervise import tree
+from tasks.supervise.leftovers.registry import RunRegister
 from tasks.supervise.plan import AttemptPlan, ComponentPlan
 from tasks.supervise.ports import PortsReserved
 from tasks.supervise.process import Command
-from tasks.supervise.registry import RunRegister
 from tasks.supervise.supervisor import Supervisor
 
 #: How long anything may take before a test gives up; never waited for in full unless it is broken.

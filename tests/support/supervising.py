@@ -25,10 +25,10 @@ from typing import Any
 from tasks.run.errors import RunEnded
 from tasks.run.events import EventLog
 from tasks.supervise.containment import Level, allowed_level, probe
+from tasks.supervise.leftovers.registry import Entry, RunRegister
+from tasks.supervise.leftovers.shared_memory import remove_unused
 from tasks.supervise.plan import AttemptPlan
 from tasks.supervise.ports import PortsReserved
-from tasks.supervise.registry import Entry, RunRegister
-from tasks.supervise.shared_memory import remove_unused
 from tasks.supervise.supervisor import Supervisor
 
 

@@ -21,15 +21,15 @@ from deployments.docs.__main__ import documents as made_documents
 from deployments.docs.blocks import filled, names_in
 from tasks.rollout import layout
 from tasks.rollout.building import planned
-from tasks.run.causes import RULES, find_cause
+from tasks.run.causes.recognition import RULES, find_cause
 from tasks.run.errors import InvalidSpec
 from tasks.run.failure_kinds import FailureKind
-from tasks.run.fleet_spec import Rollout
 from tasks.run.lifecycle import RunState
-from tasks.run.loading import parse_spec
-from tasks.run.pipeline_loading import load_pipeline
-from tasks.run.pipeline_spec import PipelineSpec
-from tasks.run.spec import RunSpec
+from tasks.run.pipeline.loading import load_pipeline
+from tasks.run.pipeline.spec import PipelineSpec
+from tasks.run.spec.fleet import Rollout
+from tasks.run.spec.loading import parse_spec
+from tasks.run.spec.run import RunSpec
 from tasks.supervise.probe import until_yes
 from tests.support.documents import ROOT, Block, Document, documents
 

@@ -7,10 +7,10 @@ from random import Random
 import pytest
 
 from tasks.rollout.backoff import pause_s
-from tasks.rollout.evidence import Evidence, Silence, Verdict
-from tasks.rollout.incidents import Incidents, NetworkCut
+from tasks.rollout.health.evidence import Evidence, Silence, Verdict
+from tasks.rollout.health.incidents import Incidents, NetworkCut
 from tasks.rollout.settings import FleetSettings, settings_of
-from tasks.run.fleet_spec import Rollout
+from tasks.run.spec.fleet import Rollout
 
 SILENT, BAD = Silence("no answer"), "503 dead"
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from tasks.run.errors import Fault, InvalidSpec
-from tasks.run.fleet_rules import sglang_timeout_s
-from tasks.run.fleet_spec import Rollout
-from tasks.run.spec import RunSpec
+from tasks.run.spec.fleet import Rollout
+from tasks.run.spec.fleet_rules import sglang_timeout_s
+from tasks.run.spec.run import RunSpec
 
 COMMAND: dict[str, Any] = {"backend": "command", "command": ["serve", "${server.port}"]}
 SGLANG: dict[str, Any] = {"backend": "sglang", "model": "m"}

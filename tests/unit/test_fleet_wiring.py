@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from tasks.fleet import fleet_faults, fleet_names, fleet_ports, prepare_fleet
-from tasks.fleet_events import FleetTail, FleetWords
-from tasks.fleet_hosts import devices_of
-from tasks.fleet_plan import TOKEN_ENV, BadPlan, FleetPlan
+from tasks.fleet.component import fleet_faults, fleet_names, fleet_ports, prepare_fleet
+from tasks.fleet.events import FleetTail, FleetWords
+from tasks.fleet.hosts import devices_of
+from tasks.fleet.plan import TOKEN_ENV, BadPlan, FleetPlan
 from tasks.planning import plan_of
 from tasks.run.events import Event, EventLog
 from tasks.run.layout import AttemptPlace, project_root
 from tasks.run.masking import looks_secret
-from tasks.run.spec import RunSpec
-from tasks.run.template import ports_needed
+from tasks.run.spec.run import RunSpec
+from tasks.run.spec.template import ports_needed
 from tasks.supervise.containment import Containment, Level
 from tasks.supervise.plan import AttemptPlan
 
@@ -227,7 +227,7 @@ def test_a_fleet_is_a_component_in_the_order_of_the_spec(place: AttemptPlace) ->
 
     assert [component.name for component in plan.components] == ["api", "rollout", "trainer"]
     rollout = plan.components[1]
-    assert rollout.command.argv[-2:] == ("tasks.fleet_process", str(place.fleet_plan))
+    assert rollout.command.argv[-2:] == ("tasks.fleet.process", str(place.fleet_plan))
     assert rollout.command.log == place.log("rollout")
     assert rollout.on_exit_zero == "fail"
     # Longer than the grace of its servers, whose guardians it waits for.

@@ -13,7 +13,9 @@ from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.client.schemas.responses import SetStateStatus
 from prefect.states import Cancelled, Completed, Crashed, Running, Scheduled
 
-from tasks.flow_runs import (
+from tasks.run.lifecycle import RunState
+from tasks.run.upkeep.closing import Closed
+from tasks.server.flow_runs import (
     Host,
     held_flow_runs,
     propose,
@@ -21,10 +23,8 @@ from tasks.flow_runs import (
     state_of_closed,
     state_of_lost,
 )
-from tasks.run.closing import Closed
-from tasks.run.lifecycle import RunState
 from tasks.supervise import tree
-from tasks.supervise.variables import Holders
+from tasks.supervise.leftovers.variables import Holders
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 FLOW_RUN = UUID("1b4e28ba-2fa1-4d3b-a3f5-ef19b5a7633b")

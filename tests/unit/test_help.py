@@ -29,7 +29,7 @@ COMMANDS = (
     "tasks.gang set",
     "tasks.rollout",
     "tasks.rollout plan",
-    "tasks.sweeping",
+    "tasks.nodes.sweeping",
     "tasks.deploying",
     "deployments.stack",
     "deployments.stack up",
@@ -51,7 +51,7 @@ COMMANDS = (
 )
 #: What other programs of the project start, and nobody else.
 INTERNAL = {
-    *("tasks.fleet_process", "tasks.server_process", "tasks.node_visits"),
+    *("tasks.fleet.process", "tasks.server.process", "tasks.nodes.visits"),
     *("tasks.supervise.guardian", "tasks.supervise.namespace_init"),
     *("tasks.rayjobs.entrypoint", "tasks.rollout.lmdeploy_replica"),
     *("deployments.stack_supervisor", "deployments.stack_node", "deployments.stack_ray_node"),
@@ -111,7 +111,7 @@ def test_an_unknown_option_is_named_and_nothing_is_done(
         ("tests.faults.soak", "--at-once", "2"),
         ("tests.faults.fleet_chaos", "--minutes", "10.0"),
         ("deployments.cluster_check", "--within-s S", "20.0"),
-        ("tasks.sweeping", "--within-s S", "60.0"),
+        ("tasks.nodes.sweeping", "--within-s S", "60.0"),
         ("tests.benchmarks.queue", "--compress", "1.0"),
     ],
 )

@@ -1,6 +1,9 @@
 """The layers of the project, held by a walk over the imports of its files.
 
-  tasks/run <- tasks/{supervise,gang,rayjobs,rollout} <- tasks/{*.py,queue} <- flows <- deployments
+  tasks/run <- tasks/{supervise,gang,rayjobs,rollout} <- tasks/* <- flows <- deployments
+
+The rooms of `tasks/` beside the mechanisms wire them, each for one subject: the server, the nodes,
+the fleet, the terminal, what is reported, the queue, the upkeep, pipelines.
 
 An import counts wherever it stands: within a function, under TYPE_CHECKING, as the literal name
 given to `import_module`. A mechanism that needs a sibling declares a Protocol; the module directly
@@ -51,6 +54,15 @@ LAYERS = {
     # every import of a mechanism passes through it
     "tasks/__init__.py": Layer(others=()),
     "tasks/run": Layer(project=("tasks.run",), others=("pydantic", "pydantic_core", "yaml")),
+    "tasks/run/spec": Layer(
+        project=(
+            "tasks.run.spec",
+            *("tasks.run.errors", "tasks.run.failure_kinds", "tasks.run.layout"),
+            "tasks.run.masking",
+        ),
+        others=("pydantic", "pydantic_core", "yaml"),
+    ),
+    "tasks/run/causes": Layer(project=("tasks.run.causes", "tasks.run.failure_kinds"), others=()),
     "tasks/supervise": Layer(
         project=("tasks.run", "tasks.supervise"), refused=("prefect", "prefect_ray", "ray")
     ),
@@ -59,8 +71,73 @@ LAYERS = {
     ),
     # a command: it starts what wires
     "tasks/gang/__main__.py": Layer(project=("tasks.queue",), others=()),
+    # the Prefect server: which one, its flow runs, and why it refuses
+    "tasks/server": Layer(
+        project=("tasks.run", "tasks.supervise", "tasks.server"), refused=("prefect_ray", "ray")
+    ),
+    # a look at each node of a Ray cluster, and the sweep there
+    "tasks/nodes": Layer(
+        project=("tasks.run", "tasks.supervise", "tasks.rayjobs", "tasks.nodes"),
+        refused=("prefect_ray", "ray"),
+    ),
+    "tasks/nodes/node_tasks.py": Layer(
+        project=("tasks.supervise",), others=("prefect",), refused=("prefect_ray", "ray")
+    ),
+    # the driver on the cluster, which ships this very package there
+    "tasks/nodes/visits.py": Layer(project=("tasks",)),
+    "tasks/nodes/preflight_command.py": Layer(
+        project=("tasks.run", "tasks.nodes", "tasks.server", "tasks.terminal"),
+        refused=("prefect_ray", "ray"),
+    ),
+    # the component `rollout`: the fleet's mechanism on this machine's processes, or on Ray
+    "tasks/fleet": Layer(
+        project=(
+            *("tasks.run", "tasks.supervise", "tasks.rollout", "tasks.rayjobs", "tasks.nodes"),
+            *("tasks.fleet", "tasks.jobs"),
+        ),
+        refused=("prefect", "prefect_ray", "ray"),
+    ),
+    # which keeps each recovery on the server
+    "tasks/fleet/recoveries.py": Layer(
+        project=("tasks.run",), others=("prefect",), refused=("prefect_ray", "ray")
+    ),
+    # what a person at a terminal sees
+    "tasks/terminal": Layer(
+        project=("tasks.run", "tasks.fleet", "tasks.terminal", "tasks.session"),
+        refused=("prefect_ray", "ray"),
+    ),
+    # what the server is told of a run beside its states
+    "tasks/reporting": Layer(
+        project=(
+            *("tasks.run", "tasks.supervise", "tasks.rollout", "tasks.page", "tasks.server"),
+            *("tasks.fleet", "tasks.reporting", "tasks.session"),
+        ),
+        refused=("prefect_ray", "ray"),
+    ),
     # the gate before the work pool: Prefect's side of the queue
-    "tasks/queue": Layer(project=("tasks",), refused=("prefect_ray", "ray")),
+    "tasks/queue": Layer(
+        project=(
+            *("tasks.run", "tasks.supervise", "tasks.gang", "tasks.rayjobs", "tasks.server"),
+            *("tasks.reporting", "tasks.terminal", "tasks.queue"),
+        ),
+        refused=("prefect_ray", "ray"),
+    ),
+    # what a host does by itself: reconcile, prune, what a schedule has left
+    "tasks/upkeep": Layer(
+        project=(
+            *("tasks.run", "tasks.supervise", "tasks.rayjobs", "tasks.server", "tasks.reporting"),
+            *("tasks.upkeep", "tasks.jobs", "tasks.parked"),
+        ),
+        refused=("prefect_ray", "ray"),
+    ),
+    # runs in sequence, which know of each other by the server alone
+    "tasks/pipeline": Layer(
+        project=(
+            *("tasks.run", "tasks.server", "tasks.terminal", "tasks.pipeline"),
+            *("tasks.cancellation", "tasks.session", "tasks.waiting"),
+        ),
+        refused=("prefect_ray", "ray"),
+    ),
     # what the page of a run shows: texts and pictures, from plain data
     "tasks/page": Layer(
         project=("tasks.run", "tasks.rollout.states", "tasks.page"),
@@ -72,7 +149,7 @@ LAYERS = {
         project=("tasks.run", "tasks.rollout"), refused=("prefect", "prefect_ray", "ray")
     ),
     # a command: it starts what wires
-    "tasks/rollout/__main__.py": Layer(project=("tasks.rollout_command",), others=()),
+    "tasks/rollout/__main__.py": Layer(project=("tasks.fleet.plan_command",), others=()),
     # what runs in the Ray cluster
     "tasks/rollout/actor.py": Layer(
         project=("tasks.run", "tasks.rollout"), refused=("prefect", "prefect_ray")
@@ -81,7 +158,7 @@ LAYERS = {
     "tasks/rollout/ray_host.py": Layer(
         project=("tasks.run", "tasks.rollout"), refused=("prefect", "prefect_ray")
     ),
-    "tasks": Layer(project=("tasks",)),
+    "tasks": Layer(project=("tasks",), refused=("prefect_ray", "ray")),
     "flows": Layer(
         project=("tasks", "flows"),
         others=("prefect",),
@@ -108,7 +185,7 @@ class Import:
     """One name that a module imports, made absolute."""
 
     line: int
-    #: `tasks.run.spec.Spec` for `from tasks.run.spec import Spec`.
+    #: `tasks.run.spec.run.Spec` for `from tasks.run.spec.run import Spec`.
     target: str
     #: It stands where the module does not pass when it is run as a script.
     not_as_script: bool = False
@@ -329,7 +406,7 @@ def test_what_runs_alone_is_there(folder: str) -> None:
 
 LEGAL = {
     "tasks/__init__.py": "",
-    "tasks/run/spec.py": "import os\nimport yaml\nfrom pydantic import BaseModel\n"
+    "tasks/run/spec/run.py": "import os\nimport yaml\nfrom pydantic import BaseModel\n"
     "from pydantic_core import PydanticCustomError\nfrom tasks.run import errors\n"
     "from . import errors as e\n",
     "tasks/run/errors.py": "import dataclasses\n",
@@ -343,7 +420,7 @@ LEGAL = {
     "from tasks.gang import policy\n",
     "tasks/rayjobs/jobs.py": "import ray\nfrom tasks.run.errors import LostContact\n",
     "tasks/rollout/actor.py": "import ray\nfrom tasks.rollout import health\n",
-    "tasks/rollout/health.py": "import httpx\n",
+    "tasks/rollout/health/health.py": "import httpx\n",
     "tasks/launch.py": "import prefect\nfrom tasks.queue import worker\n",
     "flows/train.py": "import sys\nfrom prefect import flow\nfrom tasks.launch import start\n"
     "@flow\ndef train(spec: dict) -> None: ...\n",
@@ -395,7 +472,7 @@ def test_a_project_in_order_has_no_violation(tmp_path: Path) -> None:
         # Prefect and Ray below the @task modules
         ("tasks/supervise/a.py", "import prefect.client\n", ":1: imports prefect.client"),
         ("tasks/gang/queue.py", "from prefect import flow\n", ":1: imports prefect.flow"),
-        ("tasks/rollout/router.py", "import ray\n", ":1: imports ray"),
+        ("tasks/rollout/gateway/router.py", "import ray\n", ":1: imports ray"),
         ("tasks/rayjobs/a.py", "import prefect\n", ":1: imports prefect"),
         # everything below tasks/ passes through it
         ("tasks/__init__.py", "import prefect\n", ":1: imports prefect"),

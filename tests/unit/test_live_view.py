@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from tasks.live_view import LiveView, Picture, Row, Stage, drawn
-from tasks.pace import Pace, clock_text, rate_text
 from tasks.run.events import Event
-from tasks.run.spec import RunSpec
+from tasks.run.spec.run import RunSpec
+from tasks.terminal.live_view import LiveView, Picture, Row, Stage, drawn
+from tasks.terminal.pace import Pace, clock_text, rate_text
 
 T = 1_000_000.0
 

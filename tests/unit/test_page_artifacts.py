@@ -13,18 +13,18 @@ from uuid import UUID, uuid4
 import httpx
 import pytest
 
-from tasks import run_page
-from tasks.closed_page import tell_closed
-from tasks.flow_artifacts import FlowArtifacts
 from tasks.page.view import Shown
-from tasks.run.closing import Loss, close_record
+from tasks.reporting import run_page
+from tasks.reporting.artifacts import FlowArtifacts
+from tasks.reporting.closed_page import tell_closed
+from tasks.reporting.run_page import RunPage
 from tasks.run.events import Event
 from tasks.run.layout import RunPlace
 from tasks.run.lifecycle import RunState
-from tasks.run.loading import spec_as_yaml
 from tasks.run.record import RunRecord
-from tasks.run.spec import RunSpec
-from tasks.run_page import RunPage
+from tasks.run.spec.loading import spec_as_yaml
+from tasks.run.spec.run import RunSpec
+from tasks.run.upkeep.closing import Loss, close_record
 
 FLOW_RUN = UUID(int=7)
 

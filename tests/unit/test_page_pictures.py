@@ -10,7 +10,6 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tasks import curve
 from tasks.page import svg
 from tasks.page.chart import curve_of
 from tasks.page.figures import Figures
@@ -19,7 +18,8 @@ from tasks.page.tables import curve_shown
 from tasks.page.timeline import drawn, phases_of, timeline_of
 from tasks.page.view import RunView
 from tasks.run.layout import RunPlace
-from tasks.run.spec import RunSpec
+from tasks.run.spec.run import RunSpec
+from tasks.terminal import curve
 
 SVG = "{http://www.w3.org/2000/svg}"
 

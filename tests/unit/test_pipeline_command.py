@@ -11,10 +11,10 @@ from prefect.client.schemas.objects import State, StateType
 from prefect.states import Cancelled, Completed, Crashed, Failed
 
 from flows.pipeline import pipeline
-from tasks import pipeline_command
-from tasks.pipeline import Pipeline
-from tasks.run.pipeline_loading import parse_pipeline
-from tasks.run.pipeline_steps import Conclude, Ending, StageRun
+from tasks.pipeline import command as pipeline_command
+from tasks.pipeline.pipeline import Pipeline
+from tasks.run.pipeline.loading import parse_pipeline
+from tasks.run.pipeline.steps import Conclude, Ending, StageRun
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICKSTART = str(ROOT / "deployments/pipelines/quickstart-sft-then-grpo.yaml")

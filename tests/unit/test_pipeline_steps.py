@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tasks.pipeline_table import table_of
+from tasks.pipeline.table import table_of
 from tasks.run.layout import RunPlace
-from tasks.run.pipeline_checkpoint import handed_on
-from tasks.run.pipeline_steps import (
+from tasks.run.pipeline.checkpoint import handed_on
+from tasks.run.pipeline.steps import (
     Begin,
     Conclude,
     Ending,
@@ -25,7 +25,7 @@ from tasks.run.pipeline_steps import (
     next_step,
     parsed_key,
 )
-from tasks.run.spec import RunSpec
+from tasks.run.spec.run import RunSpec
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 STAGES = ("a", "b")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tasks.preflight import _blamed
+from tasks.nodes.preflight import _blamed
 from tasks.run.node_health import CALLER, DEFAULT_LIMITS, Limits, NodeSeen, Verdict, judge
 
 GIB = 1 << 30

@@ -15,12 +15,12 @@ import cloudpickle  # type: ignore[import-untyped]
 import pytest
 
 from flows.prune import prune
-from tasks import prune_command, pruning
-from tasks.flow_runs import ServerAway
 from tasks.parked import note_parked
-from tasks.pruning import prune_host
-from tasks.run.retention import Act, Retention
-from tasks.supervise.registry import RunRegister
+from tasks.run.upkeep.retention import Act, Retention
+from tasks.server.flow_runs import ServerAway
+from tasks.supervise.leftovers.registry import RunRegister
+from tasks.upkeep import prune_command, pruning
+from tasks.upkeep.pruning import prune_host
 from tests.support.ground import ROOT
 
 DAY_S = 24 * 3600.0

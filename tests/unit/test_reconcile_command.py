@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tasks import reconcile_command
-from tasks.run.reconciled import Reconciled, Report
+from tasks.run.upkeep.reconciled import Reconciled, Report
+from tasks.upkeep import reconcile_command
 
 DONE = Reconciled(name="a-run", found="its process (pid 7) was gone", record="failed")
 OPEN = Reconciled(name="b-run", found="its process (pid 8) was gone", open="the server is away")

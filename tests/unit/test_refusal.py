@@ -14,13 +14,13 @@ from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary
 
 from deployments import worker
 from deployments.stack_env import auth_string, client_env
-from tasks import reconcile_command
-from tasks.flow_runs import ServerAway, ServerRefuses, talking_to
 from tasks.planning import component_env
-from tasks.pruning import prune_host
 from tasks.queue.command import main as gang
-from tasks.run.spec import RunSpec
-from tasks.server import NoServer, prefect_server
+from tasks.run.spec.run import RunSpec
+from tasks.server.flow_runs import ServerAway, ServerRefuses, talking_to
+from tasks.server.server import NoServer, prefect_server
+from tasks.upkeep import reconcile_command
+from tasks.upkeep.pruning import prune_host
 
 PASSWORD = "operator:correct-horse"
 REMEDY = "set PREFECT_API_AUTH_STRING to what its server has as PREFECT_SERVER_API_AUTH_STRING"

@@ -7,7 +7,7 @@ from uuid import uuid4
 
 from tasks.run.failure_kinds import FailureKind
 from tasks.run.lifecycle import RunState
-from tasks.run.loading import parse_spec
+from tasks.run.spec.loading import parse_spec
 from tasks.session import RunSession
 
 

@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tasks.run.errors import Fault, InvalidSpec
-from tasks.run.loading import load_spec, parse_spec, spec_as_yaml
-from tasks.run.spec import RunSpec
-from tasks.run.written_yaml import parse
+from tasks.run.spec.loading import load_spec, parse_spec, spec_as_yaml
+from tasks.run.spec.run import RunSpec
+from tasks.run.spec.written_yaml import parse
 
 LEAST = """\
 name: least

@@ -11,8 +11,8 @@ from pydantic import ValidationError
 
 from tasks.run.errors import InvalidSpec
 from tasks.run.failure_kinds import FailureKind
-from tasks.run.probes import Condition, LiveProbe, ReadyProbe
-from tasks.run.spec import Component, Retry, RunSpec, Stop
+from tasks.run.spec.probes import Condition, LiveProbe, ReadyProbe
+from tasks.run.spec.run import Component, Retry, RunSpec, Stop
 
 LEAST: dict[str, Any] = {
     "name": "quickstart",

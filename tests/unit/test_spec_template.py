@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tasks.run.errors import Fault, InvalidSpec
-from tasks.run.loading import parse_spec
-from tasks.run.placeholders import is_templated, substituted
-from tasks.run.spec import RunSpec
-from tasks.run.template import names_known, ports_needed, resolve, template_faults
+from tasks.run.spec.loading import parse_spec
+from tasks.run.spec.placeholders import is_templated, substituted
+from tasks.run.spec.run import RunSpec
+from tasks.run.spec.template import names_known, ports_needed, resolve, template_faults
 
 ALWAYS = {"run.id", "run.dir", "attempt.number", "attempt.dir", "attempt.resume_from"}
 

@@ -27,7 +27,7 @@ from deployments.stack_plan import draw_up
 from deployments.stack_state import Stack, StackError, StackPlace, processes_of
 from tasks import deploying
 from tasks.run.errors import InvalidSpec
-from tasks.run.loading import load_spec
+from tasks.run.spec.loading import load_spec
 from tasks.supervise.identity import ProcessId
 
 RUNS = sorted((ROOT / "deployments" / "runs").glob("*.yaml"))

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 from prefect.logging.handlers import PrefectConsoleHandler
 
-from tasks import terminal as terminal_module
-from tasks.foreign_lines import ForeignLines
 from tasks.run.events import Event
-from tasks.run.spec import RunSpec
-from tasks.screen import Screen
-from tasks.terminal import Terminal
+from tasks.run.spec.run import RunSpec
+from tasks.terminal import run_view as terminal_module
+from tasks.terminal.foreign_lines import ForeignLines
+from tasks.terminal.run_view import Terminal
+from tasks.terminal.screen import Screen
 from tests.support.emulator import Emulator
 
 SPEC = RunSpec.model_validate(

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tasks.rollout.backends.place import Place, option_in
 from tasks.rollout.topology import Answers, Ask, Questions
-from tasks.run.fleet_spec import Rollout
+from tasks.run.spec.fleet import Rollout
 
 #: Given to the servers as a text: nothing of ours has to be installed beside LMDeploy.
 _ONE_REPLICA = (Path(__file__).parents[1] / "lmdeploy_replica.py").read_text(encoding="utf-8")

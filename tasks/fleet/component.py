@@ -1,0 +1,194 @@
+"""From the component `rollout` of a spec to what a supervisor is to start."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tasks.fleet.plan import COMPONENT, LOOPBACK, SERVERS_ENV, TOKEN_ENV, FleetPlan
+from tasks.rollout.addresses import ports_needed
+from tasks.rollout.building import planned
+from tasks.rollout.gateway.access import is_loopback
+from tasks.rollout.topology import TopologyPlan
+from tasks.run.errors import Fault
+from tasks.run.layout import AttemptPlace, project_root
+from tasks.run.spec.probes import LiveProbe, ReadyProbe
+from tasks.run.spec.run import RunSpec
+from tasks.supervise.containment import Containment, Level
+from tasks.supervise.plan import ComponentPlan
+from tasks.supervise.process import Command
+
+#: Of names of ports: `rollout.ports.server.0`.
+_PORTS = f"{COMPONENT}.ports."
+_PORT = f"{COMPONENT}.port"
+#: What the fleet's process needs after its servers' grace period, for what has to be killed.
+STOP_MARGIN_S = 30.0
+#: What its start needs beside that of a server; on Ray it may wait for room first.
+_START_MARGIN_S, _RAY_MARGIN_S = 60.0, 360.0
+_LIVE_EVERY_S = 10.0
+#: Ray would write a native stack into the log at SIGTERM, by which a fleet is told to end.
+_QUIET_RAY = {"RAY_DISABLE_FAILURE_SIGNAL_HANDLER": "1"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetStart:
+    """What is decided of a fleet when an attempt begins."""
+
+    #: Of its gateway.
+    port: int
+    #: That the gateway asks for; empty: none.
+    token: str = ""
+
+    @property
+    def env(self) -> dict[str, str]:
+        """What every component of the run gets."""
+        return {TOKEN_ENV: self.token} if self.token else {}
+
+
+def fleet_ports(spec: RunSpec) -> tuple[str, ...]:
+    """The names of the ports to hold for the servers of a fleet on this machine.
+
+    That of its gateway is among the run's own.
+    """
+    if spec.fleet is None or spec.fleet.placement != "local":
+        return ()
+    return tuple(f"{_PORTS}{need.name}" for need in ports_needed(spec.fleet, node_gpus(spec)))
+
+
+def node_gpus(spec: RunSpec) -> int | None:
+    """GPUs of each node that the run may have; None where it asks for none."""
+    return spec.gang.gpus_per_node if spec.gang is not None else None
+
+
+def fleet_names(spec: RunSpec, ports: Mapping[str, int]) -> dict[str, str]:
+    """What a fleet adds to the names of a spec."""
+    if spec.fleet is None:
+        return {}
+    return {f"{COMPONENT}.url": gateway_url(spec.fleet.host, ports[_PORT])}
+
+
+def gateway_url(host: str, port: int) -> str:
+    """Where a gateway that listens on a host is reached from this machine."""
+    if host in ("0.0.0.0", "::", "", "localhost"):
+        host = LOOPBACK
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def fleet_faults(spec: RunSpec) -> list[Fault]:
+    """What is wrong with the topology of the run's fleet, which only building it tells."""
+    if spec.fleet is None:
+        return []
+    try:
+        plan = planned(spec.fleet, node_gpus(spec))
+    except ValueError as error:
+        remedy = "change its sizes, or gang.gpus_per_node"
+        return [Fault(path=f"components.{COMPONENT}", problem=str(error), remedy=remedy)]
+    return [*_faults_on_ray(plan), *_faults_of_gang(spec, plan)]
+
+
+def _faults_on_ray(plan: TopologyPlan) -> Iterator[Fault]:
+    wide = [one for one in plan.engines if len(one.nodes) > 1 and len(one.servers) == 1]
+    if plan.placement == "ray" and wide:
+        problem = (
+            "the one server of an engine over several nodes asks Ray for the GPUs of the others by "
+            "itself, and the fleet's placement group holds them"
+        )
+        remedy = "write 1, or expert_parallel, which has a server for each rank"
+        yield Fault(path=f"components.{COMPONENT}.nodes_per_engine", problem=problem, remedy=remedy)
+
+
+def _faults_of_gang(spec: RunSpec, plan: TopologyPlan) -> Iterator[Fault]:
+    if spec.gang is None:
+        return
+    needed = sum(len(slot.bundles) for slot in plan.servers)
+    held = spec.gang.nodes * spec.gang.gpus_per_node
+    if needed > held:
+        problem = f"its {len(plan.engines)} engines take {needed} GPUs, and the gang has {held}"
+        remedy = "ask for fewer engines, or for a larger gang"
+        yield Fault(path=f"components.{COMPONENT}.engines", problem=problem, remedy=remedy)
+
+
+def prepare_fleet(
+    spec: RunSpec,
+    run_id: str,
+    place: AttemptPlace,
+    containment: Containment,
+    ports: Mapping[str, int],
+    register_at: Path,
+) -> FleetStart | None:
+    """Write down what the process of the run's fleet is to do.
+
+    Args:
+        spec: with its placeholders filled in.
+        register_at: the directory of the run's register.
+
+    Returns: None, where the run has no fleet. Raises: OSError.
+    """
+    fleet = spec.fleet
+    if fleet is None:
+        return None
+    is_on_ray = fleet.placement == "ray"
+    # In a PID namespace, pids mean nothing outside, and all end with its first process.
+    is_registered = containment.level is not Level.L4 and not is_on_ray
+    FleetPlan(
+        run_id=run_id,
+        attempt=place.number,
+        fleet=fleet.model_dump(mode="json", exclude_unset=True, exclude={"env"}),
+        port=ports[_PORT],
+        ports={
+            name.removeprefix(_PORTS): number
+            for name, number in ports.items()
+            if name.startswith(_PORTS)
+        },
+        node_gpus=node_gpus(spec),
+        ray=spec.ray.address if spec.ray is not None and is_on_ray else None,
+        cwd=project_root() / (fleet.cwd or spec.cwd),
+        directory=place.directory,
+        register_at=register_at if is_registered else None,
+        level=containment.level.value,
+    ).write(place.fleet_plan)
+    token = "" if is_loopback(fleet.host) else secrets.token_urlsafe(32)
+    return FleetStart(port=ports[_PORT], token=token)
+
+
+def fleet_component(
+    spec: RunSpec, place: AttemptPlace, env: Mapping[str, str], start: FleetStart
+) -> ComponentPlan:
+    """The fleet as a component like any other: one process, which holds all its servers.
+
+    Args:
+        spec: with its placeholders filled in; it has a fleet.
+        env: the variables that every component gets, and those of this one.
+    """
+    fleet = spec.fleet
+    assert fleet is not None
+    url = gateway_url(fleet.host, start.port)
+    is_on_ray = fleet.placement == "ray"
+    within_s = fleet.start_within_s + (_RAY_MARGIN_S if is_on_ray else _START_MARGIN_S)
+    # On other machines, servers inherit nothing of this one.
+    servers_env = {**(spec.env if is_on_ray else {}), **fleet.env}
+    return ComponentPlan(
+        name=COMPONENT,
+        command=Command(
+            # -P: the path begins with no folder that may have a package `tasks` of its own.
+            argv=(sys.executable, "-P", "-m", "tasks.fleet.process", str(place.fleet_plan)),
+            env={
+                **env,
+                **start.env,
+                **(_QUIET_RAY if is_on_ray else {}),
+                SERVERS_ENV: json.dumps(servers_env),
+            },
+            cwd=place.directory,
+            log=place.log(COMPONENT),
+            grace_s=fleet.stop.grace_s + STOP_MARGIN_S,
+        ),
+        ready=ReadyProbe.model_validate(
+            {"http": f"{url}/muster/health", "json": {"ready": True}, "within_s": within_s}
+        ),
+        live=LiveProbe(http=f"{url}/muster/health", every_s=_LIVE_EVERY_S),
+        on_exit_zero=spec.on_exit_zero(COMPONENT),
+    )

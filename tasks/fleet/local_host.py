@@ -1,0 +1,238 @@
+"""The servers of a fleet as processes of this machine, each under a guardian of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from tasks.rollout.hosts import Death, StartFailed
+from tasks.rollout.topology import Ask, ServerSlot
+from tasks.run.causes.recognition import find_cause, last_lines, read_tail
+from tasks.run.failure_kinds import FailureKind
+from tasks.supervise import tree
+from tasks.supervise.ports import is_listened, listeners
+from tasks.supervise.process import Command, Forked, GuardedProcess
+
+#: What a guardian needs after a SIGKILL to reap, and to report what is stuck.
+_KILL_WITHIN_S = 8.0
+#: How much of a log's end is looked at: little, since a death is to be told at once.
+_LOOKBACK_BYTES = 20_000
+
+
+@dataclass(slots=True, kw_only=True)
+class _Server:
+    """One incarnation of a server."""
+
+    slot: ServerSlot
+    epoch: int
+    process: GuardedProcess
+    log: Path
+    #: Of the log when it began: what stands before that, an earlier incarnation has said.
+    log_began_at: int
+    #: Somebody has asked for its end, which is no death then.
+    is_stopping: bool = False
+
+    @property
+    def is_gone(self) -> bool:
+        """Nothing is left of it, nor of its guardian."""
+        return self.process.empty.done()
+
+
+def _ignore(death: Death) -> None:
+    pass
+
+
+class LocalHost:
+    """A `ServerHost` over guardians. Its process must be a subreaper (`tree.become_subreaper`).
+
+    If that process is killed, each guardian stops its server; if a guardian is killed, its server
+    ends with it, and what that has left is ended here.
+    """
+
+    def __init__(
+        self,
+        *,
+        cwd: Path,
+        env: Mapping[str, str],
+        log_of: Callable[[int], Path],
+        tag: Mapping[str, str],
+        stop_signal: int = signal.SIGTERM,
+        grace_s: float = 10.0,
+        register: Callable[[int, Forked], None] = lambda rank, forked: None,
+        unregister: Callable[[int], None] = lambda rank: None,
+    ) -> None:
+        """
+        Args:
+            cwd: where the servers run.
+            env: of every server; a slot's own variables win.
+            log_of: the log of a rank, which its incarnations share.
+            tag: what each guardian carries in its environment, to be found by.
+            stop_signal: by which a server is asked to end.
+            grace_s: from the stop signal to SIGKILL where this process has gone.
+            register: told of a server's process before it executes its program, so that it can be
+                found by others; an OSError keeps it from starting.
+            unregister: told once nothing of that is left.
+        """
+        self.on_death: Callable[[Death], None] = _ignore
+        self._cwd = cwd
+        self._env = dict(env)
+        self._log_of = log_of
+        self._tag = dict(tag)
+        self._stop_signal = stop_signal
+        self._grace_s = grace_s
+        self._register = register
+        self._unregister = unregister
+        self._servers: dict[int, _Server] = {}
+        # A proxy that the environment names has no business between two local processes.
+        self._client = httpx.AsyncClient(trust_env=False)
+
+    async def start(self, slot: ServerSlot, epoch: int) -> None:
+        """See `ServerHost`. Its log goes on with what its earlier incarnations wrote."""
+        name, rank = f"rollout-r{slot.rank}", slot.rank
+        if (before := self._servers.get(rank)) is not None and not before.is_gone:
+            pid = before.process.pid
+            raise StartFailed(f"{name} can't be started: what it was (pid {pid}) has not ended")
+        log = self._log_of(rank)
+        try:
+            process = GuardedProcess.prepare(name, tag=self._tag)
+        except OSError as error:
+            raise StartFailed(f"{name}: no guardian: {error.strerror or error}") from error
+        server = _Server(
+            slot=slot, epoch=epoch, process=process, log=log, log_began_at=_size_of(log)
+        )
+        self._servers[rank] = server
+        process.exited.add_done_callback(lambda _: self._on_exit(server))
+        process.empty.add_done_callback(lambda _: self._unregister(rank))
+        command = Command(
+            argv=slot.argv,
+            env={**self._env, **slot.env},
+            cwd=self._cwd,
+            log=log,
+            stop_signal=self._stop_signal,
+            grace_s=self._grace_s,
+        )
+        try:
+            await process.launch(command, register=lambda forked: self._register(rank, forked))
+        except OSError as error:  # TimeoutError is one.
+            server.is_stopping = True
+            await self._end(server, 0.0)
+            what = error.strerror or str(error) or "its guardian does not answer"
+            raise StartFailed(f"{name} can't be started: {slot.argv[0]}: {what}") from error
+        except asyncio.CancelledError:
+            # `stop` ends it; until somebody does, its end is nobody's news.
+            server.is_stopping = True
+            raise
+
+    async def stop(self, ranks: Collection[int], *, grace_s: float) -> tuple[str, ...]:
+        """See `ServerHost`. All are stopped side by side."""
+        servers = [self._servers[rank] for rank in sorted(ranks) if rank in self._servers]
+        for server in servers:
+            server.is_stopping = True
+        left = await asyncio.gather(*(self._end(server, grace_s) for server in servers))
+        return tuple(one for one in left if one)
+
+    def is_alive(self, rank: int) -> bool:
+        """See `ServerHost`."""
+        server = self._servers.get(rank)
+        if server is None or server.process.pid is None:
+            return False
+        return not server.process.exited.done()
+
+    def pid_of(self, rank: int) -> int | None:
+        """Of the server's own process, while that runs."""
+        return self._servers[rank].process.pid if self.is_alive(rank) else None
+
+    async def ask(self, rank: int, question: Ask, timeout_s: float) -> str | None:
+        """See `ServerHost`."""
+        server = self._servers.get(rank)
+        if server is None or server.slot.url is None:
+            return f"rank {rank} has no address to be asked at"
+        url = f"{server.slot.url}{question.path}"
+        asked = f"{question.method} {question.path}"
+        try:
+            async with asyncio.timeout(timeout_s):
+                answer = await self._client.request(
+                    question.method, url, json=question.body, timeout=timeout_s
+                )
+        except TimeoutError:
+            return f"{asked}: no answer in {timeout_s:g} s"
+        except httpx.HTTPError as error:
+            return f"{asked}: {error or type(error).__name__}"
+        if answer.status_code == 200:
+            return None
+        return f"{asked}: {answer.status_code} {answer.text[:200].strip()}".rstrip()
+
+    async def ports_taken(self, slots: Collection[ServerSlot]) -> frozenset[int]:
+        """See `ServerHost`. A server of this host that runs on its own port is nobody else."""
+        asked = [slot for slot in slots if slot.port is not None]
+        return await asyncio.to_thread(self._ports_taken, asked)
+
+    async def close(self) -> None:
+        """End whatever is left, and the client. The host is of no use after that."""
+        await self.stop(list(self._servers), grace_s=0.0)
+        await self._client.aclose()
+
+    async def _end(self, server: _Server, grace_s: float) -> str:
+        """What could not be ended, in words; empty when nothing is left."""
+        process = server.process
+        if grace_s > 0:
+            process.stop()
+            await _within(grace_s, process.empty)
+        if not server.is_gone:
+            process.kill()
+            await _within(_KILL_WITHIN_S, process.empty)
+        if not server.is_gone and not process.stuck:
+            # A guardian that is itself stopped: without it, what it guarded comes to this process.
+            process.abandon_guardian()
+            await _within(_KILL_WITHIN_S, process.empty)
+        if server.is_gone:
+            return ""
+        pids = process.stuck or tuple(tree.descendants(process.guardian_pid))
+        return f"rank {server.slot.rank}: pid {', '.join(map(str, pids or [process.guardian_pid]))}"
+
+    def _on_exit(self, server: _Server) -> None:
+        if server.is_stopping or self._servers.get(server.slot.rank) is not server:
+            return
+        exited = server.process.exited.result()
+        said = _said_since(server.log, server.log_began_at)
+        cause = find_cause(said)
+        death = Death(
+            rank=server.slot.rank,
+            epoch=server.epoch,
+            why=str(exited),
+            last_words=last_lines(said),
+            is_port_conflict=cause is not None and cause.rule.kind is FailureKind.PORT_CONFLICT,
+        )
+        self.on_death(death)
+
+    def _ports_taken(self, slots: Collection[ServerSlot]) -> frozenset[int]:
+        return frozenset(slot.rank for slot in slots if self._is_taken(slot))
+
+    def _is_taken(self, slot: ServerSlot) -> bool:
+        if slot.port is None or not is_listened(slot.port):
+            return False
+        server = self._servers.get(slot.rank)
+        own = set(tree.descendants(server.process.guardian_pid)) if server is not None else set()
+        return any(listener.pid not in own for listener in listeners(slot.port, own))
+
+
+async def _within(limit_s: float, future: asyncio.Future[None]) -> None:
+    await asyncio.wait([future], timeout=limit_s)
+
+
+def _size_of(log: Path) -> int:
+    with contextlib.suppress(OSError):
+        return os.stat(log).st_size
+    return 0
+
+
+def _said_since(log: Path, began_at: int) -> str:
+    """The end of what stands in a log from there on."""
+    return read_tail(log, min(max(_size_of(log) - began_at, 0), _LOOKBACK_BYTES))

@@ -1,0 +1,103 @@
+"""What the process of a fleet is given to do: one file in the attempt's directory."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from tasks.run.layout import AttemptPlace
+from tasks.run.spec.fleet import Rollout
+
+#: The name of a fleet among the components of its run.
+COMPONENT = "rollout"
+#: Where servers of this machine are.
+LOOPBACK = "127.0.0.1"
+#: Where the process finds the gateway's token; every component has it.
+TOKEN_ENV = "MUSTER_ROLLOUT_TOKEN"
+#: Where it finds the variables of its servers, as JSON: what may be secret stands in no file.
+SERVERS_ENV = "MUSTER_ROLLOUT_SERVERS_ENV"
+
+
+class BadPlan(Exception):
+    """The file can't be read, or is no plan. The message names it and says why."""
+
+
+class FleetPlan(BaseModel):
+    """One fleet of one attempt."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    run_id: str
+    #: From 1.
+    attempt: int
+    #: As in the spec, its placeholders filled in, without its `env`.
+    fleet: Mapping[str, Any]
+    #: The port of the gateway.
+    port: int
+    #: Of a fleet on this machine, by the names of `ports_needed`.
+    ports: Mapping[str, int]
+    #: GPUs of each node that the run may have; None: it asks for none.
+    node_gpus: int | None = None
+    #: The dashboard of the Ray cluster; None: the fleet is on this machine.
+    ray: str | None = None
+    #: Where the servers run; absolute.
+    cwd: Path
+    #: Of the attempt, for logs and events; absolute.
+    directory: Path
+    #: The run's register, for the servers' own entries; None: what holds the component's processes
+    #: ends them all at once.
+    register_at: Path | None = None
+    #: What holds them: L1 to L4, see `containment`.
+    level: str = "L2"
+
+    @property
+    def place(self) -> AttemptPlace:
+        """The files of the attempt."""
+        return AttemptPlace(directory=self.directory, number=self.attempt)
+
+    def write(self, path: Path) -> None:
+        """For this user's eyes only: arguments of servers may be secret. Raises: OSError."""
+        content = json.dumps(self.model_dump(mode="json"), indent=2)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with open(fd, "w", encoding="utf-8") as f:
+            f.write(f"{content}\n")
+
+    @staticmethod
+    def read(path: Path) -> FleetPlan:
+        """Raises: BadPlan."""
+        try:
+            return FleetPlan.model_validate_json(path.read_text(encoding="utf-8"))
+        except (OSError, ValidationError, ValueError) as error:
+            raise BadPlan(f"{path} is no plan of a fleet: {_in_a_line(error)}") from error
+
+    def rollout(self, env: Mapping[str, str]) -> Rollout:
+        """The fleet, with the variables of its servers.
+
+        Args:
+            env: of the process.
+
+        Raises: BadPlan.
+        """
+        try:
+            servers = json.loads(env.get(SERVERS_ENV, "{}"))
+            return Rollout.model_validate({**self.fleet, "env": servers})
+        except (ValidationError, ValueError) as error:
+            raise BadPlan(f"the fleet is not valid: {_in_a_line(error)}") from error
+
+    def log_of(self, rank: int) -> Path:
+        """Of the server that is called by this rank."""
+        return self.place.log(f"{COMPONENT}-r{rank}")
+
+
+def _in_a_line(error: Exception) -> str:
+    if not isinstance(error, ValidationError):
+        return " ".join(str(error).split())
+    return "; ".join(
+        f"{'.'.join(map(str, fault['loc'])) or 'the whole'}: {fault['msg']}"
+        for fault in error.errors(include_url=False)
+    )

@@ -1,0 +1,164 @@
+"""The component `rollout` of a run: `python -m tasks.fleet.process PLAN`.
+
+Holds the fleet from its start to its end: servers, their gateway, health, recovery. What happens is
+a line on stdout for a reader, and one of JSON in `rollout.jsonl` for the run. SIGTERM ends it.
+
+Exit status: 0 it was told to end · 1 the fleet can't go on, the last line says why · 2 the plan, or
+the gateway's address, is no good: nothing was started.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tasks.fleet.hosts import NoHost, OpenedHost, opened_host
+from tasks.fleet.plan import TOKEN_ENV, BadPlan, FleetPlan
+from tasks.rollout.fleet import Fleet, FleetFailed
+from tasks.rollout.gateway.gateway import Gateway
+from tasks.rollout.health.probing import HttpProber
+from tasks.rollout.settings import settings_of
+from tasks.run.events import Event, EventLog
+from tasks.run.spec.fleet import Rollout
+from tasks.supervise import tree
+
+_log = logging.getLogger("fleet")
+
+EXIT_STOPPED, EXIT_FAILED, EXIT_NOT_STARTED = 0, 1, 2
+#: For requests under way when the fleet ends, once their servers are gone: to be answered.
+_ANSWERS_WITHIN_S = 2.0
+#: Libraries that would say more than the fleet does.
+_TALKATIVE = ("httpx", "httpcore", "aiohttp", "asyncio", "ray")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit status, once the fleet has ended."""
+    words = sys.argv[1:] if arguments is None else arguments
+    if len(words) != 1:
+        print("usage: python -m tasks.fleet.process PLAN", file=sys.stderr)
+        return EXIT_NOT_STARTED
+    # With a level, so that a line that tells of a server's end is no cause of the run's.
+    logging.basicConfig(
+        stream=sys.stdout, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s"
+    )
+    for name in _TALKATIVE:
+        logging.getLogger(name).setLevel(logging.WARNING)
+    with contextlib.suppress(OSError):  # At level L1.
+        tree.become_subreaper()
+    try:
+        plan = FleetPlan.read(Path(words[0]))
+        rollout = plan.rollout(os.environ)
+        return asyncio.run(_run(plan, rollout))
+    except (BadPlan, NoHost) as error:
+        return _say_last(str(error), EXIT_NOT_STARTED)
+
+
+async def _run(plan: FleetPlan, rollout: Rollout) -> int:
+    told_to_end = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signum, told_to_end.set)
+    events = EventLog(plan.place.fleet_events, (_say,))
+    prober = HttpProber()
+    opening = asyncio.ensure_future(opened_host(plan, rollout))
+    if await _either(opening, told_to_end):
+        opening.cancel()
+        await asyncio.wait([opening])
+        return EXIT_STOPPED
+    host = opening.result()
+    try:
+        fleet = Fleet(
+            host.topology,
+            settings=settings_of(rollout),
+            host=host.host,
+            prober=prober,
+            emit=events.emit,
+            rebind=host.rebind,
+        )
+        return await _serve(plan, rollout, fleet, told_to_end)
+    finally:
+        await _close(host)
+        await prober.close()
+
+
+async def _serve(
+    plan: FleetPlan, rollout: Rollout, fleet: Fleet, told_to_end: asyncio.Event
+) -> int:
+    token = os.environ.get(TOKEN_ENV) or None
+    gateway = Gateway(fleet, host=rollout.host, port=plan.port, token=token)
+    try:
+        await gateway.start()
+    except OSError as error:
+        where = f"{rollout.host}:{plan.port}"
+        return _say_last(f"the gateway can't listen on {where}: {error}", EXIT_NOT_STARTED)
+    fleet.url = gateway.url
+    _log.info("gateway on %s", gateway.url)
+    try:
+        reason = await _until_over(fleet, told_to_end)
+    finally:
+        # Side by side: a request whose server goes is answered by the gateway, which says so.
+        left, _ = await asyncio.gather(fleet.stop(), gateway.stop(_ANSWERS_WITHIN_S))
+    if left:
+        _log.warning("could not be ended: %s", left)
+    if reason is None:
+        _log.info("stopped")
+        return EXIT_STOPPED
+    return _say_last(reason, EXIT_FAILED)
+
+
+async def _until_over(fleet: Fleet, told_to_end: asyncio.Event) -> str | None:
+    """Why the fleet can't go on; None: it was told to end."""
+    starting = asyncio.ensure_future(fleet.start())
+    if await _either(starting, told_to_end):
+        starting.cancel()
+        await asyncio.wait([starting])
+        return None
+    try:
+        starting.result()
+    except FleetFailed as error:
+        return str(error)
+    return None if await _either(fleet.fatal, told_to_end) else fleet.fatal.result()
+
+
+async def _either(future: asyncio.Future[Any], event: asyncio.Event) -> bool:
+    """Wait for the future or the event; whether it was the event, without the future."""
+    waiting = asyncio.ensure_future(event.wait())
+    try:
+        await asyncio.wait([future, waiting], return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        waiting.cancel()
+    return not future.done()
+
+
+async def _close(host: OpenedHost) -> None:
+    try:
+        await host.close()
+    except Exception:
+        _log.exception("the host of the servers could not be closed")
+
+
+def _say(event: Event) -> None:
+    fields = " ".join(f"{key}={value}" for key, value in event.fields.items() if value != "")
+    level = logging.WARNING if event.name in _WARNINGS else logging.INFO
+    _log.log(level, "%s %s", event.name.removeprefix("rollout."), " ".join(fields.split()))
+
+
+_WARNINGS = frozenset({"rollout.server.died", "rollout.warning", "rollout.incident.begun"})
+
+
+def _say_last(reason: str, status: int) -> int:
+    """The reason as the last line, after what it quotes: by that the run is explained."""
+    first, _, quoted = reason.partition("\n")
+    print(f"{quoted}\nFleetError: {first}" if quoted else f"FleetError: {first}", flush=True)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,228 @@
+"""The command `python -m flows.pipeline`: one pipeline, whose stages go through the queue."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+from prefect import Flow, tags
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.filters import (
+    FlowFilter,
+    FlowFilterName,
+    FlowRunFilter,
+    FlowRunFilterName,
+)
+from prefect.client.schemas.objects import FlowRun, State
+from prefect.exceptions import ObjectNotFound, TerminationSignal
+from prefect.flow_engine import run_flow
+from prefect.settings import PREFECT_API_URL
+
+from tasks.pipeline.pipeline import on_word
+from tasks.pipeline.stage_runs import CannotBegin, spec_of_deployment
+from tasks.run.errors import InvalidSpec, MusterError
+from tasks.run.pipeline.loading import load_pipeline, parse_pipeline, with_specs
+from tasks.run.pipeline.spec import PipelineSpec
+from tasks.server.flow_runs import (
+    ServerAway,
+    clear_process,
+    has_lost_its_process,
+    process_tag,
+    process_tags_of,
+    talking_to,
+)
+from tasks.server.server import NoServer, prefect_server
+from tasks.terminal.run_view import quieten_prefect
+
+EXIT_COMPLETED, EXIT_FAILED, EXIT_INVALID, EXIT_INFEASIBLE, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
+
+_NO_QUEUE = """\
+A pipeline's runs go through the queue of a Prefect server, and PREFECT_API_URL names none.
+Start one with `make up`, and then: export PREFECT_API_URL=http://127.0.0.1:4200/api
+A single run needs none: python -m flows.train SPEC.yaml"""
+
+
+class CannotResume(MusterError):
+    """The flow run can't be gone on with, now or at all; its message says what to do instead."""
+
+
+def main(pipeline: Flow[..., State[Any]], arguments: Sequence[str] | None = None) -> int:
+    """Run a pipeline file, or go on with a flow run of one, and show what happens.
+
+    Args:
+        pipeline: the flow.
+
+    Returns: 0 completed, 1 failed, 2 the spec is invalid and nothing was started, 3 a stage can
+        never fit, 130 interrupted.
+    """
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.spec is None and options.resume is None:
+        parser.error("name a PIPELINE.yaml, or a flow run with --resume")
+    try:
+        spec = load_pipeline(Path(options.spec), options.set) if options.spec else None
+    except InvalidSpec as error:
+        print(f"{error}\nNothing was started.", file=sys.stderr)
+        return EXIT_INVALID
+    if not (api_url := PREFECT_API_URL.value()):
+        print(_NO_QUEUE, file=sys.stderr)
+        return EXIT_FAILED
+    quieten_prefect()
+    # Until the flow takes signals over, they end this; a shell that puts it in the background
+    # would have SIGINT ignored.
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, signal.default_int_handler)
+    say = _lines()
+    token = on_word.set(say)
+    try:
+        with prefect_server() as url:
+            say(f"Prefect server {url}")
+            flow_run = _to_resume(api_url, options.resume) if options.resume else None
+            if spec is None and flow_run is not None:
+                spec = parse_pipeline(flow_run.parameters.get("spec"), options.set)
+            assert spec is not None
+            _check(api_url, spec)
+            state = (
+                _resumed(pipeline, api_url, flow_run, spec) if flow_run else _begun(pipeline, spec)
+            )
+    except InvalidSpec as error:
+        print(f"{error}\nNothing was started.", file=sys.stderr)
+        return EXIT_INVALID
+    except (NoServer, CannotResume, ServerAway) as error:
+        print(error, file=sys.stderr)
+        return EXIT_FAILED
+    except (KeyboardInterrupt, TerminationSignal):
+        print("Interrupted.", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    finally:
+        on_word.reset(token)
+    say(f"{(state.name or '').lower()}: {state.message}")
+    return _exit_code(state)
+
+
+def _begun(pipeline: Flow[..., State[Any]], spec: PipelineSpec) -> State[Any]:
+    with tags(*spec.tags, process_tag()):
+        state: State[Any] = pipeline(spec, return_state=True)
+    return state
+
+
+def _resumed(
+    pipeline: Flow[..., State[Any]], api_url: str, flow_run: FlowRun, spec: PipelineSpec
+) -> State[Any]:
+    own = {*flow_run.tags} - process_tags_of(flow_run.tags) | {process_tag()}
+    parameters = {"spec": spec.written()}
+    with talking_to(api_url) as client:
+        clear_process(client, str(flow_run.id))
+        client.update_flow_run(flow_run.id, parameters=parameters, tags=sorted(own))
+        flow_run = client.read_flow_run(flow_run.id)
+    state = run_flow(pipeline, flow_run=flow_run, parameters={"spec": spec}, return_type="state")
+    assert isinstance(state, State), state
+    return state
+
+
+def _to_resume(api_url: str, name: str) -> FlowRun:
+    """The flow run that is to be gone on with.
+
+    Raises: CannotResume, ServerAway.
+    """
+    with talking_to(api_url) as client:
+        flow_run = _find(client, name)
+        state = flow_run.state
+    if state is None or state.is_final() or has_lost_its_process(flow_run):
+        return flow_run
+    raise CannotResume(
+        f"{flow_run.name} is {state.name} and may have a process: cancel it first "
+        f"(prefect flow-run cancel {flow_run.id}). Where that was killed, the reconcile of its "
+        "host says so within a minute, and goes on with it itself where it is a deployment's"
+    )
+
+
+def _find(client: SyncPrefectClient, name: str) -> FlowRun:
+    """By id or name. Raises: CannotResume."""
+    try:
+        id_ = UUID(name)
+    except ValueError:
+        flow = FlowFilter(name=FlowFilterName(any_=["pipeline"]))
+        run = FlowRunFilter(name=FlowRunFilterName(any_=[name]))
+        found = client.read_flow_runs(flow_filter=flow, flow_run_filter=run, limit=1)
+    else:
+        try:
+            found = [client.read_flow_run(id_)]
+        except ObjectNotFound:
+            found = []
+    if not found or client.read_flow(found[0].flow_id).name != "pipeline":
+        raise CannotResume(f"the Prefect server has no flow run {name} of a pipeline")
+    return found[0]
+
+
+def _check(api_url: str, spec: PipelineSpec) -> None:
+    """What only the server knows of the stages is there.
+
+    Raises: InvalidSpec, ServerAway.
+    """
+    bare = {stage.name: stage.deployment for stage in spec.stages if stage.spec is None}
+    try:
+        with talking_to(api_url) as client:
+            specs = {
+                name: spec_of_deployment(client, deployment)
+                for name, deployment in bare.items()
+                if deployment is not None
+            }
+    except CannotBegin as error:
+        raise NoServer(str(error)) from error
+    with_specs(spec, specs)
+
+
+def _lines() -> Callable[[str], None]:
+    """Prints what happens, and when, in seconds from now."""
+    began = time.monotonic()
+
+    def say(words: str) -> None:
+        print(f"{time.monotonic() - began:7.1f}s {words}", flush=True)
+
+    return say
+
+
+def _exit_code(state: State[Any]) -> int:
+    if state.is_completed():
+        return EXIT_COMPLETED
+    if state.is_cancelled():
+        return EXIT_INTERRUPTED
+    return EXIT_INFEASIBLE if ": INFEASIBLE:" in (state.message or "") else EXIT_FAILED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m flows.pipeline",
+        description="Run a pipeline to its end: its stages one after the other, each through the "
+        "queue of the Prefect server of PREFECT_API_URL as a run of its own.",
+        epilog="Exit: 0 completed, 1 failed, 2 the spec is invalid (nothing was started), 3 a "
+        "stage can never fit the cluster, 130 interrupted (after its stage's end).",
+    )
+    parser.add_argument(
+        "spec",
+        metavar="PIPELINE.yaml",
+        nargs="?",
+        help="the pipeline spec; left out with --resume, the one that the flow run has",
+    )
+    parser.add_argument(
+        "--set",
+        metavar="STAGE.a.b=c",
+        action="append",
+        default=[],
+        help="change a value of a stage's spec, for example --set grpo.progress.total=20; "
+        "repeatable",
+    )
+    parser.add_argument(
+        "--resume",
+        metavar="FLOW_RUN",
+        help="go on with this flow run of a pipeline, by its id or name: what is complete is not "
+        "repeated, what is on its way is taken up, what failed is tried anew",
+    )
+    return parser

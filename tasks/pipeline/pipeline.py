@@ -1,0 +1,359 @@
+"""A pipeline in this process: which stage is next, its run, and the wait for that one's end.
+
+All that is known of a pipeline is on its Prefect server, and is asked anew for each step. So a
+process of it can be killed at any time, and the next one goes on where it was.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from contextvars import ContextVar
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+from uuid import UUID
+
+from prefect import get_run_logger
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.objects import State
+from prefect.client.schemas.responses import SetStateStatus
+from prefect.exceptions import Pause
+from prefect.states import Cancelled, Completed, Failed, Running, Scheduled
+
+from tasks.pipeline.stage_runs import (
+    CannotBegin,
+    cancel_stage_run,
+    create_stage_run,
+    read_stage_run,
+    spec_of_deployment,
+    spec_of_run,
+    stage_runs,
+)
+from tasks.pipeline.table import StageTable, link_of
+from tasks.run.errors import InvalidSpec
+from tasks.run.layout import RunPlace
+from tasks.run.pipeline.checkpoint import handed_on
+from tasks.run.pipeline.loading import parse_pipeline, run_spec, with_specs
+from tasks.run.pipeline.names import RUN_DIR, RUN_ID
+from tasks.run.pipeline.spec import PipelineSpec
+from tasks.run.pipeline.steps import (
+    Begin,
+    Conclude,
+    Ending,
+    Follow,
+    StageRun,
+    Step,
+    completed_run,
+    last_asked,
+    next_step,
+)
+from tasks.run.spec.run import RunSpec
+from tasks.server.flow_runs import (
+    JOBS_GO_ON,
+    ServerAway,
+    clear_process,
+    process_tags_of,
+    talking_to,
+)
+from tasks.waiting import started_by_others
+
+_log = logging.getLogger(__name__)
+
+#: Told, in words, what happens to the pipelines of this context; the terminal listens here.
+on_word: ContextVar[Callable[[str], None] | None] = ContextVar("on_word", default=None)
+
+_LOOK_EVERY_S = 2.0
+#: The wait for the end of a run that was cancelled: longer than its components' grace periods.
+_CANCELLED_WITHIN_S = 180.0
+#: A server that is away is waited for so long where the pipeline is to end.
+_AWAY_WITHIN_S = 30.0
+#: The next process is not due before this one has surely left.
+_DUE_AFTER = timedelta(seconds=5)
+
+T = TypeVar("T")
+
+
+class Pipeline:
+    """One pipeline, as far as this process sees it. Safe to interrupt from a signal handler."""
+
+    def __init__(self, spec: PipelineSpec, *, flow_run_id: UUID, api_url: str) -> None:
+        self.spec = spec
+        self.flow_run_id = flow_run_id
+        self._api_url = api_url
+        #: Why the pipeline is to end; empty while it is not.
+        self.interrupted_by = ""
+        #: Why this process is to leave the pipeline to its next one; empty while it is not.
+        self.left_by = ""
+        #: Why it can't go on; empty while it can.
+        self.refused = ""
+        #: The last step; None before the first.
+        self.step: Step | None = None
+        self._runs: list[StageRun] = []
+        #: By flow run id, of those that completed: the checkpoint; empty for none.
+        self._handed_on: dict[str, str] = {}
+        self._told = ""
+        self._hurried = False
+        self._woken = threading.Event()
+        self._table = StageTable(spec, flow_run_id)
+
+    def interrupt(self, why: str) -> None:
+        """End the pipeline as cancelled; by a second signal, without a wait. Returns at once."""
+        # One cancel is seen twice: on the server, and as the worker's SIGTERM.
+        self._hurried = bool(self.interrupted_by) and why.startswith("interrupted")
+        self.interrupted_by = self.interrupted_by or why
+        self._woken.set()
+
+    def let_go(self, why: str) -> None:
+        """Leave the pipeline to its next process. Returns at once."""
+        self.left_by = self.left_by or why
+        self._woken.set()
+
+    def prepare(self) -> None:
+        """Make sure that every stage can be begun, before the first one is."""
+        self._try(self._tag)
+        try:
+            spec = parse_pipeline(self.spec)
+            bare = [stage for stage in spec.stages if stage.spec is None]
+            named = {stage.name: stage.deployment for stage in bare if stage.deployment}
+            specs = self._ask(
+                lambda client: {
+                    name: spec_of_deployment(client, deployment)
+                    for name, deployment in named.items()
+                }
+            )
+            self.spec = with_specs(spec, specs)
+        except (InvalidSpec, CannotBegin) as error:
+            self.refused = f"USER_ERROR: {error}"
+
+    def next_stage(self) -> Begin | Follow | None:
+        """What is to be done next; None where the pipeline is at its end."""
+        if self.refused or self.interrupted_by:
+            return None
+        self._runs, asked_at = self._ask(self._look)
+        self.step = next_step(self.spec.stage_names, self._runs, asked_at)
+        self._show()
+        return None if isinstance(self.step, Conclude) else self.step
+
+    def begin(self, step: Begin | Follow) -> StageRun | None:
+        """The run of the stage: the one that is on its way, or a new one; None where there can't
+        be any.
+
+        Raises: Pause, where the pipeline is left to its next process.
+        """
+        self._told = ""
+        if isinstance(step, Follow):
+            self.say(f"stage {step.run.stage}: run {step.run.name} is taken up, {step.run.state}")
+            return step.run
+        if self.left_by:
+            self._leave(f"stage {step.stage} is next")
+        stage = self.spec.stage(step.stage)
+        try:
+            spec = run_spec(stage.spec or {}, self._value_of).written()
+            tags = [*self.spec.tags, f"pipeline:{self.spec.name}"]
+            run = self._ask(
+                lambda client: create_stage_run(
+                    client, self.flow_run_id, stage, step.number, spec=spec, tags=tags
+                )
+            )
+        except (InvalidSpec, CannotBegin) as error:
+            self.refused = f"stage {stage.name}: USER_ERROR: {error}"
+            return None
+        again = f", try {step.number}" if step.number > 1 else ""
+        self.say(f"stage {stage.name}{again}: queued ({link_of(run)})")
+        self._runs.append(run)
+        return run
+
+    def follow(self, run: StageRun) -> bool:
+        """Whether the run came to its end; else the pipeline is to end before it.
+
+        Raises: Pause, where the pipeline is left to its next process.
+        """
+        while True:
+            run = self._seen(run)
+            if run.ending is not None:
+                self.say(f"stage {run.stage}: {run.state}: {run.message}")
+                return True
+            if self.interrupted_by:
+                return False
+            # A run that is being cancelled, with all others of this machine for example, takes its
+            # pipeline with it.
+            if self.left_by and run.state != "Cancelling":
+                self._leave(f"stage {run.stage} goes on, and its next process takes it up")
+            self._wait(_LOOK_EVERY_S)
+
+    def cancel(self, run: StageRun) -> None:
+        """Cancel the run, and wait until it has ended, as long as that may take."""
+        self.say(f"cancelling stage {run.stage}: {self.interrupted_by}")
+        try:
+            self._ask(lambda client: cancel_stage_run(client, run))
+            deadline = time.monotonic() + _CANCELLED_WITHIN_S
+            while time.monotonic() < deadline and not self._hurried:
+                run = self._seen(run)
+                if run.ending is not None:
+                    break
+                time.sleep(_LOOK_EVERY_S / 4)
+            state = run.state if run.ending is not None else f"still {run.state}"
+            self.interrupted_by += f"; stage {run.stage}: {state}"
+        except ServerAway as error:
+            self.interrupted_by += f"; stage {run.stage} may go on: {error}"
+
+    def conclude(self) -> State[Any]:
+        """The Prefect state that fits how the pipeline ended."""
+        if self.interrupted_by:
+            return Cancelled(message=self.interrupted_by)
+        if self.refused:
+            return Failed(message=self.refused)
+        assert isinstance(self.step, Conclude)
+        if (run := self.step.run) is None:
+            names = ", ".join(self.spec.stage_names)
+            return Completed(message=f"all stages are complete: {names}")
+        if self.step.ending is Ending.CANCELLED:
+            return Cancelled(message=f"stage {run.stage}: its run was cancelled ({link_of(run)})")
+        said = run.message if run.state == "Failed" else f"{run.state}: {run.message}"
+        return Failed(message=f"stage {run.stage}: {said} ({link_of(run)})")
+
+    def say(self, words: str) -> None:
+        """Tell whoever listens, and the flow run's log."""
+        get_run_logger().info(words)
+        if (listener := on_word.get()) is not None:
+            listener(words)
+
+    def _tag(self, client: SyncPrefectClient) -> None:
+        """Its own tags, beside those of its deployment; a worker's process is not the one of which
+        an earlier, direct start has left a mark."""
+        have = set(client.read_flow_run(self.flow_run_id).tags)
+        stale = process_tags_of(have) if started_by_others() is not None else set()
+        wanted = (have - stale) | {*self.spec.tags, f"pipeline:{self.spec.name}"}
+        if wanted != have:
+            client.update_flow_run(self.flow_run_id, tags=sorted(wanted))
+
+    def _seen(self, run: StageRun) -> StageRun:
+        """The run as it is now, which is shown where it has changed."""
+        now = self._ask(lambda client: read_stage_run(client, run))
+        if now != run or not self._told:
+            self._runs = [now if one.flow_run_id == now.flow_run_id else one for one in self._runs]
+            self._tell(now)
+            self._show()
+        return now
+
+    def _tell(self, run: StageRun) -> None:
+        """Have the flow run say what its stage does."""
+        place = self.spec.stage_names.index(run.stage) + 1
+        said = f"{run.state}: {run.message}" if run.message else run.state
+        message = f"stage {run.stage} ({place} of {len(self.spec.stages)}): {said}"
+        if message == self._told or run.ending is not None:
+            return
+        if (listener := on_word.get()) is not None:
+            listener(message)
+        self._told = message
+
+        def say_state(client: SyncPrefectClient) -> None:
+            # Not forced, and of a running one only: a cancel would be lost otherwise.
+            state = client.read_flow_run(self.flow_run_id).state
+            if state is not None and state.is_running():
+                client.set_flow_run_state(self.flow_run_id, Running(message=message))
+
+        self._try(say_state)
+
+    def _show(self) -> None:
+        """Keep the table of stages current."""
+
+        def show(client: SyncPrefectClient) -> None:
+            for run in self._runs:
+                if run.ending is Ending.COMPLETED and run.flow_run_id not in self._handed_on:
+                    found = str(self._checkpoint(client, run) or "")
+                    self._handed_on[run.flow_run_id] = found
+            self._table.show(client, self._runs, self._handed_on)
+
+        self._try(show)
+
+    def _look(self, client: SyncPrefectClient) -> tuple[list[StageRun], datetime]:
+        """All runs so far, and when somebody last asked for the pipeline."""
+        states = client.read_flow_run_states(self.flow_run_id)
+        seen = [(state.timestamp, state.is_final()) for state in states]
+        return stage_runs(client, self.flow_run_id), last_asked(seen)
+
+    def _value_of(self, stage: str, key: str) -> str:
+        """Of a placeholder.
+
+        Raises: CannotBegin.
+        """
+        run = completed_run(stage, self._runs)
+        assert run is not None, f"stage {stage} has not completed"
+        if key == RUN_ID:
+            return run.name
+        if key == RUN_DIR:
+            return str(RunPlace.of(run.name).directory)
+        if (found := self._ask(lambda client: self._checkpoint(client, run))) is not None:
+            return str(found)
+        place = RunPlace.of(run.name).directory
+        raise CannotBegin(
+            f"stage {stage} has completed and no checkpoint of it is there: looked for by "
+            f"{place}; that folder must be seen by this host, and `checkpoints` or `checkpoint` "
+            "say where the run writes them"
+        )
+
+    def _checkpoint(self, client: SyncPrefectClient, run: StageRun) -> Path | None:
+        """By the spec that the run had, which may be another than it has here by now."""
+        spec = RunSpec.model_validate(spec_of_run(client, run))
+        return handed_on(self.spec.stage(run.stage).checkpoint, spec, RunPlace.of(run.name))
+
+    def _ask(self, question: Callable[[SyncPrefectClient], T]) -> T:
+        """The server's answer, however long it is away.
+
+        Raises: ServerAway, soon, where the pipeline is to end or to be left.
+        """
+        ended_at: float | None = None
+        while True:
+            try:
+                with talking_to(self._api_url) as client:
+                    return question(client)
+            except ServerAway as error:
+                if self._woken.is_set():
+                    ended_at = ended_at or time.monotonic()
+                    if self._hurried or time.monotonic() - ended_at > _AWAY_WITHIN_S:
+                        raise
+                _log.warning("asked again soon: %s", error)
+            self._wait(_LOOK_EVERY_S)
+
+    def _try(self, what: Callable[[SyncPrefectClient], object]) -> None:
+        """Tell the server something that it can do without."""
+        try:
+            with talking_to(self._api_url) as client:
+                what(client)
+        except Exception as error:
+            _log.warning("not told to the Prefect server: %r", error)
+
+    def _wait(self, delay_s: float) -> None:
+        if self._woken.is_set():
+            time.sleep(delay_s / 4)
+        else:
+            self._woken.wait(delay_s)
+
+    def _leave(self, where: str) -> NoReturn:
+        """Leave the pipeline, where it is, to its next process.
+
+        Where the server does not take that, `reconcile` finds the flow run without a process.
+
+        Raises: Pause.
+        """
+        state: State[Any] = Scheduled(
+            name=JOBS_GO_ON,
+            scheduled_time=datetime.now(UTC) + _DUE_AFTER,
+            message=f"{self.left_by}; {where}",
+        )
+        self.say(str(state.message))
+
+        def hand_over(client: SyncPrefectClient) -> SetStateStatus:
+            # Else a cancel of the waiting flow run would wait for the process on record for ever.
+            clear_process(client, str(self.flow_run_id))
+            return client.set_flow_run_state(self.flow_run_id, state).status
+
+        try:
+            self._ask(hand_over)
+        except ServerAway as error:
+            _log.warning("left as it is: %s", error)
+        raise Pause(state=state)

@@ -1,0 +1,214 @@
+"""What the Prefect server is told of a run beside its states: messages, logs, artifacts.
+
+Told from a thread of its own, from the run's events: a server that is slow or away makes it late
+or lost, and never keeps the run waiting.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from contextvars import ContextVar
+from types import TracebackType
+from uuid import UUID
+
+from prefect import get_run_logger
+from prefect.client.orchestration import get_client
+from prefect.states import Running
+
+from tasks.fleet.events import FleetWords
+from tasks.fleet.recoveries import RecoveryRuns
+from tasks.page.failure import as_text, never_begun
+from tasks.reporting.run_page import RunPage
+from tasks.run.events import Event
+from tasks.run.lifecycle import RunState
+from tasks.session import RunSession, event_listeners
+
+_log = logging.getLogger(__name__)
+
+#: What is not told by then is dropped, so that a final state is not held up by a server away.
+_CLOSE_WITHIN_S = 10.0
+#: Prefect's logger of what task runs say.
+_TASK_RUNS = "prefect.task_runs"
+
+#: Of this context.
+_reporter: ContextVar[Reporter | None] = ContextVar("reporter", default=None)
+
+
+def _without_empty_traceback(record: logging.LogRecord) -> bool:
+    """Of a task that returns a failed state Prefect logs a traceback, which is none."""
+    if record.exc_info and record.exc_info[1] is None:
+        record.exc_info = None
+    return True
+
+
+def _look_again() -> None:
+    """To look again what is due."""
+
+
+def flushed(within_s: float) -> bool:
+    """Whether the server was told, in so many seconds, all that has happened so far."""
+    reporter = _reporter.get()
+    return reporter is None or reporter.flush(within_s)
+
+
+def say_state(message: str) -> None:
+    """Have the flow run say what it is doing, while it runs."""
+    if (reporter := _reporter.get()) is not None:
+        reporter.say_state(message)
+
+
+class Reporter:
+    """Tells the Prefect server what happens to a run, while the context is open.
+
+    It must be closed before the flow run gets its final state, and nothing is told after that.
+    """
+
+    def __init__(self, run: RunSession, flow_run_id: UUID) -> None:
+        self._run = run
+        self._flow_run_id = flow_run_id
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._closed = threading.Event()
+        self._page = RunPage(run, flow_run_id)
+        fleet = run.spec.fleet
+        self._fleet = FleetWords(fleet.engines) if fleet is not None else None
+        self._recoveries = RecoveryRuns(flow_run_id)
+        self._is_running = False
+        self._told_running = ""
+        # Prefect's logger and artifacts find their flow run by the context.
+        context = contextvars.copy_context()
+        self._thread = threading.Thread(
+            target=context.run, args=(self._work,), name="reporter", daemon=True
+        )
+
+    def __enter__(self) -> Reporter:
+        self._token = event_listeners.set((*event_listeners.get(), self.observe))
+        self._own_token = _reporter.set(self)
+        self._jobs.put(self._tell_tags)
+        logging.getLogger(_TASK_RUNS).addFilter(_without_empty_traceback)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        logging.getLogger(_TASK_RUNS).removeFilter(_without_empty_traceback)
+        event_listeners.reset(self._token)
+        _reporter.reset(self._own_token)
+        self._jobs.put(self._recoveries.abandon)
+        self._jobs.put(self._tell_never_begun)
+        self._jobs.put(lambda: self._page.tell(is_last=True, is_enough=self._closed.is_set))
+        self._jobs.put(None)
+        self._thread.join(_CLOSE_WITHIN_S)
+        self._closed.set()
+
+    def flush(self, within_s: float) -> bool:
+        """See `flushed`."""
+        told = threading.Event()
+        self._jobs.put(told.set)
+        return told.wait(within_s)
+
+    def observe(self, event: Event) -> None:
+        """Take in an event of the run. Returns at once."""
+        if self._page.observe(event):
+            self._jobs.put(_look_again)
+        if self._fleet is not None and self._fleet.observe(event):
+            self._jobs.put(self._tell_running)
+        match event.name:
+            case "run.waiting":
+                self._page.say(f"waiting: {event.fields['message']}")
+                self._jobs.put(_look_again)
+            case "containment":
+                self._jobs.put(lambda: self._tell(f"containment {event.fields['text']}"))
+            case "job.submitted" | "job.attached":
+                done = event.name.removeprefix("job.")
+                said = f"{event.component}: job {event.fields['submission_id']} {done}"
+                self._jobs.put(lambda: self._tell(said))
+            case "contact.lost":
+                # A run whose cluster is away says Running: why it may not be so is to be seen.
+                self.say_state(f"no answer: {event.fields['message']}")
+            case "contact.back":
+                self.say_state(f"{event.fields['address']} answers again")
+            case "component.starting":
+                self.say_state(f"starting {event.component}")
+            case "attempt.ready":
+                self._is_running, self._told_running = True, ""
+                self._jobs.put(self._tell_running)
+            case "rollout.recovery.begun":
+                self._jobs.put(lambda: self._recoveries.begun(event.fields))
+            case "rollout.recovery.ended":
+                self._jobs.put(lambda: self._recoveries.ended(event.fields))
+            case "teardown.begun":
+                self._is_running = False
+                self.say_state(f"stopping: {event.fields['reason']}")
+            case "attempt.decided":
+                self._jobs.put(self._tell_end)
+
+    def _work(self) -> None:
+        # What is said in words comes first; the page is told in the pauses.
+        job: Callable[[], None] | None = _look_again
+        while job is not None and not self._closed.is_set():
+            try:
+                job()
+            except Exception as error:
+                _log.warning("not told to the Prefect server: %r", error)
+            try:
+                job = self._jobs.get(timeout=self._page.due_in_s())
+            except queue.Empty:
+                job = self._tell_page
+
+    def _tell_page(self) -> None:
+        self._page.tell(is_enough=lambda: not self._jobs.empty())
+
+    def _tell_tags(self) -> None:
+        """A run's own tags, beside those of its deployment."""
+        with get_client(sync_client=True) as client:
+            have = client.read_flow_run(self._flow_run_id).tags
+            if not set(self._run.spec.tags) <= set(have):
+                wanted = sorted({*have, *self._run.spec.tags})
+                client.update_flow_run(self._flow_run_id, tags=wanted)
+
+    def _tell(self, message: str) -> None:
+        get_run_logger().info(message)
+
+    def say_state(self, message: str) -> None:
+        """See `say_state`. Returns at once."""
+        self._page.say(message)
+        self._jobs.put(lambda: self._tell_state(message))
+
+    def _tell_state(self, message: str) -> None:
+        get_run_logger().info(message)
+        with get_client(sync_client=True) as client:
+            # Not forced: a run that is being cancelled keeps that state.
+            client.set_flow_run_state(self._flow_run_id, Running(message=message))
+
+    def _tell_running(self) -> None:
+        """What runs, as it is by now; a fleet changes faster than a server is told."""
+        message = f"running: {', '.join(self._run.components)}"
+        if degraded := str(self._fleet or ""):
+            message += f"; {degraded}"
+        if self._is_running and message != self._told_running:
+            self._told_running = message
+            self._page.say(message)
+            self._tell_state(message)
+
+    def _tell_never_begun(self) -> None:
+        record = self._run.record
+        if record.state is RunState.FAILED and not record.attempts:
+            message = never_begun(self._run.place, self._run.verdict.message)
+            get_run_logger().error("%s", message)
+
+    def _tell_end(self) -> None:
+        """How the attempt ended and what follows, as the last that its log shows of it."""
+        attempt, logger = self._run.record.ledger()[-1], get_run_logger()
+        if attempt["failure"] is None:
+            said = self._run.verdict.message
+            logger.info("attempt %d %s: %s", attempt["number"], attempt["state"], said)
+        else:
+            logger.error("%s", as_text(self._run.place, attempt))

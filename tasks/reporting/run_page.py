@@ -1,0 +1,258 @@
+"""The page of a run in the Prefect UI: which of its artifacts is to be told anew, and when.
+
+What changes is told soon, what changes often is told together, and what only grows with the time
+is told ever more seldom.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from uuid import UUID
+
+from prefect.client.orchestration import get_client
+
+from tasks.page.components import components_of
+from tasks.page.figures import Figures
+from tasks.page.fleet import FleetSeen
+from tasks.page.summary import summary_of
+from tasks.page.tables import attempts_of, curve_shown, progress_of
+from tasks.page.timeline import timeline_of
+from tasks.page.view import RunView, Shown
+from tasks.reporting.artifacts import (
+    ATTEMPTS,
+    COMPONENTS,
+    PROGRESS,
+    REWARD,
+    SUMMARY,
+    TIMELINE,
+    FlowArtifacts,
+)
+from tasks.run.events import Event
+from tasks.run.layout import project_root
+from tasks.run.lifecycle import RunState
+from tasks.session import RunSession
+from tasks.supervise.identity import host_name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pace:
+    """How often an artifact is told, in seconds."""
+
+    #: Not sooner after the last time than so.
+    every_s: float
+    #: What grows with the time is told again after so long without an event; 0: never.
+    renewed_s: float = 0.0
+    #: It changes all the time, so the longer a run lasts, the more seldom it is told.
+    is_steady: bool = False
+
+
+_PACES: Mapping[str, _Pace] = {
+    SUMMARY: _Pace(every_s=2.0, renewed_s=30.0),
+    COMPONENTS: _Pace(every_s=2.0),
+    TIMELINE: _Pace(every_s=2.0, renewed_s=30.0),
+    REWARD: _Pace(every_s=10.0, renewed_s=10.0, is_steady=True),
+    PROGRESS: _Pace(every_s=3.0, is_steady=True),
+    ATTEMPTS: _Pace(every_s=0.0),
+}
+#: Of the run's age, and at most so many seconds.
+_STEADY_PART, _STEADY_AT_MOST_S = 0.01, 60.0
+_RENEWED_PART, _RENEWED_AT_MOST_S = 0.05, 600.0
+#: A server that did not take an artifact is left alone for so long.
+_PAUSE_S = 5.0
+_LONGEST_S = 3600.0
+
+#: What an event changes, by the beginning of its name: the longest that fits counts.
+_CHANGES: Mapping[str, tuple[str, ...]] = {
+    "attempt.": (SUMMARY, COMPONENTS, TIMELINE, ATTEMPTS),
+    "component.": (SUMMARY, COMPONENTS, TIMELINE),
+    "job.": (SUMMARY, COMPONENTS),
+    "rollout.group.": (COMPONENTS,),
+    "rollout.server.": (COMPONENTS,),
+    "run.progress": (PROGRESS,),
+    "run.state": (SUMMARY,),
+    "run.waiting": (SUMMARY,),
+    "teardown.": (SUMMARY,),
+}
+#: After these there may be no later moment, or somebody waits to see it.
+_AT_ONCE = frozenset({"attempt.begun", "attempt.ended", "attempt.decided"})
+
+
+class RunPage:
+    """What the artifacts of one run are to show. `observe` and `say` return at once, from any
+    thread; `tell` asks the server, from one thread only."""
+
+    def __init__(
+        self,
+        run: RunSession,
+        flow_run_id: UUID,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._run = run
+        self._clock = clock
+        self._artifacts = FlowArtifacts(flow_run_id, _PACES, run.mask)
+        self._lock = threading.Lock()
+        self._began_s = clock()
+        #: What has changed since it was told.
+        self._changed: set[str] = set()
+        self._is_urgent = False
+        self._told_at_s: dict[str, float] = {}
+        self._not_before_s = 0.0
+        self._doing = ""
+        self._step: float | None = None
+        self._unready: dict[str, str] = {}
+        self._fleet = FleetSeen()
+        self._figures: Figures | None = None
+        #: How many points of it the server has been told.
+        self._drawn = 0
+
+    def observe(self, event: Event) -> bool:
+        """Take in an event of the run; whether there is something to tell by it."""
+        with self._lock:
+            before = len(self._changed)
+            name, component = event.name, event.component
+            if self._fleet.observe(event):
+                self._changed.add(COMPONENTS)
+            if name in ("attempt.begun", "attempt.adopted"):
+                self._unready.clear()
+                self._step = self._figures = None
+                self._drawn = 0
+            elif name == "run.progress":
+                self._step = event.fields["step"]
+            elif name == "probe.failed" and component and event.fields.get("probe") != "live":
+                reason = event.fields["reason"]
+                if self._unready.get(component) != reason:
+                    self._unready[component] = reason
+                    self._changed.add(COMPONENTS)
+            fits = max((start for start in _CHANGES if name.startswith(start)), key=len, default="")
+            self._changed.update(_CHANGES.get(fits, ()))
+            self._is_urgent = self._is_urgent or name in _AT_ONCE
+            return self._is_urgent or len(self._changed) > before
+
+    def say(self, doing: str) -> None:
+        """What the run does just now, in the words of its state."""
+        with self._lock:
+            self._doing = doing
+            self._changed.add(SUMMARY)
+
+    def due_in_s(self) -> float:
+        """Seconds until there may be something to tell."""
+        with self._lock:
+            now = self._clock()
+            if self._is_urgent and self._changed and now >= self._not_before_s:
+                return 0.0
+            due = min(self._due_at_s(key, now) for key in _PACES)
+            return min(_LONGEST_S, max(0.0, max(due, self._not_before_s) - now))
+
+    def tell(self, *, is_last: bool = False, is_enough: Callable[[], bool] = lambda: False) -> None:
+        """Have the server show what is due, and at the end all that has changed.
+
+        Args:
+            is_enough: asked before each artifact, whether the rest is left for later.
+
+        Raises: what the client does; what was not told is due again, after a pause.
+        """
+        with self._lock:
+            now = self._clock()
+            if is_last:
+                # Some of it is older than the last event.
+                self._changed.update((SUMMARY, REWARD), self._told_at_s)
+            due = [
+                key
+                for key in _PACES
+                if (key in self._changed and (is_last or self._is_urgent))
+                or self._due_at_s(key, now) <= now
+            ]
+            self._changed -= {*due}
+            self._is_urgent = False
+        if not due:
+            return
+        left = [*due]
+        try:
+            view = self._view()
+            found = [(key, self._shown(key, view)) for key in due]
+            with ExitStack() as stack:
+                client = None
+                for key, shown in found:
+                    if is_enough():
+                        break
+                    if shown is not None:
+                        client = client or stack.enter_context(get_client(sync_client=True))
+                        self._artifacts.show(client, key, shown)
+                    left.remove(key)
+                    self._told_at_s[key] = self._clock()
+        except Exception:
+            self._not_before_s = self._clock() + _PAUSE_S
+            raise
+        finally:
+            with self._lock:
+                self._changed.update(left)
+                self._drawn = 0 if REWARD in left else self._drawn
+
+    def _due_at_s(self, key: str, now: float) -> float:
+        pace, told_at, age_s = _PACES[key], self._told_at_s.get(key), now - self._began_s
+        every_s = pace.every_s
+        if pace.is_steady:
+            every_s = max(every_s, min(age_s * _STEADY_PART, _STEADY_AT_MOST_S))
+        if key in self._changed:
+            return now if told_at is None else told_at + every_s
+        if told_at is None:
+            # A curve has no event of its own; the others wait for their first one.
+            return now if key == REWARD and self._run.attempt is not None else float("inf")
+        if not pace.renewed_s:
+            return float("inf")
+        if pace.is_steady:
+            return told_at + every_s
+        grown_s = min(age_s * _RENEWED_PART, _RENEWED_AT_MOST_S)
+        return told_at + max(pace.renewed_s, grown_s)
+
+    def _view(self) -> RunView:
+        run, record = self._run, self._run.record.content()
+        has_ended = RunState(record["state"]).is_final
+        with self._lock:
+            return RunView(
+                at=time.time(),
+                spec=run.resolved,
+                record=record,
+                place=run.place,
+                host=host_name(),
+                doing=self._doing,
+                message=run.verdict.message if has_ended else "",
+                step=self._step,
+                unready=dict(self._unready),
+                servers=self._fleet.servers,
+            )
+
+    def _shown(self, key: str, view: RunView) -> Shown | None:
+        match key:
+            case "summary":
+                return summary_of(view)
+            case "components":
+                return components_of(view)
+            case "timeline":
+                return timeline_of(view)
+            case "attempts":
+                return attempts_of(view) if view.attempts else None
+            case "progress":
+                return progress_of(view)
+        return self._curve(view)
+
+    def _curve(self, view: RunView) -> Shown | None:
+        """None where there is nothing new to draw."""
+        progress, place = view.spec.progress, self._run.attempt
+        if place is None:
+            return None
+        if self._figures is None:
+            written = progress.jsonl if progress else None
+            path = project_root() / view.spec.cwd / (written or place.directory / "metrics.jsonl")
+            self._figures = Figures(path, progress.step if progress and written else "step")
+        self._figures.look()
+        count = len(self._figures.points)
+        if count == self._drawn:
+            return None
+        self._drawn = count
+        return curve_shown(view, self._figures)

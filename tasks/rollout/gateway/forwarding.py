@@ -1,0 +1,365 @@
+"""Passes a request on to an entrypoint, and its answer back, piece by piece.
+
+A try that ended before the server's answer began is made again elsewhere; once it has begun, never,
+so that nobody gets an answer twice. A refusal of the gateway's own says whether the client may send
+the request again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import socket
+import struct
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Protocol
+
+import aiohttp
+from aiohttp import web
+from aiohttp.http import HttpVersion11
+from aiohttp.web_protocol import RequestPayloadError
+from yarl import URL
+
+from tasks.rollout.gateway.flights import EntrypointGone, Flights
+from tasks.rollout.gateway.line import Line
+from tasks.rollout.gateway.messages import answered, asked, session_of
+from tasks.rollout.gateway.refusals import Refusal, bad, lost, nobody, overloaded
+from tasks.rollout.gateway.router import Entrypoint, NoEntrypoint, Router
+from tasks.rollout.health.evidence import Silence
+
+_log = logging.getLogger(__name__)
+
+#: An answer of at most so many bytes is sent once it is there as a whole.
+_WHOLE_BYTES = 64 * 1024
+#: A server is said to work at most this often, however many pieces it sends.
+_GOOD_NEWS_EACH_S = 1.0
+#: What tells that this machine, not the server, is at its end.
+_SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.EADDRNOTAVAIL})
+#: What a client that is cut off has not read by then is lost.
+_LAST_WORDS_S = 5.0
+
+
+class Evidence(Protocol):
+    """Who hears what the answers say about the servers."""
+
+    def note_failure(self, rank: int, epoch: int, why: str) -> None: ...
+    def note_success(self, rank: int, epoch: int) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Of one request."""
+
+    #: Entrypoints that it is sent to, one after the other, the first one included.
+    tries: int = 3
+    #: No try begins later than this after the first one failed.
+    retry_for_s: float = 30.0
+    #: Until a connection to a server is made.
+    connect_s: float = 5.0
+    #: Until an answer begins, which without a stream is when it is complete; None: whether a
+    #: server hangs is for the health checks to say.
+    head_s: float | None = None
+    #: A larger body is passed on while it arrives, and can't be sent to another server then.
+    buffer_bytes: int = 8 * 1024 * 1024
+
+
+class _NotBegun(Exception):
+    """A try ended before an answer began."""
+
+    def __init__(self, why: str, *, is_unsent: bool = False) -> None:
+        super().__init__(why)
+        #: Nothing of the request has left.
+        self.is_unsent = is_unsent
+
+
+class _Broken(Exception):
+    """An answer that had begun did not come to its end."""
+
+
+class _OutOfSockets(Exception):
+    """No fault of the server's: this process has no socket left to ask it."""
+
+
+class Forwarder:
+    """Everything that requests share. Lives in one asyncio loop.
+
+    Args:
+        is_token_own: Authorization headers hold the gateway's token, so servers don't get them.
+    """
+
+    def __init__(
+        self, router: Router, evidence: Evidence, *, limits: Limits, is_token_own: bool
+    ) -> None:
+        self.router = router
+        self.line = Line(router)
+        self.flights = Flights()
+        self.limits = limits
+        self.is_token_own = is_token_own
+        #: Why nothing is tried again any more; None: it is.
+        self.is_over: str | None = None
+        self._evidence = evidence
+        self._good_at: dict[tuple[int, int], float] = {}
+        self._loop = asyncio.get_running_loop()
+        self.client = aiohttp.ClientSession(
+            # Kept for less long than uvicorn does, 5 s, so that it does not close one in use.
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=4),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=limits.connect_s),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
+            auto_decompress=False,
+            trust_env=False,
+            max_line_size=65536,
+            max_field_size=65536,
+        )
+        router.listen(self._entrypoints_gone)
+
+    async def forward(self, request: web.BaseRequest) -> web.StreamResponse:
+        """The answer of a server, or a refusal."""
+        return await _Passage(self, request).run()
+
+    async def close(self) -> None:
+        await self.client.close()
+
+    def good(self, entrypoint: Entrypoint) -> None:
+        """A piece of an answer came."""
+        now = self._loop.time()
+        if now - self._good_at.get(entrypoint.key, -_GOOD_NEWS_EACH_S) >= _GOOD_NEWS_EACH_S:
+            self._good_at[entrypoint.key] = now
+            self._evidence.note_success(*entrypoint.key)
+
+    def failed(self, entrypoint: Entrypoint, why: str) -> None:
+        """A server did not do its part. Not to be called within a flight, which it may end."""
+        _log.info("rank %d, epoch %d: %s", *entrypoint.key, why)
+        self._good_at.pop(entrypoint.key, None)
+        self._evidence.note_failure(*entrypoint.key, why)
+
+    def _entrypoints_gone(self, gone: tuple[Entrypoint, ...]) -> None:
+        for entrypoint in gone:
+            self._good_at.pop(entrypoint.key, None)
+            self.flights.abort(*entrypoint.key)
+
+
+class _Passage:
+    """One request on its way."""
+
+    def __init__(self, shared: Forwarder, request: web.BaseRequest) -> None:
+        self._shared = shared
+        self._request = request
+        self._target = request.raw_path
+        self._headers = asked(request.headers, with_authorization=not shared.is_token_own)
+        #: None: it is passed on while it arrives, from `_stream`.
+        self._body: bytes | None = b""
+        self._stream: AsyncIterator[bytes] | None = None
+        self._tried: set[int] = set()
+        self._is_busy_excused = False
+        #: A server has begun to answer, so that nobody else may.
+        self._has_head = False
+        #: The client's answer, once anything of it was sent.
+        self._begun: web.StreamResponse | None = None
+        self._bad_status = 0
+
+    async def run(self) -> web.StreamResponse:
+        if not self._target.startswith("/"):
+            return refused(bad(f"the target {self._target!r} is no path"))
+        try:
+            await self._receive()
+        except (RequestPayloadError, aiohttp.ClientError) as error:
+            return refused(bad(f"the body can't be read: {error}"))
+        session = session_of(self._request.headers, self._body)
+        limits, loop = self._shared.limits, asyncio.get_running_loop()
+        give_up_at, why = None, ""
+        tries = 0
+        while tries < limits.tries:
+            tries += 1
+            try:
+                entrypoint = await self._take(session)
+            except NoEntrypoint as error:
+                reason = f"{error.reason}; before: {why}" if why else error.reason
+                return refused(nobody(reason, is_draining=error.is_draining))
+            try:
+                answer, why, may_go_on = await self._try(entrypoint)
+            finally:
+                self._shared.line.give_back(entrypoint)
+            if answer is not None:
+                return answer
+            give_up_at = give_up_at or loop.time() + limits.retry_for_s
+            if self._shared.is_over is not None:
+                return refused(nobody(self._shared.is_over, is_draining=True))
+            if not may_go_on or loop.time() > give_up_at:
+                break
+            self._tried.add(entrypoint.rank)
+        return refused(lost(f"no answer, tries: {tries} of {limits.tries}, the last one: {why}"))
+
+    async def _take(self, session: str | None) -> Entrypoint:
+        try:
+            return await self._shared.line.take(
+                session, self._tried.copy(), is_retry=bool(self._tried)
+            )
+        except NoEntrypoint:
+            # Those that were tried may have lost no more than a connection.
+            if not self._tried or not self._shared.router.entrypoints:
+                raise
+            self._tried.clear()
+            return await self._shared.line.take(session, is_retry=True)
+
+    async def _try(self, entrypoint: Entrypoint) -> tuple[web.StreamResponse | None, str, bool]:
+        """
+        Returns: the answer; without one, why there is none and whether another try may be made.
+        """
+        try:
+            with self._shared.flights.to(entrypoint):
+                answer = await self._once(entrypoint)
+        except EntrypointGone as error:
+            if self._has_head:
+                return await self._end(str(error)), "", False
+            return None, str(error), self._body is not None
+        except _NotBegun as error:
+            self._shared.failed(entrypoint, error.args[0])
+            return None, error.args[0], self._body is not None or error.is_unsent
+        except _OutOfSockets as error:
+            return refused(overloaded(str(error))), "", False
+        except _Broken as error:
+            self._shared.failed(entrypoint, error.args[0])
+            return await self._end(error.args[0]), "", False
+        if self._bad_status:
+            self._shared.failed(entrypoint, f"it answered {self._bad_status}")
+        return answer, "", False
+
+    async def _once(self, entrypoint: Entrypoint) -> web.StreamResponse:
+        server = await self._ask(entrypoint)
+        try:
+            if server.status == 503 and self._may_ask_another(entrypoint):
+                self._is_busy_excused = True
+                raise _NotBegun("it answered 503")
+            self._has_head = True
+            if server.status < 400:
+                self._shared.good(entrypoint)
+            self._bad_status = server.status if server.status >= 500 else 0
+            return await self._answer(server, entrypoint)
+        finally:
+            server.close()
+
+    async def _ask(self, entrypoint: Entrypoint) -> aiohttp.ClientResponse:
+        try:
+            async with asyncio.timeout(self._shared.limits.head_s):
+                return await self._shared.client.request(
+                    self._request.method,
+                    URL(entrypoint.url + self._target, encoded=True),
+                    headers=self._headers,
+                    data=self._stream if self._body is None else self._body or None,
+                    allow_redirects=False,
+                )
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+            if error.errno in _SHORTAGES:
+                raise _OutOfSockets(_said(error)) from error
+            raise _NotBegun(Silence(f"no connection: {_said(error)}"), is_unsent=True) from error
+        except (aiohttp.ClientConnectionError, OSError, TimeoutError) as error:
+            raise _NotBegun(Silence(f"no answer: {_said(error)}")) from error
+        except aiohttp.ClientError as error:
+            raise _NotBegun(f"its answer is not HTTP: {_said(error)}") from error
+
+    async def _answer(
+        self, server: aiohttp.ClientResponse, entrypoint: Entrypoint
+    ) -> web.StreamResponse:
+        headers = answered(server.headers, entrypoint)
+        if (length := server.content_length) is not None and length <= _WHOLE_BYTES:
+            body = b""
+            while piece := await self._piece(server):
+                body = body + piece if body else piece
+            return web.Response(
+                status=server.status, reason=server.reason, headers=headers, body=body
+            )
+        answer = web.StreamResponse(status=server.status, reason=server.reason, headers=headers)
+        try:
+            self._begun = answer
+            await answer.prepare(self._request)
+            while piece := await self._piece(server):
+                self._shared.good(entrypoint)
+                await answer.write(piece)
+            await answer.write_eof()
+        except ConnectionError:
+            pass  # the client has left; there is nobody to tell
+        return answer
+
+    async def _piece(self, server: aiohttp.ClientResponse) -> bytes:
+        """What has arrived, empty at the end."""
+        try:
+            return await server.content.readany()
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise _Broken(Silence(f"its answer broke off: {_said(error)}")) from error
+
+    def _may_ask_another(self, entrypoint: Entrypoint) -> bool:
+        """503 says that a server did not begin to work on it, so that one other may be asked."""
+        tried = {*self._tried, entrypoint.rank}
+        return (
+            not self._is_busy_excused
+            and len(tried) < self._shared.limits.tries
+            and self._body is not None
+            and any(one.rank not in tried for one in self._shared.router.entrypoints)
+        )
+
+    async def _receive(self) -> None:
+        request, most = self._request, self._shared.limits.buffer_bytes
+        if not request.body_exists:
+            return
+        if request.headers.get("Expect", "").lower() == "100-continue":
+            await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            request.writer.output_size = 0  # nothing of the answer itself
+        pieces: list[bytes] = []
+        size = 0
+        if (request.content_length or 0) <= most:
+            while piece := await request.content.readany():
+                pieces.append(piece)
+                size += len(piece)
+                if size > most:
+                    break
+            else:
+                self._body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+                return
+        self._body = None
+        self._stream = _streamed(pieces, request.content)
+
+    async def _end(self, why: str) -> web.StreamResponse:
+        """The server's answer broke off: say so, or, where some of it was sent, cut the connection.
+
+        A client sees an answer that is not complete, and a stream's last event says why.
+        """
+        refusal, answer, transport = lost(why), self._begun, self._request.transport
+        if answer is None:
+            return refused(refusal)
+        if transport is None or transport.is_closing():
+            return answer
+        with suppress(ConnectionError, TimeoutError, RuntimeError):
+            if answer.content_type == "text/event-stream" and answer.prepared:
+                async with asyncio.timeout(_LAST_WORDS_S):
+                    await answer.write(refusal.as_event())
+        if answer.content_length is None and self._request.version < HttpVersion11:
+            # Its end is the connection's: only a reset tells that this is not all.
+            linger = struct.pack("ii", 1, 0)
+            transport.get_extra_info("socket").setsockopt(
+                socket.SOL_SOCKET, socket.SO_LINGER, linger
+            )
+            transport.abort()
+        else:
+            transport.close()
+            asyncio.get_running_loop().call_later(_LAST_WORDS_S, transport.abort)
+        return answer
+
+
+def refused(refusal: Refusal) -> web.Response:
+    """The answer that says so."""
+    return web.Response(status=refusal.status, headers=refusal.headers, body=refusal.body)
+
+
+def _said(error: BaseException) -> str:
+    return str(error) or type(error).__name__
+
+
+async def _streamed(pieces: list[bytes], rest: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    for piece in pieces:
+        yield piece
+    while piece := await rest.readany():
+        yield piece

@@ -1,0 +1,396 @@
+"""Whether the servers of a fleet still work: asks them, and adds up what their requests tell.
+
+Three questions. Alive: does its process run? Ready: may it be sent requests? A token: does its
+engine generate? A server whose answers prove nothing but its process is judged by its process;
+its engine answers through the entrypoints of its group. What dies is told by the host at once;
+this here finds what lives and does not work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass, field
+from enum import Enum
+from random import Random
+
+from tasks.rollout.clock import Clock, ended, within
+from tasks.rollout.health.evidence import Evidence, Silence, Verdict
+from tasks.rollout.health.incidents import Emit, NetworkCut
+from tasks.rollout.health.outliers import Outliers
+from tasks.rollout.health.probing import Prober
+from tasks.rollout.hosts import ServerHost
+from tasks.rollout.registry import Registry
+from tasks.rollout.settings import FleetSettings
+from tasks.rollout.topology import Answers, Ask, Questions, ServerSlot
+from tasks.rollout.views import GroupView
+from tasks.run.errors import LostContact
+
+_log = logging.getLogger(__name__)
+
+#: Between two probes that failed requests bring about; a part of the interval where that is short.
+_URGENT_EVERY_S = 1.0
+#: A server that cannot be reached is asked so often, to have it back soon.
+_CUT_EVERY_S = 5.0
+#: What a host needs beside the server's own time, at most, to reach the server's machine.
+_HOST_EXTRA_S = 15.0
+_NO_TOKEN = (
+    "this backend has no question that generates a token: an engine that is dead behind a live "
+    "HTTP server is not seen"
+)
+
+
+class _AtHome(Enum):
+    """What a silent server says to its own machine."""
+
+    YES = "yes"
+    #: It does not answer there either.
+    NO = "no"
+    #: Its machine cannot be asked.
+    UNKNOWN = "unknown"
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Watch:
+    """One incarnation of a server that is watched."""
+
+    slot: ServerSlot
+    epoch: int
+    #: None where only its process is looked at.
+    question: Ask | None
+    evidence: Evidence = field(default_factory=Evidence)
+    #: A request has failed there, last.
+    failed_s: float = float("-inf")
+    #: A request was answered there, last.
+    answered_s: float = float("-inf")
+    #: It was probed, last.
+    probed_s: float = float("-inf")
+    #: A request has failed: probe it now.
+    urgent: asyncio.Event = field(default_factory=asyncio.Event)
+    task: asyncio.Task[None] | None = None
+
+
+class Health:
+    """Watches groups from `watch` on until they leave their running states.
+
+    It calls the registry's verbs, and nothing else: what is done about a failed group is the
+    recovery's matter.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        *,
+        settings: FleetSettings,
+        questions: Questions,
+        host: ServerHost,
+        prober: Prober,
+        emit: Emit,
+        clock: Clock,
+        random: Random,
+    ) -> None:
+        self._registry = registry
+        self._settings = settings
+        self._questions = questions
+        self._host = host
+        self._prober = prober
+        self._emit = emit
+        self._clock = clock
+        self._random = random
+        self._watches: dict[int, _Watch] = {}
+        self._urgent_every_s = min(_URGENT_EVERY_S, settings.interval_s / 4)
+        self._is_resting = False
+        self._has_warned = False
+        self._cut = NetworkCut(emit=emit)
+        self._outliers = Outliers(for_s=settings.misses * settings.interval_s)
+        #: Incarnations of groups that failed by what is judged here, not by a death.
+        self._judged: set[tuple[int, int]] = set()
+        registry.listen(self._on_change)
+
+    def was_judged(self, group: GroupView) -> bool:
+        """Whether the group failed for want of answers. Those of one cause come in over a while."""
+        return (group.index, group.epoch) in self._judged
+
+    def question_of(self, slot: ServerSlot) -> Ask | None:
+        """What tells most about the engine of a server; None: its answers tell nothing of it."""
+        if slot.url is None or not (slot.is_entrypoint or slot.answers is Answers.ENGINE):
+            return None
+        if self._questions.token is None and not self._has_warned:
+            self._has_warned = True
+            self._emit("rollout.warning", message=_NO_TOKEN)
+        return self._questions.token or self._questions.ready
+
+    def watch(self, group: int, epoch: int) -> None:
+        """From now on; the first question comes after its grace."""
+        view = self._registry.view
+        if view.groups[group].epoch != epoch or not view.groups[group].is_running:
+            return
+        for rank in view.groups[group].ranks:
+            slot = view.servers[rank]
+            watch = _Watch(slot=slot, epoch=epoch, question=self.question_of(slot))
+            self._forget(rank)
+            self._watches[rank] = watch
+            if slot.is_entrypoint:
+                self._outliers.begin(rank)
+            if not self._is_resting:
+                self._begin(watch, self._settings.first_s)
+
+    def rest(self) -> None:
+        """No periodic questions until `resume`; what requests tell is not heard either."""
+        self._is_resting = True
+        for watch in self._watches.values():
+            self._end(watch)
+
+    def resume(self) -> None:
+        """The first question to each comes after a whole interval."""
+        self._is_resting = False
+        for watch in self._watches.values():
+            self._end(watch)
+            watch.evidence = Evidence()
+            self._begin(watch, self._settings.interval_s)
+
+    async def sweep(self) -> None:
+        """Ask every server that runs once, side by side: one bad answer is enough.
+
+        Only while it rests. It takes as long as the slowest answer, at most the timeout.
+        """
+        watches = list(self._watches.values())
+        timeout_s = self._settings.timeout_s
+        await asyncio.gather(
+            *(self._look_safely(watch, timeout_s, is_last_word=True) for watch in watches)
+        )
+
+    def note_failure(self, rank: int, epoch: int, why: str) -> None:
+        """A request failed there in a way that tells of the server: never a 4xx."""
+        watch = self._watch_of(rank, epoch)
+        threshold = self._settings.misses
+        if watch is None or watch.question is None or self._is_resting or not threshold:
+            return
+        before = watch.evidence
+        watch.evidence = before.after_request(why, threshold=threshold)
+        watch.failed_s = self._clock.monotonic_s()
+        if sick := self._outliers.failed(rank, watch.failed_s):
+            self._fail(watch, f"rank {rank}: {sick}; the last one: {why}")
+            return
+        if watch.evidence is not before:
+            self._tell_miss(watch)
+            self._registry.suspect(rank, epoch, why)
+        watch.urgent.set()
+
+    def note_success(self, rank: int, epoch: int) -> None:
+        """A request was answered there. Cheap: it is called for each."""
+        watch = self._watch_of(rank, epoch)
+        if watch is None:
+            return
+        watch.answered_s = self._clock.monotonic_s()
+        self._outliers.answered(rank, watch.answered_s)
+        if watch.answered_s - watch.failed_s < self._urgent_every_s:
+            # Of many requests at once some fail and some do not: it stays under suspicion a while.
+            return
+        if watch.evidence.misses and rank not in self._cut.ranks:
+            watch.evidence = watch.evidence.after_answer()
+            if not watch.evidence.misses:
+                self._registry.clear(rank, epoch)
+
+    def misses_of(self, rank: int) -> int:
+        """In a row, just now."""
+        watch = self._watches.get(rank)
+        return watch.evidence.misses if watch is not None else 0
+
+    async def stop(self) -> None:
+        """Nothing is watched any more, at once; what is watched later is asked periodically."""
+        self._is_resting = False
+        tasks = [watch.task for watch in self._watches.values() if watch.task is not None]
+        for rank in list(self._watches):
+            self._forget(rank)
+        await ended(tasks)
+
+    def _watch_of(self, rank: int, epoch: int) -> _Watch | None:
+        watch = self._watches.get(rank)
+        return watch if watch is not None and watch.epoch == epoch else None
+
+    def _begin(self, watch: _Watch, first_s: float) -> None:
+        if self._settings.misses:
+            name = f"rollout-health-{watch.slot.rank}"
+            watch.task = asyncio.create_task(self._ask_for_ever(watch, first_s), name=name)
+
+    def _end(self, watch: _Watch) -> None:
+        # A task that cancels itself may lose that to a timeout that it enters next; this one sees
+        # by itself that its server is not watched any more.
+        if watch.task is not None and watch.task is not asyncio.current_task():
+            watch.task.cancel()
+        watch.task = None
+
+    def _forget(self, rank: int) -> None:
+        watch = self._watches.pop(rank, None)
+        self._outliers.forget(rank)
+        if watch is not None:
+            self._end(watch)
+            self._cut.over(rank)
+
+    def _on_change(self, before: GroupView, after: GroupView) -> None:
+        if before.is_running and not after.is_running:
+            for rank in after.ranks:
+                self._forget(rank)
+
+    async def _ask_for_ever(self, watch: _Watch, first_s: float) -> None:
+        interval_s, timeout_s = self._settings.interval_s, self._settings.timeout_s
+        due_s = self._clock.monotonic_s() + first_s
+        # Those that began together are spread by one shorter pause, since a longer one would put
+        # off the detection.
+        spread_s = interval_s * self._random.uniform(0.5, 1.0)
+        while self._is_watched(watch):
+            late_s = 0.0
+            if await self._until(watch, due_s):
+                # A timeout longer than the interval makes the next question wait for the last.
+                # While answers are missing it ends when it would have, had it begun when due.
+                if watch.evidence.misses:
+                    late_s = max(0.0, self._clock.monotonic_s() - due_s)
+                due_s = max(due_s, self._clock.monotonic_s() - late_s) + spread_s
+                spread_s = interval_s
+            await self._look_safely(watch, max(timeout_s - late_s, min(interval_s, timeout_s)))
+            if watch.slot.rank in self._cut.ranks:
+                due_s = min(due_s, self._clock.monotonic_s() + _CUT_EVERY_S)
+
+    async def _until(self, watch: _Watch, moment_s: float) -> bool:
+        """Until that moment, or until a request has failed, though not too often.
+
+        Returns: whether it is that moment; the clock may say a little less by then.
+        """
+        gap_s = self._urgent_every_s
+        try:
+            async with asyncio.timeout(moment_s - self._clock.monotonic_s()):
+                await watch.urgent.wait()
+                await self._clock.sleep(watch.probed_s + gap_s - self._clock.monotonic_s())
+        except TimeoutError:
+            return True
+        finally:
+            watch.urgent.clear()
+        return False
+
+    async def _look_safely(
+        self, watch: _Watch, timeout_s: float, *, is_last_word: bool = False
+    ) -> None:
+        """A fault of our own says nothing about the server."""
+        try:
+            await self._look(watch, timeout_s, is_last_word=is_last_word)
+        except Exception:
+            _log.exception("rank %d, epoch %d: not asked", watch.slot.rank, watch.epoch)
+
+    async def _look(self, watch: _Watch, timeout_s: float, *, is_last_word: bool) -> None:
+        """Ask once, and act on what follows.
+
+        Args:
+            is_last_word: one bad answer is enough, and nothing excuses it.
+        """
+        rank, epoch = watch.slot.rank, watch.epoch
+        began_s = watch.probed_s = self._clock.monotonic_s()
+        if not self._host.is_alive(rank):
+            self._fail(watch, f"rank {rank}: its process does not run")
+            return
+        if watch.question is None or watch.slot.url is None:
+            return
+        probe = asyncio.ensure_future(self._prober.ask(watch.slot.url, watch.question, timeout_s))
+        home: asyncio.Task[_AtHome] | None = None
+        try:
+            if is_last_word or watch.evidence.misses + 1 >= self._settings.misses:
+                # Late enough to be rare, soon enough that both answers are there in one timeout.
+                await asyncio.wait({probe}, timeout=timeout_s / 2)
+                if not probe.done():
+                    home = self._asking_at_home(watch, watch.question, timeout_s / 2)
+            reason = await probe
+            if not self._is_watched(watch):
+                return
+            if reason is None:
+                self._note_yes(watch)
+            elif self._note_no(watch, reason, began_s, is_last_word) is Verdict.SILENT:
+                # No request is sent there while it is asked at home.
+                self._registry.unreachable(rank, epoch, reason)
+                home = home or self._asking_at_home(watch, watch.question, timeout_s / 2)
+                self._judge_silence(watch, reason, await home)
+        finally:
+            probe.cancel()
+            if home is not None:
+                home.cancel()
+
+    def _note_yes(self, watch: _Watch) -> None:
+        watch.evidence = watch.evidence.after_yes()
+        self._registry.reachable(watch.slot.rank, watch.epoch)
+        self._registry.clear(watch.slot.rank, watch.epoch)
+        self._cut.over(watch.slot.rank)
+
+    def _note_no(self, watch: _Watch, reason: str, began_s: float, is_last_word: bool) -> Verdict:
+        rank, epoch, before = watch.slot.rank, watch.epoch, watch.evidence
+        is_excused = watch.answered_s >= began_s and not is_last_word
+        watch.evidence = before.after_probe(reason, is_excused=is_excused)
+        if watch.evidence is before:
+            return Verdict.WELL
+        self._tell_miss(watch)
+        verdict = watch.evidence.verdict(1 if is_last_word else self._settings.misses)
+        if verdict is Verdict.SUSPECT:
+            self._registry.suspect(rank, epoch, reason)
+        elif verdict is Verdict.SICK:
+            self._fail(watch, f"rank {rank} does not work: {reason}")
+        return verdict
+
+    def _asking_at_home(
+        self, watch: _Watch, question: Ask, timeout_s: float
+    ) -> asyncio.Task[_AtHome]:
+        return asyncio.create_task(self._ask_at_home(watch, question, timeout_s))
+
+    async def _ask_at_home(self, watch: _Watch, question: Ask, timeout_s: float) -> _AtHome:
+        """The same question to a server that is silent, from its own machine."""
+        try:
+            answer = await within(
+                timeout_s + _HOST_EXTRA_S, self._host.ask(watch.slot.rank, question, timeout_s)
+            )
+        except (LostContact, TimeoutError):
+            return _AtHome.UNKNOWN
+        except Exception:
+            _log.exception("rank %d: not asked from its own machine", watch.slot.rank)
+            return _AtHome.UNKNOWN
+        return _AtHome.YES if answer is None else _AtHome.NO
+
+    def _judge_silence(self, watch: _Watch, reason: str, at_home: _AtHome) -> None:
+        """A server that is silent has failed, unless it works and the network is to blame."""
+        rank = watch.slot.rank
+        if not self._is_watched(watch):
+            return
+        if at_home is _AtHome.YES:
+            self._cut.begun(rank, f"rank {rank} works and cannot be reached: {reason}")
+        elif at_home is _AtHome.UNKNOWN and self._are_most_silent():
+            why = f"rank {rank} and most others cannot be reached, nor their machines: {reason}"
+            self._cut.begun(rank, why)
+        else:
+            self._fail(watch, f"rank {rank} does not answer: {reason}")
+
+    def _are_most_silent(self) -> bool:
+        """More than half of the groups that serve, and at least two, and none of them answered."""
+        silent = {
+            watch.slot.engine
+            for watch in self._watches.values()
+            if isinstance(watch.evidence.reason, Silence)
+        }
+        serving = [group.index for group in self._registry.view.serving]
+        count = len(silent.intersection(serving))
+        return count >= 2 and 2 * count > len(serving)
+
+    def _is_watched(self, watch: _Watch) -> bool:
+        return self._watches.get(watch.slot.rank) is watch
+
+    def _fail(self, watch: _Watch, cause: str) -> None:
+        rank, epoch = watch.slot.rank, watch.epoch
+        self._judged.add((self._registry.group_of(rank), epoch))
+        self._registry.fail(rank, epoch, cause)
+
+    def _tell_miss(self, watch: _Watch) -> None:
+        evidence = watch.evidence
+        kind = "silence" if isinstance(evidence.reason, Silence) else "answer"
+        self._emit(
+            "rollout.probe.failed",
+            rank=watch.slot.rank,
+            epoch=watch.epoch,
+            reason=str(evidence.reason),
+            kind=kind,
+            misses=evidence.misses,
+        )

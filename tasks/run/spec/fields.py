@@ -1,0 +1,275 @@
+"""What the models of a run spec are made of: their base, and the kinds of value they hold.
+
+A value that is refused says so in plain words, through `refused`; `plain_words` does the same for
+what pydantic itself refuses.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import date
+from typing import Annotated, Any, Self, TypeVar
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    ModelWrapValidatorHandler,
+    ValidationError,
+    model_validator,
+)
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import InitErrorDetails, PydanticCustomError, core_schema
+
+from tasks.run.spec import placeholders
+from tasks.run.spec.form import drawn
+
+#: Keys and indexes from where a value is checked down to the faulty one.
+Place = tuple[str | int, ...]
+Refusal = tuple[Place, PydanticCustomError]
+Valid = TypeVar("Valid")
+
+
+def refused(problem: str, remedy: str = "") -> PydanticCustomError:
+    """The error of a value that a person must mend; raise it in a validator."""
+    return PydanticCustomError("refused", "{problem}", {"problem": problem, "remedy": remedy})
+
+
+class Model(BaseModel):
+    """A frozen part of the spec which reports all that is wrong with it at once.
+
+    A key without a value (`env:` and nothing more) counts as left out where it may be left out.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", serialize_by_alias=True)
+
+    @classmethod
+    def rules(cls, written: Mapping[str, Any]) -> Iterator[Refusal]:
+        """What keys demand of each other, judged before they are known to be valid themselves."""
+        yield from ()
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        found = handler(schema)
+        model = handler.resolve_ref_schema(found)
+        model["properties"] = drawn(model["properties"])
+        return found
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _with_every_fault(cls, data: object, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        if not isinstance(data, Mapping):
+            return handler(data)
+        written, refusals = with_text_keys(cls._without_blanks(data))
+        refusals += cls.rules(written)
+        return collected(cls.__name__, refusals, lambda: handler(written))
+
+    @classmethod
+    def _without_blanks(cls, data: Mapping[object, object]) -> dict[object, object]:
+        fields = cls.model_fields.items()
+        optional = {field.alias or name for name, field in fields if not field.is_required()}
+        return {
+            key: value for key, value in data.items() if value is not None or key not in optional
+        }
+
+
+def with_text_keys(data: Mapping[object, object]) -> tuple[dict[str, Any], list[Refusal]]:
+    """The entries whose key is text, and a refusal for each of the others."""
+    kept = {key: value for key, value in data.items() if isinstance(key, str)}
+    others = [key for key in data if not isinstance(key, str)]
+    return kept, [((str(key),), not_text_key(key)) for key in others]
+
+
+def not_text_key(key: object) -> PydanticCustomError:
+    return refused(f"a key must be text, found {shown(key)}", "quote it")
+
+
+def collected(title: str, refusals: list[Refusal], validate: Callable[[], Valid]) -> Valid:
+    """What `validate` gives, or one ValidationError with the refusals *and* all that it found."""
+    errors = [InitErrorDetails(type=error, loc=place, input=None) for place, error in refusals]
+    try:
+        result = validate()
+    except ValidationError as error:
+        errors += _again(error)
+    if errors:
+        raise ValidationError.from_exception_data(title, errors)
+    return result
+
+
+def _again(error: ValidationError) -> Iterator[InitErrorDetails]:
+    for found in error.errors(include_url=False):
+        context = found.get("ctx", {})
+        # pydantic knows its own types by name, but not ours.
+        ours = found["type"] == "refused"
+        kind = refused(context["problem"], context["remedy"]) if ours else found["type"]
+        yield InitErrorDetails(type=kind, loc=found["loc"], input=found["input"], ctx=context)
+
+
+class WrittenFloat(float):
+    """A number from a file that remembers how it was written: as text, 12.10 is not 12.1."""
+
+    text: str
+
+    @classmethod
+    def of(cls, text: str, value: float) -> WrittenFloat:
+        number = cls(value)
+        number.text = text
+        return number
+
+
+def shown(value: object) -> str:
+    """How a fault names the value it found; what a list or a mapping holds is never shown."""
+    match value:
+        case None:
+            return "nothing"
+        case bool():
+            return "true" if value else "false"
+        case str():
+            return f"the text {_shortened(value)!r}" if value else "an empty text"
+        case int() | float():
+            return _as_written(value)
+        case date():
+            return f"the date {value}"
+        case list() | tuple():
+            return "a list"
+        case Mapping():
+            return "a mapping"
+        case _:
+            return f"a {type(value).__name__}"
+
+
+def _as_written(value: float) -> str:
+    return value.text if isinstance(value, WrittenFloat) else repr(value)
+
+
+def _shortened(text: str, length: int = 60) -> str:
+    return text if len(text) <= length else f"{text[: length - 3]}..."
+
+
+def did_you_mean(found: object, allowed: Iterable[str]) -> str:
+    """A remedy: the nearest of what is allowed, or nothing."""
+    near = difflib.get_close_matches(str(found), list(allowed), n=1)
+    return f"did you mean `{near[0]}`?" if near else ""
+
+
+def _storable(text: str) -> str:
+    if "\0" in text:
+        raise refused("must not hold a NUL character", "no command line or environment can")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise refused("must be text that UTF-8 can hold", "leave the lone surrogate out") from None
+    return text
+
+
+def _as_text(value: object) -> object:
+    match value:
+        case bool():
+            meant = '"true", "yes" or "1"' if value else '"false", "no" or "0"'
+            raise refused(f"must be text, found {shown(value)}", f"quote it: {meant}")
+        case int():
+            return str(value)
+        case float():
+            if not math.isfinite(value):
+                raise refused(f"must be text, found {value}", f'quote it: "{value}"')
+            return _as_written(value)
+        case date():
+            raise refused(f"must be text, found {shown(value)}", f'quote it: "{value}"')
+        case None:
+            raise refused("must be text, found nothing", 'quote it: "" for an empty text')
+        case _:
+            return value
+
+
+def _is_list_of_words(value: object) -> object:
+    if isinstance(value, str):
+        remedy = f"write [sh, -c, {json.dumps(_shortened(value), ensure_ascii=False)}]"
+        raise refused("must be a list, found a text: no shell splits it", remedy)
+    if isinstance(value, list | tuple):
+        if not value:
+            raise refused("must not be empty", "write for example [python, train.py]")
+        if value[0] == "":
+            raise refused("its first item, the program, is empty", "write for example python")
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class Worded:
+    """Metadata of a text that must match a pattern."""
+
+    #: A regular expression for the whole text; the form in the UI checks it too.
+    pattern: str
+    #: How a person would say it.
+    words: str
+
+    def __get_pydantic_core_schema__(
+        self, source: object, handler: GetCoreSchemaHandler
+    ) -> core_schema.CoreSchema:
+        return core_schema.no_info_after_validator_function(self.checked, handler(source))
+
+    def __get_pydantic_json_schema__(
+        self, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        return {**handler(schema), "pattern": f"^(?:{self.pattern})$"}
+
+    def checked(self, text: str) -> str:
+        if re.fullmatch(self.pattern, text) is None:
+            raise refused(f"must be {self.words}, found {_shortened(text)!r}")
+        return text
+
+
+def _is_variable_name(text: str) -> str:
+    if "=" in text:
+        raise refused(f"a variable's name has no `=`, found {_shortened(text)!r}")
+    return text
+
+
+def _is_pattern(text: str) -> str:
+    try:
+        re.compile(placeholders.substituted(text, lambda _name: "0"))
+    except re.error as error:
+        where = "" if error.pos is None else f" at position {error.pos}"
+        problem = f"not a regular expression: {error.msg}{where} in {_shortened(text)!r}"
+        raise refused(problem, "a backslash before . ( ) [ * + ? $ takes it literally") from None
+    return text
+
+
+def _unique(items: tuple[str, ...]) -> tuple[str, ...]:
+    twice = [item for index, item in enumerate(items) if item in items[:index]]
+    if twice:
+        raise refused(f"lists {twice[0]!r} twice", "name each once")
+    return items
+
+
+Text = Annotated[str, Field(strict=True, min_length=1), AfterValidator(_storable)]
+Pattern = Annotated[Text, AfterValidator(_is_pattern)]
+#: A text for which a number will do, as a YAML author expects: 60 is "60".
+Word = Annotated[str, BeforeValidator(_as_text), Field(strict=True), AfterValidator(_storable)]
+Words = Annotated[tuple[Word, ...], BeforeValidator(_is_list_of_words)]
+Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
+Seconds = Positive
+Count = Annotated[int, Field(strict=True, ge=1)]
+Unique = AfterValidator(_unique)
+
+
+DottedKey = Annotated[
+    Text, Worded(r"[^.\s]+(\.[^.\s]+)*", "a key, or keys joined by dots (train.step)")
+]
+PART_NAME = Worded(
+    r"[a-z][a-z0-9_-]{0,31}", "a small letter and up to 31 more of a-z, 0-9, - and _"
+)
+#: The name of a component or of a port.
+PartName = Annotated[Text, PART_NAME]
+EnvName = Annotated[Text, AfterValidator(_is_variable_name)]
+Env = Mapping[EnvName, Word]

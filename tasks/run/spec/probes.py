@@ -1,0 +1,275 @@
+"""How a component is asked whether it is ready, and whether it still lives."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from tasks.run.spec.fields import (
+    Count,
+    DottedKey,
+    Model,
+    Pattern,
+    Refusal,
+    Seconds,
+    Text,
+    refused,
+    shown,
+)
+from tasks.run.spec.placeholders import is_templated
+
+#: The questions a probe can be; each probe asks exactly one.
+QUESTIONS = ("http", "tcp", "log", "file", "notify", "alive_s")
+
+Scalar = str | int | float | bool | None
+
+
+def _equal(found: object, asked: object) -> bool:
+    # In Python 1 == True, in JSON it is not.
+    return isinstance(found, bool) == isinstance(asked, bool) and found == asked
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+_RELATIONS: dict[str, Callable[[Any, Any], bool]] = {
+    "is": _equal,
+    "not": lambda found, asked: not _equal(found, asked),
+    "min": lambda found, asked: _is_number(found) and found >= asked,
+    "max": lambda found, asked: _is_number(found) and found <= asked,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Condition:
+    """What one value of a JSON answer must be."""
+
+    #: Keys, and indexes of lists, joined by dots.
+    key: str
+    #: is | not | min | max
+    relation: str
+    #: What the value is compared with.
+    asked: Scalar
+
+    @classmethod
+    def of(cls, key: str, written: object) -> Condition:
+        """From the way it stands in the spec: a value, or {not: value}, {min: n}, {max: n}."""
+        if isinstance(written, Mapping):
+            [(relation, asked)] = written.items()
+            return cls(key=key, relation=relation, asked=asked)
+        return cls(key=key, relation="is", asked=written)  # type: ignore[arg-type]
+
+    def unmet(self, answer: object) -> str:
+        """Empty where it holds, else what was found: "batch_size is -1". A key that is not there
+        never holds, not even for `not`."""
+        value = answer
+        for step in self.key.split("."):
+            match value:
+                case Mapping() if step in value:
+                    value = value[step]
+                case list() if step.isdecimal() and int(step) < len(value):
+                    value = value[int(step)]
+                case _:
+                    return f"{self.key} is not in the answer"
+        if _RELATIONS[self.relation](value, self.asked):
+            return ""
+        wanted = "" if self.relation == "not" else f", not {self._wanted()}"
+        return f"{self.key} is {shown(value).removeprefix('the text ')}{wanted}"
+
+    def _wanted(self) -> str:
+        bound = {"min": "at least ", "max": "at most "}.get(self.relation, "")
+        return bound + shown(self.asked).removeprefix("the text ")
+
+
+def _condition(value: object) -> object:
+    if not isinstance(value, Mapping):
+        return _plain(value)
+    [relation] = value if len(value) == 1 else [""]
+    if relation not in ("not", "min", "max"):
+        raise refused("a condition is a value, or one of not, min, max", "write {not: VALUE}")
+    asked = _plain(value[relation])
+    if relation != "not" and not _is_number(asked):
+        raise refused(f"{relation} must be a number, found {shown(asked)}")
+    return {relation: asked}
+
+
+def _plain(value: object) -> Scalar:
+    match value:
+        case float():
+            if not math.isfinite(value):
+                raise refused(f"must be a finite number, found {value}")
+            return float(value)  # not WrittenFloat
+        case str() | int() | None:
+            return value
+        case _:
+            raise refused(
+                f"must be a text, a number, true, false or null, found {shown(value)}",
+                "name one value within it: train.step",
+            )
+
+
+def _is_url(text: str) -> str:
+    if text.startswith("${") or (is_templated(text) and text.startswith(("http://", "https://"))):
+        return text
+    try:
+        parts = urlsplit(text)
+        usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:
+        usable = False
+    if not usable or any(map(str.isspace, text)):
+        raise refused(f"not an http address: {text!r}", "write http://127.0.0.1:PORT/health")
+    return text
+
+
+def _as_address(value: object) -> object:
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise refused(f"must be a port or HOST:PORT, found {shown(value)}")
+    text = str(value)
+    host, _, port = text.rpartition(":")
+    if is_templated(text):
+        return text
+    if not (port.isascii() and port.isdecimal() and 1 <= int(port) <= 65535) or text[0] == ":":
+        raise refused(
+            f"must be a port (1 to 65535) or HOST:PORT, found {shown(value)}",
+            "write 127.0.0.1:8000",
+        )
+    if any(letter.isspace() or letter == "/" for letter in host):
+        raise refused(f"not a host: {host!r}", "write 127.0.0.1:8000")
+    return text
+
+
+def _is_true(value: bool) -> bool:
+    if not value:
+        raise refused("must be true where it is written", "leave it out")
+    return value
+
+
+Url = Annotated[Text, AfterValidator(_is_url)]
+Address = Annotated[Text, BeforeValidator(_as_address)]
+
+
+class Probe(Model):
+    """One bounded question to a component."""
+
+    http: Url | None = Field(
+        None,
+        title="HTTP",
+        description="Asks this address; any 2xx answer will do.",
+        examples=["http://127.0.0.1:${api.port}/info"],
+    )
+    json_: Mapping[DottedKey, Annotated[Any, BeforeValidator(_condition)]] | None = Field(
+        None,
+        alias="json",
+        title="JSON conditions",
+        description=(
+            "What the answer to `http` must hold: keys joined by dots, each with the value "
+            "expected, or {not: value}, {min: number}, {max: number}."
+        ),
+        examples=[{"batch_size": {"not": -1}}],
+    )
+    tcp: Address | None = Field(
+        None,
+        title="TCP",
+        description="Connects to HOST:PORT, or to a port of this machine.",
+        examples=["127.0.0.1:${trainer.port}"],
+    )
+    log: Pattern | None = Field(
+        None,
+        title="Log",
+        description="Looks for this regular expression in the component's log.",
+        examples=["server is ready"],
+    )
+    file: Text | None = Field(
+        None,
+        title="File",
+        description="Waits for this file; a relative path starts where the component runs.",
+        examples=["${attempt.dir}/registered"],
+    )
+    notify: Annotated[bool, Field(strict=True), AfterValidator(_is_true)] | None = Field(
+        None,
+        title="Notify",
+        description="Waits for the component's own READY=1 (sd_notify).",
+    )
+    alive_s: Seconds | None = Field(
+        None,
+        title="Alive (seconds)",
+        description="Only waits: still alive after so many seconds. Any other probe is better.",
+        examples=[5],
+    )
+
+    @classmethod
+    def rules(cls, written: Mapping[str, Any]) -> Iterator[Refusal]:
+        asked = [question for question in QUESTIONS if written.get(question) is not None]
+        if len(asked) > 1:
+            yield (), refused(f"asks {' and '.join(asked)} at once", "keep one of them")
+        elif not asked and not cls._asks_otherwise(written):
+            yield (), refused("asks nothing", f"write one of {', '.join(QUESTIONS)}")
+        if written.get("json") is not None and written.get("http") is None:
+            yield ("json",), refused("needs `http` beside it", "it is about that answer")
+
+    @classmethod
+    def _asks_otherwise(cls, written: Mapping[str, Any]) -> bool:
+        return False
+
+    @property
+    def conditions(self) -> tuple[Condition, ...]:
+        """What the answer to `http` must hold; empty where any 2xx answer will do."""
+        return tuple(Condition.of(key, value) for key, value in (self.json_ or {}).items())
+
+    @property
+    def address(self) -> tuple[str, int] | None:
+        """Host and port that `tcp` connects to, once its placeholders are filled in."""
+        if self.tcp is None:
+            return None
+        host, _, port = self.tcp.rpartition(":")
+        return host.strip("[]") or "127.0.0.1", int(port)
+
+
+class ReadyProbe(Probe):
+    """When a component may receive work: the next one starts only then. It asks one question."""
+
+    every_s: Seconds = Field(
+        0.1,
+        title="Every (seconds)",
+        description="The pause between two tries at first; it backs off to 1 s.",
+    )
+    within_s: Seconds = Field(
+        120,
+        title="Within (seconds)",
+        description="Not ready after so many seconds: the run has failed as NOT_READY.",
+    )
+
+
+class LiveProbe(Probe):
+    """Whether a component that runs still works: after some misses in a row it does not. It asks
+    one question, and may watch processes beside it."""
+
+    every_s: Seconds = Field(
+        10, title="Every (seconds)", description="The pause between two questions."
+    )
+    timeout_s: Seconds = Field(
+        5, title="Timeout (seconds)", description="An answer that takes longer is a miss."
+    )
+    misses: Count = Field(
+        3, title="Misses", description="So many in a row: the component has stalled."
+    )
+    processes: Pattern | None = Field(
+        None,
+        title="Processes",
+        description=(
+            "A regular expression for the command lines of the component's own child processes "
+            "that must stay alive: once it is ready there must be one, and the end of any, exit 0 "
+            "included, is the end of the run. Alone, or beside another question."
+        ),
+        examples=["sglang::scheduler"],
+    )
+
+    @classmethod
+    def _asks_otherwise(cls, written: Mapping[str, Any]) -> bool:
+        return written.get("processes") is not None

@@ -1,0 +1,335 @@
+"""The run spec: all that a user says about a run, as frozen data.
+
+`RunSpec` is also the one parameter of the flow `train`, so titles, descriptions and examples here
+are the labels of the form in the Prefect UI. Files are read by `loading`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, ModelWrapValidatorHandler, ValidationError, model_validator
+
+from tasks.run.errors import InvalidSpec
+from tasks.run.failure_kinds import REQUEUED, FailureKind
+from tasks.run.spec.component import Component, Components, Launcher, OnExitZero, Stop
+from tasks.run.spec.fields import (
+    Count,
+    DottedKey,
+    Env,
+    Model,
+    Positive,
+    Refusal,
+    Seconds,
+    Text,
+    Word,
+    Worded,
+    refused,
+)
+from tasks.run.spec.fleet import Rollout
+from tasks.run.spec.form import LAST
+from tasks.run.spec.plain_words import faults_of
+from tasks.run.spec.probes import LiveProbe, ReadyProbe, Url
+
+__all__ = [
+    "Component",
+    "Gang",
+    "Launcher",
+    "LiveProbe",
+    "OnExitZero",
+    "Progress",
+    "Ray",
+    "ReadyProbe",
+    "Retry",
+    "Rollout",
+    "RunSpec",
+    "Stop",
+    "Success",
+]
+
+_ON_EXIT_ZERO: dict[str, OnExitZero] = {"trainer": "complete", "environment": "complete"}
+_RUN_NAME = Worded(r"[a-z][a-z0-9-]{0,31}", "a small letter and up to 31 more of a-z, 0-9 and -")
+
+
+class Gang(Model):
+    """The GPUs that the run needs all at once, or not at all."""
+
+    nodes: Count = Field(1, title="Nodes", description="Nodes that the run spans.", examples=[2])
+    gpus_per_node: Count = Field(
+        title="GPUs per node", description="GPUs on each of them.", examples=[8]
+    )
+    cpus_per_gpu: Count = Field(
+        3, title="CPUs per GPU", description="CPUs that go with each GPU; verl asks for 3."
+    )
+    hours: Positive = Field(
+        24,
+        title="Hours",
+        description="An estimate, by which shorter runs may pass; it never ends a run.",
+    )
+
+
+class Ray(Model):
+    """The Ray cluster, where something of the run uses Ray."""
+
+    address: Url = Field(
+        title="Address",
+        description="The dashboard's address, to which jobs are submitted.",
+        examples=["http://127.0.0.1:8265"],
+    )
+    start_within_s: Seconds = Field(
+        600,
+        title="Start within (seconds)",
+        description="A job that has not taken its GPUs by then is stopped and queued again.",
+    )
+    entrypoint_resources: Mapping[Text, Positive] | None = Field(
+        None,
+        title="Entrypoint resources",
+        description="Resources of the node that a job's driver lands on, so that it is no head.",
+        examples=[{"worker_node": 1}],
+    )
+    entrypoint_label_selector: Mapping[Text, Word] | None = Field(
+        None,
+        title="Entrypoint labels",
+        description="Labels of the node that a job's driver lands on.",
+        examples=[{"ray.io/node-type": "worker"}],
+    )
+
+
+class Progress(Model):
+    """Where the run's step is to be read."""
+
+    http: Url | None = Field(
+        None,
+        title="HTTP",
+        description="An address that answers with JSON.",
+        examples=["http://127.0.0.1:${api.port}/status"],
+    )
+    jsonl: Text | None = Field(
+        None,
+        title="JSON lines",
+        description="A file that grows by a JSON object a line; better, where there is one.",
+        examples=["${run.dir}/metrics.jsonl"],
+    )
+    step: DottedKey = Field(
+        title="Step",
+        description="The key of the step in the answer or the line.",
+        examples=["current_step"],
+    )
+    total: Count | None = Field(
+        None,
+        title="Total",
+        description="Steps in all; ${progress.total} in a command.",
+        examples=[60],
+    )
+
+    @classmethod
+    def rules(cls, written: Mapping[str, Any]) -> Iterator[Refusal]:
+        sources = [key for key in ("http", "jsonl") if written.get(key) is not None]
+        if len(sources) != 1:
+            problem = "reads http and jsonl at once" if sources else "reads nothing"
+            yield (), refused(problem, "write one of http and jsonl")
+
+
+class Success(Model):
+    """Evidence that the run did its work, beyond exit 0."""
+
+    step: Count = Field(
+        title="Step",
+        description="The step that must have been reached; ${success.step} in a command.",
+        examples=[60],
+    )
+
+
+class Retry(Model):
+    """How often, and after what pause, a kind of failure is tried again."""
+
+    attempts: Count | None = Field(
+        None,
+        title="Attempts",
+        description="The tries in all. Only INSUFFICIENT_RESOURCES and START_TIMEOUT need none.",
+    )
+    delay_s: Seconds = Field(
+        60, title="Delay (seconds)", description="Before the first new try; it then grows."
+    )
+    max_delay_s: Seconds = Field(
+        600, title="Longest delay (seconds)", description="How far the delay grows."
+    )
+
+    @classmethod
+    def rules(cls, written: Mapping[str, Any]) -> Iterator[Refusal]:
+        delay, longest = written.get("delay_s", 60), written.get("max_delay_s", 600)
+        numbers = isinstance(delay, int | float) and isinstance(longest, int | float)
+        if numbers and delay > longest:
+            problem = f"{longest:g} is below delay_s, {delay:g}"
+            yield ("max_delay_s",), refused(problem, f"write {delay:g} or more")
+
+
+class RunSpec(Model):
+    """One training run: its components in the order of their start, and what it needs.
+
+    A `RunSpec` is valid in itself; whether its placeholders are known, and whether what it asks
+    for is supported yet, is for `loading` to say.
+
+    Raises:
+        InvalidSpec: With every fault at once, from the constructor as from `model_validate`.
+    """
+
+    name: Annotated[Text, _RUN_NAME] = Field(
+        title="Name",
+        description="What this training is called; the run's id begins with it.",
+        examples=["quickstart"],
+    )
+    workload: Literal["ppo", "grpo", "sft"] = Field(
+        title="Workload", description="The kind of training.", examples=["grpo"]
+    )
+    tags: tuple[Text, ...] = Field(
+        (), title="Tags", description="Labels to find the run by.", examples=[["demo"]]
+    )
+    env: Env = Field(
+        default_factory=dict,
+        title="Environment variables",
+        description="Given to every component.",
+        examples=[{"HF_HUB_OFFLINE": "1"}],
+    )
+    cwd: Text = Field(
+        ".",
+        title="Working directory",
+        description="Where the components run, relative to the project's root.",
+    )
+    gang: Gang | None = Field(
+        None, title="Gang", description="The GPUs it needs; left out: none are asked for."
+    )
+    ray: Ray | None = Field(
+        None, title="Ray", description="The cluster, only where something uses Ray."
+    )
+    on_lost_flow: Literal["stop", "adopt"] = Field(
+        "stop",
+        title="On a lost flow process",
+        description=(
+            "What becomes of Ray jobs whose flow process died. stop: they are stopped. adopt: "
+            "they go on, and the next process of the run attaches to them."
+        ),
+    )
+    containment: Literal["auto", "namespace"] = Field(
+        "auto",
+        title="Containment",
+        description=(
+            "auto: the best that this machine offers without privileges. namespace: a PID "
+            "namespace for the run, or the run is refused."
+        ),
+    )
+    components: Components = Field(
+        title="Components",
+        description=(
+            "Started in this order, stopped in reverse. The form has api, rollout, trainer and "
+            "environment; another is added there by `Use JSON input` in the menu of this field."
+        ),
+        examples=[{"trainer": {"command": ["python", "train.py"]}}],
+        json_schema_extra={"position": LAST},
+    )
+    progress: Progress | None = Field(
+        None, title="Progress", description="Where the run's step is to be read."
+    )
+    success: Success | None = Field(
+        None,
+        title="Success",
+        description="Evidence beyond exit 0; left out: exit 0 is enough.",
+    )
+    stall_after_s: Seconds | None = Field(
+        None,
+        title="Stalled after (seconds)",
+        description="No progress and no output for so long: the run has failed as STALLED.",
+        examples=[1800],
+    )
+    retry: Mapping[FailureKind, Retry] = Field(
+        default_factory=dict,
+        title="Retry",
+        description=(
+            "Kinds of failure that are tried again, each with attempts, delay_s and max_delay_s. "
+            "INSUFFICIENT_RESOURCES and START_TIMEOUT are, without limit, listed or not."
+        ),
+        examples=[{"NODE_LOST": {"attempts": 3}}],
+    )
+
+    @classmethod
+    def rules(cls, written: Mapping[str, Any]) -> Iterator[Refusal]:
+        if written.get("success") is not None and written.get("progress") is None:
+            remedy = "write progress: {jsonl: FILE, step: KEY} too"
+            yield ("success",), refused("needs `progress`: nothing would show the step", remedy)
+        yield from _rules_of_jobs(written)
+        retry = written.get("retry")
+        for kind, policy in retry.items() if isinstance(retry, Mapping) else ():
+            listed = set(FailureKind) - REQUEUED
+            if kind in listed and isinstance(policy, Mapping) and policy.get("attempts") is None:
+                problem = "missing: this kind is not tried again without limit"
+                yield ("retry", str(kind), "attempts"), refused(problem, "write attempts: 3")
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _in_plain_words(cls, data: object, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        try:
+            return handler(data)
+        except ValidationError as error:
+            faults = faults_of(error, cls.model_json_schema())
+        raise InvalidSpec(faults)
+
+    @property
+    def processes(self) -> dict[str, Component]:
+        """The components that are programs of their own, in the order of their start."""
+        return {
+            name: component
+            for name, component in self.components.items()
+            if isinstance(component, Component)
+        }
+
+    @property
+    def fleet(self) -> Rollout | None:
+        """The component `rollout`; None where the run has none."""
+        fleet = self.components.get("rollout")
+        return fleet if isinstance(fleet, Rollout) else None
+
+    def on_exit_zero(self, name: str) -> OnExitZero:
+        """What an exit 0 of this component means: as written, else as its name says."""
+        component = self.components[name]
+        written = component.on_exit_zero if isinstance(component, Component) else None
+        return written or _ON_EXIT_ZERO.get(name, "fail")
+
+    def retry_of(self, kind: FailureKind) -> Retry | None:
+        """How a kind of failure is tried again; None where it is final."""
+        return self.retry.get(kind) or (Retry() if kind in REQUEUED else None)
+
+    def written(self) -> dict[str, Any]:
+        """Plain data for YAML or JSON, in order and without what was left out."""
+        return self.model_dump(mode="json", exclude_unset=True)
+
+
+def _rules_of_jobs(written: Mapping[str, Any]) -> Iterator[Refusal]:
+    """What goes with components that a cluster runs."""
+    named = written.get("components")
+    components = {
+        name: component
+        for name, component in (named.items() if isinstance(named, Mapping) else ())
+        if isinstance(component, Mapping)
+    }
+    jobs = [name for name, one in components.items() if one.get("launcher") == "ray_job"]
+    uses = [f"{jobs[0]} is a Ray job"] if jobs else []
+    if components.get("rollout", {}).get("placement") == "ray":
+        uses.append("rollout is placed on Ray")
+    if uses and written.get("ray") is None:
+        problem = f"missing: {uses[0]}, and no cluster is named"
+        yield ("ray",), refused(problem, 'write ray: {address: "http://127.0.0.1:8265"}')
+    for name in jobs:
+        live, ready = components[name].get("live"), components[name].get("ready")
+        if isinstance(live, Mapping) and live.get("processes") is not None:
+            problem = "child processes are watched on this machine, and a Ray job runs on another"
+            yield ("components", name, "live", "processes"), refused(problem, "leave it out")
+        if isinstance(ready, Mapping) and ready.get("notify"):
+            problem = "a Ray job runs on another machine, from where it can't notify this one"
+            remedy = "write log: REGEX, or http: of an address that it serves"
+            yield ("components", name, "ready", "notify"), refused(problem, remedy)
+    if written.get("on_lost_flow") == "adopt" and len(jobs) < len(components):
+        other = next(name for name in components if name not in jobs)
+        problem = f"{other} is a process, which ends with the flow process of its run"
+        remedy = "write stop, or launcher: ray_job for every component"
+        yield ("on_lost_flow",), refused(problem, remedy)

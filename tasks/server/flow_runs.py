@@ -1,0 +1,328 @@
+"""Flow runs as their Prefect server has them: which of them have lost their process, and the state
+that is true of them then.
+
+All proposals are made by the server's own rules, none is forced: a flow run that has come to its
+end, or that somebody began to cancel, between our look and our word is left as it is.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from email.utils import parsedate_to_datetime
+from typing import Any
+from uuid import UUID
+
+import httpx
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.filters import (
+    FlowFilter,
+    FlowFilterName,
+    FlowRunFilter,
+    FlowRunFilterState,
+    FlowRunFilterStateType,
+)
+from prefect.client.schemas.objects import FlowRun, State, StateType
+from prefect.client.schemas.responses import SetStateStatus
+from prefect.exceptions import ObjectNotFound
+from prefect.settings import (
+    PREFECT_API_AUTH_STRING,
+    PREFECT_API_URL,
+    PREFECT_CLIENT_MAX_RETRIES,
+    temporary_settings,
+)
+from prefect.states import Cancelled, Completed, Crashed, Failed, Scheduled
+
+from tasks.run.lifecycle import RunState
+from tasks.run.upkeep.closing import Closed
+from tasks.server.refusal import why_refused
+from tasks.supervise.identity import ProcessId, boot_id, host_name
+from tasks.supervise.leftovers.variables import Holders
+
+#: In the environment of a flow run's process. Source: prefect/runner/_starter_engine.py.
+FLOW_RUN_VARIABLE = "PREFECT__FLOW_RUN_ID"
+#: The state of a flow run without a process whose jobs go on. Its name is that of a retry, with
+#: which a flow run may leave a final state.
+JOBS_GO_ON = "AwaitingRetry"
+#: The flows whose lost flow runs are closed.
+OUR_FLOWS = ("train", "pipeline", "reconcile", "prune")
+#: Of them, those that each host's upkeep serves itself; their flow runs are of no use once done.
+UPKEEP_FLOWS = ("reconcile", "prune")
+
+#: The labels by which a worker says who it is. Source: prefect/workers/base.py,
+#: _give_worker_labels_to_flow_run.
+_WORKER_LABEL, TYPE_LABEL = "prefect.worker.name", "prefect.worker.type"
+#: Of a flow run that was started directly: host, pid and the ticks of its start.
+_PROCESS_TAG = "process:"
+#: Workers whose flow runs are processes of their own host; others' are somewhere else.
+_LOCAL_TYPES = ("process", "gang")
+#: The work pools of our runs and pipelines.
+_POOLS = ("gang", "pipelines")
+#: In the command line of a flow run's process. Source: prefect/runner/_workspace_starter.py.
+_ENGINES = ("prefect.engine", "prefect.flow_engine", "_workspace_")
+_HELD = (StateType.PENDING, StateType.RUNNING, StateType.CANCELLING)
+_OPEN = (*_HELD, StateType.SCHEDULED, StateType.PAUSED)
+_TRAINING_FLOWS = ("train", "pipeline")
+#: The process of a flow run that was just submitted needs some seconds to appear.
+_SETTLED_AFTER = timedelta(seconds=30)
+#: A worker labels what it has taken within a second, unless it is killed in that moment.
+_UNLABELLED_AFTER = timedelta(seconds=60)
+_TIMEOUT_S = 10.0
+_PAGE = 200
+
+
+class ServerAway(Exception):
+    """A Prefect server did not answer, or with an error of its own: ask it again later."""
+
+
+class ServerRefuses(ServerAway):
+    """A Prefect server answers, and wants a password that this process has not: its message says
+    what to set. What is to be told waits until that is done."""
+
+
+@contextmanager
+def talking_to(api_url: str) -> Iterator[SyncPrefectClient]:
+    """A client of a Prefect server, whatever server this process belongs to otherwise.
+
+    It soon gives up: whoever comes by each minute need not insist.
+
+    Raises: ServerAway, for any call within that fails; ServerRefuses among them.
+    """
+    settings: dict[Any, Any] = {PREFECT_API_URL: api_url, PREFECT_CLIENT_MAX_RETRIES: 1}
+    # Settings of its own, or a flow's context would give the client of that flow's server.
+    own = {"timeout": _TIMEOUT_S}
+    try:
+        with (
+            temporary_settings(settings),
+            get_client(httpx_settings=own, sync_client=True) as client,
+        ):
+            yield client
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        if refusal := why_refused(api_url, error, is_set=bool(PREFECT_API_AUTH_STRING.value())):
+            raise ServerRefuses(refusal) from error
+        raise ServerAway(f"{api_url}: {error or type(error).__name__}") from error
+
+
+def find_flow_run(client: SyncPrefectClient, flow_run_id: str) -> FlowRun | None:
+    """None where the server does not know it."""
+    try:
+        return client.read_flow_run(UUID(flow_run_id))
+    except ObjectNotFound:
+        return None
+
+
+def state_of(client: SyncPrefectClient, flow_run_id: str) -> State[Any] | None:
+    """Its state; None where the server does not know it."""
+    flow_run = find_flow_run(client, flow_run_id)
+    return flow_run.state if flow_run is not None else None
+
+
+def held_flow_runs(client: SyncPrefectClient) -> list[FlowRun]:
+    """Our flow runs that should have a process, or are about to get one."""
+    return _flow_runs(client, OUR_FLOWS, _HELD)
+
+
+def open_flow_runs(client: SyncPrefectClient) -> list[FlowRun]:
+    """Trainings, and pipelines of them, that have not ended."""
+    return _flow_runs(client, _TRAINING_FLOWS, _OPEN)
+
+
+def _flow_runs(
+    client: SyncPrefectClient, flows: Sequence[str], types: Sequence[StateType]
+) -> list[FlowRun]:
+    states = FlowRunFilterState(type=FlowRunFilterStateType(any_=list(types)))
+    found: list[FlowRun] = []
+    while True:
+        page = client.read_flow_runs(
+            flow_filter=FlowFilter(name=FlowFilterName(any_=list(flows))),
+            flow_run_filter=FlowRunFilter(state=states),
+            limit=_PAGE,
+            offset=len(found),
+        )
+        found += page
+        if len(page) < _PAGE:
+            return found
+
+
+def server_now(client: SyncPrefectClient) -> datetime | None:
+    """What the server's clock says, to the second; the one that dates its states.
+
+    Returns: None where it does not say, as behind some proxies.
+    """
+    try:
+        return parsedate_to_datetime(client.hello().headers["date"])
+    except (KeyError, ValueError):
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """What this machine knows of flow runs."""
+
+    #: Its name, which is that of its worker.
+    name: str
+    #: Of `reconcile/<name>` and its like, whose flow runs no worker labels.
+    upkeep_deployments: frozenset[UUID]
+    #: By flow run id.
+    processes: Holders
+    #: Flow run ids and names of the registry on disk, which knows better about them.
+    registered: frozenset[str]
+    #: Of the flow `pipeline`, whose flow runs go on in another process.
+    pipeline_flow: UUID | None = None
+
+    def has_process(self, run: FlowRun) -> bool:
+        """Whether the flow run has a living process here, or may have one."""
+        if str(run.id) in self.processes.pids:
+            return True
+        if (process := _process_of(run, self.name)) is not None:
+            return process.is_alive()
+        hidden = self.processes.hidden.items()
+        suspects = {pid for pid, line in hidden if any(part in line for part in _ENGINES)}
+        _host, pid = _infrastructure(run)
+        # Without a pid, any of the processes that this user may not look at can be the one.
+        return bool(suspects) and (pid is None or pid in suspects)
+
+    def has_been_given(self, run: FlowRun) -> bool:
+        """Whether it was for this machine to run, as far as the server knows."""
+        host, _pid = _infrastructure(run)
+        if _process_of(run, self.name) is not None:
+            return True
+        if run.deployment_id in self.upkeep_deployments:
+            return True
+        if run.labels.get(TYPE_LABEL, _LOCAL_TYPES[0]) not in _LOCAL_TYPES:
+            return False
+        return self.name in (host, run.labels.get(_WORKER_LABEL))
+
+
+def state_of_lost(run: FlowRun, host: Host, now: datetime) -> State[Any] | None:
+    """The state of a flow run that the registry does not know and whose process is gone.
+
+    Args:
+        now: by the server's clock.
+
+    Returns: None for every flow run that is alive, may be alive, may be about to start, or is not
+        for this machine to judge.
+    """
+    state = run.state
+    if state is None or {str(run.id), run.name} & host.registered or host.has_process(run):
+        return None
+    age = now - state.timestamp
+    if not host.has_been_given(run) and not _is_unlabelled(run, age):
+        return None
+    if age < _SETTLED_AFTER:
+        return None
+    gone = f"its process is gone from {host.name}"
+    match state.type:
+        case StateType.PENDING if _process_of(run, host.name) is not None:
+            return Crashed(message=f"{gone}: it was killed before it began")
+        case StateType.PENDING:
+            # Not started, so nothing stands against starting it.
+            return Scheduled(message=f"submitted, but {gone}: scheduled again")
+        case StateType.CANCELLING:
+            return Cancelled(message=f"cancelled; {gone}")
+        case StateType.RUNNING if run.flow_id == host.pipeline_flow:
+            return _state_of_lost_pipeline(run, host, f"{gone}: it was killed or lost")
+        case StateType.RUNNING:
+            return Crashed(message=f"{gone}: it was killed or lost")
+        case _:
+            return None
+
+
+def _state_of_lost_pipeline(run: FlowRun, host: Host, cause: str) -> State[Any]:
+    """Its stage goes on without it, and any process of it goes on where the last one was."""
+    if run.deployment_id is None or _process_of(run, host.name) is not None:
+        remedy = f"python -m flows.pipeline --resume {run.id}"
+        return Crashed(message=f"{cause}; the run of its stage goes on: {remedy}")
+    return Scheduled(name=JOBS_GO_ON, message=f"{cause}; its next process goes on where it was")
+
+
+def state_of_closed(state: State[Any] | None, run: Closed | None, cause: str) -> State[Any] | None:
+    """The Prefect state that fits the closed record of a run.
+
+    Args:
+        state: that it has on the server.
+        run: None where there is no record.
+        cause: of the loss of its process.
+
+    Returns: None where the server's state is true as it is: final, or that of a flow run which
+        waits for its next process.
+    """
+    if state is None or state.type not in (StateType.RUNNING, StateType.CANCELLING):
+        return None
+    if state.is_cancelling():
+        # The server's rules allow no other way on.
+        return Cancelled(message=f"cancelled; {cause}")
+    if run is None or run.by_loss or not run.state.is_final:
+        return Crashed(message=cause)
+    make = {RunState.COMPLETED: Completed, RunState.CANCELLED: Cancelled}.get(run.state, Failed)
+    return make(message=run.message)
+
+
+def propose(
+    client: SyncPrefectClient, flow_run_id: str, before: State[Any], after: State[Any]
+) -> bool:
+    """Give a flow run a state, unless its state has changed since it was looked at.
+
+    Returns: whether it has it now.
+    """
+    now = state_of(client, flow_run_id)
+    if now is None or now.id != before.id:
+        return False
+    answer = client.set_flow_run_state(UUID(flow_run_id), after)
+    return answer.status == SetStateStatus.ACCEPT
+
+
+def clear_process(client: SyncPrefectClient, flow_run_id: str) -> None:
+    """Forget the process that the flow run had: a cancel would wait for that one for ever."""
+    # `update_flow_run` leaves out what is None.
+    nothing = {"infrastructure_pid": None}
+    client.request("PATCH", "/flow_runs/{id}", path_params={"id": flow_run_id}, json=nothing)
+
+
+def process_tag() -> str:
+    """A tag for a flow run that this process creates for itself: no worker would say where it is.
+
+    It is there from the flow run's first moment on, before anything else could be noted of it.
+    """
+    me = ProcessId.of(os.getpid())
+    return f"{_PROCESS_TAG}{host_name()}:{me.pid}:{me.start_ticks}"
+
+
+def process_tags_of(tags: Iterable[str]) -> set[str]:
+    """Those of the tags that name a process."""
+    return {tag for tag in tags if tag.startswith(_PROCESS_TAG)}
+
+
+def has_lost_its_process(run: FlowRun) -> bool:
+    """Whether the process that a flow run was started in, directly, is known to have ended."""
+    process = _process_of(run, host_name())
+    return process is not None and not process.is_alive()
+
+
+def _process_of(run: FlowRun, host: str) -> ProcessId | None:
+    """The process that the flow run's tag names, where that is one of this host."""
+    for tag in run.tags:
+        name, _, numbers = tag.removeprefix(_PROCESS_TAG).partition(":")
+        pid, _, ticks = numbers.partition(":")
+        if tag.startswith(_PROCESS_TAG) and name == host and pid.isdecimal() and ticks.isdecimal():
+            return ProcessId(pid=int(pid), start_ticks=int(ticks), boot_id=boot_id())
+    return None
+
+
+def _is_unlabelled(run: FlowRun, age: timedelta) -> bool:
+    """Taken by a worker that was killed before it said who it was: anybody may give it back."""
+    is_pending = run.state is not None and run.state.is_pending()
+    is_taken = run.work_pool_name in _POOLS and is_pending
+    return is_taken and not run.labels.get(_WORKER_LABEL) and age >= _UNLABELLED_AFTER
+
+
+def _infrastructure(run: FlowRun) -> tuple[str | None, int | None]:
+    """Host and pid, where they are known.
+
+    Prefect 3.8 writes a bare pid; earlier releases wrote `host:pid`.
+    """
+    host, _, pid = (run.infrastructure_pid or "").rpartition(":")
+    return host or None, int(pid) if pid.isdecimal() else None

@@ -1,0 +1,196 @@
+"""The Prefect server that a run talks to: the one that is set, or a temporary one of its own."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import sqlite3
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+
+import prefect
+from prefect.events.worker import EventsWorker
+from prefect.logging.handlers import APILogWorker
+from prefect.settings import (
+    PREFECT_API_URL,
+    PREFECT_SERVER_ALLOW_EPHEMERAL_MODE,
+    temporary_settings,
+)
+
+from tasks.run.errors import MusterError, RunEnded
+from tasks.run.layout import muster_home
+from tasks.run.spec.probes import ReadyProbe
+from tasks.server.flow_runs import ServerAway, ServerRefuses, talking_to
+from tasks.supervise.containment import allowed_level, probe
+from tasks.supervise.leftovers.registry import RunRegister
+from tasks.supervise.plan import AttemptPlan, ComponentPlan
+from tasks.supervise.ports import PortsReserved
+from tasks.supervise.process import Command
+from tasks.supervise.supervisor import Supervisor
+
+_log = logging.getLogger(__name__)
+
+_NAME = "prefect-server"
+_DATABASE = "prefect.db"
+_START_WITHIN_S = 120.0
+_FLUSH_WITHIN_S = 5.0
+
+
+#: Whether the server of this context is a temporary one.
+_is_temporary: ContextVar[bool] = ContextVar("is_temporary", default=False)
+
+
+class NoServer(MusterError):
+    """There is no Prefect server to talk to: start it, or leave PREFECT_API_URL unset."""
+
+
+@contextmanager
+def prefect_server() -> Iterator[str]:
+    """The API address of a Prefect server that answers.
+
+    That of `PREFECT_API_URL`, where it is set (in the environment or the Prefect profile). Else a
+    temporary server, with a database of its own, that ends with the context or with this process,
+    however it ends.
+
+    Raises: NoServer.
+    """
+    url = PREFECT_API_URL.value()
+    if url:
+        _check(url)
+        yield url
+        return
+    with tempfile.TemporaryDirectory(prefix="muster-prefect-") as home:
+        port_name = f"{_NAME}.port"
+        ports = PortsReserved([port_name])
+        url = f"http://127.0.0.1:{ports.numbers[port_name]}/api"
+        template = _database_template()
+        if template.exists():
+            shutil.copyfile(template, Path(home) / _DATABASE)
+        plan = _plan(Path(home), ports.numbers[port_name], url)
+        register = RunRegister.opened(plan.run_id, leftovers=(Path(home),))
+        with (
+            closing(register),
+            Supervisor(plan, ports, lambda *event, **fields: None, register) as supervisor,
+        ):
+            try:
+                supervisor.start(_NAME)
+            except RunEnded:
+                verdict = supervisor.teardown()
+                raise NoServer(_why_not(verdict.message, Path(home) / "server.log")) from None
+            if not template.exists():
+                _save_template(Path(home) / _DATABASE, template)
+            settings = {PREFECT_API_URL: url, PREFECT_SERVER_ALLOW_EPHEMERAL_MODE: False}
+            with temporary_settings(settings):
+                token = _is_temporary.set(True)
+                try:
+                    yield url
+                finally:
+                    _is_temporary.reset(token)
+                    _flush()
+
+
+def lasting_api_url() -> str | None:
+    """The API address of this context's Prefect server; None for one that ends with this process,
+    and for none at all."""
+    return None if _is_temporary.get() else PREFECT_API_URL.value()
+
+
+def server_command(
+    home: Path,
+    port: int,
+    address: str = "127.0.0.1",
+    settings: Mapping[str, str] | None = None,
+) -> Command:
+    """A Prefect server whose database lies in `home`; it reports to nobody.
+
+    Args:
+        address: on which it listens.
+        settings: of Prefect, beside these; another database for example.
+    """
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("PREFECT_")}
+    return Command(
+        # The server without Prefect's command line, which takes seconds to load.
+        argv=(
+            *(sys.executable, "-m", "tasks.server.process", "--factory"),
+            "prefect.server.api.server:create_app",
+            *("--host", address, "--port", str(port)),
+            *("--log-level", "warning", "--timeout-keep-alive", "30"),
+        ),
+        env={
+            **inherited,
+            "PREFECT_HOME": str(home),
+            "PREFECT_API_URL": f"http://{address}:{port}/api",
+            "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+            "DO_NOT_TRACK": "1",
+            **(settings or {}),
+        },
+        cwd=home,
+        log=home / "server.log",
+        grace_s=5.0,
+    )
+
+
+def _plan(home: Path, port: int, url: str) -> AttemptPlan:
+    server = ComponentPlan(
+        name=_NAME,
+        command=server_command(home, port),
+        ready=ReadyProbe(http=f"{url}/health", within_s=_START_WITHIN_S),
+        live=None,
+        on_exit_zero="fail",
+    )
+    run_id = f"{_NAME}-{os.getpid()}-{os.urandom(2).hex()}"
+    containment = probe(at_most=allowed_level())
+    return AttemptPlan(
+        run_id=run_id, number=1, cwd=home, components=(server,), containment=containment
+    )
+
+
+def _flush() -> None:
+    """Send what Prefect still holds back: without a server it would try again for a minute."""
+    APILogWorker.drain_all(timeout=_FLUSH_WITHIN_S)
+    EventsWorker.drain_all(timeout=_FLUSH_WITHIN_S)
+
+
+def _database_template() -> Path:
+    """An empty database of this Prefect release: to make one takes its server some 5 s."""
+    return muster_home() / "cache" / f"prefect-{prefect.__version__}.db"
+
+
+def _save_template(database: Path, template: Path) -> None:
+    draft = template.with_name(f"{template.name}.{os.getpid()}")
+    try:
+        template.parent.mkdir(parents=True, exist_ok=True)
+        with closing(sqlite3.connect(database)) as source, closing(sqlite3.connect(draft)) as copy:
+            source.backup(copy)
+        draft.replace(template)
+    except (OSError, sqlite3.Error) as error:
+        _log.warning("no template of Prefect's database kept in %s: %s", template, error)
+        draft.unlink(missing_ok=True)
+
+
+def _check(url: str) -> None:
+    """By Prefect's own client, which knows the password, and a proxy or certificate on the way."""
+    try:
+        with talking_to(url) as client:
+            client.hello().raise_for_status()
+    except ServerRefuses as error:
+        raise NoServer(str(error)) from None
+    except ServerAway as error:
+        problem = str(error).removeprefix(f"{url}: ")
+        raise NoServer(
+            f"no Prefect server answers at PREFECT_API_URL={url} ({problem}): start it "
+            "(`make up`), or unset PREFECT_API_URL to run on a temporary one"
+        ) from None
+
+
+def _why_not(message: str, log: Path) -> str:
+    try:
+        tail = log.read_text(errors="replace")[-2000:]
+    except OSError:
+        tail = ""
+    return f"a temporary Prefect server did not start: {message}\n{tail}".rstrip()

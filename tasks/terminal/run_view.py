@@ -1,0 +1,217 @@
+"""What a person at a terminal sees of a run: what happens, what runs, how far it is, how it ended.
+
+Nothing of it holds up the run. Whoever has something to show leaves it here and goes on; one thread
+writes. Where that is stuck, in a terminal that was stopped for example, the oldest lines are lost.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from types import TracebackType
+
+from prefect.logging.handlers import PrefectConsoleHandler
+from rich.console import Console
+from rich.text import Text
+
+from tasks.run.events import Event
+from tasks.run.spec.run import RunSpec
+from tasks.session import event_listeners
+from tasks.terminal import curve
+from tasks.terminal.end_block import Ending, end_block
+from tasks.terminal.event_lines import failed_attempt, lines_of
+from tasks.terminal.foreign_lines import ForeignLines
+from tasks.terminal.live_view import LiveView, drawn
+from tasks.terminal.screen import Line, Screen, printable
+
+_log = logging.getLogger(__name__)
+
+#: Ages grow; what happens is drawn at once, and no more often than that.
+_AGAIN_AFTER_S = 1.0
+_FRAME_S = 0.05
+#: Kept for a screen that takes none.
+_LINES_AT_MOST = 10_000
+#: At the end a screen that takes nothing for so long is left behind.
+_CLOSE_WITHIN_S = 30.0
+_CURVE_COLUMNS, _CURVE_COLUMNS_AT_LEAST = 72, 30
+
+
+class Terminal:
+    """Shows the events of the runs of this context, as they happen.
+
+    Plain lines; on a terminal also a live region under them, while the context is open.
+    """
+
+    def __init__(self, spec: RunSpec, screen: Screen | None = None) -> None:
+        self._screen = screen or Screen.of_stdout()
+        self._began = time.monotonic()
+        self._total = spec.progress.total if spec.progress else None
+        self._view = LiveView(spec)
+        self._attempt: Path | None = None
+        self._record: Path | None = None
+        self._ended: Event | None = None
+        self._shown_step = 0.0
+        self._lock = threading.Lock()
+        self._lines: deque[Line | Text] = deque()
+        self._lost = 0
+        self._news = threading.Event()
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._work, name="terminal", daemon=True)
+        self._foreign = ForeignLines(lambda text: self._add(Line(text=text)))
+
+    def __enter__(self) -> Terminal:
+        self._token = event_listeners.set((*event_listeners.get(), self.show))
+        self._thread.start()
+        if self._screen.is_live:
+            self._foreign.take_over()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._foreign.give_back()
+        event_listeners.reset(self._token)
+        self._is_closing = True
+        self._news.set()
+        self._thread.join(_CLOSE_WITHIN_S)
+
+    def say(self, text: str, style: str = "") -> None:
+        """One line, with the seconds since the beginning. Returns at once."""
+        self._say(Line(text=text, style=style))
+
+    def show(self, event: Event) -> None:
+        """One event of the run. Returns at once."""
+        with self._lock:
+            self._view.observe(event)
+        for line in lines_of(event):
+            self._say(line)
+        match event.name:
+            case "run.opened":
+                self._record = Path(event.fields["record"])
+            case "attempt.begun" | "attempt.adopted":
+                self._attempt = Path(event.fields["directory"])
+                self._ended, self._shown_step = None, 0.0
+            case "run.progress" if not self._screen.is_live:
+                self._say_step(event.fields["step"])
+            case "attempt.ended":
+                self._ended = event
+            case "attempt.decided" if not event.fields["text"].startswith("final"):
+                if self._ended and self._ended.fields["failure"] and self._attempt:
+                    for line in failed_attempt(self._ended, self._attempt):
+                        self._say(line)
+        self._news.set()
+
+    def end(self, state: str, message: str, page: str = "") -> None:
+        """How the run ended: the last thing to be shown.
+
+        Args:
+            page: of the flow run in the UI; empty for none.
+        """
+        if state == "completed":
+            self._show_curve()
+        for line in end_block(Ending(state=state, message=message, record=self._record, page=page)):
+            self._add(line)
+
+    def _say_step(self, step: float) -> None:
+        # A line for each twentieth is enough.
+        stride = (self._total or 100) / 20
+        if step - self._shown_step >= stride or step == self._total:
+            self._shown_step = step
+            of = f" of {self._total}" if self._total else ""
+            self.say(f"step {step:g}{of}")
+
+    def _show_curve(self) -> None:
+        if self._attempt is None:
+            return
+        metrics = self._attempt / "metrics.jsonl"
+        try:
+            points = curve.read(metrics, "step", "reward")
+        except OSError:
+            return
+        if len(points) < 2:
+            return
+        columns = min(_CURVE_COLUMNS, self._screen.size.columns - 1)
+        if columns >= _CURVE_COLUMNS_AT_LEAST and self._screen.has_unicode:
+            drawing = curve.draw(points, title="reward by step", columns=columns)
+            for line in drawing.splitlines():
+                self._add(Line(text=line.rstrip()))
+        first, last = points[0][1], points[-1][1]
+        self.say(f"reward {first:.3f} at first, {last:.3f} at last")
+        self.say(f"figures in {metrics}")
+
+    def _say(self, line: Line) -> None:
+        stamp = f"{time.monotonic() - self._began:7.1f}s "
+        self._add(Text.assemble((stamp, "dim"), (printable(line.text), line.style)))
+
+    def _add(self, line: Line | Text) -> None:
+        with self._lock:
+            if len(self._lines) == _LINES_AT_MOST:
+                self._lines.popleft()
+                self._lost += 1
+            self._lines.append(line)
+        self._news.set()
+
+    def _work(self) -> None:
+        is_last = False
+        while not is_last:
+            self._news.wait(_AGAIN_AFTER_S if self._screen.is_live else None)
+            self._news.clear()
+            # Asked first, so that what was said before the end is shown.
+            is_last = self._is_closing
+            try:
+                self._draw(is_last)
+            except Exception:
+                self._screen.is_live = False
+                _log.exception("the live region can't be drawn: plain lines from here on")
+            if self._screen.is_live and not is_last:
+                time.sleep(_FRAME_S)
+
+    def _draw(self, is_last: bool) -> None:
+        now = time.time()
+        with self._lock:
+            lines, lost = list(self._lines), self._lost
+            self._lines.clear()
+            self._lost = 0
+            picture = self._view.look(now) if self._screen.is_live and not is_last else None
+        if lost:
+            lines.insert(0, Line(text=f"({lost} lines could not be shown in time)", style="dim"))
+        region = []
+        room = self._screen.region_lines
+        if picture is not None and room:
+            region = drawn(
+                picture,
+                columns=self._screen.size.columns,
+                lines=room,
+                now=now,
+                has_unicode=self._screen.has_unicode,
+            )
+        self._screen.show(lines, region)
+
+
+def outlive_readers() -> None:
+    """Go on when nobody reads any more what this process prints.
+
+    Rich ends the thread then, by SystemExit. The reader of a flow process is its worker, which may
+    be killed, and then the first line that Prefect logs would end the run as Crashed.
+    """
+
+    def on_broken_pipe(console: Console) -> None:
+        console.quiet = True
+
+    setattr(Console, "on_broken_pipe", on_broken_pipe)  # noqa: B010
+
+
+def quieten_prefect() -> None:
+    """The terminal tells the story; Prefect's own lines go to its server only."""
+    os.environ.setdefault("DO_NOT_TRACK", "1")
+    for name in list(logging.root.manager.loggerDict):
+        for handler in logging.getLogger(name).handlers:
+            if isinstance(handler, PrefectConsoleHandler):
+                handler.setLevel(logging.CRITICAL)

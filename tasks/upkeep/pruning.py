@@ -1,0 +1,264 @@
+"""Pruning what ended runs have left on this host, the stack's own logs, and the upkeep's flow runs.
+
+What may go is `tasks.run.upkeep.retention`'s to say. Safe at any time, from any number of processes
+at once: a run that has not ended, that is registered or parked, or that another one starts from is
+left as it is.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+import math
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from prefect.artifacts import create_markdown_artifact
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.filters import FlowFilter, FlowFilterName
+from prefect.client.schemas.objects import StateType
+from prefect.exceptions import MissingContextError
+from prefect.logging import get_run_logger
+from prefect.settings import PREFECT_API_URL
+
+from tasks.parked import parked_runs
+from tasks.run.layout import RunPlace, muster_home
+from tasks.run.lifecycle import RunState
+from tasks.run.upkeep.pruned import Done, Pruned
+from tasks.run.upkeep.retention import Act, Found, Plan, Retention, Step, plan
+from tasks.run.upkeep.run_files import (
+    compress,
+    named_by,
+    plain_logs,
+    removable,
+    remove,
+    run_ids_in,
+    sizes,
+)
+from tasks.server.flow_runs import (
+    UPKEEP_FLOWS,
+    ServerAway,
+    ServerRefuses,
+    open_flow_runs,
+    talking_to,
+)
+from tasks.supervise.identity import host_name
+from tasks.supervise.leftovers.registry import registered_runs
+
+_log = logging.getLogger(__name__)
+
+#: A log of the stack is cut at this size; so many earlier parts of it are kept, compressed.
+_STACK_LOG_BYTES = 50 * 1024**2
+_STACK_LOGS_KEPT = 3
+#: By the server's own rule.
+_DELETED_AT_ONCE = 50
+_DELETED_AT_MOST = 20_000
+
+
+def prune_host(keep: Retention | None = None, *, dry_run: bool = False) -> Pruned:
+    """Do what the rules say, or with `dry_run` only say it.
+
+    Where the server of PREFECT_API_URL is set and does not answer, nothing is removed: a run that
+    waits there may be about to start from what another one has left.
+
+    Args:
+        keep: by default as the environment of this process sets it.
+
+    Raises: ValidationError, where the environment sets nonsense.
+    """
+    keep = keep or Retention.of_environment(os.environ)
+    home, host = muster_home(), host_name()
+    try:
+        wanted = _wanted_on_server()
+    except ServerAway as error:
+        is_refused = isinstance(error, ServerRefuses)
+        why = str(error) if is_refused else f"the Prefect server does not answer ({error})"
+        away = f"nothing was pruned: {why}"
+        return Pruned(
+            host=host, home=home, plan=Plan(steps=(), held=()), is_dry=dry_run, open=(away,)
+        )
+    found = survey(keep, wanted)
+    steps = plan(found, keep, time.time())
+    if dry_run:
+        return Pruned(host=host, home=home, plan=steps, is_dry=True)
+    return Pruned(
+        host=host,
+        home=home,
+        plan=steps,
+        is_dry=False,
+        done=tuple(done for step in steps.steps if (done := _carry_out(step, keep)) is not None),
+        rotated=tuple(_rotate_stack_logs(home)),
+        flow_runs=_delete_upkeep(keep),
+    )
+
+
+def publish(pruned: Pruned) -> None:
+    """Log what was done, and leave an artifact of it; of nothing, none."""
+    log: logging.Logger | logging.LoggerAdapter[logging.Logger] = _log
+    with suppress(MissingContextError):
+        log = get_run_logger()
+    for line in pruned.lines():
+        log.info("%s", line)
+    if not (pruned.done or pruned.has_problem) or not PREFECT_API_URL.value():
+        return
+    try:
+        create_markdown_artifact(
+            key="prune", markdown=pruned.as_markdown(), description=pruned.summary
+        )
+    except Exception as error:
+        log.warning("the artifact was not made: %r", error)
+
+
+def survey(keep: Retention, wanted: frozenset[str] = frozenset()) -> list[Found]:
+    """Every run's directory on this host.
+
+    Args:
+        wanted: run ids that flow runs which have not ended name.
+    """
+    registered, parked = set(registered_runs()), set(parked_runs())
+    # A run that was pruned needs what it has started from no more.
+    directories = {path: sizes(path) for path in _directories()}
+    sources: dict[str, str] = {}
+    for path, files in directories.items():
+        if removable(files, outputs=False):
+            sources |= dict.fromkeys(named_by(path), path.name)
+    reasons = (
+        (registered, "it is registered as running"),
+        (parked, "it waits for its next attempt"),
+        (wanted, "a flow run that has not ended names it"),
+    )
+    found = []
+    for path, files in directories.items():
+        ended_at, held = _ending(RunPlace(directory=path).record)
+        held = held or next((why for names, why in reasons if path.name in names), "")
+        if not held and path.name in sources:
+            held = f"{sources[path.name]} has started from it"
+        gone = removable(files, outputs=keep.outputs)
+        found.append(
+            Found(
+                directory=path,
+                held=held,
+                ended_at=ended_at,
+                removable_bytes=sum(files[name] for name in gone),
+                log_bytes=sum(files[name] for name in plain_logs(files)),
+                size_bytes=sum(files.values()),
+            )
+        )
+    return found
+
+
+def _directories() -> Iterator[Path]:
+    with suppress(FileNotFoundError):
+        for path in sorted((muster_home() / "runs").iterdir()):
+            if path.is_dir() and not path.is_symlink():
+                yield path
+
+
+def _ending(record: Path) -> tuple[float, str]:
+    """When a run ended, UTC epoch seconds, and why it must be taken as one that has not."""
+    try:
+        content = json.loads(record.read_text(encoding="utf-8"))
+        if not RunState(content["state"]).is_final:
+            return math.inf, "it has not ended"
+        return float(content["ended_at"]), ""
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return math.inf, f"its record can't be read ({error})"
+
+
+def _carry_out(step: Step, keep: Retention) -> Done | None:
+    """None where the run has been begun again since it was looked at."""
+    directory = step.run.directory
+    _, held = _ending(RunPlace(directory=directory).record)
+    if held or step.run.run_id in registered_runs():
+        return None
+    before = sizes(directory)
+    problem = ""
+    try:
+        if step.act is Act.REMOVE:
+            remove(directory, removable(before, outputs=keep.outputs))
+        else:
+            for name in plain_logs(before):
+                compress(directory / name)
+    except OSError as error:
+        problem = str(error)
+    freed = sum(before.values()) - sum(sizes(directory).values())
+    return Done(step=step, freed_bytes=freed, problem=problem)
+
+
+def _rotate_stack_logs(home: Path) -> Iterator[Path]:
+    """Cut the logs of the stack of this host that have grown large.
+
+    Whoever writes one has it open for appending, and writes on at its new end. What is written
+    between the copy and the cut is lost, a line or two.
+    """
+    for path in sorted((home / "stack" / "logs").glob("*.log")):
+        try:
+            if path.stat().st_size <= _STACK_LOG_BYTES:
+                continue
+            for number in range(_STACK_LOGS_KEPT, 0, -1):
+                earlier = path.with_name(f"{path.name}.{number}.gz")
+                if earlier.exists():
+                    earlier.replace(path.with_name(f"{path.name}.{number + 1}.gz"))
+            path.with_name(f"{path.name}.{_STACK_LOGS_KEPT + 1}.gz").unlink(missing_ok=True)
+            with path.open("rb") as source, gzip.open(f"{path}.1.gz", "wb", 6) as target:
+                shutil.copyfileobj(source, target, 1 << 20)
+            os.truncate(path, 0)
+            yield path
+        except OSError as error:
+            _log.warning("%s was not cut: %s", path, error)
+
+
+def _wanted_on_server() -> frozenset[str]:
+    """Run ids that stand in the parameters of flow runs that have not ended. Raises: ServerAway."""
+    api_url = PREFECT_API_URL.value()
+    if not api_url:
+        return frozenset()
+    with talking_to(api_url) as client:
+        runs = open_flow_runs(client)
+    texts = (f"{run.name} {json.dumps(run.parameters, default=str)}" for run in runs)
+    return frozenset().union(*map(run_ids_in, texts))
+
+
+def _delete_upkeep(keep: Retention) -> int:
+    """Flow runs that the upkeep has completed some days ago; how many were deleted.
+
+    There are more than a thousand a day of each host, and Prefect deletes none by itself.
+    """
+    api_url = PREFECT_API_URL.value()
+    if not api_url or keep.upkeep_days is None:
+        return 0
+    count = 0
+    try:
+        with talking_to(api_url) as client:
+            deployments = _upkeep_deployments(client)
+            before = datetime.now(UTC) - timedelta(days=keep.upkeep_days)
+            which = {
+                "deployment_id": {"any_": deployments},
+                "state": {"type": {"any_": [StateType.COMPLETED.value]}},
+                "end_time": {"before_": before.isoformat()},
+            }
+            content = {"flow_runs": which, "limit": _DELETED_AT_ONCE}
+            while deployments and count < _DELETED_AT_MOST:
+                answer = client.request(
+                    "POST",
+                    "/flow_runs/bulk_delete",  # type: ignore[arg-type]  # not in Prefect's own list
+                    json=content,
+                )
+                deleted = len(answer.json()["deleted"])
+                count += deleted
+                if deleted < _DELETED_AT_ONCE:
+                    break
+    except ServerAway as error:
+        _log.warning("flow runs of the upkeep were not deleted: %s", error)
+    return count
+
+
+def _upkeep_deployments(client: SyncPrefectClient) -> list[str]:
+    flows = FlowFilter(name=FlowFilterName(any_=list(UPKEEP_FLOWS)))
+    return [str(one.id) for one in client.read_deployments(flow_filter=flows)]

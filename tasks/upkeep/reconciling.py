@@ -1,0 +1,337 @@
+"""Making the world agree with the record: what runs whose process is gone have left on this host.
+
+Safe at any time, from any number of processes at once: each lost run is claimed by one of them,
+and what is found alive, waiting or unclear is left as it is.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from uuid import UUID
+
+from prefect.artifacts import create_markdown_artifact
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.filters import FlowFilter, FlowFilterName
+from prefect.client.schemas.objects import State
+from prefect.events import emit_event
+from prefect.events.worker import EventsWorker
+from prefect.exceptions import MissingContextError, ObjectNotFound
+from prefect.logging import get_run_logger
+from prefect.settings import PREFECT_API_URL
+
+from tasks.parked import close_ended_parked
+from tasks.reporting.closed_page import tell_closed
+from tasks.run.upkeep.closing import Closed, Loss, close_record
+from tasks.run.upkeep.reconciled import Reconciled, Report
+from tasks.server.flow_runs import (
+    FLOW_RUN_VARIABLE,
+    UPKEEP_FLOWS,
+    Host,
+    ServerAway,
+    ServerRefuses,
+    clear_process,
+    held_flow_runs,
+    propose,
+    server_now,
+    state_of,
+    state_of_closed,
+    state_of_lost,
+    talking_to,
+)
+from tasks.supervise.identity import host_name
+from tasks.supervise.leftovers.lost import Remains, finish
+from tasks.supervise.leftovers.registry import LostRun, claimed, owner_of, registered_runs
+from tasks.supervise.leftovers.variables import holders_of
+from tasks.upkeep.lost_jobs import NO_JOBS, JobsEnded, keep_jobs, stop_jobs
+
+_log = logging.getLogger(__name__)
+
+#: Guardians that have lost their flow process get so long, in one reconcile, to take down theirs.
+_SETTLE_WITHIN_S = 20.0
+_LOOK_AGAIN_S = 0.5
+#: A cluster that does not answer is asked again by the next reconcile.
+_UNKNOWN_AFTER_S = 5.0
+#: A server that has not answered by then is not told any more.
+_TELL_WITHIN_S = 24 * 3600.0
+_FLUSH_WITHIN_S = 5.0
+_CHANGED = "its state on the server has just changed"
+
+
+def reconcile_host() -> Report:
+    """Finish every run of this host whose flow process is gone, and close its record.
+
+    So are the records closed of runs that were cancelled while they waited without a process.
+
+    Flow runs of the server of PREFECT_API_URL, where it is set, that this host was given, that are
+    in no registry and that have no process, get the state that is true of them.
+    """
+    runs = (*_finish_lost_runs(), *close_ended_parked(), *_close_lost_flow_runs())
+    return Report(host=host_name(), runs=runs)
+
+
+def publish(report: Report) -> None:
+    """Log what was found, and leave an artifact and events of what was done; of nothing, none."""
+    log: logging.Logger | logging.LoggerAdapter[logging.Logger] = _log
+    is_flow = False
+    with suppress(MissingContextError):
+        log, is_flow = get_run_logger(), True
+    for run in report.runs:
+        log.warning("%s", run)
+    if not report.acted or not PREFECT_API_URL.value():
+        return
+    try:
+        create_markdown_artifact(
+            key="reconcile", markdown=report.as_markdown(), description=report.summary
+        )
+    except Exception as error:
+        log.warning("the artifact was not made: %r", error)
+    for run in report.acted:
+        # Never raises.
+        emit_event("muster.run.reconciled", resource=_resource(run), payload=run.as_payload())
+    if not is_flow:
+        # Sent from a thread, which a program that goes on as another one would take with it.
+        EventsWorker.drain_all(timeout=_FLUSH_WITHIN_S)
+
+
+def _resource(run: Reconciled) -> dict[str, str]:
+    kind = f"flow-run.{run.flow_run_id}" if run.flow_run_id else f"muster.run.{run.name}"
+    return {"prefect.resource.id": f"prefect.{kind}", "prefect.resource.name": run.name}
+
+
+def _finish_lost_runs() -> list[Reconciled]:
+    """Those of the registry; looked at again while guardians take down their parts of them."""
+    found: dict[str, Reconciled] = {}
+    deadline = time.monotonic() + _SETTLE_WITHIN_S
+    at_work = registered_runs()
+    while at_work:
+        for run_id in at_work:
+            run = _finish_run(run_id, found.pop(run_id, None))
+            if run is not None:
+                found[run_id] = run
+        at_work = [run.name for run in found.values() if run.is_at_work]
+        if time.monotonic() > deadline:
+            break
+        if at_work:
+            time.sleep(_LOOK_AGAIN_S)
+    return list(found.values())
+
+
+def _finish_run(run_id: str, before: Reconciled | None) -> Reconciled | None:
+    """One look at one run.
+
+    Args:
+        before: What was found a moment ago.
+
+    Returns: None where the run lives, or is in other hands.
+    """
+    try:
+        with claimed(run_id) as lost:
+            if lost is None:
+                # Where it was found a moment ago, another reconcile has it now, and will say so.
+                if before is None or not before.has_acted:
+                    return None
+                return replace(before, open="", is_at_work=False)
+            remains = finish(lost)
+            if before is not None:
+                killed = (*before.killed, *remains.killed)
+                remains = replace(remains, killed=killed, removed=before.removed + remains.removed)
+            if not remains.is_clean:
+                return _unfinished(lost, remains)
+            if lost.owner.adopts and (kept := keep_jobs(lost)) is not None:
+                is_news = kept.server or kept.open or remains.killed or remains.removed
+                run = _reconciled(lost, remains, server=kept.server, open=kept.open)
+                return run if is_news else None
+            return _close_run(lost, remains, stop_jobs(lost, unknown_after_s=_UNKNOWN_AFTER_S))
+    except Exception as error:
+        # The others shall not wait for this one; the entry is kept.
+        _log.exception("run %s could not be reconciled", run_id)
+        return Reconciled(name=run_id, found="its process was gone", open=repr(error))
+
+
+def _close_run(lost: LostRun, remains: Remains, jobs: JobsEnded) -> Reconciled:
+    """Close the record of a run whose processes are gone, and tell its server.
+
+    A job of which nobody can say whether it has ended keeps the run registered.
+    """
+    owner = lost.owner
+    flow_run_id = owner.flow_run_id
+    forget = lost.forget if not jobs.left else lambda: None
+    if flow_run_id is None or owner.directory is None:
+        forget()
+        return _reconciled(lost, remains, jobs=jobs)
+    if pids := holders_of(FLOW_RUN_VARIABLE).pids.get(flow_run_id):
+        # It was started anew, and has not registered itself yet.
+        pid = pids[0]
+        return _reconciled(lost, remains, open=f"another process of its flow run lives (pid {pid})")
+    record: Closed | None = None
+    try:
+        if owner.api_url is None:
+            record = close_record(owner.directory, _loss(lost, remains, jobs))
+            forget()
+            return _reconciled(lost, remains, record, jobs=jobs)
+        with talking_to(owner.api_url) as client:
+            before = state_of(client, flow_run_id)
+            loss = _loss(lost, remains, jobs, before)
+            record = close_record(owner.directory, loss)
+            after = state_of_closed(before, record, loss.cause)
+            if before is None or after is None:
+                forget()
+                return _reconciled(lost, remains, record, jobs=jobs)
+            if not propose(client, flow_run_id, before, after):
+                return _reconciled(lost, remains, record, jobs=jobs, open=_CHANGED)
+            tell_closed(client, flow_run_id, owner.directory)
+            forget()
+            return _reconciled(lost, remains, record, jobs=jobs, server=after.name or "")
+    except ServerAway as error:
+        return _leave_untold(lost, remains, jobs, record, error)
+
+
+def _leave_untold(
+    lost: LostRun,
+    remains: Remains,
+    jobs: JobsEnded,
+    record: Closed | None,
+    error: ServerAway,
+) -> Reconciled:
+    """What can be said without the server: the rest waits until it is back, or for a day."""
+    assert lost.owner.directory is not None
+    gives_up = lost.seconds_lost() > _TELL_WITHIN_S
+    loss = _loss(lost, remains, jobs, is_waiting=False if gives_up else None)
+    record = record or close_record(lost.owner.directory, loss)
+    if gives_up and not jobs.left:
+        lost.forget()
+    away = f"the server does not answer ({error})"
+    return _reconciled(lost, remains, record, jobs=jobs, open="" if gives_up else away)
+
+
+def _loss(
+    lost: LostRun,
+    remains: Remains,
+    jobs: JobsEnded,
+    state: State[object] | None = None,
+    *,
+    is_waiting: bool | None = False,
+) -> Loss:
+    if state is not None:
+        has_process = state.is_running() or state.is_cancelling()
+        is_waiting = not state.is_final() and not has_process
+    return Loss(
+        pid=lost.owner.process.pid,
+        is_cancelled=state is not None and (state.is_cancelling() or state.is_cancelled()),
+        is_waiting=is_waiting,
+        killed=remains.killed,
+        removed=remains.removed,
+        jobs=jobs.ended,
+        jobs_left=jobs.left,
+    )
+
+
+def _unfinished(lost: LostRun, remains: Remains) -> Reconciled:
+    left = [f"{name}: {', '.join(map(str, pids))}" for name, pids in remains.left.items()]
+    waiting = [f"{name}: {pid}" for name, pid in remains.waiting.items()]
+    parts = [
+        f"processes outlived SIGKILL ({'; '.join(left)})" if left else "",
+        f"guardians are at work ({'; '.join(waiting)})" if waiting else "",
+    ]
+    text = " and ".join(filter(None, parts))
+    return replace(_reconciled(lost, remains, open=text), is_at_work=bool(waiting))
+
+
+def _reconciled(
+    lost: LostRun,
+    remains: Remains,
+    record: Closed | None = None,
+    *,
+    jobs: JobsEnded = NO_JOBS,
+    server: str = "",
+    open: str = "",
+) -> Reconciled:
+    return Reconciled(
+        name=lost.owner.run_id,
+        flow_run_id=lost.owner.flow_run_id,
+        found=f"its process (pid {lost.owner.process.pid}) was gone",
+        killed=remains.killed,
+        jobs=jobs.ended,
+        removed=remains.removed,
+        record=record.state.value if record is not None and record.is_changed else "",
+        server=server,
+        open=" and ".join(filter(None, (open, jobs.left))),
+    )
+
+
+def _close_lost_flow_runs() -> list[Reconciled]:
+    """Those of the server that no registry knows: submitted, and never begun or long forgotten."""
+    api_url = PREFECT_API_URL.value()
+    if not api_url:
+        return []
+    try:
+        with talking_to(api_url) as client:
+            return list(_flow_runs_closed(client))
+    except ServerRefuses as error:
+        # Asking again changes nothing: somebody has to set the password.
+        return [Reconciled(name=api_url, found="its flow runs are not shown", open=str(error))]
+    except ServerAway as error:
+        _log.warning("flow runs without a process were not looked for: %s", error)
+        return []
+    except Exception:
+        # A server of another release, say. It keeps no worker from its start, nor the lost runs
+        # that were finished before from being told.
+        _log.exception("flow runs without a process could not be looked for on %s", api_url)
+        return []
+
+
+def _flow_runs_closed(client: SyncPrefectClient) -> Iterator[Reconciled]:
+    held = held_flow_runs(client)
+    now = server_now(client) if held else None
+    if now is None:
+        return
+    # After the states were read: a flow run that has ended since has another state by now.
+    host = _this_host(client)
+    for run in held:
+        after = state_of_lost(run, host, now)
+        if after is None or run.state is None:
+            continue
+        if after.is_scheduled() and run.state.is_running():
+            # A cancel of the waiting flow run would wait for the process on record for ever.
+            clear_process(client, str(run.id))
+        done = propose(client, str(run.id), run.state, after)
+        yield Reconciled(
+            name=run.name,
+            flow_run_id=str(run.id),
+            found=f"{run.state.name}, without a process on {host.name}",
+            server=after.name or "" if done else "",
+            open="" if done else _CHANGED,
+        )
+
+
+def _this_host(client: SyncPrefectClient) -> Host:
+    name = host_name()
+    owners = filter(None, map(owner_of, registered_runs()))
+    registered = {known for owner in owners for known in (owner.run_id, owner.flow_run_id) if known}
+    return Host(
+        name=name,
+        upkeep_deployments=frozenset(
+            found
+            for flow in UPKEEP_FLOWS
+            if (found := _deployment(client, f"{flow}/{name}")) is not None
+        ),
+        processes=holders_of(FLOW_RUN_VARIABLE),
+        registered=frozenset(registered),
+        pipeline_flow=_flow(client, "pipeline"),
+    )
+
+
+def _flow(client: SyncPrefectClient, name: str) -> UUID | None:
+    found = client.read_flows(flow_filter=FlowFilter(name=FlowFilterName(any_=[name])), limit=1)
+    return found[0].id if found else None
+
+
+def _deployment(client: SyncPrefectClient, name: str) -> UUID | None:
+    try:
+        return client.read_deployment_by_name(name).id
+    except ObjectNotFound:
+        return None
