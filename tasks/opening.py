@@ -19,6 +19,7 @@ from tasks.cancellation import cancel_watched, why_cancelled
 from tasks.page.failure import in_a_line
 from tasks.parked import forget_parked
 from tasks.reporting.announcing import announced
+from tasks.reporting.kept_record import earlier_record
 from tasks.reporting.reporter import Reporter
 from tasks.run.failure_kinds import FailureKind
 from tasks.run.layout import make_run_id
@@ -55,9 +56,16 @@ def open_run(spec: RunSpec) -> Iterator[RunSession]:
     Raises: Abort, when another process of this machine has the run.
     """
     flow_run_id: UUID = _flow_run().id
+    api_url = lasting_api_url()
+    # Only where others start it can it have been on another host.
+    others = started_by_others()
     try:
         run = RunSession(
-            spec, run_id=run_id_of_flow_run(), flow_run_id=flow_run_id, api_url=lasting_api_url()
+            spec,
+            run_id=run_id_of_flow_run(),
+            flow_run_id=flow_run_id,
+            api_url=api_url,
+            earlier=earlier_record(api_url, flow_run_id) if api_url and others else None,
         )
     except RunHeld as error:
         # A flow run may be started twice, by two workers for example. Its state is then that of

@@ -9,14 +9,17 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 from prefect.client.schemas.objects import State
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from tasks.reporting.closed_page import tell_closed
+from tasks.reporting.kept_record import record_kept
 from tasks.run.events import EventLog
 from tasks.run.layout import RunPlace, muster_home
 from tasks.run.lifecycle import RunState
@@ -85,7 +88,11 @@ def _closed(parked: Parked) -> Reconciled | None:
         return None
     with talking_to(parked.api_url) as client:
         state = state_of(client, parked.flow_run_id)
-    if state is not None and not state.is_final():
+        if state is not None and not state.is_final():
+            return None
+        kept = record_kept(client, UUID(parked.flow_run_id)) if state is not None else None
+    if kept is not None and _take_over(parked, kept):
+        forget_parked(parked.run_id)
         return None
     record = _close_record(parked, state)
     forget_parked(parked.run_id)
@@ -100,6 +107,19 @@ def _closed(parked: Parked) -> Reconciled | None:
         found=f"it waited without a process, and is {state.name if state else 'no more'}",
         record=record.value,
     )
+
+
+def _take_over(parked: Parked, kept: Mapping[str, Any]) -> bool:
+    """Whether the run came to its end on another host, whose record is now here too."""
+    place = RunPlace.of(parked.run_id)
+    try:
+        content = json.loads(place.record.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    if not RunState(kept["state"]).is_final or len(kept["attempts"]) <= len(content["attempts"]):
+        return False
+    write_json(place.record, kept)
+    return True
 
 
 def _close_record(parked: Parked, state: State[Any] | None) -> RunState | None:

@@ -7,12 +7,12 @@ import logging
 import signal as signals
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 from uuid import UUID
 
 from tasks.fleet.component import fleet_faults, fleet_names, fleet_ports, prepare_fleet
@@ -37,6 +37,7 @@ from tasks.run.spec.loading import spec_as_yaml
 from tasks.run.spec.lookup import lookup_faults
 from tasks.run.spec.run import RunSpec
 from tasks.run.spec.template import ports_needed, resolve, template_faults
+from tasks.supervise.identity import host_name
 from tasks.supervise.leftovers.registry import RunRegister
 from tasks.supervise.leftovers.shared_memory import remove_unused
 from tasks.supervise.ports import PortsReserved
@@ -68,12 +69,19 @@ class RunSession:
     """One run, from its first attempt to its verdict. Safe to interrupt from a signal handler."""
 
     def __init__(
-        self, spec: RunSpec, *, run_id: str, flow_run_id: UUID, api_url: str | None = None
+        self,
+        spec: RunSpec,
+        *,
+        run_id: str,
+        flow_run_id: UUID,
+        api_url: str | None = None,
+        earlier: Mapping[str, Any] | None = None,
     ) -> None:
         """Makes the run's directory, and registers this process as the run's owner.
 
         Args:
             api_url: of the Prefect server that keeps the flow run; None: it ends with the run.
+            earlier: what another host has on record of the run, where it has been there.
 
         Raises: OSError, when there is no disk, another process of this machine has the run, or
             something of an earlier one can't be ended.
@@ -114,6 +122,7 @@ class RunSession:
             run_id=run_id,
             flow_run_id=str(flow_run_id),
             on_move=self._tell_state,
+            earlier=earlier,
             name=spec.name,
             workload=spec.workload,
             tags=list(spec.tags),
@@ -186,6 +195,7 @@ class RunSession:
                     containment.as_json(),
                     resume_from=names["attempt.resume_from"],
                     ports=ports.numbers,
+                    host=host_name(),
                 )
                 self.record.move(RunState.ADMITTED)
             elif self.record.state is RunState.STOPPING:

@@ -23,6 +23,7 @@ from tasks.page.view import Shown
 #: The keys of the artifacts of a run.
 SUMMARY, COMPONENTS, TIMELINE = "summary", "components", "timeline"
 REWARD, PROGRESS, ATTEMPTS = "reward", "progress", "attempts"
+RECORD = "record"
 _NOT_FOUND = 404
 
 

@@ -14,11 +14,12 @@ from uuid import UUID
 from prefect.client.orchestration import SyncPrefectClient
 
 from tasks.page.components import components_of
+from tasks.page.record import record_of
 from tasks.page.summary import summary_of
 from tasks.page.tables import attempts_of
 from tasks.page.timeline import timeline_of
 from tasks.page.view import RunView
-from tasks.reporting.artifacts import ATTEMPTS, COMPONENTS, SUMMARY, TIMELINE, FlowArtifacts
+from tasks.reporting.artifacts import ATTEMPTS, COMPONENTS, RECORD, SUMMARY, TIMELINE, FlowArtifacts
 from tasks.run.layout import RunPlace
 from tasks.run.lifecycle import RunState
 from tasks.run.spec.loading import load_spec
@@ -44,6 +45,7 @@ def _tell(client: SyncPrefectClient, flow_run_id: UUID, view: RunView) -> None:
         COMPONENTS: components_of(view),
         TIMELINE: timeline_of(view),
         ATTEMPTS: attempts_of(view),
+        RECORD: record_of(view),
     }
     # What it is made of was masked when it was written.
     artifacts = FlowArtifacts(flow_run_id, told, lambda said: said)

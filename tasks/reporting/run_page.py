@@ -18,6 +18,7 @@ from prefect.client.orchestration import get_client
 from tasks.page.components import components_of
 from tasks.page.figures import Figures
 from tasks.page.fleet import FleetSeen
+from tasks.page.record import record_of
 from tasks.page.summary import summary_of
 from tasks.page.tables import attempts_of, curve_shown, progress_of
 from tasks.page.timeline import timeline_of
@@ -26,6 +27,7 @@ from tasks.reporting.artifacts import (
     ATTEMPTS,
     COMPONENTS,
     PROGRESS,
+    RECORD,
     REWARD,
     SUMMARY,
     TIMELINE,
@@ -57,6 +59,7 @@ _PACES: Mapping[str, _Pace] = {
     REWARD: _Pace(every_s=10.0, renewed_s=10.0, is_steady=True),
     PROGRESS: _Pace(every_s=3.0, is_steady=True),
     ATTEMPTS: _Pace(every_s=0.0),
+    RECORD: _Pace(every_s=10.0),
 }
 #: Of the run's age, and at most so many seconds.
 _STEADY_PART, _STEADY_AT_MOST_S = 0.01, 60.0
@@ -67,13 +70,13 @@ _LONGEST_S = 3600.0
 
 #: What an event changes, by the beginning of its name: the longest that fits counts.
 _CHANGES: Mapping[str, tuple[str, ...]] = {
-    "attempt.": (SUMMARY, COMPONENTS, TIMELINE, ATTEMPTS),
-    "component.": (SUMMARY, COMPONENTS, TIMELINE),
-    "job.": (SUMMARY, COMPONENTS),
+    "attempt.": (SUMMARY, COMPONENTS, TIMELINE, ATTEMPTS, RECORD),
+    "component.": (SUMMARY, COMPONENTS, TIMELINE, RECORD),
+    "job.": (SUMMARY, COMPONENTS, RECORD),
     "rollout.group.": (COMPONENTS,),
     "rollout.server.": (COMPONENTS,),
     "run.progress": (PROGRESS,),
-    "run.state": (SUMMARY,),
+    "run.state": (SUMMARY, RECORD),
     "run.waiting": (SUMMARY,),
     "teardown.": (SUMMARY,),
 }
@@ -239,6 +242,8 @@ class RunPage:
                 return attempts_of(view) if view.attempts else None
             case "progress":
                 return progress_of(view)
+            case "record":
+                return record_of(view)
         return self._curve(view)
 
     def _curve(self, view: RunView) -> Shown | None:

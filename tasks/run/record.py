@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from tasks.run.events import Event
+from tasks.run.failure_kinds import FailureKind
 from tasks.run.layout import AttemptPlace, RunPlace
 from tasks.run.lifecycle import RunState, check_move
-from tasks.run.outcome import Verdict
+from tasks.run.outcome import Failure, Verdict
 
 _log = logging.getLogger(__name__)
 
@@ -83,6 +84,34 @@ def _is_asked_to_end(place: AttemptPlace) -> bool:
     return any(file.get("stop_asked_at") is not None for file in files)
 
 
+def taken_over(content: Mapping[str, Any], now: float) -> dict[str, Any]:
+    """The record of a run on one host, for its next process on another one.
+
+    An attempt that has no end there is over: its process may live only where it can't be seen, and
+    the run's server has given the run to somebody else.
+
+    Args:
+        now: UTC epoch seconds.
+    """
+    record: dict[str, Any] = copy.deepcopy({**content})
+    for attempt in record["attempts"][-1:]:
+        if attempt["ended_at"] is None:
+            where = f" on {attempt['host']}" if attempt.get("host") else ""
+            lost = Failure(
+                kind=FailureKind.UNKNOWN,
+                message=f"the flow process{where} of this attempt was lost, with its host",
+                rule="host-lost",
+            )
+            attempt |= {
+                "state": RunState.FAILED.value,
+                "ended_at": now,
+                "failure": lost.as_json(),
+            }
+    if not RunState(record["state"]).is_final:
+        record["state"] = RunState.PENDING_RESOURCES.value
+    return record
+
+
 class RunRecord:
     """What is known of one run, kept in `run.json`. Safe from any thread."""
 
@@ -94,6 +123,7 @@ class RunRecord:
         flow_run_id: str,
         clock: Callable[[], float] = time.time,
         on_move: Callable[[RunState, str], None] = lambda state, message: None,
+        earlier: Mapping[str, Any] | None = None,
         **more: object,
     ) -> None:
         """Begins a record, or goes on with the one that an earlier process of the run left.
@@ -103,6 +133,7 @@ class RunRecord:
 
         Args:
             on_move: told each new state of the run, with its message.
+            earlier: what another host has on record of the run, where it has been there.
             more: further keys of the file.
         """
         self._path = path
@@ -121,8 +152,10 @@ class RunRecord:
         }
         if path.exists():
             self._content |= json.loads(path.read_text(encoding="utf-8"))
-            if self.state.is_final:
-                self._content |= {"state": RunState.QUEUED.value, "ended_at": None}
+        if earlier is not None and len(earlier["attempts"]) > len(self._content["attempts"]):
+            self._content |= taken_over(earlier, clock())
+        if self.state.is_final:
+            self._content |= {"state": RunState.QUEUED.value, "ended_at": None}
         self._save()
 
     @property
@@ -160,6 +193,7 @@ class RunRecord:
         *,
         resume_from: str = "",
         ports: Mapping[str, int] | None = None,
+        host: str = "",
     ) -> None:
         """Add an attempt to the ledger. Those before it stay as they are.
 
@@ -167,6 +201,7 @@ class RunRecord:
             containment: what holds its processes: level, promise, and why no higher one does.
             resume_from: the checkpoint that it starts from; empty for none.
             ports: `ports[name]`, as placeholders name them.
+            host: the machine of its flow process, which has the attempt's files.
         """
         with self._lock:
             self._content["containment"] = dict(containment) if containment else None
@@ -181,6 +216,7 @@ class RunRecord:
                     "components": {},
                     "ray": {},
                     "ports": dict(ports or {}),
+                    "host": host or None,
                     "resume_from": resume_from or None,
                     "decision": None,
                 }

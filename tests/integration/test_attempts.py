@@ -7,12 +7,14 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.ground import FINAL, Ground, Run, host_with_worker, until
+from tests.support.prefect_api import ask
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -106,7 +108,7 @@ def test_run_without_room_is_tried_again_until_there_is(ground: Ground, room: Pa
         assert attempt["decision"].startswith("requeued: INSUFFICIENT_RESOURCES, next try in ")
     assert (last["state"], last["decision"]) == ("completed", "final: completed")
     shown = artifacts(run)
-    assert {*shown} == {"summary", "components", "timeline", "attempts"}
+    assert {*shown} == {"summary", "components", "timeline", "attempts", "record"}
     assert shown["summary"]["description"].startswith("**completed**")
     assert f"attempt {last['number']}: completed" in drawn(shown["timeline"])
     rows = json.loads(shown["attempts"]["data"])
@@ -115,6 +117,31 @@ def test_run_without_room_is_tried_again_until_there_is(ground: Ground, room: Pa
     # A fresh api, on ports of its own.
     assert requeued[-1]["components"]["api"]["pid"] != last["components"]["api"]["pid"]
     assert not ports_of(run, last["number"] - 1) & ports_of(run, last["number"])
+
+
+def test_run_goes_on_with_its_record_on_a_host_that_has_none(
+    ground: Ground, room: Path, tmp_path: Path
+) -> None:
+    run = ground.submit(waiting_for(room, delay_s=3))
+    until_parked(run)
+    elsewhere = replace(ground, home=tmp_path / "elsewhere")
+    to = {"env": {"MUSTER_HOME": str(elsewhere.home)}}
+    ask("PATCH", f"{ground.api}/flow_runs/{run.flow_run_id}", {"job_variables": to})
+
+    room.touch()
+    run.until_state("COMPLETED")
+    here = run.record()
+    ground.reconcile()
+
+    there = replace(run, ground=elsewhere).record()
+    numbers = [attempt["number"] for attempt in there["attempts"]]
+    assert numbers == list(range(1, len(numbers) + 1))
+    assert there["state"] == "completed"
+    assert len(numbers) > len(here["attempts"]) > 0
+    # All but what was decided after it had left.
+    assert there["attempts"][0] == here["attempts"][0]
+    assert run.record() == there
+    assert json.loads(artifacts(run)["attempts"]["data"])[-1]["state"] == "completed"
 
 
 def test_run_that_waits_has_no_process_and_can_be_cancelled_at_once(

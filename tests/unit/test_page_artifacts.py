@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ from uuid import UUID, uuid4
 import httpx
 import pytest
 
+from tasks.page.record import record_read
 from tasks.page.view import Shown
 from tasks.reporting import run_page
 from tasks.reporting.artifacts import FlowArtifacts
@@ -192,6 +194,7 @@ def test_an_attempt_that_begins_is_told_at_once(server: Server, run: SimpleNames
     assert sorted(one["key"] for one in server.kept.values()) == [
         "attempts",
         "components",
+        "record",
         "summary",
         "timeline",
     ]
@@ -280,7 +283,7 @@ def test_what_is_left_for_something_more_urgent_is_told_after_it(
     before = len(server.kept)
     page.tell()
 
-    assert (before, len(server.kept)) == (1, 4)
+    assert (before, len(server.kept)) == (1, 5)
 
 
 def test_a_run_that_never_began_has_a_summary_at_its_end(
@@ -311,7 +314,16 @@ def test_the_page_of_a_lost_run_says_what_its_record_was_closed_with(
     shown = server.shown("summary")
     assert shown["description"].startswith("**failed**: UNKNOWN")
     assert "812" in shown["data"] and "not tried again" in shown["data"]
-    assert len(server.kept) == 4
+    assert len(server.kept) == 5
+    # What another host would go on with.
+    kept, written = record_read(server.shown("record")["data"]), run.place.record.read_text()
+    assert kept is not None and kept["attempts"][0]["decision"] == "final: failed"
+    assert {**kept, "attempts": []} == {**json.loads(written), "attempts": []}
+
+
+@pytest.mark.parametrize("data", ["", "no fence", "```\n{}\n```", "```\n[1]\n```", "```\n{\n```"])
+def test_what_is_no_record_is_not_read_as_one(data: str) -> None:
+    assert record_read(data) is None
 
 
 def test_a_page_that_can_not_be_told_keeps_nobody_from_closing_runs(tmp_path: Path) -> None:

@@ -347,3 +347,50 @@ def test_attempt_that_has_its_verdict_can_not_be_gone_on_with(path: Path) -> Non
     record.end_attempt(Verdict(state=RunState.COMPLETED, message="done"))
 
     assert make(path).adoptable() is None
+
+
+def elsewhere(tmp_path: Path, *, ended: bool) -> dict[str, Any]:
+    """What a record on another host says after one attempt, which has ended or not."""
+    path = tmp_path / "elsewhere.json"
+    record = make(path)
+    record.begin_attempt(1, host="node-7")
+    record.move(RunState.ADMITTED)
+    record.move(RunState.STARTING)
+    if ended:
+        record.move(RunState.STOPPING)
+        failure = Failure(kind=FailureKind.INSUFFICIENT_RESOURCES, message="no room")
+        record.end_attempt(Verdict.failed(failure, 3.0))
+    return content_of(path)
+
+
+def test_a_host_without_a_record_goes_on_with_that_of_another(path: Path, tmp_path: Path) -> None:
+    earlier = elsewhere(tmp_path, ended=True)
+
+    record = make(path, earlier=earlier)
+    record.begin_attempt(2, host="node-8")
+
+    attempts = content_of(path)["attempts"]
+    assert attempts[0] == earlier["attempts"][0] | {"decision": "begun again"}
+    assert [(a["number"], a["host"]) for a in attempts] == [(1, "node-7"), (2, "node-8")]
+    record.move(RunState.ADMITTED)  # from any state that the other one was left in
+
+
+def test_an_attempt_that_has_no_end_on_the_other_host_was_lost(path: Path, tmp_path: Path) -> None:
+    record = make(path, earlier=elsewhere(tmp_path, ended=False))
+
+    [attempt] = record.ledger()
+    assert attempt["state"] == "failed" and attempt["ended_at"] is not None
+    assert "on node-7" in attempt["failure"]["message"]
+    assert record.adoptable() is None
+    assert record.state is RunState.PENDING_RESOURCES
+
+
+def test_of_two_records_the_one_with_more_attempts_holds(path: Path, tmp_path: Path) -> None:
+    mine = make(path)
+    for number in (1, 2):
+        mine.begin_attempt(number, host="here")
+        mine.end_attempt(Verdict(state=RunState.FAILED, message=""))
+
+    record = make(path, earlier=elsewhere(tmp_path, ended=True))
+
+    assert [attempt["host"] for attempt in record.ledger()] == ["here", "here"]
