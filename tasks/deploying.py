@@ -25,12 +25,12 @@ def load_run_spec(path: str) -> dict[str, Any]:
     Args:
         path: The file, relative to the project's root.
 
-    Returns: `{"spec": ...}`, plain data in the order of the file.
+    Returns: `{"spec": ...}`, plain data that says the order of the file in `start_order` too.
 
     Raises:
         InvalidSpec: With every fault of the file.
     """
-    return {"spec": load_spec(project_root() / path).written()}
+    return {"spec": load_spec(project_root() / path).for_server()}
 
 
 def load_pipeline_spec(path: str) -> dict[str, Any]:
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except InvalidSpec as error:
         print(error, file=sys.stderr)
         return EXIT_INVALID
-    print(json.dumps(spec.written()))
+    print(json.dumps(spec.for_server()))
     return EXIT_PRINTED
 
 

@@ -123,8 +123,10 @@ def test_reconcile_by_a_worker_holds_up_no_run() -> None:
 def test_a_deployment_gets_the_content_of_its_run_spec() -> None:
     output = deploying.load_run_spec("deployments/runs/quickstart.yaml")
 
-    assert output["spec"] == load_spec(ROOT / "deployments/runs/quickstart.yaml").written()
-    assert list(output["spec"]["components"]) == ["api", "trainer", "environment"]
+    order = ["api", "trainer", "environment"]
+    written = load_spec(ROOT / "deployments/runs/quickstart.yaml").written()
+    assert output["spec"] == {**written, "start_order": order}
+    assert list(output["spec"]["components"]) == order
 
 
 def test_a_faulty_run_spec_fails_the_deploy(tmp_path: Path) -> None:
@@ -144,6 +146,7 @@ def test_a_run_spec_is_printed_as_json_with_values_changed(
     printed = json.loads(capsys.readouterr().out)
     assert code == 0
     assert (printed["progress"]["total"], printed["success"]["step"]) == (7, 7)
+    assert printed["start_order"] == ["api", "trainer", "environment"]
 
 
 def test_an_invalid_run_spec_is_not_printed(capsys: pytest.CaptureFixture[str]) -> None:

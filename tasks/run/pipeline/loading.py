@@ -41,8 +41,8 @@ def parse_pipeline(
 ) -> PipelineSpec:
     """The pipeline spec that plain data hold, such as a flow's parameter.
 
-    A stage's spec has its `set` in it afterwards. Of a stage that only names a deployment nothing
-    is known of the spec until `with_specs`.
+    A stage's spec has its `set` in it afterwards, and its `start_order`. Of a stage that only names
+    a deployment nothing is known of the spec until `with_specs`.
 
     Args:
         data: A mapping, which is left as it is, or a `PipelineSpec`.
@@ -194,7 +194,7 @@ def _stage_faults(
     try:
         # Any text will do: what these will be is not known yet.
         parse_spec(filled_in(written, lambda _stage, _key: "stage"))
-        stage["spec"] = RunSpec.model_validate(written).written()
+        stage["spec"] = RunSpec.model_validate(written).for_server()
     except InvalidSpec as error:
         faults += error.faults
     return tuple(_below(path, fault) for fault in faults)

@@ -31,6 +31,8 @@ from tasks.run.spec.fleet import Rollout
 from tasks.run.spec.form import LAST
 from tasks.run.spec.plain_words import faults_of
 from tasks.run.spec.probes import LiveProbe, ReadyProbe, Url
+from tasks.run.spec.start_order import KEY as START_ORDER
+from tasks.run.spec.start_order import in_start_order, refusals_of_order
 
 __all__ = [
     "Component",
@@ -168,6 +170,8 @@ class Retry(Model):
 class RunSpec(Model):
     """One training run: its components in the order of their start, and what it needs.
 
+    `start_order` is either empty or names all of `components`, in their order.
+
     A `RunSpec` is valid in itself; whether its placeholders are known, and whether what it asks
     for is supported yet, is for `loading` to say.
 
@@ -219,11 +223,22 @@ class RunSpec(Model):
             "namespace for the run, or the run is refused."
         ),
     )
+    start_order: tuple[Text, ...] = Field(
+        (),
+        title="Start order",
+        description=(
+            "The names of the components in the order of their start; those left out start after "
+            "them. Left out itself: the order in which the components are written. A deployment's "
+            "spec has it from its file, since a server on PostgreSQL keeps no order of keys."
+        ),
+        examples=[["api", "trainer"]],
+    )
     components: Components = Field(
         title="Components",
         description=(
-            "Started in this order, stopped in reverse. The form has api, rollout, trainer and "
-            "environment; another is added there by `Use JSON input` in the menu of this field."
+            "Started in this order unless `start_order` has another, stopped in reverse. The form "
+            "has api, rollout, trainer and environment; another is added there by `Use JSON input` "
+            "in the menu of this field."
         ),
         examples=[{"trainer": {"command": ["python", "train.py"]}}],
         json_schema_extra={"position": LAST},
@@ -257,6 +272,7 @@ class RunSpec(Model):
         if written.get("success") is not None and written.get("progress") is None:
             remedy = "write progress: {jsonl: FILE, step: KEY} too"
             yield ("success",), refused("needs `progress`: nothing would show the step", remedy)
+        yield from refusals_of_order(written)
         yield from _rules_of_jobs(written)
         retry = written.get("retry")
         for kind, policy in retry.items() if isinstance(retry, Mapping) else ():
@@ -269,7 +285,7 @@ class RunSpec(Model):
     @classmethod
     def _in_plain_words(cls, data: object, handler: ModelWrapValidatorHandler[Self]) -> Self:
         try:
-            return handler(data)
+            return handler(in_start_order(data) if isinstance(data, Mapping) else data)
         except ValidationError as error:
             faults = faults_of(error, cls.model_json_schema())
         raise InvalidSpec(faults)
@@ -302,6 +318,10 @@ class RunSpec(Model):
     def written(self) -> dict[str, Any]:
         """Plain data for YAML or JSON, in order and without what was left out."""
         return self.model_dump(mode="json", exclude_unset=True)
+
+    def for_server(self) -> dict[str, Any]:
+        """What `written` gives, with `start_order`: a server may keep no order of keys."""
+        return {**self.written(), START_ORDER: list(self.components)}
 
 
 def _rules_of_jobs(written: Mapping[str, Any]) -> Iterator[Refusal]:

@@ -1,0 +1,162 @@
+"""The order in which components start, also by way of a server that keeps no order of keys."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tasks import deploying
+from tasks.deploying import load_pipeline_spec, load_run_spec
+from tasks.run.errors import InvalidSpec
+from tasks.run.pipeline.loading import parse_pipeline, run_spec, with_specs
+from tasks.run.spec.loading import parse_spec, spec_as_yaml
+from tasks.run.spec.run import RunSpec
+from tasks.run.spec.template import resolve
+
+#: PostgreSQL would have them as judge, sandbox, trainer, environment.
+NAMES = ["environment", "sandbox", "judge", "trainer"]
+
+
+def spec(*names: str, **more: Any) -> dict[str, Any]:
+    components = {name: {"command": ["true"]} for name in names or NAMES}
+    return {"name": "x", "workload": "grpo", **more, "components": components}
+
+
+def through_jsonb(data: Any) -> Any:
+    """As a column of PostgreSQL keeps it: keys by length, then by bytes."""
+    if isinstance(data, dict):
+        keys = sorted(data, key=lambda key: (len(key.encode()), key.encode()))
+        return {key: through_jsonb(data[key]) for key in keys}
+    return [through_jsonb(item) for item in data] if isinstance(data, list) else data
+
+
+def order_of(data: object) -> list[str]:
+    return list(RunSpec.model_validate(data).components)
+
+
+def faults_of(data: object) -> list[str]:
+    with pytest.raises(InvalidSpec) as caught:
+        parse_spec(data)
+    return [str(fault) for fault in caught.value.faults]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "spec.yaml"
+    path.write_text(yaml.safe_dump(spec(), sort_keys=False))
+    return path
+
+
+def test_a_deployment_s_run_starts_in_the_order_of_its_file(file: Path) -> None:
+    kept = through_jsonb(load_run_spec(str(file))["spec"])
+
+    assert list(kept["components"]) == ["judge", "sandbox", "trainer", "environment"]
+    assert order_of(kept) == NAMES
+
+
+def test_a_spec_that_is_printed_for_a_run_keeps_its_order(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    deploying.main([str(file), "--set", "components.api.command=[run-api]"])
+
+    kept = through_jsonb(json.loads(capsys.readouterr().out))
+    assert order_of(kept) == [*NAMES, "api"]
+
+
+def test_the_run_of_a_stage_starts_in_the_order_of_its_file(file: Path) -> None:
+    pipeline = {"name": "two", "stages": [{"name": "a", "spec": str(file)}]}
+    (file.parent / "two.yaml").write_text(yaml.safe_dump(pipeline))
+
+    kept = parse_pipeline(through_jsonb(load_pipeline_spec(str(file.parent / "two.yaml"))["spec"]))
+    started = run_spec(kept.stage("a").spec or {}, lambda _stage, _key: "")
+
+    assert order_of(through_jsonb(started.written())) == NAMES
+
+
+def test_so_does_that_of_a_stage_with_the_spec_of_a_deployment(file: Path) -> None:
+    stage = {"name": "a", "deployment": "train/a", "set": {"components.api.command": ["run-api"]}}
+    deployed = through_jsonb(load_run_spec(str(file))["spec"])
+
+    whole = with_specs(parse_pipeline({"name": "one", "stages": [stage]}), {"a": deployed})
+
+    assert order_of(through_jsonb(whole.stage("a").spec)) == [*NAMES, "api"]
+
+
+@pytest.mark.parametrize(
+    ("more", "order"),
+    [
+        ({}, NAMES),
+        ({"start_order": None}, NAMES),  # a key without a value
+        ({"start_order": []}, NAMES),  # as a form sends an empty list
+        ({"start_order": NAMES[::-1]}, NAMES[::-1]),
+        # a component that was added in a form
+        ({"start_order": ["trainer", "judge"]}, ["trainer", "judge", "environment", "sandbox"]),
+    ],
+)
+def test_components_start_as_start_order_says_then_as_they_are_written(
+    more: dict[str, Any], order: list[str]
+) -> None:
+    loaded = parse_spec(spec(**more))
+
+    assert list(loaded.components) == list(loaded.processes) == order
+    assert list(loaded.start_order) in ([], order)
+
+
+def test_a_component_that_a_form_leaves_out_need_not_be_taken_out_of_the_list() -> None:
+    data = spec("api", "trainer", start_order=["trainer", "api"])
+
+    loaded = RunSpec.model_validate({**data, "components": {**data["components"], "api": None}})
+
+    assert (list(loaded.components), loaded.start_order) == (["trainer"], ("trainer",))
+    assert RunSpec.model_validate(loaded.written()) == loaded
+
+
+def test_the_order_outlives_each_rewriting_of_the_spec() -> None:
+    loaded = parse_spec(spec(start_order=["judge"]), ["start_order=[trainer, judge]"])
+    order = ["trainer", "judge", "environment", "sandbox"]
+
+    written = yaml.safe_load(spec_as_yaml(loaded))
+
+    assert list(written["components"]) == written["start_order"] == order
+    assert list(resolve(loaded, {}).components) == order
+    assert parse_spec(through_jsonb(written)) == parse_spec(loaded) == loaded
+
+
+@pytest.mark.parametrize(
+    ("order", "expected"),
+    [
+        (
+            ["trainer", "sandbocks"],
+            "start_order.1: there is no component 'sandbocks' (did you mean `sandbox`?)",
+        ),
+        (
+            ["x"],
+            "start_order.0: there is no component 'x' "
+            "(take it out; known are environment, sandbox, judge, trainer)",
+        ),
+        (
+            ["judge", "trainer", "judge"],
+            "start_order.2: names 'judge' again (name each component once)",
+        ),
+        ("judge", "start_order: must be a list, found the text 'judge' (write [judge])"),
+        ([1], 'start_order.0: must be text, found 1 (quote it: "1")'),
+        ([["judge"]], "start_order.0: must be text, found a list"),
+    ],
+)
+def test_a_name_that_orders_nothing_is_a_fault(order: object, expected: str) -> None:
+    assert faults_of(spec(start_order=order)) == [expected]
+
+
+def test_every_fault_of_the_order_is_told_at_once_beside_those_of_the_components() -> None:
+    data = spec("api", "trainer", start_order=["api", "api", "traner"])
+    data["components"]["api"] = {}
+
+    assert [fault.partition(":")[0] for fault in faults_of(data)] == [
+        "start_order.1",
+        "start_order.2",
+        "components.api.command",
+    ]
