@@ -22,10 +22,11 @@ class FailureKind(StrEnum):
     INFEASIBLE = "INFEASIBLE"
     #: A component lived but its readiness probe did not pass by `within_s`. Failed.
     NOT_READY = "NOT_READY"
-    #: `NVRM: Xid` of a broken device, uncorrectable ECC, fallen off the bus. Worth another try,
-    #: without that node.
+    #: `NVRM: Xid` of a broken device, uncorrectable ECC, fallen off the bus. Worth another try once
+    #: somebody has drained the node: nothing leaves it out by itself.
     GPU_HARDWARE = "GPU_HARDWARE"
-    #: NodeDiedError, a dead raylet, a node marked dead. Worth another try, without that node.
+    #: NodeDiedError, a dead raylet, a node marked dead. Worth another try: Ray places nothing on a
+    #: node that it counts as dead, and one that has come back is a node like any other.
     NODE_LOST = "NODE_LOST"
     #: The kernel's or Ray's out-of-memory killer. Failed: it would be killed again.
     HOST_OOM = "HOST_OOM"
