@@ -8,6 +8,7 @@ from collections.abc import Callable
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
+from prefect.context import TagsContext
 from prefect.states import Cancelled, Completed, Failed
 
 from tasks.run.errors import InvalidSpec, RunEnded
@@ -67,7 +68,11 @@ def _as_task(name: str, body: Callable[..., State[None]], run: RunSession, *more
     run_task = task(name=name, task_run_name=name, cache_policy=NO_CACHE, persist_result=False)(
         never_raising
     )
-    return bool(run_task(return_state=True).is_completed())
+    # Without the tags of the flow run: Prefect would ask the server for a slot of each, before every
+    # task, and at that moment the reporter writes. SQLite lets one of two in, and the client of the
+    # other asks again after 2 s; `teardown` came that much later.
+    with TagsContext(current_tags=set()):
+        return bool(run_task(return_state=True).is_completed())
 
 
 def _admit(run: RunSession) -> State[None]:

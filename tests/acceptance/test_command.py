@@ -52,6 +52,19 @@ def test_flow_run_has_the_tags_of_the_spec_and_names_its_process(
     assert re.fullmatch(rf"process:.+:{run.process.pid}:\d+", process)
 
 
+def test_a_limit_of_one_of_its_tags_keeps_none_of_its_steps_waiting(
+    api: str, start_run: Callable, gang_of: Callable
+) -> None:
+    # Prefect's own limit of task runs by tag; how many runs there are is for the queue to say.
+    ask("POST", f"{api}/concurrency_limits/", {"tag": "held", "concurrency_limit": 0})
+
+    run = start_run(gang_of("print('trained')", tags=["held"]))
+
+    assert run.wait() == 0
+    assert "held" in run.flow_run()["tags"]
+    assert not any(step["tags"] for step in run.task_runs())
+
+
 def test_its_steps_are_task_runs_of_their_names(start_run: Callable, gang_of: Callable) -> None:
     run = start_run(gang_of("import time; time.sleep(1)"))
 
