@@ -68,9 +68,9 @@ def _as_task(name: str, body: Callable[..., State[None]], run: RunSession, *more
     run_task = task(name=name, task_run_name=name, cache_policy=NO_CACHE, persist_result=False)(
         never_raising
     )
-    # Without the tags of the flow run: Prefect would ask the server for a slot of each, before every
-    # task, and at that moment the reporter writes. SQLite lets one of two in, and the client of the
-    # other asks again after 2 s; `teardown` came that much later.
+    # Without the flow run's tags: Prefect would ask the server for a slot of each before every task,
+    # just when the reporter writes. SQLite lets one of the two in, and the other is told to come
+    # again, which its client does after some 2 s.
     with TagsContext(current_tags=set()):
         return bool(run_task(return_state=True).is_completed())
 
