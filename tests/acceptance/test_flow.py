@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+
+import pytest
+from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from flows.train import train
 from tasks.run.spec.run import RunSpec
 
 
+@pytest.fixture(autouse=True)
+def _on_the_server(api: str) -> Iterator[None]:
+    with temporary_settings({PREFECT_API_URL: api}):
+        yield
+
+
 def test_a_spec_that_names_what_is_not_there_fails_with_every_fault(
-    api: str, gang_of: Callable, muster_home: Path
+    gang_of: Callable, muster_home: Path
 ) -> None:
     spec = gang_of("pass")
     spec["components"]["api"]["command"] = ["no-such-program-here"]
@@ -29,7 +38,7 @@ def test_a_spec_that_names_what_is_not_there_fails_with_every_fault(
 
 
 def test_a_parameter_that_is_no_spec_fails_with_every_fault_in_plain_words(
-    api: str, gang_of: Callable, muster_home: Path
+    gang_of: Callable, muster_home: Path
 ) -> None:
     spec = gang_of("pass", workload="gppo")
     spec["components"]["trainer"] = {"comand": ["python"]}
@@ -42,9 +51,7 @@ def test_a_parameter_that_is_no_spec_fails_with_every_fault_in_plain_words(
     assert not (muster_home / "runs").exists()
 
 
-def test_the_flow_leaves_its_process_as_it_was(
-    api: str, gang_of: Callable, muster_home: Path
-) -> None:
+def test_the_flow_leaves_its_process_as_it_was(gang_of: Callable, muster_home: Path) -> None:
     handles = set(os.listdir("/proc/self/fd"))
 
     states = [train(RunSpec.model_validate(gang_of("pass")), return_state=True) for _ in range(2)]
