@@ -18,7 +18,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from deployments.stack_answers import answers, are_all_answering, until_answering
-from deployments.stack_env import HOST, POOL, ROOT, RUN_ID, client_env
+from deployments.stack_env import HOST, NODES_PAGE, POOL, QUEUE_PAGE, ROOT, RUN_ID, client_env
 from deployments.stack_launch import launch, stop, tail_of
 from deployments.stack_nodes import MOST_GPUS, MOST_NODES, Fleet
 from deployments.stack_state import Stack, StackError, StackPlace
@@ -128,6 +128,8 @@ The stack is up.
   Ray dashboard   {stack.ray_dashboard}  (ray.init: {stack.ray_address})
   Ray nodes       {_nodes(stack)}
   work pool       {POOL}, served by the worker {stack.worker}
+  queue           {stack.ui_url}{QUEUE_PAGE}
+  nodes           {stack.ui_url}{NODES_PAGE}
   deployments     those of {ROOT / "prefect.yaml"}
   database        {place.server_home}
   logs            {place.logs}

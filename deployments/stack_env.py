@@ -15,6 +15,8 @@ HOST = "127.0.0.1"
 RUN_ID = "stack"
 #: The work pool of runs, and that of pipelines, whose processes only wait for runs of the other.
 POOL, PIPELINES_POOL = "gang", "pipelines"
+#: Where the UI shows the queue of POOL, and the nodes: from the server's address on.
+QUEUE_PAGE, NODES_PAGE = "/v2/artifacts/key/gang-queue", "/v2/artifacts/key/gang-nodes"
 #: The first words of the last line of `stack_setup`, once all is done.
 SET_UP = "Set up:"
 #: In the environment of everything that a stack starts, runs included: the stack's id.

@@ -19,7 +19,15 @@ from prefect.exceptions import ObjectAlreadyExists
 from prefect.workers.process import ProcessWorker
 
 from deployments.automations.apply import main as apply_automations
-from deployments.stack_env import PIPELINES_POOL, POOL, RAY_VARIABLE, ROOT, SET_UP
+from deployments.stack_env import (
+    NODES_PAGE,
+    PIPELINES_POOL,
+    POOL,
+    QUEUE_PAGE,
+    RAY_VARIABLE,
+    ROOT,
+    SET_UP,
+)
 from tasks.gang.settings import settings_of, with_settings
 from tasks.queue.ledger import TYPE
 from tasks.queue.worker import GangWorker
@@ -44,8 +52,10 @@ def ensure_pool(client: SyncPrefectClient) -> None:
     pool = WorkPoolCreate(
         name=POOL,
         type=TYPE,
+        # The UI shows it as plain text, without links.
         description="Runs of the flow train, each when its whole gang of GPUs is free, in order; "
-        "at most so many at once as the concurrency limit.",
+        "at most so many at once as the concurrency limit. Who waits for what is on the page "
+        f"{QUEUE_PAGE} of this server, the artifact gang-queue; the nodes are on {NODES_PAGE}.",
         base_job_template=GangWorker.get_default_base_job_template(),
         concurrency_limit=POOL_LIMIT,
     )

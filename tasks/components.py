@@ -68,7 +68,7 @@ def _as_task(name: str, body: Callable[..., State[None]], run: RunSession, *more
     run_task = task(name=name, task_run_name=name, cache_policy=NO_CACHE, persist_result=False)(
         never_raising
     )
-    # Without the flow run's tags: Prefect would ask the server for a slot of each before every task,
+    # Without the flow run's tags: Prefect would ask the server for a slot of each before a task,
     # just when the reporter writes. SQLite lets one of the two in, and the other is told to come
     # again, which its client does after some 2 s.
     with TagsContext(current_tags=set()):

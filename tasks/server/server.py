@@ -126,6 +126,7 @@ def server_command(
             "PREFECT_HOME": str(home),
             "PREFECT_API_URL": f"http://{address}:{port}/api",
             "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+            "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
             "DO_NOT_TRACK": "1",
             **(settings or {}),
         },

@@ -22,6 +22,7 @@ import httpx
 import psutil
 import pytest
 
+from deployments.stack_env import NODES_PAGE, QUEUE_PAGE
 from deployments.stack_state import Stack, processes_of
 from tasks.supervise.ports import PortsReserved
 from tests.support.prefect_api import ask
@@ -177,6 +178,15 @@ def test_up_says_what_runs_where(home: Home) -> None:
     assert done.stdout.count("  answers") == 6
     assert "ray-node-2      8 logical GPUs, 32 CPUs  answers" in done.stdout
     assert f"http://127.0.0.1:{home.port}" in done.stdout
+
+
+def test_up_and_the_pool_say_where_the_queue_and_the_nodes_are_seen(home: Home) -> None:
+    pool = ask("GET", f"{home.api_url}/work_pools/gang")
+    again = home.run_stack("up")
+
+    for page in (QUEUE_PAGE, NODES_PAGE):
+        assert f"http://127.0.0.1:{home.port}{page}\n" in again.stdout
+        assert page in pool["description"]
 
 
 def test_the_ui_is_served_and_talks_to_this_server(home: Home) -> None:

@@ -1,0 +1,39 @@
+"""What the UI of a server that Muster starts shows, and where."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import prefect
+import pytest
+from prefect.settings import Settings
+
+from deployments.stack_env import NODES_PAGE, POOL, QUEUE_PAGE
+from tasks.queue.artifacts import keys_of
+from tasks.server.server import server_command
+
+
+def test_the_pages_of_the_queue_are_those_of_its_artifacts() -> None:
+    pages = [f"/v2/artifacts/key/{key}" for key in keys_of(POOL)]
+
+    assert pages == [QUEUE_PAGE, NODES_PAGE]
+
+
+def test_the_ui_of_the_installed_prefect_has_a_page_for_a_key() -> None:
+    scripts = Path(prefect.__ui_v2_static_path__).glob("assets/*.js")
+
+    assert any("`/artifacts/key/$key`" in script.read_text() for script in scripts)
+
+
+def test_a_server_reports_to_nobody_and_advertises_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in (name for name in os.environ if name.startswith("PREFECT_")):
+        monkeypatch.delenv(name)
+    for name, value in server_command(tmp_path, 4200).env.items():
+        monkeypatch.setenv(name, value)
+
+    server = Settings().server
+
+    assert (server.analytics_enabled, server.ui.show_promotional_content) == (False, False)
