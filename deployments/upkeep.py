@@ -1,5 +1,6 @@
-"""What keeps a host true: `python -m deployments.upkeep` serves the flows of SERVED, each as
-`<flow>/<host>`, on the Prefect server of PREFECT_API_URL until this process is ended.
+"""What keeps a host true: `python -m deployments.upkeep` finishes the runs whose process is gone,
+each minute, and serves the flows of SERVED, each as `<flow>/<host>`, on the Prefect server of
+PREFECT_API_URL, until this process is ended.
 
 One for each host on which runs are started. What waits for days does not belong here: Prefect's
 runner ends all that it runs when it stops, and when its server has not answered a few times.
@@ -22,6 +23,7 @@ from prefect.runner import Runner
 from flows.prune import prune
 from flows.reconcile import reconcile
 from tasks.supervise.identity import host_name
+from tasks.upkeep.each_minute import reconciled_each_minute
 from tasks.upkeep.reconciling import publish, reconcile_host
 
 _AGAIN_AFTER_S = 5.0
@@ -42,8 +44,10 @@ class Served:
 SERVED = (
     Served(
         flow=reconcile,
-        description="Finishes the runs of this host whose process is gone.",
-        interval_s=60,
+        description="Finishes the runs of this host whose process is gone; the upkeep does so each "
+        "minute by itself, without a flow run.",
+        # Shows that the host is looked after, and works where the upkeep's own looks do not.
+        interval_s=3600,
     ),
     Served(
         flow=prune,
@@ -57,17 +61,18 @@ SERVED = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     _parser().parse_args(arguments)
-    while True:
-        # Before the first scheduled one: what was lost together with this process's predecessor
-        # may be a flow run of `reconcile` itself.
-        publish(reconcile_host())
-        try:
-            serve()
-            return 0
-        except Exception as error:
-            # Prefect's runner gives up when its server has not answered a few times.
-            _log.warning("served no more, and again soon: %r", error)
-            time.sleep(_AGAIN_AFTER_S)
+    # Before the first scheduled one: what was lost together with this process's predecessor may be
+    # a flow run of `reconcile` itself.
+    publish(reconcile_host())
+    with reconciled_each_minute():
+        while True:
+            try:
+                serve()
+                return 0
+            except Exception as error:
+                # Prefect's runner gives up when its server has not answered a few times.
+                _log.warning("served no more, and again soon: %r", error)
+                time.sleep(_AGAIN_AFTER_S)
 
 
 def serve() -> None:
@@ -99,9 +104,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     return argparse.ArgumentParser(
         prog="python -m deployments.upkeep",
-        description="Keep this host true until this process is ended, by flows that it serves on "
-        f"the Prefect server of PREFECT_API_URL: {flows}. One for each host on which runs are "
-        "started; it waits for a server that is away.",
+        description="Keep this host true until this process is ended: each minute it finishes the "
+        "runs whose process is gone. It serves flows on the Prefect server of PREFECT_API_URL: "
+        f"{flows}. One for each host on which runs are started; it waits for a server that is "
+        "away.",
         epilog="Exit: 0 ended by SIGINT or SIGTERM; 2 it takes no arguments.",
     )
 

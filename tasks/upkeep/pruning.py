@@ -228,7 +228,7 @@ def _wanted_on_server() -> frozenset[str]:
 def _delete_upkeep(keep: Retention) -> int:
     """Flow runs that the upkeep has completed some days ago; how many were deleted.
 
-    There are more than a thousand a day of each host, and Prefect deletes none by itself.
+    There are more than a hundred a day, and Prefect deletes none by itself.
     """
     api_url = PREFECT_API_URL.value()
     if not api_url or keep.upkeep_days is None:

@@ -71,6 +71,8 @@ def test_the_upkeep_prunes_and_says_what_it_did(ground: Ground) -> None:
 def test_flow_runs_of_the_upkeep_are_deleted_and_trainings_are_not(ground: Ground) -> None:
     flow = ground.post("/flows/", name="train")["id"]
     training = ground.post("/flow_runs/", flow_id=flow, state={"type": "COMPLETED"})["id"]
+    deployment = ground.get(f"/deployments/name/reconcile/{host_name()}")
+    ground.post(f"/deployments/{deployment['id']}/create_flow_run")
     until(lambda: completed(ground, "reconcile"), "a reconcile has completed", 300)
 
     done = ground._python(
