@@ -130,6 +130,7 @@ class _Line:
         patient: tuple[UUID, ...] = () if self._is_first else (self._id,)
         while True:
             look, _others = await gate.decide(self._is_mine, patient=patient)
+            await gate.send_logs()
             refused = [one for one in look.doomed if one.entry.id == self._id]
             if refused:
                 return Refused(kind=refused[0].kind, message=refused[0].message)

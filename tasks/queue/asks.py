@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -15,6 +16,9 @@ from tasks.run.errors import InvalidSpec
 from tasks.run.layout import make_run_id
 from tasks.run.spec.loading import parse_spec
 from tasks.run.spec.run import Gang
+
+#: The name of a run, as its spec has to give it.
+_NAME = re.compile(r"[a-z][a-z0-9-]{0,31}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,10 +81,30 @@ def fault_of(flow_run: FlowRun) -> str:
     if not isinstance(spec, Mapping):
         return ""
     try:
-        parse_spec(dict(spec), source=f"the spec of {flow_run.name}")
+        parse_spec(dict(spec), source=_called(spec))
     except InvalidSpec as error:
         return str(error)
     return ""
+
+
+def name_where_refused(flow_run: FlowRun, ask: Ask) -> str:
+    """What the flow run of a refused run is called: the run id; where the spec says no workload,
+    one of the same form; where it has no fit name either, as Prefect has called it."""
+    spec = flow_run.parameters.get("spec")
+    name = spec.get("name") if isinstance(spec, Mapping) else None
+    if ask.name != flow_run.name or not isinstance(name, str) or not _NAME.fullmatch(name):
+        return ask.name
+    if flow_run.name.startswith(f"{name}-"):
+        return ask.name
+    return make_run_id(name, "invalid", flow_run.id, flow_run.created or datetime.now(UTC))
+
+
+def _called(spec: Mapping[str, Any]) -> str:
+    """What a person calls a spec that may be faulty. Prefect's name of its flow run is not known
+    to whoever wrote it."""
+    name = spec.get("name")
+    fits = isinstance(name, str) and _NAME.fullmatch(name)
+    return f"the spec of {name}" if fits else "the spec"
 
 
 def _run_id(flow_run: FlowRun, spec: Mapping[str, Any]) -> str:

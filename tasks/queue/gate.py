@@ -19,16 +19,18 @@ from uuid import UUID
 
 from prefect.client.orchestration import PrefectClient
 from prefect.client.schemas.objects import FlowRun, State
-from prefect.client.schemas.responses import SetStateStatus
 from prefect.exceptions import ObjectNotFound
-from prefect.states import Failed, Scheduled
+from prefect.states import Cancelled, Failed, Scheduled
 
+from tasks.queue.asks import name_where_refused
 from tasks.queue.capacity import Capacity
 from tasks.queue.grants import PENDING_RESOURCES, Giver, Grant, no_grant, on_nodes
 from tasks.queue.lease import GateLease, Holding
 from tasks.queue.ledger import Entry
 from tasks.queue.look import Doomed, Look, Looker
-from tasks.queue.words import FREE_NOW, Message
+from tasks.queue.run_logs import RunLogs
+from tasks.queue.run_states import is_unchanged, put_back, set_state
+from tasks.queue.words import FREE_NOW, Message, admission_of, kind_of
 from tasks.reporting.announcer import Tell
 from tasks.run.layout import muster_home
 
@@ -61,6 +63,7 @@ class Gate:
         self._announce = announce
         self._looker = Looker(client, pool=pool, capacity=capacity, giver=self.giver)
         self._lease = GateLease(client, home=home or muster_home())
+        self._logs = RunLogs(client)
         #: What each waiting run was told last: the state, and the key of its message.
         self._told: dict[UUID, tuple[UUID, str]] = {}
 
@@ -93,6 +96,9 @@ class Gate:
             if holding is None:
                 return look, []
             look = await look_again(carefully=True)
+            for entry, cancel in look.cancelled:
+                holding.check()
+                await put_back(self._client, entry.flow_run, cancel)
             if look.stuck:
                 for entry in look.stuck:
                     holding.check()
@@ -116,6 +122,7 @@ class Gate:
     def _has_work(self, look: Look, may_start: Callable[[Entry], bool]) -> bool:
         return bool(
             look.stuck
+            or look.cancelled
             or look.moved
             or any(not one.entry.waits_in_process for one in look.doomed)
             or any(may_start(entry) for entry in look.resumed)
@@ -154,47 +161,75 @@ class Gate:
             gpus=sum(gpus.values()),
             waited_s=round(max(0.0, grant.at - _due(entry)), 1),
         )
+        if entry.is_scheduled and not entry.goes_on:
+            # How long it has waited since it was sent back, nobody has noted.
+            is_first = not entry.flow_run.run_count
+            waited_s = max(0.0, grant.at - _due(entry)) if is_first else None
+            self._logs.note(entry.id, admission_of(gpus, waited_s))
         return replace(entry, grant=grant)
 
     async def _take_back(self, entry: Entry) -> None:
-        """What a worker has not come further with waits again, in its place."""
+        """What a worker has not come further with waits again, in its place; or has ended, where
+        it was cancelled meanwhile."""
+        state = entry.flow_run.state
+        if state is not None and state.is_cancelling():
+            end: State[Any] = Cancelled(message="cancelled before it had begun")
+            await set_state(self._client, entry.flow_run, end)
+            return
         _log.warning("%s was given its gang, and did not start: it waits again", entry.ask.name)
         if not entry.is_scheduled:
             message = "its worker was lost before it could start it"
-            state = self._waiting_state(entry.flow_run, message)
-            if await self._set(entry.flow_run, state) is None:
+            if not await is_unchanged(self._client, entry.flow_run):
                 return
-            # A cancel would wait for a process on record for ever.
+            # Before the state: a cancel of what waits would wait for a process on record for ever.
             which, nothing = {"id": entry.id}, {"infrastructure_pid": None}
             await self._client.request("PATCH", "/flow_runs/{id}", path_params=which, json=nothing)
+            waiting = self._waiting_state(entry.flow_run, message)
+            if await set_state(self._client, entry.flow_run, waiting) is None:
+                return
             self._announce("muster.run.requeued", entry.flow_run, entry.ask.name, message=message)
+            self._logs.note(entry.id, f"waits again in its place: {message}", logging.WARNING)
         await self._client.update_flow_run_labels(entry.id, no_grant())
 
     async def _fail(self, doomed: Doomed) -> None:
         entry, kind = doomed.entry, doomed.kind.value
+        name, why = name_where_refused(entry.flow_run, entry.ask), f"{kind}: {doomed.message}"
         # Before the state: whoever is notified of that goes by the name.
         with suppress(ObjectNotFound):
-            await self._client.update_flow_run(entry.id, name=entry.ask.name)
-        if await self._set(entry.flow_run, Failed(message=f"{kind}: {doomed.message}")):
+            await self._client.update_flow_run(entry.id, name=name)
+        if await set_state(self._client, entry.flow_run, Failed(message=why)):
             known = {"kind": kind, "message": doomed.message}
-            self._announce("muster.run.failed", entry.flow_run, entry.ask.name, **known)
+            self._announce("muster.run.failed", entry.flow_run, name, **known)
+            self._logs.note(entry.id, f"refused, and never started: {why}", logging.ERROR)
 
     def _tell_of(self, entry: Entry, name: str, **known: Any) -> None:
         where = {"pool": entry.pool or None, "queue": entry.queue or None}
         self._announce(name, entry.flow_run, entry.ask.name, **where, **known)
 
     async def tell(self, look: Look) -> bool:
-        """Have waiting runs say why they wait; whether there is more to be told.
+        """Have waiting runs say why they wait, and tell the logs what was decided; whether there
+        is more to be told.
 
         Those that wait in their own process say it themselves.
 
-        Raises: httpx.HTTPError, PrefectException.
+        Raises: httpx.HTTPError, PrefectException, LeaseLost.
         """
+        try:
+            return await self._tell_all(look)
+        finally:
+            # After the states, and beside no lease.
+            await self.send_logs()
+
+    async def send_logs(self) -> None:
+        """Tell the logs of flow runs what was decided, where `tell` is not called."""
+        await self._logs.send()
+
+    async def _tell_all(self, look: Look) -> bool:
         waiting = {entry.id for entry in look.line}
         self._told = {id: told for id, told in self._told.items() if id in waiting}
         news = [
-            (entry, message)
-            for entry in look.line
+            (entry, message, number)
+            for number, entry in enumerate(look.line, start=1)
             if entry.is_scheduled
             and (message := look.messages.get(entry.id)) is not None
             and not self._is_told(entry.flow_run, message)
@@ -204,9 +239,9 @@ class Gate:
         async with self._lease.held(within_s=_LEASE_WITHIN_S) as holding:
             if holding is None:
                 return True
-            for entry, message in news[:_WRITES_AT_ONCE]:
+            for entry, message, number in news[:_WRITES_AT_ONCE]:
                 holding.check()
-                await self._tell(entry, message)
+                await self._tell(entry, message, f"place {number} of {len(look.line)} in line")
         return len(news) > _WRITES_AT_ONCE
 
     def _is_told(self, flow_run: FlowRun, message: Message) -> bool:
@@ -220,15 +255,19 @@ class Gate:
         self._told[flow_run.id] = (state.id, message.key)
         return True
 
-    async def _tell(self, entry: Entry, message: Message) -> None:
+    async def _tell(self, entry: Entry, message: Message, place: str) -> None:
         state = self._waiting_state(entry.flow_run, message.text)
-        after = await self._set(entry.flow_run, state)
+        after = await set_state(self._client, entry.flow_run, state)
         if after is None:
             return
         self._told[entry.id] = (after.id, message.key)
         before = entry.flow_run.state
-        if before is not None and before.name != PENDING_RESOURCES:
+        has_waited = before is not None and before.name == PENDING_RESOURCES
+        if not has_waited:
             self._tell_of(entry, "muster.run.waiting", message=message.text)
+        # By the state that the server has: another gate, or an earlier one, may have told it.
+        if before is None or not has_waited or kind_of(before.message) != kind_of(message.text):
+            self._logs.note(entry.id, f"waits, {place}: {message.text}")
         if entry.flow_run.name != entry.ask.name:
             await self._client.update_flow_run(entry.id, name=entry.ask.name)
 
@@ -237,36 +276,6 @@ class Gate:
         # With its time left as it was, the run keeps its place.
         due = flow_run.next_scheduled_start_time or flow_run.expected_start_time
         return Scheduled(name=PENDING_RESOURCES, scheduled_time=due, message=message)
-
-    async def _set(self, flow_run: FlowRun, state: State[Any]) -> State[Any] | None:
-        """Give a flow run a state, unless it has left the one that was looked at.
-
-        Prefect can't compare and set: a cancel that comes just between the look and the state is
-        put back.
-
-        Returns: the state that it has now; None where that is not this one.
-        """
-        before = flow_run.state
-        try:
-            now = (await self._client.read_flow_run(flow_run.id)).state
-            if before is None or now is None or now.id != before.id:
-                return None
-            answer = await self._client.set_flow_run_state(flow_run.id, state)
-            if answer.status is not SetStateStatus.ACCEPT:
-                return None
-            history = await self._client.read_flow_run_states(flow_run.id)
-        except ObjectNotFound:
-            return None
-        history.sort(key=lambda one: one.timestamp)
-        passed_over = [
-            one
-            for one in history
-            if now.timestamp < one.timestamp and one.name != state.name and one.id != now.id
-        ]
-        if passed_over and history[-1].name == state.name:
-            await self._client.set_flow_run_state(flow_run.id, passed_over[-1], force=True)
-            return None
-        return history[-1]
 
 
 def _due(entry: Entry) -> float:

@@ -9,10 +9,11 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from typing import Any
 from uuid import UUID
 
 from prefect.client.orchestration import PrefectClient
-from prefect.client.schemas.objects import StateType
+from prefect.client.schemas.objects import State, StateType
 from pydantic import ValidationError
 
 from tasks.gang.demand import why_never
@@ -23,6 +24,7 @@ from tasks.queue.capacity import Capacity, NoCapacity
 from tasks.queue.decision import Decision
 from tasks.queue.grants import PENDING_RESOURCES, Giver
 from tasks.queue.ledger import WINDOW, Entry, Ledger, LedgerReader, Pool
+from tasks.queue.run_states import lost_cancel, may_have_been_cancelled
 from tasks.queue.words import Message, one_line
 from tasks.run.failure_kinds import FailureKind
 from tasks.server.flow_runs import FLOW_RUN_VARIABLE
@@ -67,6 +69,8 @@ class Look:
     #: To start now, in this order: `gpus[node name]` each.
     admitted: tuple[tuple[Entry, Mapping[str, int]], ...] = ()
     doomed: tuple[Doomed, ...] = ()
+    #: They were cancelled, and a gate that was lost has written over it: the cancel each.
+    cancelled: tuple[tuple[Entry, State[Any]], ...] = ()
     #: Granted or submitted by a worker that has not come further with them.
     stuck: tuple[Entry, ...] = ()
     #: They have taken their GPUs elsewhere than they were granted them: `gpus[node name]` each.
@@ -88,6 +92,7 @@ class Looker:
     def __init__(
         self, client: PrefectClient, *, pool: str, capacity: Capacity, giver: Giver
     ) -> None:
+        self._client = client
         self._reader = LedgerReader(client)
         self._pool = pool
         self._capacity = capacity
@@ -95,6 +100,8 @@ class Looker:
         self._settings = PoolSettings()
         #: Flow runs whose spec was found in order.
         self._checked: set[UUID] = set()
+        #: Flow runs that have come back from their end, and the state in which that was in order.
+        self._came_back: dict[UUID, UUID] = {}
 
     async def look(
         self,
@@ -123,6 +130,9 @@ class Looker:
             # A run of another sort of pool waits in its own process.
             if entry.pool == self._pool or entry.pool not in ledger.pools
         ]
+        cancelled = await self._cancelled(line)
+        for entry, _cancel in cancelled:
+            line.remove(entry)
         line.sort(key=lambda entry: entry.place)
         clusters, silent = await self._clusters([*line, *ledger.holding])
         troubles += [f"{key or 'the nodes'}: {error}" for key, error in silent.items()]
@@ -151,6 +161,7 @@ class Looker:
             free=decision.free,
             admitted=tuple(decision.admitted),
             doomed=tuple(doomed),
+            cancelled=tuple(cancelled),
             stuck=stuck,
             moved=tuple(decision.moved),
             resumed=tuple(entry for entry in ledger.holding if entry.goes_on and _is_due(entry)),
@@ -170,18 +181,34 @@ class Looker:
             return [f"the settings of the work pool {pool.name} can't be read: {one_line(error)}"]
         return []
 
+    async def _cancelled(self, line: Sequence[Entry]) -> list[tuple[Entry, State[Any]]]:
+        found = []
+        for entry in line:
+            state = entry.flow_run.state
+            if state is None or not may_have_been_cancelled(entry.flow_run):
+                continue
+            if self._came_back.get(entry.id) == state.id:
+                continue
+            if cancel := await lost_cancel(self._client, entry.flow_run):
+                found.append((entry, cancel))
+            else:
+                self._came_back[entry.id] = state.id
+        return found
+
     def _is_stuck(self, entry: Entry, in_flight: frozenset[UUID], now: float) -> bool:
         state = entry.flow_run.state
         if state is None or entry.goes_on or entry.id in in_flight:
             return False
         giver = entry.grant.by if entry.grant else None
-        if giver == self._giver:
+        # Once it has begun, it ends by its process, or by `reconcile`.
+        is_cancelled = state.is_cancelling() and entry.flow_run.start_time is None
+        if giver == self._giver and not is_cancelled:
             # Ours, and not in flight: it is handed out again.
             return False
-        is_gone = giver is not None and giver.is_surely_gone()
+        is_gone = giver is not None and (giver == self._giver or giver.is_surely_gone())
         if entry.is_scheduled and entry.grant is not None:
             return is_gone or now - entry.grant.at > GIVEN_BACK_AFTER_S
-        if state.type is not StateType.PENDING or entry.pool != self._pool:
+        if not (state.type is StateType.PENDING or is_cancelled) or entry.pool != self._pool:
             return False
         age_s = now - entry.since.timestamp()
         if not is_gone:

@@ -21,6 +21,22 @@ TOLD_THE_FIRST = 10
 FREE_NOW = "; free now: "
 SOON = "any moment"
 
+#: How each text begins.
+_ASKS = "asks for "
+#: By a part of its text, what a run waits for in substance.
+_KINDS = {
+    "; waits for nodes: ": "no answer",
+    "; waits for its cluster, ": "no answer",
+    "; waits for GPUs of the tag ": "limit",
+    "; was sent back,": "sent back",
+    "; waits behind ": "behind",
+    "; would fit, but delay ": "behind",
+    " is at its limit of ": "full",
+    " is paused": "paused",
+    "; waits for nodes to come back": "nodes",
+    "; would fit but for what is drained": "drained",
+}
+
 #: How many names, numbers or groups of nodes a line lists.
 _LISTED = 4
 _ERROR_CHARACTERS = 200
@@ -105,6 +121,30 @@ def _behind(
         case _:
             first = _names(reason.waits_for[:1], names)
             return _message(demand, f"would fit, but delay {first}, which is first in line")
+
+
+def kind_of(text: str | None) -> str:
+    """What a run waits for in substance, by the message of its state: not whom, nor how many.
+
+    Empty for a text of others than the gate.
+    """
+    if not text or not text.startswith(_ASKS):
+        return ""
+    return next((kind for part, kind in _KINDS.items() if part in text), "first")
+
+
+def admission_of(gpus: Mapping[str, int], waited_s: float | None) -> str:
+    """`admitted on n1 (8 GPUs), n2 (8 GPUs) after 3 h 12 min`.
+
+    Args:
+        gpus: `gpus[node name]`.
+        waited_s: None where nobody knows.
+    """
+    nodes = ", ".join(
+        f"{node} ({number} GPU{'' if number == 1 else 's'})" for node, number in gpus.items()
+    )
+    after = f" after {lasting(waited_s)}" if waited_s is not None else " again"
+    return f"admitted{f' on {nodes}' if nodes else ''}{after}"
 
 
 def paused(demand: Demand | None, pool: str, queue: str = "") -> Message:
@@ -196,7 +236,7 @@ def one_line(error: object) -> str:
 
 
 def _message(demand: Demand | None, reason: str, key: str = "") -> Message:
-    return Message(text=f"asks for {asks(demand)}; {reason}", key=key or reason, reason=reason)
+    return Message(text=f"{_ASKS}{asks(demand)}; {reason}", key=key or reason, reason=reason)
 
 
 def _first(

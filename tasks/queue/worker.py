@@ -15,7 +15,7 @@ from uuid import UUID
 
 import httpx
 from prefect.client.schemas.objects import FlowRun, State
-from prefect.client.schemas.responses import WorkerFlowRunResponse
+from prefect.client.schemas.responses import SetStateStatus, WorkerFlowRunResponse
 from prefect.exceptions import PrefectException
 from prefect.states import Cancelled, Scheduled
 from prefect.workers.process import (
@@ -116,8 +116,11 @@ class GangWorker(ProcessWorker):
         message = "the Prefect server was away when its process began: it waits again"
         due = flow_run.expected_start_time
         back: State[Any] = Scheduled(name=PENDING_RESOURCES, scheduled_time=due, message=message)
-        await self.client.set_flow_run_state(flow_run.id, back)
-        return True
+        answer = await self.client.set_flow_run_state(flow_run.id, back)
+        if answer.status is SetStateStatus.ACCEPT:
+            return True
+        # The one thing that keeps it from waiting again: it was cancelled meanwhile.
+        return await self._settle(flow_run, may_send_back=False)
 
     async def _get_scheduled_flow_runs(self) -> list[WorkerFlowRunResponse]:
         """What is to be started now: the one place where this differs from a process worker."""

@@ -115,6 +115,33 @@ def test_malformed_spec_fails_at_once_with_every_fault(pool: GangPool) -> None:
     assert run.processes() == []
 
 
+def logged(run: Run) -> list[tuple[int, str]]:
+    """Level and text of what the gate has told the logs of a run, in order."""
+    wanted = {"flow_run_id": {"any_": [run.flow_run_id]}}
+    found = run.ground.post("/logs/filter", logs=wanted, sort="TIMESTAMP_ASC")
+    return [(line["level"], line["message"]) for line in found if line["name"] == "muster.queue"]
+
+
+def test_logs_of_a_run_say_why_it_waits_where_it_is_admitted_and_why_it_is_refused(
+    pool: GangPool,
+) -> None:
+    holder = pool.hold(ALL)
+    run = pool.submit(pool.spec(nodes=2, gpus=8))
+    says(run, "waits for holder-n1-n2 to end")
+    refused = pool.submit({"colour": "red"})
+    pool.set_state(holder, "COMPLETED")
+    given(run)
+
+    until(lambda: len(logged(run)) > 1 and logged(refused), "they are logged", WITHIN_S)
+
+    [(_info, waits), (_too, admitted)] = logged(run)
+    assert waits.startswith("waits, place 1 of 1 in line: asks for 2 nodes with 8 GPUs each; ")
+    assert admitted.startswith("admitted on n1 (8 GPUs), n2 (8 GPUs) after ")
+    [(error, text)] = logged(refused)
+    assert error == 40 and "the spec has " in text
+    assert "workload" in text and "colour" in text
+
+
 def test_waiting_run_says_what_it_asks_what_is_free_and_what_it_waits_for(pool: GangPool) -> None:
     holder = pool.hold({"n1": 8, "n2": 3})
     run = pool.submit(pool.spec(nodes=2, gpus=6))
@@ -144,6 +171,40 @@ def test_cancel_of_a_waiting_run_sticks(pool: GangPool) -> None:
 
     assert run.state()[0] == behind.state()[0] == "CANCELLED"
     assert "PENDING" not in states(run) + states(behind)
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(400)
+def test_cancels_stick_while_two_gates_rewrite_why_the_runs_wait(
+    server: Server, tmp_path: Path
+) -> None:
+    ground = Ground(home=tmp_path, api=server.api)
+    pool = GangPool(ground=ground, server=server, name="cancels", nodes={"c1": 8})
+    pool.set_up()
+    try:
+        pool.hold({"c1": 8})
+        pool.start_worker("one")
+        pool.start_worker("two")
+        runs = [pool.submit(pool.spec(gpus=8)) for _ in range(30)]
+        for run in runs:
+            says(run, "waits")
+
+        for number in range(0, len(runs), 3):
+            is_paused = number % 2 == 0
+            pool.patch(is_paused=is_paused)
+            first, *next_ones = runs[number : number + 3]
+            # The gate that says so goes on to the others.
+            says(first, "is paused" if is_paused else "waits for holder")
+            for run in (*next_ones, first):
+                pool.cancel(run)
+
+        pool.until_all_end(WITHIN_S)
+        assert {run.state()[0] for run in runs} == {"CANCELLED"}
+        assert not any("PENDING" in states(run) for run in runs)
+    finally:
+        pool.patch(is_paused=False)
+        pool.empty()
+        ground.clear()
 
 
 def test_run_of_a_higher_queue_goes_first(pool: GangPool) -> None:

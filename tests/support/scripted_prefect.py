@@ -1,0 +1,175 @@
+"""A Prefect server for one gate, in memory: the rules of states that a cancel leans on, and a hook
+before each request, at which others act or the gate is killed."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime, timedelta
+from types import SimpleNamespace
+from typing import Any
+from uuid import UUID, uuid4
+
+from prefect.client.schemas.actions import LogCreate
+from prefect.client.schemas.objects import FlowRun, State, StateType, WorkPool, WorkQueue
+from prefect.client.schemas.responses import OrchestrationResult, SetStateStatus, StateAcceptDetails
+
+POOL = "gang"
+_QUEUE = WorkQueue(id=uuid4(), name="default", priority=2, work_pool_id=uuid4())
+#: So long ago that nothing is waited for any more.
+_BEGAN = datetime.now(UTC) - timedelta(hours=1)
+
+
+class ScriptedPrefect:
+    """What a gate asks of its client."""
+
+    api_url = "http://scripted/api"
+
+    def __init__(self, template: dict[str, Any]) -> None:
+        """
+        Args:
+            template: of the work pool.
+        """
+        self._pool = WorkPool(
+            id=uuid4(),
+            name=POOL,
+            type="gang",
+            base_job_template=template,
+            default_queue_id=_QUEUE.id,
+        )
+        self._runs: dict[UUID, FlowRun] = {}
+        self._histories: dict[UUID, list[State[Any]]] = {}
+        self._states = 0
+        self.logs: list[LogCreate] = []
+        #: How many requests there were, and what is done before one, by its number.
+        self.requests = 0
+        self.before: dict[int, Callable[[], None]] = {}
+        #: As `create_logs`.
+        self.asked: list[str] = []
+
+    def submit(self, spec: Any, **known: Any) -> UUID:
+        id, due = uuid4(), _BEGAN + timedelta(seconds=len(self._runs))
+        self._runs[id] = FlowRun(
+            id=id,
+            flow_id=uuid4(),
+            name="idealistic-harrier",
+            created=due,
+            expected_start_time=due,
+            next_scheduled_start_time=due,
+            parameters={"spec": spec},
+            work_pool_name=POOL,
+            work_queue_id=_QUEUE.id,
+            **known,
+        )
+        self._histories[id] = []
+        self.set(id, State(type=StateType.SCHEDULED))
+        return id
+
+    def run(self, id: UUID) -> FlowRun:
+        return self._runs[id].model_copy(deep=True)
+
+    def history(self, id: UUID) -> list[str]:
+        return [state.name or "" for state in self._histories[id]]
+
+    def patch(self, id: UUID, **known: Any) -> None:
+        self._runs[id] = self._runs[id].model_copy(update=known)
+
+    def set(self, id: UUID, state: State[Any], *, force: bool = False) -> SetStateStatus:
+        """Source: prefect/server/orchestration/core_policy.py."""
+        run, before = self._runs[id], self._runs[id].state
+        status = SetStateStatus.ACCEPT
+        if before is not None and state.is_cancelling():
+            if before.is_final():
+                return SetStateStatus.ABORT
+            if before.is_scheduled() and not run.infrastructure_pid:
+                status, state = SetStateStatus.REJECT, State(type=StateType.CANCELLED)
+        elif before is not None and not force:
+            if before.is_cancelling() and not state.is_cancelled():
+                return SetStateStatus.REJECT
+            if before.is_final() and state.is_scheduled():
+                came_back = run.empirical_policy.model_copy(update={"retry_type": "reschedule"})
+                self.patch(id, empirical_policy=came_back)
+        self._states += 1
+        at = _BEGAN + timedelta(milliseconds=self._states)
+        stored = state.model_copy(update={"id": uuid4(), "timestamp": at})
+        self._histories[id].append(stored)
+        self.patch(id, state=stored)
+        return status
+
+    def cancel(self, id: UUID) -> None:
+        """As the button of the UI does."""
+        self.set(id, State(type=StateType.CANCELLING))
+
+    def _ask(self, what: str) -> None:
+        self.requests += 1
+        self.asked.append(what)
+        self.before.get(self.requests, lambda: None)()
+
+    async def read_work_pools(self, **_filters: Any) -> list[WorkPool]:
+        self._ask("read_work_pools")
+        return [self._pool]
+
+    async def read_work_queues(self, **_filters: Any) -> list[WorkQueue]:
+        self._ask("read_work_queues")
+        return [_QUEUE]
+
+    async def read_flow_runs(
+        self, *, flow_run_filter: Any, offset: int = 0, **_filters: Any
+    ) -> list[FlowRun]:
+        self._ask("read_flow_runs")
+        wanted = flow_run_filter.state
+        types = wanted.type.any_ if wanted.type else list(StateType)
+        names = wanted.name.any_ if wanted.name else None
+        return [
+            self.run(id)
+            for id, run in self._runs.items()
+            if run.state is not None
+            and run.state.type in types
+            and (names is None or run.state.name in names)
+        ][offset:]
+
+    async def read_flow_run(self, id: UUID) -> FlowRun:
+        self._ask("read_flow_run")
+        return self.run(id)
+
+    async def read_flow_run_states(self, id: UUID) -> list[State[Any]]:
+        self._ask("read_flow_run_states")
+        return [*self._histories[id]]
+
+    async def set_flow_run_state(
+        self, id: UUID, state: State[Any], force: bool = False
+    ) -> OrchestrationResult[Any]:
+        self._ask("set_flow_run_state")
+        status = self.set(id, state, force=force)
+        return OrchestrationResult(
+            state=self._runs[id].state, status=status, details=StateAcceptDetails()
+        )
+
+    async def update_flow_run(self, id: UUID, *, name: str) -> None:
+        self._ask("update_flow_run")
+        self.patch(id, name=name)
+
+    async def update_flow_run_labels(self, id: UUID, labels: dict[str, Any]) -> None:
+        self._ask("update_flow_run_labels")
+        self.patch(id, labels={**self._runs[id].labels, **labels})
+
+    async def request(
+        self, _method: str, _path: str, *, path_params: dict[str, Any], json: dict[str, Any]
+    ) -> None:
+        self._ask("request")
+        self.patch(path_params["id"], **json)
+
+    async def create_logs(self, logs: list[LogCreate]) -> None:
+        self._ask("create_logs")
+        self.logs += logs
+
+
+class FreeLease:
+    """A lease that nobody else asks for."""
+
+    def __init__(self, *_arguments: Any, **_more: Any) -> None:
+        pass
+
+    @asynccontextmanager
+    async def held(self, *, within_s: float) -> AsyncIterator[Any]:
+        yield SimpleNamespace(check=lambda: None)

@@ -1,0 +1,394 @@
+"""The gate against a scripted server: what it tells the logs of flow runs, and that no cancel is
+lost to what it writes, whenever it comes and wherever the gate is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+from uuid import UUID
+
+import httpx
+import pytest
+from prefect.client.schemas.objects import State, StateType
+from prefect.settings import PREFECT_LOGGING_TO_API_ENABLED, temporary_settings
+
+from tasks.gang.settings import PoolSettings, TableNode, with_settings
+from tasks.queue import gate, look
+from tasks.queue.capacity import Capacity
+from tasks.queue.gate import Gate
+from tasks.queue.grants import Giver, Grant
+from tasks.queue.ledger import Entry
+from tasks.queue.worker import GangWorker
+from tasks.supervise.identity import ProcessId, boot_id, host_name
+from tests.support.scripted_prefect import FreeLease, ScriptedPrefect
+
+GONE = Giver(host=host_name(), process=ProcessId(pid=2**22, start_ticks=1, boot_id=boot_id()))
+
+
+class Killed(BaseException):
+    """The process of a gate was killed."""
+
+
+def template(*gpus: int) -> dict[str, Any]:
+    table = tuple(TableNode(name=f"n{n}", gpus=g) for n, g in enumerate(gpus, start=1))
+    job = GangWorker.get_default_base_job_template()
+    return with_settings(job, PoolSettings(nodes=table))
+
+
+TWO_NODES = template(8, 8)
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No other gate, and no process of a flow run."""
+    monkeypatch.setattr(gate, "GateLease", FreeLease)
+    monkeypatch.setattr(look, "holders_of", lambda _variable: SimpleNamespace(pids={}))
+
+
+@pytest.fixture
+def server() -> ScriptedPrefect:
+    return ScriptedPrefect(TWO_NODES)
+
+
+def spec(gpus: int = 8, nodes: int = 1, **more: Any) -> dict[str, Any]:
+    return {
+        "name": "trial",
+        "workload": "grpo",
+        "gang": {"nodes": nodes, "gpus_per_node": gpus},
+        "components": {"trainer": {"command": ["true"]}},
+        **more,
+    }
+
+
+def granted(**nodes: int) -> dict[str, Any]:
+    return Grant(nodes=nodes, state_id="", at=0.0, by=GONE).labels()
+
+
+def hold(server: ScriptedPrefect, **nodes: int) -> UUID:
+    id = server.submit(spec(), labels=granted(**nodes), run_count=1)
+    server.set(id, State(type=StateType.RUNNING))
+    return id
+
+
+def looks(server: ScriptedPrefect, count: int = 1, one: Gate | None = None) -> list[Entry]:
+    """A gate decides and tells so many times; what it starts."""
+
+    async def look_on() -> list[Entry]:
+        capacity = Capacity()
+        client: Any = server
+        it = one or Gate(client, pool="gang", capacity=capacity)
+        started: list[Entry] = []
+        for _ in range(count):
+            seen, found = await it.decide(lambda entry: True)
+            started += found
+            await it.tell(seen)
+        await capacity.close()
+        return started
+
+    return asyncio.run(look_on())
+
+
+def lines(server: ScriptedPrefect, id: UUID) -> list[tuple[int, str]]:
+    return [(line.level, line.message) for line in server.logs if line.flow_run_id == id]
+
+
+def test_the_logs_tell_why_a_run_waits_that_it_is_first_and_that_it_is_admitted(
+    server: ScriptedPrefect,
+) -> None:
+    holder = hold(server, n1=8, n2=8)
+    first, second = server.submit(spec(nodes=2)), server.submit(spec())
+    looks(server, 2)
+    server.cancel(first)
+    looks(server, 2)
+    server.set(holder, State(type=StateType.COMPLETED))
+
+    looks(server)
+
+    told = lines(server, second)
+    assert [level for level, _text in told] == [logging.INFO] * 3
+    behind, is_first, admitted = (text for _level, text in told)
+    assert behind.startswith("waits, place 2 of 2 in line: asks for 1 node with 8 GPUs; ")
+    assert "waits behind trial-grpo-" in behind
+    assert is_first.startswith("waits, place 1 of 1 in line: ")
+    assert "waits for trial-grpo-" in is_first
+    assert admitted.startswith("admitted on n1 (8 GPUs) after ")
+    assert {line.name for line in server.logs} == {"muster.queue"}
+
+
+def test_whom_it_waits_for_may_change_without_a_line(server: ScriptedPrefect) -> None:
+    hold(server, n1=8)
+    other = hold(server, n2=8)
+    run = server.submit(spec(nodes=2))
+    looks(server)
+    before = server.history(run)
+    server.set(other, State(type=StateType.COMPLETED))
+
+    looks(server, 2)
+
+    assert server.history(run) == [*before, "PendingResources"]
+    assert len(lines(server, run)) == 1
+
+
+def test_a_refused_run_tells_every_fault_in_one_line(server: ScriptedPrefect) -> None:
+    large = server.submit(spec(nodes=3))
+    faulty = server.submit(spec(workload="dance", colour="red"))
+
+    looks(server)
+
+    [(level, text)] = lines(server, large)
+    assert (level, "INFEASIBLE: " in text, "Ask for less" in text) == (logging.ERROR, True, True)
+    [(level, text)] = lines(server, faulty)
+    assert level == logging.ERROR
+    assert "USER_ERROR: " in text and "workload" in text and "colour" in text
+
+
+def test_a_look_sends_its_lines_in_one_request_after_the_states(server: ScriptedPrefect) -> None:
+    hold(server, n1=8, n2=7)
+    for gpus in (9, 1, 8, 8):
+        server.submit(spec(gpus=gpus))
+
+    looks(server)
+
+    assert len(server.logs) == 4
+    assert server.asked.count("create_logs") == 1
+    assert server.asked[-1] == "create_logs"
+
+
+def test_a_look_without_news_asks_for_no_line(server: ScriptedPrefect) -> None:
+    hold(server, n1=8, n2=8)
+    server.submit(spec())
+    looks(server)
+    server.asked.clear()
+
+    looks(server)
+
+    assert "create_logs" not in server.asked
+
+
+def test_lines_that_are_not_taken_cost_a_warning_and_no_decision(
+    server: ScriptedPrefect, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def refuse(_logs: object) -> None:
+        raise httpx.ReadTimeout("no answer")
+
+    monkeypatch.setattr(server, "create_logs", refuse)
+    server.submit(spec())
+
+    started = looks(server)
+
+    assert len(started) == 1
+    assert "1 log lines of flow runs are lost" in caplog.text
+
+
+def test_no_line_is_sent_where_logs_are_off(server: ScriptedPrefect) -> None:
+    server.submit(spec())
+
+    with temporary_settings({PREFECT_LOGGING_TO_API_ENABLED: False}):
+        looks(server)
+
+    assert server.logs == []
+
+
+def test_a_run_that_waits_in_its_own_process_logs_by_itself(server: ScriptedPrefect) -> None:
+    hold(server, n1=8, n2=8)
+    run = server.submit(spec())
+    server.set(run, State(type=StateType.RUNNING, name="PendingResources"))
+
+    looks(server, 2)
+
+    assert lines(server, run) == []
+
+
+@pytest.mark.parametrize(
+    ("written", "called", "name"),
+    [
+        # all that its id is made of can be read
+        ({"workload": "dance"}, "the spec of trial has ", "trial-dance-"),
+        ({"workload": None}, "the spec of trial has ", "trial-invalid-"),
+        # nothing to call it by
+        ({"name": 7}, "the spec has ", "idealistic-harrier"),
+        ({"name": "No name", "workload": None}, "the spec has ", "idealistic-harrier"),
+        # found with the gang, before all else
+        ({"gang": {"gpus": 8}}, "the spec of trial has ", "trial-grpo-"),
+    ],
+)
+def test_a_faulty_spec_is_called_by_its_own_name(
+    server: ScriptedPrefect, written: dict[str, Any], called: str, name: str
+) -> None:
+    run = server.submit({**spec(), **written})
+
+    looks(server)
+
+    found = server.run(run)
+    assert found.state is not None and found.state.message is not None
+    assert found.state.message.startswith(f"USER_ERROR: {called}")
+    assert "idealistic-harrier" not in found.state.message
+    assert found.name.startswith(name)
+
+
+def waiting(server: ScriptedPrefect) -> UUID:
+    hold(server, n1=8, n2=8)
+    return server.submit(spec())
+
+
+def waiting_anew(server: ScriptedPrefect) -> UUID:
+    """Its message is about to change."""
+    run = waiting(server)
+    looks(server)
+    hold(server, n2=1)
+    server.patch(run, name="renamed")
+    server.set(run, State(type=StateType.SCHEDULED, name="PendingResources", message="other"))
+    return run
+
+
+def about_to_start(server: ScriptedPrefect) -> UUID:
+    return server.submit(spec())
+
+
+def left_by_its_worker(server: ScriptedPrefect) -> UUID:
+    """A process was there to prepare the flow's, and went with the worker."""
+    hold(server, n1=8)
+    run = server.submit(spec(), labels=granted(n2=8), infrastructure_pid="7")
+    server.set(run, State(type=StateType.PENDING))
+    return run
+
+
+def left_before_its_process(server: ScriptedPrefect) -> UUID:
+    run = left_by_its_worker(server)
+    server.patch(run, infrastructure_pid=None)
+    return run
+
+
+@pytest.mark.parametrize(
+    "scene",
+    [waiting, waiting_anew, about_to_start, left_by_its_worker, left_before_its_process],
+)
+def test_cancel_is_kept_whenever_it_comes_and_wherever_the_gate_is_killed(
+    scene: Callable[[ScriptedPrefect], UUID],
+) -> None:
+    count = requests_of(scene)
+    assert count > 8
+
+    lost = [
+        (cancelled, killed)
+        for cancelled in range(1, count + 2)
+        for killed in (None, *range(cancelled, cancelled + 4))
+        if state_after(scene, cancelled, killed) != "CANCELLED"
+    ]
+
+    assert lost == []
+
+
+def requests_of(scene: Callable[[ScriptedPrefect], UUID]) -> int:
+    """Of two looks that nothing disturbs."""
+    server = ScriptedPrefect(TWO_NODES)
+    scene(server)
+    before = server.requests
+    looks(server, 2)
+    return server.requests - before
+
+
+def state_after(
+    scene: Callable[[ScriptedPrefect], UUID], cancelled: int, killed: int | None
+) -> str:
+    """The type of the state of a run that is cancelled before a request of a gate, which is killed
+    before a later one, or never; another gate follows.
+    """
+    server = ScriptedPrefect(TWO_NODES)
+    run = scene(server)
+    began = server.requests
+
+    def cancel() -> None:
+        server.cancel(run)
+        if killed == cancelled:
+            raise Killed
+
+    def kill() -> None:
+        raise Killed
+
+    if killed is not None:
+        server.before[began + killed] = kill
+    server.before[began + cancelled] = cancel
+    with suppress(Killed):
+        looks(server, 2)
+    server.before.clear()
+    # It comes after all of them.
+    if "Cancelled" not in server.history(run) and "Cancelling" not in server.history(run):
+        server.cancel(run)
+    looks(server, 2)
+    state = server.run(run).state
+    assert state is not None
+    return state.type.value
+
+
+def test_a_run_that_somebody_retries_after_its_cancel_waits_again(server: ScriptedPrefect) -> None:
+    hold(server, n1=8, n2=8)
+    run = server.submit(spec())
+    looks(server)
+    server.cancel(run)
+    server.set(run, State(type=StateType.SCHEDULED, name="AwaitingRetry"))
+
+    looks(server, 3)
+
+    assert server.history(run)[-2:] == ["AwaitingRetry", "PendingResources"]
+
+
+def test_a_message_ends_no_grant_that_another_gate_has_given_meanwhile(
+    server: ScriptedPrefect,
+) -> None:
+    holder = hold(server, n1=8, n2=8)
+    run = server.submit(spec())
+
+    async def two_gates() -> None:
+        capacity, client = Capacity(), server
+        slow, fast = (Gate(client, pool="gang", capacity=capacity) for _ in range(2))  # type: ignore[arg-type]
+        seen, _none = await slow.decide(lambda entry: True)
+        server.set(holder, State(type=StateType.COMPLETED))
+        _look, started = await fast.decide(lambda entry: True)
+        assert [entry.id for entry in started] == [run]
+        await slow.tell(seen)
+        await capacity.close()
+
+    asyncio.run(two_gates())
+
+    assert server.history(run) == ["Scheduled"]
+
+
+def test_a_cancelled_run_that_has_begun_is_left_to_its_process(server: ScriptedPrefect) -> None:
+    run = hold(server, n1=8)
+    begun = server.run(run).state
+    assert begun is not None
+    server.patch(run, start_time=begun.timestamp)
+    server.cancel(run)
+
+    looks(server, 2)
+
+    assert server.history(run)[-1] == "Cancelling"
+
+
+async def sent_back_by_a_worker(server: ScriptedPrefect, run: UUID) -> bool:
+    """The process of a run could not begin, as the server was away for a moment."""
+    worker: Any = SimpleNamespace(client=server)
+    worker._settle = partial(GangWorker._settle, worker)
+    return bool(await worker._settle(server.run(run), may_send_back=True))
+
+
+def test_cancel_of_a_run_that_its_worker_sends_back_is_kept_whenever_it_comes() -> None:
+    ended = []
+    for number in range(1, 6):
+        server = ScriptedPrefect(TWO_NODES)
+        run = server.submit(spec(), infrastructure_pid="7")
+        server.set(run, State(type=StateType.PENDING))
+        server.before[server.requests + number] = partial(server.cancel, run)
+
+        asyncio.run(sent_back_by_a_worker(server, run))
+        if "Cancelled" not in server.history(run):
+            server.cancel(run)
+        ended.append(server.history(run)[-1])
+
+    assert ended == ["Cancelled"] * 5
