@@ -81,7 +81,7 @@ def fault_of(flow_run: FlowRun) -> str:
     if not isinstance(spec, Mapping):
         return ""
     try:
-        parse_spec(dict(spec), source=_called(spec))
+        parse_spec(dict(spec), source=_called(spec), from_form=True)
     except InvalidSpec as error:
         return str(error)
     return ""

@@ -264,6 +264,21 @@ def test_a_gang_that_cannot_be_read_is_a_fault(spec: dict[str, Any], fault: str)
     assert fault in fault_of(run)
 
 
+@pytest.mark.parametrize(
+    ("command", "fault"),
+    [("true", ""), ("${rollout.port}", "unknown name `${rollout.port}`")],
+)
+def test_a_component_that_the_form_leaves_out_is_none_of_the_run_s(
+    command: str, fault: str
+) -> None:
+    components = {"rollout": None, "trainer": {"command": [command]}}
+    order = ["rollout", "trainer"]
+
+    said = fault_of(flow_run(spec={"components": components, "start_order": order}))
+
+    assert fault in said and bool(fault) == bool(said)
+
+
 def test_a_flow_run_of_another_flow_asks_for_nothing() -> None:
     run = flow_run(None)
     run.parameters = {"address": "http://127.0.0.1:8265"}

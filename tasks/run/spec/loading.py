@@ -39,7 +39,11 @@ def load_spec(path: Path, overrides: Sequence[str] = ()) -> RunSpec:
 
 
 def parse_spec(
-    data: object, overrides: Sequence[str] = (), source: str = "the run spec"
+    data: object,
+    overrides: Sequence[str] = (),
+    source: str = "the run spec",
+    *,
+    from_form: bool = False,
 ) -> RunSpec:
     """The run spec that plain data hold, such as a flow's parameter.
 
@@ -48,11 +52,12 @@ def parse_spec(
             are then checked too.
         overrides: `a.b=c` each, applied in order.
         source: What a person calls the data.
+        from_form: They may come from the form in the UI, which leaves a component out by null.
 
     Raises:
         InvalidSpec: With every fault of the data and of the overrides, in the data's order.
     """
-    return _checked(data, overrides, source, ())
+    return _checked(data, overrides, source, (), from_form=from_form)
 
 
 def spec_as_yaml(spec: RunSpec, *, mask_secrets: bool = False) -> str:
@@ -83,7 +88,12 @@ def _dumped(written: dict[str, Any], *, readable: bool) -> str:
 
 
 def _checked(
-    data: object, overrides: Sequence[str], source: str, found: Sequence[Fault]
+    data: object,
+    overrides: Sequence[str],
+    source: str,
+    found: Sequence[Fault],
+    *,
+    from_form: bool = False,
 ) -> RunSpec:
     written = data.written() if isinstance(data, RunSpec) else copy.deepcopy(data)
     if not isinstance(written, dict):
@@ -99,8 +109,10 @@ def _checked(
         spec = RunSpec.model_validate(written)
     except InvalidSpec as error:
         faults += error.faults
-    faults += _empty_components(written)
-    faults += placeholders.faults_in(written)
+    if not from_form:
+        faults += _empty_components(written)
+    # What a form has left out has no port either.
+    faults += placeholders.faults_in(spec.written() if from_form and spec else written)
 
     if spec is None or faults:
         raise InvalidSpec(_in_file_order(faults, written), source)
@@ -108,7 +120,7 @@ def _checked(
 
 
 def _empty_components(written: Mapping[str, Any]) -> Iterator[Fault]:
-    """A form leaves a component out by null; in a file somebody has forgotten what it is."""
+    """In a form null leaves a component out; in a file somebody has forgotten what it is."""
     for name, component in _mapping(written.get("components")).items():
         if component is None and name in ByName.offered:
             remedy = f"write {name}: {{key: value}}, or leave it out"
