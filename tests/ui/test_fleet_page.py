@@ -17,7 +17,7 @@ SPEC = ROOT / "deployments" / "runs" / "quickstart-fleet.yaml"
 def test_a_server_that_dies_is_a_word_in_the_message_and_a_task_run(stack: UiStack, ui: Ui) -> None:
     spec = yaml.safe_load(SPEC.read_text())
     # A server that comes back late is seen to be away.
-    spec["components"]["rollout"]["recovery"]["backoff_s"] = 20
+    spec["components"]["rollout"]["recovery"] |= {"backoff_s": 20, "max_backoff_s": 20}
     run = stack.run(spec, deployment="train/quickstart-fleet")
     try:
         running = stack.until_state(run, "Running", saying="running:")

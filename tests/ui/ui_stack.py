@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from deployments.stack_state import Stack
 from tasks.gang.settings import PoolSettings, TableNode, with_settings
 from tasks.supervise.ports import PortsReserved
+from tests.support.ground import FINAL
 from tests.support.prefect_api import ask
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -88,13 +89,17 @@ class UiStack:
         def found() -> dict[str, Any] | None:
             run = self.flow_run(id)
             said = (run["state"] or {}).get("message") or ""
-            return run if run["state_name"] in states and saying in said else None
+            if run["state_name"] in states and saying in said:
+                return run
+            # It would be waited for in vain.
+            assert run["state_type"] not in FINAL, run["state"]
+            return None
 
         return until(found, f"{id} {' or '.join(states)} {saying!r}: {self.flow_run(id)['state']}")
 
     def cancel(self, id: str) -> None:
         """End a run, and wait for that."""
-        if self.flow_run(id)["state_type"] not in ("COMPLETED", "FAILED", "CRASHED", "CANCELLED"):
+        if self.flow_run(id)["state_type"] not in FINAL:
             state = {"state": {"type": "CANCELLING"}, "force": False}
             self.ask("POST", f"/flow_runs/{id}/set_state", state)
             self.until_state(id, "Cancelled")
