@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.client.schemas.actions import WorkPoolCreate, WorkPoolUpdate
+from prefect.client.schemas.actions import DeploymentUpdate, WorkPoolCreate, WorkPoolUpdate
+from prefect.client.schemas.filters import FlowFilter, FlowFilterName
 from prefect.exceptions import ObjectAlreadyExists
 from prefect.workers.process import ProcessWorker
 
@@ -37,6 +38,8 @@ from tasks.upkeep.reconciling import publish, reconcile_host
 POOL_LIMIT = 8
 #: The queues of the pool, and the priority of each: 1 comes first. Prefect makes `default` itself.
 QUEUES = {"urgent": 1, "idle": 3}
+#: The flows whose one parameter is a spec, which each deployment of them has.
+_FLOWS_OF_SPECS = ("train", "pipeline")
 
 
 class WrongPool(Exception):
@@ -92,6 +95,21 @@ def ensure_pipelines_pool(client: SyncPrefectClient) -> None:
         client.create_work_pool(pool)
 
 
+def ensure_quick_runs(client: SyncPrefectClient) -> None:
+    """*Quick run* in the UI starts a run at once, where a deployment has all parameters' values.
+
+    The UI asks for what the flow's signature requires, whether it has a value or not: by a form
+    of some hundred fields here.
+    """
+    ours = FlowFilter(name=FlowFilterName(any_=list(_FLOWS_OF_SPECS)))
+    for deployment in client.read_deployments(flow_filter=ours):
+        schema = deployment.parameter_openapi_schema or {}
+        required = set(schema.get("required", ()))
+        if required and required <= set(deployment.parameters):
+            quick = DeploymentUpdate(parameter_openapi_schema={**schema, "required": []})
+            client.update_deployment(deployment.id, quick)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     _parser().parse_args(arguments)
     try:
@@ -111,6 +129,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if code != 0:
         print(f"`prefect deploy --all` exited {code}; it says above why.", file=sys.stderr)
         return 1
+    with get_client(sync_client=True) as client:
+        ensure_quick_runs(client)
     print(f"{SET_UP} work pool {POOL}, deployments of {ROOT / 'prefect.yaml'}")
     return 0
 

@@ -6,24 +6,76 @@ allocate next, that is mostly the event loop's; and among the garbage may be a c
 that failed. To free it takes the lock of its connection, whose thread may be waiting for another
 connection's transaction to end, and that one waits for the event loop: for a minute, after which
 SQLite gives up, the server answers nobody.
+
+Transactions wait for each other. Prefect begins most of them as readers; one that goes on to write
+after another has written is refused by SQLite at once, whatever the busy timeout: 503, "database is
+locked". Prefect's own clients ask again after seconds, a browser does not, and the click on *Run*
+is lost.
 """
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import runpy
 import threading
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from contextvars import ContextVar
+from weakref import WeakKeyDictionary
+
+from prefect.server.database.configurations import SQLITE_BEGIN_MODE, AioSqliteConfiguration
+from sqlalchemy.ext.asyncio import AsyncSession, AsyncSessionTransaction
 
 _YOUNG_EVERY_S = 2.0
 #: A full collection looks at every object there is, some tenths of a second long.
 _ALL_EVERY = 30
 
+_turns: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDictionary()
+_has_turn: ContextVar[bool] = ContextVar("has_turn", default=False)
+
 
 def main() -> None:
+    write_in_turn()
     gc.disable()
     threading.Thread(target=_collect, name="garbage", daemon=True).start()
     runpy.run_module("uvicorn", run_name="__main__", alter_sys=True)
+
+
+def write_in_turn() -> None:
+    """Have each transaction on SQLite take the lock of writers as it begins, and wait for its turn.
+
+    The turns are kept here: SQLite's own waiters sleep and look, and some never come first.
+    """
+    begin = AioSqliteConfiguration.begin_transaction
+
+    @asynccontextmanager
+    async def begin_in_turn(
+        self: AioSqliteConfiguration, session: AsyncSession, with_for_update: bool = False
+    ) -> AsyncIterator[AsyncSessionTransaction]:
+        if _has_turn.get():
+            async with begin(self, session, with_for_update) as transaction:
+                yield transaction
+            return
+        async with _turn(), begin(self, session, with_for_update=True) as transaction:
+            await session.connection()
+            # It has begun. Sessions that it opens meanwhile read, beside its lock.
+            SQLITE_BEGIN_MODE.set("DEFERRED")
+            yield transaction
+
+    AioSqliteConfiguration.begin_transaction = begin_in_turn  # type: ignore[method-assign]
+
+
+@asynccontextmanager
+async def _turn() -> AsyncIterator[None]:
+    """To be had by one transaction of each event loop, in the order in which they came."""
+    async with _turns.setdefault(asyncio.get_running_loop(), asyncio.Lock()):
+        token = _has_turn.set(True)
+        try:
+            yield
+        finally:
+            _has_turn.reset(token)
 
 
 def _collect() -> None:
