@@ -118,6 +118,9 @@ class Reader:
         return str(found["name"])
 
 
+_NOT_THE_READERS = ("PREFECT_", "MAKE", "MFLAGS", "ARGS")
+
+
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
     """A stack with logical GPUs, on which the quickstart has run once."""
@@ -125,8 +128,9 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
     ports = PortsReserved(["server.api"])
     port = ports.numbers["server.api"]
     ports.close()
-    # A part of the machine's: what the session says of Prefect is not the reader's.
-    env = {key: value for key, value in os.environ.items() if not key.startswith("PREFECT_")}
+    # A part of the machine's: what the session says of Prefect is not the reader's, nor what the
+    # make that may have begun this was told.
+    env = {key: value for key, value in os.environ.items() if not key.startswith(_NOT_THE_READERS)}
     env |= {"MUSTER_HOME": str(home / "muster"), "PREFECT_HOME": str(home / "prefect")}
     reader = Reader(home=home, port=port, env=env)
     try:
