@@ -51,7 +51,8 @@ async def set_state(
         history = _in_order(await client.read_flow_run_states(flow_run.id))
     except ObjectNotFound:
         return None
-    if history[-1].id != answer.state.id:
+    # Empty: it was deleted meanwhile.
+    if not history or history[-1].id != answer.state.id:
         return None
     passed_over = [
         one

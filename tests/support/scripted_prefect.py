@@ -44,6 +44,8 @@ class ScriptedPrefect:
         #: How many requests there were, and what is done before one, by its number.
         self.requests = 0
         self.before: dict[int, Callable[[], None]] = {}
+        #: The same, before each of a name.
+        self.ahead: dict[str, Callable[[], None]] = {}
         #: As `create_logs`.
         self.asked: list[str] = []
 
@@ -100,10 +102,15 @@ class ScriptedPrefect:
         """As the button of the UI does."""
         self.set(id, State(type=StateType.CANCELLING))
 
+    def delete(self, id: UUID) -> None:
+        """As its history tells it: the server answers with none, and no error."""
+        self._histories[id].clear()
+
     def _ask(self, what: str) -> None:
         self.requests += 1
         self.asked.append(what)
         self.before.get(self.requests, lambda: None)()
+        self.ahead.get(what, lambda: None)()
 
     async def read_work_pools(self, **_filters: Any) -> list[WorkPool]:
         self._ask("read_work_pools")

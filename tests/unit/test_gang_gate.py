@@ -134,6 +134,18 @@ def test_whom_it_waits_for_may_change_without_a_line(server: ScriptedPrefect) ->
     assert len(lines(server, run)) == 1
 
 
+def test_a_run_that_is_deleted_as_it_is_told_why_it_waits_stops_no_gate(
+    server: ScriptedPrefect,
+) -> None:
+    hold(server, n1=8, n2=8)
+    run = server.submit(spec())
+    server.ahead["read_flow_run_states"] = lambda: server.delete(run)
+
+    assert looks(server) == []
+
+    assert lines(server, run) == []
+
+
 def test_a_refused_run_tells_every_fault_in_one_line(server: ScriptedPrefect) -> None:
     large = server.submit(spec(nodes=3))
     faulty = server.submit(spec(workload="dance", colour="red"))
