@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from tasks.nodes.sweeping import SweepReport, sweep
 from tasks.rayjobs.job import RayJob
@@ -17,13 +18,19 @@ from tasks.supervise.remote import RemoteJob
 
 
 def job_maker(
-    spec: RunSpec, name: str, command: Command, run_id: str, place: AttemptPlace
+    spec: RunSpec,
+    name: str,
+    command: Command,
+    run_id: str,
+    place: AttemptPlace,
+    adopted: Mapping[str, Any] | None = None,
 ) -> Callable[[Callable[..., None]], RemoteJob]:
     """Makes the job of a component, told where to say what happens to it.
 
     Args:
         spec: with its placeholders filled in; it names a cluster.
         command: what the job runs; its directory is sent along.
+        adopted: the attempt in the run's record, where it was begun by another process.
     """
     assert spec.ray is not None
     jobs = [other for other, c in spec.processes.items() if c.launcher == "ray_job"]
@@ -48,6 +55,7 @@ def job_maker(
         gpus=gang.nodes * gang.gpus_per_node if gang and takes_all else 0,
         start_within_s=spec.ray.start_within_s,
         submission_file=submission_file(place, name, is_only=is_only),
+        may_be_submitted_since=adopted["started_at"] if adopted is not None else None,
     )
     # By it the sweep's task runs belong to the flow run; supervision has a thread of its own.
     context = contextvars.copy_context()

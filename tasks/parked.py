@@ -94,7 +94,7 @@ def _closed(parked: Parked) -> Reconciled | None:
     if kept is not None and _take_over(parked, kept):
         forget_parked(parked.run_id)
         return None
-    record = _close_record(parked, state)
+    record = _close_record(parked, state, kept)
     forget_parked(parked.run_id)
     if record is None:
         return None
@@ -122,8 +122,14 @@ def _take_over(parked: Parked, kept: Mapping[str, Any]) -> bool:
     return True
 
 
-def _close_record(parked: Parked, state: State[Any] | None) -> RunState | None:
-    """The state that the record was given; None where it did not say that the run waits."""
+def _close_record(
+    parked: Parked, state: State[Any] | None, kept: Mapping[str, Any] | None
+) -> RunState | None:
+    """The state that the record was given; None where it did not say that the run waits.
+
+    Args:
+        kept: what another host, which may have been lost with the run, has told the server last.
+    """
     place = RunPlace.of(parked.run_id)
     try:
         content = json.loads(place.record.read_text(encoding="utf-8"))
@@ -138,7 +144,9 @@ def _close_record(parked: Parked, state: State[Any] | None) -> RunState | None:
         after, message = RunState.CANCELLED, "cancelled while it waited for its next attempt"
     else:
         after, message = RunState.FAILED, f"while it waited: {state.message or state.name}"
-    record = RunRecord(place.record, run_id=parked.run_id, flow_run_id=parked.flow_run_id)
+    record = RunRecord(
+        place.record, run_id=parked.run_id, flow_run_id=parked.flow_run_id, earlier=kept
+    )
     record.move(after, message)
     if record.attempts:
         events = EventLog(place.attempt(record.attempts).events)

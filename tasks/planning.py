@@ -76,7 +76,8 @@ def plan_of(
         cwd=project_root() / spec.cwd,
         components=tuple(
             replace(
-                _component_plan(spec, name, run_id, place, fleet), is_adopted=adopted is not None
+                _component_plan(spec, name, run_id, place, fleet, adopted),
+                is_adopted=adopted is not None,
             )
             for name in spec.components
         ),
@@ -89,7 +90,12 @@ def plan_of(
 
 
 def _component_plan(
-    spec: RunSpec, name: str, run_id: str, place: AttemptPlace, fleet: FleetStart | None
+    spec: RunSpec,
+    name: str,
+    run_id: str,
+    place: AttemptPlace,
+    fleet: FleetStart | None,
+    adopted: Mapping[str, Any] | None,
 ) -> ComponentPlan:
     env = component_env(spec, name, run_id, place.number)
     component = spec.processes.get(name)
@@ -111,7 +117,7 @@ def _component_plan(
         ready=component.ready,
         live=component.live,
         on_exit_zero=spec.on_exit_zero(name),
-        make_job=job_maker(spec, name, command, run_id, place) if is_job else None,
+        make_job=job_maker(spec, name, command, run_id, place, adopted) if is_job else None,
     )
 
 

@@ -123,6 +123,7 @@ class RunSession:
             flow_run_id=str(flow_run_id),
             on_move=self._tell_state,
             earlier=earlier,
+            adopts=self.adopts,
             name=spec.name,
             workload=spec.workload,
             tags=list(spec.tags),
@@ -182,7 +183,8 @@ class RunSession:
                 **fleet_names(self.spec, ports.numbers),
             }
             spec = self.resolved = resolve(self.spec, names)
-            if before is None:
+            # Of an attempt that was begun on another host it may not be here.
+            if before is None or not place.spec.exists():
                 place.spec.write_text(spec_as_yaml(spec, mask_secrets=True), encoding="utf-8")
             self.attempt = place
             self._events = EventLog(

@@ -8,9 +8,15 @@ from typing import Any
 
 from tasks.page.markdown import block
 from tasks.page.view import RunView, Shown
+from tasks.run.lifecycle import RunState
 
 #: Of earlier attempts the record keeps no lines of logs: hundreds of requeues shall fit.
 _WITH_TAILS = 10
+#: What each attempt must have.
+_OF_ATTEMPTS = {
+    *("number", "state", "started_at", "ended_at", "failure"),
+    *("components", "ray", "ports", "resume_from", "decision"),
+}
 
 
 def record_of(view: RunView) -> Shown:
@@ -25,11 +31,16 @@ def record_of(view: RunView) -> Shown:
 
 
 def record_read(data: str) -> dict[str, Any] | None:
-    """The record that such an artifact holds; None where it holds none."""
+    """The record that such an artifact holds; None where it holds none that can be gone on with.
+
+    Anybody can write an artifact, and a secret that is masked in it may be a word of the record's.
+    """
     _, _, rest = data.partition("\n")
     try:
         content = json.loads(rest.rpartition("\n")[0])
-        content["attempts"][-1:]
-    except (ValueError, KeyError, TypeError):
+        RunState(content["state"])
+        attempts = content["attempts"]
+        numbers = [attempt["number"] for attempt in attempts if attempt.keys() >= _OF_ATTEMPTS]
+    except (ValueError, KeyError, TypeError, AttributeError):
         return None
-    return content if isinstance(content, dict) else None
+    return content if numbers == [*range(1, len(attempts) + 1)] else None

@@ -43,3 +43,6 @@ class JobPlan:
     lost_after_s: float = 180.0
     #: Where what is known of the submission is kept, for whoever comes after this process.
     submission_file: Path
+    #: UTC epoch seconds, where a process of another host, whose file is not here, may have
+    #: submitted it.
+    may_be_submitted_since: float | None = None

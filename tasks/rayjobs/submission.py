@@ -57,6 +57,9 @@ class SubmissionFile:
                 "status": "submitting",
             },
         )
+        if plan.may_be_submitted_since is not None:
+            # Without it, the job would be taken for one that was never sent, and never ended.
+            file._content["submit_began_at"] = plan.may_be_submitted_since
         plan.submission_file.parent.mkdir(parents=True, exist_ok=True)
         write_json(file.path, file._content)
         return file

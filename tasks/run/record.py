@@ -84,16 +84,20 @@ def _is_asked_to_end(place: AttemptPlace) -> bool:
     return any(file.get("stop_asked_at") is not None for file in files)
 
 
-def taken_over(content: Mapping[str, Any], now: float) -> dict[str, Any]:
+def taken_over(content: Mapping[str, Any], now: float, *, adopts: bool = False) -> dict[str, Any]:
     """The record of a run on one host, for its next process on another one.
 
     An attempt that has no end there is over: its process may live only where it can't be seen, and
-    the run's server has given the run to somebody else.
+    the run's server has given the run to somebody else. Not so where its jobs outlive its process:
+    a second attempt would run beside them.
 
     Args:
         now: UTC epoch seconds.
+        adopts: its jobs outlive its processes.
     """
     record: dict[str, Any] = copy.deepcopy({**content})
+    if adopts and RunState(record["state"]) in (*_OPEN, RunState.STOPPING):
+        return record
     for attempt in record["attempts"][-1:]:
         if attempt["ended_at"] is None:
             where = f" on {attempt['host']}" if attempt.get("host") else ""
@@ -124,6 +128,7 @@ class RunRecord:
         clock: Callable[[], float] = time.time,
         on_move: Callable[[RunState, str], None] = lambda state, message: None,
         earlier: Mapping[str, Any] | None = None,
+        adopts: bool = False,
         **more: object,
     ) -> None:
         """Begins a record, or goes on with the one that an earlier process of the run left.
@@ -134,6 +139,7 @@ class RunRecord:
         Args:
             on_move: told each new state of the run, with its message.
             earlier: what another host has on record of the run, where it has been there.
+            adopts: its jobs outlive its processes, on any host.
             more: further keys of the file.
         """
         self._path = path
@@ -153,7 +159,7 @@ class RunRecord:
         if path.exists():
             self._content |= json.loads(path.read_text(encoding="utf-8"))
         if earlier is not None and len(earlier["attempts"]) > len(self._content["attempts"]):
-            self._content |= taken_over(earlier, clock())
+            self._content |= taken_over(earlier, clock(), adopts=adopts)
         if self.state.is_final:
             self._content |= {"state": RunState.QUEUED.value, "ended_at": None}
         self._save()

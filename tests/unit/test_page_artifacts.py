@@ -321,7 +321,19 @@ def test_the_page_of_a_lost_run_says_what_its_record_was_closed_with(
     assert {**kept, "attempts": []} == {**json.loads(written), "attempts": []}
 
 
-@pytest.mark.parametrize("data", ["", "no fence", "```\n{}\n```", "```\n[1]\n```", "```\n{\n```"])
+@pytest.mark.parametrize(
+    "data",
+    [
+        *("", "no fence", "```\n{}\n```", "```\n[1]\n```", "```\n{\n```"),
+        # of no state that there is, or of none at all
+        '```\n{"state": "***", "attempts": []}\n```',
+        '```\n{"attempts": []}\n```',
+        # whose attempts are none
+        '```\n{"state": "running", "attempts": {"a": 1}}\n```',
+        '```\n{"state": "running", "attempts": [7]}\n```',
+        '```\n{"state": "running", "attempts": [{"number": 1}]}\n```',
+    ],
+)
 def test_what_is_no_record_is_not_read_as_one(data: str) -> None:
     assert record_read(data) is None
 

@@ -79,6 +79,17 @@ def test_what_the_spec_says_of_the_drivers_place_counts_alone(plan: JobPlan) -> 
     assert place == ({}, {"zone": "a"})
 
 
+def test_a_job_that_another_host_may_have_submitted_is_not_taken_for_one_never_sent(
+    plan: JobPlan,
+) -> None:
+    SubmissionFile.begin(replace(plan, may_be_submitted_since=7.0))
+
+    file = SubmissionFile.read(plan.submission_file)
+    assert file is not None and file.get("submit_began_at") == 7.0
+    # Whether the cluster has it, it says.
+    assert file.get("submitted_at") is None
+
+
 def test_the_command_passes_a_shell_unchanged(plan: JobPlan) -> None:
     words = ("a b", "$HOME", "it's", "", "*", "--", "\n")
 

@@ -385,6 +385,31 @@ def test_an_attempt_that_has_no_end_on_the_other_host_was_lost(path: Path, tmp_p
     assert record.state is RunState.PENDING_RESOURCES
 
 
+@pytest.mark.parametrize("last", ["attempt.ready", "teardown.begun"])
+def test_an_attempt_whose_jobs_outlive_its_host_is_gone_on_with(
+    path: Path, tmp_path: Path, last: str
+) -> None:
+    there = make(tmp_path / "elsewhere.json")
+    there.begin_attempt(1, host="node-7")
+    there.move(RunState.ADMITTED)
+    for name in ("attempt.begun", last):
+        there.observe(event(name))
+
+    record = make(path, earlier=there.content(), adopts=True)
+
+    assert record.adoptable() == there.ledger()[0]
+    assert record.state is there.state
+
+
+def test_an_attempt_that_never_got_under_way_leaves_no_jobs(path: Path, tmp_path: Path) -> None:
+    earlier = elsewhere(tmp_path, ended=False) | {"state": "pending_resources"}
+
+    record = make(path, earlier=earlier, adopts=True)
+
+    assert record.adoptable() is None
+    assert record.ledger()[0]["state"] == "failed"
+
+
 def test_of_two_records_the_one_with_more_attempts_holds(path: Path, tmp_path: Path) -> None:
     mine = make(path)
     for number in (1, 2):

@@ -1,0 +1,87 @@
+"""Runs that wait without a process, and came to their end on another host."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from prefect.states import Cancelled
+
+from tasks import parked
+from tasks.run.failure_kinds import FailureKind
+from tasks.run.layout import RunPlace
+from tasks.run.lifecycle import RunState
+from tasks.run.outcome import Failure, Verdict
+from tasks.run.record import RunRecord
+
+RUN, FLOW_RUN = "a-run", "1b4e28ba-2fa1-4d3b-a3f5-ef19b5a7633b"
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A server on which the run is Cancelled: the record that it keeps."""
+
+    @contextmanager
+    def talking_to(_api_url: str) -> Iterator[None]:
+        yield None
+
+    there = SimpleNamespace(record=None)
+    monkeypatch.setattr(parked, "talking_to", talking_to)
+    monkeypatch.setattr(parked, "state_of", lambda _client, _id: Cancelled())
+    monkeypatch.setattr(parked, "record_kept", lambda _client, _id: there.record)
+    monkeypatch.setattr(parked, "tell_closed", lambda *_what: None)
+    return there
+
+
+def record_at(path: Path, **more: Any) -> RunRecord:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return RunRecord(path, run_id=RUN, flow_run_id=FLOW_RUN, **more)
+
+
+def parked_here() -> Path:
+    """A run that waits for its second attempt."""
+    path = RunPlace.of(RUN).record
+    record = record_at(path)
+    record.begin_attempt(1, host="here")
+    for state in (RunState.ADMITTED, RunState.STARTING, RunState.STOPPING):
+        record.move(state)
+    failure = Failure(kind=FailureKind.INSUFFICIENT_RESOURCES, message="no room")
+    record.end_attempt(Verdict.failed(failure, 3.0))
+    record.move(RunState.PENDING_RESOURCES)
+    parked.note_parked(RUN, FLOW_RUN, "http://127.0.0.1:9/api")
+    return path
+
+
+def test_a_run_that_was_lost_with_another_host_keeps_its_attempts_there(
+    muster_home: Path, tmp_path: Path, kept: SimpleNamespace
+) -> None:
+    here = parked_here()
+    there = record_at(tmp_path / "there" / "run.json", earlier=json.loads(here.read_text()))
+    there.begin_attempt(2, host="there")
+    there.move(RunState.ADMITTED)
+    kept.record = there.content()
+
+    [closed] = parked.close_ended_parked()
+
+    content = json.loads(here.read_text())
+    assert closed.record == content["state"] == "cancelled"
+    assert [attempt["host"] for attempt in content["attempts"]] == ["here", "there"]
+    assert content["attempts"][1]["failure"]["rule"] == "host-lost"
+    assert parked.parked_runs() == []
+
+
+def test_a_run_that_another_host_knows_no_more_of_is_closed_by_its_own_record(
+    muster_home: Path, kept: SimpleNamespace
+) -> None:
+    here = parked_here()
+    kept.record = json.loads(here.read_text())
+
+    parked.close_ended_parked()
+
+    content = json.loads(here.read_text())
+    assert content["state"] == "cancelled" and len(content["attempts"]) == 1
