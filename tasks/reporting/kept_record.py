@@ -12,6 +12,7 @@ from prefect.client.schemas.filters import (
     ArtifactFilterFlowRunId,
     ArtifactFilterKey,
 )
+from prefect.client.schemas.sorting import ArtifactSort
 
 from tasks.page.record import record_read
 from tasks.reporting.artifacts import RECORD
@@ -27,6 +28,7 @@ def record_kept(client: SyncPrefectClient, flow_run_id: UUID) -> dict[str, Any] 
             key=ArtifactFilterKey(any_=[RECORD]),
             flow_run_id=ArtifactFilterFlowRunId(any_=[flow_run_id]),
         ),
+        sort=ArtifactSort.UPDATED_DESC,
         limit=1,
     )
     return record_read(str(found[0].data)) if found else None
