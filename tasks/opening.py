@@ -25,6 +25,7 @@ from tasks.run.failure_kinds import FailureKind
 from tasks.run.layout import make_run_id
 from tasks.run.lifecycle import RunState
 from tasks.run.spec.run import RunSpec
+from tasks.server.flow_runs import worker_of
 from tasks.server.server import lasting_api_url
 from tasks.session import RunSession, interrupting
 from tasks.supervise.leftovers.registry import RunHeld
@@ -65,6 +66,7 @@ def open_run(spec: RunSpec) -> Iterator[RunSession]:
             run_id=run_id_of_flow_run(),
             flow_run_id=flow_run_id,
             api_url=api_url,
+            worker=worker_of(others) if others else None,
             earlier=earlier_record(api_url, flow_run_id) if api_url and others else None,
         )
     except RunHeld as error:

@@ -116,7 +116,8 @@ def _take_over(parked: Parked, kept: Mapping[str, Any]) -> bool:
         content = json.loads(place.record.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
-    if not RunState(kept["state"]).is_final or len(kept["attempts"]) <= len(content["attempts"]):
+    # As many as here: it went on there with the attempt that was under way.
+    if not RunState(kept["state"]).is_final or len(kept["attempts"]) < len(content["attempts"]):
         return False
     write_json(place.record, kept)
     return True

@@ -75,12 +75,14 @@ class RunSession:
         run_id: str,
         flow_run_id: UUID,
         api_url: str | None = None,
+        worker: str | None = None,
         earlier: Mapping[str, Any] | None = None,
     ) -> None:
         """Makes the run's directory, and registers this process as the run's owner.
 
         Args:
             api_url: of the Prefect server that keeps the flow run; None: it ends with the run.
+            worker: that has started this process; None where none has.
             earlier: what another host has on record of the run, where it has been there.
 
         Raises: OSError, when there is no disk, another process of this machine has the run, or
@@ -98,6 +100,7 @@ class RunSession:
             run_id,
             flow_run_id=str(flow_run_id),
             api_url=api_url,
+            worker=worker,
             directory=self.place.directory,
             adopts=self.adopts,
         )

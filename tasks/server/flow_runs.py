@@ -8,7 +8,7 @@ end, or that somebody began to cancel, between our look and our word is left as 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -147,6 +147,31 @@ def _flow_runs(
             return found
 
 
+def worker_of(run: FlowRun) -> str | None:
+    """The worker that was given the flow run last; None where it is not one of a host, or none."""
+    if run.labels.get(TYPE_LABEL, _LOCAL_TYPES[0]) not in _LOCAL_TYPES:
+        return None
+    name = run.labels.get(_WORKER_LABEL)
+    return str(name) if name else None
+
+
+def host_of(run: FlowRun) -> str | None:
+    """The host that has it, as far as the server knows."""
+    tagged = (tag.removeprefix(_PROCESS_TAG).partition(":")[0] for tag in process_tags_of(run.tags))
+    return worker_of(run) or next(tagged, None)
+
+
+def has_gone_to(run: FlowRun, host: str, worker: str | None) -> str:
+    """The worker of another host that was given the flow run since; empty where none was.
+
+    Args:
+        host: that had it.
+        worker: of that host, by which it had been started, where that is known.
+    """
+    now = worker_of(run)
+    return now if now and now not in (worker, host) else ""
+
+
 def server_now(client: SyncPrefectClient) -> datetime | None:
     """What the server's clock says, to the second; the one that dates its states.
 
@@ -160,10 +185,12 @@ def server_now(client: SyncPrefectClient) -> datetime | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """What this machine knows of flow runs."""
+    """What this machine knows of the flow runs of a host, which is itself but for `is_lost`."""
 
     #: Its name, which is that of its worker.
     name: str
+    #: It is another one, and gone for good.
+    is_lost: bool = False
     #: Of `reconcile/<name>` and its like, whose flow runs no worker labels.
     upkeep_deployments: frozenset[UUID]
     #: By flow run id.
@@ -177,6 +204,8 @@ class Host:
         """Whether the flow run has a living process here, or may have one."""
         if str(run.id) in self.processes.pids:
             return True
+        if self.is_lost:
+            return False
         if (process := _process_of(run, self.name)) is not None:
             return process.is_alive()
         hidden = self.processes.hidden.items()
@@ -214,7 +243,7 @@ def state_of_lost(run: FlowRun, host: Host, now: datetime) -> State[Any] | None:
         return None
     if age < _SETTLED_AFTER:
         return None
-    gone = f"its process is gone from {host.name}"
+    gone = f"its process is gone {'with' if host.is_lost else 'from'} {host.name}"
     match state.type:
         case StateType.PENDING if _process_of(run, host.name) is not None:
             return Crashed(message=f"{gone}: it was killed before it began")
@@ -225,10 +254,26 @@ def state_of_lost(run: FlowRun, host: Host, now: datetime) -> State[Any] | None:
             return Cancelled(message=f"cancelled; {gone}")
         case StateType.RUNNING if run.flow_id == host.pipeline_flow:
             return _state_of_lost_pipeline(run, host, f"{gone}: it was killed or lost")
+        case StateType.RUNNING if host.is_lost and _adopts(run):
+            return Scheduled(name=JOBS_GO_ON, message=f"{gone}; its next one attaches to its jobs")
+        case StateType.RUNNING if host.is_lost and _spec_of(run).get("ray"):
+            jobs = "its jobs on the Ray cluster, if any, may go on: `ray job list`"
+            return Crashed(message=f"{gone}; {jobs}")
         case StateType.RUNNING:
             return Crashed(message=f"{gone}: it was killed or lost")
         case _:
             return None
+
+
+def _adopts(run: FlowRun) -> bool:
+    """Whether its jobs outlive its processes, and another process can come."""
+    return _spec_of(run).get("on_lost_flow") == "adopt" and run.deployment_id is not None
+
+
+def _spec_of(run: FlowRun) -> Mapping[str, Any]:
+    """As it was given; empty where it was none."""
+    spec = run.parameters.get("spec")
+    return spec if isinstance(spec, Mapping) else {}
 
 
 def _state_of_lost_pipeline(run: FlowRun, host: Host, cause: str) -> State[Any]:

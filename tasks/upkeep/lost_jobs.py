@@ -23,6 +23,7 @@ from tasks.server.flow_runs import (
     ServerAway,
     clear_process,
     find_flow_run,
+    has_gone_to,
     propose,
     talking_to,
 )
@@ -129,6 +130,9 @@ def keep_jobs(lost: LostRun) -> Kept | None:
             if flow_run is None or flow_run.deployment_id is None or flow_run.state is None:
                 return None
             before = flow_run.state
+            if has_gone_to(flow_run, owner.host, owner.worker):
+                # Its process there has attached to them.
+                return None if before.is_final() else Kept()
             if not _has_lost_its_process(before):
                 return Kept() if before.is_scheduled() or before.is_pending() else None
             clear_process(client, owner.flow_run_id)

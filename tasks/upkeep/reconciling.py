@@ -23,7 +23,7 @@ from prefect.exceptions import MissingContextError, ObjectNotFound
 from prefect.logging import get_run_logger
 from prefect.settings import PREFECT_API_URL
 
-from tasks.parked import close_ended_parked
+from tasks.parked import close_ended_parked, note_parked
 from tasks.reporting.closed_page import tell_closed
 from tasks.run.upkeep.closing import Closed, Loss, close_record
 from tasks.run.upkeep.reconciled import Reconciled, Report
@@ -34,10 +34,11 @@ from tasks.server.flow_runs import (
     ServerAway,
     ServerRefuses,
     clear_process,
+    find_flow_run,
+    has_gone_to,
     held_flow_runs,
     propose,
     server_now,
-    state_of,
     state_of_closed,
     state_of_lost,
     talking_to,
@@ -61,16 +62,21 @@ _FLUSH_WITHIN_S = 5.0
 _CHANGED = "its state on the server has just changed"
 
 
-def reconcile_host() -> Report:
+def reconcile_host(lost: str | None = None) -> Report:
     """Finish every run of this host whose flow process is gone, and close its record.
 
     So are the records closed of runs that were cancelled while they waited without a process.
 
     Flow runs of the server of PREFECT_API_URL, where it is set, that this host was given, that are
     in no registry and that have no process, get the state that is true of them.
+
+    Args:
+        lost: another host, which is gone for good: the same from here, for its runs. What only it
+            can see, its processes above all, is gone with it.
     """
-    runs = (*_finish_lost_runs(), *close_ended_parked(), *_close_lost_flow_runs())
-    return Report(host=host_name(), runs=runs)
+    host = lost or host_name()
+    runs = (*_finish_lost_runs(host), *close_ended_parked(), *_close_lost_flow_runs(host))
+    return Report(host=host, runs=runs)
 
 
 def publish(report: Report) -> None:
@@ -102,14 +108,14 @@ def _resource(run: Reconciled) -> dict[str, str]:
     return {"prefect.resource.id": f"prefect.{kind}", "prefect.resource.name": run.name}
 
 
-def _finish_lost_runs() -> list[Reconciled]:
+def _finish_lost_runs(host: str) -> list[Reconciled]:
     """Those of the registry; looked at again while guardians take down their parts of them."""
     found: dict[str, Reconciled] = {}
     deadline = time.monotonic() + _SETTLE_WITHIN_S
     at_work = registered_runs()
     while at_work:
         for run_id in at_work:
-            run = _finish_run(run_id, found.pop(run_id, None))
+            run = _finish_run(run_id, host, found.pop(run_id, None))
             if run is not None:
                 found[run_id] = run
         at_work = [run.name for run in found.values() if run.is_at_work]
@@ -120,7 +126,7 @@ def _finish_lost_runs() -> list[Reconciled]:
     return list(found.values())
 
 
-def _finish_run(run_id: str, before: Reconciled | None) -> Reconciled | None:
+def _finish_run(run_id: str, host: str, before: Reconciled | None) -> Reconciled | None:
     """One look at one run.
 
     Args:
@@ -129,7 +135,7 @@ def _finish_run(run_id: str, before: Reconciled | None) -> Reconciled | None:
     Returns: None where the run lives, or is in other hands.
     """
     try:
-        with claimed(run_id) as lost:
+        with claimed(run_id, host=host) as lost:
             if lost is None:
                 # Where it was found a moment ago, another reconcile has it now, and will say so.
                 if before is None or not before.has_acted:
@@ -174,7 +180,12 @@ def _close_run(lost: LostRun, remains: Remains, jobs: JobsEnded) -> Reconciled:
             forget()
             return _reconciled(lost, remains, record, jobs=jobs)
         with talking_to(owner.api_url) as client:
-            before = state_of(client, flow_run_id)
+            flow_run = find_flow_run(client, flow_run_id)
+            if flow_run is not None and (worker := has_gone_to(flow_run, owner.host, owner.worker)):
+                record = _hand_over(lost, remains, jobs, worker)
+                forget()
+                return _reconciled(lost, remains, record, jobs=jobs)
+            before = flow_run.state if flow_run is not None else None
             loss = _loss(lost, remains, jobs, before)
             record = close_record(owner.directory, loss)
             after = state_of_closed(before, record, loss.cause)
@@ -188,6 +199,20 @@ def _close_run(lost: LostRun, remains: Remains, jobs: JobsEnded) -> Reconciled:
             return _reconciled(lost, remains, record, jobs=jobs, server=after.name or "")
     except ServerAway as error:
         return _leave_untold(lost, remains, jobs, record, error)
+
+
+def _hand_over(lost: LostRun, remains: Remains, jobs: JobsEnded, worker: str) -> Closed | None:
+    """Close what is on record here of a run that another host was given.
+
+    Its state on the server is that host's to tell. What becomes of it there is written here once
+    it has ended, as for any run that waits without a process.
+    """
+    owner = lost.owner
+    assert owner.directory is not None and owner.flow_run_id is not None
+    assert owner.api_url is not None
+    note_parked(owner.run_id, owner.flow_run_id, owner.api_url)
+    loss = replace(_loss(lost, remains, jobs, is_waiting=True), elsewhere=worker)
+    return close_record(owner.directory, loss)
 
 
 def _leave_untold(
@@ -263,14 +288,14 @@ def _reconciled(
     )
 
 
-def _close_lost_flow_runs() -> list[Reconciled]:
+def _close_lost_flow_runs(host: str) -> list[Reconciled]:
     """Those of the server that no registry knows: submitted, and never begun or long forgotten."""
     api_url = PREFECT_API_URL.value()
     if not api_url:
         return []
     try:
         with talking_to(api_url) as client:
-            return list(_flow_runs_closed(client))
+            return list(_flow_runs_closed(client, _host(client, host)))
     except ServerRefuses as error:
         # Asking again changes nothing: somebody has to set the password.
         return [Reconciled(name=api_url, found="its flow runs are not shown", open=str(error))]
@@ -284,13 +309,12 @@ def _close_lost_flow_runs() -> list[Reconciled]:
         return []
 
 
-def _flow_runs_closed(client: SyncPrefectClient) -> Iterator[Reconciled]:
+def _flow_runs_closed(client: SyncPrefectClient, host: Host) -> Iterator[Reconciled]:
     held = held_flow_runs(client)
     now = server_now(client) if held else None
     if now is None:
         return
     # After the states were read: a flow run that has ended since has another state by now.
-    host = _this_host(client)
     for run in held:
         after = state_of_lost(run, host, now)
         if after is None or run.state is None:
@@ -308,12 +332,12 @@ def _flow_runs_closed(client: SyncPrefectClient) -> Iterator[Reconciled]:
         )
 
 
-def _this_host(client: SyncPrefectClient) -> Host:
-    name = host_name()
+def _host(client: SyncPrefectClient, name: str) -> Host:
     owners = filter(None, map(owner_of, registered_runs()))
     registered = {known for owner in owners for known in (owner.run_id, owner.flow_run_id) if known}
     return Host(
         name=name,
+        is_lost=name != host_name(),
         upkeep_deployments=frozenset(
             found
             for flow in UPKEEP_FLOWS

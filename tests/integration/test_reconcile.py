@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -251,6 +252,60 @@ def test_a_flow_run_that_is_started_twice_is_left_to_the_process_that_came_first
     assert run.flow_pid() == first
     os.kill(first, signal.SIGTERM)
     run.until_state("CANCELLED")
+
+
+def test_a_run_that_another_host_was_given_is_left_to_that_one(
+    ground: Ground, pending: Callable[..., Run]
+) -> None:
+    """Each has a MUSTER_HOME of its own; this one comes back, and finds what it had begun."""
+    run = pending(worker=host_name())
+    ground.start("-c", START_AGAIN, run.flow_run_id, log="here")
+    run.until_running().kill_flow()
+    label(ground, run.flow_run_id, worker="another-host")
+
+    meanwhile = ground.reconcile_without_flow()
+    state, record = run.state()[0], run.record()
+    there = {**record, "state": "completed", "message": "done there"}
+    ground.post(
+        "/artifacts/",
+        key="record",
+        flow_run_id=run.flow_run_id,
+        data=f"```\n{json.dumps(there)}\n```",
+    )
+    set_state(ground, run.flow_run_id, "COMPLETED")
+    afterwards = ground.reconcile_without_flow()
+
+    assert meanwhile == f"{host_name()}: 1 of 1 lost runs reconciled"
+    assert run.pids() == []
+    assert (state, record["state"]) == ("RUNNING", "pending_resources")
+    assert record["message"].startswith("given to another-host since: the flow process")
+    assert record["attempts"][0]["failure"]["rule"] == "flow-lost"
+    assert afterwards == "nothing to do"
+    assert run.record()["message"] == "done there"
+    assert list(ground.home.glob("live/*")) == list(ground.home.glob("parked/*")) == []
+
+
+def test_the_runs_of_a_host_that_is_given_up_are_finished_from_another_one(
+    ground: Ground, pending: Callable[..., Run]
+) -> None:
+    """They share a MUSTER_HOME, and the host went down with its runs."""
+    run = pending(worker="lost-host")
+    ground.start("-c", START_AGAIN, run.flow_run_id, log="there")
+    run.until_running().kill_flow()
+    run.until_gone()
+    owner = ground.home / "live" / run.name / "owner.json"
+    here = json.loads(owner.read_text())
+    there = {"host": "lost-host", "process": here["process"] | {"boot_id": "another"}}
+    owner.write_text(json.dumps(here | there))
+
+    of_this_host = ground.reconcile_without_flow()
+    said = ground.ask("flows.reconcile", "--lost-host", "lost-host")
+
+    assert of_this_host == "nothing to do"
+    assert said.splitlines()[-1] == "lost-host: 1 of 1 lost runs reconciled"
+    assert run.state()[0] == "CRASHED"
+    assert run.record()["state"] == "failed"
+    assert not owner.exists()
 
 
 #: The same for the flow `reconcile`.

@@ -192,10 +192,17 @@ class Ground:
             "report = reconcile_host(); publish(report); print(report.summary)"
         )
 
+    def ask(self, module: str, *arguments: str) -> str:
+        """A command of the project; its output."""
+        return self._output("-m", module, *arguments)
+
     def _python(self, code: str) -> str:
         """The last line of its output."""
+        return self._output("-c", code).splitlines()[-1]
+
+    def _output(self, *arguments: str) -> str:
         done = subprocess.run(
-            [sys.executable, "-c", code],
+            [sys.executable, *arguments],
             cwd=ROOT,
             env=self.env,
             capture_output=True,
@@ -203,7 +210,7 @@ class Ground:
             timeout=DEADLINE_S,
         )
         assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout.splitlines()[-1]
+        return done.stdout
 
     def get(self, path: str) -> Any:
         return ask("GET", f"{self.api}{path}")

@@ -17,7 +17,9 @@ from tasks.run.lifecycle import RunState
 from tasks.run.upkeep.closing import Closed
 from tasks.server.flow_runs import (
     Host,
+    has_gone_to,
     held_flow_runs,
+    host_of,
     propose,
     server_now,
     state_of_closed,
@@ -46,10 +48,12 @@ def host(
     alive: dict[str, tuple[int, ...]] | None = None,
     hidden: dict[int, str] | None = None,
     registered: tuple[str, ...] = (),
+    is_lost: bool = False,
 ) -> Host:
     processes = Holders(pids=alive or {}, hidden=hidden or {})
     return Host(
         name="here",
+        is_lost=is_lost,
         upkeep_deployments=frozenset({DEPLOYMENT}),
         processes=processes,
         registered=frozenset(registered),
@@ -59,6 +63,8 @@ def host(
 
 PENDING, RUNNING, CANCELLING = StateType.PENDING, StateType.RUNNING, StateType.CANCELLING
 ALIVE = host(alive={str(FLOW_RUN): (7,)})
+GONE = host(is_lost=True)
+ADOPTS = {"spec": {"on_lost_flow": "adopt"}}
 ENGINE = "python -m prefect.flow_engine"
 LIVING_TAG = f"process:here:{os.getpid()}:{tree.start_ticks(os.getpid())}"
 GONE_TAG = f"process:here:{os.getpid()}:1"
@@ -137,12 +143,61 @@ GONE_TAG = f"process:here:{os.getpid()}:1"
         # ... but not under another pid, nor if it is something else
         (flow_run(RUNNING, 60, infrastructure_pid="8"), host(hidden={7: ENGINE}), "Crashed"),
         (flow_run(PENDING, 60), host(hidden={7: "sshd"}), "Scheduled"),
+        # a host that is gone: what is seen on this one says nothing, but for the flow run itself
+        (flow_run(RUNNING, 60), host(is_lost=True, hidden={7: ENGINE}), "Crashed"),
+        (flow_run(RUNNING, 60, tags=[LIVING_TAG]), host(is_lost=True), "Crashed"),
+        (flow_run(CANCELLING, 60), host(is_lost=True), "Cancelled"),
+        (flow_run(PENDING, 60), host(is_lost=True), "Scheduled"),
+        (flow_run(RUNNING, 60), host(is_lost=True, alive={str(FLOW_RUN): (7,)}), None),
+        (flow_run(RUNNING, 60, labels=THERE), host(is_lost=True), None),
+        # ... and its Ray jobs go on, for the next process that somebody starts
+        (flow_run(RUNNING, 60, deployment_id=uuid4(), parameters=ADOPTS), GONE, "AwaitingRetry"),
+        (flow_run(RUNNING, 60, parameters=ADOPTS), GONE, "Crashed"),
     ],
 )
 def test_which_flow_runs_are_touched(run: FlowRun, here: Host, state: str | None) -> None:
     found = state_of_lost(run, here, NOW)
 
     assert (found and found.name) == state
+
+
+def test_jobs_that_a_lost_host_has_left_on_a_ray_cluster_are_spoken_of() -> None:
+    spec = {"ray": {"address": "http://127.0.0.1:8265"}}
+    run = flow_run(RUNNING, 60, parameters={"spec": spec})
+
+    found = state_of_lost(run, GONE, NOW)
+
+    assert found is not None and found.name == "Crashed"
+    assert (found.message or "").endswith("may go on: `ray job list`")
+
+
+@pytest.mark.parametrize(
+    ("run", "worker", "elsewhere"),
+    [
+        (flow_run(RUNNING, 60), "here", ""),
+        (flow_run(RUNNING, 60, labels=THERE), "here", "there"),
+        (flow_run(RUNNING, 60, labels=THERE), None, "there"),
+        # a worker of this host with a name of its own
+        (flow_run(RUNNING, 60, labels=THERE), "there", ""),
+        (flow_run(RUNNING, 60, labels={}), None, ""),
+        # no process of a host
+        (flow_run(RUNNING, 60, labels=THERE | {"prefect.worker.type": "kubernetes"}), None, ""),
+    ],
+)
+def test_who_was_given_a_flow_run_since(run: FlowRun, worker: str | None, elsewhere: str) -> None:
+    assert has_gone_to(run, "here", worker) == elsewhere
+
+
+@pytest.mark.parametrize(
+    ("run", "name"),
+    [
+        (flow_run(RUNNING, 60, labels=THERE), "there"),
+        (flow_run(RUNNING, 60, labels={}, tags=["demo", "process:there:7:7"]), "there"),
+        (flow_run(RUNNING, 60, labels={}), None),
+    ],
+)
+def test_which_host_has_a_flow_run(run: FlowRun, name: str | None) -> None:
+    assert host_of(run) == name
 
 
 def closed(state: RunState, by_loss: bool = False) -> Closed:

@@ -85,3 +85,16 @@ def test_a_run_that_another_host_knows_no_more_of_is_closed_by_its_own_record(
 
     content = json.loads(here.read_text())
     assert content["state"] == "cancelled" and len(content["attempts"]) == 1
+
+
+def test_a_run_that_went_on_elsewhere_with_the_attempt_under_way_has_its_end_from_there(
+    muster_home: Path, kept: SimpleNamespace
+) -> None:
+    here = parked_here()
+    there = json.loads(here.read_text()) | {"state": "completed", "message": "done there"}
+    kept.record = there
+
+    parked.close_ended_parked()
+
+    assert json.loads(here.read_text()) == there
+    assert parked.parked_runs() == []

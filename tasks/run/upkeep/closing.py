@@ -40,6 +40,9 @@ class Loss:
     #: On its server the flow run waits for its next process, so that the run goes on; None: nobody
     #: can say, and a run that waits by its own record is left to do so.
     is_waiting: bool | None = False
+    #: The worker of another host that was given the run since, so that it goes on, or has ended,
+    #: there; empty where none was.
+    elsewhere: str = ""
     #: Processes that the run had left, and that were ended.
     killed: tuple[int, ...] = ()
     #: Files and directories that it had left.
@@ -161,6 +164,8 @@ def _lost(loss: Loss) -> Failure:
 def _fate(content: dict[str, Any], loss: Loss) -> tuple[RunState, str]:
     attempt = content["attempts"][-1] if content["attempts"] else None
     cancelled = RunState.CANCELLED, f"cancelled; {loss.cause}"
+    if loss.elsewhere:
+        return RunState.PENDING_RESOURCES, f"given to {loss.elsewhere} since: {loss.cause}"
     if loss.is_waiting:
         return RunState.PENDING_RESOURCES, f"waits for its next attempt: {loss.cause}"
     if attempt is None:

@@ -49,6 +49,8 @@ class Owner(_Model):
     flow_run_id: str | None = None
     #: The Prefect server that keeps the flow run; None where it ends with the run.
     api_url: str | None = None
+    #: The worker that started it; None where none did.
+    worker: str | None = None
     #: The run's own directory; None where it has none.
     directory: Path | None = None
     #: Its jobs may go on without it, until a next process of the run comes.
@@ -252,14 +254,19 @@ class LostRun:
 
 
 @contextmanager
-def claimed(run_id: str, home: Path | None = None) -> Iterator[LostRun | None]:
+def claimed(
+    run_id: str, home: Path | None = None, *, host: str | None = None
+) -> Iterator[LostRun | None]:
     """A run's registry for whoever finishes it, and nobody else meanwhile.
 
-    Returns: None, when the run has an owner, or is being finished, or is none of this machine's.
+    Args:
+        host: whose run it has to be: None is this machine.
+
+    Returns: None, when the run has an owner, or is being finished, or is none of that host's.
     """
     directory = _live(home) / run_id
     owner = _read(directory / _OWNER, Owner)
-    if owner is None or owner.host != host_name() or owner.process.is_alive():
+    if owner is None or owner.host != (host or host_name()) or owner.process.is_alive():
         yield None
         return
     lock = _try_lock(directory)

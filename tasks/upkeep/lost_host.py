@@ -1,0 +1,81 @@
+"""A host that is gone for good, as somebody has said: its runs are finished from another one.
+
+Nobody can tell a host that is off from one that is only cut off, whose processes still hold their
+GPUs. So nothing is concluded from silence; a host that is not even silent is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import UTC, datetime
+
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.exceptions import ObjectNotFound
+from prefect.settings import PREFECT_API_URL
+
+from tasks.run.upkeep.reconciled import Report
+from tasks.server.flow_runs import (
+    UPKEEP_FLOWS,
+    held_flow_runs,
+    host_of,
+    server_now,
+    talking_to,
+)
+from tasks.supervise.identity import host_name
+from tasks.supervise.leftovers.registry import owner_of, registered_runs
+from tasks.upkeep.reconciling import reconcile_host
+
+#: Workers tell the server each 30 s that they are there, an upkeep asks it each 10 s.
+_SILENT_AFTER_S = 120.0
+_PAGE = 200
+
+
+class NotLost(Exception):
+    """The host can't be given up; the message says why, and what to do."""
+
+
+def give_up_host(name: str) -> Report:
+    """Finish every run that a host had, and close its record, on the Prefect server of
+    PREFECT_API_URL and in this MUSTER_HOME.
+
+    Raises: NotLost, before anything is changed; ServerAway.
+    """
+    if name == host_name():
+        raise NotLost(f"{name} is this host: `python -m flows.reconcile` looks after its runs")
+    api_url = PREFECT_API_URL.value()
+    if not api_url:
+        raise NotLost("PREFECT_API_URL is not set: only a server knows what a host had")
+    with talking_to(api_url) as client:
+        _check(client, name)
+    return reconcile_host(lost=name)
+
+
+def _check(client: SyncPrefectClient, name: str) -> None:
+    heard = dict(_heard(client, name))
+    now = server_now(client) or datetime.now(UTC)
+    for what, when in heard.items():
+        if (age_s := (now - when).total_seconds()) < _SILENT_AFTER_S:
+            raise NotLost(
+                f"{what} was heard of {max(0.0, age_s):.0f} s ago, so {name} is not lost: cancel "
+                f"its runs; or switch it off, and ask again after {_SILENT_AFTER_S:.0f} s"
+            )
+    owners = filter(None, map(owner_of, registered_runs()))
+    known = {owner.host for owner in owners} | {host_of(run) for run in held_flow_runs(client)}
+    if not heard and name not in known:
+        others = ", ".join(sorted(filter(None, known - {host_name()}))) or "no other host"
+        raise NotLost(f"nobody knows a host {name!r}; runs are on record of {others}")
+
+
+def _heard(client: SyncPrefectClient, name: str) -> Iterator[tuple[str, datetime]]:
+    """What runs on the host for Muster, and when the server has heard of it last."""
+    for pool in client.read_work_pools(limit=_PAGE):
+        for worker in client.read_workers_for_work_pool(pool.name, limit=_PAGE):
+            if worker.name == name and worker.last_heartbeat_time is not None:
+                yield f"its worker of the pool {pool.name}", worker.last_heartbeat_time
+    for flow in UPKEEP_FLOWS:
+        try:
+            polled = client.read_deployment_by_name(f"{flow}/{name}").last_polled
+        except ObjectNotFound:
+            continue
+        if polled is not None:
+            yield f"its upkeep (`{flow}/{name}`)", polled

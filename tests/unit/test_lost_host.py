@@ -1,0 +1,138 @@
+"""Giving up a host: only one that is silent and known, and never this one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from types import SimpleNamespace
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from prefect.client.schemas.objects import FlowRun
+from prefect.exceptions import ObjectNotFound
+from prefect.settings import PREFECT_API_URL, temporary_settings
+
+from tasks.run.upkeep.reconciled import Report
+from tasks.supervise.identity import host_name
+from tasks.upkeep import lost_host, reconcile_command
+from tasks.upkeep.lost_host import NotLost, give_up_host
+
+NOW = datetime(2026, 11, 22, 12, tzinfo=UTC)
+API = "http://127.0.0.1:9/api"
+
+
+class Server:
+    """What a Prefect server knows of hosts."""
+
+    def __init__(self) -> None:
+        self.workers: dict[str, list[tuple[str, float]]] = {}
+        self.upkeeps: dict[str, float] = {}
+        self.hosts_of_runs: list[str] = []
+
+    def read_work_pools(self, limit: int) -> list[Any]:
+        return [SimpleNamespace(name=name) for name in self.workers]
+
+    def read_workers_for_work_pool(self, pool: str, limit: int) -> list[Any]:
+        return [
+            SimpleNamespace(name=name, last_heartbeat_time=NOW - timedelta(seconds=age_s))
+            for name, age_s in self.workers[pool]
+        ]
+
+    def read_deployment_by_name(self, name: str) -> Any:
+        if name not in self.upkeeps:
+            raise ObjectNotFound(Exception(name))
+        return SimpleNamespace(last_polled=NOW - timedelta(seconds=self.upkeeps[name]))
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch, muster_home: object) -> Iterator[Server]:
+    there = Server()
+
+    @contextmanager
+    def talking_to(_api_url: str) -> Iterator[Server]:
+        yield there
+
+    def held(_client: Server) -> list[FlowRun]:
+        labels = [{"prefect.worker.name": name} for name in there.hosts_of_runs]
+        return [FlowRun(flow_id=uuid4(), labels=one) for one in labels]
+
+    monkeypatch.setattr(lost_host, "talking_to", talking_to)
+    monkeypatch.setattr(lost_host, "held_flow_runs", held)
+    monkeypatch.setattr(lost_host, "server_now", lambda _client: NOW)
+    monkeypatch.setattr(lost_host, "reconcile_host", lambda lost: Report(host=lost))
+    with temporary_settings({PREFECT_API_URL: API}):
+        yield there
+
+
+def test_a_host_that_has_been_silent_is_given_up(server: Server) -> None:
+    server.workers = {"gang": [("there", 120.0), ("other", 1.0)], "pipelines": []}
+    server.upkeeps = {"reconcile/there": 500.0}
+
+    assert give_up_host("there") == Report(host="there")
+
+
+def test_a_host_of_which_only_a_run_is_known_is_given_up(server: Server) -> None:
+    server.hosts_of_runs = ["there"]
+
+    assert give_up_host("there") == Report(host="there")
+
+
+@pytest.mark.parametrize(
+    ("workers", "upkeeps", "said"),
+    [
+        ({"gang": [("there", 12.0)]}, {}, "its worker of the pool gang was heard of 12 s ago"),
+        ({"pipelines": [("there", 119.0)]}, {}, "its worker of the pool pipelines was heard of"),
+        # clocks that differ
+        ({"gang": [("there", -3.0)]}, {}, "its worker of the pool gang was heard of 0 s ago"),
+        (
+            {"gang": [("there", 500.0)]},
+            {"reconcile/there": 7.0},
+            "its upkeep (`reconcile/there`) was heard of 7 s ago",
+        ),
+    ],
+)
+def test_a_host_that_was_heard_of_is_not_lost(
+    server: Server,
+    workers: dict[str, list[tuple[str, float]]],
+    upkeeps: dict[str, float],
+    said: str,
+) -> None:
+    server.workers, server.upkeeps = workers, upkeeps
+
+    with pytest.raises(NotLost) as refused:
+        give_up_host("there")
+
+    assert said in str(refused.value)
+    assert "ask again after 120 s" in str(refused.value)
+
+
+def test_a_name_that_nobody_knows_is_refused_with_those_that_are_known(server: Server) -> None:
+    server.hosts_of_runs = ["b", "a", host_name()]
+
+    with pytest.raises(NotLost, match=r"nobody knows a host 'their'; runs are on record of a, b$"):
+        give_up_host("their")
+
+
+def test_this_host_is_refused(server: Server) -> None:
+    with pytest.raises(NotLost, match=r"is this host: `python -m flows.reconcile`"):
+        give_up_host(host_name())
+
+
+def test_without_a_server_nothing_is_known() -> None:
+    with (
+        temporary_settings(restore_defaults={PREFECT_API_URL}),
+        pytest.raises(NotLost, match="PREFECT_API_URL is not set"),
+    ):
+        give_up_host("there")
+
+
+def test_the_command_says_why_and_exits_with_2(
+    server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        reconcile_command.main(["--lost-host", "their"])
+
+    assert ended.value.code == 2
+    assert "nobody knows a host 'their'" in capsys.readouterr().err

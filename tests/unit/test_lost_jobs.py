@@ -1,0 +1,95 @@
+"""Jobs of a run whose flow process is gone: who answers for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from prefect.client.schemas.objects import FlowRun, State
+from prefect.states import Completed, Running
+
+from tasks.supervise.identity import ProcessId, boot_id, host_name
+from tasks.supervise.leftovers.registry import LostRun, Owner
+from tasks.upkeep import lost_jobs
+from tasks.upkeep.lost_jobs import Kept, keep_jobs
+
+FLOW_RUN = uuid4()
+GONE = ProcessId(pid=1 << 22, start_ticks=1, boot_id=boot_id())
+
+
+@pytest.fixture
+def lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LostRun:
+    """A run in mid-attempt that a worker of this host had started."""
+    monkeypatch.setattr(lost_jobs, "is_under_way", lambda _lost: True)
+    owner = Owner(
+        run_id="a-run",
+        host=host_name(),
+        process=GONE,
+        flow_run_id=str(FLOW_RUN),
+        api_url="http://127.0.0.1:9/api",
+        worker=host_name(),
+        directory=tmp_path,
+        adopts=True,
+    )
+    return LostRun(tmp_path, owner)
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A Prefect server: the flow run that it has, and what it was told."""
+    there = SimpleNamespace(run=None, told=[])
+
+    @contextmanager
+    def talking_to(_api_url: str) -> Iterator[None]:
+        yield None
+
+    def propose(_client: None, _id: str, _before: State[Any], after: State[Any]) -> bool:
+        there.told.append(after.name)
+        return True
+
+    monkeypatch.setattr(lost_jobs, "talking_to", talking_to)
+    monkeypatch.setattr(lost_jobs, "find_flow_run", lambda _client, _id: there.run)
+    monkeypatch.setattr(lost_jobs, "clear_process", lambda *_: there.told.append("no process"))
+    monkeypatch.setattr(lost_jobs, "propose", propose)
+    return there
+
+
+def flow_run(state: State[Any], worker: str) -> FlowRun:
+    labels = {"prefect.worker.name": worker, "prefect.worker.type": "gang"}
+    return FlowRun(id=FLOW_RUN, flow_id=uuid4(), deployment_id=uuid4(), state=state, labels=labels)
+
+
+def test_a_run_of_this_host_is_started_again(lost: LostRun, server: SimpleNamespace) -> None:
+    server.run = flow_run(Running(), worker=host_name())
+
+    kept = keep_jobs(lost)
+
+    assert kept == Kept(server="AwaitingRetry")
+    assert server.told == ["no process", "AwaitingRetry"]
+
+
+def test_a_run_that_another_host_was_given_is_left_to_its_process_there(
+    lost: LostRun, server: SimpleNamespace
+) -> None:
+    server.run = flow_run(Running(), worker="another-host")
+
+    kept = keep_jobs(lost)
+
+    assert kept == Kept()
+    assert server.told == []
+
+
+def test_once_it_has_ended_there_its_jobs_are_seen_to_be_over(
+    lost: LostRun, server: SimpleNamespace
+) -> None:
+    server.run = flow_run(Completed(), worker="another-host")
+
+    kept = keep_jobs(lost)
+
+    assert kept is None
+    assert server.told == []
