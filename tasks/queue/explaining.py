@@ -17,6 +17,7 @@ from tasks.queue.asks import ask_of
 from tasks.queue.operating import NotThere
 from tasks.queue.view import QueuedRun, QueueView
 from tasks.queue.words import SOON, asks, is_soon, lasting, when
+from tasks.server.flow_runs import HELD, SILENT_AFTER_S, worker_of
 
 _WIDTH = 10
 
@@ -47,10 +48,28 @@ async def explain(
                 f"{len(view.line)} wait in the work pool {view.pool or pool}"
             )
         found = [await client.read_flow_run(UUID(named[0]))]
-    lines = told(found[0], view)
+    lines = told(found[0], view) + await _silence(client, found[0], view.at)
     if others := [str(run.id) for run in found[1:]]:
         lines.append(_field("others", f"of that name, older: {', '.join(others)}"))
     return "\n".join(lines)
+
+
+async def _silence(client: PrefectClient, flow_run: FlowRun, now: float) -> list[str]:
+    """That the worker which has the run is not heard of; nothing where it is, or nobody knows."""
+    state, pool, name = flow_run.state, flow_run.work_pool_name, worker_of(flow_run)
+    if state is None or state.type not in HELD or pool is None or name is None:
+        return []
+    try:
+        workers = await client.read_workers_for_work_pool(pool)
+    except ObjectNotFound:
+        return []
+    heard = [one.last_heartbeat_time for one in workers if one.name == name]
+    silent_s = now - max((at.timestamp() for at in heard if at is not None), default=now)
+    if silent_s < SILENT_AFTER_S:
+        return []
+    said = f"its worker {name} was last heard of {lasting(silent_s)} ago"
+    remedy = f"if that host is off for good: python -m flows.reconcile --lost-host {name}"
+    return [_field("host", f"{said}; {remedy}")]
 
 
 def told(flow_run: FlowRun, view: QueueView) -> list[str]:

@@ -32,13 +32,12 @@ from prefect.client.schemas.sorting import FlowRunSort
 
 from tasks.queue.asks import Ask, ask_of
 from tasks.queue.grants import PENDING_RESOURCES, Grant, goes_on, grant_of
-from tasks.server.flow_runs import JOBS_GO_ON
+from tasks.server.flow_runs import HELD, JOBS_GO_ON
 
 #: The type of the work pools, and of their workers.
 TYPE = "gang"
 #: The flow of runs that are started directly.
 _FLOW = "train"
-_HOLDING = (StateType.PENDING, StateType.RUNNING, StateType.CANCELLING)
 #: Of what waits in one queue of a pool, no more is looked at: as many as one request gives.
 WINDOW = 200
 _PAGE = 200
@@ -208,7 +207,7 @@ class LedgerReader:
 
     async def _holding(self) -> list[FlowRun]:
         holding = FlowRunFilter(
-            state=FlowRunFilterState(type=FlowRunFilterStateType(any_=list(_HOLDING)))
+            state=FlowRunFilterState(type=FlowRunFilterStateType(any_=list(HELD)))
         )
         ours = FlowFilter(name=FlowFilterName(any_=[_FLOW]))
         in_pools = WorkPoolFilter(type=WorkPoolFilterType(any_=[TYPE]))

@@ -52,6 +52,11 @@ OUR_FLOWS = ("train", "pipeline", "reconcile", "prune")
 #: Of them, those that each host's upkeep serves itself; their flow runs are of no use once done.
 UPKEEP_FLOWS = ("reconcile", "prune")
 
+#: The states of a flow run that should have a process, or is about to get one.
+HELD = (StateType.PENDING, StateType.RUNNING, StateType.CANCELLING)
+#: Workers tell the server each 30 s that they are there; an upkeep asks it for work each 10 s.
+SILENT_AFTER_S = 120.0
+
 #: The labels by which a worker says who it is. Source: prefect/workers/base.py,
 #: _give_worker_labels_to_flow_run.
 _WORKER_LABEL, TYPE_LABEL = "prefect.worker.name", "prefect.worker.type"
@@ -63,8 +68,7 @@ _LOCAL_TYPES = ("process", "gang")
 _POOLS = ("gang", "pipelines")
 #: In the command line of a flow run's process. Source: prefect/runner/_workspace_starter.py.
 _ENGINES = ("prefect.engine", "prefect.flow_engine", "_workspace_")
-_HELD = (StateType.PENDING, StateType.RUNNING, StateType.CANCELLING)
-_OPEN = (*_HELD, StateType.SCHEDULED, StateType.PAUSED)
+_OPEN = (*HELD, StateType.SCHEDULED, StateType.PAUSED)
 _TRAINING_FLOWS = ("train", "pipeline")
 #: The process of a flow run that was just submitted needs some seconds to appear.
 _SETTLED_AFTER = timedelta(seconds=30)
@@ -122,7 +126,7 @@ def state_of(client: SyncPrefectClient, flow_run_id: str) -> State[Any] | None:
 
 def held_flow_runs(client: SyncPrefectClient) -> list[FlowRun]:
     """Our flow runs that should have a process, or are about to get one."""
-    return _flow_runs(client, OUR_FLOWS, _HELD)
+    return _flow_runs(client, OUR_FLOWS, HELD)
 
 
 def open_flow_runs(client: SyncPrefectClient) -> list[FlowRun]:

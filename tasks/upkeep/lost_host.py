@@ -15,6 +15,7 @@ from prefect.settings import PREFECT_API_URL
 
 from tasks.run.upkeep.reconciled import Report
 from tasks.server.flow_runs import (
+    SILENT_AFTER_S,
     UPKEEP_FLOWS,
     held_flow_runs,
     host_of,
@@ -25,8 +26,6 @@ from tasks.supervise.identity import host_name
 from tasks.supervise.leftovers.registry import owner_of, registered_runs
 from tasks.upkeep.reconciling import reconcile_host
 
-#: Workers tell the server each 30 s that they are there, an upkeep asks it each 10 s.
-_SILENT_AFTER_S = 120.0
 _PAGE = 200
 
 
@@ -54,10 +53,10 @@ def _check(client: SyncPrefectClient, name: str) -> None:
     heard = dict(_heard(client, name))
     now = server_now(client) or datetime.now(UTC)
     for what, when in heard.items():
-        if (age_s := (now - when).total_seconds()) < _SILENT_AFTER_S:
+        if (age_s := (now - when).total_seconds()) < SILENT_AFTER_S:
             raise NotLost(
                 f"{what} was heard of {max(0.0, age_s):.0f} s ago, so {name} is not lost: cancel "
-                f"its runs; or switch it off, and ask again after {_SILENT_AFTER_S:.0f} s"
+                f"its runs; or switch it off, and ask again after {SILENT_AFTER_S:.0f} s"
             )
     owners = filter(None, map(owner_of, registered_runs()))
     known = {owner.host for owner in owners} | {host_of(run) for run in held_flow_runs(client)}

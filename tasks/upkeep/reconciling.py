@@ -13,10 +13,11 @@ from contextlib import suppress
 from dataclasses import replace
 from uuid import UUID
 
-from prefect.artifacts import create_markdown_artifact
 from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.actions import ArtifactCreate
 from prefect.client.schemas.filters import FlowFilter, FlowFilterName
 from prefect.client.schemas.objects import State
+from prefect.context import FlowRunContext
 from prefect.events import emit_event
 from prefect.events.worker import EventsWorker
 from prefect.exceptions import MissingContextError, ObjectNotFound
@@ -82,24 +83,32 @@ def reconcile_host(lost: str | None = None) -> Report:
 def publish(report: Report) -> None:
     """Log what was found, and leave an artifact and events of what was done; of nothing, none."""
     log: logging.Logger | logging.LoggerAdapter[logging.Logger] = _log
-    is_flow = False
     with suppress(MissingContextError):
-        log, is_flow = get_run_logger(), True
+        log = get_run_logger()
     for run in report.runs:
         log.warning("%s", run)
-    if not report.acted or not PREFECT_API_URL.value():
+    context, api_url = FlowRunContext.get(), PREFECT_API_URL.value()
+    if not report.acted or not api_url:
         return
+    artifact = ArtifactCreate(
+        key="reconcile",
+        type="markdown",
+        data=report.as_markdown(),
+        description=report.summary,
+        flow_run_id=context.flow_run.id if context is not None and context.flow_run else None,
+    )
     try:
-        create_markdown_artifact(
-            key="reconcile", markdown=report.as_markdown(), description=report.summary
-        )
+        with talking_to(api_url) as client:
+            client.create_artifact(artifact)
     except Exception as error:
         log.warning("the artifact was not made: %r", error)
     for run in report.acted:
         # Never raises.
         emit_event("muster.run.reconciled", resource=_resource(run), payload=run.as_payload())
-    if not is_flow:
-        # Sent from a thread, which a program that goes on as another one would take with it.
+    if context is None:
+        # Sent from a thread, which a program that goes on as another one would take with it. It
+        # would warn that it is not done yet, which is what is waited for.
+        logging.getLogger(EventsWorker.__name__).setLevel(logging.ERROR)
         EventsWorker.drain_all(timeout=_FLUSH_WITHIN_S)
 
 

@@ -1,0 +1,82 @@
+"""What is said of one run to whoever asks: here, whether anybody still hears of its host."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import UTC, datetime, timedelta
+from types import SimpleNamespace
+from typing import Any
+from uuid import UUID, uuid4
+
+import pytest
+from prefect.client.schemas.objects import FlowRun
+from prefect.exceptions import ObjectNotFound
+from prefect.states import Cancelling, Completed, Running, Scheduled
+
+from tasks.queue.explaining import explain
+from tasks.queue.view import QueueView
+
+NOW = datetime(2026, 11, 22, 12, tzinfo=UTC)
+SILENT = (
+    "  host       its worker there was last heard of 14 min ago; if that host is off for good: "
+    "python -m flows.reconcile --lost-host there"
+)
+
+
+class Server:
+    """A flow run, and the workers of its pool with the seconds since each was heard of."""
+
+    def __init__(self, state: Any, workers: list[tuple[str, float | None]] | None) -> None:
+        labels = {"prefect.worker.name": "there", "prefect.worker.type": "gang"}
+        about = {"name": "a-run", "flow_id": uuid4(), "work_pool_name": "gang", "labels": labels}
+        self.run = FlowRun(id=uuid4(), state=state, **about)
+        self._workers = workers
+
+    async def read_flow_run(self, _id: UUID) -> FlowRun:
+        return self.run
+
+    async def read_workers_for_work_pool(self, pool: str) -> list[Any]:
+        if self._workers is None:
+            raise ObjectNotFound(Exception(pool))
+        heard = [(name, ago and NOW - timedelta(seconds=ago)) for name, ago in self._workers]
+        return [SimpleNamespace(name=name, last_heartbeat_time=at) for name, at in heard]
+
+
+async def look(pool: str) -> QueueView:
+    return QueueView(
+        at=NOW.timestamp(),
+        pool=pool,
+        policy="fifo",
+        is_paused=False,
+        limit=None,
+        running=1,
+        line=(),
+        nodes=(),
+    )
+
+
+@pytest.mark.parametrize(
+    ("state", "workers", "is_said"),
+    [
+        (Running(), [("there", 840.0)], True),
+        (Cancelling(), [("other", 1.0), ("there", 840.0)], True),
+        (Running(), [("there", 119.0)], False),
+        # it was started anew, and both are on record
+        (Running(), [("there", 840.0), ("there", 3.0)], False),
+        # nothing is known of it
+        (Running(), [("there", None)], False),
+        (Running(), [("other", 840.0)], False),
+        (Running(), None, False),
+        # no process is needed
+        (Scheduled(), [("there", 840.0)], False),
+        (Completed(), [("there", 840.0)], False),
+    ],
+)
+def test_a_run_whose_host_is_silent_says_so(
+    state: Any, workers: list[tuple[str, float | None]] | None, is_said: bool
+) -> None:
+    server: Any = Server(state, workers)
+
+    said = asyncio.run(explain(server, str(server.run.id), "gang", look))
+
+    assert (SILENT in said.splitlines()) == is_said
