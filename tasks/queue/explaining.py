@@ -59,10 +59,7 @@ async def _silence(client: PrefectClient, flow_run: FlowRun, now: float) -> list
     state, pool, name = flow_run.state, flow_run.work_pool_name, worker_of(flow_run)
     if state is None or state.type not in HELD or pool is None or name is None:
         return []
-    try:
-        workers = await client.read_workers_for_work_pool(pool)
-    except ObjectNotFound:
-        return []
+    workers = await client.read_workers_for_work_pool(pool)
     heard = [one.last_heartbeat_time for one in workers if one.name == name]
     silent_s = now - max((at.timestamp() for at in heard if at is not None), default=now)
     if silent_s < SILENT_AFTER_S:

@@ -245,7 +245,7 @@ def state_of_lost(run: FlowRun, host: Host, now: datetime) -> State[Any] | None:
     age = now - state.timestamp
     if not host.has_been_given(run) and not _is_unlabelled(run, age):
         return None
-    if age < _SETTLED_AFTER:
+    if age < _SETTLED_AFTER and not host.is_lost:
         return None
     gone = f"its process is gone {'with' if host.is_lost else 'from'} {host.name}"
     match state.type:

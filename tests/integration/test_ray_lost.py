@@ -167,6 +167,28 @@ def test_jobs_of_a_killed_flow_are_ended_where_they_are_not_to_be_adopted(
 
 
 @pytest.mark.thorough
+def test_jobs_of_a_host_that_is_given_up_are_ended_from_another_one(
+    ground: Ground, ray_cluster: RayCluster, finished: Path
+) -> None:
+    run = ground.start_run(counting(ray_cluster, finished, "stop")).until_running()
+    submission_id = f"{run.name}--a01"
+    run.kill_flow()
+    owner = ground.home / "live" / run.name / "owner.json"
+    here = json.loads(owner.read_text())
+    there = {"host": "lost-host", "process": here["process"] | {"boot_id": "another"}}
+    owner.write_text(json.dumps(here | there))
+
+    said = ground.ask("flows.reconcile", "--lost-host", "lost-host")
+
+    assert said.splitlines()[-1] == "lost-host: 1 of 1 lost runs reconciled"
+    assert status_of(ray_cluster, submission_id) == "STOPPED"
+    assert run.state()[0] == "CRASHED"
+    assert run.record()["state"] == "failed"
+    assert not owner.exists()
+    run.until_gone()
+
+
+@pytest.mark.thorough
 def test_a_cancel_while_no_process_is_there_ends_the_jobs_that_went_on(
     ground: Ground, ray_cluster: RayCluster, finished: Path
 ) -> None:

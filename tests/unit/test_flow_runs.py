@@ -146,7 +146,8 @@ GONE_TAG = f"process:here:{os.getpid()}:1"
         # a host that is gone: what is seen on this one says nothing, but for the flow run itself
         (flow_run(RUNNING, 60), host(is_lost=True, hidden={7: ENGINE}), "Crashed"),
         (flow_run(RUNNING, 60, tags=[LIVING_TAG]), host(is_lost=True), "Crashed"),
-        (flow_run(CANCELLING, 60), host(is_lost=True), "Cancelled"),
+        # ... and it was silent for longer than a process needs to appear
+        (flow_run(CANCELLING, 1), host(is_lost=True), "Cancelled"),
         (flow_run(PENDING, 60), host(is_lost=True), "Scheduled"),
         (flow_run(RUNNING, 60), host(is_lost=True, alive={str(FLOW_RUN): (7,)}), None),
         (flow_run(RUNNING, 60, labels=THERE), host(is_lost=True), None),

@@ -10,7 +10,6 @@ from uuid import UUID, uuid4
 
 import pytest
 from prefect.client.schemas.objects import FlowRun
-from prefect.exceptions import ObjectNotFound
 from prefect.states import Cancelling, Completed, Running, Scheduled
 
 from tasks.queue.explaining import explain
@@ -26,7 +25,7 @@ SILENT = (
 class Server:
     """A flow run, and the workers of its pool with the seconds since each was heard of."""
 
-    def __init__(self, state: Any, workers: list[tuple[str, float | None]] | None) -> None:
+    def __init__(self, state: Any, workers: list[tuple[str, float | None]]) -> None:
         labels = {"prefect.worker.name": "there", "prefect.worker.type": "gang"}
         about = {"name": "a-run", "flow_id": uuid4(), "work_pool_name": "gang", "labels": labels}
         self.run = FlowRun(id=uuid4(), state=state, **about)
@@ -36,8 +35,6 @@ class Server:
         return self.run
 
     async def read_workers_for_work_pool(self, pool: str) -> list[Any]:
-        if self._workers is None:
-            raise ObjectNotFound(Exception(pool))
         heard = [(name, ago and NOW - timedelta(seconds=ago)) for name, ago in self._workers]
         return [SimpleNamespace(name=name, last_heartbeat_time=at) for name, at in heard]
 
@@ -66,14 +63,13 @@ async def look(pool: str) -> QueueView:
         # nothing is known of it
         (Running(), [("there", None)], False),
         (Running(), [("other", 840.0)], False),
-        (Running(), None, False),
         # no process is needed
         (Scheduled(), [("there", 840.0)], False),
         (Completed(), [("there", 840.0)], False),
     ],
 )
 def test_a_run_whose_host_is_silent_says_so(
-    state: Any, workers: list[tuple[str, float | None]] | None, is_said: bool
+    state: Any, workers: list[tuple[str, float | None]], is_said: bool
 ) -> None:
     server: Any = Server(state, workers)
 
