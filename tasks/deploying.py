@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from tasks.run.errors import InvalidSpec
-from tasks.run.layout import project_root
 from tasks.run.pipeline.loading import load_pipeline
-from tasks.run.spec.loading import load_spec
+from tasks.run.spec.loading import load_spec, project_root
 
 EXIT_PRINTED, EXIT_INVALID = 0, 2
 

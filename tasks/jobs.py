@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextvars
-from collections.abc import Awaitable, Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from tasks.nodes.sweeping import SweepReport, sweep
+from tasks.nodes.sweeping import sweep_of
 from tasks.rayjobs.job import RayJob
 from tasks.rayjobs.plan import JobPlan
+from tasks.rayjobs.submission import submission_file, submission_id
 from tasks.run.layout import AttemptPlace
 from tasks.run.spec.run import RunSpec
 from tasks.supervise.process import Command
@@ -65,47 +64,3 @@ def job_maker(
         return RayJob(plan, sweep=sweeping, emit=emit)
 
     return make
-
-
-def sweep_of(
-    run_id: str, attempt: int, component: str, *, emit: Callable[..., None]
-) -> Callable[[str], Awaitable[tuple[str, ...]]]:
-    """The sweep after a job: told the address of a cluster's control store, it ends what is left
-    of the job on every node, and returns what can't be ended, by node and pid.
-
-    Args:
-        emit: told what was found.
-    """
-    context = contextvars.copy_context()
-
-    async def swept(gcs_address: str) -> tuple[str, ...]:
-        sweeping = sweep(gcs_address, run_id=run_id, attempt=attempt, component=component)
-        return _told(await asyncio.create_task(sweeping, context=context), emit)
-
-    return swept
-
-
-def _told(report: SweepReport, emit: Callable[..., None]) -> tuple[str, ...]:
-    """What is left, once all that was found is told.
-
-    A node that could not be asked is told and does not count as left: it may be any of the
-    cluster's, and one that was lost with the job is out of reach for good.
-    """
-    if report.killed or not report.is_clean:
-        emit(
-            "job.swept",
-            killed=[str(swept) for swept in report.killed],
-            left=[str(swept) for swept in report.left],
-            unreached=dict(report.unreached),
-        )
-    return tuple(f"{swept}, which outlived SIGKILL" for swept in report.left)
-
-
-def submission_id(run_id: str, attempt: int, component: str, *, is_only: bool) -> str:
-    """`<run id>--aNN`, the same each time; that of one among several jobs ends with its name."""
-    return f"{run_id}--a{attempt:02d}" + ("" if is_only else f"-{component}")
-
-
-def submission_file(place: AttemptPlace, component: str, *, is_only: bool) -> Path:
-    """Where the attempt keeps what is known of the job."""
-    return place.submission if is_only else place.directory / f"submission-{component}.json"

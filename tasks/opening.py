@@ -15,7 +15,7 @@ from prefect.context import FlowRunContext
 from prefect.exceptions import Abort
 from prefect.states import Cancelled, Completed, Failed
 
-from tasks.cancellation import cancel_watched, why_cancelled
+from tasks.cancellation import cancel_watched, interrupting, started_by_others, why_cancelled
 from tasks.page.failure import in_a_line
 from tasks.parked import forget_parked
 from tasks.reporting.announcing import announced
@@ -27,10 +27,9 @@ from tasks.run.lifecycle import RunState
 from tasks.run.spec.run import RunSpec
 from tasks.server.flow_runs import worker_of
 from tasks.server.server import lasting_api_url
-from tasks.session import RunSession, interrupting
+from tasks.session import RunSession
 from tasks.supervise.leftovers.registry import RunHeld
 from tasks.terminal.run_view import outlive_readers
-from tasks.waiting import started_by_others
 
 # Now, not in a function: Prefect logs its first lines of a flow run before that begins.
 outlive_readers()

@@ -12,8 +12,9 @@ from typing import Any
 from tasks.fleet.component import FleetStart, fleet_component
 from tasks.jobs import job_maker
 from tasks.run.errors import Fault
-from tasks.run.layout import AttemptPlace, project_root
+from tasks.run.layout import AttemptPlace
 from tasks.run.masking import looks_secret
+from tasks.run.spec.loading import project_root
 from tasks.run.spec.lookup import component_path
 from tasks.run.spec.run import RunSpec
 from tasks.supervise.containment import Containment, Level, allowed_level, probe

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import atexit
 import logging
-import signal as signals
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from uuid import UUID
 
 from tasks.fleet.component import fleet_faults, fleet_names, fleet_ports, prepare_fleet
@@ -27,13 +24,13 @@ from tasks.planning import (
 from tasks.run import masking
 from tasks.run.checkpoints import resume_point
 from tasks.run.errors import InvalidSpec
-from tasks.run.events import Event, EventLog, Listener
+from tasks.run.events import Event, EventLog, event_listeners
 from tasks.run.failure_kinds import FailureKind
-from tasks.run.layout import AttemptPlace, RunPlace, project_root
+from tasks.run.layout import AttemptPlace, RunPlace
 from tasks.run.lifecycle import RunState
 from tasks.run.outcome import Failure, Verdict
 from tasks.run.record import RunRecord
-from tasks.run.spec.loading import spec_as_yaml
+from tasks.run.spec.loading import project_root, spec_as_yaml
 from tasks.run.spec.lookup import lookup_faults
 from tasks.run.spec.run import RunSpec
 from tasks.run.spec.template import ports_needed, resolve, template_faults
@@ -45,9 +42,6 @@ from tasks.supervise.supervisor import Supervisor
 from tasks.taking_over import finish_predecessor
 
 _log = logging.getLogger(__name__)
-
-#: Told every event of the runs of this context; the terminal listens here.
-event_listeners: ContextVar[tuple[Listener, ...]] = ContextVar("event_listeners", default=())
 
 
 def check_spec(spec: RunSpec) -> None:
@@ -345,44 +339,3 @@ class RunSession:
     def _tell_state(self, state: RunState, message: str) -> None:
         if self._events is not None:
             self._events.emit("run.state", state=state.value, message=message)
-
-
-class Interruptible(Protocol):
-    """What can be ended from a signal handler: a run, or a pipeline of them."""
-
-    def interrupt(self, why: str) -> None: ...
-
-
-@contextmanager
-def interrupting(
-    session: Interruptible, on_term: Callable[[], None] | None = None
-) -> Iterator[None]:
-    """While open, SIGINT, SIGTERM and SIGHUP interrupt the run instead of this process.
-
-    Nothing is raised where the signal happens to land: the run ends through its supervisor, and
-    the caller, who waits for that, goes on to its teardown. Outside the main thread, where Python
-    can't handle signals, it changes nothing.
-
-    Args:
-        on_term: called at SIGTERM instead, where that may mean something else.
-    """
-
-    def on_signal(signum: int, frame: object) -> None:
-        if signum == signals.SIGTERM and on_term is not None:
-            on_term()
-            return
-        session.interrupt(f"interrupted by {signals.Signals(signum).name}")
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {
-        signum: signals.signal(signum, on_signal)
-        for signum in (signals.SIGINT, signals.SIGTERM, signals.SIGHUP)
-    }
-    try:
-        yield
-    finally:
-        for signum, handler in before.items():
-            # None stands for a handler that was not installed from Python.
-            signals.signal(signum, signals.SIG_DFL if handler is None else handler)

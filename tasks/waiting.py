@@ -9,7 +9,6 @@ that is set before a return is overwritten by Completed.
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -19,11 +18,11 @@ from uuid import UUID
 
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.client.schemas.responses import SetStateStatus
-from prefect.context import FlowRunContext
 from prefect.exceptions import Pause
 from prefect.settings import PREFECT_API_URL, PREFECT_WORKER_PREFETCH_SECONDS
 from prefect.states import Scheduled
 
+from tasks.cancellation import started_by_others
 from tasks.parked import forget_parked, note_parked
 from tasks.queue.grants import PENDING_RESOURCES, left_with_its_jobs, sent_back
 from tasks.reporting.reporter import flushed, say_state
@@ -31,7 +30,6 @@ from tasks.run.attempts import Next, Sequel, decide
 from tasks.run.failure_kinds import FailureKind
 from tasks.run.lifecycle import RunState
 from tasks.server.flow_runs import (
-    FLOW_RUN_VARIABLE,
     JOBS_GO_ON,
     TYPE_LABEL,
     ServerAway,
@@ -141,16 +139,6 @@ def _message(run: RunSession, sequel: Sequel, delay_s: float, due: datetime) -> 
     number = run.record.attempts + 1
     start = f", from {sequel.resume_from}" if sequel.resume_from else ""
     return f"{cause}; attempt {number} in {delay_s:.0f} s, at {due:%H:%M:%S} UTC{start}"
-
-
-def started_by_others() -> FlowRun | None:
-    """The flow run, where a worker or a server of deployments has started this process for it, and
-    will start another one when it is due again."""
-    context = FlowRunContext.get()
-    flow_run = context.flow_run if context is not None else None
-    if flow_run is None or flow_run.deployment_id is None:
-        return None
-    return flow_run if os.environ.get(FLOW_RUN_VARIABLE) == str(flow_run.id) else None
 
 
 def _has_gate(run: RunSession, flow_run: FlowRun) -> bool:

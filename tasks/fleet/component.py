@@ -9,22 +9,23 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tasks.fleet.plan import COMPONENT, LOOPBACK, SERVERS_ENV, TOKEN_ENV, FleetPlan
+from tasks.fleet.plan import LOOPBACK, SERVERS_ENV, TOKEN_ENV, FleetPlan
 from tasks.rollout.addresses import ports_needed
 from tasks.rollout.building import planned
 from tasks.rollout.gateway.access import is_loopback
 from tasks.rollout.topology import TopologyPlan
 from tasks.run.errors import Fault
-from tasks.run.layout import AttemptPlace, project_root
+from tasks.run.layout import AttemptPlace
+from tasks.run.spec.loading import project_root
 from tasks.run.spec.probes import LiveProbe, ReadyProbe
-from tasks.run.spec.run import RunSpec
+from tasks.run.spec.run import FLEET, RunSpec
 from tasks.supervise.containment import Containment, Level
 from tasks.supervise.plan import ComponentPlan
 from tasks.supervise.process import Command
 
 #: Of names of ports: `rollout.ports.server.0`.
-_PORTS = f"{COMPONENT}.ports."
-_PORT = f"{COMPONENT}.port"
+_PORTS = f"{FLEET}.ports."
+_PORT = f"{FLEET}.port"
 #: What the fleet's process needs after its servers' grace period, for what has to be killed.
 STOP_MARGIN_S = 30.0
 #: What its start needs beside that of a server; on Ray it may wait for room first.
@@ -68,7 +69,7 @@ def fleet_names(spec: RunSpec, ports: Mapping[str, int]) -> dict[str, str]:
     """What a fleet adds to the names of a spec."""
     if spec.fleet is None:
         return {}
-    return {f"{COMPONENT}.url": gateway_url(spec.fleet.host, ports[_PORT])}
+    return {f"{FLEET}.url": gateway_url(spec.fleet.host, ports[_PORT])}
 
 
 def gateway_url(host: str, port: int) -> str:
@@ -86,7 +87,7 @@ def fleet_faults(spec: RunSpec) -> list[Fault]:
         plan = planned(spec.fleet, node_gpus(spec))
     except ValueError as error:
         remedy = "change its sizes, or gang.gpus_per_node"
-        return [Fault(path=f"components.{COMPONENT}", problem=str(error), remedy=remedy)]
+        return [Fault(path=f"components.{FLEET}", problem=str(error), remedy=remedy)]
     return [*_faults_on_ray(plan), *_faults_of_gang(spec, plan)]
 
 
@@ -98,7 +99,7 @@ def _faults_on_ray(plan: TopologyPlan) -> Iterator[Fault]:
             "itself, and the fleet's placement group holds them"
         )
         remedy = "write 1, or expert_parallel, which has a server for each rank"
-        yield Fault(path=f"components.{COMPONENT}.nodes_per_engine", problem=problem, remedy=remedy)
+        yield Fault(path=f"components.{FLEET}.nodes_per_engine", problem=problem, remedy=remedy)
 
 
 def _faults_of_gang(spec: RunSpec, plan: TopologyPlan) -> Iterator[Fault]:
@@ -109,7 +110,7 @@ def _faults_of_gang(spec: RunSpec, plan: TopologyPlan) -> Iterator[Fault]:
     if needed > held:
         problem = f"its {len(plan.engines)} engines take {needed} GPUs, and the gang has {held}"
         remedy = "ask for fewer engines, or for a larger gang"
-        yield Fault(path=f"components.{COMPONENT}.engines", problem=problem, remedy=remedy)
+        yield Fault(path=f"components.{FLEET}.engines", problem=problem, remedy=remedy)
 
 
 def prepare_fleet(
@@ -172,7 +173,7 @@ def fleet_component(
     # On other machines, servers inherit nothing of this one.
     servers_env = {**(spec.env if is_on_ray else {}), **fleet.env}
     return ComponentPlan(
-        name=COMPONENT,
+        name=FLEET,
         command=Command(
             # -P: the path begins with no folder that may have a package `tasks` of its own.
             argv=(sys.executable, "-P", "-m", "tasks.fleet.process", str(place.fleet_plan)),
@@ -183,12 +184,12 @@ def fleet_component(
                 SERVERS_ENV: json.dumps(servers_env),
             },
             cwd=place.directory,
-            log=place.log(COMPONENT),
+            log=place.log(FLEET),
             grace_s=fleet.stop.grace_s + STOP_MARGIN_S,
         ),
         ready=ReadyProbe.model_validate(
             {"http": f"{url}/muster/health", "json": {"ready": True}, "within_s": within_s}
         ),
         live=LiveProbe(http=f"{url}/muster/health", every_s=_LIVE_EVERY_S),
-        on_exit_zero=spec.on_exit_zero(COMPONENT),
+        on_exit_zero=spec.on_exit_zero(FLEET),
     )

@@ -8,9 +8,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from tasks.fleet.plan import COMPONENT
-from tasks.rollout.states import SERVING, GroupState
-from tasks.run.events import Event
+from tasks.run.spec.run import FLEET
 
 _log = logging.getLogger(__name__)
 
@@ -80,32 +78,4 @@ class FleetTail:
             _log.warning("%s: not an event: %r: %r", self._path, line[:200], error)
             return
         fields = {key: value for key, value in content.items() if key not in _TAKEN}
-        self._emit(name, COMPONENT, at=at, **fields)
-
-
-class FleetWords:
-    """How many engines of a fleet serve, in words, from its events."""
-
-    def __init__(self, engines: int) -> None:
-        self._engines = engines
-        self._states: dict[int, GroupState] = {}
-
-    def observe(self, event: Event) -> bool:
-        """Take in an event of the run; whether the words may have changed by it."""
-        if event.name == "attempt.begun":
-            self._states.clear()
-        elif event.name == "rollout.group.state":
-            self._states[event.fields["group"]] = GroupState(event.fields["after"])
-            return True
-        return False
-
-    @property
-    def serving(self) -> int:
-        """How many do."""
-        return sum(state in SERVING for state in self._states.values())
-
-    def __str__(self) -> str:
-        """`rollout 2 of 3 engines serve`; empty while all do."""
-        if not self._states or self.serving == self._engines:
-            return ""
-        return f"{COMPONENT} {self.serving} of {self._engines} engines serve"
+        self._emit(name, FLEET, at=at, **fields)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 from tasks.fleet.local_host import LocalHost
-from tasks.fleet.plan import COMPONENT, LOOPBACK, SERVERS_ENV, FleetPlan
+from tasks.fleet.plan import LOOPBACK, SERVERS_ENV, FleetPlan
 from tasks.rollout.addresses import Addresses, nodes_needed, ports_needed
 from tasks.rollout.building import build
-from tasks.rollout.hosts import ServerHost
+from tasks.rollout.hosts import NoHost, OpenedHost
 from tasks.rollout.topology import ServerSlot, TopologyPlan
 from tasks.run.spec.fleet import Rollout
+from tasks.run.spec.run import FLEET
 from tasks.supervise.identity import ProcessId
 from tasks.supervise.leftovers.registry import Entry, PartsRegister
 from tasks.supervise.ports import PortsReserved
@@ -22,22 +22,6 @@ from tasks.supervise.process import Forked
 _DEVICES = "CUDA_VISIBLE_DEVICES"
 #: Of this process only.
 _OWN_ENV = (SERVERS_ENV, "NOTIFY_SOCKET")
-
-
-class NoHost(Exception):
-    """The servers can't be placed anywhere; the message says why, and what to do."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpenedHost:
-    """What runs the servers of one fleet, and where they are at first."""
-
-    host: ServerHost
-    topology: TopologyPlan
-    #: The servers of a group at new addresses.
-    rebind: Callable[[int], Sequence[ServerSlot] | Awaitable[Sequence[ServerSlot]]]
-    #: Ends whatever is left.
-    close: Callable[[], Awaitable[None]]
 
 
 async def opened_host(plan: FleetPlan, fleet: Rollout) -> OpenedHost:
@@ -59,7 +43,7 @@ def servers_env() -> dict[str, str]:
 
 def _on_this_machine(plan: FleetPlan, fleet: Rollout) -> OpenedHost:
     ports = _LocalPorts(plan, fleet)
-    parts = PartsRegister(plan.register_at, COMPONENT) if plan.register_at else None
+    parts = PartsRegister(plan.register_at, FLEET) if plan.register_at else None
 
     def register(rank: int, forked: Forked) -> None:
         if parts is not None:
@@ -76,7 +60,7 @@ def _on_this_machine(plan: FleetPlan, fleet: Rollout) -> OpenedHost:
         tag={
             "MUSTER_RUN_ID": plan.run_id,
             "MUSTER_ATTEMPT": str(plan.attempt),
-            "MUSTER_COMPONENT": COMPONENT,
+            "MUSTER_COMPONENT": FLEET,
         },
         stop_signal=signal.Signals[fleet.stop.signal],
         grace_s=fleet.stop.grace_s,
@@ -112,10 +96,10 @@ class _LocalPorts:
             for need in ports_needed(self._fleet, self._node_gpus)
             if need.name in ranks or need.name == f"engine.{group}"
         ]
-        reserved = PortsReserved(f"{COMPONENT}.{name}" for name in wanted)
-        reserved.release(COMPONENT)
+        reserved = PortsReserved(f"{FLEET}.{name}" for name in wanted)
+        reserved.release(FLEET)
         self._reserved.append(reserved)
-        self._ports |= {name: reserved.numbers[f"{COMPONENT}.{name}"] for name in wanted}
+        self._ports |= {name: reserved.numbers[f"{FLEET}.{name}"] for name in wanted}
         return self.topology().engines[group].servers
 
 
@@ -133,7 +117,7 @@ def _entry(plan: FleetPlan, fleet: Rollout, forked: Forked) -> Entry:
     return Entry(
         run_id=plan.run_id,
         attempt=plan.attempt,
-        component=COMPONENT,
+        component=FLEET,
         level=plan.level,
         mark=forked.mark,
         guardian=ProcessId.of(forked.guardian_pid),

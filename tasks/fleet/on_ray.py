@@ -9,18 +9,19 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from tasks.fleet.hosts import NoHost, OpenedHost
-from tasks.fleet.plan import COMPONENT, FleetPlan
-from tasks.jobs import submission_id
+from tasks.fleet.plan import FleetPlan
 from tasks.nodes.sweeping import gcs_address_of
 from tasks.rayjobs import entrypoint
 from tasks.rayjobs.dashboard import Denied, NoAnswer
 from tasks.rayjobs.loopback import ready_driver
+from tasks.rayjobs.submission import submission_id
 from tasks.rollout.addresses import Addresses, nodes_needed, ports_needed
 from tasks.rollout.building import build, planned
+from tasks.rollout.hosts import NoHost, OpenedHost
 from tasks.rollout.ray_host import NoPlace, RayHost
 from tasks.rollout.topology import ServerSlot, TopologyPlan
 from tasks.run.spec.fleet import Rollout
+from tasks.run.spec.run import FLEET
 
 #: What is not free by then: the run has its gang, so nothing else should hold it.
 _ROOM_WITHIN_S = 300.0
@@ -42,7 +43,7 @@ async def opened_on_ray(plan: FleetPlan, fleet: Rollout, env: Mapping[str, str])
         host = await MovingHost.open(
             address,
             bundles_of(shape, nodes_needed(fleet, plan.node_gpus)),
-            job=submission_id(plan.run_id, plan.attempt, COMPONENT, is_only=False),
+            job=submission_id(plan.run_id, plan.attempt, FLEET, is_only=False),
             within_s=_ROOM_WITHIN_S,
             wrapper=_wrapper(),
             log_of=plan.log_of,

@@ -12,9 +12,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from tasks.run.layout import AttemptPlace
 from tasks.run.spec.fleet import Rollout
+from tasks.run.spec.run import FLEET
 
-#: The name of a fleet among the components of its run.
-COMPONENT = "rollout"
 #: Where servers of this machine are.
 LOOPBACK = "127.0.0.1"
 #: Where the process finds the gateway's token; every component has it.
@@ -91,7 +90,7 @@ class FleetPlan(BaseModel):
 
     def log_of(self, rank: int) -> Path:
         """Of the server that is called by this rank."""
-        return self.place.log(f"{COMPONENT}-r{rank}")
+        return self.place.log(f"{FLEET}-r{rank}")
 
 
 def _in_a_line(error: Exception) -> str:

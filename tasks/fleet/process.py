@@ -19,11 +19,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tasks.fleet.hosts import NoHost, OpenedHost, opened_host
+from tasks.fleet.hosts import opened_host
 from tasks.fleet.plan import TOKEN_ENV, BadPlan, FleetPlan
 from tasks.rollout.fleet import Fleet, FleetFailed
 from tasks.rollout.gateway.gateway import Gateway
 from tasks.rollout.health.probing import HttpProber
+from tasks.rollout.hosts import NoHost, OpenedHost
 from tasks.rollout.settings import settings_of
 from tasks.run.events import Event, EventLog
 from tasks.run.spec.fleet import Rollout

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextvars
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -158,3 +159,37 @@ async def gcs_address_of(address: str) -> str:
 
 if __name__ == "__main__":
     raise SystemExit(main())
+
+
+def sweep_of(
+    run_id: str, attempt: int, component: str, *, emit: Callable[..., None]
+) -> Callable[[str], Awaitable[tuple[str, ...]]]:
+    """The sweep after a job: told the address of a cluster's control store, it ends what is left
+    of the job on every node, and returns what can't be ended, by node and pid.
+
+    Args:
+        emit: told what was found.
+    """
+    context = contextvars.copy_context()
+
+    async def swept(gcs_address: str) -> tuple[str, ...]:
+        sweeping = sweep(gcs_address, run_id=run_id, attempt=attempt, component=component)
+        return _told(await asyncio.create_task(sweeping, context=context), emit)
+
+    return swept
+
+
+def _told(report: SweepReport, emit: Callable[..., None]) -> tuple[str, ...]:
+    """What is left, once all that was found is told.
+
+    A node that could not be asked is told and does not count as left: it may be any of the
+    cluster's, and one that was lost with the job is out of reach for good.
+    """
+    if report.killed or not report.is_clean:
+        emit(
+            "job.swept",
+            killed=[str(swept) for swept in report.killed],
+            left=[str(swept) for swept in report.left],
+            unreached=dict(report.unreached),
+        )
+    return tuple(f"{swept}, which outlived SIGKILL" for swept in report.left)

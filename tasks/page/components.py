@@ -7,9 +7,9 @@ from typing import Any
 
 from tasks.page.markdown import code, table, text
 from tasks.page.view import RunView, Shown, end_of, moment, seconds
+from tasks.run.spec.run import FLEET
 
 _HEAD = ("component", "state", "runs as", "ready after", "ports", "log")
-_FLEET = "rollout"
 _SERVERS_HEAD = ("server", "state", "address", "restarts", "log")
 #: A table shows no more of them.
 _SERVERS_AT_MOST = 200
@@ -96,7 +96,7 @@ def _ports(ports: Mapping[str, int], name: str) -> Iterator[str]:
     for port, number in ports.items():
         if port == own:
             yield str(number)
-        elif port.startswith(others) and name != _FLEET:
+        elif port.startswith(others) and name != FLEET:
             yield f"{text(port.removeprefix(others))} {number}"
 
 
@@ -108,5 +108,5 @@ def _servers(view: RunView) -> Iterator[list[str]]:
             text(server.state) + cause,
             code(server.url),
             str(server.restarts or ""),
-            code(f"{_FLEET}-r{server.rank}.log"),
+            code(f"{FLEET}-r{server.rank}.log"),
         ]

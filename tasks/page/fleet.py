@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from tasks.page.view import ServerSeen
 from tasks.rollout.states import SERVING, GroupState
 from tasks.run.events import Event
+from tasks.run.spec.run import FLEET
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,3 +71,31 @@ def _seen(rank: int, server: _Server, group: _Group | None) -> ServerSeen:
         restarts=max(0, server.starts - 1),
         cause=group.cause if group and state not in SERVING else "",
     )
+
+
+class FleetWords:
+    """How many engines of a fleet serve, in words, from its events."""
+
+    def __init__(self, engines: int) -> None:
+        self._engines = engines
+        self._states: dict[int, GroupState] = {}
+
+    def observe(self, event: Event) -> bool:
+        """Take in an event of the run; whether the words may have changed by it."""
+        if event.name == "attempt.begun":
+            self._states.clear()
+        elif event.name == "rollout.group.state":
+            self._states[event.fields["group"]] = GroupState(event.fields["after"])
+            return True
+        return False
+
+    @property
+    def serving(self) -> int:
+        """How many do."""
+        return sum(state in SERVING for state in self._states.values())
+
+    def __str__(self) -> str:
+        """`rollout 2 of 3 engines serve`; empty while all do."""
+        if not self._states or self.serving == self._engines:
+            return ""
+        return f"{FLEET} {self.serving} of {self._engines} engines serve"

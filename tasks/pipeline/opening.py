@@ -13,12 +13,10 @@ from uuid import UUID
 from prefect.context import FlowRunContext
 from prefect.settings import PREFECT_API_URL
 
-from tasks.cancellation import cancel_watched, why_cancelled
+from tasks.cancellation import cancel_watched, interrupting, started_by_others, why_cancelled
 from tasks.pipeline.pipeline import Pipeline
 from tasks.run.layout import make_run_id
 from tasks.run.pipeline.spec import PipelineSpec
-from tasks.session import interrupting
-from tasks.waiting import started_by_others
 
 
 def pipeline_id_of_flow_run() -> str:

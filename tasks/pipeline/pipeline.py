@@ -23,6 +23,7 @@ from prefect.client.schemas.responses import SetStateStatus
 from prefect.exceptions import Pause
 from prefect.states import Cancelled, Completed, Failed, Running, Scheduled
 
+from tasks.cancellation import started_by_others
 from tasks.pipeline.stage_runs import (
     CannotBegin,
     cancel_stage_run,
@@ -58,7 +59,6 @@ from tasks.server.flow_runs import (
     process_tags_of,
     talking_to,
 )
-from tasks.waiting import started_by_others
 
 _log = logging.getLogger(__name__)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tasks.rayjobs.plan import JobPlan
+from tasks.run.layout import AttemptPlace
 from tasks.run.record import write_json
 
 _log = logging.getLogger(__name__)
@@ -77,3 +78,17 @@ class SubmissionFile:
             write_json(self.path, self._content)
         except OSError as error:
             _log.warning("%s could not be written: %s", self.path, error)
+
+
+def submission_id(run_id: str, attempt: int, component: str, *, is_only: bool) -> str:
+    """`<run id>--aNN`, the same each time; that of one among several jobs ends with its name."""
+    return f"{run_id}--a{attempt:02d}" + ("" if is_only else f"-{component}")
+
+
+def submission_file(place: AttemptPlace, component: str, *, is_only: bool) -> Path:
+    """Where the attempt keeps what is known of the job."""
+    return place.submission if is_only else place.directory / f"submission-{component}.json"
+
+
+#: A request that got no answer may still be on its way through the dashboard.
+SETTLES_WITHIN_S = 5.0

@@ -8,9 +8,8 @@ from collections.abc import Callable
 from tasks.rayjobs.contact import Emit
 from tasks.rayjobs.dashboard import Dashboard, Denied, JobState, NoAnswer
 from tasks.rayjobs.plan import JobPlan
-from tasks.rayjobs.submission import SubmissionFile
+from tasks.rayjobs.submission import SETTLES_WITHIN_S, SubmissionFile
 from tasks.rayjobs.submitting import submit
-from tasks.rayjobs.takedown import SETTLES_WITHIN_S
 from tasks.run.failure_kinds import FailureKind
 from tasks.run.jobs import JobLoss, JobRefused
 

@@ -12,11 +12,10 @@ from typing import TypeVar
 from tasks.rayjobs import control_store
 from tasks.rayjobs.dashboard import Dashboard, Denied, JobState, NoAnswer
 from tasks.rayjobs.holdings import Holdings, holdings_of
+from tasks.rayjobs.submission import SETTLES_WITHIN_S
 
 #: How long a cluster that does not answer is asked again before it is called unknown.
 UNKNOWN_AFTER_S = 60.0
-#: A request that got no answer may still be on its way through the dashboard.
-SETTLES_WITHIN_S = 5.0
 #: Ray's own margin beyond the grace period, and that of its monitor.
 _STOP_MARGIN_S = 8.0
 #: SIGKILL to a supervisor, until the job is final.

@@ -16,6 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import islice
@@ -285,3 +286,13 @@ async def told_at_once(client: PrefectClient, *events: Event) -> None:
         await client.request("POST", _EVENTS, json=batch)
     except (httpx.HTTPError, PrefectException) as error:
         _log.warning("not told: %s: %r", ", ".join(one.event for one in events), error)
+
+
+#: That of the run of this context.
+_announcer: ContextVar[Announcer | None] = ContextVar("announcer", default=None)
+
+
+def tell_here(name: str, flow_run: FlowRun, run_id: str, **known: Any) -> None:
+    """See `Announcer.tell_run`; nothing where no run of this context is announced."""
+    if (announcer := _announcer.get()) is not None:
+        announcer.tell_run(name, flow_run, run_id, **known)

@@ -6,29 +6,18 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 from prefect.client.schemas.objects import FlowRun
 
 from tasks.reporting.announced_events import Story, Told
-from tasks.reporting.announcer import Announcer, of_run
-from tasks.run.events import Event
+from tasks.reporting.announcer import Announcer, _announcer, of_run
+from tasks.run.events import Event, event_listeners
 from tasks.server.server import lasting_api_url
-from tasks.session import RunSession, event_listeners
+from tasks.session import RunSession
 from tasks.supervise.identity import host_name
 
 _log = logging.getLogger(__name__)
-
-
-#: That of the run of this context.
-_announcer: ContextVar[Announcer | None] = ContextVar("announcer", default=None)
-
-
-def tell_here(name: str, flow_run: FlowRun, run_id: str, **known: Any) -> None:
-    """See `Announcer.tell_run`; nothing where no run of this context is announced."""
-    if (announcer := _announcer.get()) is not None:
-        announcer.tell_run(name, flow_run, run_id, **known)
 
 
 @contextmanager

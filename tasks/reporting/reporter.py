@@ -19,13 +19,13 @@ from prefect import get_run_logger
 from prefect.client.orchestration import get_client
 from prefect.states import Running
 
-from tasks.fleet.events import FleetWords
 from tasks.fleet.recoveries import RecoveryRuns
 from tasks.page.failure import as_text, never_begun
+from tasks.page.fleet import FleetWords
 from tasks.reporting.run_page import RunPage
-from tasks.run.events import Event
+from tasks.run.events import Event, event_listeners
 from tasks.run.lifecycle import RunState
-from tasks.session import RunSession, event_listeners
+from tasks.session import RunSession
 
 _log = logging.getLogger(__name__)
 

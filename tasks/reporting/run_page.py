@@ -34,8 +34,8 @@ from tasks.reporting.artifacts import (
     FlowArtifacts,
 )
 from tasks.run.events import Event
-from tasks.run.layout import project_root
 from tasks.run.lifecycle import RunState
+from tasks.run.spec.loading import project_root
 from tasks.session import RunSession
 from tasks.supervise.identity import host_name
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from typing import Any, TypeVar
 
 _log = logging.getLogger(__name__)
@@ -65,3 +65,6 @@ def _forget(task: asyncio.Task[Any]) -> None:
     if not task.cancelled():
         # Looked at, so that asyncio does not complain of an error nobody asked for.
         task.exception()
+
+
+Emit = Callable[..., None]

@@ -7,10 +7,9 @@ from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
-from tasks.rollout.clock import Clock
+from tasks.rollout.clock import Clock, Emit
 from tasks.rollout.gateway.router import Router
 from tasks.rollout.health.health import Health
-from tasks.rollout.health.incidents import Emit
 from tasks.rollout.recovery import Recovery
 from tasks.rollout.registry import Registry
 from tasks.rollout.snapshot import as_json

@@ -14,11 +14,10 @@ from collections.abc import Collection, Mapping
 from random import Random
 from typing import Any
 
-from tasks.rollout.clock import Clock, ended, within
+from tasks.rollout.clock import Clock, Emit, ended, within
 from tasks.rollout.control import Control
 from tasks.rollout.gateway.router import Entrypoint, Router
 from tasks.rollout.health.health import Health
-from tasks.rollout.health.incidents import Emit
 from tasks.rollout.health.probing import Prober
 from tasks.rollout.hosts import Death, ServerHost, StartFailed
 from tasks.rollout.recovery import DEATHS_WITHIN_S, Rebind, Recovery

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from tasks.rollout.topology import Ask, ServerSlot
+from tasks.rollout.topology import Ask, ServerSlot, TopologyPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,3 +62,19 @@ class ServerHost(Protocol):
 
     async def ports_taken(self, slots: Collection[ServerSlot]) -> frozenset[int]:
         """The ranks whose port somebody else listens on, on its own machine, just now."""
+
+
+class NoHost(Exception):
+    """The servers can't be placed anywhere; the message says why, and what to do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenedHost:
+    """What runs the servers of one fleet, and where they are at first."""
+
+    host: ServerHost
+    topology: TopologyPlan
+    #: The servers of a group at new addresses.
+    rebind: Callable[[int], Sequence[ServerSlot] | Awaitable[Sequence[ServerSlot]]]
+    #: Ends whatever is left.
+    close: Callable[[], Awaitable[None]]

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from random import Random
 
 from tasks.rollout.backoff import pause_s
-from tasks.rollout.clock import Clock, ended
-from tasks.rollout.health.incidents import Emit, Incident, Incidents
+from tasks.rollout.clock import Clock, Emit, ended
+from tasks.rollout.health.incidents import Incident, Incidents
 from tasks.rollout.hosts import StartFailed
 from tasks.rollout.registry import Registry
 from tasks.rollout.settings import FleetSettings

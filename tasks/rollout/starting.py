@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from tasks.rollout.clock import Clock, within
+from tasks.rollout.clock import Clock, Emit, within
 from tasks.rollout.health.health import Health
-from tasks.rollout.health.incidents import Emit
 from tasks.rollout.health.probing import Prober
 from tasks.rollout.hosts import ServerHost, StartFailed
 from tasks.rollout.registry import Registry

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import yaml
 
-from tasks.run.layout import RunPlace, project_root
+from tasks.run.layout import RunPlace
+from tasks.run.spec.loading import project_root
 from tasks.run.spec.run import RunSpec
 
 #: Files in which a trainer names its last complete checkpoint, by its name or its step. Sources:

@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -90,3 +91,7 @@ class EventLog:
         if isinstance(value, (list, tuple)):
             return [self._clean(item) for item in value]
         return value
+
+
+#: Told every event of the runs of this context; the terminal listens here.
+event_listeners: ContextVar[tuple[Listener, ...]] = ContextVar("event_listeners", default=())

@@ -84,12 +84,3 @@ class RunPlace:
 
     def attempt(self, number: int) -> AttemptPlace:
         return AttemptPlace(directory=self.directory / f"attempt-{number:02d}", number=number)
-
-
-def project_root() -> Path:
-    """The directory that relative paths of a spec start from; absolute.
-
-    The checkout that Muster runs from; where it runs installed, the current directory.
-    """
-    checkout = Path(__file__).parents[2]
-    return checkout if (checkout / "prefect.yaml").exists() else Path.cwd()

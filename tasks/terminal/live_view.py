@@ -11,10 +11,9 @@ from enum import Enum
 
 from rich.text import Text
 
-from tasks.fleet.events import FleetWords
-from tasks.fleet.plan import COMPONENT as FLEET
+from tasks.page.fleet import FleetWords
 from tasks.run.events import Event
-from tasks.run.spec.run import RunSpec
+from tasks.run.spec.run import FLEET, RunSpec
 from tasks.terminal.event_lines import how_ended
 from tasks.terminal.pace import Pace, clock_text, rate_text
 from tasks.terminal.screen import printable

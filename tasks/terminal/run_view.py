@@ -18,9 +18,8 @@ from prefect.logging.handlers import PrefectConsoleHandler
 from rich.console import Console
 from rich.text import Text
 
-from tasks.run.events import Event
+from tasks.run.events import Event, event_listeners
 from tasks.run.spec.run import RunSpec
-from tasks.session import event_listeners
 from tasks.terminal import curve
 from tasks.terminal.end_block import Ending, end_block
 from tasks.terminal.event_lines import failed_attempt, lines_of

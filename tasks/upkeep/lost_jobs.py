@@ -12,7 +12,7 @@ from pathlib import Path
 from prefect.client.schemas.objects import State
 from prefect.states import Scheduled
 
-from tasks.jobs import sweep_of
+from tasks.nodes.sweeping import sweep_of
 from tasks.rayjobs.asking import stop_submission
 from tasks.rayjobs.dashboard import JobState
 from tasks.run.layout import AttemptPlace, RunPlace

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tasks.run.layout import project_root
+from tasks.run.spec.loading import project_root
 from tasks.run.spec.probes import LiveProbe, ReadyProbe
 from tasks.server.server import prefect_server
 from tests.benchmarks import models, peers, sglang_watchdog

@@ -85,7 +85,7 @@ def _muster(cluster: RayCluster, directory: Path, short_code: str) -> dict[str, 
 
 
 async def _muster_takes(cluster: RayCluster, directory: Path, short_code: str) -> dict[str, float]:
-    from tasks.jobs import sweep_of
+    from tasks.nodes.sweeping import sweep_of
     from tasks.rayjobs.job import RayJob
     from tasks.rayjobs.plan import JobPlan
 

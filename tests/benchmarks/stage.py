@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from tasks.run.events import EventLog
-from tasks.run.layout import project_root
+from tasks.run.spec.loading import project_root
 from tasks.run.spec.probes import LiveProbe, ReadyProbe
 from tasks.supervise.plan import AttemptPlan, ComponentPlan
 from tasks.supervise.ports import PortsReserved

@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 import pytest
 
 from tasks.fleet import on_ray as fleet_on_ray
-from tasks.fleet.hosts import NoHost
 from tasks.fleet.on_ray import RayPlaces, bundles_of, moved
 from tasks.fleet.plan import FleetPlan
 from tasks.rollout.building import planned
+from tasks.rollout.hosts import NoHost
 from tasks.rollout.ray_host import NoPlace
 
 pytestmark = pytest.mark.asyncio

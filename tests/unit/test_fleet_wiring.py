@@ -11,13 +11,15 @@ from typing import Any
 import pytest
 
 from tasks.fleet.component import fleet_faults, fleet_names, fleet_ports, prepare_fleet
-from tasks.fleet.events import FleetTail, FleetWords
+from tasks.fleet.events import FleetTail
 from tasks.fleet.hosts import devices_of
 from tasks.fleet.plan import TOKEN_ENV, BadPlan, FleetPlan
+from tasks.page.fleet import FleetWords
 from tasks.planning import plan_of
 from tasks.run.events import Event, EventLog
-from tasks.run.layout import AttemptPlace, project_root
+from tasks.run.layout import AttemptPlace
 from tasks.run.masking import looks_secret
+from tasks.run.spec.loading import project_root
 from tasks.run.spec.run import RunSpec
 from tasks.run.spec.template import ports_needed
 from tasks.supervise.containment import Containment, Level

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from random import Random
 
-from tasks.rollout.clock import Clock, ended, within
+from tasks.rollout.clock import Clock, Emit, ended, within
 from tasks.rollout.health.evidence import Evidence, Silence, Verdict
-from tasks.rollout.health.incidents import Emit, NetworkCut
+from tasks.rollout.health.incidents import NetworkCut
 from tasks.rollout.health.outliers import Outliers
 from tasks.rollout.health.probing import Prober
 from tasks.rollout.hosts import ServerHost

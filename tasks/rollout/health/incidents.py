@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-Emit = Callable[..., None]
+from tasks.rollout.clock import Emit
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

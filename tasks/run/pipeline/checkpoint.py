@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 from tasks.run.checkpoints import latest_checkpoint, resume_point
-from tasks.run.errors import Fault
-from tasks.run.layout import RunPlace, project_root
+from tasks.run.layout import RunPlace
+from tasks.run.spec.loading import project_root
 from tasks.run.spec.placeholders import substituted
 from tasks.run.spec.run import RunSpec
-
-#: What a path or pattern of a checkpoint may use.
-_KNOWN = ("run.id", "run.dir", "attempt.number", "attempt.dir")
-_NAMES = re.compile(r"\$\{([^{}]*)\}")
 
 
 def handed_on(checkpoint: str | None, spec: RunSpec, place: RunPlace) -> Path | None:
@@ -36,26 +31,6 @@ def handed_on(checkpoint: str | None, spec: RunSpec, place: RunPlace) -> Path | 
         "attempt.dir": str(place.attempt(attempts).directory),
     }
     return latest_checkpoint(substituted(checkpoint, names.__getitem__), project_root() / spec.cwd)
-
-
-def unknown_names(checkpoint: object, path: str) -> tuple[Fault, ...]:
-    """One fault for each placeholder of a path or pattern that has no value.
-
-    Args:
-        checkpoint: As written.
-        path: Of it, in the pipeline spec.
-    """
-    if not isinstance(checkpoint, str):
-        return ()
-    return tuple(
-        Fault(path=path, problem=f"unknown name `${{{name}}}`", remedy=f"known are {_known()}")
-        for name in dict.fromkeys(_NAMES.findall(checkpoint.replace("$${", "")))
-        if name not in _KNOWN
-    )
-
-
-def _known() -> str:
-    return ", ".join(f"${{{name}}}" for name in _KNOWN)
 
 
 def _attempts(place: RunPlace) -> int:

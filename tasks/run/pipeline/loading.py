@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from tasks.run.errors import Fault, InvalidSpec
-from tasks.run.layout import project_root
 from tasks.run.masking import MASK, looks_secret
-from tasks.run.pipeline.checkpoint import unknown_names
 from tasks.run.pipeline.names import faults_of_names, filled_in
 from tasks.run.pipeline.spec import PipelineSpec
 from tasks.run.spec.fields import did_you_mean, shown
-from tasks.run.spec.loading import parse_spec
+from tasks.run.spec.loading import parse_spec, project_root
 from tasks.run.spec.overrides import apply_value
+from tasks.run.spec.placeholders import unknown_names
 from tasks.run.spec.run import RunSpec
 from tasks.run.spec.written_yaml import parse, read_text
 

@@ -181,3 +181,12 @@ def _without(node: object, secrets: Iterable[str]) -> object:
 
 def _mapping(value: object) -> Mapping[Any, Any]:
     return value if isinstance(value, Mapping) else {}
+
+
+def project_root() -> Path:
+    """The directory that relative paths of a spec start from; absolute.
+
+    The checkout that Muster runs from; where it runs installed, the current directory.
+    """
+    checkout = Path(__file__).parents[3]
+    return checkout if (checkout / "prefect.yaml").exists() else Path.cwd()

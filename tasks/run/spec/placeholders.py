@@ -201,3 +201,29 @@ def _unknown(path: str, name: str, known: Sequence[str]) -> Fault:
 
 def _mapping(value: object) -> Mapping[object, object]:
     return value if isinstance(value, Mapping) else {}
+
+
+#: What a path or pattern of a checkpoint may use.
+_KNOWN = ("run.id", "run.dir", "attempt.number", "attempt.dir")
+
+_NAMES = re.compile(r"\$\{([^{}]*)\}")
+
+
+def unknown_names(checkpoint: object, path: str) -> tuple[Fault, ...]:
+    """One fault for each placeholder of a path or pattern that has no value.
+
+    Args:
+        checkpoint: As written.
+        path: Of it, in the pipeline spec.
+    """
+    if not isinstance(checkpoint, str):
+        return ()
+    return tuple(
+        Fault(path=path, problem=f"unknown name `${{{name}}}`", remedy=f"known are {_known()}")
+        for name in dict.fromkeys(_NAMES.findall(checkpoint.replace("$${", "")))
+        if name not in _KNOWN
+    )
+
+
+def _known() -> str:
+    return ", ".join(f"${{{name}}}" for name in _KNOWN)

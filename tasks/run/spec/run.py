@@ -9,7 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, ModelWrapValidatorHandler, ValidationError, model_validator
+from pydantic import (
+    Field,
+    ModelWrapValidatorHandler,
+    ValidationError,
+    model_validator,
+)
 
 from tasks.run.errors import InvalidSpec
 from tasks.run.failure_kinds import REQUEUED, FailureKind
@@ -33,6 +38,9 @@ from tasks.run.spec.plain_words import faults_of
 from tasks.run.spec.probes import LiveProbe, ReadyProbe, Url
 from tasks.run.spec.start_order import KEY as START_ORDER
 from tasks.run.spec.start_order import in_start_order, refusals_of_order
+
+#: The name of a fleet among the components of its run.
+FLEET = "rollout"
 
 __all__ = [
     "Component",
@@ -302,7 +310,7 @@ class RunSpec(Model):
     @property
     def fleet(self) -> Rollout | None:
         """The component `rollout`; None where the run has none."""
-        fleet = self.components.get("rollout")
+        fleet = self.components.get(FLEET)
         return fleet if isinstance(fleet, Rollout) else None
 
     def on_exit_zero(self, name: str) -> OnExitZero:
@@ -334,7 +342,7 @@ def _rules_of_jobs(written: Mapping[str, Any]) -> Iterator[Refusal]:
     }
     jobs = [name for name, one in components.items() if one.get("launcher") == "ray_job"]
     uses = [f"{jobs[0]} is a Ray job"] if jobs else []
-    if components.get("rollout", {}).get("placement") == "ray":
+    if components.get(FLEET, {}).get("placement") == "ray":
         uses.append("rollout is placed on Ray")
     if uses and written.get("ray") is None:
         problem = f"missing: {uses[0]}, and no cluster is named"
