@@ -6,15 +6,14 @@ import asyncio
 import signal
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
 from typing import Protocol
 
 from tasks.fleet.plan import FleetPlan
 from tasks.nodes.sweeping import gcs_address_of
-from tasks.rayjobs import entrypoint
 from tasks.rayjobs.dashboard import Denied, NoAnswer
 from tasks.rayjobs.loopback import ready_driver
 from tasks.rayjobs.submission import submission_id
+from tasks.rayjobs.submitting import wrapper_sources
 from tasks.rollout.addresses import Addresses, nodes_needed, ports_needed
 from tasks.rollout.building import build, planned
 from tasks.rollout.hosts import NoHost, OpenedHost
@@ -45,7 +44,7 @@ async def opened_on_ray(plan: FleetPlan, fleet: Rollout, env: Mapping[str, str])
             bundles_of(shape, nodes_needed(fleet, plan.node_gpus)),
             job=submission_id(plan.run_id, plan.attempt, FLEET, is_only=False),
             within_s=_ROOM_WITHIN_S,
-            wrapper=_wrapper(),
+            wrapper=wrapper_sources(),
             log_of=plan.log_of,
             cwd=plan.cwd,
             env={key: value for key, value in env.items() if _is_of_the_run(key)},
@@ -142,15 +141,6 @@ def bundles_of(shape: TopologyPlan, nodes: int) -> list[dict[str, float]]:
         | ({"GPU": float(gpus[node])} if gpus[node] else {})
         for node in range(nodes)
     ]
-
-
-def _wrapper() -> dict[str, str]:
-    """What ends a server with its actor, by the names that it needs on the nodes."""
-    folder = Path(entrypoint.__file__).parent
-    return {
-        "__main__.py": (folder / "entrypoint.py").read_text(encoding="utf-8"),
-        "tree.py": (folder / "tree.py").read_text(encoding="utf-8"),
-    }
 
 
 def _is_of_the_run(name: str) -> bool:

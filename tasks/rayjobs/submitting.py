@@ -6,16 +6,17 @@ import contextlib
 import logging
 import math
 import shlex
-import shutil
 import signal
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tasks.rayjobs import entrypoint
 from tasks.rayjobs.dashboard import Denied, NoAnswer, Node
 from tasks.rayjobs.plan import JobPlan
 from tasks.run.layout import muster_home
+from tasks.supervise import tree
 
 if TYPE_CHECKING:
     from ray.job_submission import JobSubmissionClient
@@ -41,8 +42,6 @@ _TALKERS = (
     "ray._private.runtime_env.packaging",
     "ray._private.runtime_env.working_dir",
 )
-#: `tree.py` is a link to the guardian's own.
-_SHIPPED = {"__main__.py": "entrypoint.py", "tree.py": "tree.py"}
 #: Runs the shipped package. Not by `-m`: that would put the working directory first on the path,
 #: where a `queue.py` or `signal.py` of the user's hides the standard library's.
 _BOOTSTRAP = (
@@ -166,14 +165,20 @@ def _judge(error: RuntimeError, plan: JobPlan) -> None:
     raise Denied(f"{plan.working_dir} can't be shipped as it is: {text[:2000]}") from error
 
 
+def wrapper_sources() -> dict[str, str]:
+    """What wraps a program on a node: the text of each file, by the name that it needs there."""
+    files = {"__main__.py": entrypoint.__file__, "tree.py": tree.__file__}
+    return {name: Path(file).read_text(encoding="utf-8") for name, file in files.items()}
+
+
 @contextlib.contextmanager
 def _package() -> Iterator[Path]:
     """The wrapper as a directory to ship; its content, and so its URI, is always the same."""
     with tempfile.TemporaryDirectory(prefix="muster-ship-") as above:
         package = Path(above) / _PACKAGE
         package.mkdir()
-        for name, source in _SHIPPED.items():
-            shutil.copyfile(Path(__file__).with_name(source), package / name)
+        for name, source in wrapper_sources().items():
+            (package / name).write_text(source, encoding="utf-8")
         yield package
 
 

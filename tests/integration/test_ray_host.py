@@ -16,8 +16,8 @@ import psutil
 import pytest
 import ray
 
-from tasks.rayjobs import entrypoint
 from tasks.rayjobs.cluster_look import ClusterLook
+from tasks.rayjobs.submitting import wrapper_sources
 from tasks.rollout.hosts import Death, StartFailed
 from tasks.rollout.ray_host import NoPlace, RayHost
 from tasks.rollout.topology import Answers, Ask, ServerSlot
@@ -40,14 +40,6 @@ _WITHIN_S = 60.0
 _RUN = "fleet-grpo-20260101-120000-abcd"
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.slow]
-
-
-def wrapper() -> dict[str, str]:
-    folder = Path(entrypoint.__file__).parent
-    return {
-        "__main__.py": (folder / "entrypoint.py").read_text(),
-        "tree.py": (folder / "tree.py").read_text(),
-    }
 
 
 class Fleet:
@@ -107,7 +99,7 @@ async def fleet_on(
         [{"GPU": 8}] * bundles,
         job=f"{_RUN}--a01-rollout",
         within_s=within_s,
-        wrapper=wrapper(),
+        wrapper=wrapper_sources(),
         log_of=lambda rank: folder / f"rollout-r{rank}.log",
         cwd=folder,
         env={},

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tasks.rollout import lmdeploy_replica
 from tasks.rollout.backends.place import Place, option_in
 from tasks.rollout.topology import Answers, Ask, Questions
 from tasks.run.spec.fleet import Rollout
 
 #: Given to the servers as a text: nothing of ours has to be installed beside LMDeploy.
-_ONE_REPLICA = (Path(__file__).parents[1] / "lmdeploy_replica.py").read_text(encoding="utf-8")
+_ONE_REPLICA = Path(lmdeploy_replica.__file__).read_text(encoding="utf-8")
 
 
 def answers(fleet: Rollout, index: int) -> Answers:
