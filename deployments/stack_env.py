@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from tasks.run.spec.lookup import component_path
+from tasks.spec.programs import component_path
 
 ROOT = Path(__file__).resolve().parents[1]
 HOST = "127.0.0.1"

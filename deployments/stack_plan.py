@@ -29,8 +29,8 @@ from deployments.stack_env import (
 )
 from deployments.stack_nodes import NODE_RESOURCE, Fleet
 from deployments.stack_state import RAY_TEMP_PREFIX, Stack, StackNode, StackPlace
-from tasks.run.spec.probes import ReadyProbe
 from tasks.server.server import server_command
+from tasks.spec.probes import ReadyProbe
 from tasks.supervise.identity import ProcessId, host_name
 from tasks.supervise.plan import AttemptPlan, ComponentPlan
 from tasks.supervise.ports import PortsReserved, is_listened

@@ -22,10 +22,10 @@ from deployments.stack_nodes import Fleet
 from deployments.stack_plan import PIPELINES, RUNS_WITHIN_S, WORKER, Blueprint, draw_up
 from deployments.stack_runs import end_runs
 from deployments.stack_state import Stack, StackPlace
-from tasks.run.errors import RunEnded
 from tasks.run.events import Event, EventLog
 from tasks.run.lifecycle import RunState
 from tasks.run.outcome import Verdict
+from tasks.spec.errors import RunEnded
 from tasks.supervise import tree
 from tasks.supervise.identity import ProcessId
 from tasks.supervise.supervisor import Supervisor

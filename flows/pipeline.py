@@ -6,7 +6,7 @@ from prefect import flow
 from prefect.client.schemas.objects import State
 
 from tasks.pipeline.opening import open_pipeline, pipeline_id_of_flow_run
-from tasks.run.pipeline.spec import PipelineSpec
+from tasks.spec.pipeline import PipelineSpec
 
 
 @flow(name="pipeline", flow_run_name=pipeline_id_of_flow_run, persist_result=False)

@@ -7,8 +7,8 @@ from prefect.client.schemas.objects import State
 
 from tasks.components import admit, monitor, start, teardown
 from tasks.opening import conclude, open_run, run_id_of_flow_run
-from tasks.run.spec.run import RunSpec
 from tasks.session import RunSession
+from tasks.spec.run import RunSpec
 from tasks.waiting import next_attempt
 
 

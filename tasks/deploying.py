@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tasks.run.errors import InvalidSpec
-from tasks.run.pipeline.loading import load_pipeline
-from tasks.run.spec.loading import load_spec, project_root
+from tasks.spec.errors import InvalidSpec
+from tasks.spec.loading import load_spec, project_root
+from tasks.spec.pipeline_loading import load_pipeline
 
 EXIT_PRINTED, EXIT_INVALID = 0, 2
 

@@ -21,13 +21,13 @@ from tasks.parked import forget_parked
 from tasks.reporting.announcing import announced
 from tasks.reporting.kept_record import earlier_record
 from tasks.reporting.reporter import Reporter
-from tasks.run.failure_kinds import FailureKind
 from tasks.run.layout import make_run_id
 from tasks.run.lifecycle import RunState
-from tasks.run.spec.run import RunSpec
 from tasks.server.flow_runs import worker_of
 from tasks.server.server import lasting_api_url
 from tasks.session import RunSession
+from tasks.spec.failure_kinds import FailureKind
+from tasks.spec.run import RunSpec
 from tasks.supervise.leftovers.registry import RunHeld
 from tasks.terminal.run_view import outlive_readers
 

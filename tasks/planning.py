@@ -11,12 +11,12 @@ from typing import Any
 
 from tasks.fleet.component import FleetStart, fleet_component
 from tasks.jobs import job_maker
-from tasks.run.errors import Fault
 from tasks.run.layout import AttemptPlace
-from tasks.run.masking import looks_secret
-from tasks.run.spec.loading import project_root
-from tasks.run.spec.lookup import component_path
-from tasks.run.spec.run import RunSpec
+from tasks.spec.errors import Fault
+from tasks.spec.loading import project_root
+from tasks.spec.programs import component_path
+from tasks.spec.run import RunSpec
+from tasks.spec.secrets import looks_secret
 from tasks.supervise.containment import Containment, Level, allowed_level, probe
 from tasks.supervise.identity import host_name
 from tasks.supervise.plan import AttemptPlan, ComponentPlan

@@ -21,19 +21,19 @@ from tasks.planning import (
     plan_of,
     whole_env,
 )
-from tasks.run import masking
 from tasks.run.checkpoints import resume_point
-from tasks.run.errors import InvalidSpec
 from tasks.run.events import Event, EventLog, event_listeners
-from tasks.run.failure_kinds import FailureKind
 from tasks.run.layout import AttemptPlace, RunPlace
 from tasks.run.lifecycle import RunState
 from tasks.run.outcome import Failure, Verdict
 from tasks.run.record import RunRecord
-from tasks.run.spec.loading import project_root, spec_as_yaml
-from tasks.run.spec.lookup import lookup_faults
-from tasks.run.spec.run import RunSpec
-from tasks.run.spec.template import ports_needed, resolve, template_faults
+from tasks.spec import secrets
+from tasks.spec.errors import InvalidSpec
+from tasks.spec.failure_kinds import FailureKind
+from tasks.spec.loading import project_root, spec_as_yaml
+from tasks.spec.programs import lookup_faults
+from tasks.spec.run import RunSpec
+from tasks.spec.template import ports_needed, resolve, template_faults
 from tasks.supervise.identity import host_name
 from tasks.supervise.leftovers.registry import RunRegister
 from tasks.supervise.leftovers.shared_memory import remove_unused
@@ -107,7 +107,7 @@ class RunSession:
         self.interrupted_by = ""
         #: Why this process is to leave the run to its next one; empty while it is not.
         self.left_by = ""
-        self._secrets = masking.secret_values(whole_env(spec))
+        self._secrets = secrets.secret_values(whole_env(spec))
         self._supervisor: Supervisor | None = None
         self._events: EventLog | None = None
         self._fleet_tail: FleetTail | None = None
@@ -203,7 +203,7 @@ class RunSession:
                 spec, self.run_id, place, containment, ports.numbers, self._register.directory
             )
             if fleet is not None:
-                self._secrets |= masking.secret_values(fleet.env)
+                self._secrets |= secrets.secret_values(fleet.env)
             plan = plan_of(spec, self.run_id, place, containment, before, fleet)
             plan = replace(plan, mask=self.mask)
             self._supervisor = Supervisor(plan, ports, self._events.emit, self._register)
@@ -323,7 +323,7 @@ class RunSession:
 
     def mask(self, text: str) -> str:
         """The text without the values of secrets that components may know."""
-        return masking.mask_text(text, self._secrets)
+        return secrets.mask_text(text, self._secrets)
 
     def _masked(self, verdict: Verdict) -> Verdict:
         failure = verdict.failure

@@ -27,7 +27,6 @@ from tasks.parked import forget_parked, note_parked
 from tasks.queue.grants import PENDING_RESOURCES, left_with_its_jobs, sent_back
 from tasks.reporting.reporter import flushed, say_state
 from tasks.run.attempts import Next, Sequel, decide
-from tasks.run.failure_kinds import FailureKind
 from tasks.run.lifecycle import RunState
 from tasks.server.flow_runs import (
     JOBS_GO_ON,
@@ -39,6 +38,7 @@ from tasks.server.flow_runs import (
     talking_to,
 )
 from tasks.session import RunSession
+from tasks.spec.failure_kinds import FailureKind
 
 _log = logging.getLogger(__name__)
 

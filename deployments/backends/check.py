@@ -23,7 +23,7 @@ from deployments.backends import facts, package, reading
 from tasks.rollout.addresses import Addresses, nodes_needed, ports_needed
 from tasks.rollout.building import build
 from tasks.rollout.topology import TopologyPlan
-from tasks.run.spec.fleet import Rollout
+from tasks.spec.rollout import Rollout
 
 #: A layout of each kind that is planned differently, by name.
 LAYOUTS: Mapping[str, Mapping[str, Any]] = {

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from deployments.docs import failures, spec_reference
 from deployments.docs.blocks import filled
-from tasks.run.pipeline.spec import PipelineSpec
-from tasks.run.spec.run import RunSpec
+from tasks.spec.pipeline import PipelineSpec
+from tasks.spec.run import RunSpec
 
 ROOT = Path(__file__).resolve().parents[2]
 MAKERS: Mapping[str, Callable[[], str]] = {

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from deployments.docs.blocks import table
 from tasks.run.causes.recognition import RULES
-from tasks.run.failure_kinds import REQUEUED, FailureKind
 from tasks.run.lifecycle import LEGAL_MOVES, RunState
-from tasks.run.remedies import REMEDIES
+from tasks.spec.failure_kinds import REQUEUED, FailureKind
+from tasks.spec.remedies import REMEDIES
 
 
 def moves() -> str:

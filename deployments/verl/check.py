@@ -20,9 +20,9 @@ from pathlib import Path
 import yaml
 
 from deployments.verl import facts, rules, wheel
-from tasks.run.errors import InvalidSpec
 from tasks.run.help_text import HelpFormatter
-from tasks.run.spec.run import RunSpec
+from tasks.spec.errors import InvalidSpec
+from tasks.spec.run import RunSpec
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -15,10 +15,10 @@ from typing import Any
 import yaml
 
 from deployments.verl.facts import Facts, fits
-from tasks.run.spec.component import Component
-from tasks.run.spec.fields import did_you_mean
-from tasks.run.spec.run import Gang, RunSpec
-from tasks.run.spec.template import names_known, resolve
+from tasks.spec.component import Component
+from tasks.spec.run import Gang, RunSpec
+from tasks.spec.template import names_known, resolve
+from tasks.spec.values import did_you_mean
 
 _OVERRIDE = re.compile(r"(?P<sign>\+\+|\+|~)?(?P<key>[A-Za-z_][\w@/.-]*)(?:=(?P<value>.*))?", re.S)
 _OF_ENV = re.compile(r"\$\{oc\.env:(\w+)\}")

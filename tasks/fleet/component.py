@@ -14,11 +14,11 @@ from tasks.rollout.addresses import ports_needed
 from tasks.rollout.building import planned
 from tasks.rollout.gateway.access import is_loopback
 from tasks.rollout.topology import TopologyPlan
-from tasks.run.errors import Fault
 from tasks.run.layout import AttemptPlace
-from tasks.run.spec.loading import project_root
-from tasks.run.spec.probes import LiveProbe, ReadyProbe
-from tasks.run.spec.run import FLEET, RunSpec
+from tasks.spec.errors import Fault
+from tasks.spec.loading import project_root
+from tasks.spec.probes import LiveProbe, ReadyProbe
+from tasks.spec.run import FLEET, RunSpec
 from tasks.supervise.containment import Containment, Level
 from tasks.supervise.plan import ComponentPlan
 from tasks.supervise.process import Command

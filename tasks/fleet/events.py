@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from tasks.run.spec.run import FLEET
+from tasks.spec.run import FLEET
 
 _log = logging.getLogger(__name__)
 

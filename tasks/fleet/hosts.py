@@ -12,8 +12,8 @@ from tasks.rollout.addresses import Addresses, nodes_needed, ports_needed
 from tasks.rollout.building import build
 from tasks.rollout.hosts import NoHost, OpenedHost
 from tasks.rollout.topology import ServerSlot, TopologyPlan
-from tasks.run.spec.fleet import Rollout
-from tasks.run.spec.run import FLEET
+from tasks.spec.rollout import Rollout
+from tasks.spec.run import FLEET
 from tasks.supervise.identity import ProcessId
 from tasks.supervise.leftovers.registry import Entry, PartsRegister
 from tasks.supervise.ports import PortsReserved

@@ -15,7 +15,7 @@ import httpx
 from tasks.rollout.hosts import Death, StartFailed
 from tasks.rollout.topology import Ask, ServerSlot
 from tasks.run.causes.recognition import find_cause, last_lines, read_tail
-from tasks.run.failure_kinds import FailureKind
+from tasks.spec.failure_kinds import FailureKind
 from tasks.supervise import tree
 from tasks.supervise.ports import is_listened, listeners
 from tasks.supervise.process import Command, Forked, GuardedProcess

@@ -19,8 +19,8 @@ from tasks.rollout.building import build, planned
 from tasks.rollout.hosts import NoHost, OpenedHost
 from tasks.rollout.ray_host import NoPlace, RayHost
 from tasks.rollout.topology import ServerSlot, TopologyPlan
-from tasks.run.spec.fleet import Rollout
-from tasks.run.spec.run import FLEET
+from tasks.spec.rollout import Rollout
+from tasks.spec.run import FLEET
 
 #: What is not free by then: the run has its gang, so nothing else should hold it.
 _ROOM_WITHIN_S = 300.0

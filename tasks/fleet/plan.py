@@ -11,8 +11,8 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from tasks.run.layout import AttemptPlace
-from tasks.run.spec.fleet import Rollout
-from tasks.run.spec.run import FLEET
+from tasks.spec.rollout import Rollout
+from tasks.spec.run import FLEET
 
 #: Where servers of this machine are.
 LOOPBACK = "127.0.0.1"

@@ -12,11 +12,11 @@ from pathlib import Path
 
 from tasks.rollout.building import FIRST_PORT, planned
 from tasks.rollout.topology import ServerSlot, TopologyPlan
-from tasks.run.errors import Fault, InvalidSpec
-from tasks.run.masking import mask_text, masked, secret_values
-from tasks.run.spec.fleet import Rollout
-from tasks.run.spec.loading import load_spec
-from tasks.run.spec.run import RunSpec
+from tasks.spec.errors import Fault, InvalidSpec
+from tasks.spec.loading import load_spec
+from tasks.spec.rollout import Rollout
+from tasks.spec.run import RunSpec
+from tasks.spec.secrets import mask_text, masked, secret_values
 
 EXIT_PLANNED, EXIT_INVALID = 0, 2
 _ARGUMENT_AT_MOST = 60

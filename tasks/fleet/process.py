@@ -27,7 +27,7 @@ from tasks.rollout.health.probing import HttpProber
 from tasks.rollout.hosts import NoHost, OpenedHost
 from tasks.rollout.settings import settings_of
 from tasks.run.events import Event, EventLog
-from tasks.run.spec.fleet import Rollout
+from tasks.spec.rollout import Rollout
 from tasks.supervise import tree
 
 _log = logging.getLogger("fleet")

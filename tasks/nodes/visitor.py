@@ -22,7 +22,7 @@ from prefect.context import FlowRunContext
 from prefect.settings import get_current_settings
 
 from tasks.rayjobs.loopback import driver_env
-from tasks.run.errors import MusterError
+from tasks.spec.errors import MusterError
 from tasks.supervise import tree
 
 #: An answer may be late by so much: the driver keeps the deadline itself.

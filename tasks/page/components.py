@@ -7,7 +7,7 @@ from typing import Any
 
 from tasks.page.markdown import code, table, text
 from tasks.page.view import RunView, Shown, end_of, moment, seconds
-from tasks.run.spec.run import FLEET
+from tasks.spec.run import FLEET
 
 _HEAD = ("component", "state", "runs as", "ready after", "ports", "log")
 _SERVERS_HEAD = ("server", "state", "address", "restarts", "log")

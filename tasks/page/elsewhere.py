@@ -9,7 +9,7 @@ from pathlib import Path
 from urllib.parse import quote, urlsplit
 
 from tasks.page.view import RunView
-from tasks.run.spec.run import RunSpec
+from tasks.spec.run import RunSpec
 
 _WANDB = "https://wandb.ai"
 #: How much of the beginning of a log is looked at for an address that a tracker prints there.

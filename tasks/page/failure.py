@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from tasks.page.view import clock, ending_of, has_ended, seconds
-from tasks.run.failure_kinds import FailureKind
 from tasks.run.layout import RunPlace
-from tasks.run.remedies import REMEDIES
+from tasks.spec.failure_kinds import FailureKind
+from tasks.spec.remedies import REMEDIES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from tasks.page.view import ServerSeen
 from tasks.rollout.states import SERVING, GroupState
 from tasks.run.events import Event
-from tasks.run.spec.run import FLEET
+from tasks.spec.run import FLEET
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tasks.run.layout import AttemptPlace, RunPlace
-from tasks.run.spec.run import RunSpec
+from tasks.spec.run import RunSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

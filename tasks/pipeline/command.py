@@ -26,9 +26,6 @@ from prefect.settings import PREFECT_API_URL
 
 from tasks.pipeline.pipeline import on_word
 from tasks.pipeline.stage_runs import CannotBegin, spec_of_deployment
-from tasks.run.errors import InvalidSpec, MusterError
-from tasks.run.pipeline.loading import load_pipeline, parse_pipeline, with_specs
-from tasks.run.pipeline.spec import PipelineSpec
 from tasks.server.flow_runs import (
     ServerAway,
     clear_process,
@@ -38,6 +35,9 @@ from tasks.server.flow_runs import (
     talking_to,
 )
 from tasks.server.server import NoServer, prefect_server
+from tasks.spec.errors import InvalidSpec, MusterError
+from tasks.spec.pipeline import PipelineSpec
+from tasks.spec.pipeline_loading import load_pipeline, parse_pipeline, with_specs
 from tasks.terminal.run_view import quieten_prefect
 
 EXIT_COMPLETED, EXIT_FAILED, EXIT_INVALID, EXIT_INFEASIBLE, EXIT_INTERRUPTED = 0, 1, 2, 3, 130

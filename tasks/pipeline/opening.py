@@ -16,7 +16,7 @@ from prefect.settings import PREFECT_API_URL
 from tasks.cancellation import cancel_watched, interrupting, started_by_others, why_cancelled
 from tasks.pipeline.pipeline import Pipeline
 from tasks.run.layout import make_run_id
-from tasks.run.pipeline.spec import PipelineSpec
+from tasks.spec.pipeline import PipelineSpec
 
 
 def pipeline_id_of_flow_run() -> str:

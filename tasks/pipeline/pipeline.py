@@ -34,12 +34,8 @@ from tasks.pipeline.stage_runs import (
     stage_runs,
 )
 from tasks.pipeline.table import StageTable, link_of
-from tasks.run.errors import InvalidSpec
 from tasks.run.layout import RunPlace
 from tasks.run.pipeline.checkpoint import handed_on
-from tasks.run.pipeline.loading import parse_pipeline, run_spec, with_specs
-from tasks.run.pipeline.names import RUN_DIR, RUN_ID
-from tasks.run.pipeline.spec import PipelineSpec
 from tasks.run.pipeline.steps import (
     Begin,
     Conclude,
@@ -51,7 +47,6 @@ from tasks.run.pipeline.steps import (
     last_asked,
     next_step,
 )
-from tasks.run.spec.run import RunSpec
 from tasks.server.flow_runs import (
     JOBS_GO_ON,
     ServerAway,
@@ -59,6 +54,11 @@ from tasks.server.flow_runs import (
     process_tags_of,
     talking_to,
 )
+from tasks.spec.errors import InvalidSpec
+from tasks.spec.names import RUN_DIR, RUN_ID
+from tasks.spec.pipeline import PipelineSpec
+from tasks.spec.pipeline_loading import parse_pipeline, run_spec, with_specs
+from tasks.spec.run import RunSpec
 
 _log = logging.getLogger(__name__)
 

@@ -19,9 +19,9 @@ from prefect.client.schemas.objects import FlowRun, State
 from prefect.exceptions import ObjectNotFound
 from prefect.states import Cancelling, Failed, Pending, Scheduled
 
-from tasks.run.errors import MusterError
-from tasks.run.pipeline.spec import STAGE_DEPLOYMENT, Stage
 from tasks.run.pipeline.steps import Ending, StageRun, idempotency_key, parsed_key
+from tasks.spec.errors import MusterError
+from tasks.spec.pipeline import STAGE_DEPLOYMENT, Stage
 
 _PAGE = 200
 

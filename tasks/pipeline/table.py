@@ -14,8 +14,8 @@ from prefect.client.schemas.filters import (
 )
 from prefect.utilities.urls import url_for
 
-from tasks.run.pipeline.spec import PipelineSpec
 from tasks.run.pipeline.steps import StageRun
+from tasks.spec.pipeline import PipelineSpec
 
 #: Of the artifact.
 KEY = "stages"

@@ -28,7 +28,7 @@ from tasks.queue.lease import LeaseLost
 from tasks.queue.ledger import TYPE, Entry
 from tasks.queue.look import Look
 from tasks.reporting.announcer import tell_here
-from tasks.run.failure_kinds import FailureKind
+from tasks.spec.failure_kinds import FailureKind
 
 _log = logging.getLogger(__name__)
 

@@ -12,10 +12,10 @@ from prefect.client.schemas.objects import FlowRun
 from pydantic import ValidationError
 
 from tasks.gang.demand import Demand
-from tasks.run.errors import InvalidSpec
 from tasks.run.layout import make_run_id
-from tasks.run.spec.loading import parse_spec
-from tasks.run.spec.run import Gang
+from tasks.spec.errors import InvalidSpec
+from tasks.spec.loading import parse_spec
+from tasks.spec.run import Gang
 
 #: The name of a run, as its spec has to give it.
 _NAME = re.compile(r"[a-z][a-z0-9-]{0,31}")

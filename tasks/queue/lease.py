@@ -35,7 +35,7 @@ from prefect.client.orchestration import PrefectClient
 
 from tasks.queue.gate_variable import GateVariable, Lease
 from tasks.queue.host_lock import HostLock
-from tasks.run.errors import MusterError
+from tasks.spec.errors import MusterError
 
 _log = logging.getLogger(__name__)
 

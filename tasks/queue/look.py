@@ -26,8 +26,8 @@ from tasks.queue.grants import PENDING_RESOURCES, Giver
 from tasks.queue.ledger import WINDOW, Entry, Ledger, LedgerReader, Pool
 from tasks.queue.run_states import lost_cancel, may_have_been_cancelled
 from tasks.queue.words import Message, one_line
-from tasks.run.failure_kinds import FailureKind
 from tasks.server.flow_runs import FLOW_RUN_VARIABLE
+from tasks.spec.failure_kinds import FailureKind
 from tasks.supervise.leftovers.variables import holders_of
 
 #: What was granted, or submitted, and has not come further by then is given back, wherever its

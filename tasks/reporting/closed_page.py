@@ -22,7 +22,7 @@ from tasks.page.view import RunView
 from tasks.reporting.artifacts import ATTEMPTS, COMPONENTS, RECORD, SUMMARY, TIMELINE, FlowArtifacts
 from tasks.run.layout import RunPlace
 from tasks.run.lifecycle import RunState
-from tasks.run.spec.loading import load_spec
+from tasks.spec.loading import load_spec
 
 _log = logging.getLogger(__name__)
 

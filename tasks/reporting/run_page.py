@@ -35,8 +35,8 @@ from tasks.reporting.artifacts import (
 )
 from tasks.run.events import Event
 from tasks.run.lifecycle import RunState
-from tasks.run.spec.loading import project_root
 from tasks.session import RunSession
+from tasks.spec.loading import project_root
 from tasks.supervise.identity import host_name
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from tasks.rollout.layout import backend_of, nodes_of, places
 from tasks.rollout.topology import Answers
-from tasks.run.spec.fleet import Rollout
+from tasks.spec.rollout import Rollout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from tasks.rollout.backends import command
 from tasks.rollout.backends.place import Place
 from tasks.rollout.layout import backend_of, nodes_of, places
 from tasks.rollout.topology import Answers, Engine, ServerSlot, TopologyPlan
-from tasks.run.spec.fleet import Rollout
+from tasks.spec.rollout import Rollout
 
 #: The first of the ports that stand in for others.
 FIRST_PORT = 30000

@@ -28,7 +28,7 @@ from tasks.rollout.starting import Starter
 from tasks.rollout.states import GroupState
 from tasks.rollout.topology import Ask, TopologyPlan
 from tasks.rollout.views import GroupView
-from tasks.run.errors import IllegalTransition, MusterError
+from tasks.spec.errors import IllegalTransition, MusterError
 
 _log = logging.getLogger(__name__)
 

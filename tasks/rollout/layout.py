@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from tasks.rollout.backends import command, lmdeploy, sglang, vllm
 from tasks.rollout.backends.place import Backend, Place
-from tasks.run.spec.fleet import Rollout
+from tasks.spec.rollout import Rollout
 
 _BACKENDS: Mapping[str, Backend] = {
     "sglang": sglang,

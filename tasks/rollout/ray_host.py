@@ -33,7 +33,7 @@ from tasks.rollout import actor as actor_module
 from tasks.rollout.actor import ServerActor
 from tasks.rollout.hosts import Death, StartFailed
 from tasks.rollout.topology import Ask, ServerSlot
-from tasks.run.errors import LostContact
+from tasks.spec.errors import LostContact
 
 _log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from types import MappingProxyType
 from tasks.rollout.states import MOVES, GroupState
 from tasks.rollout.topology import ServerSlot, TopologyPlan
 from tasks.rollout.views import FleetView, GroupView, TrainingMetadata
-from tasks.run.errors import IllegalTransition
+from tasks.spec.errors import IllegalTransition
 
 __all__ = ["FleetView", "GroupView", "Listener", "Registry", "TrainingMetadata"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from tasks.run.spec.fleet import Rollout
+from tasks.spec.rollout import Rollout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,10 +9,10 @@ from datetime import UTC, datetime
 from enum import Enum
 from typing import Any
 
-from tasks.run.failure_kinds import REQUEUED, FailureKind
 from tasks.run.lifecycle import RunState
 from tasks.run.outcome import Verdict
-from tasks.run.spec.run import Retry
+from tasks.spec.failure_kinds import REQUEUED, FailureKind
+from tasks.spec.run import Retry
 
 #: The delay grows by this factor with each try, and is spread by this part of it both ways, so that
 #: runs which were sent back together do not come back together.

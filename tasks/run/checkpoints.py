@@ -10,8 +10,8 @@ from pathlib import Path
 import yaml
 
 from tasks.run.layout import RunPlace
-from tasks.run.spec.loading import project_root
-from tasks.run.spec.run import RunSpec
+from tasks.spec.loading import project_root
+from tasks.spec.run import RunSpec
 
 #: Files in which a trainer names its last complete checkpoint, by its name or its step. Sources:
 #: verl/utils/checkpoint/checkpoint_manager.py; Megatron-LM megatron/training/checkpointing.py;

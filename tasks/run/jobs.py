@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tasks.run.failure_kinds import FailureKind
+from tasks.spec.failure_kinds import FailureKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-from tasks.run.errors import IllegalTransition
+from tasks.spec.errors import IllegalTransition
 
 
 class RunState(Enum):

@@ -6,8 +6,8 @@ import signal as signals
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from tasks.run.failure_kinds import FailureKind
 from tasks.run.lifecycle import RunState
+from tasks.spec.failure_kinds import FailureKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from tasks.run.events import Event
-from tasks.run.failure_kinds import FailureKind
 from tasks.run.layout import AttemptPlace, RunPlace
 from tasks.run.lifecycle import RunState, check_move
 from tasks.run.outcome import Failure, Verdict
+from tasks.spec.failure_kinds import FailureKind
 
 _log = logging.getLogger(__name__)
 

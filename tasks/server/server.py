@@ -22,10 +22,10 @@ from prefect.settings import (
     temporary_settings,
 )
 
-from tasks.run.errors import MusterError, RunEnded
 from tasks.run.layout import muster_home
-from tasks.run.spec.probes import ReadyProbe
 from tasks.server.flow_runs import ServerAway, ServerRefuses, talking_to
+from tasks.spec.errors import MusterError, RunEnded
+from tasks.spec.probes import ReadyProbe
 from tasks.supervise.containment import allowed_level, probe
 from tasks.supervise.leftovers.registry import RunRegister
 from tasks.supervise.plan import AttemptPlan, ComponentPlan

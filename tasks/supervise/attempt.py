@@ -12,10 +12,10 @@ import time
 from collections.abc import Coroutine
 from typing import Any
 
-from tasks.run.errors import RunEnded
-from tasks.run.failure_kinds import FailureKind
 from tasks.run.lifecycle import RunState
 from tasks.run.outcome import Exit, Failure, Verdict
+from tasks.spec.errors import RunEnded
+from tasks.spec.failure_kinds import FailureKind
 from tasks.supervise import tree
 from tasks.supervise.blame import failure_of, kind_of_spawn_error
 from tasks.supervise.course import Course

@@ -54,7 +54,7 @@ def code_here() -> dict[str, str]:
     """`{"digest", "problem"}` of the package `tasks` as this interpreter would import it."""
     try:
         # One that needs packages of others, too.
-        importlib.import_module("tasks.run.spec.run")
+        importlib.import_module("tasks.spec.run")
         spec = importlib.util.find_spec("tasks")
     except Exception as error:
         return {"digest": "", "problem": f"{type(error).__name__}: {error}"}

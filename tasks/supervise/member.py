@@ -15,7 +15,7 @@ import httpx
 
 from tasks.run.causes.recognition import read_tail
 from tasks.run.outcome import Exit
-from tasks.run.spec.probes import LiveProbe, ReadyProbe
+from tasks.spec.probes import LiveProbe, ReadyProbe
 from tasks.supervise.plan import ComponentPlan
 from tasks.supervise.probe import (
     AliveProbe,

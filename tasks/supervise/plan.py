@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from tasks.run.spec.probes import LiveProbe, ReadyProbe
-from tasks.run.spec.run import OnExitZero, Progress
+from tasks.spec.probes import LiveProbe, ReadyProbe
+from tasks.spec.run import OnExitZero, Progress
 from tasks.supervise.containment import Containment, Level
 from tasks.supervise.process import Command
 from tasks.supervise.remote import RemoteJob

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from tasks.run.spec.probes import Condition
+from tasks.spec.probes import Condition
 from tasks.supervise.notify import NotifySocket
 
 #: How often the cheap sign of a change (a port that opens, a log that grows) is looked at.

@@ -11,7 +11,7 @@ from dataclasses import replace
 import httpx
 
 from tasks.run.outcome import Exit
-from tasks.run.spec.probes import LiveProbe, ReadyProbe
+from tasks.spec.probes import LiveProbe, ReadyProbe
 from tasks.supervise import tree
 from tasks.supervise.diagnosis.diagnosis import Diagnosis, Hung
 from tasks.supervise.holds import Holds

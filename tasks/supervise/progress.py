@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import httpx
 
-from tasks.run.spec.run import Progress
+from tasks.spec.run import Progress
 
 _TAIL_BYTES = 65536
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tasks.run.failure_kinds import FailureKind
-from tasks.run.remedies import REMEDIES
+from tasks.spec.failure_kinds import FailureKind
+from tasks.spec.remedies import REMEDIES
 from tasks.terminal.event_lines import how_ended
 from tasks.terminal.pace import clock_text
 from tasks.terminal.screen import Line

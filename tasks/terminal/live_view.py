@@ -13,7 +13,7 @@ from rich.text import Text
 
 from tasks.page.fleet import FleetWords
 from tasks.run.events import Event
-from tasks.run.spec.run import FLEET, RunSpec
+from tasks.spec.run import FLEET, RunSpec
 from tasks.terminal.event_lines import how_ended
 from tasks.terminal.pace import Pace, clock_text, rate_text
 from tasks.terminal.screen import printable

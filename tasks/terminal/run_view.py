@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.text import Text
 
 from tasks.run.events import Event, event_listeners
-from tasks.run.spec.run import RunSpec
+from tasks.spec.run import RunSpec
 from tasks.terminal import curve
 from tasks.terminal.end_block import Ending, end_block
 from tasks.terminal.event_lines import failed_attempt, lines_of

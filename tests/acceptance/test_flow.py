@@ -11,7 +11,7 @@ import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from flows.train import train
-from tasks.run.spec.run import RunSpec
+from tasks.spec.run import RunSpec
 
 
 @pytest.fixture(autouse=True)

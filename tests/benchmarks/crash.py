@@ -20,9 +20,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tasks.run.spec.loading import project_root
-from tasks.run.spec.probes import LiveProbe, ReadyProbe
 from tasks.server.server import prefect_server
+from tasks.spec.loading import project_root
+from tasks.spec.probes import LiveProbe, ReadyProbe
 from tests.benchmarks import models, peers, sglang_watchdog
 from tests.benchmarks.part import wait as wait_for_sigterm
 from tests.benchmarks.report import Missing, NotHere, Result, Row, Sample, interleaved, say

@@ -29,7 +29,7 @@ from pathlib import Path
 import psutil
 
 from tasks.rollout.gateway.router import Entrypoint, Router
-from tasks.run.spec.loading import project_root
+from tasks.spec.loading import project_root
 from tests.benchmarks.gateway_load import load
 from tests.benchmarks.report import Missing, Result, Row, say
 from tests.benchmarks.stage import folder, wait_until

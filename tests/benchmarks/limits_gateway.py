@@ -11,7 +11,7 @@ import urllib.request
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 
-from tasks.run.spec.loading import project_root
+from tasks.spec.loading import project_root
 from tests.benchmarks.fleet import asking_one, dummy_running, swept
 from tests.benchmarks.footprint import fds, memory_mb
 from tests.benchmarks.limits_series import By

@@ -13,8 +13,8 @@ from prefect.logging.handlers import PrefectConsoleHandler
 from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
 
 from flows.train import train
-from tasks.run.spec.run import RunSpec
 from tasks.server.server import prefect_server
+from tasks.spec.run import RunSpec
 from tests.benchmarks.report import Result, Row, Sample, interleaved
 from tests.benchmarks.stage import NAMES
 

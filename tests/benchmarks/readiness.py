@@ -11,8 +11,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from tasks.run.spec.probes import ReadyProbe
 from tasks.server.server import prefect_server
+from tasks.spec.probes import ReadyProbe
 from tasks.supervise.ports import PortsReserved
 from tests.benchmarks import models
 from tests.benchmarks.report import Result, Row, interleaved

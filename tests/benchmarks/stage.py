@@ -18,8 +18,8 @@ from typing import Any
 import yaml
 
 from tasks.run.events import EventLog
-from tasks.run.spec.loading import project_root
-from tasks.run.spec.probes import LiveProbe, ReadyProbe
+from tasks.spec.loading import project_root
+from tasks.spec.probes import LiveProbe, ReadyProbe
 from tasks.supervise.plan import AttemptPlan, ComponentPlan
 from tasks.supervise.ports import PortsReserved
 from tasks.supervise.process import Command

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
-from tasks.run.spec.loading import project_root
+from tasks.spec.loading import project_root
 from tasks.supervise import tree
 from tests.benchmarks import peers
 from tests.benchmarks.footprint import cpu_percent, memory_mb, program, shared_memory_mb

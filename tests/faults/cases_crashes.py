@@ -8,7 +8,7 @@ import signal
 import sys
 
 from tasks.planning import component_env
-from tasks.run.spec.run import RunSpec
+from tasks.spec.run import RunSpec
 from tests.faults.injections import memory_cgroup, why_no_cgroup_v1
 from tests.faults.scene import (
     NAMES,

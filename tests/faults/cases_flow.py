@@ -7,7 +7,7 @@ import signal
 from functools import partial
 from pathlib import Path
 
-from tasks.run.spec.probes import ReadyProbe
+from tasks.spec.probes import ReadyProbe
 from tests.faults.scene import (
     ALIVE,
     CANCELLED,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from functools import partial
 
-from tasks.run.spec.probes import LiveProbe, ReadyProbe
+from tasks.spec.probes import LiveProbe, ReadyProbe
 from tests.faults.injections import helper, server
 from tests.faults.scene import CANCELLED, STARTING, Case, Phase, Scene, failed
 from tests.support.stage import DEADLINE_S, FOREVER, free_port, wait_until

@@ -7,7 +7,7 @@ import resource
 from collections.abc import Callable
 from functools import partial
 
-from tasks.run.spec.probes import ReadyProbe
+from tasks.spec.probes import ReadyProbe
 from tests.faults.injections import (
     frozen,
     in_mounts,

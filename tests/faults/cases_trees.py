@@ -6,7 +6,7 @@ import os
 import signal
 from functools import partial
 
-from tasks.run.spec.probes import LiveProbe
+from tasks.spec.probes import LiveProbe
 from tests.faults.cases_crashes import until_told
 from tests.faults.injections import pids_cgroup, server, why_no_cgroup_v1
 from tests.faults.scene import (

@@ -23,7 +23,7 @@ from typing import Any
 
 import pytest
 
-from tasks.run.spec.probes import ReadyProbe
+from tasks.spec.probes import ReadyProbe
 from tasks.supervise import tree
 from tests.support.shapes import SHAPES
 from tests.support.stage import DEADLINE_S, Stage, is_alive, sh, wait_until

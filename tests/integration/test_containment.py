@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tasks.run.spec.probes import ReadyProbe
+from tasks.spec.probes import ReadyProbe
 from tasks.supervise import cgroup, tree
 from tasks.supervise.containment import Containment, Level, probe, why_no_namespace
 from tasks.supervise.leftovers.registry import RunRegister, claimed

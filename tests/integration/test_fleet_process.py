@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 from tasks.fleet.plan import SERVERS_ENV, TOKEN_ENV, FleetPlan
-from tasks.run.spec.probes import ReadyProbe
+from tasks.spec.probes import ReadyProbe
 from tasks.supervise import tree
 from tasks.supervise.leftovers.lost import finish
 from tasks.supervise.leftovers.registry import claimed, registered_runs

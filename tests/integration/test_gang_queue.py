@@ -16,9 +16,9 @@ import pytest
 
 from tasks.pipeline.stage_runs import cancel_stage_run, create_stage_run, stage_runs
 from tasks.queue.grants import Giver, Grant
-from tasks.run.pipeline.spec import Stage
 from tasks.run.pipeline.steps import Ending
 from tasks.server.flow_runs import talking_to
+from tasks.spec.pipeline import Stage
 from tasks.supervise import tree
 from tasks.supervise.identity import ProcessId, host_name
 from tests.support.gang_pool import POOL, GangPool, left_of

@@ -23,7 +23,7 @@ from tasks.rollout.gateway.forwarding import Limits
 from tasks.rollout.gateway.gateway import Gateway
 from tasks.rollout.gateway.router import Entrypoint, Router
 from tasks.rollout.topology import Ask
-from tasks.run.errors import MusterError
+from tasks.spec.errors import MusterError
 from tests.support.dummy_server import DummyServer
 
 pytestmark = pytest.mark.asyncio

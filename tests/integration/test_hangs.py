@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tasks.run.failure_kinds import FailureKind
 from tasks.run.outcome import Failure, Verdict
-from tasks.run.spec.probes import LiveProbe, ReadyProbe
+from tasks.spec.failure_kinds import FailureKind
+from tasks.spec.probes import LiveProbe, ReadyProbe
 from tasks.supervise.diagnosis import stacks
 from tasks.supervise.plan import ComponentPlan
 from tests.support.stage import DEADLINE_S, Stage, free_port, sh

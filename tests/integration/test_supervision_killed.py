@@ -9,7 +9,7 @@ import signal
 import time
 from collections.abc import Callable
 
-from tasks.run.spec.probes import ReadyProbe
+from tasks.spec.probes import ReadyProbe
 from tests.support.stage import DEADLINE_S, Stage, wait_until
 from tests.support.witness import Witness
 

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from tasks.run.errors import RunEnded
-from tasks.run.failure_kinds import FailureKind
 from tasks.run.lifecycle import RunState
-from tasks.run.spec.probes import ReadyProbe
+from tasks.spec.errors import RunEnded
+from tasks.spec.failure_kinds import FailureKind
+from tasks.spec.probes import ReadyProbe
 from tasks.supervise.ports import PortsReserved
 from tests.support.shapes import SHAPES
 from tests.support.stage import DEADLINE_S, FOREVER, Stage, free_port, python, sh, wait_until

@@ -7,10 +7,10 @@ import signal
 
 import pytest
 
-from tasks.run.failure_kinds import FailureKind
 from tasks.run.lifecycle import RunState
-from tasks.run.spec.probes import LiveProbe, ReadyProbe
-from tasks.run.spec.run import Progress
+from tasks.spec.failure_kinds import FailureKind
+from tasks.spec.probes import LiveProbe, ReadyProbe
+from tasks.spec.run import Progress
 from tests.support.stage import (
     DEADLINE_S,
     FOREVER,

@@ -13,8 +13,8 @@ from uuid import UUID
 
 import pytest
 
-from tasks.run.spec.run import RunSpec
 from tasks.session import RunSession
+from tasks.spec.run import RunSpec
 from tests.support.stage import is_alive, wait_until
 
 RUN_ID = "a-run"
@@ -23,7 +23,7 @@ FLOW_RUN = UUID(int=7)
 #: A process that owns the run and has one component running; killed by the test.
 OWNER = """
 import sys, uuid
-from tasks.run.spec.run import RunSpec
+from tasks.spec.run import RunSpec
 from tasks.session import RunSession
 spec = RunSpec.model_validate({"name": "x", "workload": "grpo", "components": {"trainer": {
     "command": ["sh", "-c", "trap '' TERM; setsid env -i /bin/sleep 600 & echo up; exec sleep 600"],

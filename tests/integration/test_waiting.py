@@ -19,10 +19,10 @@ from prefect.settings import (
 )
 
 from tasks import parked, waiting
-from tasks.run.errors import RunEnded
-from tasks.run.spec.run import RunSpec
 from tasks.server.server import prefect_server
 from tasks.session import RunSession
+from tasks.spec.errors import RunEnded
+from tasks.spec.run import RunSpec
 from tasks.waiting import next_attempt
 from tests.support.ground import Ground, Run
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from tasks.run.failure_kinds import FailureKind
 from tasks.run.lifecycle import RunState
-from tasks.run.spec.probes import LiveProbe, ReadyProbe
+from tasks.spec.failure_kinds import FailureKind
+from tasks.spec.probes import LiveProbe, ReadyProbe
 from tasks.supervise.plan import ComponentPlan
 from tests.support.stage import DEADLINE_S, Stage, free_port, python, sh, wait_until
 

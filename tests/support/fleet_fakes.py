@@ -20,7 +20,7 @@ from tasks.rollout.hosts import Death, StartFailed
 from tasks.rollout.settings import FleetSettings
 from tasks.rollout.states import GroupState
 from tasks.rollout.topology import Answers, Ask, Engine, Questions, ServerSlot, TopologyPlan
-from tasks.run.errors import LostContact
+from tasks.spec.errors import LostContact
 from tests.support.fleet_clock import now_s
 
 READY = Ask(method="GET", path="/health")

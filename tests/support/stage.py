@@ -17,11 +17,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tasks.run.errors import RunEnded
 from tasks.run.events import Event
 from tasks.run.outcome import Verdict
-from tasks.run.spec.probes import LiveProbe, ReadyProbe
-from tasks.run.spec.run import OnExitZero, Progress
+from tasks.spec.errors import RunEnded
+from tasks.spec.probes import LiveProbe, ReadyProbe
+from tasks.spec.run import OnExitZero, Progress
 from tasks.supervise import tree
 from tasks.supervise.leftovers.registry import RunRegister
 from tasks.supervise.plan import AttemptPlan, ComponentPlan

@@ -22,8 +22,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tasks.run.errors import RunEnded
 from tasks.run.events import EventLog
+from tasks.spec.errors import RunEnded
 from tasks.supervise.containment import Level, allowed_level, probe
 from tasks.supervise.leftovers.registry import Entry, RunRegister
 from tasks.supervise.leftovers.shared_memory import remove_unused

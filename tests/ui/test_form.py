@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import expect
 
-from tasks.run.spec.run import RunSpec
+from tasks.spec.run import RunSpec
 from tests.ui.browsing import Ui
 from tests.ui.ui_stack import UiStack, until
 

@@ -12,10 +12,10 @@ import pytest
 from tasks.reporting.announced_events import TOLD, Story, Told
 from tasks.run.announcements import FIELDS, TABLE, as_markdown, fields_of, payload_of
 from tasks.run.events import Event
-from tasks.run.failure_kinds import FailureKind
 from tasks.run.lifecycle import RunState
 from tasks.run.outcome import Failure
 from tasks.run.upkeep.reconciled import Reconciled
+from tasks.spec.failure_kinds import FailureKind
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMON = {"run_id": "trial-grpo-20260101-000000-abcd", "workload": "grpo", "host": "gpu-1"}

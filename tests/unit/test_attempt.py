@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from tasks.run.errors import RunEnded
-from tasks.run.failure_kinds import FailureKind
 from tasks.run.lifecycle import RunState
 from tasks.run.outcome import Exit, Verdict
-from tasks.run.spec.probes import LiveProbe, ReadyProbe
-from tasks.run.spec.run import Progress
+from tasks.spec.errors import RunEnded
+from tasks.spec.failure_kinds import FailureKind
+from tasks.spec.probes import LiveProbe, ReadyProbe
+from tasks.spec.run import Progress
 from tasks.supervise.attempt import SupervisedAttempt
 from tasks.supervise.plan import AttemptPlan, ComponentPlan
 from tasks.supervise.ports import PortsReserved

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from tasks.run.attempts import Next, Sequel, decide, table_of
-from tasks.run.failure_kinds import FailureKind
 from tasks.run.lifecycle import RunState
 from tasks.run.outcome import Failure, Verdict
-from tasks.run.spec.run import Retry
+from tasks.spec.failure_kinds import FailureKind
+from tasks.spec.run import Retry
 
 FULL = FailureKind.INSUFFICIENT_RESOURCES
 LATE = FailureKind.START_TIMEOUT

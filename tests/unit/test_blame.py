@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tasks.run.failure_kinds import FailureKind
 from tasks.run.outcome import Exit
+from tasks.spec.failure_kinds import FailureKind
 from tasks.supervise.blame import failure_of
 
 OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."

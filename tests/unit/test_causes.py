@@ -9,7 +9,7 @@ import pytest
 
 from tasks.run.causes.recognition import RULES, find_cause, last_error, last_lines, read_tail
 from tasks.run.causes.rules import Role
-from tasks.run.failure_kinds import FailureKind
+from tasks.spec.failure_kinds import FailureKind
 
 DATA = Path(__file__).parents[1] / "data"
 FAILURES = sorted((DATA / "failures").glob("*.txt"))

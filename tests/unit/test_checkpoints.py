@@ -10,7 +10,7 @@ import yaml
 
 from tasks.run.checkpoints import latest_checkpoint, resume_point
 from tasks.run.layout import RunPlace
-from tasks.run.spec.run import RunSpec
+from tasks.spec.run import RunSpec
 
 
 def written(root: Path, *paths: str) -> None:

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from tasks.run.errors import IllegalTransition
 from tasks.run.events import Event
-from tasks.run.failure_kinds import FailureKind
 from tasks.run.lifecycle import LEGAL_MOVES, RunState, moves_of_recovery
 from tasks.run.outcome import Failure, Verdict
 from tasks.run.record import RunRecord
 from tasks.run.upkeep.closing import FLOW_LOST, Loss, close_record, closed
+from tasks.spec.errors import IllegalTransition
+from tasks.spec.failure_kinds import FailureKind
 
 NOW = 1000.0
 STORAGE = Failure(kind=FailureKind.STORAGE, message="disk full", component="trainer")

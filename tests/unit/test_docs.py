@@ -22,14 +22,14 @@ from deployments.docs.blocks import filled, names_in
 from tasks.rollout import layout
 from tasks.rollout.building import planned
 from tasks.run.causes.recognition import RULES, find_cause
-from tasks.run.errors import InvalidSpec
-from tasks.run.failure_kinds import FailureKind
 from tasks.run.lifecycle import RunState
-from tasks.run.pipeline.loading import load_pipeline
-from tasks.run.pipeline.spec import PipelineSpec
-from tasks.run.spec.fleet import Rollout
-from tasks.run.spec.loading import parse_spec
-from tasks.run.spec.run import RunSpec
+from tasks.spec.errors import InvalidSpec
+from tasks.spec.failure_kinds import FailureKind
+from tasks.spec.loading import parse_spec
+from tasks.spec.pipeline import PipelineSpec
+from tasks.spec.pipeline_loading import load_pipeline
+from tasks.spec.rollout import Rollout
+from tasks.spec.run import RunSpec
 from tasks.supervise.probe import until_yes
 from tests.support.documents import ROOT, Block, Document, documents
 

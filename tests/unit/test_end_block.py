@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tasks.run.failure_kinds import FailureKind
-from tasks.run.remedies import REMEDIES
+from tasks.spec.failure_kinds import FailureKind
+from tasks.spec.remedies import REMEDIES
 from tasks.terminal.end_block import Ending, end_block
 
 FAILURE = {

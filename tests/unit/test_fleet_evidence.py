@@ -10,7 +10,7 @@ from tasks.rollout.backoff import pause_s
 from tasks.rollout.health.evidence import Evidence, Silence, Verdict
 from tasks.rollout.health.incidents import Incidents, NetworkCut
 from tasks.rollout.settings import FleetSettings, settings_of
-from tasks.run.spec.fleet import Rollout
+from tasks.spec.rollout import Rollout
 
 SILENT, BAD = Silence("no answer"), "503 dead"
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tasks.rollout.registry import Registry
 from tasks.rollout.states import MOVES, RUNNING, SERVING, GroupState
 from tasks.rollout.views import FleetView, GroupView
-from tasks.run.errors import IllegalTransition
+from tasks.spec.errors import IllegalTransition
 from tests.support.fleet_fakes import plan_of, slot_of
 
 G = GroupState

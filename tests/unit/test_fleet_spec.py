@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from tasks.run.errors import Fault, InvalidSpec
-from tasks.run.spec.fleet import Rollout
-from tasks.run.spec.fleet_rules import sglang_timeout_s
-from tasks.run.spec.run import RunSpec
+from tasks.spec.errors import Fault, InvalidSpec
+from tasks.spec.fleet_rules import sglang_timeout_s
+from tasks.spec.rollout import Rollout
+from tasks.spec.run import RunSpec
 
 COMMAND: dict[str, Any] = {"backend": "command", "command": ["serve", "${server.port}"]}
 SGLANG: dict[str, Any] = {"backend": "sglang", "model": "m"}

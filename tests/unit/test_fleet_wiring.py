@@ -18,10 +18,10 @@ from tasks.page.fleet import FleetWords
 from tasks.planning import plan_of
 from tasks.run.events import Event, EventLog
 from tasks.run.layout import AttemptPlace
-from tasks.run.masking import looks_secret
-from tasks.run.spec.loading import project_root
-from tasks.run.spec.run import RunSpec
-from tasks.run.spec.template import ports_needed
+from tasks.spec.loading import project_root
+from tasks.spec.run import RunSpec
+from tasks.spec.secrets import looks_secret
+from tasks.spec.template import ports_needed
 from tasks.supervise.containment import Containment, Level
 from tasks.supervise.plan import AttemptPlan
 

@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
-from tasks.run.errors import IllegalTransition
 from tasks.run.lifecycle import LEGAL_MOVES, RunState, check_move
+from tasks.spec.errors import IllegalTransition
 
 #: Components may live in these.
 ALIVE = {RunState.STARTING, RunState.RUNNING, RunState.STOPPING}

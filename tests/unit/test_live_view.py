@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tasks.run.events import Event
-from tasks.run.spec.run import RunSpec
+from tasks.spec.run import RunSpec
 from tasks.terminal.live_view import LiveView, Picture, Row, Stage, drawn
 from tasks.terminal.pace import Pace, clock_text, rate_text
 

@@ -7,9 +7,9 @@ import signal
 
 import pytest
 
-from tasks.run.failure_kinds import FailureKind
 from tasks.run.lifecycle import RunState
 from tasks.run.outcome import Exit, Failure, Verdict, signal_name
+from tasks.spec.failure_kinds import FailureKind
 
 
 @pytest.mark.parametrize(

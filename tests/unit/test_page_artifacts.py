@@ -24,9 +24,9 @@ from tasks.run.events import Event
 from tasks.run.layout import RunPlace
 from tasks.run.lifecycle import RunState
 from tasks.run.record import RunRecord
-from tasks.run.spec.loading import spec_as_yaml
-from tasks.run.spec.run import RunSpec
 from tasks.run.upkeep.closing import Loss, close_record
+from tasks.spec.loading import spec_as_yaml
+from tasks.spec.run import RunSpec
 
 FLOW_RUN = UUID(int=7)
 

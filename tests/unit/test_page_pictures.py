@@ -18,7 +18,7 @@ from tasks.page.tables import curve_shown
 from tasks.page.timeline import drawn, phases_of, timeline_of
 from tasks.page.view import RunView
 from tasks.run.layout import RunPlace
-from tasks.run.spec.run import RunSpec
+from tasks.spec.run import RunSpec
 from tasks.terminal import curve
 
 SVG = "{http://www.w3.org/2000/svg}"

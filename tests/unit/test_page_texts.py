@@ -18,7 +18,7 @@ from tasks.page.tables import attempts_of, progress_of
 from tasks.page.view import RunView, seconds
 from tasks.run.events import Event
 from tasks.run.layout import RunPlace
-from tasks.run.spec.run import RunSpec
+from tasks.spec.run import RunSpec
 
 STAY: dict[str, Any] = {"command": ["sleep", "600"]}
 SPEC = {

@@ -9,10 +9,10 @@ import pytest
 import yaml
 
 from tasks.deploying import load_pipeline_spec
-from tasks.run.errors import InvalidSpec
-from tasks.run.pipeline.loading import load_pipeline, parse_pipeline, run_spec, with_specs
-from tasks.run.pipeline.names import filled_in, stage_names_in
-from tasks.run.spec.loading import project_root
+from tasks.spec.errors import InvalidSpec
+from tasks.spec.loading import project_root
+from tasks.spec.names import filled_in, stage_names_in
+from tasks.spec.pipeline_loading import load_pipeline, parse_pipeline, run_spec, with_specs
 
 QUICKSTART = "deployments/pipelines/quickstart-sft-then-grpo.yaml"
 

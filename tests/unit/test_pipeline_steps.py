@@ -25,7 +25,7 @@ from tasks.run.pipeline.steps import (
     next_step,
     parsed_key,
 )
-from tasks.run.spec.run import RunSpec
+from tasks.spec.run import RunSpec
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 STAGES = ("a", "b")

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from tasks.run.errors import IllegalTransition
 from tasks.run.events import Event, EventLog
-from tasks.run.failure_kinds import FailureKind
 from tasks.run.lifecycle import RunState
 from tasks.run.outcome import Failure, Verdict
 from tasks.run.record import RunRecord, write_json
+from tasks.spec.errors import IllegalTransition
+from tasks.spec.failure_kinds import FailureKind
 
 
 @pytest.fixture

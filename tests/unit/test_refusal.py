@@ -16,9 +16,9 @@ from deployments import worker
 from deployments.stack_env import auth_string, client_env
 from tasks.planning import component_env
 from tasks.queue.command import main as gang
-from tasks.run.spec.run import RunSpec
 from tasks.server.flow_runs import ServerAway, ServerRefuses, talking_to
 from tasks.server.server import NoServer, prefect_server
+from tasks.spec.run import RunSpec
 from tasks.upkeep import reconcile_command
 from tasks.upkeep.pruning import prune_host
 

@@ -17,7 +17,7 @@ from tasks.rollout.topology import (
     ServerSlot,
     TopologyPlan,
 )
-from tasks.run.spec.fleet import Rollout
+from tasks.spec.rollout import Rollout
 
 ALL = tuple(range(16))
 FIRST, SECOND = tuple(range(8)), tuple(range(8, 16))

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from uuid import uuid4
 
-from tasks.run.failure_kinds import FailureKind
 from tasks.run.lifecycle import RunState
-from tasks.run.spec.loading import parse_spec
 from tasks.session import RunSession
+from tasks.spec.failure_kinds import FailureKind
+from tasks.spec.loading import parse_spec
 
 
 def test_an_error_of_our_own_before_the_first_attempt_fails_the_run_and_is_named(

@@ -14,10 +14,10 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tasks.run.errors import Fault, InvalidSpec
-from tasks.run.spec.loading import load_spec, parse_spec, spec_as_yaml
-from tasks.run.spec.run import RunSpec
-from tasks.run.spec.written_yaml import parse
+from tasks.spec.errors import Fault, InvalidSpec
+from tasks.spec.loading import load_spec, parse_spec, spec_as_yaml
+from tasks.spec.run import RunSpec
+from tasks.spec.written_yaml import parse
 
 LEAST = """\
 name: least

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from tasks.run.errors import Fault
-from tasks.run.spec.command_line import Role, named_in
-from tasks.run.spec.lookup import component_path, lookup_faults
-from tasks.run.spec.run import RunSpec
+from tasks.spec.command_line import Role, named_in
+from tasks.spec.errors import Fault
+from tasks.spec.programs import component_path, lookup_faults
+from tasks.spec.run import RunSpec
 
 BINARIES = ("python", "python3.11", "sh", "bash", "node", "torchrun", "env", "run-api", "nice")
 

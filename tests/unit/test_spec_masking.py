@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tasks.run.masking import MASK, looks_secret, mask_text, masked, secret_values
+from tasks.spec.secrets import MASK, looks_secret, mask_text, masked, secret_values
 
 
 @pytest.mark.parametrize(

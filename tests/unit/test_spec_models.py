@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from tasks.run.errors import InvalidSpec
-from tasks.run.failure_kinds import FailureKind
-from tasks.run.spec.probes import Condition, LiveProbe, ReadyProbe
-from tasks.run.spec.run import Component, Retry, RunSpec, Stop
+from tasks.spec.errors import InvalidSpec
+from tasks.spec.failure_kinds import FailureKind
+from tasks.spec.probes import Condition, LiveProbe, ReadyProbe
+from tasks.spec.run import Component, Retry, RunSpec, Stop
 
 LEAST: dict[str, Any] = {
     "name": "quickstart",

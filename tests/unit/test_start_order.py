@@ -11,11 +11,11 @@ import yaml
 
 from tasks import deploying
 from tasks.deploying import load_pipeline_spec, load_run_spec
-from tasks.run.errors import InvalidSpec
-from tasks.run.pipeline.loading import parse_pipeline, run_spec, with_specs
-from tasks.run.spec.loading import parse_spec, spec_as_yaml
-from tasks.run.spec.run import RunSpec
-from tasks.run.spec.template import resolve
+from tasks.spec.errors import InvalidSpec
+from tasks.spec.loading import parse_spec, spec_as_yaml
+from tasks.spec.pipeline_loading import parse_pipeline, run_spec, with_specs
+from tasks.spec.run import RunSpec
+from tasks.spec.template import resolve
 
 #: PostgreSQL would have them as judge, sandbox, trainer, environment.
 NAMES = ["environment", "sandbox", "judge", "trainer"]

@@ -16,7 +16,7 @@ import pytest
 from prefect.logging.handlers import PrefectConsoleHandler
 
 from tasks.run.events import Event
-from tasks.run.spec.run import RunSpec
+from tasks.spec.run import RunSpec
 from tasks.terminal import run_view as terminal_module
 from tasks.terminal.foreign_lines import ForeignLines
 from tasks.terminal.run_view import Terminal

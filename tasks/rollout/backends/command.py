@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from tasks.rollout.backends.place import Place
 from tasks.rollout.topology import Answers, Ask, Questions
-from tasks.run.spec.fleet import Rollout
-from tasks.run.spec.placeholders import substituted
+from tasks.spec.placeholders import substituted
+from tasks.spec.rollout import Rollout
 
 
 def answers(fleet: Rollout, index: int) -> Answers:

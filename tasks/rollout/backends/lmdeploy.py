@@ -15,7 +15,7 @@ from pathlib import Path
 from tasks.rollout import lmdeploy_replica
 from tasks.rollout.backends.place import Place, option_in
 from tasks.rollout.topology import Answers, Ask, Questions
-from tasks.run.spec.fleet import Rollout
+from tasks.spec.rollout import Rollout
 
 #: Given to the servers as a text: nothing of ours has to be installed beside LMDeploy.
 _ONE_REPLICA = Path(lmdeploy_replica.__file__).read_text(encoding="utf-8")

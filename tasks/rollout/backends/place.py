@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from tasks.rollout.topology import Answers, Questions
-from tasks.run.spec.fleet import Rollout
+from tasks.spec.rollout import Rollout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

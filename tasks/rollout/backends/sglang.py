@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from tasks.rollout.backends.place import Place
 from tasks.rollout.topology import Answers, Ask, Questions
-from tasks.run.spec.fleet import Rollout
-from tasks.run.spec.fleet_rules import SGLANG_TIMEOUT, sglang_timeout_s
+from tasks.spec.fleet_rules import SGLANG_TIMEOUT, sglang_timeout_s
+from tasks.spec.rollout import Rollout
 
 
 def answers(fleet: Rollout, index: int) -> Answers:

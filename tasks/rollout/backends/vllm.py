@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from tasks.rollout.backends.place import Place, option_in
 from tasks.rollout.topology import Answers, Ask, Questions
-from tasks.run.spec.fleet import Rollout
+from tasks.spec.rollout import Rollout
 
 
 def answers(fleet: Rollout, index: int) -> Answers:

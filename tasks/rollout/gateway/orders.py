@@ -19,7 +19,7 @@ from tasks.rollout.gateway.forwarding import Evidence, refused
 from tasks.rollout.gateway.refusals import Refusal, bad
 from tasks.rollout.gateway.router import Router
 from tasks.rollout.topology import Ask
-from tasks.run.errors import MusterError
+from tasks.spec.errors import MusterError
 
 _log = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from tasks.rollout.registry import Registry
 from tasks.rollout.settings import FleetSettings
 from tasks.rollout.topology import Answers, Ask, Questions, ServerSlot
 from tasks.rollout.views import GroupView
-from tasks.run.errors import LostContact
+from tasks.spec.errors import LostContact
 
 _log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from enum import IntEnum
 
-from tasks.run.failure_kinds import FailureKind
+from tasks.spec.failure_kinds import FailureKind
 
 
 class Role(IntEnum):

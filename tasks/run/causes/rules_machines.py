@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tasks.run.causes.rules import Role, Rule, rule
-from tasks.run.failure_kinds import FailureKind as _K
+from tasks.spec.failure_kinds import FailureKind as _K
 
 _BROKEN_GPU = "a GPU is defective: drain its node and try another"
 _GPU_MEMORY = "a GPU ran out of memory: smaller micro-batches, or more tensor parallelism"

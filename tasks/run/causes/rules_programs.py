@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tasks.run.causes.rules import Role, Rule, rule
-from tasks.run.failure_kinds import FailureKind as _K
+from tasks.spec.failure_kinds import FailureKind as _K
 
 _SEE_OTHERS = "see the log of the process that died, and dmesg on its node"
 

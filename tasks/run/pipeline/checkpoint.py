@@ -7,9 +7,9 @@ from pathlib import Path
 
 from tasks.run.checkpoints import latest_checkpoint, resume_point
 from tasks.run.layout import RunPlace
-from tasks.run.spec.loading import project_root
-from tasks.run.spec.placeholders import substituted
-from tasks.run.spec.run import RunSpec
+from tasks.spec.loading import project_root
+from tasks.spec.placeholders import substituted
+from tasks.spec.run import RunSpec
 
 
 def handed_on(checkpoint: str | None, spec: RunSpec, place: RunPlace) -> Path | None:

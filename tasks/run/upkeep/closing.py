@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from tasks.run.events import EventLog
-from tasks.run.failure_kinds import FailureKind
 from tasks.run.layout import RunPlace
 from tasks.run.lifecycle import RunState, moves_of_recovery
 from tasks.run.outcome import Failure
 from tasks.run.record import write_json
+from tasks.spec.failure_kinds import FailureKind
 
 _log = logging.getLogger(__name__)
 

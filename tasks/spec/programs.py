@@ -12,10 +12,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tasks.run.errors import Fault
-from tasks.run.spec.command_line import Named, Role, named_in
-from tasks.run.spec.placeholders import is_templated, substituted
-from tasks.run.spec.run import Component, Rollout, RunSpec
+from tasks.spec.command_line import Named, Role, named_in
+from tasks.spec.errors import Fault
+from tasks.spec.placeholders import is_templated, substituted
+from tasks.spec.run import Component, Rollout, RunSpec
 
 _MODULE_SUFFIXES = (".js", ".mjs", ".cjs", ".json", ".node")
 

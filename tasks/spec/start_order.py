@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tasks.run.spec.fields import Refusal, did_you_mean, refused
+from tasks.spec.values import Refusal, did_you_mean, refused
 
 KEY = "start_order"
 

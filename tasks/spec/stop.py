@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
-from tasks.run.spec.fields import Model, Text, did_you_mean, refused
+from tasks.spec.values import Model, Text, did_you_mean, refused
 
 
 def _is_signal(name: str) -> str:

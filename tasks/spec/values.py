@@ -30,8 +30,8 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import InitErrorDetails, PydanticCustomError, core_schema
 
-from tasks.run.spec import placeholders
-from tasks.run.spec.form import drawn
+from tasks.spec import placeholders
+from tasks.spec.form import drawn
 
 #: Keys and indexes from where a value is checked down to the faulty one.
 Place = tuple[str | int, ...]

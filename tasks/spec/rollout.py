@@ -8,10 +8,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from tasks.run.spec.fields import Count, Env, Model, Refusal, Seconds, Text, Worded, Words
-from tasks.run.spec.fleet_rules import fleet_faults
-from tasks.run.spec.fleet_sizes import Sizes
-from tasks.run.spec.stop import Stop
+from tasks.spec.fleet_rules import fleet_faults
+from tasks.spec.fleet_sizes import Sizes
+from tasks.spec.stop import Stop
+from tasks.spec.values import Count, Env, Model, Refusal, Seconds, Text, Worded, Words
 
 Backend = Literal["sglang", "lmdeploy", "vllm", "command"]
 Misses = Annotated[int, Field(strict=True, ge=0)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tasks.run.failure_kinds import FailureKind
+from tasks.spec.failure_kinds import FailureKind
 
 _K = FailureKind
 

@@ -11,9 +11,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from tasks.run.errors import Fault
-from tasks.run.spec import placeholders
-from tasks.run.spec.placeholders import Kind
+from tasks.spec import placeholders
+from tasks.spec.errors import Fault
+from tasks.spec.placeholders import Kind
 
 #: What is known of an earlier stage: its last complete checkpoint, and its run's folder and id.
 CHECKPOINT, RUN_DIR, RUN_ID = "checkpoint", "run_dir", "run_id"

@@ -10,8 +10,8 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from tasks.run.errors import Fault
-from tasks.run.spec.fields import did_you_mean, shown
+from tasks.spec.errors import Fault
+from tasks.spec.values import did_you_mean, shown
 
 #: What is asked for, by pydantic's type of error; the value that was found follows.
 _ASKED = {

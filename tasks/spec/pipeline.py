@@ -12,9 +12,9 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, ModelWrapValidatorHandler, ValidationError, model_validator
 
-from tasks.run.errors import InvalidSpec
-from tasks.run.spec.fields import PART_NAME, DottedKey, Model, Refusal, Text, Worded, refused
-from tasks.run.spec.plain_words import faults_of
+from tasks.spec.errors import InvalidSpec
+from tasks.spec.plain_words import faults_of
+from tasks.spec.values import PART_NAME, DottedKey, Model, Refusal, Text, Worded, refused
 
 #: Through which a stage's run is created where the stage names no other.
 STAGE_DEPLOYMENT = "train/stage"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from tasks.run.errors import Fault
-from tasks.run.spec import placeholders
-from tasks.run.spec.placeholders import Kind
-from tasks.run.spec.run import Rollout, RunSpec
+from tasks.spec import placeholders
+from tasks.spec.errors import Fault
+from tasks.spec.placeholders import Kind
+from tasks.spec.run import Rollout, RunSpec
 
 
 def names_known(spec: RunSpec) -> frozenset[str]:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 
-from tasks.run.errors import Fault
+from tasks.spec.errors import Fault
 
 
 class Kind(Enum):

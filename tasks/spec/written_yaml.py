@@ -12,8 +12,8 @@ from pathlib import Path
 
 import yaml
 
-from tasks.run.errors import Fault, InvalidSpec
-from tasks.run.spec.fields import WrittenFloat
+from tasks.spec.errors import Fault, InvalidSpec
+from tasks.spec.values import WrittenFloat
 
 _FLOAT = re.compile(r"[-+]?(?:[0-9]+\.[0-9]*(?:[eE][-+][0-9]+)?|\.[0-9]+(?:[eE][-+][0-9]+)?)")
 _NO_NUMBER = re.compile(r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)")

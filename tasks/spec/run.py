@@ -16,10 +16,16 @@ from pydantic import (
     model_validator,
 )
 
-from tasks.run.errors import InvalidSpec
-from tasks.run.failure_kinds import REQUEUED, FailureKind
-from tasks.run.spec.component import Component, Components, Launcher, OnExitZero, Stop
-from tasks.run.spec.fields import (
+from tasks.spec.component import Component, Components, Launcher, OnExitZero, Stop
+from tasks.spec.errors import InvalidSpec
+from tasks.spec.failure_kinds import REQUEUED, FailureKind
+from tasks.spec.form import LAST
+from tasks.spec.plain_words import faults_of
+from tasks.spec.probes import LiveProbe, ReadyProbe, Url
+from tasks.spec.rollout import Rollout
+from tasks.spec.start_order import KEY as START_ORDER
+from tasks.spec.start_order import in_start_order, refusals_of_order
+from tasks.spec.values import (
     Count,
     DottedKey,
     Env,
@@ -32,12 +38,6 @@ from tasks.run.spec.fields import (
     Worded,
     refused,
 )
-from tasks.run.spec.fleet import Rollout
-from tasks.run.spec.form import LAST
-from tasks.run.spec.plain_words import faults_of
-from tasks.run.spec.probes import LiveProbe, ReadyProbe, Url
-from tasks.run.spec.start_order import KEY as START_ORDER
-from tasks.run.spec.start_order import in_start_order, refusals_of_order
 
 #: The name of a fleet among the components of its run.
 FLEET = "rollout"

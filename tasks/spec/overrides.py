@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from tasks.run.errors import Fault
-from tasks.run.masking import MASK, looks_secret
-from tasks.run.spec.fields import shown
-from tasks.run.spec.written_yaml import parse
+from tasks.spec.errors import Fault
+from tasks.spec.secrets import MASK, looks_secret
+from tasks.spec.values import shown
+from tasks.spec.written_yaml import parse
 
 
 def apply_override(data: dict[str, Any], override: str) -> tuple[Fault, ...]:

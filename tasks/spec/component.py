@@ -9,7 +9,11 @@ from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from tasks.run.spec.fields import (
+from tasks.spec.form import drawn
+from tasks.spec.probes import LiveProbe, ReadyProbe
+from tasks.spec.rollout import Rollout
+from tasks.spec.stop import Stop
+from tasks.spec.values import (
     PART_NAME,
     Env,
     Model,
@@ -22,10 +26,6 @@ from tasks.run.spec.fields import (
     shown,
     with_text_keys,
 )
-from tasks.run.spec.fleet import Rollout
-from tasks.run.spec.form import drawn
-from tasks.run.spec.probes import LiveProbe, ReadyProbe
-from tasks.run.spec.stop import Stop as Stop
 
 OnExitZero = Literal["complete", "drain", "fail"]
 Launcher = Literal["process", "ray_job"]

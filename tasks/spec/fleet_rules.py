@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tasks.run.spec.fields import Refusal, did_you_mean, refused
-from tasks.run.spec.fleet_sizes import Sizes, size_faults
+from tasks.spec.fleet_sizes import Sizes, size_faults
+from tasks.spec.values import Refusal, did_you_mean, refused
 
 #: Of the server that a text of the fleet is about: `${server.port}` and the like.
 SERVER_NAMES = ("port", "host", "rank", "node", "group")

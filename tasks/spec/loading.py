@@ -10,14 +10,14 @@ from typing import Any
 
 import yaml
 
-from tasks.run.errors import Fault, InvalidSpec
-from tasks.run.masking import mask_text, masked, secret_values
-from tasks.run.spec import placeholders
-from tasks.run.spec.component import ByName
-from tasks.run.spec.fields import shown
-from tasks.run.spec.overrides import apply_override
-from tasks.run.spec.run import RunSpec
-from tasks.run.spec.written_yaml import parse, read_text
+from tasks.spec import placeholders
+from tasks.spec.component import ByName
+from tasks.spec.errors import Fault, InvalidSpec
+from tasks.spec.overrides import apply_override
+from tasks.spec.run import RunSpec
+from tasks.spec.secrets import mask_text, masked, secret_values
+from tasks.spec.values import shown
+from tasks.spec.written_yaml import parse, read_text
 
 _LINE_ENDS = re.compile("[\x85\u2028\u2029]")
 
@@ -188,5 +188,5 @@ def project_root() -> Path:
 
     The checkout that Muster runs from; where it runs installed, the current directory.
     """
-    checkout = Path(__file__).parents[3]
+    checkout = Path(__file__).parents[2]
     return checkout if (checkout / "prefect.yaml").exists() else Path.cwd()

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from tasks.run.spec.fields import Refusal, refused
+from tasks.spec.values import Refusal, refused
 
 _DEFAULTS: Mapping[str, int | None] = {
     "engines": 1,

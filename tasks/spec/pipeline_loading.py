@@ -7,16 +7,16 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tasks.run.errors import Fault, InvalidSpec
-from tasks.run.masking import MASK, looks_secret
-from tasks.run.pipeline.names import faults_of_names, filled_in
-from tasks.run.pipeline.spec import PipelineSpec
-from tasks.run.spec.fields import did_you_mean, shown
-from tasks.run.spec.loading import parse_spec, project_root
-from tasks.run.spec.overrides import apply_value
-from tasks.run.spec.placeholders import unknown_names
-from tasks.run.spec.run import RunSpec
-from tasks.run.spec.written_yaml import parse, read_text
+from tasks.spec.errors import Fault, InvalidSpec
+from tasks.spec.loading import parse_spec, project_root
+from tasks.spec.names import faults_of_names, filled_in
+from tasks.spec.overrides import apply_value
+from tasks.spec.pipeline import PipelineSpec
+from tasks.spec.placeholders import unknown_names
+from tasks.spec.run import RunSpec
+from tasks.spec.secrets import MASK, looks_secret
+from tasks.spec.values import did_you_mean, shown
+from tasks.spec.written_yaml import parse, read_text
 
 
 def load_pipeline(path: Path, overrides: Sequence[str] = ()) -> PipelineSpec:

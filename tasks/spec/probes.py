@@ -10,7 +10,8 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from tasks.run.spec.fields import (
+from tasks.spec.placeholders import is_templated
+from tasks.spec.values import (
     Count,
     DottedKey,
     Model,
@@ -21,7 +22,6 @@ from tasks.run.spec.fields import (
     refused,
     shown,
 )
-from tasks.run.spec.placeholders import is_templated
 
 #: The questions a probe can be; each probe asks exactly one.
 QUESTIONS = ("http", "tcp", "log", "file", "notify", "alive_s")
