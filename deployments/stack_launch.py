@@ -15,7 +15,7 @@ from deployments.stack_answers import until_answering
 from deployments.stack_env import ROOT
 from deployments.stack_nodes import Fleet
 from deployments.stack_state import STOP_WITHIN_S, Stack, StackError, StackPlace
-from tasks.run.causes.recognition import last_lines, read_tail
+from tasks.record.causes import last_lines, read_tail
 
 
 def launch(

@@ -16,8 +16,8 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from deployments.stack_env import STACK_VARIABLE
-from tasks.run.layout import muster_home
-from tasks.run.record import write_json
+from tasks.record.places import muster_home
+from tasks.record.run_json import write_json
 from tasks.spec.errors import MusterError
 from tasks.supervise import tree
 from tasks.supervise.identity import ProcessId, send_if

@@ -11,7 +11,7 @@ from prefect.client.schemas.objects import State
 from prefect.context import TagsContext
 from prefect.states import Cancelled, Completed, Failed
 
-from tasks.run.lifecycle import RunState
+from tasks.record.states import RunState
 from tasks.session import RunSession, check_spec
 from tasks.spec.errors import InvalidSpec, RunEnded
 from tasks.spec.failure_kinds import FailureKind

@@ -10,7 +10,7 @@ from tasks.nodes.sweeping import sweep_of
 from tasks.rayjobs.job import RayJob
 from tasks.rayjobs.plan import JobPlan
 from tasks.rayjobs.submission import submission_file, submission_id
-from tasks.run.layout import AttemptPlace
+from tasks.record.places import AttemptPlace
 from tasks.spec.run import RunSpec
 from tasks.supervise.process import Command
 from tasks.supervise.remote import RemoteJob

@@ -18,11 +18,11 @@ from prefect.states import Cancelled, Completed, Failed
 from tasks.cancellation import cancel_watched, interrupting, started_by_others, why_cancelled
 from tasks.page.failure import in_a_line
 from tasks.parked import forget_parked
+from tasks.record.places import make_run_id
+from tasks.record.states import RunState
 from tasks.reporting.announcing import announced
 from tasks.reporting.kept_record import earlier_record
 from tasks.reporting.reporter import Reporter
-from tasks.run.layout import make_run_id
-from tasks.run.lifecycle import RunState
 from tasks.server.flow_runs import worker_of
 from tasks.server.server import lasting_api_url
 from tasks.session import RunSession

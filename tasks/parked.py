@@ -18,12 +18,12 @@ from uuid import UUID
 from prefect.client.schemas.objects import State
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from tasks.record.events import EventLog
+from tasks.record.places import RunPlace, muster_home
+from tasks.record.run_json import RunRecord, write_json
+from tasks.record.states import RunState
 from tasks.reporting.closed_page import tell_closed
 from tasks.reporting.kept_record import record_kept
-from tasks.run.events import EventLog
-from tasks.run.layout import RunPlace, muster_home
-from tasks.run.lifecycle import RunState
-from tasks.run.record import RunRecord, write_json
 from tasks.run.upkeep.reconciled import Reconciled
 from tasks.server.flow_runs import ServerAway, state_of, talking_to
 from tasks.supervise.leftovers.registry import owner_of

@@ -11,7 +11,7 @@ from typing import Any
 
 from tasks.fleet.component import FleetStart, fleet_component
 from tasks.jobs import job_maker
-from tasks.run.layout import AttemptPlace
+from tasks.record.places import AttemptPlace
 from tasks.spec.errors import Fault
 from tasks.spec.loading import project_root
 from tasks.spec.programs import component_path

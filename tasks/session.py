@@ -21,12 +21,12 @@ from tasks.planning import (
     plan_of,
     whole_env,
 )
-from tasks.run.checkpoints import resume_point
-from tasks.run.events import Event, EventLog, event_listeners
-from tasks.run.layout import AttemptPlace, RunPlace
-from tasks.run.lifecycle import RunState
-from tasks.run.outcome import Failure, Verdict
-from tasks.run.record import RunRecord
+from tasks.record.checkpoints import resume_point
+from tasks.record.events import Event, EventLog, event_listeners
+from tasks.record.outcome import Failure, Verdict
+from tasks.record.places import AttemptPlace, RunPlace
+from tasks.record.run_json import RunRecord
+from tasks.record.states import RunState
 from tasks.spec import secrets
 from tasks.spec.errors import InvalidSpec
 from tasks.spec.failure_kinds import FailureKind

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import time
 
-from tasks.run.upkeep.closing import Loss, close_record
+from tasks.record.closing import Loss, close_record
 from tasks.supervise.leftovers.lost import Remains, finish
 from tasks.supervise.leftovers.registry import claimed
 from tasks.upkeep.lost_jobs import is_under_way, stop_jobs

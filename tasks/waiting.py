@@ -25,9 +25,9 @@ from prefect.states import Scheduled
 from tasks.cancellation import started_by_others
 from tasks.parked import forget_parked, note_parked
 from tasks.queue.grants import PENDING_RESOURCES, left_with_its_jobs, sent_back
+from tasks.record.retries import Next, Sequel, decide
+from tasks.record.states import RunState
 from tasks.reporting.reporter import flushed, say_state
-from tasks.run.attempts import Next, Sequel, decide
-from tasks.run.lifecycle import RunState
 from tasks.server.flow_runs import (
     JOBS_GO_ON,
     TYPE_LABEL,

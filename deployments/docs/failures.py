@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from deployments.docs.blocks import table
-from tasks.run.causes.recognition import RULES
-from tasks.run.lifecycle import LEGAL_MOVES, RunState
+from tasks.record.causes import RULES
+from tasks.record.states import LEGAL_MOVES, RunState
 from tasks.spec.failure_kinds import REQUEUED, FailureKind
 from tasks.spec.remedies import REMEDIES
 

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tasks.fleet.plan import LOOPBACK, SERVERS_ENV, TOKEN_ENV, FleetPlan
+from tasks.record.places import AttemptPlace
 from tasks.rollout.addresses import ports_needed
 from tasks.rollout.building import planned
 from tasks.rollout.gateway.access import is_loopback
 from tasks.rollout.topology import TopologyPlan
-from tasks.run.layout import AttemptPlace
 from tasks.spec.errors import Fault
 from tasks.spec.loading import project_root
 from tasks.spec.probes import LiveProbe, ReadyProbe

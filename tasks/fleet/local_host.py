@@ -12,9 +12,9 @@ from pathlib import Path
 
 import httpx
 
+from tasks.record.causes import find_cause, last_lines, read_tail
 from tasks.rollout.hosts import Death, StartFailed
 from tasks.rollout.topology import Ask, ServerSlot
-from tasks.run.causes.recognition import find_cause, last_lines, read_tail
 from tasks.spec.failure_kinds import FailureKind
 from tasks.supervise import tree
 from tasks.supervise.ports import is_listened, listeners

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from tasks.run.layout import AttemptPlace
+from tasks.record.places import AttemptPlace
 from tasks.spec.rollout import Rollout
 from tasks.spec.run import FLEET
 

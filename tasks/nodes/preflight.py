@@ -19,7 +19,7 @@ from prefect.states import Completed, Failed
 
 from tasks.nodes.visitor import Node, NodeVisitor, NotVisited, visiting
 from tasks.rayjobs.dashboard import Dashboard, Denied, NoAnswer
-from tasks.run.layout import muster_home
+from tasks.record.places import muster_home
 from tasks.run.node_health import CALLER, Limits, NodeSeen, Survey, Verdict, judged
 from tasks.supervise.identity import host_name
 from tasks.supervise.leftovers.registry import owner_of

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tasks.page.view import clock, ending_of, has_ended, seconds
-from tasks.run.layout import RunPlace
+from tasks.record.places import RunPlace
 from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.remedies import REMEDIES
 

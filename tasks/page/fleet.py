@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from tasks.page.view import ServerSeen
-from tasks.rollout.states import SERVING, GroupState
-from tasks.run.events import Event
+from tasks.record.events import Event
+from tasks.record.rollout_states import SERVING, GroupState
 from tasks.spec.run import FLEET
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from tasks.page.markdown import block
 from tasks.page.view import RunView, Shown
-from tasks.run.lifecycle import RunState
+from tasks.record.states import RunState
 
 #: Of earlier attempts the record keeps no lines of logs: hundreds of requeues shall fit.
 _WITH_TAILS = 10

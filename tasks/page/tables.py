@@ -9,7 +9,7 @@ from tasks.page.chart import curve_of
 from tasks.page.figures import Figures
 from tasks.page.markdown import code, table, text
 from tasks.page.view import RunView, Shown, moment
-from tasks.run.attempts import table_of
+from tasks.record.retries import table_of
 
 _ROWS_AT_MOST = 40
 _SAID_AT_MOST = 5

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from tasks.run.layout import AttemptPlace, RunPlace
+from tasks.record.places import AttemptPlace, RunPlace
 from tasks.spec.run import RunSpec
 
 

@@ -15,7 +15,7 @@ from prefect.settings import PREFECT_API_URL
 
 from tasks.cancellation import cancel_watched, interrupting, started_by_others, why_cancelled
 from tasks.pipeline.pipeline import Pipeline
-from tasks.run.layout import make_run_id
+from tasks.record.places import make_run_id
 from tasks.spec.pipeline import PipelineSpec
 
 

@@ -34,8 +34,8 @@ from tasks.pipeline.stage_runs import (
     stage_runs,
 )
 from tasks.pipeline.table import StageTable, link_of
-from tasks.run.layout import RunPlace
-from tasks.run.pipeline.checkpoint import handed_on
+from tasks.record.checkpoint import handed_on
+from tasks.record.places import RunPlace
 from tasks.run.pipeline.steps import (
     Begin,
     Conclude,

@@ -12,7 +12,7 @@ from prefect.client.schemas.objects import FlowRun
 from pydantic import ValidationError
 
 from tasks.gang.demand import Demand
-from tasks.run.layout import make_run_id
+from tasks.record.places import make_run_id
 from tasks.spec.errors import InvalidSpec
 from tasks.spec.loading import parse_spec
 from tasks.spec.run import Gang

@@ -31,8 +31,8 @@ from tasks.queue.look import Doomed, Look, Looker
 from tasks.queue.run_logs import RunLogs
 from tasks.queue.run_states import is_unchanged, put_back, set_state
 from tasks.queue.words import FREE_NOW, Message, admission_of, kind_of
+from tasks.record.places import muster_home
 from tasks.reporting.announcer import Tell
-from tasks.run.layout import muster_home
 
 _log = logging.getLogger(__name__)
 

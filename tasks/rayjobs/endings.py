@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tasks.rayjobs.dashboard import JobState
-from tasks.run.outcome import Exit
+from tasks.record.outcome import Exit
 
 #: How long Ray needs to notice that the driver has ended.
 #: Source: ray 2.60, JobSupervisor.SUBPROCESS_POLL_PERIOD_S.

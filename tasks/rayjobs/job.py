@@ -23,8 +23,8 @@ from tasks.rayjobs.submission import SubmissionFile
 from tasks.rayjobs.submitter import Submitter
 from tasks.rayjobs.submitting import STRAGGLERS_S
 from tasks.rayjobs.takedown import OutOfReach, Sweep, TakeDown
-from tasks.run.jobs import JobLoss, JobRefused
-from tasks.run.outcome import Exit
+from tasks.record.jobs import JobLoss, JobRefused
+from tasks.record.outcome import Exit
 from tasks.spec.failure_kinds import FailureKind
 
 _log = logging.getLogger(__name__)

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from tasks.rayjobs.plan import JobPlan
-from tasks.run.layout import AttemptPlace
-from tasks.run.record import write_json
+from tasks.record.places import AttemptPlace
+from tasks.record.run_json import write_json
 
 _log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from tasks.rayjobs.dashboard import Dashboard, Denied, JobState, NoAnswer
 from tasks.rayjobs.plan import JobPlan
 from tasks.rayjobs.submission import SETTLES_WITHIN_S, SubmissionFile
 from tasks.rayjobs.submitting import submit
-from tasks.run.jobs import JobLoss, JobRefused
+from tasks.record.jobs import JobLoss, JobRefused
 from tasks.spec.failure_kinds import FailureKind
 
 #: Where nothing was ever sent, a cluster that does not answer is given up soon: its address may

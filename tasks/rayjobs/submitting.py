@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from tasks.rayjobs import entrypoint
 from tasks.rayjobs.dashboard import Denied, NoAnswer, Node
 from tasks.rayjobs.plan import JobPlan
-from tasks.run.layout import muster_home
+from tasks.record.places import muster_home
 from tasks.supervise import tree
 
 if TYPE_CHECKING:

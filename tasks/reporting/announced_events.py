@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tasks.rollout.states import SERVING, GroupState
-from tasks.run.announcements import fields_of, payload_of
-from tasks.run.events import Event
-from tasks.run.lifecycle import RunState
-from tasks.run.outcome import Failure
+from tasks.record.announcements import fields_of, payload_of
+from tasks.record.events import Event
+from tasks.record.outcome import Failure
+from tasks.record.rollout_states import SERVING, GroupState
+from tasks.record.states import RunState
 
 #: Those that are told as they are: the run's own name of each, and what it is told as.
 TOLD: Mapping[str, str] = {

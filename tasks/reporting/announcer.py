@@ -30,7 +30,7 @@ from prefect.events.schemas.events import Event, RelatedResource, Resource
 from prefect.exceptions import ObjectNotFound, PrefectException
 from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
-from tasks.run.announcements import payload_of
+from tasks.record.announcements import payload_of
 
 _log = logging.getLogger(__name__)
 

@@ -19,9 +19,9 @@ from tasks.page.summary import summary_of
 from tasks.page.tables import attempts_of
 from tasks.page.timeline import timeline_of
 from tasks.page.view import RunView
+from tasks.record.places import RunPlace
+from tasks.record.states import RunState
 from tasks.reporting.artifacts import ATTEMPTS, COMPONENTS, RECORD, SUMMARY, TIMELINE, FlowArtifacts
-from tasks.run.layout import RunPlace
-from tasks.run.lifecycle import RunState
 from tasks.spec.loading import load_spec
 
 _log = logging.getLogger(__name__)

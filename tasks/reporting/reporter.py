@@ -22,9 +22,9 @@ from prefect.states import Running
 from tasks.fleet.recoveries import RecoveryRuns
 from tasks.page.failure import as_text, never_begun
 from tasks.page.fleet import FleetWords
+from tasks.record.events import Event, event_listeners
+from tasks.record.states import RunState
 from tasks.reporting.run_page import RunPage
-from tasks.run.events import Event, event_listeners
-from tasks.run.lifecycle import RunState
 from tasks.session import RunSession
 
 _log = logging.getLogger(__name__)

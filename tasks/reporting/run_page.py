@@ -23,6 +23,8 @@ from tasks.page.summary import summary_of
 from tasks.page.tables import attempts_of, curve_shown, progress_of
 from tasks.page.timeline import timeline_of
 from tasks.page.view import RunView, Shown
+from tasks.record.events import Event
+from tasks.record.states import RunState
 from tasks.reporting.artifacts import (
     ATTEMPTS,
     COMPONENTS,
@@ -33,8 +35,6 @@ from tasks.reporting.artifacts import (
     TIMELINE,
     FlowArtifacts,
 )
-from tasks.run.events import Event
-from tasks.run.lifecycle import RunState
 from tasks.session import RunSession
 from tasks.spec.loading import project_root
 from tasks.supervise.identity import host_name

@@ -7,13 +7,13 @@ from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
+from tasks.record.rollout_states import GroupState
 from tasks.rollout.clock import Clock, Emit
 from tasks.rollout.gateway.router import Router
 from tasks.rollout.health.health import Health
 from tasks.rollout.recovery import Recovery
 from tasks.rollout.registry import Registry
 from tasks.rollout.snapshot import as_json
-from tasks.rollout.states import GroupState
 from tasks.rollout.views import GroupView
 
 _DRAIN_POLL_S = 0.02

@@ -14,6 +14,7 @@ from collections.abc import Collection, Mapping
 from random import Random
 from typing import Any
 
+from tasks.record.rollout_states import GroupState
 from tasks.rollout.clock import Clock, Emit, ended, within
 from tasks.rollout.control import Control
 from tasks.rollout.gateway.router import Entrypoint, Router
@@ -25,7 +26,6 @@ from tasks.rollout.registry import Registry
 from tasks.rollout.settings import FleetSettings
 from tasks.rollout.snapshot import breach, snapshot, why_none
 from tasks.rollout.starting import Starter
-from tasks.rollout.states import GroupState
 from tasks.rollout.topology import Ask, TopologyPlan
 from tasks.rollout.views import GroupView
 from tasks.spec.errors import IllegalTransition, MusterError

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
+from tasks.record.rollout_states import GroupState
 from tasks.rollout.backoff import pause_s
 from tasks.rollout.clock import Clock, Emit, ended
 from tasks.rollout.health.incidents import Incident, Incidents
@@ -21,7 +22,6 @@ from tasks.rollout.hosts import StartFailed
 from tasks.rollout.registry import Registry
 from tasks.rollout.settings import FleetSettings
 from tasks.rollout.starting import Starter
-from tasks.rollout.states import GroupState
 from tasks.rollout.topology import ServerSlot
 from tasks.rollout.views import GroupView
 

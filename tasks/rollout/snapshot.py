@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from tasks.record.rollout_states import GroupState
 from tasks.rollout.gateway.router import Router
 from tasks.rollout.health.health import Health
 from tasks.rollout.registry import Registry
-from tasks.rollout.states import GroupState
 from tasks.rollout.views import FleetView, TrainingMetadata
 
 #: Groups whose causes are told where the fleet cannot go on.

@@ -36,8 +36,8 @@ from prefect.settings import (
 )
 from prefect.states import Cancelled, Completed, Crashed, Failed, Scheduled
 
-from tasks.run.lifecycle import RunState
-from tasks.run.upkeep.closing import Closed
+from tasks.record.closing import Closed
+from tasks.record.states import RunState
 from tasks.server.refusal import why_refused
 from tasks.supervise.identity import ProcessId, boot_id, host_name
 from tasks.supervise.leftovers.variables import Holders

@@ -22,7 +22,7 @@ from prefect.settings import (
     temporary_settings,
 )
 
-from tasks.run.layout import muster_home
+from tasks.record.places import muster_home
 from tasks.server.flow_runs import ServerAway, ServerRefuses, talking_to
 from tasks.spec.errors import MusterError, RunEnded
 from tasks.spec.probes import ReadyProbe

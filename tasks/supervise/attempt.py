@@ -12,8 +12,8 @@ import time
 from collections.abc import Coroutine
 from typing import Any
 
-from tasks.run.lifecycle import RunState
-from tasks.run.outcome import Exit, Failure, Verdict
+from tasks.record.outcome import Exit, Failure, Verdict
+from tasks.record.states import RunState
 from tasks.spec.errors import RunEnded
 from tasks.spec.failure_kinds import FailureKind
 from tasks.supervise import tree

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import errno
 
-from tasks.run.causes.recognition import find_cause, last_error, last_lines
-from tasks.run.outcome import Exit, Failure
+from tasks.record.causes import find_cause, last_error, last_lines
+from tasks.record.outcome import Exit, Failure
 from tasks.spec.failure_kinds import FailureKind
 
 _FATAL_SIGNALS = frozenset({"SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGTRAP"})

@@ -7,7 +7,7 @@ import os
 import struct
 import time
 
-from tasks.run.outcome import Exit
+from tasks.record.outcome import Exit
 from tasks.supervise import tree
 from tasks.supervise.identity import ProcessId
 

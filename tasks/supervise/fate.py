@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tasks.run.lifecycle import RunState
-from tasks.run.outcome import Verdict
+from tasks.record.outcome import Verdict
+from tasks.record.states import RunState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

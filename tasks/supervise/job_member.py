@@ -7,7 +7,7 @@ import time
 
 import httpx
 
-from tasks.run.outcome import Exit
+from tasks.record.outcome import Exit
 from tasks.supervise.holds import Holds
 from tasks.supervise.member import Emit, Member
 from tasks.supervise.plan import ComponentPlan

@@ -13,8 +13,8 @@ from typing import Never
 
 import httpx
 
-from tasks.run.causes.recognition import read_tail
-from tasks.run.outcome import Exit
+from tasks.record.causes import read_tail
+from tasks.record.outcome import Exit
 from tasks.spec.probes import LiveProbe, ReadyProbe
 from tasks.supervise.plan import ComponentPlan
 from tasks.supervise.probe import (

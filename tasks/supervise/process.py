@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tasks.run.outcome import Exit
+from tasks.record.outcome import Exit
 from tasks.supervise import cgroup, tree
 from tasks.supervise.leftovers.orphans import (
     CLEAN_ROUNDS,

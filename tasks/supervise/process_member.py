@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import httpx
 
-from tasks.run.outcome import Exit
+from tasks.record.outcome import Exit
 from tasks.spec.probes import LiveProbe, ReadyProbe
 from tasks.supervise import tree
 from tasks.supervise.diagnosis.diagnosis import Diagnosis, Hung

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Protocol
 
-from tasks.run.jobs import JobLoss, JobRefused
-from tasks.run.outcome import Exit
+from tasks.record.jobs import JobLoss, JobRefused
+from tasks.record.outcome import Exit
 
 __all__ = ["JobLoss", "JobRefused", "RemoteJob"]
 

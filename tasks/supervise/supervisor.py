@@ -10,7 +10,7 @@ from collections.abc import Coroutine
 from types import TracebackType
 from typing import Any, TypeVar
 
-from tasks.run.outcome import Verdict
+from tasks.record.outcome import Verdict
 from tasks.supervise import tree
 from tasks.supervise.attempt import SupervisedAttempt
 from tasks.supervise.fate import Decision

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tasks.run.outcome import Exit
+from tasks.record.outcome import Exit
 from tasks.supervise import tree
 from tasks.supervise.exit_status import exit_of
 from tasks.supervise.identity import ProcessId

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tasks.run.events import Event
+from tasks.record.events import Event
 from tasks.terminal.screen import Line
 
 _TAIL_LINES = 12

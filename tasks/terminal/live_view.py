@@ -12,7 +12,7 @@ from enum import Enum
 from rich.text import Text
 
 from tasks.page.fleet import FleetWords
-from tasks.run.events import Event
+from tasks.record.events import Event
 from tasks.spec.run import FLEET, RunSpec
 from tasks.terminal.event_lines import how_ended
 from tasks.terminal.pace import Pace, clock_text, rate_text

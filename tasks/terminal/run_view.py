@@ -18,7 +18,7 @@ from prefect.logging.handlers import PrefectConsoleHandler
 from rich.console import Console
 from rich.text import Text
 
-from tasks.run.events import Event, event_listeners
+from tasks.record.events import Event, event_listeners
 from tasks.spec.run import RunSpec
 from tasks.terminal import curve
 from tasks.terminal.end_block import Ending, end_block

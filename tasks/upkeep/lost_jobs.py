@@ -15,8 +15,8 @@ from prefect.states import Scheduled
 from tasks.nodes.sweeping import sweep_of
 from tasks.rayjobs.asking import stop_submission
 from tasks.rayjobs.dashboard import JobState
-from tasks.run.layout import AttemptPlace, RunPlace
-from tasks.run.record import adoptable_attempt
+from tasks.record.places import AttemptPlace, RunPlace
+from tasks.record.run_json import adoptable_attempt
 from tasks.server.flow_runs import (
     FLOW_RUN_VARIABLE,
     JOBS_GO_ON,

@@ -28,8 +28,8 @@ from prefect.logging import get_run_logger
 from prefect.settings import PREFECT_API_URL
 
 from tasks.parked import parked_runs
-from tasks.run.layout import RunPlace, muster_home
-from tasks.run.lifecycle import RunState
+from tasks.record.places import RunPlace, muster_home
+from tasks.record.states import RunState
 from tasks.run.upkeep.pruned import Done, Pruned
 from tasks.run.upkeep.retention import Act, Found, Plan, Retention, Step, plan
 from tasks.run.upkeep.run_files import (

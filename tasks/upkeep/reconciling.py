@@ -25,8 +25,8 @@ from prefect.logging import get_run_logger
 from prefect.settings import PREFECT_API_URL
 
 from tasks.parked import close_ended_parked, note_parked
+from tasks.record.closing import Closed, Loss, close_record
 from tasks.reporting.closed_page import tell_closed
-from tasks.run.upkeep.closing import Closed, Loss, close_record
 from tasks.run.upkeep.reconciled import Reconciled, Report
 from tasks.server.flow_runs import (
     FLOW_RUN_VARIABLE,

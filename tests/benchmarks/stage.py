@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from tasks.run.events import EventLog
+from tasks.record.events import EventLog
 from tasks.spec.loading import project_root
 from tasks.spec.probes import LiveProbe, ReadyProbe
 from tasks.supervise.plan import AttemptPlan, ComponentPlan

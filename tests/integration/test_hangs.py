@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tasks.run.outcome import Failure, Verdict
+from tasks.record.outcome import Failure, Verdict
 from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.probes import LiveProbe, ReadyProbe
 from tasks.supervise.diagnosis import stacks

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tasks.run.record import write_json
+from tasks.record.run_json import write_json
 from tasks.supervise.identity import ProcessId, boot_id, host_name
 from tasks.supervise.leftovers.registry import JobEntry, LostRun, Owner
 from tasks.upkeep.lost_jobs import stop_jobs

@@ -16,7 +16,7 @@ import pytest_asyncio
 from tasks.rayjobs.asking import ask_job, stop_submission
 from tasks.rayjobs.control_store import free_gpus
 from tasks.rayjobs.dashboard import Dashboard
-from tasks.run.jobs import JobRefused
+from tasks.record.jobs import JobRefused
 from tasks.spec.failure_kinds import FailureKind
 from tests.support.ray_cluster import RayCluster
 from tests.support.ray_jobs import WITHIN_S, Jobs, kill, until

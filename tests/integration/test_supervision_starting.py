@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tasks.run.lifecycle import RunState
+from tasks.record.states import RunState
 from tasks.spec.errors import RunEnded
 from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.probes import ReadyProbe

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tasks.run.lifecycle import RunState
+from tasks.record.states import RunState
 from tasks.spec.probes import ReadyProbe
 from tasks.supervise import tree
 from tests.support.stage import DEADLINE_S, Stage, is_alive, sh, wait_until

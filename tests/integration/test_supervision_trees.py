@@ -9,7 +9,7 @@ import subprocess
 
 import pytest
 
-from tasks.run.lifecycle import RunState
+from tasks.record.states import RunState
 from tasks.spec.probes import ReadyProbe
 from tests.support.shapes import SHAPES
 from tests.support.stage import DEADLINE_S, Stage, is_alive, sh, wait_until

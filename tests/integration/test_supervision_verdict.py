@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from tasks.run.lifecycle import RunState
+from tasks.record.states import RunState
 from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.probes import LiveProbe, ReadyProbe
 from tasks.spec.run import Progress

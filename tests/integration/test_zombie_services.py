@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tasks.run.lifecycle import RunState
+from tasks.record.states import RunState
 from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.probes import LiveProbe, ReadyProbe
 from tasks.supervise.plan import ComponentPlan

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from tasks.rayjobs.job import RayJob
 from tasks.rayjobs.plan import JobPlan
-from tasks.run.outcome import Exit
+from tasks.record.outcome import Exit
 
 WITHIN_S = 60.0
 

@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tasks.run.events import Event
-from tasks.run.outcome import Verdict
+from tasks.record.events import Event
+from tasks.record.outcome import Verdict
 from tasks.spec.errors import RunEnded
 from tasks.spec.probes import LiveProbe, ReadyProbe
 from tasks.spec.run import OnExitZero, Progress

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tasks.run.events import EventLog
+from tasks.record.events import EventLog
 from tasks.spec.errors import RunEnded
 from tasks.supervise.containment import Level, allowed_level, probe
 from tasks.supervise.leftovers.registry import Entry, RunRegister

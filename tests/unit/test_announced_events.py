@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from tasks.record.announcements import FIELDS, TABLE, as_markdown, fields_of, payload_of
+from tasks.record.events import Event
+from tasks.record.outcome import Failure
+from tasks.record.states import RunState
 from tasks.reporting.announced_events import TOLD, Story, Told
-from tasks.run.announcements import FIELDS, TABLE, as_markdown, fields_of, payload_of
-from tasks.run.events import Event
-from tasks.run.lifecycle import RunState
-from tasks.run.outcome import Failure
 from tasks.run.upkeep.reconciled import Reconciled
 from tasks.spec.failure_kinds import FailureKind
 

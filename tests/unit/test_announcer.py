@@ -14,8 +14,8 @@ import pytest
 from prefect.client.schemas.objects import FlowRun, WorkPool
 from prefect.events.schemas.events import Event
 
+from tasks.record.announcements import payload_of
 from tasks.reporting.announcer import Announcer, of_pool, of_run
-from tasks.run.announcements import payload_of
 
 WITHIN_S = 20.0
 FLOW, DEPLOYMENT = uuid4(), uuid4()

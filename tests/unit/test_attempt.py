@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from tasks.run.lifecycle import RunState
-from tasks.run.outcome import Exit, Verdict
+from tasks.record.outcome import Exit, Verdict
+from tasks.record.states import RunState
 from tasks.spec.errors import RunEnded
 from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.probes import LiveProbe, ReadyProbe

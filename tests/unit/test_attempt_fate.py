@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
-from tasks.run.lifecycle import RunState
-from tasks.run.outcome import Verdict
+from tasks.record.outcome import Verdict
+from tasks.record.states import RunState
 from tasks.supervise.fate import Decision, Fate
 
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from tasks.run.attempts import Next, Sequel, decide, table_of
-from tasks.run.lifecycle import RunState
-from tasks.run.outcome import Failure, Verdict
+from tasks.record.outcome import Failure, Verdict
+from tasks.record.retries import Next, Sequel, decide, table_of
+from tasks.record.states import RunState
 from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.run import Retry
 

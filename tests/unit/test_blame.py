@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tasks.run.outcome import Exit
+from tasks.record.outcome import Exit
 from tasks.spec.failure_kinds import FailureKind
 from tasks.supervise.blame import failure_of
 

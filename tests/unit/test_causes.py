@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tasks.run.causes.recognition import RULES, find_cause, last_error, last_lines, read_tail
-from tasks.run.causes.rules import Role
+from tasks.record.cause_rules import Role
+from tasks.record.causes import RULES, find_cause, last_error, last_lines, read_tail
 from tasks.spec.failure_kinds import FailureKind
 
 DATA = Path(__file__).parents[1] / "data"

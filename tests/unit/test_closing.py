@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from tasks.run.events import Event
-from tasks.run.lifecycle import LEGAL_MOVES, RunState, moves_of_recovery
-from tasks.run.outcome import Failure, Verdict
-from tasks.run.record import RunRecord
-from tasks.run.upkeep.closing import FLOW_LOST, Loss, close_record, closed
+from tasks.record.closing import FLOW_LOST, Loss, close_record, closed
+from tasks.record.events import Event
+from tasks.record.outcome import Failure, Verdict
+from tasks.record.run_json import RunRecord
+from tasks.record.states import LEGAL_MOVES, RunState, moves_of_recovery
 from tasks.spec.errors import IllegalTransition
 from tasks.spec.failure_kinds import FailureKind
 

@@ -19,10 +19,10 @@ from deployments.docs import spec_reference
 from deployments.docs.__main__ import MAKERS, main
 from deployments.docs.__main__ import documents as made_documents
 from deployments.docs.blocks import filled, names_in
+from tasks.record.causes import RULES, find_cause
+from tasks.record.states import RunState
 from tasks.rollout import layout
 from tasks.rollout.building import planned
-from tasks.run.causes.recognition import RULES, find_cause
-from tasks.run.lifecycle import RunState
 from tasks.spec.errors import InvalidSpec
 from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.loading import parse_spec

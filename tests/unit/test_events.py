@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tasks.run.events import Event, EventLog
+from tasks.record.events import Event, EventLog
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from tasks.run.outcome import Exit
+from tasks.record.outcome import Exit
 from tasks.supervise import exit_status, tree
 from tasks.supervise.exit_status import exit_of
 from tasks.supervise.identity import ProcessId

@@ -7,9 +7,9 @@ import itertools
 
 import pytest
 
+from tasks.record.rollout_states import GroupState
 from tasks.rollout.fleet import FleetFailed
 from tasks.rollout.hosts import Death
-from tasks.rollout.states import GroupState
 from tasks.spec.errors import IllegalTransition
 from tests.support.fleet_clock import now_s, run
 from tests.support.fleet_fakes import Stage, loops, plan_of

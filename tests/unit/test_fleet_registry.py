@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tasks.record.rollout_states import MOVES, RUNNING, SERVING, GroupState
 from tasks.rollout.registry import Registry
-from tasks.rollout.states import MOVES, RUNNING, SERVING, GroupState
 from tasks.rollout.views import FleetView, GroupView
 from tasks.spec.errors import IllegalTransition
 from tests.support.fleet_fakes import plan_of, slot_of

@@ -16,8 +16,8 @@ from tasks.fleet.hosts import devices_of
 from tasks.fleet.plan import TOKEN_ENV, BadPlan, FleetPlan
 from tasks.page.fleet import FleetWords
 from tasks.planning import plan_of
-from tasks.run.events import Event, EventLog
-from tasks.run.layout import AttemptPlace
+from tasks.record.events import Event, EventLog
+from tasks.record.places import AttemptPlace
 from tasks.spec.loading import project_root
 from tasks.spec.run import RunSpec
 from tasks.spec.secrets import looks_secret

@@ -13,8 +13,8 @@ from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.client.schemas.responses import SetStateStatus
 from prefect.states import Cancelled, Completed, Crashed, Running, Scheduled
 
-from tasks.run.lifecycle import RunState
-from tasks.run.upkeep.closing import Closed
+from tasks.record.closing import Closed
+from tasks.record.states import RunState
 from tasks.server.flow_runs import (
     Host,
     has_gone_to,

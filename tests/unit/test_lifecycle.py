@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from tasks.run.lifecycle import LEGAL_MOVES, RunState, check_move
+from tasks.record.states import LEGAL_MOVES, RunState, check_move
 from tasks.spec.errors import IllegalTransition
 
 #: Components may live in these.

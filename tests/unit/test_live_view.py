@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tasks.run.events import Event
+from tasks.record.events import Event
 from tasks.spec.run import RunSpec
 from tasks.terminal.live_view import LiveView, Picture, Row, Stage, drawn
 from tasks.terminal.pace import Pace, clock_text, rate_text

@@ -7,8 +7,8 @@ import signal
 
 import pytest
 
-from tasks.run.lifecycle import RunState
-from tasks.run.outcome import Exit, Failure, Verdict, signal_name
+from tasks.record.outcome import Exit, Failure, Verdict, signal_name
+from tasks.record.states import RunState
 from tasks.spec.failure_kinds import FailureKind
 
 

@@ -17,7 +17,7 @@ from tasks.page.markdown import picture
 from tasks.page.tables import curve_shown
 from tasks.page.timeline import drawn, phases_of, timeline_of
 from tasks.page.view import RunView
-from tasks.run.layout import RunPlace
+from tasks.record.places import RunPlace
 from tasks.spec.run import RunSpec
 from tasks.terminal import curve
 

@@ -16,8 +16,8 @@ from tasks.page.markdown import block, code, table, text
 from tasks.page.summary import summary_of
 from tasks.page.tables import attempts_of, progress_of
 from tasks.page.view import RunView, seconds
-from tasks.run.events import Event
-from tasks.run.layout import RunPlace
+from tasks.record.events import Event
+from tasks.record.places import RunPlace
 from tasks.spec.run import RunSpec
 
 STAY: dict[str, Any] = {"command": ["sleep", "600"]}

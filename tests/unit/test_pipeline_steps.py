@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from tasks.pipeline.table import table_of
-from tasks.run.layout import RunPlace
-from tasks.run.pipeline.checkpoint import handed_on
+from tasks.record.checkpoint import handed_on
+from tasks.record.places import RunPlace
 from tasks.run.pipeline.steps import (
     Begin,
     Conclude,

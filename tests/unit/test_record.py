@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from tasks.run.events import Event, EventLog
-from tasks.run.lifecycle import RunState
-from tasks.run.outcome import Failure, Verdict
-from tasks.run.record import RunRecord, write_json
+from tasks.record.events import Event, EventLog
+from tasks.record.outcome import Failure, Verdict
+from tasks.record.run_json import RunRecord, write_json
+from tasks.record.states import RunState
 from tasks.spec.errors import IllegalTransition
 from tasks.spec.failure_kinds import FailureKind
 
@@ -266,7 +266,7 @@ def test_disk_that_takes_nothing_costs_a_warning_and_no_run(
     def full(path: Path, content: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("tasks.run.record.write_json", full)
+    monkeypatch.setattr("tasks.record.run_json.write_json", full)
     record.move(RunState.ADMITTED)
 
     assert record.state is RunState.ADMITTED

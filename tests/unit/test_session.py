@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from uuid import uuid4
 
-from tasks.run.lifecycle import RunState
+from tasks.record.states import RunState
 from tasks.session import RunSession
 from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.loading import parse_spec

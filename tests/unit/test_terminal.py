@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from prefect.logging.handlers import PrefectConsoleHandler
 
-from tasks.run.events import Event
+from tasks.record.events import Event
 from tasks.spec.run import RunSpec
 from tasks.terminal import run_view as terminal_module
 from tasks.terminal.foreign_lines import ForeignLines

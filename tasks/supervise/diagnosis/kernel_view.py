@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from tasks.run.outcome import signal_name
+from tasks.record.outcome import signal_name
 
 _PROC = Path("/proc")
 _THREADS_AT_MOST = 200

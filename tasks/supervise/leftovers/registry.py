@@ -23,8 +23,8 @@ from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from tasks.run.layout import muster_home
-from tasks.run.record import write_json
+from tasks.record.places import muster_home
+from tasks.record.run_json import write_json
 from tasks.supervise.identity import ProcessId, boot_id, host_name
 
 _log = logging.getLogger(__name__)

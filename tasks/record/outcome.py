@@ -6,7 +6,7 @@ import signal as signals
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from tasks.run.lifecycle import RunState
+from tasks.record.states import RunState
 from tasks.spec.failure_kinds import FailureKind
 
 

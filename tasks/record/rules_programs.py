@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tasks.run.causes.rules import Role, Rule, rule
+from tasks.record.cause_rules import Role, Rule, rule
 from tasks.spec.failure_kinds import FailureKind as _K
 
 _SEE_OTHERS = "see the log of the process that died, and dmesg on its node"

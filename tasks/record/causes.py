@@ -14,10 +14,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tasks.run.causes.log_lines import LogLine, read_lines, survived_until
-from tasks.run.causes.rules import Role, Rule
-from tasks.run.causes.rules_machines import MACHINES
-from tasks.run.causes.rules_programs import PROGRAMS
+from tasks.record.cause_rules import Role, Rule
+from tasks.record.log_lines import LogLine, read_lines, survived_until
+from tasks.record.rules_machines import MACHINES
+from tasks.record.rules_programs import PROGRAMS
 
 #: How much of a log's end is looked at.
 LOOKBACK_BYTES = 200_000

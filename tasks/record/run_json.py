@@ -16,10 +16,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tasks.run.events import Event
-from tasks.run.layout import AttemptPlace, RunPlace
-from tasks.run.lifecycle import RunState, check_move
-from tasks.run.outcome import Failure, Verdict
+from tasks.record.events import Event
+from tasks.record.outcome import Failure, Verdict
+from tasks.record.places import AttemptPlace, RunPlace
+from tasks.record.states import RunState, check_move
 from tasks.spec.failure_kinds import FailureKind
 
 _log = logging.getLogger(__name__)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tasks.run.checkpoints import latest_checkpoint, resume_point
-from tasks.run.layout import RunPlace
+from tasks.record.checkpoints import latest_checkpoint, resume_point
+from tasks.record.places import RunPlace
 from tasks.spec.loading import project_root
 from tasks.spec.placeholders import substituted
 from tasks.spec.run import RunSpec

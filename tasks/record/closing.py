@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tasks.run.events import EventLog
-from tasks.run.layout import RunPlace
-from tasks.run.lifecycle import RunState, moves_of_recovery
-from tasks.run.outcome import Failure
-from tasks.run.record import write_json
+from tasks.record.events import EventLog
+from tasks.record.outcome import Failure
+from tasks.record.places import RunPlace
+from tasks.record.run_json import write_json
+from tasks.record.states import RunState, moves_of_recovery
 from tasks.spec.failure_kinds import FailureKind
 
 _log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import yaml
 
-from tasks.run.layout import RunPlace
+from tasks.record.places import RunPlace
 from tasks.spec.loading import project_root
 from tasks.spec.run import RunSpec
 

@@ -9,8 +9,8 @@ from datetime import UTC, datetime
 from enum import Enum
 from typing import Any
 
-from tasks.run.lifecycle import RunState
-from tasks.run.outcome import Verdict
+from tasks.record.outcome import Verdict
+from tasks.record.states import RunState
 from tasks.spec.failure_kinds import REQUEUED, FailureKind
 from tasks.spec.run import Retry
 
