@@ -22,7 +22,7 @@ from deployments.stack_env import HOST, NODES_PAGE, POOL, QUEUE_PAGE, ROOT, RUN_
 from deployments.stack_launch import launch, stop, tail_of
 from deployments.stack_nodes import MOST_GPUS, MOST_NODES, Fleet
 from deployments.stack_state import Stack, StackError, StackPlace
-from tasks.supervise.ports import listeners
+from tasks.processes.ports import listeners
 
 EXIT_OK, EXIT_FAILED, EXIT_INTERRUPTED = 0, 1, 130
 

@@ -10,7 +10,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 
-from tasks.supervise import tree
+from tasks.processes import tree
 
 _LOOK_EVERY_S = 0.1
 

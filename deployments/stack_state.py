@@ -16,11 +16,11 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from deployments.stack_env import STACK_VARIABLE
+from tasks.processes import tree
+from tasks.processes.identity import ProcessId, send_if
 from tasks.record.places import muster_home
 from tasks.record.run_json import write_json
 from tasks.spec.errors import MusterError
-from tasks.supervise import tree
-from tasks.supervise.identity import ProcessId, send_if
 
 RAY_TEMP_PREFIX = "muster-ray-"
 

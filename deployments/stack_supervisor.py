@@ -22,13 +22,13 @@ from deployments.stack_nodes import Fleet
 from deployments.stack_plan import PIPELINES, RUNS_WITHIN_S, WORKER, Blueprint, draw_up
 from deployments.stack_runs import end_runs
 from deployments.stack_state import Stack, StackPlace
+from tasks.processes import tree
+from tasks.processes.identity import ProcessId
+from tasks.processes.supervisor import Supervisor
 from tasks.record.events import Event, EventLog
 from tasks.record.outcome import Verdict
 from tasks.record.states import RunState
 from tasks.spec.errors import RunEnded
-from tasks.supervise import tree
-from tasks.supervise.identity import ProcessId
-from tasks.supervise.supervisor import Supervisor
 
 _STOP_SIGNALS = frozenset((signal.SIGTERM, signal.SIGINT))
 

@@ -22,7 +22,7 @@ from prefect.runner import Runner
 
 from flows.prune import prune
 from flows.reconcile import reconcile
-from tasks.supervise.identity import host_name
+from tasks.processes.identity import host_name
 from tasks.upkeep.each_minute import reconciled_each_minute
 from tasks.upkeep.reconciling import publish, reconcile_host
 

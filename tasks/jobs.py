@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tasks.nodes.sweeping import sweep_of
+from tasks.processes.guarded import Command
+from tasks.processes.remote import RemoteJob
 from tasks.rayjobs.job import RayJob
 from tasks.rayjobs.plan import JobPlan
 from tasks.rayjobs.submission import submission_file, submission_id
 from tasks.record.places import AttemptPlace
 from tasks.spec.run import RunSpec
-from tasks.supervise.process import Command
-from tasks.supervise.remote import RemoteJob
 
 
 def job_maker(

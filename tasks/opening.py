@@ -18,6 +18,7 @@ from prefect.states import Cancelled, Completed, Failed
 from tasks.cancellation import cancel_watched, interrupting, started_by_others, why_cancelled
 from tasks.page.failure import in_a_line
 from tasks.parked import forget_parked
+from tasks.processes.registry import RunHeld
 from tasks.record.places import make_run_id
 from tasks.record.states import RunState
 from tasks.reporting.announcing import announced
@@ -28,7 +29,6 @@ from tasks.server.server import lasting_api_url
 from tasks.session import RunSession
 from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.run import RunSpec
-from tasks.supervise.leftovers.registry import RunHeld
 from tasks.terminal.run_view import outlive_readers
 
 # Now, not in a function: Prefect logs its first lines of a flow run before that begins.

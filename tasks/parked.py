@@ -18,6 +18,7 @@ from uuid import UUID
 from prefect.client.schemas.objects import State
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from tasks.processes.registry import owner_of
 from tasks.record.events import EventLog
 from tasks.record.places import RunPlace, muster_home
 from tasks.record.run_json import RunRecord, write_json
@@ -26,7 +27,6 @@ from tasks.reporting.closed_page import tell_closed
 from tasks.reporting.kept_record import record_kept
 from tasks.run.upkeep.reconciled import Reconciled
 from tasks.server.flow_runs import ServerAway, state_of, talking_to
-from tasks.supervise.leftovers.registry import owner_of
 
 _log = logging.getLogger(__name__)
 

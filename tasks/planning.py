@@ -11,16 +11,16 @@ from typing import Any
 
 from tasks.fleet.component import FleetStart, fleet_component
 from tasks.jobs import job_maker
+from tasks.processes.containment import Containment, Level, allowed_level, probe
+from tasks.processes.guarded import Command
+from tasks.processes.identity import host_name
+from tasks.processes.plan import AttemptPlan, ComponentPlan
 from tasks.record.places import AttemptPlace
 from tasks.spec.errors import Fault
 from tasks.spec.loading import project_root
 from tasks.spec.programs import component_path
 from tasks.spec.run import RunSpec
 from tasks.spec.secrets import looks_secret
-from tasks.supervise.containment import Containment, Level, allowed_level, probe
-from tasks.supervise.identity import host_name
-from tasks.supervise.plan import AttemptPlan, ComponentPlan
-from tasks.supervise.process import Command
 
 #: Variables of this process that are about this process, and no component's business.
 _PRIVATE_ENV = ("NOTIFY_SOCKET", "LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES", "MUSTER_ROLE")

@@ -21,6 +21,11 @@ from tasks.planning import (
     plan_of,
     whole_env,
 )
+from tasks.processes.identity import host_name
+from tasks.processes.ports import PortsReserved
+from tasks.processes.registry import RunRegister
+from tasks.processes.shared_memory import remove_unused
+from tasks.processes.supervisor import Supervisor
 from tasks.record.checkpoints import resume_point
 from tasks.record.events import Event, EventLog, event_listeners
 from tasks.record.outcome import Failure, Verdict
@@ -34,11 +39,6 @@ from tasks.spec.loading import project_root, spec_as_yaml
 from tasks.spec.programs import lookup_faults
 from tasks.spec.run import RunSpec
 from tasks.spec.template import ports_needed, resolve, template_faults
-from tasks.supervise.identity import host_name
-from tasks.supervise.leftovers.registry import RunRegister
-from tasks.supervise.leftovers.shared_memory import remove_unused
-from tasks.supervise.ports import PortsReserved
-from tasks.supervise.supervisor import Supervisor
 from tasks.taking_over import finish_predecessor
 
 _log = logging.getLogger(__name__)

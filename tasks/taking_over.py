@@ -5,9 +5,9 @@ from __future__ import annotations
 import errno
 import time
 
+from tasks.processes.lost import Remains, finish
+from tasks.processes.registry import claimed
 from tasks.record.closing import Loss, close_record
-from tasks.supervise.leftovers.lost import Remains, finish
-from tasks.supervise.leftovers.registry import claimed
 from tasks.upkeep.lost_jobs import is_under_way, stop_jobs
 
 #: A guardian that still takes its component down is waited for.

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tasks.fleet.plan import LOOPBACK, SERVERS_ENV, TOKEN_ENV, FleetPlan
+from tasks.processes.containment import Containment, Level
+from tasks.processes.guarded import Command
+from tasks.processes.plan import ComponentPlan
 from tasks.record.places import AttemptPlace
 from tasks.rollout.addresses import ports_needed
 from tasks.rollout.building import planned
@@ -19,9 +22,6 @@ from tasks.spec.errors import Fault
 from tasks.spec.loading import project_root
 from tasks.spec.probes import LiveProbe, ReadyProbe
 from tasks.spec.run import FLEET, RunSpec
-from tasks.supervise.containment import Containment, Level
-from tasks.supervise.plan import ComponentPlan
-from tasks.supervise.process import Command
 
 #: Of names of ports: `rollout.ports.server.0`.
 _PORTS = f"{FLEET}.ports."

@@ -8,16 +8,16 @@ from collections.abc import Mapping, Sequence
 
 from tasks.fleet.local_host import LocalHost
 from tasks.fleet.plan import LOOPBACK, SERVERS_ENV, FleetPlan
+from tasks.processes.guarded import Forked
+from tasks.processes.identity import ProcessId
+from tasks.processes.ports import PortsReserved
+from tasks.processes.registry import Entry, PartsRegister
 from tasks.rollout.addresses import Addresses, nodes_needed, ports_needed
 from tasks.rollout.building import build
 from tasks.rollout.hosts import NoHost, OpenedHost
 from tasks.rollout.topology import ServerSlot, TopologyPlan
 from tasks.spec.rollout import Rollout
 from tasks.spec.run import FLEET
-from tasks.supervise.identity import ProcessId
-from tasks.supervise.leftovers.registry import Entry, PartsRegister
-from tasks.supervise.ports import PortsReserved
-from tasks.supervise.process import Forked
 
 _DEVICES = "CUDA_VISIBLE_DEVICES"
 #: Of this process only.

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import httpx
 
+from tasks.processes import tree
+from tasks.processes.guarded import Command, Forked, GuardedProcess
+from tasks.processes.ports import is_listened, listeners
 from tasks.record.causes import find_cause, last_lines, read_tail
 from tasks.rollout.hosts import Death, StartFailed
 from tasks.rollout.topology import Ask, ServerSlot
 from tasks.spec.failure_kinds import FailureKind
-from tasks.supervise import tree
-from tasks.supervise.ports import is_listened, listeners
-from tasks.supervise.process import Command, Forked, GuardedProcess
 
 #: What a guardian needs after a SIGKILL to reap, and to report what is stuck.
 _KILL_WITHIN_S = 8.0

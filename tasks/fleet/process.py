@@ -21,6 +21,7 @@ from typing import Any
 
 from tasks.fleet.hosts import opened_host
 from tasks.fleet.plan import TOKEN_ENV, BadPlan, FleetPlan
+from tasks.processes import tree
 from tasks.record.events import Event, EventLog
 from tasks.rollout.fleet import Fleet, FleetFailed
 from tasks.rollout.gateway.gateway import Gateway
@@ -28,7 +29,6 @@ from tasks.rollout.health.probing import HttpProber
 from tasks.rollout.hosts import NoHost, OpenedHost
 from tasks.rollout.settings import settings_of
 from tasks.spec.rollout import Rollout
-from tasks.supervise import tree
 
 _log = logging.getLogger("fleet")
 

@@ -18,12 +18,12 @@ from prefect.logging import get_run_logger
 from prefect.states import Completed, Failed
 
 from tasks.nodes.visitor import Node, NodeVisitor, NotVisited, visiting
+from tasks.processes.identity import host_name
+from tasks.processes.machine import code_here, look, names_unseen
+from tasks.processes.registry import owner_of
 from tasks.rayjobs.dashboard import Dashboard, Denied, NoAnswer
 from tasks.record.places import muster_home
 from tasks.run.node_health import CALLER, Limits, NodeSeen, Survey, Verdict, judged
-from tasks.supervise.identity import host_name
-from tasks.supervise.leftovers.registry import owner_of
-from tasks.supervise.machine_look import code_here, look, names_unseen
 
 LOOK_WITHIN_S = 60.0
 

@@ -21,9 +21,9 @@ from typing import IO, Any
 from prefect.context import FlowRunContext
 from prefect.settings import get_current_settings
 
+from tasks.processes import tree
 from tasks.rayjobs.loopback import driver_env
 from tasks.spec.errors import MusterError
-from tasks.supervise import tree
 
 #: An answer may be late by so much: the driver keeps the deadline itself.
 _LATE_S = 5.0

@@ -13,7 +13,7 @@ from prefect.client.schemas.actions import VariableCreate
 from prefect.client.schemas.objects import Variable
 from prefect.exceptions import ObjectAlreadyExists
 
-from tasks.supervise.identity import host_name
+from tasks.processes.identity import host_name
 
 _NOTE = "Muster: the gate of the queue that decides right now; it goes by itself"
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from prefect.client.schemas.objects import FlowRun, StateType
 
-from tasks.supervise.identity import ProcessId, host_name
+from tasks.processes.identity import ProcessId, host_name
 
 #: `node-1:8,node-2:8`: the gang that the flow run was given; empty for none.
 NODES = "muster.gang.nodes"

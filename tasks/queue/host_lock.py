@@ -9,7 +9,7 @@ import re
 import secrets
 from pathlib import Path
 
-from tasks.supervise.identity import boot_id
+from tasks.processes.identity import boot_id
 
 _TOKEN = re.compile(rb"[0-9a-f]{32}")
 _TOKEN_BYTES = 32

@@ -19,6 +19,7 @@ from pydantic import ValidationError
 from tasks.gang.demand import why_never
 from tasks.gang.nodes import Cluster
 from tasks.gang.settings import PoolSettings, settings_of
+from tasks.processes.variables import holders_of
 from tasks.queue.asks import Ask, fault_of
 from tasks.queue.capacity import Capacity, NoCapacity
 from tasks.queue.decision import Decision
@@ -28,7 +29,6 @@ from tasks.queue.run_states import lost_cancel, may_have_been_cancelled
 from tasks.queue.words import Message, one_line
 from tasks.server.flow_runs import FLOW_RUN_VARIABLE
 from tasks.spec.failure_kinds import FailureKind
-from tasks.supervise.leftovers.variables import holders_of
 
 #: What was granted, or submitted, and has not come further by then is given back, wherever its
 #: worker may be.

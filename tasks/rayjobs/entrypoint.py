@@ -27,7 +27,7 @@ import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING or __name__ != "__main__":
-    from tasks.supervise import tree
+    from tasks.processes import tree
 else:
     import tree
 

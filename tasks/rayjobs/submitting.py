@@ -12,11 +12,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tasks.processes import tree
 from tasks.rayjobs import entrypoint
 from tasks.rayjobs.dashboard import Denied, NoAnswer, Node
 from tasks.rayjobs.plan import JobPlan
 from tasks.record.places import muster_home
-from tasks.supervise import tree
 
 if TYPE_CHECKING:
     from ray.job_submission import JobSubmissionClient

@@ -23,6 +23,7 @@ from tasks.page.summary import summary_of
 from tasks.page.tables import attempts_of, curve_shown, progress_of
 from tasks.page.timeline import timeline_of
 from tasks.page.view import RunView, Shown
+from tasks.processes.identity import host_name
 from tasks.record.events import Event
 from tasks.record.states import RunState
 from tasks.reporting.artifacts import (
@@ -37,7 +38,6 @@ from tasks.reporting.artifacts import (
 )
 from tasks.session import RunSession
 from tasks.spec.loading import project_root
-from tasks.supervise.identity import host_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

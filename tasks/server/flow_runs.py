@@ -36,11 +36,11 @@ from prefect.settings import (
 )
 from prefect.states import Cancelled, Completed, Crashed, Failed, Scheduled
 
+from tasks.processes.identity import ProcessId, boot_id, host_name
+from tasks.processes.variables import Holders
 from tasks.record.closing import Closed
 from tasks.record.states import RunState
 from tasks.server.refusal import why_refused
-from tasks.supervise.identity import ProcessId, boot_id, host_name
-from tasks.supervise.leftovers.variables import Holders
 
 #: In the environment of a flow run's process. Source: prefect/runner/_starter_engine.py.
 FLOW_RUN_VARIABLE = "PREFECT__FLOW_RUN_ID"

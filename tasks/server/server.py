@@ -22,16 +22,16 @@ from prefect.settings import (
     temporary_settings,
 )
 
+from tasks.processes.containment import allowed_level, probe
+from tasks.processes.guarded import Command
+from tasks.processes.plan import AttemptPlan, ComponentPlan
+from tasks.processes.ports import PortsReserved
+from tasks.processes.registry import RunRegister
+from tasks.processes.supervisor import Supervisor
 from tasks.record.places import muster_home
 from tasks.server.flow_runs import ServerAway, ServerRefuses, talking_to
 from tasks.spec.errors import MusterError, RunEnded
 from tasks.spec.probes import ReadyProbe
-from tasks.supervise.containment import allowed_level, probe
-from tasks.supervise.leftovers.registry import RunRegister
-from tasks.supervise.plan import AttemptPlan, ComponentPlan
-from tasks.supervise.ports import PortsReserved
-from tasks.supervise.process import Command
-from tasks.supervise.supervisor import Supervisor
 
 _log = logging.getLogger(__name__)
 

@@ -13,6 +13,8 @@ from prefect.client.orchestration import SyncPrefectClient
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_API_URL
 
+from tasks.processes.identity import host_name
+from tasks.processes.registry import owner_of, registered_runs
 from tasks.run.upkeep.reconciled import Report
 from tasks.server.flow_runs import (
     SILENT_AFTER_S,
@@ -22,8 +24,6 @@ from tasks.server.flow_runs import (
     server_now,
     talking_to,
 )
-from tasks.supervise.identity import host_name
-from tasks.supervise.leftovers.registry import owner_of, registered_runs
 from tasks.upkeep.reconciling import reconcile_host
 
 _PAGE = 200

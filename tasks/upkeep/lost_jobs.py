@@ -13,6 +13,8 @@ from prefect.client.schemas.objects import State
 from prefect.states import Scheduled
 
 from tasks.nodes.sweeping import sweep_of
+from tasks.processes.registry import JobEntry, LostRun
+from tasks.processes.variables import holders_of
 from tasks.rayjobs.asking import stop_submission
 from tasks.rayjobs.dashboard import JobState
 from tasks.record.places import AttemptPlace, RunPlace
@@ -27,8 +29,6 @@ from tasks.server.flow_runs import (
     propose,
     talking_to,
 )
-from tasks.supervise.leftovers.registry import JobEntry, LostRun
-from tasks.supervise.leftovers.variables import holders_of
 
 _log = logging.getLogger(__name__)
 

@@ -28,6 +28,8 @@ from prefect.logging import get_run_logger
 from prefect.settings import PREFECT_API_URL
 
 from tasks.parked import parked_runs
+from tasks.processes.identity import host_name
+from tasks.processes.registry import registered_runs
 from tasks.record.places import RunPlace, muster_home
 from tasks.record.states import RunState
 from tasks.run.upkeep.pruned import Done, Pruned
@@ -48,8 +50,6 @@ from tasks.server.flow_runs import (
     open_flow_runs,
     talking_to,
 )
-from tasks.supervise.identity import host_name
-from tasks.supervise.leftovers.registry import registered_runs
 
 _log = logging.getLogger(__name__)
 

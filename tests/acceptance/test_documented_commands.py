@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from tasks.supervise.ports import PortsReserved
+from tasks.processes.ports import PortsReserved
 from tests.support.documents import ROOT, Block, Document, documents
 
 #: Why a command is not typed: by its document, and what it begins with.

@@ -16,7 +16,7 @@ import httpx
 import pytest
 import yaml
 
-from tasks.supervise.ports import listeners
+from tasks.processes.ports import listeners
 from tests.acceptance.conftest import Run, until
 
 ROOT = Path(__file__).parents[2]

@@ -21,13 +21,13 @@ from typing import Any
 
 import httpx
 
+from tasks.processes.ports import listeners
 from tasks.rollout.clock import Clock
 from tasks.rollout.health.health import Health
 from tasks.rollout.health.probing import HttpProber
 from tasks.rollout.registry import Registry
 from tasks.rollout.settings import FleetSettings
 from tasks.rollout.topology import Ask
-from tasks.supervise.ports import listeners
 from tests.benchmarks.report import Result, Row, say
 from tests.faults.fleet_chaos import plan_in, serving
 from tests.support import dummy_server

@@ -19,9 +19,9 @@ import httpx
 from prefect import get_client
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
+from tasks.processes import tree
 from tasks.queue.capacity import Capacity
 from tasks.queue.gate import Gate
-from tasks.supervise import tree
 from tests.benchmarks.footprint import cpu_ns, cpu_percent, memory_mb
 from tests.benchmarks.limits_series import By, database_mb, server_pid
 from tests.benchmarks.report import Missing, Row, say

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from tasks.supervise import tree
+from tasks.processes import tree
 from tests.benchmarks.footprint import cpu_percent, fds, memory_mb, shared_memory_mb, threads
 from tests.benchmarks.limits_series import By, database_mb, server_pid
 from tests.benchmarks.report import Row, say

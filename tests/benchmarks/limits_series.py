@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from tasks.supervise.ports import listeners
+from tasks.processes.ports import listeners
 from tests.benchmarks.report import Row
 
 

@@ -17,8 +17,8 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+from tasks.processes import tree
 from tasks.server.server import prefect_server
-from tasks.supervise import tree
 from tests.benchmarks import peers
 from tests.benchmarks.report import Result, Row, say
 from tests.benchmarks.stage import FlowProcess, folder, part, python_alone, wait_until

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from tasks.processes.ports import PortsReserved
 from tasks.server.server import prefect_server
 from tasks.spec.probes import ReadyProbe
-from tasks.supervise.ports import PortsReserved
 from tests.benchmarks import models
 from tests.benchmarks.report import Result, Row, interleaved
 from tests.benchmarks.stage import (

@@ -17,13 +17,13 @@ from typing import Any
 
 import yaml
 
+from tasks.processes.guarded import Command
+from tasks.processes.plan import AttemptPlan, ComponentPlan
+from tasks.processes.ports import PortsReserved
+from tasks.processes.supervisor import Supervisor
 from tasks.record.events import EventLog
 from tasks.spec.loading import project_root
 from tasks.spec.probes import LiveProbe, ReadyProbe
-from tasks.supervise.plan import AttemptPlan, ComponentPlan
-from tasks.supervise.ports import PortsReserved
-from tasks.supervise.process import Command
-from tasks.supervise.supervisor import Supervisor
 
 #: In the order of their start.
 NAMES = ("api", "trainer", "environment")

@@ -14,8 +14,8 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 
-from tasks.supervise import tree
-from tasks.supervise.process import Command, GuardedProcess
+from tasks.processes import tree
+from tasks.processes.guarded import Command, GuardedProcess
 from tests.benchmarks.report import Result, Row, interleaved
 from tests.benchmarks.stage import folder
 

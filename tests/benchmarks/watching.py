@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
+from tasks.processes import tree
 from tasks.spec.loading import project_root
-from tasks.supervise import tree
 from tests.benchmarks import peers
 from tests.benchmarks.footprint import cpu_percent, memory_mb, program, shared_memory_mb
 from tests.benchmarks.report import Missing, Result, Row, say

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tasks.supervise.identity import ProcessId
+from tasks.processes.identity import ProcessId
 from tests.faults.injections import helper, pids_taken, why_no_pid_to_choose
 from tests.faults.scene import CANCELLED, KILLED, Case, Phase, Scene, failed, phases_with
 from tests.support.stage import python, sh, wait_until

@@ -32,9 +32,9 @@ from typing import Any
 import aiohttp
 
 from tasks.fleet.plan import FleetPlan
+from tasks.processes import tree
+from tasks.processes.ports import listeners
 from tasks.run.help_text import HelpFormatter
-from tasks.supervise import tree
-from tasks.supervise.ports import listeners
 from tests.support.stage import free_port
 
 _ENGINES = 8

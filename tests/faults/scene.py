@@ -23,8 +23,8 @@ from typing import Any
 
 import pytest
 
+from tasks.processes import tree
 from tasks.spec.probes import ReadyProbe
-from tasks.supervise import tree
 from tests.support.shapes import SHAPES
 from tests.support.stage import DEADLINE_S, Stage, is_alive, sh, wait_until
 from tests.support.witness import Testimony, Witness, bystander
@@ -317,7 +317,7 @@ def _ending_since(scene: Scene) -> float:
 def missing_levels() -> dict[str, str]:
     """Why a level is not to be had on this machine, of those that are not."""
     code = (
-        "import json; from tasks.supervise.containment import probe\n"
+        "import json; from tasks.processes.containment import probe\n"
         "print(json.dumps({k.value: v for k, v in probe(namespace=True).missing.items()}))"
     )
     # The probe makes a process a subreaper: not this one.

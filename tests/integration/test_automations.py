@@ -25,7 +25,7 @@ from prefect.events.schemas.automations import AutomationCore
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from deployments.automations.apply import FOLDER, apply
-from tasks.supervise.ports import listeners
+from tasks.processes.ports import listeners
 from tests.support.gang_pool import GangPool
 from tests.support.ground import ROOT, Ground, Run, Server, until
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from tasks.processes import cgroup, tree
+from tasks.processes.containment import Containment, Level, probe, why_no_namespace
+from tasks.processes.registry import RunRegister, claimed
+from tasks.processes.shared_memory import remove_unused
 from tasks.spec.probes import ReadyProbe
-from tasks.supervise import cgroup, tree
-from tasks.supervise.containment import Containment, Level, probe, why_no_namespace
-from tasks.supervise.leftovers.registry import RunRegister, claimed
-from tasks.supervise.leftovers.shared_memory import remove_unused
 from tests.support.shapes import SHAPES
 from tests.support.stage import Stage, is_alive, python, sh, wait_until
 
@@ -186,7 +186,7 @@ def test_what_a_killed_guardian_leaves_in_a_namespace_is_ended(stage: Stage) -> 
 
 def test_namespace_that_is_refused_says_why(tmp_path: Path) -> None:
     """Where a container's rules refuse unshare, for example: here a user limit does."""
-    script = "import tasks.supervise.containment as c, sys; print(c.why_no_namespace())"
+    script = "import tasks.processes.containment as c, sys; print(c.why_no_namespace())"
     if os.getuid() != 0:
         pytest.skip("the limit of namespaces is root's to set")
     limit = 'echo 0 > /proc/sys/user/max_pid_namespaces && exec "$@"'

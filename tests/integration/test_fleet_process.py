@@ -18,11 +18,11 @@ import httpx
 import pytest
 
 from tasks.fleet.plan import SERVERS_ENV, TOKEN_ENV, FleetPlan
+from tasks.processes import tree
+from tasks.processes.lost import finish
+from tasks.processes.ports import listeners
+from tasks.processes.registry import claimed, registered_runs
 from tasks.spec.probes import ReadyProbe
-from tasks.supervise import tree
-from tasks.supervise.leftovers.lost import finish
-from tasks.supervise.leftovers.registry import claimed, registered_runs
-from tasks.supervise.ports import listeners
 from tests.support.stage import DEADLINE_S, Stage, free_port, is_alive, wait_until
 
 SERVER = Path(__file__).parents[1] / "support" / "dummy_server.py"
@@ -39,7 +39,7 @@ WITH_A_DAEMON = ["sh", "-c", f"setsid sleep 600 & exec {' '.join(COMMAND)}"]
 #: Holds the register of the run `a-run`, as its flow process does.
 OWNER = """
 import sys
-from tasks.supervise.leftovers.registry import RunRegister
+from tasks.processes.registry import RunRegister
 print(RunRegister.opened("a-run").directory, flush=True)
 sys.stdin.read()
 """

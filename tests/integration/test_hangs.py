@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from tasks.processes import stacks
+from tasks.processes.plan import ComponentPlan
 from tasks.record.outcome import Failure, Verdict
 from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.probes import LiveProbe, ReadyProbe
-from tasks.supervise.diagnosis import stacks
-from tasks.supervise.plan import ComponentPlan
 from tests.support.stage import DEADLINE_S, Stage, free_port, sh
 
 UP = ReadyProbe(log="up", within_s=DEADLINE_S)
@@ -232,9 +232,9 @@ def test_look_that_never_ends_delays_the_end_and_no_more(
     stage: Stage, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     forever = threading.Event()
-    monkeypatch.setattr("tasks.supervise.diagnosis.diagnosis._EXAMINED_WITHIN_S", 0.1)
+    monkeypatch.setattr("tasks.processes.hang_report._EXAMINED_WITHIN_S", 0.1)
     monkeypatch.setattr(
-        "tasks.supervise.diagnosis.diagnosis.kernel_view.describe", lambda pids: forever.wait()
+        "tasks.processes.hang_report.kernel_view.describe", lambda pids: forever.wait()
     )
 
     verdict = stage.run(program(stage, "trainer", STUCK % "", ready=UP, live=MISSED))

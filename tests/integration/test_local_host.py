@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from tasks.fleet.local_host import LocalHost
+from tasks.processes import tree
+from tasks.processes.guarded import Forked
+from tasks.processes.ports import is_listened
 from tasks.rollout.hosts import Death, StartFailed
 from tasks.rollout.topology import Answers, Ask, ServerSlot
-from tasks.supervise import tree
-from tasks.supervise.ports import is_listened
-from tasks.supervise.process import Forked
 from tests.support.stage import DEADLINE_S, Stage, free_port, is_alive
 
 #: Answers 200 on /health and 503 with a reason on anything else, until it is told to end.

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tasks.supervise.identity import host_name
+from tasks.processes.identity import host_name
 from tests.support.ground import Ground, Server, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.thorough, pytest.mark.timeout(600)]

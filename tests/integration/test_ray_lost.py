@@ -14,9 +14,9 @@ from typing import Any
 import httpx
 import pytest
 
+from tasks.processes.identity import ProcessId, boot_id, host_name
+from tasks.processes.registry import JobEntry, LostRun, Owner
 from tasks.record.run_json import write_json
-from tasks.supervise.identity import ProcessId, boot_id, host_name
-from tasks.supervise.leftovers.registry import JobEntry, LostRun, Owner
 from tasks.upkeep.lost_jobs import stop_jobs
 from tests.support.ground import FINAL, Ground, Run, host_with_worker, until
 from tests.support.ray_cluster import RayCluster

@@ -24,7 +24,7 @@ import pytest
 
 from deployments.stack_env import NODES_PAGE, QUEUE_PAGE
 from deployments.stack_state import Stack, processes_of
-from tasks.supervise.ports import PortsReserved
+from tasks.processes.ports import PortsReserved
 from tests.support.prefect_api import ask
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
+from tasks.processes.ports import PortsReserved
 from tasks.record.states import RunState
 from tasks.spec.errors import RunEnded
 from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.probes import ReadyProbe
-from tasks.supervise.ports import PortsReserved
 from tests.support.shapes import SHAPES
 from tests.support.stage import DEADLINE_S, FOREVER, Stage, free_port, python, sh, wait_until
 

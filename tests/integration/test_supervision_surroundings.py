@@ -11,9 +11,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from tasks.processes import tree
 from tasks.record.states import RunState
 from tasks.spec.probes import ReadyProbe
-from tasks.supervise import tree
 from tests.support.stage import DEADLINE_S, Stage, is_alive, sh, wait_until
 
 UP = ReadyProbe(log="up", within_s=DEADLINE_S)

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from tasks.processes.plan import ComponentPlan
 from tasks.record.states import RunState
 from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.probes import LiveProbe, ReadyProbe
-from tasks.supervise.plan import ComponentPlan
 from tests.support.stage import DEADLINE_S, Stage, free_port, python, sh, wait_until
 
 UP = ReadyProbe(log="up", within_s=DEADLINE_S)

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from tasks.supervise.identity import host_name
+from tasks.processes.identity import host_name
 from tests.support.gang_evidence import PART, Asked, history_of
 from tests.support.gang_referee import FINAL, History
 from tests.support.ground import ROOT, Ground, Run, Server, until

@@ -21,9 +21,9 @@ from typing import Any, TypeVar
 import httpx
 import yaml
 
+from tasks.processes.identity import host_name
+from tasks.processes.ports import PortsReserved
 from tasks.server.server import server_command
-from tasks.supervise.identity import host_name
-from tasks.supervise.ports import PortsReserved
 from tests.support.prefect_api import ask
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import httpx
 
-from tasks.supervise.ports import PortsReserved
+from tasks.processes.ports import PortsReserved
 from tests.support import keeper
 
 HOST = "127.0.0.1"

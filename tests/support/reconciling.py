@@ -9,8 +9,8 @@ import json
 import sys
 from typing import Any
 
-from tasks.supervise.leftovers.lost import finish
-from tasks.supervise.leftovers.registry import claimed, registered_runs
+from tasks.processes.lost import finish
+from tasks.processes.registry import claimed, registered_runs
 
 
 def main() -> None:

@@ -17,17 +17,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tasks.processes import tree
+from tasks.processes.guarded import Command
+from tasks.processes.plan import AttemptPlan, ComponentPlan
+from tasks.processes.ports import PortsReserved
+from tasks.processes.registry import RunRegister
+from tasks.processes.supervisor import Supervisor
 from tasks.record.events import Event
 from tasks.record.outcome import Verdict
 from tasks.spec.errors import RunEnded
 from tasks.spec.probes import LiveProbe, ReadyProbe
 from tasks.spec.run import OnExitZero, Progress
-from tasks.supervise import tree
-from tasks.supervise.leftovers.registry import RunRegister
-from tasks.supervise.plan import AttemptPlan, ComponentPlan
-from tasks.supervise.ports import PortsReserved
-from tasks.supervise.process import Command
-from tasks.supervise.supervisor import Supervisor
 
 #: How long anything may take before a test gives up; never waited for in full unless it is broken.
 DEADLINE_S = 60.0

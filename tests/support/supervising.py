@@ -22,14 +22,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tasks.processes.containment import Level, allowed_level, probe
+from tasks.processes.plan import AttemptPlan
+from tasks.processes.ports import PortsReserved
+from tasks.processes.registry import Entry, RunRegister
+from tasks.processes.shared_memory import remove_unused
+from tasks.processes.supervisor import Supervisor
 from tasks.record.events import EventLog
 from tasks.spec.errors import RunEnded
-from tasks.supervise.containment import Level, allowed_level, probe
-from tasks.supervise.leftovers.registry import Entry, RunRegister
-from tasks.supervise.leftovers.shared_memory import remove_unused
-from tasks.supervise.plan import AttemptPlan
-from tasks.supervise.ports import PortsReserved
-from tasks.supervise.supervisor import Supervisor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tasks.supervise import tree
-from tasks.supervise.plan import ComponentPlan
+from tasks.processes import tree
+from tasks.processes.plan import ComponentPlan
 from tests.support.stage import DEADLINE_S
 from tests.support.supervising import Part
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from deployments.stack_state import Stack
 from tasks.gang.settings import PoolSettings, TableNode, with_settings
-from tasks.supervise.ports import PortsReserved
+from tasks.processes.ports import PortsReserved
 from tests.support.ground import FINAL
 from tests.support.prefect_api import ask
 

@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
+from tasks.processes.attempt import SupervisedAttempt
+from tasks.processes.guarded import Command
+from tasks.processes.plan import AttemptPlan, ComponentPlan
+from tasks.processes.ports import PortsReserved
 from tasks.record.outcome import Exit, Verdict
 from tasks.record.states import RunState
 from tasks.spec.errors import RunEnded
 from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.probes import LiveProbe, ReadyProbe
 from tasks.spec.run import Progress
-from tasks.supervise.attempt import SupervisedAttempt
-from tasks.supervise.plan import AttemptPlan, ComponentPlan
-from tasks.supervise.ports import PortsReserved
-from tasks.supervise.process import Command
 
 pytestmark = pytest.mark.asyncio
 
@@ -83,8 +83,8 @@ class ScriptedProcess:
 
 @pytest.fixture(autouse=True)
 def scripted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("tasks.supervise.holds.GuardedProcess", ScriptedProcess)
-    monkeypatch.setattr("tasks.supervise.course._LAST_STEP_WITHIN_S", 0.2)
+    monkeypatch.setattr("tasks.processes.holds.GuardedProcess", ScriptedProcess)
+    monkeypatch.setattr("tasks.processes.course._LAST_STEP_WITHIN_S", 0.2)
     ScriptedProcess.made, ScriptedProcess.refuses = {}, {}
     yield
 
@@ -315,7 +315,7 @@ async def test_bug_while_success_is_looked_for_ends_the_run_as_failed(
 async def test_bug_in_a_watcher_ends_the_run_as_failed(
     begin: MakeAttempt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tasks.supervise.course._READ_EVERY_S", 0.001)
+    monkeypatch.setattr("tasks.processes.course._READ_EVERY_S", 0.001)
     attempt = await begin(api="fail")
 
     def broken(step: float | None) -> float:
@@ -365,7 +365,7 @@ async def test_program_that_cannot_be_started_is_named(
 async def test_tree_that_cannot_be_ended_is_told_and_no_clean_verdict(
     begin: MakeAttempt, events: Events, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tasks.supervise.process_member._KILL_WITHIN_S", 0.05)
+    monkeypatch.setattr("tasks.processes.process_component._KILL_WITHIN_S", 0.05)
     attempt = await begin(trainer="complete")
     stuck = process("trainer")
     stuck.stuck = (7, 8)
@@ -412,7 +412,7 @@ async def test_bad_readiness_answer_at_the_deadline_is_asked_once_more(
         (tmp_path / "registered").touch()
         await asyncio.sleep(60)
 
-    monkeypatch.setattr("tasks.supervise.member.until_yes", late)
+    monkeypatch.setattr("tasks.processes.component.until_yes", late)
     await attempt.start("trainer")
 
     assert member.is_ready

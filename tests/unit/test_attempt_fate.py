@@ -6,9 +6,9 @@ import itertools
 
 import pytest
 
+from tasks.processes.fate import Decision, Fate
 from tasks.record.outcome import Verdict
 from tasks.record.states import RunState
-from tasks.supervise.fate import Decision, Fate
 
 
 def decision(at: float, state: RunState = RunState.FAILED) -> Decision:

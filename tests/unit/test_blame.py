@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from tasks.processes.blame import failure_of
 from tasks.record.outcome import Exit
 from tasks.spec.failure_kinds import FailureKind
-from tasks.supervise.blame import failure_of
 
 OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
 NCCL = "[rank0]:[E ProcessGroupNCCL.cpp:632] Watchdog caught collective operation timeout: x"

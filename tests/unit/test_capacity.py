@@ -12,10 +12,10 @@ import pytest_asyncio
 
 from tasks.gang.nodes import Cluster, Node
 from tasks.gang.settings import PoolSettings, TableNode
+from tasks.processes.identity import host_name
 from tasks.queue.capacity import Capacity, NoCapacity, local_cluster
 from tasks.rayjobs.cluster_use import ClusterUse, NodeInUse
 from tasks.rayjobs.dashboard import Denied, NoAnswer
-from tasks.supervise.identity import host_name
 
 pytestmark = pytest.mark.asyncio
 

@@ -19,6 +19,7 @@ from deployments.docs import spec_reference
 from deployments.docs.__main__ import MAKERS, main
 from deployments.docs.__main__ import documents as made_documents
 from deployments.docs.blocks import filled, names_in
+from tasks.processes.probes import until_yes
 from tasks.record.causes import RULES, find_cause
 from tasks.record.states import RunState
 from tasks.rollout import layout
@@ -30,7 +31,6 @@ from tasks.spec.pipeline import PipelineSpec
 from tasks.spec.pipeline_loading import load_pipeline
 from tasks.spec.rollout import Rollout
 from tasks.spec.run import RunSpec
-from tasks.supervise.probe import until_yes
 from tests.support.documents import ROOT, Block, Document, documents
 
 DOCUMENTS = documents()

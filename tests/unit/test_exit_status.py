@@ -12,10 +12,10 @@ from contextlib import contextmanager
 
 import pytest
 
+from tasks.processes import exit_status, tree
+from tasks.processes.exit_status import exit_of
+from tasks.processes.identity import ProcessId
 from tasks.record.outcome import Exit
-from tasks.supervise import exit_status, tree
-from tasks.supervise.exit_status import exit_of
-from tasks.supervise.identity import ProcessId
 
 _WITHIN_S = 60.0
 

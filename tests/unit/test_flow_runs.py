@@ -13,6 +13,8 @@ from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.client.schemas.responses import SetStateStatus
 from prefect.states import Cancelled, Completed, Crashed, Running, Scheduled
 
+from tasks.processes import tree
+from tasks.processes.variables import Holders
 from tasks.record.closing import Closed
 from tasks.record.states import RunState
 from tasks.server.flow_runs import (
@@ -25,8 +27,6 @@ from tasks.server.flow_runs import (
     state_of_closed,
     state_of_lost,
 )
-from tasks.supervise import tree
-from tasks.supervise.leftovers.variables import Holders
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 FLOW_RUN = UUID("1b4e28ba-2fa1-4d3b-a3f5-ef19b5a7633b")

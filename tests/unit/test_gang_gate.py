@@ -18,13 +18,13 @@ from prefect.client.schemas.objects import State, StateType
 from prefect.settings import PREFECT_LOGGING_TO_API_ENABLED, temporary_settings
 
 from tasks.gang.settings import PoolSettings, TableNode, with_settings
+from tasks.processes.identity import ProcessId, boot_id, host_name
 from tasks.queue import gate, look
 from tasks.queue.capacity import Capacity
 from tasks.queue.gate import Gate
 from tasks.queue.grants import Giver, Grant
 from tasks.queue.ledger import Entry
 from tasks.queue.worker import GangWorker
-from tasks.supervise.identity import ProcessId, boot_id, host_name
 from tests.support.scripted_prefect import FreeLease, ScriptedPrefect
 
 GONE = Giver(host=host_name(), process=ProcessId(pid=2**22, start_ticks=1, boot_id=boot_id()))

@@ -52,7 +52,7 @@ COMMANDS = (
 #: What other programs of the project start, and nobody else.
 INTERNAL = {
     *("tasks.fleet.process", "tasks.server.process", "tasks.nodes.visits"),
-    *("tasks.supervise.guardian", "tasks.supervise.namespace_init"),
+    *("tasks.processes.guardian", "tasks.processes.namespace_init"),
     *("tasks.rayjobs.entrypoint", "tasks.rollout.lmdeploy_replica"),
     *("deployments.stack_supervisor", "deployments.stack_node", "deployments.stack_ray_node"),
     *("deployments.stack_runs", "deployments.verl.compose"),

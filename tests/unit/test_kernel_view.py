@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tasks.supervise.diagnosis.kernel_view import describe, has_signal, sockets_in, status_of
+from tasks.processes.kernel_view import describe, has_signal, sockets_in, status_of
 
 TCP = """\
   sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode

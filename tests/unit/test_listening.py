@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from tasks.supervise import listening
+from tasks.processes import listening
 
 FAMILIES = {"IPv4": (socket.AF_INET, "127.0.0.1"), "IPv6": (socket.AF_INET6, "::1")}
 

@@ -14,8 +14,8 @@ from prefect.client.schemas.objects import FlowRun
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
+from tasks.processes.identity import host_name
 from tasks.run.upkeep.reconciled import Report
-from tasks.supervise.identity import host_name
 from tasks.upkeep import lost_host, reconcile_command
 from tasks.upkeep.lost_host import NotLost, give_up_host
 

@@ -13,8 +13,8 @@ import pytest
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.states import Completed, Running
 
-from tasks.supervise.identity import ProcessId, boot_id, host_name
-from tasks.supervise.leftovers.registry import LostRun, Owner
+from tasks.processes.identity import ProcessId, boot_id, host_name
+from tasks.processes.registry import LostRun, Owner
 from tasks.upkeep import lost_jobs
 from tasks.upkeep.lost_jobs import Kept, keep_jobs
 

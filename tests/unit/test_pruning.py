@@ -16,9 +16,9 @@ import pytest
 
 from flows.prune import prune
 from tasks.parked import note_parked
+from tasks.processes.registry import RunRegister
 from tasks.run.upkeep.retention import Act, Retention
 from tasks.server.flow_runs import ServerAway
-from tasks.supervise.leftovers.registry import RunRegister
 from tasks.upkeep import prune_command, pruning
 from tasks.upkeep.pruning import prune_host
 from tests.support.ground import ROOT

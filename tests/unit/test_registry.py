@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from tasks.supervise.identity import ProcessId, boot_id, host_name
-from tasks.supervise.leftovers import registry
-from tasks.supervise.leftovers.registry import Entry, Owner, RunRegister, claimed, registered_runs
+from tasks.processes import registry
+from tasks.processes.identity import ProcessId, boot_id, host_name
+from tasks.processes.registry import Entry, Owner, RunRegister, claimed, registered_runs
 
 #: Opens a registry, says so, and stays until its stdin ends.
 OWNER = """
 import sys
-from tasks.supervise.leftovers.registry import RunRegister
+from tasks.processes.registry import RunRegister
 RunRegister.opened("a-run")
 print("open", flush=True)
 sys.stdin.read()

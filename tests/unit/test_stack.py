@@ -26,9 +26,9 @@ from deployments.stack_nodes import Fleet
 from deployments.stack_plan import draw_up
 from deployments.stack_state import Stack, StackError, StackPlace, processes_of
 from tasks import deploying
+from tasks.processes.identity import ProcessId
 from tasks.spec.errors import InvalidSpec
 from tasks.spec.loading import load_spec
-from tasks.supervise.identity import ProcessId
 
 RUNS = sorted((ROOT / "deployments" / "runs").glob("*.yaml"))
 

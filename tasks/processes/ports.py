@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tasks.supervise import tree
-from tasks.supervise.listening import listening_inodes
+from tasks.processes import tree
+from tasks.processes.listening import listening_inodes
 
 #: Ports are taken from here, below what the kernel hands out to outgoing connections.
 _LOWEST, _HIGHEST = 15000, 32000

@@ -7,12 +7,12 @@ from functools import partial
 
 import httpx
 
-from tasks.supervise.holds import Holds
-from tasks.supervise.job_member import JobMember
-from tasks.supervise.member import Emit, Member
-from tasks.supervise.plan import ComponentPlan
-from tasks.supervise.ports import PortsReserved
-from tasks.supervise.process_member import ProcessMember
+from tasks.processes.component import Emit, Member
+from tasks.processes.holds import Holds
+from tasks.processes.job_component import JobMember
+from tasks.processes.plan import ComponentPlan
+from tasks.processes.ports import PortsReserved
+from tasks.processes.process_component import ProcessMember
 
 
 def make_member(

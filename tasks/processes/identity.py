@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from tasks.supervise import tree
+from tasks.processes import tree
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 

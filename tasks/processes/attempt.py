@@ -12,23 +12,23 @@ import time
 from collections.abc import Coroutine
 from typing import Any
 
+from tasks.processes import tree
+from tasks.processes.blame import failure_of, kind_of_spawn_error
+from tasks.processes.component import Emit, Member, PortTaken
+from tasks.processes.course import Course
+from tasks.processes.fate import Decision, Fate
+from tasks.processes.holds import Holds
+from tasks.processes.members import make_member
+from tasks.processes.plan import AttemptPlan
+from tasks.processes.ports import PortsReserved
+from tasks.processes.probes import make_client
+from tasks.processes.process_component import ProcessMember
+from tasks.processes.registry import RunRegister
+from tasks.processes.remote import JobLoss, JobRefused
 from tasks.record.outcome import Exit, Failure, Verdict
 from tasks.record.states import RunState
 from tasks.spec.errors import RunEnded
 from tasks.spec.failure_kinds import FailureKind
-from tasks.supervise import tree
-from tasks.supervise.blame import failure_of, kind_of_spawn_error
-from tasks.supervise.course import Course
-from tasks.supervise.fate import Decision, Fate
-from tasks.supervise.holds import Holds
-from tasks.supervise.leftovers.registry import RunRegister
-from tasks.supervise.member import Emit, Member, PortTaken
-from tasks.supervise.members import make_member
-from tasks.supervise.plan import AttemptPlan
-from tasks.supervise.ports import PortsReserved
-from tasks.supervise.probe import make_client
-from tasks.supervise.process_member import ProcessMember
-from tasks.supervise.remote import JobLoss, JobRefused
 
 _log = logging.getLogger(__name__)
 

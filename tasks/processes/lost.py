@@ -11,10 +11,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from tasks.supervise import cgroup, tree
-from tasks.supervise.leftovers.orphans import CLEAN_ROUNDS, ROUND_S, end_marked
-from tasks.supervise.leftovers.registry import Entry, LostRun
-from tasks.supervise.leftovers.shared_memory import DIRECTORY, remove_unused
+from tasks.processes import cgroup, tree
+from tasks.processes.ending import CLEAN_ROUNDS, ROUND_S, end_marked
+from tasks.processes.registry import Entry, LostRun
+from tasks.processes.shared_memory import DIRECTORY, remove_unused
 
 #: SIGKILL needs no longer than this, but for a process in uninterruptible sleep.
 _KILL_WITHIN_S = 5.0

@@ -12,8 +12,8 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, suppress
 
-from tasks.supervise.diagnosis.kernel_view import has_signal, status_of
-from tasks.supervise.identity import ProcessId
+from tasks.processes.identity import ProcessId
+from tasks.processes.kernel_view import has_signal, status_of
 
 #: Each is a py-spy of its own for a moment.
 _ASKED_AT_MOST = 32

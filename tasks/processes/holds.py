@@ -9,14 +9,14 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from tasks.supervise import cgroup
-from tasks.supervise.containment import Level
-from tasks.supervise.identity import ProcessId
-from tasks.supervise.leftovers.registry import Entry, JobEntry, RunRegister
-from tasks.supervise.leftovers.shared_memory import SharedMemoryWatch
-from tasks.supervise.namespace import PidNamespace
-from tasks.supervise.plan import AttemptPlan, ComponentPlan
-from tasks.supervise.process import Command, Forked, GuardedProcess
+from tasks.processes import cgroup
+from tasks.processes.containment import Level
+from tasks.processes.guarded import Command, Forked, GuardedProcess
+from tasks.processes.identity import ProcessId
+from tasks.processes.namespace import PidNamespace
+from tasks.processes.plan import AttemptPlan, ComponentPlan
+from tasks.processes.registry import Entry, JobEntry, RunRegister
+from tasks.processes.shared_memory import SharedMemoryWatch
 
 
 class Holds:

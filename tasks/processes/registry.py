@@ -23,9 +23,9 @@ from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from tasks.processes.identity import ProcessId, boot_id, host_name
 from tasks.record.places import muster_home
 from tasks.record.run_json import write_json
-from tasks.supervise.identity import ProcessId, boot_id, host_name
 
 _log = logging.getLogger(__name__)
 

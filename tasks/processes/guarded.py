@@ -17,9 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tasks.record.outcome import Exit
-from tasks.supervise import cgroup, tree
-from tasks.supervise.leftovers.orphans import (
+from tasks.processes import cgroup, tree
+from tasks.processes.ending import (
     CLEAN_ROUNDS,
     ROUND_S,
     end_marked,
@@ -27,7 +26,8 @@ from tasks.supervise.leftovers.orphans import (
     guardians,
     guardians_lock,
 )
-from tasks.supervise.namespace import PidNamespace
+from tasks.processes.namespace import PidNamespace
+from tasks.record.outcome import Exit
 
 _GUARDIAN = Path(__file__).with_name("guardian.py")
 #: A guardian reports its component's end in milliseconds; one that is stopped or hung never does.

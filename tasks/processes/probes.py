@@ -16,8 +16,8 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from tasks.processes.notify import NotifySocket
 from tasks.spec.probes import Condition
-from tasks.supervise.notify import NotifySocket
 
 #: How often the cheap sign of a change (a port that opens, a log that grows) is looked at.
 _GLANCE_S = 0.01

@@ -18,9 +18,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tasks.supervise.leftovers.sweep import command_of, environments, machine
-from tasks.supervise.nvidia import gpus_seen
-from tasks.supervise.tree import parent_of
+from tasks.processes.nvidia import gpus_seen
+from tasks.processes.sweep import command_of, environments, machine
+from tasks.processes.tree import parent_of
 
 #: A network file system may show a new file so much later.
 _SEEN_WITHIN_S = 5.0

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from tasks.processes.containment import Containment, Level
+from tasks.processes.guarded import Command
+from tasks.processes.remote import RemoteJob
 from tasks.spec.probes import LiveProbe, ReadyProbe
 from tasks.spec.run import OnExitZero, Progress
-from tasks.supervise.containment import Containment, Level
-from tasks.supervise.process import Command
-from tasks.supervise.remote import RemoteJob
 
 
 def _as_it_is(text: str) -> str:

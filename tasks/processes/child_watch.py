@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from tasks.processes import tree
+from tasks.processes.exit_status import exit_of
+from tasks.processes.identity import ProcessId
 from tasks.record.outcome import Exit
-from tasks.supervise import tree
-from tasks.supervise.exit_status import exit_of
-from tasks.supervise.identity import ProcessId
 
 #: Between fork and exec a process has its parent's command line; it takes milliseconds.
 _FORKED_WITHIN_S = 1.0

@@ -13,11 +13,9 @@ from typing import Never
 
 import httpx
 
-from tasks.record.causes import read_tail
-from tasks.record.outcome import Exit
-from tasks.spec.probes import LiveProbe, ReadyProbe
-from tasks.supervise.plan import ComponentPlan
-from tasks.supervise.probe import (
+from tasks.processes.child_watch import Loss
+from tasks.processes.plan import ComponentPlan
+from tasks.processes.probes import (
     AliveProbe,
     FileProbe,
     HttpProbe,
@@ -26,8 +24,10 @@ from tasks.supervise.probe import (
     TcpProbe,
     until_yes,
 )
-from tasks.supervise.remote import JobLoss
-from tasks.supervise.vigil import Loss
+from tasks.processes.remote import JobLoss
+from tasks.record.causes import read_tail
+from tasks.record.outcome import Exit
+from tasks.spec.probes import LiveProbe, ReadyProbe
 
 _LAST_ASK_S = 1.0
 

@@ -10,19 +10,19 @@ from dataclasses import replace
 
 import httpx
 
+from tasks.processes import tree
+from tasks.processes.child_watch import Loss, Vigil
+from tasks.processes.component import Emit, Member, PortTaken, forever
+from tasks.processes.guarded import GuardedProcess
+from tasks.processes.hang_report import Diagnosis, Hung
+from tasks.processes.holds import Holds
+from tasks.processes.identity import ProcessId
+from tasks.processes.notify import NotifySocket
+from tasks.processes.plan import ComponentPlan
+from tasks.processes.ports import Listener, PortsReserved, is_listened, listeners
+from tasks.processes.probes import NotifyProbe, Probe
 from tasks.record.outcome import Exit
 from tasks.spec.probes import LiveProbe, ReadyProbe
-from tasks.supervise import tree
-from tasks.supervise.diagnosis.diagnosis import Diagnosis, Hung
-from tasks.supervise.holds import Holds
-from tasks.supervise.identity import ProcessId
-from tasks.supervise.member import Emit, Member, PortTaken, forever
-from tasks.supervise.notify import NotifySocket
-from tasks.supervise.plan import ComponentPlan
-from tasks.supervise.ports import Listener, PortsReserved, is_listened, listeners
-from tasks.supervise.probe import NotifyProbe, Probe
-from tasks.supervise.process import GuardedProcess
-from tasks.supervise.vigil import Loss, Vigil
 
 #: What a guardian needs after the grace period to kill, to reap, and to report what is stuck.
 _KILL_WITHIN_S = 8.0

@@ -9,8 +9,8 @@ import threading
 import time
 from functools import partial
 
-from tasks.supervise import tree
-from tasks.supervise.identity import send_if
+from tasks.processes import tree
+from tasks.processes.identity import send_if
 
 #: After so many rounds in a row without an orphan there is none: one that hides by forking and
 #: exiting is caught, or leaves its dead, in some of them.

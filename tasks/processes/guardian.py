@@ -35,8 +35,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING or __name__ != "__main__":
     from collections.abc import Callable
 
-    from tasks.supervise import cgroup, tree
-    from tasks.supervise.guardian_channel import Channel, Order, first_messages
+    from tasks.processes import cgroup, tree
+    from tasks.processes.guardian_channel import Channel, Order, first_messages
 else:
     sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
     import cgroup

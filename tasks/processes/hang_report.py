@@ -17,8 +17,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 
-from tasks.supervise.diagnosis import kernel_view, stacks
-from tasks.supervise.identity import ProcessId
+from tasks.processes import kernel_view, stacks
+from tasks.processes.identity import ProcessId
 
 _log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from tasks.supervise import cgroup, tree
+from tasks.processes import cgroup, tree
 
 _INIT = Path(__file__).with_name("namespace_init.py")
 _PROBE_WITHIN_S = 20.0

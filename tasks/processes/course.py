@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import httpx
 
-from tasks.supervise.plan import AttemptPlan
-from tasks.supervise.progress import Silence, source_of
+from tasks.processes.plan import AttemptPlan
+from tasks.processes.progress import Silence, source_of
 
 _READ_EVERY_S = 0.5
 #: A trainer that has left wrote its last step before; what serves it over HTTP may lag.

@@ -7,9 +7,9 @@ import os
 import struct
 import time
 
+from tasks.processes import tree
+from tasks.processes.identity import ProcessId
 from tasks.record.outcome import Exit
-from tasks.supervise import tree
-from tasks.supervise.identity import ProcessId
 
 #: What is asked and answered, cgroup, pid, thread group, parent, four pairs of ids, exit status.
 #: Source: linux/pidfd.h, struct pidfd_info in its first size.

@@ -10,14 +10,14 @@ from collections.abc import Coroutine
 from types import TracebackType
 from typing import Any, TypeVar
 
+from tasks.processes import tree
+from tasks.processes.attempt import SupervisedAttempt
+from tasks.processes.component import Emit
+from tasks.processes.fate import Decision
+from tasks.processes.plan import AttemptPlan
+from tasks.processes.ports import PortsReserved
+from tasks.processes.registry import RunRegister
 from tasks.record.outcome import Verdict
-from tasks.supervise import tree
-from tasks.supervise.attempt import SupervisedAttempt
-from tasks.supervise.fate import Decision
-from tasks.supervise.leftovers.registry import RunRegister
-from tasks.supervise.member import Emit
-from tasks.supervise.plan import AttemptPlan
-from tasks.supervise.ports import PortsReserved
 
 T = TypeVar("T")
 

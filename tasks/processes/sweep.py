@@ -14,8 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tasks.supervise.identity import send_if
-from tasks.supervise.tree import is_zombie, parent_of, start_ticks
+from tasks.processes.identity import send_if
+from tasks.processes.tree import is_zombie, parent_of, start_ticks
 
 #: What has not ended so long after SIGKILL sits in the kernel: nothing else can be done about it.
 _KILLED_WITHIN_S = 5.0

@@ -7,12 +7,12 @@ import time
 
 import httpx
 
+from tasks.processes.component import Emit, Member
+from tasks.processes.holds import Holds
+from tasks.processes.plan import ComponentPlan
+from tasks.processes.ports import PortsReserved
+from tasks.processes.remote import JobLoss, RemoteJob
 from tasks.record.outcome import Exit
-from tasks.supervise.holds import Holds
-from tasks.supervise.member import Emit, Member
-from tasks.supervise.plan import ComponentPlan
-from tasks.supervise.ports import PortsReserved
-from tasks.supervise.remote import JobLoss, RemoteJob
 
 #: A log that is on its way from another node comes later than the news of its job's end.
 _LOG_WITHIN_S = 5.0

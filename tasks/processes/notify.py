@@ -7,7 +7,7 @@ import socket
 import struct
 from collections.abc import Callable
 
-from tasks.supervise import tree
+from tasks.processes import tree
 
 _CREDENTIALS = struct.Struct("3i")
 
