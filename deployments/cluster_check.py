@@ -24,7 +24,7 @@ import tasks
 from tasks.rayjobs.dashboard import Dashboard, Denied, NoAnswer, Node
 from tasks.rayjobs.loopback import ready_driver
 from tasks.rayjobs.node_shapes import SHAPES, Ending, exit_code_in_worker, try_shape
-from tasks.run.help_text import HelpFormatter
+from tasks.show.help import HelpFormatter
 
 EXIT_HOLDS, EXIT_LEAKS, EXIT_INVALID = 0, 1, 2
 #: The deprecated subreaper takes 13 s for a grandchild.

@@ -16,7 +16,6 @@ from prefect.exceptions import Abort
 from prefect.states import Cancelled, Completed, Failed
 
 from tasks.cancellation import cancel_watched, interrupting, started_by_others, why_cancelled
-from tasks.page.failure import in_a_line
 from tasks.parked import forget_parked
 from tasks.processes.registry import RunHeld
 from tasks.record.places import make_run_id
@@ -27,9 +26,10 @@ from tasks.reporting.reporter import Reporter
 from tasks.server.flow_runs import worker_of
 from tasks.server.server import lasting_api_url
 from tasks.session import RunSession
+from tasks.show.failure import in_a_line
+from tasks.show.terminal import outlive_readers
 from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.run import RunSpec
-from tasks.terminal.run_view import outlive_readers
 
 # Now, not in a function: Prefect logs its first lines of a flow run before that begins.
 outlive_readers()

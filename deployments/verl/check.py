@@ -20,7 +20,7 @@ from pathlib import Path
 import yaml
 
 from deployments.verl import facts, rules, wheel
-from tasks.run.help_text import HelpFormatter
+from tasks.show.help import HelpFormatter
 from tasks.spec.errors import InvalidSpec
 from tasks.spec.run import RunSpec
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from tasks.nodes.visitor import NotVisited, visiting
 from tasks.rayjobs.dashboard import Dashboard, Denied, NoAnswer
-from tasks.run.help_text import HelpFormatter
+from tasks.show.help import HelpFormatter
 
 SWEEP_WITHIN_S = 60.0
 EXIT_CLEAN, EXIT_LEFT = 0, 1

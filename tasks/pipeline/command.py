@@ -35,10 +35,10 @@ from tasks.server.flow_runs import (
     talking_to,
 )
 from tasks.server.server import NoServer, prefect_server
+from tasks.show.terminal import quieten_prefect
 from tasks.spec.errors import InvalidSpec, MusterError
 from tasks.spec.pipeline import PipelineSpec
 from tasks.spec.pipeline_loading import load_pipeline, parse_pipeline, with_specs
-from tasks.terminal.run_view import quieten_prefect
 
 EXIT_COMPLETED, EXIT_FAILED, EXIT_INVALID, EXIT_INFEASIBLE, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
 

@@ -30,7 +30,7 @@ from tasks.queue.view import QueueView
 from tasks.queue.words import one_line
 from tasks.server.refusal import why_refused
 from tasks.server.server import NoServer
-from tasks.terminal.run_view import quieten_prefect
+from tasks.show.terminal import quieten_prefect
 
 EXIT_DONE, EXIT_NOT_THERE, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 

@@ -13,15 +13,15 @@ from uuid import UUID
 
 from prefect.client.orchestration import SyncPrefectClient
 
-from tasks.page.components import components_of
-from tasks.page.record import record_of
-from tasks.page.summary import summary_of
-from tasks.page.tables import attempts_of
-from tasks.page.timeline import timeline_of
-from tasks.page.view import RunView
 from tasks.record.places import RunPlace
 from tasks.record.states import RunState
-from tasks.reporting.artifacts import ATTEMPTS, COMPONENTS, RECORD, SUMMARY, TIMELINE, FlowArtifacts
+from tasks.show.artifacts import ATTEMPTS, COMPONENTS, RECORD, SUMMARY, TIMELINE, FlowArtifacts
+from tasks.show.components import components_of
+from tasks.show.page import summary_of
+from tasks.show.record import record_of
+from tasks.show.tables import attempts_of
+from tasks.show.timeline import timeline_of
+from tasks.show.view import RunView
 from tasks.spec.loading import load_spec
 
 _log = logging.getLogger(__name__)

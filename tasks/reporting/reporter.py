@@ -20,12 +20,12 @@ from prefect.client.orchestration import get_client
 from prefect.states import Running
 
 from tasks.fleet.recoveries import RecoveryRuns
-from tasks.page.failure import as_text, never_begun
-from tasks.page.fleet import FleetWords
 from tasks.record.events import Event, event_listeners
 from tasks.record.states import RunState
 from tasks.reporting.run_page import RunPage
 from tasks.session import RunSession
+from tasks.show.failure import as_text, never_begun
+from tasks.show.fleet import FleetWords
 
 _log = logging.getLogger(__name__)
 

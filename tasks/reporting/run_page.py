@@ -15,18 +15,11 @@ from uuid import UUID
 
 from prefect.client.orchestration import get_client
 
-from tasks.page.components import components_of
-from tasks.page.figures import Figures
-from tasks.page.fleet import FleetSeen
-from tasks.page.record import record_of
-from tasks.page.summary import summary_of
-from tasks.page.tables import attempts_of, curve_shown, progress_of
-from tasks.page.timeline import timeline_of
-from tasks.page.view import RunView, Shown
 from tasks.processes.identity import host_name
 from tasks.record.events import Event
 from tasks.record.states import RunState
-from tasks.reporting.artifacts import (
+from tasks.session import RunSession
+from tasks.show.artifacts import (
     ATTEMPTS,
     COMPONENTS,
     PROGRESS,
@@ -36,7 +29,14 @@ from tasks.reporting.artifacts import (
     TIMELINE,
     FlowArtifacts,
 )
-from tasks.session import RunSession
+from tasks.show.components import components_of
+from tasks.show.figures import Figures
+from tasks.show.fleet import FleetSeen
+from tasks.show.page import summary_of
+from tasks.show.record import record_of
+from tasks.show.tables import attempts_of, curve_shown, progress_of
+from tasks.show.timeline import timeline_of
+from tasks.show.view import RunView, Shown
 from tasks.spec.loading import project_root
 
 

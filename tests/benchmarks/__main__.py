@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tasks.run.help_text import HelpFormatter
+from tasks.show.help import HelpFormatter
 from tests.benchmarks import limits_page, page, records
 from tests.benchmarks.report import Machine, NotHere, Result, say, table, write_json
 from tests.benchmarks.stage import settle_environment

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tasks.gang.policy import NodeFree
-from tasks.run.help_text import HelpFormatter
+from tasks.show.help import HelpFormatter
 from tests.benchmarks.queue_passes import measure
 from tests.benchmarks.queue_replay import Replay, replay
 from tests.benchmarks.queue_trace import BadTrace, read_trace

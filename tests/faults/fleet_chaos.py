@@ -34,7 +34,7 @@ import aiohttp
 from tasks.fleet.plan import FleetPlan
 from tasks.processes import tree
 from tasks.processes.ports import listeners
-from tasks.run.help_text import HelpFormatter
+from tasks.show.help import HelpFormatter
 from tests.support.stage import free_port
 
 _ENGINES = 8

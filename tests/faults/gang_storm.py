@@ -33,7 +33,7 @@ from typing import Any
 
 import httpx
 
-from tasks.run.help_text import HelpFormatter
+from tasks.show.help import HelpFormatter
 from tests.support.gang_hosts import OtherHost, other_host
 from tests.support.gang_networks import HERE, Cable, cables, why_no_networks
 from tests.support.gang_pool import GangPool, Host, gang_pool, left_of

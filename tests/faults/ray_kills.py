@@ -31,7 +31,7 @@ from typing import Any
 import httpx
 import yaml
 
-from tasks.run.help_text import HelpFormatter
+from tasks.show.help import HelpFormatter
 from tests.support.ground import FINAL, Ground, Server, until
 from tests.support.ray_cluster import RAY_ENV, RayCluster
 

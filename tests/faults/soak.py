@@ -31,7 +31,7 @@ from typing import Any
 import httpx
 import yaml
 
-from tasks.run.help_text import HelpFormatter
+from tasks.show.help import HelpFormatter
 from tests.support.prefect_api import ask
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from tasks.show.end_block import Ending, end_block
 from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.remedies import REMEDIES
-from tasks.terminal.end_block import Ending, end_block
 
 FAILURE = {
     "kind": "RUNTIME_ERROR",

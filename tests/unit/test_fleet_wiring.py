@@ -14,12 +14,12 @@ from tasks.fleet.component import fleet_faults, fleet_names, fleet_ports, prepar
 from tasks.fleet.events import FleetTail
 from tasks.fleet.hosts import devices_of
 from tasks.fleet.plan import TOKEN_ENV, BadPlan, FleetPlan
-from tasks.page.fleet import FleetWords
 from tasks.planning import plan_of
 from tasks.processes.containment import Containment, Level
 from tasks.processes.plan import AttemptPlan
 from tasks.record.events import Event, EventLog
 from tasks.record.places import AttemptPlace
+from tasks.show.fleet import FleetWords
 from tasks.spec.loading import project_root
 from tasks.spec.run import RunSpec
 from tasks.spec.secrets import looks_secret

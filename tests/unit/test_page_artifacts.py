@@ -14,17 +14,17 @@ from uuid import UUID, uuid4
 import httpx
 import pytest
 
-from tasks.page.record import record_read
-from tasks.page.view import Shown
 from tasks.record.closing import Loss, close_record
 from tasks.record.events import Event
 from tasks.record.places import RunPlace
 from tasks.record.run_json import RunRecord
 from tasks.record.states import RunState
 from tasks.reporting import run_page
-from tasks.reporting.artifacts import FlowArtifacts
 from tasks.reporting.closed_page import tell_closed
 from tasks.reporting.run_page import RunPage
+from tasks.show.artifacts import FlowArtifacts
+from tasks.show.record import record_read
+from tasks.show.view import Shown
 from tasks.spec.loading import spec_as_yaml
 from tasks.spec.run import RunSpec
 

@@ -10,16 +10,15 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tasks.page import svg
-from tasks.page.chart import curve_of
-from tasks.page.figures import Figures
-from tasks.page.markdown import picture
-from tasks.page.tables import curve_shown
-from tasks.page.timeline import drawn, phases_of, timeline_of
-from tasks.page.view import RunView
 from tasks.record.places import RunPlace
+from tasks.show import curve, pictures
+from tasks.show.chart import curve_of
+from tasks.show.figures import Figures
+from tasks.show.markdown import picture
+from tasks.show.tables import curve_shown
+from tasks.show.timeline import drawn, phases_of, timeline_of
+from tasks.show.view import RunView
 from tasks.spec.run import RunSpec
-from tasks.terminal import curve
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -146,7 +145,7 @@ def test_a_curve_is_drawn_within_its_picture(points: list[tuple[float, float]]) 
     assert len(source) < 20_000
     for one in root.iter():
         for x, y in _points_of(one):
-            assert 0 <= x <= svg.WIDTH and 0 <= y <= float(root.attrib["height"])
+            assert 0 <= x <= pictures.WIDTH and 0 <= y <= float(root.attrib["height"])
     assert "step" in texts(source) and "<reward>" in texts(source)
 
 
@@ -158,9 +157,9 @@ def _points_of(one: ElementTree.Element) -> list[tuple[float, float]]:
 
 
 def test_ticks_are_round_numbers_within_the_range() -> None:
-    assert svg.ticks(0, 60, 6) == [0, 10, 20, 30, 40, 50, 60]
-    assert [round(tick, 6) for tick in svg.ticks(0.07, 0.99)] == [0.2, 0.4, 0.6, 0.8]
-    assert svg.ticks(3, 3) == [3]
+    assert pictures.ticks(0, 60, 6) == [0, 10, 20, 30, 40, 50, 60]
+    assert [round(tick, 6) for tick in pictures.ticks(0.07, 0.99)] == [0.2, 0.4, 0.6, 0.8]
+    assert pictures.ticks(3, 3) == [3]
 
 
 @pytest.mark.parametrize(

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from tasks.page.components import components_of
-from tasks.page.elsewhere import places_of
-from tasks.page.failure import as_text, in_a_line
-from tasks.page.fleet import FleetSeen
-from tasks.page.markdown import block, code, table, text
-from tasks.page.summary import summary_of
-from tasks.page.tables import attempts_of, progress_of
-from tasks.page.view import RunView, seconds
 from tasks.record.events import Event
 from tasks.record.places import RunPlace
+from tasks.show.components import components_of
+from tasks.show.elsewhere import places_of
+from tasks.show.failure import as_text, in_a_line
+from tasks.show.fleet import FleetSeen
+from tasks.show.markdown import block, code, table, text
+from tasks.show.page import summary_of
+from tasks.show.tables import attempts_of, progress_of
+from tasks.show.view import RunView, seconds
 from tasks.spec.run import RunSpec
 
 STAY: dict[str, Any] = {"command": ["sleep", "600"]}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.text import Text
 
-from tasks.terminal.screen import Line, Outlet, Screen, draws, printable
+from tasks.show.screen import Line, Outlet, Screen, draws, printable
 from tests.support.emulator import Emulator
 
 

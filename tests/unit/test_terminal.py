@@ -16,11 +16,11 @@ import pytest
 from prefect.logging.handlers import PrefectConsoleHandler
 
 from tasks.record.events import Event
+from tasks.show import terminal as terminal_module
+from tasks.show.foreign_lines import ForeignLines
+from tasks.show.screen import Screen
+from tasks.show.terminal import Terminal
 from tasks.spec.run import RunSpec
-from tasks.terminal import run_view as terminal_module
-from tasks.terminal.foreign_lines import ForeignLines
-from tasks.terminal.run_view import Terminal
-from tasks.terminal.screen import Screen
 from tests.support.emulator import Emulator
 
 SPEC = RunSpec.model_validate(

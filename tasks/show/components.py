@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tasks.page.markdown import code, table, text
-from tasks.page.view import RunView, Shown, end_of, moment, seconds
+from tasks.show.markdown import code, table, text
+from tasks.show.view import RunView, Shown, end_of, moment, seconds
 from tasks.spec.run import FLEET
 
 _HEAD = ("component", "state", "runs as", "ready after", "ports", "log")

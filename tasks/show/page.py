@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tasks.page.elsewhere import places_of
-from tasks.page.failure import card_of, facts_of, remedy_of
-from tasks.page.markdown import block, code, link, text
-from tasks.page.view import RunView, Shown, moment, seconds
+from tasks.show.elsewhere import places_of
+from tasks.show.failure import card_of, facts_of, remedy_of
+from tasks.show.markdown import block, code, link, text
+from tasks.show.view import RunView, Shown, moment, seconds
 
 #: Of a log.
 _LINES = 12

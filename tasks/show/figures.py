@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tasks.page.chart import Point
+from tasks.show.chart import Point
 
 #: What a curve is drawn of: the first of these that a file has. verl writes its own below `data`.
 NAMES = (

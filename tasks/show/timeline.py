@@ -6,14 +6,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tasks.page import svg
-from tasks.page.markdown import table, text
-from tasks.page.view import RunView, Shown, clock, end_of, seconds
+from tasks.show import pictures
+from tasks.show.markdown import table, text
+from tasks.show.view import RunView, Shown, clock, end_of, seconds
 
 #: The last ones are drawn, and more of them listed.
 ATTEMPTS_AT_MOST = 5
 _LISTED_AT_MOST = 50
-_LEFT, _RIGHT = 104.0, svg.WIDTH - 144.0
+_LEFT, _RIGHT = 104.0, pictures.WIDTH - 144.0
 _HEAD, _ROW, _BAR, _AXIS, _GAP = 26.0, 22.0, 14.0, 24.0, 8.0
 _TOP, _FOOT = 58.0, 8.0
 _WAITING, _STARTING, _READY, _FAILED = "#d0d7de", "#d4a72c", "#2da44e", "#cf222e"
@@ -48,12 +48,15 @@ def drawn(view: RunView) -> str:
     attempts = view.attempts[-ATTEMPTS_AT_MOST:]
     names = [_names(view, attempt) for attempt in attempts]
     heights = [_HEAD + len(rows) * _ROW + _AXIS + _GAP for rows in names]
-    parts = [svg.words(16, 25, _title(view), size=15, bold=True, room=svg.WIDTH - 32), *_legend()]
+    parts = [
+        pictures.words(16, 25, _title(view), size=15, bold=True, room=pictures.WIDTH - 32),
+        *_legend(),
+    ]
     top = _TOP
     for attempt, rows, height in zip(attempts, names, heights, strict=True):
         parts += _attempt(view, attempt, rows, top)
         top += height
-    return svg.picture(parts, height=top + _FOOT, title=_title(view))
+    return pictures.picture(parts, height=top + _FOOT, title=_title(view))
 
 
 def phases_of(view: RunView, attempt: Mapping[str, Any], name: str) -> list[_Phase]:
@@ -75,37 +78,39 @@ def _attempt(
 ) -> Iterator[str]:
     begin, end = attempt["started_at"], _end_of(view, attempt)
     scale = (_RIGHT - _LEFT) / max(end - begin, 0.1)
-    yield svg.words(16, top + 14, _heading(attempt), bold=True, room=svg.WIDTH - 232)
-    at = svg.WIDTH - 16, top + 14
-    yield svg.words(*at, _when(view, attempt), color=svg.PALE, size=12, anchor="end")
+    yield pictures.words(16, top + 14, _heading(attempt), bold=True, room=pictures.WIDTH - 232)
+    at = pictures.WIDTH - 16, top + 14
+    yield pictures.words(*at, _when(view, attempt), color=pictures.PALE, size=12, anchor="end")
     foot = top + _HEAD + len(names) * _ROW
     unit, unit_s = _unit_of(end - begin)
-    for tick in (one * unit_s for one in svg.ticks(0, max(end - begin, 0.1) / unit_s, 4)):
+    for tick in (one * unit_s for one in pictures.ticks(0, max(end - begin, 0.1) / unit_s, 4)):
         x = _LEFT + tick * scale
-        yield svg.line(x, top + _HEAD - 4, x, foot)
-        yield svg.words(
+        yield pictures.line(x, top + _HEAD - 4, x, foot)
+        yield pictures.words(
             x,
             foot + 14,
-            f"{svg.number(tick / unit_s)} {unit}",
-            color=svg.PALE,
+            f"{pictures.number(tick / unit_s)} {unit}",
+            color=pictures.PALE,
             size=12,
             anchor="middle",
         )
     for number, name in enumerate(names):
         y = top + _HEAD + number * _ROW
-        yield svg.words(16, y + 11, name, room=_LEFT - 24)
+        yield pictures.words(16, y + 11, name, room=_LEFT - 24)
         for phase in phases_of(view, attempt, name):
             x, width = _LEFT + (phase.begin - begin) * scale, (phase.end - phase.begin) * scale
             said = f"{name}: {phase.name} for {seconds(phase.end - phase.begin)}"
-            yield svg.bar(x, y, width, _BAR, phase.color, said)
+            yield pictures.bar(x, y, width, _BAR, phase.color, said)
         seen = attempt["components"].get(name)
         is_failed = name == (attempt["failure"] or {}).get("component")
         if is_failed:
             died = (seen or {}).get("ended_at") or end
             yield _cross(_LEFT + (died - begin) * scale, y + _BAR / 2)
-        color = _FAILED if is_failed else svg.PALE
-        room = svg.WIDTH - _RIGHT - 16
-        yield svg.words(_RIGHT + 12, y + 11, _note(attempt, name), color=color, size=12, room=room)
+        color = _FAILED if is_failed else pictures.PALE
+        room = pictures.WIDTH - _RIGHT - 16
+        yield pictures.words(
+            _RIGHT + 12, y + 11, _note(attempt, name), color=color, size=12, room=room
+        )
 
 
 def _unit_of(duration_s: float) -> tuple[str, float]:
@@ -124,8 +129,8 @@ def _cross(x: float, y: float) -> str:
 def _legend() -> Iterator[str]:
     x = 16.0
     for color, name in _LEGEND:
-        yield svg.bar(x, 36, 10, 10, color)
-        yield svg.words(x + 15, 45, name, color=svg.PALE, size=12)
+        yield pictures.bar(x, 36, 10, 10, color)
+        yield pictures.words(x + 15, 45, name, color=pictures.PALE, size=12)
         x += 80
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote, urlsplit
 
-from tasks.page.view import RunView
+from tasks.show.view import RunView
 from tasks.spec.run import RunSpec
 
 _WANDB = "https://wandb.ai"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from tasks.page.view import ServerSeen
 from tasks.record.events import Event
 from tasks.record.rollout_states import SERVING, GroupState
+from tasks.show.view import ServerSeen
 from tasks.spec.run import FLEET
 
 

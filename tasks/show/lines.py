@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tasks.record.events import Event
-from tasks.terminal.screen import Line
+from tasks.show.screen import Line
 
 _TAIL_LINES = 12
 #: Before what belongs to the line above it.

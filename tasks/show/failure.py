@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tasks.page.view import clock, ending_of, has_ended, seconds
 from tasks.record.places import RunPlace
+from tasks.show.view import clock, ending_of, has_ended, seconds
 from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.remedies import REMEDIES
 

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from tasks.page import svg
+from tasks.show import pictures
 
 Point = tuple[float, float]
 
 _HEIGHT = 280
-_LEFT, _RIGHT, _TOP, _BOTTOM = 66.0, svg.WIDTH - 18.0, 60.0, _HEIGHT - 48.0
+_LEFT, _RIGHT, _TOP, _BOTTOM = 66.0, pictures.WIDTH - 18.0, 60.0, _HEIGHT - 48.0
 _COLOR, _BAND = "#0969da", "#b6d7ff"
 #: More points than so are drawn as the mean of neighbours, and how far these spread.
 _POINTS_AT_MOST = 240
@@ -40,11 +40,12 @@ def curve_of(points: Sequence[Point], *, x: str, y: str, title: str) -> str:
     ys = _Scale([v for one in groups for v in (one.low, one.high)], _BOTTOM, _TOP, margin=0.06)
     first, last = points[0][1], points[-1][1]
     best = max(value for _, value in points)
-    said = f"{svg.number(first)} at first, {svg.number(last)} now, {svg.number(best)} at most"
-    return svg.picture(
+    at = [pictures.number(value) for value in (first, last, best)]
+    said = f"{at[0]} at first, {at[1]} now, {at[2]} at most"
+    return pictures.picture(
         [
-            svg.words(16, 25, title, size=15, bold=True, room=_RIGHT - 16),
-            svg.words(16, 44, said, color=svg.PALE),
+            pictures.words(16, 25, title, size=15, bold=True, room=_RIGHT - 16),
+            pictures.words(16, 44, said, color=pictures.PALE),
             *_axes(xs, ys, x, y),
             *_drawn(groups, xs, ys),
         ],
@@ -67,18 +68,24 @@ class _Scale:
 
 
 def _axes(xs: _Scale, ys: _Scale, x: str, y: str) -> Iterator[str]:
-    for value in svg.ticks(ys.low, ys.high):
-        yield svg.line(_LEFT, ys(value), _RIGHT, ys(value))
+    for value in pictures.ticks(ys.low, ys.high):
+        yield pictures.line(_LEFT, ys(value), _RIGHT, ys(value))
         at = _LEFT - 8, ys(value) + 4
-        yield svg.words(*at, svg.number(value), color=svg.PALE, size=12, anchor="end")
-    for value in svg.ticks(xs.low, xs.high, 6):
-        yield svg.line(xs(value), _BOTTOM, xs(value), _BOTTOM + 4, svg.PALE)
+        yield pictures.words(
+            *at, pictures.number(value), color=pictures.PALE, size=12, anchor="end"
+        )
+    for value in pictures.ticks(xs.low, xs.high, 6):
+        yield pictures.line(xs(value), _BOTTOM, xs(value), _BOTTOM + 4, pictures.PALE)
         at = xs(value), _BOTTOM + 17
-        yield svg.words(*at, svg.number(value), color=svg.PALE, size=12, anchor="middle")
-    yield svg.line(_LEFT, _BOTTOM, _RIGHT, _BOTTOM, svg.PALE)
-    yield svg.words((_LEFT + _RIGHT) / 2, _HEIGHT - 10, x, color=svg.PALE, anchor="middle")
+        yield pictures.words(
+            *at, pictures.number(value), color=pictures.PALE, size=12, anchor="middle"
+        )
+    yield pictures.line(_LEFT, _BOTTOM, _RIGHT, _BOTTOM, pictures.PALE)
+    yield pictures.words(
+        (_LEFT + _RIGHT) / 2, _HEIGHT - 10, x, color=pictures.PALE, anchor="middle"
+    )
     middle = (_TOP + _BOTTOM) / 2
-    turned = svg.words(0, 0, y, color=svg.PALE, anchor="middle", room=_BOTTOM - _TOP)
+    turned = pictures.words(0, 0, y, color=pictures.PALE, anchor="middle", room=_BOTTOM - _TOP)
     yield f'<g transform="translate(16 {middle:g}) rotate(-90)">{turned}</g>'
 
 

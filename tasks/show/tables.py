@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 
-from tasks.page import svg
-from tasks.page.chart import curve_of
-from tasks.page.figures import Figures
-from tasks.page.markdown import code, table, text
-from tasks.page.view import RunView, Shown, moment
 from tasks.record.retries import table_of
+from tasks.show import pictures
+from tasks.show.chart import curve_of
+from tasks.show.figures import Figures
+from tasks.show.markdown import code, table, text
+from tasks.show.view import RunView, Shown, moment
 
 _ROWS_AT_MOST = 40
 _SAID_AT_MOST = 5
@@ -44,12 +44,12 @@ def curve_shown(view: RunView, figures: Figures) -> Shown | None:
     title = f"{name} by {step}"
     values = [value for _, value in points]
     said = (
-        f"{title}: {svg.number(values[0])} at first, {svg.number(values[-1])} at {step} "
-        f"{svg.number(points[-1][0])}"
+        f"{title}: {pictures.number(values[0])} at first, {pictures.number(values[-1])} at {step} "
+        f"{pictures.number(points[-1][0])}"
     )
     every = -(-len(points) // _ROWS_AT_MOST)
     listed = [*points[::every], *points[-1:]] if (len(points) - 1) % every else points[::every]
-    rows = [[svg.number(at), svg.number(value)] for at, value in listed]
+    rows = [[pictures.number(at), pictures.number(value)] for at, value in listed]
     parts = [
         f"{text(said)}. From {code(figures.path)}, as of {moment(view.at)}.",
         table((text(step), text(name)), rows),

@@ -11,12 +11,12 @@ from enum import Enum
 
 from rich.text import Text
 
-from tasks.page.fleet import FleetWords
 from tasks.record.events import Event
+from tasks.show.fleet import FleetWords
+from tasks.show.lines import how_ended
+from tasks.show.pace import Pace, clock_text, rate_text
+from tasks.show.screen import printable
 from tasks.spec.run import FLEET, RunSpec
-from tasks.terminal.event_lines import how_ended
-from tasks.terminal.pace import Pace, clock_text, rate_text
-from tasks.terminal.screen import printable
 
 #: What is said of a component stands beside it where so many columns are left, else below it.
 _NOTE_AT_LEAST = 24

@@ -6,9 +6,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from tasks.page.markdown import block
-from tasks.page.view import RunView, Shown
 from tasks.record.states import RunState
+from tasks.show.markdown import block
+from tasks.show.view import RunView, Shown
 
 #: Of earlier attempts the record keeps no lines of logs: hundreds of requeues shall fit.
 _WITH_TAILS = 10

@@ -19,13 +19,13 @@ from rich.console import Console
 from rich.text import Text
 
 from tasks.record.events import Event, event_listeners
+from tasks.show import curve
+from tasks.show.end_block import Ending, end_block
+from tasks.show.foreign_lines import ForeignLines
+from tasks.show.lines import failed_attempt, lines_of
+from tasks.show.live_view import LiveView, drawn
+from tasks.show.screen import Line, Screen, printable
 from tasks.spec.run import RunSpec
-from tasks.terminal import curve
-from tasks.terminal.end_block import Ending, end_block
-from tasks.terminal.event_lines import failed_attempt, lines_of
-from tasks.terminal.foreign_lines import ForeignLines
-from tasks.terminal.live_view import LiveView, drawn
-from tasks.terminal.screen import Line, Screen, printable
 
 _log = logging.getLogger(__name__)
 

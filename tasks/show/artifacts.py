@@ -17,8 +17,8 @@ from prefect.client.schemas.filters import (
     ArtifactFilterKey,
 )
 
-from tasks.page.markdown import picture
-from tasks.page.view import Shown
+from tasks.show.markdown import picture
+from tasks.show.view import Shown
 
 #: The keys of the artifacts of a run.
 SUMMARY, COMPONENTS, TIMELINE = "summary", "components", "timeline"
