@@ -15,7 +15,6 @@ from prefect.context import FlowRunContext
 from prefect.exceptions import Abort
 from prefect.states import Cancelled, Completed, Failed
 
-from tasks.cancellation import cancel_watched, interrupting, started_by_others, why_cancelled
 from tasks.parked import forget_parked
 from tasks.processes.registry import RunHeld
 from tasks.record.places import make_run_id
@@ -23,6 +22,7 @@ from tasks.record.states import RunState
 from tasks.reporting.announcing import announced
 from tasks.reporting.kept_record import earlier_record
 from tasks.reporting.reporter import Reporter
+from tasks.server.flow_process import cancel_watched, interrupting, started_by_others, why_cancelled
 from tasks.server.flow_runs import worker_of
 from tasks.server.server import lasting_api_url
 from tasks.session import RunSession

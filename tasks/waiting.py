@@ -22,12 +22,12 @@ from prefect.exceptions import Pause
 from prefect.settings import PREFECT_API_URL, PREFECT_WORKER_PREFETCH_SECONDS
 from prefect.states import Scheduled
 
-from tasks.cancellation import started_by_others
 from tasks.parked import forget_parked, note_parked
 from tasks.queue.grants import PENDING_RESOURCES, left_with_its_jobs, sent_back
 from tasks.record.retries import Next, Sequel, decide
 from tasks.record.states import RunState
 from tasks.reporting.reporter import flushed, say_state
+from tasks.server.flow_process import started_by_others
 from tasks.server.flow_runs import (
     JOBS_GO_ON,
     TYPE_LABEL,

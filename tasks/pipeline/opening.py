@@ -13,9 +13,9 @@ from uuid import UUID
 from prefect.context import FlowRunContext
 from prefect.settings import PREFECT_API_URL
 
-from tasks.cancellation import cancel_watched, interrupting, started_by_others, why_cancelled
 from tasks.pipeline.pipeline import Pipeline
 from tasks.record.places import make_run_id
+from tasks.server.flow_process import cancel_watched, interrupting, started_by_others, why_cancelled
 from tasks.spec.pipeline import PipelineSpec
 
 

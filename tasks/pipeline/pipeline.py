@@ -23,7 +23,6 @@ from prefect.client.schemas.responses import SetStateStatus
 from prefect.exceptions import Pause
 from prefect.states import Cancelled, Completed, Failed, Running, Scheduled
 
-from tasks.cancellation import started_by_others
 from tasks.pipeline.stage_runs import (
     CannotBegin,
     cancel_stage_run,
@@ -47,6 +46,7 @@ from tasks.run.pipeline.steps import (
     last_asked,
     next_step,
 )
+from tasks.server.flow_process import started_by_others
 from tasks.server.flow_runs import (
     JOBS_GO_ON,
     ServerAway,

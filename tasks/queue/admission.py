@@ -27,7 +27,7 @@ from tasks.queue.grants import PENDING_RESOURCES, Grant, grant_of
 from tasks.queue.lease import LeaseLost
 from tasks.queue.ledger import TYPE, Entry
 from tasks.queue.look import Look
-from tasks.reporting.announcer import tell_here
+from tasks.server.events import tell_here
 from tasks.spec.failure_kinds import FailureKind
 
 _log = logging.getLogger(__name__)

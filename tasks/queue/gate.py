@@ -32,7 +32,7 @@ from tasks.queue.run_logs import RunLogs
 from tasks.queue.run_states import is_unchanged, put_back, set_state
 from tasks.queue.words import FREE_NOW, Message, admission_of, kind_of
 from tasks.record.places import muster_home
-from tasks.reporting.announcer import Tell
+from tasks.server.events import Tell
 
 _log = logging.getLogger(__name__)
 

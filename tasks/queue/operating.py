@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from tasks.gang.policy import Policy
 from tasks.gang.settings import PoolSettings, settings_of, with_settings
 from tasks.processes.identity import host_name
-from tasks.reporting.announcer import of_pool, told_at_once
+from tasks.server.events import of_pool, told_at_once
 from tasks.spec.errors import MusterError
 
 _POLICY, _LIMIT = "policy", "limit."

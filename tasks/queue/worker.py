@@ -36,7 +36,7 @@ from tasks.queue.ledger import TYPE, Entry
 from tasks.queue.look import Look
 from tasks.queue.picture import view_of
 from tasks.queue.waker import Waker
-from tasks.reporting.announcer import Announcer
+from tasks.server.events import Announcer
 
 #: Something waits for what no event tells: others on the cluster, a delay, a lost worker.
 _AGAIN_S = 2.0

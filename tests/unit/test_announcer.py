@@ -15,7 +15,7 @@ from prefect.client.schemas.objects import FlowRun, WorkPool
 from prefect.events.schemas.events import Event
 
 from tasks.record.announcements import payload_of
-from tasks.reporting.announcer import Announcer, of_pool, of_run
+from tasks.server.events import Announcer, of_pool, of_run
 
 WITHIN_S = 20.0
 FLOW, DEPLOYMENT = uuid4(), uuid4()
@@ -210,7 +210,7 @@ def test_the_end_waits_for_a_slow_server_no_longer_than_it_is_told_to(
 def test_while_the_server_is_away_the_oldest_are_dropped_first(
     server: PrefectServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tasks.reporting.announcer._KEPT_AT_MOST", 2)
+    monkeypatch.setattr("tasks.server.events._KEPT_AT_MOST", 2)
     server.answers = [503]
     announcer = Announcer(server.api, again_s=0.05)
 

@@ -51,7 +51,7 @@ COMMANDS = (
 )
 #: What other programs of the project start, and nobody else.
 INTERNAL = {
-    *("tasks.fleet.process", "tasks.server.process", "tasks.nodes.visits"),
+    *("tasks.fleet.process", "tasks.server.sqlite_server", "tasks.nodes.visits"),
     *("tasks.processes.guardian", "tasks.processes.namespace_init"),
     *("tasks.rayjobs.entrypoint", "tasks.rollout.lmdeploy_replica"),
     *("deployments.stack_supervisor", "deployments.stack_node", "deployments.stack_ray_node"),

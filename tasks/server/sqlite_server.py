@@ -1,4 +1,4 @@
-"""The process of a Prefect server on SQLite: `python -m tasks.server.process OPTION...` takes
+"""The process of a Prefect server on SQLite: `python -m tasks.server.sqlite_server OPTION...` takes
 uvicorn's options.
 
 Garbage is collected in a thread of its own. Where Python collects it, in whatever thread comes to
