@@ -21,9 +21,9 @@ from ray import cloudpickle
 from ray.job_submission import JobStatus, JobSubmissionClient
 
 import tasks
-from tasks.rayjobs.dashboard import Dashboard, Denied, NoAnswer, Node
-from tasks.rayjobs.loopback import ready_driver
-from tasks.rayjobs.node_shapes import SHAPES, Ending, exit_code_in_worker, try_shape
+from tasks.ray.dashboard import Dashboard, Denied, NoAnswer, Node
+from tasks.ray.loopback import ready_driver
+from tasks.ray.node_shapes import SHAPES, Ending, exit_code_in_worker, try_shape
 from tasks.show.help import HelpFormatter
 
 EXIT_HOLDS, EXIT_LEAKS, EXIT_INVALID = 0, 1, 2

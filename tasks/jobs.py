@@ -6,12 +6,12 @@ import contextvars
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tasks.nodes.sweeping import sweep_of
 from tasks.processes.guarded import Command
 from tasks.processes.remote import RemoteJob
-from tasks.rayjobs.job import RayJob
-from tasks.rayjobs.plan import JobPlan
-from tasks.rayjobs.submission import submission_file, submission_id
+from tasks.ray.job import RayJob
+from tasks.ray.plan import JobPlan
+from tasks.ray.submission import submission_file, submission_id
+from tasks.ray.sweeping import sweep_of
 from tasks.record.places import AttemptPlace
 from tasks.spec.run import RunSpec
 

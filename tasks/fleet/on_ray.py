@@ -9,11 +9,11 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 from tasks.fleet.plan import FleetPlan
-from tasks.nodes.sweeping import gcs_address_of
-from tasks.rayjobs.dashboard import Denied, NoAnswer
-from tasks.rayjobs.loopback import ready_driver
-from tasks.rayjobs.submission import submission_id
-from tasks.rayjobs.submitting import wrapper_sources
+from tasks.ray.dashboard import Denied, NoAnswer
+from tasks.ray.loopback import ready_driver
+from tasks.ray.submission import submission_id
+from tasks.ray.submit import wrapper_sources
+from tasks.ray.sweeping import gcs_address_of
 from tasks.rollout.addresses import Addresses, nodes_needed, ports_needed
 from tasks.rollout.building import build, planned
 from tasks.rollout.hosts import NoHost, OpenedHost

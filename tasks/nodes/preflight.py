@@ -17,11 +17,11 @@ from prefect.client.schemas.objects import State
 from prefect.logging import get_run_logger
 from prefect.states import Completed, Failed
 
-from tasks.nodes.visitor import Node, NodeVisitor, NotVisited, visiting
 from tasks.processes.identity import host_name
 from tasks.processes.machine import code_here, look, names_unseen
 from tasks.processes.registry import owner_of
-from tasks.rayjobs.dashboard import Dashboard, Denied, NoAnswer
+from tasks.ray.dashboard import Dashboard, Denied, NoAnswer
+from tasks.ray.nodes import Node, NodeVisitor, NotVisited, visiting
 from tasks.record.places import muster_home
 from tasks.run.node_health import CALLER, Limits, NodeSeen, Survey, Verdict, judged
 

@@ -13,9 +13,9 @@ from tasks.gang.nodes import Cluster, Node
 from tasks.gang.settings import PoolSettings
 from tasks.processes.identity import host_name
 from tasks.processes.nvidia import gpus_seen
-from tasks.rayjobs.cluster_look import ClusterLook
-from tasks.rayjobs.cluster_use import ClusterUse
-from tasks.rayjobs.dashboard import Denied, NoAnswer
+from tasks.ray.cluster_use import ClusterUse
+from tasks.ray.dashboard import Denied, NoAnswer
+from tasks.ray.usage import ClusterLook
 
 #: How long one look at a cluster may take.
 LOOK_WITHIN_S = 5.0

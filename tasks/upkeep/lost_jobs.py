@@ -12,11 +12,11 @@ from pathlib import Path
 from prefect.client.schemas.objects import State
 from prefect.states import Scheduled
 
-from tasks.nodes.sweeping import sweep_of
 from tasks.processes.registry import JobEntry, LostRun
 from tasks.processes.variables import holders_of
-from tasks.rayjobs.asking import stop_submission
-from tasks.rayjobs.dashboard import JobState
+from tasks.ray.asking import stop_submission
+from tasks.ray.dashboard import JobState
+from tasks.ray.sweeping import sweep_of
 from tasks.record.places import AttemptPlace, RunPlace
 from tasks.record.run_json import adoptable_attempt
 from tasks.server.flow_runs import (

@@ -107,8 +107,8 @@ def _asked(ask: Callable[[], Any], looks: int, began: float, before_mb: float) -
 
 
 def _muster(address: str, gcs_address: str, *measured: Any) -> dict[str, Any]:
-    from tasks.rayjobs.cluster_look import ClusterLook
-    from tasks.rayjobs.dashboard import NoAnswer
+    from tasks.ray.dashboard import NoAnswer
+    from tasks.ray.usage import ClusterLook
 
     look = ClusterLook(address)
     with asyncio.Runner() as runner:

@@ -85,9 +85,9 @@ def _muster(cluster: RayCluster, directory: Path, short_code: str) -> dict[str, 
 
 
 async def _muster_takes(cluster: RayCluster, directory: Path, short_code: str) -> dict[str, float]:
-    from tasks.nodes.sweeping import sweep_of
-    from tasks.rayjobs.job import RayJob
-    from tasks.rayjobs.plan import JobPlan
+    from tasks.ray.job import RayJob
+    from tasks.ray.plan import JobPlan
+    from tasks.ray.sweeping import sweep_of
 
     def job(code: str) -> tuple[JobPlan, RayJob]:
         run_id = f"bench-{uuid.uuid4().hex[:8]}"

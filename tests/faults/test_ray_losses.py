@@ -18,7 +18,7 @@ import pytest
 import pytest_asyncio
 import yaml
 
-from tasks.rayjobs.dashboard import Dashboard
+from tasks.ray.dashboard import Dashboard
 from tests.support.ground import Ground, Run, Server, until
 from tests.support.ray_cluster import RayCluster
 from tests.support.ray_jobs import Wire, wire_to

@@ -16,8 +16,8 @@ import psutil
 import pytest
 import ray
 
-from tasks.rayjobs.cluster_look import ClusterLook
-from tasks.rayjobs.submitting import wrapper_sources
+from tasks.ray.submit import wrapper_sources
+from tasks.ray.usage import ClusterLook
 from tasks.rollout.hosts import Death, StartFailed
 from tasks.rollout.ray_host import NoPlace, RayHost
 from tasks.rollout.topology import Answers, Ask, ServerSlot

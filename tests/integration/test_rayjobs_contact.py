@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from tasks.rayjobs import submitter
+from tasks.ray import submitter
 from tasks.record.jobs import JobRefused
 from tasks.spec.failure_kinds import FailureKind
 from tests.support.ray_cluster import RayCluster

@@ -17,7 +17,7 @@ from prefect import flow
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
 
-from tasks.nodes.sweeping import SweepReport, sweep
+from tasks.ray.sweeping import SweepReport, sweep
 from tasks.server.server import prefect_server
 from tests.support.ray_cluster import RAY_ENV, RayCluster
 
@@ -57,7 +57,7 @@ def drivers() -> list[int]:
     found = []
     for child in psutil.Process().children():
         with suppress(psutil.NoSuchProcess):
-            if "tasks.nodes.visits" in child.cmdline():
+            if "tasks.ray.visits" in child.cmdline():
                 found.append(child.pid)
     return found
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from tasks.rayjobs.job import RayJob
-from tasks.rayjobs.plan import JobPlan
+from tasks.ray.job import RayJob
+from tasks.ray.plan import JobPlan
 from tasks.record.outcome import Exit
 
 WITHIN_S = 60.0

@@ -14,8 +14,8 @@ from tasks.gang.nodes import Cluster, Node
 from tasks.gang.settings import PoolSettings, TableNode
 from tasks.processes.identity import host_name
 from tasks.queue.capacity import Capacity, NoCapacity, local_cluster
-from tasks.rayjobs.cluster_use import ClusterUse, NodeInUse
-from tasks.rayjobs.dashboard import Denied, NoAnswer
+from tasks.ray.cluster_use import ClusterUse, NodeInUse
+from tasks.ray.dashboard import Denied, NoAnswer
 
 pytestmark = pytest.mark.asyncio
 

@@ -29,7 +29,7 @@ COMMANDS = (
     "tasks.gang set",
     "tasks.rollout",
     "tasks.rollout plan",
-    "tasks.nodes.sweeping",
+    "tasks.ray.sweeping",
     "tasks.deploying",
     "deployments.stack",
     "deployments.stack up",
@@ -51,9 +51,9 @@ COMMANDS = (
 )
 #: What other programs of the project start, and nobody else.
 INTERNAL = {
-    *("tasks.fleet.process", "tasks.server.sqlite_server", "tasks.nodes.visits"),
+    *("tasks.fleet.process", "tasks.server.sqlite_server", "tasks.ray.visits"),
     *("tasks.processes.guardian", "tasks.processes.namespace_init"),
-    *("tasks.rayjobs.entrypoint", "tasks.rollout.lmdeploy_replica"),
+    *("tasks.ray.wrapper", "tasks.rollout.lmdeploy_replica"),
     *("deployments.stack_supervisor", "deployments.stack_node", "deployments.stack_ray_node"),
     *("deployments.stack_runs", "deployments.verl.compose"),
     *("tests.faults.chaos_server", "tests.benchmarks.part", "tests.benchmarks.gateway_process"),
@@ -111,7 +111,7 @@ def test_an_unknown_option_is_named_and_nothing_is_done(
         ("tests.faults.soak", "--at-once", "2"),
         ("tests.faults.fleet_chaos", "--minutes", "10.0"),
         ("deployments.cluster_check", "--within-s S", "20.0"),
-        ("tasks.nodes.sweeping", "--within-s S", "60.0"),
+        ("tasks.ray.sweeping", "--within-s S", "60.0"),
         ("tests.benchmarks.queue", "--compress", "1.0"),
     ],
 )

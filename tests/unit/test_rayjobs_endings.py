@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tasks.rayjobs.dashboard import JobState
-from tasks.rayjobs.endings import RAY_POLLS_EACH_S, earliest_end, exit_of
+from tasks.ray.dashboard import JobState
+from tasks.ray.endings import RAY_POLLS_EACH_S, earliest_end, exit_of
 
 
 @pytest.mark.parametrize(

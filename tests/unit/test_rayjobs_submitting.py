@@ -10,18 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from tasks.rayjobs.contact import Contact
-from tasks.rayjobs.dashboard import Actor, Node, PlacementGroup
-from tasks.rayjobs.holdings import Holdings, room_in_words
-from tasks.rayjobs.log_copy import beyond
-from tasks.rayjobs.plan import JobPlan
-from tasks.rayjobs.submission import SubmissionFile
-from tasks.rayjobs.submitting import (
-    entrypoint_of,
-    environment_of,
-    excludes_of,
-    place_of_driver,
-)
+from tasks.ray.contact import Contact
+from tasks.ray.dashboard import Actor, Node, PlacementGroup
+from tasks.ray.holdings import Holdings, room_in_words
+from tasks.ray.log_copy import beyond
+from tasks.ray.plan import JobPlan
+from tasks.ray.submission import SubmissionFile
+from tasks.ray.submit import entrypoint_of, environment_of, excludes_of, place_of_driver
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tasks.rayjobs.dashboard import Dashboard, JobState
-from tasks.rayjobs.submission import SubmissionFile
-from tasks.rayjobs.takedown import OutOfReach, Sweep, TakeDown
+from tasks.ray.dashboard import Dashboard, JobState
+from tasks.ray.end import OutOfReach, Sweep, TakeDown
+from tasks.ray.submission import SubmissionFile
 
 
 def ask_job(address: str, submission_id: str) -> JobState | None:

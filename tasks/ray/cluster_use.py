@@ -24,7 +24,7 @@ ACCELERATORS = ("GPU", "NPU", "HPU", "TPU")
 #: Of a bundle: resource, index, group. Without the index: that of all bundles of a group.
 _OF_BUNDLE = re.compile(rf"({'|'.join(ACCELERATORS)}|CPU)_group_(\d+)_([0-9a-f]{{36}})")
 #: `<run id>--aNN` and maybe `-<component>`, of `tasks.record.places.make_run_id` and
-#: `tasks.rayjobs.submission.submission_id`.
+#: `tasks.ray.submission.submission_id`.
 _SUBMISSION = re.compile(r"(.+-\d{8}-\d{6}-[0-9a-f]{4})--a\d{2,}(-.+)?")
 #: The name of Ray's actor that runs a submission. Source: ray/dashboard/modules/job/common.py.
 _SUPERVISOR = "_ray_internal_job_actor_"

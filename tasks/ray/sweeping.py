@@ -1,7 +1,7 @@
 """Ending what a run has left on the nodes of a Ray cluster.
 
 As a command, for what a preflight has found:
-`python -m tasks.nodes.sweeping --address URL --run-id ID`.
+`python -m tasks.ray.sweeping --address URL --run-id ID`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tasks.nodes.visitor import NotVisited, visiting
-from tasks.rayjobs.dashboard import Dashboard, Denied, NoAnswer
+from tasks.ray.dashboard import Dashboard, Denied, NoAnswer
+from tasks.ray.nodes import NotVisited, visiting
 from tasks.show.help import HelpFormatter
 
 SWEEP_WITHIN_S = 60.0
@@ -114,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns: 0, or 1 where something is left or could not be asked.
     """
     parser = argparse.ArgumentParser(
-        prog="python -m tasks.nodes.sweeping",
+        prog="python -m tasks.ray.sweeping",
         description="End what a run that has ended has left on the nodes of a Ray cluster: every "
         "process that was started with its MUSTER_RUN_ID, by SIGKILL. The run must have ended.",
         epilog="Exit: 0 nothing is left; 1 something is, or a node could not be asked; 2 the "

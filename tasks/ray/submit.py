@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tasks.processes import tree
-from tasks.rayjobs import entrypoint
-from tasks.rayjobs.dashboard import Denied, NoAnswer, Node
-from tasks.rayjobs.plan import JobPlan
+from tasks.ray import wrapper
+from tasks.ray.dashboard import Denied, NoAnswer, Node
+from tasks.ray.plan import JobPlan
 from tasks.record.places import muster_home
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ def _judge(error: RuntimeError, plan: JobPlan) -> None:
 
 def wrapper_sources() -> dict[str, str]:
     """What wraps a program on a node: the text of each file, by the name that it needs there."""
-    files = {"__main__.py": entrypoint.__file__, "tree.py": tree.__file__}
+    files = {"__main__.py": wrapper.__file__, "tree.py": tree.__file__}
     return {name: Path(file).read_text(encoding="utf-8") for name, file in files.items()}
 
 

@@ -12,17 +12,17 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from tasks.rayjobs import control_store
-from tasks.rayjobs.contact import Contact, Emit
-from tasks.rayjobs.dashboard import Dashboard, Denied, JobState, NoAnswer
-from tasks.rayjobs.endings import earliest_end, exit_of, last_words
-from tasks.rayjobs.holdings import gpus_of, room_in_words
-from tasks.rayjobs.log_copy import LogCopy
-from tasks.rayjobs.plan import JobPlan
-from tasks.rayjobs.submission import SubmissionFile
-from tasks.rayjobs.submitter import Submitter
-from tasks.rayjobs.submitting import STRAGGLERS_S
-from tasks.rayjobs.takedown import OutOfReach, Sweep, TakeDown
+from tasks.ray import control_store
+from tasks.ray.contact import Contact, Emit
+from tasks.ray.dashboard import Dashboard, Denied, JobState, NoAnswer
+from tasks.ray.end import OutOfReach, Sweep, TakeDown
+from tasks.ray.endings import earliest_end, exit_of, last_words
+from tasks.ray.holdings import gpus_of, room_in_words
+from tasks.ray.log_copy import LogCopy
+from tasks.ray.plan import JobPlan
+from tasks.ray.submission import SubmissionFile
+from tasks.ray.submit import STRAGGLERS_S
+from tasks.ray.submitter import Submitter
 from tasks.record.jobs import JobLoss, JobRefused
 from tasks.record.outcome import Exit
 from tasks.spec.failure_kinds import FailureKind

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from tasks.rayjobs.contact import Emit
-from tasks.rayjobs.dashboard import Dashboard, Denied, JobState, NoAnswer
-from tasks.rayjobs.plan import JobPlan
-from tasks.rayjobs.submission import SETTLES_WITHIN_S, SubmissionFile
-from tasks.rayjobs.submitting import submit
+from tasks.ray.contact import Emit
+from tasks.ray.dashboard import Dashboard, Denied, JobState, NoAnswer
+from tasks.ray.plan import JobPlan
+from tasks.ray.submission import SETTLES_WITHIN_S, SubmissionFile
+from tasks.ray.submit import submit
 from tasks.record.jobs import JobLoss, JobRefused
 from tasks.spec.failure_kinds import FailureKind
 

@@ -1,4 +1,4 @@
-"""The process that visits nodes: `python -m tasks.nodes.visits`, started by `visitor`.
+"""The process that visits nodes: `python -m tasks.ray.visits`, started by `visitor`.
 
 A Ray driver of its own, so that the process that asks stays none: a driver takes 100 MB and
 threads, and waits for minutes, or aborts, when its cluster is gone. It reads questions from stdin
@@ -40,7 +40,7 @@ from ray import cloudpickle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import tasks
-from tasks.nodes.node_tasks import VISITS, clock
+from tasks.ray.node_tasks import VISITS, clock
 
 #: Of the time for a visit, what prefect-ray has before plain Ray tasks are tried.
 _PREFECT_SHARE = 0.7

@@ -9,7 +9,7 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
-from tasks.rayjobs.dashboard import Dashboard, Denied, NoAnswer
+from tasks.ray.dashboard import Dashboard, Denied, NoAnswer
 
 _AGAIN_AFTER_S = 0.5
 #: For the node's agent to answer, once the job has ended.

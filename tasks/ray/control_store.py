@@ -12,7 +12,7 @@ import importlib
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
-from tasks.rayjobs.dashboard import NoAnswer
+from tasks.ray.dashboard import NoAnswer
 
 _WITHIN_S = 5.0
 #: A cluster that is up for months keeps a line for each of its jobs; gRPC's own limit is 4 MiB.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tasks.rayjobs.dashboard import JobState
+from tasks.ray.dashboard import JobState
 from tasks.record.outcome import Exit
 
 #: How long Ray needs to notice that the driver has ended.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from tasks.rayjobs.dashboard import Actor, Dashboard, Node, PlacementGroup
+from tasks.ray.dashboard import Actor, Dashboard, Node, PlacementGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

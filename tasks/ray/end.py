@@ -9,10 +9,10 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from tasks.rayjobs import control_store
-from tasks.rayjobs.dashboard import Dashboard, Denied, JobState, NoAnswer
-from tasks.rayjobs.holdings import Holdings, holdings_of
-from tasks.rayjobs.submission import SETTLES_WITHIN_S
+from tasks.ray import control_store
+from tasks.ray.dashboard import Dashboard, Denied, JobState, NoAnswer
+from tasks.ray.holdings import Holdings, holdings_of
+from tasks.ray.submission import SETTLES_WITHIN_S
 
 #: How long a cluster that does not answer is asked again before it is called unknown.
 UNKNOWN_AFTER_S = 60.0

@@ -7,7 +7,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from tasks.rayjobs.plan import JobPlan
+from tasks.ray.plan import JobPlan
 from tasks.record.places import AttemptPlace
 from tasks.record.run_json import write_json
 

@@ -8,16 +8,9 @@ import importlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from tasks.rayjobs.cluster_use import (
-    ACCELERATORS,
-    ActorReport,
-    ClusterUse,
-    NodeReport,
-    jobs_of,
-    use_of,
-)
-from tasks.rayjobs.control_store import messages, open_channel, service
-from tasks.rayjobs.dashboard import Dashboard, Denied, NoAnswer
+from tasks.ray.cluster_use import ACCELERATORS, ActorReport, ClusterUse, NodeReport, jobs_of, use_of
+from tasks.ray.control_store import messages, open_channel, service
+from tasks.ray.dashboard import Dashboard, Denied, NoAnswer
 
 #: States of actors that may have their place: PENDING_CREATION (its constructor runs), ALIVE,
 #: RESTARTING. Source: ray/protobuf/gcs.proto, ActorTableData.ActorState.

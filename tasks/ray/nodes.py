@@ -22,7 +22,7 @@ from prefect.context import FlowRunContext
 from prefect.settings import get_current_settings
 
 from tasks.processes import tree
-from tasks.rayjobs.loopback import driver_env
+from tasks.ray.loopback import driver_env
 from tasks.spec.errors import MusterError
 
 #: An answer may be late by so much: the driver keeps the deadline itself.
@@ -157,7 +157,7 @@ async def visiting(gcs_address: str, *, within_s: float) -> AsyncIterator[NodeVi
     """
     with tempfile.TemporaryFile() as errors:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "tasks.nodes.visits"),
+            *(sys.executable, "-m", "tasks.ray.visits"),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=errors,
