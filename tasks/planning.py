@@ -9,13 +9,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from tasks.fleet.component import FleetStart, fleet_component
 from tasks.jobs import job_maker
 from tasks.processes.containment import Containment, Level, allowed_level, probe
 from tasks.processes.guarded import Command
 from tasks.processes.identity import host_name
 from tasks.processes.plan import AttemptPlan, ComponentPlan
 from tasks.record.places import AttemptPlace
+from tasks.rollout.component import FleetStart, fleet_component
 from tasks.spec.errors import Fault
 from tasks.spec.loading import project_root
 from tasks.spec.programs import component_path

@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 from uuid import UUID
 
-from tasks.fleet.component import fleet_faults, fleet_names, fleet_ports, prepare_fleet
-from tasks.fleet.events import FleetTail
 from tasks.planning import (
     component_search_path,
     containment_faults,
@@ -32,6 +30,8 @@ from tasks.record.outcome import Failure, Verdict
 from tasks.record.places import AttemptPlace, RunPlace
 from tasks.record.run_json import RunRecord
 from tasks.record.states import RunState
+from tasks.rollout.component import fleet_faults, fleet_names, fleet_ports, prepare_fleet
+from tasks.rollout.events import FleetTail
 from tasks.spec import secrets
 from tasks.spec.errors import InvalidSpec
 from tasks.spec.failure_kinds import FailureKind

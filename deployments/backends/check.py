@@ -21,7 +21,7 @@ from typing import Any
 
 from deployments.backends import facts, package, reading
 from tasks.rollout.addresses import Addresses, nodes_needed, ports_needed
-from tasks.rollout.building import build
+from tasks.rollout.rollout_building import build
 from tasks.rollout.topology import TopologyPlan
 from tasks.spec.rollout import Rollout
 

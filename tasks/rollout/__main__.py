@@ -1,10 +1,144 @@
-"""The rollout fleet: `python -m tasks.rollout --help`."""
+"""The command `python -m tasks.rollout`: the plan of a run's fleet, without starting anything."""
 
 from __future__ import annotations
 
+import argparse
+import json
+import shlex
 import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 
-from tasks.fleet.plan_command import main
+from tasks.rollout.rollout_building import FIRST_PORT, planned
+from tasks.rollout.topology import ServerSlot, TopologyPlan
+from tasks.spec.errors import Fault, InvalidSpec
+from tasks.spec.loading import load_spec
+from tasks.spec.rollout import Rollout
+from tasks.spec.run import RunSpec
+from tasks.spec.secrets import mask_text, masked, secret_values
 
-if __name__ == "__main__":
-    sys.exit(main())
+EXIT_PLANNED, EXIT_INVALID = 0, 2
+_ARGUMENT_AT_MOST = 60
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the plan of the fleet of a spec.
+
+    Returns: 0 printed, 2 the spec is invalid, or has no fleet.
+    """
+    options = _parser().parse_args(arguments)
+    try:
+        spec = load_spec(Path(options.spec), options.set)
+        plan = _without_secrets(plan_of(spec, options.spec))
+    except InvalidSpec as error:
+        print(error, file=sys.stderr)
+        return EXIT_INVALID
+    if options.json:
+        print(json.dumps(plan.as_json(), indent=2))
+    else:
+        print("\n".join(_in_words(plan)))
+    return EXIT_PLANNED
+
+
+def plan_of(spec: RunSpec, source: str) -> TopologyPlan:
+    """The plan of a spec's fleet, at hosts and ports that stand in for those of a run.
+
+    Args:
+        spec: The run's.
+        source: What a person calls it.
+
+    Raises:
+        InvalidSpec: It has no fleet, or one that does not fit on its gang's nodes.
+    """
+    fleet = spec.components.get("rollout")
+    if not isinstance(fleet, Rollout):
+        problem = "has no `rollout`, so there is no fleet to plan"
+        remedy = "write components: {rollout: {backend: sglang, model: PATH_OR_NAME}}"
+        raise InvalidSpec((Fault(path="components", problem=problem, remedy=remedy),), source)
+    node_gpus = spec.gang.gpus_per_node if spec.gang is not None else None
+    try:
+        return planned(fleet, node_gpus)
+    except ValueError as error:
+        remedy = "change its sizes, or gang.gpus_per_node"
+        fault = Fault(path="components.rollout", problem=str(error), remedy=remedy)
+        raise InvalidSpec((fault,), source) from error
+
+
+def _without_secrets(plan: TopologyPlan) -> TopologyPlan:
+    """The same with variables that look secret masked, there and wherever else they stand."""
+
+    def masked_slot(slot: ServerSlot) -> ServerSlot:
+        secrets = tuple(secret_values(slot.env))
+        argv = tuple(mask_text(word, secrets) for word in slot.argv)
+        return replace(slot, env=masked(slot.env), argv=argv)
+
+    engines = tuple(
+        replace(engine, servers=tuple(map(masked_slot, engine.servers))) for engine in plan.engines
+    )
+    return replace(plan, engines=engines)
+
+
+def _in_words(plan: TopologyPlan) -> Iterator[str]:
+    for index, engine in enumerate(plan.engines):
+        at = f", meets at {engine.dist_init}" if engine.dist_init else ""
+        nodes = ", ".join(map(str, engine.nodes))
+        yield f"engine {index}: ranks {_span(engine.ranks)} on node {nodes}{at}"
+        for slot in engine.servers:
+            yield from _server(slot)
+    meshes = " ".join(f"[{_span(ranks)}]" for ranks in plan.training_mesh)
+    yield f"training mesh: {meshes}"
+
+
+def _server(slot: ServerSlot) -> Iterator[str]:
+    serves = "entrypoint" if slot.is_entrypoint else "takes part"
+    gpus = f", bundles {_span(slot.bundles)}" if slot.bundles else ", no GPUs"
+    yield f"  server {slot.rank}: node {slot.node}, {slot.url or 'no API'}, {serves}{gpus}"
+    yield f"    {_shell(slot.argv, slot.env)}"
+
+
+def _shell(argv: Sequence[str], env: Mapping[str, str]) -> str:
+    """The server as a person would start it; what is long is shortened."""
+    words = [f"{name}={_shown(text)}" for name, text in env.items()]
+    return " ".join([*words, *(_shown(word) for word in argv)])
+
+
+def _shown(word: str) -> str:
+    line = " ".join(word.split()) if "\n" in word else word
+    short = line if len(line) <= _ARGUMENT_AT_MOST else f"{line[: _ARGUMENT_AT_MOST - 3]}..."
+    return shlex.quote(short)
+
+
+def _span(numbers: Sequence[int]) -> str:
+    is_run = len(numbers) > 2 and list(numbers) == list(range(numbers[0], numbers[-1] + 1))
+    return f"{numbers[0]}-{numbers[-1]}" if is_run else ", ".join(map(str, numbers))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m tasks.rollout",
+        description="The fleet of inference servers of a run.",
+        epilog="Exit: 0 printed, 2 the arguments are wrong, or the spec is.",
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    plan = commands.add_parser(
+        "plan",
+        help="print which servers a run would start, and where",
+        description="Print the plan of a spec's fleet: engines, servers with their commands, "
+        "groups that live and die together, the training mesh. Nothing is started. Hosts and "
+        f"ports stand in for those of a run: node-0 and so on, ports from {FIRST_PORT} on; local "
+        "servers are on 127.0.0.1. ${run.dir} and the like stay as they are, variables that look "
+        "secret are masked.",
+        epilog="Exit: 0 printed, 2 the spec is invalid or has no fleet.",
+    )
+    plan.add_argument("spec", metavar="SPEC.yaml", help="the run spec")
+    plan.add_argument(
+        "--set",
+        metavar="a.b=c",
+        action="append",
+        default=[],
+        help="change a value of the spec, for example --set components.rollout.engines=4; "
+        "repeatable",
+    )
+    plan.add_argument("--json", action="store_true", help="as JSON, with every word of it")
+    return parser

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from tasks.rollout.layout import backend_of, nodes_of, places
+from tasks.rollout.building import backend_of, nodes_of, places
 from tasks.rollout.topology import Answers
 from tasks.spec.rollout import Rollout
 

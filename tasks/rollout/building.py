@@ -1,134 +1,71 @@
-"""From a fleet's spec to its plan: pure, so that the same spec gives the same plan everywhere."""
+"""How the engines of a fleet are cut into servers, and on which nodes these are."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 
-from tasks.rollout.addresses import (
-    Addresses,
-    meeting_port,
-    nodes_needed,
-    ports_needed,
-    server_port,
-)
-from tasks.rollout.backends import command
-from tasks.rollout.backends.place import Place
-from tasks.rollout.layout import backend_of, nodes_of, places
-from tasks.rollout.topology import Answers, Engine, ServerSlot, TopologyPlan
+from tasks.rollout import backends, lmdeploy, sglang, vllm
+from tasks.rollout.place import Backend, Place
 from tasks.spec.rollout import Rollout
 
-#: The first of the ports that stand in for others.
-FIRST_PORT = 30000
-_DEVICES = "CUDA_VISIBLE_DEVICES"
+_BACKENDS: Mapping[str, Backend] = {
+    "sglang": sglang,
+    "lmdeploy": lmdeploy,
+    "vllm": vllm,
+    "command": backends,
+}
 
 
-def build(fleet: Rollout, addresses: Addresses, node_gpus: int | None = None) -> TopologyPlan:
-    """The plan of a fleet at these addresses.
+def backend_of(fleet: Rollout) -> Backend:
+    """The module that knows the fleet's backend."""
+    return _BACKENDS[fleet.sizes.backend]
+
+
+def places(fleet: Rollout, node_gpus: int | None = None) -> tuple[tuple[Place, ...], ...]:
+    """`places[engine]`: its servers in the order of their ranks, without addresses.
 
     Args:
         fleet: As validated.
-        addresses: A host for each of `nodes_needed`, a port for each of `ports_needed`.
-        node_gpus: GPUs on each node, by which engines are packed onto nodes; see `places`.
+        node_gpus: GPUs on each node; engines are packed onto nodes by them. Left out, an engine of
+            one node has that node to itself on Ray, and all of them are on one machine otherwise.
 
     Raises:
-        ValueError: An engine does not fit on a node, or there are too few hosts or devices.
-        KeyError: A port that is needed is not there.
+        ValueError: What an engine needs of one node is more than a node has.
     """
-    backend = backend_of(fleet)
-    devices = _devices(fleet, addresses)
-    engines: list[Engine] = []
-    for index, servers in enumerate(places(fleet, node_gpus)):
-        nodes = nodes_of(fleet, index, node_gpus)
-        if nodes[-1] >= len(addresses.hosts):
-            raise ValueError(f"engine {index} is on node {nodes[-1]}, of which there is no host")
-        meeting: tuple[str, int] | None = None
-        if backend.meets(fleet):
-            meeting = (addresses.hosts[nodes[0]], addresses.ports[meeting_port(index)])
-        addressed = [
-            replace(
-                place,
-                host=addresses.hosts[place.node],
-                port=None
-                if backend.answers(fleet, place.index) is Answers.NONE
-                else addresses.ports[server_port(place.rank)],
-                meeting=meeting,
-            )
-            for place in servers
-        ]
-        engines.append(
-            Engine(
-                ranks=tuple(rank for place in servers for rank in place.ranks),
-                nodes=nodes,
-                dist_init=None if meeting is None else f"{meeting[0]}:{meeting[1]}",
-                servers=tuple(_slot(fleet, place, addressed, devices) for place in addressed),
+    sizes = fleet.sizes
+    width = sizes.ranks // sizes.servers
+    found: list[tuple[Place, ...]] = []
+    for engine in range(sizes.engines):
+        nodes, first = nodes_of(fleet, engine, node_gpus), engine * sizes.ranks
+        found.append(
+            tuple(
+                Place(
+                    engine=engine,
+                    index=index,
+                    ranks=tuple(range(first + index * width, first + (index + 1) * width)),
+                    node=nodes[index * len(nodes) // sizes.servers],
+                )
+                for index in range(sizes.servers)
             )
         )
-    return TopologyPlan(
-        engines=tuple(engines), questions=backend.questions(fleet), placement=fleet.placement
-    )
+    return tuple(found)
 
 
-def planned(fleet: Rollout, node_gpus: int | None = None) -> TopologyPlan:
-    """The plan of a fleet at hosts and ports that stand in for those that a run finds: `node-0`,
-    `node-1` and so on, a local one at 127.0.0.1, and ports from 30000 on.
+def nodes_of(fleet: Rollout, engine: int, node_gpus: int | None = None) -> tuple[int, ...]:
+    """The nodes that an engine spans, which may be more than have a server of it.
 
     Args:
-        node_gpus: As for `build`.
+        node_gpus: As for `places`.
 
     Raises:
-        ValueError: As `build` does.
+        ValueError: As `places` does.
     """
-    needs = ports_needed(fleet, node_gpus)
-    is_local = fleet.placement == "local"
-    hosts = tuple(
-        "127.0.0.1" if is_local else f"node-{node}"
-        for node in range(nodes_needed(fleet, node_gpus))
-    )
-    ports = {need.name: number for number, need in enumerate(needs, start=FIRST_PORT)}
-    return build(fleet, Addresses(hosts=hosts, ports=ports), node_gpus)
-
-
-def _slot(
-    fleet: Rollout, place: Place, engine: Sequence[Place], devices: Sequence[str]
-) -> ServerSlot:
-    backend = backend_of(fleet)
-    env = {**fleet.env, **backend.env(fleet, place)}
-    if devices:
-        env[_DEVICES] = ",".join(devices[rank] for rank in place.ranks)
-    return ServerSlot(
-        rank=place.rank,
-        engine=place.engine,
-        node=place.node,
-        bundles=place.ranks if fleet.sizes.gpus else (),
-        weight_ranks=_weight_ranks(fleet, place, engine),
-        is_entrypoint=backend.is_entrypoint(fleet, place.index),
-        answers=backend.answers(fleet, place.index),
-        host=place.host,
-        port=place.port,
-        argv=tuple(command.filled(word, place) for word in backend.argv(fleet, place)),
-        env={name: command.filled(text, place) for name, text in env.items()},
-    )
-
-
-def _weight_ranks(fleet: Rollout, place: Place, engine: Sequence[Place]) -> tuple[int, ...]:
-    """An entrypoint stands for its own ranks and for those of the servers that have none."""
-    backend = backend_of(fleet)
-    if not backend.is_entrypoint(fleet, place.index):
-        return ()
-    others = [one for one in engine if not backend.is_entrypoint(fleet, one.index)]
-    return place.ranks + tuple(rank for one in others for rank in one.ranks)
-
-
-def _devices(fleet: Rollout, addresses: Addresses) -> tuple[str, ...]:
-    """The GPU of each rank of a local fleet; empty where no GPUs are asked for, and on Ray, which
-    gives an actor its GPUs itself."""
-    needed = fleet.engines * fleet.sizes.gpus
-    if fleet.placement != "local" or not needed:
-        return ()
-    written = tuple(one for one in fleet.env.get(_DEVICES, "").split(",") if one)
-    devices = addresses.devices or written or tuple(map(str, range(needed)))
-    if len(devices) < needed:
-        found = f"{_DEVICES} names {len(devices)}: {', '.join(devices)}"
-        raise ValueError(f"the fleet needs {needed} GPUs, and {found}")
-    return devices
+    sizes = fleet.sizes
+    on_a_node = sizes.gpus // sizes.nodes
+    if node_gpus is not None and on_a_node > node_gpus:
+        raise ValueError(f"an engine needs {on_a_node} GPUs of one node, which has {node_gpus}")
+    if sizes.nodes > 1:
+        return tuple(range(engine * sizes.nodes, (engine + 1) * sizes.nodes))
+    if node_gpus is not None and sizes.gpus:
+        return (engine // (node_gpus // sizes.gpus),)
+    return (engine if fleet.placement == "ray" else 0,)

@@ -9,10 +9,10 @@ from typing import Any
 
 from tasks.record.rollout_states import GroupState
 from tasks.rollout.clock import Clock, Emit
-from tasks.rollout.gateway.router import Router
-from tasks.rollout.health.health import Health
+from tasks.rollout.health import Health
 from tasks.rollout.recovery import Recovery
 from tasks.rollout.registry import Registry
+from tasks.rollout.router import Router
 from tasks.rollout.snapshot import as_json
 from tasks.rollout.views import GroupView
 

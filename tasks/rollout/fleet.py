@@ -17,12 +17,12 @@ from typing import Any
 from tasks.record.rollout_states import GroupState
 from tasks.rollout.clock import Clock, Emit, ended, within
 from tasks.rollout.control import Control
-from tasks.rollout.gateway.router import Entrypoint, Router
-from tasks.rollout.health.health import Health
-from tasks.rollout.health.probing import Prober
+from tasks.rollout.health import Health
 from tasks.rollout.hosts import Death, ServerHost, StartFailed
+from tasks.rollout.probing import Prober
 from tasks.rollout.recovery import DEATHS_WITHIN_S, Rebind, Recovery
 from tasks.rollout.registry import Registry
+from tasks.rollout.router import Entrypoint, Router
 from tasks.rollout.settings import FleetSettings
 from tasks.rollout.snapshot import breach, snapshot, why_none
 from tasks.rollout.starting import Starter

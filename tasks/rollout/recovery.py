@@ -17,8 +17,8 @@ from random import Random
 from tasks.record.rollout_states import GroupState
 from tasks.rollout.backoff import pause_s
 from tasks.rollout.clock import Clock, Emit, ended
-from tasks.rollout.health.incidents import Incident, Incidents
 from tasks.rollout.hosts import StartFailed
+from tasks.rollout.incidents import Incident, Incidents
 from tasks.rollout.registry import Registry
 from tasks.rollout.settings import FleetSettings
 from tasks.rollout.starting import Starter

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from tasks.record.rollout_states import GroupState
-from tasks.rollout.gateway.router import Router
-from tasks.rollout.health.health import Health
+from tasks.rollout.health import Health
 from tasks.rollout.registry import Registry
+from tasks.rollout.router import Router
 from tasks.rollout.views import FleetView, TrainingMetadata
 
 #: Groups whose causes are told where the fleet cannot go on.

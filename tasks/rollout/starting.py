@@ -7,9 +7,9 @@ import logging
 
 from tasks.record.rollout_states import GroupState
 from tasks.rollout.clock import Clock, Emit, within
-from tasks.rollout.health.health import Health
-from tasks.rollout.health.probing import Prober
+from tasks.rollout.health import Health
 from tasks.rollout.hosts import ServerHost, StartFailed
+from tasks.rollout.probing import Prober
 from tasks.rollout.registry import Registry
 from tasks.rollout.settings import FleetSettings
 from tasks.rollout.topology import Answers, Ask, Questions, ServerSlot

@@ -23,8 +23,8 @@ import httpx
 
 from tasks.processes.ports import listeners
 from tasks.rollout.clock import Clock
-from tasks.rollout.health.health import Health
-from tasks.rollout.health.probing import HttpProber
+from tasks.rollout.health import Health
+from tasks.rollout.probing import HttpProber
 from tasks.rollout.registry import Registry
 from tasks.rollout.settings import FleetSettings
 from tasks.rollout.topology import Ask

@@ -28,7 +28,7 @@ from pathlib import Path
 
 import psutil
 
-from tasks.rollout.gateway.router import Entrypoint, Router
+from tasks.rollout.router import Entrypoint, Router
 from tasks.spec.loading import project_root
 from tests.benchmarks.gateway_load import load
 from tests.benchmarks.report import Missing, Result, Row, say

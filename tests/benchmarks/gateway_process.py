@@ -7,8 +7,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from tasks.rollout.gateway.gateway import Gateway
-from tasks.rollout.gateway.router import Entrypoint, Router
+from tasks.rollout.gateway import Gateway
+from tasks.rollout.router import Entrypoint, Router
 from tasks.rollout.topology import Ask
 
 

@@ -31,9 +31,9 @@ from typing import Any
 
 import aiohttp
 
-from tasks.fleet.plan import FleetPlan
 from tasks.processes import tree
 from tasks.processes.ports import listeners
+from tasks.rollout.plan import FleetPlan
 from tasks.show.help import HelpFormatter
 from tests.support.stage import free_port
 
@@ -366,7 +366,7 @@ async def serving(plan: FleetPlan) -> AsyncIterator[asyncio.subprocess.Process]:
     plan.write(path)
     with (plan.directory / "rollout.log").open("ab") as log:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "tasks.fleet.process", str(path)),
+            *(sys.executable, "-m", "tasks.rollout.process", str(path)),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=log,
             stderr=log,

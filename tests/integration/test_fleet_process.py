@@ -17,11 +17,11 @@ from typing import Any
 import httpx
 import pytest
 
-from tasks.fleet.plan import SERVERS_ENV, TOKEN_ENV, FleetPlan
 from tasks.processes import tree
 from tasks.processes.lost import finish
 from tasks.processes.ports import listeners
 from tasks.processes.registry import claimed, registered_runs
+from tasks.rollout.plan import SERVERS_ENV, TOKEN_ENV, FleetPlan
 from tasks.spec.probes import ReadyProbe
 from tests.support.stage import DEADLINE_S, Stage, free_port, is_alive, wait_until
 
@@ -82,7 +82,7 @@ class FleetProcess:
         return path
 
     def argv(self, plan: Path) -> tuple[str, ...]:
-        return (sys.executable, "-P", "-m", "tasks.fleet.process", str(plan))
+        return (sys.executable, "-P", "-m", "tasks.rollout.process", str(plan))
 
     def start(self, plan: Path, **env: str) -> None:
         with (self.directory / "rollout.log").open("ab") as log:

@@ -23,11 +23,11 @@ from typing import Any
 import httpx
 import pytest
 
-from tasks.fleet.local_host import LocalHost
 from tasks.processes import tree
 from tasks.record.rollout_states import GroupState
 from tasks.rollout.fleet import Fleet
-from tasks.rollout.health.probing import HttpProber
+from tasks.rollout.local_host import LocalHost
+from tasks.rollout.probing import HttpProber
 from tasks.rollout.settings import FleetSettings
 from tasks.rollout.topology import Answers, Ask, Engine, Questions, ServerSlot, TopologyPlan
 from tests.support.fleet_fakes import loops

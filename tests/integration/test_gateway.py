@@ -19,9 +19,9 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tasks.rollout.gateway.forwarding import Limits
-from tasks.rollout.gateway.gateway import Gateway
-from tasks.rollout.gateway.router import Entrypoint, Router
+from tasks.rollout.forwarding import Limits
+from tasks.rollout.gateway import Gateway
+from tasks.rollout.router import Entrypoint, Router
 from tasks.rollout.topology import Ask
 from tasks.spec.errors import MusterError
 from tests.support.dummy_server import DummyServer

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from tasks.fleet.local_host import LocalHost
 from tasks.processes import tree
 from tasks.processes.guarded import Forked
 from tasks.processes.ports import is_listened
 from tasks.rollout.hosts import Death, StartFailed
+from tasks.rollout.local_host import LocalHost
 from tasks.rollout.topology import Answers, Ask, ServerSlot
 from tests.support.stage import DEADLINE_S, Stage, free_port, is_alive
 

@@ -14,10 +14,10 @@ from typing import Any
 
 from tasks.record.rollout_states import GroupState
 from tasks.rollout.clock import Clock
+from tasks.rollout.evidence import Silence
 from tasks.rollout.fleet import Fleet
-from tasks.rollout.health.evidence import Silence
-from tasks.rollout.health.probing import Reply
 from tasks.rollout.hosts import Death, StartFailed
+from tasks.rollout.probing import Reply
 from tasks.rollout.settings import FleetSettings
 from tasks.rollout.topology import Answers, Ask, Engine, Questions, ServerSlot, TopologyPlan
 from tasks.spec.errors import LostContact

@@ -22,8 +22,8 @@ from deployments.docs.blocks import filled, names_in
 from tasks.processes.probes import until_yes
 from tasks.record.causes import RULES, find_cause
 from tasks.record.states import RunState
-from tasks.rollout import layout
-from tasks.rollout.building import planned
+from tasks.rollout import building
+from tasks.rollout.rollout_building import planned
 from tasks.spec.errors import InvalidSpec
 from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.loading import parse_spec
@@ -307,8 +307,8 @@ def example_of(mark: str) -> ModuleType:
 
 
 def test_the_example_of_a_backend_plans_a_fleet(monkeypatch: pytest.MonkeyPatch) -> None:
-    backends = {**layout._BACKENDS, "sglang": example_of("backend")}
-    monkeypatch.setattr(layout, "_BACKENDS", backends)
+    backends = {**building._BACKENDS, "sglang": example_of("backend")}
+    monkeypatch.setattr(building, "_BACKENDS", backends)
     fleet = Rollout.model_validate({"backend": "sglang", "model": "m.gguf", "engines": 2})
 
     plan = planned(fleet)

@@ -7,8 +7,8 @@ from random import Random
 import pytest
 
 from tasks.rollout.backoff import pause_s
-from tasks.rollout.health.evidence import Evidence, Silence, Verdict
-from tasks.rollout.health.incidents import Incidents, NetworkCut
+from tasks.rollout.evidence import Evidence, Silence, Verdict
+from tasks.rollout.incidents import Incidents, NetworkCut
 from tasks.rollout.settings import FleetSettings, settings_of
 from tasks.spec.rollout import Rollout
 

@@ -8,12 +8,12 @@ from typing import Any, ClassVar
 
 import pytest
 
-from tasks.fleet import on_ray as fleet_on_ray
-from tasks.fleet.on_ray import RayPlaces, bundles_of, moved
-from tasks.fleet.plan import FleetPlan
-from tasks.rollout.building import planned
+from tasks.rollout import on_ray as fleet_on_ray
 from tasks.rollout.hosts import NoHost
+from tasks.rollout.on_ray import RayPlaces, bundles_of, moved
+from tasks.rollout.plan import FleetPlan
 from tasks.rollout.ray_host import NoPlace
+from tasks.rollout.rollout_building import planned
 
 pytestmark = pytest.mark.asyncio
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from tasks.rollout.health.evidence import Silence
-from tasks.rollout.health.probing import HttpProber
+from tasks.rollout.evidence import Silence
+from tasks.rollout.probing import HttpProber
 from tasks.rollout.topology import Ask
 
 HEALTH = Ask(method="GET", path="/health")

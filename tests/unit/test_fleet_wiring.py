@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from tasks.fleet.component import fleet_faults, fleet_names, fleet_ports, prepare_fleet
-from tasks.fleet.events import FleetTail
-from tasks.fleet.hosts import devices_of
-from tasks.fleet.plan import TOKEN_ENV, BadPlan, FleetPlan
 from tasks.planning import plan_of
 from tasks.processes.containment import Containment, Level
 from tasks.processes.plan import AttemptPlan
 from tasks.record.events import Event, EventLog
 from tasks.record.places import AttemptPlace
+from tasks.rollout.component import fleet_faults, fleet_names, fleet_ports, prepare_fleet
+from tasks.rollout.events import FleetTail
+from tasks.rollout.fleet_hosts import devices_of
+from tasks.rollout.plan import TOKEN_ENV, BadPlan, FleetPlan
 from tasks.show.fleet import FleetWords
 from tasks.spec.loading import project_root
 from tasks.spec.run import RunSpec
@@ -229,7 +229,7 @@ def test_a_fleet_is_a_component_in_the_order_of_the_spec(place: AttemptPlace) ->
 
     assert [component.name for component in plan.components] == ["api", "rollout", "trainer"]
     rollout = plan.components[1]
-    assert rollout.command.argv[-2:] == ("tasks.fleet.process", str(place.fleet_plan))
+    assert rollout.command.argv[-2:] == ("tasks.rollout.process", str(place.fleet_plan))
     assert rollout.command.log == place.log("rollout")
     assert rollout.on_exit_zero == "fail"
     # Longer than the grace of its servers, whose guardians it waits for.

@@ -51,7 +51,7 @@ COMMANDS = (
 )
 #: What other programs of the project start, and nobody else.
 INTERNAL = {
-    *("tasks.fleet.process", "tasks.server.sqlite_server", "tasks.ray.visits"),
+    *("tasks.rollout.process", "tasks.server.sqlite_server", "tasks.ray.visits"),
     *("tasks.processes.guardian", "tasks.processes.namespace_init"),
     *("tasks.ray.wrapper", "tasks.rollout.lmdeploy_replica"),
     *("deployments.stack_supervisor", "deployments.stack_node", "deployments.stack_ray_node"),

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tasks.rollout.gateway.access import Access, is_loopback
+from tasks.rollout.access import Access, is_loopback
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from tasks.rollout.gateway.flights import EntrypointGone, Flights
-from tasks.rollout.gateway.router import Entrypoint
+from tasks.rollout.flights import EntrypointGone, Flights
+from tasks.rollout.router import Entrypoint
 
 pytestmark = pytest.mark.asyncio
 

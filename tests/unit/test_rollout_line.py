@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from tasks.rollout.gateway.line import Line
-from tasks.rollout.gateway.router import Entrypoint, NoEntrypoint, Router
+from tasks.rollout.line import Line
+from tasks.rollout.router import Entrypoint, NoEntrypoint, Router
 
 pytestmark = pytest.mark.asyncio
 

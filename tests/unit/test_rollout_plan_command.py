@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tasks.fleet.plan_command import main
+from tasks.rollout.__main__ import main
 
 FLEET = {"backend": "sglang", "model": "m", "tensor_parallel": 16, "nodes_per_engine": 2}
 RAY = {"address": "http://127.0.0.1:8265"}

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from tasks.rollout.gateway.router import Entrypoint, Full, NoEntrypoint, Router
+from tasks.rollout.router import Entrypoint, Full, NoEntrypoint, Router
 
 
 def entrypoint(rank: int, epoch: int = 1, *, is_preferred: bool = True) -> Entrypoint:

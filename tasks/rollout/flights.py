@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from types import TracebackType
 
-from tasks.rollout.gateway.router import Entrypoint
+from tasks.rollout.router import Entrypoint
 
 
 class EntrypointGone(Exception):

@@ -7,7 +7,7 @@ import re
 from multidict import CIMultiDict, MultiMapping
 from pydantic_core import from_json
 
-from tasks.rollout.gateway.router import Entrypoint
+from tasks.rollout.router import Entrypoint
 
 #: Concern one connection only. Source: RFC 9110, section 7.6.1, and the older Keep-Alive.
 _HOP_BY_HOP = frozenset(

@@ -14,10 +14,10 @@ from typing import Annotated, Any, Protocol, TypeVar
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from tasks.rollout.gateway.access import Access
-from tasks.rollout.gateway.forwarding import Evidence, refused
-from tasks.rollout.gateway.refusals import Refusal, bad
-from tasks.rollout.gateway.router import Router
+from tasks.rollout.access import Access
+from tasks.rollout.forwarding import Evidence, refused
+from tasks.rollout.refusals import Refusal, bad
+from tasks.rollout.router import Router
 from tasks.rollout.topology import Ask
 from tasks.spec.errors import MusterError
 

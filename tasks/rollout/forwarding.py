@@ -23,12 +23,12 @@ from aiohttp.http import HttpVersion11
 from aiohttp.web_protocol import RequestPayloadError
 from yarl import URL
 
-from tasks.rollout.gateway.flights import EntrypointGone, Flights
-from tasks.rollout.gateway.line import Line
-from tasks.rollout.gateway.messages import answered, asked, session_of
-from tasks.rollout.gateway.refusals import Refusal, bad, lost, nobody, overloaded
-from tasks.rollout.gateway.router import Entrypoint, NoEntrypoint, Router
-from tasks.rollout.health.evidence import Silence
+from tasks.rollout.evidence import Silence
+from tasks.rollout.flights import EntrypointGone, Flights
+from tasks.rollout.line import Line
+from tasks.rollout.messages import answered, asked, session_of
+from tasks.rollout.refusals import Refusal, bad, lost, nobody, overloaded
+from tasks.rollout.router import Entrypoint, NoEntrypoint, Router
 
 _log = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ Source: vLLM 0.33, entrypoints/cli/serve.py, engine/arg_utils.py
 
 from __future__ import annotations
 
-from tasks.rollout.backends.place import Place, option_in
+from tasks.rollout.place import Place, option_in
 from tasks.rollout.topology import Answers, Ask, Questions
 from tasks.spec.rollout import Rollout
 

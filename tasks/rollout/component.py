@@ -9,14 +9,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tasks.fleet.plan import LOOPBACK, SERVERS_ENV, TOKEN_ENV, FleetPlan
 from tasks.processes.containment import Containment, Level
 from tasks.processes.guarded import Command
 from tasks.processes.plan import ComponentPlan
 from tasks.record.places import AttemptPlace
+from tasks.rollout.access import is_loopback
 from tasks.rollout.addresses import ports_needed
-from tasks.rollout.building import planned
-from tasks.rollout.gateway.access import is_loopback
+from tasks.rollout.plan import LOOPBACK, SERVERS_ENV, TOKEN_ENV, FleetPlan
+from tasks.rollout.rollout_building import planned
 from tasks.rollout.topology import TopologyPlan
 from tasks.spec.errors import Fault
 from tasks.spec.loading import project_root
@@ -176,7 +176,7 @@ def fleet_component(
         name=FLEET,
         command=Command(
             # -P: the path begins with no folder that may have a package `tasks` of its own.
-            argv=(sys.executable, "-P", "-m", "tasks.fleet.process", str(place.fleet_plan)),
+            argv=(sys.executable, "-P", "-m", "tasks.rollout.process", str(place.fleet_plan)),
             env={
                 **env,
                 **start.env,

@@ -6,7 +6,7 @@ on each of its nodes, of which the first is the entrypoint.
 
 from __future__ import annotations
 
-from tasks.rollout.backends.place import Place
+from tasks.rollout.place import Place
 from tasks.rollout.topology import Answers, Ask, Questions
 from tasks.spec.placeholders import substituted
 from tasks.spec.rollout import Rollout

@@ -6,15 +6,15 @@ import os
 import signal
 from collections.abc import Mapping, Sequence
 
-from tasks.fleet.local_host import LocalHost
-from tasks.fleet.plan import LOOPBACK, SERVERS_ENV, FleetPlan
 from tasks.processes.guarded import Forked
 from tasks.processes.identity import ProcessId
 from tasks.processes.ports import PortsReserved
 from tasks.processes.registry import Entry, PartsRegister
 from tasks.rollout.addresses import Addresses, nodes_needed, ports_needed
-from tasks.rollout.building import build
 from tasks.rollout.hosts import NoHost, OpenedHost
+from tasks.rollout.local_host import LocalHost
+from tasks.rollout.plan import LOOPBACK, SERVERS_ENV, FleetPlan
+from tasks.rollout.rollout_building import build
 from tasks.rollout.topology import ServerSlot, TopologyPlan
 from tasks.spec.rollout import Rollout
 from tasks.spec.run import FLEET
@@ -28,7 +28,7 @@ async def opened_host(plan: FleetPlan, fleet: Rollout) -> OpenedHost:
     """Raises: NoHost. A cancel leaves nothing."""
     try:
         if plan.ray is not None:
-            from tasks.fleet.on_ray import opened_on_ray
+            from tasks.rollout.on_ray import opened_on_ray
 
             return await opened_on_ray(plan, fleet, servers_env())
         return _on_this_machine(plan, fleet)

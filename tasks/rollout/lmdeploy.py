@@ -13,7 +13,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tasks.rollout import lmdeploy_replica
-from tasks.rollout.backends.place import Place, option_in
+from tasks.rollout.place import Place, option_in
 from tasks.rollout.topology import Answers, Ask, Questions
 from tasks.spec.rollout import Rollout
 

@@ -5,7 +5,7 @@ Source: SGLang 0.5, srt/arg_groups/fields/parallel.py, srt/entrypoints/http_serv
 
 from __future__ import annotations
 
-from tasks.rollout.backends.place import Place
+from tasks.rollout.place import Place
 from tasks.rollout.topology import Answers, Ask, Questions
 from tasks.spec.fleet_rules import SGLANG_TIMEOUT, sglang_timeout_s
 from tasks.spec.rollout import Rollout

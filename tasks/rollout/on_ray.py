@@ -8,16 +8,16 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
-from tasks.fleet.plan import FleetPlan
 from tasks.ray.dashboard import Denied, NoAnswer
 from tasks.ray.loopback import ready_driver
 from tasks.ray.submission import submission_id
 from tasks.ray.submit import wrapper_sources
 from tasks.ray.sweeping import gcs_address_of
 from tasks.rollout.addresses import Addresses, nodes_needed, ports_needed
-from tasks.rollout.building import build, planned
 from tasks.rollout.hosts import NoHost, OpenedHost
+from tasks.rollout.plan import FleetPlan
 from tasks.rollout.ray_host import NoPlace, RayHost
+from tasks.rollout.rollout_building import build, planned
 from tasks.rollout.topology import ServerSlot, TopologyPlan
 from tasks.spec.rollout import Rollout
 from tasks.spec.run import FLEET

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from ipaddress import ip_address
 from urllib.parse import urlsplit
 
-from tasks.rollout.gateway.refusals import Refusal
+from tasks.rollout.refusals import Refusal
 
 _SCHEME = "bearer "
 

@@ -15,11 +15,11 @@ from enum import Enum
 from random import Random
 
 from tasks.rollout.clock import Clock, Emit, ended, within
-from tasks.rollout.health.evidence import Evidence, Silence, Verdict
-from tasks.rollout.health.incidents import NetworkCut
-from tasks.rollout.health.outliers import Outliers
-from tasks.rollout.health.probing import Prober
+from tasks.rollout.evidence import Evidence, Silence, Verdict
 from tasks.rollout.hosts import ServerHost
+from tasks.rollout.incidents import NetworkCut
+from tasks.rollout.outliers import Outliers
+from tasks.rollout.probing import Prober
 from tasks.rollout.registry import Registry
 from tasks.rollout.settings import FleetSettings
 from tasks.rollout.topology import Answers, Ask, Questions, ServerSlot

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import aiohttp
 
-from tasks.rollout.health.evidence import Silence
+from tasks.rollout.evidence import Silence
 from tasks.rollout.topology import Ask
 
 #: Of a bad answer's text.

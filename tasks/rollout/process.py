@@ -1,4 +1,4 @@
-"""The component `rollout` of a run: `python -m tasks.fleet.process PLAN`.
+"""The component `rollout` of a run: `python -m tasks.rollout.process PLAN`.
 
 Holds the fleet from its start to its end: servers, their gateway, health, recovery. What happens is
 a line on stdout for a reader, and one of JSON in `rollout.jsonl` for the run. SIGTERM ends it.
@@ -19,14 +19,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tasks.fleet.hosts import opened_host
-from tasks.fleet.plan import TOKEN_ENV, BadPlan, FleetPlan
 from tasks.processes import tree
 from tasks.record.events import Event, EventLog
 from tasks.rollout.fleet import Fleet, FleetFailed
-from tasks.rollout.gateway.gateway import Gateway
-from tasks.rollout.health.probing import HttpProber
+from tasks.rollout.fleet_hosts import opened_host
+from tasks.rollout.gateway import Gateway
 from tasks.rollout.hosts import NoHost, OpenedHost
+from tasks.rollout.plan import TOKEN_ENV, BadPlan, FleetPlan
+from tasks.rollout.probing import HttpProber
 from tasks.rollout.settings import settings_of
 from tasks.spec.rollout import Rollout
 
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The exit status, once the fleet has ended."""
     words = sys.argv[1:] if arguments is None else arguments
     if len(words) != 1:
-        print("usage: python -m tasks.fleet.process PLAN", file=sys.stderr)
+        print("usage: python -m tasks.rollout.process PLAN", file=sys.stderr)
         return EXIT_NOT_STARTED
     # With a level, so that a line that tells of a server's end is no cause of the run's.
     logging.basicConfig(

@@ -12,10 +12,10 @@ import socket
 
 from aiohttp import web
 
-from tasks.rollout.gateway.access import Access
-from tasks.rollout.gateway.forwarding import Forwarder, Limits, refused
-from tasks.rollout.gateway.orders import PREFIX, FleetFacade, Orders
-from tasks.rollout.gateway.refusals import nobody
+from tasks.rollout.access import Access
+from tasks.rollout.forwarding import Forwarder, Limits, refused
+from tasks.rollout.orders import PREFIX, FleetFacade, Orders
+from tasks.rollout.refusals import nobody
 
 _log = logging.getLogger(__name__)
 

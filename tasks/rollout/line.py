@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from tasks.rollout.gateway.router import Entrypoint, Full, NoEntrypoint, Router
+from tasks.rollout.router import Entrypoint, Full, NoEntrypoint, Router
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
