@@ -29,8 +29,8 @@ from deployments.stack_env import (
     ROOT,
     SET_UP,
 )
-from tasks.gang.settings import settings_of, with_settings
 from tasks.queue.ledger import TYPE
+from tasks.queue.settings import settings_of, with_settings
 from tasks.queue.worker import GangWorker
 from tasks.upkeep.reconciling import publish, reconcile_host
 

@@ -21,9 +21,9 @@ from prefect.client.orchestration import PrefectClient
 from prefect.client.schemas.actions import ArtifactCreate
 from prefect.client.schemas.filters import ArtifactCollectionFilter, ArtifactCollectionFilterKey
 
+from tasks.queue.reasons import one_line
 from tasks.queue.tables import Rows, node_rows, queue_rows, summary_of
 from tasks.queue.view import QueueView
-from tasks.queue.words import one_line
 
 _log = logging.getLogger(__name__)
 

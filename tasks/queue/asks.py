@@ -11,7 +11,7 @@ from typing import Any
 from prefect.client.schemas.objects import FlowRun
 from pydantic import ValidationError
 
-from tasks.gang.demand import Demand
+from tasks.queue.demand import Demand
 from tasks.record.places import make_run_id
 from tasks.spec.errors import InvalidSpec
 from tasks.spec.loading import parse_spec

@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from tasks.gang.free import bare_name
-from tasks.gang.nodes import Cluster, Node
-from tasks.gang.settings import PoolSettings
 from tasks.processes.identity import host_name
 from tasks.processes.nvidia import gpus_seen
+from tasks.queue.free import bare_name
+from tasks.queue.nodes import Cluster, Node
+from tasks.queue.settings import PoolSettings
 from tasks.ray.cluster_use import ClusterUse
 from tasks.ray.dashboard import Denied, NoAnswer
 from tasks.ray.usage import ClusterLook

@@ -9,15 +9,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from uuid import UUID
 
-from tasks.gang.free import GangHold, as_promised, free_of, moved
-from tasks.gang.nodes import Cluster
-from tasks.gang.policy import Held, NodeFree, Plan, Waiting, plan
-from tasks.gang.settings import PoolSettings
-from tasks.gang.walltime import estimate_s
-from tasks.queue import words
+from tasks.queue import reasons
+from tasks.queue.free import GangHold, as_promised, free_of, moved
 from tasks.queue.grants import not_before
 from tasks.queue.ledger import Entry, Ledger, Pool
-from tasks.queue.words import Message
+from tasks.queue.nodes import Cluster
+from tasks.queue.policy import Held, NodeFree, Plan, Waiting, plan
+from tasks.queue.reasons import Message
+from tasks.queue.settings import PoolSettings
+from tasks.queue.walltime import estimate_s
 
 
 class Decision:
@@ -79,13 +79,13 @@ class Decision:
         message: Message | None = None
         if demand is not None and entry.ask.cluster not in self._clusters:
             why = self._silent.get(entry.ask.cluster, "")
-            message = words.no_answer(demand, entry.ask.cluster, why)
+            message = reasons.no_answer(demand, entry.ask.cluster, why)
         elif pool is not None and entry.pool == pool.name and entry.is_scheduled:
             queue = pool.queues.get(entry.flow_run.work_queue_id or UUID(int=0))
             if pool.work_pool.is_paused:
-                message = words.paused(demand, pool.name)
+                message = reasons.paused(demand, pool.name)
             elif queue is not None and queue.is_paused:
-                message = words.paused(demand, pool.name, queue.name)
+                message = reasons.paused(demand, pool.name, queue.name)
             else:
                 message = self._full(entry, self._places_left(), self._places_left(entry.queue))
         if message is not None:
@@ -111,10 +111,10 @@ class Decision:
             return None
         if in_pool == 0:
             limit = pool.work_pool.concurrency_limit or 0
-            return words.at_pool_limit(entry.ask.demand, pool.name, limit)
+            return reasons.at_pool_limit(entry.ask.demand, pool.name, limit)
         queue = pool.queues.get(entry.flow_run.work_queue_id or UUID(int=0))
         limit = (queue.concurrency_limit if queue else 0) or 0
-        return words.at_pool_limit(entry.ask.demand, f"{pool.name}/{entry.queue}", limit)
+        return reasons.at_pool_limit(entry.ask.demand, f"{pool.name}/{entry.queue}", limit)
 
     def _take_places(self, start: Sequence[tuple[Entry, Mapping[str, int]]]) -> None:
         left: dict[str | None, int | None] = {None: self._places_left()}
@@ -211,11 +211,11 @@ class Decision:
             for node in cluster.nodes
             if node.is_drained
         }
-        self.messages[entry.id] = words.message_of(
+        self.messages[entry.id] = reasons.message_of(
             entry.ask.demand,
             reason,
             names,
-            room=words.Room(
+            room=reasons.Room(
                 free=plan.free,
                 drained=drained,
                 others=sum(node.others_gpus for node in cluster.nodes),

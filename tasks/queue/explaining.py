@@ -15,8 +15,8 @@ from prefect.exceptions import ObjectNotFound
 
 from tasks.queue.asks import ask_of
 from tasks.queue.operating import NotThere
+from tasks.queue.reasons import SOON, asks, is_soon, lasting, when
 from tasks.queue.view import QueuedRun, QueueView
-from tasks.queue.words import SOON, asks, is_soon, lasting, when
 from tasks.server.flow_runs import HELD, SILENT_AFTER_S, worker_of
 
 _WIDTH = 10

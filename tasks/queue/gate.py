@@ -28,9 +28,9 @@ from tasks.queue.grants import PENDING_RESOURCES, Giver, Grant, no_grant, on_nod
 from tasks.queue.lease import GateLease, Holding
 from tasks.queue.ledger import Entry
 from tasks.queue.look import Doomed, Look, Looker
+from tasks.queue.reasons import FREE_NOW, Message, admission_of, kind_of
 from tasks.queue.run_logs import RunLogs
 from tasks.queue.run_states import is_unchanged, put_back, set_state
-from tasks.queue.words import FREE_NOW, Message, admission_of, kind_of
 from tasks.record.places import muster_home
 from tasks.server.events import Tell
 

@@ -16,17 +16,17 @@ from prefect.client.orchestration import PrefectClient
 from prefect.client.schemas.objects import State, StateType
 from pydantic import ValidationError
 
-from tasks.gang.demand import why_never
-from tasks.gang.nodes import Cluster
-from tasks.gang.settings import PoolSettings, settings_of
 from tasks.processes.variables import holders_of
 from tasks.queue.asks import Ask, fault_of
 from tasks.queue.capacity import Capacity, NoCapacity
 from tasks.queue.decision import Decision
+from tasks.queue.demand import why_never
 from tasks.queue.grants import PENDING_RESOURCES, Giver
 from tasks.queue.ledger import WINDOW, Entry, Ledger, LedgerReader, Pool
+from tasks.queue.nodes import Cluster
+from tasks.queue.reasons import Message, one_line
 from tasks.queue.run_states import lost_cancel, may_have_been_cancelled
-from tasks.queue.words import Message, one_line
+from tasks.queue.settings import PoolSettings, settings_of
 from tasks.server.flow_runs import FLOW_RUN_VARIABLE
 from tasks.spec.failure_kinds import FailureKind
 

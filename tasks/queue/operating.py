@@ -13,9 +13,9 @@ from prefect.client.schemas.objects import WorkPool
 from prefect.exceptions import ObjectNotFound
 from pydantic import ValidationError
 
-from tasks.gang.policy import Policy
-from tasks.gang.settings import PoolSettings, settings_of, with_settings
 from tasks.processes.identity import host_name
+from tasks.queue.policy import Policy
+from tasks.queue.settings import PoolSettings, settings_of, with_settings
 from tasks.server.events import of_pool, told_at_once
 from tasks.spec.errors import MusterError
 

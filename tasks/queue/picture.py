@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tasks.gang.nodes import Cluster
 from tasks.queue.ledger import Entry
 from tasks.queue.look import Look
+from tasks.queue.nodes import Cluster
 from tasks.queue.view import NodeUse, QueuedRun, QueueView
 
 

@@ -10,9 +10,9 @@ from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from tasks.gang.demand import Demand
+from tasks.queue.demand import Demand
+from tasks.queue.reasons import SOON, clock, is_soon, lasting, when
 from tasks.queue.view import NodeUse, QueuedRun, QueueView
-from tasks.queue.words import SOON, clock, is_soon, lasting, when
 
 #: A table of rows, a column each key.
 Rows = Sequence[Mapping[str, object]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from tasks.gang.demand import Demand
+from tasks.queue.demand import Demand
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

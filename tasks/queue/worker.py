@@ -26,7 +26,6 @@ from prefect.workers.process import (
 )
 from pydantic import Field
 
-from tasks.gang.settings import PoolSettings
 from tasks.queue.artifacts import QueueArtifacts
 from tasks.queue.capacity import Capacity
 from tasks.queue.gate import Gate
@@ -35,6 +34,7 @@ from tasks.queue.lease import LeaseLost
 from tasks.queue.ledger import TYPE, Entry
 from tasks.queue.look import Look
 from tasks.queue.picture import view_of
+from tasks.queue.settings import PoolSettings
 from tasks.queue.waker import Waker
 from tasks.server.events import Announcer
 

@@ -13,14 +13,14 @@ from tasks.spec.failure_kinds import FailureKind
 _K = FailureKind
 
 REMEDIES: Mapping[FailureKind, str] = {
-    _K.INSUFFICIENT_RESOURCES: "start it again once the GPUs are free: `python -m tasks.gang` "
+    _K.INSUFFICIENT_RESOURCES: "start it again once the GPUs are free: `python -m tasks.queue` "
     "shows who has them",
     _K.START_TIMEOUT: "look at what the nodes have free; too few CPUs for their GPUs "
     "(gang.cpus_per_gpu) is the usual cause",
     _K.INFEASIBLE: "ask for less, or name a larger cluster, or have the limit of the tag raised",
     _K.NOT_READY: "read its log: it still loads (raise ready.within_s), listens elsewhere, or "
     "waits for another",
-    _K.GPU_HARDWARE: "drain the node (`python -m tasks.gang drain NODE`), then start it again",
+    _K.GPU_HARDWARE: "drain the node (`python -m tasks.queue drain NODE`), then start it again",
     _K.NODE_LOST: "start it again; list NODE_LOST in `retry` to have that done for you",
     _K.HOST_OOM: "use fewer workers, a smaller batch or less offloading; the same would be killed "
     "again",

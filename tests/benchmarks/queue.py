@@ -18,7 +18,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tasks.gang.policy import NodeFree
+from tasks.queue.policy import NodeFree
 from tasks.show.help import HelpFormatter
 from tests.benchmarks.queue_passes import measure
 from tests.benchmarks.queue_replay import Replay, replay

@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tasks.gang.demand import NodeTotal, why_never
-from tasks.gang.policy import Held, NodeFree, Plan, Policy, Waiting, plan
-from tasks.gang.walltime import class_s
+from tasks.queue.demand import NodeTotal, why_never
+from tasks.queue.policy import Held, NodeFree, Plan, Policy, Waiting, plan
+from tasks.queue.walltime import class_s
 from tests.benchmarks.queue_trace import Job
 
 
@@ -60,7 +60,7 @@ def replay(
         jobs: in order of submission.
         nodes: the free cluster.
         estimate_s: how long a job is expected to run; never less than it does.
-        plan: called as `tasks.gang.policy.plan`.
+        plan: called as `tasks.queue.policy.plan`.
     """
     totals = [
         NodeTotal(name=node.name, gpus=node.gpus, cpus=math.inf if node.cpus is None else node.cpus)

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from tasks.gang.demand import Demand
-from tasks.gang.free import GangHold, free_of
-from tasks.gang.nodes import Cluster
-from tasks.gang.settings import PoolSettings
 from tasks.queue.capacity import Capacity, NoCapacity
+from tasks.queue.demand import Demand
+from tasks.queue.free import GangHold, free_of
+from tasks.queue.nodes import Cluster
+from tasks.queue.settings import PoolSettings
 from tests.support import keeper
 from tests.support.ray_cluster import RayCluster
 from tests.support.ray_jobs import WITHIN_S, Jobs

@@ -14,10 +14,10 @@ import pytest
 from prefect.client.orchestration import PrefectClient, get_client
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from tasks.gang.demand import Demand
-from tasks.gang.settings import settings_of
+from tasks.queue.__main__ import main
 from tasks.queue.artifacts import ROWS_AT_MOST, QueueArtifacts, keys_of
-from tasks.queue.command import main
+from tasks.queue.demand import Demand
+from tasks.queue.settings import settings_of
 from tasks.queue.view import NodeUse, QueuedRun, QueueView
 from tasks.server.server import prefect_server
 from tests.support.ground import sleepers

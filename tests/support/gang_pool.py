@@ -90,7 +90,7 @@ class GangPool:
             from prefect.workers.process import ProcessWorker
 
             return ProcessWorker.get_default_base_job_template()
-        from tasks.gang.settings import PoolSettings, TableNode, with_settings
+        from tasks.queue.settings import PoolSettings, TableNode, with_settings
         from tasks.queue.worker import GangWorker
 
         table = tuple(TableNode(name=name, gpus=gpus) for name, gpus in self.nodes.items())

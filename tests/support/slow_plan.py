@@ -1,6 +1,6 @@
 """The queue's policy once more, slow and obvious: `plan` is held against it.
 
-It shares the types with `tasks.gang.policy`, and no rule. For each gang it counts all that is held
+It shares the types with `tasks.queue.policy`, and no rule. For each gang it counts all that is held
 anew, looks at every node, and remembers nothing.
 """
 
@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from tasks.gang.demand import Demand
-from tasks.gang.policy import Held, NodeFree, Plan, Policy, Reason, Waiting, Why
+from tasks.queue.demand import Demand
+from tasks.queue.policy import Held, NodeFree, Plan, Policy, Reason, Waiting, Why
 
 
 @dataclass
@@ -43,7 +43,7 @@ def slow_plan(
     policy: Policy = "fifo",
     limits: Mapping[str, int] | None = None,
 ) -> Plan:
-    """The same as `tasks.gang.policy.plan`."""
+    """The same as `tasks.queue.policy.plan`."""
     running = list(held)
     admitted: dict[str, tuple[str, ...]] = {}
     reasons: dict[str, Reason] = {}

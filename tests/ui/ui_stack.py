@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from deployments.stack_state import Stack
-from tasks.gang.settings import PoolSettings, TableNode, with_settings
 from tasks.processes.ports import PortsReserved
+from tasks.queue.settings import PoolSettings, TableNode, with_settings
 from tests.support.ground import FINAL
 from tests.support.prefect_api import ask
 

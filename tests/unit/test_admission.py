@@ -10,7 +10,7 @@ from uuid import UUID, uuid4
 import pytest
 
 from tasks.queue.admission import _Line
-from tasks.queue.words import Message
+from tasks.queue.reasons import Message
 
 
 class Server:

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from tasks.gang.nodes import Cluster, Node
-from tasks.gang.settings import PoolSettings, TableNode
 from tasks.processes.identity import host_name
 from tasks.queue.capacity import Capacity, NoCapacity, local_cluster
+from tasks.queue.nodes import Cluster, Node
+from tasks.queue.settings import PoolSettings, TableNode
 from tasks.ray.cluster_use import ClusterUse, NodeInUse
 from tasks.ray.dashboard import Denied, NoAnswer
 

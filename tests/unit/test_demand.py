@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tasks.gang.demand import Demand, NodeTotal, why_never
-from tasks.gang.nodes import Node
+from tasks.queue.demand import Demand, NodeTotal, why_never
+from tasks.queue.nodes import Node
 
 
 def node(gpus: float, cpus: float | None = 256) -> NodeTotal:

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 import pytest
 
-from tasks.gang.demand import Demand
-from tasks.gang.free import GangHold, as_promised, free_of, moved
-from tasks.gang.nodes import Cluster, Node
-from tasks.gang.policy import Held, NodeFree, Waiting, plan
+from tasks.queue.demand import Demand
+from tasks.queue.free import GangHold, as_promised, free_of, moved
+from tasks.queue.nodes import Cluster, Node
+from tasks.queue.policy import Held, NodeFree, Waiting, plan
 
 A = Node(name="a", gpus=8, cpus=32)
 B = Node(name="b", gpus=8, cpus=32)

@@ -17,13 +17,13 @@ import pytest
 from prefect.client.schemas.objects import State, StateType
 from prefect.settings import PREFECT_LOGGING_TO_API_ENABLED, temporary_settings
 
-from tasks.gang.settings import PoolSettings, TableNode, with_settings
 from tasks.processes.identity import ProcessId, boot_id, host_name
 from tasks.queue import gate, look
 from tasks.queue.capacity import Capacity
 from tasks.queue.gate import Gate
 from tasks.queue.grants import Giver, Grant
 from tasks.queue.ledger import Entry
+from tasks.queue.settings import PoolSettings, TableNode, with_settings
 from tasks.queue.worker import GangWorker
 from tests.support.scripted_prefect import FreeLease, ScriptedPrefect
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from tasks.gang.demand import Demand
-from tasks.gang.policy import Held, NodeFree, Plan, Policy, Reason, Waiting, Why, plan
+from tasks.queue.demand import Demand
+from tasks.queue.policy import Held, NodeFree, Plan, Policy, Reason, Waiting, Why, plan
 
 NOW = 1000.0
 BOTH: tuple[Policy, ...] = ("fifo", "backfill")

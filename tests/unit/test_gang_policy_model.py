@@ -12,8 +12,8 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tasks.gang.demand import Demand
-from tasks.gang.policy import Held, NodeFree, Plan, Policy, Waiting, Why, plan
+from tasks.queue.demand import Demand
+from tasks.queue.policy import Held, NodeFree, Plan, Policy, Waiting, Why, plan
 from tests.benchmarks.queue_replay import replay
 from tests.benchmarks.queue_trace import Job
 from tests.support.slow_plan import slow_plan

@@ -22,11 +22,11 @@ COMMANDS = (
     "flows.preflight",
     "flows.pipeline",
     "flows.prune",
-    "tasks.gang",
-    "tasks.gang status",
-    "tasks.gang why",
-    "tasks.gang drain",
-    "tasks.gang set",
+    "tasks.queue",
+    "tasks.queue status",
+    "tasks.queue why",
+    "tasks.queue drain",
+    "tasks.queue set",
     "tasks.rollout",
     "tasks.rollout plan",
     "tasks.ray.sweeping",
@@ -84,7 +84,7 @@ def test_help_says_what_it_does_its_options_and_its_exit_codes(
     said = capsys.readouterr().out
     assert code == 0
     assert said.startswith(f"usage: python -m {command.split()[0]}")
-    is_part = len(command.split()) > 1 and command.split()[0] == "tasks.gang"
+    is_part = len(command.split()) > 1 and command.split()[0] == "tasks.queue"
     assert is_part or re.search(r"\bExit: 0 ", said), said
     # Between the usage and the arguments stands what it is for.
     assert re.search(r"\n\n[A-Z][^\n]{20,}", said), said

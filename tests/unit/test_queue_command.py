@@ -1,4 +1,4 @@
-"""`python -m tasks.gang`: what it says, what it changes on the server, and its exit codes."""
+"""`python -m tasks.queue`: what it says, what it changes on the server, and its exit codes."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from prefect.client.schemas.objects import FlowRun, State, StateType, WorkPool
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from tasks.gang.demand import Demand
-from tasks.gang.settings import PoolSettings, TableNode, settings_of, with_settings
-from tasks.queue.command import main
+from tasks.queue.__main__ import main
+from tasks.queue.demand import Demand
+from tasks.queue.settings import PoolSettings, TableNode, settings_of, with_settings
 from tasks.queue.view import NodeUse, QueuedRun, QueueView
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -559,7 +559,7 @@ def test_each_verb_has_help(command: Command, verb: str) -> None:
 
 def test_the_command_is_a_module() -> None:
     ended = subprocess.run(
-        (sys.executable, "-m", "tasks.gang"), cwd=ROOT, capture_output=True, text=True, timeout=60
+        (sys.executable, "-m", "tasks.queue"), cwd=ROOT, capture_output=True, text=True, timeout=60
     )
 
     assert ended.returncode == 1

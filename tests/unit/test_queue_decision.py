@@ -9,8 +9,6 @@ from uuid import UUID, uuid4
 import pytest
 from prefect.client.schemas.objects import FlowRun, State, StateType, WorkPool, WorkQueue
 
-from tasks.gang.nodes import Cluster, Node
-from tasks.gang.settings import PoolSettings
 from tasks.queue.asks import ask_of, fault_of
 from tasks.queue.decision import Decision
 from tasks.queue.grants import (
@@ -24,6 +22,8 @@ from tasks.queue.grants import (
     sent_back,
 )
 from tasks.queue.ledger import Entry, Ledger, Pool
+from tasks.queue.nodes import Cluster, Node
+from tasks.queue.settings import PoolSettings
 
 BEGAN = datetime(2026, 1, 2, 12, tzinfo=UTC)
 NOW = BEGAN.timestamp() + 3600

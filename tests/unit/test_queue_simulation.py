@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tasks.gang.policy import NodeFree, Policy
+from tasks.queue.policy import NodeFree, Policy
 from tests.benchmarks import queue
 from tests.benchmarks.queue_replay import Replay, replay
 from tests.benchmarks.queue_trace import read_trace

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from tasks.gang.demand import Demand
+from tasks.queue.demand import Demand
 from tasks.queue.tables import (
     as_json,
     as_plain,

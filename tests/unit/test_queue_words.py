@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tasks.gang.demand import Demand
-from tasks.gang.policy import Reason, Why
-from tasks.queue.words import (
+from tasks.queue.demand import Demand
+from tasks.queue.policy import Reason, Why
+from tasks.queue.reasons import (
     FREE_NOW,
     TOLD_THE_FIRST,
     Message,

@@ -12,9 +12,9 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from tasks.gang.demand import Demand
-from tasks.gang.nodes import Cluster, Node
-from tasks.gang.policy import NodeFree
+from tasks.queue.demand import Demand
+from tasks.queue.nodes import Cluster, Node
+from tasks.queue.policy import NodeFree
 
 #: Ray counts in ten-thousandths.
 _SLACK = 1e-4

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from tasks.gang.policy import Policy
+from tasks.queue.policy import Policy
 
 
 class TableNode(BaseModel):

@@ -1,4 +1,4 @@
-"""The command `python -m tasks.gang`: the queue for people at a terminal, and for operators."""
+"""The command `python -m tasks.queue`: the queue for people at a terminal, and for operators."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from tasks.queue import operating
 from tasks.queue.explaining import explain
 from tasks.queue.looking import Onlooker
 from tasks.queue.operating import BadSetting, NotThere
+from tasks.queue.reasons import one_line
 from tasks.queue.tables import as_json, as_plain, as_rich
 from tasks.queue.view import QueueView
-from tasks.queue.words import one_line
 from tasks.server.refusal import why_refused
 from tasks.server.server import NoServer
 from tasks.show.terminal import quieten_prefect
@@ -205,7 +205,7 @@ def _note_type(kind: str) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m tasks.gang",
+        prog="python -m tasks.queue",
         description="The gang queue of a work pool on the Prefect server of PREFECT_API_URL: who "
         "waits and why, who holds which GPUs; and what an operator does about it.",
         epilog="Exit: 0 done; 1 the server does not answer, or has nothing of the name that was "

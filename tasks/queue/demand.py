@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tasks.gang.nodes import Node
+from tasks.queue.nodes import Node
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""The queue of gangs: `python -m tasks.gang --help`."""
+"""The queue of gangs: `python -m tasks.queue --help`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 # Prefect reads it when it is imported, and would report to its makers and say so.
 os.environ.setdefault("DO_NOT_TRACK", "1")
 
-from tasks.queue.command import main
+from tasks.queue.__main__ import main
 
 if __name__ == "__main__":
     sys.exit(main())

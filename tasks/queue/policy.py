@@ -12,9 +12,9 @@ from enum import Enum
 from operator import attrgetter
 from typing import Literal
 
-from tasks.gang.demand import Demand
-from tasks.gang.quota import Quota
-from tasks.gang.room import Room, RoomAhead
+from tasks.queue.demand import Demand
+from tasks.queue.packing import Room, RoomAhead
+from tasks.queue.quota import Quota
 
 #: How gangs pass each other: not at all; or where the first of the line is not delayed by that.
 Policy = Literal["fifo", "backfill"]
