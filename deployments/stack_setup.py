@@ -32,7 +32,7 @@ from deployments.stack_env import (
 from tasks.queue.ledger import TYPE
 from tasks.queue.settings import settings_of, with_settings
 from tasks.queue.worker import GangWorker
-from tasks.upkeep.reconciling import publish, reconcile_host
+from tasks.upkeep.reconcile import publish, reconcile_host
 
 #: How many runs the pool lets run at once, until somebody changes it.
 POOL_LIMIT = 8

@@ -15,7 +15,7 @@ import sys
 from prefect.settings import PREFECT_API_URL
 
 from tasks.server.flow_runs import ServerAway, ServerRefuses, talking_to
-from tasks.upkeep.reconciling import publish, reconcile_host
+from tasks.upkeep.reconcile import publish, reconcile_host
 
 
 def main() -> None:

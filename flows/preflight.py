@@ -5,14 +5,14 @@ from __future__ import annotations
 from prefect import flow
 from prefect.client.schemas.objects import State
 
-from tasks.nodes.preflight import (
+from tasks.upkeep.node_health import DEFAULT_LIMITS, Limits, Verdict
+from tasks.upkeep.preflight import (
     LOOK_WITHIN_S,
     conclude_preflight,
     judge_nodes,
     publish_verdict,
     survey_cluster,
 )
-from tasks.run.node_health import DEFAULT_LIMITS, Limits, Verdict
 
 
 @flow(name="preflight", persist_result=False)
@@ -37,6 +37,6 @@ def preflight(
 
 
 if __name__ == "__main__":
-    from tasks.nodes.preflight_command import main
+    from tasks.upkeep.preflight_command import main
 
     raise SystemExit(main(preflight))

@@ -6,8 +6,8 @@ from prefect import flow
 from prefect.client.schemas.objects import State
 from prefect.states import Completed, Failed
 
-from tasks.run.upkeep.retention import Retention
-from tasks.upkeep.pruning import prune_host, publish
+from tasks.upkeep.prune import prune_host, publish
+from tasks.upkeep.retention import Retention
 
 
 @flow(name="prune", persist_result=False)

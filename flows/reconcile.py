@@ -7,7 +7,7 @@ from prefect.client.schemas.objects import State
 from prefect.states import Completed
 
 from tasks.upkeep.overdue import dismiss_overdue
-from tasks.upkeep.reconciling import publish, reconcile_host
+from tasks.upkeep.reconcile import publish, reconcile_host
 
 
 @flow(name="reconcile", persist_result=False)
@@ -23,6 +23,6 @@ def reconcile() -> State[None]:
 
 
 if __name__ == "__main__":
-    from tasks.upkeep.reconcile_command import main
+    from tasks.upkeep.commands import main
 
     raise SystemExit(main())

@@ -15,12 +15,10 @@ from prefect.context import FlowRunContext
 from prefect.exceptions import Abort
 from prefect.states import Cancelled, Completed, Failed
 
-from tasks.parked import forget_parked
 from tasks.processes.registry import RunHeld
 from tasks.record.places import make_run_id
 from tasks.record.states import RunState
 from tasks.reporting.announcing import announced
-from tasks.reporting.kept_record import earlier_record
 from tasks.reporting.reporter import Reporter
 from tasks.server.flow_process import cancel_watched, interrupting, started_by_others, why_cancelled
 from tasks.server.flow_runs import worker_of
@@ -30,6 +28,8 @@ from tasks.show.failure import in_a_line
 from tasks.show.terminal import outlive_readers
 from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.run import RunSpec
+from tasks.upkeep.kept_record import earlier_record
+from tasks.upkeep.parked import forget_parked
 
 # Now, not in a function: Prefect logs its first lines of a flow run before that begins.
 outlive_readers()

@@ -39,7 +39,7 @@ from tasks.spec.loading import project_root, spec_as_yaml
 from tasks.spec.programs import lookup_faults
 from tasks.spec.run import RunSpec
 from tasks.spec.template import ports_needed, resolve, template_faults
-from tasks.taking_over import finish_predecessor
+from tasks.upkeep.taking_over import finish_predecessor
 
 _log = logging.getLogger(__name__)
 

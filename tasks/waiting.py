@@ -22,7 +22,6 @@ from prefect.exceptions import Pause
 from prefect.settings import PREFECT_API_URL, PREFECT_WORKER_PREFETCH_SECONDS
 from prefect.states import Scheduled
 
-from tasks.parked import forget_parked, note_parked
 from tasks.queue.grants import PENDING_RESOURCES, left_with_its_jobs, sent_back
 from tasks.record.retries import Next, Sequel, decide
 from tasks.record.states import RunState
@@ -39,6 +38,7 @@ from tasks.server.flow_runs import (
 )
 from tasks.session import RunSession
 from tasks.spec.failure_kinds import FailureKind
+from tasks.upkeep.parked import forget_parked, note_parked
 
 _log = logging.getLogger(__name__)
 

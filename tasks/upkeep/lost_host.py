@@ -15,7 +15,6 @@ from prefect.settings import PREFECT_API_URL
 
 from tasks.processes.identity import host_name
 from tasks.processes.registry import owner_of, registered_runs
-from tasks.run.upkeep.reconciled import Report
 from tasks.server.flow_runs import (
     SILENT_AFTER_S,
     UPKEEP_FLOWS,
@@ -24,7 +23,8 @@ from tasks.server.flow_runs import (
     server_now,
     talking_to,
 )
-from tasks.upkeep.reconciling import reconcile_host
+from tasks.upkeep.reconcile import reconcile_host
+from tasks.upkeep.report import Report
 
 _PAGE = 200
 

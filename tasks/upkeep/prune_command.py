@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 from pydantic import ValidationError
 
-from tasks.run.upkeep.retention import NEVER, Retention, variable_of
-from tasks.upkeep.pruning import prune_host
+from tasks.upkeep.prune import prune_host
+from tasks.upkeep.retention import NEVER, Retention, variable_of
 
 EXIT_DONE, EXIT_OPEN, EXIT_USAGE = 0, 1, 2
 
@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = vars(parser.parse_args(arguments))
     # What it would log is printed here.
-    logging.getLogger("tasks.upkeep.pruning").setLevel(logging.ERROR)
+    logging.getLogger("tasks.upkeep.prune").setLevel(logging.ERROR)
     is_dry = not options.pop("yes")
     said = {variable_of(name): value for name, value in options.items() if value is not None}
     try:

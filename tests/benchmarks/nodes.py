@@ -77,7 +77,7 @@ def _sweep(cluster: RayCluster) -> None:
 
 
 def _preflight(cluster: RayCluster, shared: str) -> None:
-    from tasks.nodes.preflight import survey_cluster
+    from tasks.upkeep.preflight import survey_cluster
 
     survey = survey_cluster.fn(cluster.address, shared, _LIMIT_S)
     assert not any(node.unreached for node in survey.nodes), survey

@@ -59,7 +59,7 @@ _FINAL_AT_RAY = {"SUCCEEDED", "FAILED", "STOPPED"}
 _WAYS = ("adopt", "stop", "adopt", "direct")
 _RECONCILE_FOR_EVER = """
 import time
-from tasks.upkeep.reconciling import publish, reconcile_host
+from tasks.upkeep.reconcile import publish, reconcile_host
 while True:
     publish(reconcile_host())
     time.sleep(2)

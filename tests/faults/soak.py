@@ -289,7 +289,7 @@ def drawn(runs: int, home: Path) -> list[Trial]:
 #: Two of these beside each other, for the whole time.
 _RECONCILE_FOR_EVER = """
 import time
-from tasks.upkeep.reconciling import reconcile_host
+from tasks.upkeep.reconcile import reconcile_host
 while True:
     reconcile_host()
     time.sleep(2)

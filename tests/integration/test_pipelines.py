@@ -18,7 +18,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from tasks.processes.identity import host_name
 from tasks.server import flow_runs
-from tasks.upkeep.reconciling import reconcile_host
+from tasks.upkeep.reconcile import reconcile_host
 from tests.support.gang_pool import GangPool, left_of
 from tests.support.ground import FINAL, ROOT, Ground, Run, Server
 from tests.support.ground import until as until_within

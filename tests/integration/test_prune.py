@@ -76,8 +76,8 @@ def test_flow_runs_of_the_upkeep_are_deleted_and_trainings_are_not(ground: Groun
     until(lambda: completed(ground, "reconcile"), "a reconcile has completed", 300)
 
     done = ground._python(
-        "from tasks.run.upkeep.retention import Retention; "
-        "from tasks.upkeep.pruning import prune_host; "
+        "from tasks.upkeep.retention import Retention; "
+        "from tasks.upkeep.prune import prune_host; "
         "print(prune_host(Retention(upkeep_days=0)).summary)"
     )
 

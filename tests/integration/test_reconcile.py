@@ -17,7 +17,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from tasks.processes.identity import host_name
 from tasks.server import flow_runs
 from tasks.server.server import prefect_server
-from tasks.upkeep.reconciling import reconcile_host
+from tasks.upkeep.reconcile import reconcile_host
 from tests.support.ground import Ground, Run, sleepers, until
 from tests.support.prefect_api import ask
 

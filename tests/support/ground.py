@@ -188,7 +188,7 @@ class Ground:
     def reconcile_without_flow(self) -> str:
         """The same, as at the start of a worker; its summary."""
         return self._python(
-            "from tasks.upkeep.reconciling import publish, reconcile_host; "
+            "from tasks.upkeep.reconcile import publish, reconcile_host; "
             "report = reconcile_host(); publish(report); print(report.summary)"
         )
 

@@ -14,8 +14,8 @@ from tasks.record.events import Event
 from tasks.record.outcome import Failure
 from tasks.record.states import RunState
 from tasks.reporting.announced_events import TOLD, Story, Told
-from tasks.run.upkeep.reconciled import Reconciled
 from tasks.spec.failure_kinds import FailureKind
+from tasks.upkeep.report import Reconciled
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMON = {"run_id": "trial-grpo-20260101-000000-abcd", "workload": "grpo", "host": "gpu-1"}

@@ -15,9 +15,9 @@ from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from tasks.processes.identity import host_name
-from tasks.run.upkeep.reconciled import Report
-from tasks.upkeep import lost_host, reconcile_command
+from tasks.upkeep import commands, lost_host
 from tasks.upkeep.lost_host import NotLost, give_up_host
+from tasks.upkeep.report import Report
 
 NOW = datetime(2026, 11, 22, 12, tzinfo=UTC)
 API = "http://127.0.0.1:9/api"
@@ -132,7 +132,7 @@ def test_the_command_says_why_and_exits_with_2(
     server: Server, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
-        reconcile_command.main(["--lost-host", "their"])
+        commands.main(["--lost-host", "their"])
 
     assert ended.value.code == 2
     assert "nobody knows a host 'their'" in capsys.readouterr().err

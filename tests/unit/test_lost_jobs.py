@@ -15,8 +15,8 @@ from prefect.states import Completed, Running
 
 from tasks.processes.identity import ProcessId, boot_id, host_name
 from tasks.processes.registry import LostRun, Owner
-from tasks.upkeep import lost_jobs
-from tasks.upkeep.lost_jobs import Kept, keep_jobs
+from tasks.upkeep import lost_run
+from tasks.upkeep.lost_run import Kept, keep_jobs
 
 FLOW_RUN = uuid4()
 GONE = ProcessId(pid=1 << 22, start_ticks=1, boot_id=boot_id())
@@ -25,7 +25,7 @@ GONE = ProcessId(pid=1 << 22, start_ticks=1, boot_id=boot_id())
 @pytest.fixture
 def lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LostRun:
     """A run in mid-attempt that a worker of this host had started."""
-    monkeypatch.setattr(lost_jobs, "is_under_way", lambda _lost: True)
+    monkeypatch.setattr(lost_run, "is_under_way", lambda _lost: True)
     owner = Owner(
         run_id="a-run",
         host=host_name(),
@@ -52,10 +52,10 @@ def server(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         there.told.append(after.name)
         return True
 
-    monkeypatch.setattr(lost_jobs, "talking_to", talking_to)
-    monkeypatch.setattr(lost_jobs, "find_flow_run", lambda _client, _id: there.run)
-    monkeypatch.setattr(lost_jobs, "clear_process", lambda *_: there.told.append("no process"))
-    monkeypatch.setattr(lost_jobs, "propose", propose)
+    monkeypatch.setattr(lost_run, "talking_to", talking_to)
+    monkeypatch.setattr(lost_run, "find_flow_run", lambda _client, _id: there.run)
+    monkeypatch.setattr(lost_run, "clear_process", lambda *_: there.told.append("no process"))
+    monkeypatch.setattr(lost_run, "propose", propose)
     return there
 
 

@@ -20,13 +20,13 @@ from tasks.record.places import RunPlace
 from tasks.record.run_json import RunRecord
 from tasks.record.states import RunState
 from tasks.reporting import run_page
-from tasks.reporting.closed_page import tell_closed
 from tasks.reporting.run_page import RunPage
 from tasks.show.artifacts import FlowArtifacts
 from tasks.show.record import record_read
 from tasks.show.view import Shown
 from tasks.spec.loading import spec_as_yaml
 from tasks.spec.run import RunSpec
+from tasks.upkeep.closed_page import tell_closed
 
 FLOW_RUN = UUID(int=7)
 

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from prefect.states import Cancelled
 
-from tasks import parked
 from tasks.record.outcome import Failure, Verdict
 from tasks.record.places import RunPlace
 from tasks.record.run_json import RunRecord
 from tasks.record.states import RunState
 from tasks.spec.failure_kinds import FailureKind
+from tasks.upkeep import parked
 
 RUN, FLOW_RUN = "a-run", "1b4e28ba-2fa1-4d3b-a3f5-ef19b5a7633b"
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from tasks.nodes.preflight import _blamed
-from tasks.run.node_health import CALLER, DEFAULT_LIMITS, Limits, NodeSeen, Verdict, judge
+from tasks.upkeep.node_health import CALLER, DEFAULT_LIMITS, Limits, NodeSeen, Verdict, judge
+from tasks.upkeep.preflight import _blamed
 
 GIB = 1 << 30
 LOGICAL: dict[str, Any] = {"driver": False, "problem": "", "gpus": [], "processes": []}

@@ -18,7 +18,7 @@ import yaml
 from prefect.settings import Settings
 from pydantic import AliasChoices, BaseModel
 
-from tasks.run.upkeep.retention import Retention, variable_of
+from tasks.upkeep.retention import Retention, variable_of
 from tests.support.ground import ROOT
 from tests.support.production import PRODUCTION, variables_in
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tasks.run.upkeep.reconciled import Reconciled, Report
-from tasks.upkeep import reconcile_command
+from tasks.upkeep import commands
+from tasks.upkeep.report import Reconciled, Report
 
 DONE = Reconciled(name="a-run", found="its process (pid 7) was gone", record="failed")
 OPEN = Reconciled(name="b-run", found="its process (pid 8) was gone", open="the server is away")
@@ -27,10 +27,10 @@ def test_each_run_is_told_and_the_exit_code_says_whether_all_is_done(
     last: str,
 ) -> None:
     report = Report(host="here", runs=runs)
-    monkeypatch.setattr(reconcile_command, "reconcile_host", lambda: report)
-    monkeypatch.setattr(reconcile_command, "publish", lambda report: None)
+    monkeypatch.setattr(commands, "reconcile_host", lambda: report)
+    monkeypatch.setattr(commands, "publish", lambda report: None)
 
-    assert reconcile_command.main([]) == code
+    assert commands.main([]) == code
 
     *told, summary = capsys.readouterr().out.splitlines()
     assert told == [str(run) for run in runs]

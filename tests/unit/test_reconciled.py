@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tasks.run.upkeep.reconciled import Reconciled, Report
+from tasks.upkeep.report import Reconciled, Report
 
 LOST = Reconciled(
     name="quickstart-grpo-20260101-000000-abcd",

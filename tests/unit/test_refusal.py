@@ -19,8 +19,8 @@ from tasks.queue.__main__ import main as gang
 from tasks.server.flow_runs import ServerAway, ServerRefuses, talking_to
 from tasks.server.server import NoServer, prefect_server
 from tasks.spec.run import RunSpec
-from tasks.upkeep import reconcile_command
-from tasks.upkeep.pruning import prune_host
+from tasks.upkeep import commands
+from tasks.upkeep.prune import prune_host
 
 PASSWORD = "operator:correct-horse"
 REMEDY = "set PREFECT_API_AUTH_STRING to what its server has as PREFECT_SERVER_API_AUTH_STRING"
@@ -94,7 +94,7 @@ def test_the_queue_s_command_says_the_same(
 def test_a_reconcile_says_that_it_saw_no_flow_runs(
     refusing: str, muster_home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert reconcile_command.main([]) == 1
+    assert commands.main([]) == 1
 
     assert REMEDY in capsys.readouterr().out
 

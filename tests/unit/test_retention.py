@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from tasks.run.upkeep.retention import Act, Found, Retention, plan, variable_of
+from tasks.upkeep.retention import Act, Found, Retention, plan, variable_of
 
 DAY_S = 24 * 3600.0
 NOW = 1_800_000_000.0

@@ -1,6 +1,6 @@
 """Pruning what ended runs have left on this host, the stack's own logs, and the upkeep's flow runs.
 
-What may go is `tasks.run.upkeep.retention`'s to say. Safe at any time, from any number of processes
+What may go is `tasks.upkeep.retention`'s to say. Safe at any time, from any number of processes
 at once: a run that has not ended, that is registered or parked, or that another one starts from is
 left as it is.
 """
@@ -27,14 +27,21 @@ from prefect.exceptions import MissingContextError
 from prefect.logging import get_run_logger
 from prefect.settings import PREFECT_API_URL
 
-from tasks.parked import parked_runs
 from tasks.processes.identity import host_name
 from tasks.processes.registry import registered_runs
 from tasks.record.places import RunPlace, muster_home
 from tasks.record.states import RunState
-from tasks.run.upkeep.pruned import Done, Pruned
-from tasks.run.upkeep.retention import Act, Found, Plan, Retention, Step, plan
-from tasks.run.upkeep.run_files import (
+from tasks.server.flow_runs import (
+    UPKEEP_FLOWS,
+    ServerAway,
+    ServerRefuses,
+    open_flow_runs,
+    talking_to,
+)
+from tasks.upkeep.parked import parked_runs
+from tasks.upkeep.pruned import Done, Pruned
+from tasks.upkeep.retention import Act, Found, Plan, Retention, Step, plan
+from tasks.upkeep.run_files import (
     compress,
     named_by,
     plain_logs,
@@ -42,13 +49,6 @@ from tasks.run.upkeep.run_files import (
     remove,
     run_ids_in,
     sizes,
-)
-from tasks.server.flow_runs import (
-    UPKEEP_FLOWS,
-    ServerAway,
-    ServerRefuses,
-    open_flow_runs,
-    talking_to,
 )
 
 _log = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from tasks.server.flow_runs import ServerAway
 from tasks.upkeep.lost_host import NotLost, give_up_host
-from tasks.upkeep.reconciling import publish, reconcile_host
+from tasks.upkeep.reconcile import publish, reconcile_host
 
 EXIT_DONE, EXIT_OPEN = 0, 1
 
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     asked = parser.parse_args(arguments)
     # What it would log is printed here.
-    logging.getLogger("tasks.upkeep.reconciling").setLevel(logging.ERROR)
+    logging.getLogger("tasks.upkeep.reconcile").setLevel(logging.ERROR)
     try:
         report = give_up_host(asked.lost_host) if asked.lost_host else reconcile_host()
     except (NotLost, ServerAway) as error:

@@ -10,11 +10,11 @@ from typing import Any
 from prefect.client.schemas.objects import State
 from pydantic import ValidationError
 
-from tasks.nodes.preflight import LOOK_WITHIN_S
-from tasks.run.node_health import DEFAULT_LIMITS, Limits, Verdict
 from tasks.server.server import NoServer, prefect_server
 from tasks.show.help import HelpFormatter
 from tasks.show.terminal import quieten_prefect
+from tasks.upkeep.node_health import DEFAULT_LIMITS, Limits, Verdict
+from tasks.upkeep.preflight import LOOK_WITHIN_S
 
 EXIT_FIT, EXIT_UNFIT, EXIT_INVALID, EXIT_INTERRUPTED = 0, 1, 2, 130
 

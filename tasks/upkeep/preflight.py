@@ -23,7 +23,7 @@ from tasks.processes.registry import owner_of
 from tasks.ray.dashboard import Dashboard, Denied, NoAnswer
 from tasks.ray.nodes import Node, NodeVisitor, NotVisited, visiting
 from tasks.record.places import muster_home
-from tasks.run.node_health import CALLER, Limits, NodeSeen, Survey, Verdict, judged
+from tasks.upkeep.node_health import CALLER, Limits, NodeSeen, Survey, Verdict, judged
 
 LOOK_WITHIN_S = 60.0
 

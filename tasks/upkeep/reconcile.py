@@ -24,14 +24,11 @@ from prefect.exceptions import MissingContextError, ObjectNotFound
 from prefect.logging import get_run_logger
 from prefect.settings import PREFECT_API_URL
 
-from tasks.parked import close_ended_parked, note_parked
 from tasks.processes.identity import host_name
 from tasks.processes.lost import Remains, finish
 from tasks.processes.registry import LostRun, claimed, owner_of, registered_runs
 from tasks.processes.variables import holders_of
 from tasks.record.closing import Closed, Loss, close_record
-from tasks.reporting.closed_page import tell_closed
-from tasks.run.upkeep.reconciled import Reconciled, Report
 from tasks.server.flow_runs import (
     FLOW_RUN_VARIABLE,
     UPKEEP_FLOWS,
@@ -48,7 +45,10 @@ from tasks.server.flow_runs import (
     state_of_lost,
     talking_to,
 )
-from tasks.upkeep.lost_jobs import NO_JOBS, JobsEnded, keep_jobs, stop_jobs
+from tasks.upkeep.closed_page import tell_closed
+from tasks.upkeep.lost_run import NO_JOBS, JobsEnded, keep_jobs, stop_jobs
+from tasks.upkeep.parked import close_ended_parked, note_parked
+from tasks.upkeep.report import Reconciled, Report
 
 _log = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tasks.run.upkeep.retention import Act, Plan, Step
+from tasks.upkeep.retention import Act, Plan, Step
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 

@@ -8,7 +8,7 @@ import time
 from tasks.processes.lost import Remains, finish
 from tasks.processes.registry import claimed
 from tasks.record.closing import Loss, close_record
-from tasks.upkeep.lost_jobs import is_under_way, stop_jobs
+from tasks.upkeep.lost_run import is_under_way, stop_jobs
 
 #: A guardian that still takes its component down is waited for.
 _WITHIN_S = 120.0

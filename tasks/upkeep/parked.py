@@ -23,10 +23,10 @@ from tasks.record.events import EventLog
 from tasks.record.places import RunPlace, muster_home
 from tasks.record.run_json import RunRecord, write_json
 from tasks.record.states import RunState
-from tasks.reporting.closed_page import tell_closed
-from tasks.reporting.kept_record import record_kept
-from tasks.run.upkeep.reconciled import Reconciled
 from tasks.server.flow_runs import ServerAway, state_of, talking_to
+from tasks.upkeep.closed_page import tell_closed
+from tasks.upkeep.kept_record import record_kept
+from tasks.upkeep.report import Reconciled
 
 _log = logging.getLogger(__name__)
 
