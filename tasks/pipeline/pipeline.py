@@ -32,10 +32,7 @@ from tasks.pipeline.stage_runs import (
     spec_of_run,
     stage_runs,
 )
-from tasks.pipeline.table import StageTable, link_of
-from tasks.record.checkpoint import handed_on
-from tasks.record.places import RunPlace
-from tasks.run.pipeline.steps import (
+from tasks.pipeline.steps import (
     Begin,
     Conclude,
     Ending,
@@ -46,6 +43,9 @@ from tasks.run.pipeline.steps import (
     last_asked,
     next_step,
 )
+from tasks.pipeline.table import StageTable, link_of
+from tasks.record.checkpoint import handed_on
+from tasks.record.places import RunPlace
 from tasks.server.flow_process import started_by_others
 from tasks.server.flow_runs import (
     JOBS_GO_ON,

@@ -19,7 +19,7 @@ from prefect.client.schemas.objects import FlowRun, State
 from prefect.exceptions import ObjectNotFound
 from prefect.states import Cancelling, Failed, Pending, Scheduled
 
-from tasks.run.pipeline.steps import Ending, StageRun, idempotency_key, parsed_key
+from tasks.pipeline.steps import Ending, StageRun, idempotency_key, parsed_key
 from tasks.spec.errors import MusterError
 from tasks.spec.pipeline import STAGE_DEPLOYMENT, Stage
 

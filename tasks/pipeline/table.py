@@ -14,7 +14,7 @@ from prefect.client.schemas.filters import (
 )
 from prefect.utilities.urls import url_for
 
-from tasks.run.pipeline.steps import StageRun
+from tasks.pipeline.steps import StageRun
 from tasks.spec.pipeline import PipelineSpec
 
 #: Of the artifact.

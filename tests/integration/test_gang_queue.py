@@ -15,10 +15,10 @@ from uuid import UUID
 import pytest
 
 from tasks.pipeline.stage_runs import cancel_stage_run, create_stage_run, stage_runs
+from tasks.pipeline.steps import Ending
 from tasks.processes import tree
 from tasks.processes.identity import ProcessId, host_name
 from tasks.queue.grants import Giver, Grant
-from tasks.run.pipeline.steps import Ending
 from tasks.server.flow_runs import talking_to
 from tasks.spec.pipeline import Stage
 from tests.support.gang_pool import POOL, GangPool, left_of

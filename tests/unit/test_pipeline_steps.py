@@ -9,10 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tasks.pipeline.table import table_of
-from tasks.record.checkpoint import handed_on
-from tasks.record.places import RunPlace
-from tasks.run.pipeline.steps import (
+from tasks.pipeline.steps import (
     Begin,
     Conclude,
     Ending,
@@ -25,6 +22,9 @@ from tasks.run.pipeline.steps import (
     next_step,
     parsed_key,
 )
+from tasks.pipeline.table import table_of
+from tasks.record.checkpoint import handed_on
+from tasks.record.places import RunPlace
 from tasks.spec.run import RunSpec
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
