@@ -5,11 +5,11 @@ from __future__ import annotations
 from prefect import flow
 from prefect.client.schemas.objects import State
 
-from tasks.components import admit, monitor, start, teardown
-from tasks.opening import conclude, open_run, run_id_of_flow_run
-from tasks.session import RunSession
 from tasks.spec.run import RunSpec
-from tasks.waiting import next_attempt
+from tasks.train.opening import conclude, open_run, run_id_of_flow_run
+from tasks.train.session import RunSession
+from tasks.train.tasks import admit, monitor, start, teardown
+from tasks.train.waiting import next_attempt
 
 
 @flow(name="train", flow_run_name=run_id_of_flow_run, persist_result=False)
@@ -36,6 +36,6 @@ def attempt(run: RunSession) -> None:
 
 
 if __name__ == "__main__":
-    from tasks.command import main
+    from tasks.train.command import main
 
     raise SystemExit(main(train))

@@ -7,8 +7,8 @@ import os
 import signal
 import sys
 
-from tasks.planning import component_env
 from tasks.spec.run import RunSpec
+from tasks.train.plan import component_env
 from tests.faults.injections import memory_cgroup, why_no_cgroup_v1
 from tests.faults.scene import (
     NAMES,

@@ -33,7 +33,7 @@ from tasks.rayjobs import job
 jobs.JobPlan = functools.partial(jobs.JobPlan, lost_after_s=5.0)
 job.TakeDown = functools.partial(job.TakeDown, unknown_after_s=5.0)
 from flows.train import train
-from tasks.command import main
+from tasks.train.command import main
 raise SystemExit(main(train, sys.argv[1:]))
 """
 #: Counts until a file is there.

@@ -74,7 +74,9 @@ class Home:
         """That of the quickstart with another number of steps, as JSON."""
         values = ("--set", f"progress.total={steps}", "--set", f"success.step={steps}")
         file = "deployments/runs/quickstart.yaml"
-        return self.command(sys.executable, "-m", "tasks.deploying", file, *values).stdout.strip()
+        return self.command(
+            sys.executable, "-m", "tasks.train.deploying", file, *values
+        ).stdout.strip()
 
     def api(self, method: str, path: str, content: Any = None) -> Any:
         """Ask the Prefect server."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tasks.deploying import load_run_spec
+from tasks.train.deploying import load_run_spec
 from tests.support.gang_pool import GangPool, gang_pool
 from tests.support.ground import Run, Server
 from tests.support.postgres import postgres, why_no_postgres

@@ -13,8 +13,8 @@ from uuid import UUID
 
 import pytest
 
-from tasks.session import RunSession
 from tasks.spec.run import RunSpec
+from tasks.train.session import RunSession
 from tests.support.stage import is_alive, wait_until
 
 RUN_ID = "a-run"
@@ -24,7 +24,7 @@ FLOW_RUN = UUID(int=7)
 OWNER = """
 import sys, uuid
 from tasks.spec.run import RunSpec
-from tasks.session import RunSession
+from tasks.train.session import RunSession
 spec = RunSpec.model_validate({"name": "x", "workload": "grpo", "components": {"trainer": {
     "command": ["sh", "-c", "trap '' TERM; setsid env -i /bin/sleep 600 & echo up; exec sleep 600"],
     "ready": {"log": "up"}, "stop": {"grace_s": 0.3}}}})

@@ -18,13 +18,13 @@ from prefect.settings import (
     temporary_settings,
 )
 
-from tasks import waiting
 from tasks.server.server import prefect_server
-from tasks.session import RunSession
 from tasks.spec.errors import RunEnded
 from tasks.spec.run import RunSpec
+from tasks.train import waiting
+from tasks.train.session import RunSession
+from tasks.train.waiting import next_attempt
 from tasks.upkeep import parked
-from tasks.waiting import next_attempt
 from tests.support.ground import Ground, Run
 
 pytestmark = pytest.mark.slow

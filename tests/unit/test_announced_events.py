@@ -13,8 +13,8 @@ from tasks.record.announcements import FIELDS, TABLE, as_markdown, fields_of, pa
 from tasks.record.events import Event
 from tasks.record.outcome import Failure
 from tasks.record.states import RunState
-from tasks.reporting.announced_events import TOLD, Story, Told
 from tasks.spec.failure_kinds import FailureKind
+from tasks.train.announced import TOLD, Story, Told
 from tasks.upkeep.report import Reconciled
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from tasks.planning import plan_of
 from tasks.processes.containment import Containment, Level
 from tasks.processes.plan import AttemptPlan
 from tasks.record.events import Event, EventLog
@@ -24,6 +23,7 @@ from tasks.spec.loading import project_root
 from tasks.spec.run import RunSpec
 from tasks.spec.secrets import looks_secret
 from tasks.spec.template import ports_needed
+from tasks.train.plan import plan_of
 
 
 class Seen:

@@ -30,7 +30,7 @@ COMMANDS = (
     "tasks.rollout",
     "tasks.rollout plan",
     "tasks.ray.sweeping",
-    "tasks.deploying",
+    "tasks.train.deploying",
     "deployments.stack",
     "deployments.stack up",
     "deployments.stack down",

@@ -19,13 +19,13 @@ from tasks.record.events import Event
 from tasks.record.places import RunPlace
 from tasks.record.run_json import RunRecord
 from tasks.record.states import RunState
-from tasks.reporting import run_page
-from tasks.reporting.run_page import RunPage
 from tasks.show.artifacts import FlowArtifacts
 from tasks.show.record import record_read
 from tasks.show.view import Shown
 from tasks.spec.loading import spec_as_yaml
 from tasks.spec.run import RunSpec
+from tasks.train import page
+from tasks.train.page import RunPage
 from tasks.upkeep.closed_page import tell_closed
 
 FLOW_RUN = UUID(int=7)
@@ -132,7 +132,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Server:
     def client(sync_client: bool) -> Iterator[Server]:
         yield server
 
-    monkeypatch.setattr(run_page, "get_client", client)
+    monkeypatch.setattr(page, "get_client", client)
     return server
 
 

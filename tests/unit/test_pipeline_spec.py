@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import yaml
 
-from tasks.deploying import load_pipeline_spec
 from tasks.spec.errors import InvalidSpec
 from tasks.spec.loading import project_root
 from tasks.spec.names import filled_in, stage_names_in
 from tasks.spec.pipeline_loading import load_pipeline, parse_pipeline, run_spec, with_specs
+from tasks.train.deploying import load_pipeline_spec
 
 QUICKSTART = "deployments/pipelines/quickstart-sft-then-grpo.yaml"
 

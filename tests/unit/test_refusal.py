@@ -14,11 +14,11 @@ from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary
 
 from deployments import worker
 from deployments.stack_env import auth_string, client_env
-from tasks.planning import component_env
 from tasks.queue.__main__ import main as gang
 from tasks.server.flow_runs import ServerAway, ServerRefuses, talking_to
 from tasks.server.server import NoServer, prefect_server
 from tasks.spec.run import RunSpec
+from tasks.train.plan import component_env
 from tasks.upkeep import commands
 from tasks.upkeep.prune import prune_host
 

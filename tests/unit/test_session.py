@@ -6,9 +6,9 @@ from pathlib import Path
 from uuid import uuid4
 
 from tasks.record.states import RunState
-from tasks.session import RunSession
 from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.loading import parse_spec
+from tasks.train.session import RunSession
 
 
 def test_an_error_of_our_own_before_the_first_attempt_fails_the_run_and_is_named(

@@ -25,10 +25,10 @@ from deployments.stack_env import ROOT, STACK_VARIABLE, client_env
 from deployments.stack_nodes import Fleet
 from deployments.stack_plan import draw_up
 from deployments.stack_state import Stack, StackError, StackPlace, processes_of
-from tasks import deploying
 from tasks.processes.identity import ProcessId
 from tasks.spec.errors import InvalidSpec
 from tasks.spec.loading import load_spec
+from tasks.train import deploying
 
 RUNS = sorted((ROOT / "deployments" / "runs").glob("*.yaml"))
 
@@ -80,7 +80,7 @@ def test_every_run_spec_has_its_deployment(run: Path) -> None:
 
     (step,) = entry["build"]
     assert step == {
-        "tasks.deploying.load_run_spec": {"id": run.stem, "path": str(run.relative_to(ROOT))}
+        "tasks.train.deploying.load_run_spec": {"id": run.stem, "path": str(run.relative_to(ROOT))}
     }
     assert entry["parameters"] == {"spec": f"{{{{ {run.stem}.spec }}}}"}
 

@@ -18,16 +18,16 @@ from prefect.states import Cancelled, Completed, Failed
 from tasks.processes.registry import RunHeld
 from tasks.record.places import make_run_id
 from tasks.record.states import RunState
-from tasks.reporting.announcing import announced
-from tasks.reporting.reporter import Reporter
 from tasks.server.flow_process import cancel_watched, interrupting, started_by_others, why_cancelled
 from tasks.server.flow_runs import worker_of
 from tasks.server.server import lasting_api_url
-from tasks.session import RunSession
 from tasks.show.failure import in_a_line
 from tasks.show.terminal import outlive_readers
 from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.run import RunSpec
+from tasks.train.announcing import announced
+from tasks.train.reporter import Reporter
+from tasks.train.session import RunSession
 from tasks.upkeep.kept_record import earlier_record
 from tasks.upkeep.parked import forget_parked
 

@@ -18,7 +18,6 @@ from prefect.client.orchestration import get_client
 from tasks.processes.identity import host_name
 from tasks.record.events import Event
 from tasks.record.states import RunState
-from tasks.session import RunSession
 from tasks.show.artifacts import (
     ATTEMPTS,
     COMPONENTS,
@@ -38,6 +37,7 @@ from tasks.show.tables import attempts_of, curve_shown, progress_of
 from tasks.show.timeline import timeline_of
 from tasks.show.view import RunView, Shown
 from tasks.spec.loading import project_root
+from tasks.train.session import RunSession
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

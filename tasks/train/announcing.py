@@ -12,10 +12,10 @@ from prefect.client.schemas.objects import FlowRun
 
 from tasks.processes.identity import host_name
 from tasks.record.events import Event, event_listeners
-from tasks.reporting.announced_events import Story, Told
 from tasks.server.events import Announcer, _announcer, of_run
 from tasks.server.server import lasting_api_url
-from tasks.session import RunSession
+from tasks.train.announced import Story, Told
+from tasks.train.session import RunSession
 
 _log = logging.getLogger(__name__)
 

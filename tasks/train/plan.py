@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from tasks.jobs import job_maker
 from tasks.processes.containment import Containment, Level, allowed_level, probe
 from tasks.processes.guarded import Command
 from tasks.processes.identity import host_name
@@ -21,6 +20,7 @@ from tasks.spec.loading import project_root
 from tasks.spec.programs import component_path
 from tasks.spec.run import RunSpec
 from tasks.spec.secrets import looks_secret
+from tasks.train.jobs import job_maker
 
 #: Variables of this process that are about this process, and no component's business.
 _PRIVATE_ENV = ("NOTIFY_SOCKET", "LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES", "MUSTER_ROLE")

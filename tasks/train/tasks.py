@@ -12,9 +12,9 @@ from prefect.context import TagsContext
 from prefect.states import Cancelled, Completed, Failed
 
 from tasks.record.states import RunState
-from tasks.session import RunSession, check_spec
 from tasks.spec.errors import InvalidSpec, RunEnded
 from tasks.spec.failure_kinds import FailureKind
+from tasks.train.session import RunSession, check_spec
 
 
 def admit(run: RunSession) -> bool:

@@ -59,9 +59,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m tasks.deploying",
+        prog="python -m tasks.train.deploying",
         description="Print a run spec as JSON, for the parameter `spec` of one run: prefect "
-        "deployment run 'train/NAME' --param \"spec=$(python -m tasks.deploying SPEC.yaml)\"",
+        "deployment run 'train/NAME' --param \"spec=$(python -m tasks.train.deploying SPEC.yaml)\"",
         epilog="Exit: 0 printed, 2 the arguments are wrong, or the spec is.",
     )
     parser.add_argument("spec", metavar="SPEC.yaml", help="the run spec")

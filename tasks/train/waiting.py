@@ -25,7 +25,6 @@ from prefect.states import Scheduled
 from tasks.queue.grants import PENDING_RESOURCES, left_with_its_jobs, sent_back
 from tasks.record.retries import Next, Sequel, decide
 from tasks.record.states import RunState
-from tasks.reporting.reporter import flushed, say_state
 from tasks.server.flow_process import started_by_others
 from tasks.server.flow_runs import (
     JOBS_GO_ON,
@@ -36,8 +35,9 @@ from tasks.server.flow_runs import (
     state_of,
     talking_to,
 )
-from tasks.session import RunSession
 from tasks.spec.failure_kinds import FailureKind
+from tasks.train.reporter import flushed, say_state
+from tasks.train.session import RunSession
 from tasks.upkeep.parked import forget_parked, note_parked
 
 _log = logging.getLogger(__name__)

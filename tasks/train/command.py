@@ -16,10 +16,10 @@ from prefect.utilities.urls import url_for
 
 from tasks.server.flow_runs import process_tag
 from tasks.server.server import NoServer, lasting_api_url, prefect_server
-from tasks.session import check_spec
 from tasks.show.terminal import Terminal, quieten_prefect
 from tasks.spec.errors import InvalidSpec
 from tasks.spec.loading import load_spec
+from tasks.train.session import check_spec
 
 EXIT_COMPLETED, EXIT_FAILED, EXIT_INVALID, EXIT_INFEASIBLE, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
 

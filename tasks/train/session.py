@@ -12,13 +12,6 @@ from pathlib import Path
 from typing import Any
 from uuid import UUID
 
-from tasks.planning import (
-    component_search_path,
-    containment_faults,
-    containment_of,
-    plan_of,
-    whole_env,
-)
 from tasks.processes.identity import host_name
 from tasks.processes.ports import PortsReserved
 from tasks.processes.registry import RunRegister
@@ -39,6 +32,13 @@ from tasks.spec.loading import project_root, spec_as_yaml
 from tasks.spec.programs import lookup_faults
 from tasks.spec.run import RunSpec
 from tasks.spec.template import ports_needed, resolve, template_faults
+from tasks.train.plan import (
+    component_search_path,
+    containment_faults,
+    containment_of,
+    plan_of,
+    whole_env,
+)
 from tasks.upkeep.taking_over import finish_predecessor
 
 _log = logging.getLogger(__name__)

@@ -19,13 +19,13 @@ from prefect import get_run_logger
 from prefect.client.orchestration import get_client
 from prefect.states import Running
 
-from tasks.fleet.recoveries import RecoveryRuns
 from tasks.record.events import Event, event_listeners
 from tasks.record.states import RunState
-from tasks.reporting.run_page import RunPage
-from tasks.session import RunSession
 from tasks.show.failure import as_text, never_begun
 from tasks.show.fleet import FleetWords
+from tasks.train.page import RunPage
+from tasks.train.recoveries import RecoveryRuns
+from tasks.train.session import RunSession
 
 _log = logging.getLogger(__name__)
 
