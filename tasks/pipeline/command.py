@@ -34,8 +34,7 @@ from tasks.server.flow_runs import (
     process_tags_of,
     talking_to,
 )
-from tasks.server.server import NoServer, prefect_server
-from tasks.show.terminal import quieten_prefect
+from tasks.server.server import NoServer, prefect_server, quieten_prefect
 from tasks.spec.errors import InvalidSpec, MusterError
 from tasks.spec.pipeline import PipelineSpec
 from tasks.spec.pipeline_loading import load_pipeline, parse_pipeline, with_specs

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import prefect
 from prefect.events.worker import EventsWorker
-from prefect.logging.handlers import APILogWorker
+from prefect.logging.handlers import APILogWorker, PrefectConsoleHandler
 from prefect.settings import (
     PREFECT_API_URL,
     PREFECT_SERVER_ALLOW_EPHEMERAL_MODE,
@@ -195,3 +195,12 @@ def _why_not(message: str, log: Path) -> str:
     except OSError:
         tail = ""
     return f"a temporary Prefect server did not start: {message}\n{tail}".rstrip()
+
+
+def quieten_prefect() -> None:
+    """The terminal tells the story; Prefect's own lines go to its server only."""
+    os.environ.setdefault("DO_NOT_TRACK", "1")
+    for name in list(logging.root.manager.loggerDict):
+        for handler in logging.getLogger(name).handlers:
+            if isinstance(handler, PrefectConsoleHandler):
+                handler.setLevel(logging.CRITICAL)

@@ -7,14 +7,12 @@ writes. Where that is stuck, in a terminal that was stopped for example, the old
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections import deque
 from pathlib import Path
 from types import TracebackType
 
-from prefect.logging.handlers import PrefectConsoleHandler
 from rich.console import Console
 from rich.text import Text
 
@@ -205,12 +203,3 @@ def outlive_readers() -> None:
         console.quiet = True
 
     setattr(Console, "on_broken_pipe", on_broken_pipe)  # noqa: B010
-
-
-def quieten_prefect() -> None:
-    """The terminal tells the story; Prefect's own lines go to its server only."""
-    os.environ.setdefault("DO_NOT_TRACK", "1")
-    for name in list(logging.root.manager.loggerDict):
-        for handler in logging.getLogger(name).handlers:
-            if isinstance(handler, PrefectConsoleHandler):
-                handler.setLevel(logging.CRITICAL)

@@ -16,7 +16,7 @@ from pydantic import (
     model_validator,
 )
 
-from tasks.spec.component import Component, Components, Launcher, OnExitZero, Stop
+from tasks.spec.component import Component, Components, Launcher, OnExitZero
 from tasks.spec.errors import InvalidSpec
 from tasks.spec.failure_kinds import REQUEUED, FailureKind
 from tasks.spec.form import LAST
@@ -25,6 +25,7 @@ from tasks.spec.probes import LiveProbe, ReadyProbe, Url
 from tasks.spec.rollout import Rollout
 from tasks.spec.start_order import KEY as START_ORDER
 from tasks.spec.start_order import in_start_order, refusals_of_order
+from tasks.spec.stop import Stop
 from tasks.spec.values import (
     Count,
     DottedKey,

@@ -15,8 +15,8 @@ from prefect.exceptions import TerminationSignal
 from prefect.utilities.urls import url_for
 
 from tasks.server.flow_runs import process_tag
-from tasks.server.server import NoServer, lasting_api_url, prefect_server
-from tasks.show.terminal import Terminal, quieten_prefect
+from tasks.server.server import NoServer, lasting_api_url, prefect_server, quieten_prefect
+from tasks.show.terminal import Terminal
 from tasks.spec.errors import InvalidSpec
 from tasks.spec.loading import load_spec
 from tasks.train.session import check_spec

@@ -18,7 +18,7 @@ from prefect.client.orchestration import get_client
 from tasks.processes.identity import host_name
 from tasks.record.events import Event
 from tasks.record.states import RunState
-from tasks.show.artifacts import (
+from tasks.server.artifacts import (
     ATTEMPTS,
     COMPONENTS,
     PROGRESS,

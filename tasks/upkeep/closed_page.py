@@ -15,7 +15,7 @@ from prefect.client.orchestration import SyncPrefectClient
 
 from tasks.record.places import RunPlace
 from tasks.record.states import RunState
-from tasks.show.artifacts import ATTEMPTS, COMPONENTS, RECORD, SUMMARY, TIMELINE, FlowArtifacts
+from tasks.server.artifacts import ATTEMPTS, COMPONENTS, RECORD, SUMMARY, TIMELINE, FlowArtifacts
 from tasks.show.components import components_of
 from tasks.show.page import summary_of
 from tasks.show.record import record_of

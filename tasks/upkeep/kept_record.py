@@ -14,8 +14,8 @@ from prefect.client.schemas.filters import (
 )
 from prefect.client.schemas.sorting import ArtifactSort
 
+from tasks.server.artifacts import RECORD
 from tasks.server.flow_runs import ServerAway, talking_to
-from tasks.show.artifacts import RECORD
 from tasks.show.record import record_read
 
 _log = logging.getLogger(__name__)

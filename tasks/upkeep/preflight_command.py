@@ -10,9 +10,8 @@ from typing import Any
 from prefect.client.schemas.objects import State
 from pydantic import ValidationError
 
-from tasks.server.server import NoServer, prefect_server
+from tasks.server.server import NoServer, prefect_server, quieten_prefect
 from tasks.show.help import HelpFormatter
-from tasks.show.terminal import quieten_prefect
 from tasks.upkeep.node_health import DEFAULT_LIMITS, Limits, Verdict
 from tasks.upkeep.preflight import LOOK_WITHIN_S
 

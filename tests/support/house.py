@@ -29,12 +29,13 @@ ORDER: tuple[tuple[str, ...], ...] = (
 PLAIN = {"spec": {"pydantic", "pydantic_core", "yaml"}, "record": {"pydantic", "yaml"}}
 #: Where else than in `server` and above it Prefect may be imported, and where Ray may at all.
 PREFECT_FROM = ("server", "queue", "upkeep", "pipeline", "train")
-PREFECT_TOO = ("tasks/ray/visits.py", "tasks/ray/nodes.py")
+PREFECT_TOO = ("tasks/ray/visits.py", "tasks/ray/node_tasks.py", "tasks/ray/nodes.py")
 RAY_ONLY = ("tasks/ray/", "tasks/rollout/actor.py", "tasks/rollout/ray_host.py")
 #: They run alone under `python -I -S`: the standard library and each other, by their bare names.
 ALONE = (
     *("tasks/processes/guardian.py", "tasks/processes/namespace_init.py"),
     *("tasks/processes/cgroup.py", "tasks/processes/tree.py", "tasks/ray/wrapper.py"),
+    "tasks/processes/guardian_channel.py",
 )
 #: Flows decide; they have no clock, no process and no thread of their own.
 NOT_IN_FLOWS = {
@@ -113,8 +114,11 @@ def _problem(root: Path, one: Import) -> str:
     if folder in PLAIN and top not in PLAIN[folder]:
         return f"tasks/{folder} is plain data: {', '.join(sorted(PLAIN[folder]))} at most"
     if top in ("ray", "prefect_ray"):
-        is_fine = one.path.startswith(RAY_ONLY) or one.path in PREFECT_TOO
-        return "" if is_fine else f"Ray is imported in {', '.join(RAY_ONLY)} only"
+        return (
+            ""
+            if one.path.startswith(RAY_ONLY)
+            else f"Ray is imported in {', '.join(RAY_ONLY)} only"
+        )
     if top == "prefect" and folder not in PREFECT_FROM and one.path not in PREFECT_TOO:
         return "Prefect is imported from tasks/server upwards, and not in tasks/rollout"
     return ""

@@ -370,7 +370,7 @@ def test_every_place_that_extending_names_has_what_it_names() -> None:
 
 
 def test_what_a_waiting_run_is_said_to_say_it_says() -> None:
-    source = ast.parse((ROOT / "tasks" / "queue" / "words.py").read_text("utf-8"))
+    source = ast.parse((ROOT / "tasks" / "queue" / "reasons.py").read_text("utf-8"))
     texts = " | ".join(
         node.value
         for node in ast.walk(source)

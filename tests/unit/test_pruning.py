@@ -17,7 +17,8 @@ import pytest
 from flows.prune import prune
 from tasks.processes.registry import RunRegister
 from tasks.server.flow_runs import ServerAway
-from tasks.upkeep import prune, prune_command
+from tasks.upkeep import prune as pruning
+from tasks.upkeep import prune_command
 from tasks.upkeep.parked import note_parked
 from tasks.upkeep.prune import prune_host
 from tasks.upkeep.retention import Act, Retention
@@ -199,7 +200,7 @@ def test_a_run_that_a_waiting_flow_run_names_is_never_touched(
 ) -> None:
     run = make(muster_home, OLD)
     before = files(run)
-    monkeypatch.setattr(prune, "_wanted_on_server", lambda: frozenset({OLD}))
+    monkeypatch.setattr(pruning, "_wanted_on_server", lambda: frozenset({OLD}))
 
     prune_host(ALL)
 
@@ -215,7 +216,7 @@ def test_nothing_is_removed_while_the_server_does_not_answer(
     def away() -> frozenset[str]:
         raise ServerAway("http://127.0.0.1:9/api: refused")
 
-    monkeypatch.setattr(prune, "_wanted_on_server", away)
+    monkeypatch.setattr(pruning, "_wanted_on_server", away)
 
     code = prune_command.main(["--yes"])
 
@@ -248,7 +249,7 @@ def test_what_can_not_be_removed_is_told_and_the_rest_goes(
 def test_a_log_of_the_stack_is_cut_and_its_writer_goes_on(
     muster_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prune, "_STACK_LOG_BYTES", 1000)
+    monkeypatch.setattr(pruning, "_STACK_LOG_BYTES", 1000)
     log = muster_home / "stack" / "logs" / "worker.log"
     log.parent.mkdir(parents=True)
     writer = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
