@@ -5,8 +5,7 @@ from __future__ import annotations
 from deployments.docs.blocks import table
 from tasks.record.causes import RULES
 from tasks.record.states import LEGAL_MOVES, RunState
-from tasks.spec.failure_kinds import REQUEUED, FailureKind
-from tasks.spec.remedies import REMEDIES
+from tasks.spec.failure_kinds import REMEDIES, REQUEUED, FailureKind
 
 
 def moves() -> str:

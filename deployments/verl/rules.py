@@ -15,9 +15,8 @@ from typing import Any
 import yaml
 
 from deployments.verl.facts import Facts, fits
-from tasks.spec.component import Component
-from tasks.spec.run import Gang, RunSpec
-from tasks.spec.template import names_known, resolve
+from tasks.spec.loading import names_known, resolve
+from tasks.spec.run import Component, Gang, RunSpec
 from tasks.spec.values import did_you_mean
 
 _OVERRIDE = re.compile(r"(?P<sign>\+\+|\+|~)?(?P<key>[A-Za-z_][\w@/.-]*)(?:=(?P<value>.*))?", re.S)

@@ -36,8 +36,7 @@ from tasks.server.flow_runs import (
 )
 from tasks.server.server import NoServer, prefect_server, quieten_prefect
 from tasks.spec.errors import InvalidSpec, MusterError
-from tasks.spec.pipeline import PipelineSpec
-from tasks.spec.pipeline_loading import load_pipeline, parse_pipeline, with_specs
+from tasks.spec.pipeline import PipelineSpec, load_pipeline, parse_pipeline, with_specs
 
 EXIT_COMPLETED, EXIT_FAILED, EXIT_INVALID, EXIT_INFEASIBLE, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
 

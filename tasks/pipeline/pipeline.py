@@ -55,9 +55,8 @@ from tasks.server.flow_runs import (
     talking_to,
 )
 from tasks.spec.errors import InvalidSpec
-from tasks.spec.names import RUN_DIR, RUN_ID
-from tasks.spec.pipeline import PipelineSpec
-from tasks.spec.pipeline_loading import parse_pipeline, run_spec, with_specs
+from tasks.spec.pipeline import PipelineSpec, parse_pipeline, run_spec, with_specs
+from tasks.spec.placeholders import RUN_DIR, RUN_ID
 from tasks.spec.run import RunSpec
 
 _log = logging.getLogger(__name__)

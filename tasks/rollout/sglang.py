@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from tasks.rollout.place import Place
 from tasks.rollout.topology import Answers, Ask, Questions
-from tasks.spec.fleet_rules import SGLANG_TIMEOUT, sglang_timeout_s
-from tasks.spec.rollout import Rollout
+from tasks.spec.rollout import SGLANG_TIMEOUT, Rollout, sglang_timeout_s
 
 
 def answers(fleet: Rollout, index: int) -> Answers:

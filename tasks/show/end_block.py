@@ -11,8 +11,7 @@ from typing import Any
 from tasks.show.lines import how_ended
 from tasks.show.pace import clock_text
 from tasks.show.screen import Line
-from tasks.spec.failure_kinds import FailureKind
-from tasks.spec.remedies import REMEDIES
+from tasks.spec.failure_kinds import REMEDIES, FailureKind
 
 _TAIL_LINES = 12
 _STYLES = {"completed": "bold green", "failed": "bold red", "crashed": "bold red"}

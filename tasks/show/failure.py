@@ -8,8 +8,7 @@ from typing import Any
 
 from tasks.record.places import RunPlace
 from tasks.show.view import clock, ending_of, has_ended, seconds
-from tasks.spec.failure_kinds import FailureKind
-from tasks.spec.remedies import REMEDIES
+from tasks.spec.failure_kinds import REMEDIES, FailureKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

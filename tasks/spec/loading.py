@@ -1,4 +1,14 @@
-"""Reading run specs, and writing them down again."""
+"""Reading run specs, and writing them down again.
+
+Reading YAML without its traps: what was written is what is meant, or a fault.
+
+Unlike plain PyYAML a key that is written twice and a date are faults, `022`, `0x10`, `1_000` and
+`12:30` are texts, and a number remembers how it was written.
+
+`--set a.b=c`: changes to a spec from the command line.
+
+Filling the placeholders of a run spec in: `${api.port}` and the like.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +21,188 @@ from typing import Any
 import yaml
 
 from tasks.spec import placeholders
-from tasks.spec.component import ByName
 from tasks.spec.errors import Fault, InvalidSpec
-from tasks.spec.overrides import apply_override
-from tasks.spec.run import RunSpec
-from tasks.spec.secrets import mask_text, masked, secret_values
-from tasks.spec.values import shown
-from tasks.spec.written_yaml import parse, read_text
+from tasks.spec.placeholders import Kind
+from tasks.spec.run import ByName, Rollout, RunSpec
+from tasks.spec.secrets import MASK, looks_secret, mask_text, masked, secret_values
+from tasks.spec.values import WrittenFloat, shown
+
+_FLOAT = re.compile(r"[-+]?(?:[0-9]+\.[0-9]*(?:[eE][-+][0-9]+)?|\.[0-9]+(?:[eE][-+][0-9]+)?)")
+_NO_NUMBER = re.compile(r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)")
+_INT = re.compile(r"0|-?[1-9][0-9]*")
+
+_TAG = "tag:yaml.org,2002:"
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader with plain decimal numbers only."""
+
+
+# A table of its own: SafeLoader's is shared by every program in the process.
+_Loader.yaml_implicit_resolvers = {
+    letter: [(tag, rule) for tag, rule in rules if tag not in (f"{_TAG}int", f"{_TAG}float")]
+    for letter, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(f"{_TAG}int", re.compile(f"(?:{_INT.pattern})$"), list("-0123456789"))
+_Loader.add_implicit_resolver(
+    f"{_TAG}float",
+    re.compile(f"(?:{_FLOAT.pattern}|{_NO_NUMBER.pattern})$"),
+    list("-+.0123456789"),
+)
+
+
+def _written_float(loader: _Loader, node: yaml.ScalarNode) -> float:
+    return WrittenFloat.of(node.value, loader.construct_yaml_float(node))
+
+
+_Loader.add_constructor(f"{_TAG}float", _written_float)
+
+
+def read_text(path: Path) -> str:
+    """The text of a file.
+
+    Raises:
+        InvalidSpec: It is not there, not a file, may not be read, or is not UTF-8.
+    """
+    try:
+        return path.read_bytes().decode("utf-8-sig")
+    except FileNotFoundError:
+        fault = Fault(path="", problem="there is no such file")
+    except IsADirectoryError:
+        fault = Fault(path="", problem="it is a directory", remedy="name the YAML file in it")
+    except OSError as error:
+        fault = Fault(path="", problem=f"it cannot be read: {error.strerror}")
+    except UnicodeDecodeError as error:
+        problem = f"not UTF-8: byte {error.object[error.start]:#04x} at offset {error.start}"
+        fault = Fault(path="", problem=problem, remedy="save it as UTF-8")
+    raise InvalidSpec((fault,), str(path))
+
+
+def parse(text: str) -> tuple[object, tuple[Fault, ...]]:
+    """The plain data of a YAML text, and what can be said against it although it was read.
+
+    Nothing is read where the text is no YAML: then the data are None and there is one fault.
+    """
+    loader: _Loader | None = None
+    try:
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None, (Fault(path="", problem="it is empty"),)
+        faults = tuple(_traps(node, "", set()))
+        return loader.construct_document(node), faults
+    except yaml.YAMLError as error:
+        return None, (_syntax_fault(error, text),)
+    except RecursionError:
+        return None, (Fault(path="", problem="it is nested too deeply"),)
+    except (ValueError, TypeError, AttributeError) as error:
+        # PyYAML's constructors let these through: the 31st of February, !!float on a word.
+        return None, (Fault(path="", problem=f"a value cannot be read: {error}"),)
+    finally:
+        if loader is not None:
+            loader.dispose()
+
+
+def _traps(node: yaml.Node, path: str, seen: set[int]) -> Iterator[Fault]:
+    """Keys that are written twice: PyYAML keeps the last and says nothing."""
+    if id(node) in seen:  # an alias
+        return
+    seen.add(id(node))
+    if isinstance(node, yaml.SequenceNode):
+        for index, item in enumerate(node.value):
+            yield from _traps(item, _joined(path, str(index)), seen)
+    if isinstance(node, yaml.MappingNode):
+        lines: dict[str, int] = {}
+        for key, value in node.value:
+            name = key.value if isinstance(key, yaml.ScalarNode) else ""
+            line = key.start_mark.line + 1
+            below = _joined(path, name)
+            if name and name in lines:
+                problem = f"written twice, in lines {lines[name]} and {line}"
+                yield Fault(path=below, problem=problem, remedy="keep one")
+            lines.setdefault(name, line)
+            yield from _traps(value, below, seen)
+
+
+def _joined(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key
+
+
+def _syntax_fault(error: yaml.YAMLError, text: str) -> Fault:
+    mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+    if mark is None:
+        return Fault(path="", problem=f"not YAML: {' '.join(str(error).split())}")
+    lines = text.splitlines()
+    line = lines[mark.line] if mark.line < len(lines) else ""
+    place = f"line {mark.line + 1}, column {mark.column + 1}"
+    if "\t" in line[: mark.column + 1]:
+        return Fault(path="", problem=f"{place}: a tab", remedy="indent with spaces")
+    said = getattr(error, "problem", None) or getattr(error, "context", None) or "not YAML"
+    remedy = ""
+    if "single document" in str(getattr(error, "context", "")):
+        said, remedy = "a second document begins here", "keep one to a file"
+    elif re.search(r"(?<![\"'\w])\$\{", line):
+        remedy = 'quote what has a placeholder: "${api.port}"'
+    return Fault(path="", problem=f"{place}: {said}", remedy=remedy)
+
+
+def apply_override(data: dict[str, Any], override: str) -> tuple[Fault, ...]:
+    """Sets one value in a written spec, in place; returns what is wrong with the override.
+
+    Args:
+        data: The spec's plain data, changed only where the override is good.
+        override: `a.b=VALUE`. VALUE is YAML; mappings on the way are made where they are missing;
+            an item of a list goes by its index (`components.trainer.command.3=20`).
+    """
+    path, equals, text = override.partition("=")
+    path = path.strip()
+    steps = path.split(".")
+    if not equals:
+        return (_fault("", override, "has no `=`", "write --set success.step=20"),)
+    if not all(steps):
+        return (_fault("", override, "has no key before `=`", "write --set success.step=20"),)
+
+    value, faults = parse(text) if text.strip() else (None, ())
+    said = f"{path}={MASK if looks_secret(steps[-1]) else text}"
+    if faults:
+        return tuple(_fault(path, said, str(fault)) for fault in faults)
+    return _set(data, steps, value, said)
+
+
+def apply_value(data: dict[str, Any], path: str, value: object) -> tuple[Fault, ...]:
+    """Sets one value in a written spec, in place; returns what is wrong with its path.
+
+    Args:
+        path: `a.b`, as in `apply_override`.
+        value: Plain data.
+    """
+    return _set(data, path.split("."), value, path)
+
+
+def _set(data: dict[str, Any], steps: list[str], value: object, said: str) -> tuple[Fault, ...]:
+    node: Any = data
+    for depth, step in enumerate(steps):
+        path, above = ".".join(steps[: depth + 1]), ".".join(steps[:depth])
+        key: str | int = step
+        if isinstance(node, list):
+            if not (step.isdecimal() and step.isascii() and int(step) < len(node)):
+                problem = f"`{above}` is a list of {len(node)} and has no item {step}"
+                return (_fault(path, said, problem, "count from 0"),)
+            key = int(step)
+        elif not isinstance(node, dict):
+            problem = f"`{above}` holds {shown(node)}, which has no keys"
+            return (_fault(path, said, problem, f"set `{above}` itself"),)
+        if depth == len(steps) - 1:
+            node[key] = value
+        elif isinstance(node, dict) and node.get(key) is None:
+            node[key] = {}
+        node = node[key]
+    return ()
+
+
+def _fault(path: str, override: str, problem: str, remedy: str = "") -> Fault:
+    return Fault(path=path, problem=f"--set {override}: {problem}", remedy=remedy)
+
 
 _LINE_ENDS = re.compile("[\x85\u2028\u2029]")
 
@@ -190,3 +375,57 @@ def project_root() -> Path:
     """
     checkout = Path(__file__).parents[2]
     return checkout if (checkout / "prefect.yaml").exists() else Path.cwd()
+
+
+def names_known(spec: RunSpec) -> frozenset[str]:
+    """Every name that this spec may use in a placeholder."""
+    return placeholders.names_in(spec.written())
+
+
+def template_faults(spec: RunSpec) -> tuple[Fault, ...]:
+    """One fault for each unknown name and each `${` that is never closed, in file order."""
+    return placeholders.faults_in(spec.written())
+
+
+def ports_needed(spec: RunSpec) -> tuple[str, ...]:
+    """The names of the ports to hold for the run, in the order of the components.
+
+    `NAME.port` where some text of the spec uses it, and `NAME.ports.OTHER` for each port listed,
+    used or not: the program may find it elsewhere. `rollout.port` is that of a fleet's gateway,
+    which listens whether somebody asks it or not.
+    """
+    used = placeholders.names_used(spec.written())
+    needed: list[str] = []
+    for name in spec.components:
+        if f"{name}.port" in used or isinstance(spec.components[name], Rollout):
+            needed.append(f"{name}.port")
+        component = spec.processes.get(name)
+        needed += [f"{name}.ports.{port}" for port in (component.ports if component else ())]
+    return tuple(needed)
+
+
+def resolve(spec: RunSpec, names: Mapping[str, str]) -> RunSpec:
+    """The spec with every placeholder filled in and each `$${` made `${`.
+
+    What is filled in is not looked at again, so do not resolve the result a second time.
+
+    Args:
+        spec: As loaded, without `template_faults`.
+        names: A value for each name that the spec uses; `progress.total` and `success.step` it
+            has itself. In a regular expression a value is matched literally.
+
+    Raises:
+        KeyError: A name has no value.
+        InvalidSpec: A value does not fit its place, such as a `tcp` address without a port.
+    """
+    written = spec.written()
+    values = {
+        f"{part}.{key}": str(number) for part, key, number in placeholders.numbers_in(written)
+    }
+    values.update(names)
+
+    def filled(_path: str, text: str, kind: Kind) -> str:
+        quoted = re.escape if kind is Kind.PATTERN else str
+        return placeholders.substituted(text, lambda name: quoted(values[name]), kind)
+
+    return RunSpec.model_validate(placeholders.rewritten(written, filled))

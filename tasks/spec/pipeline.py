@@ -3,18 +3,36 @@
 `PipelineSpec` is also the one parameter of the flow `pipeline`, so titles, descriptions and
 examples here are the labels of the form in the Prefect UI. Files are read by `pipeline_loading`,
 which also knows whether the spec of each stage is a valid one.
+
+Reading pipeline specs, with the run spec of each stage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, Self
 
 from pydantic import Field, ModelWrapValidatorHandler, ValidationError, model_validator
 
-from tasks.spec.errors import InvalidSpec
+from tasks.spec.errors import Fault, InvalidSpec
+from tasks.spec.loading import apply_value, parse, parse_spec, project_root, read_text
+from tasks.spec.placeholders import faults_of_names, filled_in, unknown_names
 from tasks.spec.plain_words import faults_of
-from tasks.spec.values import PART_NAME, DottedKey, Model, Refusal, Text, Worded, refused
+from tasks.spec.run import RunSpec
+from tasks.spec.secrets import MASK, looks_secret
+from tasks.spec.values import (
+    PART_NAME,
+    DottedKey,
+    Model,
+    Refusal,
+    Text,
+    Worded,
+    did_you_mean,
+    refused,
+    shown,
+)
 
 #: Through which a stage's run is created where the stage names no other.
 STAGE_DEPLOYMENT = "train/stage"
@@ -125,3 +143,197 @@ class PipelineSpec(Model):
     def written(self) -> dict[str, Any]:
         """Plain data for YAML or JSON, in order and without what was left out."""
         return self.model_dump(mode="json", exclude_unset=True)
+
+
+def load_pipeline(path: Path, overrides: Sequence[str] = ()) -> PipelineSpec:
+    """The pipeline spec of a YAML file, with the run specs of the files that it names.
+
+    Args:
+        path: The file.
+        overrides: `STAGE.a.b=c` each, applied in order.
+
+    Raises:
+        InvalidSpec: With every fault of the file, of those it names and of the overrides.
+    """
+    data, faults = parse(read_text(path))
+    if data is None and faults:
+        raise InvalidSpec(faults, str(path))
+    return _checked(data, overrides, str(path), faults, beside=path.parent)
+
+
+def parse_pipeline(
+    data: object, overrides: Sequence[str] = (), source: str = "the pipeline"
+) -> PipelineSpec:
+    """The pipeline spec that plain data hold, such as a flow's parameter.
+
+    A stage's spec has its `set` in it afterwards, and its `start_order`. Of a stage that only names
+    a deployment nothing is known of the spec until `with_specs`.
+
+    Args:
+        data: A mapping, which is left as it is, or a `PipelineSpec`.
+        overrides: `STAGE.a.b=c` each, applied in order.
+        source: What a person calls the data.
+
+    Raises:
+        InvalidSpec: With every fault of the data and of the overrides, in the data's order.
+    """
+    return _checked(data, overrides, source, ())
+
+
+def with_specs(pipeline: PipelineSpec, specs: Mapping[str, object]) -> PipelineSpec:
+    """The pipeline with the run specs that its deployments have, by stage.
+
+    Raises:
+        InvalidSpec: With every fault that they bring.
+    """
+    written = pipeline.written()
+    for stage in written["stages"]:
+        if stage.get("spec") is None:
+            stage["spec"] = specs.get(stage["name"])
+    return parse_pipeline(written, source=f"pipeline {pipeline.name!r}")
+
+
+def run_spec(written: Mapping[str, Any], value_of: Callable[[str, str], str]) -> RunSpec:
+    """What a stage's run is started with.
+
+    Args:
+        written: The stage's spec.
+        value_of: Of its placeholders, by stage and key.
+
+    Raises:
+        InvalidSpec: A value does not fit its place.
+    """
+    return parse_spec(filled_in(written, value_of))
+
+
+def _checked(
+    data: object,
+    overrides: Sequence[str],
+    source: str,
+    found: Sequence[Fault],
+    beside: Path | None = None,
+) -> PipelineSpec:
+    written = data.written() if isinstance(data, PipelineSpec) else copy.deepcopy(data)
+    if not isinstance(written, dict):
+        problem = f"must be a mapping, found {shown(written)}"
+        fault = Fault(path="", problem=problem, remedy="write `name: ...` and so on")
+        raise InvalidSpec((*found, fault), source)
+    faults = list(found)
+    if isinstance(written.get("stages"), list):
+        # YAML's anchors make one of what two stages have; each is changed by itself.
+        written["stages"] = [copy.deepcopy(stage) for stage in written["stages"]]
+    stages = _stages(written)
+    unread = set()
+    for index, stage in stages.items():
+        if of_file := _read_in(stage, f"stages.{index}.spec", beside):
+            unread.add(index)
+            faults += of_file
+    for override in overrides:
+        faults += _override(list(stages.values()), override)
+    pipeline: PipelineSpec | None = None
+    try:
+        pipeline = PipelineSpec.model_validate(written)
+    except InvalidSpec as error:
+        faults += error.faults
+    names = [str(stage.get("name")) for stage in stages.values()]
+    hands_on = {
+        str(stage["name"]): _hands_on(stage)
+        for index, stage in stages.items()
+        if isinstance(stage.get("spec"), Mapping) and stage.get("name") and index not in unread
+    }
+    for at, (index, stage) in enumerate(stages.items()):
+        faults += unknown_names(stage.get("checkpoint"), f"stages.{index}.checkpoint")
+        if isinstance(stage.get("spec"), dict) and index not in unread:
+            faults += _fold(stage, index)
+            faults += _stage_faults(stage, index, names, at, hands_on)
+    if pipeline is None or faults:
+        raise InvalidSpec(tuple(dict.fromkeys(faults)), source)
+    return PipelineSpec.model_validate(written)
+
+
+def _stages(written: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
+    """Those that are mappings, by their place."""
+    stages = written.get("stages")
+    found = enumerate(stages if isinstance(stages, list) else ())
+    return {index: stage for index, stage in found if isinstance(stage, dict)}
+
+
+def _read_in(stage: dict[str, Any], path: str, beside: Path | None) -> tuple[Fault, ...]:
+    """Puts the run spec of a file in the place of its name."""
+    name = stage.get("spec")
+    if not isinstance(name, str):
+        return ()
+    places = [project_root() / name, *([beside / name] if beside is not None else [])]
+    file = next((place for place in places if place.exists()), places[0])
+    try:
+        data, faults = parse(read_text(file))
+    except InvalidSpec as error:
+        data, faults = None, error.faults
+    stage["spec"] = data if isinstance(data, dict) else {}
+    if data is not None and not isinstance(data, dict):
+        faults = (*faults, Fault(path="", problem=f"must be a mapping, found {shown(data)}"))
+    return tuple(_below(path, fault, name) for fault in faults)
+
+
+def _override(stages: Sequence[dict[str, Any]], override: str) -> tuple[Fault, ...]:
+    """Notes a change from the command line in the `set` of its stage."""
+    path, equals, text = override.partition("=")
+    name, dot, key = path.strip().partition(".")
+    if not (equals and dot and key):
+        problem = f"--set {override}: has no `STAGE.KEY=` before its value"
+        return (Fault(path="", problem=problem, remedy="write --set grpo.success.step=20"),)
+    value, faults = parse(text) if text.strip() else (None, ())
+    said = f"{path}={MASK if looks_secret(key.rpartition('.')[2]) else text}"
+    if faults:
+        return tuple(Fault(path="", problem=f"--set {said}: {fault}") for fault in faults)
+    names = [str(stage.get("name")) for stage in stages]
+    if name not in names:
+        remedy = did_you_mean(name, names) or f"known are {', '.join(names)}"
+        return (Fault(path="", problem=f"--set {said}: no stage {name!r}", remedy=remedy),)
+    stage = stages[names.index(name)]
+    changes = stage.get("set")
+    stage["set"] = {**(changes if isinstance(changes, dict) else {}), key: value}
+    return ()
+
+
+def _fold(stage: dict[str, Any], index: int) -> tuple[Fault, ...]:
+    """Applies a stage's `set` to its spec."""
+    changes = stage.pop("set", None)
+    faults: list[Fault] = []
+    for key, value in changes.items() if isinstance(changes, dict) else ():
+        for fault in apply_value(stage["spec"], str(key), value):
+            faults.append(_below(f"stages.{index}.set", fault))
+    return tuple(faults)
+
+
+def _stage_faults(
+    stage: dict[str, Any],
+    index: int,
+    names: Sequence[str],
+    at: int,
+    hands_on: Mapping[str, bool],
+) -> tuple[Fault, ...]:
+    """What is wrong with a stage's spec, which is put in order where nothing is."""
+    path, written = f"stages.{index}.spec", stage["spec"]
+    faults = list(faults_of_names(written, stages=names, index=at, hands_on=hands_on))
+    try:
+        # Any text will do: what these will be is not known yet.
+        parse_spec(filled_in(written, lambda _stage, _key: "stage"))
+        stage["spec"] = RunSpec.model_validate(written).for_server()
+    except InvalidSpec as error:
+        faults += error.faults
+    return tuple(_below(path, fault) for fault in faults)
+
+
+def _hands_on(stage: Mapping[str, Any]) -> bool:
+    """Whether a stage says where a checkpoint of it is to be found."""
+    components = stage["spec"].get("components")
+    parts = components.values() if isinstance(components, Mapping) else ()
+    named = any(isinstance(part, Mapping) and part.get("checkpoints") for part in parts)
+    return named or bool(stage.get("checkpoint"))
+
+
+def _below(path: str, fault: Fault, file: str = "") -> Fault:
+    place = f"{path}.{fault.path}" if fault.path else path
+    problem = f"{file}: {fault.problem}" if file else fault.problem
+    return Fault(path=place, problem=problem, remedy=fault.remedy)

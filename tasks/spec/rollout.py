@@ -1,17 +1,428 @@
-"""The component `rollout` of a spec: a fleet of inference servers."""
+"""The component `rollout` of a spec: a fleet of inference servers.
+
+What the keys of a fleet demand of each other.
+
+How large the engines of a fleet are: ranks, servers, GPUs of each node.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from tasks.spec.fleet_rules import fleet_faults
-from tasks.spec.fleet_sizes import Sizes
-from tasks.spec.stop import Stop
-from tasks.spec.values import Count, Env, Model, Refusal, Seconds, Text, Worded, Words
+from tasks.spec.values import (
+    Count,
+    Env,
+    Model,
+    Refusal,
+    Seconds,
+    Stop,
+    Text,
+    Worded,
+    Words,
+    did_you_mean,
+    refused,
+)
+
+_DEFAULTS: Mapping[str, int | None] = {
+    "engines": 1,
+    "nodes_per_engine": 1,
+    "gpus_per_node": None,
+    "tensor_parallel": 1,
+    "expert_parallel": 1,
+    "data_parallel": 1,
+}
+#: How a pipeline's depth is written among `args`; no key of the spec sets it.
+_PIPELINE = {
+    "sglang": ("--pp-size", "--pipeline-parallel-size"),
+    "vllm": ("-pp", "--pipeline-parallel-size"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """The numbers that a fleet is cut by."""
+
+    #: The keys of the spec that they come from.
+    KEYS: ClassVar = (*_DEFAULTS, "backend", "args")
+
+    backend: str
+    #: Inference engines of the fleet.
+    engines: int
+    #: Nodes that one engine spans.
+    nodes: int
+    #: GPUs of one engine on each of them, where it was written.
+    gpus_per_node: int | None
+    tensor: int
+    expert: int
+    #: As written; `replicas` is what it comes to.
+    data: int
+    #: Stages of a pipeline, from the arguments.
+    pipeline: int
+
+    @classmethod
+    def of(cls, written: Mapping[str, Any]) -> Sizes | None:
+        """From the keys of a spec; None where one is no number, which is its own fault."""
+        found = {key: written.get(key, default) for key, default in _DEFAULTS.items()}
+        for key, number in found.items():
+            if number is None and key == "gpus_per_node":
+                continue
+            if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+                return None
+        backend = written.get("backend")
+        if not isinstance(backend, str):
+            return None
+        return cls(
+            backend=backend,
+            engines=found["engines"] or 1,
+            nodes=found["nodes_per_engine"] or 1,
+            gpus_per_node=found["gpus_per_node"],
+            tensor=found["tensor_parallel"] or 1,
+            expert=found["expert_parallel"] or 1,
+            data=found["data_parallel"] or 1,
+            pipeline=_pipeline(backend, written.get("args")),
+        )
+
+    @property
+    def replicas(self) -> int:
+        """What `--dp` is: LMDeploy spreads experts over replicas, one for each unless written."""
+        if self.backend == "lmdeploy" and self.data == 1:
+            return self.expert
+        return self.data
+
+    @property
+    def gpus(self) -> int:
+        """Of one engine, all nodes together; 0 where none are asked for."""
+        if self.backend == "command":
+            return self.nodes * (self.gpus_per_node or 0)
+        if self.backend == "lmdeploy":
+            return max(self.tensor, self.expert, self.replicas)
+        return self.tensor * self.pipeline * self.data
+
+    @property
+    def servers(self) -> int:
+        """Processes of one engine."""
+        if self.backend == "lmdeploy":
+            return self.replicas
+        if self.backend == "command" and self.data > 1:
+            return self.data
+        return self.nodes
+
+    @property
+    def ranks(self) -> int:
+        """Of one engine: its GPUs; its servers, where it has no GPUs."""
+        return self.gpus or self.servers
+
+
+def _pipeline(backend: str, args: object) -> int:
+    words = [str(word) for word in args] if isinstance(args, list | tuple) else []
+    for index, word in enumerate(words):
+        name, _, value = word.partition("=")
+        if name in _PIPELINE.get(backend, ()):
+            value = value or "".join(words[index + 1 : index + 2])
+            return int(value) if value.isdecimal() and int(value) >= 1 else 1
+    return 1
+
+
+def size_faults(sizes: Sizes) -> Iterator[Refusal]:
+    """What does not divide, or what the backend itself would refuse hours later."""
+    judge = {"sglang": _sglang, "lmdeploy": _lmdeploy, "vllm": _vllm, "command": _command}
+    found = list(judge[sizes.backend](sizes)) if sizes.backend in judge else []
+    yield from found
+    asked = sizes.gpus_per_node
+    if found or sizes.backend == "command":
+        return
+    if sizes.gpus % sizes.nodes:
+        problem = f"{sizes.nodes} nodes do not divide the engine's {sizes.gpus} GPUs"
+        yield ("nodes_per_engine",), refused(problem, f"write {_divisors(sizes.gpus)}")
+    elif asked is not None and asked * sizes.nodes != sizes.gpus:
+        across = f"{asked} on each of {sizes.nodes} nodes" if sizes.nodes > 1 else f"{asked}"
+        problem = f"one engine has {across}, but {_product(sizes)} ask for {sizes.gpus} GPUs"
+        remedy = f"write {sizes.gpus // sizes.nodes}, or leave it out"
+        yield ("gpus_per_node",), refused(problem, remedy)
+
+
+def _sglang(sizes: Sizes) -> Iterator[Refusal]:
+    if sizes.data > 1 and sizes.nodes > 1:
+        problem = "SGLang has no replicas in an engine that spans nodes"
+        yield ("data_parallel",), refused(problem, f"write 1, and engines: {sizes.data}")
+    if (sizes.tensor * sizes.pipeline) % sizes.nodes:
+        problem = f"SGLang can't cut {sizes.tensor * sizes.pipeline} ranks over {sizes.nodes} nodes"
+        yield ("tensor_parallel",), refused(problem, f"write a multiple of {sizes.nodes}")
+    if sizes.tensor % sizes.expert:
+        problem = f"SGLang spreads experts over tensor_parallel, {sizes.tensor}, not over more"
+        yield ("expert_parallel",), refused(problem, f"write {_divisors(sizes.tensor)}")
+
+
+def _lmdeploy(sizes: Sizes) -> Iterator[Refusal]:
+    if sizes.expert > 1 and sizes.tensor > 1:
+        problem = f"LMDeploy has either this or tensor_parallel, which is {sizes.tensor}"
+        yield ("expert_parallel",), refused(problem, "write 1 for one of them")
+        return
+    width = max(sizes.tensor, sizes.expert)
+    if sizes.data > 1 and width == 1:
+        problem = "LMDeploy has replicas only of an engine with tensor or expert parallelism"
+        yield ("data_parallel",), refused(problem, f"write 1, and engines: {sizes.data}")
+    elif width % sizes.replicas:
+        problem = f"LMDeploy can't share {width} GPUs among {sizes.replicas} replicas"
+        yield ("data_parallel",), refused(problem, f"write {_divisors(width)}")
+    if sizes.replicas > 1 and sizes.replicas % sizes.nodes:
+        problem = f"{sizes.replicas} replicas are no whole number on each of {sizes.nodes} nodes"
+        yield ("data_parallel",), refused(problem, f"write a multiple of {sizes.nodes}")
+
+
+def _vllm(sizes: Sizes) -> Iterator[Refusal]:
+    width = sizes.tensor * sizes.data
+    if sizes.expert not in (1, width):
+        problem = f"vLLM spreads experts over all {width} GPUs of tensor and data parallelism"
+        yield ("expert_parallel",), refused(problem, f"write {width}, or 1 for none")
+    if sizes.data > 1 and sizes.data % sizes.nodes:
+        problem = f"{sizes.data} replicas are no whole number on each of {sizes.nodes} nodes"
+        yield ("data_parallel",), refused(problem, f"write a multiple of {sizes.nodes}")
+    elif sizes.data == 1 and (sizes.tensor * sizes.pipeline) % sizes.nodes:
+        problem = f"vLLM can't cut {sizes.tensor * sizes.pipeline} ranks over {sizes.nodes} nodes"
+        yield ("tensor_parallel",), refused(problem, f"write a multiple of {sizes.nodes}")
+
+
+def _command(sizes: Sizes) -> Iterator[Refusal]:
+    for key, number in (("tensor_parallel", sizes.tensor), ("expert_parallel", sizes.expert)):
+        if number > 1:
+            problem = "only the program of a command knows how it uses its GPUs"
+            yield (key,), refused(problem, "write it in the command, and gpus_per_node: N")
+    if sizes.data > 1 and sizes.data % sizes.nodes:
+        problem = f"{sizes.data} replicas are no whole number on each of {sizes.nodes} nodes"
+        yield ("data_parallel",), refused(problem, f"write a multiple of {sizes.nodes}")
+    elif sizes.gpus % sizes.servers:
+        problem = f"{sizes.servers} servers can't share {sizes.gpus} GPUs"
+        yield (
+            ("gpus_per_node",),
+            refused(problem, f"write a multiple of {sizes.servers // sizes.nodes}"),
+        )
+
+
+def _product(sizes: Sizes) -> str:
+    if sizes.backend == "lmdeploy":
+        return "tensor and expert parallelism"
+    return (
+        "tensor, pipeline and data parallelism"
+        if sizes.pipeline > 1
+        else ("tensor and data parallelism")
+    )
+
+
+def _divisors(number: int) -> str:
+    return _listed([part for part in range(1, number + 1) if number % part == 0])
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    *most, last = map(str, numbers)
+    return f"{', '.join(most)} or {last}" if most else last
+
+
+#: Of the server that a text of the fleet is about: `${server.port}` and the like.
+SERVER_NAMES = ("port", "host", "rank", "node", "group")
+#: How long SGLang itself waits for the token of a health check, in whole seconds.
+#: Source: SGLang 0.5, srt/entrypoints/http_server.py
+SGLANG_TIMEOUT = "SGLANG_HEALTH_CHECK_TIMEOUT"
+_SGLANG_TIMEOUT_S = 20
+
+_MODELS = {"sglang": "SGLang", "lmdeploy": "LMDeploy", "vllm": "vLLM"}
+#: Arguments that are made from other keys, by the key; "" for those that no key sets.
+_OURS: dict[str, dict[str, tuple[str, ...]]] = {
+    "sglang": {
+        "model": ("--model-path", "--model"),
+        "tensor_parallel": ("--tp-size", "--tensor-parallel-size", "--tp"),
+        "expert_parallel": ("--ep-size", "--expert-parallel-size", "--ep"),
+        "data_parallel": ("--dp-size", "--data-parallel-size", "--dp"),
+        "nodes_per_engine": ("--nnodes",),
+        "": (
+            *("--node-rank", "--dist-init-addr", "--nccl-init-addr", "--host", "--port"),
+            *("--base-gpu-id", "--api-key"),
+        ),
+    },
+    "lmdeploy": {
+        "tensor_parallel": ("--tp",),
+        "expert_parallel": ("--ep",),
+        "data_parallel": ("--dp",),
+        "nodes_per_engine": ("--nnodes",),
+        "": (
+            *("--backend", "--node-rank", "--dist-init-addr", "--server-name", "--server-port"),
+            *("--proxy-url", "--api-keys", "--ssl"),
+        ),
+    },
+    "vllm": {
+        "model": ("--model",),
+        "tensor_parallel": ("--tensor-parallel-size", "-tp"),
+        "expert_parallel": ("--enable-expert-parallel", "-ep"),
+        "data_parallel": ("--data-parallel-size", "-dp"),
+        "nodes_per_engine": ("--nnodes", "-n"),
+        "": (
+            *("--node-rank", "-r", "--master-addr", "--master-port", "--headless", "--host"),
+            *("--port", "--uds", "--api-key", "--ssl-keyfile", "--ssl-certfile"),
+            *("--data-parallel-size-local", "-dpl", "--data-parallel-address", "-dpa"),
+            *("--data-parallel-rpc-port", "-dpp", "--data-parallel-start-rank", "-dpr"),
+            *("--data-parallel-rank", "-dpn", "--data-parallel-hybrid-lb", "-dph"),
+            *("--data-parallel-external-lb", "-dpe"),
+            *("--data-parallel-multi-port-external-lb", "-dpm"),
+            *("--data-parallel-backend", "-dpb", "--device-ids"),
+        ),
+    },
+}
+_SERVER = re.compile(r"(?<!\$)\$\{server\.([^{}]*)\}")
+
+
+def sglang_timeout_s(timeout_s: float, env: Mapping[str, str]) -> int:
+    """Until when SGLang answers a health check itself: as the environment says, else well within
+    the fleet's own timeout, for a client that gives up first never hears of a failure."""
+    written = env.get(SGLANG_TIMEOUT)
+    return int(written) if written else max(1, min(_SGLANG_TIMEOUT_S, int(timeout_s * 0.8)))
+
+
+def fleet_faults(written: Mapping[str, Any]) -> Iterator[Refusal]:
+    """What is wrong with a fleet as a whole, judged before its keys are known to be valid."""
+    backend = written.get("backend")
+    if backend is None:
+        remedy = "write sglang, lmdeploy or vllm, or command with a program of your own"
+        yield ("backend",), refused("missing: nothing says what the servers are", remedy)
+    if backend == "command":
+        yield from _of_a_command(written)
+    elif backend in _MODELS:
+        yield from _of_a_model(str(backend), written)
+    sizes = Sizes.of(written)
+    if sizes is not None:
+        yield from size_faults(sizes)
+    yield from _unknown_names(written)
+    yield from _of_recovery(written)
+    yield from _of_health(written)
+
+
+def _of_a_command(written: Mapping[str, Any]) -> Iterator[Refusal]:
+    if written.get("command") is None:
+        example = 'command: [python, serve.py, --port, "${server.port}"]'
+        yield ("command",), refused("missing: the backend is `command`", f"write {example}")
+    elif not any(name == "port" for _, name in _names_used(written)):
+        problem = "nothing says ${server.port}, so a server can't know where it is to listen"
+        remedy = 'write for example --port, "${server.port}"; an environment variable will do too'
+        yield ("command",), refused(problem, remedy)
+
+
+def _of_a_model(backend: str, written: Mapping[str, Any]) -> Iterator[Refusal]:
+    name = _MODELS[backend]
+    if written.get("model") is None:
+        yield ("model",), refused(f"missing: {name} serves one", "write model: PATH_OR_NAME")
+    if written.get("command") is not None:
+        problem = f"is for the backend `command`: {name}'s is made from the other keys"
+        yield ("command",), refused(problem, "leave it out; more arguments go into args")
+    for index, word in enumerate(_words(written.get("args"))):
+        for key, flags in _OURS[backend].items():
+            if _flag(word, backend) in flags:
+                problem = f"{word.partition('=')[0]} is set for each server"
+                yield (
+                    ("args", index),
+                    refused(problem, _instead(key)),
+                )
+    health = _mapping(written.get("health"))
+    for key in ("path", "token"):
+        if health.get(key) is not None:
+            problem = f"is for the backend `command`: {name}'s own is known"
+            yield ("health", key), refused(problem, "leave it out")
+    if backend == "sglang":
+        yield from _of_sglangs_timeout(written)
+
+
+def _instead(key: str) -> str:
+    if not key:
+        return "leave it out"
+    return "write model: PATH_OR_NAME" if key == "model" else f"write {key}: N"
+
+
+def _of_sglangs_timeout(written: Mapping[str, Any]) -> Iterator[Refusal]:
+    timeout_s = _number(_mapping(written.get("health")).get("timeout_s", 15))
+    own = _mapping(written.get("env")).get(SGLANG_TIMEOUT)
+    if timeout_s is None:
+        return
+    if own is None:
+        if timeout_s <= 1:
+            problem = f"{timeout_s:g}: SGLang takes a second at least to say yes or no"
+            yield ("health", "timeout_s"), refused(problem, "write more than 1")
+        return
+    if isinstance(own, bool) or not re.fullmatch(r"[1-9][0-9]*", str(own)):
+        problem = f"SGLang takes whole seconds, found {own!r}"
+        yield ("env", SGLANG_TIMEOUT), refused(problem, 'write for example "12"')
+    elif int(own) >= timeout_s:
+        problem = (
+            f"{timeout_s:g} is not above {SGLANG_TIMEOUT}, {own}: SGLang's own no would never be "
+            "heard"
+        )
+        yield ("health", "timeout_s"), refused(problem, f"write more than {own}")
+
+
+def _of_recovery(written: Mapping[str, Any]) -> Iterator[Refusal]:
+    recovery = _mapping(written.get("recovery"))
+    least, engines = _number(recovery.get("min_active")), _number(written.get("engines", 1))
+    if least is not None and engines is not None and least > engines:
+        problem = f"{least:g} is above engines, {engines:g}: the run could never start"
+        yield ("recovery", "min_active"), refused(problem, f"write {engines:g} or less")
+    first, longest = (_number(recovery.get(key)) for key in ("backoff_s", "max_backoff_s"))
+    if first is not None and longest is not None and first > longest:
+        problem = f"{longest:g} is below backoff_s, {first:g}"
+        yield ("recovery", "max_backoff_s"), refused(problem, f"write {first:g} or more")
+
+
+def _of_health(written: Mapping[str, Any]) -> Iterator[Refusal]:
+    first = _number(_mapping(written.get("health")).get("first_after_s"))
+    within = _number(written.get("start_within_s", 1800))
+    if first is not None and within is not None and first >= within:
+        problem = (
+            f"{first:g} is not below start_within_s, {within:g}: no server could start in time"
+        )
+        yield ("health", "first_after_s"), refused(problem, f"write less than {within:g}")
+
+
+def _unknown_names(written: Mapping[str, Any]) -> Iterator[Refusal]:
+    for place, name in _names_used(written):
+        if name not in SERVER_NAMES:
+            known = [f"${{server.{one}}}" for one in SERVER_NAMES]
+            near = did_you_mean(f"${{server.{name}}}", known)
+            remedy = f"{near} known are {', '.join(known)}".strip()
+            yield place, refused(f"unknown name `${{server.{name}}}`", remedy)
+
+
+def _names_used(written: Mapping[str, Any]) -> Iterator[tuple[tuple[str | int, ...], str]]:
+    texts: list[tuple[tuple[str | int, ...], str]] = [
+        ((key, index), word)
+        for key in ("command", "args")
+        for index, word in enumerate(_words(written.get(key)))
+    ]
+    texts += [(("env", key), str(text)) for key, text in _mapping(written.get("env")).items()]
+    for place, text in texts:
+        for match in _SERVER.finditer(text):
+            yield place, match.group(1)
+
+
+def _flag(word: str, backend: str) -> str:
+    """The option that a word is, as the backend's parser reads it: vLLM takes either dash."""
+    name = word.partition("=")[0]
+    return name.replace("_", "-") if backend == "vllm" and name.startswith("--") else name
+
+
+def _words(value: object) -> list[str]:
+    return [str(word) for word in value] if isinstance(value, list | tuple) else []
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _number(value: object) -> float | None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return value if is_number else None  # type: ignore[return-value]
+
 
 Backend = Literal["sglang", "lmdeploy", "vllm", "command"]
 Misses = Annotated[int, Field(strict=True, ge=0)]

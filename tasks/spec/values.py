@@ -2,6 +2,14 @@
 
 A value that is refused says so in plain words, through `refused`; `plain_words` does the same for
 what pydantic itself refuses.
+
+What the form in the Prefect UI is drawn from: the JSON schema of a spec, as that UI reads it.
+
+It draws `X | None` as a choice of two and preselects None, also for a plain text; a field without
+that choice as an empty box, and what is left empty there is not sent. It follows `position`, since
+a Prefect server on PostgreSQL keeps no order of keys.
+
+How a component is asked to end.
 """
 
 from __future__ import annotations
@@ -10,6 +18,7 @@ import difflib
 import json
 import math
 import re
+import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import date
@@ -31,7 +40,32 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import InitErrorDetails, PydanticCustomError, core_schema
 
 from tasks.spec import placeholders
-from tasks.spec.form import drawn
+
+#: How the choice is called between a part of the spec and none.
+GIVEN, LEFT_OUT = "Given", "Left out"
+#: The position of what takes pages.
+LAST = 1000
+
+
+def drawn(properties: dict[str, Any]) -> dict[str, Any]:
+    """The properties of an object, ready to be drawn; what they allow stays, null excepted."""
+    return {
+        key: {"position": position, **_field(schema)}
+        for position, (key, schema) in enumerate(properties.items())
+    }
+
+
+def _field(schema: dict[str, Any]) -> dict[str, Any]:
+    ways = [way for way in schema.get("anyOf", ()) if way.get("type") != "null"]
+    if len(ways) != 1:
+        return schema
+    [way] = ways
+    if "$ref" in way:
+        # Without the choice the form would send the defaults of a part that nobody asked for.
+        named = [{**way, "title": GIVEN}, {"type": "null", "title": LEFT_OUT}]
+        return {**schema, "anyOf": named}
+    return {key: one for key, one in {**way, **schema}.items() if key not in ("anyOf", "default")}
+
 
 #: Keys and indexes from where a value is checked down to the faulty one.
 Place = tuple[str | int, ...]
@@ -273,3 +307,28 @@ PART_NAME = Worded(
 PartName = Annotated[Text, PART_NAME]
 EnvName = Annotated[Text, AfterValidator(_is_variable_name)]
 Env = Mapping[EnvName, Word]
+
+
+def _is_signal(name: str) -> str:
+    names = signal.Signals.__members__
+    if name not in names:
+        near = f"did you mean `SIG{name}`?" if f"SIG{name}" in names else ""
+        remedy = near or did_you_mean(name.upper(), names) or "write for example SIGINT"
+        raise refused(f"no signal of this system: {name!r}", remedy)
+    return name
+
+
+class Stop(Model):
+    """How a component is asked to end."""
+
+    signal: Annotated[Text, AfterValidator(_is_signal)] = Field(
+        "SIGTERM",
+        title="Signal",
+        description="Sent first, by its name.",
+        examples=["SIGTERM", "SIGINT"],
+    )
+    grace_s: Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)] = Field(
+        10,
+        title="Grace (seconds)",
+        description="What is left of the component after so long is killed.",
+    )

@@ -11,7 +11,7 @@ from typing import Any
 
 from tasks.spec.errors import InvalidSpec
 from tasks.spec.loading import load_spec, project_root
-from tasks.spec.pipeline_loading import load_pipeline
+from tasks.spec.pipeline import load_pipeline
 
 EXIT_PRINTED, EXIT_INVALID = 0, 2
 

@@ -28,10 +28,9 @@ from tasks.rollout.events import FleetTail
 from tasks.spec import secrets
 from tasks.spec.errors import InvalidSpec
 from tasks.spec.failure_kinds import FailureKind
-from tasks.spec.loading import project_root, spec_as_yaml
+from tasks.spec.loading import ports_needed, project_root, resolve, spec_as_yaml, template_faults
 from tasks.spec.programs import lookup_faults
 from tasks.spec.run import RunSpec
-from tasks.spec.template import ports_needed, resolve, template_faults
 from tasks.train.plan import (
     component_search_path,
     containment_faults,

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from deployments.backends import check, facts, reading
 from deployments.backends.facts import Facts, Option
 from tasks.rollout import lmdeploy_replica
-from tasks.spec.fleet_sizes import Sizes, size_faults
+from tasks.spec.rollout import Sizes, size_faults
 
 KNOWN = {backend: facts.load(backend) for backend in facts.VERSIONS}
 

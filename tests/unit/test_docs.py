@@ -27,8 +27,7 @@ from tasks.rollout.rollout_building import planned
 from tasks.spec.errors import InvalidSpec
 from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.loading import parse_spec
-from tasks.spec.pipeline import PipelineSpec
-from tasks.spec.pipeline_loading import load_pipeline
+from tasks.spec.pipeline import PipelineSpec, load_pipeline
 from tasks.spec.rollout import Rollout
 from tasks.spec.run import RunSpec
 from tests.support.documents import ROOT, Block, Document, documents

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from tasks.show.end_block import Ending, end_block
-from tasks.spec.failure_kinds import FailureKind
-from tasks.spec.remedies import REMEDIES
+from tasks.spec.failure_kinds import REMEDIES, FailureKind
 
 FAILURE = {
     "kind": "RUNTIME_ERROR",

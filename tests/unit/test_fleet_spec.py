@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from tasks.spec.errors import Fault, InvalidSpec
-from tasks.spec.fleet_rules import sglang_timeout_s
-from tasks.spec.rollout import Rollout
+from tasks.spec.rollout import Rollout, sglang_timeout_s
 from tasks.spec.run import RunSpec
 
 COMMAND: dict[str, Any] = {"backend": "command", "command": ["serve", "${server.port}"]}

@@ -19,10 +19,9 @@ from tasks.rollout.events import FleetTail
 from tasks.rollout.fleet_hosts import devices_of
 from tasks.rollout.plan import TOKEN_ENV, BadPlan, FleetPlan
 from tasks.show.fleet import FleetWords
-from tasks.spec.loading import project_root
+from tasks.spec.loading import ports_needed, project_root
 from tasks.spec.run import RunSpec
 from tasks.spec.secrets import looks_secret
-from tasks.spec.template import ports_needed
 from tasks.train.plan import plan_of
 
 

@@ -14,7 +14,7 @@ from flows.pipeline import pipeline
 from tasks.pipeline import command as pipeline_command
 from tasks.pipeline.pipeline import Pipeline
 from tasks.pipeline.steps import Conclude, Ending, StageRun
-from tasks.spec.pipeline_loading import parse_pipeline
+from tasks.spec.pipeline import parse_pipeline
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICKSTART = str(ROOT / "deployments/pipelines/quickstart-sft-then-grpo.yaml")

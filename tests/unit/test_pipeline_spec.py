@@ -10,8 +10,8 @@ import yaml
 
 from tasks.spec.errors import InvalidSpec
 from tasks.spec.loading import project_root
-from tasks.spec.names import filled_in, stage_names_in
-from tasks.spec.pipeline_loading import load_pipeline, parse_pipeline, run_spec, with_specs
+from tasks.spec.pipeline import load_pipeline, parse_pipeline, run_spec, with_specs
+from tasks.spec.placeholders import filled_in, stage_names_in
 from tasks.train.deploying import load_pipeline_spec
 
 QUICKSTART = "deployments/pipelines/quickstart-sft-then-grpo.yaml"

@@ -15,9 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tasks.spec.errors import Fault, InvalidSpec
-from tasks.spec.loading import load_spec, parse_spec, spec_as_yaml
+from tasks.spec.loading import load_spec, parse, parse_spec, spec_as_yaml
 from tasks.spec.run import RunSpec
-from tasks.spec.written_yaml import parse
 
 LEAST = """\
 name: least

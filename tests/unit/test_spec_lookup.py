@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from tasks.spec.command_line import Role, named_in
 from tasks.spec.errors import Fault
-from tasks.spec.programs import component_path, lookup_faults
+from tasks.spec.programs import Role, component_path, lookup_faults, named_in
 from tasks.spec.run import RunSpec
 
 BINARIES = ("python", "python3.11", "sh", "bash", "node", "torchrun", "env", "run-api", "nice")

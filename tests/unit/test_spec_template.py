@@ -10,10 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tasks.spec.errors import Fault, InvalidSpec
-from tasks.spec.loading import parse_spec
+from tasks.spec.loading import names_known, parse_spec, ports_needed, resolve, template_faults
 from tasks.spec.placeholders import is_templated, substituted
 from tasks.spec.run import RunSpec
-from tasks.spec.template import names_known, ports_needed, resolve, template_faults
 
 ALWAYS = {"run.id", "run.dir", "attempt.number", "attempt.dir", "attempt.resume_from"}
 

@@ -10,10 +10,9 @@ import pytest
 import yaml
 
 from tasks.spec.errors import InvalidSpec
-from tasks.spec.loading import parse_spec, spec_as_yaml
-from tasks.spec.pipeline_loading import parse_pipeline, run_spec, with_specs
+from tasks.spec.loading import parse_spec, resolve, spec_as_yaml
+from tasks.spec.pipeline import parse_pipeline, run_spec, with_specs
 from tasks.spec.run import RunSpec
-from tasks.spec.template import resolve
 from tasks.train import deploying
 from tasks.train.deploying import load_pipeline_spec, load_run_spec
 

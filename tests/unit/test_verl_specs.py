@@ -15,8 +15,8 @@ import pytest
 import yaml
 
 from deployments.verl import check, facts, rules
+from tasks.spec.loading import template_faults
 from tasks.spec.run import RunSpec
-from tasks.spec.template import template_faults
 
 ROOT = Path(__file__).resolve().parents[2]
 SPECS = sorted((ROOT / "deployments" / "runs").glob("verl-*.yaml"))
