@@ -44,8 +44,8 @@ from tasks.pipeline.steps import (
     next_step,
 )
 from tasks.pipeline.table import StageTable, link_of
-from tasks.record.checkpoint import handed_on
 from tasks.record.places import RunPlace
+from tasks.record.retries import handed_on
 from tasks.server.flow_process import started_by_others
 from tasks.server.flow_runs import (
     JOBS_GO_ON,

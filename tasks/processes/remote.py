@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Protocol
 
-from tasks.record.jobs import JobLoss, JobRefused
-from tasks.record.outcome import Exit
+from tasks.record.outcome import Exit, JobLoss, JobRefused
 
 __all__ = ["JobLoss", "JobRefused", "RemoteJob"]
 

@@ -23,8 +23,7 @@ from tasks.ray.plan import JobPlan
 from tasks.ray.submission import SubmissionFile
 from tasks.ray.submit import STRAGGLERS_S
 from tasks.ray.submitter import Submitter
-from tasks.record.jobs import JobLoss, JobRefused
-from tasks.record.outcome import Exit
+from tasks.record.outcome import Exit, JobLoss, JobRefused
 from tasks.spec.failure_kinds import FailureKind
 
 _log = logging.getLogger(__name__)

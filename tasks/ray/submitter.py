@@ -10,7 +10,7 @@ from tasks.ray.dashboard import Dashboard, Denied, JobState, NoAnswer
 from tasks.ray.plan import JobPlan
 from tasks.ray.submission import SETTLES_WITHIN_S, SubmissionFile
 from tasks.ray.submit import submit
-from tasks.record.jobs import JobLoss, JobRefused
+from tasks.record.outcome import JobLoss, JobRefused
 from tasks.spec.failure_kinds import FailureKind
 
 #: Where nothing was ever sent, a cluster that does not answer is given up soon: its address may

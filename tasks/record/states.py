@@ -1,7 +1,11 @@
-"""The states of a run and the moves between them."""
+"""The states of a run and the moves between them.
+
+The states of a lifecycle group of servers, and the moves between them.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import Enum
 
 from tasks.spec.errors import IllegalTransition
@@ -79,3 +83,41 @@ def moves_of_recovery(before: RunState, after: RunState) -> tuple[RunState, ...]
         check_move(RunState.STOPPING, after)
         return (RunState.STARTING, RunState.STOPPING, after)
     raise IllegalTransition(f"a lost run can't go from {before.value} to {after.value}")
+
+
+class GroupState(Enum):
+    """Of all servers of a group at once: one that fails takes the others out with it."""
+
+    #: Its processes are being started for the first time, or load the model.
+    STARTING = "starting"
+    #: Serves requests.
+    ACTIVE = "active"
+    #: Serves requests, and some of the last answers of one of its servers were missing.
+    SUSPECT = "suspect"
+    #: Has failed; its processes are ended, or are about to be.
+    INACTIVE = "inactive"
+    #: Claimed by a recovery, which is under way or waits for its back-off.
+    RECOVERING = "recovering"
+    #: Works, with other weights than the fleet has now: serves once they are synced.
+    STALE = "stale"
+    #: Is not started again.
+    RETIRED = "retired"
+
+
+_G = GroupState
+
+#: From each state, where a group may go.
+MOVES: Mapping[GroupState, frozenset[GroupState]] = {
+    _G.STARTING: frozenset({_G.ACTIVE, _G.STALE, _G.INACTIVE, _G.RETIRED}),
+    _G.ACTIVE: frozenset({_G.SUSPECT, _G.STALE, _G.INACTIVE, _G.RETIRED}),
+    _G.SUSPECT: frozenset({_G.ACTIVE, _G.STALE, _G.INACTIVE, _G.RETIRED}),
+    _G.INACTIVE: frozenset({_G.RECOVERING, _G.RETIRED}),
+    _G.RECOVERING: frozenset({_G.ACTIVE, _G.STALE, _G.INACTIVE, _G.RETIRED}),
+    _G.STALE: frozenset({_G.ACTIVE, _G.INACTIVE, _G.RETIRED}),
+    _G.RETIRED: frozenset(),
+}
+
+#: Requests may be sent there.
+SERVING = frozenset({_G.ACTIVE, _G.SUSPECT})
+#: Its processes run, and are watched.
+RUNNING = frozenset({_G.STARTING, _G.ACTIVE, _G.SUSPECT, _G.STALE})

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
-from tasks.record.rollout_states import GroupState
+from tasks.record.states import GroupState
 from tasks.rollout.clock import Clock, Emit
 from tasks.rollout.health import Health
 from tasks.rollout.recovery import Recovery

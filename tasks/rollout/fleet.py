@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping
 from random import Random
 from typing import Any
 
-from tasks.record.rollout_states import GroupState
+from tasks.record.states import GroupState
 from tasks.rollout.clock import Clock, Emit, ended, within
 from tasks.rollout.control import Control
 from tasks.rollout.health import Health

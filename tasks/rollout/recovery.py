@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
-from tasks.record.rollout_states import GroupState
+from tasks.record.states import GroupState
 from tasks.rollout.backoff import pause_s
 from tasks.rollout.clock import Clock, Emit, ended
 from tasks.rollout.hosts import StartFailed

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from tasks.record.rollout_states import MOVES, GroupState
+from tasks.record.states import MOVES, GroupState
 from tasks.rollout.topology import ServerSlot, TopologyPlan
 from tasks.rollout.views import FleetView, GroupView, TrainingMetadata
 from tasks.spec.errors import IllegalTransition

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from tasks.record.rollout_states import GroupState
+from tasks.record.states import GroupState
 from tasks.rollout.clock import Clock, Emit, within
 from tasks.rollout.health import Health
 from tasks.rollout.hosts import ServerHost, StartFailed

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tasks.record.rollout_states import RUNNING, SERVING, GroupState
+from tasks.record.states import RUNNING, SERVING, GroupState
 from tasks.rollout.topology import ServerSlot
 
 

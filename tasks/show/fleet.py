@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from tasks.record.events import Event
-from tasks.record.rollout_states import SERVING, GroupState
+from tasks.record.states import SERVING, GroupState
 from tasks.show.view import ServerSeen
 from tasks.spec.run import FLEET
 

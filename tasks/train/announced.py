@@ -12,8 +12,7 @@ from typing import Any
 from tasks.record.announcements import fields_of, payload_of
 from tasks.record.events import Event
 from tasks.record.outcome import Failure
-from tasks.record.rollout_states import SERVING, GroupState
-from tasks.record.states import RunState
+from tasks.record.states import SERVING, GroupState, RunState
 
 #: Those that are told as they are: the run's own name of each, and what it is told as.
 TOLD: Mapping[str, str] = {

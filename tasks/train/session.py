@@ -17,10 +17,10 @@ from tasks.processes.ports import PortsReserved
 from tasks.processes.registry import RunRegister
 from tasks.processes.shared_memory import remove_unused
 from tasks.processes.supervisor import Supervisor
-from tasks.record.checkpoints import resume_point
 from tasks.record.events import Event, EventLog, event_listeners
 from tasks.record.outcome import Failure, Verdict
 from tasks.record.places import AttemptPlace, RunPlace
+from tasks.record.retries import resume_point
 from tasks.record.run_json import RunRecord
 from tasks.record.states import RunState
 from tasks.rollout.component import fleet_faults, fleet_names, fleet_ports, prepare_fleet

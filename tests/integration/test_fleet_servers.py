@@ -24,7 +24,7 @@ import httpx
 import pytest
 
 from tasks.processes import tree
-from tasks.record.rollout_states import GroupState
+from tasks.record.states import GroupState
 from tasks.rollout.fleet import Fleet
 from tasks.rollout.local_host import LocalHost
 from tasks.rollout.probing import HttpProber

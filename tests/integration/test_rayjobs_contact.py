@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 
 from tasks.ray import submitter
-from tasks.record.jobs import JobRefused
+from tasks.record.outcome import JobRefused
 from tasks.spec.failure_kinds import FailureKind
 from tests.support.ray_cluster import RayCluster
 from tests.support.ray_jobs import WITHIN_S, Jobs, Wire, until, wire_to

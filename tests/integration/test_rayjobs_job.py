@@ -16,7 +16,7 @@ import pytest_asyncio
 from tasks.ray.asking import ask_job, stop_submission
 from tasks.ray.control_store import free_gpus
 from tasks.ray.dashboard import Dashboard
-from tasks.record.jobs import JobRefused
+from tasks.record.outcome import JobRefused
 from tasks.spec.failure_kinds import FailureKind
 from tests.support.ray_cluster import RayCluster
 from tests.support.ray_jobs import WITHIN_S, Jobs, kill, until

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from tasks.record.rollout_states import GroupState
+from tasks.record.states import GroupState
 from tasks.rollout.clock import Clock
 from tasks.rollout.evidence import Silence
 from tasks.rollout.fleet import Fleet

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tasks.record.checkpoints import latest_checkpoint, resume_point
 from tasks.record.places import RunPlace
+from tasks.record.retries import latest_checkpoint, resume_point
 from tasks.spec.run import RunSpec
 
 

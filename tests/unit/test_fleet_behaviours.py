@@ -46,7 +46,7 @@ from typing import Any
 
 import pytest
 
-from tasks.record.rollout_states import GroupState
+from tasks.record.states import GroupState
 from tasks.rollout.topology import ServerSlot
 from tests.support.fleet_clock import now_s, run
 from tests.support.fleet_fakes import TOKEN, Stage, loops, plan_of, ports_from

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tasks.record.rollout_states import GroupState
+from tasks.record.states import GroupState
 from tasks.rollout.topology import Ask
 from tests.support.fleet_clock import now_s, run
 from tests.support.fleet_fakes import Stage, plan_of

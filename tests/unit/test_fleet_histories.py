@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tasks.record.rollout_states import MOVES, SERVING, GroupState
+from tasks.record.states import MOVES, SERVING, GroupState
 from tasks.rollout.views import GroupView
 from tests.support.fleet_clock import now_s, run
 from tests.support.fleet_fakes import Stage, loops, plan_of

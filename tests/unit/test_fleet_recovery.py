@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 
-from tasks.record.rollout_states import GroupState
+from tasks.record.states import GroupState
 from tasks.rollout.fleet import FleetFailed
 from tasks.rollout.hosts import Death
 from tasks.spec.errors import IllegalTransition

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tasks.record.rollout_states import MOVES, RUNNING, SERVING, GroupState
+from tasks.record.states import MOVES, RUNNING, SERVING, GroupState
 from tasks.rollout.registry import Registry
 from tasks.rollout.views import FleetView, GroupView
 from tasks.spec.errors import IllegalTransition

@@ -23,8 +23,8 @@ from tasks.pipeline.steps import (
     parsed_key,
 )
 from tasks.pipeline.table import table_of
-from tasks.record.checkpoint import handed_on
 from tasks.record.places import RunPlace
+from tasks.record.retries import handed_on
 from tasks.spec.run import RunSpec
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
