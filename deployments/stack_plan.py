@@ -29,9 +29,9 @@ from deployments.stack_env import (
 )
 from deployments.stack_nodes import NODE_RESOURCE, Fleet
 from deployments.stack_state import RAY_TEMP_PREFIX, Stack, StackNode, StackPlace
+from tasks.processes.component import AttemptPlan, ComponentPlan
 from tasks.processes.guarded import Command
 from tasks.processes.identity import ProcessId, host_name
-from tasks.processes.plan import AttemptPlan, ComponentPlan
 from tasks.processes.ports import PortsReserved, is_listened
 from tasks.server.server import server_command
 from tasks.spec.probes import ReadyProbe

@@ -2,33 +2,154 @@
 and everything ends in reverse.
 
 Lives in an asyncio loop of its own; `supervisor.Supervisor` gives it the thread and the loop.
+
+Why a component failed, as far as its end and its log tell.
+
+The fate of an attempt: of all that could decide it, what came first holds.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from typing import Any
 
 from tasks.processes import tree
-from tasks.processes.blame import failure_of, kind_of_spawn_error
-from tasks.processes.component import Emit, Member, PortTaken
-from tasks.processes.course import Course
-from tasks.processes.fate import Decision, Fate
-from tasks.processes.holds import Holds
-from tasks.processes.members import make_member
-from tasks.processes.plan import AttemptPlan
+from tasks.processes.component import AttemptPlan, Emit, JobLoss, JobRefused, Member, PortTaken
+from tasks.processes.job_component import make_member
 from tasks.processes.ports import PortsReserved
 from tasks.processes.probes import make_client
-from tasks.processes.process_component import ProcessMember
+from tasks.processes.process_component import Holds, ProcessMember
+from tasks.processes.progress import Course
 from tasks.processes.registry import RunRegister
-from tasks.processes.remote import JobLoss, JobRefused
+from tasks.record.causes import find_cause, last_error, last_lines
 from tasks.record.outcome import Exit, Failure, Verdict
 from tasks.record.states import RunState
 from tasks.spec.errors import RunEnded
 from tasks.spec.failure_kinds import FailureKind
+
+_FATAL_SIGNALS = frozenset({"SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGTRAP"})
+_USERS_ERRNOS = frozenset(
+    # What Python itself refuses, such as a NUL in an argument, has number 0.
+    {0, errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOEXEC, errno.ENOTDIR, errno.EISDIR}
+    | {errno.E2BIG, errno.ELOOP, errno.ENAMETOOLONG}
+)
+
+
+def failure_of(
+    component: str,
+    text: str,
+    *,
+    message: str,
+    rule: str,
+    kind: FailureKind | None = None,
+    exit: Exit | None = None,
+) -> Failure:
+    """The failure, with what the component said of it.
+
+    Args:
+        message: what happened, in one line.
+        text: the end of its log, and what else was said of its end.
+        rule: by which it was noticed; a text that names a cause replaces it.
+        kind: where it is certain already; None: the text, or else the signal, tells.
+    """
+    cause = find_cause(text)
+    signal = exit.signal_name if exit else None
+    hint = cause.rule.hint if cause else ""
+    line = cause.line if cause else ""
+    if cause is not None and kind in (None, FailureKind.RUNTIME_ERROR):
+        rule = cause.rule.id
+        # That something was killed, as a text may say, is no better than what is known already.
+        if cause.rule.kind is not FailureKind.UNKNOWN:
+            kind = cause.rule.kind
+    if kind is None:
+        kind = FailureKind.RUNTIME_ERROR if signal in _FATAL_SIGNALS else FailureKind.UNKNOWN
+    if signal == "SIGKILL" and not hint:
+        hint = "SIGKILL comes from outside: the kernel's OOM killer (see dmesg) or a person"
+    said = line if cause is not None and cause.rule.id != "traceback" else last_error(text)
+    return Failure(
+        kind=kind,
+        component=component,
+        message=f"{message}: {said}" if said else message,
+        exit_code=exit.exit_code if exit else None,
+        signal=signal,
+        rule=rule,
+        line=line,
+        hint=hint,
+        log_tail=last_lines(text),
+    )
+
+
+def kind_of_spawn_error(error: Exception) -> FailureKind:
+    """Of a program that could not be started: the user's to mend, or the machine's fault."""
+    if isinstance(error, OSError) and error.errno in _USERS_ERRNOS:
+        return FailureKind.USER_ERROR
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EROFS, errno.EDQUOT):
+        return FailureKind.STORAGE
+    return FailureKind.UNKNOWN
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """Something that ends an attempt."""
+
+    #: When it happened, CLOCK_MONOTONIC seconds, by the kernel's account and not by when we heard.
+    at_monotonic_s: float
+    #: COMPLETED, FAILED or CANCELLED; RUNNING where the run goes on without this process.
+    state: RunState
+    #: One line for people.
+    reason: str
+    #: Called once all has ended and every log is whole.
+    make_verdict: Callable[[], Verdict]
+    #: The component to blame.
+    component: str | None = None
+
+    @staticmethod
+    def of(verdict: Verdict, at_monotonic_s: float | None = None) -> Decision:
+        """One whose verdict is known at once; by default it happened just now."""
+        return Decision(
+            at_monotonic_s=time.monotonic() if at_monotonic_s is None else at_monotonic_s,
+            state=verdict.state,
+            reason=verdict.message,
+            make_verdict=lambda: verdict,
+        )
+
+
+class Fate:
+    """Keeps the earliest decision, whatever the order in which decisions are heard of.
+
+    A process that dies because another did, or because the teardown stopped it, dies later than
+    what it is a victim of: so victims are never blamed.
+    """
+
+    def __init__(self) -> None:
+        #: The earliest decision; None while the attempt goes on.
+        self.decision: Decision | None = None
+        #: What happened later does not count.
+        self.horizon_s = float("inf")
+
+    def is_open_at(self, at_monotonic_s: float) -> bool:
+        """Nothing that happened earlier has decided, or is about to decide, the attempt."""
+        return at_monotonic_s < self.horizon_s
+
+    def reserve(self, at_monotonic_s: float) -> None:
+        """What happened then decides, once it is known how: what came later does not count."""
+        self.horizon_s = min(self.horizon_s, at_monotonic_s)
+
+    def decide(self, decision: Decision) -> bool:
+        """Take in a decision; whether it holds, for now."""
+        if decision.at_monotonic_s > self.horizon_s:
+            return False
+        if self.decision and decision.at_monotonic_s >= self.decision.at_monotonic_s:
+            return False
+        self.decision = decision
+        self.reserve(decision.at_monotonic_s)
+        return True
+
 
 _log = logging.getLogger(__name__)
 

@@ -1,6 +1,10 @@
 """One component of a running attempt: its start, its readiness, its liveness, its end.
 
 What runs it is for the subclasses: a process of this machine, or a job of a cluster.
+
+What a supervisor is to do with one attempt: frozen data, resolved to the last port.
+
+What supervision asks of a job that a cluster runs for a component, whatever the cluster is.
 """
 
 from __future__ import annotations
@@ -9,12 +13,16 @@ import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Never
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Never, Protocol
+from urllib.parse import urlsplit
 
 import httpx
 
 from tasks.processes.child_watch import Loss
-from tasks.processes.plan import ComponentPlan
+from tasks.processes.containment import Containment, Level
+from tasks.processes.guarded import Command
 from tasks.processes.probes import (
     AliveProbe,
     FileProbe,
@@ -24,10 +32,126 @@ from tasks.processes.probes import (
     TcpProbe,
     until_yes,
 )
-from tasks.processes.remote import JobLoss
 from tasks.record.causes import read_tail
-from tasks.record.outcome import Exit
+from tasks.record.outcome import Exit, JobLoss, JobRefused
 from tasks.spec.probes import LiveProbe, ReadyProbe
+from tasks.spec.run import OnExitZero, Progress
+
+__all__ = ["JobLoss", "JobRefused", "RemoteJob"]
+
+
+class RemoteJob(Protocol):
+    """One submission to a cluster, from before it is submitted until nothing of it is left.
+
+    Lives in one asyncio loop. Nothing in it blocks that loop.
+    """
+
+    #: Resolves once the job is final by the cluster's word, and is never rejected. A signal or an
+    #: exit code where the cluster knows it, else neither, with the cluster's reason as the note.
+    #: `at_monotonic_s` is the earliest moment at which the job can have ended: what died of its
+    #: end must not look as if it had died first.
+    exited: asyncio.Future[Exit]
+
+    @property
+    def submission_id(self) -> str:
+        """By which the cluster knows it."""
+
+    def last_words(self, log_end: str) -> str:
+        """What is known of what the job said at its end: the end of its log without what the
+        cluster itself wrote there, and the cluster's own word on the end."""
+
+    @property
+    def place(self) -> str:
+        """Where its driver runs, in words: `node 10.0.0.2`; empty while it runs nowhere."""
+
+    async def launch(self) -> None:
+        """Submit it, or attach to it where it was submitted before, and wait until it runs.
+
+        Returns once its driver runs, or it is final. Raises: JobRefused. A cancel leaves it to
+        `end`.
+        """
+
+    async def until_lost(self) -> JobLoss:
+        """Watch a job that was launched, for ever: contact with its cluster, the GPUs that it is
+        to take by its start deadline.
+
+        Returns: why it is given up. A cancel ends it.
+        """
+
+    def stop(self) -> None:
+        """Ask it to end, in its grace period. Returns at once; any number of times."""
+
+    def kill(self) -> None:
+        """End it now, without a grace period. Returns at once."""
+
+    async def end(self) -> tuple[str, ...]:
+        """Stop it and wait until it is final, its actors are gone, its GPUs are free, no process
+        of it is left on any node, and its log is whole.
+
+        Returns: what did not come free in time, by node and pid; empty when all is free. Safe
+        after a `launch` that failed or was cancelled, and before any.
+        """
+
+    async def let_go(self) -> None:
+        """Leave the job running, and stop watching it: the next process attaches to it."""
+
+
+def _as_it_is(text: str) -> str:
+    return text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComponentPlan:
+    """One component: what to start, how to tell that it is ready, what its end means."""
+
+    name: str
+    command: Command
+    #: None: ready as soon as the program runs.
+    ready: ReadyProbe | None
+    live: LiveProbe | None
+    on_exit_zero: OnExitZero
+    #: Makes the job that runs it on a cluster, told where to say what happens to it; None: a
+    #: process of this machine runs it.
+    make_job: Callable[[Callable[..., None]], RemoteJob] | None = None
+    #: An earlier process of the run may have started it: then it is gone on with.
+    is_adopted: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptPlan:
+    """One try at a run."""
+
+    run_id: str
+    #: From 1.
+    number: int
+    #: Where relative paths of the run begin; absolute.
+    cwd: Path
+    #: In the order of their start.
+    components: tuple[ComponentPlan, ...]
+    progress: Progress | None = None
+    #: The step without which the run has not succeeded; None: exit 0 is enough.
+    success_step: float | None = None
+    #: Seconds without progress and output after which the run has failed; None: never.
+    stall_after_s: float | None = None
+    #: When it began, UTC epoch seconds; None: now.
+    began_at: float | None = None
+    #: What holds the attempt's processes.
+    containment: Containment = field(default_factory=lambda: Containment(level=Level.L2))
+    #: Takes secrets out of a text, before it is written down.
+    mask: Callable[[str], str] = _as_it_is
+
+    @property
+    def own_questions(self) -> list[str]:
+        """What we ask of components, as it stands in the log of one: `GET /health`."""
+        asked = [self.progress.http] if self.progress else []
+        asked += [component.live.http for component in self.components if component.live]
+        return [f"GET {urlsplit(url).path or '/'}" for url in asked if url]
+
+    @property
+    def tag(self) -> dict[str, str]:
+        """What every process of the attempt carries in its environment."""
+        return {"MUSTER_RUN_ID": self.run_id, "MUSTER_ATTEMPT": str(self.number)}
+
 
 _LAST_ASK_S = 1.0
 

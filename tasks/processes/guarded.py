@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tasks.processes import cgroup, tree
+from tasks.processes.containment import PidNamespace
 from tasks.processes.ending import (
     CLEAN_ROUNDS,
     ROUND_S,
@@ -26,7 +27,6 @@ from tasks.processes.ending import (
     guardians,
     guardians_lock,
 )
-from tasks.processes.namespace import PidNamespace
 from tasks.record.outcome import Exit
 
 _GUARDIAN = Path(__file__).with_name("guardian.py")

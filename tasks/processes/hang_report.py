@@ -2,6 +2,13 @@
 
 Three witnesses, each less sure to speak than the one before, and of more use: the kernel; py-spy,
 where it is installed; and the processes themselves, asked by SIGABRT.
+
+What the kernel knows of processes that hang: what they wait for, and whom they talk to.
+
+Read from /proc, which asks nothing of the processes. Their environment, where secrets are, is not
+looked at.
+
+Where a program hangs in its own code: asked of py-spy, and of the processes themselves.
 """
 
 from __future__ import annotations
@@ -10,15 +17,249 @@ import asyncio
 import contextlib
 import logging
 import os
+import resource
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 
-from tasks.processes import kernel_view, stacks
 from tasks.processes.identity import ProcessId
+from tasks.record.outcome import signal_name
+
+_PROC = Path("/proc")
+_THREADS_AT_MOST = 200
+_SOCKETS_AT_MOST = 200
+#: Source: include/net/tcp_states.h.
+_TCP_STATES = (
+    *("?", "ESTABLISHED", "SYN_SENT", "SYN_RECV", "FIN_WAIT1", "FIN_WAIT2", "TIME_WAIT", "CLOSE"),
+    *("CLOSE_WAIT", "LAST_ACK", "LISTEN", "CLOSING", "NEW_SYN_RECV"),
+)
+#: Source: include/uapi/linux/net.h, socket_state.
+_UNIX_STATES = ("FREE", "UNCONNECTED", "CONNECTING", "CONNECTED", "DISCONNECTING")
+_UNIX_LISTENS = 1 << 16
+_SIGNAL_SETS = {"SigPnd": "pending", "SigBlk": "blocked", "SigIgn": "ignored", "SigCgt": "caught"}
+
+#: `sockets[inode]` -> `tcp 127.0.0.1:8000 -> 127.0.0.1:51234 ESTABLISHED`.
+Sockets = dict[str, str]
+
+
+def kernel_view(pids: Iterable[int], proc: Path = _PROC) -> Iterator[str]:
+    """A text of several lines for each process, those that are gone left out.
+
+    Args:
+        proc: where the proc file system is.
+    """
+    #: By network namespace: processes in containers have tables of their own.
+    tables: dict[str, Sockets] = {}
+    for pid in pids:
+        at = proc / str(pid)
+        if status := status_of(pid, proc):
+            namespace = _link(at / "ns/net")
+            if namespace not in tables:
+                tables[namespace] = sockets_in(at / "net")
+            yield "\n".join(_describe(at, pid, status, tables[namespace])) + "\n"
+
+
+def status_of(pid: int, proc: Path = _PROC) -> dict[str, str]:
+    """What stands in /proc/PID/status, by its keys; empty when the process is gone."""
+    lines = _text(proc / str(pid) / "status").splitlines()
+    return {key: value.strip() for key, _, value in (line.partition(":") for line in lines)}
+
+
+def has_signal(status: dict[str, str], key: str, signum: int) -> bool:
+    """Whether a signal is in a set of `status_of`: SigCgt, those that are caught, or SigIgn."""
+    return bool(int(status.get(key) or "0", 16) >> (signum - 1) & 1)
+
+
+def sockets_in(net: Path) -> Sockets:
+    """The TCP and Unix sockets of a network namespace, from the folder `net` of a process in it."""
+    found: Sockets = {}
+    for table in ("tcp", "tcp6"):
+        for line in _text(net / table).splitlines()[1:]:
+            _, local, remote, state, *rest = line.split()
+            ends = f"{_address(local)} -> {_address(remote)}"
+            found[rest[5]] = f"{table} {ends} {_named(_TCP_STATES, int(state, 16))}"
+    for line in _text(net / "unix").splitlines()[1:]:
+        with suppress(ValueError):  # The name of a socket may hold the end of a line.
+            _, _, _, flags, _, state, inode, *path = line.split()
+            is_listening = int(flags, 16) & _UNIX_LISTENS
+            said = "LISTEN" if is_listening else _named(_UNIX_STATES, int(state, 16))
+            found[inode] = " ".join(["unix", *path, said])
+    return found
+
+
+def _describe(at: Path, pid: int, status: dict[str, str], sockets: Sockets) -> Iterator[str]:
+    command = _text(at / "cmdline").replace("\0", " ").strip() or f"[{status.get('Name')}]"
+    yield f"pid {pid}, child of {status.get('PPid')}: {command}"
+    yield f"  state: {status.get('State')}"
+    yield f"  waits in: {_text(at / 'wchan') or '?'}"
+    yield f"  system call: {_text(at / 'syscall').strip() or '?'}"
+    yield f"  memory: {status.get('VmRSS', 'none')}"
+    for key, name in _SIGNAL_SETS.items():
+        signals = [n for n in range(1, 65) if has_signal(status, key, n)]
+        if signals:
+            yield f"  signals {name}: {' '.join(map(signal_name, signals))}"
+    yield f"  children: {' '.join(_children(at)) or 'none'}"
+    if stack := _text(at / "stack", unreadable=lambda why: why):
+        yield "  kernel stack:"
+        yield from (f"    {line}" for line in stack.splitlines())
+    threads = _numbers(at / "task")
+    yield f"  threads: {len(threads)}"
+    for thread in threads[:_THREADS_AT_MOST]:
+        yield f"    {_describe_thread(at / 'task' / thread)}"
+    yield "  sockets:"
+    yield from (f"    {line}" for line in _open_sockets(at / "fd", sockets) or ["none"])
+
+
+def _describe_thread(at: Path) -> str:
+    head, _, rest = _text(at / "stat").rpartition(") ")
+    state = rest[:1] or "?"
+    return f"{at.name} {head.partition('(')[2]} {state} {_text(at / 'wchan') or '?'}"
+
+
+def _children(at: Path) -> list[str]:
+    return [
+        child
+        for thread in _numbers(at / "task")
+        for child in _text(at / "task" / thread / "children").split()
+    ]
+
+
+def _open_sockets(fds: Path, sockets: Sockets) -> list[str]:
+    targets = [(fd, _link(fds / fd)) for fd in _numbers(fds)]
+    held = [(fd, target[8:-1]) for fd, target in targets if target.startswith("socket:[")]
+    return [
+        f"fd {fd} {sockets.get(inode, 'of another kind')}" for fd, inode in held[:_SOCKETS_AT_MOST]
+    ]
+
+
+def _address(written: str) -> str:
+    """`127.0.0.1:8000` for `0100007F:1F40`: words in the machine's own order, so as they were."""
+    host, _, port = written.partition(":")
+    words = [int(host[i : i + 8], 16) for i in range(0, len(host), 8)]
+    packed = struct.pack(f"={len(words)}I", *words)
+    family = socket.AF_INET if len(words) == 1 else socket.AF_INET6
+    name = socket.inet_ntop(family, packed)
+    return f"[{name}]:{int(port, 16)}" if ":" in name else f"{name}:{int(port, 16)}"
+
+
+def _named(names: tuple[str, ...], number: int) -> str:
+    return names[number] if number < len(names) else str(number)
+
+
+def _text(path: Path, unreadable: Callable[[str], str] = lambda why: "") -> str:
+    try:
+        return path.read_bytes().decode(errors="replace")
+    except OSError as error:
+        return unreadable(f"not readable: {error.strerror}")
+
+
+def _link(path: Path) -> str:
+    try:
+        return os.readlink(path)
+    except OSError:
+        return ""
+
+
+def _numbers(folder: Path) -> list[str]:
+    try:
+        return sorted((name for name in os.listdir(folder) if name.isdigit()), key=int)
+    except OSError:
+        return []
+
+
+#: Each is a py-spy of its own for a moment.
+_ASKED_AT_MOST = 32
+
+
+def python_stacks(pids: Iterable[int], within_s: float) -> Iterator[str]:
+    """What py-spy says of each Python process; nothing where it is not installed.
+
+    Args:
+        within_s: for all of them together.
+    """
+    spy = _py_spy()
+    if spy is None:
+        return
+    deadline = time.monotonic() + within_s
+    with ExitStack() as stack:
+        asked = []
+        for pid in [pid for pid in pids if _is_python(pid)][:_ASKED_AT_MOST]:
+            popen = _dump(spy, pid)
+            stack.callback(popen.wait)
+            stack.callback(popen.kill)
+            asked.append((pid, popen))
+        for pid, popen in asked:
+            try:
+                said, _ = popen.communicate(timeout=max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                popen.kill()
+                said, _ = popen.communicate()
+            yield f"py-spy of pid {pid}:\n{said.decode(errors='replace')}"
+
+
+def abort_python(processes: Iterable[ProcessId], within_s: float) -> None:
+    """Have those that catch SIGABRT write down their stacks, as faulthandler does, and die.
+
+    The others are left as they are: to them it is but a death, and says nothing.
+
+    Args:
+        within_s: how long to wait, all in all, for one to be done before the next, so that what
+            they write is not mixed.
+    """
+    deadline = time.monotonic() + within_s
+    asked = [p for p in processes if has_signal(status_of(p.pid), "SigCgt", signal.SIGABRT)]
+    for process in asked:
+        # What waits for another of them would go on when that one has ended, and say nothing.
+        _send_abort(process, signal.SIGSTOP)
+    for process in asked:
+        with suppress(OSError, ValueError):
+            # To write out its memory would take longer than it has. Source: core(5); a limit of 1
+            # stops a program that collects cores, too, which 0 does not.
+            _, hard = resource.prlimit(process.pid, resource.RLIMIT_CORE)
+            resource.prlimit(process.pid, resource.RLIMIT_CORE, (1, hard))
+        _send_abort(process, signal.SIGABRT)
+        # A stopped process takes it only when it goes on, and then before anything else.
+        _send_abort(process, signal.SIGCONT)
+        process.is_gone_within(max(0.0, deadline - time.monotonic()))
+
+
+def _send_abort(process: ProcessId, signum: int) -> None:
+    with suppress(PermissionError):
+        process.send(signum)
+
+
+def _py_spy() -> str | None:
+    beside = os.path.dirname(sys.executable)
+    return shutil.which("py-spy", path=os.pathsep.join([beside, os.environ.get("PATH", "")]))
+
+
+def _dump(spy: str, pid: int) -> subprocess.Popen[bytes]:
+    # Without a pause of the process: one that is stopped would keep py-spy waiting for it.
+    return subprocess.Popen(
+        [spy, "dump", "--nonblocking", "--pid", str(pid)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+
+
+def _is_python(pid: int) -> bool:
+    try:
+        return os.path.basename(os.readlink(f"/proc/{pid}/exe")).startswith(("python", "pypy"))
+    except OSError:
+        return False
+
 
 _log = logging.getLogger(__name__)
 
@@ -98,16 +339,16 @@ class Diagnosis:
         with _told_if_it_fails():
             at = f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC"
             self._write(f"{self._hung.name} (pid {self._hung.pid}) hangs, {at}\n")
-            for text in kernel_view.describe(pids):
+            for text in kernel_view(pids):
                 self._write(text)
-        for text in stacks.python_stacks(pids, _STACKS_WITHIN_S):
+        for text in python_stacks(pids, _STACKS_WITHIN_S):
             self._write(text)
 
     def _abort_early(self) -> None:
         """Ask those for their stacks that the stop signal will just end."""
         # The first process last: once it has gone, the guardian tells the rest to stop.
         unheard = [pid for pid in reversed(self._hung.processes()) if self._dies_unheard(pid)]
-        stacks.abort(map(ProcessId.of, unheard), _ABORTED_WITHIN_S)
+        abort_python(map(ProcessId.of, unheard), _ABORTED_WITHIN_S)
 
     def _dies_unheard(self, pid: int) -> bool:
         """The stop signal would end the process without a chance to do anything, such as saving."""
@@ -118,8 +359,8 @@ class Diagnosis:
         return not self._catches_stop(first) or _group_of(pid) == _group_of(first)
 
     def _catches_stop(self, pid: int) -> bool:
-        status = kernel_view.status_of(pid)
-        return kernel_view.has_signal(status, "SigCgt", self._hung.stop_signal)
+        status = status_of(pid)
+        return has_signal(status, "SigCgt", self._hung.stop_signal)
 
     async def _abort_late(self) -> None:
         """Ask those for their stacks that the stop signal has not ended, before SIGKILL does."""
@@ -128,7 +369,7 @@ class Diagnosis:
         await asyncio.sleep(grace_s - before_kill_s)
 
         def abort() -> None:
-            stacks.abort(map(ProcessId.of, reversed(self._hung.processes())), before_kill_s)
+            abort_python(map(ProcessId.of, reversed(self._hung.processes())), before_kill_s)
 
         await _within(before_kill_s, abort)
 

@@ -6,23 +6,38 @@ What is found here without a living owner is what a killed run has left: see `lo
 
 A lock says whether the owner lives, and not only its pid: the kernel drops it with the process,
 whatever the clock does, and it can be seen from any pid namespace.
+
+Which segments of /dev/shm a run's processes made, so that those they leave can be removed.
+
+A segment belongs to nobody once its makers are dead, and its name tells nothing for certain. So a
+name is attributed when it appears: the kernel tells of each new one (inotify), and whoever has it
+open or mapped then has made it.
+
+Finishing what a killed run has left on this machine, from its registry.
 """
 
 from __future__ import annotations
 
+import asyncio
+import ctypes
 import errno
 import fcntl
 import logging
 import os
 import shutil
+import signal
+import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from tasks.processes import cgroup, tree
+from tasks.processes.ending import CLEAN_ROUNDS, ROUND_S, end_marked
 from tasks.processes.identity import ProcessId, boot_id, host_name
 from tasks.record.places import muster_home
 from tasks.record.run_json import write_json
@@ -346,3 +361,232 @@ def _try_lock(directory: Path) -> int | None:
             return None
         raise
     return fd
+
+
+DIRECTORY = Path("/dev/shm")
+_IN_CREATE, _IN_MOVED_TO = 0x100, 0x80
+_EVENT = struct.Struct("iIII")
+#: Many appear at once, when a collective library starts: they are looked up together.
+_GATHER_S = 0.05
+#: A maker may have closed it again by then, and mapped it a moment later.
+_LOOKS = 4
+
+
+class SharedMemoryWatch:
+    """Tells of each segment that a process of ours has made. Lives in an asyncio loop.
+
+    Does nothing where /dev/shm can't be watched.
+    """
+
+    def __init__(
+        self,
+        own_pids: Callable[[], set[int]],
+        on_made: Callable[[Path], None],
+        directory: Path = DIRECTORY,
+    ) -> None:
+        """
+        Args:
+            own_pids: every process of the run.
+            on_made: told each segment, once.
+        """
+        self._own_pids = own_pids
+        self._on_made = on_made
+        self._directory = directory
+        #: `looks[name]`: how often it has been looked for without finding who made it.
+        self._looks: dict[str, int] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._looked_at = 0.0
+        self._fd = _watch(directory)
+        if self._fd >= 0:
+            asyncio.get_running_loop().add_reader(self._fd, self._on_news)
+
+    def close(self) -> None:
+        """Look a last time, and watch no more."""
+        if self._fd < 0:
+            return
+        self._on_news()
+        self._look()
+        if self._timer is not None:
+            self._timer.cancel()
+        asyncio.get_running_loop().remove_reader(self._fd)
+        os.close(self._fd)
+        self._fd = -1
+
+    def _on_news(self) -> None:
+        with suppress(BlockingIOError):
+            data = os.read(self._fd, 1 << 16)
+            while data:
+                *_, length = _EVENT.unpack_from(data)
+                name = data[_EVENT.size : _EVENT.size + length].rstrip(b"\0")
+                self._looks[os.fsdecode(name)] = 0
+                data = data[_EVENT.size + length :]
+        self._look_soon()
+
+    def _look_soon(self) -> None:
+        if self._timer is None and self._looks:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_at(self._looked_at + _GATHER_S, self._look)
+
+    def _look(self) -> None:
+        self._timer = None
+        self._looked_at = asyncio.get_running_loop().time()
+        wanted = {self._directory / name for name in self._looks}
+        for path in held_by(self._own_pids(), wanted):
+            del self._looks[path.name]
+            self._on_made(path)
+        self._looks = {name: n + 1 for name, n in self._looks.items() if n + 1 < _LOOKS}
+        self._look_soon()
+
+
+def held_by(pids: Iterable[int], wanted: set[Path]) -> set[Path]:
+    """Which of the files a process among `pids` has open or mapped."""
+    found: set[Path] = set()
+    names = {str(path): path for path in wanted}
+    for pid in pids:
+        if len(found) == len(wanted):
+            break
+        with suppress(OSError):
+            for fd in os.scandir(f"/proc/{pid}/fd"):
+                with suppress(OSError):
+                    if (path := names.get(os.readlink(fd.path))) is not None:
+                        found.add(path)
+        with suppress(OSError), open(f"/proc/{pid}/maps", encoding="utf-8", errors="replace") as f:
+            for line in f:
+                if (path := names.get("/" + line.rstrip("\n").partition("/")[2])) is not None:
+                    found.add(path)
+    return found
+
+
+def remove_unused(paths: Iterable[Path]) -> list[Path]:
+    """Remove those of our own segments that no living process has open or mapped.
+
+    Returns: those removed.
+    """
+    candidates = set()
+    for path in paths:
+        with suppress(OSError):
+            if path.lstat().st_uid == os.getuid():
+                candidates.add(path)
+    if not candidates:
+        return []
+    in_use = held_by((int(name) for name in os.listdir("/proc") if name.isdigit()), candidates)
+    removed = []
+    for path in sorted(candidates - in_use):
+        with suppress(OSError):
+            path.unlink()
+            removed.append(path)
+    return removed
+
+
+def _watch(directory: Path) -> int:
+    """An inotify fd; -1 where none is to be had."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    fd: int = libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
+    if fd < 0:
+        return -1
+    if libc.inotify_add_watch(fd, os.fsencode(directory), _IN_CREATE | _IN_MOVED_TO) < 0:
+        os.close(fd)
+        return -1
+    return fd
+
+
+#: SIGKILL needs no longer than this, but for a process in uninterruptible sleep.
+_KILL_WITHIN_S = 5.0
+#: A guardian that has lost its supervisor needs no longer than its grace period and this.
+_GUARDIAN_MARGIN_S = 10.0
+#: How directories of ours are called; nothing else is removed, whatever a registry says.
+_PREFIX = "muster-"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Remains:
+    """What finishing a lost run came to."""
+
+    #: Pids that were ended.
+    killed: tuple[int, ...]
+    #: `left[component] -> pids` that outlived SIGKILL.
+    left: Mapping[str, tuple[int, ...]]
+    #: `waiting[component] -> pid` of a guardian that is still within the grace period.
+    waiting: Mapping[str, int]
+    #: Files, directories and cgroups.
+    removed: tuple[Path, ...]
+
+    @property
+    def is_clean(self) -> bool:
+        """Nothing is left, and nobody waited for."""
+        return not self.left and not self.waiting
+
+
+def finish(lost: LostRun) -> Remains:
+    """End what a lost run has left, and remove what must not outlive it; any number of times.
+
+    A guardian that lives takes its component down by itself, with the grace period that it is due:
+    it is left to do so, until it has had the time. No process is touched that is not of the run:
+    each is told by its mark or by pid, start and boot, looked at once a pidfd pins it.
+    """
+    killed: set[int] = set()
+    left: dict[str, tuple[int, ...]] = {}
+    waiting: dict[str, int] = {}
+    removed: list[Path] = []
+    for entry in reversed(lost.entries) if lost.is_of_this_boot else ():
+        if entry.guardian.is_alive() and lost.seconds_lost() <= entry.grace_s + _GUARDIAN_MARGIN_S:
+            waiting[entry.component] = entry.guardian.pid
+            continue
+        ended, remaining = _end(entry)
+        killed |= ended
+        if remaining:
+            left[entry.component] = remaining
+        elif entry.cgroup and entry.cgroup.exists() and cgroup.remove(str(entry.cgroup)):
+            removed.append(entry.cgroup)
+    if not left and not waiting:
+        segments = [path for path in lost.owner.leftovers if path.parent == DIRECTORY]
+        removed += remove_unused(segments)
+        removed += [path for path in lost.owner.leftovers if _remove_directory(path)]
+    return Remains(killed=tuple(sorted(killed)), left=left, waiting=waiting, removed=tuple(removed))
+
+
+def _end(entry: Entry) -> tuple[set[int], tuple[int, ...]]:
+    """SIGKILL all of a component.
+
+    Returns: the pids that were ended, and those that could not be.
+    """
+    found: set[int] = set()
+    deadline = time.monotonic() + _KILL_WITHIN_S
+    clean_rounds = 0
+    while clean_rounds < CLEAN_ROUNDS:
+        alive = _end_once(entry)
+        found |= alive
+        clean_rounds = 0 if alive else clean_rounds + 1
+        if alive and time.monotonic() > deadline:
+            return found - alive, tuple(sorted(alive))
+        if alive or clean_rounds < CLEAN_ROUNDS:
+            time.sleep(ROUND_S)
+    return found, ()
+
+
+def _end_once(entry: Entry) -> set[int]:
+    """One round; the pids that were there to be ended."""
+    found = set(end_marked(entry.mark))
+    if entry.cgroup is not None and not cgroup.is_empty(str(entry.cgroup)):
+        with suppress(OSError):
+            found |= cgroup.pids(str(entry.cgroup))
+            cgroup.kill(str(entry.cgroup))
+    # Without a mark, at least what is known by name, with what is below it now.
+    for process in (entry.guardian, entry.process):
+        below = [(pid, tree.parent_of(pid)) for pid in tree.descendants(process.pid)]
+        if process.send(signal.SIGKILL):
+            found.add(process.pid)
+            for pid, parent in below:
+                with suppress(PermissionError):
+                    if tree.signal_process(pid, signal.SIGKILL, parent=parent):
+                        found.add(pid)
+    return found
+
+
+def _remove_directory(path: Path) -> bool:
+    """Whether it was there, was ours, and is gone now."""
+    with suppress(OSError):
+        if path.name.startswith(_PREFIX) and path.lstat().st_uid == os.getuid():
+            shutil.rmtree(path, ignore_errors=True)
+            return not path.exists()
+    return False

@@ -11,10 +11,8 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from tasks.processes import tree
-from tasks.processes.attempt import SupervisedAttempt
-from tasks.processes.component import Emit
-from tasks.processes.fate import Decision
-from tasks.processes.plan import AttemptPlan
+from tasks.processes.attempt import Decision, SupervisedAttempt
+from tasks.processes.component import AttemptPlan, Emit
 from tasks.processes.ports import PortsReserved
 from tasks.processes.registry import RunRegister
 from tasks.record.outcome import Verdict

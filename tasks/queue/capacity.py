@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from tasks.processes.identity import host_name
-from tasks.processes.nvidia import gpus_seen
+from tasks.processes.machine import gpus_seen
 from tasks.queue.free import bare_name
 from tasks.queue.nodes import Cluster, Node
 from tasks.queue.settings import PoolSettings

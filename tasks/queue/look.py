@@ -16,7 +16,7 @@ from prefect.client.orchestration import PrefectClient
 from prefect.client.schemas.objects import State, StateType
 from pydantic import ValidationError
 
-from tasks.processes.variables import holders_of
+from tasks.processes.ending import holders_of
 from tasks.queue.asks import Ask, fault_of
 from tasks.queue.capacity import Capacity, NoCapacity
 from tasks.queue.decision import Decision

@@ -9,8 +9,8 @@ from typing import Any
 from prefect import Task, task
 from prefect.cache_policies import NO_CACHE
 
+from tasks.processes.ending import end_carriers
 from tasks.processes.machine import forget, look, names_unseen
-from tasks.processes.sweep import end_carriers
 
 
 @task(name="sweep", persist_result=False, cache_policy=NO_CACHE)

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from tasks.processes.component import ComponentPlan
 from tasks.processes.containment import Containment, Level
 from tasks.processes.guarded import Command
-from tasks.processes.plan import ComponentPlan
 from tasks.record.places import AttemptPlace
 from tasks.rollout.access import is_loopback
 from tasks.rollout.addresses import ports_needed

@@ -36,8 +36,8 @@ from prefect.settings import (
 )
 from prefect.states import Cancelled, Completed, Crashed, Failed, Scheduled
 
+from tasks.processes.ending import Holders
 from tasks.processes.identity import ProcessId, boot_id, host_name
-from tasks.processes.variables import Holders
 from tasks.record.closing import Closed
 from tasks.record.states import RunState
 from tasks.server.refusal import why_refused

@@ -22,9 +22,9 @@ from prefect.settings import (
     temporary_settings,
 )
 
+from tasks.processes.component import AttemptPlan, ComponentPlan
 from tasks.processes.containment import allowed_level, probe
 from tasks.processes.guarded import Command
-from tasks.processes.plan import AttemptPlan, ComponentPlan
 from tasks.processes.ports import PortsReserved
 from tasks.processes.registry import RunRegister
 from tasks.processes.supervisor import Supervisor

@@ -6,8 +6,8 @@ import contextvars
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from tasks.processes.component import RemoteJob
 from tasks.processes.guarded import Command
-from tasks.processes.remote import RemoteJob
 from tasks.ray.job import RayJob
 from tasks.ray.plan import JobPlan
 from tasks.ray.submission import submission_file, submission_id

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from tasks.processes.component import AttemptPlan, ComponentPlan
 from tasks.processes.containment import Containment, Level, allowed_level, probe
 from tasks.processes.guarded import Command
 from tasks.processes.identity import host_name
-from tasks.processes.plan import AttemptPlan, ComponentPlan
 from tasks.record.places import AttemptPlace
 from tasks.rollout.component import FleetStart, fleet_component
 from tasks.spec.errors import Fault

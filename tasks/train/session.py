@@ -14,8 +14,7 @@ from uuid import UUID
 
 from tasks.processes.identity import host_name
 from tasks.processes.ports import PortsReserved
-from tasks.processes.registry import RunRegister
-from tasks.processes.shared_memory import remove_unused
+from tasks.processes.registry import RunRegister, remove_unused
 from tasks.processes.supervisor import Supervisor
 from tasks.record.events import Event, EventLog, event_listeners
 from tasks.record.outcome import Failure, Verdict

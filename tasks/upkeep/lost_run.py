@@ -12,8 +12,8 @@ from pathlib import Path
 from prefect.client.schemas.objects import State
 from prefect.states import Scheduled
 
+from tasks.processes.ending import holders_of
 from tasks.processes.registry import JobEntry, LostRun
-from tasks.processes.variables import holders_of
 from tasks.ray.asking import stop_submission
 from tasks.ray.dashboard import JobState
 from tasks.ray.sweeping import sweep_of

@@ -24,10 +24,9 @@ from prefect.exceptions import MissingContextError, ObjectNotFound
 from prefect.logging import get_run_logger
 from prefect.settings import PREFECT_API_URL
 
+from tasks.processes.ending import holders_of
 from tasks.processes.identity import host_name
-from tasks.processes.lost import Remains, finish
-from tasks.processes.registry import LostRun, claimed, owner_of, registered_runs
-from tasks.processes.variables import holders_of
+from tasks.processes.registry import LostRun, Remains, claimed, finish, owner_of, registered_runs
 from tasks.record.closing import Closed, Loss, close_record
 from tasks.server.flow_runs import (
     FLOW_RUN_VARIABLE,

@@ -5,8 +5,7 @@ from __future__ import annotations
 import errno
 import time
 
-from tasks.processes.lost import Remains, finish
-from tasks.processes.registry import claimed
+from tasks.processes.registry import Remains, claimed, finish
 from tasks.record.closing import Loss, close_record
 from tasks.upkeep.lost_run import is_under_way, stop_jobs
 

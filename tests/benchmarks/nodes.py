@@ -99,8 +99,8 @@ def plain(what: str, gcs_address: str, shared: str) -> None:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+    from tasks.processes.ending import end_carriers
     from tasks.processes.machine import look, names_unseen
-    from tasks.processes.sweep import end_carriers
 
     ray.init(gcs_address, log_to_driver=False, logging_level=40)
     options = {

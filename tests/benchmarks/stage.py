@@ -17,8 +17,8 @@ from typing import Any
 
 import yaml
 
+from tasks.processes.component import AttemptPlan, ComponentPlan
 from tasks.processes.guarded import Command
-from tasks.processes.plan import AttemptPlan, ComponentPlan
 from tasks.processes.ports import PortsReserved
 from tasks.processes.supervisor import Supervisor
 from tasks.record.events import EventLog

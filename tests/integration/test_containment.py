@@ -13,8 +13,7 @@ import pytest
 
 from tasks.processes import cgroup, tree
 from tasks.processes.containment import Containment, Level, probe, why_no_namespace
-from tasks.processes.registry import RunRegister, claimed
-from tasks.processes.shared_memory import remove_unused
+from tasks.processes.registry import RunRegister, claimed, remove_unused
 from tasks.spec.probes import ReadyProbe
 from tests.support.shapes import SHAPES
 from tests.support.stage import Stage, is_alive, python, sh, wait_until

@@ -18,9 +18,8 @@ import httpx
 import pytest
 
 from tasks.processes import tree
-from tasks.processes.lost import finish
 from tasks.processes.ports import listeners
-from tasks.processes.registry import claimed, registered_runs
+from tasks.processes.registry import claimed, finish, registered_runs
 from tasks.rollout.plan import SERVERS_ENV, TOKEN_ENV, FleetPlan
 from tasks.spec.probes import ReadyProbe
 from tests.support.stage import DEADLINE_S, Stage, free_port, is_alive, wait_until

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tasks.processes import stacks
-from tasks.processes.plan import ComponentPlan
+from tasks.processes import hang_report
+from tasks.processes.component import ComponentPlan
 from tasks.record.outcome import Failure, Verdict
 from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.probes import LiveProbe, ReadyProbe
@@ -113,7 +113,7 @@ def test_component_stuck_in_a_lock_names_the_function_it_hangs_in(stage: Stage) 
 
 
 def test_py_spy_tells_the_stack_of_a_process_that_cannot_speak(stage: Stage) -> None:
-    if stacks._py_spy() is None:
+    if hang_report._py_spy() is None:
         pytest.skip("py-spy is not installed")
     deaf = "import faulthandler; faulthandler.disable()"
     verdict = stage.run(program(stage, "trainer", STUCK % deaf, ready=UP, live=MISSED))

@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from tasks.processes import lost as lost_runs
+from tasks.processes import registry as lost_runs
 from tasks.processes import tree
 from tasks.processes.identity import ProcessId, boot_id, host_name
-from tasks.processes.lost import Remains, finish
-from tasks.processes.registry import Entry, LostRun, Owner
+from tasks.processes.registry import Entry, LostRun, Owner, Remains, finish
 from tests.support.stage import is_alive, wait_until
 
 GONE = ProcessId(pid=1 << 22, start_ticks=1, boot_id=boot_id())

@@ -104,7 +104,7 @@ def test_what_a_drained_component_left_running_is_ended_at_once(stage: Stage) ->
 def test_exit_zero_completes_a_run_only_with_the_step_that_success_asks_for(
     stage: Stage, lines: str, state: RunState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tasks.processes.course._LAST_STEP_WITHIN_S", 0.3)
+    monkeypatch.setattr("tasks.processes.progress._LAST_STEP_WITHIN_S", 0.3)
     trainer = sh(f"printf '%s' '{lines}' > metrics.jsonl")
 
     verdict = stage.run(
@@ -122,7 +122,7 @@ def test_exit_zero_completes_a_run_only_with_the_step_that_success_asks_for(
 def test_steps_of_an_earlier_attempt_are_no_evidence(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tasks.processes.course._LAST_STEP_WITHIN_S", 0.3)
+    monkeypatch.setattr("tasks.processes.progress._LAST_STEP_WITHIN_S", 0.3)
     (stage.directory / "metrics.jsonl").write_text('{"step": 60}\n')
     os.utime(stage.directory / "metrics.jsonl", (1, 1))
 
@@ -140,7 +140,7 @@ def test_steps_of_an_earlier_attempt_are_no_evidence(
 def test_step_may_be_served_by_another_component(
     stage: Stage, step: int, state: RunState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tasks.processes.course._LAST_STEP_WITHIN_S", 0.5)
+    monkeypatch.setattr("tasks.processes.progress._LAST_STEP_WITHIN_S", 0.5)
     port = free_port()
 
     verdict = stage.run(

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tasks.processes.plan import ComponentPlan
+from tasks.processes.component import ComponentPlan
 from tasks.record.states import RunState
 from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.probes import LiveProbe, ReadyProbe

@@ -35,7 +35,7 @@ RAY_ONLY = ("tasks/ray/", "tasks/rollout/actor.py", "tasks/rollout/ray_host.py")
 ALONE = (
     *("tasks/processes/guardian.py", "tasks/processes/namespace_init.py"),
     *("tasks/processes/cgroup.py", "tasks/processes/tree.py", "tasks/ray/wrapper.py"),
-    "tasks/processes/guardian_channel.py",
+    "tasks/processes/guardian.py",
 )
 #: Flows decide; they have no clock, no process and no thread of their own.
 NOT_IN_FLOWS = {

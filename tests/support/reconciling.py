@@ -9,8 +9,7 @@ import json
 import sys
 from typing import Any
 
-from tasks.processes.lost import finish
-from tasks.processes.registry import claimed, registered_runs
+from tasks.processes.registry import claimed, finish, registered_runs
 
 
 def main() -> None:

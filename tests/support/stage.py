@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from tasks.processes import tree
+from tasks.processes.component import AttemptPlan, ComponentPlan
 from tasks.processes.guarded import Command
-from tasks.processes.plan import AttemptPlan, ComponentPlan
 from tasks.processes.ports import PortsReserved
 from tasks.processes.registry import RunRegister
 from tasks.processes.supervisor import Supervisor

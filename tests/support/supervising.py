@@ -22,11 +22,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tasks.processes.component import AttemptPlan
 from tasks.processes.containment import Level, allowed_level, probe
-from tasks.processes.plan import AttemptPlan
 from tasks.processes.ports import PortsReserved
-from tasks.processes.registry import Entry, RunRegister
-from tasks.processes.shared_memory import remove_unused
+from tasks.processes.registry import Entry, RunRegister, remove_unused
 from tasks.processes.supervisor import Supervisor
 from tasks.record.events import EventLog
 from tasks.spec.errors import RunEnded

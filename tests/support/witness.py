@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tasks.processes import tree
-from tasks.processes.plan import ComponentPlan
+from tasks.processes.component import ComponentPlan
 from tests.support.stage import DEADLINE_S
 from tests.support.supervising import Part
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from tasks.processes.attempt import SupervisedAttempt
+from tasks.processes.component import AttemptPlan, ComponentPlan
 from tasks.processes.guarded import Command
-from tasks.processes.plan import AttemptPlan, ComponentPlan
 from tasks.processes.ports import PortsReserved
 from tasks.record.outcome import Exit, Verdict
 from tasks.record.states import RunState
@@ -83,8 +83,8 @@ class ScriptedProcess:
 
 @pytest.fixture(autouse=True)
 def scripted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("tasks.processes.holds.GuardedProcess", ScriptedProcess)
-    monkeypatch.setattr("tasks.processes.course._LAST_STEP_WITHIN_S", 0.2)
+    monkeypatch.setattr("tasks.processes.process_component.GuardedProcess", ScriptedProcess)
+    monkeypatch.setattr("tasks.processes.progress._LAST_STEP_WITHIN_S", 0.2)
     ScriptedProcess.made, ScriptedProcess.refuses = {}, {}
     yield
 
@@ -315,7 +315,7 @@ async def test_bug_while_success_is_looked_for_ends_the_run_as_failed(
 async def test_bug_in_a_watcher_ends_the_run_as_failed(
     begin: MakeAttempt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tasks.processes.course._READ_EVERY_S", 0.001)
+    monkeypatch.setattr("tasks.processes.progress._READ_EVERY_S", 0.001)
     attempt = await begin(api="fail")
 
     def broken(step: float | None) -> float:

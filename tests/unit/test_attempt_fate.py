@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from tasks.processes.fate import Decision, Fate
+from tasks.processes.attempt import Decision, Fate
 from tasks.record.outcome import Verdict
 from tasks.record.states import RunState
 

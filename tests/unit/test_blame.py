@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tasks.processes.blame import failure_of
+from tasks.processes.attempt import failure_of
 from tasks.record.outcome import Exit
 from tasks.spec.failure_kinds import FailureKind
 

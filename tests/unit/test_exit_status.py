@@ -12,8 +12,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from tasks.processes import exit_status, tree
-from tasks.processes.exit_status import exit_of
+from tasks.processes import child_watch, tree
+from tasks.processes.child_watch import exit_of
 from tasks.processes.identity import ProcessId
 from tasks.record.outcome import Exit
 
@@ -97,7 +97,7 @@ def test_status_of_a_process_that_its_parent_has_reaped_is_known(
 
 
 def test_older_kernel_is_no_reason_to_guess(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exit_status, "_PIDFD_GET_INFO", 0)
+    monkeypatch.setattr(child_watch, "_PIDFD_GET_INFO", 0)
     with grandchild("exit 42") as (pidfd, process, parent):
         reap(parent)
         exit = exit_of(pidfd, process)

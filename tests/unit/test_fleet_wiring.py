@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from tasks.processes.component import AttemptPlan
 from tasks.processes.containment import Containment, Level
-from tasks.processes.plan import AttemptPlan
 from tasks.record.events import Event, EventLog
 from tasks.record.places import AttemptPlace
 from tasks.rollout.component import fleet_faults, fleet_names, fleet_ports, prepare_fleet

@@ -14,7 +14,7 @@ from prefect.client.schemas.responses import SetStateStatus
 from prefect.states import Cancelled, Completed, Crashed, Running, Scheduled
 
 from tasks.processes import tree
-from tasks.processes.variables import Holders
+from tasks.processes.ending import Holders
 from tasks.record.closing import Closed
 from tasks.record.states import RunState
 from tasks.server.flow_runs import (

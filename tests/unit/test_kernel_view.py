@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tasks.processes.kernel_view import describe, has_signal, sockets_in, status_of
+from tasks.processes.hang_report import has_signal, kernel_view, sockets_in, status_of
 
 TCP = """\
   sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode
@@ -64,7 +64,7 @@ def proc(tmp_path: Path) -> Path:
 
 
 def test_process_is_shown_with_what_it_waits_for_and_whom_it_talks_to(proc: Path) -> None:
-    [text] = describe([12], proc)
+    [text] = kernel_view([12], proc)
 
     assert text.splitlines() == [
         "pid 12, child of 7: python trainer.py --port 8000",
@@ -87,17 +87,17 @@ def test_process_is_shown_with_what_it_waits_for_and_whom_it_talks_to(proc: Path
 
 
 def test_environment_is_not_shown(proc: Path) -> None:
-    assert "hunter2" not in "".join(describe([12], proc))
+    assert "hunter2" not in "".join(kernel_view([12], proc))
 
 
 def test_process_that_is_gone_is_left_out(proc: Path) -> None:
-    assert len(list(describe([11, 12, 13], proc))) == 1
+    assert len(list(kernel_view([11, 12, 13], proc))) == 1
 
 
 def test_process_that_lets_nothing_be_read_is_shown_as_far_as_it_goes(tmp_path: Path) -> None:
     plant(tmp_path, 12, {"status": "Name:\tkthread\nState:\tD (disk sleep)\n"}, {})
 
-    [text] = describe([12], tmp_path)
+    [text] = kernel_view([12], tmp_path)
 
     assert "[kthread]" in text and "D (disk sleep)" in text
     assert "not readable" in text
@@ -115,7 +115,7 @@ def test_sockets_are_named_by_their_ends_and_states(proc: Path) -> None:
 
 
 def test_own_process_is_described_by_the_real_kernel() -> None:
-    [text] = describe([os.getpid()])
+    [text] = kernel_view([os.getpid()])
 
     assert f"pid {os.getpid()}, child of {os.getppid()}: " in text
     assert "R (running)" in text

@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from tasks.processes import listening
+from tasks.processes import ports
 
 FAMILIES = {"IPv4": (socket.AF_INET, "127.0.0.1"), "IPv6": (socket.AF_INET6, "::1")}
 
@@ -19,7 +19,7 @@ def test_both_ways_of_asking_agree_and_see_no_connections(family: str) -> None:
         port = server.getsockname()[1]
         inode = os.fstat(server.fileno()).st_ino
         with socket.create_connection((address, port)):
-            by_netlink, by_proc = listening._asked(port), listening._read(port)
+            by_netlink, by_proc = ports._asked(port), ports._read(port)
 
     assert by_netlink == by_proc == {str(inode): os.getuid()}
 
@@ -29,4 +29,4 @@ def test_port_on_which_nobody_listens_has_no_sockets() -> None:
         bound.bind(("127.0.0.1", 0))
         port = bound.getsockname()[1]
 
-        assert listening._asked(port) == listening._read(port) == {}
+        assert ports._asked(port) == ports._read(port) == {}

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tasks.processes.machine import code_here, forget, look, names_unseen
-from tasks.processes.nvidia import gpus_seen
+from tasks.processes.machine import code_here, forget, gpus_seen, look, names_unseen
 
 #: As `nvidia-smi --query-gpu=uuid,memory.used --format=csv,noheader,nounits` prints it.
 _GPUS = "GPU-6f1c, 40321\nGPU-9a02, 3\n"

@@ -13,7 +13,7 @@ from contextlib import suppress
 
 import pytest
 
-from tasks.processes.sweep import carriers, end_carriers
+from tasks.processes.ending import carriers, end_carriers
 from tasks.processes.tree import is_zombie
 
 #: Ends by itself in the end: one that is not caught would be nobody's, and never seen again.
@@ -106,7 +106,7 @@ def test_a_process_in_which_a_variable_differs_is_spared(
 
 def test_neither_the_sweeper_nor_its_ancestors_are_ended(run_id: str) -> None:
     code = (
-        "import sys; from tasks.processes.sweep import end_carriers;"
+        "import sys; from tasks.processes.ending import end_carriers;"
         f"print(len(end_carriers({{'MUSTER_RUN_ID': '{run_id}'}})['killed']))"
     )
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tasks.processes.variables import holders_of
+from tasks.processes.ending import holders_of
 
 
 def plant(proc: Path, pid: str, environ: bytes, cmdline: bytes = b"python\0-m\0x\0") -> Path:
