@@ -18,14 +18,11 @@ the component (PDEATHSIG) and the supervisor, a subreaper too, ends the rest.
 
 Stdlib only and single-threaded: it must start in tens of milliseconds, and PDEATHSIG belongs to the
 thread that forks.
-
-What a supervisor and a guardian say to each other, at the guardian's end: JSON lines.
-
-Stdlib only, and light to import, as the guardian.
 """
 
 from __future__ import annotations
 
+# The socket module, which is made of this one, takes longer to import than all the rest.
 import _socket
 import contextlib
 import ctypes
