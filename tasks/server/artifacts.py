@@ -17,8 +17,7 @@ from prefect.client.schemas.filters import (
     ArtifactFilterKey,
 )
 
-from tasks.show.markdown import picture
-from tasks.show.view import Shown
+from tasks.show.view import Shown, picture
 
 #: The keys of the artifacts of a run.
 SUMMARY, COMPONENTS, TIMELINE = "summary", "components", "timeline"

@@ -1,13 +1,27 @@
-"""The events of a run as lines for people."""
+"""The events of a run as lines for people.
+
+The block at the end of a run: how it ended, why, and where to go on reading.
+
+How fast a training goes, from the steps that were seen.
+
+A curve of a training's figures, as text.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import json
+import math
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import plotext  # type: ignore[import-untyped]
+
 from tasks.record.events import Event
 from tasks.show.screen import Line
+from tasks.spec.failure_kinds import REMEDIES, FailureKind
 
 _TAIL_LINES = 12
 #: Before what belongs to the line above it.
@@ -107,3 +121,200 @@ def _recovery(name: str, fields: Mapping[str, Any]) -> Iterator[Line]:
         yield Line(text=f"{name}: server {ranks} is back after {took_s:.1f} s", style="green")
     elif fields["outcome"] == "failed":
         yield Line(text=f"{name}: server {ranks} is not back: {fields['message']}", style="yellow")
+
+
+#: A step counts for the rate so long; the last few count however old they are.
+_WINDOW_S = 120.0
+_KEPT_AT_LEAST = 6
+
+
+class Pace:
+    """The rate of the last steps, and the time that is left."""
+
+    def __init__(self, total: float | None = None) -> None:
+        self._total = total
+        #: `(UTC epoch seconds, step)`, oldest first.
+        self._seen: deque[tuple[float, float]] = deque()
+
+    @property
+    def step(self) -> float | None:
+        return self._seen[-1][1] if self._seen else None
+
+    def see(self, at: float, step: float) -> None:
+        if self._seen and step < self._seen[-1][1]:
+            # It went back to a checkpoint.
+            self._seen.clear()
+        self._seen.append((at, step))
+        while len(self._seen) > _KEPT_AT_LEAST and self._seen[0][0] < at - _WINDOW_S:
+            self._seen.popleft()
+
+    def per_second(self, now: float) -> float | None:
+        """None while nobody can say. It falls while no step comes that is due."""
+        if len(self._seen) < 2:
+            return None
+        (began, first), (last_at, last) = self._seen[0], self._seen[-1]
+        if last <= first or last_at <= began:
+            return None
+        rate = (last - first) / (last_at - began)
+        is_done = self._total is not None and last >= self._total
+        is_overdue = not is_done and (now - last_at) * rate > 1
+        return (last - first + 1) / (now - began) if is_overdue else rate
+
+    def left_s(self, now: float) -> float | None:
+        """Seconds until the last step; None while nobody can say."""
+        rate = self.per_second(now)
+        if rate is None or self._total is None or self.step is None:
+            return None
+        return max(0.0, (self._total - self.step) / rate)
+
+
+def rate_text(per_second: float) -> str:
+    """`3.3/s`, `12/min`, `0.5/h`."""
+    for unit, seconds in (("s", 1.0), ("min", 60.0)):
+        if per_second * seconds >= 1:
+            return f"{_short(per_second * seconds)}/{unit}"
+    return f"{_short(per_second * 3600)}/h"
+
+
+def clock_text(seconds: float) -> str:
+    """`0:12`, `1:02:03`, `2 d 03:04`."""
+    whole = max(0, int(seconds))
+    minutes, hours, days = whole // 60, whole // 3600, whole // 86400
+    if days:
+        return f"{days} d {hours % 24:02}:{minutes % 60:02}"
+    if hours:
+        return f"{hours}:{minutes % 60:02}:{whole % 60:02}"
+    return f"{minutes}:{whole % 60:02}"
+
+
+def _short(value: float) -> str:
+    return f"{value:.1f}" if value < 10 else f"{value:.0f}"
+
+
+_STYLES = {"completed": "bold green", "failed": "bold red", "crashed": "bold red"}
+_LABEL = 9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """How a run ended, as far as this process knows."""
+
+    #: The run's or its flow run's: `completed`, `failed`, `cancelled`, `crashed`.
+    state: str
+    message: str
+    #: None where it has none: it never began.
+    record: Path | None = None
+    #: Of the flow run in the UI; empty where its server ends with this process.
+    page: str = ""
+
+
+def end_block(ending: Ending) -> Iterator[Line]:
+    """The block, after an empty line."""
+    content = _content(ending.record)
+    attempts = content.get("attempts") or []
+    failure = attempts[-1]["failure"] if attempts and ending.state != "completed" else None
+    left = "; nothing is left running" if ending.state == "cancelled" else ""
+    yield Line(text="")
+    # The message of the flow run says where to look, too, which stands below here.
+    message = ending.message
+    if failure and ending.state == "failed":
+        message = f"{failure['kind']}: {failure['message']}"
+    yield Line(
+        text=f"{ending.state}: {message}{left}",
+        style=_STYLES.get(ending.state, "bold yellow"),
+    )
+    if content:
+        yield _field("run", str(content["run_id"]))
+        yield _field("took", _took(content, attempts))
+    if ending.state == "failed":
+        yield from _cause(ending, attempts, failure)
+    if ending.record is not None:
+        yield _field("record", str(ending.record))
+    if ending.page:
+        yield _field("page", ending.page)
+
+
+def _cause(
+    ending: Ending, attempts: list[Mapping[str, Any]], failure: Mapping[str, Any] | None
+) -> Iterator[Line]:
+    """What failed first, its last words, and what to do."""
+    kind = failure["kind"] if failure else ending.message.partition(":")[0]
+    if failure and failure["component"]:
+        yield _field("first", f"{failure['component']}, {_how_failed(failure)}")
+    if failure and failure["hint"]:
+        yield _field("hint", failure["hint"])
+    if kind in FailureKind.__members__:
+        yield _field("to do", REMEDIES[FailureKind(kind)])
+    if failure and failure["component"] and ending.record is not None:
+        folder = ending.record.parent / f"attempt-{attempts[-1]['number']:02d}"
+        log = folder / f"{failure['component']}.log"
+        yield _field("log", str(log))
+        hang = log.with_suffix(".hang.txt")
+        if hang.exists():
+            yield _field("hung in", str(hang))
+        if tail := failure["log_tail"].splitlines()[-_TAIL_LINES:]:
+            yield _field("", "its last lines:")
+            for line in tail:
+                yield _field("", f"| {line}")
+
+
+def _how_failed(failure: Mapping[str, Any]) -> str:
+    """`RUNTIME_ERROR, SIGSEGV`; of one that had not ended by itself the kind alone."""
+    has_ended = failure["signal"] is not None or failure["exit_code"] is not None
+    return f"{failure['kind']}, {how_ended(failure)}" if has_ended else str(failure["kind"])
+
+
+def _took(content: Mapping[str, Any], attempts: list[Mapping[str, Any]]) -> str:
+    """`0:21, 2 attempts (NODE_LOST, completed)`."""
+    began, ended = content["started_at"], content["ended_at"]
+    took = clock_text(ended - began) if ended is not None else "not ended"
+    if len(attempts) < 2:
+        return f"{took}, {'1 attempt' if attempts else 'no attempt'}"
+    ends = [(one["failure"] or {}).get("kind") or one["state"] for one in attempts]
+    shown = ends if len(ends) <= 6 else [*ends[:3], f"{len(ends) - 5} more", *ends[-2:]]
+    return f"{took}, {len(attempts)} attempts ({', '.join(shown)})"
+
+
+def _field(name: str, text: str) -> Line:
+    return Line(text=f"  {name:<{_LABEL}}{text}")
+
+
+def _content(record: Path | None) -> Mapping[str, Any]:
+    """Of `run.json`; nothing where it can't be read: what is known otherwise is shown even so."""
+    if record is None:
+        return {}
+    try:
+        content: dict[str, Any] = json.loads(record.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content
+
+
+Point = tuple[float, float]
+
+
+def read_curve(metrics: Path, x: str, y: str) -> list[Point]:
+    """The points `(x, y)` of a file of JSON lines; lines without both, and what is not
+    finite, are left out.
+
+    Raises: OSError.
+    """
+    points = []
+    for line in metrics.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            entry = json.loads(line)
+            point = float(entry[x]), float(entry[y])
+        except (ValueError, KeyError, TypeError):
+            continue
+        if all(map(math.isfinite, point)):
+            points.append(point)
+    return points
+
+
+def draw_curve(points: Sequence[Point], *, title: str, columns: int = 72, lines: int = 14) -> str:
+    """The curve in Unicode, without colours; at least two points."""
+    plotext.clear_figure()
+    plotext.plotsize(columns, lines)
+    plotext.title(title)
+    plotext.plot([x for x, _ in points], [y for _, y in points], marker="braille")
+    return str(plotext.uncolorize(plotext.build()))

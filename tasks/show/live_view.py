@@ -12,10 +12,9 @@ from enum import Enum
 from rich.text import Text
 
 from tasks.record.events import Event
-from tasks.show.fleet import FleetWords
-from tasks.show.lines import how_ended
-from tasks.show.pace import Pace, clock_text, rate_text
+from tasks.show.lines import Pace, clock_text, how_ended, rate_text
 from tasks.show.screen import printable
+from tasks.show.view import FleetWords
 from tasks.spec.run import FLEET, RunSpec
 
 #: What is said of a component stands beside it where so many columns are left, else below it.

@@ -1,14 +1,286 @@
-"""What one reads first of a run: what it does, or what it died of and what follows."""
+"""What one reads first of a run: what it does, or what it died of and what follows.
+
+What of a run runs where.
+
+What of a run is told as figures: its step, its reward, its attempts.
+
+Where else a run is shown: its tracker, as far as its spec or its logs name one, and Ray.
+
+The record of a run on its page, so that whoever can't see its host can read it, and another host
+can go on with it.
+"""
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+from urllib.parse import quote, urlsplit
 
-from tasks.show.elsewhere import places_of
+from tasks.record.retries import table_of
+from tasks.record.states import RunState
+from tasks.show import pictures
 from tasks.show.failure import card_of, facts_of, remedy_of
-from tasks.show.markdown import block, code, link, text
-from tasks.show.view import RunView, Shown, moment, seconds
+from tasks.show.pictures import Figures, curve_of
+from tasks.show.view import RunView, Shown, block, code, end_of, link, moment, seconds, table, text
+from tasks.spec.run import FLEET, RunSpec
+
+_HEAD = ("component", "state", "runs as", "ready after", "ports", "log")
+_SERVERS_HEAD = ("server", "state", "address", "restarts", "log")
+#: A table shows no more of them.
+_SERVERS_AT_MOST = 200
+
+
+def components_of(view: RunView) -> Shown:
+    """The components of the attempt under way, or of the last one, and the servers of a fleet."""
+    attempt = view.attempt
+    if attempt is None:
+        names = ", ".join(view.spec.components)
+        return Shown(headline="nothing was started yet", data=f"To be started: {text(names)}.")
+    rows = [[*_row(view, attempt, name)] for name in view.spec.components]
+    on = f" on {text(view.host)}" if view.host else ""
+    files = code(view.place.attempt(attempt["number"]).directory)
+    parts = [
+        f"Attempt {attempt['number']}{on}, as of {moment(view.at)}. Logs are in {files}.",
+        table(_HEAD, rows),
+    ]
+    if view.servers:
+        parts += ["Servers of the fleet:", table(_SERVERS_HEAD, _servers(view))]
+    if len(view.servers) > _SERVERS_AT_MOST:
+        parts.append(f"The first {_SERVERS_AT_MOST} of {len(view.servers)} servers.")
+    return Shown(headline=_components_headline(view, attempt), data="\n\n".join(parts))
+
+
+def state_of(view: RunView, attempt: Mapping[str, Any], name: str) -> str:
+    """What a component does, in a few words."""
+    seen = attempt["components"].get(name)
+    if seen is None:
+        return "not started"
+    if seen["ended_at"] is not None:
+        return end_of(attempt, name)
+    if seen["ready_at"] is not None:
+        return "ready"
+    return "starting"
+
+
+def _components_headline(view: RunView, attempt: Mapping[str, Any]) -> str:
+    failure = attempt["failure"] or {}
+    states = [
+        f"{name} {'failed' if name == failure.get('component') else state_of(view, attempt, name)}"
+        for name in view.spec.components
+    ]
+    return "\n\n".join(map(text, states))
+
+
+def _row(view: RunView, attempt: Mapping[str, Any], name: str) -> Iterator[str]:
+    seen = attempt["components"].get(name)
+    failure = attempt["failure"] or {}
+    yield text(name)
+    state = text(state_of(view, attempt, name))
+    if failure.get("component") == name:
+        state = f"**failed first**: {state}"
+    elif state == "starting" and (why := view.unready.get(name)):
+        state += f", not ready: {text(why)}"
+    yield state
+    yield _runs_as(attempt, name, seen)
+    if seen is None or not seen["started_at"]:
+        yield ""
+    elif seen["ready_at"]:
+        yield seconds(seen["ready_at"] - seen["started_at"])
+    else:
+        yield "never" if seen["ended_at"] or attempt["ended_at"] else "not yet"
+    yield ", ".join(_ports(attempt.get("ports") or {}, name))
+    yield code(f"{name}.log") if seen is not None else ""
+
+
+def _runs_as(attempt: Mapping[str, Any], name: str, seen: Mapping[str, Any] | None) -> str:
+    if seen is None:
+        return ""
+    if seen["pid"] is not None:
+        return f"pid {seen['pid']}"
+    ray = attempt["ray"]
+    job = ray if ray.get("component") == name else (ray.get("others") or {}).get(name, {})
+    nodes = job.get("nodes") or []
+    listed = ", ".join(map(str, nodes)) if isinstance(nodes, list | tuple) else str(nodes)
+    where = f" on {text(listed)}" if listed else ""
+    return f"Ray job {code(job.get('submission_id', ''))}{where}"
+
+
+def _ports(ports: Mapping[str, int], name: str) -> Iterator[str]:
+    """Of a fleet, its gateway's: those of its servers stand with them."""
+    own, others = f"{name}.port", f"{name}.ports."
+    for port, number in ports.items():
+        if port == own:
+            yield str(number)
+        elif port.startswith(others) and name != FLEET:
+            yield f"{text(port.removeprefix(others))} {number}"
+
+
+def _servers(view: RunView) -> Iterator[list[str]]:
+    for server in view.servers[:_SERVERS_AT_MOST]:
+        cause = f": {text(server.cause)}" if server.cause else ""
+        yield [
+            str(server.rank),
+            text(server.state) + cause,
+            code(server.url),
+            str(server.restarts or ""),
+            code(f"{FLEET}-r{server.rank}.log"),
+        ]
+
+
+_ROWS_AT_MOST = 40
+_SAID_AT_MOST = 5
+
+
+def progress_of(view: RunView) -> Shown | None:
+    """How far it has come; None where that is not known as a part of a whole."""
+    progress = view.spec.progress
+    if progress is None or progress.total is None or view.step is None:
+        return None
+    percent = max(0.0, min(100.0, 100.0 * view.step / progress.total))
+    said = f"step {view.step:g} of {progress.total}"
+    return Shown(headline=said, data=percent, type="progress")
+
+
+def attempts_of(view: RunView) -> Shown:
+    """Every attempt, a row each."""
+    rows = table_of(view.attempts)
+    told = [f"{row['attempt']}: {row['kind'] or row['state']}" for row in rows[-_SAID_AT_MOST:]]
+    if len(rows) > len(told):
+        told.insert(0, f"{len(rows)} attempts, the last {len(told)}:")
+    headline = "\n\n".join(map(text, told))
+    return Shown(headline=headline, data=json.dumps(rows), type="table")
+
+
+def curve_shown(view: RunView, figures: Figures) -> Shown | None:
+    """The curve of what the training writes; None while it has written nothing of it."""
+    points, name = figures.points, figures.name
+    if not points:
+        return None
+    step = view.spec.progress.step if view.spec.progress else "step"
+    title = f"{name} by {step}"
+    values = [value for _, value in points]
+    said = (
+        f"{title}: {pictures.number_text(values[0])} at first, {pictures.number_text(values[-1])} at {step} "
+        f"{pictures.number_text(points[-1][0])}"
+    )
+    every = -(-len(points) // _ROWS_AT_MOST)
+    listed = [*points[::every], *points[-1:]] if (len(points) - 1) % every else points[::every]
+    rows = [[pictures.number_text(at), pictures.number_text(value)] for at, value in listed]
+    parts = [
+        f"{text(said)}. From {code(figures.path)}, as of {moment(view.at)}.",
+        table((text(step), text(name)), rows),
+    ]
+    picture = curve_of(points, x=step, y=name, title=title)
+    return Shown(headline=said, picture=picture, data="\n\n".join(parts))
+
+
+_WANDB = "https://wandb.ai"
+#: How much of the beginning of a log is looked at for an address that a tracker prints there.
+_LOOKED_AT_BYTES = 262_144
+#: `wandb: 🚀 View run at https://wandb.ai/team/project/runs/abc`, `View run NAME at: URL`.
+_PRINTED = re.compile(r"View run\b[^\n]{0,200}?(https?://[^\s\x1b]+/runs/[^\s\x1b]+)")
+_COLORS = re.compile(r"\x1b\[[0-9;]*m")
+#: Overrides of verl, and of what is configured like it.
+_OVERRIDE = re.compile(r"^\+{0,2}trainer\.(logger|project_name|experiment_name)=(.*)$")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Somewhere to look."""
+
+    name: str
+    #: Empty where only the name is known.
+    url: str
+    #: Of what is there: `project muster, run abc`.
+    what: str = ""
+
+
+def places_of(view: RunView) -> tuple[Place, ...]:
+    """In the order of how much they show of a run."""
+    found = [*_trackers(view.spec, [*_logs(view)]), *_ray(view)]
+    return tuple(dict.fromkeys(found))
+
+
+def _trackers(spec: RunSpec, logs: list[Path]) -> Iterator[Place]:
+    for name in spec.components:
+        env = _env(spec, name)
+        component = spec.processes.get(name)
+        settings = _settings(component.command if component else ())
+        has_wandb = "wandb" in settings.get("logger", "") or "WANDB_PROJECT" in env
+        if has_wandb and env.get("WANDB_MODE") not in ("disabled", "offline"):
+            yield _wandb(env, settings, logs)
+        if (uri := env.get("MLFLOW_TRACKING_URI", "")).startswith(("http://", "https://")):
+            experiment = env.get("MLFLOW_EXPERIMENT_NAME", "")
+            what = f"experiment {experiment}" if experiment else ""
+            yield Place(name="MLflow", url=_without_user(uri), what=what)
+
+
+def _wandb(env: Mapping[str, str], settings: Mapping[str, str], logs: list[Path]) -> Place:
+    project = env.get("WANDB_PROJECT") or settings.get("project_name", "")
+    entity, run_id = env.get("WANDB_ENTITY", ""), env.get("WANDB_RUN_ID", "")
+    name = env.get("WANDB_NAME") or settings.get("experiment_name", "") or run_id
+    named = [("project", project), ("run", name)]
+    what = ", ".join(f"{kind} {value}" for kind, value in named if value)
+    base = env.get("WANDB_BASE_URL", _WANDB).rstrip("/")
+    # What is asked there is answered for people here.
+    base = _WANDB if base == "https://api.wandb.ai" else _without_user(base)
+    # Who the entity is by default, only the tracker knows; it prints the address.
+    if printed := next(filter(None, map(_printed_in, logs)), ""):
+        url = printed
+    elif entity and project:
+        url = f"{base}/{quote(entity, safe='')}/{quote(project, safe='')}"
+        url += f"/runs/{quote(run_id, safe='')}" if run_id else ""
+    else:
+        url = base
+    return Place(name="Weights & Biases", url=url, what=what)
+
+
+def _ray(view: RunView) -> Iterator[Place]:
+    if view.spec.ray is None:
+        return
+    address = _without_user(view.spec.ray.address.rstrip("/"))
+    ray = view.attempt["ray"] if view.attempt else {}
+    jobs = [job for job in (ray, *(ray.get("others") or {}).values()) if job.get("submission_id")]
+    for job in jobs:
+        id = job["submission_id"]
+        yield Place(name="Ray dashboard", url=f"{address}/#/jobs/{quote(id)}", what=f"job {id}")
+    if not jobs:
+        yield Place(name="Ray dashboard", url=address)
+
+
+def _logs(view: RunView) -> Iterator[Path]:
+    for name in reversed([*view.spec.components]):
+        if (log := view.log(name)) is not None:
+            yield log
+
+
+def _printed_in(log: Path) -> str:
+    try:
+        with log.open("rb") as f:
+            said = f.read(_LOOKED_AT_BYTES).decode("utf-8", errors="replace")
+    except OSError:
+        return ""
+    found = _PRINTED.search(_COLORS.sub("", said))
+    return found[1].rstrip(".,)") if found else ""
+
+
+def _env(spec: RunSpec, name: str) -> dict[str, str]:
+    return {**spec.env, **spec.components[name].env}
+
+
+def _settings(command: tuple[str, ...]) -> dict[str, str]:
+    found = (_OVERRIDE.match(word) for word in command)
+    return {match[1]: match[2].strip("'\"") for match in found if match}
+
+
+def _without_user(url: str) -> str:
+    parts = urlsplit(url)
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+
 
 #: Of a log.
 _LINES = 12
@@ -124,3 +396,39 @@ def _failure(view: RunView, attempt: Mapping[str, Any]) -> Iterator[str]:
     if tail := failure.get("log_tail"):
         yield f"The last lines of {text(failure['component'] or 'the log')}:"
         yield block("\n".join(tail.splitlines()[-_LINES:]))
+
+
+#: Of earlier attempts the record keeps no lines of logs: hundreds of requeues shall fit.
+_WITH_TAILS = 10
+#: What each attempt must have.
+_OF_ATTEMPTS = {
+    *("number", "state", "started_at", "ended_at", "failure"),
+    *("components", "ray", "ports", "resume_from", "decision"),
+}
+
+
+def record_of(view: RunView) -> Shown:
+    """What `run.json` says."""
+    content = json.loads(json.dumps(view.record))
+    for attempt in content["attempts"][:-_WITH_TAILS]:
+        if attempt["failure"]:
+            attempt["failure"]["log_tail"] = ""
+    count = len(content["attempts"])
+    said = f"run.json: {content['state']}, {count} attempt{'' if count == 1 else 's'}"
+    return Shown(headline=said, data=block(json.dumps(content, indent=2)))
+
+
+def record_read(data: str) -> dict[str, Any] | None:
+    """The record that such an artifact holds; None where it holds none that can be gone on with.
+
+    Anybody can write an artifact, and a secret that is masked in it may be a word of the record's.
+    """
+    _, _, rest = data.partition("\n")
+    try:
+        content = json.loads(rest.rpartition("\n")[0])
+        RunState(content["state"])
+        attempts = content["attempts"]
+        numbers = [attempt["number"] for attempt in attempts if attempt.keys() >= _OF_ATTEMPTS]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return content if numbers == [*range(1, len(attempts) + 1)] else None

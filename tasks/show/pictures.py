@@ -2,13 +2,26 @@
 
 A picture stands on a ground of its own: it is shown within an image, where it can't know whether
 the page around it is white or dark.
+
+A training's curve as a picture.
+
+The components of a run over time, an attempt below the other.
+
+The figures that a training writes, as they grow: a JSON object a line.
 """
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
 from xml.sax.saxutils import escape, quoteattr
+
+from tasks.show.view import RunView, Shown, clock, end_of, seconds, table, text
 
 #: Pixels. On a card of the UI that is some 380, in which the type must still be legible.
 WIDTH = 520
@@ -19,7 +32,7 @@ _FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif
 _LETTER_WIDTH = 0.54
 
 
-def picture(parts: Iterable[str], *, height: float, title: str) -> str:
+def svg(parts: Iterable[str], *, height: float, title: str) -> str:
     """The whole, in pixels.
 
     Args:
@@ -38,7 +51,7 @@ def picture(parts: Iterable[str], *, height: float, title: str) -> str:
     )
 
 
-def words(
+def svg_text(
     x: float,
     y: float,
     said: str,
@@ -64,14 +77,16 @@ def words(
     )
 
 
-def line(x1: float, y1: float, x2: float, y2: float, color: str = GRID, width: float = 1) -> str:
+def svg_line(
+    x1: float, y1: float, x2: float, y2: float, color: str = GRID, width: float = 1
+) -> str:
     return (
         f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"'
         f' stroke="{color}" stroke-width="{width:g}"/>'
     )
 
 
-def bar(x: float, y: float, width: float, height: float, color: str, said: str = "") -> str:
+def svg_bar(x: float, y: float, width: float, height: float, color: str, said: str = "") -> str:
     """A bar that can be seen, however short what it stands for."""
     title = f"<title>{escape(said)}</title>" if said else ""
     return (
@@ -80,7 +95,7 @@ def bar(x: float, y: float, width: float, height: float, color: str, said: str =
     )
 
 
-def ticks(low: float, high: float, count: int = 5) -> list[float]:
+def axis_ticks(low: float, high: float, count: int = 5) -> list[float]:
     """Round numbers from `low` to `high`, some `count` of them."""
     span = high - low
     if not span > 0 or not math.isfinite(span):
@@ -93,10 +108,386 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
     return [number * step for number in range(first, last + 1)]
 
 
-def number(value: float) -> str:
+def number_text(value: float) -> str:
     """`0.25`, `12,000`, `1.2e+08`: short, and without the noise of sums of floats."""
     if value == 0:
         return "0"
     if abs(value) >= 1e7 or abs(value) < 1e-4:
         return f"{value:.3g}"
     return f"{value:,.4f}".rstrip("0").rstrip(".") if abs(value) < 1000 else f"{value:,.0f}"
+
+
+Point = tuple[float, float]
+
+_HEIGHT = 280
+_LEFT, _RIGHT, _TOP, _BOTTOM = 66.0, WIDTH - 18.0, 60.0, _HEIGHT - 48.0
+_COLOR, _BAND = "#0969da", "#b6d7ff"
+#: More points than so are drawn as the mean of neighbours, and how far these spread.
+_POINTS_AT_MOST = 240
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Group:
+    """Neighbours that are drawn as one."""
+
+    x: float
+    y: float
+    low: float
+    high: float
+
+
+def curve_of(points: Sequence[Point], *, x: str, y: str, title: str) -> str:
+    """The curve as SVG; one point is a dot.
+
+    Args:
+        points: finite, in order; at least one.
+        x: what the figures along the foot are.
+        y: what the figures along the side are.
+    """
+    groups = [*_grouped(points)]
+    xs = _Scale([p for p, _ in points], _LEFT, _RIGHT, margin=0)
+    ys = _Scale([v for one in groups for v in (one.low, one.high)], _BOTTOM, _TOP, margin=0.06)
+    first, last = points[0][1], points[-1][1]
+    best = max(value for _, value in points)
+    at = [number_text(value) for value in (first, last, best)]
+    said = f"{at[0]} at first, {at[1]} now, {at[2]} at most"
+    return svg(
+        [
+            svg_text(16, 25, title, size=15, bold=True, room=_RIGHT - 16),
+            svg_text(16, 44, said, color=PALE),
+            *_axes(xs, ys, x, y),
+            *_drawn(groups, xs, ys),
+        ],
+        height=_HEIGHT,
+        title=f"{title}: {said}",
+    )
+
+
+class _Scale:
+    """From values to pixels."""
+
+    def __init__(self, values: Sequence[float], begin: float, end: float, *, margin: float) -> None:
+        low, high = min(values), max(values)
+        pad = (high - low) * margin or (0.0 if high > low else abs(high) * 0.1 or 1.0)
+        self.low, self.high = low - pad, high + pad
+        self._begin, self._end = begin, end
+
+    def __call__(self, value: float) -> float:
+        return self._begin + (value - self.low) / (self.high - self.low) * (self._end - self._begin)
+
+
+def _axes(xs: _Scale, ys: _Scale, x: str, y: str) -> Iterator[str]:
+    for value in axis_ticks(ys.low, ys.high):
+        yield svg_line(_LEFT, ys(value), _RIGHT, ys(value))
+        at = _LEFT - 8, ys(value) + 4
+        yield svg_text(*at, number_text(value), color=PALE, size=12, anchor="end")
+    for value in axis_ticks(xs.low, xs.high, 6):
+        yield svg_line(xs(value), _BOTTOM, xs(value), _BOTTOM + 4, PALE)
+        at = xs(value), _BOTTOM + 17
+        yield svg_text(*at, number_text(value), color=PALE, size=12, anchor="middle")
+    yield svg_line(_LEFT, _BOTTOM, _RIGHT, _BOTTOM, PALE)
+    yield svg_text((_LEFT + _RIGHT) / 2, _HEIGHT - 10, x, color=PALE, anchor="middle")
+    middle = (_TOP + _BOTTOM) / 2
+    turned = svg_text(0, 0, y, color=PALE, anchor="middle", room=_BOTTOM - _TOP)
+    yield f'<g transform="translate(16 {middle:g}) rotate(-90)">{turned}</g>'
+
+
+def _drawn(groups: Sequence[_Group], xs: _Scale, ys: _Scale) -> Iterator[str]:
+    if any(one.low < one.high for one in groups):
+        upper = [f"{xs(one.x):.1f},{ys(one.high):.1f}" for one in groups]
+        lower = [f"{xs(one.x):.1f},{ys(one.low):.1f}" for one in reversed(groups)]
+        yield f'<polygon points="{" ".join([*upper, *lower])}" fill="{_BAND}"/>'
+    if len(groups) > 1:
+        points = " ".join(f"{xs(one.x):.1f},{ys(one.y):.1f}" for one in groups)
+        yield (
+            f'<polyline points="{points}" fill="none" stroke="{_COLOR}" stroke-width="2"'
+            ' stroke-linejoin="round"/>'
+        )
+    last = groups[-1]
+    yield f'<circle cx="{xs(last.x):.1f}" cy="{ys(last.y):.1f}" r="3.5" fill="{_COLOR}"/>'
+
+
+def _grouped(points: Sequence[Point]) -> Iterator[_Group]:
+    size = -(-len(points) // _POINTS_AT_MOST)
+    for begin in range(0, len(points), size):
+        part = points[begin : begin + size]
+        values = [value for _, value in part]
+        x = part[-1][0] if begin + size >= len(points) else fmean(x for x, _ in part)
+        yield _Group(x=x, y=fmean(values), low=min(values), high=max(values))
+
+
+#: The last ones are drawn, and more of them listed.
+ATTEMPTS_AT_MOST = 5
+_LISTED_AT_MOST = 50
+_BARS_LEFT, _BARS_RIGHT = 104.0, WIDTH - 144.0
+_HEAD, _ROW, _BAR, _AXIS, _GAP = 26.0, 22.0, 14.0, 24.0, 8.0
+_BARS_TOP, _FOOT = 58.0, 8.0
+_WAITING, _STARTING, _READY, _FAILED = "#d0d7de", "#d4a72c", "#2da44e", "#cf222e"
+#: Less than so is the start of a process.
+_WAITED_S = 5.0
+_UNITS = (("d", 86400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0))
+_LEGEND = ((_WAITING, "waiting"), (_STARTING, "starting"), (_READY, "ready"), (_FAILED, "failed"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Phase:
+    """One stretch of a component's time, UTC epoch seconds."""
+
+    color: str
+    name: str
+    begin: float
+    end: float
+
+
+def timeline_of(view: RunView) -> Shown:
+    """The picture, and below it the same in figures."""
+    if view.attempt is None:
+        return Shown(headline="nothing was started yet", data="No attempt has begun.")
+    said = f"{_title(view)}, as of {clock(view.at)}"
+    rows = [
+        row
+        for attempt in view.attempts[-_LISTED_AT_MOST:]
+        for row in _attempt_figures(view, attempt)
+    ]
+    head = ("attempt", "component", "started (UTC)", "ready after", "ended (UTC)", "how")
+    return Shown(headline=said, picture=drawn(view), data=f"{text(said)}.\n\n{table(head, rows)}")
+
+
+def drawn(view: RunView) -> str:
+    """The timeline as SVG."""
+    attempts = view.attempts[-ATTEMPTS_AT_MOST:]
+    names = [_names(view, attempt) for attempt in attempts]
+    heights = [_HEAD + len(rows) * _ROW + _AXIS + _GAP for rows in names]
+    parts = [
+        svg_text(16, 25, _title(view), size=15, bold=True, room=WIDTH - 32),
+        *_legend(),
+    ]
+    top = _BARS_TOP
+    for attempt, rows, height in zip(attempts, names, heights, strict=True):
+        parts += _attempt(view, attempt, rows, top)
+        top += height
+    return svg(parts, height=top + _FOOT, title=_title(view))
+
+
+def phases_of(view: RunView, attempt: Mapping[str, Any], name: str) -> list[_Phase]:
+    """What a component did in an attempt, in order, without gaps."""
+    begin, end = attempt["started_at"], _end_of(view, attempt)
+    seen = attempt["components"].get(name)
+    if seen is None:
+        return [_Phase(color=_WAITING, name="never started", begin=begin, end=end)]
+    started, ready, over = seen["started_at"], seen["ready_at"], seen["ended_at"] or end
+    found = [_Phase(color=_WAITING, name="waiting", begin=begin, end=started)]
+    found.append(_Phase(color=_STARTING, name="starting", begin=started, end=ready or over))
+    if ready:
+        found.append(_Phase(color=_READY, name="ready", begin=ready, end=over))
+    return [phase for phase in found if phase.end > phase.begin]
+
+
+def _attempt(
+    view: RunView, attempt: Mapping[str, Any], names: Sequence[str], top: float
+) -> Iterator[str]:
+    begin, end = attempt["started_at"], _end_of(view, attempt)
+    scale = (_BARS_RIGHT - _BARS_LEFT) / max(end - begin, 0.1)
+    yield svg_text(16, top + 14, _heading(attempt), bold=True, room=WIDTH - 232)
+    at = WIDTH - 16, top + 14
+    yield svg_text(*at, _when(view, attempt), color=PALE, size=12, anchor="end")
+    foot = top + _HEAD + len(names) * _ROW
+    unit, unit_s = _unit_of(end - begin)
+    for tick in (one * unit_s for one in axis_ticks(0, max(end - begin, 0.1) / unit_s, 4)):
+        x = _BARS_LEFT + tick * scale
+        yield svg_line(x, top + _HEAD - 4, x, foot)
+        yield svg_text(
+            x,
+            foot + 14,
+            f"{number_text(tick / unit_s)} {unit}",
+            color=PALE,
+            size=12,
+            anchor="middle",
+        )
+    for number, name in enumerate(names):
+        y = top + _HEAD + number * _ROW
+        yield svg_text(16, y + 11, name, room=_BARS_LEFT - 24)
+        for phase in phases_of(view, attempt, name):
+            x, width = _BARS_LEFT + (phase.begin - begin) * scale, (phase.end - phase.begin) * scale
+            said = f"{name}: {phase.name} for {seconds(phase.end - phase.begin)}"
+            yield svg_bar(x, y, width, _BAR, phase.color, said)
+        seen = attempt["components"].get(name)
+        is_failed = name == (attempt["failure"] or {}).get("component")
+        if is_failed:
+            died = (seen or {}).get("ended_at") or end
+            yield _cross(_BARS_LEFT + (died - begin) * scale, y + _BAR / 2)
+        color = _FAILED if is_failed else PALE
+        room = WIDTH - _BARS_RIGHT - 16
+        yield svg_text(
+            _BARS_RIGHT + 12, y + 11, _note(attempt, name), color=color, size=12, room=room
+        )
+
+
+def _unit_of(duration_s: float) -> tuple[str, float]:
+    return next(
+        (name, unit_s) for name, unit_s in _UNITS if duration_s >= 2 * unit_s or unit_s == 1
+    )
+
+
+def _cross(x: float, y: float) -> str:
+    return (
+        f'<circle cx="{x:.1f}" cy="{y:.1f}" r="8" fill="{_FAILED}"/>'
+        f'<path d="M{x - 3:.1f} {y - 3:.1f}l6 6m0-6l-6 6" stroke="#ffffff" stroke-width="2"/>'
+    )
+
+
+def _legend() -> Iterator[str]:
+    x = 16.0
+    for color, name in _LEGEND:
+        yield svg_bar(x, 36, 10, 10, color)
+        yield svg_text(x + 15, 45, name, color=PALE, size=12)
+        x += 80
+
+
+def _note(attempt: Mapping[str, Any], name: str) -> str:
+    seen = attempt["components"].get(name)
+    if seen is None:
+        return "never started" if attempt["ended_at"] else ""
+    if seen["ended_at"]:
+        return end_of(attempt, name)
+    if seen["ready_at"]:
+        return f"ready in {seconds(seen['ready_at'] - seen['started_at'])}"
+    return "not ready yet"
+
+
+def _title(view: RunView) -> str:
+    count = len(view.attempts)
+    shown = f", the last {ATTEMPTS_AT_MOST} drawn" if count > ATTEMPTS_AT_MOST else ""
+    attempts = "1 attempt" if count == 1 else f"{count} attempts"
+    return f"{view.record['run_id']}: {attempts}{shown}"
+
+
+def _heading(attempt: Mapping[str, Any]) -> str:
+    failure = attempt["failure"]
+    how = failure["kind"] if failure else attempt["state"]
+    return f"attempt {attempt['number']}: {how}"
+
+
+def _when(view: RunView, attempt: Mapping[str, Any]) -> str:
+    before = [one for one in view.attempts if one["number"] < attempt["number"]]
+    waited_since = before[-1]["ended_at"] if before else view.record.get("started_at")
+    waited_s = attempt["started_at"] - waited_since if waited_since else 0.0
+    waited = f", waited {seconds(waited_s)}" if waited_s >= _WAITED_S else ""
+    return f"{clock(attempt['started_at'])}{waited}"
+
+
+def _names(view: RunView, attempt: Mapping[str, Any]) -> list[str]:
+    return [*dict.fromkeys([*view.spec.components, *attempt["components"]])]
+
+
+def _end_of(view: RunView, attempt: Mapping[str, Any]) -> float:
+    if attempt["ended_at"] is not None:
+        return float(attempt["ended_at"])
+    return max(view.at, float(attempt["started_at"]))
+
+
+def _attempt_figures(view: RunView, attempt: Mapping[str, Any]) -> Iterator[list[str]]:
+    for name in _names(view, attempt):
+        seen = attempt["components"].get(name)
+        if seen is None:
+            yield [str(attempt["number"]), text(name), "never", "", "", ""]
+            continue
+        ready = seen["ready_at"]
+        yield [
+            str(attempt["number"]),
+            text(name),
+            clock(seen["started_at"]).removesuffix(" UTC"),
+            seconds(ready - seen["started_at"]) if ready else "never",
+            clock(seen["ended_at"]).removesuffix(" UTC") if seen["ended_at"] else "",
+            end_of(attempt, name) if seen["ended_at"] else "",
+        ]
+
+
+#: What a curve is drawn of: the first of these that a file has. verl writes its own below `data`.
+NAMES = (
+    "reward",
+    "mean_reward",
+    "reward_mean",
+    "critic/rewards/mean",
+    "critic/score/mean",
+    "reward/mean",
+    "rewards/mean",
+    "train/reward",
+    "loss",
+    "train/loss",
+)
+#: Where they may stand below.
+_WITHIN = ("data", "metrics")
+#: A file that grows faster than it is looked at is read in pieces of this size.
+_PIECE_BYTES = 8_000_000
+
+
+class Figures:
+    """What a file of a run has by now. Reads only what was added since the last look."""
+
+    def __init__(self, path: Path, step: str) -> None:
+        """
+        Args:
+            step: the dotted key of the step in a line.
+        """
+        self.path = path
+        #: Of what there is a curve; empty while nothing is known.
+        self.name = ""
+        self._step = step
+        self._read_bytes = 0
+        self._points: dict[float, float] = {}
+
+    @property
+    def points(self) -> list[Point]:
+        """`(step, figure)`, in order; the last word on each step."""
+        return sorted(self._points.items())
+
+    def look(self) -> None:
+        """Take in what was added; a file that is not there has nothing."""
+        try:
+            with self.path.open("rb") as f:
+                if f.seek(0, 2) < self._read_bytes:
+                    # It was begun anew.
+                    self._read_bytes = 0
+                    self._points.clear()
+                f.seek(self._read_bytes)
+                whole, end, _ = f.read(_PIECE_BYTES).rpartition(b"\n")
+        except OSError:
+            return
+        self._read_bytes += len(whole) + len(end)
+        for line in whole.splitlines():
+            self._take(line)
+
+    def _take(self, line: bytes) -> None:
+        try:
+            entry = json.loads(line)
+        except (ValueError, RecursionError):
+            return
+        if not isinstance(entry, dict):
+            return
+        step = _at(entry, self._step)
+        found = dict(_figures(entry))
+        if not self.name:
+            self.name = next((name for name in NAMES if name in found), "")
+        if step is not None and self.name in found:
+            self._points[step] = found[self.name]
+
+
+def _figures(entry: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    parts = [part for part in (entry, *map(entry.get, _WITHIN)) if isinstance(part, dict)]
+    for part in parts:
+        for name in NAMES:
+            if (value := _finite(part.get(name))) is not None:
+                yield name, value
+
+
+def _at(entry: Mapping[str, Any], key: str) -> float | None:
+    content: Any = entry
+    for part in key.split("."):
+        content = content.get(part) if isinstance(content, dict) else None
+    return _finite(content)
+
+
+def _finite(value: object) -> float | None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number and math.isfinite(value) else None  # type: ignore[arg-type]

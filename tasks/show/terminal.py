@@ -17,12 +17,10 @@ from rich.console import Console
 from rich.text import Text
 
 from tasks.record.events import Event, event_listeners
-from tasks.show import curve
-from tasks.show.end_block import Ending, end_block
-from tasks.show.foreign_lines import ForeignLines
-from tasks.show.lines import failed_attempt, lines_of
+from tasks.show import lines
+from tasks.show.lines import Ending, end_block, failed_attempt, lines_of
 from tasks.show.live_view import LiveView, drawn
-from tasks.show.screen import Line, Screen, printable
+from tasks.show.screen import ForeignLines, Line, Screen, printable
 from tasks.spec.run import RunSpec
 
 _log = logging.getLogger(__name__)
@@ -129,14 +127,14 @@ class Terminal:
             return
         metrics = self._attempt / "metrics.jsonl"
         try:
-            points = curve.read(metrics, "step", "reward")
+            points = lines.read_curve(metrics, "step", "reward")
         except OSError:
             return
         if len(points) < 2:
             return
         columns = min(_CURVE_COLUMNS, self._screen.size.columns - 1)
         if columns >= _CURVE_COLUMNS_AT_LEAST and self._screen.has_unicode:
-            drawing = curve.draw(points, title="reward by step", columns=columns)
+            drawing = lines.draw_curve(points, title="reward by step", columns=columns)
             for line in drawing.splitlines():
                 self._add(Line(text=line.rstrip()))
         first, last = points[0][1], points[-1][1]

@@ -1,15 +1,24 @@
-"""What the page of a run is made of: plain data, gathered by whoever shows it."""
+"""What the page of a run is made of: plain data, gathered by whoever shows it.
+
+The servers of a fleet as they are shown, from its events.
+
+Markdown as both of the Prefect UIs render it: they take HTML for HTML, wherever it stands.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import base64
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
+from tasks.record.events import Event
 from tasks.record.places import AttemptPlace, RunPlace
-from tasks.spec.run import RunSpec
+from tasks.record.states import SERVING, GroupState
+from tasks.spec.run import FLEET, RunSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,3 +148,147 @@ def end_of(attempt: Mapping[str, Any], name: str) -> str:
     if seen["signal"] in _STOPS and not is_first:
         return f"stopped by {seen['signal']}"
     return ending_of(seen)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Server:
+    url: str = ""
+    starts: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Group:
+    state: GroupState
+    cause: str
+    ranks: tuple[int, ...]
+
+
+class FleetSeen:
+    """What is known of each server of the attempt under way."""
+
+    def __init__(self) -> None:
+        self._servers: dict[int, _Server] = {}
+        self._groups: dict[int, _Group] = {}
+
+    def observe(self, event: Event) -> bool:
+        """Take in an event of the run; whether what is shown may have changed."""
+        match event.name:
+            case "attempt.begun":
+                self._servers.clear()
+                self._groups.clear()
+            case "rollout.server.started":
+                rank = event.fields["rank"]
+                before = self._servers.get(rank, _Server())
+                self._servers[rank] = replace(
+                    before, url=event.fields.get("url") or "", starts=before.starts + 1
+                )
+            case "rollout.group.state":
+                self._groups[event.fields["group"]] = _Group(
+                    state=GroupState(event.fields["after"]),
+                    cause=event.fields.get("cause") or "",
+                    ranks=tuple(event.fields["ranks"]),
+                )
+            case _:
+                return False
+        return True
+
+    @property
+    def servers(self) -> tuple[ServerSeen, ...]:
+        """In the order of their ranks."""
+        groups = {rank: group for group in self._groups.values() for rank in group.ranks}
+        return tuple(
+            _seen(rank, self._servers.get(rank, _Server()), groups.get(rank))
+            for rank in sorted({*groups, *self._servers})
+        )
+
+
+def _seen(rank: int, server: _Server, group: _Group | None) -> ServerSeen:
+    state = group.state if group else GroupState.STARTING
+    return ServerSeen(
+        rank=rank,
+        state=state.value,
+        url=server.url,
+        restarts=max(0, server.starts - 1),
+        cause=group.cause if group and state not in SERVING else "",
+    )
+
+
+class FleetWords:
+    """How many engines of a fleet serve, in words, from its events."""
+
+    def __init__(self, engines: int) -> None:
+        self._engines = engines
+        self._states: dict[int, GroupState] = {}
+
+    def observe(self, event: Event) -> bool:
+        """Take in an event of the run; whether the words may have changed by it."""
+        if event.name == "attempt.begun":
+            self._states.clear()
+        elif event.name == "rollout.group.state":
+            self._states[event.fields["group"]] = GroupState(event.fields["after"])
+            return True
+        return False
+
+    @property
+    def serving(self) -> int:
+        """How many do."""
+        return sum(state in SERVING for state in self._states.values())
+
+    def __str__(self) -> str:
+        """`rollout 2 of 3 engines serve`; empty while all do."""
+        if not self._states or self.serving == self._engines:
+            return ""
+        return f"{FLEET} {self.serving} of {self._engines} engines serve"
+
+
+_MARKS = re.compile(r"([\\`*_\[\]|~])")
+_FENCE = re.compile(r"^ {0,3}(`{3,})", re.MULTILINE)
+
+
+def text(said: object) -> str:
+    """Words of programs, in one line, as they are: nothing in them is markup."""
+    words = " ".join(str(said).split())
+    words = words.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return _MARKS.sub(r"\\\1", words)
+
+
+def code(said: object) -> str:
+    """The same in the type of code; empty for nothing."""
+    words = " ".join(str(said).split())
+    if not words:
+        return ""
+    ticks = "``" if "`" in words else "`"
+    pad = " " if "`" in words else ""
+    return f"{ticks}{pad}{words}{pad}{ticks}"
+
+
+def block(said: str) -> str:
+    """Several lines as they are."""
+    longest = max((len(found) for found in _FENCE.findall(said)), default=2)
+    fence = "`" * (longest + 1)
+    return f"{fence}\n{said}\n{fence}"
+
+
+def link(said: str, url: str) -> str:
+    return f"[{text(said)}](<{url}>)" if " " in url else f"[{text(said)}]({url})"
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Cells are Markdown already."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines)
+
+
+def picture(svg: str, said: str) -> str:
+    """A line that shows a picture, with what it says to who can't see it.
+
+    An `image` artifact would show its address below it, which here is the whole picture as text.
+    """
+    data = base64.b64encode(svg.encode()).decode()
+    words = " ".join(said.split()).replace("[", "(").replace("]", ")")
+    return f"![{words}](data:image/svg+xml;base64,{data})"
+
+
+def _cell(content: str) -> str:
+    # Of code, too: a row is cut at its bars before anything else.
+    return re.sub(r"(?<!\\)\|", r"\\|", content)

@@ -28,14 +28,16 @@ from tasks.server.artifacts import (
     TIMELINE,
     FlowArtifacts,
 )
-from tasks.show.components import components_of
-from tasks.show.figures import Figures
-from tasks.show.fleet import FleetSeen
-from tasks.show.page import summary_of
-from tasks.show.record import record_of
-from tasks.show.tables import attempts_of, curve_shown, progress_of
-from tasks.show.timeline import timeline_of
-from tasks.show.view import RunView, Shown
+from tasks.show.page import (
+    attempts_of,
+    components_of,
+    curve_shown,
+    progress_of,
+    record_of,
+    summary_of,
+)
+from tasks.show.pictures import Figures, timeline_of
+from tasks.show.view import FleetSeen, RunView, Shown
 from tasks.spec.loading import project_root
 from tasks.train.session import RunSession
 

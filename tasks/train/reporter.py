@@ -22,7 +22,7 @@ from prefect.states import Running
 from tasks.record.events import Event, event_listeners
 from tasks.record.states import RunState
 from tasks.show.failure import as_text, never_begun
-from tasks.show.fleet import FleetWords
+from tasks.show.view import FleetWords
 from tasks.train.page import RunPage
 from tasks.train.recoveries import RecoveryRuns
 from tasks.train.session import RunSession

@@ -16,11 +16,8 @@ from prefect.client.orchestration import SyncPrefectClient
 from tasks.record.places import RunPlace
 from tasks.record.states import RunState
 from tasks.server.artifacts import ATTEMPTS, COMPONENTS, RECORD, SUMMARY, TIMELINE, FlowArtifacts
-from tasks.show.components import components_of
-from tasks.show.page import summary_of
-from tasks.show.record import record_of
-from tasks.show.tables import attempts_of
-from tasks.show.timeline import timeline_of
+from tasks.show.page import attempts_of, components_of, record_of, summary_of
+from tasks.show.pictures import timeline_of
 from tasks.show.view import RunView
 from tasks.spec.loading import load_spec
 

@@ -16,7 +16,7 @@ from prefect.client.schemas.sorting import ArtifactSort
 
 from tasks.server.artifacts import RECORD
 from tasks.server.flow_runs import ServerAway, talking_to
-from tasks.show.record import record_read
+from tasks.show.page import record_read
 
 _log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tasks.show.end_block import Ending, end_block
+from tasks.show.lines import Ending, end_block
 from tasks.spec.failure_kinds import REMEDIES, FailureKind
 
 FAILURE = {

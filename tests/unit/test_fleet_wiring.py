@@ -18,7 +18,7 @@ from tasks.rollout.component import fleet_faults, fleet_names, fleet_ports, prep
 from tasks.rollout.events import FleetTail
 from tasks.rollout.fleet_hosts import devices_of
 from tasks.rollout.plan import TOKEN_ENV, BadPlan, FleetPlan
-from tasks.show.fleet import FleetWords
+from tasks.show.view import FleetWords
 from tasks.spec.loading import ports_needed, project_root
 from tasks.spec.run import RunSpec
 from tasks.spec.secrets import looks_secret

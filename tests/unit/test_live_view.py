@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tasks.record.events import Event
+from tasks.show.lines import Pace, clock_text, rate_text
 from tasks.show.live_view import LiveView, Picture, Row, Stage, drawn
-from tasks.show.pace import Pace, clock_text, rate_text
 from tasks.spec.run import RunSpec
 
 T = 1_000_000.0

@@ -20,7 +20,7 @@ from tasks.record.places import RunPlace
 from tasks.record.run_json import RunRecord
 from tasks.record.states import RunState
 from tasks.server.artifacts import FlowArtifacts
-from tasks.show.record import record_read
+from tasks.show.page import record_read
 from tasks.show.view import Shown
 from tasks.spec.loading import spec_as_yaml
 from tasks.spec.run import RunSpec

@@ -11,13 +11,10 @@ from xml.etree import ElementTree
 import pytest
 
 from tasks.record.places import RunPlace
-from tasks.show import curve, pictures
-from tasks.show.chart import curve_of
-from tasks.show.figures import Figures
-from tasks.show.markdown import picture
-from tasks.show.tables import curve_shown
-from tasks.show.timeline import drawn, phases_of, timeline_of
-from tasks.show.view import RunView
+from tasks.show import lines, pictures
+from tasks.show.page import curve_shown
+from tasks.show.pictures import Figures, curve_of, drawn, phases_of, timeline_of
+from tasks.show.view import RunView, picture
 from tasks.spec.run import RunSpec
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -157,9 +154,9 @@ def _points_of(one: ElementTree.Element) -> list[tuple[float, float]]:
 
 
 def test_ticks_are_round_numbers_within_the_range() -> None:
-    assert pictures.ticks(0, 60, 6) == [0, 10, 20, 30, 40, 50, 60]
-    assert [round(tick, 6) for tick in pictures.ticks(0.07, 0.99)] == [0.2, 0.4, 0.6, 0.8]
-    assert pictures.ticks(3, 3) == [3]
+    assert pictures.axis_ticks(0, 60, 6) == [0, 10, 20, 30, 40, 50, 60]
+    assert [round(tick, 6) for tick in pictures.axis_ticks(0.07, 0.99)] == [0.2, 0.4, 0.6, 0.8]
+    assert pictures.axis_ticks(3, 3) == [3]
 
 
 @pytest.mark.parametrize(
@@ -238,4 +235,4 @@ def test_a_figure_that_is_not_finite_is_no_point_of_a_curve(tmp_path: Path) -> N
     path = tmp_path / "m.jsonl"
     path.write_text('{"step": 1, "reward": NaN}\n{"step": 2, "reward": 2}\n{"step": 3}\n')
 
-    assert curve.read(path, "step", "reward") == [(2.0, 2.0)]
+    assert lines.read_curve(path, "step", "reward") == [(2.0, 2.0)]

@@ -10,14 +10,9 @@ import pytest
 
 from tasks.record.events import Event
 from tasks.record.places import RunPlace
-from tasks.show.components import components_of
-from tasks.show.elsewhere import places_of
 from tasks.show.failure import as_text, in_a_line
-from tasks.show.fleet import FleetSeen
-from tasks.show.markdown import block, code, table, text
-from tasks.show.page import summary_of
-from tasks.show.tables import attempts_of, progress_of
-from tasks.show.view import RunView, seconds
+from tasks.show.page import attempts_of, components_of, places_of, progress_of, summary_of
+from tasks.show.view import FleetSeen, RunView, block, code, seconds, table, text
 from tasks.spec.run import RunSpec
 
 STAY: dict[str, Any] = {"command": ["sleep", "600"]}

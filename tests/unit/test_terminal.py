@@ -17,8 +17,7 @@ from prefect.logging.handlers import PrefectConsoleHandler
 
 from tasks.record.events import Event
 from tasks.show import terminal as terminal_module
-from tasks.show.foreign_lines import ForeignLines
-from tasks.show.screen import Screen
+from tasks.show.screen import ForeignLines, Screen
 from tasks.show.terminal import Terminal
 from tasks.spec.run import RunSpec
 from tests.support.emulator import Emulator
