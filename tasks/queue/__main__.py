@@ -28,7 +28,7 @@ from tasks.queue.operating import BadSetting, NotThere
 from tasks.queue.reasons import one_line
 from tasks.queue.tables import as_json, as_plain, as_rich
 from tasks.queue.view import QueueView
-from tasks.server.refusal import why_refused
+from tasks.server.flow_runs import why_refused
 from tasks.server.server import NoServer, quieten_prefect
 
 EXIT_DONE, EXIT_NOT_THERE, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130

@@ -3,6 +3,8 @@ that is true of them then.
 
 All proposals are made by the server's own rules, none is forced: a flow run that has come to its
 end, or that somebody began to cancel, between our look and our word is left as it is.
+
+In words, a Prefect server that answers and lets nobody in who has not the right password.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from email.utils import parsedate_to_datetime
+from http import HTTPStatus
 from typing import Any
 from uuid import UUID
 
@@ -40,7 +43,23 @@ from tasks.processes.ending import Holders
 from tasks.processes.identity import ProcessId, boot_id, host_name
 from tasks.record.closing import Closed
 from tasks.record.states import RunState
-from tasks.server.refusal import why_refused
+
+_REFUSALS = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
+_REMEDY = "set PREFECT_API_AUTH_STRING to what its server has as PREFECT_SERVER_API_AUTH_STRING"
+
+
+def why_refused(url: str, error: Exception, *, is_set: bool) -> str:
+    """What the server of that URL refused, and what to do; empty where it did not refuse.
+
+    Args:
+        is_set: whether this process has an auth string, or an API key.
+    """
+    status = error.response.status_code if isinstance(error, httpx.HTTPStatusError) else 0
+    if status not in _REFUSALS:
+        return ""
+    what = "the PREFECT_API_AUTH_STRING of this process" if is_set else "anybody without a password"
+    return f"the Prefect server at {url} does not let in {what} (HTTP {status:d}): {_REMEDY}"
+
 
 #: In the environment of a flow run's process. Source: prefect/runner/_starter_engine.py.
 FLOW_RUN_VARIABLE = "PREFECT__FLOW_RUN_ID"
