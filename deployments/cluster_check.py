@@ -21,8 +21,7 @@ from ray import cloudpickle
 from ray.job_submission import JobStatus, JobSubmissionClient
 
 import tasks
-from tasks.ray.dashboard import Dashboard, Denied, NoAnswer, Node
-from tasks.ray.loopback import ready_driver
+from tasks.ray.dashboard import Dashboard, Denied, NoAnswer, Node, ready_driver
 from tasks.ray.node_shapes import SHAPES, Ending, exit_code_in_worker, try_shape
 from tasks.show.help import HelpFormatter
 

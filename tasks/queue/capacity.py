@@ -13,9 +13,8 @@ from tasks.processes.machine import gpus_seen
 from tasks.queue.free import bare_name
 from tasks.queue.nodes import Cluster, Node
 from tasks.queue.settings import PoolSettings
-from tasks.ray.cluster_use import ClusterUse
 from tasks.ray.dashboard import Denied, NoAnswer
-from tasks.ray.usage import ClusterLook
+from tasks.ray.usage import ClusterLook, ClusterUse
 
 #: How long one look at a cluster may take.
 LOOK_WITHIN_S = 5.0

@@ -1,11 +1,21 @@
-"""Questions to a Ray cluster over the HTTP of its dashboard: no driver, no raylet near by."""
+"""Questions to a Ray cluster over the HTTP of its dashboard: no driver, no raylet near by.
+
+Clusters that listen on loopback only, as `make up` starts one: what their drivers need.
+
+Ray replaces a loopback address by the machine's address in its network, where such a cluster does
+not listen, and looks for it there for minutes. One switch of Ray's keeps it from that.
+
+Whether a cluster answers, told once each time that it changes.
+"""
 
 from __future__ import annotations
 
+import os
 import socket
-from collections.abc import AsyncGenerator, Mapping
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 import httpx
@@ -308,3 +318,67 @@ def _auth_headers() -> dict[str, str]:
     )
 
     return dict(get_auth_headers_if_auth_enabled({}))
+
+
+#: Source: ray/_private/ray_constants.py, ENABLE_RAY_CLUSTERS_ENV_VAR.
+_SWITCH = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+
+
+def driver_env(gcs_address: str) -> dict[str, str]:
+    """What the environment of a driver of this cluster needs beside its own.
+
+    Args:
+        gcs_address: `host:port` of the cluster's control store.
+    """
+    return {_SWITCH: "0"} if gcs_address.startswith(("127.", "localhost:")) else {}
+
+
+def ready_driver(gcs_address: str) -> None:
+    """Make this process ready for `ray.init` at this cluster."""
+    if not (more := driver_env(gcs_address)):
+        return
+    os.environ.update(more)
+    # Ray has read its environment where something has imported it already.
+    from ray._private import ray_constants
+
+    ray_constants.ENABLE_RAY_CLUSTER = False
+
+
+class Emit(Protocol):
+    """Told what happens to a job, as it happens."""
+
+    def __call__(self, name: str, **fields: object) -> None: ...
+
+
+class Contact:
+    """The owner of what is known of the contact with one cluster."""
+
+    def __init__(
+        self, address: str, emit: Emit, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._address = address
+        self._emit = emit
+        self._clock = clock
+        self._lost_at: float | None = None
+        #: What the last unanswered question met.
+        self.problem = ""
+
+    @property
+    def lost_for_s(self) -> float:
+        """Since when it does not answer, 0 while it does."""
+        return 0.0 if self._lost_at is None else self._clock() - self._lost_at
+
+    @property
+    def is_lost(self) -> bool:
+        return self._lost_at is not None
+
+    def answered(self) -> None:
+        if self._lost_at is not None:
+            lost_for_s, self._lost_at = self.lost_for_s, None
+            self._emit("contact.back", address=self._address, after_s=round(lost_for_s, 1))
+
+    def failed(self, problem: str) -> None:
+        self.problem = problem
+        if self._lost_at is None:
+            self._lost_at = self._clock()
+            self._emit("contact.lost", address=self._address, message=problem)

@@ -1,18 +1,92 @@
-"""Brings a submission to its end in whatever phase it is, and says what did not come free."""
+"""Brings a submission to its end in whatever phase it is, and says what did not come free.
+
+Questions about submissions whose own process is gone, for programs without a loop.
+
+Each call opens a loop of its own: use them from a plain thread.
+
+What the drivers of a job hold of a cluster.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 from tasks.ray import control_store
-from tasks.ray.dashboard import Dashboard, Denied, JobState, NoAnswer
-from tasks.ray.holdings import Holdings, holdings_of
-from tasks.ray.submission import SETTLES_WITHIN_S
+from tasks.ray.dashboard import Actor, Dashboard, Denied, JobState, NoAnswer, Node, PlacementGroup
+from tasks.ray.submission import SETTLES_WITHIN_S, SubmissionFile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holdings:
+    """The living actors and the placement groups of a job."""
+
+    actors: tuple[Actor, ...]
+    groups: tuple[PlacementGroup, ...]
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.actors and not self.groups
+
+    @property
+    def gpus(self) -> float:
+        """What they have of GPUs; what only waits for some has none."""
+        grouped = sum(sum(group.gpus_on.values()) for group in self.groups)
+        return grouped + sum(actor.gpus for actor in self.actors)
+
+    def in_words(self, nodes: Sequence[Node]) -> tuple[str, ...]:
+        """Each by node and pid, with its GPUs."""
+        ips = {node.node_id: node.ip for node in nodes}
+
+        def place(node_id: str) -> str:
+            return f"node {ips.get(node_id, node_id[:8] or 'unknown')}"
+
+        actors = [
+            f"{place(a.node_id)}, pid {a.pid}: actor {a.class_name} is {a.state}"
+            + (f" with {a.gpus:g} GPUs" if a.gpus else "")
+            for a in self.actors
+        ]
+        groups = [
+            f"{place(node_id)}: placement group {g.group_id[:8]} has {gpus:g} GPUs"
+            for g in self.groups
+            for node_id, gpus in (g.gpus_on or {"": 0.0}).items()
+        ]
+        return (*actors, *groups)
+
+
+async def holdings_of(dashboard: Dashboard, ray_job_ids: Iterable[str]) -> Holdings:
+    """What is held now by drivers, by their ids at Ray. Raises: NoAnswer, Denied."""
+    actors: list[Actor] = []
+    groups: list[PlacementGroup] = []
+    for ray_job_id in sorted(ray_job_ids):
+        actors += await dashboard.actors_of(ray_job_id)
+        groups += await dashboard.groups_of(ray_job_id)
+    return Holdings(actors=tuple(actors), groups=tuple(groups))
+
+
+async def gpus_of(dashboard: Dashboard, ray_job_ids: Iterable[str]) -> float:
+    """GPUs that drivers hold now, running tasks included. Raises: NoAnswer, Denied."""
+    ids = sorted(ray_job_ids)
+    held = await holdings_of(dashboard, ids)
+    return held.gpus + sum([await dashboard.gpus_of_tasks(ray_job_id) for ray_job_id in ids])
+
+
+def room_in_words(nodes: Sequence[Node], free: Mapping[str, float]) -> str:
+    """`127.0.0.1: 3 of 8 free, ...`, of the nodes that have GPUs."""
+    return (
+        ", ".join(
+            f"{node.ip}: {free.get(node.node_id, 0):g} of {node.gpus:g} free"
+            for node in nodes
+            if node.gpus
+        )
+        or "no node has GPUs"
+    )
+
 
 #: How long a cluster that does not answer is asked again before it is called unknown.
 UNKNOWN_AFTER_S = 60.0
@@ -197,3 +271,76 @@ class TakeDown:
 
     def _place(self, state: JobState) -> str:
         return f"node {state.driver_ip or 'unknown'}"
+
+
+def ask_job(address: str, submission_id: str) -> JobState | None:
+    """What a cluster says of a submission, None where it does not know it.
+
+    Raises: NoAnswer when it was not reached: that says nothing of the job. Denied.
+    """
+
+    async def ask() -> JobState | None:
+        dashboard = Dashboard(address)
+        try:
+            return await dashboard.job(submission_id)
+        finally:
+            await dashboard.close()
+
+    return asyncio.run(ask())
+
+
+def stop_submission(
+    file: Path,
+    *,
+    sweep: Sweep,
+    grace_s: float,
+    unknown_after_s: float = 60.0,
+    on_state: Callable[[JobState], None] = lambda state: None,
+) -> tuple[str, ...]:
+    """End the job that a `submission.json` names, in whatever phase it is, and wait until nothing
+    of it is left; `RayJob.end` for a job whose own process is gone.
+
+    Args:
+        unknown_after_s: for how long a cluster that does not answer is asked again.
+
+    Returns: what did not come free, by node and pid, or that it can't be known; the file says so
+    too. Raises: OSError, ValueError when the file can't be read.
+    """
+    submission = SubmissionFile.read(file)
+    if submission is None or submission.get("submit_began_at") is None:
+        return ()
+
+    def note(state: JobState) -> None:
+        known: dict[str, Any] = {"status": state.status.lower()}
+        if state.is_final:
+            known |= {"message": state.message[-2000:], "ended_at": state.ended_at}
+        submission.note(**known)
+        on_state(state)
+
+    async def stop() -> tuple[str, ...]:
+        dashboard = Dashboard(submission.get("address"))
+        take_down = TakeDown(
+            dashboard,
+            submission.get("submission_id"),
+            grace_s=grace_s,
+            sweep=sweep,
+            on_state=note,
+            unknown_after_s=unknown_after_s,
+        )
+        try:
+            ended = await take_down.run(
+                submission.get("ray_job_ids", ()),
+                was_known=submission.get("submitted_at") is not None,
+            )
+        except OutOfReach as error:
+            submission.note(status="unknown", message=str(error))
+            return (
+                f"job {submission.get('submission_id')}: its cluster does not answer, so nobody "
+                f"can say what is left of it: {error}",
+            )
+        finally:
+            await dashboard.close()
+        submission.note(left=list(ended.left))
+        return ended.left
+
+    return asyncio.run(stop())

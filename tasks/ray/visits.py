@@ -9,6 +9,8 @@ package is uploaded, and a node on which runtime environments fail is reached al
 prefect-ray each visit is a task run of the flow run that asks. A node where that fails (it has no
 Prefect, say), and every node where there is no Prefect server, is visited by a plain Ray task: the
 engine that prefect-ray runs there would start a temporary server on each node.
+
+What is done on each node of a Ray cluster: short, idempotent tasks, pinned to one node each.
 """
 
 from __future__ import annotations
@@ -21,13 +23,14 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 from uuid import UUID
 
 import ray
-from prefect import Flow
+from prefect import Flow, Task, task
+from prefect.cache_policies import NO_CACHE
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import FlowRun
 from prefect.context import FlowRunContext
@@ -40,7 +43,44 @@ from ray import cloudpickle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import tasks
-from tasks.ray.node_tasks import VISITS, clock
+from tasks.processes.ending import end_carriers
+from tasks.processes.machine import forget, look, names_unseen
+
+
+@task(name="sweep", persist_result=False, cache_policy=NO_CACHE)
+def sweep_node(wanted: Mapping[str, str]) -> dict[str, Any]:
+    """End what escaped; see `end_carriers`."""
+    return end_carriers(wanted)
+
+
+@task(name="look", persist_result=False, cache_policy=NO_CACHE)
+def look_at_node(shared: str, folder: str, name: str, ray_dir: str) -> dict[str, Any]:
+    """See `machine_look.look`."""
+    return look(shared, folder, name, ray_dir)
+
+
+@task(name="compare", persist_result=False, cache_policy=NO_CACHE)
+def compare_shared(folder: str, names: Sequence[str]) -> dict[str, Any]:
+    """See `names_unseen`."""
+    return names_unseen(folder, names)
+
+
+@task(name="tidy", persist_result=False, cache_policy=NO_CACHE)
+def tidy_node(folder: str) -> dict[str, Any]:
+    """See `forget`."""
+    return forget(folder)
+
+
+def clock() -> float:
+    """UTC epoch seconds by the node's clock. No task: its overhead would be the measurement."""
+    return time.time()
+
+
+#: By the name that a visitor asks for.
+VISITS: Mapping[str, Task[..., dict[str, Any]]] = {
+    each.name: each for each in (sweep_node, look_at_node, compare_shared, tidy_node)
+}
+
 
 #: Of the time for a visit, what prefect-ray has before plain Ray tasks are tried.
 _PREFECT_SHARE = 0.7

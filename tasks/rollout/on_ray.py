@@ -8,11 +8,10 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
-from tasks.ray.dashboard import Denied, NoAnswer
-from tasks.ray.loopback import ready_driver
+from tasks.ray.dashboard import Denied, NoAnswer, ready_driver
+from tasks.ray.nodes import gcs_address_of
 from tasks.ray.submission import submission_id
 from tasks.ray.submit import wrapper_sources
-from tasks.ray.sweeping import gcs_address_of
 from tasks.rollout.addresses import Addresses, nodes_needed, ports_needed
 from tasks.rollout.hosts import NoHost, OpenedHost
 from tasks.rollout.plan import FleetPlan

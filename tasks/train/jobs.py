@@ -9,9 +9,8 @@ from typing import Any
 from tasks.processes.component import RemoteJob
 from tasks.processes.guarded import Command
 from tasks.ray.job import RayJob
-from tasks.ray.plan import JobPlan
-from tasks.ray.submission import submission_file, submission_id
-from tasks.ray.sweeping import sweep_of
+from tasks.ray.nodes import sweep_of
+from tasks.ray.submission import JobPlan, submission_file, submission_id
 from tasks.record.places import AttemptPlace
 from tasks.spec.run import RunSpec
 

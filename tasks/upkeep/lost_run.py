@@ -14,9 +14,9 @@ from prefect.states import Scheduled
 
 from tasks.processes.ending import holders_of
 from tasks.processes.registry import JobEntry, LostRun
-from tasks.ray.asking import stop_submission
 from tasks.ray.dashboard import JobState
-from tasks.ray.sweeping import sweep_of
+from tasks.ray.end import stop_submission
+from tasks.ray.nodes import sweep_of
 from tasks.record.places import AttemptPlace, RunPlace
 from tasks.record.run_json import adoptable_attempt
 from tasks.server.flow_runs import (

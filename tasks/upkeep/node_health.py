@@ -247,7 +247,7 @@ def _leftovers(node: NodeSeen, is_live: Mapping[str, bool]) -> list[Finding]:
             "leftovers",
             f"run {run_id} has ended, and pid {', '.join(map(str, sorted(pids)))} of it lives",
             "`python -m flows.reconcile` where it ran, or "
-            f"`python -m tasks.ray.sweeping --address ... --run-id {run_id}`",
+            f"`python -m tasks.ray.nodes --address ... --run-id {run_id}`",
         )
         for run_id, pids in dead.items()
     ]

@@ -86,8 +86,8 @@ def _muster(cluster: RayCluster, directory: Path, short_code: str) -> dict[str, 
 
 async def _muster_takes(cluster: RayCluster, directory: Path, short_code: str) -> dict[str, float]:
     from tasks.ray.job import RayJob
-    from tasks.ray.plan import JobPlan
-    from tasks.ray.sweeping import sweep_of
+    from tasks.ray.nodes import sweep_of
+    from tasks.ray.submission import JobPlan
 
     def job(code: str) -> tuple[JobPlan, RayJob]:
         run_id = f"bench-{uuid.uuid4().hex[:8]}"

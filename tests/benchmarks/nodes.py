@@ -70,7 +70,7 @@ def _took_ms(do: Callable[[], None]) -> float:
 
 
 def _sweep(cluster: RayCluster) -> None:
-    from tasks.ray.sweeping import sweep
+    from tasks.ray.nodes import sweep
 
     report = asyncio.run(sweep(cluster.gcs_address, run_id=_RUN_ID, within_s=_LIMIT_S))
     assert report.is_clean, report

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from tasks.ray import submitter
+from tasks.ray import submit
 from tasks.record.outcome import JobRefused
 from tasks.spec.failure_kinds import FailureKind
 from tests.support.ray_cluster import RayCluster
@@ -105,7 +105,7 @@ async def test_a_launch_that_is_cancelled_while_it_submits_leaves_nothing(
 async def test_where_nothing_listens_it_is_refused_and_nothing_was_submitted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(submitter, "_FIRST_ANSWER_WITHIN_S", 0.5)
+    monkeypatch.setattr(submit, "_FIRST_ANSWER_WITHIN_S", 0.5)
     jobs = Jobs("http://127.0.0.1:9", tmp_path)
     job = jobs.job(jobs.plan("sleep", "3600"))
 

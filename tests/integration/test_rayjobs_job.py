@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from tasks.ray.asking import ask_job, stop_submission
 from tasks.ray.control_store import free_gpus
 from tasks.ray.dashboard import Dashboard
+from tasks.ray.end import ask_job, stop_submission
 from tasks.record.outcome import JobRefused
 from tasks.spec.failure_kinds import FailureKind
 from tests.support.ray_cluster import RayCluster

@@ -17,7 +17,7 @@ from prefect import flow
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
 
-from tasks.ray.sweeping import SweepReport, sweep
+from tasks.ray.nodes import SweepReport, sweep
 from tasks.server.server import prefect_server
 from tests.support.ray_cluster import RAY_ENV, RayCluster
 

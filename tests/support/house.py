@@ -29,7 +29,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
 PLAIN = {"spec": {"pydantic", "pydantic_core", "yaml"}, "record": {"pydantic", "yaml"}}
 #: Where else than in `server` and above it Prefect may be imported, and where Ray may at all.
 PREFECT_FROM = ("server", "queue", "upkeep", "pipeline", "train")
-PREFECT_TOO = ("tasks/ray/visits.py", "tasks/ray/node_tasks.py", "tasks/ray/nodes.py")
+PREFECT_TOO = ("tasks/ray/visits.py", "tasks/ray/visits.py", "tasks/ray/nodes.py")
 RAY_ONLY = ("tasks/ray/", "tasks/rollout/actor.py", "tasks/rollout/ray_host.py")
 #: They run alone under `python -I -S`: the standard library and each other, by their bare names.
 ALONE = (

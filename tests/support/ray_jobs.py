@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from tasks.ray.job import RayJob
-from tasks.ray.plan import JobPlan
+from tasks.ray.submission import JobPlan
 from tasks.record.outcome import Exit
 
 WITHIN_S = 60.0

@@ -14,8 +14,8 @@ from tasks.processes.identity import host_name
 from tasks.queue.capacity import Capacity, NoCapacity, local_cluster
 from tasks.queue.nodes import Cluster, Node
 from tasks.queue.settings import PoolSettings, TableNode
-from tasks.ray.cluster_use import ClusterUse, NodeInUse
 from tasks.ray.dashboard import Denied, NoAnswer
+from tasks.ray.usage import ClusterUse, NodeInUse
 
 pytestmark = pytest.mark.asyncio
 

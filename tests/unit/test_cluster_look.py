@@ -14,9 +14,8 @@ import pytest_asyncio
 from ray.core.generated import gcs_service_pb2 as messages
 from ray.core.generated import gcs_service_pb2_grpc as services
 
-from tasks.ray.cluster_use import ActorReport, ClusterUse, NodeReport, run_of, use_of
 from tasks.ray.dashboard import Denied, NoAnswer
-from tasks.ray.usage import ClusterLook
+from tasks.ray.usage import ActorReport, ClusterLook, ClusterUse, NodeReport, run_of, use_of
 
 RUN = "trial-sft-20260102-030405-0a1b"
 ONE, TWO = "0a1b2c3d" * 7, "4e5f6071" * 7

@@ -29,7 +29,7 @@ COMMANDS = (
     "tasks.queue set",
     "tasks.rollout",
     "tasks.rollout plan",
-    "tasks.ray.sweeping",
+    "tasks.ray.nodes",
     "tasks.train.deploying",
     "deployments.stack",
     "deployments.stack up",
@@ -111,7 +111,7 @@ def test_an_unknown_option_is_named_and_nothing_is_done(
         ("tests.faults.soak", "--at-once", "2"),
         ("tests.faults.fleet_chaos", "--minutes", "10.0"),
         ("deployments.cluster_check", "--within-s S", "20.0"),
-        ("tasks.ray.sweeping", "--within-s S", "60.0"),
+        ("tasks.ray.nodes", "--within-s S", "60.0"),
         ("tests.benchmarks.queue", "--compress", "1.0"),
     ],
 )

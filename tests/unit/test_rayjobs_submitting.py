@@ -10,12 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tasks.ray.contact import Contact
-from tasks.ray.dashboard import Actor, Node, PlacementGroup
-from tasks.ray.holdings import Holdings, room_in_words
-from tasks.ray.log_copy import beyond
-from tasks.ray.plan import JobPlan
-from tasks.ray.submission import SubmissionFile
+from tasks.ray.dashboard import Actor, Contact, Node, PlacementGroup
+from tasks.ray.end import Holdings, room_in_words
+from tasks.ray.job import beyond
+from tasks.ray.submission import JobPlan, SubmissionFile
 from tasks.ray.submit import entrypoint_of, environment_of, excludes_of, place_of_driver
 
 
