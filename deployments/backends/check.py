@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from deployments.backends import facts, package, reading
-from tasks.rollout.addresses import Addresses, nodes_needed, ports_needed
-from tasks.rollout.rollout_building import build
+from tasks.rollout.building import Addresses, build, nodes_needed, ports_needed
 from tasks.rollout.topology import TopologyPlan
 from tasks.spec.rollout import Rollout
 

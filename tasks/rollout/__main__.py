@@ -1,4 +1,7 @@
-"""The command `python -m tasks.rollout`: the plan of a run's fleet, without starting anything."""
+"""The command `python -m tasks.rollout`: the plan of a run's fleet, without starting anything.
+
+The rollout fleet: `python -m tasks.rollout --help`.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from tasks.rollout.rollout_building import FIRST_PORT, planned
+from tasks.rollout.building import FIRST_PORT, planned
 from tasks.rollout.topology import ServerSlot, TopologyPlan
 from tasks.spec.errors import Fault, InvalidSpec
 from tasks.spec.loading import load_spec
@@ -142,3 +145,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     plan.add_argument("--json", action="store_true", help="as JSON, with every word of it")
     return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

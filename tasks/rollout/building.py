@@ -1,11 +1,18 @@
-"""How the engines of a fleet are cut into servers, and on which nodes these are."""
+"""How the engines of a fleet are cut into servers, and on which nodes these are.
+
+The hosts and ports of a fleet: which are needed, and what was given out.
+
+From a fleet's spec to its plan: pure, so that the same spec gives the same plan everywhere.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from tasks.rollout import backends, lmdeploy, sglang, vllm
 from tasks.rollout.place import Backend, Place
+from tasks.rollout.topology import Answers, Engine, ServerSlot, TopologyPlan
 from tasks.spec.rollout import Rollout
 
 _BACKENDS: Mapping[str, Backend] = {
@@ -69,3 +76,180 @@ def nodes_of(fleet: Rollout, engine: int, node_gpus: int | None = None) -> tuple
     if node_gpus is not None and sizes.gpus:
         return (engine // (node_gpus // sizes.gpus),)
     return (engine if fleet.placement == "ray" else 0,)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PortNeed:
+    """A port that must be free on a node before the servers there are started."""
+
+    #: Index into the fleet's nodes.
+    node: int
+    #: `server.0` for the server of rank 0, `engine.0` for where engine 0 meets.
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Addresses:
+    """Where a fleet's servers are. A group gets new ports by building it with others."""
+
+    #: By node index, as the gateway and the other nodes reach them.
+    hosts: tuple[str, ...]
+    #: By the name of the need.
+    ports: Mapping[str, int]
+    #: Of the GPUs that a local fleet may use, in the order of its ranks; empty: 0, 1, 2 and so on.
+    devices: tuple[str, ...] = field(default=())
+
+
+def server_port(rank: int) -> str:
+    """The name of the port on which the server of this rank listens."""
+    return f"server.{rank}"
+
+
+def meeting_port(engine: int) -> str:
+    """The name of the port at which the processes of this engine meet."""
+    return f"engine.{engine}"
+
+
+def ports_needed(fleet: Rollout, node_gpus: int | None = None) -> tuple[PortNeed, ...]:
+    """Every port that the fleet needs, engine by engine.
+
+    Args:
+        fleet: As validated.
+        node_gpus: As for `build`.
+
+    Raises:
+        ValueError: As `build` does.
+    """
+    backend = backend_of(fleet)
+    needs: list[PortNeed] = []
+    for engine, servers in enumerate(places(fleet, node_gpus)):
+        if backend.meets(fleet):
+            needs.append(PortNeed(node=servers[0].node, name=meeting_port(engine)))
+        needs += [
+            PortNeed(node=place.node, name=server_port(place.rank))
+            for place in servers
+            if backend.answers(fleet, place.index) is not Answers.NONE
+        ]
+    return tuple(needs)
+
+
+def nodes_needed(fleet: Rollout, node_gpus: int | None = None) -> int:
+    """How many nodes the fleet is planned on, so many hosts it needs."""
+    engines = range(fleet.engines)
+    return 1 + max(node for engine in engines for node in nodes_of(fleet, engine, node_gpus))
+
+
+#: The first of the ports that stand in for others.
+FIRST_PORT = 30000
+_DEVICES = "CUDA_VISIBLE_DEVICES"
+
+
+def build(fleet: Rollout, addresses: Addresses, node_gpus: int | None = None) -> TopologyPlan:
+    """The plan of a fleet at these addresses.
+
+    Args:
+        fleet: As validated.
+        addresses: A host for each of `nodes_needed`, a port for each of `ports_needed`.
+        node_gpus: GPUs on each node, by which engines are packed onto nodes; see `places`.
+
+    Raises:
+        ValueError: An engine does not fit on a node, or there are too few hosts or devices.
+        KeyError: A port that is needed is not there.
+    """
+    backend = backend_of(fleet)
+    devices = _devices(fleet, addresses)
+    engines: list[Engine] = []
+    for index, servers in enumerate(places(fleet, node_gpus)):
+        nodes = nodes_of(fleet, index, node_gpus)
+        if nodes[-1] >= len(addresses.hosts):
+            raise ValueError(f"engine {index} is on node {nodes[-1]}, of which there is no host")
+        meeting: tuple[str, int] | None = None
+        if backend.meets(fleet):
+            meeting = (addresses.hosts[nodes[0]], addresses.ports[meeting_port(index)])
+        addressed = [
+            replace(
+                place,
+                host=addresses.hosts[place.node],
+                port=None
+                if backend.answers(fleet, place.index) is Answers.NONE
+                else addresses.ports[server_port(place.rank)],
+                meeting=meeting,
+            )
+            for place in servers
+        ]
+        engines.append(
+            Engine(
+                ranks=tuple(rank for place in servers for rank in place.ranks),
+                nodes=nodes,
+                dist_init=None if meeting is None else f"{meeting[0]}:{meeting[1]}",
+                servers=tuple(_slot(fleet, place, addressed, devices) for place in addressed),
+            )
+        )
+    return TopologyPlan(
+        engines=tuple(engines), questions=backend.questions(fleet), placement=fleet.placement
+    )
+
+
+def planned(fleet: Rollout, node_gpus: int | None = None) -> TopologyPlan:
+    """The plan of a fleet at hosts and ports that stand in for those that a run finds: `node-0`,
+    `node-1` and so on, a local one at 127.0.0.1, and ports from 30000 on.
+
+    Args:
+        node_gpus: As for `build`.
+
+    Raises:
+        ValueError: As `build` does.
+    """
+    needs = ports_needed(fleet, node_gpus)
+    is_local = fleet.placement == "local"
+    hosts = tuple(
+        "127.0.0.1" if is_local else f"node-{node}"
+        for node in range(nodes_needed(fleet, node_gpus))
+    )
+    ports = {need.name: number for number, need in enumerate(needs, start=FIRST_PORT)}
+    return build(fleet, Addresses(hosts=hosts, ports=ports), node_gpus)
+
+
+def _slot(
+    fleet: Rollout, place: Place, engine: Sequence[Place], devices: Sequence[str]
+) -> ServerSlot:
+    backend = backend_of(fleet)
+    env = {**fleet.env, **backend.env(fleet, place)}
+    if devices:
+        env[_DEVICES] = ",".join(devices[rank] for rank in place.ranks)
+    return ServerSlot(
+        rank=place.rank,
+        engine=place.engine,
+        node=place.node,
+        bundles=place.ranks if fleet.sizes.gpus else (),
+        weight_ranks=_weight_ranks(fleet, place, engine),
+        is_entrypoint=backend.is_entrypoint(fleet, place.index),
+        answers=backend.answers(fleet, place.index),
+        host=place.host,
+        port=place.port,
+        argv=tuple(backends.filled(word, place) for word in backend.argv(fleet, place)),
+        env={name: backends.filled(text, place) for name, text in env.items()},
+    )
+
+
+def _weight_ranks(fleet: Rollout, place: Place, engine: Sequence[Place]) -> tuple[int, ...]:
+    """An entrypoint stands for its own ranks and for those of the servers that have none."""
+    backend = backend_of(fleet)
+    if not backend.is_entrypoint(fleet, place.index):
+        return ()
+    others = [one for one in engine if not backend.is_entrypoint(fleet, one.index)]
+    return place.ranks + tuple(rank for one in others for rank in one.ranks)
+
+
+def _devices(fleet: Rollout, addresses: Addresses) -> tuple[str, ...]:
+    """The GPU of each rank of a local fleet; empty where no GPUs are asked for, and on Ray, which
+    gives an actor its GPUs itself."""
+    needed = fleet.engines * fleet.sizes.gpus
+    if fleet.placement != "local" or not needed:
+        return ()
+    written = tuple(one for one in fleet.env.get(_DEVICES, "").split(",") if one)
+    devices = addresses.devices or written or tuple(map(str, range(needed)))
+    if len(devices) < needed:
+        found = f"{_DEVICES} names {len(devices)}: {', '.join(devices)}"
+        raise ValueError(f"the fleet needs {needed} GPUs, and {found}")
+    return devices

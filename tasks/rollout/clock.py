@@ -1,10 +1,14 @@
-"""The time of the fleet's loop, and waits that end when they should."""
+"""The time of the fleet's loop, and waits that end when they should.
+
+How long to wait before the next try.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Coroutine
+from random import Random
 from typing import Any, TypeVar
 
 _log = logging.getLogger(__name__)
@@ -68,3 +72,16 @@ def _forget(task: asyncio.Task[Any]) -> None:
 
 
 Emit = Callable[..., None]
+
+
+def pause_s(count: int, *, first_s: float, longest_s: float, random: Random) -> float:
+    """Twice as long each time, less up to a half, so that those that failed together spread.
+
+    Args:
+        count: pauses before this one, in a row.
+        first_s: the first pause, at its longest.
+        longest_s: no pause is longer.
+    """
+    # Past 2 ** 30 only the bound matters, and a float has no room for ever.
+    longest = min(longest_s, first_s * 2.0 ** min(count, 30))
+    return longest * random.uniform(0.5, 1.0)

@@ -3,32 +3,245 @@
 A try that ended before the server's answer began is made again elsewhere; once it has begun, never,
 so that nobody gets an answer twice. A refusal of the gateway's own says whether the client may send
 the request again.
+
+Requests that are under way, by the entrypoint they are with, so that they can be ended.
+
+What of a request and of an answer is passed on, and whose session a request belongs to.
+
+What the gateway itself answers when it can't pass on a server's answer.
 """
 
 from __future__ import annotations
 
 import asyncio
 import errno
+import json
 import logging
+import math
+import re
 import socket
 import struct
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Protocol
 
 import aiohttp
 from aiohttp import web
 from aiohttp.http import HttpVersion11
 from aiohttp.web_protocol import RequestPayloadError
+from multidict import CIMultiDict, MultiMapping
+from pydantic_core import from_json
 from yarl import URL
 
 from tasks.rollout.evidence import Silence
-from tasks.rollout.flights import EntrypointGone, Flights
-from tasks.rollout.line import Line
-from tasks.rollout.messages import answered, asked, session_of
-from tasks.rollout.refusals import Refusal, bad, lost, nobody, overloaded
-from tasks.rollout.router import Entrypoint, NoEntrypoint, Router
+from tasks.rollout.router import Entrypoint, Line, NoEntrypoint, Router
+
+
+class EntrypointGone(Exception):
+    """The entrypoint has left the routing while a request was with it."""
+
+
+class _Flight:
+    """A scope within which a request is with an entrypoint; see `Flights.to`."""
+
+    __slots__ = ("_cancels", "_entrypoint", "_flights", "is_gone", "task")
+
+    def __init__(self, flights: Flights, entrypoint: Entrypoint) -> None:
+        self._flights = flights
+        self._entrypoint = entrypoint
+        self.is_gone = False
+
+    def __enter__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self.task = task
+        # As asyncio.timeout does: a cancel of ours is told from one of somebody else's.
+        self._cancels = task.cancelling()
+        self._flights.add(self._entrypoint, self)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._flights.remove(self._entrypoint, self)
+        if (
+            self.is_gone
+            and self.task.uncancel() <= self._cancels
+            and kind is asyncio.CancelledError
+        ):
+            raise EntrypointGone(f"rank {self._entrypoint.rank} has left the routing") from error
+
+
+class Flights:
+    """All requests that are with an entrypoint."""
+
+    def __init__(self) -> None:
+        self._of: dict[tuple[int, int], dict[_Flight, None]] = {}
+
+    def to(self, entrypoint: Entrypoint) -> _Flight:
+        """`with flights.to(entrypoint): ...`; raises EntrypointGone out of it after `abort`."""
+        return _Flight(self, entrypoint)
+
+    def abort(self, rank: int, epoch: int) -> int:
+        """End all that is with this incarnation, at once.
+
+        Returns: how many requests that were. One that calls this itself is not among them.
+        """
+        aborted = 0
+        for flight in self._of.get((rank, epoch), {}):
+            if not flight.is_gone and flight.task is not asyncio.current_task():
+                flight.is_gone = True
+                flight.task.cancel()
+                aborted += 1
+        return aborted
+
+    def abort_all(self) -> int:
+        return sum(self.abort(*key) for key in tuple(self._of))
+
+    def add(self, entrypoint: Entrypoint, flight: _Flight) -> None:
+        self._of.setdefault(entrypoint.key, {})[flight] = None
+
+    def remove(self, entrypoint: Entrypoint, flight: _Flight) -> None:
+        flights = self._of[entrypoint.key]
+        del flights[flight]
+        if not flights:
+            del self._of[entrypoint.key]
+
+
+#: Concern one connection only. Source: RFC 9110, section 7.6.1, and the older Keep-Alive.
+_HOP_BY_HOP = frozenset(
+    {
+        "connection",
+        "keep-alive",
+        "proxy-connection",
+        "proxy-authenticate",
+        "proxy-authorization",
+        "te",
+        "trailer",
+        "transfer-encoding",
+        "upgrade",
+    }
+)
+#: The client speaks to the gateway, which has already said 100 where that was expected.
+_NOT_FOR_SERVERS = _HOP_BY_HOP | {"host", "expect"}
+_WITHOUT_AUTHORIZATION = _NOT_FOR_SERVERS | {"authorization"}
+#: A session of the body is looked for in bodies up to this size, in bytes: a parse takes time.
+SESSION_BODY_BYTES = 1024 * 1024
+#: Without one of these keys a body is not parsed. `"user"` as a role is no key.
+_SESSION_KEY = re.compile(rb'"(?:session_id|user)"\s*:')
+
+
+def asked(headers: MultiMapping[str], *, with_authorization: bool) -> CIMultiDict[str]:
+    """The headers for the server, of those of a client.
+
+    Args:
+        with_authorization: False where that header holds the gateway's own token.
+    """
+    return _without(headers, _NOT_FOR_SERVERS if with_authorization else _WITHOUT_AUTHORIZATION)
+
+
+def answered(headers: MultiMapping[str], entrypoint: Entrypoint) -> CIMultiDict[str]:
+    """The headers for the client, of those of the server that has answered."""
+    passed = _without(headers, _HOP_BY_HOP)
+    passed["X-Muster-Rank"] = str(entrypoint.rank)
+    passed["X-Muster-Epoch"] = str(entrypoint.epoch)
+    return passed
+
+
+def session_of(headers: MultiMapping[str], body: bytes | None) -> str | None:
+    """What requests of one session have in common: a header, else a key of their JSON body."""
+    if (session := headers.get("X-Session-Id")) is not None:
+        return session or None
+    if not body or len(body) > SESSION_BODY_BYTES or _SESSION_KEY.search(body) is None:
+        return None
+    if "json" not in headers.get("Content-Type", "").lower() or "Content-Encoding" in headers:
+        return None
+    try:
+        content = from_json(body)
+    except ValueError:
+        return None  # the server says what is wrong with it
+    if isinstance(content, dict):
+        for key in ("session_id", "user"):
+            found = content.get(key)
+            if isinstance(found, (str, int)) and found != "":
+                return str(found)
+    return None
+
+
+def _without(headers: MultiMapping[str], dropped: frozenset[str]) -> CIMultiDict[str]:
+    if "Connection" in headers:
+        listed = ",".join(headers.getall("Connection"))
+        named = {name.strip().lower() for name in listed.split(",")}
+        # What frames the body is no matter of the connection, whatever is said of it.
+        dropped |= named - {"content-length"}
+    return CIMultiDict(pair for pair in headers.items() if pair[0].lower() not in dropped)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """An error answer of the gateway's own."""
+
+    status: int
+    #: For programs: `no_active_server`, `draining`, `server_lost`, `bad_request`, ...
+    type: str
+    #: What was found, and what to do.
+    message: str
+    #: The same request may be sent again as it is: nothing of an answer to it was lost.
+    is_retryable: bool = False
+    #: When a client may come again, in seconds; None: not said.
+    retry_after_s: float | None = None
+
+    @property
+    def headers(self) -> dict[str, str]:
+        headers = {"Content-Type": "application/json"}
+        if self.retry_after_s is not None:
+            headers["Retry-After"] = str(math.ceil(self.retry_after_s))
+        if self.status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
+        return headers
+
+    @property
+    def body(self) -> bytes:
+        """JSON in the form of OpenAI's errors, which its clients show."""
+        error = {"type": self.type, "message": self.message, "retryable": self.is_retryable}
+        return json.dumps({"error": error}).encode()
+
+    def as_event(self) -> bytes:
+        """The same within a stream of events whose last event may be incomplete."""
+        return b"\n\nevent: error\ndata: " + self.body + b"\n\n"
+
+
+def nobody(reason: str, *, is_draining: bool) -> Refusal:
+    """There is no server to send a request to just now."""
+    kind = "draining" if is_draining else "no_active_server"
+    return Refusal(status=503, type=kind, message=reason, is_retryable=True, retry_after_s=1)
+
+
+def lost(message: str) -> Refusal:
+    """A server took the request and did not answer it to the end."""
+    return Refusal(status=502, type="server_lost", message=message, is_retryable=True)
+
+
+def overloaded(message: str) -> Refusal:
+    """The gateway has no connection left for a request."""
+    remedy = "send fewer at once, or raise its limit of open files (ulimit -n)"
+    return Refusal(
+        status=503,
+        type="overloaded",
+        message=f"{message}: {remedy}",
+        is_retryable=True,
+        retry_after_s=1,
+    )
+
+
+def bad(message: str) -> Refusal:
+    """The request itself has to be mended."""
+    return Refusal(status=400, type="bad_request", message=message)
+
 
 _log = logging.getLogger(__name__)
 

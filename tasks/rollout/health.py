@@ -15,15 +15,10 @@ from enum import Enum
 from random import Random
 
 from tasks.rollout.clock import Clock, Emit, ended, within
-from tasks.rollout.evidence import Evidence, Silence, Verdict
-from tasks.rollout.hosts import ServerHost
-from tasks.rollout.incidents import NetworkCut
-from tasks.rollout.outliers import Outliers
-from tasks.rollout.probing import Prober
-from tasks.rollout.registry import Registry
-from tasks.rollout.settings import FleetSettings
-from tasks.rollout.topology import Answers, Ask, Questions, ServerSlot
-from tasks.rollout.views import GroupView
+from tasks.rollout.evidence import Evidence, NetworkCut, Outliers, Silence, Verdict
+from tasks.rollout.probing import Prober, ServerHost
+from tasks.rollout.registry import GroupView, Registry
+from tasks.rollout.topology import Answers, Ask, FleetSettings, Questions, ServerSlot
 from tasks.spec.errors import LostContact
 
 _log = logging.getLogger(__name__)

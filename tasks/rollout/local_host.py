@@ -16,7 +16,7 @@ from tasks.processes import tree
 from tasks.processes.guarded import Command, Forked, GuardedProcess
 from tasks.processes.ports import is_listened, listeners
 from tasks.record.causes import find_cause, last_lines, read_tail
-from tasks.rollout.hosts import Death, StartFailed
+from tasks.rollout.probing import Death, StartFailed
 from tasks.rollout.topology import Ask, ServerSlot
 from tasks.spec.failure_kinds import FailureKind
 

@@ -7,9 +7,8 @@ from typing import Any
 
 from tasks.record.states import GroupState
 from tasks.rollout.health import Health
-from tasks.rollout.registry import Registry
+from tasks.rollout.registry import FleetView, Registry, TrainingMetadata
 from tasks.rollout.router import Router
-from tasks.rollout.views import FleetView, TrainingMetadata
 
 #: Groups whose causes are told where the fleet cannot go on.
 _CAUSES = 8

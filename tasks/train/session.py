@@ -22,8 +22,7 @@ from tasks.record.places import AttemptPlace, RunPlace
 from tasks.record.retries import resume_point
 from tasks.record.run_json import RunRecord
 from tasks.record.states import RunState
-from tasks.rollout.component import fleet_faults, fleet_names, fleet_ports, prepare_fleet
-from tasks.rollout.events import FleetTail
+from tasks.rollout.component import FleetTail, fleet_faults, fleet_names, fleet_ports, prepare_fleet
 from tasks.spec import secrets
 from tasks.spec.errors import InvalidSpec
 from tasks.spec.failure_kinds import FailureKind

@@ -26,8 +26,7 @@ from tasks.rollout.clock import Clock
 from tasks.rollout.health import Health
 from tasks.rollout.probing import HttpProber
 from tasks.rollout.registry import Registry
-from tasks.rollout.settings import FleetSettings
-from tasks.rollout.topology import Ask
+from tasks.rollout.topology import Ask, FleetSettings
 from tests.benchmarks.report import Result, Row, say
 from tests.faults.fleet_chaos import plan_in, serving
 from tests.support import dummy_server

@@ -28,8 +28,15 @@ from tasks.record.states import GroupState
 from tasks.rollout.fleet import Fleet
 from tasks.rollout.local_host import LocalHost
 from tasks.rollout.probing import HttpProber
-from tasks.rollout.settings import FleetSettings
-from tasks.rollout.topology import Answers, Ask, Engine, Questions, ServerSlot, TopologyPlan
+from tasks.rollout.topology import (
+    Answers,
+    Ask,
+    Engine,
+    FleetSettings,
+    Questions,
+    ServerSlot,
+    TopologyPlan,
+)
 from tests.support.fleet_fakes import loops
 from tests.support.stage import DEADLINE_S, Stage, free_port, is_alive
 

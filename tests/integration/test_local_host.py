@@ -15,8 +15,8 @@ import pytest
 from tasks.processes import tree
 from tasks.processes.guarded import Forked
 from tasks.processes.ports import is_listened
-from tasks.rollout.hosts import Death, StartFailed
 from tasks.rollout.local_host import LocalHost
+from tasks.rollout.probing import Death, StartFailed
 from tasks.rollout.topology import Answers, Ask, ServerSlot
 from tests.support.stage import DEADLINE_S, Stage, free_port, is_alive
 

@@ -18,7 +18,7 @@ import ray
 
 from tasks.ray.submit import wrapper_sources
 from tasks.ray.usage import ClusterLook
-from tasks.rollout.hosts import Death, StartFailed
+from tasks.rollout.probing import Death, StartFailed
 from tasks.rollout.ray_host import NoPlace, RayHost
 from tasks.rollout.topology import Answers, Ask, ServerSlot
 from tests.support.ray_cluster import RAY_ENV, RayCluster

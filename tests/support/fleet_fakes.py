@@ -16,10 +16,16 @@ from tasks.record.states import GroupState
 from tasks.rollout.clock import Clock
 from tasks.rollout.evidence import Silence
 from tasks.rollout.fleet import Fleet
-from tasks.rollout.hosts import Death, StartFailed
-from tasks.rollout.probing import Reply
-from tasks.rollout.settings import FleetSettings
-from tasks.rollout.topology import Answers, Ask, Engine, Questions, ServerSlot, TopologyPlan
+from tasks.rollout.probing import Death, Reply, StartFailed
+from tasks.rollout.topology import (
+    Answers,
+    Ask,
+    Engine,
+    FleetSettings,
+    Questions,
+    ServerSlot,
+    TopologyPlan,
+)
 from tasks.spec.errors import LostContact
 from tests.support.fleet_clock import now_s
 

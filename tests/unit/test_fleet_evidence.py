@@ -6,10 +6,9 @@ from random import Random
 
 import pytest
 
-from tasks.rollout.backoff import pause_s
-from tasks.rollout.evidence import Evidence, Silence, Verdict
-from tasks.rollout.incidents import Incidents, NetworkCut
-from tasks.rollout.settings import FleetSettings, settings_of
+from tasks.rollout.clock import pause_s
+from tasks.rollout.evidence import Evidence, Incidents, NetworkCut, Silence, Verdict
+from tasks.rollout.topology import FleetSettings, settings_of
 from tasks.spec.rollout import Rollout
 
 SILENT, BAD = Silence("no answer"), "503 dead"

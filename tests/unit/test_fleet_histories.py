@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tasks.record.states import MOVES, SERVING, GroupState
-from tasks.rollout.views import GroupView
+from tasks.rollout.registry import GroupView
 from tests.support.fleet_clock import now_s, run
 from tests.support.fleet_fakes import Stage, loops, plan_of
 

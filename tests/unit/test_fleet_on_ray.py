@@ -8,12 +8,11 @@ from typing import Any, ClassVar
 
 import pytest
 
-from tasks.rollout import on_ray as fleet_on_ray
-from tasks.rollout.hosts import NoHost
-from tasks.rollout.on_ray import RayPlaces, bundles_of, moved
+from tasks.rollout import ray_host as fleet_on_ray
+from tasks.rollout.building import planned
 from tasks.rollout.plan import FleetPlan
-from tasks.rollout.ray_host import NoPlace
-from tasks.rollout.rollout_building import planned
+from tasks.rollout.probing import NoHost
+from tasks.rollout.ray_host import NoPlace, RayPlaces, bundles_of, moved
 
 pytestmark = pytest.mark.asyncio
 

@@ -9,7 +9,7 @@ import pytest
 
 from tasks.record.states import GroupState
 from tasks.rollout.fleet import FleetFailed
-from tasks.rollout.hosts import Death
+from tasks.rollout.probing import Death
 from tasks.spec.errors import IllegalTransition
 from tests.support.fleet_clock import now_s, run
 from tests.support.fleet_fakes import Stage, loops, plan_of

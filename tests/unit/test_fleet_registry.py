@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tasks.record.states import MOVES, RUNNING, SERVING, GroupState
-from tasks.rollout.registry import Registry
-from tasks.rollout.views import FleetView, GroupView
+from tasks.rollout.registry import FleetView, GroupView, Registry
 from tasks.spec.errors import IllegalTransition
 from tests.support.fleet_fakes import plan_of, slot_of
 

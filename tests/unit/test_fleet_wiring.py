@@ -14,10 +14,9 @@ from tasks.processes.component import AttemptPlan
 from tasks.processes.containment import Containment, Level
 from tasks.record.events import Event, EventLog
 from tasks.record.places import AttemptPlace
-from tasks.rollout.component import fleet_faults, fleet_names, fleet_ports, prepare_fleet
-from tasks.rollout.events import FleetTail
-from tasks.rollout.fleet_hosts import devices_of
+from tasks.rollout.component import FleetTail, fleet_faults, fleet_names, fleet_ports, prepare_fleet
 from tasks.rollout.plan import TOKEN_ENV, BadPlan, FleetPlan
+from tasks.rollout.process import devices_of
 from tasks.show.view import FleetWords
 from tasks.spec.loading import ports_needed, project_root
 from tasks.spec.run import RunSpec

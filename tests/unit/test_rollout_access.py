@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tasks.rollout.access import Access, is_loopback
+from tasks.rollout.gateway import Access, is_loopback
 
 
 @pytest.mark.parametrize(

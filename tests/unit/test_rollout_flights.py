@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from tasks.rollout.flights import EntrypointGone, Flights
+from tasks.rollout.forwarding import EntrypointGone, Flights
 from tasks.rollout.router import Entrypoint
 
 pytestmark = pytest.mark.asyncio

@@ -6,8 +6,7 @@ import asyncio
 
 import pytest
 
-from tasks.rollout.line import Line
-from tasks.rollout.router import Entrypoint, NoEntrypoint, Router
+from tasks.rollout.router import Entrypoint, Line, NoEntrypoint, Router
 
 pytestmark = pytest.mark.asyncio
 

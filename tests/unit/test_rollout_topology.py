@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from tasks.rollout.addresses import Addresses, PortNeed, nodes_needed, ports_needed
-from tasks.rollout.rollout_building import build
+from tasks.rollout.building import Addresses, PortNeed, build, nodes_needed, ports_needed
 from tasks.rollout.topology import (
     Answers,
     Ask,
