@@ -1,9 +1,13 @@
-"""The command `python -m tasks.queue`: the queue for people at a terminal, and for operators."""
+"""The command `python -m tasks.queue`: the queue for people at a terminal, and for operators.
+
+The queue of gangs: `python -m tasks.queue --help`.
+"""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -21,13 +25,11 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from tasks.queue import operating
-from tasks.queue.explaining import explain
-from tasks.queue.looking import Onlooker
-from tasks.queue.operating import BadSetting, NotThere
+from tasks.queue import settings
+from tasks.queue.look import Onlooker, QueueView
 from tasks.queue.reasons import one_line
-from tasks.queue.tables import as_json, as_plain, as_rich
-from tasks.queue.view import QueueView
+from tasks.queue.settings import BadSetting, NotThere
+from tasks.queue.tables import as_json, as_plain, as_rich, explain
 from tasks.server.flow_runs import why_refused
 from tasks.server.server import NoServer, quieten_prefect
 
@@ -110,16 +112,16 @@ async def _run(options: argparse.Namespace, look: Look, connect: Connect) -> Non
     async with connect() as client:
         match options.command:
             case "status":
-                await operating.pool_of(client, options.pool)
+                await settings.pool_of(client, options.pool)
                 await _status(client, options, look)
             case "why":
                 print(await explain(client, options.run, options.pool, lambda p: look(client, p)))
             case "drain" | "undrain":
                 await _drain(client, options, look)
             case "pause" | "resume":
-                pool = await operating.pool_of(client, options.pool)
+                pool = await settings.pool_of(client, options.pool)
                 is_paused = options.command == "pause"
-                await operating.pause(client, pool, options.queue, is_paused=is_paused)
+                await settings.pause(client, pool, options.queue, is_paused=is_paused)
                 which = f"queue {options.queue} of the " if options.queue else ""
                 print(f"The {which}work pool {pool.name} is {options.command}d.")
             case _:
@@ -168,14 +170,14 @@ async def _watch(
 
 
 async def _drain(client: PrefectClient, options: argparse.Namespace, look: Look) -> None:
-    pool = await operating.pool_of(client, options.pool)
+    pool = await settings.pool_of(client, options.pool)
     view = await look(client, options.pool)
     # Read again just before it is written: the look takes its time.
-    pool = await operating.pool_of(client, options.pool)
-    edit = operating.drained if options.command == "drain" else operating.undrained
+    pool = await settings.pool_of(client, options.pool)
+    edit = settings.drained if options.command == "drain" else settings.undrained
     seen = [node.name for node in view.nodes]
-    settings = edit(operating.settings_in(pool), options.node, seen, force=options.force)
-    await operating.change(client, pool, settings)
+    settings = edit(settings.settings_in(pool), options.node, seen, force=options.force)
+    await settings.change(client, pool, settings)
     for name in options.node:
         if options.command == "undrain":
             print(f"{name} may get new gangs.")
@@ -187,11 +189,11 @@ async def _drain(client: PrefectClient, options: argparse.Namespace, look: Look)
 
 
 async def _set(client: PrefectClient, options: argparse.Namespace) -> None:
-    pool = await operating.pool_of(client, options.pool)
-    edit = operating.with_values if options.command == "set" else operating.without_values
-    settings = edit(operating.settings_in(pool), options.setting)
-    await operating.change(client, pool, settings)
-    print(f"The work pool {pool.name}: {operating.told(settings)}.")
+    pool = await settings.pool_of(client, options.pool)
+    edit = settings.with_values if options.command == "set" else settings.without_values
+    settings = edit(settings.settings_in(pool), options.setting)
+    await settings.change(client, pool, settings)
+    print(f"The work pool {pool.name}: {settings.told(settings)}.")
     _note_type(pool.type)
 
 
@@ -270,3 +272,11 @@ def _add_status(
     parser.add_argument(
         "--every-s", type=float, metavar="S", default=every_s, help="with --watch; 2 if left out"
     )
+
+
+# Prefect reads it when it is imported, and would report to its makers and say so.
+os.environ.setdefault("DO_NOT_TRACK", "1")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

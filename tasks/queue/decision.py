@@ -10,14 +10,13 @@ from dataclasses import replace
 from uuid import UUID
 
 from tasks.queue import reasons
-from tasks.queue.free import GangHold, as_promised, free_of, moved
+from tasks.queue.capacity import GangHold, as_promised, free_of, moved
 from tasks.queue.grants import not_before
 from tasks.queue.ledger import Entry, Ledger, Pool
 from tasks.queue.nodes import Cluster
-from tasks.queue.policy import Held, NodeFree, Plan, Waiting, plan
+from tasks.queue.policy import Held, NodeFree, Plan, Waiting, estimate_s, plan
 from tasks.queue.reasons import Message
 from tasks.queue.settings import PoolSettings
-from tasks.queue.walltime import estimate_s
 
 
 class Decision:

@@ -3,38 +3,90 @@
 A look costs only reading. What it finds to do is decided again, by another look, under the lease
 that all gates of a Prefect server share, and is on the server before the lease is given back: so
 the next gate sees it, wherever it is.
+
+What the gate tells under Logs of flow runs that have no process to tell it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 from uuid import UUID
 
+import httpx
 from prefect.client.orchestration import PrefectClient
+from prefect.client.schemas.actions import LogCreate
 from prefect.client.schemas.objects import FlowRun, State
-from prefect.exceptions import ObjectNotFound
+from prefect.exceptions import ObjectNotFound, PrefectException
+from prefect.settings import PREFECT_LOGGING_TO_API_ENABLED
 from prefect.states import Cancelled, Failed, Scheduled
 
-from tasks.queue.asks import name_where_refused
 from tasks.queue.capacity import Capacity
-from tasks.queue.grants import PENDING_RESOURCES, Giver, Grant, no_grant, on_nodes
+from tasks.queue.grants import (
+    PENDING_RESOURCES,
+    Giver,
+    Grant,
+    is_unchanged,
+    no_grant,
+    on_nodes,
+    put_back,
+    set_state,
+)
 from tasks.queue.lease import GateLease, Holding
-from tasks.queue.ledger import Entry
+from tasks.queue.ledger import Entry, name_where_refused
 from tasks.queue.look import Doomed, Look, Looker
 from tasks.queue.reasons import FREE_NOW, Message, admission_of, kind_of
-from tasks.queue.run_logs import RunLogs
-from tasks.queue.run_states import is_unchanged, put_back, set_state
 from tasks.record.places import muster_home
 from tasks.server.events import Tell
 
 _log = logging.getLogger(__name__)
+
+#: The name of the logger, as the page of a flow run shows it.
+NAME: Final = "muster.queue"
+#: While they can't be sent, the oldest are dropped.
+_KEPT_AT_MOST = 500
+#: Of one request: what is told of the queue next waits for it.
+_WITHIN_S = 10.0
+
+
+class RunLogs:
+    """Lines of flow runs, kept until they are sent in one request.
+
+    What they tell is in the states, too: a line that is lost changes nothing.
+    """
+
+    def __init__(self, client: PrefectClient) -> None:
+        self._client = client
+        self._lines: deque[LogCreate] = deque(maxlen=_KEPT_AT_MOST)
+
+    def note(self, flow_run_id: UUID, text: str, level: int = logging.INFO) -> None:
+        """Returns at once; the line has the time of now."""
+        now = datetime.now(UTC)
+        self._lines.append(
+            LogCreate(name=NAME, level=level, message=text, timestamp=now, flow_run_id=flow_run_id)
+        )
+
+    async def send(self) -> None:
+        """Send what was noted; a failure costs a warning, and the lines."""
+        lines = [*self._lines]
+        self._lines.clear()
+        if not lines or not PREFECT_LOGGING_TO_API_ENABLED.value():
+            return
+        try:
+            async with asyncio.timeout(_WITHIN_S):
+                await self._client.create_logs(lines)
+        except (TimeoutError, httpx.HTTPError, PrefectException) as error:
+            _log.warning("%d log lines of flow runs are lost: %r", len(lines), error)
+
 
 #: Another gate has decided by then, as long as it is alive.
 _LEASE_WITHIN_S = 5.0

@@ -15,27 +15,186 @@ then. Each counts on its own clock: no two clocks are compared.
 
 On one host a lock in `$MUSTER_HOME/gate` comes first. It spares the server the crowd, and it tells
 at once when a holder was killed.
+
+The variable on the Prefect server that is the gate's lease.
+
+A lock among the processes of one host, which the kernel drops with its holder.
 """
 
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import hashlib
 import logging
+import os
 import random
+import re
+import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 from uuid import UUID, uuid4
 
 import httpx
 from prefect.client.orchestration import PrefectClient
+from prefect.client.schemas.actions import VariableCreate
+from prefect.client.schemas.objects import Variable
+from prefect.exceptions import ObjectAlreadyExists
 
-from tasks.queue.gate_variable import GateVariable, Lease
-from tasks.queue.host_lock import HostLock
+from tasks.processes.identity import boot_id, host_name
 from tasks.spec.errors import MusterError
+
+_NOTE = "Muster: the gate of the queue that decides right now; it goes by itself"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lease:
+    """The lease as the server has it."""
+
+    #: No other variable ever gets it, not even of the same name.
+    id: UUID
+    #: Names this one taking; empty where somebody else wrote the variable.
+    holder: str
+    #: The mark of the host lock that the holder has; empty where it has none.
+    lock: str
+    #: Who that is, for people.
+    who: str
+
+
+class GateVariable:
+    """Prefect has no compare-and-set, but of several who create one name the server lets one."""
+
+    def __init__(self, client: PrefectClient, name: str) -> None:
+        self._client = client
+        self._name = name
+
+    async def create(self, holder: str, lock: str | None) -> Lease | None:
+        """The lease as it is then: with this holder, or another's; None where that one has just
+        given it back.
+
+        Raises: httpx.HTTPError. It may have been created even so, or may still be.
+        """
+        value = {
+            "note": _NOTE,
+            "holder": holder,
+            "lock": lock,
+            "host": host_name(),
+            "pid": os.getpid(),
+            "at": datetime.now(UTC).isoformat(timespec="milliseconds"),
+        }
+        try:
+            made = VariableCreate(name=self._name, value=value, tags=["muster"])
+            return _lease(await self._client.create_variable(made))
+        except ObjectAlreadyExists:
+            # By ourselves, where Prefect's client has asked again because an answer was lost.
+            return await self.read()
+
+    async def read(self) -> Lease | None:
+        """Raises: httpx.HTTPError."""
+        variable = await self._client.read_variable_by_name(self._name)
+        return _lease(variable) if variable is not None else None
+
+    async def delete(self, lease: Lease) -> bool:
+        """Whether it was there. A lease that was taken since is left alone.
+
+        Raises: httpx.HTTPError. It may have been deleted even so.
+        """
+        # By its id, which the client's own method cannot: the name may be another's by now.
+        ids = {"id": str(lease.id)}
+        try:
+            await self._client.request("DELETE", "/variables/{id}", path_params=ids)
+        except httpx.HTTPStatusError as error:
+            if error.response.status_code != httpx.codes.NOT_FOUND:
+                raise
+            return False
+        return True
+
+
+def _lease(variable: Variable) -> Lease:
+    value = variable.value if isinstance(variable.value, dict) else {}
+    return Lease(
+        id=variable.id,
+        holder=str(value.get("holder") or ""),
+        lock=str(value.get("lock") or ""),
+        who=f"pid {value.get('pid')} on {value.get('host')}" if value else "somebody unknown",
+    )
+
+
+_TOKEN = re.compile(rb"[0-9a-f]{32}")
+_TOKEN_BYTES = 32
+
+
+class HostLock:
+    """The lock of one file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._fd: int | None = None
+        self._mark: str | None = None
+
+    @property
+    def mark(self) -> str | None:
+        """Names the locked file among all of all hosts; None while it is not locked by us.
+
+        Whoever has the lock and reads the same mark somewhere else knows that the one who wrote it
+        there has the lock no more: it has unlocked it, or is dead.
+        """
+        return self._mark
+
+    def try_lock(self) -> bool:
+        """Whether it is ours now. Never waits for another's.
+
+        Raises: OSError, where no lock is to be had: the place is not writable, the file system has
+            none.
+        """
+        if self._fd is not None:
+            return True
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        fd = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._mark = _mark(fd)
+        except BlockingIOError:
+            os.close(fd)
+            return False
+        except BaseException:
+            os.close(fd)
+            raise
+        self._fd = fd
+        return True
+
+    def unlock(self) -> None:
+        """Nothing where it is not ours."""
+        fd, self._fd, self._mark = self._fd, None, None
+        if fd is None:
+            return
+        try:
+            # Closing alone would leave it to a child that was forked meanwhile.
+            fcntl.flock(fd, fcntl.LOCK_UN)
+        finally:
+            os.close(fd)
+
+
+def _mark(fd: int) -> str:
+    """Of a locked file, in which it leaves a token on the first time.
+
+    The token alone would be that of a copy of the file too, the numbers alone that of a file on
+    another host; with the name of this boot besides, a lock that NFS keeps to each host is told
+    from one that spans them.
+    """
+    token = os.pread(fd, _TOKEN_BYTES, 0)
+    if not _TOKEN.fullmatch(token):
+        token = secrets.token_hex(_TOKEN_BYTES // 2).encode()
+        os.pwrite(fd, token, 0)
+    place = os.fstat(fd)
+    whole = f"{boot_id()} {place.st_dev} {place.st_ino} {token.decode()}"
+    return hashlib.sha256(whole.encode()).hexdigest()[:_TOKEN_BYTES]
+
 
 _log = logging.getLogger(__name__)
 

@@ -1,5 +1,11 @@
 """One look at the queue: what the ledger, the cluster and the policy say together. It changes
 nothing.
+
+The queue for onlookers: what a gate would see now, without acting on it.
+
+What one look found, as people are shown it.
+
+The queue as one look at the server and the cluster shows it, for people: plain data.
 """
 
 from __future__ import annotations
@@ -7,25 +13,23 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 from uuid import UUID
 
 from prefect.client.orchestration import PrefectClient
-from prefect.client.schemas.objects import State, StateType
+from prefect.client.schemas.objects import State, StateType, WorkerStatus
+from prefect.exceptions import ObjectNotFound
 from pydantic import ValidationError
 
 from tasks.processes.ending import holders_of
-from tasks.queue.asks import Ask, fault_of
 from tasks.queue.capacity import Capacity, NoCapacity
 from tasks.queue.decision import Decision
-from tasks.queue.demand import why_never
-from tasks.queue.grants import PENDING_RESOURCES, Giver
-from tasks.queue.ledger import WINDOW, Entry, Ledger, LedgerReader, Pool
-from tasks.queue.nodes import Cluster
+from tasks.queue.grants import PENDING_RESOURCES, Giver, lost_cancel, may_have_been_cancelled
+from tasks.queue.ledger import WINDOW, Ask, Entry, Ledger, LedgerReader, Pool, fault_of
+from tasks.queue.nodes import Cluster, Demand, why_never
 from tasks.queue.reasons import Message, one_line
-from tasks.queue.run_states import lost_cancel, may_have_been_cancelled
 from tasks.queue.settings import PoolSettings, settings_of
 from tasks.server.flow_runs import FLOW_RUN_VARIABLE
 from tasks.spec.failure_kinds import FailureKind
@@ -284,3 +288,180 @@ def _over_a_limit(ask: Ask, settings: PoolSettings) -> str:
 def _is_due(entry: Entry) -> bool:
     due = entry.flow_run.next_scheduled_start_time
     return due is not None and due <= datetime.now(UTC)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueuedRun:
+    """A run that waits."""
+
+    #: From 1 on, in the order of the line.
+    number: int
+    flow_run_id: str
+    #: Its flow run's name.
+    name: str
+    #: None where it asks for no GPUs.
+    demand: Demand | None
+    #: Of its Ray cluster; empty where it names none.
+    cluster: str
+    #: The pool's queue; empty for a run that was started directly.
+    queue: str
+    #: UTC epoch seconds.
+    waiting_since: float
+    #: One line: what it waits for.
+    reason: str
+    #: UTC epoch seconds; None: nobody can say.
+    starts_at: float | None = None
+    tags: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeUse:
+    """One node, and who holds what of it."""
+
+    cluster: str
+    name: str
+    gpus: int
+    #: For new gangs; 0 on a drained node.
+    free: int
+    #: `held[name of the flow run]` GPUs.
+    held: Mapping[str, int] = field(default_factory=dict)
+    #: In use by others than our runs.
+    others: float = 0.0
+    is_drained: bool = False
+    cpus: float | None = None
+    resources: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueView:
+    """The line and the nodes of a work pool."""
+
+    #: UTC epoch seconds.
+    at: float
+    #: Name of the work pool; empty where the server has none.
+    pool: str
+    policy: str
+    is_paused: bool
+    #: How many runs may run at once; None: any number.
+    limit: int | None
+    #: How many do: pending and running.
+    running: int
+    line: tuple[QueuedRun, ...]
+    nodes: tuple[NodeUse, ...]
+    #: `used[tag]` and the limit of each tag that has one: `(used, limit)` GPUs.
+    tags: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    #: Names of the pool's queues that are paused.
+    paused_queues: tuple[str, ...] = ()
+    #: What is wrong: a cluster that does not answer, settings that can't be read.
+    troubles: tuple[str, ...] = ()
+
+
+def view_of(look: Look, pool: str) -> QueueView:
+    """The line and the nodes of a work pool."""
+    doomed = {one.entry.id for one in look.doomed}
+    line = [entry for entry in look.line if entry.id not in doomed]
+    work_pool = look.pool.work_pool if look.pool else None
+    return QueueView(
+        at=look.at,
+        pool=pool if work_pool else "",
+        policy=look.settings.policy,
+        is_paused=bool(work_pool and work_pool.is_paused),
+        limit=work_pool.concurrency_limit if work_pool else None,
+        running=look.ledger.running_in(pool),
+        line=tuple(_queued(look, entry, number) for number, entry in enumerate(line, start=1)),
+        nodes=tuple(
+            node for key in sorted(look.clusters) for node in _nodes(look, look.clusters[key], key)
+        ),
+        tags={
+            tag: (look.used.get(tag, 0), limit)
+            for tag, limit in sorted(look.settings.limits.items())
+        },
+        paused_queues=tuple(
+            sorted(queue.name for queue in look.pool.queues.values() if queue.is_paused)
+            if look.pool
+            else ()
+        ),
+        troubles=look.troubles,
+    )
+
+
+def _queued(look: Look, entry: Entry, number: int) -> QueuedRun:
+    message = look.messages.get(entry.id)
+    given = {one.id: gpus for one, gpus in look.admitted}.get(entry.id)
+    starts = f"starts now{', on ' + ', '.join(given) if given else ''}"
+    expected = entry.flow_run.expected_start_time or entry.since
+    return QueuedRun(
+        number=number,
+        flow_run_id=str(entry.id),
+        name=entry.ask.name,
+        demand=entry.ask.demand,
+        cluster=entry.ask.cluster,
+        queue=entry.queue,
+        waiting_since=expected.timestamp(),
+        reason=message.reason if message else starts if given is not None else "",
+        starts_at=look.at if given is not None else look.starts_at.get(entry.id),
+        tags=tuple(sorted(entry.ask.tags)),
+    )
+
+
+def _nodes(look: Look, cluster: Cluster, key: str) -> list[NodeUse]:
+    holders = {entry.id: entry for entry in look.ledger.holding if entry.ask.cluster == key}
+    starting = [(entry.ask.name, gpus) for entry, gpus in look.admitted if entry.ask.cluster == key]
+    free = look.free.get(key, {})
+    shown = []
+    for node in cluster.nodes:
+        if not node.gpus:
+            continue
+        held = {
+            holders[id].ask.name: gpus[node.name]
+            for id, gpus in look.held.items()
+            if id in holders and gpus.get(node.name)
+        }
+        held |= {name: gpus[node.name] for name, gpus in starting if gpus.get(node.name)}
+        shown.append(
+            NodeUse(
+                cluster=key,
+                name=node.name,
+                gpus=node.gpus,
+                free=0 if node.is_drained else max(0, free.get(node.name, 0)),
+                held=held,
+                others=node.others_gpus,
+                is_drained=node.is_drained,
+                cpus=node.cpus,
+                resources=node.resources,
+            )
+        )
+    return shown
+
+
+class Onlooker:
+    """Looks at the queues of one Prefect server. Use it with one client, in one asyncio loop."""
+
+    def __init__(self) -> None:
+        #: What a looker has found out once, it does not ask again.
+        self._lookers: dict[str, Looker] = {}
+
+    async def __call__(self, client: PrefectClient, pool: str) -> QueueView:
+        """The queue of a work pool, or of the runs without one where there is no such pool.
+
+        Raises: httpx.HTTPError, PrefectException.
+        """
+        if pool not in self._lookers:
+            self._lookers[pool] = Looker(client, pool=pool, capacity=Capacity(), giver=Giver.me())
+        view = view_of(await self._lookers[pool].look(), pool)
+        if not view.pool or await _has_worker(client, pool):
+            return view
+        # What could start is not in the line: without this it would seem to be on its way.
+        trouble = (
+            "no worker serves the pool, so nothing starts: "
+            f"start one with `prefect worker start --pool {pool}`"
+        )
+        return replace(view, troubles=(*view.troubles, trouble))
+
+
+async def _has_worker(client: PrefectClient, pool: str) -> bool:
+    try:
+        workers = await client.read_workers_for_work_pool(pool)
+    except ObjectNotFound:
+        return False
+    return any(worker.status is WorkerStatus.ONLINE for worker in workers)

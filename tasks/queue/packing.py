@@ -11,7 +11,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from itertools import islice
 
-from tasks.queue.demand import Demand
+from tasks.queue.nodes import Demand
 
 #: Fractions of CPUs do not add up exactly: 0.1 + 0.2 > 0.3.
 _CPU_SLACK = 1e-6

@@ -1,20 +1,54 @@
 """The policy of the queue: which of the waiting gangs start now, and why the others do not.
 
 `plan` is pure: no I/O, no clock. The gate of the work pool and the simulation call the very same.
+
+GPUs per tag: what the gangs with a tag hold of the limit that an operator set for it.
+
+How long a gang is expected to hold its GPUs: its hours, rounded up to a class.
+
+An estimate lets shorter runs pass; it never ends a run. Classes are coarse on purpose: exact
+estimates make the waits hardly shorter, and nobody can give them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from operator import attrgetter
 from typing import Literal
 
-from tasks.queue.demand import Demand
+from tasks.queue.nodes import Demand
 from tasks.queue.packing import Room, RoomAhead
-from tasks.queue.quota import Quota
+
+
+class Quota:
+    """What is used of each limit."""
+
+    def __init__(self, limits: Mapping[str, int], used: Mapping[str, int] | None = None) -> None:
+        """
+        Args:
+            limits: `limits[tag]` GPUs at once; a tag that is not there has no limit.
+        """
+        self._limits = dict(limits)
+        self._used = dict.fromkeys(limits, 0) | dict(used or {})
+
+    def copy(self) -> Quota:
+        return Quota(self._limits, self._used)
+
+    def exceeded(self, tags: Iterable[str], gpus: int) -> str:
+        """The tag that would go over its limit with so many more, the first by name; or empty."""
+        over = (
+            tag for tag in self._limits.keys() & tags if self._used[tag] + gpus > self._limits[tag]
+        )
+        return min(over, default="")
+
+    def take(self, tags: Iterable[str], gpus: int) -> None:
+        """Count so many more; with less than 0, so many fewer."""
+        for tag in self._limits.keys() & tags:
+            self._used[tag] += gpus
+
 
 #: How gangs pass each other: not at all; or where the first of the line is not delayed by that.
 Policy = Literal["fifo", "backfill"]
@@ -307,3 +341,40 @@ class _Pass:
         made = {index for index in short if room.suffices(index)}
         waits_for = tuple(id for id, nodes in needed if not made.isdisjoint(nodes))
         return _Reservation(head=head, at=at, room=room, quota=quota, waits_for=waits_for)
+
+
+_MINUTE_S, _HOUR_S, _DAY_S = 60.0, 3600.0, 86400.0
+
+#: In seconds, ascending.
+CLASSES_S = (
+    10 * _MINUTE_S,
+    _HOUR_S,
+    4 * _HOUR_S,
+    12 * _HOUR_S,
+    _DAY_S,
+    3 * _DAY_S,
+    7 * _DAY_S,
+    14 * _DAY_S,
+    60 * _DAY_S,
+)
+
+
+def estimate_s(hours: float, elapsed_s: float = 0.0) -> float:
+    """How long a gang is expected to hold its GPUs, in seconds from its start.
+
+    Args:
+        hours: what the run's spec says.
+        elapsed_s: for how long it has held them. One that has outrun its class is in the next one
+            up, so that its end is never in the past.
+    """
+    return class_s(hours * _HOUR_S, elapsed_s)
+
+
+def class_s(seconds: float, elapsed_s: float = 0.0) -> float:
+    """The class that so many seconds are in, as `estimate_s`."""
+    for limit_s in CLASSES_S:
+        if seconds <= limit_s and elapsed_s < limit_s:
+            return limit_s
+    # Whole days, so that what is shown of the end changes once a day, not with each look.
+    asked_s = math.ceil(seconds / _DAY_S) * _DAY_S
+    return asked_s if elapsed_s < asked_s else (elapsed_s // _DAY_S + 2) * _DAY_S

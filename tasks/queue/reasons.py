@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
-from tasks.queue.demand import Demand
+from tasks.queue.nodes import Demand
 from tasks.queue.policy import Reason, Why
 
 #: Only so many of the line are told who is first: all the others would be told anew each time that

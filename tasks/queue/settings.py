@@ -1,13 +1,25 @@
-"""What an operator sets on a work pool: its policy, its nodes where there is no Ray, its limits."""
+"""What an operator sets on a work pool: its policy, its nodes where there is no Ray, its limits.
+
+What an operator does to a work pool: drain its nodes, pause it, set its policy and limits.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import getpass
+import os
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from prefect.client.orchestration import PrefectClient
+from prefect.client.schemas.actions import WorkPoolUpdate
+from prefect.client.schemas.objects import WorkPool
+from prefect.exceptions import ObjectNotFound
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from tasks.processes.identity import host_name
 from tasks.queue.policy import Policy
+from tasks.server.events import of_pool, told_at_once
+from tasks.spec.errors import MusterError
 
 
 class TableNode(BaseModel):
@@ -91,3 +103,179 @@ def with_settings(base_job_template: Mapping[str, Any], settings: PoolSettings) 
     variable["default"] = settings.model_dump(mode="json")
     template["variables"] = {**variables, "properties": {**properties, VARIABLE: variable}}
     return template
+
+
+_POLICY, _LIMIT = "policy", "limit."
+
+
+class NotThere(MusterError):
+    """The server has nothing of that name, or nothing that can be read: the message says what it
+    has. A value that can't be is `BadSetting`, wherever it is set."""
+
+
+class BadSetting(MusterError):
+    """There is no such setting, or no such value of it: nothing was changed."""
+
+
+async def pool_of(client: PrefectClient, name: str) -> WorkPool:
+    """The work pool. Raises: NotThere."""
+    try:
+        return await client.read_work_pool(name)
+    except ObjectNotFound:
+        there = ", ".join(sorted(pool.name for pool in await client.read_work_pools()))
+        raise NotThere(
+            f"the Prefect server has no work pool {name}; it has: {there or 'none'}. "
+            f"`make up` makes the pool gang, `prefect work-pool create {name} --type gang` this "
+            "one, --pool names another"
+        ) from None
+
+
+def settings_in(pool: WorkPool) -> PoolSettings:
+    """The settings of a work pool. Raises: NotThere, where they can't be read."""
+    try:
+        return settings_of(pool.base_job_template)
+    except ValidationError as error:
+        raise NotThere(
+            f"the settings of the work pool {pool.name} can't be read: {faults_of(error)}; mend "
+            "them in the UI (the pool, Edit, Advanced: variables.properties.gang.default)"
+        ) from None
+
+
+async def change(client: PrefectClient, pool: WorkPool, settings: PoolSettings) -> None:
+    """Give a work pool other settings; all else of it stays.
+
+    Args:
+        pool: As it was read just now: what others change between the two is lost.
+
+    Raises: NotThere, where the pool has no job template, which holds the settings, yet.
+    """
+    if not pool.base_job_template.get("job_configuration"):
+        raise NotThere(
+            f"the work pool {pool.name} has no job template yet, which its settings are part of: "
+            f"start its worker once (`prefect worker start --pool {pool.name}`), which gives it one"
+        )
+    template = with_settings(pool.base_job_template, settings)
+    before = settings_of(pool.base_job_template).drained
+    await client.update_work_pool(pool.name, WorkPoolUpdate(base_job_template=template))
+    news = [(node, "muster.node.drained") for node in settings.drained if node not in before]
+    news += [(node, "muster.node.undrained") for node in before if node not in settings.drained]
+    who = _who()
+    await told_at_once(client, *(of_pool(name, pool, node=node, by=who) for node, name in news))
+
+
+def drained(
+    settings: PoolSettings, names: Sequence[str], seen: Collection[str], *, force: bool = False
+) -> PoolSettings:
+    """The settings with these nodes drained too.
+
+    Args:
+        seen: Names of the nodes of clusters; those of the pool's own table are known.
+        force: Also nodes that nobody knows.
+
+    Raises: NotThere.
+    """
+    if not force:
+        _check_nodes(settings, names, seen)
+    return settings.model_copy(update={"drained": _unique((*settings.drained, *names))})
+
+
+def undrained(
+    settings: PoolSettings, names: Sequence[str], seen: Collection[str], *, force: bool = False
+) -> PoolSettings:
+    """The settings with these nodes no longer drained. Raises: NotThere."""
+    if not force:
+        _check_nodes(settings, names, seen)
+    left = tuple(name for name in settings.drained if name not in names)
+    return settings.model_copy(update={"drained": left})
+
+
+def with_values(settings: PoolSettings, assignments: Sequence[str]) -> PoolSettings:
+    """The settings with `policy=backfill` and `limit.TAG=16` applied. Raises: BadSetting."""
+    values: dict[str, Any] = settings.model_dump()
+    for assignment in assignments:
+        key, equals, value = assignment.rpartition("=")
+        if not equals:
+            raise BadSetting(f"{assignment}: write {assignment}=VALUE")
+        if key == _POLICY:
+            if value not in get_args(Policy):
+                raise BadSetting(f"policy={value}: it is {' or '.join(get_args(Policy))}")
+            values["policy"] = value
+        else:
+            if not value.isdecimal():
+                raise BadSetting(f"{assignment}: a limit is a number of GPUs, 0 or more")
+            values["limits"][_tag_of(key)] = int(value)
+    return PoolSettings.model_validate(values)
+
+
+def without_values(settings: PoolSettings, keys: Sequence[str]) -> PoolSettings:
+    """The settings with `policy` as it is by default, and `limit.TAG` gone. Raises: BadSetting."""
+    values: dict[str, Any] = settings.model_dump()
+    for key in keys:
+        if key == _POLICY:
+            del values["policy"]
+        elif values["limits"].pop(_tag_of(key), None) is None:
+            limited = ", ".join(sorted(settings.limits)) or "none"
+            raise BadSetting(f"{key}: that tag has no limit; tags that have one: {limited}")
+    return PoolSettings.model_validate(values)
+
+
+def told(settings: PoolSettings) -> str:
+    """The settings in one line."""
+    limits = ", ".join(f"{tag} {gpus} GPUs" for tag, gpus in sorted(settings.limits.items()))
+    out = ", ".join(settings.drained)
+    return f"policy {settings.policy}; limits: {limits or 'none'}; drained: {out or 'none'}"
+
+
+async def pause(client: PrefectClient, pool: WorkPool, queue: str, *, is_paused: bool) -> None:
+    """Pause a work pool, or with a name one of its queues; or resume it. Raises: NotThere."""
+    name = "muster.gang.paused" if is_paused else "muster.gang.resumed"
+    event = of_pool(name, pool, queue=queue or None, by=_who())
+    if not queue:
+        await client.update_work_pool(pool.name, WorkPoolUpdate(is_paused=is_paused))
+        await told_at_once(client, event)
+        return
+    try:
+        found = await client.read_work_queue_by_name(queue, work_pool_name=pool.name)
+    except ObjectNotFound:
+        queues = await client.read_work_queues(work_pool_name=pool.name)
+        there = ", ".join(sorted(one.name for one in queues))
+        raise NotThere(f"the work pool {pool.name} has no queue {queue}; it has: {there}") from None
+    await client.update_work_queue(found.id, is_paused=is_paused)
+    await told_at_once(client, event)
+
+
+def faults_of(error: ValidationError) -> str:
+    """What is wrong, by its place in the settings."""
+    return "; ".join(
+        f"{'.'.join(map(str, fault['loc'])) or 'gang'}: {fault['msg']}" for fault in error.errors()
+    )
+
+
+def _who() -> str:
+    try:
+        user = getpass.getuser()
+    except (OSError, KeyError):
+        # A user id without a name, as in some containers.
+        user = f"uid {os.getuid()}"
+    return f"{user}@{host_name()}"
+
+
+def _check_nodes(settings: PoolSettings, names: Sequence[str], seen: Collection[str]) -> None:
+    known = {node.name for node in settings.nodes} | {*seen} | {*settings.drained}
+    if unknown := [name for name in names if name not in known]:
+        raise NotThere(
+            f"no node is called {', '.join(unknown)}; there are: "
+            f"{', '.join(sorted(known)) or 'none'}. Nothing was changed; --force takes any name, "
+            "for a node that is away"
+        )
+
+
+def _tag_of(key: str) -> str:
+    tag = key.removeprefix(_LIMIT)
+    if not key.startswith(_LIMIT) or not tag:
+        raise BadSetting(f"{key}: no such setting; there are: policy, limit.TAG")
+    return tag
+
+
+def _unique(names: Sequence[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(names))

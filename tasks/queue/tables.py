@@ -1,18 +1,48 @@
-"""The queue as rows: those of the artifacts, and the tables of a terminal, plain or rich."""
+"""The queue as rows: those of the artifacts, and the tables of a terminal, plain or rich.
+
+Two tables on the Prefect server that are kept current: the queue of a work pool, and its nodes.
+
+Each is one artifact, updated in place: the server copies what is updated to where its UI looks for
+the latest of a key, and a new version for each change would pile up beside all earlier ones.
+
+Why one run waits, or what else has become of it, for whoever asks by its name or id.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import logging
+import re
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from hashlib import sha256
+from typing import Any
+from uuid import UUID
 
+import httpx
+from prefect.client.orchestration import PrefectClient
+from prefect.client.schemas.actions import ArtifactCreate
+from prefect.client.schemas.filters import (
+    ArtifactCollectionFilter,
+    ArtifactCollectionFilterKey,
+    FlowRunFilter,
+    FlowRunFilterName,
+)
+from prefect.client.schemas.objects import FlowRun, State, StateType
+from prefect.client.schemas.sorting import FlowRunSort
+from prefect.exceptions import ObjectNotFound
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from tasks.queue.demand import Demand
-from tasks.queue.reasons import SOON, clock, is_soon, lasting, when
-from tasks.queue.view import NodeUse, QueuedRun, QueueView
+from tasks.queue.ledger import ask_of
+from tasks.queue.look import NodeUse, QueuedRun, QueueView
+from tasks.queue.nodes import Demand
+from tasks.queue.reasons import SOON, asks, clock, is_soon, lasting, one_line, when
+from tasks.queue.settings import NotThere
+from tasks.server.flow_runs import HELD, SILENT_AFTER_S, worker_of
 
 #: A table of rows, a column each key.
 Rows = Sequence[Mapping[str, object]]
@@ -188,3 +218,260 @@ def _aligned(rows: Rows) -> list[str]:
 
 def _line(text: str, style: str = "") -> Text:
     return Text(text, style=style, no_wrap=True, overflow="ellipsis")
+
+
+_log = logging.getLogger(__name__)
+
+#: A table shows no more rows.
+ROWS_AT_MOST = 200
+_TABLE = "table"
+_NOT_FOUND = 404
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Shown:
+    """What one artifact shows, but for the time."""
+
+    rows: str
+    text: str
+
+
+class QueueArtifacts:
+    """Keeps the two tables of a work pool current. For one asyncio task at a time."""
+
+    def __init__(
+        self,
+        client: PrefectClient,
+        *,
+        every_s: float = 2.0,
+        renewed_every_s: float = 60.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """
+        Args:
+            client: Stays the caller's to close.
+            every_s: What changes sooner after the last change than so is left to a later `show`.
+            renewed_every_s: What was written so long ago is written again, changed or not: another
+                gate may have written meanwhile.
+        """
+        self._client = client
+        self._every_s = every_s
+        self._renewed_every_s = renewed_every_s
+        self._clock = clock
+        self._ids: dict[str, UUID] = {}
+        self._shown: dict[str, _Shown] = {}
+        self._told_at: dict[str, float] = {}
+        self._has_failed = False
+
+    async def show(self, view: QueueView) -> None:
+        """Have the tables show this, where they do not yet.
+
+        A server that refuses or does not answer is noted in the log; the next call tries again.
+        """
+        queue, nodes = keys_of(view.pool)
+        try:
+            await self._keep(queue, _shown(view, queue_rows(view), "waiting runs"), view.at)
+            await self._keep(nodes, _shown(view, node_rows(view), "nodes"), view.at)
+        except httpx.HTTPError as error:
+            # Once is enough: a gate looks each few seconds.
+            level = logging.DEBUG if self._has_failed else logging.WARNING
+            _log.log(level, "the tables of the queue are not current: %r", error)
+            self._has_failed = True
+        else:
+            self._has_failed = False
+
+    async def _keep(self, key: str, shown: _Shown, at: float) -> None:
+        now = self._clock()
+        is_same = self._shown.get(key) == shown
+        if now - self._told_at.get(key, -1e9) < (
+            self._renewed_every_s if is_same else self._every_s
+        ):
+            return
+        said = f"{shown.text}\n\nAs of {datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M:%S} UTC; "
+        said += "rewritten when it changes, and each minute."
+        content = {"description": said, "data": shown.rows}
+        found = self._ids.get(key)
+        if found is None or not await self._updated(found, content):
+            # Not made yet, or made by an earlier gate, or deleted by somebody meanwhile.
+            found = await self._find(key)
+            if found is None or not await self._updated(found, content):
+                new = ArtifactCreate(key=key, type=_TABLE, **content)
+                found = (await self._client.create_artifact(new)).id
+        self._ids[key], self._shown[key], self._told_at[key] = found, shown, now
+
+    async def _find(self, key: str) -> UUID | None:
+        of_key = ArtifactCollectionFilter(key=ArtifactCollectionFilterKey(any_=[key]))
+        latest = await self._client.read_latest_artifacts(artifact_filter=of_key, limit=1)
+        return latest[0].latest_id if latest and latest[0].type == _TABLE else None
+
+    async def _updated(self, artifact: UUID, content: Mapping[str, str]) -> bool:
+        """Whether it was still there to be updated."""
+        # Prefect's `update_artifact` would send the whole table once more, as an event that the
+        # server keeps for days.
+        place = {"id": artifact}
+        try:
+            await self._client.request(
+                "PATCH", "/artifacts/{id}", path_params=place, json=dict(content)
+            )
+        except httpx.HTTPStatusError as error:
+            if error.response.status_code == _NOT_FOUND:
+                return False
+            raise
+        return True
+
+
+def keys_of(pool: str) -> tuple[str, str]:
+    """The keys of a pool's artifacts, queue and nodes: `gang-queue` and `gang-nodes`; others begin
+    with their pool's name."""
+    slug = re.sub(r"[^a-z0-9]+", "-", pool.lower()).strip("-")
+    if pool in ("", "gang"):
+        before = ""
+    elif slug == pool:
+        before = f"{pool}-"
+    else:
+        # What a key can't hold is gone: the digest keeps `a b` and `a/b` apart.
+        before = f"{slug}-{sha256(pool.encode()).hexdigest()[:6]}-".lstrip("-")
+    return f"{before}gang-queue", f"{before}gang-nodes"
+
+
+def _shown(view: QueueView, rows: Rows, what: str) -> _Shown:
+    lines = [f"- {one_line(line)}" for line in summary_of(view)]
+    if len(rows) > ROWS_AT_MOST:
+        lines.append(f"- the first {ROWS_AT_MOST} of {len(rows)} {what}")
+    return _Shown(rows=json.dumps(list(rows[:ROWS_AT_MOST])), text="\n".join(lines))
+
+
+_WIDTH = 10
+
+
+async def explain(
+    client: PrefectClient,
+    asked: str,
+    pool: str,
+    look: Callable[[str], Awaitable[QueueView]],
+) -> str:
+    """What is to be said of a run, in some lines.
+
+    Args:
+        asked: Name or id of its flow run.
+        pool: Where a run that was started directly waits.
+        look: At the queue of a work pool.
+
+    Raises: NotThere.
+    """
+    found = await _found(client, asked)
+    view = await look((found[0].work_pool_name if found else None) or pool)
+    if not found:
+        # A run that waits is called by its run id, before its flow run is.
+        named = [run.flow_run_id for run in view.line if run.name == asked]
+        if not named:
+            raise NotThere(
+                f"the Prefect server has no flow run called {asked}, and none of that id; "
+                f"{len(view.line)} wait in the work pool {view.pool or pool}"
+            )
+        found = [await client.read_flow_run(UUID(named[0]))]
+    lines = told(found[0], view) + await _silence(client, found[0], view.at)
+    if others := [str(run.id) for run in found[1:]]:
+        lines.append(_field("others", f"of that name, older: {', '.join(others)}"))
+    return "\n".join(lines)
+
+
+async def _silence(client: PrefectClient, flow_run: FlowRun, now: float) -> list[str]:
+    """That the worker which has the run is not heard of; nothing where it is, or nobody knows."""
+    state, pool, name = flow_run.state, flow_run.work_pool_name, worker_of(flow_run)
+    if state is None or state.type not in HELD or pool is None or name is None:
+        return []
+    workers = await client.read_workers_for_work_pool(pool)
+    heard = [one.last_heartbeat_time for one in workers if one.name == name]
+    silent_s = now - max((at.timestamp() for at in heard if at is not None), default=now)
+    if silent_s < SILENT_AFTER_S:
+        return []
+    said = f"its worker {name} was last heard of {lasting(silent_s)} ago"
+    remedy = f"if that host is off for good: python -m flows.reconcile --lost-host {name}"
+    return [_field("host", f"{said}; {remedy}")]
+
+
+def told(flow_run: FlowRun, view: QueueView) -> list[str]:
+    """What is to be said of a flow run, by one look at its queue."""
+    queued = [run for run in view.line if run.flow_run_id == str(flow_run.id)]
+    if queued:
+        return _waiting(queued[0], view)
+    state, name = flow_run.state, flow_run.name
+    if state is None:
+        return [f"{name} has no state yet."]
+    # A run is called by its run id, which its flow run may not have got yet.
+    called = {name, ask_of(flow_run).name}
+    held = [
+        f"{node.name} ({node.held[run]} GPUs)"
+        for node in view.nodes
+        for run in sorted(called & {*node.held})
+    ]
+    lines = [f"{name} {_what(flow_run, state, view.at, has_gang=bool(held))}"]
+    if held:
+        lines.append(_field("has", ", ".join(held)))
+    if state.message:
+        first, *rest = state.message.splitlines() or [""]
+        lines += [_field("says", first), *(" " * (_WIDTH + 3) + line for line in rest)]
+    return lines + [_field("trouble", trouble) for trouble in view.troubles]
+
+
+def _what(flow_run: FlowRun, state: State[Any], now: float, *, has_gang: bool) -> str:
+    since = _when(state.timestamp)
+    due = flow_run.next_scheduled_start_time
+    match state.type:
+        case StateType.SCHEDULED if due is not None and not is_soon(due.timestamp(), now):
+            return f"is to start at {_when(due)}, and waits for that time."
+        case StateType.SCHEDULED if has_gang:
+            return f"is next: the nodes are there for it ({state.name} since {since})."
+        case StateType.SCHEDULED:
+            return f"is due ({state.name} since {since}), and not in the line at this moment."
+        case StateType.PENDING:
+            return f"has been admitted, and is about to start, since {since}."
+        case StateType.RUNNING:
+            return f"runs, since {_when(flow_run.start_time or state.timestamp)}."
+        case StateType.CANCELLING:
+            return f"is being cancelled, since {since}."
+        case _ if state.is_final():
+            return f"has ended: {state.name} at {since}."
+        case _:
+            return f"is {state.name} since {since}."
+
+
+def _waiting(run: QueuedRun, view: QueueView) -> list[str]:
+    where = f"of the work pool {view.pool}" if view.pool else "of the runs started directly"
+    lines = [
+        f"{run.name} waits, number {run.number} of {len(view.line)} in the line {where}.",
+        _field("asks for", asks(run.demand)),
+        _field(
+            "since", f"{when(run.waiting_since)}, {lasting(view.at - run.waiting_since)} by now"
+        ),
+        _field("reason", run.reason),
+    ]
+    if run.starts_at is not None:
+        soon = is_soon(run.starts_at, view.at)
+        lines.append(_field("expected", SOON if soon else f"to start at {when(run.starts_at)}"))
+    lines += [_field("queue", run.queue)] if run.queue else []
+    lines += [_field("cluster", run.cluster)] if run.cluster else []
+    lines += [_field("tags", ", ".join(run.tags))] if run.tags else []
+    return lines + [_field("trouble", trouble) for trouble in view.troubles]
+
+
+async def _found(client: PrefectClient, asked: str) -> list[FlowRun]:
+    """The flow runs of that id or name, newest first."""
+    try:
+        return [await client.read_flow_run(UUID(asked))]
+    except (ValueError, ObjectNotFound):
+        pass
+    return await client.read_flow_runs(
+        flow_run_filter=FlowRunFilter(name=FlowRunFilterName(any_=[asked])),
+        sort=FlowRunSort.EXPECTED_START_TIME_DESC,
+        limit=5,
+    )
+
+
+def _field(name: str, text: str) -> str:
+    return f"  {name:<{_WIDTH}} {text}"
+
+
+def _when(time: datetime) -> str:
+    return when(time.timestamp())

@@ -11,9 +11,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tasks.queue.demand import NodeTotal, why_never
-from tasks.queue.policy import Held, NodeFree, Plan, Policy, Waiting, plan
-from tasks.queue.walltime import class_s
+from tasks.queue.nodes import NodeTotal, why_never
+from tasks.queue.policy import Held, NodeFree, Plan, Policy, Waiting, class_s, plan
 from tests.benchmarks.queue_trace import Job
 
 

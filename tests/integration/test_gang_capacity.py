@@ -14,10 +14,8 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from tasks.queue.capacity import Capacity, NoCapacity
-from tasks.queue.demand import Demand
-from tasks.queue.free import GangHold, free_of
-from tasks.queue.nodes import Cluster
+from tasks.queue.capacity import Capacity, GangHold, NoCapacity, free_of
+from tasks.queue.nodes import Cluster, Demand
 from tasks.queue.settings import PoolSettings
 from tests.support import keeper
 from tests.support.ray_cluster import RayCluster

@@ -15,10 +15,10 @@ from prefect.client.orchestration import PrefectClient, get_client
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from tasks.queue.__main__ import main
-from tasks.queue.artifacts import ROWS_AT_MOST, QueueArtifacts, keys_of
-from tasks.queue.demand import Demand
+from tasks.queue.look import NodeUse, QueuedRun, QueueView
+from tasks.queue.nodes import Demand
 from tasks.queue.settings import settings_of
-from tasks.queue.view import NodeUse, QueuedRun, QueueView
+from tasks.queue.tables import ROWS_AT_MOST, QueueArtifacts, keys_of
 from tasks.server.server import prefect_server
 from tests.support.ground import sleepers
 from tests.support.prefect_api import ask
@@ -207,7 +207,7 @@ def test_a_server_that_does_not_answer_is_noted_once_and_tried_again(
 
     on_server(show)
 
-    warned = [record for record in caplog.records if record.name == "tasks.queue.artifacts"]
+    warned = [record for record in caplog.records if record.name == "tasks.queue.tables"]
     assert [record.levelname for record in warned if record.levelno >= 30] == ["WARNING"]
     assert len(json.loads(latest(api, "away-gang-queue")["data"])) == 1
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tasks.queue.demand import Demand, NodeTotal, why_never
-from tasks.queue.nodes import Node
+from tasks.queue.nodes import Demand, Node, NodeTotal, why_never
 
 
 def node(gpus: float, cpus: float | None = 256) -> NodeTotal:

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 
 import pytest
 
-from tasks.queue.demand import Demand
-from tasks.queue.free import GangHold, as_promised, free_of, moved
-from tasks.queue.nodes import Cluster, Node
+from tasks.queue.capacity import GangHold, as_promised, free_of, moved
+from tasks.queue.nodes import Cluster, Demand, Node
 from tasks.queue.policy import Held, NodeFree, Waiting, plan
 
 A = Node(name="a", gpus=8, cpus=32)

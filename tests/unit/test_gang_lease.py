@@ -25,8 +25,7 @@ from prefect.settings import (
 )
 
 from tasks.queue import lease
-from tasks.queue.host_lock import HostLock
-from tasks.queue.lease import GateLease, Holding, LeaseLost
+from tasks.queue.lease import GateLease, Holding, HostLock, LeaseLost
 from tests.support.gates import overlaps
 
 pytestmark = pytest.mark.asyncio

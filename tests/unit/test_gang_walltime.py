@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasks.queue.walltime import CLASSES_S, class_s, estimate_s
+from tasks.queue.policy import CLASSES_S, class_s, estimate_s
 
 MINUTE, HOUR, DAY = 60.0, 3600.0, 86400.0
 

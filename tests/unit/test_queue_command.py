@@ -22,9 +22,9 @@ from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from tasks.queue.__main__ import main
-from tasks.queue.demand import Demand
+from tasks.queue.look import NodeUse, QueuedRun, QueueView
+from tasks.queue.nodes import Demand
 from tasks.queue.settings import PoolSettings, TableNode, settings_of, with_settings
-from tasks.queue.view import NodeUse, QueuedRun, QueueView
 
 ROOT = Path(__file__).resolve().parents[2]
 NOW = datetime(2026, 1, 2, 13, 5, 30, tzinfo=UTC)

@@ -9,7 +9,6 @@ from uuid import UUID, uuid4
 import pytest
 from prefect.client.schemas.objects import FlowRun, State, StateType, WorkPool, WorkQueue
 
-from tasks.queue.asks import ask_of, fault_of
 from tasks.queue.decision import Decision
 from tasks.queue.grants import (
     Giver,
@@ -21,7 +20,7 @@ from tasks.queue.grants import (
     not_before,
     sent_back,
 )
-from tasks.queue.ledger import Entry, Ledger, Pool
+from tasks.queue.ledger import Entry, Ledger, Pool, ask_of, fault_of
 from tasks.queue.nodes import Cluster, Node
 from tasks.queue.settings import PoolSettings
 

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from tasks.queue.demand import Demand
+from tasks.queue.look import NodeUse, QueuedRun, QueueView
+from tasks.queue.nodes import Demand
 from tasks.queue.tables import (
     as_json,
     as_plain,
@@ -21,7 +22,6 @@ from tasks.queue.tables import (
     queue_rows,
     summary_of,
 )
-from tasks.queue.view import NodeUse, QueuedRun, QueueView
 
 NOW = datetime(2026, 1, 2, 13, 5, 30, tzinfo=UTC).timestamp()
 

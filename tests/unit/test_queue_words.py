@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tasks.queue.demand import Demand
+from tasks.queue.nodes import Demand
 from tasks.queue.policy import Reason, Why
 from tasks.queue.reasons import (
     FREE_NOW,

@@ -10,7 +10,7 @@ import pytest
 from prefect.settings import Settings
 
 from deployments.stack_env import NODES_PAGE, POOL, QUEUE_PAGE
-from tasks.queue.artifacts import keys_of
+from tasks.queue.tables import keys_of
 from tasks.server.server import server_command
 
 
