@@ -176,8 +176,8 @@ async def _drain(client: PrefectClient, options: argparse.Namespace, look: Look)
     pool = await settings.pool_of(client, options.pool)
     edit = settings.drained if options.command == "drain" else settings.undrained
     seen = [node.name for node in view.nodes]
-    settings = edit(settings.settings_in(pool), options.node, seen, force=options.force)
-    await settings.change(client, pool, settings)
+    changed = edit(settings.settings_in(pool), options.node, seen, force=options.force)
+    await settings.change(client, pool, changed)
     for name in options.node:
         if options.command == "undrain":
             print(f"{name} may get new gangs.")
@@ -191,9 +191,9 @@ async def _drain(client: PrefectClient, options: argparse.Namespace, look: Look)
 async def _set(client: PrefectClient, options: argparse.Namespace) -> None:
     pool = await settings.pool_of(client, options.pool)
     edit = settings.with_values if options.command == "set" else settings.without_values
-    settings = edit(settings.settings_in(pool), options.setting)
-    await settings.change(client, pool, settings)
-    print(f"The work pool {pool.name}: {settings.told(settings)}.")
+    changed = edit(settings.settings_in(pool), options.setting)
+    await settings.change(client, pool, changed)
+    print(f"The work pool {pool.name}: {settings.told(changed)}.")
     _note_type(pool.type)
 
 

@@ -164,8 +164,8 @@ def curve_shown(view: RunView, figures: Figures) -> Shown | None:
     title = f"{name} by {step}"
     values = [value for _, value in points]
     said = (
-        f"{title}: {pictures.number_text(values[0])} at first, {pictures.number_text(values[-1])} at {step} "
-        f"{pictures.number_text(points[-1][0])}"
+        f"{title}: {pictures.number_text(values[0])} at first, "
+        f"{pictures.number_text(values[-1])} at {step} {pictures.number_text(points[-1][0])}"
     )
     every = -(-len(points) // _ROWS_AT_MOST)
     listed = [*points[::every], *points[-1:]] if (len(points) - 1) % every else points[::every]

@@ -10,7 +10,7 @@ from tasks.server.flow_runs import ServerAway
 from tasks.upkeep.lost_host import NotLost, give_up_host
 from tasks.upkeep.reconcile import publish, reconcile_host
 
-EXIT_DONE, EXIT_OPEN = 0, 1
+EXIT_DONE, EXIT_OPEN, EXIT_USAGE = 0, 1, 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
