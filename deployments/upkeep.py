@@ -23,8 +23,7 @@ from prefect.runner import Runner
 from flows.prune import prune
 from flows.reconcile import reconcile
 from tasks.processes.identity import host_name
-from tasks.upkeep.each_minute import reconciled_each_minute
-from tasks.upkeep.reconcile import publish, reconcile_host
+from tasks.upkeep.reconcile import publish, reconcile_host, reconciled_each_minute
 
 _AGAIN_AFTER_S = 5.0
 

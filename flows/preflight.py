@@ -5,9 +5,11 @@ from __future__ import annotations
 from prefect import flow
 from prefect.client.schemas.objects import State
 
-from tasks.upkeep.node_health import DEFAULT_LIMITS, Limits, Verdict
 from tasks.upkeep.preflight import (
+    DEFAULT_LIMITS,
     LOOK_WITHIN_S,
+    Limits,
+    Verdict,
     conclude_preflight,
     judge_nodes,
     publish_verdict,
@@ -37,6 +39,6 @@ def preflight(
 
 
 if __name__ == "__main__":
-    from tasks.upkeep.preflight_command import main
+    from tasks.upkeep.commands import preflight_main
 
-    raise SystemExit(main(preflight))
+    raise SystemExit(preflight_main(preflight))

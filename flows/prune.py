@@ -25,6 +25,6 @@ def prune(keep: Retention | None = None, dry_run: bool = False) -> State[None]:
 
 
 if __name__ == "__main__":
-    from tasks.upkeep.prune_command import main
+    from tasks.upkeep.commands import prune_main
 
-    raise SystemExit(main())
+    raise SystemExit(prune_main())

@@ -6,8 +6,7 @@ from prefect import flow
 from prefect.client.schemas.objects import State
 from prefect.states import Completed
 
-from tasks.upkeep.overdue import dismiss_overdue
-from tasks.upkeep.reconcile import publish, reconcile_host
+from tasks.upkeep.reconcile import dismiss_overdue, publish, reconcile_host
 
 
 @flow(name="reconcile", persist_result=False)
@@ -23,6 +22,6 @@ def reconcile() -> State[None]:
 
 
 if __name__ == "__main__":
-    from tasks.upkeep.commands import main
+    from tasks.upkeep.commands import reconcile_main
 
-    raise SystemExit(main())
+    raise SystemExit(reconcile_main())

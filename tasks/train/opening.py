@@ -28,8 +28,7 @@ from tasks.spec.run import RunSpec
 from tasks.train.announcing import announced
 from tasks.train.reporter import Reporter
 from tasks.train.session import RunSession
-from tasks.upkeep.kept_record import earlier_record
-from tasks.upkeep.parked import forget_parked
+from tasks.upkeep.parked import earlier_record, forget_parked
 
 # Now, not in a function: Prefect logs its first lines of a flow run before that begins.
 outlive_readers()

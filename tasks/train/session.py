@@ -36,7 +36,7 @@ from tasks.train.plan import (
     plan_of,
     whole_env,
 )
-from tasks.upkeep.taking_over import finish_predecessor
+from tasks.upkeep.lost_run import finish_predecessor
 
 _log = logging.getLogger(__name__)
 

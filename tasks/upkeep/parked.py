@@ -2,6 +2,12 @@
 
 A flow run that is cancelled while it waits is Cancelled on its server at once, and no process of it
 ever starts again; so `reconcile` looks after the notes, and closes the record of such a run.
+
+The page of a run whose process is gone, as whoever has closed its record tells it.
+
+Else it would go on to say what the run did at the time of its loss.
+
+The record of a run that its Prefect server keeps, for a host that has none, or an older one.
 """
 
 from __future__ import annotations
@@ -15,7 +21,14 @@ from pathlib import Path
 from typing import Any
 from uuid import UUID
 
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.filters import (
+    ArtifactFilter,
+    ArtifactFilterFlowRunId,
+    ArtifactFilterKey,
+)
 from prefect.client.schemas.objects import State
+from prefect.client.schemas.sorting import ArtifactSort
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from tasks.processes.registry import owner_of
@@ -23,12 +36,85 @@ from tasks.record.events import EventLog
 from tasks.record.places import RunPlace, muster_home
 from tasks.record.run_json import RunRecord, write_json
 from tasks.record.states import RunState
+from tasks.server.artifacts import ATTEMPTS, COMPONENTS, RECORD, SUMMARY, TIMELINE, FlowArtifacts
 from tasks.server.flow_runs import ServerAway, state_of, talking_to
-from tasks.upkeep.closed_page import tell_closed
-from tasks.upkeep.kept_record import record_kept
+from tasks.show.page import attempts_of, components_of, record_of, record_read, summary_of
+from tasks.show.pictures import timeline_of
+from tasks.show.view import RunView
+from tasks.spec.loading import load_spec
 from tasks.upkeep.report import Reconciled
 
 _log = logging.getLogger(__name__)
+
+
+def tell_closed(client: SyncPrefectClient, flow_run_id: str, directory: Path) -> None:
+    """Have the page show what the record in a run's directory says.
+
+    Never raises: a page that is not current keeps nobody from closing runs.
+    """
+    try:
+        if (view := _view(RunPlace(directory=directory))) is not None:
+            _tell(client, UUID(flow_run_id), view)
+    except Exception as error:
+        _log.warning("the page of %s is not current: %r", directory.name, error)
+
+
+def _tell(client: SyncPrefectClient, flow_run_id: UUID, view: RunView) -> None:
+    told = {
+        SUMMARY: summary_of(view),
+        COMPONENTS: components_of(view),
+        TIMELINE: timeline_of(view),
+        ATTEMPTS: attempts_of(view),
+        RECORD: record_of(view),
+    }
+    # What it is made of was masked when it was written.
+    artifacts = FlowArtifacts(flow_run_id, told, lambda said: said)
+    for key, shown in told.items():
+        artifacts.show(client, key, shown)
+
+
+def _view(place: RunPlace) -> RunView | None:
+    """None for a run that never began: its state says all there is."""
+    record = json.loads(place.record.read_text(encoding="utf-8"))
+    if not record["attempts"]:
+        return None
+    last = record["attempts"][-1]
+    if RunState(record["state"]).is_final and last.get("decision") is None:
+        last["decision"] = f"final: {record['state']}"
+    return RunView(
+        at=time.time(),
+        spec=load_spec(place.attempt(last["number"]).spec),
+        record=record,
+        place=place,
+        doing=record.get("message", ""),
+        message=record.get("message", ""),
+    )
+
+
+def record_kept(client: SyncPrefectClient, flow_run_id: UUID) -> dict[str, Any] | None:
+    """The content of `run.json` as its host told it last; None where there is none."""
+    found = client.read_artifacts(
+        artifact_filter=ArtifactFilter(
+            key=ArtifactFilterKey(any_=[RECORD]),
+            flow_run_id=ArtifactFilterFlowRunId(any_=[flow_run_id]),
+        ),
+        sort=ArtifactSort.UPDATED_DESC,
+        limit=1,
+    )
+    return record_read(str(found[0].data)) if found else None
+
+
+def earlier_record(api_url: str, flow_run_id: UUID) -> dict[str, Any] | None:
+    """The same, for a process that is about to go on with the run.
+
+    None, too, where the server does not say: a run that starts now is not held up by its past.
+    """
+    try:
+        with talking_to(api_url) as client:
+            return record_kept(client, flow_run_id)
+    except ServerAway as error:
+        _log.warning("what other hosts have on record of this run is not known: %s", error)
+        return None
 
 
 class Parked(BaseModel):

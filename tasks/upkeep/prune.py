@@ -39,12 +39,17 @@ from tasks.server.flow_runs import (
     talking_to,
 )
 from tasks.upkeep.parked import parked_runs
-from tasks.upkeep.pruned import Done, Pruned
-from tasks.upkeep.retention import Act, Found, Plan, Retention, Step, plan
-from tasks.upkeep.run_files import (
+from tasks.upkeep.report import Done, Pruned
+from tasks.upkeep.retention import (
+    Act,
+    Found,
+    Plan,
+    Retention,
+    Step,
     compress,
     named_by,
     plain_logs,
+    plan,
     removable,
     remove,
     run_ids_in,

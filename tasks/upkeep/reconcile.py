@@ -2,27 +2,51 @@
 
 Safe at any time, from any number of processes at once: each lost run is claimed by one of them,
 and what is found alive, waiting or unclear is left as it is.
+
+Reconciling this host again and again, without a flow run for each look.
+
+Nearly all looks find nothing, and a flow run of each would bury the runs that people look for, and
+start a process.
+
+Flow runs of a schedule that have become one: what was due while nobody could take it.
+
+A flow that looks at how things are does in one run what all that were due before it would have
+done. Without this, days in which a work pool is full would end with hundreds of them in front of
+what people wait for.
 """
 
 from __future__ import annotations
 
+import contextvars
 import logging
+import threading
 import time
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from datetime import UTC, datetime
 from uuid import UUID
 
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.actions import ArtifactCreate
-from prefect.client.schemas.filters import FlowFilter, FlowFilterName
-from prefect.client.schemas.objects import State
+from prefect.client.schemas.filters import (
+    DeploymentFilter,
+    DeploymentFilterId,
+    FlowFilter,
+    FlowFilterName,
+    FlowRunFilter,
+    FlowRunFilterExpectedStartTime,
+    FlowRunFilterState,
+    FlowRunFilterStateType,
+)
+from prefect.client.schemas.objects import State, StateType
 from prefect.context import FlowRunContext
 from prefect.events import emit_event
 from prefect.events.worker import EventsWorker
 from prefect.exceptions import MissingContextError, ObjectNotFound
 from prefect.logging import get_run_logger
 from prefect.settings import PREFECT_API_URL
+from prefect.states import Cancelled
 
 from tasks.processes.ending import holders_of
 from tasks.processes.identity import host_name
@@ -44,9 +68,8 @@ from tasks.server.flow_runs import (
     state_of_lost,
     talking_to,
 )
-from tasks.upkeep.closed_page import tell_closed
 from tasks.upkeep.lost_run import NO_JOBS, JobsEnded, keep_jobs, stop_jobs
-from tasks.upkeep.parked import close_ended_parked, note_parked
+from tasks.upkeep.parked import close_ended_parked, note_parked, tell_closed
 from tasks.upkeep.report import Reconciled, Report
 
 _log = logging.getLogger(__name__)
@@ -367,3 +390,84 @@ def _deployment(client: SyncPrefectClient, name: str) -> UUID | None:
         return client.read_deployment_by_name(name).id
     except ObjectNotFound:
         return None
+
+
+_EVERY_S = 60.0
+#: A look that is cut short by the end of its process is done again by whoever comes next.
+_END_WITHIN_S = 5.0
+
+
+def _look() -> None:
+    publish(reconcile_host())
+
+
+@contextmanager
+def reconciled_each_minute(
+    every_s: float = _EVERY_S, look: Callable[[], None] = _look
+) -> Iterator[None]:
+    """While open, this host is reconciled from a thread, the first time after `every_s`.
+
+    Nothing else of this process may reconcile meanwhile: the registry's locks are the process's,
+    and keep two of its threads not apart.
+
+    Args:
+        every_s: from the end of one look to the begin of the next.
+        look: an error of it is logged, and the next look comes in its time.
+    """
+    ending = threading.Event()
+    # The server's address may be a setting of this context only, which a new thread lacks.
+    context = contextvars.copy_context()
+    thread = threading.Thread(
+        target=context.run, args=(_look_until, ending, every_s, look), name="reconcile", daemon=True
+    )
+    thread.start()
+    try:
+        yield
+    finally:
+        ending.set()
+        thread.join(_END_WITHIN_S)
+
+
+def _look_until(ending: threading.Event, every_s: float, look: Callable[[], None]) -> None:
+    while not ending.wait(every_s):
+        try:
+            look()
+        except Exception:
+            _log.exception("this host was not reconciled, and is again in %g s", every_s)
+
+
+def dismiss_overdue() -> int:
+    """Cancel the other runs of this flow run's deployment that its schedule has made, that are due
+    by now, and that nobody has taken.
+
+    Best effort: a server that is away is asked by the next run.
+
+    Returns: how many.
+    """
+    context, api_url = FlowRunContext.get(), PREFECT_API_URL.value()
+    flow_run = context.flow_run if context is not None else None
+    if flow_run is None or flow_run.deployment_id is None or not api_url:
+        return 0
+    count = 0
+    try:
+        with talking_to(api_url) as client:
+            waiting = client.read_flow_runs(
+                deployment_filter=DeploymentFilter(
+                    id=DeploymentFilterId(any_=[flow_run.deployment_id])
+                ),
+                flow_run_filter=FlowRunFilter(
+                    state=FlowRunFilterState(
+                        type=FlowRunFilterStateType(any_=[StateType.SCHEDULED])
+                    ),
+                    expected_start_time=FlowRunFilterExpectedStartTime(before_=datetime.now(UTC)),
+                ),
+            )
+            state: State[None] = Cancelled(message=f"not needed any more: {flow_run.name} did it")
+            for one in waiting:
+                # What somebody has asked for by hand is done.
+                if one.id != flow_run.id and one.auto_scheduled:
+                    client.set_flow_run_state(one.id, state)
+                    count += 1
+    except ServerAway as error:
+        _log.warning("flow runs that are overdue stay: %s", error)
+    return count

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 
-from tasks.upkeep.each_minute import reconciled_each_minute
+from tasks.upkeep.reconcile import reconciled_each_minute
 
 WITHIN_S = 30.0
 

@@ -132,7 +132,7 @@ def test_the_command_says_why_and_exits_with_2(
     server: Server, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
-        commands.main(["--lost-host", "their"])
+        commands.reconcile_main(["--lost-host", "their"])
 
     assert ended.value.code == 2
     assert "nobody knows a host 'their'" in capsys.readouterr().err

@@ -26,7 +26,7 @@ from tasks.spec.loading import spec_as_yaml
 from tasks.spec.run import RunSpec
 from tasks.train import page
 from tasks.train.page import RunPage
-from tasks.upkeep.closed_page import tell_closed
+from tasks.upkeep.parked import tell_closed
 
 FLOW_RUN = UUID(int=7)
 

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from tasks.upkeep.node_health import CALLER, DEFAULT_LIMITS, Limits, NodeSeen, Verdict, judge
-from tasks.upkeep.preflight import _blamed
+from tasks.upkeep.preflight import CALLER, DEFAULT_LIMITS, Limits, NodeSeen, Verdict, _blamed, judge
 
 GIB = 1 << 30
 LOGICAL: dict[str, Any] = {"driver": False, "problem": "", "gpus": [], "processes": []}

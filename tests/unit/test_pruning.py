@@ -17,8 +17,8 @@ import pytest
 from flows.prune import prune
 from tasks.processes.registry import RunRegister
 from tasks.server.flow_runs import ServerAway
+from tasks.upkeep import commands
 from tasks.upkeep import prune as pruning
-from tasks.upkeep import prune_command
 from tasks.upkeep.parked import note_parked
 from tasks.upkeep.prune import prune_host
 from tasks.upkeep.retention import Act, Retention
@@ -218,7 +218,7 @@ def test_nothing_is_removed_while_the_server_does_not_answer(
 
     monkeypatch.setattr(pruning, "_wanted_on_server", away)
 
-    code = prune_command.main(["--yes"])
+    code = commands.prune_main(["--yes"])
 
     assert code == 1
     assert files(run) == before
@@ -272,12 +272,12 @@ def test_the_command_shows_first_and_does_with_yes(
     run = make(muster_home, OLD)
     before = files(run)
 
-    assert prune_command.main([]) == 0
+    assert commands.prune_main([]) == 0
     shown = capsys.readouterr().out
     assert files(run) == before
     assert OLD in shown and "--yes" in shown
 
-    assert prune_command.main(["--yes", "--outputs"]) == 0
+    assert commands.prune_main(["--yes", "--outputs"]) == 0
     assert "removed the files of 1 run" in capsys.readouterr().out
     assert files(run) == {"run.json", "attempt-01/spec.yaml"}
 
@@ -289,7 +289,7 @@ def test_a_rule_that_is_none_does_nothing(
     run = make(muster_home, OLD)
     before = files(run)
 
-    assert prune_command.main(["--yes", *option]) == 2
+    assert commands.prune_main(["--yes", *option]) == 2
 
     assert files(run) == before
     assert option[0] in capsys.readouterr().err

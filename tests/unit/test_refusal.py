@@ -94,7 +94,7 @@ def test_the_queue_s_command_says_the_same(
 def test_a_reconcile_says_that_it_saw_no_flow_runs(
     refusing: str, muster_home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert commands.main([]) == 1
+    assert commands.reconcile_main([]) == 1
 
     assert REMEDY in capsys.readouterr().out
 
