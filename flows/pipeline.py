@@ -5,7 +5,7 @@ from __future__ import annotations
 from prefect import flow
 from prefect.client.schemas.objects import State
 
-from tasks.pipeline.opening import open_pipeline, pipeline_id_of_flow_run
+from tasks.pipeline.pipeline import open_pipeline, pipeline_id_of_flow_run
 from tasks.spec.pipeline import PipelineSpec
 
 

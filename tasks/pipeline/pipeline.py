@@ -2,14 +2,20 @@
 
 All that is known of a pipeline is on its Prefect server, and is asked anew for each step. So a
 process of it can be killed at any time, and the next one goes on where it was.
+
+Opening a pipeline within its flow run, and what ends it while it is open.
+
+The stages of a pipeline as a table on its flow run.
 """
 
 from __future__ import annotations
 
+import contextvars
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -18,35 +24,41 @@ from uuid import UUID
 
 from prefect import get_run_logger
 from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
+from prefect.client.schemas.filters import (
+    ArtifactFilter,
+    ArtifactFilterFlowRunId,
+    ArtifactFilterKey,
+)
 from prefect.client.schemas.objects import State
 from prefect.client.schemas.responses import SetStateStatus
+from prefect.context import FlowRunContext
 from prefect.exceptions import Pause
+from prefect.settings import PREFECT_API_URL
 from prefect.states import Cancelled, Completed, Failed, Running, Scheduled
+from prefect.utilities.urls import url_for
 
 from tasks.pipeline.stage_runs import (
-    CannotBegin,
-    cancel_stage_run,
-    create_stage_run,
-    read_stage_run,
-    spec_of_deployment,
-    spec_of_run,
-    stage_runs,
-)
-from tasks.pipeline.steps import (
     Begin,
+    CannotBegin,
     Conclude,
     Ending,
     Follow,
     StageRun,
     Step,
+    cancel_stage_run,
     completed_run,
+    create_stage_run,
     last_asked,
     next_step,
+    read_stage_run,
+    spec_of_deployment,
+    spec_of_run,
+    stage_runs,
 )
-from tasks.pipeline.table import StageTable, link_of
-from tasks.record.places import RunPlace
+from tasks.record.places import RunPlace, make_run_id
 from tasks.record.retries import handed_on
-from tasks.server.flow_process import started_by_others
+from tasks.server.flow_process import cancel_watched, interrupting, started_by_others, why_cancelled
 from tasks.server.flow_runs import (
     JOBS_GO_ON,
     ServerAway,
@@ -58,6 +70,90 @@ from tasks.spec.errors import InvalidSpec
 from tasks.spec.pipeline import PipelineSpec, parse_pipeline, run_spec, with_specs
 from tasks.spec.placeholders import RUN_DIR, RUN_ID
 from tasks.spec.run import RunSpec
+
+#: Of the artifact.
+KEY = "stages"
+
+
+class StageTable:
+    """One artifact, found again by each process of the pipeline and replaced by what is so now."""
+
+    def __init__(self, spec: PipelineSpec, flow_run_id: UUID) -> None:
+        self._spec = spec
+        self._flow_run_id = flow_run_id
+        self._id: UUID | None = None
+        self._shown = ""
+
+    def show(
+        self,
+        client: SyncPrefectClient,
+        runs: Sequence[StageRun],
+        checkpoints: Mapping[str, str],
+    ) -> None:
+        """
+        Args:
+            checkpoints: What runs hand on, by flow run id; empty for nothing.
+        """
+        text = table_of(self._spec.stage_names, runs, checkpoints)
+        if text == self._shown:
+            return
+        self._id = self._id or self._find(client)
+        if self._id is None:
+            created = client.create_artifact(
+                ArtifactCreate(
+                    key=KEY,
+                    type="markdown",
+                    description=f"The stages of {self._spec.name}",
+                    data=text,
+                    flow_run_id=self._flow_run_id,
+                )
+            )
+            self._id = created.id
+        else:
+            client.update_artifact(self._id, ArtifactUpdate(data=text))
+        self._shown = text
+
+    def _find(self, client: SyncPrefectClient) -> UUID | None:
+        found = client.read_artifacts(
+            artifact_filter=ArtifactFilter(
+                key=ArtifactFilterKey(any_=[KEY]),
+                flow_run_id=ArtifactFilterFlowRunId(any_=[self._flow_run_id]),
+            ),
+            limit=1,
+        )
+        return found[0].id if found else None
+
+
+def table_of(
+    stages: Sequence[str], runs: Sequence[StageRun], checkpoints: Mapping[str, str]
+) -> str:
+    """The stages as Markdown, a row for each try."""
+    rows = ["| stage | run | state | says | checkpoint |", "| --- | --- | --- | --- | --- |"]
+    for stage in stages:
+        tries = sorted((run for run in runs if run.stage == stage), key=lambda run: run.number)
+        for run in tries:
+            name = stage if run.number == 1 else f"{stage}, try {run.number}"
+            found = checkpoints.get(run.flow_run_id)
+            cells = (name, _link(run), run.state, run.message, f"`{found}`" if found else "")
+            rows.append(f"| {' | '.join(map(_cell, cells))} |")
+        if not tries:
+            rows.append(f"| {stage} | | to come | | |")
+    return "\n".join(rows)
+
+
+def link_of(run: StageRun) -> str:
+    """The page of a run in the UI; its id where there is no UI."""
+    url = url_for("flow-run", obj_id=run.flow_run_id)
+    return url or f"flow run {run.flow_run_id}"
+
+
+def _link(run: StageRun) -> str:
+    return f"[{run.name}]({link_of(run)})"
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
 
 _log = logging.getLogger(__name__)
 
@@ -356,3 +452,51 @@ class Pipeline:
         except ServerAway as error:
             _log.warning("left as it is: %s", error)
         raise Pause(state=state)
+
+
+def pipeline_id_of_flow_run() -> str:
+    """The name of the flow run of this context, the same for each of its processes."""
+    flow_run = _flow_run()
+    context = FlowRunContext.get()
+    spec = ((context.parameters if context is not None else None) or {})["spec"]
+    if not isinstance(spec, PipelineSpec):
+        spec = PipelineSpec.model_validate(spec)
+    return make_run_id(spec.name, "pipeline", flow_run.id, flow_run.created or datetime.now(UTC))
+
+
+@contextmanager
+def open_pipeline(spec: PipelineSpec) -> Iterator[Pipeline]:
+    """The pipeline of this flow run; a signal or a cancel ends it, with its stage, while open.
+
+    SIGTERM under a worker that was not asked to cancel it leaves it to the next worker instead.
+    """
+    flow_run_id: UUID = _flow_run().id
+    line = Pipeline(spec, flow_run_id=flow_run_id, api_url=PREFECT_API_URL.value() or "")
+    with (
+        interrupting(line, _on_term(line)),
+        cancel_watched(flow_run_id, line.interrupt),
+    ):
+        line.prepare()
+        yield line
+
+
+def _on_term(line: Pipeline) -> Callable[[], None] | None:
+    """What SIGTERM means where it is not simply the end of the pipeline."""
+    if started_by_others() is None:
+        return None
+    context = contextvars.copy_context()
+
+    def ask() -> None:
+        if why := context.run(why_cancelled, line.flow_run_id):
+            line.interrupt(why)
+        else:
+            line.let_go("its process was ended by SIGTERM")
+
+    return lambda: threading.Thread(target=ask, name="on-term", daemon=True).start()
+
+
+def _flow_run() -> Any:
+    context = FlowRunContext.get()
+    if context is None or context.flow_run is None:
+        raise RuntimeError("a pipeline is opened within the flow `pipeline` only")
+    return context.flow_run

@@ -14,8 +14,7 @@ from uuid import UUID
 
 import pytest
 
-from tasks.pipeline.stage_runs import cancel_stage_run, create_stage_run, stage_runs
-from tasks.pipeline.steps import Ending
+from tasks.pipeline.stage_runs import Ending, cancel_stage_run, create_stage_run, stage_runs
 from tasks.processes import tree
 from tasks.processes.identity import ProcessId, host_name
 from tasks.queue.grants import Giver, Grant

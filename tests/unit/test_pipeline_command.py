@@ -13,7 +13,7 @@ from prefect.states import Cancelled, Completed, Crashed, Failed
 from flows.pipeline import pipeline
 from tasks.pipeline import command as pipeline_command
 from tasks.pipeline.pipeline import Pipeline
-from tasks.pipeline.steps import Conclude, Ending, StageRun
+from tasks.pipeline.stage_runs import Conclude, Ending, StageRun
 from tasks.spec.pipeline import parse_pipeline
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tasks.pipeline.steps import (
+from tasks.pipeline.pipeline import table_of
+from tasks.pipeline.stage_runs import (
     Begin,
     Conclude,
     Ending,
@@ -22,7 +23,6 @@ from tasks.pipeline.steps import (
     next_step,
     parsed_key,
 )
-from tasks.pipeline.table import table_of
 from tasks.record.places import RunPlace
 from tasks.record.retries import handed_on
 from tasks.spec.run import RunSpec
