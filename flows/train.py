@@ -6,9 +6,16 @@ from prefect import flow
 from prefect.client.schemas.objects import State
 
 from tasks.spec.run import RunSpec
-from tasks.train.opening import conclude, open_run, run_id_of_flow_run
 from tasks.train.session import RunSession
-from tasks.train.tasks import admit, monitor, start, teardown
+from tasks.train.tasks import (
+    admit,
+    conclude,
+    monitor,
+    open_run,
+    run_id_of_flow_run,
+    start,
+    teardown,
+)
 from tasks.train.waiting import next_attempt
 
 

@@ -2,6 +2,8 @@
 
 Told from a thread of its own, from the run's events: a server that is slow or away makes it late
 or lost, and never keeps the run waiting.
+
+Recoveries of a fleet as task runs of its flow run, so that the server keeps their history.
 """
 
 from __future__ import annotations
@@ -10,22 +12,94 @@ import contextvars
 import logging
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from types import TracebackType
+from typing import Any
 from uuid import UUID
 
-from prefect import get_run_logger
-from prefect.client.orchestration import get_client
-from prefect.states import Running
+from prefect import Task, get_run_logger
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.objects import State
+from prefect.states import Cancelled, Completed, Failed, Running
 
 from tasks.record.events import Event, event_listeners
 from tasks.record.states import RunState
 from tasks.show.failure import as_text, never_begun
 from tasks.show.view import FleetWords
 from tasks.train.page import RunPage
-from tasks.train.recoveries import RecoveryRuns
 from tasks.train.session import RunSession
+
+
+class RecoveryRuns:
+    """A task run of the flow run for each recovery of a group, running as long as that does.
+
+    Asks the server: use it from a thread that may wait.
+    """
+
+    def __init__(self, flow_run_id: UUID) -> None:
+        self._flow_run_id = flow_run_id
+        #: `open[recovery id] -> (task run, what it recovers)`.
+        self._open: dict[str, tuple[UUID, str]] = {}
+
+    def begun(self, fields: Mapping[str, Any]) -> None:
+        """Make the task run `recover-rollout-<group>`."""
+        name = f"recover-rollout-{fields['group']}"
+        what = f"ranks {_listed(fields['ranks'])}: {fields['cause']}"
+        task = Task(_nothing, name=name)
+        with get_client(sync_client=True) as client:
+            made = client.create_task_run(
+                task, self._flow_run_id, dynamic_key=f"{name}-{fields['id']}", name=name
+            )
+            self._open[str(fields["id"])] = made.id, what
+            number = fields.get("try")
+            tried = f" (try {number})" if number not in (None, 1) else ""
+            client.set_task_run_state(made.id, Running(message=f"{what}{tried}"), force=True)
+
+    def ended(self, fields: Mapping[str, Any]) -> None:
+        """Give the task run the state that the recovery came to."""
+        if (known := self._open.pop(str(fields["id"]), None)) is None:
+            return
+        task_run_id, what = known
+        outcome = fields["outcome"]
+        message = f"{outcome} after {fields['took_s']:.1f} s: {what}"
+        if fields.get("message"):
+            message += f"; {fields['message']}"
+        with get_client(sync_client=True) as client:
+            _close(client, task_run_id, _state_after(outcome, message))
+
+    def abandon(self) -> None:
+        """Close what the end of the run has cut short."""
+        if not self._open:
+            return
+        with get_client(sync_client=True) as client:
+            while self._open:
+                _, (task_run_id, what) = self._open.popitem()
+                message = f"abandoned with the end of the run: {what}"
+                _close(client, task_run_id, Cancelled(message=message))
+
+
+def _state_after(outcome: str, message: str) -> State[Any]:
+    match outcome:
+        case "recovered":
+            return Completed(message=message)
+        case "abandoned":
+            return Cancelled(message=message)
+        case _:
+            return Failed(message=message)
+
+
+def _close(client: SyncPrefectClient, task_run_id: UUID, state: State[Any]) -> None:
+    client.set_task_run_state(task_run_id, state, force=True)
+
+
+def _nothing() -> None:
+    """Stands for what the fleet's process does."""
+
+
+def _listed(ranks: object) -> str:
+    return ", ".join(map(str, ranks)) if isinstance(ranks, list | tuple) else str(ranks)
+
 
 _log = logging.getLogger(__name__)
 
