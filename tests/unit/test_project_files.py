@@ -158,7 +158,7 @@ def test_flows_and_tasks_import_only_what_the_project_depends_on() -> None:
     }
     owners = packages_distributions()
     # What the guardian imports by a bare name lies beside it.
-    own = {"flows", "tasks", *(path.stem for path in (ROOT / "tasks" / "supervise").glob("*.py"))}
+    own = {"flows", "tasks", *(path.stem for path in (ROOT / "tasks" / "processes").glob("*.py"))}
 
     undeclared = {
         f"{path.relative_to(ROOT)}: {name}"
