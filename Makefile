@@ -126,13 +126,13 @@ bench: install  ## measure Muster against other ways, into BENCHMARKS.md [ARGS='
 	exec $(PY) -m tests.benchmarks $(ARGS)
 
 verl-check: install  ## hold the run specs for verl against verl itself [ARGS='--write SPEC.yaml']
-	@exec $(PY) -m deployments.verl.check --wheel $(ARGS)
+	@exec $(PY) -m tests.peers.verl.check --wheel $(ARGS)
 
 backends-check: install  ## hold a fleet's servers against the backends' own packages [ARGS='--write']
-	@exec $(PY) -m deployments.backends.check --packages $(ARGS)
+	@exec $(PY) -m tests.peers.backends.check --packages $(ARGS)
 
 docs: install  ## write the parts of docs/ that are made from the code [ARGS=--check]
-	@exec $(PY) -m deployments.docs $(ARGS)
+	@exec $(PY) -m tests.documents $(ARGS)
 
 ui-test: install  ## the Prefect UI in a real browser, on a stack of its own [ARGS='-k form']
 	@$(call with-browser)

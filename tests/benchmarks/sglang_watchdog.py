@@ -23,12 +23,12 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
-from deployments.backends.package import NoPackage, fetch
 from tests.benchmarks.part import wait as wait_for_sigterm
 from tests.benchmarks.report import NotHere
 from tests.benchmarks.stage import NAMES
+from tests.peers.backends.package import NoPackage, fetch
 
-#: As in deployments/backends/.
+#: As in tests/peers/backends/.
 VERSION = "0.5.23"
 _MODULE = "sglang/srt/utils/watchdog.py"
 _CLASS = "SubprocessWatchdog"

@@ -22,8 +22,8 @@ import httpx
 import psutil
 import pytest
 
-from deployments.stack_env import NODES_PAGE, QUEUE_PAGE
-from deployments.stack_state import Stack, processes_of
+from deployments.stack.env import NODES_PAGE, QUEUE_PAGE
+from deployments.stack.state import Stack, processes_of
 from tasks.processes.ports import PortsReserved
 from tests.support.prefect_api import ask
 

@@ -21,7 +21,7 @@ def test_the_runs_of_a_worker_that_is_stopped_end_as_cancelled(tmp_path: Path) -
         run = pool.submit(pool.spec(lasts_s=600)).until_running()
 
         stopped = subprocess.run(
-            (sys.executable, "-m", "deployments.stack_runs", str(worker.pid), "--within-s", "60"),
+            (sys.executable, "-m", "deployments.stack.runs", str(worker.pid), "--within-s", "60"),
             cwd=ROOT,
             env=pool.ground.env,
             timeout=120,

@@ -149,7 +149,7 @@ class Ground:
 
     def set_up(self) -> None:
         """The work pool and the deployments."""
-        done = self.start("-m", "deployments.stack_setup", log="setup").wait(DEADLINE_S)
+        done = self.start("-m", "deployments.stack.setup", log="setup").wait(DEADLINE_S)
         assert done == 0, self.log("setup")
         # Its schedule would reconcile in the midst of a test, at each quarter of an hour.
         deployment = self.get("/deployments/name/reconcile/by-worker")["id"]

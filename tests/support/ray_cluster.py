@@ -147,7 +147,7 @@ class RayCluster:
         starter = self._spawn(
             name,
             (
-                *("-m", "deployments.stack_ray_node", self.gcs_address),
+                *("-m", "deployments.stack.ray_node", self.gcs_address),
                 *(f"--num-cpus={cpus}", f"--num-gpus={gpus}"),
                 f"--resources={json.dumps(wanted)}",
                 # The head's looks after the logs of all nodes of a machine.

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from deployments.stack_state import Stack
+from deployments.stack.state import Stack
 from tasks.processes.ports import PortsReserved
 from tasks.queue.settings import PoolSettings, TableNode, with_settings
 from tests.support.ground import FINAL

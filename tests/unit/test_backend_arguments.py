@@ -1,6 +1,6 @@
 """What a fleet starts, held against the command lines of the backends themselves.
 
-What is known of them is in deployments/backends/<backend>-<version>.json, which `make
+What is known of them is in tests/peers/backends/<backend>-<version>.json, which `make
 backends-check` makes from their packages; these tests do without the packages.
 """
 
@@ -16,10 +16,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from deployments.backends import check, facts, reading
-from deployments.backends.facts import Facts, Option
 from tasks.rollout import lmdeploy_replica
 from tasks.spec.rollout import Sizes, size_faults
+from tests.peers.backends import check, facts, reading
+from tests.peers.backends.facts import Facts, Option
 
 KNOWN = {backend: facts.load(backend) for backend in facts.VERSIONS}
 

@@ -15,10 +15,6 @@ from urllib.parse import unquote, urlsplit
 import pytest
 import yaml
 
-from deployments.docs import spec_reference
-from deployments.docs.__main__ import MAKERS, main
-from deployments.docs.__main__ import documents as made_documents
-from deployments.docs.blocks import filled, names_in
 from tasks.processes.probes import until_yes
 from tasks.record.causes import RULES, find_cause
 from tasks.record.states import RunState
@@ -30,6 +26,10 @@ from tasks.spec.loading import parse_spec
 from tasks.spec.pipeline import PipelineSpec, load_pipeline
 from tasks.spec.rollout import Rollout
 from tasks.spec.run import RunSpec
+from tests.documents import spec_reference
+from tests.documents.__main__ import MAKERS, main
+from tests.documents.__main__ import documents as made_documents
+from tests.documents.blocks import filled, names_in
 from tests.support.documents import ROOT, Block, Document, documents
 
 DOCUMENTS = documents()

@@ -121,7 +121,7 @@ def test_every_file_that_a_unit_reads_is_there(path: Path) -> None:
 @pytest.mark.parametrize("path", UNITS, ids=lambda path: path.name)
 def test_every_command_of_a_unit_takes_its_options(path: Path) -> None:
     for program, *arguments in commands(path):
-        if arguments[:1] == ["-m"] and arguments[1] == "deployments.stack_runs":
+        if arguments[:1] == ["-m"] and arguments[1] == "deployments.stack.runs":
             filled = ["" if word == "${MAINPID}" else word for word in arguments]
             done = subprocess.run([sys.executable, *filled], cwd=ROOT, timeout=60)
             assert done.returncode == 0, program

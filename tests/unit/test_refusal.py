@@ -13,7 +13,7 @@ import pytest
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
 from deployments import worker
-from deployments.stack_env import auth_string, client_env
+from deployments.stack.env import auth_string, client_env
 from tasks.queue.__main__ import main as gang
 from tasks.server.flow_runs import ServerAway, ServerRefuses, talking_to
 from tasks.server.server import NoServer, prefect_server

@@ -20,11 +20,12 @@ import pytest
 import yaml
 from prefect.server.schemas.schedules import CronSchedule
 
-from deployments import stack, worker
-from deployments.stack_env import ROOT, STACK_VARIABLE, client_env
-from deployments.stack_nodes import Fleet
-from deployments.stack_plan import draw_up
-from deployments.stack_state import Stack, StackError, StackPlace, processes_of
+from deployments import worker
+from deployments.stack import __main__ as stack
+from deployments.stack.env import ROOT, STACK_VARIABLE, client_env
+from deployments.stack.nodes import Fleet
+from deployments.stack.plan import draw_up
+from deployments.stack.state import Stack, StackError, StackPlace, processes_of
 from tasks.processes.identity import ProcessId
 from tasks.spec.errors import InvalidSpec
 from tasks.spec.loading import load_spec

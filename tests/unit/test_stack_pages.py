@@ -9,7 +9,7 @@ import prefect
 import pytest
 from prefect.settings import Settings
 
-from deployments.stack_env import NODES_PAGE, POOL, QUEUE_PAGE
+from deployments.stack.env import NODES_PAGE, POOL, QUEUE_PAGE
 from tasks.queue.tables import keys_of
 from tasks.server.server import server_command
 

@@ -1,6 +1,6 @@
 """The run specs that start verl, held against verl's own configuration.
 
-What is known of verl is in deployments/verl/verl-<version>.json, which `make verl-check` makes from
+What is known of verl is in tests/peers/verl/verl-<version>.json, which `make verl-check` makes from
 its wheel; that target also asks verl's own code, which these tests do without.
 """
 
@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import yaml
 
-from deployments.verl import check, facts, rules
 from tasks.spec.loading import template_faults
 from tasks.spec.run import RunSpec
+from tests.peers.verl import check, facts, rules
 
 ROOT = Path(__file__).resolve().parents[2]
 SPECS = sorted((ROOT / "deployments" / "runs").glob("verl-*.yaml"))

@@ -18,10 +18,10 @@ import threading
 from contextlib import suppress
 from typing import Any
 
-from deployments.stack_nodes import Fleet
-from deployments.stack_plan import PIPELINES, RUNS_WITHIN_S, WORKER, Blueprint, draw_up
-from deployments.stack_runs import end_runs
-from deployments.stack_state import Stack, StackPlace
+from deployments.stack.nodes import Fleet
+from deployments.stack.plan import PIPELINES, RUNS_WITHIN_S, WORKER, Blueprint, draw_up
+from deployments.stack.runs import end_runs
+from deployments.stack.state import Stack, StackPlace
 from tasks.processes import tree
 from tasks.processes.identity import ProcessId
 from tasks.processes.supervisor import Supervisor
@@ -144,7 +144,7 @@ class Stage:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m deployments.stack_supervisor")
+    parser = argparse.ArgumentParser(prog="python -m deployments.stack.supervisor")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--ray-dashboard", type=int, help="a port; 0: any free one")
     parser.add_argument("--gpus", type=Fleet.parsed, help="nodes with GPUs, NxG")

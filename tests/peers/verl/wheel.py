@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 HYDRA = "hydra-core>=1.3,<1.4"
 _PIP_WITHIN_S = 300
 _COMPOSE_WITHIN_S = 120
@@ -65,7 +65,7 @@ def ask(wheel: Wheel, question: Mapping[str, Any]) -> dict[str, Any]:
         Unanswered: it failed.
     """
     # Without `site`, so that what this environment happens to hold changes nothing.
-    command = (sys.executable, "-S", "-m", "deployments.verl.compose", str(wheel.folder))
+    command = (sys.executable, "-S", "-m", "tests.peers.verl.compose", str(wheel.folder))
     try:
         done = subprocess.run(
             command,

@@ -1,7 +1,7 @@
 """Holds run specs that start verl against verl's own configuration.
 
-    python -m deployments.verl.check [SPEC.yaml...]            against the facts in this checkout
-    python -m deployments.verl.check --wheel [--write] ...     and against verl itself, by pip
+    python -m tests.peers.verl.check [SPEC.yaml...]            against the facts in this checkout
+    python -m tests.peers.verl.check --wheel [--write] ...     and against verl itself, by pip
 
 Without SPEC all of deployments/runs/verl-*.yaml. `--write` writes the facts anew.
 
@@ -19,12 +19,12 @@ from pathlib import Path
 
 import yaml
 
-from deployments.verl import facts, rules, wheel
 from tasks.show.help import HelpFormatter
 from tasks.spec.errors import InvalidSpec
 from tasks.spec.run import RunSpec
+from tests.peers.verl import facts, rules, wheel
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -96,7 +96,7 @@ def ask_verl(specs: Mapping[str, RunSpec], version: str, *, write: bool) -> dict
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m deployments.verl.check",
+        prog="python -m tests.peers.verl.check",
         description="Run specs against verl's own configuration: keys, types, batch sizes.",
         epilog="Exit: 0 nothing is wrong; 1 something is; 2 a spec or the arguments are wrong; 3 "
         "verl could not be asked.",

@@ -1,4 +1,4 @@
-"""A node of a stack's cluster, for as long as the stack lives: `python -m deployments.stack_node
+"""A node of a stack's cluster, for as long as the stack lives: `python -m deployments.stack.node
 ADDRESS OPTIONS...` runs `stack_ray_node` with them, and again each time it has died.
 
 As a real machine comes back after a crash: its cluster sees one node die and another one come,
@@ -44,7 +44,7 @@ class Node:
 
 
 def main() -> int:
-    node = Node([sys.executable, "-m", "deployments.stack_ray_node", *sys.argv[1:]])
+    node = Node([sys.executable, "-m", "deployments.stack.ray_node", *sys.argv[1:]])
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, node.stop)
     return node.run()

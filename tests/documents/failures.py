@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from deployments.docs.blocks import table
 from tasks.record.causes import RULES
 from tasks.record.states import LEGAL_MOVES, RunState
 from tasks.spec.failure_kinds import REMEDIES, REQUEUED, FailureKind
+from tests.documents.blocks import table
 
 
 def moves() -> str:

@@ -1,4 +1,4 @@
-"""`ray start` for one more node on this machine, on loopback: `python -m deployments.stack_ray_node
+"""`ray start` for one more node on this machine, on loopback: `python -m deployments.stack.ray_node
 ADDRESS OPTIONS...`.
 
 Ray stays on loopback only with RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0, which everything that it starts
@@ -15,7 +15,7 @@ import sys
 from ray._private import ray_constants, services
 from ray.scripts import scripts
 
-from deployments.stack_env import HOST
+from deployments.stack.env import HOST
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tasks.spec.programs import component_path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 HOST = "127.0.0.1"
 #: In place of a run's id, in the environment of the parts.
 RUN_ID = "stack"

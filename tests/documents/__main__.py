@@ -1,4 +1,4 @@
-"""The documents' parts that are made from the code: `python -m deployments.docs`."""
+"""The documents' parts that are made from the code: `python -m tests.documents`."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from deployments.docs import failures, spec_reference
-from deployments.docs.blocks import filled
 from tasks.spec.pipeline import PipelineSpec
 from tasks.spec.run import RunSpec
+from tests.documents import failures, spec_reference
+from tests.documents.blocks import filled
 
 ROOT = Path(__file__).resolve().parents[2]
 MAKERS: Mapping[str, Callable[[], str]] = {
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m deployments.docs",
+        prog="python -m tests.documents",
         description="Write the parts of docs/*.md that are made from the code: the references of "
         "the specs, states, kinds of failure and the rules that tell them.",
         epilog="Exit: 0 done, or all is current; 1 with --check, something is not.",

@@ -1,7 +1,7 @@
 """What a Prefect server needs before a worker starts: the work pool, every deployment and
 automation, and no run that only its record says is alive.
 
-`python -m deployments.stack_setup` does it on the server of PREFECT_API_URL, any number of times.
+`python -m deployments.stack.setup` does it on the server of PREFECT_API_URL, any number of times.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from prefect.exceptions import ObjectAlreadyExists
 from prefect.workers.process import ProcessWorker
 
 from deployments.automations.apply import main as apply_automations
-from deployments.stack_env import (
+from deployments.stack.env import (
     NODES_PAGE,
     PIPELINES_POOL,
     POOL,
@@ -137,7 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     return argparse.ArgumentParser(
-        prog="python -m deployments.stack_setup",
+        prog="python -m deployments.stack.setup",
         description="Set the Prefect server of PREFECT_API_URL up for Muster: its work pools, the "
         "automations, every deployment of prefect.yaml. Any number of times; what somebody has "
         "changed of pools and automations stays.",

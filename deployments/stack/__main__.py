@@ -17,11 +17,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from deployments.stack_answers import answers, are_all_answering, until_answering
-from deployments.stack_env import HOST, NODES_PAGE, POOL, QUEUE_PAGE, ROOT, RUN_ID, client_env
-from deployments.stack_launch import launch, stop, tail_of
-from deployments.stack_nodes import MOST_GPUS, MOST_NODES, Fleet
-from deployments.stack_state import Stack, StackError, StackPlace
+from deployments.stack.answers import answers, are_all_answering, until_answering
+from deployments.stack.env import HOST, NODES_PAGE, POOL, QUEUE_PAGE, ROOT, RUN_ID, client_env
+from deployments.stack.launch import launch, stop, tail_of
+from deployments.stack.nodes import MOST_GPUS, MOST_NODES, Fleet
+from deployments.stack.state import Stack, StackError, StackPlace
 from tasks.processes.ports import listeners
 
 EXIT_OK, EXIT_FAILED, EXIT_INTERRUPTED = 0, 1, 130
@@ -104,7 +104,7 @@ def _again(place: StackPlace, stack: Stack, port: int | None, fleet: Fleet | Non
     with log.open("ab") as output:
         try:
             subprocess.run(
-                (sys.executable, "-m", "deployments.stack_setup"),
+                (sys.executable, "-m", "deployments.stack.setup"),
                 cwd=ROOT,
                 env=client_env(place.directory.parent, stack.api_url),
                 stdin=subprocess.DEVNULL,

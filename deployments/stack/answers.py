@@ -10,8 +10,8 @@ from typing import Any
 
 import httpx
 
-from deployments.stack_env import AUTH, POOL, auth_string
-from deployments.stack_state import Stack, StackError, StackNode
+from deployments.stack.env import AUTH, POOL, auth_string
+from deployments.stack.state import Stack, StackError, StackNode
 
 _ANSWER_WITHIN_S = 10.0
 _ALL_WITHIN_S = 60.0

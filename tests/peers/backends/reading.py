@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from deployments.backends.facts import Option
+from tests.peers.backends.facts import Option
 
 #: Whole numbers that vLLM also takes as 1K, 2M or auto.
 #: Source: vLLM 0.33, engine/arg_utils.py, `_compute_kwargs`

@@ -1,4 +1,4 @@
-"""The runs of a worker, ended before it ends: `python -m deployments.stack_runs PID`.
+"""The runs of a worker, ended before it ends: `python -m deployments.stack.runs PID`.
 
 For whoever is about to stop a worker: a stack, or a unit of systemd.
 """
@@ -40,7 +40,7 @@ def end_runs(worker: int, *, within_s: float, is_hurried: Callable[[], bool]) ->
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns: 0, also where the worker has gone already."""
     parser = argparse.ArgumentParser(
-        prog="python -m deployments.stack_runs",
+        prog="python -m deployments.stack.runs",
         description="Interrupt every run of a worker of this host, and wait until each has taken "
         "itself down. The worker is held meanwhile and left so: send it SIGTERM, then SIGCONT.",
     )

@@ -14,10 +14,10 @@ from typing import Any
 
 import yaml
 
-from deployments.verl.facts import Facts, fits
 from tasks.spec.loading import names_known, resolve
 from tasks.spec.run import Component, Gang, RunSpec
 from tasks.spec.values import did_you_mean
+from tests.peers.verl.facts import Facts, fits
 
 _OVERRIDE = re.compile(r"(?P<sign>\+\+|\+|~)?(?P<key>[A-Za-z_][\w@/.-]*)(?:=(?P<value>.*))?", re.S)
 _OF_ENV = re.compile(r"\$\{oc\.env:(\w+)\}")

@@ -1,6 +1,6 @@
 """Puts run specs to verl itself: its Hydra configuration, its dataclasses, its own checks.
 
-    PYTHONPATH=HYDRA:. python -S -m deployments.verl.compose FOLDER < question.json > answer.json
+    PYTHONPATH=HYDRA:. python -S -m tests.peers.verl.compose FOLDER < question.json > answer.json
 
 FOLDER holds verl's unpacked wheel, HYDRA hydra-core with what it needs; `wheel.py` starts it so.
 
@@ -29,8 +29,8 @@ from hydra.core.global_hydra import GlobalHydra  # type: ignore[import-not-found
 from hydra.utils import instantiate  # type: ignore[import-not-found]
 from omegaconf import DictConfig, OmegaConf  # type: ignore[import-not-found]
 
-from deployments.verl import stand_ins
-from deployments.verl.facts import TYPE_NAMES, fits
+from tests.peers.verl import stand_ins
+from tests.peers.verl.facts import TYPE_NAMES, fits
 
 #: The programs that a run may start.
 ENTRIES = ("verl.trainer.main_ppo", "verl.trainer.sft_trainer_ray")

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from deployments.stack_env import (
+from deployments.stack.env import (
     HOST,
     PIPELINES_POOL,
     POOL,
@@ -27,8 +27,8 @@ from deployments.stack_env import (
     auth_string,
     client_env,
 )
-from deployments.stack_nodes import NODE_RESOURCE, Fleet
-from deployments.stack_state import RAY_TEMP_PREFIX, Stack, StackNode, StackPlace
+from deployments.stack.nodes import NODE_RESOURCE, Fleet
+from deployments.stack.state import RAY_TEMP_PREFIX, Stack, StackNode, StackPlace
 from tasks.processes.component import AttemptPlan, ComponentPlan
 from tasks.processes.guarded import Command
 from tasks.processes.identity import ProcessId, host_name
@@ -163,7 +163,7 @@ def _server(place: StackPlace, stack: Stack) -> ComponentPlan:
 
 def _deployments(place: StackPlace, stack: Stack) -> ComponentPlan:
     command = Command(
-        argv=(sys.executable, "-m", "deployments.stack_setup"),
+        argv=(sys.executable, "-m", "deployments.stack.setup"),
         env={**_env(place, stack, DEPLOYMENTS), RAY_VARIABLE: stack.ray_dashboard},
         cwd=ROOT,
         log=place.log(DEPLOYMENTS),
@@ -203,7 +203,7 @@ def _ray_head(
 def _ray_node(place: StackPlace, stack: Stack, node: StackNode) -> ComponentPlan:
     command = Command(
         argv=(
-            *(sys.executable, "-m", "deployments.stack_node", stack.ray_address, "--block"),
+            *(sys.executable, "-m", "deployments.stack.node", stack.ray_address, "--block"),
             *(f"--num-cpus={node.cpus}", f"--num-gpus={node.gpus}"),
             # The name by which the queue knows it; by default that of the machine.
             f"--node-name={node.name}",

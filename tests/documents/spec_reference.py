@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel
 
-from deployments.docs.blocks import table
+from tests.documents.blocks import table
 
 Schema = Mapping[str, Any]
 

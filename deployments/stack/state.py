@@ -15,7 +15,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from deployments.stack_env import STACK_VARIABLE
+from deployments.stack.env import STACK_VARIABLE
 from tasks.processes import tree
 from tasks.processes.identity import ProcessId, send_if
 from tasks.record.places import muster_home

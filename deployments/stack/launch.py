@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from deployments.stack_answers import until_answering
-from deployments.stack_env import ROOT
-from deployments.stack_nodes import Fleet
-from deployments.stack_state import STOP_WITHIN_S, Stack, StackError, StackPlace
+from deployments.stack.answers import until_answering
+from deployments.stack.env import ROOT
+from deployments.stack.nodes import Fleet
+from deployments.stack.state import STOP_WITHIN_S, Stack, StackError, StackPlace
 from tasks.record.causes import last_lines, read_tail
 
 
@@ -43,7 +43,7 @@ def launch(
     with (place.log("supervisor")).open("ab") as log:
         supervisor = subprocess.Popen(
             (
-                *(sys.executable, "-m", "deployments.stack_supervisor"),
+                *(sys.executable, "-m", "deployments.stack.supervisor"),
                 *("--port", str(port), "--report-fd", str(write_fd), "--lock-fd", str(lock_fd)),
                 *(*dashboard, *gpus),
             ),

@@ -1,7 +1,7 @@
 """Holds the servers that a fleet starts against the command lines of the backends themselves.
 
-    python -m deployments.backends.check                        against the facts in this checkout
-    python -m deployments.backends.check --packages [--write]   and those against the packages
+    python -m tests.peers.backends.check                        against the facts in this checkout
+    python -m tests.peers.backends.check --packages [--write]   and those against the packages
 
 `--newest` takes the newest packages in place of the known versions; `--write` writes the facts
 anew. The packages are got by pip and parsed; nothing of them is run.
@@ -19,10 +19,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from deployments.backends import facts, package, reading
 from tasks.rollout.building import Addresses, build, nodes_needed, ports_needed
 from tasks.rollout.topology import TopologyPlan
 from tasks.spec.rollout import Rollout
+from tests.peers.backends import facts, package, reading
 
 #: A layout of each kind that is planned differently, by name.
 LAYOUTS: Mapping[str, Mapping[str, Any]] = {
@@ -109,7 +109,7 @@ def ask_package(backend: str, version: str | None, *, write: bool) -> tuple[list
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m deployments.backends.check",
+        prog="python -m tests.peers.backends.check",
         description="The arguments that a fleet's servers are started with against what is known "
         "of their backends: SGLang, LMDeploy and vLLM.",
         epilog="Exit: 0 nothing is wrong; 1 something is; 2 the arguments are wrong; 3 a package "
