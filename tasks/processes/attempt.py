@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tasks.processes import tree
-from tasks.processes.component import AttemptPlan, Emit, JobLoss, JobRefused, Member, PortTaken
+from tasks.processes.component import AttemptPlan, JobLoss, JobRefused, Member, PortTaken
 from tasks.processes.job_component import make_member
 from tasks.processes.ports import PortsReserved
 from tasks.processes.probes import make_client
@@ -27,6 +27,7 @@ from tasks.processes.process_component import Holds, ProcessMember
 from tasks.processes.progress import Course
 from tasks.processes.registry import RunRegister
 from tasks.record.causes import find_cause, last_error, last_lines
+from tasks.record.events import Emit
 from tasks.record.outcome import Exit, Failure, Verdict
 from tasks.record.states import RunState
 from tasks.spec.errors import RunEnded

@@ -33,6 +33,7 @@ from tasks.processes.probes import (
     until_yes,
 )
 from tasks.record.causes import read_tail
+from tasks.record.events import Emit
 from tasks.record.outcome import Exit, JobLoss, JobRefused
 from tasks.spec.probes import LiveProbe, ReadyProbe
 from tasks.spec.run import OnExitZero, Progress
@@ -112,7 +113,7 @@ class ComponentPlan:
     on_exit_zero: OnExitZero
     #: Makes the job that runs it on a cluster, told where to say what happens to it; None: a
     #: process of this machine runs it.
-    make_job: Callable[[Callable[..., None]], RemoteJob] | None = None
+    make_job: Callable[[Emit], RemoteJob] | None = None
     #: An earlier process of the run may have started it: then it is gone on with.
     is_adopted: bool = False
 
@@ -154,8 +155,6 @@ class AttemptPlan:
 
 
 _LAST_ASK_S = 1.0
-
-Emit = Callable[..., None]
 
 
 class PortTaken(Exception):

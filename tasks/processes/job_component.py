@@ -12,9 +12,10 @@ from functools import partial
 
 import httpx
 
-from tasks.processes.component import ComponentPlan, Emit, JobLoss, Member, RemoteJob
+from tasks.processes.component import ComponentPlan, JobLoss, Member, RemoteJob
 from tasks.processes.ports import PortsReserved
 from tasks.processes.process_component import Holds, ProcessMember
+from tasks.record.events import Emit
 from tasks.record.outcome import Exit
 
 #: A log that is on its way from another node comes later than the news of its job's end.

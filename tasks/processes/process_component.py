@@ -19,7 +19,7 @@ import httpx
 
 from tasks.processes import cgroup, tree
 from tasks.processes.child_watch import Loss, Vigil
-from tasks.processes.component import AttemptPlan, ComponentPlan, Emit, Member, PortTaken, forever
+from tasks.processes.component import AttemptPlan, ComponentPlan, Member, PortTaken, forever
 from tasks.processes.containment import Level, PidNamespace
 from tasks.processes.guarded import Command, Forked, GuardedProcess
 from tasks.processes.hang_report import Diagnosis, Hung
@@ -27,6 +27,7 @@ from tasks.processes.identity import ProcessId
 from tasks.processes.ports import Listener, PortsReserved, is_listened, listeners
 from tasks.processes.probes import NotifyProbe, NotifySocket, Probe
 from tasks.processes.registry import Entry, JobEntry, RunRegister, SharedMemoryWatch
+from tasks.record.events import Emit
 from tasks.record.outcome import Exit
 from tasks.spec.probes import LiveProbe, ReadyProbe
 

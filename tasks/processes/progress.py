@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import httpx
 
 from tasks.processes.component import AttemptPlan
+from tasks.record.events import Emit
 from tasks.spec.run import Progress
 
 _TAIL_BYTES = 65536
@@ -184,7 +185,7 @@ class Course:
         self,
         plan: AttemptPlan,
         client: httpx.AsyncClient,
-        emit: Callable[..., None],
+        emit: Emit,
         *,
         is_quiet: Callable[[], bool],
     ) -> None:

@@ -12,9 +12,10 @@ from typing import Any, TypeVar
 
 from tasks.processes import tree
 from tasks.processes.attempt import Decision, SupervisedAttempt
-from tasks.processes.component import AttemptPlan, Emit
+from tasks.processes.component import AttemptPlan
 from tasks.processes.ports import PortsReserved
 from tasks.processes.registry import RunRegister
+from tasks.record.events import Emit
 from tasks.record.outcome import Verdict
 
 T = TypeVar("T")

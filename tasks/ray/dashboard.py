@@ -15,10 +15,12 @@ import socket
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
+
+from tasks.record.events import Emit
 
 #: How long one question may take.
 ASK_WITHIN_S = 10.0
@@ -342,12 +344,6 @@ def ready_driver(gcs_address: str) -> None:
     from ray._private import ray_constants
 
     ray_constants.ENABLE_RAY_CLUSTER = False
-
-
-class Emit(Protocol):
-    """Told what happens to a job, as it happens."""
-
-    def __call__(self, name: str, **fields: object) -> None: ...
 
 
 class Contact:

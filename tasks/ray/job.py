@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from tasks.ray import control_store
-from tasks.ray.dashboard import Contact, Dashboard, Denied, Emit, JobState, NoAnswer
+from tasks.ray.dashboard import Contact, Dashboard, Denied, JobState, NoAnswer
 from tasks.ray.end import OutOfReach, Sweep, TakeDown, gpus_of, room_in_words
 from tasks.ray.submission import JobPlan, SubmissionFile
 from tasks.ray.submit import STRAGGLERS_S, Submitter
+from tasks.record.events import Emit
 from tasks.record.outcome import Exit, JobLoss, JobRefused
 from tasks.spec.failure_kinds import FailureKind
 

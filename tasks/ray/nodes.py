@@ -31,6 +31,7 @@ from prefect.settings import get_current_settings
 
 from tasks.processes import tree
 from tasks.ray.dashboard import Dashboard, Denied, NoAnswer, driver_env
+from tasks.record.events import Emit
 from tasks.show.help import HelpFormatter
 from tasks.spec.errors import MusterError
 
@@ -344,7 +345,7 @@ async def gcs_address_of(address: str) -> str:
 
 
 def sweep_of(
-    run_id: str, attempt: int, component: str, *, emit: Callable[..., None]
+    run_id: str, attempt: int, component: str, *, emit: Emit
 ) -> Callable[[str], Awaitable[tuple[str, ...]]]:
     """The sweep after a job: told the address of a cluster's control store, it ends what is left
     of the job on every node, and returns what can't be ended, by node and pid.
@@ -361,7 +362,7 @@ def sweep_of(
     return swept
 
 
-def _told(report: SweepReport, emit: Callable[..., None]) -> tuple[str, ...]:
+def _told(report: SweepReport, emit: Emit) -> tuple[str, ...]:
     """What is left, once all that was found is told.
 
     A node that could not be asked is told and does not count as left: it may be any of the

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from tasks.processes import tree
 from tasks.ray import wrapper
-from tasks.ray.dashboard import Dashboard, Denied, Emit, JobState, NoAnswer, Node
+from tasks.ray.dashboard import Dashboard, Denied, JobState, NoAnswer, Node
 from tasks.ray.submission import SETTLES_WITHIN_S, JobPlan, SubmissionFile
+from tasks.record.events import Emit
 from tasks.record.outcome import JobLoss, JobRefused
 from tasks.record.places import muster_home
 from tasks.spec.failure_kinds import FailureKind

@@ -1,4 +1,9 @@
-"""Events of an attempt: a line each in `events.jsonl`, and the same to whoever listens."""
+"""Events of an attempt: a line each in `events.jsonl`, and the same to whoever listens.
+
+`CATALOGUE` has every event with its fields, and `Event` each field with its type, so that whoever
+emits one and whoever reads it mean the same. A file of another version may have events and fields
+that are not there, and lack some that are: they are kept as they are, and read as nothing.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +12,102 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
+
+from tasks.record.states import GroupState
 
 _log = logging.getLogger(__name__)
+
+_INCIDENT = ("ranks", "why")
+_RECOVERY = ("id", "group", "ranks")
+_BEGUN = ("attempt", "run_id", "directory", "resume_from")
+
+#: The fields of each event, by its name; `at`, `event` and `component` stand before them in a line.
+CATALOGUE: Mapping[str, tuple[str, ...]] = {
+    # Of the run, told to listeners only: it may have no attempt yet.
+    "run.opened": ("run_id", "record"),
+    "run.waiting": ("message",),
+    # Of the run.
+    "run.state": ("state", "message"),
+    "run.progress": ("step", "total"),
+    "leftovers.removed": ("paths",),
+    "reconcile.ended": ("flow_pid", "killed", "removed"),
+    # Of an attempt.
+    "attempt.begun": _BEGUN,
+    "attempt.adopted": _BEGUN,
+    "containment": ("text", "level", "promise", "missing"),
+    "attempt.ready": ("step",),
+    "teardown.begun": ("reason", "cause"),
+    "teardown.ended": ("left",),
+    "attempt.left": ("reason",),
+    "attempt.ended": ("attempt", "state", "message", "failure"),
+    "attempt.decided": ("attempt", "text"),
+    # Of a component.
+    "component.starting": (),
+    "component.spawned": ("pid", "submission_id", "argv", "is_adopted"),
+    "process.watched": ("pid", "command"),
+    "probe.failed": ("reason", "misses", "probe"),
+    "component.ready": ("pid", "after_s"),
+    "component.drained": (),
+    "component.exited": ("pid", "exit_code", "signal"),
+    "component.diagnosed": ("pid", "path"),
+    "component.stopped": ("pid",),
+    "component.stuck": ("pid", "pids"),
+    # Of a component that is a job on a cluster.
+    "job.submitted": ("submission_id", "address"),
+    "job.attached": ("submission_id",),
+    "job.state": ("status", "place"),
+    "job.final": ("status", "message"),
+    "job.ended": ("submission_id", "left"),
+    "job.swept": ("killed", "left", "unreached"),
+    "log.incomplete": ("message",),
+    "contact.lost": ("address", "message"),
+    "contact.back": ("address", "after_s"),
+    # Of a fleet, whose own process tells them.
+    "rollout.server.started": ("rank", "epoch", "url"),
+    "rollout.server.died": ("rank", "epoch", "why"),
+    "rollout.probe.failed": ("rank", "epoch", "reason", "kind", "misses"),
+    "rollout.group.state": ("group", "ranks", "before", "after", "cause", "epoch"),
+    "rollout.recovery.begun": (*_RECOVERY, "cause", "try"),
+    "rollout.recovery.ended": (*_RECOVERY, "outcome", "took_s", "message"),
+    "rollout.incident.begun": _INCIDENT,
+    "rollout.incident.ended": _INCIDENT,
+    "rollout.barrier": ("epoch", "failed", "active", "inactive", "unreachable"),
+    "rollout.restore": ("epoch", "restored", "failed", "stale"),
+    "rollout.weights": ("version", "active", "stale"),
+    "rollout.warning": ("message",),
+    "rollout.failed": ("reason",),
+}
+
+T = TypeVar("T")
+
+
+class _Field(Generic[T]):
+    """Reads a field of an event; what is not there, null or not of its kind is `otherwise`."""
+
+    def __init__(
+        self, otherwise: T, read: Callable[[Any], T] = lambda value: value, key: str = ""
+    ) -> None:
+        self._otherwise, self._read, self._key = otherwise, read, key
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._key = self._key or name
+
+    def __get__(self, event: Event, owner: type) -> T:
+        value = event.fields.get(self._key)
+        if value is not None:
+            with suppress(ValueError, TypeError):
+                return self._read(value)
+        return self._otherwise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """Something that happened to a run."""
+    """Something that happened to a run. Of its fields those are properties that anybody reads."""
 
     #: UTC epoch seconds.
     at: float
@@ -25,8 +115,65 @@ class Event:
     name: str
     #: The component it happened to; None for the run as a whole.
     component: str | None = None
-    #: What else is known: `pid`, `exit_code`, `step`, ...
+    #: What else is known, as `CATALOGUE` has it.
     fields: Mapping[str, Any] = field(default_factory=dict)
+
+    address = _Field("")
+    after = _Field(GroupState.STARTING, GroupState)
+    after_s = _Field(0.0, float)
+    attempt = _Field(0, int)
+    before = _Field(GroupState.STARTING, GroupState)
+    cause = _Field("", str)
+    directory = _Field(Path(), Path)
+    exit_code = _Field[int | None](None)
+    #: As `Failure.as_json` has it.
+    failure = _Field[Mapping[str, Any] | None](None)
+    group = _Field(0, int)
+    #: Of a recovery.
+    id = _Field("", str)
+    is_adopted = _Field(False, bool)
+    killed = _Field[tuple[str, ...]]((), tuple)
+    message = _Field("", str)
+    misses = _Field(0, int)
+    outcome = _Field("", str)
+    path = _Field("", str)
+    pid = _Field[int | None](None)
+    pids = _Field[tuple[int | str, ...]]((), tuple)
+    #: Where a job runs: `node 10.0.0.7`.
+    place = _Field("", str)
+    #: `live` of a probe of liveness.
+    probe = _Field("", str)
+    rank = _Field(0, int)
+    ranks = _Field[tuple[int, ...]]((), tuple)
+    reason = _Field("", str)
+    record = _Field[Path | None](None, Path)
+    resume_from = _Field[str | None](None)
+    run_id = _Field("", str)
+    #: `SIGTERM`.
+    signal = _Field[str | None](None)
+    #: Of a run.
+    state = _Field("", str)
+    #: Of a job, as its cluster says it.
+    status = _Field("", str)
+    step = _Field(0.0, float)
+    submission_id = _Field("", str)
+    text = _Field("", str)
+    took_s = _Field(0.0, float)
+    #: The number of a try, from 1.
+    tried = _Field(1, int, "try")
+    url = _Field("", str)
+    why = _Field("", str)
+
+    @staticmethod
+    def of_line(line: str | bytes) -> Event:
+        """Raises: ValueError, for what is no event."""
+        try:
+            content = json.loads(line)
+            at, name = float(content.pop("at")), str(content.pop("event"))
+            component = content.pop("component", None)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"not an event: {error!r}") from error
+        return Event(at=at, name=name, component=component, fields=content)
 
     def as_line(self) -> str:
         head: dict[str, Any] = {"at": self.at, "event": self.name}
@@ -36,6 +183,8 @@ class Event:
 
 
 Listener = Callable[[Event], None]
+#: Takes an event's name, the component it happened to, and its fields: `EventLog.emit`.
+Emit = Callable[..., None]
 
 
 class EventLog:

@@ -307,10 +307,10 @@ class RunRecord:
 
     def _observe_component(self, components: dict[str, Any], name: str, event: Event) -> None:
         if event.name == "component.spawned":
-            if event.fields.get("is_adopted") and name in components:
+            if event.is_adopted and name in components:
                 return
             components[name] = {
-                "pid": event.fields["pid"],
+                "pid": event.pid,
                 "started_at": event.at,
                 "ready_at": None,
                 "ended_at": None,
@@ -321,8 +321,8 @@ class RunRecord:
             components[name]["ready_at"] = event.at
         elif event.name == "component.exited":
             components[name]["ended_at"] = event.at
-            components[name]["exit_code"] = event.fields["exit_code"]
-            components[name]["signal"] = event.fields["signal"]
+            components[name]["exit_code"] = event.exit_code
+            components[name]["signal"] = event.signal
 
     def _save(self) -> None:
         try:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Collection, Coroutine
 from random import Random
 from typing import Any, TypeVar
 
@@ -69,9 +69,6 @@ def _forget(task: asyncio.Task[Any]) -> None:
     if not task.cancelled():
         # Looked at, so that asyncio does not complain of an error nobody asked for.
         task.exception()
-
-
-Emit = Callable[..., None]
 
 
 def pause_s(count: int, *, first_s: float, longest_s: float, random: Random) -> float:

@@ -10,13 +10,14 @@ import logging
 import secrets
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from tasks.processes.component import ComponentPlan
 from tasks.processes.containment import Containment, Level
 from tasks.processes.guarded import Command
+from tasks.record.events import Emit, Event
 from tasks.record.places import AttemptPlace
 from tasks.rollout.building import planned, ports_needed
 from tasks.rollout.gateway import is_loopback
@@ -202,8 +203,6 @@ def fleet_component(
 _log = logging.getLogger(__name__)
 
 _LOOK_EVERY_S = 0.1
-#: Names of ours, which a field of the fleet's can't have beside them.
-_TAKEN = frozenset({"at", "event", "name", "component"})
 
 
 class FleetTail:
@@ -213,7 +212,7 @@ class FleetTail:
     that is not there yet, or a line that is none, costs a warning at most.
     """
 
-    def __init__(self, path: Path, emit: Callable[..., None]) -> None:
+    def __init__(self, path: Path, emit: Emit) -> None:
         """
         Args:
             emit: `EventLog.emit` of the run.
@@ -261,10 +260,9 @@ class FleetTail:
 
     def _tell(self, line: bytes) -> None:
         try:
-            content = json.loads(line)
-            name, at = str(content["event"]), float(content["at"])
-        except (ValueError, KeyError, TypeError) as error:
+            event = Event.of_line(line)
+        except ValueError as error:
             _log.warning("%s: not an event: %r: %r", self._path, line[:200], error)
             return
-        fields = {key: value for key, value in content.items() if key not in _TAKEN}
-        self._emit(name, FLEET, at=at, **fields)
+        fields = {key: value for key, value in event.fields.items() if key != "name"}
+        self._emit(event.name, FLEET, at=event.at, **fields)

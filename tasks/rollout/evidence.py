@@ -14,7 +14,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
-from tasks.rollout.clock import Emit
+from tasks.record.events import Emit
 
 
 class Silence(str):

@@ -17,8 +17,9 @@ from contextlib import asynccontextmanager
 from random import Random
 from typing import Any
 
+from tasks.record.events import Emit
 from tasks.record.states import GroupState
-from tasks.rollout.clock import Clock, Emit, ended, within
+from tasks.rollout.clock import Clock, ended, within
 from tasks.rollout.health import Health
 from tasks.rollout.probing import Death, Prober, ServerHost, StartFailed
 from tasks.rollout.recovery import DEATHS_WITHIN_S, Rebind, Recovery, Starter

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from random import Random
 
-from tasks.rollout.clock import Clock, Emit, ended, within
+from tasks.record.events import Emit
+from tasks.rollout.clock import Clock, ended, within
 from tasks.rollout.evidence import Evidence, NetworkCut, Outliers, Silence, Verdict
 from tasks.rollout.probing import Prober, ServerHost
 from tasks.rollout.registry import GroupView, Registry

@@ -16,8 +16,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
+from tasks.record.events import Emit
 from tasks.record.states import GroupState
-from tasks.rollout.clock import Clock, Emit, ended, pause_s, within
+from tasks.rollout.clock import Clock, ended, pause_s, within
 from tasks.rollout.evidence import Incident, Incidents
 from tasks.rollout.health import Health
 from tasks.rollout.probing import Prober, ServerHost, StartFailed

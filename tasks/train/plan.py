@@ -20,6 +20,7 @@ from tasks.processes.identity import host_name
 from tasks.ray.job import RayJob
 from tasks.ray.nodes import sweep_of
 from tasks.ray.submission import JobPlan, submission_file, submission_id
+from tasks.record.events import Emit
 from tasks.record.places import AttemptPlace
 from tasks.rollout.component import FleetStart, fleet_component
 from tasks.spec.errors import Fault
@@ -72,7 +73,7 @@ def job_maker(
     # By it the sweep's task runs belong to the flow run; supervision has a thread of its own.
     context = contextvars.copy_context()
 
-    def make(emit: Callable[..., None]) -> RemoteJob:
+    def make(emit: Emit) -> RemoteJob:
         sweeping = context.run(sweep_of, run_id, place.number, name, emit=emit)
         return RayJob(plan, sweep=sweeping, emit=emit)
 

@@ -1,0 +1,95 @@
+"""The catalogue of events: whoever emits one or reads one goes by it, and files of other versions
+are read as far as they go."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tasks.record.events import CATALOGUE, Event
+from tasks.record.states import GroupState
+
+ROOT = Path(__file__).resolve().parents[2]
+#: What a run of an earlier version wrote.
+WRITTEN = ROOT / "tests" / "data" / "records" / "events.jsonl"
+CODE = sorted((ROOT / "tasks").rglob("*.py"))
+
+
+def emits() -> Iterator[tuple[str, str, str, set[str]]]:
+    """Each call in the code that emits an event: where, its name, its fields as far as written."""
+    for path in CODE:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.Call) or not node.args:
+                continue
+            called, first = ast.unparse(node.func), node.args[0]
+            if called.rpartition(".")[2] not in ("emit", "_emit") and called not in ("self.tell", "run.tell"):
+                continue
+            names = [first.body, first.orelse] if isinstance(first, ast.IfExp) else [first]
+            fields = {keyword.arg for keyword in node.keywords if keyword.arg is not None}
+            for name in names:
+                if isinstance(name, ast.Constant) and isinstance(name.value, str):
+                    where = f"{path.relative_to(ROOT)}:{node.lineno}"
+                    yield where, called, name.value, fields - {"at"}
+
+
+def read_names() -> Iterator[tuple[str, str]]:
+    """Each name of an event that the code compares one with: where, and the name."""
+    for path in CODE:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Match) and ast.unparse(node.subject).endswith("event.name"):
+                for pattern in ast.walk(node):
+                    if isinstance(pattern, ast.MatchValue):
+                        where = f"{path.relative_to(ROOT)}:{pattern.lineno}"
+                        yield where, ast.literal_eval(pattern.value)
+
+
+def test_every_event_that_is_emitted_is_in_the_catalogue_with_its_fields() -> None:
+    found = list(emits())
+
+    assert {name for _, _, name, _ in found} == set(CATALOGUE)
+    for where, _, name, fields in found:
+        assert fields <= set(CATALOGUE[name]), where
+
+
+def test_every_event_that_is_read_is_in_the_catalogue() -> None:
+    found = list(read_names())
+
+    assert found
+    assert [(where, name) for where, name in found if name not in CATALOGUE] == []
+
+
+def test_every_field_that_can_be_read_is_one_of_an_event() -> None:
+    own = {name for name, it in vars(Event).items() if type(it).__name__ == "_Field"}
+    known = {field for fields in CATALOGUE.values() for field in fields}
+
+    # `try` is a word of the language
+    assert own - {"tried"} <= known
+
+
+def test_a_file_of_an_earlier_version_is_read_and_written_the_same_to_the_byte() -> None:
+    lines = WRITTEN.read_text(encoding="utf-8").splitlines()
+
+    events = [Event.of_line(line) for line in lines]
+
+    assert [event.as_line() for event in events] == lines
+    assert {event.name for event in events} <= set(CATALOGUE)
+    begun = next(event for event in events if event.name == "attempt.begun")
+    assert (begun.attempt, begun.run_id[:15], begun.resume_from) == (1, "quickstart-grpo", None)
+
+
+def test_a_field_that_is_not_there_is_null_or_of_another_kind_reads_as_nothing() -> None:
+    event = Event(at=1.0, name="a.new.one", fields={"step": None, "pid": 7, "after": "elsewhere"})
+
+    assert (event.step, event.pid, event.reason, event.ranks) == (0.0, 7, "", ())
+    assert event.after is GroupState.STARTING
+
+
+@pytest.mark.parametrize(
+    "line", ["", "[1]", '"x"', '{"event": "a"}', '{"at": "noon", "event": "a"}']
+)
+def test_what_is_no_event_is_refused(line: str) -> None:
+    with pytest.raises(ValueError):
+        Event.of_line(line)
