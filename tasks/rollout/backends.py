@@ -1,53 +1,259 @@
-"""`command`: any server, from a template with `${server.port}` and the like.
+"""What the servers of each backend are: their program and variables, what their answers prove.
 
-An engine is as many servers as it has replicas, each of them an entrypoint; without replicas, one
-on each of its nodes, of which the first is the entrypoint.
+All of it is a function of the fleet's spec and of a server's place: nothing is started, nobody is
+asked. `docs/extending.md` tells how to add a backend.
 """
 
 from __future__ import annotations
 
-from tasks.rollout.place import Place
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tasks.rollout import lmdeploy_replica
 from tasks.rollout.topology import Answers, Ask, Questions
 from tasks.spec.placeholders import substituted
-from tasks.spec.rollout import Rollout
+from tasks.spec.rollout import SGLANG_TIMEOUT, Rollout, sglang_timeout_s
+
+_HEALTH = Ask(method="GET", path="/health")
+#: Given to LMDeploy's servers as a text: nothing of ours has to be installed beside it.
+_ONE_REPLICA = Path(lmdeploy_replica.__file__).read_text(encoding="utf-8")
 
 
-def answers(fleet: Rollout, index: int) -> Answers:
-    return Answers.ENGINE if is_entrypoint(fleet, index) else Answers.PROCESS
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """One server of an engine: where it is, before it is known what it runs."""
+
+    #: Index into the fleet's engines.
+    engine: int
+    #: Which of its engine's servers it is, from 0.
+    index: int
+    #: One for each of its GPUs; the first is the server's own.
+    ranks: tuple[int, ...]
+    #: Index into the fleet's nodes.
+    node: int
+    #: Where it listens; empty as long as nobody has given out addresses.
+    host: str = ""
+    #: None where it has no API.
+    port: int | None = None
+    #: Host and port at which the processes of its engine find each other.
+    meeting: tuple[str, int] | None = None
+
+    @property
+    def rank(self) -> int:
+        return self.ranks[0]
+
+    def filled(self, text: str) -> str:
+        """The text for this server; what is not `${server.NAME}` stays as it is."""
+        values = {
+            "server.port": str(self.port),
+            "server.host": self.host,
+            "server.rank": str(self.rank),
+            "server.node": str(self.node),
+            "server.group": str(self.engine),
+        }
+        return substituted(text, lambda name: values.get(name, f"${{{name}}}"))
 
 
-def is_entrypoint(fleet: Rollout, index: int) -> bool:
-    return fleet.data_parallel > 1 or index == 0
+@dataclass(frozen=True)
+class Backend(ABC):
+    """The servers of one fleet. As it stands here: one on each node of an engine, of which the
+    first is the entrypoint, and the others answer for as long as their process lives."""
+
+    fleet: Rollout
+
+    def is_entrypoint(self, index: int) -> bool:
+        """Whether this server of an engine accepts rollout requests."""
+        return index == 0
+
+    def answers(self, index: int) -> Answers:
+        """What an answer of this server of an engine proves."""
+        return Answers.ENGINE if self.is_entrypoint(index) else Answers.PROCESS
+
+    @property
+    def meets(self) -> bool:
+        """Whether the processes of an engine need an address at which they find each other."""
+        return self.fleet.nodes_per_engine > 1
+
+    @abstractmethod
+    def questions(self) -> Questions:
+        """What its servers are asked."""
+
+    @abstractmethod
+    def argv(self, place: Place) -> tuple[str, ...]:
+        """The server's program and its arguments; those that the user adds come after them."""
+
+    def env(self, place: Place) -> dict[str, str]:
+        """Variables that the server needs to be what it is planned as."""
+        return {}
+
+    def _completion(self, name_option: str) -> Ask:
+        """One token by OpenAI's API, of the model by the name that it is served under."""
+        model = _option_in(self.fleet.args or (), name_option) or self.fleet.model
+        body = {"model": model, "prompt": "1", "max_tokens": 1, "temperature": 0}
+        return Ask(method="POST", path="/v1/completions", body=body)
 
 
-def meets(fleet: Rollout) -> bool:
-    return False
+class Sglang(Backend):
+    """SGLang. A later node serves a stub that says 200 for as long as its process lives.
+
+    Source: SGLang 0.5, srt/arg_groups/fields/parallel.py, srt/entrypoints/http_server.py
+    """
+
+    def questions(self) -> Questions:
+        token = Ask(method="GET", path="/health_generate")
+        return Questions(ready=_HEALTH, token=token, own_timeout_s=self._own_timeout_s())
+
+    def argv(self, place: Place) -> tuple[str, ...]:
+        fleet = self.fleet
+        words = ["python", "-m", "sglang.launch_server", "--model-path", fleet.model or ""]
+        words += ["--tp-size", str(fleet.tensor_parallel)]
+        if fleet.expert_parallel > 1:
+            words += ["--ep-size", str(fleet.expert_parallel)]
+        if fleet.data_parallel > 1:
+            words += ["--dp-size", str(fleet.data_parallel)]
+        if place.meeting is not None:
+            words += ["--nnodes", str(fleet.nodes_per_engine), "--node-rank", str(place.index)]
+            words += ["--dist-init-addr", "{}:{}".format(*place.meeting)]
+        return (*words, "--host", place.host, "--port", str(place.port))
+
+    def env(self, place: Place) -> dict[str, str]:
+        return {SGLANG_TIMEOUT: str(self._own_timeout_s())}
+
+    def _own_timeout_s(self) -> int:
+        return sglang_timeout_s(self.fleet.health.timeout_s, self.fleet.env)
 
 
-def questions(fleet: Rollout) -> Questions:
-    token = fleet.health.token
-    asked: Ask | None = None
-    if token is not None:
-        method = "GET" if token.json_ is None else "POST"
-        asked = Ask(method=method, path=token.path, body=token.json_)
-    return Questions(ready=Ask(method="GET", path=fleet.health.path or "/health"), token=asked)
+class Lmdeploy(Backend):
+    """LMDeploy: one server for an engine with tensor parallelism, one for each replica of another.
+
+    A replica, which is one rank where experts are shared, gets a process of its own: so the ranks
+    of the plan are those of the servers, each has its own guardian and its own death, and the GPUs
+    that it sees are those of the plan. LMDeploy's command line would start the replicas of a node
+    under one process that picks devices from 0 on and listens on the machine's outward address.
+
+    Source: LMDeploy 0.18, cli/serve.py, serve/openai/launch_server.py, pytorch/envs.py
+    """
+
+    def is_entrypoint(self, index: int) -> bool:
+        return True
+
+    @property
+    def meets(self) -> bool:
+        return self.fleet.nodes_per_engine > 1 or self.fleet.sizes.replicas > 1
+
+    def questions(self) -> Questions:
+        # Ready: what a monitor saw, up to 12 s ago; a scheduler that stalls shows after 90 s.
+        return Questions(ready=_HEALTH, token=self._completion("--model-name"))
+
+    def argv(self, place: Place) -> tuple[str, ...]:
+        fleet, replicas = self.fleet, self.fleet.sizes.replicas
+        words = ["python", "-c", _ONE_REPLICA] if replicas > 1 else ["lmdeploy"]
+        words += ["serve", "api_server", fleet.model or "", "--backend", "pytorch"]
+        if fleet.tensor_parallel > 1 or replicas == 1:
+            words += ["--tp", str(fleet.tensor_parallel)]
+        if replicas > 1:
+            words += ["--dp", str(replicas), "--ep", str(fleet.expert_parallel)]
+            words += ["--nnodes", str(replicas), "--node-rank", str(place.index)]
+        return (*words, "--server-name", place.host, "--server-port", str(place.port))
+
+    def env(self, place: Place) -> dict[str, str]:
+        found: dict[str, str] = {}
+        has_replicas = self.fleet.sizes.replicas > 1
+        if place.meeting is not None:
+            kind = "DP" if has_replicas else "DIST"
+            found[f"LMDEPLOY_{kind}_MASTER_ADDR"] = place.meeting[0]
+            found[f"LMDEPLOY_{kind}_MASTER_PORT"] = str(place.meeting[1])
+        if has_replicas or self.fleet.nodes_per_engine == 1:
+            # It runs its workers under Ray. In a cluster it would ask for GPUs that it holds
+            # already, so it gets a small one of its own, of what it sees.
+            found["RAY_ADDRESS"] = self.fleet.env.get("RAY_ADDRESS", "local")
+        return found
 
 
-def argv(fleet: Rollout, place: Place) -> tuple[str, ...]:
-    return (*(fleet.command or ()), *(fleet.args or ()))
+class Vllm(Backend):
+    """vLLM. All servers of an engine but the first are headless, without an API.
+
+    Source: vLLM 0.33, entrypoints/cli/serve.py, engine/arg_utils.py
+    """
+
+    def answers(self, index: int) -> Answers:
+        return Answers.ENGINE if index == 0 else Answers.NONE
+
+    def questions(self) -> Questions:
+        # Ready: a flag of the front end, blind to an engine that hangs.
+        return Questions(ready=_HEALTH, token=self._completion("--served-model-name"))
+
+    def argv(self, place: Place) -> tuple[str, ...]:
+        fleet = self.fleet
+        words = ["vllm", "serve", fleet.model or "", "-tp", str(fleet.tensor_parallel)]
+        if fleet.data_parallel > 1:
+            words += ["-dp", str(fleet.data_parallel)]
+        if place.meeting is not None:
+            words += self._across_nodes(place.index, *place.meeting)
+        if fleet.expert_parallel > 1:
+            words.append("-ep")
+        if place.port is not None:
+            words += ["--host", place.host, "--port", str(place.port)]
+        return tuple(words)
+
+    def _across_nodes(self, index: int, host: str, port: int) -> list[str]:
+        nodes, replicas = self.fleet.nodes_per_engine, self.fleet.data_parallel
+        if replicas == 1:
+            words = ["--nnodes", str(nodes), "-r", str(index)]
+            words += ["--master-addr", host, "--master-port", str(port)]
+            return [*words, "--headless"] if index else words
+        local = replicas // nodes
+        words = ["-dpl", str(local), "-dpa", host, "-dpp", str(port)]
+        return [*words, "--headless", "-dpr", str(index * local)] if index else words
 
 
-def env(fleet: Rollout, place: Place) -> dict[str, str]:
-    return {}
+class AnyCommand(Backend):
+    """Any server, from a template with `${server.port}` and the like.
+
+    An engine is as many servers as it has replicas, each of them an entrypoint; without replicas,
+    one on each of its nodes, of which the first is the entrypoint.
+    """
+
+    @property
+    def meets(self) -> bool:
+        return False
+
+    def is_entrypoint(self, index: int) -> bool:
+        return self.fleet.data_parallel > 1 or index == 0
+
+    def questions(self) -> Questions:
+        health, asked = self.fleet.health, None
+        if (token := health.token) is not None:
+            method = "GET" if token.json_ is None else "POST"
+            asked = Ask(method=method, path=token.path, body=token.json_)
+        ready = _HEALTH if health.path is None else Ask(method="GET", path=health.path)
+        return Questions(ready=ready, token=asked)
+
+    def argv(self, place: Place) -> tuple[str, ...]:
+        return tuple(self.fleet.command or ())
 
 
-def filled(text: str, place: Place) -> str:
-    """The text for one server; what is not `${server.NAME}` stays as it is."""
-    values = {
-        "server.port": str(place.port),
-        "server.host": place.host,
-        "server.rank": str(place.rank),
-        "server.node": str(place.node),
-        "server.group": str(place.engine),
-    }
-    return substituted(text, lambda name: values.get(name, f"${{{name}}}"))
+#: By their names in a spec.
+BACKENDS: Mapping[str, type[Backend]] = {
+    "sglang": Sglang,
+    "lmdeploy": Lmdeploy,
+    "vllm": Vllm,
+    "command": AnyCommand,
+}
+
+
+def backend_of(fleet: Rollout) -> Backend:
+    """What the fleet's servers are."""
+    return BACKENDS[fleet.sizes.backend](fleet)
+
+
+def _option_in(words: tuple[str, ...], name: str) -> str | None:
+    """The value of an option among arguments, `--name VALUE` or `--name=VALUE`; the last counts."""
+    found: str | None = None
+    for index, word in enumerate(words):
+        option, equals, value = word.partition("=")
+        if option == name:
+            found = value if equals else "".join(words[index + 1 : index + 2])
+    return found or None

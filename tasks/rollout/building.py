@@ -1,81 +1,21 @@
-"""How the engines of a fleet are cut into servers, and on which nodes these are.
-
-The hosts and ports of a fleet: which are needed, and what was given out.
-
-From a fleet's spec to its plan: pure, so that the same spec gives the same plan everywhere.
+"""From a fleet's spec to its plan: how its engines are cut into servers, on which nodes these are,
+which ports they need, and what each runs. Pure: the same spec gives the same plan everywhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from tasks.rollout import backends, lmdeploy, sglang, vllm
-from tasks.rollout.place import Backend, Place
+from tasks.rollout.backends import Backend, Place, backend_of
 from tasks.rollout.topology import Answers, Engine, ServerSlot, TopologyPlan
 from tasks.spec.rollout import Rollout
 
-_BACKENDS: Mapping[str, Backend] = {
-    "sglang": sglang,
-    "lmdeploy": lmdeploy,
-    "vllm": vllm,
-    "command": backends,
-}
-
-
-def backend_of(fleet: Rollout) -> Backend:
-    """The module that knows the fleet's backend."""
-    return _BACKENDS[fleet.sizes.backend]
-
-
-def places(fleet: Rollout, node_gpus: int | None = None) -> tuple[tuple[Place, ...], ...]:
-    """`places[engine]`: its servers in the order of their ranks, without addresses.
-
-    Args:
-        fleet: As validated.
-        node_gpus: GPUs on each node; engines are packed onto nodes by them. Left out, an engine of
-            one node has that node to itself on Ray, and all of them are on one machine otherwise.
-
-    Raises:
-        ValueError: What an engine needs of one node is more than a node has.
-    """
-    sizes = fleet.sizes
-    width = sizes.ranks // sizes.servers
-    found: list[tuple[Place, ...]] = []
-    for engine in range(sizes.engines):
-        nodes, first = nodes_of(fleet, engine, node_gpus), engine * sizes.ranks
-        found.append(
-            tuple(
-                Place(
-                    engine=engine,
-                    index=index,
-                    ranks=tuple(range(first + index * width, first + (index + 1) * width)),
-                    node=nodes[index * len(nodes) // sizes.servers],
-                )
-                for index in range(sizes.servers)
-            )
-        )
-    return tuple(found)
-
-
-def nodes_of(fleet: Rollout, engine: int, node_gpus: int | None = None) -> tuple[int, ...]:
-    """The nodes that an engine spans, which may be more than have a server of it.
-
-    Args:
-        node_gpus: As for `places`.
-
-    Raises:
-        ValueError: As `places` does.
-    """
-    sizes = fleet.sizes
-    on_a_node = sizes.gpus // sizes.nodes
-    if node_gpus is not None and on_a_node > node_gpus:
-        raise ValueError(f"an engine needs {on_a_node} GPUs of one node, which has {node_gpus}")
-    if sizes.nodes > 1:
-        return tuple(range(engine * sizes.nodes, (engine + 1) * sizes.nodes))
-    if node_gpus is not None and sizes.gpus:
-        return (engine // (node_gpus // sizes.gpus),)
-    return (engine if fleet.placement == "ray" else 0,)
+#: The first of the ports that stand in for others.
+FIRST_PORT = 30000
+#: Where servers of this machine are.
+LOOPBACK = "127.0.0.1"
+_DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,35 +40,29 @@ class Addresses:
     devices: tuple[str, ...] = field(default=())
 
 
-def server_port(rank: int) -> str:
-    """The name of the port on which the server of this rank listens."""
-    return f"server.{rank}"
-
-
-def meeting_port(engine: int) -> str:
-    """The name of the port at which the processes of this engine meet."""
-    return f"engine.{engine}"
-
-
-def ports_needed(fleet: Rollout, node_gpus: int | None = None) -> tuple[PortNeed, ...]:
+def ports_needed(
+    fleet: Rollout, node_gpus: int | None = None, engines: Collection[int] | None = None
+) -> tuple[PortNeed, ...]:
     """Every port that the fleet needs, engine by engine.
 
     Args:
         fleet: As validated.
         node_gpus: As for `build`.
+        engines: Only what these need.
 
     Raises:
         ValueError: As `build` does.
     """
     backend = backend_of(fleet)
     needs: list[PortNeed] = []
-    for engine, servers in enumerate(places(fleet, node_gpus)):
-        if backend.meets(fleet):
-            needs.append(PortNeed(node=servers[0].node, name=meeting_port(engine)))
+    for engine in range(fleet.engines) if engines is None else engines:
+        servers = _places(fleet, engine, nodes_of(fleet, engine, node_gpus))
+        if backend.meets:
+            needs.append(PortNeed(node=servers[0].node, name=_meeting_port(engine)))
         needs += [
-            PortNeed(node=place.node, name=server_port(place.rank))
+            PortNeed(node=place.node, name=_server_port(place))
             for place in servers
-            if backend.answers(fleet, place.index) is not Answers.NONE
+            if backend.answers(place.index) is not Answers.NONE
         ]
     return tuple(needs)
 
@@ -139,9 +73,21 @@ def nodes_needed(fleet: Rollout, node_gpus: int | None = None) -> int:
     return 1 + max(node for engine in engines for node in nodes_of(fleet, engine, node_gpus))
 
 
-#: The first of the ports that stand in for others.
-FIRST_PORT = 30000
-_DEVICES = "CUDA_VISIBLE_DEVICES"
+def nodes_of(fleet: Rollout, engine: int, node_gpus: int | None = None) -> tuple[int, ...]:
+    """The nodes that an engine spans, which may be more than have a server of it.
+
+    Raises:
+        ValueError: As `build` does.
+    """
+    sizes = fleet.sizes
+    on_a_node = sizes.gpus // sizes.nodes
+    if node_gpus is not None and on_a_node > node_gpus:
+        raise ValueError(f"an engine needs {on_a_node} GPUs of one node, which has {node_gpus}")
+    if sizes.nodes > 1:
+        return tuple(range(engine * sizes.nodes, (engine + 1) * sizes.nodes))
+    if node_gpus is not None and sizes.gpus:
+        return (engine // (node_gpus // sizes.gpus),)
+    return (engine if fleet.placement == "ray" else 0,)
 
 
 def build(fleet: Rollout, addresses: Addresses, node_gpus: int | None = None) -> TopologyPlan:
@@ -150,43 +96,45 @@ def build(fleet: Rollout, addresses: Addresses, node_gpus: int | None = None) ->
     Args:
         fleet: As validated.
         addresses: A host for each of `nodes_needed`, a port for each of `ports_needed`.
-        node_gpus: GPUs on each node, by which engines are packed onto nodes; see `places`.
+        node_gpus: GPUs on each node; engines are packed onto nodes by them. Left out, an engine of
+            one node has that node to itself on Ray, and all of them are on one machine otherwise.
 
     Raises:
-        ValueError: An engine does not fit on a node, or there are too few hosts or devices.
+        ValueError: What an engine needs of one node is more than a node has, or there are too few
+            hosts or devices.
         KeyError: A port that is needed is not there.
     """
     backend = backend_of(fleet)
     devices = _devices(fleet, addresses)
     engines: list[Engine] = []
-    for index, servers in enumerate(places(fleet, node_gpus)):
+    for index in range(fleet.engines):
         nodes = nodes_of(fleet, index, node_gpus)
         if nodes[-1] >= len(addresses.hosts):
             raise ValueError(f"engine {index} is on node {nodes[-1]}, of which there is no host")
         meeting: tuple[str, int] | None = None
-        if backend.meets(fleet):
-            meeting = (addresses.hosts[nodes[0]], addresses.ports[meeting_port(index)])
-        addressed = [
+        if backend.meets:
+            meeting = (addresses.hosts[nodes[0]], addresses.ports[_meeting_port(index)])
+        places = [
             replace(
                 place,
                 host=addresses.hosts[place.node],
                 port=None
-                if backend.answers(fleet, place.index) is Answers.NONE
-                else addresses.ports[server_port(place.rank)],
+                if backend.answers(place.index) is Answers.NONE
+                else addresses.ports[_server_port(place)],
                 meeting=meeting,
             )
-            for place in servers
+            for place in _places(fleet, index, nodes)
         ]
         engines.append(
             Engine(
-                ranks=tuple(rank for place in servers for rank in place.ranks),
+                ranks=tuple(rank for place in places for rank in place.ranks),
                 nodes=nodes,
                 dist_init=None if meeting is None else f"{meeting[0]}:{meeting[1]}",
-                servers=tuple(_slot(fleet, place, addressed, devices) for place in addressed),
+                servers=tuple(_slot(backend, place, places, devices) for place in places),
             )
         )
     return TopologyPlan(
-        engines=tuple(engines), questions=backend.questions(fleet), placement=fleet.placement
+        engines=tuple(engines), questions=backend.questions(), placement=fleet.placement
     )
 
 
@@ -203,42 +151,60 @@ def planned(fleet: Rollout, node_gpus: int | None = None) -> TopologyPlan:
     needs = ports_needed(fleet, node_gpus)
     is_local = fleet.placement == "local"
     hosts = tuple(
-        "127.0.0.1" if is_local else f"node-{node}"
-        for node in range(nodes_needed(fleet, node_gpus))
+        LOOPBACK if is_local else f"node-{node}" for node in range(nodes_needed(fleet, node_gpus))
     )
     ports = {need.name: number for number, need in enumerate(needs, start=FIRST_PORT)}
     return build(fleet, Addresses(hosts=hosts, ports=ports), node_gpus)
 
 
+def _places(fleet: Rollout, engine: int, nodes: Sequence[int]) -> tuple[Place, ...]:
+    """The servers of an engine in the order of their ranks, without addresses."""
+    sizes = fleet.sizes
+    width, first = sizes.ranks // sizes.servers, engine * sizes.ranks
+    return tuple(
+        Place(
+            engine=engine,
+            index=index,
+            ranks=tuple(range(first + index * width, first + (index + 1) * width)),
+            node=nodes[index * len(nodes) // sizes.servers],
+        )
+        for index in range(sizes.servers)
+    )
+
+
+def _server_port(place: Place) -> str:
+    return f"server.{place.rank}"
+
+
+def _meeting_port(engine: int) -> str:
+    return f"engine.{engine}"
+
+
 def _slot(
-    fleet: Rollout, place: Place, engine: Sequence[Place], devices: Sequence[str]
+    backend: Backend, place: Place, engine: Sequence[Place], devices: Sequence[str]
 ) -> ServerSlot:
-    backend = backend_of(fleet)
-    env = {**fleet.env, **backend.env(fleet, place)}
+    fleet = backend.fleet
+    env = {**fleet.env, **backend.env(place)}
     if devices:
         env[_DEVICES] = ",".join(devices[rank] for rank in place.ranks)
+    is_entrypoint = backend.is_entrypoint(place.index)
+    # An entrypoint stands for its own ranks and for those of the servers that have none.
+    others = [one for one in engine if not backend.is_entrypoint(one.index)]
+    updated = place.ranks + tuple(rank for one in others for rank in one.ranks)
+    words = (*backend.argv(place), *(fleet.args or ()))
     return ServerSlot(
         rank=place.rank,
         engine=place.engine,
         node=place.node,
         bundles=place.ranks if fleet.sizes.gpus else (),
-        weight_ranks=_weight_ranks(fleet, place, engine),
-        is_entrypoint=backend.is_entrypoint(fleet, place.index),
-        answers=backend.answers(fleet, place.index),
+        weight_ranks=updated if is_entrypoint else (),
+        is_entrypoint=is_entrypoint,
+        answers=backend.answers(place.index),
         host=place.host,
         port=place.port,
-        argv=tuple(backends.filled(word, place) for word in backend.argv(fleet, place)),
-        env={name: backends.filled(text, place) for name, text in env.items()},
+        argv=tuple(map(place.filled, words)),
+        env={name: place.filled(text) for name, text in env.items()},
     )
-
-
-def _weight_ranks(fleet: Rollout, place: Place, engine: Sequence[Place]) -> tuple[int, ...]:
-    """An entrypoint stands for its own ranks and for those of the servers that have none."""
-    backend = backend_of(fleet)
-    if not backend.is_entrypoint(fleet, place.index):
-        return ()
-    others = [one for one in engine if not backend.is_entrypoint(fleet, one.index)]
-    return place.ranks + tuple(rank for one in others for rank in one.ranks)
 
 
 def _devices(fleet: Rollout, addresses: Addresses) -> tuple[str, ...]:

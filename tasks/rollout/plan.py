@@ -14,8 +14,6 @@ from tasks.record.places import AttemptPlace
 from tasks.spec.rollout import Rollout
 from tasks.spec.run import FLEET
 
-#: Where servers of this machine are.
-LOOPBACK = "127.0.0.1"
 #: Where the process finds the gateway's token; every component has it.
 TOKEN_ENV = "MUSTER_ROLLOUT_TOKEN"
 #: Where it finds the variables of its servers, as JSON: what may be secret stands in no file.

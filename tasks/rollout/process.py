@@ -27,11 +27,11 @@ from tasks.processes.identity import ProcessId
 from tasks.processes.ports import PortsReserved
 from tasks.processes.registry import Entry, PartsRegister
 from tasks.record.events import Event, EventLog
-from tasks.rollout.building import Addresses, build, nodes_needed, ports_needed
+from tasks.rollout.building import LOOPBACK, Addresses, build, nodes_needed, ports_needed
 from tasks.rollout.fleet import Fleet, FleetFailed
 from tasks.rollout.gateway import Gateway
 from tasks.rollout.local_host import LocalHost
-from tasks.rollout.plan import LOOPBACK, SERVERS_ENV, TOKEN_ENV, BadPlan, FleetPlan
+from tasks.rollout.plan import SERVERS_ENV, TOKEN_ENV, BadPlan, FleetPlan
 from tasks.rollout.probing import HttpProber, NoHost, OpenedHost
 from tasks.rollout.topology import ServerSlot, TopologyPlan, settings_of
 from tasks.spec.rollout import Rollout
@@ -107,13 +107,7 @@ class _LocalPorts:
 
     def rebound(self, group: int) -> Sequence[ServerSlot]:
         """The servers of a group, each at a port that is free now. Raises: OSError."""
-        engine = self.topology().engines[group]
-        ranks = {f"server.{server.rank}" for server in engine.servers}
-        wanted = [
-            need.name
-            for need in ports_needed(self._fleet, self._node_gpus)
-            if need.name in ranks or need.name == f"engine.{group}"
-        ]
+        wanted = [need.name for need in ports_needed(self._fleet, self._node_gpus, [group])]
         reserved = PortsReserved(f"{FLEET}.{name}" for name in wanted)
         reserved.release(FLEET)
         self._reserved.append(reserved)

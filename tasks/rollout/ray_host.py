@@ -431,13 +431,9 @@ class RayPlaces:
         return build(self._fleet, addresses, self._plan.node_gpus)
 
     async def _take_ports(self, groups: Collection[int]) -> None:
-        engines = planned(self._fleet, self._plan.node_gpus).engines
-        names = {f"engine.{group}" for group in groups}
-        names |= {f"server.{server.rank}" for group in groups for server in engines[group].servers}
         by_node: dict[int, list[str]] = {}
-        for need in ports_needed(self._fleet, self._plan.node_gpus):
-            if need.name in names:
-                by_node.setdefault(need.node, []).append(need.name)
+        for need in ports_needed(self._fleet, self._plan.node_gpus, groups):
+            by_node.setdefault(need.node, []).append(need.name)
         found = await asyncio.gather(
             *(self._host.free_ports(node, len(wanted)) for node, wanted in by_node.items())
         )

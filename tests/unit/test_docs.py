@@ -18,7 +18,7 @@ import yaml
 from tasks.processes.probes import until_yes
 from tasks.record.causes import RULES, find_cause
 from tasks.record.states import RunState
-from tasks.rollout import building
+from tasks.rollout.backends import BACKENDS
 from tasks.rollout.building import planned
 from tasks.spec.errors import InvalidSpec
 from tasks.spec.failure_kinds import FailureKind
@@ -306,8 +306,7 @@ def example_of(mark: str) -> ModuleType:
 
 
 def test_the_example_of_a_backend_plans_a_fleet(monkeypatch: pytest.MonkeyPatch) -> None:
-    backends = {**building._BACKENDS, "sglang": example_of("backend")}
-    monkeypatch.setattr(building, "_BACKENDS", backends)
+    monkeypatch.setitem(BACKENDS, "sglang", example_of("backend").LlamaCpp)  # type: ignore[arg-type]
     fleet = Rollout.model_validate({"backend": "sglang", "model": "m.gguf", "engines": 2})
 
     plan = planned(fleet)
