@@ -19,7 +19,7 @@ export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export RAY_USAGE_STATS_ENABLED := 0
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help install train test thorough faults soak ray-kills gang-storm fleet-chaos up down prune bench verl-check backends-check docs ui-test screenshots constraints
+.PHONY: help install train test thorough faults soak ray-kills gang-storm fleet-chaos up down prune bench verl-check backends-check house docs ui-test screenshots constraints
 
 # What drives a browser; the browser itself is the system's (apt-get install chromium).
 define with-browser
@@ -130,6 +130,9 @@ verl-check: install  ## hold the run specs for verl against verl itself [ARGS='-
 
 backends-check: install  ## hold a fleet's servers against the backends' own packages [ARGS='--write']
 	@exec $(PY) -m tests.peers.backends.check --packages $(ARGS)
+
+house:  ## figures of the code: folders, modules, lines, the longest chain of imports
+	@exec $(PYTHON) -m tests.support.house
 
 docs: install  ## write the parts of docs/ that are made from the code [ARGS=--check]
 	@exec $(PY) -m tests.documents $(ARGS)

@@ -28,6 +28,7 @@ NOT_TYPED: dict[tuple[str, str], str] = {
         ".venv/bin/python -m flows.train deployments/runs/verl-grpo.yaml",
     ): "wants a cluster with GPUs and verl",
     ("docs/events.md", ".venv/bin/python -c"): "asks for the address of a webhook",
+    ("README.md", "make test"): "is what runs this very test",
 }
 #: Of commands that say something by it: by what they begin with.
 EXITS: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""The order of the folders of `tasks/`, and its figures: `python -m tests.support.house`.
+"""The order of the folders of `tasks/`, and its figures: `make house`.
 
 An import counts wherever it stands: within a function, under TYPE_CHECKING, as the literal name
 given to `import_module`.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -74,3 +75,14 @@ def test_what_stands_below_may_be_imported(tmp_path: Path) -> None:
     )
 
     assert violations(tmp_path) == []
+
+
+def test_the_architecture_page_names_files_that_are_there() -> None:
+    page = (ROOT / "docs/architecture.md").read_text("utf-8")
+
+    named = re.findall(r"`(\w+/\w+\.py)`", page)
+
+    assert len(named) > 20
+    assert not [
+        name for name in named if not any((ROOT / top / name).exists() for top in ("tasks", ""))
+    ]
