@@ -5,22 +5,87 @@ processes interleave; among causes the first in the text. What was survived is n
 something that was tried again, an error after which training went on, an error that the same
 process outlived to end with another one.
 
-A log, line by line, as far as finding a cause needs it.
-
-For each line: what its program said, without the marks in front; which process said it; whether it
-only mentions something; the traceback it belongs to. And for the whole: up to where training is
-known to have gone on.
+The texts themselves are rows of `cause_rules.toml`. A log is read line by line, as far as finding
+a cause needs it.
 """
 
 from __future__ import annotations
 
 import re
+import tomllib
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from enum import IntEnum
 from pathlib import Path
+from typing import Annotated
 
-from tasks.record.cause_rules import MACHINES, PROGRAMS, Role, Rule
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from tasks.spec.failure_kinds import FailureKind
+
+
+class Role(IntEnum):
+    """What a text tells of the order of events; the lower one is believed, wherever it stands."""
+
+    #: Nothing else brings it about: memory or a disk ran out, a device broke, GPUs were missing.
+    CAUSE = 0
+    #: An error that has a name, though it may follow from something else.
+    ERROR = 1
+    #: Any error that a traceback ends with.
+    EXCEPTION = 2
+    #: It follows from the death or the silence of something else.
+    CASCADE = 3
+    #: It only says that something else has failed.
+    WRAPPER = 4
+    #: All that there is to say where nothing else was recognised.
+    LAST = 5
+
+
+def _any_of(patterns: object) -> object:
+    if not isinstance(patterns, list):
+        raise TypeError("patterns must be a list")
+    return re.compile("|".join(patterns), re.MULTILINE)
+
+
+class Rule(BaseModel):
+    """One text and what it means."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    id: str
+    kind: FailureKind
+    role: Annotated[Role, BeforeValidator(Role.__members__.get)]
+    #: Searched in what each line says, without the marks of time, level and process before it.
+    #: It must never cross lines, and take time in proportion to a line's length.
+    pattern: Annotated[re.Pattern[str], BeforeValidator(_any_of)] = Field(alias="patterns")
+    #: What the user can do.
+    hint: str = ""
+    #: Where the text comes from: a file of a project, an issue, a page of ours.
+    source: str
+    #: The version whose text was seen; "any" where it has been the same for many years.
+    seen_in: str
+    #: Believed even in a line that is marked as a warning: Ray and the kernel warn of deaths.
+    at_any_level: bool = False
+
+
+def read_rules(text: str) -> tuple[Rule, ...]:
+    """The rules of a TOML text, a table each, in their order.
+
+    Raises:
+        ValueError: Names the rule that is faulty.
+    """
+    rules = []
+    for name, row in tomllib.loads(text).items():
+        try:
+            rules.append(Rule.model_validate({"id": name, **row}))
+        except (ValidationError, TypeError, re.error) as error:
+            raise ValueError(f"cause rule {name}: {error}") from error
+    return tuple(rules)
+
+
+#: Where two rules of a role match in the same line, the one that stands first is believed.
+RULES = read_rules(Path(__file__).with_name("cause_rules.toml").read_text(encoding="utf-8"))
 
 #: No text of interest is shorter ("Killed"); dots and the remains of progress bars are.
 _SHORTEST = 6
@@ -175,9 +240,6 @@ def survived_until(lines: list[LogLine]) -> int:
 LOOKBACK_BYTES = 200_000
 #: How much of a line is kept.
 _LINE_LENGTH = 500
-
-#: Where two rules of a role match in the same line, the one that stands first is believed.
-RULES: tuple[Rule, ...] = (*MACHINES, *PROGRAMS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,8 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from tasks.record.cause_rules import Role
-from tasks.record.causes import RULES, find_cause, last_error, last_lines, read_tail
+from tasks.record.causes import (
+    RULES,
+    Role,
+    find_cause,
+    last_error,
+    last_lines,
+    read_rules,
+    read_tail,
+)
 from tasks.spec.failure_kinds import FailureKind
 
 DATA = Path(__file__).parents[1] / "data"
@@ -140,6 +147,32 @@ OOM = TEXTS["cuda-oom"]
 def test_every_rule_has_its_text() -> None:
     assert sorted(TEXTS) == sorted(rule.id for rule in RULES)
     assert len({rule.id for rule in RULES}) == len(RULES)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        'kind = "NO_KIND"',
+        'role = "NO_ROLE"',
+        "patterns = ['(']",
+        "patterns = 'not a list'",
+        'hnit = "misspelt"',
+        "source = 1",
+    ],
+)
+def test_a_faulty_rule_is_named(fault: str) -> None:
+    row = {
+        "kind": '"NETWORK"',
+        "role": '"CAUSE"',
+        "patterns": "['x']",
+        "source": '"s"',
+        "seen_in": '"any"',
+    }
+    key, _, value = fault.partition(" = ")
+    lines = [f"{key} = {value}" for key, value in {**row, key: value}.items()]
+
+    with pytest.raises(ValueError, match="cause rule licence"):
+        read_rules("\n".join(["[licence]", *lines]))
 
 
 def test_every_rule_says_where_it_comes_from_and_every_cause_what_to_do() -> None:

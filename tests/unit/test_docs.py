@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from tasks.processes.probes import until_yes
-from tasks.record.causes import RULES, find_cause
+from tasks.record.causes import RULES, find_cause, read_rules
 from tasks.record.states import RunState
 from tasks.rollout.backends import BACKENDS
 from tasks.rollout.building import planned
@@ -339,7 +339,8 @@ def test_the_example_of_a_probe_says_why_not_and_then_yes(tmp_path: Path) -> Non
 
 
 def test_the_example_of_a_rule_explains_a_log() -> None:
-    example = example_of("rule").LICENCE
+    [block] = [one for one in document("docs/extending.md").blocks if one.info == "toml rule"]
+    [example] = read_rules(block.text)
     log = "step 3\nERROR No license server is reachable at 10.0.0.9:27000\n"
 
     cause = find_cause(log, (*RULES, example))
