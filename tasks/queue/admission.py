@@ -22,11 +22,11 @@ from prefect.exceptions import PrefectException
 from prefect.states import Running
 
 from tasks.queue.capacity import Capacity
+from tasks.queue.decision import Look
 from tasks.queue.gate import Gate
 from tasks.queue.grants import PENDING_RESOURCES, Grant, grant_of
 from tasks.queue.lease import LeaseLost
 from tasks.queue.ledger import TYPE, Entry
-from tasks.queue.look import Look
 from tasks.server.events import tell_here
 from tasks.spec.failure_kinds import FailureKind
 

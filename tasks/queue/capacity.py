@@ -1,6 +1,7 @@
 """What the queue places gangs on: Ray clusters, a pool's table of nodes, or this machine.
 
-What the nodes of a cluster have for gangs, by what the ledger grants and what the cluster shows.
+`shares_of` tells what the nodes of a cluster have for gangs, by what the ledger grants and what the
+cluster shows; `why_never` whether a cluster could ever hold one; `Capacity` looks at the clusters.
 
 The ledger knows what each run of ours was promised; the cluster knows what it has really taken,
 which may be on other nodes than promised, as Ray places its groups by itself, or not yet. Where the
@@ -13,119 +14,101 @@ import asyncio
 import math
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from tasks.processes.identity import host_name
 from tasks.processes.machine import gpus_seen
-from tasks.queue.nodes import Cluster, Demand, Node
+from tasks.queue.packing import Demand, counted
 from tasks.queue.policy import NodeFree
 from tasks.queue.settings import PoolSettings
 from tasks.ray.dashboard import Denied, NoAnswer
-from tasks.ray.usage import ClusterLook, ClusterUse
+from tasks.ray.usage import Cluster, ClusterLook, ClusterNode
 
 #: Ray counts in ten-thousandths.
 _SLACK = 1e-4
 #: The end of the name of a node that shares it with another one.
 _SUFFIX = re.compile(r"/[0-9a-f]{8}$")
 
+_Number = TypeVar("_Number", int, float)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GangHold:
+class RunningGang:
     """A run of ours that was given a gang."""
 
     run_id: str
     demand: Demand
-    #: `gpus[node name]`, as it was promised; empty where nobody promised it anything.
-    gpus: Mapping[str, int] = field(default_factory=dict)
+    #: `promised[node name]` GPUs; empty where nobody promised it anything.
+    promised: Mapping[str, int] = field(default_factory=dict)
 
 
-def free_of(
-    cluster: Cluster, holds: Sequence[GangHold]
-) -> tuple[tuple[NodeFree, ...], dict[str, dict[str, int]]]:
-    """What is there for gangs, as `plan` takes it.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shares:
+    """Who has what of a cluster, as `plan` takes it."""
 
-    A run of ours that is none of `holds` is one of the others: it belongs to another server, or
+    #: What each node has for gangs, as if none held anything: nothing on a drained one, so that
+    #: what ends there does not make room.
+    nodes: tuple[NodeFree, ...]
+    #: `held[run id][node name]` GPUs. A promise on a node that is not there any more stays: it
+    #: takes no room, and counts for limits.
+    held: Mapping[str, Mapping[str, int]]
+    #: `moved[run id][node name]` GPUs: runs that are wholly elsewhere than they were promised, as
+    #: soon as their promise can be changed to that without promising any GPU twice.
+    moved: Mapping[str, Mapping[str, int]]
+
+
+def shares_of(cluster: Cluster, gangs: Sequence[RunningGang]) -> Shares:
+    """Who has what of a cluster.
+
+    A run of ours that is none of `gangs` is one of the others: it belongs to another server, or
     has left something behind.
 
-    Returns: what each node has, as if no gang held anything: nothing on a drained one, so that
-    what ends there does not make room; and `held[run id][node name]` GPUs. A promise on a node that
-    is not there any more stays in `held`: it takes no room, and counts for limits.
+    No node has more free than by the promises alone. A run that is being taken down has given its
+    GPUs back to Ray already, and Ray may have put a later run there, which was promised others.
+    Until the first one has ended, both count.
     """
-    ours = {hold.run_id for hold in holds}
-    foreign: dict[str, float] = {}
-    for run_id, taken in cluster.taken.items():
-        if run_id not in ours:
-            for name, gpus in taken.items():
-                foreign[name] = foreign.get(name, 0.0) + gpus
-    free = tuple(
+    names = [node.name for node in cluster.nodes]
+    promised = {gang.run_id: _present(gang.promised, names) for gang in gangs}
+    held = {
+        gang.run_id: _held(gang.demand, promised[gang.run_id], cluster.taken.get(gang.run_id, {}))
+        for gang in gangs
+    }
+    foreign = _sum(taken for run_id, taken in cluster.taken.items() if run_id not in promised)
+    promised_on, held_on = _sum(promised.values()), _sum(held.values())
+    nodes = tuple(
         NodeFree(
             name=node.name,
-            gpus=_free_gpus(node, foreign.get(node.name, 0.0)),
+            gpus=min(
+                _free_gpus(node, foreign.get(node.name, 0.0)),
+                node.gpus - promised_on.get(node.name, 0) + held_on.get(node.name, 0),
+            ),
             cpus=None if node.cpus is None else max(0.0, node.cpus - node.others_cpus),
         )
         for node in cluster.nodes
     )
-    names = [node.name for node in cluster.nodes]
-    held = {
-        hold.run_id: _held(
-            hold.demand, _present(hold.gpus, names), cluster.taken.get(hold.run_id, {})
-        )
-        for hold in holds
-    }
-    return free, held
+    return Shares(nodes=nodes, held=held, moved=_moved(cluster, gangs, promised, held))
 
 
-def as_promised(
+def _moved(
     cluster: Cluster,
-    nodes: Sequence[NodeFree],
+    gangs: Sequence[RunningGang],
+    promised: Mapping[str, Mapping[str, int]],
     held: Mapping[str, Mapping[str, int]],
-    holds: Sequence[GangHold],
-) -> tuple[NodeFree, ...]:
-    """The same nodes with no more free than by the promises alone.
-
-    A run that is being taken down has given its GPUs back to Ray already, and Ray may have put a
-    later run there, which was promised others. Until the first one has ended, both count.
-
-    Args:
-        nodes: of `free_of`, as is `held`.
-    """
-    names = [node.name for node in cluster.nodes]
-    promised: dict[str, int] = {}
-    for hold in holds:
-        for name, gpus in _present(hold.gpus, names).items():
-            promised[name] = promised.get(name, 0) + gpus
-    taken: dict[str, int] = {}
-    for of_run in held.values():
-        for name, gpus in of_run.items():
-            taken[name] = taken.get(name, 0) + gpus
-    most = {
-        node.name: node.gpus - promised.get(node.name, 0) + taken.get(node.name, 0)
-        for node in cluster.nodes
-    }
-    return tuple(replace(node, gpus=min(node.gpus, most[node.name])) for node in nodes)
-
-
-def moved(
-    cluster: Cluster, held: Mapping[str, Mapping[str, int]], holds: Sequence[GangHold]
-) -> dict[str, dict[str, int]]:
-    """`moved[run id][node name]` GPUs: runs that are wholly elsewhere than they were promised, as
-    soon as their promise can be changed to that without promising any GPU twice."""
-    names = [node.name for node in cluster.nodes]
+) -> dict[str, Mapping[str, int]]:
     total = {node.name: node.gpus for node in cluster.nodes}
-    promises = {hold.run_id: _present(hold.gpus, names) for hold in holds}
-    found: dict[str, dict[str, int]] = {}
-    for hold in holds:
-        now = dict(held[hold.run_id])
-        is_whole = sum(cluster.taken.get(hold.run_id, {}).values()) >= hold.demand.gpus - _SLACK
-        if not hold.gpus or not is_whole or now == promises[hold.run_id]:
+    promises = dict(promised)
+    found: dict[str, Mapping[str, int]] = {}
+    for gang in gangs:
+        now = held[gang.run_id]
+        is_whole = _has_all(gang.demand, cluster.taken.get(gang.run_id, {}))
+        if not gang.promised or not is_whole or now == promises[gang.run_id]:
             continue
-        others = [one for run_id, one in promises.items() if run_id != hold.run_id]
-        if all(
-            sum(one.get(name, 0) for one in others) + gpus <= total.get(name, 0)
-            for name, gpus in now.items()
-        ):
-            found[hold.run_id] = promises[hold.run_id] = now
+        others = _sum(one for run_id, one in promises.items() if run_id != gang.run_id)
+        if all(others.get(name, 0) + gpus <= total.get(name, 0) for name, gpus in now.items()):
+            found[gang.run_id] = promises[gang.run_id] = now
     return found
 
 
@@ -134,7 +117,7 @@ def bare_name(name: str) -> str:
     return _SUFFIX.sub("", name)
 
 
-def _free_gpus(node: Node, foreign: float) -> int:
+def _free_gpus(node: ClusterNode, foreign: float) -> int:
     if node.is_drained:
         return 0
     return max(0, math.floor(node.gpus - node.others_gpus - foreign + _SLACK))
@@ -144,13 +127,26 @@ def _held(
     demand: Demand, promised: Mapping[str, int], taken: Mapping[str, float]
 ) -> dict[str, int]:
     whole = {name: math.ceil(gpus - _SLACK) for name, gpus in taken.items() if gpus > _SLACK}
-    if sum(taken.values()) >= demand.gpus - _SLACK:
+    if _has_all(demand, taken):
         return whole
     # It may still take the rest where it was promised.
     return {
         name: max(promised.get(name, 0), whole.get(name, 0))
         for name in dict.fromkeys((*promised, *whole))
     }
+
+
+def _has_all(demand: Demand, taken: Mapping[str, float]) -> bool:
+    return sum(taken.values()) >= demand.gpus - _SLACK
+
+
+def _sum(shares: Iterable[Mapping[str, _Number]]) -> dict[str, _Number]:
+    """GPUs by node."""
+    found: dict[str, _Number] = {}
+    for share in shares:
+        for name, gpus in share.items():
+            found[name] = found.get(name, 0) + gpus
+    return found
 
 
 def _present(promised: Mapping[str, int], names: Iterable[str]) -> dict[str, int]:
@@ -172,6 +168,64 @@ def _present(promised: Mapping[str, int], names: Iterable[str]) -> dict[str, int
         for one in now or [name]:
             found[one] = found.get(one, 0) + gpus
     return found
+
+
+def why_never(
+    demand: Demand, cluster: Cluster, *, entrypoint: Mapping[str, float] | None = None
+) -> str:
+    """Why the demand can't be met even by a cluster that is free; empty where it can.
+
+    A node too small in GPUs or in CPUs counts as none: the GPUs of two can't be added up. CPUs that
+    nobody knows are not counted. A drained node counts as one that is there: it will be back.
+
+    Args:
+        entrypoint: resources that one node must have for the driver of the run's job. Ignored
+            where nobody knows such resources of the nodes.
+    """
+    return _why_no_gang(demand, cluster) or _why_no_driver(entrypoint or {}, cluster)
+
+
+def _why_no_gang(demand: Demand, cluster: Cluster) -> str:
+    fitting = [
+        node
+        for node in cluster.nodes
+        if node.gpus >= demand.gpus_per_node
+        and (node.cpus is None or node.cpus >= demand.cpus_per_node)
+    ]
+    if len(fitting) >= demand.nodes:
+        return ""
+    there = _grouped(
+        counted(node.gpus, cluster.accelerator)
+        + ("" if node.cpus is None else f" and {counted(node.cpus, 'CPU')}")
+        for node in cluster.nodes
+    )
+    return (
+        f"the run asks for {demand.in_words(cluster.accelerator)}, and {len(fitting)} of the "
+        f"cluster's nodes are that large; there are: {there}. Ask for less, or for another cluster"
+    )
+
+
+def _why_no_driver(entrypoint: Mapping[str, float], cluster: Cluster) -> str:
+    known = [node.resources for node in cluster.nodes if node.resources]
+    if not entrypoint or not known:
+        return ""
+    if any(all(has.get(name, 0) >= wanted for name, wanted in entrypoint.items()) for has in known):
+        return ""
+    there = _grouped(_amounts({name: has.get(name, 0) for name in entrypoint}) for has in known)
+    return (
+        f"the driver of the run's job asks for a node with {_amounts(entrypoint)}, and no node of "
+        f"the cluster has that; there are: {there}. Mend ray.entrypoint_resources of the run, or "
+        "start nodes with them"
+    )
+
+
+def _grouped(shapes: Iterable[str]) -> str:
+    """`2 with 8 GPUs and 32 CPUs, 1 with 0 GPUs and 0 CPUs`."""
+    return ", ".join(f"{n} with {shape}" for shape, n in Counter(shapes).items()) or "none"
+
+
+def _amounts(resources: Mapping[str, float]) -> str:
+    return ", ".join(f"{amount:g} {name}" for name, amount in resources.items())
 
 
 #: How long one look at a cluster may take.
@@ -223,9 +277,12 @@ class Capacity:
         Raises: NoCapacity.
         """
         if key:
-            cluster = _cluster_of(key, await self._look(key))
+            cluster = await self._look(key)
         elif settings.nodes:
-            cluster = _table_of(settings)
+            table = settings.nodes
+            cluster = Cluster(
+                nodes=tuple(ClusterNode(name=n.name, gpus=n.gpus, cpus=n.cpus) for n in table)
+            )
         elif self._here:
             # The GPUs of a machine stay the same.
             cluster = self._local = self._local or await local_cluster()
@@ -244,7 +301,7 @@ class Capacity:
         for look in looks.values():
             await look.close()
 
-    async def _look(self, address: str) -> ClusterUse:
+    async def _look(self, address: str) -> Cluster:
         if address in self._silent:
             why, task = self._silent[address]
             if not task.done():
@@ -290,35 +347,7 @@ async def local_cluster() -> Cluster:
             f"the GPUs of this machine can't be counted: {seen['problem']}. "
             "Mend the driver, or list the machine in the nodes of the work pool"
         )
-    return Cluster(key="", nodes=(Node(name=host_name(), gpus=len(seen["gpus"])),))
-
-
-def _cluster_of(key: str, use: ClusterUse) -> Cluster:
-    return Cluster(
-        key=key,
-        nodes=tuple(
-            Node(
-                name=node.name,
-                gpus=math.floor(node.gpus),
-                cpus=node.cpus,
-                others_gpus=node.others_gpus,
-                others_cpus=node.others_cpus,
-                resources=node.resources,
-                is_drained=node.is_draining,
-            )
-            for node in use.nodes
-        ),
-        taken=use.taken,
-        is_live=True,
-        accelerator=use.accelerator,
-    )
-
-
-def _table_of(settings: PoolSettings) -> Cluster:
-    return Cluster(
-        key="",
-        nodes=tuple(Node(name=n.name, gpus=n.gpus, cpus=n.cpus) for n in settings.nodes),
-    )
+    return Cluster(nodes=(ClusterNode(name=host_name(), gpus=len(seen["gpus"])),))
 
 
 def _drained(cluster: Cluster, settings: PoolSettings) -> Cluster:

@@ -1,86 +1,145 @@
-"""What is decided in one look: which runs start, on which nodes, and why the others do not.
+"""One look at the queue: what it found, and what follows: which runs start, on which nodes, and why
+the others do not.
 
-No I/O.
+No I/O: `look` reads what is decided on, and `gate` writes what was decided.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 from uuid import UUID
 
+from prefect.client.schemas.objects import State
+
 from tasks.queue import reasons
-from tasks.queue.capacity import GangHold, as_promised, free_of, moved
+from tasks.queue.capacity import RunningGang, shares_of
 from tasks.queue.grants import not_before
 from tasks.queue.ledger import Entry, Ledger, Pool
-from tasks.queue.nodes import Cluster
 from tasks.queue.policy import Held, NodeFree, Plan, Waiting, estimate_s, plan
 from tasks.queue.reasons import Message
 from tasks.queue.settings import PoolSettings
+from tasks.ray.usage import Cluster
+from tasks.spec.failure_kinds import FailureKind
 
 
-class Decision:
-    """What is decided in one look."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Doomed:
+    """A run that can never start."""
 
-    def __init__(
-        self,
-        *,
-        ledger: Ledger,
-        pool: Pool | None,
-        settings: PoolSettings,
-        clusters: Mapping[str, Cluster],
-        silent: Mapping[str, str],
-        holding: Sequence[Entry],
-        now: float,
-    ) -> None:
-        self.held: dict[UUID, Mapping[str, int]] = {}
-        self.free: dict[str, Mapping[str, int]] = {}
-        self.admitted: list[tuple[Entry, Mapping[str, int]]] = []
-        #: What has taken its GPUs elsewhere than it was granted them.
-        self.moved: list[tuple[Entry, Mapping[str, int]]] = []
-        self.messages: dict[UUID, Message] = {}
-        self.starts_at: dict[UUID, float] = {}
-        self._ledger = ledger
-        self._pool = pool
-        self._settings = settings
-        self._clusters = clusters
-        self._silent = silent
-        self._holding = holding
-        self._now = now
+    entry: Entry
+    kind: FailureKind
+    message: str
 
-    def decide(self, line: Sequence[Entry]) -> None:
-        able = [entry for entry in line if not self._is_barred(entry)]
-        nodes = {key: self._nodes_of(key) for key in self._clusters}
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """What one look found, and from `decided` on what is to be done about it."""
+
+    #: UTC epoch seconds.
+    at: float
+    ledger: Ledger
+    #: None where the server has no such pool.
+    pool: Pool | None
+    settings: PoolSettings
+    #: Every run of this pool that waits, in the order of the line.
+    line: Sequence[Entry]
+    #: By key, the address or nothing: those that could be looked at.
+    clusters: Mapping[str, Cluster]
+    #: By key, why the others could not.
+    silent: Mapping[str, str] = field(default_factory=dict)
+    doomed: Sequence[Doomed] = ()
+    #: They were cancelled, and a gate that was lost has written over it: the cancel each.
+    cancelled: Sequence[tuple[Entry, State[Any]]] = ()
+    #: Granted or submitted by a worker that has not come further with them.
+    stuck: Sequence[Entry] = ()
+    troubles: Sequence[str] = ()
+    #: What the runs of ours hold: `held[flow run id][node name]` GPUs.
+    held: dict[UUID, Mapping[str, int]] = field(default_factory=dict, init=False)
+    #: GPUs free on each node after this look's admissions, by cluster and node.
+    free: dict[str, Mapping[str, int]] = field(default_factory=dict, init=False)
+    #: To start now, in this order: `gpus[node name]` each.
+    admitted: list[tuple[Entry, Mapping[str, int]]] = field(default_factory=list, init=False)
+    #: They have taken their GPUs elsewhere than they were granted them: `gpus[node name]` each.
+    moved: list[tuple[Entry, Mapping[str, int]]] = field(default_factory=list, init=False)
+    #: Why each of the others waits, by flow run id.
+    messages: dict[UUID, Message] = field(default_factory=dict, init=False)
+    #: UTC epoch seconds, by flow run id, where somebody can say.
+    starts_at: dict[UUID, float] = field(default_factory=dict, init=False)
+
+    @property
+    def waiting(self) -> list[Entry]:
+        """Those of the line that can start some time."""
+        doomed = {one.entry.id for one in self.doomed}
+        return [entry for entry in self.line if entry.id not in doomed]
+
+    @property
+    def holding(self) -> list[Entry]:
+        """The runs that have a gang, or a process, and keep it."""
+        lost = {one.entry.id for one in self.doomed} | {entry.id for entry in self.stuck}
+        return [entry for entry in self.ledger.holding if entry.id not in lost]
+
+    @property
+    def resumed(self) -> list[Entry]:
+        """They have their gang, and wait for a new process only, which is due."""
+        return [
+            entry
+            for entry in self.ledger.holding
+            if entry.goes_on
+            and (due := entry.flow_run.next_scheduled_start_time) is not None
+            and due.timestamp() <= self.at
+        ]
+
+    def used(self, tag: str) -> int:
+        """GPUs of the runs with a tag, those that start now included."""
+        held = (self.held.get(one.id, {}) for one in self.holding if tag in one.request.tags)
+        starting = (gpus for entry, gpus in self.admitted if tag in entry.request.tags)
+        return sum(sum(gpus.values()) for gpus in (*held, *starting))
+
+    def decided(self) -> Look:
+        """The same look, with what is to be done."""
+        able = [entry for entry in self.waiting if not self._is_barred(entry)]
+        nodes = {key: self._nodes_of(key) for key in self.clusters}
         start: list[tuple[Entry, Mapping[str, int]]] = [
-            (entry, {}) for entry in able if entry.ask.demand is None
+            (entry, {}) for entry in able if entry.request.demand is None
         ]
         plans: dict[str, Plan] = {}
         for key, (free, held) in nodes.items():
-            here = [e for e in able if e.ask.demand is not None and e.ask.cluster == key]
-            plans[key] = self._plan(here, free, held)
-            by_id = {str(entry.id): entry for entry in here}
+            here = {
+                str(entry.id): (entry, demand)
+                for entry in able
+                if entry.request.cluster == key and (demand := entry.request.demand) is not None
+            }
+            plans[key] = plan(
+                [self._waiting(entry) for entry, _demand in here.values()],
+                held,
+                free,
+                self.at,
+                policy=self.settings.policy,
+                limits=self.settings.limits,
+            )
             for id, places in plans[key].admitted.items():
-                demand = by_id[id].ask.demand
-                gpus = demand.gpus_per_node if demand else 0
-                start.append((by_id[id], dict.fromkeys(places, gpus)))
+                entry, demand = here[id]
+                start.append((entry, dict.fromkeys(places, demand.gpus_per_node)))
             self.free[key] = plans[key].free
         start.sort(key=lambda one: one[0].place)
         self._take_places(start)
-        names = {str(e.id): e.ask.name for e in (*line, *self._holding)}
+        names = {str(e.id): e.request.name for e in (*self.waiting, *self.holding)}
         for number, entry in enumerate(able, start=1):
-            key = entry.ask.cluster
+            key = entry.request.cluster
             if key in plans and str(entry.id) in plans[key].reasons:
                 self._explain(entry, number, plans[key], names)
+        return self
 
     def _is_barred(self, entry: Entry) -> bool:
         """Whether it can't start whatever is free; says why, and holds up nobody."""
-        demand, pool = entry.ask.demand, self._pool
+        demand, pool, key = entry.request.demand, self.pool, entry.request.cluster
         message: Message | None = None
-        if demand is not None and entry.ask.cluster not in self._clusters:
-            why = self._silent.get(entry.ask.cluster, "")
-            message = reasons.no_answer(demand, entry.ask.cluster, why)
+        if demand is not None and key not in self.clusters:
+            message = reasons.no_answer(demand, key, self.silent.get(key, ""))
         elif pool is not None and entry.pool == pool.name and entry.is_scheduled:
-            queue = pool.queues.get(entry.flow_run.work_queue_id or UUID(int=0))
+            queue = pool.queue_of(entry.flow_run)
             if pool.work_pool.is_paused:
                 message = reasons.paused(demand, pool.name)
             elif queue is not None and queue.is_paused:
@@ -93,35 +152,34 @@ class Decision:
 
     def _places_left(self, queue: str | None = None) -> int | None:
         """How many more runs the pool, or one of its queues, may run; None: any number."""
-        if self._pool is None:
+        if self.pool is None:
             return None
-        limit = self._pool.work_pool.concurrency_limit
+        limit = self.pool.work_pool.concurrency_limit
         if queue is not None:
-            of_name = [q for q in self._pool.queues.values() if q.name == queue]
-            limit = of_name[0].concurrency_limit if of_name else None
+            of_name = (q for q in self.pool.queues.values() if q.name == queue)
+            limit = next((q.concurrency_limit for q in of_name), None)
         if limit is None:
             return None
-        return max(0, limit - self._ledger.running_in(self._pool.name, queue))
+        return max(0, limit - self.ledger.running_in(self.pool.name, queue))
 
     def _full(self, entry: Entry, in_pool: int | None, in_queue: int | None) -> Message | None:
         """Why a run waits where its pool, or its queue of the pool, has so many places left."""
-        pool = self._pool
+        pool, demand = self.pool, entry.request.demand
         if pool is None or 0 not in (in_pool, in_queue):
             return None
         if in_pool == 0:
-            limit = pool.work_pool.concurrency_limit or 0
-            return reasons.at_pool_limit(entry.ask.demand, pool.name, limit)
-        queue = pool.queues.get(entry.flow_run.work_queue_id or UUID(int=0))
-        limit = (queue.concurrency_limit if queue else 0) or 0
-        return reasons.at_pool_limit(entry.ask.demand, f"{pool.name}/{entry.queue}", limit)
+            limit = pool.work_pool.concurrency_limit
+            return reasons.at_pool_limit(demand, pool.name, limit or 0)
+        queue = pool.queue_of(entry.flow_run)
+        limit = queue.concurrency_limit if queue else 0
+        return reasons.at_pool_limit(demand, f"{pool.name}/{entry.queue}", limit or 0)
 
     def _take_places(self, start: Sequence[tuple[Entry, Mapping[str, int]]]) -> None:
         left: dict[str | None, int | None] = {None: self._places_left()}
         for entry, gpus in start:
             if entry.is_scheduled:
-                for key in (None, entry.queue):
-                    if key not in left:
-                        left[key] = self._places_left(key)
+                if entry.queue not in left:
+                    left[entry.queue] = self._places_left(entry.queue)
                 if (full := self._full(entry, left[None], left[entry.queue])) is not None:
                     self.messages[entry.id] = full
                     continue
@@ -131,112 +189,84 @@ class Decision:
             self.admitted.append((entry, gpus))
 
     def _nodes_of(self, key: str) -> tuple[tuple[NodeFree, ...], list[Held]]:
-        cluster = self._clusters[key]
-        here = {
-            entry.ask.name: entry
-            for entry in self._holding
-            if entry.ask.cluster == key and entry.ask.demand is not None and _has_gang(entry)
-        }
         # A head without GPUs is no place for a gang, and nothing to show.
-        cluster = replace(cluster, nodes=tuple(node for node in cluster.nodes if node.gpus))
-        holds = [
-            GangHold(
-                run_id=name,
-                gpus=entry.grant.nodes if entry.grant else {},
-                demand=entry.ask.demand,
-            )
-            for name, entry in here.items()
-            if entry.ask.demand is not None
-        ]
-        nodes, gpus = free_of(cluster, holds)
-        nodes = as_promised(cluster, nodes, gpus, holds)
-        for name, on in moved(cluster, gpus, holds).items():
-            self.moved.append((here[name], on))
-        held = []
-        for name, entry in here.items():
-            self.held[entry.id] = gpus[name]
-            demand = entry.ask.demand
-            held.append(
-                Held(
-                    id=str(entry.id),
-                    gpus=gpus[name],
-                    cpus_per_gpu=demand.cpus_per_gpu if demand else 0.0,
-                    place=entry.place,
-                    ends_at=self._ends_at(entry),
-                    tags=entry.ask.tags,
-                )
-            )
-        return nodes, held
-
-    def _plan(
-        self, waiting: Sequence[Entry], nodes: Sequence[NodeFree], held: Sequence[Held]
-    ) -> Plan:
-        return plan(
+        nodes = tuple(node for node in self.clusters[key].nodes if node.gpus)
+        here = {
+            entry.request.name: (entry, demand)
+            for entry in self.holding
+            if entry.request.cluster == key
+            and (demand := entry.request.demand) is not None
+            # A run that began past the gate has no gang, until the cluster shows what it has taken.
+            and (entry.grant is not None or key)
+        }
+        shares = shares_of(
+            replace(self.clusters[key], nodes=nodes),
             [
-                Waiting(
-                    id=str(entry.id),
-                    demand=entry.ask.demand,
-                    place=entry.place,
-                    estimate_s=estimate_s(entry.ask.hours),
-                    not_before=self._not_before(entry),
-                    tags=entry.ask.tags,
+                RunningGang(
+                    run_id=name, demand=demand, promised=entry.grant.nodes if entry.grant else {}
                 )
-                for entry in waiting
-                if entry.ask.demand is not None
+                for name, (entry, demand) in here.items()
             ],
-            held,
-            nodes,
-            self._now,
-            policy=self._settings.policy,
-            limits=self._settings.limits,
+        )
+        self.moved.extend((here[name][0], on) for name, on in shares.moved.items())
+        self.held.update((entry.id, shares.held[name]) for name, (entry, _) in here.items())
+        held = [
+            Held(
+                id=str(entry.id),
+                gpus=shares.held[name],
+                cpus_per_gpu=demand.cpus_per_gpu,
+                place=entry.place,
+                ends_at=self._ends_at(entry),
+                tags=entry.request.tags,
+            )
+            for name, (entry, demand) in here.items()
+        ]
+        return shares.nodes, held
+
+    def _waiting(self, entry: Entry) -> Waiting:
+        request = entry.request
+        assert request.demand is not None
+        return Waiting(
+            id=str(entry.id),
+            demand=request.demand,
+            place=entry.place,
+            estimate_s=estimate_s(request.hours),
+            not_before=not_before(entry.flow_run, is_live=bool(request.cluster)),
+            tags=request.tags,
         )
 
     def _ends_at(self, entry: Entry) -> float:
         since = entry.since.timestamp()
-        return since + estimate_s(entry.ask.hours, max(0.0, self._now - since))
-
-    def _not_before(self, entry: Entry) -> float:
-        cluster = self._clusters[entry.ask.cluster]
-        return not_before(entry.flow_run, room_is_told=cluster.is_live)
+        return since + estimate_s(entry.request.hours, max(0.0, self.at - since))
 
     def _explain(self, entry: Entry, number: int, plan: Plan, names: Mapping[str, str]) -> None:
         reason = plan.reasons[str(entry.id)]
-        cluster = self._clusters[entry.ask.cluster]
+        key = entry.request.cluster
         limit = None
         if reason.tag:
-            limit = (self.used(reason.tag), self._settings.limits.get(reason.tag, 0))
-        drained = {
-            node.name: max(0, int(node.gpus - node.others_gpus) - self._held_on(node.name))
-            for node in cluster.nodes
-            if node.is_drained
-        }
+            limit = (self.used(reason.tag), self.settings.limits.get(reason.tag, 0))
         self.messages[entry.id] = reasons.message_of(
-            entry.ask.demand,
+            entry.request.demand,
             reason,
             names,
-            room=reasons.Room(
-                free=plan.free,
-                drained=drained,
-                others=sum(node.others_gpus for node in cluster.nodes),
-            ),
-            now=self._now,
+            free=plan.free,
+            drained=self._drained(key),
+            others=sum(node.others_gpus for node in self.clusters[key].nodes),
+            now=self.at,
             number=number,
             limit=limit,
-            not_before=self._not_before(entry) or None,
+            not_before=not_before(entry.flow_run, is_live=bool(key)) or None,
         )
         if reason.starts_at is not None:
             self.starts_at[entry.id] = reason.starts_at
 
-    def used(self, tag: str) -> int:
-        """GPUs of the runs with a tag, those that start now included."""
-        held = (self.held.get(one.id, {}) for one in self._holding if tag in one.ask.tags)
-        starting = (gpus for entry, gpus in self.admitted if tag in entry.ask.tags)
-        return sum(sum(gpus.values()) for gpus in (*held, *starting))
+    def _drained(self, key: str) -> dict[str, int]:
+        """GPUs that would be free on each drained node."""
+        return {
+            node.name: max(0, int(node.gpus - node.others_gpus) - self._held_on(node.name))
+            for node in self.clusters[key].nodes
+            if node.is_drained
+        }
 
     def _held_on(self, node: str) -> int:
         return sum(gpus.get(node, 0) for gpus in self.held.values())
-
-
-def _has_gang(entry: Entry) -> bool:
-    """A run that began past the gate has none, until the cluster shows what it has taken."""
-    return entry.grant is not None or bool(entry.ask.cluster)

@@ -31,6 +31,7 @@ from prefect.settings import PREFECT_LOGGING_TO_API_ENABLED
 from prefect.states import Cancelled, Failed, Scheduled
 
 from tasks.queue.capacity import Capacity
+from tasks.queue.decision import Doomed, Look
 from tasks.queue.grants import (
     PENDING_RESOURCES,
     Giver,
@@ -43,7 +44,7 @@ from tasks.queue.grants import (
 )
 from tasks.queue.lease import GateLease, Holding
 from tasks.queue.ledger import Entry, name_where_refused
-from tasks.queue.look import Doomed, Look, Looker
+from tasks.queue.look import Looker
 from tasks.queue.reasons import FREE_NOW, Message, admission_of, kind_of
 from tasks.record.places import muster_home
 from tasks.server.events import Tell
@@ -228,7 +229,7 @@ class Gate:
             end: State[Any] = Cancelled(message="cancelled before it had begun")
             await set_state(self._client, entry.flow_run, end)
             return
-        _log.warning("%s was given its gang, and did not start: it waits again", entry.ask.name)
+        _log.warning("%s was given its gang, and did not start: it waits again", entry.request.name)
         if not entry.is_scheduled:
             message = "its worker was lost before it could start it"
             if not await is_unchanged(self._client, entry.flow_run):
@@ -239,13 +240,15 @@ class Gate:
             waiting = self._waiting_state(entry.flow_run, message)
             if await set_state(self._client, entry.flow_run, waiting) is None:
                 return
-            self._announce("muster.run.requeued", entry.flow_run, entry.ask.name, message=message)
+            self._announce(
+                "muster.run.requeued", entry.flow_run, entry.request.name, message=message
+            )
             self._logs.note(entry.id, f"waits again in its place: {message}", logging.WARNING)
         await self._client.update_flow_run_labels(entry.id, no_grant())
 
     async def _fail(self, doomed: Doomed) -> None:
         entry, kind = doomed.entry, doomed.kind.value
-        name, why = name_where_refused(entry.flow_run, entry.ask), f"{kind}: {doomed.message}"
+        name, why = name_where_refused(entry.flow_run, entry.request), f"{kind}: {doomed.message}"
         # Before the state: whoever is notified of that goes by the name.
         with suppress(ObjectNotFound):
             await self._client.update_flow_run(entry.id, name=name)
@@ -256,7 +259,7 @@ class Gate:
 
     def _tell_of(self, entry: Entry, name: str, **known: Any) -> None:
         where = {"pool": entry.pool or None, "queue": entry.queue or None}
-        self._announce(name, entry.flow_run, entry.ask.name, **where, **known)
+        self._announce(name, entry.flow_run, entry.request.name, **where, **known)
 
     async def tell(self, look: Look) -> bool:
         """Have waiting runs say why they wait, and tell the logs what was decided; whether there
@@ -320,8 +323,8 @@ class Gate:
         # By the state that the server has: another gate, or an earlier one, may have told it.
         if before is None or not has_waited or kind_of(before.message) != kind_of(message.text):
             self._logs.note(entry.id, f"waits, {place}: {message.text}")
-        if entry.flow_run.name != entry.ask.name:
-            await self._client.update_flow_run(entry.id, name=entry.ask.name)
+        if entry.flow_run.name != entry.request.name:
+            await self._client.update_flow_run(entry.id, name=entry.request.name)
 
     @staticmethod
     def _waiting_state(flow_run: FlowRun, message: str) -> State[Any]:

@@ -148,9 +148,9 @@ def sent_back(*, not_before: float = 0.0, not_before_with_room: float = 0.0) -> 
     return {_NOT_BEFORE: not_before, _NOT_BEFORE_WITH_ROOM: not_before_with_room}
 
 
-def not_before(flow_run: FlowRun, *, room_is_told: bool) -> float:
+def not_before(flow_run: FlowRun, *, is_live: bool) -> float:
     """When a run that was sent back may start again, UTC epoch seconds; 0: at any time."""
-    return _number(flow_run.labels.get(_NOT_BEFORE_WITH_ROOM if room_is_told else _NOT_BEFORE))
+    return _number(flow_run.labels.get(_NOT_BEFORE_WITH_ROOM if is_live else _NOT_BEFORE))
 
 
 def left_with_its_jobs(flow_run: FlowRun) -> dict[str, Any]:

@@ -35,7 +35,7 @@ from prefect.client.schemas.sorting import FlowRunSort
 from pydantic import ValidationError
 
 from tasks.queue.grants import PENDING_RESOURCES, Grant, goes_on, grant_of
-from tasks.queue.nodes import Demand
+from tasks.queue.packing import Demand
 from tasks.record.places import make_run_id
 from tasks.server.flow_runs import HELD, JOBS_GO_ON
 from tasks.spec.errors import InvalidSpec
@@ -47,7 +47,7 @@ _NAME = re.compile(r"[a-z][a-z0-9-]{0,31}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class Request:
     """What a flow run asks for."""
 
     #: The run id, or the flow run's name where it is no run of ours.
@@ -65,23 +65,23 @@ class Ask:
     fault: str = ""
 
 
-def ask_of(flow_run: FlowRun) -> Ask:
+def request_of(flow_run: FlowRun) -> Request:
     """What a flow run asks for; cheap, so no more of its spec is checked than that."""
     tags = frozenset(flow_run.tags)
     spec = flow_run.parameters.get("spec")
     if not isinstance(spec, Mapping):
-        return Ask(name=flow_run.name, tags=tags)
+        return Request(name=flow_run.name, tags=tags)
     tags |= {tag for tag in spec.get("tags") or () if isinstance(tag, str)}
     name = _run_id(flow_run, spec)
     if spec.get("gang") is None:
-        return Ask(name=name, tags=tags)
+        return Request(name=name, tags=tags)
     try:
         gang = Gang.model_validate(spec["gang"])
     except (ValidationError, InvalidSpec):
-        return Ask(name=name, tags=tags, fault=fault_of(flow_run) or "its gang can't be read")
+        return Request(name=name, tags=tags, fault=fault_of(flow_run) or "its gang can't be read")
     ray = spec.get("ray")
     ray = ray if isinstance(ray, Mapping) else {}
-    return Ask(
+    return Request(
         name=name,
         demand=Demand(
             nodes=gang.nodes, gpus_per_node=gang.gpus_per_node, cpus_per_gpu=gang.cpus_per_gpu
@@ -112,15 +112,15 @@ def fault_of(flow_run: FlowRun) -> str:
     return ""
 
 
-def name_where_refused(flow_run: FlowRun, ask: Ask) -> str:
+def name_where_refused(flow_run: FlowRun, request: Request) -> str:
     """What the flow run of a refused run is called: the run id; where the spec says no workload,
     one of the same form; where it has no fit name either, as Prefect has called it."""
     spec = flow_run.parameters.get("spec")
     name = spec.get("name") if isinstance(spec, Mapping) else None
-    if ask.name != flow_run.name or not isinstance(name, str) or not _NAME.fullmatch(name):
-        return ask.name
+    if request.name != flow_run.name or not isinstance(name, str) or not _NAME.fullmatch(name):
+        return request.name
     if flow_run.name.startswith(f"{name}-"):
-        return ask.name
+        return request.name
     return make_run_id(name, "invalid", flow_run.id, flow_run.created or datetime.now(UTC))
 
 
@@ -153,7 +153,7 @@ class Entry:
     """One flow run that waits, or that holds."""
 
     flow_run: FlowRun
-    ask: Ask
+    request: Request
     #: None where it has no gang (yet).
     grant: Grant | None
     #: Its work pool; empty for a run that was started directly.
@@ -211,6 +211,10 @@ class Pool:
     def name(self) -> str:
         return self.work_pool.name
 
+    def queue_of(self, flow_run: FlowRun) -> WorkQueue | None:
+        id = flow_run.work_queue_id
+        return self.queues.get(id) if id else None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ledger:
@@ -242,7 +246,7 @@ class LedgerReader:
 
     def __init__(self, client: PrefectClient) -> None:
         self._client = client
-        self._asks: dict[UUID, Ask] = {}
+        self._requests: dict[UUID, Request] = {}
 
     async def read(self, *, carefully: bool = False) -> Ledger:
         """The ledger now.
@@ -260,7 +264,7 @@ class LedgerReader:
         if carefully:
             waiting, is_cut = await self._scheduled(pools.values())
             found.update((run.id, run) for run in waiting)
-        self._asks = {id: ask for id, ask in self._asks.items() if id in found}
+        self._requests = {id: one for id, one in self._requests.items() if id in found}
         entries = sorted(
             (self._entry(run, pools) for run in found.values()), key=lambda entry: entry.place
         )
@@ -342,13 +346,13 @@ class LedgerReader:
                 return found
 
     def _entry(self, run: FlowRun, pools: Mapping[str, Pool]) -> Entry:
-        if run.id not in self._asks:
-            self._asks[run.id] = ask_of(run)
+        if run.id not in self._requests:
+            self._requests[run.id] = request_of(run)
         pool = pools.get(run.work_pool_name or "")
-        queue = pool.queues.get(run.work_queue_id) if pool and run.work_queue_id else None
+        queue = pool.queue_of(run) if pool else None
         return Entry(
             flow_run=run,
-            ask=self._asks[run.id],
+            request=self._requests[run.id],
             grant=grant_of(run),
             pool=run.work_pool_name or "",
             queue=queue.name if queue else "",

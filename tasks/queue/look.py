@@ -1,11 +1,6 @@
-"""One look at the queue: what the ledger, the cluster and the policy say together. It changes
-nothing.
+"""Looks at the queue of a work pool: what the ledger, the clusters and the policy say together.
 
-The queue for onlookers: what a gate would see now, without acting on it.
-
-What one look found, as people are shown it.
-
-The queue as one look at the server and the cluster shows it, for people: plain data.
+A look changes nothing. A gate decides by it; `QueueView` is the same as plain data, for people.
 """
 
 from __future__ import annotations
@@ -14,7 +9,6 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
 from typing import Any
 from uuid import UUID
 
@@ -24,13 +18,14 @@ from prefect.exceptions import ObjectNotFound
 from pydantic import ValidationError
 
 from tasks.processes.ending import holders_of
-from tasks.queue.capacity import Capacity, NoCapacity
-from tasks.queue.decision import Decision
+from tasks.queue.capacity import Capacity, NoCapacity, why_never
+from tasks.queue.decision import Doomed, Look
 from tasks.queue.grants import PENDING_RESOURCES, Giver, lost_cancel, may_have_been_cancelled
-from tasks.queue.ledger import WINDOW, Ask, Entry, Ledger, LedgerReader, Pool, fault_of
-from tasks.queue.nodes import Cluster, Demand, why_never
-from tasks.queue.reasons import Message, one_line
+from tasks.queue.ledger import WINDOW, Entry, LedgerReader, Pool, Request, fault_of
+from tasks.queue.packing import Demand
+from tasks.queue.reasons import one_line
 from tasks.queue.settings import PoolSettings, settings_of
+from tasks.ray.usage import Cluster
 from tasks.server.flow_runs import FLOW_RUN_VARIABLE
 from tasks.spec.failure_kinds import FailureKind
 
@@ -41,53 +36,6 @@ GIVEN_BACK_AFTER_S = 60.0
 _SPAWNED_WITHIN_S = 2.0
 #: Specs are checked as a whole before they are admitted; of what waits, so many in one look.
 _CHECKED_AT_ONCE = 20
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Doomed:
-    """A run that can never start."""
-
-    entry: Entry
-    kind: FailureKind
-    message: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Look:
-    """What one look found, and what is to be done about it."""
-
-    #: UTC epoch seconds.
-    at: float
-    ledger: Ledger
-    #: None where the server has no such pool.
-    pool: Pool | None
-    settings: PoolSettings
-    #: Every run of this pool that waits, in the order of the line.
-    line: tuple[Entry, ...]
-    #: By key, those that could be looked at.
-    clusters: Mapping[str, Cluster] = field(default_factory=dict)
-    #: What the runs of ours hold: `held[flow run id][node name]` GPUs.
-    held: Mapping[UUID, Mapping[str, int]] = field(default_factory=dict)
-    #: GPUs free on each node after this look's admissions, by cluster and node.
-    free: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    #: To start now, in this order: `gpus[node name]` each.
-    admitted: tuple[tuple[Entry, Mapping[str, int]], ...] = ()
-    doomed: tuple[Doomed, ...] = ()
-    #: They were cancelled, and a gate that was lost has written over it: the cancel each.
-    cancelled: tuple[tuple[Entry, State[Any]], ...] = ()
-    #: Granted or submitted by a worker that has not come further with them.
-    stuck: tuple[Entry, ...] = ()
-    #: They have taken their GPUs elsewhere than they were granted them: `gpus[node name]` each.
-    moved: tuple[tuple[Entry, Mapping[str, int]], ...] = ()
-    #: They have their gang, and wait for a new process only.
-    resumed: tuple[Entry, ...] = ()
-    #: Why each of the others waits, by flow run id.
-    messages: Mapping[UUID, Message] = field(default_factory=dict)
-    #: UTC epoch seconds, by flow run id, where somebody can say.
-    starts_at: Mapping[UUID, float] = field(default_factory=dict)
-    #: GPUs of the runs with a tag, for each tag that has a limit.
-    used: Mapping[str, int] = field(default_factory=dict)
-    troubles: tuple[str, ...] = ()
 
 
 class Looker:
@@ -127,7 +75,7 @@ class Looker:
         pool = ledger.pools.get(self._pool)
         troubles = self._read_settings(pool)
         now = time.time()
-        stuck = tuple(entry for entry in ledger.holding if self._is_stuck(entry, in_flight, now))
+        stuck = [entry for entry in ledger.holding if self._is_stuck(entry, in_flight, now)]
         line = [
             entry
             for entry in (*ledger.waiting, *(entry for entry in stuck if entry.is_scheduled))
@@ -142,38 +90,19 @@ class Looker:
         troubles += [f"{key or 'the nodes'}: {error}" for key, error in silent.items()]
         if ledger.is_cut:
             troubles.append(f"of each queue only the first {WINDOW} that wait are looked at")
-        doomed = await self._doomed([e for e in line if e.id not in patient], clusters)
-        lost = {one.entry.id for one in doomed} | {entry.id for entry in stuck}
-        decision = Decision(
-            ledger=ledger,
-            pool=pool,
-            settings=self._settings,
-            clusters=clusters,
-            silent=silent,
-            holding=[entry for entry in ledger.holding if entry.id not in lost],
-            now=now,
-        )
-        decision.decide([entry for entry in line if entry.id not in {d.entry.id for d in doomed}])
         return Look(
             at=now,
             ledger=ledger,
             pool=pool,
             settings=self._settings,
-            line=tuple(line),
+            line=line,
             clusters=clusters,
-            held=decision.held,
-            free=decision.free,
-            admitted=tuple(decision.admitted),
-            doomed=tuple(doomed),
-            cancelled=tuple(cancelled),
+            silent=silent,
+            doomed=await self._doomed([e for e in line if e.id not in patient], clusters),
+            cancelled=cancelled,
             stuck=stuck,
-            moved=tuple(decision.moved),
-            resumed=tuple(entry for entry in ledger.holding if entry.goes_on and _is_due(entry)),
-            messages=decision.messages,
-            starts_at=decision.starts_at,
-            used={tag: decision.used(tag) for tag in self._settings.limits},
-            troubles=tuple(troubles),
-        )
+            troubles=troubles,
+        ).decided()
 
     def _read_settings(self, pool: Pool | None) -> list[str]:
         if pool is None:
@@ -226,7 +155,7 @@ class Looker:
     async def _clusters(
         self, entries: Sequence[Entry]
     ) -> tuple[dict[str, Cluster], dict[str, str]]:
-        keys = {entry.ask.cluster for entry in entries if entry.ask.demand is not None}
+        keys = {entry.request.cluster for entry in entries if entry.request.demand is not None}
         if self._settings.nodes:
             keys.add("")
         if self._settings.ray:
@@ -255,39 +184,31 @@ class Looker:
         return doomed
 
     def _why_never(self, entry: Entry, clusters: Mapping[str, Cluster]) -> Doomed | None:
-        ask = entry.ask
-        if ask.fault:
-            return Doomed(entry=entry, kind=FailureKind.USER_ERROR, message=ask.fault)
-        cluster = clusters.get(ask.cluster)
+        request = entry.request
+        if request.fault:
+            return Doomed(entry=entry, kind=FailureKind.USER_ERROR, message=request.fault)
+        cluster = clusters.get(request.cluster)
         state = entry.flow_run.state
         has_waited = state is not None and state.name == PENDING_RESOURCES
-        if ask.demand is None or cluster is None or (has_waited and not entry.waits_in_process):
+        if request.demand is None or cluster is None or (has_waited and not entry.waits_in_process):
             # What could start when it came waits for nodes that have gone to come back.
             return None
-        why = why_never(
-            ask.demand,
-            cluster.nodes,
-            accelerator=cluster.accelerator,
-            entrypoint=ask.entrypoint,
-        ) or _over_a_limit(ask, self._settings)
+        why = why_never(request.demand, cluster, entrypoint=request.entrypoint) or _over_a_limit(
+            request, self._settings
+        )
         if not why:
             return None
         return Doomed(entry=entry, kind=FailureKind.INFEASIBLE, message=why)
 
 
-def _over_a_limit(ask: Ask, settings: PoolSettings) -> str:
-    for tag in sorted(ask.tags & settings.limits.keys()):
-        if ask.demand is not None and ask.demand.gpus > settings.limits[tag]:
+def _over_a_limit(request: Request, settings: PoolSettings) -> str:
+    for tag in sorted(request.tags & settings.limits.keys()):
+        if request.demand is not None and request.demand.gpus > settings.limits[tag]:
             return (
-                f"the run asks for {ask.demand.gpus} GPUs in all, and its tag {tag} may have "
+                f"the run asks for {request.demand.gpus} GPUs in all, and its tag {tag} may have "
                 f"{settings.limits[tag]} at once. Ask for less, or have the limit raised"
             )
     return ""
-
-
-def _is_due(entry: Entry) -> bool:
-    due = entry.flow_run.next_scheduled_start_time
-    return due is not None and due <= datetime.now(UTC)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -358,8 +279,6 @@ class QueueView:
 
 def view_of(look: Look, pool: str) -> QueueView:
     """The line and the nodes of a work pool."""
-    doomed = {one.entry.id for one in look.doomed}
-    line = [entry for entry in look.line if entry.id not in doomed]
     work_pool = look.pool.work_pool if look.pool else None
     return QueueView(
         at=look.at,
@@ -368,20 +287,19 @@ def view_of(look: Look, pool: str) -> QueueView:
         is_paused=bool(work_pool and work_pool.is_paused),
         limit=work_pool.concurrency_limit if work_pool else None,
         running=look.ledger.running_in(pool),
-        line=tuple(_queued(look, entry, number) for number, entry in enumerate(line, start=1)),
+        line=tuple(
+            _queued(look, entry, number) for number, entry in enumerate(look.waiting, start=1)
+        ),
         nodes=tuple(
             node for key in sorted(look.clusters) for node in _nodes(look, look.clusters[key], key)
         ),
-        tags={
-            tag: (look.used.get(tag, 0), limit)
-            for tag, limit in sorted(look.settings.limits.items())
-        },
+        tags={tag: (look.used(tag), most) for tag, most in sorted(look.settings.limits.items())},
         paused_queues=tuple(
             sorted(queue.name for queue in look.pool.queues.values() if queue.is_paused)
             if look.pool
             else ()
         ),
-        troubles=look.troubles,
+        troubles=tuple(look.troubles),
     )
 
 
@@ -393,27 +311,29 @@ def _queued(look: Look, entry: Entry, number: int) -> QueuedRun:
     return QueuedRun(
         number=number,
         flow_run_id=str(entry.id),
-        name=entry.ask.name,
-        demand=entry.ask.demand,
-        cluster=entry.ask.cluster,
+        name=entry.request.name,
+        demand=entry.request.demand,
+        cluster=entry.request.cluster,
         queue=entry.queue,
         waiting_since=expected.timestamp(),
         reason=message.reason if message else starts if given is not None else "",
         starts_at=look.at if given is not None else look.starts_at.get(entry.id),
-        tags=tuple(sorted(entry.ask.tags)),
+        tags=tuple(sorted(entry.request.tags)),
     )
 
 
 def _nodes(look: Look, cluster: Cluster, key: str) -> list[NodeUse]:
-    holders = {entry.id: entry for entry in look.ledger.holding if entry.ask.cluster == key}
-    starting = [(entry.ask.name, gpus) for entry, gpus in look.admitted if entry.ask.cluster == key]
+    holders = {entry.id: entry for entry in look.ledger.holding if entry.request.cluster == key}
+    starting = [
+        (entry.request.name, gpus) for entry, gpus in look.admitted if entry.request.cluster == key
+    ]
     free = look.free.get(key, {})
     shown = []
     for node in cluster.nodes:
         if not node.gpus:
             continue
         held = {
-            holders[id].ask.name: gpus[node.name]
+            holders[id].request.name: gpus[node.name]
             for id, gpus in look.held.items()
             if id in holders and gpus.get(node.name)
         }

@@ -1,4 +1,4 @@
-"""What is free on the nodes of a cluster, while gangs are placed on it one after the other.
+"""What a gang asks for, and what is free on nodes while gangs are placed on them one by one.
 
 Nodes are known by their index. A node suffices for a gang if it has the GPUs and the CPUs of one
 of its nodes free.
@@ -9,19 +9,52 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import islice
-
-from tasks.queue.nodes import Demand
 
 #: Fractions of CPUs do not add up exactly: 0.1 + 0.2 > 0.3.
 _CPU_SLACK = 1e-6
 
 
-def cpus_per_node(demand: Demand) -> float:
-    return demand.gpus_per_node * demand.cpus_per_gpu
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """A gang: so many GPUs on each of so many nodes, all at once."""
+
+    nodes: int
+    gpus_per_node: int
+    #: CPUs that go with each GPU.
+    cpus_per_gpu: float
+
+    @property
+    def gpus(self) -> int:
+        return self.nodes * self.gpus_per_node
+
+    @property
+    def cpus_per_node(self) -> float:
+        return self.gpus_per_node * self.cpus_per_gpu
+
+    def in_words(self, accelerator: str = "GPU") -> str:
+        """`2 nodes with 8 GPUs and 24 CPUs each`.
+
+        Args:
+            accelerator: what the cluster calls them.
+        """
+        gpus = counted(self.gpus_per_node, accelerator)
+        of_node = f"{gpus} and {counted(self.cpus_per_node, 'CPU')}"
+        if self.nodes == 1:
+            return f"1 node with {of_node}"
+        return f"{self.nodes} nodes with {of_node} each"
+
+    def __str__(self) -> str:
+        return self.in_words()
 
 
-class Room:
+def counted(amount: float, what: str) -> str:
+    """`1 GPU`, `2 GPUs`."""
+    return f"{amount:g} {what}" if amount == 1 else f"{amount:g} {what}s"
+
+
+class FreeNodes:
     """The nodes by what is free on them, so that a place is found without looking at each."""
 
     def __init__(self, gpus: Sequence[int], cpus: Sequence[float | None]) -> None:
@@ -56,7 +89,7 @@ class Room:
         if least > self._most or self._at_least[least] < wanted:
             return None
         found: list[int] = []
-        free_cpus, cpus = self.cpus, cpus_per_node(demand)
+        free_cpus, cpus = self.cpus, demand.cpus_per_node
         for free in range(least, self._most + 1):
             nodes: Iterable[int] = self._nodes[free]
             if self._counts_cpus:
@@ -68,7 +101,7 @@ class Room:
 
     def take(self, nodes: Iterable[int], demand: Demand) -> None:
         """Give the gang these nodes, on each of which it must fit."""
-        taken, cpus = demand.gpus_per_node, cpus_per_node(demand)
+        taken, cpus = demand.gpus_per_node, demand.cpus_per_node
         for node in nodes:
             free = self.gpus[node]
             left = free - taken
@@ -81,16 +114,16 @@ class Room:
             self.cpus[node] -= cpus
 
 
-class RoomAhead:
+class NodesAhead:
     """What will be free at a later time, as far as one gang needs it: that gang still fits, or not.
 
     It is filled by the ends of other gangs, and thinned by those that are let in before it.
     """
 
-    def __init__(self, room: Room, demand: Demand) -> None:
+    def __init__(self, nodes: FreeNodes, demand: Demand) -> None:
         """What is free now, for the gang of this demand."""
-        self._gpus, self._cpus = list(room.gpus), list(room.cpus)
-        self._least, self._least_cpus = demand.gpus_per_node, cpus_per_node(demand)
+        self._gpus, self._cpus = list(nodes.gpus), list(nodes.cpus)
+        self._least, self._least_cpus = demand.gpus_per_node, demand.cpus_per_node
         #: So many nodes more than it needs suffice for the gang; below 0 it does not fit.
         self._spare = sum(map(self._suffices, self._gpus, self._cpus)) - demand.nodes
 
@@ -113,7 +146,7 @@ class RoomAhead:
         if len(nodes) <= self._spare:
             return True
         least, least_cpus = self._least, self._least_cpus
-        enough, enough_cpus = least + demand.gpus_per_node, least_cpus + cpus_per_node(demand)
+        enough, enough_cpus = least + demand.gpus_per_node, least_cpus + demand.cpus_per_node
         left = self._spare
         for node in nodes:
             gpus, cpus = self._gpus[node], self._cpus[node]
@@ -127,7 +160,7 @@ class RoomAhead:
     def take(self, nodes: Iterable[int], demand: Demand) -> None:
         """Let another gang in on these nodes."""
         for node in nodes:
-            self.give_back(node, -demand.gpus_per_node, -cpus_per_node(demand))
+            self.give_back(node, -demand.gpus_per_node, -demand.cpus_per_node)
 
     def _suffices(self, gpus: int, cpus: float) -> bool:
         return gpus >= self._least and cpus >= self._least_cpus

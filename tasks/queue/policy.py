@@ -19,8 +19,7 @@ from enum import Enum
 from operator import attrgetter
 from typing import Literal
 
-from tasks.queue.nodes import Demand
-from tasks.queue.packing import Room, RoomAhead
+from tasks.queue.packing import Demand, FreeNodes, NodesAhead
 
 
 class Quota:
@@ -182,7 +181,7 @@ class _Reservation:
     #: The shadow time: when it fits, by the estimates (s); infinite where it never does.
     at: float
     #: What is free then, before it takes its nodes.
-    room: RoomAhead
+    room: NodesAhead
     #: What is used of the limits then, with it.
     quota: Quota
     #: Whose ends make its room.
@@ -216,7 +215,7 @@ class _Pass:
                     gpus[index] -= taken
                     if (free := cpus[index]) is not None:
                         cpus[index] = free - taken * gang.cpus_per_gpu
-        self._room = Room(gpus, cpus)
+        self._room = FreeNodes(gpus, cpus)
         self._admitted: dict[str, tuple[str, ...]] = {}
         self._reasons: dict[str, Reason] = {}
 
@@ -317,7 +316,7 @@ class _Pass:
 
     def _reserve(self, head: Waiting) -> _Reservation:
         """Add back what runs, in the order of its ends, until the head fits and may start."""
-        room, quota = RoomAhead(self._room, head.demand), self._quota.copy()
+        room, quota = NodesAhead(self._room, head.demand), self._quota.copy()
         quota.take(head.tags, head.demand.gpus)
         short = {index for index in self._index.values() if not room.suffices(index)}
         not_before = head.not_before if head.not_before > self._now else -math.inf

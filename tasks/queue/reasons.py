@@ -7,10 +7,10 @@ rewrite is one more state in the history of its flow run.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
-from tasks.queue.nodes import Demand
+from tasks.queue.packing import Demand
 from tasks.queue.policy import Reason, Why
 
 #: Only so many of the line are told who is first: all the others would be told anew each time that
@@ -55,25 +55,15 @@ class Message:
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Room:
-    """What the nodes of a run's cluster have for it now."""
-
-    #: GPUs free on each node after the pass, by name; 0 on a drained one.
-    free: Mapping[str, int] = field(default_factory=dict)
-    #: GPUs that would be free on each drained node.
-    drained: Mapping[str, int] = field(default_factory=dict)
-    #: GPUs in use by others than our runs, on all nodes.
-    others: float = 0.0
-
-
 def message_of(
     demand: Demand | None,
     reason: Reason,
     names: Mapping[str, str],
     *,
-    room: Room,
+    free: Mapping[str, int],
     now: float,
+    drained: Mapping[str, int] | None = None,
+    others: float = 0.0,
     number: int = 1,
     limit: tuple[int, int] | None = None,
     not_before: float | None = None,
@@ -83,16 +73,20 @@ def message_of(
     Args:
         demand: None where it asks for no GPUs.
         names: Of flow runs, by id; one that is missing is called by its id.
+        free: GPUs free on each node of its cluster after the pass; 0 on a drained one.
         now: UTC epoch seconds, as are the times of `reason`.
+        drained: GPUs that would be free on each drained node.
+        others: GPUs in use by others than our runs, on all nodes.
         number: Its place in the line, from 1 on. It is not shown.
         limit: GPUs that its tag has, and may have, where that is the reason.
         not_before: When a run that was sent back is tried again.
     """
     if reason.why is Why.GPUS:
-        return _message(demand, _first(demand, reason, names, room, now))
+        text = _first(demand, reason, names, free, drained or {}, others, now)
+        return _message(demand, text)
     message = _behind(demand, reason, names, now, number, limit, not_before)
     # It changes often, and is not worth a rewrite.
-    return replace(message, text=f"{message.text}{FREE_NOW}{free_on(room.free)}")
+    return replace(message, text=f"{message.text}{FREE_NOW}{free_on(free)}")
 
 
 def _behind(
@@ -240,23 +234,28 @@ def _message(demand: Demand | None, reason: str, key: str = "") -> Message:
 
 
 def _first(
-    demand: Demand | None, reason: Reason, names: Mapping[str, str], room: Room, now: float
+    demand: Demand | None,
+    reason: Reason,
+    names: Mapping[str, str],
+    free: Mapping[str, int],
+    drained: Mapping[str, int],
+    others: float,
+    now: float,
 ) -> str:
     """Why the first of the line does not fit."""
     parts = []
     if reason.waits_for:
         ended = _names(reason.waits_for, names)
         parts.append(f"waits for {ended} to end, {_expected(reason.starts_at, now)}")
-    if demand is not None and _fits(demand, room.free):
-        cpus = demand.gpus_per_node * demand.cpus_per_gpu
-        parts.append(f"too few nodes have {cpus:g} CPUs free with the GPUs")
-    elif demand is not None and _fits(demand, {**room.free, **room.drained}):
-        parts.append(f"would fit but for what is drained: {_listed(sorted(room.drained))}")
-    elif not reason.waits_for and room.others:
-        parts.append(f"others than the runs of this queue have {room.others:g} GPUs")
+    if demand is not None and _fits(demand, free):
+        parts.append(f"too few nodes have {demand.cpus_per_node:g} CPUs free with the GPUs")
+    elif demand is not None and _fits(demand, {**free, **drained}):
+        parts.append(f"would fit but for what is drained: {_listed(sorted(drained))}")
+    elif not reason.waits_for and others:
+        parts.append(f"others than the runs of this queue have {others:g} GPUs")
     elif not reason.waits_for:
         parts.append("waits for nodes to come back: no run's end makes room enough")
-    return "; ".join(parts) + f"{FREE_NOW}{free_on(room.free)}"
+    return "; ".join(parts) + f"{FREE_NOW}{free_on(free)}"
 
 
 def _fits(demand: Demand, free: Mapping[str, int]) -> bool:

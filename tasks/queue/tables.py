@@ -37,9 +37,9 @@ from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from tasks.queue.ledger import ask_of
+from tasks.queue.ledger import request_of
 from tasks.queue.look import NodeUse, QueuedRun, QueueView
-from tasks.queue.nodes import Demand
+from tasks.queue.packing import Demand
 from tasks.queue.reasons import SOON, asks, clock, is_soon, lasting, one_line, when
 from tasks.queue.settings import NotThere
 from tasks.server.flow_runs import HELD, SILENT_AFTER_S, worker_of
@@ -400,7 +400,7 @@ def told(flow_run: FlowRun, view: QueueView) -> list[str]:
     if state is None:
         return [f"{name} has no state yet."]
     # A run is called by its run id, which its flow run may not have got yet.
-    called = {name, ask_of(flow_run).name}
+    called = {name, request_of(flow_run).name}
     held = [
         f"{node.name} ({node.held[run]} GPUs)"
         for node in view.nodes

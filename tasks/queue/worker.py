@@ -37,11 +37,12 @@ from prefect.workers.process import (
 from pydantic import Field
 
 from tasks.queue.capacity import Capacity
+from tasks.queue.decision import Look
 from tasks.queue.gate import Gate
 from tasks.queue.grants import PENDING_RESOURCES
 from tasks.queue.lease import LeaseLost
 from tasks.queue.ledger import TYPE, Entry
-from tasks.queue.look import Look, view_of
+from tasks.queue.look import view_of
 from tasks.queue.settings import PoolSettings
 from tasks.queue.tables import QueueArtifacts
 from tasks.server.events import Announcer

@@ -1,6 +1,7 @@
-"""A look at what a Ray cluster has and who uses it: no driver, a few milliseconds, a deadline.
+"""What a Ray cluster has and who uses it, read without a driver in a few milliseconds.
 
-Who uses what of a Ray cluster: plain data, and the rules that tell whose a use is. No I/O.
+Of the control store's answers, plain data and the rules that tell whose a use is; then the reading
+itself, `ClusterLook`, which has a deadline.
 
 A placement group is known by the resources that it makes on its nodes, `GPU_group_0_<group id>`: so
 they are of the same instant as what the node has free. The last 4 bytes of the group's id are the
@@ -16,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
+import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -80,34 +82,39 @@ class ActorReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodeInUse:
-    """One living node of a cluster."""
+class ClusterNode:
+    """One living node of a cluster, or of a table of nodes.
 
-    #: Ray's name for it; followed by the start of its id where two living nodes share it.
+    GPU stands for the accelerator of the cluster, be it Ray's resource `GPU` or `NPU`.
+    """
+
+    #: Unique within the cluster, the same for as long as the node lives: Ray's name for it;
+    #: followed by the start of its id where two living nodes share it.
     name: str
-    is_head: bool
-    #: Accelerators, all of them.
-    gpus: float
-    cpus: float
+    gpus: int
+    #: None where nobody says.
+    cpus: float | None = None
     #: In use by others than submissions of ours.
-    others_gpus: float
-    #: In use beside the accelerators of our submissions, be it by others or by an actor of ours
-    #: that has none.
-    others_cpus: float
-    #: Other resources, all of each.
-    resources: Mapping[str, float]
-    is_draining: bool = False
+    others_gpus: float = 0.0
+    #: In use beside the GPUs of our submissions, be it by others or by an actor of ours that has
+    #: none.
+    others_cpus: float = 0.0
+    #: Other resources, all of each: `{"worker_node": 100}`.
+    resources: Mapping[str, float] = field(default_factory=dict)
+    #: Nothing new is placed on it: Ray is about to remove it, or an operator wants no gang there.
+    is_drained: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterUse:
-    """One reading of a cluster."""
+class Cluster:
+    """One reading of a cluster, or a table of nodes."""
 
     #: By name.
-    nodes: tuple[NodeInUse, ...]
-    #: `taken[run id][node name]` accelerators, of runs of ours that have any.
+    nodes: tuple[ClusterNode, ...]
+    #: `taken[run id][node name]` GPUs, of runs of ours that have any. A run that has not taken its
+    #: GPUs yet is missing, or has too few. Empty for a table.
     taken: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    #: What they are called, one of ACCELERATORS.
+    #: What its GPUs are called, one of ACCELERATORS.
     accelerator: str = ACCELERATORS[0]
 
 
@@ -136,7 +143,7 @@ def use_of(
     nodes: Sequence[NodeReport],
     actors: Iterable[ActorReport],
     submissions: Mapping[str, str],
-) -> ClusterUse:
+) -> Cluster:
     """Who uses what.
 
     Args:
@@ -162,7 +169,7 @@ def use_of(
                 gpus += use.gpus
                 cpus += use.cpus
         found.append(_node(node, name, accelerator, gpus, cpus))
-    return ClusterUse(
+    return Cluster(
         nodes=tuple(sorted(found, key=lambda node: node.name)),
         taken={run_id: dict(on) for run_id, on in taken.items()},
         accelerator=accelerator,
@@ -226,22 +233,21 @@ def _job_of(group_id: str) -> str:
 
 def _node(
     node: NodeReport, name: str, accelerator: str, our_gpus: float, our_cpus: float
-) -> NodeInUse:
+) -> ClusterNode:
     def others(resource: str, ours: float) -> float:
         # A node that has just come may not have told yet what it has free: all of it is in use.
         used = node.own.get(resource, 0.0) - node.available.get(resource, 0.0) - ours
         return used if used > _SLACK else 0.0
 
     own = {accelerator, "CPU", *_MEMORY}
-    return NodeInUse(
+    return ClusterNode(
         name=name,
-        is_head=node.is_head,
-        gpus=node.own.get(accelerator, 0.0),
+        gpus=math.floor(node.own.get(accelerator, 0.0)),
         cpus=node.own.get("CPU", 0.0),
         others_gpus=others(accelerator, our_gpus),
         others_cpus=others("CPU", our_cpus),
         resources={key: amount for key, amount in node.own.items() if key not in own},
-        is_draining=node.is_draining,
+        is_drained=node.is_draining,
     )
 
 
@@ -272,7 +278,7 @@ class ClusterLook:
         self._lock = asyncio.Lock()
         self._asked = ""
 
-    async def look(self, *, within_s: float) -> ClusterUse:
+    async def look(self, *, within_s: float) -> Cluster:
         """Who uses what now.
 
         What was taken shows within milliseconds, what was given back within about 0.1 s. The first
@@ -295,7 +301,7 @@ class ClusterLook:
         if self._dashboard is not None:
             await self._dashboard.close()
 
-    async def _look(self, within_s: float) -> ClusterUse:
+    async def _look(self, within_s: float) -> Cluster:
         if self._store is not None:
             # A head that was restarted may have it elsewhere.
             with contextlib.suppress(NoAnswer):
@@ -307,7 +313,7 @@ class ClusterLook:
         self._store = await asyncio.to_thread(_ControlStore, gcs_address)
         return await self._read(self._store, within_s)
 
-    async def _read(self, store: _ControlStore, within_s: float) -> ClusterUse:
+    async def _read(self, store: _ControlStore, within_s: float) -> Cluster:
         self._asked = "the control store"
         try:
             return await asyncio.to_thread(store.read, within_s + _LONGER_S)
@@ -340,7 +346,7 @@ class _ControlStore:
     def close(self) -> None:
         self._channel.close()
 
-    def read(self, within_s: float) -> ClusterUse:
+    def read(self, within_s: float) -> Cluster:
         """One reading.
 
         Args:
@@ -361,7 +367,7 @@ class _ControlStore:
                 f"no answer from the control store at {self._gcs_address}: {code}"
             ) from error
 
-    def _read(self, within_s: float) -> ClusterUse:
+    def _read(self, within_s: float) -> Cluster:
         asking = self._usage.future(messages().GetAllResourceUsageRequest(), timeout=within_s)
         # The actors after the nodes, and all of it at once: what comes in between counts as used
         # by others for one look, which promises nothing that is not there.

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tasks.queue.nodes import Demand
+from tasks.queue.packing import Demand
 from tasks.queue.policy import Held, NodeFree, Plan, Policy, Waiting, plan
 from tests.benchmarks.report import Result, Row, Sample, interleaved
 from tests.support.slow_plan import slow_plan

@@ -11,8 +11,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tasks.queue.nodes import NodeTotal, why_never
+from tasks.queue.capacity import why_never
 from tasks.queue.policy import Held, NodeFree, Plan, Policy, Waiting, class_s, plan
+from tasks.ray.usage import Cluster, ClusterNode
 from tests.benchmarks.queue_trace import Job
 
 
@@ -61,11 +62,10 @@ def replay(
         estimate_s: how long a job is expected to run; never less than it does.
         plan: called as `tasks.queue.policy.plan`.
     """
-    totals = [
-        NodeTotal(name=node.name, gpus=node.gpus, cpus=math.inf if node.cpus is None else node.cpus)
-        for node in nodes
-    ]
-    infeasible = [job for job in jobs if why_never(job.demand, totals)]
+    cluster = Cluster(
+        nodes=tuple(ClusterNode(name=node.name, gpus=node.gpus, cpus=node.cpus) for node in nodes)
+    )
+    infeasible = [job for job in jobs if why_never(job.demand, cluster)]
     left_out = {job.id for job in infeasible}
     feasible = [job for job in jobs if job.id not in left_out]
     by_id = {job.id: job for job in feasible}

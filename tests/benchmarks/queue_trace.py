@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tasks.queue.nodes import Demand
+from tasks.queue.packing import Demand
 
 #: A trace has no job of no length; some were too short for its clock.
 _SHORTEST_S = 1.0

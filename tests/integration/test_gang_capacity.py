@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from tasks.queue.capacity import Capacity, GangHold, NoCapacity, free_of
-from tasks.queue.nodes import Cluster, Demand
+from tasks.queue.capacity import Capacity, NoCapacity, RunningGang, shares_of
+from tasks.queue.packing import Demand
 from tasks.queue.settings import PoolSettings
+from tasks.ray.usage import Cluster
 from tests.support import keeper
 from tests.support.ray_cluster import RayCluster
 from tests.support.ray_jobs import WITHIN_S, Jobs
@@ -95,21 +96,21 @@ async def test_what_a_run_of_ours_has_taken_is_told_from_what_others_use(
     )
 
     found = await seen(capacity, ray_cluster, lambda now: of_all(now) == {"taken": 7, "others": 2})
-    known, held = free_of(found, [GangHold(run_id=run_id, demand=GANG_OF_3)])
-    unknown, _ = free_of(found, [])
+    known = shares_of(found, [RunningGang(run_id=run_id, demand=GANG_OF_3)])
+    unknown = shares_of(found, [])
 
     names = {f"127.0.0.1/{node.node_id[:8]}" for node in ray_cluster.nodes}
     assert {node.name for node in found.nodes if node.gpus} == names
     assert sorted(found.taken[run_id].values()) == [3, 4]
     assert sum(node.others_cpus for node in found.nodes) == 1
     assert {node.resources.get("worker_node") for node in found.nodes if node.gpus} == {100}
-    assert held[run_id] == found.taken[run_id]
-    assert sum(node.gpus for node in known) == 14
-    assert sum(node.gpus for node in unknown) == 7
+    assert known.held[run_id] == found.taken[run_id]
+    assert sum(node.gpus for node in known.nodes) == 14
+    assert sum(node.gpus for node in unknown.nodes) == 7
 
     assert await ours.end() == await theirs.end() == ()
     freed = await seen(capacity, ray_cluster, lambda now: of_all(now) == {"taken": 0, "others": 0})
-    assert sorted(node.gpus for node in free_of(freed, [])[0]) == [0, 8, 8]
+    assert sorted(node.gpus for node in shares_of(freed, []).nodes) == [0, 8, 8]
 
 
 @contextlib.contextmanager
@@ -144,7 +145,7 @@ async def test_a_head_that_stands_still_is_no_answer_in_time_and_answers_when_it
             await answers(capacity, cluster)
 
             with suspended(cluster, "dashboard.py"):
-                assert (await capacity.of(cluster.address, SETTINGS)).is_live
+                assert (await capacity.of(cluster.address, SETTINGS)).nodes
                 with pytest.raises(NoCapacity, match=r"the dashboard of \S+ within 1 s"):
                     await fresh.of(cluster.address, SETTINGS)
             await answers(fresh, cluster)
@@ -158,7 +159,7 @@ async def answers(capacity: Capacity, cluster: RayCluster) -> None:
     deadline = time.monotonic() + WITHIN_S
     while True:
         try:
-            assert (await capacity.of(cluster.address, SETTINGS)).is_live
+            assert (await capacity.of(cluster.address, SETTINGS)).nodes
             return
         except NoCapacity:
             assert time.monotonic() < deadline

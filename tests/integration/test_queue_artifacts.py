@@ -16,7 +16,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from tasks.queue.__main__ import main
 from tasks.queue.look import NodeUse, QueuedRun, QueueView
-from tasks.queue.nodes import Demand
+from tasks.queue.packing import Demand
 from tasks.queue.settings import settings_of
 from tasks.queue.tables import ROWS_AT_MOST, QueueArtifacts, keys_of
 from tasks.server.server import prefect_server

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from tasks.queue.nodes import Demand
+from tasks.queue.packing import Demand
 from tasks.queue.policy import Held, NodeFree, Plan, Policy, Reason, Waiting, Why
 
 

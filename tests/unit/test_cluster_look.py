@@ -15,7 +15,7 @@ from ray.core.generated import gcs_service_pb2 as messages
 from ray.core.generated import gcs_service_pb2_grpc as services
 
 from tasks.ray.dashboard import Denied, NoAnswer
-from tasks.ray.usage import ActorReport, ClusterLook, ClusterUse, NodeReport, run_of, use_of
+from tasks.ray.usage import ActorReport, Cluster, ClusterLook, NodeReport, run_of, use_of
 
 RUN = "trial-sft-20260102-030405-0a1b"
 ONE, TWO = "0a1b2c3d" * 7, "4e5f6071" * 7
@@ -278,9 +278,9 @@ async def look(dashboard: FakeDashboard) -> AsyncIterator[ClusterLook]:
     await look.close()
 
 
-def expect_two_taken(use: ClusterUse, run_id: str = RUN) -> None:
+def expect_two_taken(use: Cluster, run_id: str = RUN) -> None:
     assert use.taken == {run_id: {"n1": 2}}
-    assert [(one.gpus, one.others_gpus, one.is_head) for one in use.nodes] == [(8, 0, True)]
+    assert [(one.gpus, one.others_gpus) for one in use.nodes] == [(8, 0)]
 
 
 @pytest.mark.asyncio

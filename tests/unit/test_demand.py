@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from tasks.queue.nodes import Demand, Node, NodeTotal, why_never
+from tasks.queue.capacity import why_never
+from tasks.queue.packing import Demand
+from tasks.ray.usage import Cluster, ClusterNode
 
 
-def node(gpus: float, cpus: float | None = 256) -> NodeTotal:
-    return NodeTotal(name="n", gpus=gpus, cpus=cpus)
+def node(gpus: int, cpus: float | None = 256) -> ClusterNode:
+    return ClusterNode(name="n", gpus=gpus, cpus=cpus)
 
 
 def demand(nodes: int, gpus: int, cpus_per_gpu: float = 3) -> Demand:
@@ -28,9 +30,9 @@ def demand(nodes: int, gpus: int, cpus_per_gpu: float = 3) -> Demand:
     ],
 )
 def test_a_gang_that_a_free_cluster_could_hold_is_feasible(
-    asked: Demand, nodes: list[NodeTotal]
+    asked: Demand, nodes: list[ClusterNode]
 ) -> None:
-    assert why_never(asked, nodes) == ""
+    assert why_never(asked, Cluster(nodes=tuple(nodes))) == ""
 
 
 @pytest.mark.parametrize(
@@ -48,9 +50,9 @@ def test_a_gang_that_a_free_cluster_could_hold_is_feasible(
     ],
 )
 def test_a_gang_that_never_fits_is_told_with_the_numbers(
-    asked: Demand, nodes: list[NodeTotal]
+    asked: Demand, nodes: list[ClusterNode]
 ) -> None:
-    why = why_never(asked, nodes)
+    why = why_never(asked, Cluster(nodes=tuple(nodes)))
 
     assert str(asked) in why
     assert "Ask for less" in why
@@ -69,23 +71,23 @@ def test_a_demand_reads_as_a_phrase(asked: Demand, words: str) -> None:
 
 
 def test_a_drained_node_and_one_that_others_use_will_be_back() -> None:
-    drained = Node(name="n1", gpus=8, cpus=24, is_drained=True)
-    crowded = Node(name="n2", gpus=8, cpus=24, others_gpus=8)
+    drained = ClusterNode(name="n1", gpus=8, cpus=24, is_drained=True)
+    crowded = ClusterNode(name="n2", gpus=8, cpus=24, others_gpus=8)
 
-    assert why_never(demand(2, 8), [drained, crowded]) == ""
+    assert why_never(demand(2, 8), Cluster(nodes=(drained, crowded))) == ""
 
 
 def test_nodes_are_counted_by_what_is_known_of_them_and_gpus_have_the_clusters_name() -> None:
-    nodes = [node(8, cpus=32), node(8, cpus=None), node(8, cpus=None)]
+    nodes = (node(8, cpus=32), node(8, cpus=None), node(8, cpus=None))
 
-    why = why_never(demand(1, 16), nodes, accelerator="NPU")
+    why = why_never(demand(1, 16), Cluster(nodes=nodes, accelerator="NPU"))
 
     assert "asks for 1 node with 16 NPUs and 48 CPUs," in why
     assert "1 with 8 NPUs and 32 CPUs, 2 with 8 NPUs." in why
 
 
-def carrying(**resources: float) -> Node:
-    return Node(name="n", gpus=8, cpus=32, resources=resources)
+def carrying(**resources: float) -> ClusterNode:
+    return ClusterNode(name="n", gpus=8, cpus=32, resources=resources)
 
 
 @pytest.mark.parametrize(
@@ -98,9 +100,9 @@ def carrying(**resources: float) -> Node:
     ],
 )
 def test_a_driver_that_has_a_place_is_feasible(
-    entrypoint: dict[str, float] | None, nodes: list[Node]
+    entrypoint: dict[str, float] | None, nodes: list[ClusterNode]
 ) -> None:
-    assert why_never(demand(1, 8), nodes, entrypoint=entrypoint) == ""
+    assert why_never(demand(1, 8), Cluster(nodes=tuple(nodes)), entrypoint=entrypoint) == ""
 
 
 @pytest.mark.parametrize(
@@ -116,14 +118,16 @@ def test_a_driver_that_has_a_place_is_feasible(
 def test_a_driver_that_has_no_place_is_told_with_the_numbers(entrypoint: dict[str, float]) -> None:
     nodes = [carrying(worker_node=100), carrying(worker_node=100), carrying(disk=2)]
 
-    why = why_never(demand(1, 8), nodes, entrypoint=entrypoint)
+    why = why_never(demand(1, 8), Cluster(nodes=tuple(nodes)), entrypoint=entrypoint)
 
     assert ", ".join(f"{amount} {name}" for name, amount in entrypoint.items()) in why
     assert "ray.entrypoint_resources" in why
 
 
 def test_a_gang_that_never_fits_is_told_before_its_driver() -> None:
-    why = why_never(demand(9, 8), [carrying(worker_node=1)], entrypoint={"cpu_node": 1})
+    why = why_never(
+        demand(9, 8), Cluster(nodes=(carrying(worker_node=1),)), entrypoint={"cpu_node": 1}
+    )
 
     assert str(demand(9, 8)) in why
     assert "driver" not in why

@@ -6,42 +6,46 @@ from collections.abc import Mapping
 
 import pytest
 
-from tasks.queue.capacity import GangHold, as_promised, free_of, moved
-from tasks.queue.nodes import Cluster, Demand, Node
+from tasks.queue.capacity import RunningGang, shares_of
+from tasks.queue.packing import Demand
 from tasks.queue.policy import Held, NodeFree, Waiting, plan
+from tasks.ray.usage import Cluster, ClusterNode
 
-A = Node(name="a", gpus=8, cpus=32)
-B = Node(name="b", gpus=8, cpus=32)
-
-
-def cluster(*nodes: Node, **taken: Mapping[str, float]) -> Cluster:
-    return Cluster(key="http://ray:8265", nodes=nodes, taken=taken, is_live=True)
+A = ClusterNode(name="a", gpus=8, cpus=32)
+B = ClusterNode(name="b", gpus=8, cpus=32)
 
 
-def hold(run_id: str, nodes: int, gpus: int, **promised: int) -> GangHold:
+def cluster(*nodes: ClusterNode, **taken: Mapping[str, float]) -> Cluster:
+    return Cluster(nodes=nodes, taken=taken)
+
+
+def gang(run_id: str, nodes: int, gpus: int, **promised: int) -> RunningGang:
     demand = Demand(nodes=nodes, gpus_per_node=gpus, cpus_per_gpu=3)
-    return GangHold(run_id=run_id, demand=demand, gpus=promised)
+    return RunningGang(run_id=run_id, demand=demand, promised=promised)
 
 
 def gpus_of(nodes: tuple[NodeFree, ...]) -> dict[str, int]:
     return {node.name: node.gpus for node in nodes}
 
 
-def left(cluster: Cluster, *holds: GangHold) -> dict[str, int]:
+def left(cluster: Cluster, *running: RunningGang) -> dict[str, int]:
     """What the policy finds free, with nobody waiting."""
-    nodes, held = free_of(cluster, holds)
+    shares = shares_of(cluster, running)
     gangs = [
         Held(id=run_id, gpus=gpus, cpus_per_gpu=3, place=(index,), ends_at=0.0)
-        for index, (run_id, gpus) in enumerate(held.items())
+        for index, (run_id, gpus) in enumerate(shares.held.items())
     ]
-    return dict(plan([], gangs, nodes, 0.0).free)
+    return dict(plan([], gangs, shares.nodes, 0.0).free)
 
 
 def test_all_of_a_free_cluster_is_there_in_the_order_of_its_nodes() -> None:
-    nodes, held = free_of(cluster(B, A), [])
+    shares = shares_of(cluster(B, A), [])
 
-    assert nodes == (NodeFree(name="b", gpus=8, cpus=32), NodeFree(name="a", gpus=8, cpus=32))
-    assert held == {}
+    assert shares.nodes == (
+        NodeFree(name="b", gpus=8, cpus=32),
+        NodeFree(name="a", gpus=8, cpus=32),
+    )
+    assert shares.held == {}
 
 
 @pytest.mark.parametrize(
@@ -72,50 +76,50 @@ def test_all_of_a_free_cluster_is_there_in_the_order_of_its_nodes() -> None:
 def test_a_run_holds_what_it_has_taken_and_what_it_may_still_take(
     promised: dict[str, int], taken: dict[str, float], held: dict[str, int]
 ) -> None:
-    nodes = (A, B, Node(name="c", gpus=8, cpus=32))
+    nodes = (A, B, ClusterNode(name="c", gpus=8, cpus=32))
 
-    _, found = free_of(cluster(*nodes, run=taken), [hold("run", 2, 4, **promised)])
+    shares = shares_of(cluster(*nodes, run=taken), [gang("run", 2, 4, **promised)])
 
-    assert found == {"run": held}
+    assert shares.held == {"run": held}
 
 
 @pytest.mark.parametrize(
     ("node", "gpus"),
     [
-        (Node(name="a", gpus=8, others_gpus=3), 5),
+        (ClusterNode(name="a", gpus=8, others_gpus=3), 5),
         # half of one is in use: no gang can have it
-        (Node(name="a", gpus=8, others_gpus=0.5), 7),
+        (ClusterNode(name="a", gpus=8, others_gpus=0.5), 7),
         # as Ray's sums come out
-        (Node(name="a", gpus=8, others_gpus=3.00001), 5),
-        (Node(name="a", gpus=8, others_gpus=8), 0),
-        (Node(name="a", gpus=0), 0),
+        (ClusterNode(name="a", gpus=8, others_gpus=3.00001), 5),
+        (ClusterNode(name="a", gpus=8, others_gpus=8), 0),
+        (ClusterNode(name="a", gpus=0), 0),
     ],
 )
-def test_what_others_use_is_not_there(node: Node, gpus: int) -> None:
-    nodes, _ = free_of(cluster(node), [])
+def test_what_others_use_is_not_there(node: ClusterNode, gpus: int) -> None:
+    shares = shares_of(cluster(node), [])
 
-    assert gpus_of(nodes) == {"a": gpus}
+    assert gpus_of(shares.nodes) == {"a": gpus}
 
 
 def test_cpus_that_others_use_are_not_there_and_unknown_ones_stay_unknown() -> None:
-    node = Node(name="a", gpus=8, cpus=32, others_cpus=7.5)
+    node = ClusterNode(name="a", gpus=8, cpus=32, others_cpus=7.5)
 
-    nodes, _ = free_of(cluster(node, Node(name="b", gpus=8)), [])
+    shares = shares_of(cluster(node, ClusterNode(name="b", gpus=8)), [])
 
-    assert [node.cpus for node in nodes] == [24.5, None]
+    assert [node.cpus for node in shares.nodes] == [24.5, None]
 
 
 def test_a_run_of_ours_that_the_ledger_does_not_know_is_one_of_the_others() -> None:
-    nodes, held = free_of(cluster(A, B, forgotten={"a": 3.0}), [])
+    shares = shares_of(cluster(A, B, forgotten={"a": 3.0}), [])
 
-    assert gpus_of(nodes) == {"a": 5, "b": 8}
-    assert held == {}
+    assert gpus_of(shares.nodes) == {"a": 5, "b": 8}
+    assert shares.held == {}
 
 
 def test_what_ends_on_a_drained_node_makes_no_room() -> None:
-    drained = Node(name="a", gpus=8, cpus=32, is_drained=True)
-    nodes, held = free_of(cluster(drained, B), [hold("run", 1, 8, a=8)])
-    running = Held(id="run", gpus=held["run"], cpus_per_gpu=3, place=(1,), ends_at=60.0)
+    drained = ClusterNode(name="a", gpus=8, cpus=32, is_drained=True)
+    shares = shares_of(cluster(drained, B), [gang("run", 1, 8, a=8)])
+    running = Held(id="run", gpus=shares.held["run"], cpus_per_gpu=3, place=(1,), ends_at=60.0)
     waiting = Waiting(
         id="next",
         demand=Demand(nodes=2, gpus_per_node=8, cpus_per_gpu=3),
@@ -123,24 +127,24 @@ def test_what_ends_on_a_drained_node_makes_no_room() -> None:
         estimate_s=60.0,
     )
 
-    planned = plan([waiting], [running], nodes, 0.0, policy="backfill")
+    planned = plan([waiting], [running], shares.nodes, 0.0, policy="backfill")
 
     assert planned.free == {"a": 0, "b": 8}
     assert planned.reasons["next"].starts_at is None
 
 
 def test_more_in_use_than_there_is_leaves_none_free_and_takes_none_from_other_nodes() -> None:
-    crowded = Node(name="a", gpus=8, cpus=32, others_gpus=6)
+    crowded = ClusterNode(name="a", gpus=8, cpus=32, others_gpus=6)
 
-    free = left(cluster(crowded, B), hold("run", 1, 4, a=4))
+    free = left(cluster(crowded, B), gang("run", 1, 4, a=4))
 
     assert free == {"a": 0, "b": 8}
 
 
 def test_a_table_of_nodes_goes_by_what_was_promised() -> None:
-    table = Cluster(key="", nodes=(Node(name="n1", gpus=8), Node(name="n2", gpus=4)))
+    table = Cluster(nodes=(ClusterNode(name="n1", gpus=8), ClusterNode(name="n2", gpus=4)))
 
-    assert left(table, hold("run", 1, 4, n2=4), hold("other", 1, 2, n1=2)) == {"n1": 6, "n2": 0}
+    assert left(table, gang("run", 1, 4, n2=4), gang("other", 1, 2, n1=2)) == {"n1": 6, "n2": 0}
 
 
 ONE, TWO = "10.0.0.5/0a1b2c3d", "10.0.0.5/4e5f6071"
@@ -161,51 +165,46 @@ ONE, TWO = "10.0.0.5/0a1b2c3d", "10.0.0.5/4e5f6071"
 def test_a_promise_follows_its_node_when_that_gets_or_loses_a_suffix(
     promised: dict[str, int], there: tuple[str, ...], held: dict[str, int]
 ) -> None:
-    nodes = tuple(Node(name=name, gpus=8) for name in there)
+    nodes = tuple(ClusterNode(name=name, gpus=8) for name in there)
 
-    _, found = free_of(cluster(*nodes), [hold("run", 1, 8, **promised)])
+    shares = shares_of(cluster(*nodes), [gang("run", 1, 8, **promised)])
 
-    assert found == {"run": held}
+    assert shares.held == {"run": held}
 
 
 def two_nodes(taken: dict[str, dict[str, float]]) -> Cluster:
-    nodes = (Node(name="n1", gpus=8), Node(name="n2", gpus=8))
-    return Cluster(key="http://ray:8265", nodes=nodes, taken=taken, is_live=True)
+    nodes = (ClusterNode(name="n1", gpus=8), ClusterNode(name="n2", gpus=8))
+    return Cluster(nodes=nodes, taken=taken)
 
 
-def promise(run_id: str, gpus: dict[str, int]) -> GangHold:
+def promise(run_id: str, gpus: dict[str, int]) -> RunningGang:
     wide = max(gpus.values())
     demand = Demand(nodes=len(gpus), gpus_per_node=wide, cpus_per_gpu=1)
-    return GangHold(run_id=run_id, demand=demand, gpus=gpus)
+    return RunningGang(run_id=run_id, demand=demand, promised=gpus)
+
+
+ENDING, NEXT = promise("ending", {"n1": 6}), promise("next", {"n2": 7})
 
 
 def test_a_run_that_ends_and_the_one_that_took_its_place_both_count() -> None:
     """The first has given its GPUs back to Ray, which has put the second there."""
-    holds = [promise("ending", {"n1": 6}), promise("next", {"n2": 7})]
-    cluster = two_nodes({"next": {"n1": 7.0}})
+    shares = shares_of(two_nodes({"next": {"n1": 7.0}}), [ENDING, NEXT])
 
-    nodes, held = free_of(cluster, holds)
-    nodes = as_promised(cluster, nodes, held, holds)
-
-    on = {node.name: sum(one.get(node.name, 0) for one in held.values()) for node in nodes}
-    assert [node.gpus - on[node.name] for node in nodes] == [-5, 1]
+    on = {
+        node.name: sum(h.get(node.name, 0) for h in shares.held.values()) for node in shares.nodes
+    }
+    assert [node.gpus - on[node.name] for node in shares.nodes] == [-5, 1]
 
 
 def test_a_promise_follows_a_run_as_soon_as_nobody_else_was_promised_that() -> None:
-    holds = [promise("ending", {"n1": 6}), promise("next", {"n2": 7})]
     cluster = two_nodes({"next": {"n1": 7.0}})
-    _nodes, held = free_of(cluster, holds)
 
-    at_first = moved(cluster, held, holds)
-    then = moved(cluster, held, holds[1:])
+    moved = [shares_of(cluster, gangs).moved for gangs in ([ENDING, NEXT], [NEXT])]
 
-    assert at_first == {}
-    assert then == {"next": {"n1": 7}}
+    assert moved == [{}, {"next": {"n1": 7}}]
 
 
 def test_a_run_that_has_not_taken_all_keeps_its_promise() -> None:
-    holds = [promise("a", {"n2": 7})]
-    cluster = two_nodes({"a": {"n1": 3.0}})
-    _nodes, held = free_of(cluster, holds)
+    shares = shares_of(two_nodes({"a": {"n1": 3.0}}), [promise("a", {"n2": 7})])
 
-    assert moved(cluster, held, holds) == {}
+    assert shares.moved == {}

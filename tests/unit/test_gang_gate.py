@@ -153,7 +153,11 @@ def test_a_refused_run_tells_every_fault_in_one_line(server: ScriptedPrefect) ->
     looks(server)
 
     [(level, text)] = lines(server, large)
-    assert (level, "INFEASIBLE: " in text, "Ask for less" in text) == (logging.ERROR, True, True)
+    assert (level, "INFEASIBLE: " in text, "Ask for less" in text) == (
+        logging.ERROR,
+        True,
+        True,
+    )
     [(level, text)] = lines(server, faulty)
     assert level == logging.ERROR
     assert "USER_ERROR: " in text and "workload" in text and "colour" in text

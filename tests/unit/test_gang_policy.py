@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from tasks.queue.nodes import Demand
+from tasks.queue.packing import Demand
 from tasks.queue.policy import Held, NodeFree, Plan, Policy, Reason, Waiting, Why, plan
 
 NOW = 1000.0

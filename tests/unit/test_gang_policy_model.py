@@ -12,7 +12,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tasks.queue.nodes import Demand
+from tasks.queue.packing import Demand
 from tasks.queue.policy import Held, NodeFree, Plan, Policy, Waiting, Why, plan
 from tests.benchmarks.queue_replay import replay
 from tests.benchmarks.queue_trace import Job

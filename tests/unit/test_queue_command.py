@@ -23,7 +23,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from tasks.queue.__main__ import main
 from tasks.queue.look import NodeUse, QueuedRun, QueueView
-from tasks.queue.nodes import Demand
+from tasks.queue.packing import Demand
 from tasks.queue.settings import PoolSettings, TableNode, settings_of, with_settings
 
 ROOT = Path(__file__).resolve().parents[2]

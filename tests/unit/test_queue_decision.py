@@ -9,7 +9,7 @@ from uuid import UUID, uuid4
 import pytest
 from prefect.client.schemas.objects import FlowRun, State, StateType, WorkPool, WorkQueue
 
-from tasks.queue.decision import Decision
+from tasks.queue.decision import Look
 from tasks.queue.grants import (
     Giver,
     Grant,
@@ -20,12 +20,13 @@ from tasks.queue.grants import (
     not_before,
     sent_back,
 )
-from tasks.queue.ledger import Entry, Ledger, Pool, ask_of, fault_of
-from tasks.queue.nodes import Cluster, Node
+from tasks.queue.ledger import Entry, Ledger, Pool, fault_of, request_of
 from tasks.queue.settings import PoolSettings
+from tasks.ray.usage import Cluster, ClusterNode
 
 BEGAN = datetime(2026, 1, 2, 12, tzinfo=UTC)
 NOW = BEGAN.timestamp() + 3600
+TWO_NODES = (ClusterNode(name="n1", gpus=8), ClusterNode(name="n2", gpus=8))
 QUEUE = WorkQueue(id=uuid4(), name="default", priority=2, work_pool_id=uuid4())
 
 
@@ -61,7 +62,12 @@ def flow_run(
 
 def entry(run: FlowRun, pool: str = "gang") -> Entry:
     return Entry(
-        flow_run=run, ask=ask_of(run), grant=grant_of(run), pool=pool, queue="default", priority=2
+        flow_run=run,
+        request=request_of(run),
+        grant=grant_of(run),
+        pool=pool,
+        queue="default",
+        priority=2,
     )
 
 
@@ -86,9 +92,12 @@ def decided(
     *,
     limit: int | None = None,
     paused: bool = False,
-    nodes: tuple[Node, ...] = (Node(name="n1", gpus=8), Node(name="n2", gpus=8)),
+    nodes: tuple[ClusterNode, ...] = (
+        ClusterNode(name="n1", gpus=8),
+        ClusterNode(name="n2", gpus=8),
+    ),
     **settings: Any,
-) -> Decision:
+) -> Look:
     holding = holding or []
     work_pool = WorkPool(
         id=uuid4(), name="gang", type="gang", concurrency_limit=limit, is_paused=paused
@@ -97,39 +106,36 @@ def decided(
     ledger = Ledger(
         pools={"gang": pool}, waiting=tuple(waiting), holding=tuple(holding), is_cut=False
     )
-    decision = Decision(
+    return Look(
+        at=NOW,
         ledger=ledger,
         pool=pool,
         settings=PoolSettings(**settings),
-        clusters={"": Cluster(key="", nodes=nodes)},
-        silent={},
-        holding=holding,
-        now=NOW,
-    )
-    decision.decide(waiting)
-    return decision
+        line=waiting,
+        clusters={"": Cluster(nodes=nodes)},
+    ).decided()
 
 
-def started(decision: Decision) -> list[str]:
-    return [one.flow_run.name for one, _gpus in decision.admitted]
+def started(look: Look) -> list[str]:
+    return [one.flow_run.name for one, _gpus in look.admitted]
 
 
 def test_runs_start_in_order_on_the_nodes_that_they_fit() -> None:
     waiting = [entry(flow_run(8, number=0)), entry(flow_run(5, number=1))]
 
-    decision = decided(waiting)
+    look = decided(waiting)
 
-    assert [dict(gpus) for _entry, gpus in decision.admitted] == [{"n1": 8}, {"n2": 5}]
-    assert decision.free == {"": {"n1": 0, "n2": 3}}
+    assert [dict(gpus) for _entry, gpus in look.admitted] == [{"n1": 8}, {"n2": 5}]
+    assert look.free == {"": {"n1": 0, "n2": 3}}
 
 
 def test_nobody_passes_the_first_of_the_line() -> None:
     waiting = [entry(flow_run(8, nodes=2, number=1)), entry(flow_run(1, number=2))]
 
-    decision = decided(waiting, [holder({"n1": 8}, 0)])
+    look = decided(waiting, [holder({"n1": 8}, 0)])
 
-    assert started(decision) == []
-    first, second = (decision.messages[one.id].text for one in waiting)
+    assert started(look) == []
+    first, second = (look.messages[one.id].text for one in waiting)
     assert first.startswith("asks for 2 nodes with 8 GPUs each; waits for run0-grpo-")
     assert "waits behind run1-grpo-" in second
     assert second.endswith("; free now: 8 and 0 on 2 nodes")
@@ -138,18 +144,18 @@ def test_nobody_passes_the_first_of_the_line() -> None:
 def test_a_run_without_a_gang_waits_for_no_gpus() -> None:
     waiting = [entry(flow_run(8, nodes=2, number=1)), entry(flow_run(None, number=2))]
 
-    decision = decided(waiting, [holder({"n1": 8}, 0)])
+    look = decided(waiting, [holder({"n1": 8}, 0)])
 
-    assert started(decision) == ["run2"]
+    assert started(look) == ["run2"]
 
 
 def test_the_pool_runs_no_more_than_its_limit() -> None:
     waiting = [entry(flow_run(1, number=number)) for number in (1, 2, 3)]
 
-    decision = decided(waiting, [holder({"n1": 1}, 0)], limit=2)
+    look = decided(waiting, [holder({"n1": 1}, 0)], limit=2)
 
-    assert started(decision) == ["run1"]
-    assert "is at its limit of 2 runs" in decision.messages[waiting[1].id].text
+    assert started(look) == ["run1"]
+    assert "is at its limit of 2 runs" in look.messages[waiting[1].id].text
 
 
 def test_a_full_pool_does_not_hold_up_a_run_that_has_a_process_already() -> None:
@@ -157,48 +163,48 @@ def test_a_full_pool_does_not_hold_up_a_run_that_has_a_process_already() -> None
     in_process = flow_run(8, number=2, type=StateType.RUNNING, name="PendingResources")
     waiting = [entry(flow_run(8, number=1)), entry(in_process)]
 
-    decision = decided(waiting, [holder({"n1": 8}, 0)], limit=2)
+    look = decided(waiting, [holder({"n1": 8}, 0)], limit=2)
 
-    assert started(decision) == ["run2"]
+    assert started(look) == ["run2"]
 
 
 def test_a_paused_pool_starts_nothing_and_says_so() -> None:
     waiting = [entry(flow_run(1, number=1))]
 
-    decision = decided(waiting, paused=True)
+    look = decided(waiting, paused=True)
 
-    assert started(decision) == []
-    assert "the work pool gang is paused" in decision.messages[waiting[0].id].text
+    assert started(look) == []
+    assert "the work pool gang is paused" in look.messages[waiting[0].id].text
 
 
 def test_a_run_that_was_sent_back_holds_the_line_for_a_while() -> None:
     back = flow_run(1, number=1, labels=sent_back(not_before=NOW + 5))
     waiting = [entry(back), entry(flow_run(1, number=2))]
 
-    decision = decided(waiting)
+    look = decided(waiting)
 
-    assert started(decision) == []
-    assert "was sent back" in decision.messages[waiting[0].id].text
+    assert started(look) == []
+    assert "was sent back" in look.messages[waiting[0].id].text
 
 
 def test_a_drained_node_gets_no_gang_and_what_runs_there_stays() -> None:
-    nodes = (Node(name="n1", gpus=8, is_drained=True), Node(name="n2", gpus=8))
+    nodes = (ClusterNode(name="n1", gpus=8, is_drained=True), ClusterNode(name="n2", gpus=8))
     waiting = [entry(flow_run(4, number=number)) for number in (1, 2, 3)]
 
-    decision = decided(waiting, [holder({"n1": 4}, 0)], nodes=nodes)
+    look = decided(waiting, [holder({"n1": 4}, 0)], nodes=nodes)
 
-    assert [dict(gpus) for _entry, gpus in decision.admitted] == [{"n2": 4}, {"n2": 4}]
-    assert list(decision.held.values()) == [{"n1": 4}]
+    assert [dict(gpus) for _entry, gpus in look.admitted] == [{"n2": 4}, {"n2": 4}]
+    assert list(look.held.values()) == [{"n1": 4}]
 
 
 def test_what_starts_in_a_look_counts_for_the_limit_of_its_tag() -> None:
     waiting = [entry(flow_run(6, number=number, tags=["team"])) for number in (1, 2)]
 
-    decision = decided(waiting, limits={"team": 8})
+    look = decided(waiting, limits={"team": 8})
 
-    assert started(decision) == ["run1"]
-    assert decision.used("team") == 6
-    assert "has 6 of its limit of 8" in decision.messages[waiting[1].id].text
+    assert started(look) == ["run1"]
+    assert look.used("team") == 6
+    assert "has 6 of its limit of 8" in look.messages[waiting[1].id].text
 
 
 def test_a_grant_is_over_with_the_state_that_it_was_given_in() -> None:
@@ -243,7 +249,7 @@ def test_jobs_that_go_on_hold_their_gang_while_the_run_has_no_process() -> None:
 def test_a_cluster_that_tells_of_room_ends_the_delay_sooner() -> None:
     run = flow_run(8, labels=sent_back(not_before=NOW + 60, not_before_with_room=NOW + 5))
 
-    delays = [not_before(run, room_is_told=told) - NOW for told in (False, True)]
+    delays = [not_before(run, is_live=told) - NOW for told in (False, True)]
 
     assert delays == [60, 5]
 
@@ -259,7 +265,7 @@ def test_a_cluster_that_tells_of_room_ends_the_delay_sooner() -> None:
 def test_a_gang_that_cannot_be_read_is_a_fault(spec: dict[str, Any], fault: str) -> None:
     run = flow_run(spec=spec)
 
-    assert fault in ask_of(run).fault
+    assert fault in request_of(run).fault
     assert fault in fault_of(run)
 
 
@@ -282,6 +288,6 @@ def test_a_flow_run_of_another_flow_asks_for_nothing() -> None:
     run = flow_run(None)
     run.parameters = {"address": "http://127.0.0.1:8265"}
 
-    ask = ask_of(run)
+    asked = request_of(run)
 
-    assert (ask.name, ask.demand, ask.fault, fault_of(run)) == ("run0", None, "", "")
+    assert (asked.name, asked.demand, asked.fault, fault_of(run)) == ("run0", None, "", "")

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from tasks.queue.look import NodeUse, QueuedRun, QueueView
-from tasks.queue.nodes import Demand
+from tasks.queue.packing import Demand
 from tasks.queue.tables import (
     as_json,
     as_plain,

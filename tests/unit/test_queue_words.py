@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 
-from tasks.queue.nodes import Demand
+from tasks.queue.packing import Demand
 from tasks.queue.policy import Reason, Why
 from tasks.queue.reasons import (
     FREE_NOW,
     TOLD_THE_FIRST,
     Message,
-    Room,
     asks,
     at_pool_limit,
     free_on,
@@ -41,15 +40,13 @@ def first(
     """What the first of the line is told."""
     starts_at = None if in_s is None else NOW + in_s
     reason = Reason(why=Why.GPUS, waits_for=waits_for, starts_at=starts_at)
-    found = Room(**{"free": THREE, **there})
-    return message_of(WIDE, reason, NAMES, room=found, now=now)
+    return message_of(WIDE, reason, NAMES, **{"free": THREE, "now": now, **there})
 
 
 def later(why: Why, number: int = 2, free: dict[str, int] | None = None, **more: Any) -> Message:
     """What one further down the line is told."""
     reason = Reason(why=why, waits_for=("1",), starts_at=NOW + number, tag="team-a")
-    there = Room(free=free or THREE)
-    return message_of(SMALL, reason, NAMES, room=there, now=NOW, number=number, **more)
+    return message_of(SMALL, reason, NAMES, free=free or THREE, now=NOW, number=number, **more)
 
 
 def test_the_first_is_told_what_is_free_and_whose_end_it_waits_for() -> None:
