@@ -19,7 +19,7 @@ export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export RAY_USAGE_STATS_ENABLED := 0
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help install train test thorough faults soak ray-kills gang-storm fleet-chaos up down prune bench verl-check backends-check house docs ui-test screenshots constraints
+.PHONY: help install train test thorough faults soak ray-kills gang-storm fleet-chaos mutants up down prune bench verl-check backends-check house docs ui-test screenshots constraints
 
 # What drives a browser; the browser itself is the system's (apt-get install chromium).
 define with-browser
@@ -86,7 +86,16 @@ test: install  ## lint, types and tests [ARGS='-k name']
 	@$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
-	exec $(PY) -m pytest $(ARGS)
+	$(if $(findstring tests/,$(ARGS)),exec $(PY) -m pytest $(ARGS))
+	# pytest exits 5 where it finds no test, as one of the parts may with `-k name`.
+	exited=5
+	for part in "tests/unit -n 2" "tests --ignore=tests/unit"; do
+		code=0
+		$(PY) -m pytest $$part $(ARGS) || code=$$?
+		[ $$code -le 1 ] || [ $$code = 5 ] || exit $$code
+		[ $$code = 5 ] || [ $$exited = 1 ] || exited=$$code
+	done
+	exit $$exited
 
 thorough: install  ## the tests that `make test` leaves out for their length [ARGS='-k name']
 	@exec $(PY) -m pytest -m thorough $(ARGS)
@@ -105,6 +114,12 @@ gang-storm: install  ## the gang queue under kills, cancels and requeues [ARGS='
 
 fleet-chaos: install  ## a rollout fleet under faults drawn at random [ARGS='--minutes 10 --seed 1']
 	@exec $(PY) -m tests.faults.fleet_chaos $(ARGS)
+
+mutants: install  ## small faults in the code, and which the unit tests notice [ARGS='--seed 1']
+	@if ! $(PY) -c 'import cosmic_ray, coverage' 2>/dev/null; then
+		$(PY) -m pip install -qq --disable-pip-version-check --no-input -c constraints.txt -e '.[mutants]'
+	fi
+	exec $(PY) -m tests.mutants $(ARGS)
 
 up: install  ## start the lasting stack: Prefect, Ray, pool, worker, deployments [PORT=n] [GPUS=2x8]
 	@exec $(PY) -m deployments.stack up $(if $(PORT),--port $(PORT)) $(if $(GPUS),--gpus $(GPUS))
@@ -149,7 +164,7 @@ constraints:  ## write constraints.txt anew from what the ranges of pyproject.to
 	@scratch="$$(mktemp -d)"
 	trap 'rm -rf "$$scratch"' EXIT
 	$(PYTHON) -m venv "$$scratch"
-	"$$scratch/bin/python" -m pip install -q --disable-pip-version-check --no-input '.[quickstart,dev,bench,ui]'
+	"$$scratch/bin/python" -m pip install -q --disable-pip-version-check --no-input '.[quickstart,dev,bench,mutants,ui]'
 	"$$scratch/bin/python" -m pip freeze --exclude muster >"$$scratch/frozen"
 	if grep -vE '^[A-Za-z0-9._-]+==[^ @;]+$$' "$$scratch/frozen"; then
 		echo "These came from somewhere else than a package index; constraints.txt is left as it was." >&2

@@ -288,6 +288,7 @@ def test_a_process_that_has_ended_is_not_found(
     assert processes_of_session(session) == []
 
 
+@pytest.mark.parametrize("workers", ["-n0", "-n1"])
 @pytest.mark.parametrize(
     ("body", "exit_code"),
     [
@@ -297,7 +298,7 @@ def test_a_process_that_has_ended_is_not_found(
     ],
 )
 def test_a_session_that_leaves_a_process_fails_and_names_it(
-    tmp_path: Path, body: str, exit_code: int
+    tmp_path: Path, body: str, exit_code: int, workers: str
 ) -> None:
     waits_less = re.sub(r"(?m)^(_LEFTOVERS_WITHIN_S) = .*$", r"\1 = 0.2", CONFTEST.read_text())
     (tmp_path / "conftest.py").write_text(waits_less)
@@ -310,7 +311,15 @@ def test_a_session_that_leaves_a_process_fails_and_names_it(
     )
 
     session = subprocess.run(
-        (sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"--rootdir={tmp_path}"),
+        (
+            sys.executable,
+            "-m",
+            "pytest",
+            "-p",
+            "no:cacheprovider",
+            f"--rootdir={tmp_path}",
+            workers,
+        ),
         cwd=tmp_path,
         capture_output=True,
         text=True,
