@@ -111,6 +111,8 @@ def copy_of(tree: Path) -> tuple[Path, Path]:
         for name in names:
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(tree / name, copy / name)
+        # Some tests ask git which files there are.
+        subprocess.run(("git", "init", "-q"), cwd=copy, check=True, timeout=60)
         # `tree` may be older than this program.
         shutil.copytree(Path(__file__).parent, copy / "tests" / "mutants", dirs_exist_ok=True)
         (state / "copied").touch()
@@ -129,7 +131,7 @@ def lines_run(state: Path, copy: Path) -> CoverageData:
         print("Measuring which unit tests run which lines: some minutes.", flush=True)
         sources = ",".join(sorted({str(Path(p).parent) for ps in GROUPS.values() for p in ps}))
         with (state / "coverage.log").open("wb") as log:
-            subprocess.run(
+            done = subprocess.run(
                 (
                     *(sys.executable, "-m", "coverage", "run"),
                     *(f"--data-file={data}", f"--source={sources}", "-m"),
@@ -142,6 +144,10 @@ def lines_run(state: Path, copy: Path) -> CoverageData:
                 stdin=subprocess.DEVNULL,
                 timeout=_COVERAGE_TIMEOUT_S,
             )
+        # 1: some tests fail, which are left out from now on. Anything else: they did not run.
+        if done.returncode not in (0, 1):
+            (state / "failed.json").unlink(missing_ok=True)
+            sys.exit(f"pytest exited {done.returncode}: {state / 'coverage.log'} says why")
     found = CoverageData(basename=str(data))
     found.read()
     return found
