@@ -70,6 +70,7 @@ from tasks.spec.errors import InvalidSpec
 from tasks.spec.pipeline import PipelineSpec, parse_pipeline, run_spec, with_specs
 from tasks.spec.placeholders import RUN_DIR, RUN_ID
 from tasks.spec.run import RunSpec
+from tasks.spec.words import table
 
 #: Of the artifact.
 KEY = "stages"
@@ -128,31 +129,23 @@ def table_of(
     stages: Sequence[str], runs: Sequence[StageRun], checkpoints: Mapping[str, str]
 ) -> str:
     """The stages as Markdown, a row for each try."""
-    rows = ["| stage | run | state | says | checkpoint |", "| --- | --- | --- | --- | --- |"]
+    rows = []
     for stage in stages:
         tries = sorted((run for run in runs if run.stage == stage), key=lambda run: run.number)
         for run in tries:
             name = stage if run.number == 1 else f"{stage}, try {run.number}"
             found = checkpoints.get(run.flow_run_id)
-            cells = (name, _link(run), run.state, run.message, f"`{found}`" if found else "")
-            rows.append(f"| {' | '.join(map(_cell, cells))} |")
+            said = (run.state, run.message, f"`{found}`" if found else "")
+            rows.append((name, f"[{run.name}]({link_of(run)})", *said))
         if not tries:
-            rows.append(f"| {stage} | | to come | | |")
-    return "\n".join(rows)
+            rows.append((stage, "", "to come", "", ""))
+    return table(("stage", "run", "state", "says", "checkpoint"), rows)
 
 
 def link_of(run: StageRun) -> str:
     """The page of a run in the UI; its id where there is no UI."""
     url = url_for("flow-run", obj_id=run.flow_run_id)
     return url or f"flow run {run.flow_run_id}"
-
-
-def _link(run: StageRun) -> str:
-    return f"[{run.name}]({link_of(run)})"
-
-
-def _cell(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|")
 
 
 _log = logging.getLogger(__name__)

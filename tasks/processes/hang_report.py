@@ -29,12 +29,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 
 from tasks.processes.identity import ProcessId
 from tasks.record.outcome import signal_name
+from tasks.spec.words import moment
 
 _PROC = Path("/proc")
 _THREADS_AT_MOST = 200
@@ -337,8 +337,7 @@ class Diagnosis:
         with _told_if_it_fails():
             self._log_began = self._hung.log.stat().st_size
         with _told_if_it_fails():
-            at = f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC"
-            self._write(f"{self._hung.name} (pid {self._hung.pid}) hangs, {at}\n")
+            self._write(f"{self._hung.name} (pid {self._hung.pid}) hangs, {moment(time.time())}\n")
             for text in kernel_view(pids):
                 self._write(text)
         for text in python_stacks(pids, _STACKS_WITHIN_S):

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 
 from tasks.queue.packing import Demand
 from tasks.queue.policy import Reason, Why
+from tasks.spec.words import clock, commas, counted, lasting, listed, minute_seen
 
 #: Only so many of the line are told who is first: all the others would be told anew each time that
 #: the line moves.
@@ -40,7 +40,7 @@ _KINDS = {
 #: How many names, numbers or groups of nodes a line lists.
 _LISTED = 4
 _ERROR_CHARACTERS = 200
-_MINUTE_S, _HOUR_S, _DAY_S = 60.0, 3600.0, 86400.0
+_MINUTE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +105,7 @@ def _behind(
             text = f"waits for GPUs of the tag {reason.tag}, which has {has}"
             return _message(demand, text, key=f"limit {reason.tag} {limit[1] if limit else ''}")
         case Why.RETRY:
-            again = f", and is tried again at {_seconds(not_before)}" if not_before else ""
+            again = f", and is tried again at {clock(not_before)}" if not_before else ""
             return _message(demand, f"was sent back, as its GPUs were not free after all{again}")
         case Why.BEHIND | Why.WOULD_DELAY if number > TOLD_THE_FIRST or not reason.waits_for:
             return _message(demand, "waits behind earlier runs of the line")
@@ -134,9 +134,7 @@ def admission_of(gpus: Mapping[str, int], waited_s: float | None) -> str:
         gpus: `gpus[node name]`.
         waited_s: None where nobody knows.
     """
-    nodes = ", ".join(
-        f"{node} ({number} GPU{'' if number == 1 else 's'})" for node, number in gpus.items()
-    )
+    nodes = commas(f"{node} ({counted(number, 'GPU')})" for node, number in gpus.items())
     after = f" after {lasting(waited_s)}" if waited_s is not None else " again"
     return f"admitted{f' on {nodes}' if nodes else ''}{after}"
 
@@ -149,9 +147,9 @@ def paused(demand: Demand | None, pool: str, queue: str = "") -> Message:
 
 def at_pool_limit(demand: Demand | None, pool: str, limit: int) -> Message:
     """Why a run waits whose pool runs as many as it may."""
-    runs = "run" if limit == 1 else "runs"
+    runs = counted(limit, "run")
     return _message(
-        demand, f"waits for a run to end: the work pool {pool} is at its limit of {limit} {runs}"
+        demand, f"waits for a run to end: the work pool {pool} is at its limit of {runs}"
     )
 
 
@@ -168,20 +166,20 @@ def asks(demand: Demand | None) -> str:
     """`2 nodes with 8 GPUs each`."""
     if demand is None:
         return "no GPUs"
-    gpus = "1 GPU" if demand.gpus_per_node == 1 else f"{demand.gpus_per_node} GPUs"
-    return f"1 node with {gpus}" if demand.nodes == 1 else f"{demand.nodes} nodes with {gpus} each"
+    each = "" if demand.nodes == 1 else " each"
+    return f"{counted(demand.nodes, 'node')} with {counted(demand.gpus_per_node, 'GPU')}{each}"
 
 
 def free_on(free: Mapping[str, int]) -> str:
     """`8, 3 and 0 on 3 nodes`: GPUs free on each node, largest first; many nodes are grouped."""
     if not free:
         return "no node is there"
-    nodes = "1 node" if len(free) == 1 else f"{len(free)} nodes"
+    nodes = counted(len(free), "node")
     largest = sorted((max(0, gpus) for gpus in free.values()), reverse=True)
     if largest[0] == largest[-1]:
         return f"{largest[0]} on {'each of ' if len(free) > 1 else ''}{nodes}"
     if len(largest) <= _LISTED:
-        return f"{_listed(map(str, largest))} on {nodes}"
+        return f"{_listed(largest)} on {nodes}"
     sizes = sorted(set(largest), reverse=True)
     kept = sizes if len(sizes) <= _LISTED else sizes[: _LISTED - 1]
     groups = [f"{size} on {largest.count(size)}" for size in kept]
@@ -190,36 +188,12 @@ def free_on(free: Mapping[str, int]) -> str:
     return f"{_listed(groups)} of {nodes}"
 
 
-def when(at: float) -> str:
-    """`2026-01-02 14:20 UTC`."""
-    return f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M} UTC"
-
-
 def is_soon(at: float, now: float) -> bool:
     """Whether what is expected then is expected now: it may be past its time.
 
     It is told without a time: one that moved along with the clock would be written each minute.
     """
     return at < now + _MINUTE_S
-
-
-def clock(at: float, now: float) -> str:
-    """The time of day in UTC, with the day where that is not today's."""
-    time, today = (datetime.fromtimestamp(moment, UTC) for moment in (at, now))
-    return f"{time:%H:%M}" if time.date() == today.date() else f"{time:%Y-%m-%d %H:%M}"
-
-
-def lasting(seconds: float) -> str:
-    """`3 h 12 min`: two units at most."""
-    if seconds < _MINUTE_S:
-        return f"{max(0.0, seconds):.0f} s"
-    if seconds < _HOUR_S:
-        return f"{seconds // _MINUTE_S:.0f} min"
-    if seconds < _DAY_S:
-        hours, rest = divmod(seconds, _HOUR_S)
-        return f"{hours:.0f} h {rest // _MINUTE_S:.0f} min"
-    days, rest = divmod(seconds, _DAY_S)
-    return f"{days:.0f} d {rest // _HOUR_S:.0f} h"
 
 
 def one_line(error: object) -> str:
@@ -265,21 +239,12 @@ def _fits(demand: Demand, free: Mapping[str, int]) -> bool:
 def _expected(at: float | None, now: float) -> str:
     if at is None:
         return "nobody can say when"
-    return f"expected {SOON if is_soon(at, now) else f'{clock(at, now)} UTC'}"
-
-
-def _seconds(at: float) -> str:
-    return f"{datetime.fromtimestamp(at, UTC):%H:%M:%S} UTC"
+    return f"expected {SOON if is_soon(at, now) else f'{minute_seen(at, now)} UTC'}"
 
 
 def _names(ids: Sequence[str], names: Mapping[str, str]) -> str:
-    return _listed([names.get(id, id) for id in ids])
+    return _listed(names.get(id, id) for id in ids)
 
 
-def _listed(items: Iterable[str]) -> str:
-    """`a, b and c`; of many the first ones, and how many more there are."""
-    shown = list(items)
-    if len(shown) > _LISTED:
-        shown = [*shown[: _LISTED - 1], f"{len(shown) - _LISTED + 1} more"]
-    *before, last = shown
-    return f"{', '.join(before)} and {last}" if before else last
+def _listed(items: Iterable[object]) -> str:
+    return listed(items, at_most=_LISTED)

@@ -16,7 +16,7 @@ import re
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 from hashlib import sha256
 from typing import Any
 from uuid import UUID
@@ -40,9 +40,10 @@ from rich.text import Text
 from tasks.queue.ledger import request_of
 from tasks.queue.look import NodeUse, QueuedRun, QueueView
 from tasks.queue.packing import Demand
-from tasks.queue.reasons import SOON, asks, clock, is_soon, lasting, one_line, when
+from tasks.queue.reasons import SOON, asks, is_soon, one_line
 from tasks.queue.settings import NotThere
 from tasks.server.flow_runs import HELD, SILENT_AFTER_S, worker_of
+from tasks.spec.words import counted, lasting, minute, minute_seen, moment
 
 #: A table of rows, a column each key.
 Rows = Sequence[Mapping[str, object]]
@@ -60,8 +61,11 @@ def summary_of(view: QueueView) -> tuple[str, ...]:
     limit = "" if view.limit is None else f" of at most {view.limit}"
     free = sum(node.free for node in view.nodes)
     gpus = sum(node.gpus for node in view.nodes)
-    nodes = "1 node" if len(view.nodes) == 1 else f"{len(view.nodes)} nodes"
-    there = f"{free} of {gpus} GPUs are free on {nodes}" if view.nodes else "no node is seen"
+    there = (
+        f"{free} of {gpus} GPUs are free on {counted(len(view.nodes), 'node')}"
+        if view.nodes
+        else "no node is seen"
+    )
     name = f"work pool {view.pool}" if view.pool else "no work pool"
     lines = [
         f"{name}, {view.policy}: {view.running}{limit} running, {len(view.line)} waiting; {there}"
@@ -104,8 +108,8 @@ def asks_shortly(demand: Demand | None) -> str:
     if demand is None:
         return "no GPUs"
     if demand.nodes == 1:
-        return "1 GPU" if demand.gpus == 1 else f"{demand.gpus} GPUs"
-    return f"{demand.nodes} x {demand.gpus_per_node} GPU{'s' if demand.gpus_per_node > 1 else ''}"
+        return counted(demand.gpus, "GPU")
+    return f"{demand.nodes} x {counted(demand.gpus_per_node, 'GPU')}"
 
 
 def as_json(view: QueueView) -> str:
@@ -175,12 +179,12 @@ def _queue_row(
         # Of a table that is cut to the width of a page, the last columns are the ones not seen.
         row["reason"] = run.reason
     if for_a_look:
-        row["since (UTC)"] = clock(run.waiting_since, now)
+        row["since (UTC)"] = minute_seen(run.waiting_since, now)
         row["for"] = lasting(now - run.waiting_since)
-        row["expected (UTC)"] = expected or clock(starts_at or now, now)
+        row["expected (UTC)"] = expected or minute_seen(starts_at or now, now)
     else:
-        row["waiting since"] = when(run.waiting_since)
-        row["expected start"] = expected or when(starts_at or now)
+        row["waiting since"] = minute(run.waiting_since)
+        row["expected start"] = expected or minute(starts_at or now)
     if columns.queue:
         row["queue"] = run.queue or "-"
     if columns.tags:
@@ -287,7 +291,7 @@ class QueueArtifacts:
             self._renewed_every_s if is_same else self._every_s
         ):
             return
-        said = f"{shown.text}\n\nAs of {datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M:%S} UTC; "
+        said = f"{shown.text}\n\nAs of {moment(at)}; "
         said += "rewritten when it changes, and each minute."
         content = {"description": said, "data": shown.rows}
         found = self._ids.get(key)
@@ -443,13 +447,13 @@ def _waiting(run: QueuedRun, view: QueueView) -> list[str]:
         f"{run.name} waits, number {run.number} of {len(view.line)} in the line {where}.",
         _field("asks for", asks(run.demand)),
         _field(
-            "since", f"{when(run.waiting_since)}, {lasting(view.at - run.waiting_since)} by now"
+            "since", f"{minute(run.waiting_since)}, {lasting(view.at - run.waiting_since)} by now"
         ),
         _field("reason", run.reason),
     ]
     if run.starts_at is not None:
         soon = is_soon(run.starts_at, view.at)
-        lines.append(_field("expected", SOON if soon else f"to start at {when(run.starts_at)}"))
+        lines.append(_field("expected", SOON if soon else f"to start at {minute(run.starts_at)}"))
     lines += [_field("queue", run.queue)] if run.queue else []
     lines += [_field("cluster", run.cluster)] if run.cluster else []
     lines += [_field("tags", ", ".join(run.tags))] if run.tags else []
@@ -474,4 +478,4 @@ def _field(name: str, text: str) -> str:
 
 
 def _when(time: datetime) -> str:
-    return when(time.timestamp())
+    return minute(time.timestamp())

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tasks.spec.words import table
+
 #: Of a run that has a process.
 _RUN = ("run_id", "workload", "attempt", "host")
 #: Of a run as the queue knows it.
@@ -197,10 +199,11 @@ def fields_of(name: str) -> tuple[str, ...]:
 
 def as_markdown() -> str:
     """Both tables, as `docs/events.md` has them."""
-    lines = ["| event | told by | when | payload |", "| --- | --- | --- | --- |"]
-    for one in TABLE:
-        keys = ", ".join(f"`{key}`" for key in one.fields)
-        lines.append(f"| `{one.name}` | {one.by} | {one.when} | {keys} |")
-    lines += ["", "| key | meaning |", "| --- | --- |"]
-    lines += [f"| `{key}` | {meaning} |" for key, meaning in FIELDS.items()]
-    return "\n".join(lines)
+    events = (
+        (f"`{one.name}`", one.by, one.when, ", ".join(f"`{key}`" for key in one.fields))
+        for one in TABLE
+    )
+    keys = ((f"`{key}`", meaning) for key, meaning in FIELDS.items())
+    return "\n\n".join(
+        (table(("event", "told by", "when", "payload"), events), table(("key", "meaning"), keys))
+    )

@@ -13,7 +13,6 @@ import random
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from tasks.spec.failure_kinds import REQUEUED, FailureKind
 from tasks.spec.loading import project_root
 from tasks.spec.placeholders import substituted
 from tasks.spec.run import Retry, RunSpec
+from tasks.spec.words import moment
 
 #: The delay grows by this factor with each try, and is spread by this part of it both ways, so that
 #: runs which were sent back together do not come back together.
@@ -128,18 +128,14 @@ def _row(attempt: Mapping[str, Any]) -> dict[str, object]:
         "attempt": attempt["number"],
         "submission": ray.get("submission_id"),
         "nodes": ", ".join(map(str, nodes)) if isinstance(nodes, Sequence) else nodes,
-        "started": _when(attempt["started_at"]),
-        "ended": _when(attempt["ended_at"]),
+        "started": moment(attempt["started_at"]),
+        "ended": moment(attempt["ended_at"]) if attempt["ended_at"] is not None else None,
         "state": attempt["state"],
         "kind": failure.get("kind"),
         "line": failure.get("line") or failure.get("message"),
         "resumed from": attempt.get("resume_from"),
         "decided": attempt.get("decision"),
     }
-
-
-def _when(at: float | None) -> str | None:
-    return f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M:%S} UTC" if at is not None else None
 
 
 def _requeues_at_end(before: Sequence[FailureKind | None]) -> int:

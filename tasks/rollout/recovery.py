@@ -24,6 +24,7 @@ from tasks.rollout.health import Health
 from tasks.rollout.probing import Prober, ServerHost, StartFailed
 from tasks.rollout.registry import GroupView, Registry
 from tasks.rollout.topology import Answers, Ask, FleetSettings, Questions, ServerSlot
+from tasks.spec.words import commas
 
 _log = logging.getLogger(__name__)
 
@@ -110,7 +111,7 @@ class Starter:
             )
         except Exception as error:
             _log.warning("ranks %s could not be stopped", ranks, exc_info=True)
-            return f"ranks {_listed(ranks)}: {error or type(error).__name__}"
+            return f"ranks {commas(ranks)}: {error or type(error).__name__}"
         return ", ".join(left)
 
     async def ports_taken(self, group: int) -> frozenset[int]:
@@ -175,10 +176,6 @@ class Starter:
         has_ended = after.state in (GroupState.INACTIVE, GroupState.RETIRED)
         if broken is not None and has_ended and not broken.done():
             broken.set_result(None)
-
-
-def _listed(ranks: tuple[int, ...]) -> str:
-    return ", ".join(map(str, ranks))
 
 
 #: Deaths within so many seconds of the first have one cause.

@@ -9,6 +9,7 @@ from tasks.record.states import GroupState
 from tasks.rollout.health import Health
 from tasks.rollout.registry import FleetView, Registry, TrainingMetadata
 from tasks.rollout.router import Router
+from tasks.spec.words import commas
 
 #: Groups whose causes are told where the fleet cannot go on.
 _CAUSES = 8
@@ -37,7 +38,7 @@ def why_none(view: FleetView) -> str:
     if view.entrypoints:
         return ""
     return "; ".join(
-        f"ranks {_listed(group.ranks)} are {_word(group.state, bool(group.unreachable))}"
+        f"ranks {commas(group.ranks)} are {_word(group.state, bool(group.unreachable))}"
         + (f" ({group.cause})" if group.cause else "")
         for group in view.groups
     )
@@ -114,14 +115,10 @@ def _is_ready(view: FleetView) -> bool:
 
 
 def _causes(view: FleetView) -> str:
-    named = [f"ranks {_listed(one.ranks)}: {one.cause}" for one in view.groups if one.cause]
+    named = [f"ranks {commas(one.ranks)}: {one.cause}" for one in view.groups if one.cause]
     more = f"; and {len(named) - _CAUSES} more" if len(named) > _CAUSES else ""
     return "; ".join(named[:_CAUSES]) + more
 
 
 def _word(state: GroupState, is_unreachable: bool) -> str:
     return f"{state.value} and cannot be reached" if is_unreachable else state.value
-
-
-def _listed(ranks: tuple[int, ...]) -> str:
-    return ", ".join(map(str, ranks))

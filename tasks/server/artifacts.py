@@ -17,7 +17,8 @@ from prefect.client.schemas.filters import (
     ArtifactFilterKey,
 )
 
-from tasks.show.view import Shown, picture
+from tasks.show.view import Shown
+from tasks.spec.words import picture
 
 #: The keys of the artifacts of a run.
 SUMMARY, COMPONENTS, TIMELINE = "summary", "components", "timeline"

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from tasks.record.places import RunPlace
-from tasks.show.view import clock, ending_of, has_ended, seconds
+from tasks.show.view import ending_of, has_ended
 from tasks.spec.failure_kinds import REMEDIES, FailureKind
+from tasks.spec.words import clock, seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

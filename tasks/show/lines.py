@@ -22,6 +22,7 @@ import plotext  # type: ignore[import-untyped]
 from tasks.record.events import Event
 from tasks.show.screen import Line
 from tasks.spec.failure_kinds import REMEDIES, FailureKind
+from tasks.spec.words import stopwatch
 
 _TAIL_LINES = 12
 #: Before what belongs to the line above it.
@@ -176,17 +177,6 @@ def rate_text(per_second: float) -> str:
     return f"{_short(per_second * 3600)}/h"
 
 
-def clock_text(seconds: float) -> str:
-    """`0:12`, `1:02:03`, `2 d 03:04`."""
-    whole = max(0, int(seconds))
-    minutes, hours, days = whole // 60, whole // 3600, whole // 86400
-    if days:
-        return f"{days} d {hours % 24:02}:{minutes % 60:02}"
-    if hours:
-        return f"{hours}:{minutes % 60:02}:{whole % 60:02}"
-    return f"{minutes}:{whole % 60:02}"
-
-
 def _short(value: float) -> str:
     return f"{value:.1f}" if value < 10 else f"{value:.0f}"
 
@@ -267,7 +257,7 @@ def _how_failed(failure: Mapping[str, Any]) -> str:
 def _took(content: Mapping[str, Any], attempts: list[Mapping[str, Any]]) -> str:
     """`0:21, 2 attempts (NODE_LOST, completed)`."""
     began, ended = content["started_at"], content["ended_at"]
-    took = clock_text(ended - began) if ended is not None else "not ended"
+    took = stopwatch(ended - began) if ended is not None else "not ended"
     if len(attempts) < 2:
         return f"{took}, {'1 attempt' if attempts else 'no attempt'}"
     ends = [(one["failure"] or {}).get("kind") or one["state"] for one in attempts]

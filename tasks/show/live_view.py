@@ -12,10 +12,11 @@ from enum import Enum
 from rich.text import Text
 
 from tasks.record.events import Event
-from tasks.show.lines import Pace, clock_text, how_ended, rate_text
+from tasks.show.lines import Pace, how_ended, rate_text
 from tasks.show.screen import printable
 from tasks.show.view import FleetWords
 from tasks.spec.run import FLEET, RunSpec
+from tasks.spec.words import stopwatch
 
 #: What is said of a component stands beside it where so many columns are left, else below it.
 _NOTE_AT_LEAST = 24
@@ -209,7 +210,7 @@ def _age(row: Row, now: float) -> str:
     """How long it has been there, or was."""
     if row.began_at is None:
         return ""
-    return clock_text((now if row.ended_at is None else row.ended_at) - row.began_at)
+    return stopwatch((now if row.ended_at is None else row.ended_at) - row.began_at)
 
 
 def _message(picture: Picture, width: int) -> Iterator[Text]:
@@ -242,7 +243,7 @@ def _progress(picture: Picture, width: int, has_unicode: bool) -> Iterator[Text]
     if picture.per_second is not None:
         parts.append(rate_text(picture.per_second))
     if picture.left_s is not None and (share is None or share < 1):
-        parts.append(f"{clock_text(picture.left_s)} left")
+        parts.append(f"{stopwatch(picture.left_s)} left")
     right = "  ".join(parts)
     line = Text(left)
     bar = min(_BAR_AT_MOST, width - len(left) - len(right) - 4)

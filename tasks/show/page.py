@@ -25,8 +25,9 @@ from tasks.record.states import RunState
 from tasks.show import pictures
 from tasks.show.failure import card_of, facts_of, remedy_of
 from tasks.show.pictures import Figures, curve_of
-from tasks.show.view import RunView, Shown, block, code, end_of, link, moment, seconds, table, text
+from tasks.show.view import RunView, Shown, end_of
 from tasks.spec.run import FLEET, RunSpec
+from tasks.spec.words import block, code, counted, link, moment, seconds, table, text
 
 _HEAD = ("component", "state", "runs as", "ready after", "ports", "log")
 _SERVERS_HEAD = ("server", "state", "address", "restarts", "log")
@@ -414,7 +415,7 @@ def record_of(view: RunView) -> Shown:
         if attempt["failure"]:
             attempt["failure"]["log_tail"] = ""
     count = len(content["attempts"])
-    said = f"run.json: {content['state']}, {count} attempt{'' if count == 1 else 's'}"
+    said = f"run.json: {content['state']}, {counted(count, 'attempt')}"
     return Shown(headline=said, data=block(json.dumps(content, indent=2)))
 
 

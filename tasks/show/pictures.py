@@ -21,7 +21,8 @@ from statistics import fmean
 from typing import Any
 from xml.sax.saxutils import escape, quoteattr
 
-from tasks.show.view import RunView, Shown, clock, end_of, seconds, table, text
+from tasks.show.view import RunView, Shown, end_of
+from tasks.spec.words import clock, counted, seconds, table, text
 
 #: Pixels. On a card of the UI that is some 380, in which the type must still be legible.
 WIDTH = 520
@@ -358,8 +359,7 @@ def _note(attempt: Mapping[str, Any], name: str) -> str:
 def _title(view: RunView) -> str:
     count = len(view.attempts)
     shown = f", the last {ATTEMPTS_AT_MOST} drawn" if count > ATTEMPTS_AT_MOST else ""
-    attempts = "1 attempt" if count == 1 else f"{count} attempts"
-    return f"{view.record['run_id']}: {attempts}{shown}"
+    return f"{view.record['run_id']}: {counted(count, 'attempt')}{shown}"
 
 
 def _heading(attempt: Mapping[str, Any]) -> str:

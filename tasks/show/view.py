@@ -1,17 +1,12 @@
 """What the page of a run is made of: plain data, gathered by whoever shows it.
 
 The servers of a fleet as they are shown, from its events.
-
-Markdown as both of the Prefect UIs render it: they take HTML for HTML, wherever it stands.
 """
 
 from __future__ import annotations
 
-import base64
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
@@ -98,30 +93,6 @@ class RunView:
     def log(self, component: str) -> Path | None:
         """Of a component in the last attempt."""
         return self.attempt_place.log(component) if self.attempt_place else None
-
-
-def clock(at: float) -> str:
-    """`14:20:03 UTC`."""
-    return f"{datetime.fromtimestamp(at, UTC):%H:%M:%S} UTC"
-
-
-def moment(at: float) -> str:
-    """`2026-01-02 14:20:03 UTC`."""
-    return f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M:%S} UTC"
-
-
-def seconds(duration: float) -> str:
-    """`0.42 s`, `7.5 s`, `42 s`, `3 min 20 s`, `2 h 05 min`, `3 d 4 h`."""
-    duration = max(0.0, duration)
-    if duration < 59.5:
-        digits = 2 if duration < 1 else 1 if duration < 9.95 else 0
-        return f"{duration:.{digits}f} s"
-    whole = round(duration)
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    if whole < 86400:
-        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
-    return f"{whole // 86400} d {whole % 86400 // 3600} h"
 
 
 #: With these a run stops its own components.
@@ -239,56 +210,3 @@ class FleetWords:
         if not self._states or self.serving == self._engines:
             return ""
         return f"{FLEET} {self.serving} of {self._engines} engines serve"
-
-
-_MARKS = re.compile(r"([\\`*_\[\]|~])")
-_FENCE = re.compile(r"^ {0,3}(`{3,})", re.MULTILINE)
-
-
-def text(said: object) -> str:
-    """Words of programs, in one line, as they are: nothing in them is markup."""
-    words = " ".join(str(said).split())
-    words = words.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-    return _MARKS.sub(r"\\\1", words)
-
-
-def code(said: object) -> str:
-    """The same in the type of code; empty for nothing."""
-    words = " ".join(str(said).split())
-    if not words:
-        return ""
-    ticks = "``" if "`" in words else "`"
-    pad = " " if "`" in words else ""
-    return f"{ticks}{pad}{words}{pad}{ticks}"
-
-
-def block(said: str) -> str:
-    """Several lines as they are."""
-    longest = max((len(found) for found in _FENCE.findall(said)), default=2)
-    fence = "`" * (longest + 1)
-    return f"{fence}\n{said}\n{fence}"
-
-
-def link(said: str, url: str) -> str:
-    return f"[{text(said)}](<{url}>)" if " " in url else f"[{text(said)}]({url})"
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Cells are Markdown already."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines)
-
-
-def picture(svg: str, said: str) -> str:
-    """A line that shows a picture, with what it says to who can't see it.
-
-    An `image` artifact would show its address below it, which here is the whole picture as text.
-    """
-    data = base64.b64encode(svg.encode()).decode()
-    words = " ".join(said.split()).replace("[", "(").replace("]", ")")
-    return f"![{words}](data:image/svg+xml;base64,{data})"
-
-
-def _cell(content: str) -> str:
-    # Of code, too: a row is cut at its bars before anything else.
-    return re.sub(r"(?<!\\)\|", r"\\|", content)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tasks.spec.words import counted
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
@@ -42,7 +44,7 @@ class InvalidSpec(MusterError):
         self.source = source
 
     def __str__(self) -> str:
-        count = "1 fault" if len(self.faults) == 1 else f"{len(self.faults)} faults"
+        count = counted(len(self.faults), "fault")
         return "\n".join([f"{self.source} has {count}:", *(f"  - {f}" for f in self.faults)])
 
 

@@ -12,6 +12,7 @@ from pydantic_core import ErrorDetails
 
 from tasks.spec.errors import Fault
 from tasks.spec.values import did_you_mean, shown
+from tasks.spec.words import listed
 
 #: What is asked for, by pydantic's type of error; the value that was found follows.
 _ASKED = {
@@ -59,7 +60,7 @@ def _fault(found: ErrorDetails, schema: _Schema) -> Fault:
         return _unknown_key(path, place, schema)
     if kind in ("enum", "literal_error"):
         allowed = re.findall(r"'([^']*)'", str(context.get("expected")))
-        problem = f"must be {_one_of(allowed)}, found {shown(value)}"
+        problem = f"must be {listed(allowed, 'or')}, found {shown(value)}"
         return Fault(path=path, problem=problem, remedy=did_you_mean(value, allowed))
     if kind in ("string_too_short", "too_short"):
         return Fault(path=path, problem="must not be empty")
@@ -78,10 +79,6 @@ def _unknown_key(path: str, place: tuple[str | int, ...], schema: _Schema) -> Fa
 
 def _dotted(place: tuple[str | int, ...]) -> str:
     return ".".join(map(str, place))
-
-
-def _one_of(allowed: list[str]) -> str:
-    return allowed[0] if len(allowed) == 1 else f"{', '.join(allowed[:-1])} or {allowed[-1]}"
 
 
 def _none(_value: object, _place: tuple[str | int, ...]) -> str:

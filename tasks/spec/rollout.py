@@ -8,7 +8,7 @@ How large the engines of a fleet are: ranks, servers, GPUs of each node.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
@@ -28,6 +28,7 @@ from tasks.spec.values import (
     did_you_mean,
     refused,
 )
+from tasks.spec.words import listed
 
 _DEFAULTS: Mapping[str, int | None] = {
     "engines": 1,
@@ -216,12 +217,7 @@ def _product(sizes: Sizes) -> str:
 
 
 def _divisors(number: int) -> str:
-    return _listed([part for part in range(1, number + 1) if number % part == 0])
-
-
-def _listed(numbers: Sequence[int]) -> str:
-    *most, last = map(str, numbers)
-    return f"{', '.join(most)} or {last}" if most else last
+    return listed((part for part in range(1, number + 1) if number % part == 0), "or")
 
 
 #: Of the server that a text of the fleet is about: `${server.port}` and the like.

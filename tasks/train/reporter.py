@@ -27,6 +27,7 @@ from tasks.record.events import Event, event_listeners
 from tasks.record.states import RunState
 from tasks.show.failure import as_text, never_begun
 from tasks.show.view import FleetWords
+from tasks.spec.words import commas
 from tasks.train.page import RunPage
 from tasks.train.session import RunSession
 
@@ -45,7 +46,7 @@ class RecoveryRuns:
     def begun(self, fields: Mapping[str, Any]) -> None:
         """Make the task run `recover-rollout-<group>`."""
         name = f"recover-rollout-{fields['group']}"
-        what = f"ranks {_listed(fields['ranks'])}: {fields['cause']}"
+        what = f"ranks {commas(fields['ranks'])}: {fields['cause']}"
         task = Task(_nothing, name=name)
         with get_client(sync_client=True) as client:
             made = client.create_task_run(
@@ -95,10 +96,6 @@ def _close(client: SyncPrefectClient, task_run_id: UUID, state: State[Any]) -> N
 
 def _nothing() -> None:
     """Stands for what the fleet's process does."""
-
-
-def _listed(ranks: object) -> str:
-    return ", ".join(map(str, ranks)) if isinstance(ranks, list | tuple) else str(ranks)
 
 
 _log = logging.getLogger(__name__)

@@ -27,6 +27,7 @@ from tasks.processes.registry import owner_of
 from tasks.ray.dashboard import Dashboard, Denied, NoAnswer
 from tasks.ray.nodes import Node, NodeVisitor, NotVisited, visiting
 from tasks.record.places import muster_home
+from tasks.spec.words import commas, table
 
 _GIB = 1 << 30
 #: The caller's place among the nodes, which the shared directory must be the same with.
@@ -176,23 +177,22 @@ def judge(
 
 def as_markdown(nodes: Sequence[NodeSeen], findings: Sequence[Finding]) -> str:
     """A line for each node, then what to do."""
-    head = ("node", "verdict", "clock", "free", "GPUs", "of runs")
-    lines = [f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}"]
+    rows = []
     for node in nodes:
         wrong = [finding.check for finding in findings if finding.node == node.name]
         is_seen = "machine" in node.look
-        cells = (
-            node.name,
-            ", ".join(dict.fromkeys(wrong)) or "ok",
-            "" if node.skew_s is None else f"{node.skew_s:+.3f} ± {node.skew_error_s:.3f} s",
-            _gib(node.look["shared_free_bytes"]) if is_seen else "",
-            gpu_words(node) if is_seen else "",
-            f"{len(node.look['carriers'])} processes" if is_seen else "",
+        rows.append(
+            (
+                node.name,
+                commas(dict.fromkeys(wrong)) or "ok",
+                "" if node.skew_s is None else f"{node.skew_s:+.3f} ± {node.skew_error_s:.3f} s",
+                _gib(node.look["shared_free_bytes"]) if is_seen else "",
+                gpu_words(node) if is_seen else "",
+                f"{len(node.look['carriers'])} processes" if is_seen else "",
+            )
         )
-        lines.append(f"| {' | '.join(map(_cell, cells))} |")
-    if findings:
-        lines += ["", *(f"- {_cell(str(finding))}" for finding in findings)]
-    return "\n".join(lines)
+    said = table(("node", "verdict", "clock", "free", "GPUs", "of runs"), rows)
+    return "\n".join([said, *([""] if findings else []), *(f"- {_line(one)}" for one in findings)])
 
 
 def gpu_words(node: NodeSeen) -> str:
@@ -265,7 +265,7 @@ def _leftovers(node: NodeSeen, is_live: Mapping[str, bool]) -> list[Finding]:
         _finding(
             node,
             "leftovers",
-            f"run {run_id} has ended, and pid {', '.join(map(str, sorted(pids)))} of it lives",
+            f"run {run_id} has ended, and pid {commas(sorted(pids))} of it lives",
             "`python -m flows.reconcile` where it ran, or "
             f"`python -m tasks.ray.nodes --address ... --run-id {run_id}`",
         )
@@ -311,8 +311,8 @@ def _gib(size: int | None) -> str:
     return "?" if size is None else f"{size / _GIB:.1f} GiB"
 
 
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")
+def _line(finding: Finding) -> str:
+    return " ".join(str(finding).split())
 
 
 LOOK_WITHIN_S = 60.0

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tasks.spec.words import commas, counted, size_text, table
 from tasks.upkeep.retention import Act, Plan, Step
 
 
@@ -89,29 +90,21 @@ class Report:
 
     def as_markdown(self) -> str:
         """A table of those for which something was changed."""
-        lines = [
-            f"Reconciled on **{self.host}**",
-            "",
-            "| run | found | ended | removed | run.json | Prefect | still open |",
-            "| --- | --- | --- | --- | --- | --- | --- |",
-        ]
-        for run in self.acted:
-            removed = ", ".join(f"`{path}`" for path in run.removed)
-            ended = "; ".join(filter(None, (_pids(run.killed), *run.jobs)))
-            done = (ended, removed, run.record, run.server, run.open)
-            lines.append(f"| {' | '.join(map(_cell, (run.name, run.found, *done)))} |")
-        return "\n".join(lines)
+        head = ("run", "found", "ended", "removed", "run.json", "Prefect", "still open")
+        rows = (
+            (
+                *(run.name, run.found),
+                "; ".join(filter(None, (_pids(run.killed), *run.jobs))),
+                commas(f"`{path}`" for path in run.removed),
+                *(run.record, run.server, run.open),
+            )
+            for run in self.acted
+        )
+        return f"Reconciled on **{self.host}**\n\n{table(head, rows)}"
 
 
 def _pids(pids: Sequence[int]) -> str:
-    return f"pid {', '.join(map(str, pids))}" if pids else ""
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")
-
-
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+    return f"pid {commas(pids)}" if pids else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,13 +154,15 @@ class Pruned:
         removed = sum(step.act is Act.REMOVE for step in steps)
         packed = len(steps) - removed
         if self.is_dry:
-            size = shown(sum(step.run.removable_bytes for step in steps if step.act is Act.REMOVE))
-            would = f"would remove the files of {_runs(removed)} ({size})"
-            parts = [would, f"compress the logs of {_runs(packed)}"]
+            size = size_text(
+                sum(step.run.removable_bytes for step in steps if step.act is Act.REMOVE)
+            )
+            would = f"would remove the files of {counted(removed, 'run')} ({size})"
+            parts = [would, f"compress the logs of {counted(packed, 'run')}"]
         else:
-            parts = [f"removed the files of {_runs(removed)}" if removed else ""]
-            parts += [f"compressed the logs of {_runs(packed)}" if packed else ""]
-            parts += [f"{shown(self.freed_bytes)} freed" if self.done else ""]
+            parts = [f"removed the files of {counted(removed, 'run')}" if removed else ""]
+            parts += [f"compressed the logs of {counted(packed, 'run')}" if packed else ""]
+            parts += [f"{size_text(self.freed_bytes)} freed" if self.done else ""]
             parts += [f"cut {len(self.rotated)} logs of the stack" if self.rotated else ""]
             parts += [f"deleted {self.flow_runs} flow runs of the upkeep" if self.flow_runs else ""]
         text = ", ".join(filter(None, parts)) or "nothing to do"
@@ -181,37 +176,27 @@ class Pruned:
         for done in self.done:
             yield _line(done.step, done.freed_bytes, done.problem)
         for run in self.plan.held:
-            yield f"{'keep':8} {shown(run.size_bytes):>10}  {run.run_id}: {run.held}"
+            yield f"{'keep':8} {size_text(run.size_bytes):>10}  {run.run_id}: {run.held}"
         if self.plan.over_bytes:
-            yield f"{shown(self.plan.over_bytes)} more than allowed are left: nothing else may go"
+            over = size_text(self.plan.over_bytes)
+            yield f"{over} more than allowed are left: nothing else may go"
         yield self.summary
 
     def as_markdown(self) -> str:
         """Of what was done."""
+        said = f"Pruned `{self.home}` on **{self.host}**: {self.summary}"
+        head = ("run", "done", "why", "freed", "problem")
         rows = [
-            f"| {done.step.run.run_id} | {done.step.act.value} | {done.step.why} "
-            f"| {shown(done.freed_bytes)} | {done.problem} |"
-            for done in self.done
+            (
+                *(one.step.run.run_id, one.step.act.value, one.step.why),
+                *(size_text(one.freed_bytes), one.problem),
+            )
+            for one in self.done
         ]
-        head = ["| run | done | why | freed | problem |", "| --- | --- | --- | --- | --- |"]
-        table = ["", *head, *rows] if rows else []
-        return "\n".join([f"Pruned `{self.home}` on **{self.host}**: {self.summary}", *table])
-
-
-def shown(count: float) -> str:
-    """Bytes, in a unit that people read."""
-    for unit in _UNITS:
-        if abs(count) < 1024 or unit == _UNITS[-1]:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    raise AssertionError
-
-
-def _runs(count: int) -> str:
-    return f"{count} run{'' if count == 1 else 's'}"
+        return f"{said}\n\n{table(head, rows)}" if rows else said
 
 
 def _line(step: Step, size: int, problem: str) -> str:
-    size_text = shown(size) if step.act is Act.REMOVE or size else ""
-    text = f"{step.act.value:8} {size_text:>10}  {step.run.run_id}: {step.why}"
+    freed = size_text(size) if step.act is Act.REMOVE or size else ""
+    text = f"{step.act.value:8} {freed:>10}  {step.run.run_id}: {step.why}"
     return f"{text}; not all: {problem}" if problem else text

@@ -10,7 +10,7 @@ What stands outside them is written by hand, and left as it is.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 _BLOCK = re.compile(r"(<!-- made: ([a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -35,17 +35,3 @@ def filled(text: str, makers: Mapping[str, Callable[[], str]]) -> str:
         return f"{begin}\n{makers[name]().strip()}\n\n{end}"
 
     return _BLOCK.sub(one, text)
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table; a bar or an end of line in a cell is made safe."""
-    lines = [_line(head), _line(["---"] * len(head)), *(_line(map(_cell, row)) for row in rows)]
-    return "\n".join(lines)
-
-
-def _line(cells: Iterable[str]) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
-def _cell(text: str) -> str:
-    return " ".join(text.replace("|", "\\|").split())

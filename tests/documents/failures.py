@@ -5,7 +5,7 @@ from __future__ import annotations
 from tasks.record.causes import RULES
 from tasks.record.states import LEGAL_MOVES, RunState
 from tasks.spec.failure_kinds import REMEDIES, REQUEUED, FailureKind
-from tests.documents.blocks import table
+from tasks.spec.words import table
 
 
 def moves() -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel
 
-from tests.documents.blocks import table
+from tasks.spec.words import table
 
 Schema = Mapping[str, Any]
 

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from tasks.record.events import Event
-from tasks.show.lines import Pace, clock_text, rate_text
+from tasks.show.lines import Pace, rate_text
 from tasks.show.live_view import LiveView, Picture, Row, Stage, drawn
 from tasks.spec.run import RunSpec
+from tasks.spec.words import stopwatch
 
 T = 1_000_000.0
 
@@ -282,4 +283,4 @@ def test_a_rate_is_told_in_the_unit_that_fits(per_second: float, text: str) -> N
     [(-1, "0:00"), (59.9, "0:59"), (3599, "59:59"), (3600, "1:00:00"), (183_840, "2 d 03:04")],
 )
 def test_a_time_is_told_as_a_clock(seconds: float, text: str) -> None:
-    assert clock_text(seconds) == text
+    assert stopwatch(seconds) == text

@@ -14,8 +14,9 @@ from tasks.record.places import RunPlace
 from tasks.show import lines, pictures
 from tasks.show.page import curve_shown
 from tasks.show.pictures import Figures, curve_of, drawn, phases_of, timeline_of
-from tasks.show.view import RunView, picture
+from tasks.show.view import RunView
 from tasks.spec.run import RunSpec
+from tasks.spec.words import picture
 
 SVG = "{http://www.w3.org/2000/svg}"
 

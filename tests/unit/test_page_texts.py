@@ -12,8 +12,9 @@ from tasks.record.events import Event
 from tasks.record.places import RunPlace
 from tasks.show.failure import as_text, in_a_line
 from tasks.show.page import attempts_of, components_of, places_of, progress_of, summary_of
-from tasks.show.view import FleetSeen, RunView, block, code, seconds, table, text
+from tasks.show.view import FleetSeen, RunView
 from tasks.spec.run import RunSpec
+from tasks.spec.words import block, code, seconds, table, text
 
 STAY: dict[str, Any] = {"command": ["sleep", "600"]}
 SPEC = {

@@ -16,12 +16,11 @@ from tasks.queue.reasons import (
     asks,
     at_pool_limit,
     free_on,
-    lasting,
     message_of,
     no_answer,
     paused,
-    when,
 )
+from tasks.spec.words import lasting, minute
 
 NOW = datetime(2026, 1, 2, 13, 5, 30, tzinfo=UTC).timestamp()
 NAMES = {"1": "grpo-a", "2": "ppo-b", "3": "sft-c", "4": "grpo-d", "5": "grpo-e"}
@@ -232,4 +231,4 @@ def test_an_error_is_not_taken_for_html() -> None:
 
 
 def test_a_time_is_told_in_utc() -> None:
-    assert when(NOW) == "2026-01-02 13:05 UTC"
+    assert minute(NOW) == "2026-01-02 13:05 UTC"
