@@ -146,8 +146,9 @@ verl-check: install  ## hold the run specs for verl against verl itself [ARGS='-
 backends-check: install  ## hold a fleet's servers against the backends' own packages [ARGS='--write']
 	@exec $(PY) -m tests.peers.backends.check --packages $(ARGS)
 
-house:  ## figures of the code: folders, modules, lines, the longest chain of imports
-	@exec $(PYTHON) -m tests.support.house
+house: install  ## figures of the code: folders, modules, lines, the longest chain of imports
+	@$(PY) -m tests.support.house
+	exec $(PY) -m tests.support.ways
 
 docs: install  ## write the parts of docs/ that are made from the code [ARGS=--check]
 	@exec $(PY) -m tests.documents $(ARGS)
