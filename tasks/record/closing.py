@@ -6,19 +6,16 @@ the run may live, or be about to.
 
 from __future__ import annotations
 
-import copy
-import json
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tasks.record.events import EventLog
 from tasks.record.outcome import Failure
 from tasks.record.places import RunPlace
-from tasks.record.run_json import write_json
+from tasks.record.run_json import AttemptRecord, RunJson, write_json
 from tasks.record.states import RunState, moves_of_recovery
 from tasks.spec.failure_kinds import FailureKind
 
@@ -95,27 +92,29 @@ def close_record(
     """
     place = RunPlace(directory=directory)
     try:
-        before = json.loads(place.record.read_text(encoding="utf-8"))
-        after = closed(before, loss, clock())
+        before = RunJson.read(place.record)
     except FileNotFoundError:
         return None
-    except (ValueError, KeyError, TypeError) as error:
-        _log.warning("%s is no record of a run, and is left as it is: %r", place.record, error)
+    except ValueError as error:
+        _log.warning("%s is no record of a run, and is left as it is: %s", place.record, error)
         return None
+    after = closed(before, loss, clock())
     if after != before:
-        write_json(place.record, after)
+        write_json(place.record, after.as_json())
         _tell(place, before, after, loss, clock)
-    failure = _failure(after)
+    failure = after.attempt.failure if after.attempt else None
     return Closed(
-        state=RunState(after["state"]),
-        message=after.get("message", ""),
-        by_loss=failure.get("rule") == FLOW_LOST,
+        state=after.state,
+        message=after.message,
+        # Without an attempt there is no place for it in the file: only the loss can be the reason.
+        by_loss=after.state is RunState.FAILED
+        and (after.attempt is None or (failure is not None and failure.rule == FLOW_LOST)),
         is_changed=after != before,
     )
 
 
-def closed(content: dict[str, Any], loss: Loss, now: float) -> dict[str, Any]:
-    """The content of `run.json` once the run is closed; equal to what was given where it is.
+def closed(record: RunJson, loss: Loss, now: float) -> RunJson:
+    """The record once the run is closed; equal to what was given where it is.
 
     An attempt that had its verdict keeps it, and the run takes it over. Any other was cancelled
     where the server says so, and failed by the loss where not. A run that goes on waits for its
@@ -126,91 +125,62 @@ def closed(content: dict[str, Any], loss: Loss, now: float) -> dict[str, Any]:
 
     Raises: IllegalTransition.
     """
-    state = RunState(content["state"])
-    if state.is_final or (loss.is_waiting is not False and state in _WAITING):
-        return content
-    content = copy.deepcopy(content)
-    attempt = content["attempts"][-1] if content["attempts"] else None
-    if attempt is not None:
-        _close_attempt(attempt, loss, now)
-    after, message = _fate(content, loss)
-    for move in moves_of_recovery(state, after):
-        content["state"] = move.value
-    content["message"] = message
-    if after.is_final:
-        content["ended_at"] = now
-    return content
+    if record.state.is_final or (loss.is_waiting is not False and record.state in _WAITING):
+        return record
+    if record.attempt is not None:
+        record = record.with_last(_closed_attempt(record.attempt, loss, now))
+    state, message = _outcome(record, loss)
+    # Raises where no legal moves lead there.
+    moves_of_recovery(record.state, state)
+    record = record.but(state=state, message=message)
+    return record.but(ended_at=now) if state.is_final else record
 
 
-def _close_attempt(attempt: dict[str, Any], loss: Loss, now: float) -> None:
-    for component in attempt["components"].values():
-        if component["ended_at"] is None:
-            # Nobody saw its end, so the exit code and the signal stay unknown.
-            component["ended_at"] = now
-    if RunState(attempt["state"]).is_final:
-        return
-    attempt["ended_at"] = now
+def _closed_attempt(attempt: AttemptRecord, loss: Loss, now: float) -> AttemptRecord:
+    components = {
+        # Nobody saw its end, so the exit code and the signal stay unknown.
+        name: component if component.ended_at is not None else component.but(ended_at=now)
+        for name, component in attempt.components.items()
+    }
+    attempt = attempt.but(components=components)
+    if attempt.state.is_final:
+        return attempt
     if loss.is_cancelled:
-        attempt["state"] = RunState.CANCELLED.value
-    else:
-        attempt["state"] = RunState.FAILED.value
-        attempt["failure"] = _lost(loss).as_json()
+        return attempt.but(state=RunState.CANCELLED, ended_at=now)
+    return attempt.ended(RunState.FAILED, now, _lost(loss))
 
 
 def _lost(loss: Loss) -> Failure:
     return Failure(kind=FailureKind.UNKNOWN, message=loss.cause, rule=FLOW_LOST)
 
 
-def _fate(content: dict[str, Any], loss: Loss) -> tuple[RunState, str]:
-    attempt = content["attempts"][-1] if content["attempts"] else None
+def _outcome(record: RunJson, loss: Loss) -> tuple[RunState, str]:
+    """The state that is true of the run, and its message."""
+    attempt = record.attempt
     cancelled = RunState.CANCELLED, f"cancelled; {loss.cause}"
     if loss.elsewhere:
         return RunState.PENDING_RESOURCES, f"given to {loss.elsewhere} since: {loss.cause}"
     if loss.is_waiting:
         return RunState.PENDING_RESOURCES, f"waits for its next attempt: {loss.cause}"
-    if attempt is None:
-        failed = RunState.FAILED, f"{FailureKind.UNKNOWN.value}: {loss.cause}"
-        return cancelled if loss.is_cancelled else failed
-    match RunState(attempt["state"]):
-        case RunState.COMPLETED:
-            return RunState.COMPLETED, f"completed; {loss.cause}"
-        case RunState.CANCELLED:
-            return cancelled
-        case _ if loss.is_cancelled and RunState(content["state"]) in _WAITING:
-            # It was to be tried again, and that was cancelled.
-            return cancelled
-        case _:
-            failure = attempt["failure"] or _lost(loss).as_json()
-            return RunState.FAILED, f"{failure['kind']}: {failure['message']}"
-
-
-def _failure(content: dict[str, Any]) -> dict[str, Any]:
-    """Why the run failed; empty where it did not."""
-    if content["state"] != RunState.FAILED.value:
-        return {}
-    if not content["attempts"]:
-        # There is no place for it in the file, so only the loss can have been the reason.
-        return {"rule": FLOW_LOST}
-    return content["attempts"][-1]["failure"] or {}
+    if attempt is not None and attempt.state is RunState.COMPLETED:
+        return RunState.COMPLETED, f"completed; {loss.cause}"
+    if attempt is not None and attempt.state is RunState.CANCELLED:
+        return cancelled
+    # One that waits was to be tried again, and that was cancelled.
+    if loss.is_cancelled and (attempt is None or record.state in _WAITING):
+        return cancelled
+    failure = attempt.failure if attempt is not None else None
+    return RunState.FAILED, str(failure or _lost(loss))
 
 
 def _tell(
-    place: RunPlace,
-    before: dict[str, Any],
-    after: dict[str, Any],
-    loss: Loss,
-    clock: Callable[[], float],
+    place: RunPlace, before: RunJson, after: RunJson, loss: Loss, clock: Callable[[], float]
 ) -> None:
     """Add to the events of the last attempt."""
-    if not after["attempts"]:
+    if after.attempt is None:
         return
-    events = EventLog(place.attempt(after["attempts"][-1]["number"]).events, clock=clock)
-    events.emit(
-        "reconcile.ended", flow_pid=loss.pid, killed=loss.killed, removed=_texts(loss.removed)
-    )
-    for state in moves_of_recovery(RunState(before["state"]), RunState(after["state"])):
-        events.emit("run.state", state=state.value, message=after["message"])
-
-
-def _texts(paths: Sequence[Path]) -> list[str]:
-    return [str(path) for path in paths]
+    events = EventLog(place.attempt(after.attempt.number).events, clock=clock)
+    removed = [str(path) for path in loss.removed]
+    events.emit("reconcile.ended", flow_pid=loss.pid, killed=loss.killed, removed=removed)
+    for state in moves_of_recovery(before.state, after.state):
+        events.emit("run.state", state=state.value, message=after.message)

@@ -1,6 +1,7 @@
 """What became of a run: how its processes ended, and the one failure that explains it.
 
-Why a job on a cluster is given up, in words that every layer shares.
+`Exit` is of one process, `Failure` of an attempt, and `Verdict` is how the attempt ended; `JobLoss`
+says why a job on a cluster is given up, in words that every layer shares.
 """
 
 from __future__ import annotations
@@ -8,6 +9,9 @@ from __future__ import annotations
 import signal as signals
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
 
 from tasks.record.states import RunState
 from tasks.spec.failure_kinds import FailureKind
@@ -50,18 +54,20 @@ def signal_name(signum: int) -> str:
         return f"signal {signum}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
+class Failure(BaseModel):
     """Why a run failed: the first component to fail, never a victim of the teardown."""
 
+    # What another version of Muster has written beside these keys stays in `run.json`.
+    model_config = ConfigDict(frozen=True, extra="allow")
+
     kind: FailureKind
-    #: One line for people: what happened, what was found, what to look at.
-    message: str
     #: The component to blame; None when none is, as for a gang that can't fit.
     component: str | None = None
     exit_code: int | None = None
     #: `SIGSEGV`.
     signal: str | None = None
+    #: One line for people: what happened, what was found, what to look at.
+    message: str
     #: The id of the rule that recognised it.
     rule: str = ""
     #: The line of the log that the rule matched.
@@ -71,18 +77,17 @@ class Failure:
     #: The last lines of the component's log.
     log_tail: str = ""
 
-    def as_json(self) -> dict[str, object]:
-        return {
-            "kind": self.kind.value,
-            "component": self.component,
-            "exit_code": self.exit_code,
-            "signal": self.signal,
-            "message": self.message,
-            "rule": self.rule,
-            "line": self.line,
-            "hint": self.hint,
-            "log_tail": self.log_tail,
-        }
+    @property
+    def has_ended(self) -> bool:
+        """Whether the component to blame had ended; another one was alive, and then stopped."""
+        return self.exit_code is not None or self.signal is not None
+
+    def as_json(self) -> dict[str, Any]:
+        return self.model_dump(mode="json")
+
+    def __str__(self) -> str:
+        """`STORAGE: disk full`."""
+        return f"{self.kind.value}: {self.message}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +110,7 @@ class Verdict:
     def failed(failure: Failure, at_monotonic_s: float) -> Verdict:
         return Verdict(
             state=RunState.FAILED,
-            message=f"{failure.kind.value}: {failure.message}",
+            message=str(failure),
             failure=failure,
             at_monotonic_s=at_monotonic_s,
         )
@@ -114,7 +119,8 @@ class Verdict:
         """The verdict of an attempt of which something could not be ended: never a clean one."""
         remains = " and ".join(_remains(left))
         if self.failure is not None:
-            failure = replace(self.failure, message=f"{self.failure.message}; and {remains}")
+            message = f"{self.failure.message}; and {remains}"
+            failure = self.failure.model_copy(update={"message": message})
         else:
             failure = Failure(
                 kind=FailureKind.UNKNOWN,

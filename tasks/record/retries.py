@@ -1,26 +1,24 @@
 """The attempts at a run: what follows one that has ended, and all of them as a table.
 
-The checkpoint that a run's next attempt starts from, found where its spec says they lie.
-
-What a completed stage of a pipeline hands on to the next one.
+The next one starts from the last complete checkpoint, which is found where the spec of the run says
+that they lie; a completed stage of a pipeline hands the same on to its next stage.
 """
 
 from __future__ import annotations
 
 import glob
-import json
 import random
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from tasks.record.outcome import Verdict
 from tasks.record.places import RunPlace
+from tasks.record.run_json import AttemptRecord, JobRecord, RunJson
 from tasks.record.states import RunState
 from tasks.spec.failure_kinds import REQUEUED, FailureKind
 from tasks.spec.loading import project_root
@@ -116,25 +114,24 @@ def decide(
     return Sequel(next=Next.RETRY, text=text, delay_s=delay_s, resume_from=resume_from)
 
 
-def table_of(ledger: Sequence[Mapping[str, Any]]) -> list[dict[str, object]]:
+def table_of(attempts: Sequence[AttemptRecord]) -> list[dict[str, object]]:
     """The attempts of `run.json` as rows for people, a column each key; empty cells are None."""
-    return [_row(attempt) for attempt in ledger]
+    return [_row(attempt) for attempt in attempts]
 
 
-def _row(attempt: Mapping[str, Any]) -> dict[str, object]:
-    failure, ray = attempt["failure"] or {}, attempt["ray"]
-    nodes = ray.get("nodes")
+def _row(attempt: AttemptRecord) -> dict[str, object]:
+    failure, job = attempt.failure, next(iter(attempt.jobs.values()), JobRecord())
     return {
-        "attempt": attempt["number"],
-        "submission": ray.get("submission_id"),
-        "nodes": ", ".join(map(str, nodes)) if isinstance(nodes, Sequence) else nodes,
-        "started": moment(attempt["started_at"]),
-        "ended": moment(attempt["ended_at"]) if attempt["ended_at"] is not None else None,
-        "state": attempt["state"],
-        "kind": failure.get("kind"),
-        "line": failure.get("line") or failure.get("message"),
-        "resumed from": attempt.get("resume_from"),
-        "decided": attempt.get("decision"),
+        "attempt": attempt.number,
+        "submission": job.submission_id or None,
+        "nodes": ", ".join(job.nodes) or None,
+        "started": moment(attempt.started_at),
+        "ended": moment(attempt.ended_at) if attempt.ended_at is not None else None,
+        "state": attempt.state.value,
+        "kind": failure.kind.value if failure else None,
+        "line": (failure.line or failure.message) if failure else None,
+        "resumed from": attempt.resume_from,
+        "decided": attempt.decision,
     }
 
 
@@ -269,7 +266,10 @@ def handed_on(checkpoint: str | None, spec: RunSpec, place: RunPlace) -> Path | 
         spec: With which the run was started.
         place: Of the run.
     """
-    attempts = _attempts(place)
+    try:
+        attempts = len(RunJson.read(place.record).attempts)
+    except (OSError, ValueError):
+        attempts = 0  # its record can't be read here
     if checkpoint is None:
         return resume_point(spec, place, attempts)
     names = {
@@ -279,11 +279,3 @@ def handed_on(checkpoint: str | None, spec: RunSpec, place: RunPlace) -> Path | 
         "attempt.dir": str(place.attempt(attempts).directory),
     }
     return latest_checkpoint(substituted(checkpoint, names.__getitem__), project_root() / spec.cwd)
-
-
-def _attempts(place: RunPlace) -> int:
-    """How many the run has had; 0 where its record can't be read here."""
-    try:
-        return len(json.loads(place.record.read_text(encoding="utf-8"))["attempts"])
-    except (OSError, ValueError, KeyError):
-        return 0

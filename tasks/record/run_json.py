@@ -1,12 +1,13 @@
 """The record of a run, `run.json`: what happened to it, attempt by attempt.
 
-It is the one owner of the run's state. Attempts and components change by the events they emit,
-the run itself by `move`; each change replaces the file atomically.
+`RunJson` is what the file says, frozen and typed, of this version of Muster or another: keys that
+it does not know, or that are missing, stay so when it is written again. `RunRecord` is the one
+owner of the file of a run that is under way. Attempts and components change by the events they
+emit, the run itself by `move`; each change replaces the file atomically.
 """
 
 from __future__ import annotations
 
-import copy
 import json
 import logging
 import os
@@ -14,7 +15,9 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from tasks.record.events import Event
 from tasks.record.outcome import Failure, Verdict
@@ -30,8 +33,6 @@ _STATE_AFTER = {
     "attempt.ready": RunState.RUNNING,
     "teardown.begun": RunState.STOPPING,
 }
-
-
 _SAVED = ("component.spawned", "component.ready", "component.exited")
 #: What of a job's events is kept.
 _OF_JOBS = ("submission_id", "address", "status", "nodes", "gpus")
@@ -55,65 +56,209 @@ def write_json(path: Path, content: object) -> None:
         draft.unlink(missing_ok=True)
 
 
-def adoptable_attempt(path: Path, content: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The attempt that another process can go on with; None for none.
+class _Part(BaseModel):
+    """A part of `run.json`. Its keys stand in the file in the order of its fields."""
 
-    One that was being taken down can be judged anew, as long as no job of it was asked to end.
+    model_config = ConfigDict(frozen=True, extra="allow")
 
-    Args:
-        path: of the run's `run.json`.
-        content: of it.
-    """
-    attempts = content["attempts"]
-    if not attempts or attempts[-1]["ended_at"] is not None:
+    def but(self, **changes: object) -> Self:
+        """The same with these fields changed."""
+        return self.model_copy(update=changes)
+
+
+class ComponentRecord(_Part):
+    """What became of one component. Times are UTC epoch seconds."""
+
+    #: Of the process on this machine; None of a job on a cluster.
+    pid: int | None = None
+    started_at: float = 0.0
+    ready_at: float | None = None
+    ended_at: float | None = None
+    exit_code: int | None = None
+    #: `SIGSEGV`.
+    signal: str | None = None
+
+    @property
+    def ready_after_s(self) -> float | None:
+        return self.ready_at - self.started_at if self.ready_at else None
+
+
+class JobRecord(_Part):
+    """What is known of the Ray job of one component."""
+
+    submission_id: str = ""
+    #: URL of the cluster's dashboard.
+    address: str = ""
+    #: Ray's own, in lower case.
+    status: str = ""
+    #: Where its driver runs.
+    nodes: tuple[str, ...] = ()
+
+
+class AttemptRecord(_Part):
+    """One attempt. Times are UTC epoch seconds."""
+
+    #: From 1.
+    number: int
+    state: RunState
+    started_at: float = 0.0
+    ended_at: float | None = None
+    failure: Failure | None = None
+    #: By name.
+    components: Mapping[str, ComponentRecord] = {}
+    #: As it stands in the file: the first job above its others. See `jobs`.
+    ray: Mapping[str, Any] = {}
+    #: `ports[name]`, as placeholders name them.
+    ports: Mapping[str, int] = {}
+    #: The machine of its flow process, which has the attempt's files.
+    host: str | None = None
+    #: The checkpoint that it started from.
+    resume_from: str | None = None
+    #: What follows it, for people: `requeued: ...`, `final: ...`.
+    decision: str | None = None
+
+    @property
+    def jobs(self) -> dict[str, JobRecord]:
+        """By the name of the component that each one runs; the attempt's first one first."""
+        first = {self.ray.get("component", ""): self.ray} if self.ray else {}
+        jobs = {**first, **self.ray.get("others", {})}
+        return {name: JobRecord.model_validate(job) for name, job in jobs.items()}
+
+    @property
+    def is_last(self) -> bool:
+        """It was decided that no other attempt follows."""
+        return (self.decision or "").startswith("final")
+
+    @property
+    def ending(self) -> str:
+        """The kind of its failure; of one that has none, its state."""
+        return self.failure.kind.value if self.failure else self.state.value
+
+    def ended(self, state: RunState, at: float, failure: Failure | None) -> AttemptRecord:
+        # Validated, so that all of its keys are written.
+        found = Failure.model_validate(failure.as_json()) if failure else None
+        return self.but(state=state, ended_at=at, failure=found)
+
+    def observed(self, event: Event) -> AttemptRecord:
+        """With what an event of one of its components says."""
+        name, attempt = event.component, self
+        if name is None:
+            return self
+        if (component := self._component_after(name, event)) is not None:
+            attempt = self.but(components={**self.components, name: component})
+        if "submission_id" in event.fields or event.name.startswith("job."):
+            attempt = attempt.but(ray=_with_job(self.ray, name, event.fields))
+        return attempt
+
+    def _component_after(self, name: str, event: Event) -> ComponentRecord | None:
+        match event.name:
+            case "component.spawned" if not (event.is_adopted and name in self.components):
+                return ComponentRecord(
+                    pid=event.pid,
+                    started_at=event.at,
+                    ready_at=None,
+                    ended_at=None,
+                    exit_code=None,
+                    signal=None,
+                )
+            case "component.ready":
+                return self.components[name].but(ready_at=event.at)
+            case "component.exited":
+                end = {"exit_code": event.exit_code, "signal": event.signal}
+                return self.components[name].but(ended_at=event.at, **end)
         return None
-    attempt: Mapping[str, Any] = attempts[-1]
-    state = RunState(content["state"])
-    if state is RunState.STOPPING:
-        place = RunPlace(directory=path.parent).attempt(attempt["number"])
-        return None if _is_asked_to_end(place) else attempt
-    return attempt if state in _OPEN else None
 
 
-def _is_asked_to_end(place: AttemptPlace) -> bool:
-    """Whether somebody has asked a job of the attempt to end, or nobody can say."""
-    try:
-        files = [json.loads(path.read_text()) for path in place.submissions()]
-    except (OSError, ValueError):
-        return True
-    return any(file.get("stop_asked_at") is not None for file in files)
+class RunJson(_Part):
+    """What the file says. Times are UTC epoch seconds."""
 
+    run_id: str = ""
+    flow_run_id: str = ""
+    state: RunState
+    started_at: float = 0.0
+    ended_at: float | None = None
+    name: str = ""
+    workload: str = ""
+    tags: tuple[str, ...] = ()
+    #: What holds its processes: level, promise, and why no higher one does.
+    containment: Mapping[str, Any] | None = None
+    attempts: tuple[AttemptRecord, ...] = ()
+    #: With which it came to its state.
+    message: str = ""
 
-def taken_over(content: Mapping[str, Any], now: float, *, adopts: bool = False) -> dict[str, Any]:
-    """The record of a run on one host, for its next process on another one.
+    @staticmethod
+    def parse(text: str | bytes) -> RunJson:
+        """Raises: ValueError, in one line, for what is no record of a run."""
+        try:
+            return RunJson.model_validate(json.loads(text))
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"]))
+            raise ValueError(f"{f'{where}: ' if where else ''}{first['msg']}") from error
 
-    An attempt that has no end there is over: its process may live only where it can't be seen, and
-    the run's server has given the run to somebody else. Not so where its jobs outlive its process:
-    a second attempt would run beside them.
+    @staticmethod
+    def read(path: Path) -> RunJson:
+        """Raises: OSError, ValueError."""
+        return RunJson.parse(path.read_bytes())
 
-    Args:
-        now: UTC epoch seconds.
-        adopts: its jobs outlive its processes.
-    """
-    record: dict[str, Any] = copy.deepcopy({**content})
-    if adopts and RunState(record["state"]) in (*_OPEN, RunState.STOPPING):
-        return record
-    for attempt in record["attempts"][-1:]:
-        if attempt["ended_at"] is None:
-            where = f" on {attempt['host']}" if attempt.get("host") else ""
+    def as_json(self) -> dict[str, Any]:
+        return self.model_dump(mode="json", exclude_unset=True)
+
+    @property
+    def attempt(self) -> AttemptRecord | None:
+        """The one under way, or the last."""
+        return self.attempts[-1] if self.attempts else None
+
+    @property
+    def under_way(self) -> AttemptRecord | None:
+        """The attempt that has not ended; an ended one is never changed again."""
+        last = self.attempt
+        return last if last is not None and last.ended_at is None else None
+
+    def with_last(self, attempt: AttemptRecord) -> RunJson:
+        """With another last attempt."""
+        return self.but(attempts=(*self.attempts[:-1], attempt))
+
+    def adoptable(self, place: RunPlace) -> AttemptRecord | None:
+        """The attempt that another process can go on with; None for none.
+
+        One that was being taken down can be judged anew, as long as no job of it was asked to end.
+        """
+        attempt = self.under_way
+        if attempt is not None and self.state is RunState.STOPPING:
+            return None if _is_asked_to_end(place.attempt(attempt.number)) else attempt
+        return attempt if self.state in _OPEN else None
+
+    def decided(self) -> RunJson:
+        """Of a run that has ended nothing follows the last attempt, where it was not decided."""
+        last = self.attempt
+        if not self.state.is_final or last is None or last.decision is not None:
+            return self
+        return self.with_last(last.but(decision=f"final: {self.state.value}"))
+
+    def taken_over(self, now: float, *, adopts: bool = False) -> RunJson:
+        """The record of a run on one host, for its next process on another one.
+
+        An attempt that has no end there is over: its process may live only where it can't be seen,
+        and the run's server has given the run to somebody else. Not so where its jobs outlive its
+        process: a second attempt would run beside them.
+
+        Args:
+            now: UTC epoch seconds.
+            adopts: its jobs outlive its processes.
+        """
+        if adopts and self.state in (*_OPEN, RunState.STOPPING):
+            return self
+        record = self
+        if (attempt := self.under_way) is not None:
+            where = f" on {attempt.host}" if attempt.host else ""
             lost = Failure(
                 kind=FailureKind.UNKNOWN,
                 message=f"the flow process{where} of this attempt was lost, with its host",
                 rule="host-lost",
             )
-            attempt |= {
-                "state": RunState.FAILED.value,
-                "ended_at": now,
-                "failure": lost.as_json(),
-            }
-    if not RunState(record["state"]).is_final:
-        record["state"] = RunState.PENDING_RESOURCES.value
-    return record
+            record = record.with_last(attempt.ended(RunState.FAILED, now, lost))
+        return record if self.state.is_final else record.but(state=RunState.PENDING_RESOURCES)
 
 
 class RunRecord:
@@ -127,7 +272,7 @@ class RunRecord:
         flow_run_id: str,
         clock: Callable[[], float] = time.time,
         on_move: Callable[[RunState, str], None] = lambda state, message: None,
-        earlier: Mapping[str, Any] | None = None,
+        earlier: RunJson | None = None,
         adopts: bool = False,
         **more: object,
     ) -> None:
@@ -141,37 +286,49 @@ class RunRecord:
             earlier: what another host has on record of the run, where it has been there.
             adopts: its jobs outlive its processes, on any host.
             more: further keys of the file.
+
+        Raises: OSError, ValueError, when the file can't be read.
         """
         self._path = path
         self._clock = clock
         self._on_move = on_move
         self._lock = threading.RLock()
-        self._content: dict[str, Any] = {
+        content = {
             "run_id": run_id,
             "flow_run_id": flow_run_id,
-            "state": RunState.QUEUED.value,
+            "state": RunState.QUEUED,
             "started_at": clock(),
             "ended_at": None,
             **more,
             "containment": None,
-            "attempts": [],
+            "attempts": (),
         }
-        if path.exists():
-            self._content |= json.loads(path.read_text(encoding="utf-8"))
-        if earlier is not None and len(earlier["attempts"]) > len(self._content["attempts"]):
-            self._content |= taken_over(earlier, clock(), adopts=adopts)
+        here = RunJson.read(path) if path.exists() else None
+        content |= here.as_json() if here else {}
+        if earlier is not None and len(earlier.attempts) > len(here.attempts if here else ()):
+            content |= earlier.taken_over(clock(), adopts=adopts).as_json()
+        self._content = RunJson.model_validate(content)
         if self.state.is_final:
-            self._content |= {"state": RunState.QUEUED.value, "ended_at": None}
+            self._content = self._content.but(state=RunState.QUEUED, ended_at=None)
         self._save()
 
     @property
+    def content(self) -> RunJson:
+        """As it stands in the file."""
+        return self._content
+
+    @property
     def state(self) -> RunState:
-        return RunState(self._content["state"])
+        return self._content.state
 
     @property
     def attempts(self) -> int:
         """How many attempts were begun."""
-        return len(self._content["attempts"])
+        return len(self._content.attempts)
+
+    def adoptable(self) -> AttemptRecord | None:
+        """The attempt that an earlier process was at, where it can be gone on with."""
+        return self._content.adoptable(RunPlace(directory=self._path.parent))
 
     def move(self, state: RunState, message: str = "") -> None:
         """Bring the run to a state; into the same state does nothing.
@@ -182,13 +339,12 @@ class RunRecord:
             if state is self.state:
                 return
             check_move(self.state, state)
-            self._content["state"] = state.value
+            content = self._content.but(state=state)
             if message:
-                self._content["message"] = message
+                content = content.but(message=message)
             if state.is_final:
-                self._content["ended_at"] = self._clock()
-                self._close_ledger(state)
-            self._save()
+                content = content.but(ended_at=self._clock()).decided()
+            self._save(content)
         # Without the lock: whoever is told may hold one that another of our callers waits for.
         self._on_move(state, message)
 
@@ -210,131 +366,77 @@ class RunRecord:
             host: the machine of its flow process, which has the attempt's files.
         """
         with self._lock:
-            self._content["containment"] = dict(containment) if containment else None
-            self._note_begun_again()
-            self._content["attempts"].append(
-                {
-                    "number": number,
-                    "state": RunState.ADMITTED.value,
-                    "started_at": self._clock(),
-                    "ended_at": None,
-                    "failure": None,
-                    "components": {},
-                    "ray": {},
-                    "ports": dict(ports or {}),
-                    "host": host or None,
-                    "resume_from": resume_from or None,
-                    "decision": None,
-                }
+            content = self._content.but(containment=dict(containment) if containment else None)
+            if (last := content.attempt) is not None and (last.decision is None or last.is_last):
+                # Somebody began it anew, by hand or after the loss of its process.
+                decided = f"{last.decision}; " if last.decision else ""
+                content = content.with_last(last.but(decision=f"{decided}begun again"))
+            attempt = AttemptRecord(
+                number=number,
+                state=RunState.ADMITTED,
+                started_at=self._clock(),
+                ended_at=None,
+                failure=None,
+                components={},
+                ray={},
+                ports=dict(ports or {}),
+                host=host or None,
+                resume_from=resume_from or None,
+                decision=None,
             )
-            self._save()
+            self._save(content.but(attempts=(*content.attempts, attempt)))
 
     def end_attempt(self, verdict: Verdict) -> None:
         """Give the attempt under way its verdict; one that has its own keeps it."""
         with self._lock:
-            attempt = self._under_way()
-            if attempt is None:
-                return
-            attempt["state"] = verdict.state.value
-            attempt["ended_at"] = self._clock()
-            attempt["failure"] = verdict.failure.as_json() if verdict.failure else None
-            self._save()
+            if (attempt := self._content.under_way) is not None:
+                ended = attempt.ended(verdict.state, self._clock(), verdict.failure)
+                self._save(self._content.with_last(ended))
 
     def decide(self, decision: str) -> None:
         """Note what follows the last attempt, which has ended."""
         with self._lock:
-            self._content["attempts"][-1]["decision"] = decision
-            self._save()
-
-    def content(self) -> dict[str, Any]:
-        """The whole, as it stands in the file; a copy."""
-        with self._lock:
-            return copy.deepcopy(self._content)
-
-    def ledger(self) -> list[dict[str, Any]]:
-        """Every attempt, as it stands in the file; a copy."""
-        with self._lock:
-            return copy.deepcopy(list(self._content["attempts"]))
-
-    def components(self) -> dict[str, dict[str, Any]]:
-        """What is known of the components of the last attempt, by name; a copy."""
-        with self._lock:
-            attempts = self._content["attempts"]
-            return copy.deepcopy(attempts[-1]["components"]) if attempts else {}
+            last = self._content.attempts[-1]
+            self._save(self._content.with_last(last.but(decision=decision)))
 
     def observe(self, event: Event) -> None:
         """Take in an event of the attempt that runs now."""
-        state = None
         with self._lock:
-            attempt = self._under_way()
-            if attempt is None:
+            if (attempt := self._content.under_way) is None:
                 return
-            if event.component is not None:
-                self._observe_component(attempt["components"], event.component, event)
-                if "submission_id" in event.fields or event.name.startswith("job."):
-                    _observe_job(attempt["ray"], event.component, event.fields)
-            if (state := _STATE_AFTER.get(event.name)) is not None:
-                attempt["state"] = state.value
-            elif event.name in _SAVED or event.name.startswith("job."):
+            attempt = attempt.observed(event)
+            state = _STATE_AFTER.get(event.name)
+            if state is not None:
+                attempt = attempt.but(state=state)
+            self._content = self._content.with_last(attempt)
+            if state is None and (event.name in _SAVED or event.name.startswith("job.")):
                 self._save()
         if state is not None:
             self.move(state)
 
-    def adoptable(self) -> Mapping[str, Any] | None:
-        """The attempt that an earlier process was at, where it can be gone on with; a copy."""
-        with self._lock:
-            return copy.deepcopy(adoptable_attempt(self._path, self._content))
-
-    def _under_way(self) -> dict[str, Any] | None:
-        """The attempt that has not ended; an ended one is never changed again."""
-        attempts: list[dict[str, Any]] = self._content["attempts"]
-        return attempts[-1] if attempts and attempts[-1]["ended_at"] is None else None
-
-    def _close_ledger(self, state: RunState) -> None:
-        """Nothing follows the last attempt, where nothing else was decided."""
-        for attempt in self._content["attempts"][-1:]:
-            if attempt.get("decision") is None:
-                attempt["decision"] = f"final: {state.value}"
-
-    def _note_begun_again(self) -> None:
-        """Of an attempt that somebody began anew, by hand or after the loss of its process."""
-        if not self._content["attempts"]:
-            return
-        last = self._content["attempts"][-1]
-        decision = last.get("decision")
-        if decision is None or decision.startswith("final"):
-            last["decision"] = f"{decision}; begun again" if decision else "begun again"
-
-    def _observe_component(self, components: dict[str, Any], name: str, event: Event) -> None:
-        if event.name == "component.spawned":
-            if event.is_adopted and name in components:
-                return
-            components[name] = {
-                "pid": event.pid,
-                "started_at": event.at,
-                "ready_at": None,
-                "ended_at": None,
-                "exit_code": None,
-                "signal": None,
-            }
-        elif event.name == "component.ready":
-            components[name]["ready_at"] = event.at
-        elif event.name == "component.exited":
-            components[name]["ended_at"] = event.at
-            components[name]["exit_code"] = event.exit_code
-            components[name]["signal"] = event.signal
-
-    def _save(self) -> None:
+    def _save(self, content: RunJson | None = None) -> None:
+        self._content = content or self._content
         try:
-            write_json(self._path, self._content)
+            write_json(self._path, self._content.as_json())
         except OSError as error:
             _log.warning("%s could not be written: %s", self._path, error)
 
 
-def _observe_job(ray: dict[str, Any], component: str, fields: Mapping[str, Any]) -> None:
-    """Take in what happened to a job; the attempt's first one stands above its others."""
-    if ray.setdefault("component", component) != component:
-        ray = ray.setdefault("others", {}).setdefault(component, {})
-    ray |= {key: fields[key] for key in _OF_JOBS if key in fields}
+def _is_asked_to_end(place: AttemptPlace) -> bool:
+    """Whether somebody has asked a job of the attempt to end, or nobody can say."""
+    try:
+        files = [json.loads(path.read_text()) for path in place.submissions()]
+    except (OSError, ValueError):
+        return True
+    return any(file.get("stop_asked_at") is not None for file in files)
+
+
+def _with_job(ray: Mapping[str, Any], component: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """With what happened to a job; the attempt's first one stands above its others."""
+    is_first = ray.get("component", component) == component
+    others = ray.get("others", {})
+    job = {**ray, "component": component} if is_first else {**others.get(component, {})}
+    job |= {key: fields[key] for key in _OF_JOBS if key in fields}
     if place := fields.get("place"):
-        ray.setdefault("nodes", [place.removeprefix("node ")])
+        job.setdefault("nodes", [place.removeprefix("node ")])
+    return job if is_first else {**ray, "others": {**others, component: job}}

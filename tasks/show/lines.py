@@ -20,8 +20,12 @@ from typing import Any
 import plotext  # type: ignore[import-untyped]
 
 from tasks.record.events import Event
+from tasks.record.outcome import Failure
+from tasks.record.places import RunPlace
+from tasks.record.run_json import AttemptRecord, RunJson
+from tasks.show.failure import remedy_of
 from tasks.show.screen import Line
-from tasks.spec.failure_kinds import REMEDIES, FailureKind
+from tasks.spec.failure_kinds import REMEDIES
 from tasks.spec.words import stopwatch
 
 _TAIL_LINES = 12
@@ -200,24 +204,24 @@ class Ending:
 
 def end_block(ending: Ending) -> Iterator[Line]:
     """The block, after an empty line."""
-    content = _content(ending.record)
-    attempts = content.get("attempts") or []
-    failure = attempts[-1]["failure"] if attempts and ending.state != "completed" else None
+    record = _read(ending.record)
+    attempt = record.attempt if record is not None and ending.state != "completed" else None
+    failure = attempt.failure if attempt is not None else None
     left = "; nothing is left running" if ending.state == "cancelled" else ""
     yield Line(text="")
     # The message of the flow run says where to look, too, which stands below here.
     message = ending.message
     if failure and ending.state == "failed":
-        message = f"{failure['kind']}: {failure['message']}"
+        message = str(failure)
     yield Line(
         text=f"{ending.state}: {message}{left}",
         style=_STYLES.get(ending.state, "bold yellow"),
     )
-    if content:
-        yield _field("run", str(content["run_id"]))
-        yield _field("took", _took(content, attempts))
+    if record is not None:
+        yield _field("run", record.run_id)
+        yield _field("took", _took(record))
     if ending.state == "failed":
-        yield from _cause(ending, attempts, failure)
+        yield from _cause(ending, attempt, failure)
     if ending.record is not None:
         yield _field("record", str(ending.record))
     if ending.page:
@@ -225,59 +229,55 @@ def end_block(ending: Ending) -> Iterator[Line]:
 
 
 def _cause(
-    ending: Ending, attempts: list[Mapping[str, Any]], failure: Mapping[str, Any] | None
+    ending: Ending, attempt: AttemptRecord | None, failure: Failure | None
 ) -> Iterator[Line]:
     """What failed first, its last words, and what to do."""
-    kind = failure["kind"] if failure else ending.message.partition(":")[0]
-    if failure and failure["component"]:
-        yield _field("first", f"{failure['component']}, {_how_failed(failure)}")
-    if failure and failure["hint"]:
-        yield _field("hint", failure["hint"])
-    if kind in FailureKind.__members__:
-        yield _field("to do", REMEDIES[FailureKind(kind)])
-    if failure and failure["component"] and ending.record is not None:
-        folder = ending.record.parent / f"attempt-{attempts[-1]['number']:02d}"
-        log = folder / f"{failure['component']}.log"
+    if failure and failure.component:
+        yield _field("first", f"{failure.component}, {_how_failed(failure)}")
+    if failure and failure.hint:
+        yield _field("hint", failure.hint)
+    if remedy := REMEDIES[failure.kind] if failure else remedy_of(ending.message):
+        yield _field("to do", remedy)
+    if failure and failure.component and attempt and ending.record is not None:
+        place = RunPlace(directory=ending.record.parent).attempt(attempt.number)
+        log = place.log(failure.component)
         yield _field("log", str(log))
         hang = log.with_suffix(".hang.txt")
         if hang.exists():
             yield _field("hung in", str(hang))
-        if tail := failure["log_tail"].splitlines()[-_TAIL_LINES:]:
+        if tail := failure.log_tail.splitlines()[-_TAIL_LINES:]:
             yield _field("", "its last lines:")
             for line in tail:
                 yield _field("", f"| {line}")
 
 
-def _how_failed(failure: Mapping[str, Any]) -> str:
+def _how_failed(failure: Failure) -> str:
     """`RUNTIME_ERROR, SIGSEGV`; of one that had not ended by itself the kind alone."""
-    has_ended = failure["signal"] is not None or failure["exit_code"] is not None
-    return f"{failure['kind']}, {how_ended(failure)}" if has_ended else str(failure["kind"])
+    kind = failure.kind.value
+    return f"{kind}, {how_ended(failure.as_json())}" if failure.has_ended else kind
 
 
-def _took(content: Mapping[str, Any], attempts: list[Mapping[str, Any]]) -> str:
+def _took(record: RunJson) -> str:
     """`0:21, 2 attempts (NODE_LOST, completed)`."""
-    began, ended = content["started_at"], content["ended_at"]
-    took = stopwatch(ended - began) if ended is not None else "not ended"
-    if len(attempts) < 2:
-        return f"{took}, {'1 attempt' if attempts else 'no attempt'}"
-    ends = [(one["failure"] or {}).get("kind") or one["state"] for one in attempts]
+    ended = record.ended_at
+    took = stopwatch(ended - record.started_at) if ended is not None else "not ended"
+    ends = [attempt.ending for attempt in record.attempts]
+    if len(ends) < 2:
+        return f"{took}, {'1 attempt' if ends else 'no attempt'}"
     shown = ends if len(ends) <= 6 else [*ends[:3], f"{len(ends) - 5} more", *ends[-2:]]
-    return f"{took}, {len(attempts)} attempts ({', '.join(shown)})"
+    return f"{took}, {len(ends)} attempts ({', '.join(shown)})"
 
 
 def _field(name: str, text: str) -> Line:
     return Line(text=f"  {name:<{_LABEL}}{text}")
 
 
-def _content(record: Path | None) -> Mapping[str, Any]:
-    """Of `run.json`; nothing where it can't be read: what is known otherwise is shown even so."""
-    if record is None:
-        return {}
+def _read(path: Path | None) -> RunJson | None:
+    """None where it can't be read: what is known otherwise is shown even so."""
     try:
-        content: dict[str, Any] = json.loads(record.read_text(encoding="utf-8"))
+        return RunJson.read(path) if path is not None else None
     except (OSError, ValueError):
-        return {}
-    return content
+        return None
 
 
 Point = tuple[float, float]

@@ -17,10 +17,11 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote, urlsplit
 
+from tasks.record.outcome import Failure
 from tasks.record.retries import table_of
+from tasks.record.run_json import AttemptRecord, ComponentRecord, JobRecord, RunJson
 from tasks.record.states import RunState
 from tasks.show import pictures
 from tasks.show.failure import card_of, facts_of, remedy_of
@@ -43,9 +44,9 @@ def components_of(view: RunView) -> Shown:
         return Shown(headline="nothing was started yet", data=f"To be started: {text(names)}.")
     rows = [[*_row(view, attempt, name)] for name in view.spec.components]
     on = f" on {text(view.host)}" if view.host else ""
-    files = code(view.place.attempt(attempt["number"]).directory)
+    files = code(view.place.attempt(attempt.number).directory)
     parts = [
-        f"Attempt {attempt['number']}{on}, as of {moment(view.at)}. Logs are in {files}.",
+        f"Attempt {attempt.number}{on}, as of {moment(view.at)}. Logs are in {files}.",
         table(_HEAD, rows),
     ]
     if view.servers:
@@ -55,59 +56,53 @@ def components_of(view: RunView) -> Shown:
     return Shown(headline=_components_headline(view, attempt), data="\n\n".join(parts))
 
 
-def state_of(view: RunView, attempt: Mapping[str, Any], name: str) -> str:
+def state_of(attempt: AttemptRecord, name: str) -> str:
     """What a component does, in a few words."""
-    seen = attempt["components"].get(name)
+    seen = attempt.components.get(name)
     if seen is None:
         return "not started"
-    if seen["ended_at"] is not None:
+    if seen.ended_at is not None:
         return end_of(attempt, name)
-    if seen["ready_at"] is not None:
-        return "ready"
-    return "starting"
+    return "ready" if seen.ready_at is not None else "starting"
 
 
-def _components_headline(view: RunView, attempt: Mapping[str, Any]) -> str:
-    failure = attempt["failure"] or {}
+def _components_headline(view: RunView, attempt: AttemptRecord) -> str:
+    first = attempt.failure.component if attempt.failure else None
     states = [
-        f"{name} {'failed' if name == failure.get('component') else state_of(view, attempt, name)}"
+        f"{name} {'failed' if name == first else state_of(attempt, name)}"
         for name in view.spec.components
     ]
     return "\n\n".join(map(text, states))
 
 
-def _row(view: RunView, attempt: Mapping[str, Any], name: str) -> Iterator[str]:
-    seen = attempt["components"].get(name)
-    failure = attempt["failure"] or {}
+def _row(view: RunView, attempt: AttemptRecord, name: str) -> Iterator[str]:
+    seen = attempt.components.get(name)
     yield text(name)
-    state = text(state_of(view, attempt, name))
-    if failure.get("component") == name:
+    state = text(state_of(attempt, name))
+    if attempt.failure and attempt.failure.component == name:
         state = f"**failed first**: {state}"
     elif state == "starting" and (why := view.unready.get(name)):
         state += f", not ready: {text(why)}"
     yield state
     yield _runs_as(attempt, name, seen)
-    if seen is None or not seen["started_at"]:
+    if seen is None or not seen.started_at:
         yield ""
-    elif seen["ready_at"]:
-        yield seconds(seen["ready_at"] - seen["started_at"])
+    elif (after_s := seen.ready_after_s) is not None:
+        yield seconds(after_s)
     else:
-        yield "never" if seen["ended_at"] or attempt["ended_at"] else "not yet"
-    yield ", ".join(_ports(attempt.get("ports") or {}, name))
+        yield "never" if seen.ended_at or attempt.ended_at else "not yet"
+    yield ", ".join(_ports(attempt.ports, name))
     yield code(f"{name}.log") if seen is not None else ""
 
 
-def _runs_as(attempt: Mapping[str, Any], name: str, seen: Mapping[str, Any] | None) -> str:
+def _runs_as(attempt: AttemptRecord, name: str, seen: ComponentRecord | None) -> str:
     if seen is None:
         return ""
-    if seen["pid"] is not None:
-        return f"pid {seen['pid']}"
-    ray = attempt["ray"]
-    job = ray if ray.get("component") == name else (ray.get("others") or {}).get(name, {})
-    nodes = job.get("nodes") or []
-    listed = ", ".join(map(str, nodes)) if isinstance(nodes, list | tuple) else str(nodes)
-    where = f" on {text(listed)}" if listed else ""
-    return f"Ray job {code(job.get('submission_id', ''))}{where}"
+    if seen.pid is not None:
+        return f"pid {seen.pid}"
+    job = attempt.jobs.get(name, JobRecord())
+    where = f" on {text(', '.join(job.nodes))}" if job.nodes else ""
+    return f"Ray job {code(job.submission_id)}{where}"
 
 
 def _ports(ports: Mapping[str, int], name: str) -> Iterator[str]:
@@ -244,19 +239,18 @@ def _ray(view: RunView) -> Iterator[Place]:
     if view.spec.ray is None:
         return
     address = _without_user(view.spec.ray.address.rstrip("/"))
-    ray = view.attempt["ray"] if view.attempt else {}
-    jobs = [job for job in (ray, *(ray.get("others") or {}).values()) if job.get("submission_id")]
-    for job in jobs:
-        id = job["submission_id"]
+    jobs = view.attempt.jobs.values() if view.attempt else ()
+    ids = [job.submission_id for job in jobs if job.submission_id]
+    for id in ids:
         yield Place(name="Ray dashboard", url=f"{address}/#/jobs/{quote(id)}", what=f"job {id}")
-    if not jobs:
+    if not ids:
         yield Place(name="Ray dashboard", url=address)
 
 
 def _logs(view: RunView) -> Iterator[Path]:
-    for name in reversed([*view.spec.components]):
-        if (log := view.log(name)) is not None:
-            yield log
+    if view.attempt is not None:
+        place = view.place.attempt(view.attempt.number)
+        yield from map(place.log, reversed([*view.spec.components]))
 
 
 def _printed_in(log: Path) -> str:
@@ -295,7 +289,7 @@ def summary_of(view: RunView) -> Shown:
     """The story so far."""
     said, why = _state(view)
     # Why it failed stands below, among the other answers.
-    failed = _failed(view)
+    failed = view.failed
     parts = [f"### {_title(said)}"]
     if why and failed is None:
         parts.append(block(why) if "\n" in why else text(why))
@@ -303,7 +297,7 @@ def summary_of(view: RunView) -> Shown:
         parts.append(f"**What to do**: {text(remedy)}")
     parts.append("\n".join(_facts(view)))
     if failed is not None:
-        parts += _failure(view, failed)
+        parts += _failure(view, *failed)
     if places := places_of(view):
         parts.append("**Elsewhere**")
         parts.append(
@@ -319,19 +313,18 @@ def summary_of(view: RunView) -> Shown:
 
 def _state(view: RunView) -> tuple[str, str]:
     """The state in a word, and what is to be said of it in a line."""
-    failed = _failed(view)
-    why = f"{failed['failure']['kind']}: {failed['failure']['message']}" if failed else ""
+    state = view.state.value
     match view.state:
-        case "failed":
-            return "failed", why or view.message
-        case "completed" | "cancelled":
-            return view.state, view.message
-        case "pending_resources":
+        case RunState.FAILED:
+            return state, str(view.failed[1]) if view.failed else view.message
+        case RunState.COMPLETED | RunState.CANCELLED:
+            return state, view.message
+        case RunState.PENDING_RESOURCES:
             return "waiting", view.doing.removeprefix("waiting: ") or "for its gang of GPUs"
-        case "queued" | "admitted":
+        case RunState.QUEUED | RunState.ADMITTED:
             return "about to start", view.doing
         case _:
-            return view.state, view.doing.removeprefix(f"{view.state}: ")
+            return state, view.doing.removeprefix(f"{state}: ")
 
 
 def _title(said: str) -> str:
@@ -339,9 +332,8 @@ def _title(said: str) -> str:
 
 
 def _headline(view: RunView, said: str, why: str) -> str:
-    failed = _failed(view)
     lines = [f"**{said}**"]
-    if failed is None:
+    if view.failed is None:
         first, *more = why.splitlines()[:_CARD_LINES] or [""]
         if len(first) <= _BESIDE:
             lines[0] += f": {text(first)}" if first else ""
@@ -349,8 +341,9 @@ def _headline(view: RunView, said: str, why: str) -> str:
             more = [first, *more]
         lines += map(text, more)
     else:
-        lines[0] += f": {text(failed['failure']['kind'])}"
-        lines += map(text, card_of(failed))
+        attempt, failure = view.failed
+        lines[0] += f": {text(failure.kind.value)}"
+        lines += map(text, card_of(attempt, failure))
     if step := _step(view):
         lines.append("" if step == why else text(step))
     return "\n\n".join(filter(None, lines))
@@ -365,38 +358,29 @@ def _step(view: RunView) -> str:
 
 def _facts(view: RunView) -> Iterator[str]:
     record, attempt = view.record, view.attempt
-    began, ended = record.get("started_at"), record.get("ended_at")
-    if began:
-        lasts = seconds((ended or view.at) - began)
-        yield f"- **Since**: {moment(began)}, {lasts}{'' if ended else ' by now'}"
+    if began := record.started_at:
+        lasts = seconds((record.ended_at or view.at) - began)
+        yield f"- **Since**: {moment(began)}, {lasts}{'' if record.ended_at else ' by now'}"
     if attempt is not None:
         count = len(view.attempts)
         earlier = f", after {count - 1} that failed" if count > 1 else ""
-        started_from = attempt.get("resume_from")
-        resumed = f", from {code(started_from)}" if started_from else ""
-        yield f"- **Attempt**: {attempt['number']}{earlier}{resumed}"
+        resumed = f", from {code(attempt.resume_from)}" if attempt.resume_from else ""
+        yield f"- **Attempt**: {attempt.number}{earlier}{resumed}"
     if step := _step(view):
         yield f"- **Progress**: {text(step)}"
     yield f"- **Record**: {code(view.place.record)}"
 
 
-def _failed(view: RunView) -> Mapping[str, Any] | None:
-    """The last attempt, where it failed and nothing else has begun since."""
-    attempt = view.attempt
-    return attempt if attempt is not None and attempt["failure"] else None
-
-
-def _failure(view: RunView, attempt: Mapping[str, Any]) -> Iterator[str]:
+def _failure(view: RunView, attempt: AttemptRecord, failure: Failure) -> Iterator[str]:
     many = len(view.attempts) > 1
-    yield f"**What went wrong in attempt {attempt['number']}**" if many else "**What went wrong**"
+    yield f"**What went wrong in attempt {attempt.number}**" if many else "**What went wrong**"
     yield "\n".join(
         f"- **{_title(fact.asked)}**: {code(fact.said) if fact.is_code else text(fact.said)}"
-        for fact in facts_of(view.place, attempt)
+        for fact in facts_of(view.place, attempt, failure)
     )
-    failure = attempt["failure"]
-    if tail := failure.get("log_tail"):
-        yield f"The last lines of {text(failure['component'] or 'the log')}:"
-        yield block("\n".join(tail.splitlines()[-_LINES:]))
+    if failure.log_tail:
+        yield f"The last lines of {text(failure.component or 'the log')}:"
+        yield block("\n".join(failure.log_tail.splitlines()[-_LINES:]))
 
 
 #: Of earlier attempts the record keeps no lines of logs: hundreds of requeues shall fit.
@@ -410,26 +394,25 @@ _OF_ATTEMPTS = {
 
 def record_of(view: RunView) -> Shown:
     """What `run.json` says."""
-    content = json.loads(json.dumps(view.record))
+    content = view.record.as_json()
     for attempt in content["attempts"][:-_WITH_TAILS]:
         if attempt["failure"]:
             attempt["failure"]["log_tail"] = ""
-    count = len(content["attempts"])
-    said = f"run.json: {content['state']}, {counted(count, 'attempt')}"
+    said = f"run.json: {view.state.value}, {counted(len(view.attempts), 'attempt')}"
     return Shown(headline=said, data=block(json.dumps(content, indent=2)))
 
 
-def record_read(data: str) -> dict[str, Any] | None:
+def record_read(data: str) -> RunJson | None:
     """The record that such an artifact holds; None where it holds none that can be gone on with.
 
     Anybody can write an artifact, and a secret that is masked in it may be a word of the record's.
     """
     _, _, rest = data.partition("\n")
     try:
-        content = json.loads(rest.rpartition("\n")[0])
-        RunState(content["state"])
-        attempts = content["attempts"]
-        numbers = [attempt["number"] for attempt in attempts if attempt.keys() >= _OF_ATTEMPTS]
-    except (ValueError, KeyError, TypeError, AttributeError):
+        record = RunJson.parse(rest.rpartition("\n")[0])
+    except ValueError:
         return None
-    return content if numbers == [*range(1, len(attempts) + 1)] else None
+    attempts = [one for one in record.attempts if one.model_fields_set >= _OF_ATTEMPTS]
+    numbers = [attempt.number for attempt in attempts]
+    is_whole = numbers == [*range(1, len(record.attempts) + 1)]
+    return record if is_whole and "attempts" in record.model_fields_set else None

@@ -21,6 +21,7 @@ from statistics import fmean
 from typing import Any
 from xml.sax.saxutils import escape, quoteattr
 
+from tasks.record.run_json import AttemptRecord
 from tasks.show.view import RunView, Shown, end_of
 from tasks.spec.words import clock, counted, seconds, table, text
 
@@ -270,13 +271,13 @@ def drawn(view: RunView) -> str:
     return svg(parts, height=top + _FOOT, title=_title(view))
 
 
-def phases_of(view: RunView, attempt: Mapping[str, Any], name: str) -> list[_Phase]:
+def phases_of(view: RunView, attempt: AttemptRecord, name: str) -> list[_Phase]:
     """What a component did in an attempt, in order, without gaps."""
-    begin, end = attempt["started_at"], _end_of(view, attempt)
-    seen = attempt["components"].get(name)
+    begin, end = attempt.started_at, _end_of(view, attempt)
+    seen = attempt.components.get(name)
     if seen is None:
         return [_Phase(color=_WAITING, name="never started", begin=begin, end=end)]
-    started, ready, over = seen["started_at"], seen["ready_at"], seen["ended_at"] or end
+    started, ready, over = seen.started_at, seen.ready_at, seen.ended_at or end
     found = [_Phase(color=_WAITING, name="waiting", begin=begin, end=started)]
     found.append(_Phase(color=_STARTING, name="starting", begin=started, end=ready or over))
     if ready:
@@ -285,9 +286,9 @@ def phases_of(view: RunView, attempt: Mapping[str, Any], name: str) -> list[_Pha
 
 
 def _attempt(
-    view: RunView, attempt: Mapping[str, Any], names: Sequence[str], top: float
+    view: RunView, attempt: AttemptRecord, names: Sequence[str], top: float
 ) -> Iterator[str]:
-    begin, end = attempt["started_at"], _end_of(view, attempt)
+    begin, end = attempt.started_at, _end_of(view, attempt)
     scale = (_BARS_RIGHT - _BARS_LEFT) / max(end - begin, 0.1)
     yield svg_text(16, top + 14, _heading(attempt), bold=True, room=WIDTH - 232)
     at = WIDTH - 16, top + 14
@@ -312,10 +313,10 @@ def _attempt(
             x, width = _BARS_LEFT + (phase.begin - begin) * scale, (phase.end - phase.begin) * scale
             said = f"{name}: {phase.name} for {seconds(phase.end - phase.begin)}"
             yield svg_bar(x, y, width, _BAR, phase.color, said)
-        seen = attempt["components"].get(name)
-        is_failed = name == (attempt["failure"] or {}).get("component")
+        seen = attempt.components.get(name)
+        is_failed = attempt.failure is not None and name == attempt.failure.component
         if is_failed:
-            died = (seen or {}).get("ended_at") or end
+            died = (seen.ended_at if seen else None) or end
             yield _cross(_BARS_LEFT + (died - begin) * scale, y + _BAR / 2)
         color = _FAILED if is_failed else PALE
         room = WIDTH - _BARS_RIGHT - 16
@@ -345,61 +346,55 @@ def _legend() -> Iterator[str]:
         x += 80
 
 
-def _note(attempt: Mapping[str, Any], name: str) -> str:
-    seen = attempt["components"].get(name)
+def _note(attempt: AttemptRecord, name: str) -> str:
+    seen = attempt.components.get(name)
     if seen is None:
-        return "never started" if attempt["ended_at"] else ""
-    if seen["ended_at"]:
+        return "never started" if attempt.ended_at else ""
+    if seen.ended_at:
         return end_of(attempt, name)
-    if seen["ready_at"]:
-        return f"ready in {seconds(seen['ready_at'] - seen['started_at'])}"
-    return "not ready yet"
+    after_s = seen.ready_after_s
+    return f"ready in {seconds(after_s)}" if after_s is not None else "not ready yet"
 
 
 def _title(view: RunView) -> str:
     count = len(view.attempts)
     shown = f", the last {ATTEMPTS_AT_MOST} drawn" if count > ATTEMPTS_AT_MOST else ""
-    return f"{view.record['run_id']}: {counted(count, 'attempt')}{shown}"
+    return f"{view.record.run_id}: {counted(count, 'attempt')}{shown}"
 
 
-def _heading(attempt: Mapping[str, Any]) -> str:
-    failure = attempt["failure"]
-    how = failure["kind"] if failure else attempt["state"]
-    return f"attempt {attempt['number']}: {how}"
+def _heading(attempt: AttemptRecord) -> str:
+    return f"attempt {attempt.number}: {attempt.ending}"
 
 
-def _when(view: RunView, attempt: Mapping[str, Any]) -> str:
-    before = [one for one in view.attempts if one["number"] < attempt["number"]]
-    waited_since = before[-1]["ended_at"] if before else view.record.get("started_at")
-    waited_s = attempt["started_at"] - waited_since if waited_since else 0.0
+def _when(view: RunView, attempt: AttemptRecord) -> str:
+    before = [one for one in view.attempts if one.number < attempt.number]
+    waited_since = before[-1].ended_at if before else view.record.started_at
+    waited_s = attempt.started_at - waited_since if waited_since else 0.0
     waited = f", waited {seconds(waited_s)}" if waited_s >= _WAITED_S else ""
-    return f"{clock(attempt['started_at'])}{waited}"
+    return f"{clock(attempt.started_at)}{waited}"
 
 
-def _names(view: RunView, attempt: Mapping[str, Any]) -> list[str]:
-    return [*dict.fromkeys([*view.spec.components, *attempt["components"]])]
+def _names(view: RunView, attempt: AttemptRecord) -> list[str]:
+    return [*dict.fromkeys([*view.spec.components, *attempt.components])]
 
 
-def _end_of(view: RunView, attempt: Mapping[str, Any]) -> float:
-    if attempt["ended_at"] is not None:
-        return float(attempt["ended_at"])
-    return max(view.at, float(attempt["started_at"]))
+def _end_of(view: RunView, attempt: AttemptRecord) -> float:
+    return attempt.ended_at if attempt.ended_at is not None else max(view.at, attempt.started_at)
 
 
-def _attempt_figures(view: RunView, attempt: Mapping[str, Any]) -> Iterator[list[str]]:
+def _attempt_figures(view: RunView, attempt: AttemptRecord) -> Iterator[list[str]]:
     for name in _names(view, attempt):
-        seen = attempt["components"].get(name)
+        seen = attempt.components.get(name)
         if seen is None:
-            yield [str(attempt["number"]), text(name), "never", "", "", ""]
+            yield [str(attempt.number), text(name), "never", "", "", ""]
             continue
-        ready = seen["ready_at"]
         yield [
-            str(attempt["number"]),
+            str(attempt.number),
             text(name),
-            clock(seen["started_at"]).removesuffix(" UTC"),
-            seconds(ready - seen["started_at"]) if ready else "never",
-            clock(seen["ended_at"]).removesuffix(" UTC") if seen["ended_at"] else "",
-            end_of(attempt, name) if seen["ended_at"] else "",
+            clock(seen.started_at).removesuffix(" UTC"),
+            seconds(seen.ready_after_s) if seen.ready_after_s is not None else "never",
+            clock(seen.ended_at).removesuffix(" UTC") if seen.ended_at else "",
+            end_of(attempt, name) if seen.ended_at else "",
         ]
 
 

@@ -5,14 +5,15 @@ The servers of a fleet as they are shown, from its events.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from tasks.record.events import Event
-from tasks.record.places import AttemptPlace, RunPlace
-from tasks.record.states import SERVING, GroupState
+from tasks.record.outcome import Failure
+from tasks.record.places import RunPlace
+from tasks.record.run_json import AttemptRecord, ComponentRecord, RunJson
+from tasks.record.states import SERVING, GroupState, RunState
 from tasks.spec.run import FLEET, RunSpec
 
 
@@ -53,8 +54,7 @@ class RunView:
     at: float
     #: With its placeholders filled in, once an attempt has begun.
     spec: RunSpec
-    #: The content of `run.json`.
-    record: Mapping[str, Any]
+    record: RunJson
     place: RunPlace
     #: The machine of its flow process.
     host: str = ""
@@ -69,55 +69,42 @@ class RunView:
     servers: tuple[ServerSeen, ...] = ()
 
     @property
-    def state(self) -> str:
-        return str(self.record["state"])
+    def state(self) -> RunState:
+        return self.record.state
 
     @property
-    def is_over(self) -> bool:
-        return self.state in ("completed", "failed", "cancelled")
+    def attempts(self) -> tuple[AttemptRecord, ...]:
+        return self.record.attempts
 
     @property
-    def attempts(self) -> Sequence[Mapping[str, Any]]:
-        found: Sequence[Mapping[str, Any]] = self.record["attempts"]
-        return found
-
-    @property
-    def attempt(self) -> Mapping[str, Any] | None:
+    def attempt(self) -> AttemptRecord | None:
         """The one under way, or the last."""
-        return self.attempts[-1] if self.attempts else None
+        return self.record.attempt
 
     @property
-    def attempt_place(self) -> AttemptPlace | None:
-        return self.place.attempt(self.attempt["number"]) if self.attempt else None
-
-    def log(self, component: str) -> Path | None:
-        """Of a component in the last attempt."""
-        return self.attempt_place.log(component) if self.attempt_place else None
+    def failed(self) -> tuple[AttemptRecord, Failure] | None:
+        """The last attempt, where it failed and nothing else has begun since."""
+        attempt = self.attempt
+        return (attempt, attempt.failure) if attempt and attempt.failure else None
 
 
 #: With these a run stops its own components.
 _STOPS = frozenset({"SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGKILL"})
 
 
-def ending_of(component: Mapping[str, Any]) -> str:
+def ending_of(one: ComponentRecord | Failure) -> str:
     """How something ended by itself: `killed by SIGSEGV`, `exit code 1`."""
-    if component["signal"]:
-        return f"killed by {component['signal']}"
-    code = component["exit_code"]
-    return f"exit code {'unknown' if code is None else code}"
+    if one.signal:
+        return f"killed by {one.signal}"
+    return f"exit code {'unknown' if one.exit_code is None else one.exit_code}"
 
 
-def has_ended(failure: Mapping[str, Any]) -> bool:
-    """Whether the component to blame had ended; another one was alive, and then stopped."""
-    return failure["exit_code"] is not None or failure["signal"] is not None
-
-
-def end_of(attempt: Mapping[str, Any], name: str) -> str:
+def end_of(attempt: AttemptRecord, name: str) -> str:
     """How a component of an attempt ended, which may be by the run's own hand."""
-    seen, failure = attempt["components"][name], attempt["failure"]
-    is_first = failure is not None and failure["component"] == name and has_ended(failure)
-    if seen["signal"] in _STOPS and not is_first:
-        return f"stopped by {seen['signal']}"
+    seen, failure = attempt.components[name], attempt.failure
+    is_first = failure is not None and failure.component == name and failure.has_ended
+    if seen.signal in _STOPS and not is_first:
+        return f"stopped by {seen.signal}"
     return ending_of(seen)
 
 

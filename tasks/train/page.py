@@ -17,7 +17,6 @@ from prefect.client.orchestration import get_client
 
 from tasks.processes.identity import host_name
 from tasks.record.events import Event
-from tasks.record.states import RunState
 from tasks.server.artifacts import (
     ATTEMPTS,
     COMPONENTS,
@@ -216,8 +215,7 @@ class RunPage:
         return told_at + max(pace.renewed_s, grown_s)
 
     def _view(self) -> RunView:
-        run, record = self._run, self._run.record.content()
-        has_ended = RunState(record["state"]).is_final
+        run, record = self._run, self._run.record.content
         with self._lock:
             return RunView(
                 at=time.time(),
@@ -226,7 +224,7 @@ class RunPage:
                 place=run.place,
                 host=host_name(),
                 doing=self._doing,
-                message=run.verdict.message if has_ended else "",
+                message=run.verdict.message if record.state.is_final else "",
                 step=self._step,
                 unready=dict(self._unready),
                 servers=self._fleet.servers,

@@ -9,9 +9,8 @@ import contextvars
 import os
 import signal as signals
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 from tasks.processes.component import AttemptPlan, ComponentPlan, RemoteJob
 from tasks.processes.containment import Containment, Level, allowed_level, probe
@@ -22,6 +21,7 @@ from tasks.ray.nodes import sweep_of
 from tasks.ray.submission import JobPlan, submission_file, submission_id
 from tasks.record.events import Emit
 from tasks.record.places import AttemptPlace
+from tasks.record.run_json import AttemptRecord
 from tasks.rollout.component import FleetStart, fleet_component
 from tasks.spec.errors import Fault
 from tasks.spec.loading import project_root
@@ -36,7 +36,7 @@ def job_maker(
     command: Command,
     run_id: str,
     place: AttemptPlace,
-    adopted: Mapping[str, Any] | None = None,
+    adopted: AttemptRecord | None = None,
 ) -> Callable[[Callable[..., None]], RemoteJob]:
     """Makes the job of a component, told where to say what happens to it.
 
@@ -68,7 +68,7 @@ def job_maker(
         gpus=gang.nodes * gang.gpus_per_node if gang and takes_all else 0,
         start_within_s=spec.ray.start_within_s,
         submission_file=submission_file(place, name, is_only=is_only),
-        may_be_submitted_since=adopted["started_at"] if adopted is not None else None,
+        may_be_submitted_since=adopted.started_at if adopted is not None else None,
     )
     # By it the sweep's task runs belong to the flow run; supervision has a thread of its own.
     context = contextvars.copy_context()
@@ -119,7 +119,7 @@ def plan_of(
     run_id: str,
     place: AttemptPlace,
     containment: Containment,
-    adopted: Mapping[str, Any] | None = None,
+    adopted: AttemptRecord | None = None,
     fleet: FleetStart | None = None,
 ) -> AttemptPlan:
     """One attempt at a run.
@@ -144,7 +144,7 @@ def plan_of(
         success_step=spec.success.step if spec.success else None,
         stall_after_s=spec.stall_after_s,
         containment=containment,
-        began_at=adopted["started_at"] if adopted is not None else None,
+        began_at=adopted.started_at if adopted is not None else None,
     )
 
 
@@ -154,7 +154,7 @@ def _component_plan(
     run_id: str,
     place: AttemptPlace,
     fleet: FleetStart | None,
-    adopted: Mapping[str, Any] | None,
+    adopted: AttemptRecord | None,
 ) -> ComponentPlan:
     env = component_env(spec, name, run_id, place.number)
     component = spec.processes.get(name)

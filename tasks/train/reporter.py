@@ -277,9 +277,9 @@ class Reporter:
 
     def _tell_end(self) -> None:
         """How the attempt ended and what follows, as the last that its log shows of it."""
-        attempt, logger = self._run.record.ledger()[-1], get_run_logger()
-        if attempt["failure"] is None:
+        attempt, logger = self._run.record.content.attempts[-1], get_run_logger()
+        if attempt.failure is None:
             said = self._run.verdict.message
-            logger.info("attempt %d %s: %s", attempt["number"], attempt["state"], said)
+            logger.info("attempt %d %s: %s", attempt.number, attempt.state.value, said)
         else:
-            logger.error("%s", as_text(self._run.place, attempt))
+            logger.error("%s", as_text(self._run.place, attempt, attempt.failure))

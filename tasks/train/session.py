@@ -6,10 +6,8 @@ import atexit
 import logging
 import threading
 import time
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from uuid import UUID
 
 from tasks.processes.identity import host_name
@@ -20,7 +18,7 @@ from tasks.record.events import Event, EventLog, event_listeners
 from tasks.record.outcome import Failure, Verdict
 from tasks.record.places import AttemptPlace, RunPlace
 from tasks.record.retries import resume_point
-from tasks.record.run_json import RunRecord
+from tasks.record.run_json import RunJson, RunRecord
 from tasks.record.states import RunState
 from tasks.rollout.component import FleetTail, fleet_faults, fleet_names, fleet_ports, prepare_fleet
 from tasks.spec import secrets
@@ -67,7 +65,7 @@ class RunSession:
         flow_run_id: UUID,
         api_url: str | None = None,
         worker: str | None = None,
-        earlier: Mapping[str, Any] | None = None,
+        earlier: RunJson | None = None,
     ) -> None:
         """Makes the run's directory, and registers this process as the run's owner.
 
@@ -158,13 +156,13 @@ class RunSession:
         Raises: OSError, when there is no port, no disk or no process to be had.
         """
         before = self.record.adoptable() if self.adopts else None
-        place = self.place.attempt(before["number"] if before else self.record.attempts + 1)
+        place = self.place.attempt(before.number if before else self.record.attempts + 1)
         # Its process may have been killed before it could be noted.
         place.directory.mkdir(exist_ok=True)
         if before is not None:
-            resume_from, ports = before["resume_from"], PortsReserved.known(before["ports"])
+            resume_from, ports = before.resume_from, PortsReserved.known(before.ports)
         else:
-            resume_from = self.resume_point()
+            resume_from = str(self.resume_point() or "")
             ports = PortsReserved([*ports_needed(self.spec), *fleet_ports(self.spec)])
         try:
             names = {
@@ -172,7 +170,7 @@ class RunSession:
                 "run.dir": str(self.place.directory),
                 "attempt.number": str(place.number),
                 "attempt.dir": str(place.directory),
-                "attempt.resume_from": str(resume_from or ""),
+                "attempt.resume_from": resume_from or "",
                 **{name: str(port) for name, port in ports.numbers.items()},
                 **fleet_names(self.spec, ports.numbers),
             }
@@ -215,7 +213,7 @@ class RunSession:
             attempt=place.number,
             run_id=self.run_id,
             directory=place.directory,
-            resume_from=str(resume_from) if resume_from else None,
+            resume_from=resume_from or None,
         )
         self._events.emit("containment", text=str(containment), **containment.as_json())
         if self.interrupted_by:
@@ -325,12 +323,10 @@ class RunSession:
     def _masked(self, verdict: Verdict) -> Verdict:
         failure = verdict.failure
         if failure is not None:
-            failure = replace(
-                failure,
-                message=self.mask(failure.message),
-                line=self.mask(failure.line),
-                log_tail=self.mask(failure.log_tail),
-            )
+            masked = {
+                key: self.mask(getattr(failure, key)) for key in ("message", "line", "log_tail")
+            }
+            failure = failure.model_copy(update=masked)
         return replace(verdict, message=self.mask(verdict.message), failure=failure)
 
     def _tell_state(self, state: RunState, message: str) -> None:

@@ -254,7 +254,7 @@ def conclude(run: RunSession) -> State[Any]:
         case RunState.CANCELLED:
             return Cancelled(message=verdict.message)
         case _:
-            last = [None, *run.record.ledger()][-1]
+            last = run.record.content.attempt
             return Failed(message=run.mask(in_a_line(verdict.message, run.place, last)))
 
 

@@ -35,7 +35,6 @@ from tasks.server.flow_runs import (
     state_of,
     talking_to,
 )
-from tasks.spec.failure_kinds import FailureKind
 from tasks.train.reporter import flushed, say_state
 from tasks.train.session import RunSession
 from tasks.upkeep.parked import forget_parked, note_parked
@@ -122,10 +121,10 @@ def _leave_jobs(run: RunSession) -> NoReturn:
 def _decided(run: RunSession) -> Sequel:
     """What follows the attempt that has just ended, noted in the ledger."""
     verdict = run.verdict
-    failures = [attempt["failure"] for attempt in run.record.ledger()[:-1]]
+    failures = [attempt.failure for attempt in run.record.content.attempts[:-1]]
     sequel = decide(
         verdict,
-        [FailureKind(failure["kind"]) if failure else None for failure in failures],
+        [failure.kind if failure else None for failure in failures],
         run.spec.retry_of(verdict.failure.kind) if verdict.failure else None,
         resume_from=str(run.resume_point() or ""),
     )

@@ -24,7 +24,7 @@ from tasks.ray.end import stop_submission
 from tasks.ray.nodes import sweep_of
 from tasks.record.closing import Loss, close_record
 from tasks.record.places import AttemptPlace, RunPlace
-from tasks.record.run_json import adoptable_attempt
+from tasks.record.run_json import RunJson
 from tasks.server.flow_runs import (
     FLOW_RUN_VARIABLE,
     JOBS_GO_ON,
@@ -160,10 +160,9 @@ def is_under_way(lost: LostRun) -> bool:
     if lost.owner.directory is None:
         return False
     try:
-        path = RunPlace(directory=lost.owner.directory).record
-        content = json.loads(path.read_text(encoding="utf-8"))
-        return adoptable_attempt(path, content) is not None
-    except (OSError, ValueError, KeyError):
+        place = RunPlace(directory=lost.owner.directory)
+        return RunJson.read(place.record).adoptable(place) is not None
+    except (OSError, ValueError):
         return False
 
 

@@ -12,10 +12,8 @@ The record of a run that its Prefect server keeps, for a host that has none, or 
 
 from __future__ import annotations
 
-import json
 import logging
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -34,7 +32,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from tasks.processes.registry import owner_of
 from tasks.record.events import EventLog
 from tasks.record.places import RunPlace, muster_home
-from tasks.record.run_json import RunRecord, write_json
+from tasks.record.run_json import RunJson, RunRecord, write_json
 from tasks.record.states import RunState
 from tasks.server.artifacts import ATTEMPTS, COMPONENTS, RECORD, SUMMARY, TIMELINE, FlowArtifacts
 from tasks.server.flow_runs import ServerAway, state_of, talking_to
@@ -75,23 +73,20 @@ def _tell(client: SyncPrefectClient, flow_run_id: UUID, view: RunView) -> None:
 
 def _view(place: RunPlace) -> RunView | None:
     """None for a run that never began: its state says all there is."""
-    record = json.loads(place.record.read_text(encoding="utf-8"))
-    if not record["attempts"]:
+    record = RunJson.read(place.record).decided()
+    if record.attempt is None:
         return None
-    last = record["attempts"][-1]
-    if RunState(record["state"]).is_final and last.get("decision") is None:
-        last["decision"] = f"final: {record['state']}"
     return RunView(
         at=time.time(),
-        spec=load_spec(place.attempt(last["number"]).spec),
+        spec=load_spec(place.attempt(record.attempt.number).spec),
         record=record,
         place=place,
-        doing=record.get("message", ""),
-        message=record.get("message", ""),
+        doing=record.message,
+        message=record.message,
     )
 
 
-def record_kept(client: SyncPrefectClient, flow_run_id: UUID) -> dict[str, Any] | None:
+def record_kept(client: SyncPrefectClient, flow_run_id: UUID) -> RunJson | None:
     """The content of `run.json` as its host told it last; None where there is none."""
     found = client.read_artifacts(
         artifact_filter=ArtifactFilter(
@@ -104,7 +99,7 @@ def record_kept(client: SyncPrefectClient, flow_run_id: UUID) -> dict[str, Any] 
     return record_read(str(found[0].data)) if found else None
 
 
-def earlier_record(api_url: str, flow_run_id: UUID) -> dict[str, Any] | None:
+def earlier_record(api_url: str, flow_run_id: UUID) -> RunJson | None:
     """The same, for a process that is about to go on with the run.
 
     None, too, where the server does not say: a run that starts now is not held up by its past.
@@ -195,22 +190,22 @@ def _closed(parked: Parked) -> Reconciled | None:
     )
 
 
-def _take_over(parked: Parked, kept: Mapping[str, Any]) -> bool:
+def _take_over(parked: Parked, kept: RunJson) -> bool:
     """Whether the run came to its end on another host, whose record is now here too."""
-    place = RunPlace.of(parked.run_id)
+    path = RunPlace.of(parked.run_id).record
     try:
-        content = json.loads(place.record.read_text(encoding="utf-8"))
+        here = RunJson.read(path)
     except (OSError, ValueError):
         return False
     # As many as here: it went on there with the attempt that was under way.
-    if not RunState(kept["state"]).is_final or len(kept["attempts"]) < len(content["attempts"]):
+    if not kept.state.is_final or len(kept.attempts) < len(here.attempts):
         return False
-    write_json(place.record, kept)
+    write_json(path, kept.as_json())
     return True
 
 
 def _close_record(
-    parked: Parked, state: State[Any] | None, kept: Mapping[str, Any] | None
+    parked: Parked, state: State[Any] | None, kept: RunJson | None
 ) -> RunState | None:
     """The state that the record was given; None where it did not say that the run waits.
 
@@ -219,10 +214,10 @@ def _close_record(
     """
     place = RunPlace.of(parked.run_id)
     try:
-        content = json.loads(place.record.read_text(encoding="utf-8"))
+        before = RunJson.read(place.record)
     except (OSError, ValueError):
         return None
-    if content["state"] != RunState.PENDING_RESOURCES.value:
+    if before.state is not RunState.PENDING_RESOURCES:
         return None
     if state is not None and state.is_completed():
         # Done elsewhere: the record of that machine says how, and this one can't.

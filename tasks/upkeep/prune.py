@@ -30,7 +30,7 @@ from prefect.settings import PREFECT_API_URL
 from tasks.processes.identity import host_name
 from tasks.processes.registry import registered_runs
 from tasks.record.places import RunPlace, muster_home
-from tasks.record.states import RunState
+from tasks.record.run_json import RunJson
 from tasks.server.flow_runs import (
     UPKEEP_FLOWS,
     ServerAway,
@@ -168,12 +168,14 @@ def _directories() -> Iterator[Path]:
 def _ending(record: Path) -> tuple[float, str]:
     """When a run ended, UTC epoch seconds, and why it must be taken as one that has not."""
     try:
-        content = json.loads(record.read_text(encoding="utf-8"))
-        if not RunState(content["state"]).is_final:
-            return math.inf, "it has not ended"
-        return float(content["ended_at"]), ""
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        content = RunJson.read(record)
+    except (OSError, ValueError) as error:
         return math.inf, f"its record can't be read ({error})"
+    if not content.state.is_final:
+        return math.inf, "it has not ended"
+    if content.ended_at is None:
+        return math.inf, "its record does not say when it ended"
+    return content.ended_at, ""
 
 
 def _carry_out(step: Step, keep: Retention) -> Done | None:

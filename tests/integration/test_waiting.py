@@ -207,8 +207,8 @@ def test_kind_that_is_final_is_not_waited_for(refused: Refused) -> None:
     assert not next_attempt(session)
 
     assert session.close().state.value == "failed"
-    [entry] = session.record.ledger()
-    assert entry["decision"] == "final: USER_ERROR is not retried"
+    [entry] = session.record.content.attempts
+    assert entry.decision == "final: USER_ERROR is not retried"
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 
 from tasks.record.outcome import Failure, Verdict
 from tasks.record.retries import Next, Sequel, decide, table_of
+from tasks.record.run_json import AttemptRecord
 from tasks.record.states import RunState
 from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.run import Retry
@@ -154,7 +155,7 @@ def test_table_has_a_row_for_each_attempt() -> None:
         "decision": None,
     }
 
-    rows = table_of([first, second])
+    rows = table_of([AttemptRecord.model_validate(one) for one in (first, second)])
 
     assert rows[0] == {
         "attempt": 1,
@@ -183,4 +184,5 @@ def test_row_of_a_record_that_knew_no_decisions() -> None:
         "ray": {},
     }
 
-    assert (table_of([old])[0]["line"], table_of([old])[0]["decided"]) == ("gone", None)
+    [row] = table_of([AttemptRecord.model_validate(old)])
+    assert (row["line"], row["decided"]) == ("gone", None)

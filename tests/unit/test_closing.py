@@ -11,7 +11,7 @@ import pytest
 from tasks.record.closing import FLOW_LOST, Loss, close_record, closed
 from tasks.record.events import Event
 from tasks.record.outcome import Failure, Verdict
-from tasks.record.run_json import RunRecord
+from tasks.record.run_json import RunJson, RunRecord
 from tasks.record.states import LEGAL_MOVES, RunState, moves_of_recovery
 from tasks.spec.errors import IllegalTransition
 from tasks.spec.failure_kinds import FailureKind
@@ -199,12 +199,12 @@ def test_a_run_without_a_record_has_nothing_to_close(tmp_path: Path) -> None:
 
 
 def test_what_is_given_is_not_changed(tmp_path: Path) -> None:
-    content = content_of(record_of(tmp_path, "running"))
-    before = json.dumps(content)
+    record = RunJson.read(record_of(tmp_path, "running"))
+    before = record.as_json()
 
-    closed(content, Loss(pid=812), NOW)
+    closed(record, Loss(pid=812), NOW)
 
-    assert json.dumps(content) == before
+    assert record.as_json() == before
 
 
 @pytest.mark.parametrize("before", [state for state in RunState if not state.is_final])

@@ -39,6 +39,7 @@ def written(folder: Path, *attempts: dict[str, Any]) -> Path:
     path = folder / "run.json"
     content = {
         "run_id": "x-grpo-20260102-030405-abcd",
+        "state": "failed",
         "started_at": 1000.0,
         "ended_at": 1081.5,
         "attempts": list(attempts),

@@ -317,8 +317,8 @@ def test_the_page_of_a_lost_run_says_what_its_record_was_closed_with(
     assert len(server.kept) == 5
     # What another host would go on with.
     kept, written = record_read(server.shown("record")["data"]), run.place.record.read_text()
-    assert kept is not None and kept["attempts"][0]["decision"] == "final: failed"
-    assert {**kept, "attempts": []} == {**json.loads(written), "attempts": []}
+    assert kept is not None and kept.attempts[0].decision == "final: failed"
+    assert {**kept.as_json(), "attempts": []} == {**json.loads(written), "attempts": []}
 
 
 @pytest.mark.parametrize(

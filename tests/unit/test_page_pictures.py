@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 from tasks.record.places import RunPlace
+from tasks.record.run_json import RunJson
 from tasks.show import lines, pictures
 from tasks.show.page import curve_shown
 from tasks.show.pictures import Figures, curve_of, drawn, phases_of, timeline_of
@@ -28,10 +29,11 @@ def view(*attempts: dict[str, Any], components: tuple[str, ...] = ("api", "train
         "components": {name: {"command": ["sleep", "1"]} for name in components},
         "progress": {"jsonl": "m.jsonl", "step": "step"},
     }
+    record = {"run_id": "x-1", "state": "running", "started_at": 990.0, "attempts": [*attempts]}
     return RunView(
         at=1020.0,
         spec=RunSpec.model_validate(spec),
-        record={"run_id": "x-1", "state": "running", "started_at": 990.0, "attempts": [*attempts]},
+        record=RunJson.model_validate(record),
         place=RunPlace(directory=Path("/runs/x-1")),
     )
 
@@ -80,7 +82,7 @@ def test_a_component_that_never_got_ready_starts_until_its_end() -> None:
 
 
 def test_the_timeline_marks_the_one_that_failed_first_and_no_other() -> None:
-    failure = {"kind": "STALLED", "component": "api", "exit_code": 1, "signal": None}
+    failure = {"kind": "STALLED", "component": "api", "exit_code": 1, "message": "silent"}
     components = {"api": seen(1001.0, 1003.0, 1009.0), "trainer": seen(1003.0, 1004.0, 1009.5)}
     run = view(attempt(ended_at=1010.0, failure=failure, components=components, state="failed"))
 

@@ -10,6 +10,7 @@ import pytest
 
 from tasks.record.events import Event
 from tasks.record.places import RunPlace
+from tasks.record.run_json import RunJson
 from tasks.show.failure import as_text, in_a_line
 from tasks.show.page import attempts_of, components_of, places_of, progress_of, summary_of
 from tasks.show.view import FleetSeen, RunView
@@ -87,7 +88,7 @@ def view(*attempts: dict[str, Any], state: str = "running", **more: Any) -> RunV
     return RunView(
         at=1010.0,
         spec=spec,
-        record={**record, "attempts": list(attempts)},
+        record=RunJson.model_validate({**record, "attempts": attempts}),
         place=RunPlace(directory=Path("/home/runs/x-1")),
         **more,
     )
@@ -154,14 +155,17 @@ def test_a_component_that_never_got_ready_is_still_alive_when_it_fails() -> None
 def test_the_message_of_a_failed_run_ends_with_its_log_and_what_follows() -> None:
     place = RunPlace(directory=Path("/r"))
 
-    said = in_a_line("RUNTIME_ERROR: it died", place, failed())
+    said = in_a_line("RUNTIME_ERROR: it died", place, view(failed()).attempt)
 
     assert said.startswith("RUNTIME_ERROR: it died; log: /r/attempt-01/trainer.log; not tried")
     assert in_a_line("USER_ERROR: the spec", place, None) == "USER_ERROR: the spec"
 
 
 def test_the_last_word_of_a_log_has_every_answer_in_one_message() -> None:
-    said = as_text(RunPlace(directory=Path("/r")), failed())
+    run = view(failed())
+    assert run.failed is not None
+
+    said = as_text(RunPlace(directory=Path("/r")), *run.failed)
 
     for asked in ("what failed first: ", "why: ", "what to do: ", "its log: ", "what happens next"):
         assert f"\n{asked}" in said

@@ -14,7 +14,7 @@ from prefect.states import Cancelled
 
 from tasks.record.outcome import Failure, Verdict
 from tasks.record.places import RunPlace
-from tasks.record.run_json import RunRecord
+from tasks.record.run_json import RunJson, RunRecord
 from tasks.record.states import RunState
 from tasks.spec.failure_kinds import FailureKind
 from tasks.upkeep import parked
@@ -61,10 +61,10 @@ def test_a_run_that_was_lost_with_another_host_keeps_its_attempts_there(
     muster_home: Path, tmp_path: Path, kept: SimpleNamespace
 ) -> None:
     here = parked_here()
-    there = record_at(tmp_path / "there" / "run.json", earlier=json.loads(here.read_text()))
+    there = record_at(tmp_path / "there" / "run.json", earlier=RunJson.read(here))
     there.begin_attempt(2, host="there")
     there.move(RunState.ADMITTED)
-    kept.record = there.content()
+    kept.record = there.content
 
     [closed] = parked.close_ended_parked()
 
@@ -79,7 +79,7 @@ def test_a_run_that_another_host_knows_no_more_of_is_closed_by_its_own_record(
     muster_home: Path, kept: SimpleNamespace
 ) -> None:
     here = parked_here()
-    kept.record = json.loads(here.read_text())
+    kept.record = RunJson.read(here)
 
     parked.close_ended_parked()
 
@@ -91,10 +91,10 @@ def test_a_run_that_went_on_elsewhere_with_the_attempt_under_way_has_its_end_fro
     muster_home: Path, kept: SimpleNamespace
 ) -> None:
     here = parked_here()
-    there = json.loads(here.read_text()) | {"state": "completed", "message": "done there"}
+    there = RunJson.read(here).but(state=RunState.COMPLETED, message="done there")
     kept.record = there
 
     parked.close_ended_parked()
 
-    assert json.loads(here.read_text()) == there
+    assert json.loads(here.read_text()) == there.as_json()
     assert parked.parked_runs() == []

@@ -51,7 +51,7 @@ def make(
         "run_id": run_id,
         "state": state,
         "ended_at": time.time() - days_ago * DAY_S if state == "completed" else None,
-        "attempts": [{"number": 1, "resume_from": resume_from or None}],
+        "attempts": [{"number": 1, "state": state, "resume_from": resume_from or None}],
     }
     (directory / "run.json").write_text(json.dumps(record))
     return directory

@@ -12,7 +12,7 @@ import pytest
 
 from tasks.record.events import Event, EventLog
 from tasks.record.outcome import Failure, Verdict
-from tasks.record.run_json import RunRecord, write_json
+from tasks.record.run_json import AttemptRecord, RunJson, RunRecord, write_json
 from tasks.record.states import RunState
 from tasks.spec.errors import IllegalTransition
 from tasks.spec.failure_kinds import FailureKind
@@ -178,31 +178,31 @@ def test_ledger_says_what_an_attempt_began_from_and_what_was_decided(path: Path)
     record.end_attempt(Verdict(state=RunState.COMPLETED, message=""))
     record.decide("final: completed")
 
-    [entry] = record.ledger()
-    assert (entry["resume_from"], entry["decision"]) == ("/ckpt/step-10", "final: completed")
-    assert content_of(path)["attempts"] == [entry]
+    [entry] = record.content.attempts
+    assert (entry.resume_from, entry.decision) == ("/ckpt/step-10", "final: completed")
+    assert AttemptRecord.model_validate(content_of(path)["attempts"][0]) == entry
 
 
 def test_attempt_that_has_ended_is_never_changed_again(path: Path) -> None:
     record = content_with_a_failed_attempt(path)
-    [before] = record.ledger()
+    [before] = record.content.attempts
 
     record.observe(event("component.exited", "api", at=9.0, pid=812, exit_code=0, signal=None))
     record.observe(event("teardown.begun"))
     record.end_attempt(Verdict(state=RunState.CANCELLED, message="late"))
 
-    assert record.ledger() == [before]
+    assert record.content.attempts == (before,)
 
 
 def test_what_is_decided_after_it_is_all_that_is_added(path: Path) -> None:
     record = content_with_a_failed_attempt(path)
-    [before] = record.ledger()
+    [before] = record.content.attempts
 
     record.decide("retried: NODE_LOST, attempt 2 of 3 in 10 s")
     record.begin_attempt(2)
 
     decision = "retried: NODE_LOST, attempt 2 of 3 in 10 s"
-    assert record.ledger()[0] == {**before, "decision": decision}
+    assert record.content.attempts[0] == before.but(decision=decision)
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_attempt_that_somebody_began_again_says_so(
 
     record.begin_attempt(2)
 
-    assert [entry["decision"] for entry in record.ledger()] == [says, None]
+    assert [entry.decision for entry in record.content.attempts] == [says, None]
 
 
 def test_run_that_ends_has_no_attempt_undecided(path: Path) -> None:
@@ -232,7 +232,7 @@ def test_run_that_ends_has_no_attempt_undecided(path: Path) -> None:
 
     record.move(RunState.FAILED, "UNKNOWN: could not go on")
 
-    assert [entry["decision"] for entry in record.ledger()] == ["final: failed"]
+    assert [entry.decision for entry in record.content.attempts] == ["final: failed"]
 
 
 def test_reader_never_sees_a_part_of_the_record(path: Path) -> None:
@@ -349,7 +349,7 @@ def test_attempt_that_has_its_verdict_can_not_be_gone_on_with(path: Path) -> Non
     assert make(path).adoptable() is None
 
 
-def elsewhere(tmp_path: Path, *, ended: bool) -> dict[str, Any]:
+def elsewhere(tmp_path: Path, *, ended: bool) -> RunJson:
     """What a record on another host says after one attempt, which has ended or not."""
     path = tmp_path / "elsewhere.json"
     record = make(path)
@@ -360,7 +360,7 @@ def elsewhere(tmp_path: Path, *, ended: bool) -> dict[str, Any]:
         record.move(RunState.STOPPING)
         failure = Failure(kind=FailureKind.INSUFFICIENT_RESOURCES, message="no room")
         record.end_attempt(Verdict.failed(failure, 3.0))
-    return content_of(path)
+    return RunJson.read(path)
 
 
 def test_a_host_without_a_record_goes_on_with_that_of_another(path: Path, tmp_path: Path) -> None:
@@ -369,18 +369,18 @@ def test_a_host_without_a_record_goes_on_with_that_of_another(path: Path, tmp_pa
     record = make(path, earlier=earlier)
     record.begin_attempt(2, host="node-8")
 
-    attempts = content_of(path)["attempts"]
-    assert attempts[0] == earlier["attempts"][0] | {"decision": "begun again"}
-    assert [(a["number"], a["host"]) for a in attempts] == [(1, "node-7"), (2, "node-8")]
+    attempts = RunJson.read(path).attempts
+    assert attempts[0] == earlier.attempts[0].but(decision="begun again")
+    assert [(a.number, a.host) for a in attempts] == [(1, "node-7"), (2, "node-8")]
     record.move(RunState.ADMITTED)  # from any state that the other one was left in
 
 
 def test_an_attempt_that_has_no_end_on_the_other_host_was_lost(path: Path, tmp_path: Path) -> None:
     record = make(path, earlier=elsewhere(tmp_path, ended=False))
 
-    [attempt] = record.ledger()
-    assert attempt["state"] == "failed" and attempt["ended_at"] is not None
-    assert "on node-7" in attempt["failure"]["message"]
+    [attempt] = record.content.attempts
+    assert attempt.state is RunState.FAILED and attempt.ended_at is not None
+    assert attempt.failure is not None and "on node-7" in attempt.failure.message
     assert record.adoptable() is None
     assert record.state is RunState.PENDING_RESOURCES
 
@@ -395,19 +395,19 @@ def test_an_attempt_whose_jobs_outlive_its_host_is_gone_on_with(
     for name in ("attempt.begun", last):
         there.observe(event(name))
 
-    record = make(path, earlier=there.content(), adopts=True)
+    record = make(path, earlier=there.content, adopts=True)
 
-    assert record.adoptable() == there.ledger()[0]
+    assert record.adoptable() == there.content.attempts[0]
     assert record.state is there.state
 
 
 def test_an_attempt_that_never_got_under_way_leaves_no_jobs(path: Path, tmp_path: Path) -> None:
-    earlier = elsewhere(tmp_path, ended=False) | {"state": "pending_resources"}
+    earlier = elsewhere(tmp_path, ended=False).but(state=RunState.PENDING_RESOURCES)
 
     record = make(path, earlier=earlier, adopts=True)
 
     assert record.adoptable() is None
-    assert record.ledger()[0]["state"] == "failed"
+    assert record.content.attempts[0].state is RunState.FAILED
 
 
 def test_of_two_records_the_one_with_more_attempts_holds(path: Path, tmp_path: Path) -> None:
@@ -418,4 +418,4 @@ def test_of_two_records_the_one_with_more_attempts_holds(path: Path, tmp_path: P
 
     record = make(path, earlier=elsewhere(tmp_path, ended=True))
 
-    assert [attempt["host"] for attempt in record.ledger()] == ["here", "here"]
+    assert [attempt.host for attempt in record.content.attempts] == ["here", "here"]

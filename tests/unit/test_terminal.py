@@ -150,6 +150,7 @@ def test_the_last_attempt_is_told_by_the_block_at_the_end_alone(tmp_path: Path) 
     out = Out(is_terminal=False)
     content = {
         "run_id": "x-grpo",
+        "state": "failed",
         "started_at": 0.0,
         "ended_at": 5.0,
         "attempts": [{"number": 1, "state": "failed", "failure": FAILURE}],
