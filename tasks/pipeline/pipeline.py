@@ -24,12 +24,6 @@ from uuid import UUID
 
 from prefect import get_run_logger
 from prefect.client.orchestration import SyncPrefectClient
-from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
-from prefect.client.schemas.filters import (
-    ArtifactFilter,
-    ArtifactFilterFlowRunId,
-    ArtifactFilterKey,
-)
 from prefect.client.schemas.objects import State
 from prefect.client.schemas.responses import SetStateStatus
 from prefect.context import FlowRunContext
@@ -58,6 +52,7 @@ from tasks.pipeline.stage_runs import (
 )
 from tasks.record.places import RunPlace, make_run_id
 from tasks.record.retries import handed_on
+from tasks.server.artifacts import FlowArtifacts
 from tasks.server.flow_process import cancel_watched, interrupting, started_by_others, why_cancelled
 from tasks.server.flow_runs import (
     JOBS_GO_ON,
@@ -66,6 +61,7 @@ from tasks.server.flow_runs import (
     process_tags_of,
     talking_to,
 )
+from tasks.show.view import Shown
 from tasks.spec.errors import InvalidSpec
 from tasks.spec.pipeline import PipelineSpec, parse_pipeline, run_spec, with_specs
 from tasks.spec.placeholders import RUN_DIR, RUN_ID
@@ -74,55 +70,6 @@ from tasks.spec.words import table
 
 #: Of the artifact.
 KEY = "stages"
-
-
-class StageTable:
-    """One artifact, found again by each process of the pipeline and replaced by what is so now."""
-
-    def __init__(self, spec: PipelineSpec, flow_run_id: UUID) -> None:
-        self._spec = spec
-        self._flow_run_id = flow_run_id
-        self._id: UUID | None = None
-        self._shown = ""
-
-    def show(
-        self,
-        client: SyncPrefectClient,
-        runs: Sequence[StageRun],
-        checkpoints: Mapping[str, str],
-    ) -> None:
-        """
-        Args:
-            checkpoints: What runs hand on, by flow run id; empty for nothing.
-        """
-        text = table_of(self._spec.stage_names, runs, checkpoints)
-        if text == self._shown:
-            return
-        self._id = self._id or self._find(client)
-        if self._id is None:
-            created = client.create_artifact(
-                ArtifactCreate(
-                    key=KEY,
-                    type="markdown",
-                    description=f"The stages of {self._spec.name}",
-                    data=text,
-                    flow_run_id=self._flow_run_id,
-                )
-            )
-            self._id = created.id
-        else:
-            client.update_artifact(self._id, ArtifactUpdate(data=text))
-        self._shown = text
-
-    def _find(self, client: SyncPrefectClient) -> UUID | None:
-        found = client.read_artifacts(
-            artifact_filter=ArtifactFilter(
-                key=ArtifactFilterKey(any_=[KEY]),
-                flow_run_id=ArtifactFilterFlowRunId(any_=[self._flow_run_id]),
-            ),
-            limit=1,
-        )
-        return found[0].id if found else None
 
 
 def table_of(
@@ -185,7 +132,9 @@ class Pipeline:
         self._told = ""
         self._hurried = False
         self._woken = threading.Event()
-        self._table = StageTable(spec, flow_run_id)
+        self._artifacts = FlowArtifacts(flow_run_id, [KEY])
+        #: What the table of stages shows.
+        self._shown = ""
 
     def interrupt(self, why: str) -> None:
         """End the pipeline as cancelled; by a second signal, without a wait. Returns at once."""
@@ -354,7 +303,11 @@ class Pipeline:
                 if run.ending is Ending.COMPLETED and run.flow_run_id not in self._handed_on:
                     found = str(self._checkpoint(client, run) or "")
                     self._handed_on[run.flow_run_id] = found
-            self._table.show(client, self._runs, self._handed_on)
+            data = table_of(self.spec.stage_names, self._runs, self._handed_on)
+            if data != self._shown:
+                headline = f"The stages of {self.spec.name}"
+                self._artifacts.show(client, KEY, Shown(headline=headline, data=data))
+                self._shown = data
 
         self._try(show)
 

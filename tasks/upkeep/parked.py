@@ -20,13 +20,7 @@ from typing import Any
 from uuid import UUID
 
 from prefect.client.orchestration import SyncPrefectClient
-from prefect.client.schemas.filters import (
-    ArtifactFilter,
-    ArtifactFilterFlowRunId,
-    ArtifactFilterKey,
-)
 from prefect.client.schemas.objects import State
-from prefect.client.schemas.sorting import ArtifactSort
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from tasks.processes.registry import owner_of
@@ -34,7 +28,15 @@ from tasks.record.events import EventLog
 from tasks.record.places import RunPlace, muster_home
 from tasks.record.run_json import RunJson, RunRecord, write_json
 from tasks.record.states import RunState
-from tasks.server.artifacts import ATTEMPTS, COMPONENTS, RECORD, SUMMARY, TIMELINE, FlowArtifacts
+from tasks.server.artifacts import (
+    ATTEMPTS,
+    COMPONENTS,
+    RECORD,
+    SUMMARY,
+    TIMELINE,
+    FlowArtifacts,
+    artifacts_of,
+)
 from tasks.server.flow_runs import ServerAway, state_of, talking_to
 from tasks.show.page import attempts_of, components_of, record_of, record_read, summary_of
 from tasks.show.pictures import timeline_of
@@ -66,7 +68,7 @@ def _tell(client: SyncPrefectClient, flow_run_id: UUID, view: RunView) -> None:
         RECORD: record_of(view),
     }
     # What it is made of was masked when it was written.
-    artifacts = FlowArtifacts(flow_run_id, told, lambda said: said)
+    artifacts = FlowArtifacts(flow_run_id, told)
     for key, shown in told.items():
         artifacts.show(client, key, shown)
 
@@ -88,14 +90,7 @@ def _view(place: RunPlace) -> RunView | None:
 
 def record_kept(client: SyncPrefectClient, flow_run_id: UUID) -> RunJson | None:
     """The content of `run.json` as its host told it last; None where there is none."""
-    found = client.read_artifacts(
-        artifact_filter=ArtifactFilter(
-            key=ArtifactFilterKey(any_=[RECORD]),
-            flow_run_id=ArtifactFilterFlowRunId(any_=[flow_run_id]),
-        ),
-        sort=ArtifactSort.UPDATED_DESC,
-        limit=1,
-    )
+    found = artifacts_of(client, flow_run_id, [RECORD])
     return record_read(str(found[0].data)) if found else None
 
 

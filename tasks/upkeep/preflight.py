@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from prefect import task
-from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 from prefect.logging import get_run_logger
@@ -27,6 +26,7 @@ from tasks.processes.registry import owner_of
 from tasks.ray.dashboard import Dashboard, Denied, NoAnswer
 from tasks.ray.nodes import Node, NodeVisitor, NotVisited, visiting
 from tasks.record.places import muster_home
+from tasks.server.artifacts import leave_report
 from tasks.spec.words import commas, table
 
 _GIB = 1 << 30
@@ -348,12 +348,7 @@ def publish_verdict(verdict: Verdict) -> None:
     log = get_run_logger()
     for finding in verdict.findings:
         log.error("%s", finding)
-    try:
-        create_markdown_artifact(
-            key="preflight", markdown=verdict.as_markdown(), description=verdict.summary[:500]
-        )
-    except Exception as error:
-        log.warning("the artifact was not made: %r", error)
+    leave_report("preflight", verdict.as_markdown(), verdict.summary[:500], log)
 
 
 def conclude_preflight(verdict: Verdict) -> State[Verdict]:

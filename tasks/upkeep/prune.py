@@ -19,18 +19,16 @@ from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from prefect.artifacts import create_markdown_artifact
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.filters import FlowFilter, FlowFilterName
 from prefect.client.schemas.objects import StateType
-from prefect.exceptions import MissingContextError
-from prefect.logging import get_run_logger
 from prefect.settings import PREFECT_API_URL
 
 from tasks.processes.identity import host_name
 from tasks.processes.registry import registered_runs
 from tasks.record.places import RunPlace, muster_home
 from tasks.record.run_json import RunJson
+from tasks.server.artifacts import leave_report, run_log
 from tasks.server.flow_runs import (
     UPKEEP_FLOWS,
     ServerAway,
@@ -105,19 +103,11 @@ def prune_host(keep: Retention | None = None, *, dry_run: bool = False) -> Prune
 
 def publish(pruned: Pruned) -> None:
     """Log what was done, and leave an artifact of it; of nothing, none."""
-    log: logging.Logger | logging.LoggerAdapter[logging.Logger] = _log
-    with suppress(MissingContextError):
-        log = get_run_logger()
+    log = run_log(_log)
     for line in pruned.lines():
         log.info("%s", line)
-    if not (pruned.done or pruned.has_problem) or not PREFECT_API_URL.value():
-        return
-    try:
-        create_markdown_artifact(
-            key="prune", markdown=pruned.as_markdown(), description=pruned.summary
-        )
-    except Exception as error:
-        log.warning("the artifact was not made: %r", error)
+    if pruned.done or pruned.has_problem:
+        leave_report("prune", pruned.as_markdown(), pruned.summary, log)
 
 
 def survey(keep: Retention, wanted: frozenset[str] = frozenset()) -> list[Found]:

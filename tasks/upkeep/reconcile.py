@@ -22,13 +22,12 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from uuid import UUID
 
 from prefect.client.orchestration import SyncPrefectClient
-from prefect.client.schemas.actions import ArtifactCreate
 from prefect.client.schemas.filters import (
     DeploymentFilter,
     DeploymentFilterId,
@@ -43,8 +42,7 @@ from prefect.client.schemas.objects import State, StateType
 from prefect.context import FlowRunContext
 from prefect.events import emit_event
 from prefect.events.worker import EventsWorker
-from prefect.exceptions import MissingContextError, ObjectNotFound
-from prefect.logging import get_run_logger
+from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_API_URL
 from prefect.states import Cancelled
 
@@ -52,6 +50,7 @@ from tasks.processes.ending import holders_of
 from tasks.processes.identity import host_name
 from tasks.processes.registry import LostRun, Remains, claimed, finish, owner_of, registered_runs
 from tasks.record.closing import Closed, Loss, close_record
+from tasks.server.artifacts import leave_report, run_log
 from tasks.server.flow_runs import (
     FLOW_RUN_VARIABLE,
     UPKEEP_FLOWS,
@@ -104,30 +103,16 @@ def reconcile_host(lost: str | None = None) -> Report:
 
 def publish(report: Report) -> None:
     """Log what was found, and leave an artifact and events of what was done; of nothing, none."""
-    log: logging.Logger | logging.LoggerAdapter[logging.Logger] = _log
-    with suppress(MissingContextError):
-        log = get_run_logger()
+    log = run_log(_log)
     for run in report.runs:
         log.warning("%s", run)
-    context, api_url = FlowRunContext.get(), PREFECT_API_URL.value()
-    if not report.acted or not api_url:
+    if not report.acted or not PREFECT_API_URL.value():
         return
-    artifact = ArtifactCreate(
-        key="reconcile",
-        type="markdown",
-        data=report.as_markdown(),
-        description=report.summary,
-        flow_run_id=context.flow_run.id if context is not None and context.flow_run else None,
-    )
-    try:
-        with talking_to(api_url) as client:
-            client.create_artifact(artifact)
-    except Exception as error:
-        log.warning("the artifact was not made: %r", error)
+    leave_report("reconcile", report.as_markdown(), report.summary, log)
     for run in report.acted:
         # Never raises.
         emit_event("muster.run.reconciled", resource=_resource(run), payload=run.as_payload())
-    if context is None:
+    if FlowRunContext.get() is None:
         # Sent from a thread, which a program that goes on as another one would take with it. It
         # would warn that it is not done yet, which is what is waited for.
         logging.getLogger(EventsWorker.__name__).setLevel(logging.ERROR)
