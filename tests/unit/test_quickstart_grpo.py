@@ -15,7 +15,6 @@ from copy_task import EOS, VOCABULARY, prompt_of
 from grpo import (
     CLIP_RANGE,
     Batch,
-    group_advantages,
     initial_state,
     loss_and_gradient,
     train_step,
@@ -62,48 +61,6 @@ def one_token_batch(policy: Policy, *, ratio: float, advantage: float) -> Batch:
         advantages=np.array([advantage]),
         mean_reward=0.5,
     )
-
-
-def test_initial_policy_is_nearly_indifferent_between_all_tokens() -> None:
-    contexts = np.array([context_of(prompt_of([1, 2, 3, 4])), context_of([])])
-
-    probs = np.exp(forward(initial_policy(np.random.default_rng(0)), contexts).log_probs)
-
-    assert probs.sum(axis=1) == pytest.approx([1, 1])
-    assert probs == pytest.approx(np.full(probs.shape, 1 / len(VOCABULARY)), abs=0.05)
-
-
-def test_equal_seeds_give_equal_policies_and_other_seeds_give_others() -> None:
-    first, again, other = (initial_policy(np.random.default_rng(seed)) for seed in (7, 7, 8))
-
-    assert np.array_equal(first.hidden_weight, again.hidden_weight)
-    assert not np.array_equal(first.hidden_weight, other.hidden_weight)
-
-
-@pytest.mark.parametrize(
-    ("tokens", "context"),
-    [
-        # Shorter than the context: padded on the left.
-        ([], ["<pad>"] * 5),
-        ([7], ["<pad>"] * 4 + ["7"]),
-        # Longer: the oldest tokens fall out.
-        ([1, 2, 3, 4, 10, 1], ["2", "3", "4", "=", "1"]),
-    ],
-)
-def test_context_is_the_last_five_tokens(tokens: list[int], context: list[str]) -> None:
-    assert [VOCABULARY[token] for token in context_of(tokens)] == context
-
-
-def test_advantages_of_a_group_have_mean_zero_and_deviation_one() -> None:
-    advantages = group_advantages(np.array([0.0, 0.2, 0.2, 1.0]))
-
-    assert advantages.mean() == pytest.approx(0)
-    assert advantages.std() == pytest.approx(1)
-    assert list(advantages.argsort())[-1] == 3
-
-
-def test_group_with_equal_rewards_teaches_nothing() -> None:
-    assert list(group_advantages(np.array([0.6, 0.6, 0.6]))) == [0, 0, 0]
 
 
 @pytest.mark.parametrize("name", WEIGHT_NAMES)
@@ -153,52 +110,6 @@ def test_gradient_is_cut_where_the_policy_moved_far_enough(
 
     assert stats.clip_fraction == (1.0 if cut else 0.0)
     assert np.any(gradient.output_bias) != cut
-
-
-def test_loss_is_zero_on_policy() -> None:
-    policy = a_policy()
-    batch = a_batch(policy, drift=0.0)
-    centred = replace(batch, advantages=batch.advantages - batch.advantages.mean())
-
-    stats, _ = loss_and_gradient(policy, centred)
-
-    assert stats.loss == pytest.approx(0)
-    assert stats.clip_fraction == 0
-
-
-def test_step_makes_a_rewarded_token_likelier() -> None:
-    state = initial_state(np.random.default_rng(0))
-    batch = one_token_batch(state.policy, ratio=1.0, advantage=1.0)
-
-    after, stats = train_step(state, batch)
-
-    before_log_prob, after_log_prob = (
-        forward(policy, batch.contexts).log_probs[0, EOS] for policy in (state.policy, after.policy)
-    )
-    assert after_log_prob > before_log_prob
-    assert (after.step, stats.tokens, stats.reward) == (1, 1, 0.5)
-
-
-def test_first_adam_step_moves_each_weight_by_the_learning_rate() -> None:
-    # With its bias corrected, Adam's first step is the gradient's sign times the learning rate.
-    state = initial_state(np.random.default_rng(0))
-    batch = a_batch(state.policy, drift=0.0)
-    _, gradient = loss_and_gradient(state.policy, batch)
-
-    after, _ = train_step(state, batch, learning_rate=0.01)
-
-    moved = after.policy.output_bias - state.policy.output_bias
-    assert moved == pytest.approx(-0.01 * np.sign(gradient.output_bias), rel=1e-3)
-
-
-def test_step_leaves_the_old_state_alone() -> None:
-    state = initial_state(np.random.default_rng(0))
-    before = {name: getattr(state.policy, name).copy() for name in WEIGHT_NAMES}
-
-    train_step(state, a_batch(state.policy))
-
-    assert state.step == 0
-    assert all(np.array_equal(getattr(state.policy, name), before[name]) for name in WEIGHT_NAMES)
 
 
 def test_step_that_diverges_is_an_error() -> None:

@@ -6,7 +6,7 @@ import json
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -17,10 +17,11 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "deployments" / "quickstart"))
 
-from copy_task import EOS, VOCABULARY, prompt_of, text_of
-from policy import Policy, context_of, forward, initial_policy
+from copy_task import EOS, VOCABULARY, prompt_of
+from policy import Policy, initial_policy
 from sampler import Sampler
 from serving import InferenceServer
+from weights import BadWeights, Weights
 
 PROMPT = prompt_of([7, 0, 4, 2])
 
@@ -73,71 +74,6 @@ def test_generate_answers_as_the_vllm_client_reads_it(server: InferenceServer) -
         assert all(next(iter(position[0].values())) < 0 for position in positions)
 
 
-def test_log_probs_are_the_policys_own(server: InferenceServer) -> None:
-    policy = initial_policy(np.random.default_rng(0))
-
-    for temperature in (1.0, 0.5, 0.0):
-        body = {"prompt": {"prompt_token_ids": PROMPT}, "temperature": temperature}
-        _, answer = ask(server, "/generate", body)
-        tokens = answer["token_ids"][0]
-        contexts = [context_of(PROMPT + tokens[:at]) for at in range(len(tokens))]
-        wanted = forward(policy, np.array(contexts)).log_probs[np.arange(len(tokens)), tokens]
-
-        got = [next(iter(position[0].values())) for position in answer["logprobs"][0]]
-
-        assert got == pytest.approx(list(wanted))
-
-
-def test_answer_stops_after_eos_or_at_the_token_limit() -> None:
-    body = {"prompt": {"prompt_token_ids": PROMPT}, "max_tokens": 3}
-
-    with InferenceServer(a_sampler(always(EOS)), port=0) as server:
-        _, stopped = ask(server, "/generate", body)
-        server.sampler.load(always(6), step=5)
-        _, cut_off = ask(server, "/generate", body)
-
-    assert (stopped["token_ids"], stopped["finish_reasons"]) == ([[EOS]], ["stop"])
-    assert (cut_off["token_ids"], cut_off["finish_reasons"]) == ([[6, 6, 6]], ["length"])
-
-
-def test_prompt_may_be_text() -> None:
-    text, tokens = (
-        a_sampler_asked({"prompt": prompt, "n": 4})
-        for prompt in (text_of(PROMPT), {"prompt_token_ids": PROMPT})
-    )
-
-    assert text == tokens
-
-
-def a_sampler_asked(body: Mapping[str, Any]) -> Any:
-    with InferenceServer(a_sampler(), port=0) as server:
-        return ask(server, "/generate", body)[1]["token_ids"]
-
-
-def test_completions_answer_as_openai_does() -> None:
-    with InferenceServer(a_sampler(always(3)), port=0) as server:
-        status, answer = ask(server, "/v1/completions", {"prompt": "7.0.4.2.=", "max_tokens": 2})
-
-    assert status == 200
-    assert answer["object"] == "text_completion"
-    assert answer["choices"] == [
-        {"index": 0, "text": "3.3", "finish_reason": "length", "logprobs": None}
-    ]
-
-
-def test_sampling_follows_the_policys_distribution() -> None:
-    policy = replace(
-        always(0), output_bias=np.log(np.array([0.7, 0.3] + [1e-9] * (len(VOCABULARY) - 2)))
-    )
-    policy = replace(policy, output_weight=np.zeros_like(policy.output_weight))
-
-    completions = a_sampler(policy).sample(PROMPT, count=4000, max_tokens=1)
-
-    share = sum(one.tokens == (0,) for one in completions) / len(completions)
-    assert share == pytest.approx(0.7, abs=0.05)
-    assert {one.tokens for one in completions} == {(0,), (1,)}
-
-
 @pytest.mark.parametrize(
     ("body", "complaint"),
     [
@@ -166,20 +102,6 @@ def test_bad_request_is_answered_with_what_is_wrong(
     assert complaint in answer["error"]
 
 
-@pytest.mark.parametrize(("path", "body"), [("/", None), ("/healthz", None), ("/generate/", {})])
-def test_unknown_path_is_not_found(server: InferenceServer, path: str, body: object) -> None:
-    assert ask(server, path, body)[0] == 404
-
-
-def test_a_whole_batch_may_ask_at_once(server: InferenceServer) -> None:
-    body = {"prompt": {"prompt_token_ids": PROMPT}, "n": 8, "max_tokens": 5}
-
-    with ThreadPoolExecutor(64) as pool:
-        answers = list(pool.map(lambda _: ask(server, "/generate", body), range(128)))
-
-    assert all(status == 200 and len(answer["token_ids"]) == 8 for status, answer in answers)
-
-
 def test_weights_may_be_swapped_while_answers_are_under_way(server: InferenceServer) -> None:
     body = {"prompt": {"prompt_token_ids": PROMPT}, "n": 8, "max_tokens": 20, "temperature": 0}
     policies = [always(1), always(2)]
@@ -195,6 +117,25 @@ def test_weights_may_be_swapped_while_answers_are_under_way(server: InferenceSer
     assert all(answer in ([[1] * 20] * 8, [[2] * 20] * 8) for answer in answers)
 
 
-def test_taken_port_is_an_error_at_once(server: InferenceServer) -> None:
-    with pytest.raises(OSError, match="in use"):
-        InferenceServer(a_sampler(), port=server.server_address[1])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"not an archive",
+        # Cut short on the way.
+        Weights(policy=always(1), step=7).as_bytes()[:-100],
+        # Of another policy.
+        Weights(
+            policy=Policy(
+                hidden_weight=np.zeros((2, 2)),
+                hidden_bias=np.zeros(2),
+                output_weight=np.zeros((2, 2)),
+                output_bias=np.zeros(2),
+            ),
+            step=7,
+        ).as_bytes(),
+    ],
+)
+def test_what_is_no_weights_of_this_policy_is_refused(content: bytes) -> None:
+    with pytest.raises(BadWeights):
+        Weights.of(content)

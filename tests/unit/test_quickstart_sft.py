@@ -30,16 +30,6 @@ def lines(out: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_thirty_steps_bring_the_policy_half_way(tmp_path: Path) -> None:
-    assert learn(tmp_path, 30) == 0
-
-    figures = lines(tmp_path)
-    assert [line["step"] for line in figures] == list(range(1, 31))
-    # By chance a token is right one time in 14.
-    assert figures[0]["reward"] < 0.1 < 0.4 < figures[-1]["reward"]
-    assert figures[0]["loss"] > figures[-1]["loss"]
-
-
 def test_a_resumed_training_is_bit_for_bit_the_uninterrupted_one(tmp_path: Path) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     learn(whole, 12)
@@ -68,39 +58,6 @@ def test_grpo_begins_with_its_weights_and_nothing_else_of_it(
     assert given.step == 5 and state.step == 0
     assert np.array_equal(state.policy.hidden_weight, given.policy.hidden_weight)
     assert not state.first_moment.hidden_weight.any()
-
-
-def test_an_attempt_that_is_resumed_has_its_own_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    learn(tmp_path / "sft", 5)
-    learn(tmp_path / "own", 6, "--seed", "1")
-    arguments = ["--api", "http://127.0.0.1:9", "--port", "0", "--steps", "9"]
-    arguments += ["--out", str(tmp_path / "grpo"), "--resume-from", str(tmp_path / "own")]
-    monkeypatch.setenv("INIT_FROM", str(tmp_path / "sft"))
-
-    assert trainer.prepare(arguments).training.state.step == 6
-
-
-@pytest.mark.parametrize(
-    ("more", "complaint"),
-    [
-        (["--steps", "0"], "--steps"),
-        (["--learning-rate", "0"], "--learning-rate"),
-        (["--resume-from", "absent.npz"], "--resume-from"),
-        # A file where the folder should be.
-        (["--out", f"{__file__}/out"], "--out"),
-    ],
-)
-def test_bad_argument_is_one_line_and_exit_2(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], complaint: str
-) -> None:
-    with pytest.raises(SystemExit) as refusal:
-        learn(tmp_path, 5, *more)
-
-    assert refusal.value.code == 2
-    last_line = capsys.readouterr().err.splitlines()[-1]
-    assert "error:" in last_line and complaint in last_line
 
 
 def test_terminated_it_leaves_its_last_step(tmp_path: Path) -> None:
