@@ -183,17 +183,6 @@ def test_program_that_is_not_python_leaves_the_kernels_view_alone(stage: Stage) 
     assert stage.until("component.exited", "trainer").fields["signal"] == "SIGTERM"
 
 
-def test_process_that_is_missing_leaves_those_that_are_there(stage: Stage) -> None:
-    live = LiveProbe(processes="no-such-worker", every_s=0.01, misses=2)
-
-    verdict = stage.run(
-        stage.component("rollout", sh("sleep 600 & echo up; wait"), ready=UP, live=live)
-    )
-
-    stalled(verdict)
-    assert "sleep 600" in report_of(stage, "rollout")
-
-
 def test_failure_that_is_no_hang_is_not_examined(stage: Stage) -> None:
     verdict = stage.run(stage.component("api"), stage.component("trainer", sh("exit 3")))
 

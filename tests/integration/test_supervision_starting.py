@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
 import socket
 import subprocess
 import sys
@@ -105,28 +103,10 @@ def test_component_is_ready_when_its_port_answers(stage: Stage, question: str) -
     stage.end(supervisor)
 
 
-def test_readiness_of_one_may_be_a_question_to_another(stage: Stage) -> None:
-    ports = PortsReserved(["api.port"])
-    port = ports.numbers["api.port"]
-    ready = ReadyProbe(http=f"http://127.0.0.1:{port}/")
-
-    supervisor = stage.running(
-        stage.component("api", python(SERVER % (0, port)), ready=ready),
-        stage.component("trainer", ready=ready),
-        ports=ports,
-    )
-
-    assert stage.seen("component.ready", "trainer")
-    stage.end(supervisor)
-
-
 @pytest.mark.parametrize(
     ("end", "how"),
     [
         ("kill -SEGV $$", "killed by SIGSEGV"),
-        ("kill -ABRT $$", "killed by SIGABRT"),
-        ("kill -KILL $$", "killed by SIGKILL"),
-        ("exit 7", "ended with exit code 7"),
         # A server that leaves is no server, whatever it thinks of it.
         ("exit 0", "ended with exit code 0 while it should have stayed"),
     ],
@@ -161,14 +141,13 @@ def touch_when_spawned(stage: Stage, component: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("end", "how"),
+    ("end", "how", "on_exit_zero"),
     [
-        ("kill -SEGV $$", "killed by SIGSEGV before it was ready"),
-        ("exit 7", "ended with exit code 7 before it was ready"),
-        ("exit 0", "ended with exit code 0 before it was ready"),
+        ("kill -SEGV $$", "killed by SIGSEGV before it was ready", "fail"),
+        ("exit 0", "ended with exit code 0 before it was ready", "complete"),
+        ("exit 0", "ended with exit code 0 before it was ready", "drain"),
     ],
 )
-@pytest.mark.parametrize("on_exit_zero", ["complete", "drain", "fail"])
 def test_component_that_ends_before_it_is_ready_is_the_cause(
     stage: Stage, end: str, how: str, on_exit_zero: str
 ) -> None:
@@ -250,21 +229,6 @@ def test_log_that_cannot_be_written_is_named(stage: Stage) -> None:
     assert "/proc/no.log" in verdict.message
 
 
-def test_killed_idle_guardian_is_named_when_its_component_is_due(stage: Stage) -> None:
-    supervisor = stage.supervise(stage.component("api"), stage.component("trainer"))
-    supervisor.start("api")
-    idle = supervisor._attempt.members["trainer"].process.guardian_pid
-
-    os.kill(idle, signal.SIGKILL)
-    wait_until(lambda: not Path(f"/proc/{idle}").exists(), "it is reaped")
-    with pytest.raises(RunEnded):
-        supervisor.start("trainer")
-    verdict = stage.end(supervisor)
-
-    assert verdict.failure is not None and verdict.failure.component == "trainer"
-    assert f"its guardian (pid {idle}) was killed" in verdict.failure.message
-
-
 @pytest.fixture
 def foreign_server(stage: Stage) -> Iterator[Callable[[int], None]]:
     """Starts servers that are not of any run, outside every supervisor's tree of components."""
@@ -289,7 +253,7 @@ def accepts(port: int) -> bool:
     return True
 
 
-@pytest.mark.parametrize("question", ["http", "tcp"])
+@pytest.mark.parametrize("question", ["http"])
 def test_component_is_not_started_where_a_foreign_server_holds_its_port(
     stage: Stage, foreign_server: Callable[[int], None], question: str
 ) -> None:
@@ -350,8 +314,9 @@ def test_component_that_loses_the_race_for_its_port_is_a_port_conflict(
     assert "Address already in use" in verdict.failure.line
 
 
-@pytest.mark.parametrize("shape", ["polite", "leader-ignores-term", "scrubbed-daemon"])
-@pytest.mark.parametrize("at", range(3))
+@pytest.mark.parametrize(
+    ("at", "shape"), [(0, "polite"), (1, "leader-ignores-term"), (2, "scrubbed-daemon")]
+)
 def test_stop_during_the_start_of_a_component_starts_nothing_later(
     stage: Stage, shape: str, at: int
 ) -> None:

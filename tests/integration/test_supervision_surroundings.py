@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 import resource
 import sys
-from collections.abc import Iterator
 
 import pytest
 
@@ -17,21 +15,6 @@ from tasks.spec.probes import ReadyProbe
 from tests.support.stage import DEADLINE_S, Stage, is_alive, sh, wait_until
 
 UP = ReadyProbe(log="up", within_s=DEADLINE_S)
-
-
-def test_component_has_its_three_descriptors_and_no_other(stage: Stage) -> None:
-    look = sh("ls /proc/$$/fd; readlink /proc/$$/fd/0 /proc/$$/fd/1 /proc/$$/fd/2")
-    leaky = os.open(os.devnull, os.O_RDONLY)
-    os.set_inheritable(leaky, True)
-    try:
-        stage.run(stage.component("api"), stage.component("trainer", look, on_exit_zero="complete"))
-    finally:
-        os.close(leaky)
-
-    *fds, stdin, stdout, stderr = stage.text_of("trainer").splitlines()
-    assert fds == ["0", "1", "2"]
-    assert stdin == os.devnull
-    assert stdout == stderr == str(stage.log_of("trainer"))
 
 
 def test_component_leads_a_session_of_its_own(stage: Stage) -> None:
@@ -81,14 +64,6 @@ def test_environment_that_is_not_text_arrives_as_it_is(stage: Stage) -> None:
     assert stage.log_of("trainer").read_bytes() == b"\xff\xfe"
 
 
-def test_daemon_that_holds_the_log_open_delays_nothing(stage: Stage) -> None:
-    leaves = sh("(sleep 600 &); (setsid sleep 600 &); exit 3")
-
-    verdict = stage.run(stage.component("trainer", leaves, grace_s=DEADLINE_S))
-
-    assert verdict.failure is not None and verdict.failure.exit_code == 3
-
-
 def test_log_that_grows_fast_costs_no_memory_and_keeps_its_end(stage: Stage) -> None:
     lines = "head -c 200000000 /dev/zero | tr '\\\\0' '\\\\n'; yes noise | head -c 30000000"
     ready = ReadyProbe(log="the end", within_s=DEADLINE_S)
@@ -108,62 +83,6 @@ def test_log_that_grows_fast_costs_no_memory_and_keeps_its_end(stage: Stage) -> 
 
 def peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def test_log_that_is_deleted_is_missed_by_nobody(stage: Stage) -> None:
-    dies = "echo up; while [ ! -e die ]; do echo noise; sleep 0.02; done; exit 4"
-    supervisor = stage.running(stage.component("trainer", sh(dies), ready=UP), stall_after_s=600)
-
-    stage.log_of("trainer").unlink()
-    (stage.directory / "die").touch()
-    verdict = stage.verdict_of(supervisor)
-
-    assert verdict.failure is not None and verdict.failure.exit_code == 4
-    assert verdict.failure.log_tail == ""
-
-
-@contextlib.contextmanager
-def no_more_descriptors() -> Iterator[None]:
-    """This process can't open another file."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) - 1, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-def test_supervisor_that_cannot_be_made_for_want_of_descriptors_leaves_nothing(
-    stage: Stage,
-) -> None:
-    components = [stage.component(f"c{i}") for i in range(40)]
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 20, hard))
-    try:
-        with pytest.raises(OSError, match="Too many open files"):
-            stage.supervise(*components)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-    assert stage.left() == []
-
-
-@pytest.mark.parametrize(
-    "ready", [ReadyProbe(notify=True), ReadyProbe(http="http://127.0.0.1:9/"), UP, None]
-)
-def test_start_without_descriptors_ends_clearly_and_leaves_nothing(
-    stage: Stage, ready: ReadyProbe | None
-) -> None:
-    ready = ready and ready.model_copy(update={"within_s": 0.5})
-    supervisor = stage.supervise(stage.component("api"), stage.component("trainer", ready=ready))
-    supervisor.start("api")
-
-    with no_more_descriptors(), contextlib.suppress(Exception):
-        supervisor.start("trainer")
-    verdict = stage.end(supervisor)
-
-    assert verdict.state is not RunState.COMPLETED
-    assert verdict.left == {}
 
 
 def test_many_attempts_leak_neither_descriptors_nor_threads(stage: Stage) -> None:

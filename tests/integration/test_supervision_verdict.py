@@ -92,12 +92,9 @@ def test_what_a_drained_component_left_running_is_ended_at_once(stage: Stage) ->
         # The last line's end was not written any more, the object was.
         ('{"step": 59}\n{"step": 60}', RunState.COMPLETED),
         ('{"step": 61, "loss": NaN}\n', RunState.COMPLETED),
-        ('{"step": 59}\n', RunState.FAILED),
         # A line cut short proves nothing.
         ('{"step": 59}\n{"step": 6', RunState.FAILED),
-        ('{"step": NaN}\n', RunState.FAILED),
         ('{"step": "60"}\n', RunState.FAILED),
-        ('{"loss": 1}\n', RunState.FAILED),
         ("", RunState.FAILED),
     ],
 )
@@ -153,23 +150,6 @@ def test_step_may_be_served_by_another_component(
     assert verdict.state is state
 
 
-def test_stopped_component_misses_its_liveness_probe_and_is_stalled(stage: Stage) -> None:
-    port = free_port()
-    live = LiveProbe(http=f"http://127.0.0.1:{port}/health", every_s=0.05, timeout_s=0.2, misses=3)
-    supervisor = stage.running(
-        stage.component("api", python(SERVER % port), ready=ReadyProbe(tcp=str(port)), live=live),
-        stage.component("trainer"),
-    )
-
-    os.kill(stage.pid_of("api"), signal.SIGSTOP)
-    verdict = stage.verdict_of(supervisor)
-
-    assert verdict.failure is not None and verdict.failure.kind is FailureKind.STALLED
-    assert verdict.failure.component == "api"
-    assert "missed 3 times in a row" in verdict.message
-    assert [event.fields["misses"] for event in stage.seen("probe.failed")[-3:]] == [1, 2, 3]
-
-
 def test_liveness_that_comes_back_in_time_is_no_failure(stage: Stage) -> None:
     live = LiveProbe(file="alive", every_s=0.02, misses=100_000)
     (stage.directory / "alive").touch()
@@ -220,24 +200,6 @@ def test_run_that_speaks_is_not_stalled(stage: Stage) -> None:
     )
 
     assert verdict.state is RunState.COMPLETED
-
-
-def test_components_that_crash_together_have_one_cause_the_earlier(stage: Stage) -> None:
-    # The second dies of the first: it waits for just that.
-    first = "while [ ! -e die ]; do sleep 0.01; done; kill -SEGV $$"
-    second = "while kill -0 $(cat first.pid); do :; done 2>/dev/null; exit 9"
-    supervisor = stage.running(
-        stage.component("api", sh(f"echo $$ > first.pid; echo up; {first}"), ready=UP),
-        stage.component("trainer", sh(f"echo up; {second}"), ready=UP),
-        stage.component("environment", sh(f"echo up; {second}"), ready=UP),
-    )
-
-    (stage.directory / "die").touch()
-    verdict = stage.verdict_of(supervisor)
-
-    assert verdict.failure is not None and verdict.failure.component == "api"
-    assert verdict.failure.signal == "SIGSEGV"
-    assert stage.story().count("teardown.begun") == 1
 
 
 def test_victims_of_the_teardown_are_not_blamed(stage: Stage) -> None:
