@@ -11,7 +11,7 @@ import shutil
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -159,12 +159,6 @@ def muster_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     home.mkdir()
     monkeypatch.setenv("MUSTER_HOME", str(home))
     return home
-
-
-@pytest.fixture
-def processes_of_session() -> Callable[[str], list[Leftover]]:
-    """The search behind the check at the session's end, for its own test."""
-    return leftovers_of
 
 
 @pytest.fixture(scope="session")

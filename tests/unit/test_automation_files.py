@@ -6,7 +6,7 @@ from pathlib import Path
 from uuid import UUID, uuid4
 
 import pytest
-from prefect.events.schemas.automations import AutomationCore, EventTrigger
+from prefect.events.schemas.automations import AutomationCore
 from prefect.server.events.schemas.automations import AutomationCreate
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
@@ -34,18 +34,6 @@ def test_each_file_is_an_automation_that_the_server_takes(
     taken = AutomationCreate.model_validate(content)
     assert [action.type for action in taken.actions] == actions
     assert taken.name.startswith("Muster: ")
-
-
-def test_each_automation_has_a_name_of_its_own() -> None:
-    assert len({read(path, ()).name for path in FILES}) == len(FILES) == 4
-
-
-def test_every_beginning_of_a_wait_ends_the_wait_before() -> None:
-    trigger = read(FOLDER / "run-waiting.yaml", ()).trigger
-
-    assert isinstance(trigger, EventTrigger)
-    assert trigger.after < trigger.expect
-    assert trigger.within.total_seconds() == 3600
 
 
 def test_a_digest_tells_what_an_automation_does_not_whether_it_is_on() -> None:

@@ -29,7 +29,6 @@ from tasks.spec.run import RunSpec
 from tests.documents import spec_reference
 from tests.documents.__main__ import MAKERS, main
 from tests.documents.__main__ import documents as made_documents
-from tests.documents.blocks import filled, names_in
 from tests.support.documents import ROOT, Block, Document, documents
 
 DOCUMENTS = documents()
@@ -89,24 +88,6 @@ def leads(document: Document, link: str) -> bool:
     return path.suffix == ".md" and parts.fragment in Document(path).anchors
 
 
-@pytest.mark.parametrize(
-    ("link", "is_good"),
-    [
-        ("docs/run-spec.md#placeholders", True),
-        ("docs/run-spec.md#place-holders", False),
-        ("docs/no-such-page.md", False),
-        ("#goals-and-non-goals", True),
-        ("docs/", True),
-        # out of the checkout
-        ("../", False),
-        ("https://github.com/verl-project/verl", True),
-        ("https:///verl", False),
-    ],
-)
-def test_a_link_that_leads_nowhere_is_found(link: str, is_good: bool) -> None:
-    assert leads(document("README.md"), link) == is_good
-
-
 @each_document
 def test_every_file_that_is_named_is_there(document: Document) -> None:
     tops = ("tasks/", "flows/", "deployments/", "tests/", "docs/")
@@ -133,21 +114,6 @@ def test_every_part_that_is_made_from_the_code_is_current() -> None:
     stale = [path.name for path, text in made_documents() if path.read_text("utf-8") != text]
 
     assert not stale, "`make docs` writes them"
-
-
-def test_every_maker_has_its_place() -> None:
-    used = [name for path in DOCS.glob("*.md") for name in names_in(path.read_text("utf-8"))]
-
-    assert sorted(used) == sorted(MAKERS)
-
-
-def test_what_stands_outside_of_the_made_parts_is_left_as_it_is() -> None:
-    text = "before\n<!-- made: one -->\nold\n<!-- end -->\nafter\n"
-
-    once = filled(text, {"one": lambda: "new"})
-
-    assert once == "before\n<!-- made: one -->\n\nnew\n\n<!-- end -->\nafter\n"
-    assert filled(once, {"one": lambda: "new"}) == once
 
 
 def test_the_check_says_what_is_not_current(
@@ -200,13 +166,6 @@ def test_the_faults_of_a_faulty_spec_are_those_that_are_shown(block: Block) -> N
         parse_spec(yaml.safe_load(block.text))
 
     assert [str(fault) for fault in found.value.faults] == shown.splitlines()
-
-
-@each_document
-def test_every_other_block_of_yaml_is_yaml(document: Document) -> None:
-    for block in document.blocks:
-        if block.language == "yaml":
-            list(yaml.safe_load_all(block.text))
 
 
 #: Into which the example of a key is put, where the usual spec has no place for it.
@@ -347,25 +306,6 @@ def test_the_example_of_a_rule_explains_a_log() -> None:
 
     assert cause is not None
     assert cause.rule is example
-
-
-def test_every_place_that_extending_names_has_what_it_names() -> None:
-    rows = [line for _, line in document("docs/extending.md").prose if line.startswith("| ")]
-    named = [
-        (path, name)
-        for row in rows
-        for path, names in re.findall(r"`([\w/]+\.py)`:((?: `\w+`,?)+)", row)
-        for name in re.findall(r"`(\w+)`", names)
-    ]
-
-    missing = [
-        f"{path}: {name}"
-        for path, name in named
-        if not re.search(rf"\b{name}\b", (ROOT / path).read_text("utf-8"))
-    ]
-
-    assert len(named) > 8
-    assert not missing
 
 
 def test_what_a_waiting_run_is_said_to_say_it_says() -> None:

@@ -104,30 +104,6 @@ def test_an_unknown_option_is_named_and_nothing_is_done(
     assert said.out == ""
 
 
-@pytest.mark.parametrize(
-    ("command", "option", "default"),
-    [
-        ("tests.faults.soak", "--runs", "200"),
-        ("tests.faults.soak", "--at-once", "2"),
-        ("tests.faults.fleet_chaos", "--minutes", "10.0"),
-        ("deployments.cluster_check", "--within-s S", "20.0"),
-        ("tasks.ray.nodes", "--within-s S", "60.0"),
-        ("tests.benchmarks.queue", "--compress", "1.0"),
-    ],
-)
-def test_the_default_of_an_option_is_said(
-    command: str,
-    option: str,
-    default: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    run(command, "--help", monkeypatch=monkeypatch)
-
-    said = capsys.readouterr().out
-    assert re.search(rf"^  {option} [^(]*\(default: {re.escape(default)}", said, re.MULTILINE), said
-
-
 def test_a_worker_s_help_says_what_it_adds_to_prefect_s_and_reconciles_nothing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

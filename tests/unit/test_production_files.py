@@ -112,13 +112,6 @@ def test_every_command_of_a_unit_exists(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", UNITS, ids=lambda path: path.name)
-def test_every_file_that_a_unit_reads_is_there(path: Path) -> None:
-    for value in entries(path).get("EnvironmentFile", []):
-        name = Path(value).name
-        assert (PRODUCTION / name).exists() or (PRODUCTION / f"{name}.example").exists()
-
-
-@pytest.mark.parametrize("path", UNITS, ids=lambda path: path.name)
 def test_every_command_of_a_unit_takes_its_options(path: Path) -> None:
     for program, *arguments in commands(path):
         if arguments[:1] == ["-m"] and arguments[1] == "deployments.stack.runs":
@@ -195,11 +188,3 @@ def test_the_compose_file_publishes_nothing_but_on_loopback() -> None:
     ports = [port for s in content["services"].values() for port in s.get("ports", [])]
 
     assert ports == ["127.0.0.1:4200:4200"]
-
-
-def test_what_was_not_tried_says_so() -> None:
-    files = [*UNITS, PRODUCTION / "compose.yaml", PRODUCTION / "nginx.conf"]
-
-    silent = [p.name for p in files if "NOT TRIED" not in p.read_text() and p.suffix != ".timer"]
-
-    assert not silent

@@ -8,8 +8,7 @@ import re
 import subprocess
 import sys
 import tomllib
-import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.metadata import packages_distributions
 from pathlib import Path
 from typing import Any
@@ -109,29 +108,6 @@ def test_no_file_names_a_registry_or_this_checkout() -> None:
     assert not found, f"these lines name a package registry or a path of this machine: {found}"
 
 
-@pytest.mark.parametrize(
-    ("line", "is_marked"),
-    [
-        (f"index = https://{REGISTRIES[0]}/simple", True),
-        # a host below it
-        (f"https://files.{REGISTRIES[1]}/packages", True),
-        ('cwd: "/srv/checkouts/muster/runs"', True),
-        ("see /srv/checkouts/muster.", True),
-        # only begins like the checkout
-        ("see /srv/checkouts/muster-old", False),
-        # another folder of the same name
-        ("see /mnt/srv/checkouts/muster", False),
-        # only ends like a host
-        (f"my{REGISTRIES[0]}", False),
-        ("prefect==3.8.8", False),
-    ],
-)
-def test_a_line_that_names_one_is_found(line: str, is_marked: bool) -> None:
-    pattern = forbidden(Path("/srv/checkouts/muster"))
-
-    assert marked(pattern, f"first\n{line}\n") == ([2] if is_marked else [])
-
-
 def test_constraints_are_versions_only() -> None:
     wrong = [line for line in constraint_lines() if not re.fullmatch(r"[\w.-]+==[\w.!]+", line)]
 
@@ -206,16 +182,6 @@ def test_make_lists_every_target() -> None:
     assert set(re.findall(r"^  make ([a-z-]+)", listed, re.MULTILINE)) == make_targets()
 
 
-@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "constraints.txt"])
-def test_every_make_command_of_the_documents_exists(name: str) -> None:
-    text = (ROOT / name).read_text(encoding="utf-8")
-    code = re.findall(r"```.*?```|`[^`]+`", text, re.DOTALL)
-
-    named = set(re.findall(r"\bmake ([a-z-]+)", "\n".join(code)))
-
-    assert named <= make_targets()
-
-
 def deployments() -> Iterator[tuple[str, dict[str, Any]]]:
     path = ROOT / "prefect.yaml"
     if path.exists():
@@ -234,58 +200,6 @@ def test_a_deployment_names_a_flow_that_exists(name: str, deployment: dict[str, 
     }
 
     assert function in functions, f"deployment {name}"
-
-
-def test_the_build_server_runs_make_test() -> None:
-    script = ROOT / ".ci" / "run"
-
-    assert os.access(script, os.X_OK)
-    assert "make test" in script.read_text(encoding="utf-8")
-
-
-@pytest.fixture
-def spawned() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
-    """Starts a process that sleeps, with more environment; ends all of them after the test."""
-    processes: list[subprocess.Popen[bytes]] = []
-
-    def spawn(**environment: str) -> subprocess.Popen[bytes]:
-        process = subprocess.Popen(("sleep", "300"), env=os.environ | environment)
-        processes.append(process)
-        return process
-
-    yield spawn
-    for process in processes:
-        process.kill()
-        process.wait()
-
-
-def test_a_process_of_the_session_is_found_by_its_environment(
-    processes_of_session: Callable[[str], list[Any]],
-    spawned: Callable[..., subprocess.Popen[bytes]],
-) -> None:
-    ours, another = uuid.uuid4().hex, uuid.uuid4().hex
-    plain = spawned(MUSTER_TEST_SESSION=f"/{ours}")
-    of_a_run = spawned(MUSTER_TEST_SESSION=f"/{ours}", MUSTER_RUN_ID="demo")
-    nested = spawned(MUSTER_TEST_SESSION=f"/{ours}/{another}")
-    spawned(MUSTER_TEST_SESSION=f"/{another}")
-
-    found = processes_of_session(ours)
-
-    assert [one.pid for one in found] == sorted([plain.pid, of_a_run.pid, nested.pid])
-    assert {one.pid: one.run_id for one in found}[of_a_run.pid] == "demo"
-    assert str(found[0]).endswith("sleep 300")
-
-
-def test_a_process_that_has_ended_is_not_found(
-    processes_of_session: Callable[[str], list[Any]],
-    spawned: Callable[..., subprocess.Popen[bytes]],
-) -> None:
-    session = uuid.uuid4().hex
-    zombie = spawned(MUSTER_TEST_SESSION=f"/{session}")
-    zombie.kill()
-    os.waitid(os.P_PID, zombie.pid, os.WEXITED | os.WNOWAIT)
-
-    assert processes_of_session(session) == []
 
 
 @pytest.mark.parametrize("workers", ["-n0", "-n1"])
