@@ -9,7 +9,7 @@ from __future__ import annotations
 import signal as signals
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict
 
@@ -54,11 +54,23 @@ def signal_name(signum: int) -> str:
         return f"signal {signum}"
 
 
-class Failure(BaseModel):
-    """Why a run failed: the first component to fail, never a victim of the teardown."""
+class Recorded(BaseModel):
+    """A part of `run.json`, with its keys in the order of the fields. What another version of
+    Muster has written beside them, or has not written, stays so."""
 
-    # What another version of Muster has written beside these keys stays in `run.json`.
     model_config = ConfigDict(frozen=True, extra="allow")
+
+    def but(self, **changes: object) -> Self:
+        """The same with these fields changed."""
+        return self.model_copy(update=changes)
+
+    def whole(self) -> Self:
+        """The same, of which all fields are written."""
+        return self.but(**dict(self))
+
+
+class Failure(Recorded):
+    """Why a run failed: the first component to fail, never a victim of the teardown."""
 
     kind: FailureKind
     #: The component to blame; None when none is, as for a gang that can't fit.
@@ -119,8 +131,7 @@ class Verdict:
         """The verdict of an attempt of which something could not be ended: never a clean one."""
         remains = " and ".join(_remains(left))
         if self.failure is not None:
-            message = f"{self.failure.message}; and {remains}"
-            failure = self.failure.model_copy(update={"message": message})
+            failure = self.failure.but(message=f"{self.failure.message}; and {remains}")
         else:
             failure = Failure(
                 kind=FailureKind.UNKNOWN,

@@ -15,12 +15,12 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 
 from tasks.record.events import Event
-from tasks.record.outcome import Failure, Verdict
+from tasks.record.outcome import Failure, Recorded, Verdict
 from tasks.record.places import AttemptPlace, RunPlace
 from tasks.record.states import RunState, check_move
 from tasks.spec.failure_kinds import FailureKind
@@ -56,17 +56,7 @@ def write_json(path: Path, content: object) -> None:
         draft.unlink(missing_ok=True)
 
 
-class _Part(BaseModel):
-    """A part of `run.json`. Its keys stand in the file in the order of its fields."""
-
-    model_config = ConfigDict(frozen=True, extra="allow")
-
-    def but(self, **changes: object) -> Self:
-        """The same with these fields changed."""
-        return self.model_copy(update=changes)
-
-
-class ComponentRecord(_Part):
+class ComponentRecord(Recorded):
     """What became of one component. Times are UTC epoch seconds."""
 
     #: Of the process on this machine; None of a job on a cluster.
@@ -83,7 +73,7 @@ class ComponentRecord(_Part):
         return self.ready_at - self.started_at if self.ready_at else None
 
 
-class JobRecord(_Part):
+class JobRecord(Recorded):
     """What is known of the Ray job of one component."""
 
     submission_id: str = ""
@@ -95,7 +85,7 @@ class JobRecord(_Part):
     nodes: tuple[str, ...] = ()
 
 
-class AttemptRecord(_Part):
+class AttemptRecord(Recorded):
     """One attempt. Times are UTC epoch seconds."""
 
     #: From 1.
@@ -135,41 +125,27 @@ class AttemptRecord(_Part):
         return self.failure.kind.value if self.failure else self.state.value
 
     def ended(self, state: RunState, at: float, failure: Failure | None) -> AttemptRecord:
-        # Validated, so that all of its keys are written.
-        found = Failure.model_validate(failure.as_json()) if failure else None
-        return self.but(state=state, ended_at=at, failure=found)
+        return self.but(state=state, ended_at=at, failure=failure.whole() if failure else None)
 
     def observed(self, event: Event) -> AttemptRecord:
         """With what an event of one of its components says."""
-        name, attempt = event.component, self
-        if name is None:
+        if (name := event.component) is None:
             return self
-        if (component := self._component_after(name, event)) is not None:
-            attempt = self.but(components={**self.components, name: component})
-        if "submission_id" in event.fields or event.name.startswith("job."):
-            attempt = attempt.but(ray=_with_job(self.ray, name, event.fields))
-        return attempt
-
-    def _component_after(self, name: str, event: Event) -> ComponentRecord | None:
+        components, ray = {**self.components}, self.ray
         match event.name:
-            case "component.spawned" if not (event.is_adopted and name in self.components):
-                return ComponentRecord(
-                    pid=event.pid,
-                    started_at=event.at,
-                    ready_at=None,
-                    ended_at=None,
-                    exit_code=None,
-                    signal=None,
-                )
+            case "component.spawned" if not (event.is_adopted and name in components):
+                components[name] = ComponentRecord(pid=event.pid, started_at=event.at).whole()
             case "component.ready":
-                return self.components[name].but(ready_at=event.at)
+                components[name] = components[name].but(ready_at=event.at)
             case "component.exited":
                 end = {"exit_code": event.exit_code, "signal": event.signal}
-                return self.components[name].but(ended_at=event.at, **end)
-        return None
+                components[name] = components[name].but(ended_at=event.at, **end)
+        if "submission_id" in event.fields or event.name.startswith("job."):
+            ray = _with_job(ray, name, event.fields)
+        return self.but(components=components, ray=ray)
 
 
-class RunJson(_Part):
+class RunJson(Recorded):
     """What the file says. Times are UTC epoch seconds."""
 
     run_id: str = ""
@@ -375,16 +351,11 @@ class RunRecord:
                 number=number,
                 state=RunState.ADMITTED,
                 started_at=self._clock(),
-                ended_at=None,
-                failure=None,
-                components={},
-                ray={},
                 ports=dict(ports or {}),
                 host=host or None,
                 resume_from=resume_from or None,
-                decision=None,
             )
-            self._save(content.but(attempts=(*content.attempts, attempt)))
+            self._save(content.but(attempts=(*content.attempts, attempt.whole())))
 
     def end_attempt(self, verdict: Verdict) -> None:
         """Give the attempt under way its verdict; one that has its own keeps it."""
@@ -401,15 +372,13 @@ class RunRecord:
 
     def observe(self, event: Event) -> None:
         """Take in an event of the attempt that runs now."""
+        state = _STATE_AFTER.get(event.name)
         with self._lock:
             if (attempt := self._content.under_way) is None:
                 return
             attempt = attempt.observed(event)
-            state = _STATE_AFTER.get(event.name)
-            if state is not None:
-                attempt = attempt.but(state=state)
-            self._content = self._content.with_last(attempt)
-            if state is None and (event.name in _SAVED or event.name.startswith("job.")):
+            self._content = self._content.with_last(attempt.but(state=state or attempt.state))
+            if event.name in _SAVED or event.name.startswith("job."):
                 self._save()
         if state is not None:
             self.move(state)

@@ -38,7 +38,7 @@ _SERVERS_AT_MOST = 200
 
 def components_of(view: RunView) -> Shown:
     """The components of the attempt under way, or of the last one, and the servers of a fleet."""
-    attempt = view.attempt
+    attempt = view.record.attempt
     if attempt is None:
         names = ", ".join(view.spec.components)
         return Shown(headline="nothing was started yet", data=f"To be started: {text(names)}.")
@@ -143,7 +143,7 @@ def progress_of(view: RunView) -> Shown | None:
 
 def attempts_of(view: RunView) -> Shown:
     """Every attempt, a row each."""
-    rows = table_of(view.attempts)
+    rows = table_of(view.record.attempts)
     told = [f"{row['attempt']}: {row['kind'] or row['state']}" for row in rows[-_SAID_AT_MOST:]]
     if len(rows) > len(told):
         told.insert(0, f"{len(rows)} attempts, the last {len(told)}:")
@@ -239,7 +239,7 @@ def _ray(view: RunView) -> Iterator[Place]:
     if view.spec.ray is None:
         return
     address = _without_user(view.spec.ray.address.rstrip("/"))
-    jobs = view.attempt.jobs.values() if view.attempt else ()
+    jobs = view.record.attempt.jobs.values() if view.record.attempt else ()
     ids = [job.submission_id for job in jobs if job.submission_id]
     for id in ids:
         yield Place(name="Ray dashboard", url=f"{address}/#/jobs/{quote(id)}", what=f"job {id}")
@@ -248,8 +248,8 @@ def _ray(view: RunView) -> Iterator[Place]:
 
 
 def _logs(view: RunView) -> Iterator[Path]:
-    if view.attempt is not None:
-        place = view.place.attempt(view.attempt.number)
+    if view.record.attempt is not None:
+        place = view.place.attempt(view.record.attempt.number)
         yield from map(place.log, reversed([*view.spec.components]))
 
 
@@ -313,8 +313,8 @@ def summary_of(view: RunView) -> Shown:
 
 def _state(view: RunView) -> tuple[str, str]:
     """The state in a word, and what is to be said of it in a line."""
-    state = view.state.value
-    match view.state:
+    state = view.record.state.value
+    match view.record.state:
         case RunState.FAILED:
             return state, str(view.failed[1]) if view.failed else view.message
         case RunState.COMPLETED | RunState.CANCELLED:
@@ -357,12 +357,12 @@ def _step(view: RunView) -> str:
 
 
 def _facts(view: RunView) -> Iterator[str]:
-    record, attempt = view.record, view.attempt
+    record, attempt = view.record, view.record.attempt
     if began := record.started_at:
         lasts = seconds((record.ended_at or view.at) - began)
         yield f"- **Since**: {moment(began)}, {lasts}{'' if record.ended_at else ' by now'}"
     if attempt is not None:
-        count = len(view.attempts)
+        count = len(view.record.attempts)
         earlier = f", after {count - 1} that failed" if count > 1 else ""
         resumed = f", from {code(attempt.resume_from)}" if attempt.resume_from else ""
         yield f"- **Attempt**: {attempt.number}{earlier}{resumed}"
@@ -372,7 +372,7 @@ def _facts(view: RunView) -> Iterator[str]:
 
 
 def _failure(view: RunView, attempt: AttemptRecord, failure: Failure) -> Iterator[str]:
-    many = len(view.attempts) > 1
+    many = len(view.record.attempts) > 1
     yield f"**What went wrong in attempt {attempt.number}**" if many else "**What went wrong**"
     yield "\n".join(
         f"- **{_title(fact.asked)}**: {code(fact.said) if fact.is_code else text(fact.said)}"
@@ -398,7 +398,7 @@ def record_of(view: RunView) -> Shown:
     for attempt in content["attempts"][:-_WITH_TAILS]:
         if attempt["failure"]:
             attempt["failure"]["log_tail"] = ""
-    said = f"run.json: {view.state.value}, {counted(len(view.attempts), 'attempt')}"
+    said = f"run.json: {view.record.state.value}, {counted(len(view.record.attempts), 'attempt')}"
     return Shown(headline=said, data=block(json.dumps(content, indent=2)))
 
 

@@ -243,12 +243,12 @@ class _Phase:
 
 def timeline_of(view: RunView) -> Shown:
     """The picture, and below it the same in figures."""
-    if view.attempt is None:
+    if view.record.attempt is None:
         return Shown(headline="nothing was started yet", data="No attempt has begun.")
     said = f"{_title(view)}, as of {clock(view.at)}"
     rows = [
         row
-        for attempt in view.attempts[-_LISTED_AT_MOST:]
+        for attempt in view.record.attempts[-_LISTED_AT_MOST:]
         for row in _attempt_figures(view, attempt)
     ]
     head = ("attempt", "component", "started (UTC)", "ready after", "ended (UTC)", "how")
@@ -257,7 +257,7 @@ def timeline_of(view: RunView) -> Shown:
 
 def drawn(view: RunView) -> str:
     """The timeline as SVG."""
-    attempts = view.attempts[-ATTEMPTS_AT_MOST:]
+    attempts = view.record.attempts[-ATTEMPTS_AT_MOST:]
     names = [_names(view, attempt) for attempt in attempts]
     heights = [_HEAD + len(rows) * _ROW + _AXIS + _GAP for rows in names]
     parts = [
@@ -357,7 +357,7 @@ def _note(attempt: AttemptRecord, name: str) -> str:
 
 
 def _title(view: RunView) -> str:
-    count = len(view.attempts)
+    count = len(view.record.attempts)
     shown = f", the last {ATTEMPTS_AT_MOST} drawn" if count > ATTEMPTS_AT_MOST else ""
     return f"{view.record.run_id}: {counted(count, 'attempt')}{shown}"
 
@@ -367,7 +367,7 @@ def _heading(attempt: AttemptRecord) -> str:
 
 
 def _when(view: RunView, attempt: AttemptRecord) -> str:
-    before = [one for one in view.attempts if one.number < attempt.number]
+    before = [one for one in view.record.attempts if one.number < attempt.number]
     waited_since = before[-1].ended_at if before else view.record.started_at
     waited_s = attempt.started_at - waited_since if waited_since else 0.0
     waited = f", waited {seconds(waited_s)}" if waited_s >= _WAITED_S else ""

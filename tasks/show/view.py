@@ -13,7 +13,7 @@ from tasks.record.events import Event
 from tasks.record.outcome import Failure
 from tasks.record.places import RunPlace
 from tasks.record.run_json import AttemptRecord, ComponentRecord, RunJson
-from tasks.record.states import SERVING, GroupState, RunState
+from tasks.record.states import SERVING, GroupState
 from tasks.spec.run import FLEET, RunSpec
 
 
@@ -69,22 +69,9 @@ class RunView:
     servers: tuple[ServerSeen, ...] = ()
 
     @property
-    def state(self) -> RunState:
-        return self.record.state
-
-    @property
-    def attempts(self) -> tuple[AttemptRecord, ...]:
-        return self.record.attempts
-
-    @property
-    def attempt(self) -> AttemptRecord | None:
-        """The one under way, or the last."""
-        return self.record.attempt
-
-    @property
     def failed(self) -> tuple[AttemptRecord, Failure] | None:
         """The last attempt, where it failed and nothing else has begun since."""
-        attempt = self.attempt
+        attempt = self.record.attempt
         return (attempt, attempt.failure) if attempt and attempt.failure else None
 
 

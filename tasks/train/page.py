@@ -239,7 +239,7 @@ class RunPage:
             case "timeline":
                 return timeline_of(view)
             case "attempts":
-                return attempts_of(view) if view.attempts else None
+                return attempts_of(view) if view.record.attempts else None
             case "progress":
                 return progress_of(view)
             case "record":

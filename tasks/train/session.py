@@ -326,7 +326,7 @@ class RunSession:
             masked = {
                 key: self.mask(getattr(failure, key)) for key in ("message", "line", "log_tail")
             }
-            failure = failure.model_copy(update=masked)
+            failure = failure.but(**masked)
         return replace(verdict, message=self.mask(verdict.message), failure=failure)
 
     def _tell_state(self, state: RunState, message: str) -> None:

@@ -155,7 +155,7 @@ def test_a_component_that_never_got_ready_is_still_alive_when_it_fails() -> None
 def test_the_message_of_a_failed_run_ends_with_its_log_and_what_follows() -> None:
     place = RunPlace(directory=Path("/r"))
 
-    said = in_a_line("RUNTIME_ERROR: it died", place, view(failed()).attempt)
+    said = in_a_line("RUNTIME_ERROR: it died", place, view(failed()).record.attempt)
 
     assert said.startswith("RUNTIME_ERROR: it died; log: /r/attempt-01/trainer.log; not tried")
     assert in_a_line("USER_ERROR: the spec", place, None) == "USER_ERROR: the spec"
