@@ -179,6 +179,15 @@ TABLE: tuple[Announcement, ...] = (
 )
 
 _BY_NAME = {one.name: one for one in TABLE}
+#: The run's own events that are announced as they are, and as what.
+ANNOUNCED_AS: Mapping[str, str] = {
+    "attempt.ready": "muster.run.ready",
+    "component.spawned": "muster.component.started",
+    **{
+        f"component.{name}": f"muster.component.{name}"
+        for name in ("ready", "drained", "exited", "stopped", "stuck")
+    },
+}
 
 
 def payload_of(name: str, **known: Any) -> dict[str, Any]:

@@ -11,13 +11,14 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from tasks.record.outcome import Failure
 from tasks.record.states import GroupState
 
 _log = logging.getLogger(__name__)
@@ -126,13 +127,14 @@ class Event:
     cause = _Field("", str)
     directory = _Field(Path(), Path)
     exit_code = _Field[int | None](None)
-    #: As `Failure.as_json` has it.
-    failure = _Field[Mapping[str, Any] | None](None)
+    failure = _Field[Failure | None](None, Failure.model_validate)
     group = _Field(0, int)
     #: Of a recovery.
     id = _Field("", str)
     is_adopted = _Field(False, bool)
     killed = _Field[tuple[str, ...]]((), tuple)
+    #: What could not be ended.
+    left = _Field[Collection[object]](())
     message = _Field("", str)
     misses = _Field(0, int)
     outcome = _Field("", str)

@@ -1,23 +1,11 @@
-"""The events of a run as lines for people.
-
-The block at the end of a run: how it ended, why, and where to go on reading.
-
-How fast a training goes, from the steps that were seen.
-
-A curve of a training's figures, as text.
-"""
+"""A run as lines for people: its events as they happen, and at the end the block that says how it
+ended, why, and where to go on reading."""
 
 from __future__ import annotations
 
-import json
-import math
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import plotext  # type: ignore[import-untyped]
 
 from tasks.record.events import Event
 from tasks.record.outcome import Failure
@@ -25,6 +13,7 @@ from tasks.record.places import RunPlace
 from tasks.record.run_json import AttemptRecord, RunJson
 from tasks.show.failure import remedy_of
 from tasks.show.screen import Line
+from tasks.show.view import RunSeen, ending_text, job_text
 from tasks.spec.failure_kinds import REMEDIES
 from tasks.spec.words import stopwatch
 
@@ -35,154 +24,74 @@ _INDENT = " " * 9
 
 def lines_of(event: Event) -> Iterator[Line]:
     """What is said of an event; of most nothing. The run's end is told by `end_block`."""
-    name, fields = event.component or "", event.fields
+    name = event.component or ""
     match event.name:
         case "attempt.begun" | "attempt.adopted":
             goes_on = " goes on" if event.name == "attempt.adopted" else ""
-            yield Line(
-                text=f"run {fields['run_id']}, attempt {fields['attempt']}{goes_on}", style="bold"
-            )
-            yield Line(text=f"files in {fields['directory']}")
+            yield Line(text=f"run {event.run_id}, attempt {event.attempt}{goes_on}", style="bold")
+            yield Line(text=f"files in {event.directory}")
         case "containment":
-            yield Line(text=f"containment {fields['text']}", style="dim")
-        case "component.spawned" if fields["pid"] is not None:
-            yield Line(text=f"{name}: started, pid {fields['pid']}")
+            yield Line(text=f"containment {event.text}", style="dim")
+        case "component.spawned" if event.pid is not None:
+            yield Line(text=f"{name}: started, pid {event.pid}")
         case "job.submitted" | "job.attached":
             done = event.name.removeprefix("job.")
-            yield Line(text=f"{name}: job {fields['submission_id']} {done}")
+            yield Line(text=f"{name}: job {event.submission_id} {done}")
         case "job.state":
-            place = f", {fields['place']}" if fields["place"] else ""
-            yield Line(text=f"{name}: job {fields['status']}{place}")
-        case "job.swept" if fields["killed"] or fields["left"]:
-            ended = "; ".join(fields["killed"])
+            yield Line(text=f"{name}: {job_text(event)}")
+        case "job.swept" if event.killed or event.left:
+            ended = "; ".join(event.killed)
             yield Line(text=f"{name}: ended what its job had left: {ended}", style="yellow")
         case "contact.lost":
-            yield Line(text=f"{name}: no answer: {fields['message']}", style="yellow")
+            yield Line(text=f"{name}: no answer: {event.message}", style="yellow")
         case "contact.back":
-            yield Line(text=f"{name}: {fields['address']} answers again", style="green")
+            yield Line(text=f"{name}: {event.address} answers again", style="green")
         case "component.ready":
-            yield Line(text=f"{name}: ready after {fields['after_s']:.2f} s", style="green")
+            yield Line(text=f"{name}: ready after {event.after_s:.2f} s", style="green")
         case "component.drained":
             yield Line(text=f"{name}: its part is done, the run goes on")
         case "component.exited":
-            yield Line(text=f"{name}: ended, {how_ended(fields)}")
+            yield Line(text=f"{name}: ended, {ending_text(event.exit_code, event.signal)}")
         case "component.stuck":
-            left = ", ".join(map(str, fields["pids"]))
+            left = ", ".join(map(str, event.pids))
             yield Line(text=f"{name}: can't be ended: {left}", style="bold red")
         case "component.diagnosed":
-            yield Line(text=f"{name}: what it was doing is in {fields['path']}")
+            yield Line(text=f"{name}: what it was doing is in {event.path}")
         case "rollout.server.died":
-            yield Line(
-                text=f"{name}: server {fields['rank']} died: {fields['why']}", style="yellow"
-            )
-        case "rollout.recovery.ended":
-            yield from _recovery(name, fields)
+            yield Line(text=f"{name}: server {event.rank} died: {event.why}", style="yellow")
+        case "rollout.recovery.ended" if event.outcome != "abandoned":
+            server = f"{name}: server {', '.join(map(str, event.ranks))}"
+            if event.outcome == "recovered":
+                yield Line(text=f"{server} is back after {event.took_s:.1f} s", style="green")
+            else:
+                yield Line(text=f"{server} is not back: {event.message}", style="yellow")
         case "rollout.warning":
-            yield Line(text=f"{name}: {fields['message']}", style="yellow")
+            yield Line(text=f"{name}: {event.message}", style="yellow")
         case "rollout.failed":
-            yield Line(text=f"{name}: {fields['reason']}", style="bold red")
-        case "probe.failed" if fields.get("probe") == "live":
-            yield Line(text=f"{name}: {fields['reason']} (miss {fields['misses']})", style="yellow")
+            yield Line(text=f"{name}: {event.reason}", style="bold red")
+        case "probe.failed" if event.probe == "live":
+            yield Line(text=f"{name}: {event.reason} (miss {event.misses})", style="yellow")
         case "teardown.begun":
-            yield Line(text=f"stopping: {fields['reason']}")
+            yield Line(text=f"stopping: {event.reason}")
         case "run.waiting":
-            yield Line(text=f"waiting: {fields['message']}", style="yellow")
-        case "run.state" if fields["state"] == "pending_resources" and fields["message"]:
-            yield Line(text=f"waiting: {fields['message']}", style="yellow")
+            yield Line(text=f"waiting: {event.message}", style="yellow")
+        case "run.state" if event.state == "pending_resources" and event.message:
+            yield Line(text=f"waiting: {event.message}", style="yellow")
 
 
-def failed_attempt(ended: Event, directory: Path) -> Iterator[Line]:
-    """Of an attempt that failed, and that another one follows.
-
-    Args:
-        ended: its `attempt.ended`.
-        directory: of the attempt.
-    """
-    failure = ended.fields["failure"]
-    yield Line(
-        text=f"attempt {ended.fields['attempt']} failed: {failure['kind']}: {failure['message']}",
-        style="red",
-    )
-    if failure["hint"]:
-        yield Line(text=f"hint: {failure['hint']}")
-    if failure["component"]:
-        log = directory / f"{failure['component']}.log"
-        tail = failure["log_tail"].splitlines()[-_TAIL_LINES:]
+def failed_attempt(seen: RunSeen) -> Iterator[Line]:
+    """Of an attempt that failed, and that another one follows; nothing of one that did not."""
+    failure = seen.failure
+    if not failure or seen.directory is None:
+        return
+    yield Line(text=f"attempt {seen.attempt} failed: {failure}", style="red")
+    if failure.hint:
+        yield Line(text=f"hint: {failure.hint}")
+    if failure.component:
+        log = seen.directory / f"{failure.component}.log"
+        tail = failure.log_tail.splitlines()[-_TAIL_LINES:]
         last = "".join(f"\n{_INDENT}| {line}" for line in tail)
         yield Line(text=f"log {log}; its last lines:{last}" if last else f"log {log}")
-
-
-def how_ended(fields: Mapping[str, Any]) -> str:
-    """`SIGTERM`, `exit code 1`; of a component, by its event or its record."""
-    if fields["signal"]:
-        return str(fields["signal"])
-    code = fields["exit_code"]
-    return f"exit code {'unknown' if code is None else code}"
-
-
-def _recovery(name: str, fields: Mapping[str, Any]) -> Iterator[Line]:
-    ranks, took_s = ", ".join(map(str, fields["ranks"])), fields["took_s"]
-    if fields["outcome"] == "recovered":
-        yield Line(text=f"{name}: server {ranks} is back after {took_s:.1f} s", style="green")
-    elif fields["outcome"] == "failed":
-        yield Line(text=f"{name}: server {ranks} is not back: {fields['message']}", style="yellow")
-
-
-#: A step counts for the rate so long; the last few count however old they are.
-_WINDOW_S = 120.0
-_KEPT_AT_LEAST = 6
-
-
-class Pace:
-    """The rate of the last steps, and the time that is left."""
-
-    def __init__(self, total: float | None = None) -> None:
-        self._total = total
-        #: `(UTC epoch seconds, step)`, oldest first.
-        self._seen: deque[tuple[float, float]] = deque()
-
-    @property
-    def step(self) -> float | None:
-        return self._seen[-1][1] if self._seen else None
-
-    def see(self, at: float, step: float) -> None:
-        if self._seen and step < self._seen[-1][1]:
-            # It went back to a checkpoint.
-            self._seen.clear()
-        self._seen.append((at, step))
-        while len(self._seen) > _KEPT_AT_LEAST and self._seen[0][0] < at - _WINDOW_S:
-            self._seen.popleft()
-
-    def per_second(self, now: float) -> float | None:
-        """None while nobody can say. It falls while no step comes that is due."""
-        if len(self._seen) < 2:
-            return None
-        (began, first), (last_at, last) = self._seen[0], self._seen[-1]
-        if last <= first or last_at <= began:
-            return None
-        rate = (last - first) / (last_at - began)
-        is_done = self._total is not None and last >= self._total
-        is_overdue = not is_done and (now - last_at) * rate > 1
-        return (last - first + 1) / (now - began) if is_overdue else rate
-
-    def left_s(self, now: float) -> float | None:
-        """Seconds until the last step; None while nobody can say."""
-        rate = self.per_second(now)
-        if rate is None or self._total is None or self.step is None:
-            return None
-        return max(0.0, (self._total - self.step) / rate)
-
-
-def rate_text(per_second: float) -> str:
-    """`3.3/s`, `12/min`, `0.5/h`."""
-    for unit, seconds in (("s", 1.0), ("min", 60.0)):
-        if per_second * seconds >= 1:
-            return f"{_short(per_second * seconds)}/{unit}"
-    return f"{_short(per_second * 3600)}/h"
-
-
-def _short(value: float) -> str:
-    return f"{value:.1f}" if value < 10 else f"{value:.0f}"
 
 
 _STYLES = {"completed": "bold green", "failed": "bold red", "crashed": "bold red"}
@@ -254,7 +163,8 @@ def _cause(
 def _how_failed(failure: Failure) -> str:
     """`RUNTIME_ERROR, SIGSEGV`; of one that had not ended by itself the kind alone."""
     kind = failure.kind.value
-    return f"{kind}, {how_ended(failure.as_json())}" if failure.has_ended else kind
+    how = ending_text(failure.exit_code, failure.signal)
+    return f"{kind}, {how}" if failure.has_ended else kind
 
 
 def _took(record: RunJson) -> str:
@@ -278,33 +188,3 @@ def _read(path: Path | None) -> RunJson | None:
         return RunJson.read(path) if path is not None else None
     except (OSError, ValueError):
         return None
-
-
-Point = tuple[float, float]
-
-
-def read_curve(metrics: Path, x: str, y: str) -> list[Point]:
-    """The points `(x, y)` of a file of JSON lines; lines without both, and what is not
-    finite, are left out.
-
-    Raises: OSError.
-    """
-    points = []
-    for line in metrics.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            entry = json.loads(line)
-            point = float(entry[x]), float(entry[y])
-        except (ValueError, KeyError, TypeError):
-            continue
-        if all(map(math.isfinite, point)):
-            points.append(point)
-    return points
-
-
-def draw_curve(points: Sequence[Point], *, title: str, columns: int = 72, lines: int = 14) -> str:
-    """The curve in Unicode, without colours; at least two points."""
-    plotext.clear_figure()
-    plotext.plotsize(columns, lines)
-    plotext.title(title)
-    plotext.plot([x for x, _ in points], [y for _, y in points], marker="braille")
-    return str(plotext.uncolorize(plotext.build()))

@@ -1,39 +1,23 @@
 """The live region under the lines of a run: its components, its probes, its progress.
 
-A view takes in events and gives frozen pictures; `drawn` makes rich's text of a picture.
+A frozen picture of the run at one moment, and rich's text of it.
 """
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from enum import Enum
+from dataclasses import dataclass
 
 from rich.text import Text
 
-from tasks.record.events import Event
-from tasks.show.lines import Pace, how_ended, rate_text
 from tasks.show.screen import printable
-from tasks.show.view import FleetWords
-from tasks.spec.run import FLEET, RunSpec
+from tasks.show.view import Pace, Row, RunSeen, Stage, rate_text
 from tasks.spec.words import stopwatch
 
 #: What is said of a component stands beside it where so many columns are left, else below it.
 _NOTE_AT_LEAST = 24
 _BAR_AT_LEAST, _BAR_AT_MOST = 8, 40
-
-
-class Stage(Enum):
-    """Where a component stands, for people."""
-
-    #: Those before it are not ready yet.
-    WAITING = "waiting"
-    #: Its program runs, or its job is on its way; its readiness probe has not said yes.
-    STARTING = "starting"
-    READY = "ready"
-    #: The run's fate is decided, and it has not ended yet.
-    STOPPING = "stopping"
-    ENDED = "ended"
 
 
 _STYLES = {
@@ -43,21 +27,6 @@ _STYLES = {
     Stage.STOPPING: "yellow",
     Stage.ENDED: "dim",
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """One component."""
-
-    name: str
-    stage: Stage = Stage.WAITING
-    #: None where it has none on this machine.
-    pid: int | None = None
-    #: UTC epoch seconds of its start and its end.
-    began_at: float | None = None
-    ended_at: float | None = None
-    #: What its readiness probe last answered, how it ended, how many engines serve.
-    note: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,93 +44,28 @@ class Picture:
     left_s: float | None = None
 
 
-class LiveView:
-    """What is known of a run by its events. One thread at a time."""
+def picture_of(seen: RunSeen, now: float) -> Picture | None:
+    """The run as it is now; None before there is anything to be seen.
 
-    def __init__(self, spec: RunSpec) -> None:
-        self._total = spec.progress.total if spec.progress else None
-        self._engines = spec.fleet.engines if spec.fleet is not None else 0
-        self._names = tuple(spec.components)
-        self._is_begun = False
-        self._message = ""
-        self._begin()
-
-    def look(self, now: float) -> Picture | None:
-        """The run as it is now; None before there is anything to be seen.
-
-        Args:
-            now: UTC epoch seconds.
-        """
-        if not self._is_begun:
-            return None
-        return Picture(
-            rows=tuple(self._rows.values()),
-            message=self._message,
-            step=self._pace.step,
-            total=self._total,
-            per_second=self._pace.per_second(now),
-            left_s=self._pace.left_s(now),
-        )
-
-    def observe(self, event: Event) -> None:
-        """Take in an event of the run. Returns at once."""
-        fields = event.fields
-        match event.name:
-            case "attempt.begun" | "attempt.adopted":
-                self._begin()
-                self._is_begun = True
-            case "run.waiting":
-                # For its gang: no component of an earlier attempt is left.
-                self._begin()
-                self._is_begun, self._message = True, f"waiting: {fields['message']}"
-            case "run.state" if fields["state"] == "pending_resources" and fields["message"]:
-                self._begin()
-                self._message = f"waiting: {fields['message']}"
-            case "run.progress":
-                self._pace.see(event.at, fields["step"])
-            case "teardown.begun":
-                self._message = f"stopping: {fields['reason']}"
-                for row in self._rows.values():
-                    if row.stage in (Stage.STARTING, Stage.READY):
-                        self._rows[row.name] = replace(row, stage=Stage.STOPPING)
-            case "rollout.group.state" if self._fleet.observe(event):
-                self._change(FLEET, note=f"{self._fleet.serving} of {self._engines} engines serve")
-            case _ if event.component in self._rows:
-                self._observe_component(event.component, event)
-
-    def _observe_component(self, name: str, event: Event) -> None:
-        fields = event.fields
-        match event.name:
-            case "component.starting":
-                self._change(name, stage=Stage.STARTING, began_at=event.at)
-            case "component.spawned":
-                self._change(name, stage=Stage.STARTING, pid=fields["pid"], began_at=event.at)
-            case "job.state":
-                place = f", {fields['place']}" if fields["place"] else ""
-                self._change(name, note=f"job {fields['status']}{place}")
-            case "probe.failed" if fields.get("probe") != "live":
-                self._change(name, note=fields["reason"])
-            case "component.ready":
-                # What its probe said is over; where its job runs is not.
-                note = self._rows[name].note
-                is_lasting = note.startswith("job ") or (name == FLEET and "engines" in note)
-                self._change(name, stage=Stage.READY, note=note if is_lasting else "")
-            case "component.drained":
-                self._change(name, note=f"{self._rows[name].note}, its part is done".lstrip(", "))
-            case "component.exited":
-                self._change(name, stage=Stage.ENDED, ended_at=event.at, note=how_ended(fields))
-            case "component.stuck":
-                self._change(name, note="can't be ended")
-
-    def _begin(self) -> None:
-        self._rows = {name: Row(name=name) for name in self._names}
-        self._pace = Pace(self._total)
-        self._fleet = FleetWords(self._engines)
-        self._message = ""
-
-    def _change(self, name: str, **changes: object) -> None:
-        if name in self._rows:
-            self._rows[name] = replace(self._rows[name], **changes)  # type: ignore[arg-type]
+    Args:
+        now: UTC epoch seconds.
+    """
+    if not seen.has_begun:
+        return None
+    if seen.is_waiting:
+        # No component of an earlier attempt is left.
+        rows, pace = tuple(Row(name=name) for name in seen.names), Pace(seen.total)
+    else:
+        rows, pace = tuple(seen.rows.values()), seen.pace
+    does = "waiting" if seen.is_waiting else "stopping"
+    return Picture(
+        rows=rows,
+        message=f"{does}: {seen.why}" if seen.why else "",
+        step=pace.step,
+        total=seen.total,
+        per_second=pace.per_second(now),
+        left_s=pace.left_s(now),
+    )
 
 
 def drawn(
@@ -215,19 +119,12 @@ def _age(row: Row, now: float) -> str:
 
 def _message(picture: Picture, width: int) -> Iterator[Text]:
     """Why it waits, over as many lines as that needs, up to a few."""
-    words = printable(picture.message).split()
-    line = ""
-    lines = []
-    for word in words:
-        if line and len(line) + 1 + len(word) > width:
-            lines.append(line)
-            line = "  " + word
-        else:
-            line = f"{line} {word}" if line else word
-    if line:
-        lines.append(line)
-    for text in lines[:4]:
-        yield Text(text, style="yellow")
+    text = " ".join(printable(picture.message).split())
+    lines = textwrap.wrap(
+        text, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    )
+    for line in lines[:4]:
+        yield Text(line, style="yellow")
 
 
 def _progress(picture: Picture, width: int, has_unicode: bool) -> Iterator[Text]:

@@ -10,17 +10,19 @@ import logging
 import threading
 import time
 from collections import deque
-from pathlib import Path
+from collections.abc import Sequence
 from types import TracebackType
 
+import plotext  # type: ignore[import-untyped]
 from rich.console import Console
 from rich.text import Text
 
 from tasks.record.events import Event, event_listeners
-from tasks.show import lines
 from tasks.show.lines import Ending, end_block, failed_attempt, lines_of
-from tasks.show.live_view import LiveView, drawn
+from tasks.show.live_view import drawn, picture_of
+from tasks.show.pictures import Figures, Point
 from tasks.show.screen import ForeignLines, Line, Screen, printable
+from tasks.show.view import RunSeen
 from tasks.spec.run import RunSpec
 
 _log = logging.getLogger(__name__)
@@ -32,7 +34,7 @@ _FRAME_S = 0.05
 _LINES_AT_MOST = 10_000
 #: At the end a screen that takes nothing for so long is left behind.
 _CLOSE_WITHIN_S = 30.0
-_CURVE_COLUMNS, _CURVE_COLUMNS_AT_LEAST = 72, 30
+_CURVE_COLUMNS, _CURVE_COLUMNS_AT_LEAST, _CURVE_LINES = 72, 30, 14
 
 
 class Terminal:
@@ -44,11 +46,7 @@ class Terminal:
     def __init__(self, spec: RunSpec, screen: Screen | None = None) -> None:
         self._screen = screen or Screen.of_stdout()
         self._began = time.monotonic()
-        self._total = spec.progress.total if spec.progress else None
-        self._view = LiveView(spec)
-        self._attempt: Path | None = None
-        self._record: Path | None = None
-        self._ended: Event | None = None
+        self._seen = RunSeen.of(spec)
         self._shown_step = 0.0
         self._lock = threading.Lock()
         self._lines: deque[Line | Text] = deque()
@@ -84,23 +82,17 @@ class Terminal:
     def show(self, event: Event) -> None:
         """One event of the run. Returns at once."""
         with self._lock:
-            self._view.observe(event)
+            self._seen.observe(event)
         for line in lines_of(event):
             self._say(line)
         match event.name:
-            case "run.opened":
-                self._record = Path(event.fields["record"])
             case "attempt.begun" | "attempt.adopted":
-                self._attempt = Path(event.fields["directory"])
-                self._ended, self._shown_step = None, 0.0
+                self._shown_step = 0.0
             case "run.progress" if not self._screen.is_live:
-                self._say_step(event.fields["step"])
-            case "attempt.ended":
-                self._ended = event
-            case "attempt.decided" if not event.fields["text"].startswith("final"):
-                if self._ended and self._ended.fields["failure"] and self._attempt:
-                    for line in failed_attempt(self._ended, self._attempt):
-                        self._say(line)
+                self._say_step(event.step)
+            case "attempt.decided" if not event.text.startswith("final"):
+                for line in failed_attempt(self._seen):
+                    self._say(line)
         self._news.set()
 
     def end(self, state: str, message: str, page: str = "") -> None:
@@ -111,35 +103,34 @@ class Terminal:
         """
         if state == "completed":
             self._show_curve()
-        for line in end_block(Ending(state=state, message=message, record=self._record, page=page)):
+        for line in end_block(
+            Ending(state=state, message=message, record=self._seen.record, page=page)
+        ):
             self._add(line)
 
     def _say_step(self, step: float) -> None:
         # A line for each twentieth is enough.
-        stride = (self._total or 100) / 20
-        if step - self._shown_step >= stride or step == self._total:
+        total = self._seen.total
+        if step - self._shown_step >= (total or 100) / 20 or step == total:
             self._shown_step = step
-            of = f" of {self._total}" if self._total else ""
+            of = f" of {total}" if total else ""
             self.say(f"step {step:g}{of}")
 
     def _show_curve(self) -> None:
-        if self._attempt is None:
+        if self._seen.directory is None:
             return
-        metrics = self._attempt / "metrics.jsonl"
-        try:
-            points = lines.read_curve(metrics, "step", "reward")
-        except OSError:
-            return
+        figures = Figures(self._seen.directory / "metrics.jsonl", "step")
+        figures.look()
+        points, name = figures.points, figures.name
         if len(points) < 2:
             return
         columns = min(_CURVE_COLUMNS, self._screen.size.columns - 1)
         if columns >= _CURVE_COLUMNS_AT_LEAST and self._screen.has_unicode:
-            drawing = lines.draw_curve(points, title="reward by step", columns=columns)
-            for line in drawing.splitlines():
+            for line in _curve(points, f"{name} by step", columns).splitlines():
                 self._add(Line(text=line.rstrip()))
         first, last = points[0][1], points[-1][1]
-        self.say(f"reward {first:.3f} at first, {last:.3f} at last")
-        self.say(f"figures in {metrics}")
+        self.say(f"{name} {first:.3f} at first, {last:.3f} at last")
+        self.say(f"figures in {figures.path}")
 
     def _say(self, line: Line) -> None:
         stamp = f"{time.monotonic() - self._began:7.1f}s "
@@ -174,7 +165,8 @@ class Terminal:
             lines, lost = list(self._lines), self._lost
             self._lines.clear()
             self._lost = 0
-            picture = self._view.look(now) if self._screen.is_live and not is_last else None
+            is_live = self._screen.is_live and not is_last
+            picture = picture_of(self._seen, now) if is_live else None
         if lost:
             lines.insert(0, Line(text=f"({lost} lines could not be shown in time)", style="dim"))
         region = []
@@ -188,6 +180,15 @@ class Terminal:
                 has_unicode=self._screen.has_unicode,
             )
         self._screen.show(lines, region)
+
+
+def _curve(points: Sequence[Point], title: str, columns: int) -> str:
+    """In Unicode, without colours; at least two points."""
+    plotext.clear_figure()
+    plotext.plotsize(columns, _CURVE_LINES)
+    plotext.title(title)
+    plotext.plot([x for x, _ in points], [y for _, y in points], marker="braille")
+    return str(plotext.uncolorize(plotext.build()))
 
 
 def outlive_readers() -> None:

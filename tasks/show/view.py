@@ -1,12 +1,16 @@
-"""What the page of a run is made of: plain data, gathered by whoever shows it.
+"""A run at one moment: `RunSeen` makes it of events, and is the one reader of what they mean.
 
-The servers of a fleet as they are shown, from its events.
+Terminal, page, timeline, states and announcements show what it holds. With it stand the words that
+they share, and `RunView`, which adds the record to it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from enum import Enum
+from pathlib import Path
 from typing import Literal
 
 from tasks.record.events import Event
@@ -31,19 +35,261 @@ class Shown:
     picture: str = ""
 
 
+class Stage(Enum):
+    """Where a component stands, for people."""
+
+    #: Those before it are not ready yet.
+    WAITING = "waiting"
+    #: Its program runs, or its job is on its way; its readiness probe has not said yes.
+    STARTING = "starting"
+    READY = "ready"
+    #: How the run ends is decided, and it has not ended yet.
+    STOPPING = "stopping"
+    ENDED = "ended"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One component of the attempt under way."""
+
+    name: str
+    stage: Stage = Stage.WAITING
+    #: None where it has none on this machine.
+    pid: int | None = None
+    #: UTC epoch seconds of its start and its end.
+    began_at: float | None = None
+    ended_at: float | None = None
+    #: What its readiness probe last answered, how it ended, how many engines serve.
+    note: str = ""
+    #: The last answer to the question whether it is ready.
+    unready: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """A lifecycle group of a fleet, one engine."""
+
+    state: GroupState
+    ranks: tuple[int, ...]
+    #: Why it does not serve; empty where it does.
+    cause: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSeen:
-    """One server of a fleet, as its events tell."""
+    """One server of a fleet."""
 
     rank: int
     #: Of its lifecycle group: `active`, `recovering`, ...
-    state: str
+    state: str = GroupState.STARTING.value
     #: Empty while it has none.
     url: str = ""
     #: How often it was started again.
     restarts: int = 0
     #: Why it does not serve; empty where it does.
     cause: str = ""
+
+
+#: A step counts for the rate so long; the last few count however old they are.
+_WINDOW_S = 120.0
+_KEPT_AT_LEAST = 6
+
+
+class Pace:
+    """The rate of the last steps, and the time that is left."""
+
+    def __init__(self, total: float | None = None) -> None:
+        self._total = total
+        #: `(UTC epoch seconds, step)`, oldest first.
+        self._seen: deque[tuple[float, float]] = deque()
+
+    @property
+    def step(self) -> float | None:
+        return self._seen[-1][1] if self._seen else None
+
+    def see(self, at: float, step: float) -> None:
+        if self._seen and step < self._seen[-1][1]:
+            # It went back to a checkpoint.
+            self._seen.clear()
+        self._seen.append((at, step))
+        while len(self._seen) > _KEPT_AT_LEAST and self._seen[0][0] < at - _WINDOW_S:
+            self._seen.popleft()
+
+    def per_second(self, now: float) -> float | None:
+        """None while nobody can say. It falls while no step comes that is due."""
+        if len(self._seen) < 2:
+            return None
+        (began, first), (last_at, last) = self._seen[0], self._seen[-1]
+        if last <= first or last_at <= began:
+            return None
+        rate = (last - first) / (last_at - began)
+        is_done = self._total is not None and last >= self._total
+        is_overdue = not is_done and (now - last_at) * rate > 1
+        return (last - first + 1) / (now - began) if is_overdue else rate
+
+    def left_s(self, now: float) -> float | None:
+        """Seconds until the last step; None while nobody can say."""
+        rate = self.per_second(now)
+        if rate is None or self._total is None or self.step is None:
+            return None
+        return max(0.0, (self._total - self.step) / rate)
+
+
+#: Of an engine that is lost to its fleet, for now or for good.
+_DOWN = frozenset({GroupState.INACTIVE, GroupState.RECOVERING, GroupState.RETIRED})
+
+
+class RunSeen:
+    """What is known of a run by its events. One thread at a time.
+
+    What it says of an attempt is forgotten when the next one begins.
+    """
+
+    def __init__(
+        self, names: Iterable[str] = (), *, total: float | None = None, engines: int = 0
+    ) -> None:
+        """
+        Args:
+            names: of the components, in the order of their start.
+            total: steps of the training; None where that is not known.
+            engines: of its fleet; 0: it has none.
+        """
+        self.names, self.total, self.engines = tuple(names), total, engines
+        #: The file `run.json`; None where it has none yet.
+        self.record: Path | None = None
+        #: What it does just now, in the words of its flow run's state.
+        self.doing = ""
+        #: Something has happened that is to be shown.
+        self.has_begun = False
+        self._begin(0, None)
+
+    @staticmethod
+    def of(spec: RunSpec) -> RunSeen:
+        """Of a run of which nothing has happened yet."""
+        total = spec.progress.total if spec.progress else None
+        engines = spec.fleet.engines if spec.fleet is not None else 0
+        return RunSeen(spec.components, total=total, engines=engines)
+
+    def _begin(self, attempt: int, directory: Path | None) -> None:
+        #: The number of the attempt under way or the last one, and where its files are.
+        self.attempt, self.directory = attempt, directory
+        #: By name.
+        self.rows = {name: Row(name=name) for name in self.names}
+        self.pace = Pace(self.total)
+        self.groups: dict[int, Group] = {}
+        #: `starts[rank] -> (how often it was started, its address)`.
+        self._starts: dict[int, tuple[int, str]] = {}
+        #: Why it waits or stops; empty where it does neither.
+        self.why = ""
+        self.is_waiting = self.is_stopping = self._is_running = False
+        #: How the attempt failed.
+        self.failure: Failure | None = None
+
+    def observe(self, event: Event) -> None:
+        """Take in an event of the run. Returns at once."""
+        match event.name:
+            case "run.opened":
+                self.record = event.record
+            case "attempt.begun" | "attempt.adopted":
+                self._begin(event.attempt, event.directory)
+                self.has_begun = True
+            case "run.waiting":
+                self.has_begun, self.is_waiting, self.why = True, True, event.message
+                self.doing = f"waiting: {event.message}"
+            case "run.state" if event.state == "pending_resources" and event.message:
+                self.is_waiting, self.why = True, event.message
+            case "run.progress":
+                self.pace.see(event.at, event.step)
+            case "attempt.ready":
+                self._is_running, self.doing = True, self.running
+            case "contact.lost":
+                # A run whose cluster is away says Running: why it may not be so is to be seen.
+                self.doing = f"no answer: {event.message}"
+            case "contact.back":
+                self.doing = f"{event.address} answers again"
+            case "teardown.begun":
+                self._is_running, self.is_stopping, self.why = False, True, event.reason
+                self.doing = f"stopping: {event.reason}"
+                for row in self.rows.values():
+                    if row.stage in (Stage.STARTING, Stage.READY):
+                        self._change(row.name, stage=Stage.STOPPING)
+            case "rollout.failed":
+                # Its process ends by it, and takes the other engines down.
+                self.is_stopping = True
+            case "attempt.ended":
+                self.failure = event.failure
+            case "rollout.server.started":
+                count, _ = self._starts.get(event.rank, (0, ""))
+                self._starts[event.rank] = count + 1, event.url
+            case "rollout.group.state":
+                cause = "" if event.after in SERVING else event.cause
+                group = Group(state=event.after, ranks=event.ranks, cause=cause)
+                # Whoever looks from another thread sees the groups before it or after it.
+                self.groups = {**self.groups, event.group: group}
+                self._change(FLEET, note=f"{self.serving} of {self.engines} engines serve")
+                if self._is_running:
+                    self.doing = self.running
+            case _ if event.component in self.rows:
+                self._observe_component(self.rows[event.component], event)
+
+    def _observe_component(self, row: Row, event: Event) -> None:
+        name, note = row.name, row.note
+        match event.name:
+            case "component.starting":
+                self.doing = f"starting {name}"
+                self._change(name, stage=Stage.STARTING, began_at=event.at)
+            case "component.spawned":
+                self._change(name, stage=Stage.STARTING, pid=event.pid, began_at=event.at)
+            case "job.state":
+                self._change(name, note=job_text(event))
+            case "probe.failed" if event.probe != "live":
+                self._change(name, note=event.reason, unready=event.reason)
+            case "component.ready":
+                # What its probe said is over; where its job runs is not.
+                is_lasting = note.startswith("job ") or (name == FLEET and "engines" in note)
+                self._change(name, stage=Stage.READY, note=note if is_lasting else "")
+            case "component.drained":
+                self._change(name, note=f"{note}, its part is done".lstrip(", "))
+            case "component.exited":
+                how = ending_text(event.exit_code, event.signal)
+                self._change(name, stage=Stage.ENDED, ended_at=event.at, note=how)
+            case "component.stuck":
+                self._change(name, note="can't be ended")
+
+    def _change(self, name: str, **changes: object) -> None:
+        if name in self.rows:
+            self.rows[name] = replace(self.rows[name], **changes)  # type: ignore[arg-type]
+
+    @property
+    def serving(self) -> int:
+        """Engines that serve."""
+        return sum(group.state in SERVING for group in self.groups.values())
+
+    @property
+    def is_degraded(self) -> bool:
+        """Whether an engine of the fleet is lost, for now or for good."""
+        return any(group.state in _DOWN for group in self.groups.values())
+
+    @property
+    def running(self) -> str:
+        """`running: trainer, rollout`, and of a fleet how many engines serve, unless all do."""
+        said = f"running: {', '.join(self.names)}"
+        if not self.groups or self.serving == self.engines:
+            return said
+        return f"{said}; {FLEET} {self.serving} of {self.engines} engines serve"
+
+    @property
+    def servers(self) -> tuple[ServerSeen, ...]:
+        """Of the fleet, in the order of their ranks."""
+        groups = {rank: group for group in self.groups.values() for rank in group.ranks}
+        seen = []
+        for rank in sorted({*groups, *self._starts}):
+            starts, url = self._starts.get(rank, (0, ""))
+            server = ServerSeen(rank=rank, url=url, restarts=max(0, starts - 1))
+            if (group := groups.get(rank)) is not None:
+                server = replace(server, state=group.state.value, cause=group.cause)
+            seen.append(server)
+        return tuple(seen)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,15 +321,36 @@ class RunView:
         return (attempt, attempt.failure) if attempt and attempt.failure else None
 
 
+def rate_text(per_second: float) -> str:
+    """`3.3/s`, `12/min`, `0.5/h`."""
+    for unit, seconds in (("s", 1.0), ("min", 60.0)):
+        if per_second * seconds >= 1:
+            return f"{_short(per_second * seconds)}/{unit}"
+    return f"{_short(per_second * 3600)}/h"
+
+
+def _short(value: float) -> str:
+    return f"{value:.1f}" if value < 10 else f"{value:.0f}"
+
+
 #: With these a run stops its own components.
 _STOPS = frozenset({"SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGKILL"})
 
 
 def ending_of(one: ComponentRecord | Failure) -> str:
     """How something ended by itself: `killed by SIGSEGV`, `exit code 1`."""
-    if one.signal:
-        return f"killed by {one.signal}"
-    return f"exit code {'unknown' if one.exit_code is None else one.exit_code}"
+    killed = "killed by " if one.signal else ""
+    return killed + ending_text(one.exit_code, one.signal)
+
+
+def ending_text(exit_code: int | None, signal: str | None) -> str:
+    """`SIGTERM`, `exit code 1`."""
+    return signal or f"exit code {'unknown' if exit_code is None else exit_code}"
+
+
+def job_text(event: Event) -> str:
+    """`job RUNNING, node 10.0.0.7`, of what a cluster says of a job."""
+    return f"job {event.status}{f', {event.place}' if event.place else ''}"
 
 
 def end_of(attempt: AttemptRecord, name: str) -> str:
@@ -93,94 +360,3 @@ def end_of(attempt: AttemptRecord, name: str) -> str:
     if seen.signal in _STOPS and not is_first:
         return f"stopped by {seen.signal}"
     return ending_of(seen)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Server:
-    url: str = ""
-    starts: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Group:
-    state: GroupState
-    cause: str
-    ranks: tuple[int, ...]
-
-
-class FleetSeen:
-    """What is known of each server of the attempt under way."""
-
-    def __init__(self) -> None:
-        self._servers: dict[int, _Server] = {}
-        self._groups: dict[int, _Group] = {}
-
-    def observe(self, event: Event) -> bool:
-        """Take in an event of the run; whether what is shown may have changed."""
-        match event.name:
-            case "attempt.begun":
-                self._servers.clear()
-                self._groups.clear()
-            case "rollout.server.started":
-                rank = event.fields["rank"]
-                before = self._servers.get(rank, _Server())
-                self._servers[rank] = replace(
-                    before, url=event.fields.get("url") or "", starts=before.starts + 1
-                )
-            case "rollout.group.state":
-                self._groups[event.fields["group"]] = _Group(
-                    state=GroupState(event.fields["after"]),
-                    cause=event.fields.get("cause") or "",
-                    ranks=tuple(event.fields["ranks"]),
-                )
-            case _:
-                return False
-        return True
-
-    @property
-    def servers(self) -> tuple[ServerSeen, ...]:
-        """In the order of their ranks."""
-        groups = {rank: group for group in self._groups.values() for rank in group.ranks}
-        return tuple(
-            _seen(rank, self._servers.get(rank, _Server()), groups.get(rank))
-            for rank in sorted({*groups, *self._servers})
-        )
-
-
-def _seen(rank: int, server: _Server, group: _Group | None) -> ServerSeen:
-    state = group.state if group else GroupState.STARTING
-    return ServerSeen(
-        rank=rank,
-        state=state.value,
-        url=server.url,
-        restarts=max(0, server.starts - 1),
-        cause=group.cause if group and state not in SERVING else "",
-    )
-
-
-class FleetWords:
-    """How many engines of a fleet serve, in words, from its events."""
-
-    def __init__(self, engines: int) -> None:
-        self._engines = engines
-        self._states: dict[int, GroupState] = {}
-
-    def observe(self, event: Event) -> bool:
-        """Take in an event of the run; whether the words may have changed by it."""
-        if event.name == "attempt.begun":
-            self._states.clear()
-        elif event.name == "rollout.group.state":
-            self._states[event.fields["group"]] = GroupState(event.fields["after"])
-            return True
-        return False
-
-    @property
-    def serving(self) -> int:
-        """How many do."""
-        return sum(state in SERVING for state in self._states.values())
-
-    def __str__(self) -> str:
-        """`rollout 2 of 3 engines serve`; empty while all do."""
-        if not self._states or self.serving == self._engines:
-            return ""
-        return f"{FLEET} {self.serving} of {self._engines} engines serve"

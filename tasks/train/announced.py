@@ -1,8 +1,6 @@
-"""Which of a run's own events its Prefect server is told of, and as what.
+"""Which of a run's own events are announced to its Prefect server, and as what.
 
 Probes, progress and the steps of a teardown are not among them: they are in `events.jsonl`.
-
-The events of a run of this process for its Prefect server.
 """
 
 from __future__ import annotations
@@ -17,31 +15,20 @@ from typing import Any
 from prefect.client.schemas.objects import FlowRun
 
 from tasks.processes.identity import host_name
-from tasks.record.announcements import fields_of, payload_of
+from tasks.record.announcements import ANNOUNCED_AS, fields_of, payload_of
 from tasks.record.events import Event, event_listeners
 from tasks.record.outcome import Failure
-from tasks.record.states import SERVING, GroupState, RunState
+from tasks.record.states import GroupState, RunState
 from tasks.server.events import Announcer, _announcer, of_run
 from tasks.server.server import lasting_api_url
+from tasks.show.view import RunSeen
 from tasks.train.session import RunSession
 
-#: Those that are told as they are: the run's own name of each, and what it is told as.
-TOLD: Mapping[str, str] = {
-    "attempt.ready": "muster.run.ready",
-    "component.spawned": "muster.component.started",
-    "component.ready": "muster.component.ready",
-    "component.drained": "muster.component.drained",
-    "component.exited": "muster.component.exited",
-    "component.stopped": "muster.component.stopped",
-    "component.stuck": "muster.component.stuck",
-}
 _ENDED: Mapping[str, str] = {
     RunState.COMPLETED.value: "muster.run.completed",
     RunState.FAILED.value: "muster.run.failed",
     RunState.CANCELLED.value: "muster.run.cancelled",
 }
-#: Of an engine that is lost to the fleet, for now or for good.
-_DOWN = frozenset({GroupState.INACTIVE, GroupState.RECOVERING, GroupState.RETIRED})
 #: Of a log, so much goes into an event: notifications show it.
 _TAIL_LINES, _TAIL_CHARACTERS = 15, 2000
 
@@ -79,72 +66,49 @@ class Story:
             log_of: the log of a component, of the attempt under way.
             failure_of: that of the run, as far as it is known.
             attempt: the last one of the run's earlier processes.
-            engines: of its fleet; 0: it has none.
+            engines, min_active: of its fleet; 0: it has none.
         """
         self._common = common
         self._log_of = log_of
         self._failure_of = failure_of
-        self._attempt = attempt
-        self._engines, self._min_active = engines, min_active
-        self._states: dict[int, GroupState] = {}
-        self._reason = ""
-        self._is_waiting = self._is_stopping = self._is_degraded = False
+        self._min_active = min_active
+        self._seen = RunSeen(engines=engines)
+        self._seen.attempt = attempt
         self.has_ended = False
 
     def observe(self, event: Event) -> Iterator[Told]:
         """What is told of an event of the run; nothing of most. Take in all of it."""
+        seen = self._seen
+        was_waiting, was_degraded = seen.is_waiting, seen.is_degraded
+        seen.observe(event)
         match event.name:
-            case name if name in TOLD:
-                yield self._of_event(TOLD[name], event)
+            case name if name in ANNOUNCED_AS:
+                yield self._of_event(ANNOUNCED_AS[name], event)
             case "attempt.begun" | "attempt.adopted":
-                yield self._begun(event)
-            case "run.waiting" if not self._is_waiting:
+                is_adopted = event.name == "attempt.adopted"
+                yield self._of_event("muster.run.started", event, is_adopted=is_adopted)
+            case "run.waiting" if not was_waiting:
                 # Told anew whenever the reason changes.
-                self._is_waiting = True
-                yield self._told("muster.run.waiting", event.at, message=event.fields["message"])
-            case "teardown.begun":
-                self._is_stopping, self._reason = True, event.fields["reason"]
+                yield self._of_event("muster.run.waiting", event)
+            case "run.state" if seen.is_waiting and not was_waiting:
+                known = {**self._failure(), "message": event.message}
+                yield self._of_event("muster.run.requeued", event, **known)
+            case "run.state" if event.state in _ENDED:
+                yield self._end(_ENDED[event.state], event.message, event.at)
             case "component.diagnosed":
-                more = {"message": self._reason, "report": event.fields["path"]}
+                more = {"message": seen.why, "report": event.path}
                 yield self._of_event("muster.component.hung", event, **more)
-            case "run.state":
-                yield from self._state(event)
-            case "rollout.group.state" if not self._is_stopping:
-                yield from self._engine(event)
-            case "rollout.recovery.ended" if event.fields["outcome"] == "recovered":
-                what = {**event.fields, "engine": event.fields["group"]}
-                yield self._of_event("muster.rollout.engine.recovered", event, **what)
+            case "rollout.group.state" if not seen.is_stopping:
+                yield from self._engine(event, was_degraded=was_degraded)
+            case "rollout.recovery.ended" if event.outcome == "recovered":
+                yield self._of_event("muster.rollout.engine.recovered", event, engine=event.group)
             case "rollout.failed":
-                # Its process ends by it, and takes the other engines down.
-                self._is_stopping = True
-                more = {**self._fleet(), "message": event.fields["reason"]}
+                more = {**self._fleet(), "message": event.reason}
                 yield self._of_event("muster.rollout.floor", event, **more)
 
     def ended(self, state: RunState, message: str, at: float) -> Told:
         """How the run ended, where no event has said so: it never came to an attempt."""
         return self._end(_ENDED[state.value], message, at)
-
-    def _begun(self, event: Event) -> Told:
-        self._attempt = event.fields["attempt"]
-        self._states.clear()
-        self._is_waiting = self._is_stopping = self._is_degraded = False
-        return self._told(
-            "muster.run.started",
-            event.at,
-            directory=str(event.fields["directory"]),
-            resume_from=event.fields["resume_from"],
-            is_adopted=event.name == "attempt.adopted",
-        )
-
-    def _state(self, event: Event) -> Iterator[Told]:
-        state, message = event.fields["state"], event.fields["message"]
-        if state == RunState.PENDING_RESOURCES.value and message and not self._is_waiting:
-            self._is_waiting = True
-            failure = self._failure()
-            known = {"kind": failure.get("kind"), "component": failure.get("component")}
-            yield self._told("muster.run.requeued", event.at, message=message, **known)
-        elif state in _ENDED:
-            yield self._end(_ENDED[state], message, event.at)
 
     def _end(self, name: str, message: str, at: float) -> Told:
         self.has_ended = True
@@ -156,47 +120,40 @@ class Story:
         known["log_tail"] = _end_of(str(known.get("log_tail") or ""))
         # Without the kind, which has a key of its own.
         known["message"] = known.get("message") or message
-        return self._told(name, at, **_known_to(name, known))
+        return self._told(name, at, **known)
 
     def _failure(self) -> dict[str, Any]:
         failure = self._failure_of()
         return dict(failure.as_json()) if failure is not None else {}
 
-    def _engine(self, event: Event) -> Iterator[Told]:
-        before, after = (GroupState(event.fields[key]) for key in ("before", "after"))
-        self._states[event.fields["group"]] = after
-        what = {**event.fields, "engine": event.fields["group"]}
-        if after is GroupState.RETIRED:
+    def _engine(self, event: Event, *, was_degraded: bool) -> Iterator[Told]:
+        what = {"engine": event.group, **self._fleet()}
+        if event.after is GroupState.RETIRED:
             yield self._of_event("muster.rollout.engine.retired", event, **what)
-        elif after is GroupState.INACTIVE and before is not GroupState.RECOVERING:
+        elif event.after is GroupState.INACTIVE and event.before is not GroupState.RECOVERING:
             # Each further try that fails is not a failure of its own.
             yield self._of_event("muster.rollout.engine.failed", event, **what)
-        is_down = any(state in _DOWN for state in self._states.values())
-        if is_down == self._is_degraded:
-            return
-        self._is_degraded = is_down
-        name = "muster.rollout.degraded" if is_down else "muster.rollout.restored"
-        yield self._of_event(name, event, **{**what, **self._fleet()})
+        is_degraded = self._seen.is_degraded
+        if is_degraded != was_degraded:
+            name = "muster.rollout.degraded" if is_degraded else "muster.rollout.restored"
+            yield self._of_event(name, event, **what)
 
     def _fleet(self) -> dict[str, Any]:
-        serving = sum(state in SERVING for state in self._states.values())
-        return {"serving": serving, "engines": self._engines, "min_active": self._min_active}
+        seen = self._seen
+        figures = {"serving": seen.serving, "engines": seen.engines}
+        return {**figures, "min_active": self._min_active}
 
     def _of_event(self, name: str, event: Event, **more: Any) -> Told:
-        known = {**event.fields, **more, "component": event.component}
+        known = {"component": event.component, **event.fields, **more}
         if event.component is not None:
             known["log"] = self._log_of(event.component)
-        return self._told(name, event.at, **_known_to(name, known))
+        return self._told(name, event.at, **known)
 
     def _told(self, name: str, at: float, **known: Any) -> Told:
-        common = {**self._common, "attempt": self._attempt}
-        return Told(name=name, at=at, payload=payload_of(name, **_known_to(name, common), **known))
-
-
-def _known_to(name: str, known: Mapping[str, Any]) -> dict[str, Any]:
-    """Of all that is known, what the event has a key for."""
-    fields = fields_of(name)
-    return {key: value for key, value in known.items() if key in fields}
+        # Of all that is known, what the event has a key for.
+        known = {**known, **self._common, "attempt": self._seen.attempt}
+        known = {key: value for key, value in known.items() if key in fields_of(name)}
+        return Told(name=name, at=at, payload=payload_of(name, **known))
 
 
 def _end_of(text: str) -> str:

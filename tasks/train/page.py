@@ -36,7 +36,7 @@ from tasks.show.page import (
     summary_of,
 )
 from tasks.show.pictures import Figures, timeline_of
-from tasks.show.view import FleetSeen, RunView, Shown
+from tasks.show.view import RunSeen, RunView, Shown
 from tasks.spec.loading import project_root
 from tasks.train.session import RunSession
 
@@ -62,6 +62,15 @@ _PACES: Mapping[str, _Pace] = {
     ATTEMPTS: _Pace(every_s=0.0),
     RECORD: _Pace(every_s=10.0),
 }
+#: How each is made, but for the curve.
+_MADE: Mapping[str, Callable[[RunView], Shown | None]] = {
+    SUMMARY: summary_of,
+    COMPONENTS: components_of,
+    TIMELINE: timeline_of,
+    PROGRESS: progress_of,
+    ATTEMPTS: lambda view: attempts_of(view) if view.record.attempts else None,
+    RECORD: record_of,
+}
 #: Of the run's age, and at most so many seconds.
 _STEADY_PART, _STEADY_AT_MOST_S = 0.01, 60.0
 _RENEWED_PART, _RENEWED_AT_MOST_S = 0.05, 600.0
@@ -78,8 +87,6 @@ _CHANGES: Mapping[str, tuple[str, ...]] = {
     "rollout.server.": (COMPONENTS,),
     "run.progress": (PROGRESS,),
     "run.state": (SUMMARY, RECORD),
-    "run.waiting": (SUMMARY,),
-    "teardown.": (SUMMARY,),
 }
 #: After these there may be no later moment, or somebody waits to see it.
 _AT_ONCE = frozenset({"attempt.begun", "attempt.ended", "attempt.decided"})
@@ -106,10 +113,7 @@ class RunPage:
         self._is_urgent = False
         self._told_at_s: dict[str, float] = {}
         self._not_before_s = 0.0
-        self._doing = ""
-        self._step: float | None = None
-        self._unready: dict[str, str] = {}
-        self._fleet = FleetSeen()
+        self._seen = RunSeen.of(run.resolved)
         self._figures: Figures | None = None
         #: How many points of it the server has been told.
         self._drawn = 0
@@ -117,30 +121,28 @@ class RunPage:
     def observe(self, event: Event) -> bool:
         """Take in an event of the run; whether there is something to tell by it."""
         with self._lock:
-            before = len(self._changed)
-            name, component = event.name, event.component
-            if self._fleet.observe(event):
+            before, doing, rows = len(self._changed), self._seen.doing, {**self._seen.rows}
+            self._seen.observe(event)
+            if event.name in ("attempt.begun", "attempt.adopted"):
+                self._figures, self._drawn = None, 0
+            if self._seen.doing != doing:
+                self._changed.add(SUMMARY)
+            if any(row.unready != rows[name].unready for name, row in self._seen.rows.items()):
                 self._changed.add(COMPONENTS)
-            if name in ("attempt.begun", "attempt.adopted"):
-                self._unready.clear()
-                self._step = self._figures = None
-                self._drawn = 0
-            elif name == "run.progress":
-                self._step = event.fields["step"]
-            elif name == "probe.failed" and component and event.fields.get("probe") != "live":
-                reason = event.fields["reason"]
-                if self._unready.get(component) != reason:
-                    self._unready[component] = reason
-                    self._changed.add(COMPONENTS)
-            fits = max((start for start in _CHANGES if name.startswith(start)), key=len, default="")
+            fits = max(filter(event.name.startswith, _CHANGES), key=len, default="")
             self._changed.update(_CHANGES.get(fits, ()))
-            self._is_urgent = self._is_urgent or name in _AT_ONCE
+            self._is_urgent = self._is_urgent or event.name in _AT_ONCE
             return self._is_urgent or len(self._changed) > before
 
-    def say(self, doing: str) -> None:
+    @property
+    def doing(self) -> str:
         """What the run does just now, in the words of its state."""
+        return self._seen.doing
+
+    def say(self, doing: str) -> None:
+        """The same where no event tells it."""
         with self._lock:
-            self._doing = doing
+            self._seen.doing = doing
             self._changed.add(SUMMARY)
 
     def due_in_s(self) -> float:
@@ -223,28 +225,16 @@ class RunPage:
                 record=record,
                 place=run.place,
                 host=host_name(),
-                doing=self._doing,
+                doing=self._seen.doing,
                 message=run.verdict.message if record.state.is_final else "",
-                step=self._step,
-                unready=dict(self._unready),
-                servers=self._fleet.servers,
+                step=self._seen.pace.step,
+                unready={name: row.unready for name, row in self._seen.rows.items()},
+                servers=self._seen.servers,
             )
 
     def _shown(self, key: str, view: RunView) -> Shown | None:
-        match key:
-            case "summary":
-                return summary_of(view)
-            case "components":
-                return components_of(view)
-            case "timeline":
-                return timeline_of(view)
-            case "attempts":
-                return attempts_of(view) if view.record.attempts else None
-            case "progress":
-                return progress_of(view)
-            case "record":
-                return record_of(view)
-        return self._curve(view)
+        made = _MADE.get(key)
+        return made(view) if made is not None else self._curve(view)
 
     def _curve(self, view: RunView) -> Shown | None:
         """None where there is nothing new to draw."""

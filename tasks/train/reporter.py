@@ -12,21 +12,22 @@ import contextvars
 import logging
 import queue
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextvars import ContextVar
+from functools import partial
 from types import TracebackType
 from typing import Any
 from uuid import UUID
 
 from prefect import Task, get_run_logger
-from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State
 from prefect.states import Cancelled, Completed, Failed, Running
 
 from tasks.record.events import Event, event_listeners
 from tasks.record.states import RunState
 from tasks.show.failure import as_text, never_begun
-from tasks.show.view import FleetWords
+from tasks.show.lines import lines_of
 from tasks.spec.words import commas
 from tasks.train.page import RunPage
 from tasks.train.session import RunSession
@@ -43,55 +44,44 @@ class RecoveryRuns:
         #: `open[recovery id] -> (task run, what it recovers)`.
         self._open: dict[str, tuple[UUID, str]] = {}
 
-    def begun(self, fields: Mapping[str, Any]) -> None:
+    def begun(self, event: Event) -> None:
         """Make the task run `recover-rollout-<group>`."""
-        name = f"recover-rollout-{fields['group']}"
-        what = f"ranks {commas(fields['ranks'])}: {fields['cause']}"
+        name = f"recover-rollout-{event.group}"
+        what = f"ranks {commas(event.ranks)}: {event.cause}"
         task = Task(_nothing, name=name)
         with get_client(sync_client=True) as client:
             made = client.create_task_run(
-                task, self._flow_run_id, dynamic_key=f"{name}-{fields['id']}", name=name
+                task, self._flow_run_id, dynamic_key=f"{name}-{event.id}", name=name
             )
-            self._open[str(fields["id"])] = made.id, what
-            number = fields.get("try")
-            tried = f" (try {number})" if number not in (None, 1) else ""
+            self._open[event.id] = made.id, what
+            tried = f" (try {event.tried})" if event.tried > 1 else ""
             client.set_task_run_state(made.id, Running(message=f"{what}{tried}"), force=True)
 
-    def ended(self, fields: Mapping[str, Any]) -> None:
+    def ended(self, event: Event) -> None:
         """Give the task run the state that the recovery came to."""
-        if (known := self._open.pop(str(fields["id"]), None)) is None:
+        if (known := self._open.pop(event.id, None)) is None:
             return
         task_run_id, what = known
-        outcome = fields["outcome"]
-        message = f"{outcome} after {fields['took_s']:.1f} s: {what}"
-        if fields.get("message"):
-            message += f"; {fields['message']}"
-        with get_client(sync_client=True) as client:
-            _close(client, task_run_id, _state_after(outcome, message))
+        more = f"; {event.message}" if event.message else ""
+        message = f"{event.outcome} after {event.took_s:.1f} s: {what}{more}"
+        match event.outcome:
+            case "recovered":
+                self._close(task_run_id, Completed(message=message))
+            case "abandoned":
+                self._close(task_run_id, Cancelled(message=message))
+            case _:
+                self._close(task_run_id, Failed(message=message))
 
     def abandon(self) -> None:
         """Close what the end of the run has cut short."""
-        if not self._open:
-            return
+        while self._open:
+            _, (task_run_id, what) = self._open.popitem()
+            message = f"abandoned with the end of the run: {what}"
+            self._close(task_run_id, Cancelled(message=message))
+
+    def _close(self, task_run_id: UUID, state: State[Any]) -> None:
         with get_client(sync_client=True) as client:
-            while self._open:
-                _, (task_run_id, what) = self._open.popitem()
-                message = f"abandoned with the end of the run: {what}"
-                _close(client, task_run_id, Cancelled(message=message))
-
-
-def _state_after(outcome: str, message: str) -> State[Any]:
-    match outcome:
-        case "recovered":
-            return Completed(message=message)
-        case "abandoned":
-            return Cancelled(message=message)
-        case _:
-            return Failed(message=message)
-
-
-def _close(client: SyncPrefectClient, task_run_id: UUID, state: State[Any]) -> None:
-    client.set_task_run_state(task_run_id, state, force=True)
+            client.set_task_run_state(task_run_id, state, force=True)
 
 
 def _nothing() -> None:
@@ -144,11 +134,7 @@ class Reporter:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._closed = threading.Event()
         self._page = RunPage(run, flow_run_id)
-        fleet = run.spec.fleet
-        self._fleet = FleetWords(fleet.engines) if fleet is not None else None
         self._recoveries = RecoveryRuns(flow_run_id)
-        self._is_running = False
-        self._told_running = ""
         # Prefect's logger and artifacts find their flow run by the context.
         context = contextvars.copy_context()
         self._thread = threading.Thread(
@@ -187,39 +173,22 @@ class Reporter:
 
     def observe(self, event: Event) -> None:
         """Take in an event of the run. Returns at once."""
+        doing = self._page.doing
         if self._page.observe(event):
             self._jobs.put(_look_again)
-        if self._fleet is not None and self._fleet.observe(event):
-            self._jobs.put(self._tell_running)
         match event.name:
-            case "run.waiting":
-                self._page.say(f"waiting: {event.fields['message']}")
-                self._jobs.put(_look_again)
-            case "containment":
-                self._jobs.put(lambda: self._tell(f"containment {event.fields['text']}"))
-            case "job.submitted" | "job.attached":
-                done = event.name.removeprefix("job.")
-                said = f"{event.component}: job {event.fields['submission_id']} {done}"
-                self._jobs.put(lambda: self._tell(said))
-            case "contact.lost":
-                # A run whose cluster is away says Running: why it may not be so is to be seen.
-                self.say_state(f"no answer: {event.fields['message']}")
-            case "contact.back":
-                self.say_state(f"{event.fields['address']} answers again")
-            case "component.starting":
-                self.say_state(f"starting {event.component}")
-            case "attempt.ready":
-                self._is_running, self._told_running = True, ""
-                self._jobs.put(self._tell_running)
+            case "containment" | "job.submitted" | "job.attached":
+                for line in lines_of(event):
+                    self._jobs.put(partial(self._tell, line.text))
             case "rollout.recovery.begun":
-                self._jobs.put(lambda: self._recoveries.begun(event.fields))
+                self._jobs.put(lambda: self._recoveries.begun(event))
             case "rollout.recovery.ended":
-                self._jobs.put(lambda: self._recoveries.ended(event.fields))
-            case "teardown.begun":
-                self._is_running = False
-                self.say_state(f"stopping: {event.fields['reason']}")
+                self._jobs.put(lambda: self._recoveries.ended(event))
             case "attempt.decided":
                 self._jobs.put(self._tell_end)
+        # That it waits is a state of its own, which whoever has it wait gives it.
+        if self._page.doing != doing and event.name != "run.waiting":
+            self._jobs.put(partial(self._tell_doing, self._page.doing, event.name))
 
     def _work(self) -> None:
         # What is said in words comes first; the page is told in the pauses.
@@ -259,14 +228,9 @@ class Reporter:
             # Not forced: a run that is being cancelled keeps that state.
             client.set_flow_run_state(self._flow_run_id, Running(message=message))
 
-    def _tell_running(self) -> None:
-        """What runs, as it is by now; a fleet changes faster than a server is told."""
-        message = f"running: {', '.join(self._run.components)}"
-        if degraded := str(self._fleet or ""):
-            message += f"; {degraded}"
-        if self._is_running and message != self._told_running:
-            self._told_running = message
-            self._page.say(message)
+    def _tell_doing(self, message: str, name: str) -> None:
+        # A fleet changes faster than a server is told.
+        if name != "rollout.group.state" or message == self._page.doing:
             self._tell_state(message)
 
     def _tell_never_begun(self) -> None:

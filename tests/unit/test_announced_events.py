@@ -9,12 +9,19 @@ from typing import Any
 
 import pytest
 
-from tasks.record.announcements import FIELDS, TABLE, as_markdown, fields_of, payload_of
-from tasks.record.events import Event
+from tasks.record.announcements import (
+    ANNOUNCED_AS,
+    FIELDS,
+    TABLE,
+    as_markdown,
+    fields_of,
+    payload_of,
+)
+from tasks.record.events import CATALOGUE, Event
 from tasks.record.outcome import Failure
 from tasks.record.states import RunState
 from tasks.spec.failure_kinds import FailureKind
-from tasks.train.announced import TOLD, Story, Told
+from tasks.train.announced import Story, Told
 from tasks.upkeep.report import Reconciled
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -269,5 +276,6 @@ def test_a_recovery_that_worked_is_told_and_one_that_did_not_is_not(tell: Tell) 
 
 
 def test_what_is_told_as_it_is_has_its_event_in_the_table() -> None:
-    for name in TOLD.values():
+    assert set(ANNOUNCED_AS) <= set(CATALOGUE)
+    for name in ANNOUNCED_AS.values():
         assert "run_id" in fields_of(name)

@@ -11,6 +11,7 @@ import pytest
 
 from tasks.record.events import CATALOGUE, Event
 from tasks.record.states import GroupState
+from tasks.show.view import RunSeen, Stage
 
 ROOT = Path(__file__).resolve().parents[2]
 #: What a run of an earlier version wrote.
@@ -96,3 +97,18 @@ def test_a_field_that_is_not_there_is_null_or_of_another_kind_reads_as_nothing()
 def test_what_is_no_event_is_refused(line: str) -> None:
     with pytest.raises(ValueError):
         Event.of_line(line)
+
+
+def test_a_run_is_seen_from_a_file_of_an_earlier_version() -> None:
+    seen = RunSeen(("api", "trainer", "environment"), total=60)
+
+    for line in WRITTEN.read_text(encoding="utf-8").splitlines():
+        seen.observe(Event.of_line(line))
+
+    assert (seen.attempt, seen.pace.step, seen.doing) == (1, 60, "stopping: step 60 of 60")
+    assert {name: (row.stage, row.note) for name, row in seen.rows.items()} == {
+        "api": (Stage.ENDED, "SIGTERM"),
+        "trainer": (Stage.ENDED, "exit code 0"),
+        "environment": (Stage.ENDED, "SIGTERM"),
+    }
+    assert seen.failure is None

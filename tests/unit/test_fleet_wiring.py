@@ -17,7 +17,7 @@ from tasks.record.places import AttemptPlace
 from tasks.rollout.component import FleetTail, fleet_faults, fleet_names, fleet_ports, prepare_fleet
 from tasks.rollout.plan import TOKEN_ENV, BadPlan, FleetPlan
 from tasks.rollout.process import devices_of
-from tasks.show.view import FleetWords
+from tasks.show.view import RunSeen
 from tasks.spec.loading import ports_needed, project_root
 from tasks.spec.run import RunSpec
 from tasks.spec.secrets import looks_secret
@@ -132,24 +132,24 @@ def test_an_event_keeps_the_time_at_which_it_was_seen(tmp_path: Path) -> None:
     ],
 )
 def test_a_fleet_says_how_many_of_its_engines_serve(states: dict[int, str], words: str) -> None:
-    fleet = FleetWords(3)
+    fleet = RunSeen(["trainer"], engines=3)
 
     for group, after in states.items():
         fields = {"group": group, "before": "starting", "after": after}
-        assert fleet.observe(Event(at=0.0, name="rollout.group.state", fields=fields))
+        fleet.observe(Event(at=0.0, name="rollout.group.state", fields=fields))
 
-    assert str(fleet) == words
+    assert fleet.running == f"running: trainer{words and f'; {words}'}"
 
 
 def test_a_new_attempt_begins_with_a_fleet_of_which_nothing_is_known() -> None:
-    fleet = FleetWords(1)
+    fleet = RunSeen(["trainer"], engines=1)
     fleet.observe(
         Event(at=0.0, name="rollout.group.state", fields={"group": 0, "after": "inactive"})
     )
 
     fleet.observe(Event(at=1.0, name="attempt.begun", fields={}))
 
-    assert str(fleet) == ""
+    assert fleet.running == "running: trainer"
 
 
 FLEET = {

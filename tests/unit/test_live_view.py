@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tasks.record.events import Event
-from tasks.show.lines import Pace, rate_text
-from tasks.show.live_view import LiveView, Picture, Row, Stage, drawn
+from tasks.show.live_view import Picture, drawn, picture_of
+from tasks.show.view import Pace, Row, RunSeen, Stage, rate_text
 from tasks.spec.run import RunSpec
 from tasks.spec.words import stopwatch
 
@@ -23,10 +23,10 @@ def spec(**more: Any) -> RunSpec:
 
 
 def viewed(*events: Event, of: RunSpec | None = None, at: float = T) -> Picture:
-    view = LiveView(of or spec())
+    seen = RunSeen.of(of or spec())
     for event in (BEGUN, *events):
-        view.observe(event)
-    picture = view.look(at)
+        seen.observe(event)
+    picture = picture_of(seen, at)
     assert picture is not None
     return picture
 
@@ -47,7 +47,7 @@ def lines(picture: Picture, columns: int = 80, height: int = 20, at: float = T) 
 
 
 def test_before_anything_has_happened_nothing_is_shown() -> None:
-    assert LiveView(spec()).look(T) is None
+    assert picture_of(RunSeen.of(spec()), T) is None
 
 
 def test_a_component_that_starts_says_what_its_probe_answered() -> None:
@@ -133,12 +133,12 @@ def test_a_fleet_says_how_many_engines_serve() -> None:
 
 
 def test_a_run_that_waits_for_its_gang_says_its_place_and_why() -> None:
-    view = LiveView(spec())
+    seen = RunSeen.of(spec())
     message = "place 2 of 5 in line; asks for 2 nodes with 8 GPUs each; waits for a-grpo to end"
 
-    view.observe(event("run.waiting", message=message))
+    seen.observe(event("run.waiting", message=message))
 
-    picture = view.look(T)
+    picture = picture_of(seen, T)
     assert picture is not None
     shown = lines(picture, columns=40)
     assert shown[-3:] == [

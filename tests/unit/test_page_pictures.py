@@ -12,7 +12,7 @@ import pytest
 
 from tasks.record.places import RunPlace
 from tasks.record.run_json import RunJson
-from tasks.show import lines, pictures
+from tasks.show import pictures
 from tasks.show.page import curve_shown
 from tasks.show.pictures import Figures, curve_of, drawn, phases_of, timeline_of
 from tasks.show.view import RunView
@@ -64,7 +64,9 @@ def texts(source: str) -> list[str]:
 def test_a_component_waits_starts_and_is_ready_until_now_or_its_end() -> None:
     run = view(attempt())
 
-    found = [(one.name, one.begin, one.end) for one in phases_of(run, run.record.attempts[0], "api")]
+    found = [
+        (one.name, one.begin, one.end) for one in phases_of(run, run.record.attempts[0], "api")
+    ]
 
     assert found == [
         ("waiting", 1000.0, 1001.0),
@@ -76,7 +78,9 @@ def test_a_component_waits_starts_and_is_ready_until_now_or_its_end() -> None:
 def test_a_component_that_never_got_ready_starts_until_its_end() -> None:
     run = view(attempt(components={"api": seen(1000.0, None, 1009.0)}, ended_at=1010.0))
 
-    found = [(one.name, one.begin, one.end) for one in phases_of(run, run.record.attempts[0], "api")]
+    found = [
+        (one.name, one.begin, one.end) for one in phases_of(run, run.record.attempts[0], "api")
+    ]
 
     assert found == [("starting", 1000.0, 1009.0)]
 
@@ -238,4 +242,7 @@ def test_a_figure_that_is_not_finite_is_no_point_of_a_curve(tmp_path: Path) -> N
     path = tmp_path / "m.jsonl"
     path.write_text('{"step": 1, "reward": NaN}\n{"step": 2, "reward": 2}\n{"step": 3}\n')
 
-    assert lines.read_curve(path, "step", "reward") == [(2.0, 2.0)]
+    figures = Figures(path, "step")
+    figures.look()
+
+    assert figures.points == [(2.0, 2.0)]

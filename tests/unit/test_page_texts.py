@@ -13,7 +13,7 @@ from tasks.record.places import RunPlace
 from tasks.record.run_json import RunJson
 from tasks.show.failure import as_text, in_a_line
 from tasks.show.page import attempts_of, components_of, places_of, progress_of, summary_of
-from tasks.show.view import FleetSeen, RunView
+from tasks.show.view import RunSeen, RunView
 from tasks.spec.run import RunSpec
 from tasks.spec.words import block, code, seconds, table, text
 
@@ -203,7 +203,7 @@ def test_the_one_that_failed_first_stands_out_from_those_that_were_stopped() -> 
 
 
 def test_servers_of_a_fleet_are_shown_with_their_restarts() -> None:
-    fleet = FleetSeen()
+    fleet = RunSeen(engines=1)
     for name, fields in (
         ("rollout.server.started", {"rank": 0, "epoch": 1, "url": "http://h:1"}),
         ("rollout.group.state", {"group": 0, "ranks": [0], "after": "active", "cause": ""}),
@@ -211,7 +211,7 @@ def test_servers_of_a_fleet_are_shown_with_their_restarts() -> None:
         ("rollout.server.started", {"rank": 0, "epoch": 2, "url": "http://h:2"}),
         ("rollout.group.state", {"group": 0, "ranks": [0], "after": "active", "cause": ""}),
     ):
-        assert fleet.observe(Event(at=0.0, name=name, component="rollout", fields=fields))
+        fleet.observe(Event(at=0.0, name=name, component="rollout", fields=fields))
 
     shown = components_of(view(attempt(), servers=fleet.servers))
 
@@ -219,7 +219,7 @@ def test_servers_of_a_fleet_are_shown_with_their_restarts() -> None:
 
 
 def test_a_new_attempt_forgets_the_servers_of_the_last_one() -> None:
-    fleet = FleetSeen()
+    fleet = RunSeen(engines=1)
     started = {"rank": 0, "epoch": 1, "url": ""}
     fleet.observe(Event(at=0.0, name="rollout.server.started", fields=started))
 

@@ -175,7 +175,7 @@ def test_a_completed_run_shows_its_reward_curve(tmp_path: Path) -> None:
 
     with Terminal(SPEC, screen(out, is_live=False)) as terminal:
         terminal.show(begun(tmp_path))
-        (tmp_path / "attempt-01" / "metrics.jsonl").write_text("\n".join(lines))
+        (tmp_path / "attempt-01" / "metrics.jsonl").write_text("\n".join(lines) + "\n")
         terminal.end("completed", "step 60 of 60")
 
     assert "reward by step" in out.emulator.text
