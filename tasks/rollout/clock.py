@@ -1,7 +1,4 @@
-"""The time of the fleet's loop, and waits that end when they should.
-
-How long to wait before the next try.
-"""
+"""The time of the fleet's loop, and waits that end when they should."""
 
 from __future__ import annotations
 
@@ -22,15 +19,10 @@ _ENDED_WITHIN_S = 5.0
 _abandoned: set[asyncio.Task[Any]] = set()
 
 
-class Clock:
-    """The time of the running loop; in a loop with a time of its own it is that time."""
-
-    def monotonic_s(self) -> float:
-        """Seconds since some moment; for differences only."""
-        return asyncio.get_running_loop().time()
-
-    async def sleep(self, seconds: float) -> None:
-        await asyncio.sleep(max(0.0, seconds))
+def now_s() -> float:
+    """Seconds since some moment, for differences only: the time of the running loop, which may have
+    one of its own."""
+    return asyncio.get_running_loop().time()
 
 
 async def within(seconds: float, coroutine: Coroutine[Any, Any, T]) -> T:

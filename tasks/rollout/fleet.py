@@ -1,10 +1,8 @@
-"""A fleet of inference servers as one thing: what its parts are, and who is told what in turn.
+"""A fleet of inference servers as one thing: its parts, its orders, what it says of itself.
 
 Everything lives in one asyncio loop. The registry owns the state; a change of it is told first to
 the router, so that a server that has failed is out of routing before anything else is done, then
 to those who watch, start and recover.
-
-What a trainer tells the fleet about its turns: before a step, before and after a sync.
 """
 
 from __future__ import annotations
@@ -12,162 +10,30 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Collection, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Collection, Mapping
 from random import Random
 from typing import Any
 
 from tasks.record.events import Emit
 from tasks.record.states import GroupState
-from tasks.rollout.clock import Clock, ended, within
+from tasks.rollout.clock import ended, now_s
 from tasks.rollout.health import Health
-from tasks.rollout.probing import Death, Prober, ServerHost, StartFailed
-from tasks.rollout.recovery import DEATHS_WITHIN_S, Rebind, Recovery, Starter
-from tasks.rollout.registry import GroupView, Registry
+from tasks.rollout.probing import Death, FleetParts, Prober, Rebind, ServerHost, StartFailed
+from tasks.rollout.recovery import Recovery
+from tasks.rollout.registry import FleetView, GroupView, Registry
 from tasks.rollout.router import Entrypoint, Router
-from tasks.rollout.snapshot import as_json, breach, snapshot, why_none
 from tasks.rollout.topology import Ask, FleetSettings, TopologyPlan
 from tasks.spec.errors import IllegalTransition, MusterError
-
-_DRAIN_POLL_S = 0.02
-
-
-class Control:
-    """The orders of the trainer, one after the other."""
-
-    def __init__(
-        self,
-        registry: Registry,
-        router: Router,
-        *,
-        health: Health,
-        recovery: Recovery,
-        emit: Emit,
-        clock: Clock,
-    ) -> None:
-        self._registry = registry
-        self._router = router
-        self._health = health
-        self._recovery = recovery
-        self._emit = emit
-        self._clock = clock
-        self._lock = asyncio.Lock()
-        #: Between a barrier and its restore: nothing is started.
-        self.is_held = False
-        self.is_draining = False
-
-    @asynccontextmanager
-    async def taken(self) -> AsyncIterator[None]:
-        """For the start of the fleet: as before any order, and none is obeyed meanwhile."""
-        async with self._lock:
-            self.is_held = False
-            self._resume()
-            yield
-
-    async def barrier(self) -> dict[str, Any]:
-        """Before a training step: ask every running server once, one bad answer is enough.
-
-        What failed is shut down when this returns, in time. Nothing is started, and nobody is
-        asked, from now until `restore`: the trainer may have the GPUs.
-        """
-        async with self._lock:
-            self.is_held = True
-            await self._recovery.hold()
-            self._health.rest()
-            running = {group.index for group in self._registry.view.groups if group.is_running}
-            await self._health.sweep()
-            await self._recovery.down()
-            view = self._registry.view
-            answer = {
-                "epoch": view.epoch,
-                "failed": [_named(one) for one in view.groups if _has_left(one, running)],
-                "active": [slot.rank for slot in view.entrypoints],
-                "inactive": [list(one.ranks) for one in view.groups if not one.is_running],
-                "unreachable": [list(one.ranks) for one in view.groups if one.unreachable],
-            }
-        self._emit("rollout.barrier", **answer)
-        return answer
-
-    async def restore(self) -> dict[str, Any]:
-        """Before weights are synced: start what is inactive, and wait for it to come up or fail.
-
-        What does not come up is tried again beside everything else. Periodic questions begin
-        again, the first a whole interval later.
-        """
-        async with self._lock:
-            self._resume()
-            groups = self._registry.view.groups
-            down = {one.index for one in groups if not one.is_running}
-            try:
-                await asyncio.gather(*(tried.wait() for tried in self._recovery.release()))
-            finally:
-                self._health.resume()
-                self.is_held = False
-            view = self._registry.view
-            answer = {
-                "epoch": view.epoch,
-                "restored": [
-                    list(view.groups[one].ranks) for one in down if view.groups[one].is_running
-                ],
-                "failed": [_named(one) for one in view.groups if not one.is_running],
-                "stale": [list(one.ranks) for one in view.groups if one.state is GroupState.STALE],
-                "metadata": as_json(self._registry.training_metadata()),
-            }
-        self._emit("rollout.restore", **{k: v for k, v in answer.items() if k != "metadata"})
-        return answer
-
-    def weights(
-        self,
-        version: int,
-        ranks: Collection[int] | None = None,
-        epochs: Mapping[int, int] | None = None,
-    ) -> dict[str, Any]:
-        """The caller has synced these weights: see `Registry.weights_synced`. Ends a drain.
-
-        Raises: KeyError, for ranks that have none.
-        """
-        self._registry.weights_synced(version, ranks=ranks, epochs=epochs)
-        self._resume()
-        groups = self._registry.view.groups
-        answer = {
-            "version": version,
-            "active": [list(one.ranks) for one in groups if one.is_serving],
-            "stale": [list(one.ranks) for one in groups if one.state is GroupState.STALE],
-        }
-        self._emit("rollout.weights", **answer)
-        return answer
-
-    async def drain(self, timeout_s: float) -> dict[str, Any]:
-        """Send no new requests; returns once none is outstanding, or it is too late.
-
-        It lasts until `restore` or `weights`.
-        """
-        self.is_draining = True
-        self._router.pause("the fleet drains: new requests are taken after the sync of the weights")
-        until_s = self._clock.monotonic_s() + timeout_s
-        while self._router.outstanding and self._clock.monotonic_s() < until_s:
-            await self._clock.sleep(_DRAIN_POLL_S)
-        outstanding = self._router.outstanding
-        return {"drained": not outstanding, "outstanding": outstanding}
-
-    def _resume(self) -> None:
-        self.is_draining = False
-        self._router.resume()
-
-
-def _has_left(group: GroupView, running: Collection[int]) -> bool:
-    return group.index in running and not group.is_running
-
-
-def _named(group: GroupView) -> dict[str, Any]:
-    return {"group": group.index, "ranks": list(group.ranks), "cause": group.cause}
-
+from tasks.spec.words import commas
 
 _log = logging.getLogger(__name__)
 
 #: A group that fails so often before the fleet has served at all will not come up.
 _FIRST_STARTS = 3
 _STOPPED = "the fleet is stopped"
+_DRAIN_POLL_S = 0.02
+#: Groups whose causes are told where the fleet cannot go on.
+_CAUSES = 8
 
 
 class FleetFailed(MusterError):
@@ -175,7 +41,11 @@ class FleetFailed(MusterError):
 
 
 class Fleet:
-    """The servers of one run, from `start` to `stop`; both may come again after that."""
+    """The servers of one run, from `start` to `stop`; both may come again after that.
+
+    The trainer's orders, `barrier`, `restore`, `weights` and `drain`, are obeyed one after the
+    other.
+    """
 
     def __init__(
         self,
@@ -185,7 +55,6 @@ class Fleet:
         host: ServerHost,
         prober: Prober,
         emit: Emit,
-        clock: Clock | None = None,
         random: Random | None = None,
         rebind: Rebind | None = None,
     ) -> None:
@@ -201,12 +70,7 @@ class Fleet:
         self.fatal: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         #: Of the gateway, for the snapshot.
         self.url = ""
-        self._settings = settings
-        self._host = host
-        self._prober = prober
         self._sink = emit
-        self._clock = clock or Clock()
-        random = random or Random()
         #: new | starting | running | stopping | stopped
         self._phase = "new"
         self._has_served = False
@@ -216,47 +80,31 @@ class Fleet:
         self._last_words: dict[int, str] = {}
         #: By rank, what the router has.
         self._entrypoints: dict[int, Entrypoint] = {}
+        #: Held by the order that is carried out.
+        self._order = asyncio.Lock()
+        #: Between a barrier and its restore: nothing is started.
+        self._is_held = False
+        self._is_draining = False
 
-        self.registry.listen(self._route)
-        self._health = Health(
-            self.registry,
+        self._parts = FleetParts(
+            registry=self.registry,
             settings=settings,
             questions=plan.questions,
             host=host,
             prober=prober,
             emit=self._emit,
-            clock=self._clock,
-            random=random,
+            random=random or Random(),
         )
-        self._starter = Starter(
-            self.registry,
-            settings=settings,
-            questions=plan.questions,
-            host=host,
-            prober=prober,
-            health=self._health,
-            emit=self._emit,
-            clock=self._clock,
+        self._health = Health(self._parts)
+        self._recovery = Recovery(self._parts, self._health, rebind=rebind)
+        self.registry.listen(
+            # First: what has failed gets no more requests, whatever the others do about it.
+            self._route,
+            self._health.on_change,
+            self._recovery.starter.on_change,
+            self._recovery.on_change,
+            self._judge,
         )
-        self._recovery = Recovery(
-            self.registry,
-            self._starter,
-            settings=settings,
-            window_s=self._window_s,
-            rebind=rebind,
-            emit=self._emit,
-            clock=self._clock,
-            random=random,
-        )
-        self._control = Control(
-            self.registry,
-            self.router,
-            health=self._health,
-            recovery=self._recovery,
-            emit=self._emit,
-            clock=self._clock,
-        )
-        self.registry.listen(self._judge)
         host.on_death = self._on_death
 
     async def start(self) -> None:
@@ -274,7 +122,9 @@ class Fleet:
         if self.fatal.done():
             self.fatal = asyncio.get_running_loop().create_future()
         self._up = asyncio.get_running_loop().create_future()
-        async with self._control.taken():
+        async with self._order:
+            self._is_held = False
+            self._resume()
             self._recovery.open()
             groups = [
                 group for group in self.registry.view.groups if group.state != GroupState.RETIRED
@@ -311,29 +161,62 @@ class Fleet:
         for group in self.registry.view.groups:
             self.registry.fail(group.ranks[0], group.epoch, _STOPPED)
         ranks = [rank for group in self.registry.view.groups for rank in group.ranks]
-        try:
-            left = ", ".join(
-                await within(
-                    self._settings.stop_within_s,
-                    self._host.stop(ranks, grace_s=self._settings.grace_s),
-                )
-            )
-        except Exception as error:
-            _log.warning("the servers could not be stopped", exc_info=True)
-            left = f"the servers: {error or type(error).__name__}"
+        left = await self._recovery.starter.stop(ranks)
         self._phase = "stopped"
         return left
 
     async def barrier(self) -> dict[str, Any]:
-        """See `Control.barrier`."""
-        return await self._control.barrier()
+        """Before a training step: ask every running server once, one bad answer is enough.
+
+        What failed is shut down when this returns, in time. Nothing is started, and nobody is
+        asked, from now until `restore`: the trainer may have the GPUs.
+        """
+        async with self._order:
+            self._is_held = True
+            await self._recovery.hold()
+            self._health.rest()
+            running = {group.index for group in self.registry.view.groups if group.is_running}
+            await self._health.sweep()
+            await self._recovery.down()
+            view = self.registry.view
+            answer = {
+                "epoch": view.epoch,
+                "failed": [_named(one) for one in view.groups if _has_left(one, running)],
+                "active": [slot.rank for slot in view.entrypoints],
+                "inactive": [list(one.ranks) for one in view.groups if not one.is_running],
+                "unreachable": [list(one.ranks) for one in view.groups if one.unreachable],
+            }
+        self._emit("rollout.barrier", **answer)
+        return answer
 
     async def restore(self) -> dict[str, Any]:
-        """See `Control.restore`."""
-        answer = await self._control.restore()
-        stale = [one for one in self.registry.view.groups if one.state is GroupState.STALE]
-        # They serve once the weights are there, which come next.
-        self._check(is_guarded=not stale)
+        """Before weights are synced: start what is inactive, and wait for it to come up or fail.
+
+        What does not come up is tried again beside everything else. Periodic questions begin
+        again, the first a whole interval later.
+        """
+        async with self._order:
+            self._resume()
+            groups = self.registry.view.groups
+            down = {one.index for one in groups if not one.is_running}
+            try:
+                await asyncio.gather(*(tried.wait() for tried in self._recovery.release()))
+            finally:
+                self._health.resume()
+                self._is_held = False
+            view = self.registry.view
+            answer = {
+                "epoch": view.epoch,
+                "restored": [
+                    list(view.groups[one].ranks) for one in down if view.groups[one].is_running
+                ],
+                "failed": [_named(one) for one in view.groups if not one.is_running],
+                "stale": [list(one.ranks) for one in view.groups if one.state is GroupState.STALE],
+                "metadata": self.registry.training_metadata().as_json(),
+            }
+        self._emit("rollout.restore", **{k: v for k, v in answer.items() if k != "metadata"})
+        # The stale ones serve once the weights are there, which come next.
+        self._check(is_guarded=not answer["stale"])
         return answer
 
     def weights(
@@ -342,12 +225,33 @@ class Fleet:
         ranks: Collection[int] | None = None,
         epochs: Mapping[int, int] | None = None,
     ) -> dict[str, Any]:
-        """See `Control.weights`."""
-        return self._control.weights(version, ranks, epochs)
+        """The caller has synced these weights: see `Registry.weights_synced`. Ends a drain.
+
+        Raises: KeyError, for ranks that have none.
+        """
+        self.registry.weights_synced(version, ranks=ranks, epochs=epochs)
+        self._resume()
+        groups = self.registry.view.groups
+        answer = {
+            "version": version,
+            "active": [list(one.ranks) for one in groups if one.is_serving],
+            "stale": [list(one.ranks) for one in groups if one.state is GroupState.STALE],
+        }
+        self._emit("rollout.weights", **answer)
+        return answer
 
     async def drain(self, timeout_s: float) -> dict[str, Any]:
-        """See `Control.drain`."""
-        return await self._control.drain(timeout_s)
+        """Send no new requests; returns once none is outstanding, or it is too late.
+
+        It lasts until `restore` or `weights`.
+        """
+        self._is_draining = True
+        self.router.pause("the fleet drains: new requests are taken after the sync of the weights")
+        until_s = now_s() + timeout_s
+        while self.router.outstanding and now_s() < until_s:
+            await asyncio.sleep(_DRAIN_POLL_S)
+        outstanding = self.router.outstanding
+        return {"drained": not outstanding, "outstanding": outstanding}
 
     async def broadcast(self, ask: Ask, timeout_s: float) -> dict[int, dict[str, Any]]:
         """The same request, with its body, to every entrypoint that serves, side by side.
@@ -356,7 +260,7 @@ class Fleet:
         """
         slots = self.registry.view.entrypoints
         replies = await asyncio.gather(
-            *(self._prober.call(slot.url or "", ask, timeout_s) for slot in slots)
+            *(self._parts.prober.call(slot.url or "", ask, timeout_s) for slot in slots)
         )
         return {
             slot.rank: {"status": reply.status, "body": reply.body}
@@ -364,10 +268,51 @@ class Fleet:
         }
 
     def snapshot(self) -> dict[str, Any]:
-        """The answer of `GET /muster/rollout`."""
-        return dict(
-            snapshot(self.registry, self.router, self._health, state=self.state, url=self.url)
-        )
+        """The answer of `GET /muster/rollout`: the fleet at one moment, in plain data."""
+        view = self.registry.view
+        servers = []
+        for slot in view.servers.values():
+            group = view.groups[slot.engine]
+            servers.append(
+                {
+                    "rank": slot.rank,
+                    "group": slot.engine,
+                    "node": slot.node,
+                    "host": slot.host,
+                    "port": slot.port,
+                    "url": slot.url,
+                    "entrypoint": slot.is_entrypoint,
+                    "state": group.state.value,
+                    "reachable": slot.rank not in group.unreachable,
+                    "epoch": group.epoch,
+                    "version": group.version,
+                    "outstanding": self.router.outstanding_of(slot.rank, group.epoch),
+                    "misses": self._health.misses_of(slot.rank),
+                    "cause": group.cause,
+                }
+            )
+        return {
+            "epoch": view.epoch,
+            "version": view.version,
+            "ready": view.is_ready,
+            "state": self.state,
+            "reason": view.why_none,
+            "url": self.url,
+            "concurrency": self.router.concurrency,
+            "servers": servers,
+            "groups": [
+                {
+                    "ranks": list(group.ranks),
+                    "state": group.state.value,
+                    "epoch": group.epoch,
+                    "version": group.version,
+                    "cause": group.cause,
+                    "recoveries": group.recoveries,
+                }
+                for group in view.groups
+            ],
+            "training": self.registry.training_metadata().as_json(),
+        }
 
     @property
     def state(self) -> str:
@@ -376,7 +321,7 @@ class Fleet:
             return "stopping"
         if self._phase != "running":
             return "starting"
-        if self._control.is_draining:
+        if self._is_draining:
             return "draining"
         return "serving" if self.registry.view.entrypoints else "down"
 
@@ -388,11 +333,15 @@ class Fleet:
         """A request was answered there."""
         self._health.note_success(rank, epoch)
 
+    def _resume(self) -> None:
+        self._is_draining = False
+        self.router.resume()
+
     async def _start_first(self, group: GroupView) -> None:
         try:
             if group.state is GroupState.INACTIVE:
                 self.registry.claim(group.index)
-            await self._starter.start(group.index)
+            await self._recovery.starter.start(group.index)
         except StartFailed as error:
             # The recovery has it.
             _log.warning("group %d: %s", group.index, error)
@@ -405,10 +354,6 @@ class Fleet:
             self._recovery.port_lost(self.registry.group_of(death.rank))
         self.registry.fail(death.rank, death.epoch, f"rank {death.rank} died: {death.why}")
         self._emit("rollout.server.died", rank=death.rank, epoch=death.epoch, why=death.why)
-
-    def _window_s(self, group: GroupView) -> float:
-        # Servers that hang at one time are found out over an interval, as each is asked.
-        return self._settings.interval_s if self._health.was_judged(group) else DEATHS_WITHIN_S
 
     def _route(self, before: GroupView, after: GroupView) -> None:
         view = self.registry.view
@@ -423,7 +368,7 @@ class Fleet:
                     is_preferred=after.state is GroupState.ACTIVE,
                 )
         if self._phase != "stopping":
-            reason = "" if self._entrypoints else why_none(view)
+            reason = "" if self._entrypoints else view.why_none
             self.router.set(self._entrypoints.values(), why_none=reason)
         if before.state is not after.state:
             self._emit(
@@ -457,13 +402,13 @@ class Fleet:
             return
         self._failed_starts[after.index] += 1
         if self._failed_starts[after.index] >= _FIRST_STARTS:
-            what = f"ranks {', '.join(map(str, after.ranks))} failed to start {_FIRST_STARTS} times"
+            what = f"ranks {commas(after.ranks)} failed to start {_FIRST_STARTS} times"
             self._fail_run(f"{what}: {after.cause}{self._words_of(after)}")
 
     def _check(self, *, is_guarded: bool) -> None:
-        is_guarded = is_guarded and self._has_served and not self._control.is_held
-        view, floor = self.registry.view, self._settings.min_active
-        reason = breach(view, min_active=floor, is_guarded=is_guarded)
+        is_guarded = is_guarded and self._has_served and not self._is_held
+        view, floor = self.registry.view, self._parts.settings.min_active
+        reason = _breach(view, min_active=floor, is_guarded=is_guarded)
         if reason:
             words = next(filter(None, map(self._words_of, view.groups)), "")
             self._fail_run(reason + words)
@@ -490,3 +435,35 @@ class Fleet:
 def _is_settled(group: GroupView) -> bool:
     has_started = group.is_serving or group.state is GroupState.STALE
     return has_started or group.state is GroupState.RETIRED
+
+
+def _has_left(group: GroupView, running: Collection[int]) -> bool:
+    return group.index in running and not group.is_running
+
+
+def _named(group: GroupView) -> dict[str, Any]:
+    return {"group": group.index, "ranks": list(group.ranks), "cause": group.cause}
+
+
+def _breach(view: FleetView, *, min_active: int | None, is_guarded: bool) -> str:
+    """Why the fleet cannot go on, as one line; empty: it can.
+
+    Args:
+        min_active: so many groups must serve; None: one that may be recovered is enough.
+        is_guarded: it is the time for them to serve: not before the first of them does, nor while
+            a training step has their GPUs.
+    """
+    left = [group for group in view.groups if group.state is not GroupState.RETIRED]
+    total, needed = len(view.groups), max(1, min_active or 0)
+    if len(left) < needed:
+        return f"{len(left)} of {total} engines are left, {needed} are needed: {_causes(view)}"
+    serving = len(view.serving)
+    if is_guarded and min_active is not None and serving < min_active:
+        return f"{serving} of {total} engines serve, min_active is {min_active}: {_causes(view)}"
+    return ""
+
+
+def _causes(view: FleetView) -> str:
+    named = [f"ranks {commas(one.ranks)}: {one.cause}" for one in view.groups if one.cause]
+    more = f"; and {len(named) - _CAUSES} more" if len(named) > _CAUSES else ""
+    return "; ".join(named[:_CAUSES]) + more

@@ -35,7 +35,7 @@ from multidict import CIMultiDict, MultiMapping
 from pydantic_core import from_json
 from yarl import URL
 
-from tasks.rollout.evidence import Silence
+from tasks.rollout.probing import Silence
 from tasks.rollout.router import Entrypoint, Line, NoEntrypoint, Router
 
 

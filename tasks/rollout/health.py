@@ -4,22 +4,24 @@ Three questions. Alive: does its process run? Ready: may it be sent requests? A 
 engine generate? A server whose answers prove nothing but its process is judged by its process;
 its engine answers through the entrypoints of its group. What dies is told by the host at once;
 this here finds what lives and does not work.
+
+What follows from answers and silences is pure: `Evidence` of one server, `Outliers` among those
+that fail requests, and `NetworkCut` of those that work and cannot be reached.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass, field
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
 from enum import Enum
-from random import Random
 
 from tasks.record.events import Emit
-from tasks.rollout.clock import Clock, ended, within
-from tasks.rollout.evidence import Evidence, NetworkCut, Outliers, Silence, Verdict
-from tasks.rollout.probing import Prober, ServerHost
-from tasks.rollout.registry import GroupView, Registry
-from tasks.rollout.topology import Answers, Ask, FleetSettings, Questions, ServerSlot
+from tasks.rollout.clock import ended, now_s, within
+from tasks.rollout.probing import FleetParts, Silence
+from tasks.rollout.registry import GroupView
+from tasks.rollout.topology import Answers, Ask, ServerSlot
 from tasks.spec.errors import LostContact
 
 _log = logging.getLogger(__name__)
@@ -34,6 +36,170 @@ _NO_TOKEN = (
     "this backend has no question that generates a token: an engine that is dead behind a live "
     "HTTP server is not seen"
 )
+
+
+class Verdict(Enum):
+    """What follows from the evidence."""
+
+    #: Nothing is missing.
+    WELL = "well"
+    #: Something is missing, not enough yet.
+    SUSPECT = "suspect"
+    #: Enough is missing, and it answers: it is the server.
+    SICK = "sick"
+    #: Enough is missing, and no answer came at last: the server, or the network before it.
+    SILENT = "silent"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """Of one incarnation of a server, since its last good answer."""
+
+    #: Probes and requests that failed in a row.
+    misses: int = 0
+    #: How many of those were requests.
+    requests: int = 0
+    #: How many were probes that were answered with something else than yes.
+    refusals: int = 0
+    #: What the last miss was; empty: none.
+    reason: str = ""
+
+    def after_yes(self) -> Evidence:
+        """A probe was answered with yes: what was before is forgotten."""
+        return Evidence()
+
+    def after_answer(self) -> Evidence:
+        """A request was answered: the server is not silent, whatever it says to probes."""
+        return self if self.refusals else Evidence()
+
+    def after_probe(self, reason: str, *, is_excused: bool = False) -> Evidence:
+        """A probe that failed.
+
+        Args:
+            is_excused: a request was answered while it was outstanding. A server that prefills a
+                long prompt lets a probe time out. Source: sgl-project/sglang#22511.
+        """
+        is_silence = isinstance(reason, Silence)
+        if is_excused and is_silence:
+            return self
+        refusals = self.refusals if is_silence else self.refusals + 1
+        return replace(self, misses=self.misses + 1, refusals=refusals, reason=reason)
+
+    def after_request(self, reason: str, *, threshold: int) -> Evidence:
+        """A request that failed in a way that tells of the server, never a 4xx.
+
+        Requests alone never reach the threshold: all those on one lost connection fail at once,
+        and a probe, which each of them brings about, has the last word.
+        """
+        if self.requests >= threshold - 1 or self.misses >= threshold - 1:
+            return self
+        return replace(self, misses=self.misses + 1, requests=self.requests + 1, reason=reason)
+
+    def verdict(self, threshold: int) -> Verdict:
+        """
+        Args:
+            threshold: so many misses in a row are enough; at least 1.
+        """
+        if self.misses == 0:
+            return Verdict.WELL
+        if self.misses < threshold:
+            return Verdict.SUSPECT
+        return Verdict.SILENT if isinstance(self.reason, Silence) else Verdict.SICK
+
+
+#: Fewer failed requests in a row say nothing.
+REQUESTS_AT_LEAST = 5
+
+
+@dataclass(slots=True)
+class _Requests:
+    """What became of the requests to one incarnation of a server."""
+
+    #: In a row, to the last one that ended.
+    failed: int = 0
+    #: When the first of those did, in monotonic seconds.
+    since_s: float = 0.0
+    #: When a request was last answered there.
+    answered_s: float = float("-inf")
+
+
+class Outliers:
+    """Counts the requests of the servers that are watched."""
+
+    def __init__(self, *, for_s: float) -> None:
+        """
+        Args:
+            for_s: how long the requests to a server must have failed.
+        """
+        self._for_s = for_s
+        self._of: dict[int, _Requests] = {}
+
+    def begin(self, rank: int) -> None:
+        """A new incarnation of it serves, of which nothing is known."""
+        self._of[rank] = _Requests()
+
+    def forget(self, rank: int) -> None:
+        """It serves no more."""
+        self._of.pop(rank, None)
+
+    def answered(self, rank: int, now_s: float) -> None:
+        if (requests := self._of.get(rank)) is not None:
+            requests.failed = 0
+            requests.answered_s = now_s
+
+    def failed(self, rank: int, now_s: float) -> str:
+        """One more request failed there.
+
+        Returns: why the server is sick; empty: it is not known to be.
+        """
+        requests = self._of.get(rank)
+        if requests is None:
+            return ""
+        if not requests.failed:
+            requests.since_s = now_s
+        requests.failed += 1
+        lasts_s = now_s - requests.since_s
+        if requests.failed < REQUESTS_AT_LEAST or lasts_s < self._for_s:
+            return ""
+        others = [other for at, other in self._of.items() if at != rank]
+        well = [one for one in others if not one.failed and one.answered_s >= requests.since_s]
+        if not others or 2 * len(well) <= len(others):
+            return ""
+        return (
+            f"its last {requests.failed} requests failed, for {lasts_s:.0f} s, "
+            f"while {len(well)} of {len(others)} others answer theirs"
+        )
+
+
+class NetworkCut:
+    """Servers that work and cannot be reached: one incident, from the first to the last of them."""
+
+    def __init__(self, *, emit: Emit) -> None:
+        self._emit = emit
+        self._cut: set[int] = set()
+        self._ranks: set[int] = set()
+        self._why = ""
+
+    @property
+    def ranks(self) -> Collection[int]:
+        """That cannot be reached just now."""
+        return frozenset(self._cut)
+
+    def begun(self, rank: int, why: str) -> None:
+        """Any number of times."""
+        if not self._cut:
+            self._why, self._ranks = why, set()
+            self._emit("rollout.incident.begun", ranks=[rank], why=why)
+        self._cut.add(rank)
+        self._ranks.add(rank)
+
+    def over(self, rank: int) -> None:
+        """It answers again, or is no more; nothing for one that was not cut off."""
+        if rank not in self._cut:
+            return
+        self._cut.discard(rank)
+        if not self._cut:
+            self._emit("rollout.incident.ended", ranks=sorted(self._ranks), why=self._why)
 
 
 class _AtHome(Enum):
@@ -73,35 +239,16 @@ class Health:
     recovery's matter.
     """
 
-    def __init__(
-        self,
-        registry: Registry,
-        *,
-        settings: FleetSettings,
-        questions: Questions,
-        host: ServerHost,
-        prober: Prober,
-        emit: Emit,
-        clock: Clock,
-        random: Random,
-    ) -> None:
-        self._registry = registry
-        self._settings = settings
-        self._questions = questions
-        self._host = host
-        self._prober = prober
-        self._emit = emit
-        self._clock = clock
-        self._random = random
+    def __init__(self, fleet: FleetParts) -> None:
+        self._fleet = fleet
         self._watches: dict[int, _Watch] = {}
-        self._urgent_every_s = min(_URGENT_EVERY_S, settings.interval_s / 4)
+        self._urgent_every_s = min(_URGENT_EVERY_S, fleet.settings.interval_s / 4)
         self._is_resting = False
         self._has_warned = False
-        self._cut = NetworkCut(emit=emit)
-        self._outliers = Outliers(for_s=settings.misses * settings.interval_s)
+        self._cut = NetworkCut(emit=fleet.emit)
+        self._outliers = Outliers(for_s=fleet.settings.misses * fleet.settings.interval_s)
         #: Incarnations of groups that failed by what is judged here, not by a death.
         self._judged: set[tuple[int, int]] = set()
-        registry.listen(self._on_change)
 
     def was_judged(self, group: GroupView) -> bool:
         """Whether the group failed for want of answers. Those of one cause come in over a while."""
@@ -111,14 +258,14 @@ class Health:
         """What tells most about the engine of a server; None: its answers tell nothing of it."""
         if slot.url is None or not (slot.is_entrypoint or slot.answers is Answers.ENGINE):
             return None
-        if self._questions.token is None and not self._has_warned:
+        if self._fleet.questions.token is None and not self._has_warned:
             self._has_warned = True
-            self._emit("rollout.warning", message=_NO_TOKEN)
-        return self._questions.token or self._questions.ready
+            self._fleet.emit("rollout.warning", message=_NO_TOKEN)
+        return self._fleet.questions.token or self._fleet.questions.ready
 
     def watch(self, group: int, epoch: int) -> None:
         """From now on; the first question comes after its grace."""
-        view = self._registry.view
+        view = self._fleet.registry.view
         if view.groups[group].epoch != epoch or not view.groups[group].is_running:
             return
         for rank in view.groups[group].ranks:
@@ -129,7 +276,7 @@ class Health:
             if slot.is_entrypoint:
                 self._outliers.begin(rank)
             if not self._is_resting:
-                self._begin(watch, self._settings.first_s)
+                self._begin(watch, self._fleet.settings.first_s)
 
     def rest(self) -> None:
         """No periodic questions until `resume`; what requests tell is not heard either."""
@@ -143,7 +290,7 @@ class Health:
         for watch in self._watches.values():
             self._end(watch)
             watch.evidence = Evidence()
-            self._begin(watch, self._settings.interval_s)
+            self._begin(watch, self._fleet.settings.interval_s)
 
     async def sweep(self) -> None:
         """Ask every server that runs once, side by side: one bad answer is enough.
@@ -151,7 +298,7 @@ class Health:
         Only while it rests. It takes as long as the slowest answer, at most the timeout.
         """
         watches = list(self._watches.values())
-        timeout_s = self._settings.timeout_s
+        timeout_s = self._fleet.settings.timeout_s
         await asyncio.gather(
             *(self._look_safely(watch, timeout_s, is_last_word=True) for watch in watches)
         )
@@ -159,18 +306,18 @@ class Health:
     def note_failure(self, rank: int, epoch: int, why: str) -> None:
         """A request failed there in a way that tells of the server: never a 4xx."""
         watch = self._watch_of(rank, epoch)
-        threshold = self._settings.misses
+        threshold = self._fleet.settings.misses
         if watch is None or watch.question is None or self._is_resting or not threshold:
             return
         before = watch.evidence
         watch.evidence = before.after_request(why, threshold=threshold)
-        watch.failed_s = self._clock.monotonic_s()
+        watch.failed_s = now_s()
         if sick := self._outliers.failed(rank, watch.failed_s):
             self._fail(watch, f"rank {rank}: {sick}; the last one: {why}")
             return
         if watch.evidence is not before:
             self._tell_miss(watch)
-            self._registry.suspect(rank, epoch, why)
+            self._fleet.registry.suspect(rank, epoch, why)
         watch.urgent.set()
 
     def note_success(self, rank: int, epoch: int) -> None:
@@ -178,7 +325,7 @@ class Health:
         watch = self._watch_of(rank, epoch)
         if watch is None:
             return
-        watch.answered_s = self._clock.monotonic_s()
+        watch.answered_s = now_s()
         self._outliers.answered(rank, watch.answered_s)
         if watch.answered_s - watch.failed_s < self._urgent_every_s:
             # Of many requests at once some fail and some do not: it stays under suspicion a while.
@@ -186,7 +333,7 @@ class Health:
         if watch.evidence.misses and rank not in self._cut.ranks:
             watch.evidence = watch.evidence.after_answer()
             if not watch.evidence.misses:
-                self._registry.clear(rank, epoch)
+                self._fleet.registry.clear(rank, epoch)
 
     def misses_of(self, rank: int) -> int:
         """In a row, just now."""
@@ -206,7 +353,7 @@ class Health:
         return watch if watch is not None and watch.epoch == epoch else None
 
     def _begin(self, watch: _Watch, first_s: float) -> None:
-        if self._settings.misses:
+        if self._fleet.settings.misses:
             name = f"rollout-health-{watch.slot.rank}"
             watch.task = asyncio.create_task(self._ask_for_ever(watch, first_s), name=name)
 
@@ -224,29 +371,29 @@ class Health:
             self._end(watch)
             self._cut.over(rank)
 
-    def _on_change(self, before: GroupView, after: GroupView) -> None:
+    def on_change(self, before: GroupView, after: GroupView) -> None:
         if before.is_running and not after.is_running:
             for rank in after.ranks:
                 self._forget(rank)
 
     async def _ask_for_ever(self, watch: _Watch, first_s: float) -> None:
-        interval_s, timeout_s = self._settings.interval_s, self._settings.timeout_s
-        due_s = self._clock.monotonic_s() + first_s
+        interval_s, timeout_s = self._fleet.settings.interval_s, self._fleet.settings.timeout_s
+        due_s = now_s() + first_s
         # Those that began together are spread by one shorter pause, since a longer one would put
         # off the detection.
-        spread_s = interval_s * self._random.uniform(0.5, 1.0)
+        spread_s = interval_s * self._fleet.random.uniform(0.5, 1.0)
         while self._is_watched(watch):
             late_s = 0.0
             if await self._until(watch, due_s):
                 # A timeout longer than the interval makes the next question wait for the last.
                 # While answers are missing it ends when it would have, had it begun when due.
                 if watch.evidence.misses:
-                    late_s = max(0.0, self._clock.monotonic_s() - due_s)
-                due_s = max(due_s, self._clock.monotonic_s() - late_s) + spread_s
+                    late_s = max(0.0, now_s() - due_s)
+                due_s = max(due_s, now_s() - late_s) + spread_s
                 spread_s = interval_s
             await self._look_safely(watch, max(timeout_s - late_s, min(interval_s, timeout_s)))
             if watch.slot.rank in self._cut.ranks:
-                due_s = min(due_s, self._clock.monotonic_s() + _CUT_EVERY_S)
+                due_s = min(due_s, now_s() + _CUT_EVERY_S)
 
     async def _until(self, watch: _Watch, moment_s: float) -> bool:
         """Until that moment, or until a request has failed, though not too often.
@@ -255,9 +402,9 @@ class Health:
         """
         gap_s = self._urgent_every_s
         try:
-            async with asyncio.timeout(moment_s - self._clock.monotonic_s()):
+            async with asyncio.timeout(moment_s - now_s()):
                 await watch.urgent.wait()
-                await self._clock.sleep(watch.probed_s + gap_s - self._clock.monotonic_s())
+                await asyncio.sleep(watch.probed_s + gap_s - now_s())
         except TimeoutError:
             return True
         finally:
@@ -280,20 +427,22 @@ class Health:
             is_last_word: one bad answer is enough, and nothing excuses it.
         """
         rank, epoch = watch.slot.rank, watch.epoch
-        began_s = watch.probed_s = self._clock.monotonic_s()
-        if not self._host.is_alive(rank):
+        began_s = watch.probed_s = now_s()
+        if not self._fleet.host.is_alive(rank):
             self._fail(watch, f"rank {rank}: its process does not run")
             return
         if watch.question is None or watch.slot.url is None:
             return
-        probe = asyncio.ensure_future(self._prober.ask(watch.slot.url, watch.question, timeout_s))
+        probe = asyncio.ensure_future(
+            self._fleet.prober.ask(watch.slot.url, watch.question, timeout_s)
+        )
         home: asyncio.Task[_AtHome] | None = None
         try:
-            if is_last_word or watch.evidence.misses + 1 >= self._settings.misses:
+            if is_last_word or watch.evidence.misses + 1 >= self._fleet.settings.misses:
                 # Late enough to be rare, soon enough that both answers are there in one timeout.
                 await asyncio.wait({probe}, timeout=timeout_s / 2)
                 if not probe.done():
-                    home = self._asking_at_home(watch, watch.question, timeout_s / 2)
+                    home = asyncio.create_task(self._ask_at_home(watch, timeout_s / 2))
             reason = await probe
             if not self._is_watched(watch):
                 return
@@ -301,8 +450,8 @@ class Health:
                 self._note_yes(watch)
             elif self._note_no(watch, reason, began_s, is_last_word) is Verdict.SILENT:
                 # No request is sent there while it is asked at home.
-                self._registry.unreachable(rank, epoch, reason)
-                home = home or self._asking_at_home(watch, watch.question, timeout_s / 2)
+                self._fleet.registry.unreachable(rank, epoch, reason)
+                home = home or asyncio.create_task(self._ask_at_home(watch, timeout_s / 2))
                 self._judge_silence(watch, reason, await home)
         finally:
             probe.cancel()
@@ -311,8 +460,8 @@ class Health:
 
     def _note_yes(self, watch: _Watch) -> None:
         watch.evidence = watch.evidence.after_yes()
-        self._registry.reachable(watch.slot.rank, watch.epoch)
-        self._registry.clear(watch.slot.rank, watch.epoch)
+        self._fleet.registry.reachable(watch.slot.rank, watch.epoch)
+        self._fleet.registry.clear(watch.slot.rank, watch.epoch)
         self._cut.over(watch.slot.rank)
 
     def _note_no(self, watch: _Watch, reason: str, began_s: float, is_last_word: bool) -> Verdict:
@@ -322,23 +471,20 @@ class Health:
         if watch.evidence is before:
             return Verdict.WELL
         self._tell_miss(watch)
-        verdict = watch.evidence.verdict(1 if is_last_word else self._settings.misses)
+        verdict = watch.evidence.verdict(1 if is_last_word else self._fleet.settings.misses)
         if verdict is Verdict.SUSPECT:
-            self._registry.suspect(rank, epoch, reason)
+            self._fleet.registry.suspect(rank, epoch, reason)
         elif verdict is Verdict.SICK:
             self._fail(watch, f"rank {rank} does not work: {reason}")
         return verdict
 
-    def _asking_at_home(
-        self, watch: _Watch, question: Ask, timeout_s: float
-    ) -> asyncio.Task[_AtHome]:
-        return asyncio.create_task(self._ask_at_home(watch, question, timeout_s))
-
-    async def _ask_at_home(self, watch: _Watch, question: Ask, timeout_s: float) -> _AtHome:
+    async def _ask_at_home(self, watch: _Watch, timeout_s: float) -> _AtHome:
         """The same question to a server that is silent, from its own machine."""
+        assert watch.question is not None
         try:
             answer = await within(
-                timeout_s + _HOST_EXTRA_S, self._host.ask(watch.slot.rank, question, timeout_s)
+                timeout_s + _HOST_EXTRA_S,
+                self._fleet.host.ask(watch.slot.rank, watch.question, timeout_s),
             )
         except (LostContact, TimeoutError):
             return _AtHome.UNKNOWN
@@ -367,7 +513,7 @@ class Health:
             for watch in self._watches.values()
             if isinstance(watch.evidence.reason, Silence)
         }
-        serving = [group.index for group in self._registry.view.serving]
+        serving = [group.index for group in self._fleet.registry.view.serving]
         count = len(silent.intersection(serving))
         return count >= 2 and 2 * count > len(serving)
 
@@ -376,13 +522,13 @@ class Health:
 
     def _fail(self, watch: _Watch, cause: str) -> None:
         rank, epoch = watch.slot.rank, watch.epoch
-        self._judged.add((self._registry.group_of(rank), epoch))
-        self._registry.fail(rank, epoch, cause)
+        self._judged.add((self._fleet.registry.group_of(rank), epoch))
+        self._fleet.registry.fail(rank, epoch, cause)
 
     def _tell_miss(self, watch: _Watch) -> None:
         evidence = watch.evidence
         kind = "silence" if isinstance(evidence.reason, Silence) else "answer"
-        self._emit(
+        self._fleet.emit(
             "rollout.probe.failed",
             rank=watch.slot.rank,
             epoch=watch.epoch,

@@ -1,6 +1,5 @@
-"""One question to one server over HTTP, with an end.
-
-What the fleet asks of whatever runs its servers: processes of this machine, or actors of Ray.
+"""What a fleet asks of the world: a question to a server over HTTP, with an end, and of whatever
+runs its servers, processes of this machine or actors of Ray, to start and to stop them.
 """
 
 from __future__ import annotations
@@ -8,15 +7,26 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
+from random import Random
 from typing import Any, Protocol
 
 import aiohttp
 
-from tasks.rollout.evidence import Silence
-from tasks.rollout.topology import Ask, ServerSlot, TopologyPlan
+from tasks.record.events import Emit
+from tasks.rollout.registry import Registry
+from tasks.rollout.topology import Ask, FleetSettings, Questions, ServerSlot, TopologyPlan
 
 #: Of a bad answer's text.
 _SHOWN_CHARACTERS = 300
+
+
+class Silence(str):
+    """Why no answer came: a timeout, a refused connection. Any other text is a bad answer's.
+
+    Only silence may be the network's fault, and only a silence may be excused.
+    """
+
+    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,6 +186,10 @@ class ServerHost(Protocol):
         """The ranks whose port somebody else listens on, on its own machine, just now."""
 
 
+#: New servers of a group, at addresses that nobody has.
+Rebind = Callable[[int], Sequence[ServerSlot] | Awaitable[Sequence[ServerSlot]]]
+
+
 class NoHost(Exception):
     """The servers can't be placed anywhere; the message says why, and what to do."""
 
@@ -187,6 +201,20 @@ class OpenedHost:
     host: ServerHost
     topology: TopologyPlan
     #: The servers of a group at new addresses.
-    rebind: Callable[[int], Sequence[ServerSlot] | Awaitable[Sequence[ServerSlot]]]
+    rebind: Rebind
     #: Ends whatever is left.
     close: Callable[[], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetParts:
+    """What health, recovery and the fleet itself work with; all of one fleet."""
+
+    registry: Registry
+    settings: FleetSettings
+    questions: Questions
+    host: ServerHost
+    prober: Prober
+    #: Takes an event's name and its fields; never raises.
+    emit: Emit
+    random: Random

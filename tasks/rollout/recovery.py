@@ -2,9 +2,8 @@
 
 A group that has failed is a case from then on, until it works again or is retired. Its processes
 are ended first and at once, whatever else is held. Each claim of a group ends: in a group that
-works, or given up, whatever is raised.
-
-Brings one group of servers up until it generates, and takes one down until nothing is left.
+works, or given up, whatever is raised. Failures of many groups with one cause are one incident,
+for which the budget pays once.
 """
 
 from __future__ import annotations
@@ -12,18 +11,16 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from random import Random
 
 from tasks.record.events import Emit
 from tasks.record.states import GroupState
-from tasks.rollout.clock import Clock, ended, pause_s, within
-from tasks.rollout.evidence import Incident, Incidents
+from tasks.rollout.clock import ended, now_s, pause_s, within
 from tasks.rollout.health import Health
-from tasks.rollout.probing import Prober, ServerHost, StartFailed
-from tasks.rollout.registry import GroupView, Registry
-from tasks.rollout.topology import Answers, Ask, FleetSettings, Questions, ServerSlot
+from tasks.rollout.probing import FleetParts, Rebind, StartFailed
+from tasks.rollout.registry import GroupView
+from tasks.rollout.topology import Answers, Ask, ServerSlot
 from tasks.spec.words import commas
 
 _log = logging.getLogger(__name__)
@@ -35,36 +32,22 @@ _CANCEL_WITHIN_S = 1.0
 _PORTS_WITHIN_S = 200.0
 #: What a server that has just been started has: the model as it was loaded.
 _FIRST_VERSION = 0
+#: Deaths within so many seconds of the first have one cause.
+_DEATHS_WITHIN_S = 2.0
+#: Whatever the back-off is, so that what fails at once is not tried without end.
+_SHORTEST_PAUSE_S = 0.1
 
 
 class Starter:
     """Starts and stops groups. It moves them in the registry, except out of a claim."""
 
-    def __init__(
-        self,
-        registry: Registry,
-        *,
-        settings: FleetSettings,
-        questions: Questions,
-        host: ServerHost,
-        prober: Prober,
-        health: Health,
-        emit: Emit,
-        clock: Clock,
-    ) -> None:
-        self._registry = registry
-        self._settings = settings
-        self._questions = questions
-        self._host = host
-        self._prober = prober
+    def __init__(self, fleet: FleetParts, health: Health) -> None:
+        self._fleet = fleet
         self._health = health
-        self._emit = emit
-        self._clock = clock
         #: By group that is being started: broken once it has left its state.
         self._broken: dict[int, asyncio.Future[None]] = {}
         #: By rank, what a server that starts answered last.
         self._answers: dict[int, str] = {}
-        registry.listen(self._on_change)
 
     async def start(self, group: int, slots: tuple[ServerSlot, ...] | None = None) -> None:
         """Start a group that starts first, or is claimed; returns once it has made a token.
@@ -75,7 +58,7 @@ class Starter:
         Raises: StartFailed, when it does not come up or takes too long; something of it may run
             then, as after a cancel, and is to be stopped. It is inactive then, after a cancel not.
         """
-        epoch = self._registry.begin(group, slots=slots)
+        epoch = self._fleet.registry.begin(group, slots=slots)
         broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._broken[group] = broken
         servers = self._servers_of(group)
@@ -83,16 +66,16 @@ class Starter:
         try:
             await asyncio.wait(
                 {up, broken},
-                timeout=self._settings.start_within_s,
+                timeout=self._fleet.settings.start_within_s,
                 return_when=asyncio.FIRST_COMPLETED,
             )
             if broken.done():
-                raise StartFailed(self._registry.view.groups[group].cause)
+                raise StartFailed(self._fleet.registry.view.groups[group].cause)
             if not up.done():
                 raise StartFailed(self._too_late(servers))
             up.result()
         except StartFailed as error:
-            self._registry.fail(servers[0].rank, epoch, str(error))
+            self._fleet.registry.fail(servers[0].rank, epoch, str(error))
             raise
         finally:
             del self._broken[group]
@@ -101,29 +84,28 @@ class Starter:
             # So that the host is told to stop only after its start was cancelled.
             await asyncio.wait({up}, timeout=_CANCEL_WITHIN_S)
 
-    async def stop(self, group: int) -> str:
-        """End what runs of a group, within a bound; what could not be ended, empty if nothing."""
-        ranks = self._registry.view.groups[group].ranks
+    async def stop(self, ranks: Collection[int]) -> str:
+        """End what runs of these, within a bound; what could not be ended, empty if nothing."""
+        settings = self._fleet.settings
         try:
-            left = await within(
-                self._settings.stop_within_s,
-                self._host.stop(ranks, grace_s=self._settings.grace_s),
-            )
+            stopping = self._fleet.host.stop(ranks, grace_s=settings.grace_s)
+            return ", ".join(await within(settings.stop_within_s, stopping))
         except Exception as error:
-            _log.warning("ranks %s could not be stopped", ranks, exc_info=True)
+            _log.warning("ranks %s could not be stopped", commas(ranks), exc_info=True)
             return f"ranks {commas(ranks)}: {error or type(error).__name__}"
-        return ", ".join(left)
 
     async def ports_taken(self, group: int) -> frozenset[int]:
         """The ranks whose port somebody else has; none where nobody can say."""
         try:
-            return await within(_PORTS_WITHIN_S, self._host.ports_taken(self._servers_of(group)))
+            return await within(
+                _PORTS_WITHIN_S, self._fleet.host.ports_taken(self._servers_of(group))
+            )
         except Exception:
             _log.warning("the ports of group %d could not be looked at", group, exc_info=True)
             return frozenset()
 
     def _servers_of(self, group: int) -> tuple[ServerSlot, ...]:
-        view = self._registry.view
+        view = self._fleet.registry.view
         return tuple(view.servers[rank] for rank in view.groups[group].ranks)
 
     async def _bring_up(self, group: int, epoch: int, servers: tuple[ServerSlot, ...]) -> None:
@@ -132,33 +114,37 @@ class Starter:
                 tasks.create_task(self._serve(slot, epoch))
         for slot in servers:
             # One that nobody asks anything may have gone without a word.
-            if not self._host.is_alive(slot.rank):
-                self._registry.fail(slot.rank, epoch, f"rank {slot.rank}: its process does not run")
-        self._registry.started(group, epoch, version=_FIRST_VERSION)
+            if not self._fleet.host.is_alive(slot.rank):
+                self._fleet.registry.fail(
+                    slot.rank, epoch, f"rank {slot.rank}: its process does not run"
+                )
+        self._fleet.registry.started(group, epoch, version=_FIRST_VERSION)
         self._health.watch(group, epoch)
 
     async def _serve(self, slot: ServerSlot, epoch: int) -> None:
         try:
-            await self._host.start(slot, epoch)
-            self._emit("rollout.server.started", rank=slot.rank, epoch=epoch, url=slot.url)
+            await self._fleet.host.start(slot, epoch)
+            self._fleet.emit("rollout.server.started", rank=slot.rank, epoch=epoch, url=slot.url)
             if slot.is_entrypoint or slot.answers is Answers.ENGINE:
-                await self._until_yes(slot, self._questions.ready)
-                await self._until_yes(slot, self._questions.token)
+                await self._until_yes(slot, self._fleet.questions.ready)
+                await self._until_yes(slot, self._fleet.questions.token)
         except Exception as error:
             if not isinstance(error, StartFailed):
                 _log.exception("rank %d, epoch %d: not started", slot.rank, epoch)
-            self._registry.fail(slot.rank, epoch, str(error) or type(error).__name__)
+            self._fleet.registry.fail(slot.rank, epoch, str(error) or type(error).__name__)
 
     async def _until_yes(self, slot: ServerSlot, question: Ask | None) -> None:
         if slot.url is None or question is None:
             return
         pause_s = _FIRST_POLL_S
         while True:
-            answer = await self._prober.ask(slot.url, question, self._settings.timeout_s)
+            answer = await self._fleet.prober.ask(
+                slot.url, question, self._fleet.settings.timeout_s
+            )
             if answer is None:
                 return
             self._answers[slot.rank] = str(answer)
-            await self._clock.sleep(pause_s)
+            await asyncio.sleep(pause_s)
             pause_s = min(_LAST_POLL_S, pause_s * 1.5)
 
     def _too_late(self, servers: tuple[ServerSlot, ...]) -> str:
@@ -168,24 +154,91 @@ class Starter:
             if slot.rank in self._answers
         ]
         return "; ".join(
-            [f"did not serve within {self._settings.start_within_s:g} s (start_within_s)", *said]
+            [
+                f"did not serve within {self._fleet.settings.start_within_s:g} s (start_within_s)",
+                *said,
+            ]
         )
 
-    def _on_change(self, before: GroupView, after: GroupView) -> None:
+    def on_change(self, before: GroupView, after: GroupView) -> None:
         broken = self._broken.get(after.index)
         has_ended = after.state in (GroupState.INACTIVE, GroupState.RETIRED)
         if broken is not None and has_ended and not broken.done():
             broken.set_result(None)
 
 
-#: Deaths within so many seconds of the first have one cause.
-DEATHS_WITHIN_S = 2.0
+@dataclass(slots=True, kw_only=True, eq=False)
+class Incident:
+    """Groups that failed within seconds of each other, and count as one failure."""
 
-#: Whatever the back-off is, so that what fails at once is not tried without end.
-_SHORTEST_PAUSE_S = 0.1
+    #: Of the first of them, which stands for all.
+    why: str
+    #: Until then it takes in others.
+    closes_s: float
+    #: Groups that were ever in it.
+    groups: set[int] = field(default_factory=set)
+    #: Of all of them; more than one group's make it known as an incident.
+    ranks: set[int] = field(default_factory=set)
+    #: Groups whose end, recovered or not, is yet to come.
+    open: set[int] = field(default_factory=set)
+    #: Which tries the budget has paid for, counted from 0, the same for all its groups.
+    paid: set[int] = field(default_factory=set)
+    is_told: bool = False
 
-#: New servers of a group, at addresses that nobody has.
-Rebind = Callable[[int], Sequence[ServerSlot] | Awaitable[Sequence[ServerSlot]]]
+
+class Incidents:
+    """Puts each failure into an incident, and charges the budget by incident."""
+
+    def __init__(self, *, budget: int | None, emit: Emit) -> None:
+        self._left = budget
+        self._emit = emit
+        self._last: Incident | None = None
+
+    def failed(
+        self, group: int, ranks: Sequence[int], why: str, *, now_s: float, window_s: float
+    ) -> Incident:
+        """The incident that the failure of a group belongs to: the last, or a new one.
+
+        A group that was in the last one has been recovered since, so it opens a new one.
+
+        Args:
+            window_s: how long a new one takes in others.
+        """
+        one = self._last
+        if one is None or now_s > one.closes_s or group in one.groups:
+            one = self._last = Incident(why=why, closes_s=now_s + window_s)
+        one.groups.add(group)
+        one.open.add(group)
+        one.ranks.update(ranks)
+        if len(one.groups) > 1 and not one.is_told:
+            one.is_told = True
+            self._emit("rollout.incident.begun", ranks=sorted(one.ranks), why=one.why)
+        return one
+
+    def pay(self, one: Incident, attempt: int) -> bool:
+        """Whether the budget allows this try, which counts once for all groups of the incident."""
+        if attempt in one.paid:
+            return True
+        if self._left is not None:
+            if self._left <= 0:
+                return False
+            self._left -= 1
+        one.paid.add(attempt)
+        return True
+
+    def over(self, one: Incident, group: int) -> bool:
+        """The recovery of a group has ended for good, one way or the other.
+
+        Returns: whether it was the last of them; call `end` once the incident takes in no others.
+        """
+        one.open.discard(group)
+        return not one.open
+
+    def end(self, one: Incident) -> None:
+        """Any number of times; nothing where another group has failed meanwhile."""
+        if one.is_told and not one.open:
+            one.is_told = False
+            self._emit("rollout.incident.ended", ranks=sorted(one.ranks), why=one.why)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -215,36 +268,18 @@ class _Case:
 class Recovery:
     """Opens a case at each failure that the registry tells, from `open` to `stop`.
 
-    It must be told of a change after whoever takes the group out of routing.
+    Args:
+        health: judges the servers that are started.
+        rebind: None: a group whose ports are taken cannot be started.
     """
 
-    def __init__(
-        self,
-        registry: Registry,
-        starter: Starter,
-        *,
-        settings: FleetSettings,
-        window_s: Callable[[GroupView], float],
-        rebind: Rebind | None,
-        emit: Emit,
-        clock: Clock,
-        random: Random,
-    ) -> None:
-        """
-        Args:
-            window_s: how long after the first failure of an incident that of a group belongs to it.
-            rebind: None: a group whose ports are taken cannot be started.
-        """
-        self._registry = registry
-        self._starter = starter
-        self._settings = settings
-        self._window_s = window_s
+    def __init__(self, fleet: FleetParts, health: Health, *, rebind: Rebind | None) -> None:
+        self.starter = Starter(fleet, health)
+        self._fleet = fleet
+        self._health = health
         self._rebind = rebind
-        self._emit = emit
-        self._clock = clock
-        self._random = random
-        self._incidents = Incidents(budget=settings.budget, emit=emit)
-        self._parallel = asyncio.Semaphore(settings.parallel)
+        self._incidents = Incidents(budget=fleet.settings.budget, emit=fleet.emit)
+        self._parallel = asyncio.Semaphore(fleet.settings.parallel)
         self._released = asyncio.Event()
         self._is_open = False
         self._cases: dict[int, _Case] = {}
@@ -252,7 +287,6 @@ class Recovery:
         self._works_since_s: dict[int, float] = {}
         self._without_ports: set[int] = set()
         self._count = 0
-        registry.listen(self._on_change)
 
     def open(self) -> None:
         """What fails from now on is recovered."""
@@ -298,10 +332,10 @@ class Recovery:
             task.cancel()
         await ended(tasks)
 
-    def _on_change(self, before: GroupView, after: GroupView) -> None:
+    def on_change(self, before: GroupView, after: GroupView) -> None:
         group = after.index
         if after.version is not None and before.version is None:
-            self._works_since_s[group] = self._clock.monotonic_s()
+            self._works_since_s[group] = now_s()
         if not self._is_open or after.state is not GroupState.INACTIVE:
             return
         # One that fails while it is recovered is its case's own matter.
@@ -312,12 +346,19 @@ class Recovery:
         return group in self._cases
 
     def _open(self, view: GroupView) -> None:
-        group, now_s = view.index, self._clock.monotonic_s()
-        since_s = self._works_since_s.pop(group, now_s)
-        if now_s - since_s >= self._settings.max_backoff_s:
+        group, at_s = view.index, now_s()
+        since_s = self._works_since_s.pop(group, at_s)
+        if at_s - since_s >= self._fleet.settings.max_backoff_s:
             self._in_row[group] = 0
         incident = self._incidents.failed(
-            group, view.ranks, view.cause, now_s=now_s, window_s=self._window_s(view)
+            group,
+            view.ranks,
+            view.cause,
+            now_s=at_s,
+            # Servers that hang at one time are found out over an interval, as each is asked.
+            window_s=self._fleet.settings.interval_s
+            if self._health.was_judged(view)
+            else _DEATHS_WITHIN_S,
         )
         case = _Case(
             group=group,
@@ -340,7 +381,7 @@ class Recovery:
             del self._cases[case.group]
         if self._incidents.over(case.incident, case.group):
             # A further death of the same cause may be about to be told.
-            wait_s = case.incident.closes_s - self._clock.monotonic_s() if self._is_open else 0.0
+            wait_s = case.incident.closes_s - now_s() if self._is_open else 0.0
             later = asyncio.get_running_loop().call_later
             later(max(0.0, wait_s), self._incidents.end, case.incident)
 
@@ -348,11 +389,11 @@ class Recovery:
         """Retire the group where the budget does not allow its next try."""
         if self._incidents.pay(case.incident, case.tries):
             return
-        spent = f"the budget of {self._settings.budget} recoveries is spent"
-        self._registry.retire(case.group, f"{spent}; its last failure: {case.cause}")
+        spent = f"the budget of {self._fleet.settings.budget} recoveries is spent"
+        self._fleet.registry.retire(case.group, f"{spent}; its last failure: {case.cause}")
 
     def _is_retired(self, case: _Case) -> bool:
-        return self._registry.view.groups[case.group].state is GroupState.RETIRED
+        return self._fleet.registry.view.groups[case.group].state is GroupState.RETIRED
 
     async def _care(self, case: _Case) -> None:
         try:
@@ -368,24 +409,26 @@ class Recovery:
         except Exception as error:
             _log.exception("group %d is given up", case.group)
             if not self._is_retired(case):
-                self._registry.retire(case.group, f"its recovery broke: {error!r}")
+                self._fleet.registry.retire(case.group, f"its recovery broke: {error!r}")
         self._close(case)
 
     async def _take_down(self, case: _Case) -> None:
         if case.down.is_set() and not case.left:
             return
-        case.left = await self._starter.stop(case.group)
+        case.left = await self.starter.stop(case.ranks)
         case.down.set()
         if case.left:
-            self._emit("rollout.warning", message=f"could not be ended: {case.left}")
+            self._fleet.emit("rollout.warning", message=f"could not be ended: {case.left}")
 
     async def _try(self, case: _Case) -> bool:
         """Whether the group works. A cancel gives it up, and does not count as a try."""
         self._count += 1
-        id, began_s = f"r{self._count}", self._clock.monotonic_s()
+        id, began_s = f"r{self._count}", now_s()
         what = {"id": id, "group": case.group, "ranks": list(case.ranks)}
-        self._registry.claim(case.group)
-        self._emit("rollout.recovery.begun", **what, cause=case.cause, **{"try": case.tries + 1})
+        self._fleet.registry.claim(case.group)
+        self._fleet.emit(
+            "rollout.recovery.begun", **what, cause=case.cause, **{"try": case.tries + 1}
+        )
         outcome, message = "abandoned", "held until the weights are synced, or stopped"
         try:
             await self._pause(case)
@@ -400,28 +443,28 @@ class Recovery:
         finally:
             case.cause = message if outcome == "failed" else case.cause
             if self._cases.get(case.group) is case and self._is_claimed(case.group):
-                self._registry.give_up(case.group, case.cause)
+                self._fleet.registry.give_up(case.group, case.cause)
             if outcome != "abandoned":
                 case.tries += 1
                 case.in_row = self._in_row[case.group] = case.in_row + 1
-            took_s = round(self._clock.monotonic_s() - began_s, 3)
-            self._emit(
+            took_s = round(now_s() - began_s, 3)
+            self._fleet.emit(
                 "rollout.recovery.ended", **what, outcome=outcome, took_s=took_s, message=message
             )
             case.tried.set()
         return outcome == "recovered"
 
     def _is_claimed(self, group: int) -> bool:
-        return self._registry.view.groups[group].state is GroupState.RECOVERING
+        return self._fleet.registry.view.groups[group].state is GroupState.RECOVERING
 
     async def _pause(self, case: _Case) -> None:
         if not case.in_row:
             return
         seconds = pause_s(
             case.in_row - 1,
-            first_s=max(self._settings.backoff_s, _SHORTEST_PAUSE_S),
-            longest_s=max(self._settings.max_backoff_s, _SHORTEST_PAUSE_S),
-            random=self._random,
+            first_s=max(self._fleet.settings.backoff_s, _SHORTEST_PAUSE_S),
+            longest_s=max(self._fleet.settings.max_backoff_s, _SHORTEST_PAUSE_S),
+            random=self._fleet.random,
         )
         try:
             async with asyncio.timeout(seconds):
@@ -435,11 +478,11 @@ class Recovery:
             raise StartFailed(f"what ran there could not be ended: {case.left}")
         slots = await self._new_slots(case.group)
         case.down.clear()
-        await self._starter.start(case.group, slots)
+        await self.starter.start(case.group, slots)
 
     async def _new_slots(self, group: int) -> tuple[ServerSlot, ...] | None:
         """None: the addresses it has are good."""
-        taken = await self._starter.ports_taken(group)
+        taken = await self.starter.ports_taken(group)
         if not taken and group not in self._without_ports:
             return None
         if self._rebind is None:

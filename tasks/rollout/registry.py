@@ -6,8 +6,6 @@ lives in one asyncio loop, and a verb takes effect at once, for all servers of a
 A verb that names an incarnation (`epoch`) says whether it applied: one of an older incarnation
 changes nothing. An illegal move raises IllegalTransition, a rank or group that the fleet does not
 have KeyError.
-
-What the registry shows of a fleet: frozen snapshots, each of one moment.
 """
 
 from __future__ import annotations
@@ -17,10 +15,12 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 from tasks.record.states import MOVES, RUNNING, SERVING, GroupState
 from tasks.rollout.topology import ServerSlot, TopologyPlan
 from tasks.spec.errors import IllegalTransition
+from tasks.spec.words import commas
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +87,24 @@ class FleetView:
             if slot.is_entrypoint and self.groups[slot.engine].routes(slot.rank)
         )
 
+    @property
+    def is_ready(self) -> bool:
+        """Every group serves that is not retired."""
+        left = [group for group in self.groups if group.state is not GroupState.RETIRED]
+        return bool(left) and all(group.is_serving and not group.unreachable for group in left)
+
+    @property
+    def why_none(self) -> str:
+        """Why no group serves, for a client that gets no answer; empty where one does."""
+        if self.entrypoints:
+            return ""
+        return "; ".join(
+            f"ranks {commas(group.ranks)} are {group.state.value}"
+            + (" and cannot be reached" if group.unreachable else "")
+            + (f" ({group.cause})" if group.cause else "")
+            for group in self.groups
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingMetadata:
@@ -104,8 +122,17 @@ class TrainingMetadata:
     #: The incarnation of each of those servers, for `weights_synced`.
     epochs: Mapping[int, int]
 
+    def as_json(self) -> dict[str, Any]:
+        """As JSON has it: the keys that are ranks are texts."""
+        return {
+            "epoch": self.epoch,
+            "version": self.version,
+            "mesh": [list(ranks) for ranks in self.mesh],
+            "urls": {str(rank): url for rank, url in self.urls.items()},
+            "weight_ranks": {str(rank): list(ranks) for rank, ranks in self.weight_ranks.items()},
+            "epochs": {str(rank): epoch for rank, epoch in self.epochs.items()},
+        }
 
-__all__ = ["FleetView", "GroupView", "Listener", "Registry", "TrainingMetadata"]
 
 _log = logging.getLogger(__name__)
 
@@ -176,12 +203,13 @@ class Registry:
             )
         return self._view
 
-    def listen(self, listener: Listener) -> None:
-        """Have it told each change of a group, before and after, once it is in the view.
+    def listen(self, *listeners: Listener) -> None:
+        """Have them told each change of a group, before and after, once it is in the view: one
+        after the other, in this order.
 
         A listener may call verbs: what it causes is told after what is being told now.
         """
-        self._listeners.append(listener)
+        self._listeners += listeners
 
     def group_of(self, rank: int) -> int:
         """Raises: KeyError, for a rank that has no server."""
@@ -446,4 +474,4 @@ def _is_current(one: _Group, epoch: int) -> bool:
 
 
 def _named(one: _Group) -> str:
-    return f"group {one.index} (ranks {', '.join(map(str, one.ranks))})"
+    return f"group {one.index} (ranks {commas(one.ranks)})"

@@ -15,6 +15,7 @@ from enum import Enum
 from typing import Any
 
 from tasks.spec.rollout import Rollout
+from tasks.spec.words import commas
 
 
 class Answers(Enum):
@@ -139,7 +140,7 @@ class TopologyPlan:
         for slot in self.servers:
             if slot.rank == rank:
                 return slot
-        known = _listed(slot.rank for slot in self.servers)
+        known = commas(slot.rank for slot in self.servers)
         raise KeyError(f"rank {rank} has no server; those that have: {known}")
 
     def as_json(self) -> dict[str, Any]:
@@ -226,7 +227,7 @@ def _twice(numbers: Iterable[int]) -> tuple[int, ...]:
 
 
 def _listed(numbers: Iterable[int]) -> str:
-    return ", ".join(map(str, sorted(numbers)))
+    return commas(sorted(numbers))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,9 +22,8 @@ from typing import Any
 import httpx
 
 from tasks.processes.ports import listeners
-from tasks.rollout.clock import Clock
 from tasks.rollout.health import Health
-from tasks.rollout.probing import HttpProber
+from tasks.rollout.probing import FleetParts, HttpProber
 from tasks.rollout.registry import Registry
 from tasks.rollout.topology import Ask, FleetSettings
 from tests.benchmarks.report import Result, Row, say
@@ -193,14 +192,15 @@ async def swept(prober: HttpProber, count: int) -> float:
     plan, host = plan_of(count), FakeHost()
     registry = Registry(plan)
     health = Health(
-        registry,
-        settings=FleetSettings(timeout_s=_TIMEOUT_S),
-        questions=plan.questions,
-        host=host,
-        prober=prober,
-        emit=lambda name, **fields: None,
-        clock=Clock(),
-        random=Random(0),
+        FleetParts(
+            registry=registry,
+            settings=FleetSettings(timeout_s=_TIMEOUT_S),
+            questions=plan.questions,
+            host=host,
+            prober=prober,
+            emit=lambda name, **fields: None,
+            random=Random(0),
+        )
     )
     health.rest()
     for group, slot in enumerate(plan.servers):

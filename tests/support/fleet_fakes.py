@@ -13,10 +13,8 @@ from random import Random
 from typing import Any
 
 from tasks.record.states import GroupState
-from tasks.rollout.clock import Clock
-from tasks.rollout.evidence import Silence
 from tasks.rollout.fleet import Fleet
-from tasks.rollout.probing import Death, Reply, StartFailed
+from tasks.rollout.probing import Death, Reply, Silence, StartFailed
 from tasks.rollout.topology import (
     Answers,
     Ask,
@@ -265,7 +263,6 @@ class Stage:
             host=self.host,
             prober=self.prober,
             emit=self._emit,
-            clock=Clock(),
             random=Random(seed),
             rebind=rebind,
         )

@@ -7,7 +7,9 @@ from random import Random
 import pytest
 
 from tasks.rollout.clock import pause_s
-from tasks.rollout.evidence import Evidence, Incidents, NetworkCut, Silence, Verdict
+from tasks.rollout.health import Evidence, NetworkCut, Verdict
+from tasks.rollout.probing import Silence
+from tasks.rollout.recovery import Incidents
 from tasks.rollout.topology import FleetSettings, settings_of
 from tasks.spec.rollout import Rollout
 

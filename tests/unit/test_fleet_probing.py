@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from tasks.rollout.evidence import Silence
-from tasks.rollout.probing import HttpProber
+from tasks.rollout.probing import HttpProber, Silence
 from tasks.rollout.topology import Ask
 
 HEALTH = Ask(method="GET", path="/health")
