@@ -1,459 +1,394 @@
-"""Which of the waiting gangs start now, where, and why the others do not."""
+"""Which of the waiting gangs start now, where, and why the others do not.
+
+Each case holds for the policy and for the slow and obvious way to the same plan, `slow_plan`, which
+the policy is compared with on random clusters.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import pytest
 
 from tasks.queue.packing import Demand
-from tasks.queue.policy import Held, NodeFree, Plan, Policy, Reason, Waiting, Why, plan
+from tasks.queue.policy import Held, NodeFree, Policy, Reason, Waiting, Why, plan
+from tests.support.slow_plan import slow_plan
 
 NOW = 1000.0
-BOTH: tuple[Policy, ...] = ("fifo", "backfill")
+GPUS, BEHIND, WOULD_DELAY, LIMIT, RETRY = (
+    Why.GPUS,
+    Why.BEHIND,
+    Why.WOULD_DELAY,
+    Why.LIMIT,
+    Why.RETRY,
+)
 
 
-def cluster(*gpus: int, cpus: float | None = None) -> list[NodeFree]:
+def cluster(*gpus: int, cpus: float | None = None) -> tuple[NodeFree, ...]:
     """Nodes a, b, c, ... with so many GPUs each."""
-    return [NodeFree(name="abcdefgh"[i], gpus=count, cpus=cpus) for i, count in enumerate(gpus)]
+    return tuple(NodeFree(name="abcdefgh"[i], gpus=n, cpus=cpus) for i, n in enumerate(gpus))
 
 
 def held(
-    id: str,
-    gpus: Mapping[str, int],
-    left_s: float = 100,
-    *,
-    place: int = 0,
-    cpus_per_gpu: float = 0,
-    tags: Sequence[str] = (),
+    id: str, left_s: float = 100, place: int = 0, cpus: float = 0, tags: str = "", **gpus: int
 ) -> Held:
-    """A gang that is expected to end in so many seconds."""
+    """A gang that is expected to end in so many seconds, with `cpus` for each GPU."""
     return Held(
         id=id,
         gpus=gpus,
-        cpus_per_gpu=cpus_per_gpu,
+        cpus_per_gpu=cpus,
         place=(0, place),
         ends_at=NOW + left_s,
-        tags=frozenset(tags),
+        tags=frozenset(tags.split()),
     )
 
 
 def waits(
     place: int,
     gpus: int,
-    *,
     nodes: int = 1,
-    estimate_s: float = 1000,
+    *,
+    for_s: float = 1000,
     in_s: float = -1,
-    cpus_per_gpu: float = 0,
-    tags: Sequence[str] = (),
+    cpus: float = 0,
+    tags: str = "",
 ) -> Waiting:
     """The gang `w<place>`, at that place of the line; not to start within the next `in_s`."""
     return Waiting(
         id=f"w{place}",
-        demand=Demand(nodes=nodes, gpus_per_node=gpus, cpus_per_gpu=cpus_per_gpu),
+        demand=Demand(nodes=nodes, gpus_per_node=gpus, cpus_per_gpu=cpus),
         place=(1, place),
-        estimate_s=estimate_s,
+        estimate_s=for_s,
         not_before=NOW + in_s,
-        tags=frozenset(tags),
+        tags=frozenset(tags.split()),
     )
 
 
-def look(
-    waiting: Sequence[Waiting],
-    gangs: Sequence[Held] = (),
-    *,
-    nodes: Sequence[NodeFree] | None = None,
-    policy: Policy = "backfill",
-    limits: Mapping[str, int] | None = None,
-) -> Plan:
-    return plan(waiting, gangs, nodes or cluster(8, 8), NOW, policy=policy, limits=limits)
+def reason(why: Why, *waits_for: str, in_s: float | None = None, tag: str = "") -> Reason:
+    starts_at = None if in_s is None else NOW + in_s
+    return Reason(why=why, waits_for=waits_for, starts_at=starts_at, tag=tag)
 
 
-def why(found: Plan) -> dict[str, Why]:
-    return {id: reason.why for id, reason in found.reasons.items()}
+@dataclass(frozen=True, slots=True)
+class Case:
+    line: Sequence[Waiting]
+    gangs: Sequence[Held] = ()
+    #: The letters of its nodes, in the order of admission.
+    admitted: Mapping[str, str] = field(default_factory=dict)
+    #: Of each other one, all of it or what kind it is.
+    reasons: Mapping[str, Reason | Why] = field(default_factory=dict)
+    nodes: tuple[NodeFree, ...] = cluster(8, 8)
+    limits: Mapping[str, int] | None = None
+    free: Mapping[str, int] | None = None
 
 
-@pytest.mark.parametrize("policy", BOTH)
-def test_an_empty_line_starts_nobody_and_says_what_is_free(policy: Policy) -> None:
-    found = look([], [held("h", {"a": 3})], policy=policy)
+def check(case: Case, policy: Policy) -> None:
+    for way in (plan, slow_plan):
+        found = way(case.line, case.gangs, case.nodes, NOW, policy=policy, limits=case.limits)
 
-    assert found == Plan(free={"a": 5, "b": 8})
+        assert list(found.admitted.items()) == [(i, tuple(n)) for i, n in case.admitted.items()]
+        assert {
+            id: one if isinstance(case.reasons.get(id), Reason) else one.why
+            for id, one in found.reasons.items()
+        } == dict(case.reasons)
+        assert case.free in (None, found.free)
 
 
-@pytest.mark.parametrize("policy", BOTH)
-def test_all_that_fit_start_in_the_order_of_the_line(policy: Policy) -> None:
-    found = look([waits(3, 8), waits(1, 4), waits(2, 4)], policy=policy)
-
-    assert list(found.admitted) == ["w1", "w2", "w3"]
-    assert found.admitted == {"w1": ("a",), "w2": ("a",), "w3": ("b",)}
-    assert found.reasons == {}
-    assert found.free == {"a": 0, "b": 0}
+@pytest.mark.parametrize("policy", ["fifo", "backfill"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        # an empty line starts nobody and says what is free
+        Case([], [held("h", a=3)], free={"a": 5, "b": 8}),
+        # all that fit start, in the order of the line
+        Case(
+            [waits(3, 8), waits(1, 4), waits(2, 4)],
+            [],
+            {"w1": "a", "w2": "a", "w3": "b"},
+            free={"a": 0, "b": 0},
+        ),
+        # a gang gets the nodes with the fewest free GPUs that suffice
+        Case([waits(1, 3)], [], {"w1": "b"}, nodes=cluster(8, 4, 6)),
+        # of equal ones the first
+        Case([waits(1, 3)], [], {"w1": "b"}, nodes=cluster(8, 4, 4)),
+        # a node that is too small is none
+        Case([waits(1, 3)], [], {"w1": "b"}, nodes=cluster(2, 8, 1)),
+        # the same on several nodes; they are named in the order of the cluster
+        Case([waits(1, 3, 2)], [], {"w1": "bd"}, nodes=cluster(8, 4, 2, 4)),
+        Case([waits(1, 3, 2)], [], {"w1": "ac"}, nodes=cluster(8, 8, 4, 1)),
+        # all there are
+        Case([waits(1, 3, 3)], [], {"w1": "abc"}, nodes=cluster(3, 3, 3)),
+        # free GPUs of two nodes are not added up
+        Case(
+            [waits(1, 8)],
+            [held("h1", a=4), held("h2", b=4)],
+            {},
+            {"w1": GPUS},
+            free={"a": 4, "b": 4},
+        ),
+        # a node without enough CPUs is none; where nobody knows of CPUs they are not counted
+        Case(
+            [waits(1, 4, cpus=2)],
+            [held("h", b=1, cpus=1)],
+            {"w1": "c"},
+            nodes=(
+                *(*cluster(8, cpus=7.9), NodeFree(name="b", gpus=8, cpus=8.0)),
+                NodeFree(name="c", gpus=8),
+            ),
+        ),
+        # CPUs are counted while gangs start
+        Case(
+            [waits(1, 2, cpus=3), waits(2, 2, cpus=3)],
+            [],
+            {"w1": "a"},
+            {"w2": GPUS},
+            nodes=cluster(8, cpus=11),
+        ),
+        # fractions of CPUs that add up suffice
+        Case(
+            [waits(1, 1, cpus=0.7)],
+            [held(f"h{i}", a=1, cpus=0.1) for i in range(3)],
+            {"w1": "a"},
+            nodes=cluster(4, cpus=1.0),
+        ),
+        # the head waits for the gangs whose ends make its room, in the order of their ends
+        Case(
+            [waits(1, 8)],
+            [held("late", 300, a=4), held("unneeded", 400, b=8), held("early", 200, a=4)],
+            {},
+            {"w1": reason(GPUS, "early", "late", in_s=300)},
+        ),
+        # and not for one that ends earlier on a node too small for it
+        Case(
+            [waits(1, 8)],
+            [held("small", 50, b=2), held("large", 100, a=8)],
+            {},
+            {"w1": reason(GPUS, "large", in_s=100)},
+            nodes=cluster(8, 4),
+        ),
+        # a start is never expected in the past
+        Case(
+            [waits(1, 8, 2)], [held("outrun", -50, a=1)], {}, {"w1": reason(GPUS, "outrun", in_s=0)}
+        ),
+        # one that was sent back starts when its time has come
+        Case([waits(1, 1, in_s=0)], [], {"w1": "a"}),
+        # it may wait for longer for its GPUs
+        Case(
+            [waits(1, 8, 2, in_s=30)],
+            [held("h", 100, a=8)],
+            {},
+            {"w1": reason(RETRY, "h", in_s=100)},
+        ),
+        # one over the limit of a tag is passed over and blocks nobody
+        Case(
+            [waits(1, 8, tags="red"), waits(2, 4, tags="red"), waits(3, 8, tags="blue")],
+            [],
+            {"w2": "a", "w3": "b"},
+            {"w1": reason(LIMIT, tag="red")},
+            limits={"red": 7},
+        ),
+        # what is held counts for a limit wherever it is, also on a node that is gone
+        Case(
+            [waits(1, 3, tags="red"), waits(2, 2, tags="red")],
+            [held("h", a=2, gone=4, tags="red")],
+            {"w2": "a"},
+            {"w1": LIMIT},
+            limits={"red": 8},
+        ),
+        # one with several tags must be within each
+        Case(
+            [waits(1, 4, tags="red blue free"), waits(2, 4, tags="blue")],
+            [],
+            {},
+            {"w1": reason(LIMIT, tag="blue"), "w2": reason(LIMIT, tag="blue")},
+            limits={"red": 8, "blue": 3},
+        ),
+        # a drained node gets nobody, and what runs there goes on
+        Case(
+            [waits(1, 4), waits(2, 8)],
+            [held("h", 100, a=6)],
+            {"w1": "b"},
+            {"w2": reason(GPUS, "w1", in_s=1000)},
+            nodes=cluster(0, 8),
+            free={"a": 0, "b": 4},
+        ),
+        # what is held on a node that is gone takes no room
+        Case([waits(1, 8, 2)], [held("h", z=8)], {"w1": "ab"}),
+        # without nodes everybody waits
+        Case(
+            [waits(1, 1), waits(2, 1)],
+            [held("h", a=1)],
+            {},
+            {"w1": GPUS, "w2": BEHIND},
+            nodes=(),
+            free={},
+        ),
+    ],
+)
+def test_whatever_the_policy(case: Case, policy: Policy) -> None:
+    check(case, policy)
 
 
 @pytest.mark.parametrize(
-    ("free", "gpus", "nodes", "expected"),
+    "case",
     [
-        # the fewest free that suffice
-        ((8, 4, 6), 3, 1, ("b",)),
-        # of equal ones the first
-        ((8, 4, 4), 3, 1, ("b",)),
-        # a node that is too small is none
-        ((2, 8, 1), 3, 1, ("b",)),
-        # the same on several nodes; they are named in the order of the cluster
-        ((8, 4, 2, 4), 3, 2, ("b", "d")),
-        ((8, 8, 4, 1), 3, 2, ("a", "c")),
-        # all there are
-        ((3, 3, 3), 3, 3, ("a", "b", "c")),
+        # nobody passes the first that does not fit
+        Case(
+            [waits(1, 4), waits(2, 8), waits(3, 1)],
+            [held("h", a=4, b=1)],
+            {"w1": "a"},
+            {"w2": reason(GPUS, "h", in_s=100), "w3": reason(BEHIND, "w2")},
+            free={"a": 0, "b": 7},
+        ),
+        # one that would never fit blocks
+        Case(
+            [waits(1, 8, 3), waits(2, 1)], [], {}, {"w1": reason(GPUS), "w2": reason(BEHIND, "w1")}
+        ),
+        # one that was sent back holds the line though it fits
+        Case(
+            [waits(1, 1, in_s=30), waits(2, 1), waits(3, 1, in_s=60)],
+            [],
+            {},
+            {"w1": reason(RETRY, in_s=30), "w2": reason(BEHIND, "w1"), "w3": reason(RETRY)},
+        ),
     ],
 )
-def test_a_gang_gets_the_nodes_with_the_fewest_free_that_suffice(
-    free: tuple[int, ...], gpus: int, nodes: int, expected: tuple[str, ...]
-) -> None:
-    found = look([waits(1, gpus, nodes=nodes)], nodes=cluster(*free))
-
-    assert found.admitted == {"w1": expected}
+def test_fifo(case: Case) -> None:
+    check(case, "fifo")
 
 
-def test_free_gpus_of_two_nodes_are_not_added_up() -> None:
-    found = look([waits(1, 8)], [held("h1", {"a": 4}), held("h2", {"b": 4})])
-
-    assert found.admitted == {}
-    assert found.free == {"a": 4, "b": 4}
+#: Node b is free now, node a in 100 s; the head needs both.
+HEAD, OTHER = waits(1, 8, 2), held("h", 100, a=8)
 
 
-@pytest.mark.parametrize("policy", BOTH)
-def test_a_node_without_enough_cpus_is_none(policy: Policy) -> None:
-    nodes = [
-        NodeFree(name="a", gpus=8, cpus=7.9),
-        NodeFree(name="b", gpus=8, cpus=8.0),
-        NodeFree(name="c", gpus=8),
-    ]
-    gangs = [held("h", {"b": 1}, cpus_per_gpu=1)]
-
-    found = look([waits(1, 4, cpus_per_gpu=2)], gangs, nodes=nodes, policy=policy)
-
-    assert found.admitted == {"w1": ("c",)}
-
-
-def test_cpus_are_counted_while_gangs_start() -> None:
-    line = [waits(1, 2, cpus_per_gpu=3), waits(2, 2, cpus_per_gpu=3)]
-
-    found = look(line, nodes=cluster(8, cpus=11))
-
-    assert list(found.admitted) == ["w1"]
-    assert why(found) == {"w2": Why.GPUS}
-
-
-def test_fractions_of_cpus_that_add_up_suffice() -> None:
-    gangs = [held(f"h{i}", {"a": 1}, cpus_per_gpu=0.1) for i in range(3)]
-
-    found = look([waits(1, 1, cpus_per_gpu=0.7)], gangs, nodes=cluster(4, cpus=1.0))
-
-    assert list(found.admitted) == ["w1"]
-
-
-class TestFifo:
-    def test_nobody_passes_the_first_that_does_not_fit(self) -> None:
-        gangs = [held("h", {"a": 4, "b": 1})]
-
-        found = look([waits(1, 4), waits(2, 8), waits(3, 1)], gangs, policy="fifo")
-
-        assert found.admitted == {"w1": ("a",)}
-        assert found.reasons == {
-            "w2": Reason(why=Why.GPUS, waits_for=("h",), starts_at=NOW + 100),
-            "w3": Reason(why=Why.BEHIND, waits_for=("w2",)),
-        }
-        assert found.free == {"a": 0, "b": 7}
-
-    def test_one_that_would_never_fit_blocks(self) -> None:
-        found = look([waits(1, 8, nodes=3), waits(2, 1)], policy="fifo")
-
-        assert found.admitted == {}
-        assert found.reasons["w1"] == Reason(why=Why.GPUS)
-        assert found.reasons["w2"] == Reason(why=Why.BEHIND, waits_for=("w1",))
-
-
-class TestBackfill:
-    #: Node b is free now, node a in 100 s; the head needs both.
-    GANGS = (held("h", {"a": 8}, 100),)
-    HEAD = waits(1, 8, nodes=2)
-
-    @pytest.mark.parametrize(
-        ("estimate_s", "starts"),
-        [
-            (99, True),
-            # it ends just when the head starts
-            (100, True),
-            (101, False),
-        ],
-    )
-    def test_one_that_ends_before_the_head_can_start_passes(
-        self, estimate_s: float, starts: bool
-    ) -> None:
-        found = look([self.HEAD, waits(2, 8, estimate_s=estimate_s)], self.GANGS)
-
-        assert ("w2" in found.admitted) is starts
-        assert why(found) == {"w1": Why.GPUS} | ({} if starts else {"w2": Why.WOULD_DELAY})
-
-    def test_one_beside_which_the_head_still_fits_passes_however_long_it_is(self) -> None:
-        gangs = [held("h1", {"a": 8}, 100), held("h2", {"b": 4}, 5000)]
-        line = [waits(1, 8), waits(2, 3, estimate_s=9000), waits(3, 1), waits(4, 1)]
-
-        found = look(line, gangs)
-
-        assert found.admitted == {"w2": ("b",), "w3": ("b",)}
-        assert why(found) == {"w1": Why.GPUS, "w4": Why.BEHIND}
-
-    def test_those_that_are_let_in_beside_the_head_are_counted_together(self) -> None:
-        gangs = [held("h1", {"a": 8}, 100), held("h2", {"b": 4}, 100)]
-        line = [waits(1, 6, nodes=2), waits(2, 2), waits(3, 2), waits(4, 1)]
-
-        found = look(line, gangs)
-
-        assert found.admitted == {"w2": ("b",)}
-        assert why(found) == {"w1": Why.GPUS, "w3": Why.WOULD_DELAY, "w4": Why.WOULD_DELAY}
-
-    def test_one_that_ends_in_time_takes_nothing_from_those_that_do_not(self) -> None:
-        gangs = [held("h1", {"a": 8}, 100), held("h2", {"b": 4}, 100)]
-        line = [waits(1, 6, nodes=2), waits(2, 2, estimate_s=50), waits(3, 2)]
-
-        found = look(line, gangs)
-
-        assert list(found.admitted) == ["w2", "w3"]
-
-    def test_one_that_would_delay_now_may_pass_when_another_has_taken_the_node_it_would_get(
-        self,
-    ) -> None:
+@pytest.mark.parametrize(
+    "case",
+    [
+        # one that ends before the head can start passes, or just when it does
+        Case([HEAD, waits(2, 8, for_s=99)], [OTHER], {"w2": "b"}, {"w1": GPUS}),
+        Case([HEAD, waits(2, 8, for_s=100)], [OTHER], {"w2": "b"}, {"w1": GPUS}),
+        # one that ends later does not
+        Case(
+            [HEAD, waits(2, 8, for_s=101)],
+            [OTHER],
+            {},
+            {"w1": GPUS, "w2": reason(WOULD_DELAY, "w1")},
+        ),
+        # one beside which the head still fits passes however long it is
+        Case(
+            [waits(1, 8), waits(2, 3, for_s=9000), waits(3, 1), waits(4, 1)],
+            [held("h1", 100, a=8), held("h2", 5000, b=4)],
+            {"w2": "b", "w3": "b"},
+            {"w1": GPUS, "w4": BEHIND},
+        ),
+        # those that are let in beside the head are counted together
+        Case(
+            [waits(1, 6, 2), waits(2, 2), waits(3, 2), waits(4, 1)],
+            [held("h1", 100, a=8), held("h2", 100, b=4)],
+            {"w2": "b"},
+            {"w1": GPUS, "w3": WOULD_DELAY, "w4": WOULD_DELAY},
+        ),
+        # one that ends in time takes nothing from those that do not
+        Case(
+            [waits(1, 6, 2), waits(2, 2, for_s=50), waits(3, 2)],
+            [held("h1", 100, a=8), held("h2", 100, b=4)],
+            {"w2": "b", "w3": "b"},
+            {"w1": GPUS},
+        ),
         # w2 would get two of the three free on node a, which the head needs; once w3 has one of
-        # them for a while, w4, which asks the same, gets node b.
-        gangs = [held("h1", {"a": 5}, 100), held("h2", {"b": 4}, 5000)]
-        line = [waits(1, 8), waits(2, 2), waits(3, 2, estimate_s=50), waits(4, 2)]
-
-        found = look(line, gangs)
-
-        assert found.admitted == {"w3": ("a",), "w4": ("b",)}
-        assert why(found) == {"w1": Why.GPUS, "w2": Why.WOULD_DELAY}
-
-    def test_one_that_does_not_fit_now_is_behind_the_head(self) -> None:
-        found = look([self.HEAD, waits(2, 8, nodes=2, estimate_s=1)], self.GANGS)
-
-        assert found.reasons["w2"] == Reason(why=Why.BEHIND, waits_for=("w1",))
-
-    def test_those_started_in_the_same_pass_make_room_for_the_head_by_their_end(self) -> None:
-        line = [waits(1, 8, estimate_s=300), waits(2, 8, nodes=2), waits(3, 8, estimate_s=300)]
-
-        found = look(line)
-
-        assert list(found.admitted) == ["w1", "w3"]
-        assert found.reasons["w2"] == Reason(why=Why.GPUS, waits_for=("w1",), starts_at=NOW + 300)
-
-    def test_of_gangs_that_end_at_once_only_those_that_the_head_needs_are_counted_as_gone(
-        self,
-    ) -> None:
-        # h1 stands before h2: with its end the head fits, on node a. What h2 gives back on node b
-        # is not promised to anybody.
-        gangs = [held("h2", {"b": 6}, place=2), held("h1", {"a": 8}, place=1)]
-
-        beside = look([waits(1, 8), waits(2, 2)], gangs)
-        before = look([waits(1, 8), waits(2, 2)], [held("h2", {"b": 6}), held("h1", {"a": 8}, 200)])
-
-        assert beside.admitted == {"w2": ("b",)}
-        assert beside.reasons["w1"].waits_for == ("h1",)
-        assert before.admitted == {}
-        assert before.reasons["w1"].waits_for == ("h2",)
-
-    def test_cpus_of_the_head_are_kept_for_it(self) -> None:
-        gangs = [held("h", {"a": 4}, 100, cpus_per_gpu=1)]
-        line = [waits(1, 6, cpus_per_gpu=1), waits(2, 1, cpus_per_gpu=3)]
-
-        found = look(line, gangs, nodes=cluster(8, cpus=8))
-
-        assert found.admitted == {}
-        assert why(found) == {"w1": Why.GPUS, "w2": Why.WOULD_DELAY}
-
-    def test_a_head_that_would_not_fit_even_in_the_end_is_passed_by_all(self) -> None:
-        line = [waits(1, 8, nodes=3), waits(2, 8, estimate_s=9000), waits(3, 8)]
-
-        found = look(line, self.GANGS)
-
-        assert found.admitted == {"w2": ("b",)}
-        assert found.reasons["w1"] == Reason(why=Why.GPUS)
-        assert found.reasons["w3"] == Reason(why=Why.BEHIND, waits_for=("w1",))
-
-
-class TestWhatTheHeadWaitsFor:
-    @pytest.mark.parametrize("policy", BOTH)
-    def test_the_gangs_whose_ends_make_its_room_in_the_order_of_their_ends(
-        self, policy: Policy
-    ) -> None:
-        gangs = [
-            held("late", {"a": 4}, 300),
-            held("never needed", {"b": 8}, 400),
-            held("early", {"a": 4}, 200),
-        ]
-
-        found = look([waits(1, 8)], gangs, policy=policy)
-
-        assert found.reasons["w1"] == Reason(
-            why=Why.GPUS, waits_for=("early", "late"), starts_at=NOW + 300
-        )
-
-    @pytest.mark.parametrize("policy", BOTH)
-    def test_not_one_that_ends_earlier_on_a_node_too_small_for_it(self, policy: Policy) -> None:
-        gangs = [held("small", {"b": 2}, 50), held("large", {"a": 8}, 100)]
-
-        found = look([waits(1, 8)], gangs, nodes=cluster(8, 4), policy=policy)
-
-        assert found.reasons["w1"].waits_for == ("large",)
-
-    @pytest.mark.parametrize("policy", BOTH)
-    def test_a_start_is_never_expected_in_the_past(self, policy: Policy) -> None:
-        found = look([waits(1, 8, nodes=2)], [held("outrun", {"a": 1}, -50)], policy=policy)
-
-        assert found.reasons["w1"].starts_at == NOW
-
-
-class TestNotYet:
-    def test_the_first_holds_the_line_though_it_fits(self) -> None:
-        found = look([waits(1, 1, in_s=30), waits(2, 1), waits(3, 1, in_s=60)], policy="fifo")
-
-        assert found.admitted == {}
-        assert found.reasons == {
-            "w1": Reason(why=Why.RETRY, starts_at=NOW + 30),
-            "w2": Reason(why=Why.BEHIND, waits_for=("w1",)),
-            "w3": Reason(why=Why.RETRY),
-        }
-
-    @pytest.mark.parametrize("policy", BOTH)
-    def test_it_starts_when_its_time_has_come(self, policy: Policy) -> None:
-        found = look([waits(1, 1, in_s=0)], policy=policy)
-
-        assert list(found.admitted) == ["w1"]
-
-    def test_with_backfill_it_has_a_reservation(self) -> None:
-        line = [
-            waits(1, 8, nodes=2, in_s=30),
-            waits(2, 4, estimate_s=30),
-            waits(3, 4, estimate_s=31),
-            waits(4, 4, in_s=10),
-        ]
-
-        found = look(line)
-
-        assert list(found.admitted) == ["w2"]
-        assert why(found) == {"w1": Why.RETRY, "w3": Why.WOULD_DELAY, "w4": Why.RETRY}
-
-    def test_its_reservation_counts_what_has_ended_by_then(self) -> None:
-        # Without h's end the head would have to have node b.
-        line = [waits(1, 8, in_s=30), waits(2, 8)]
-
-        found = look(line, [held("h", {"a": 8}, 20)])
-
-        assert found.admitted == {"w2": ("b",)}
-        assert found.reasons["w1"] == Reason(why=Why.RETRY, starts_at=NOW + 30)
-
-    def test_it_may_wait_for_longer_for_its_gpus(self) -> None:
-        found = look([waits(1, 8, nodes=2, in_s=30)], [held("h", {"a": 8}, 100)])
-
-        assert found.reasons["w1"] == Reason(why=Why.RETRY, waits_for=("h",), starts_at=NOW + 100)
-
-
-class TestLimits:
-    @pytest.mark.parametrize("policy", BOTH)
-    def test_one_over_the_limit_of_a_tag_is_passed_over_and_blocks_nobody(
-        self, policy: Policy
-    ) -> None:
-        line = [waits(1, 8, tags=["red"]), waits(2, 4, tags=["red"]), waits(3, 8, tags=["blue"])]
-
-        found = look(line, policy=policy, limits={"red": 7})
-
-        assert found.admitted == {"w2": ("a",), "w3": ("b",)}
-        assert found.reasons == {"w1": Reason(why=Why.LIMIT, tag="red")}
-
-    @pytest.mark.parametrize("policy", BOTH)
-    def test_what_is_held_counts_wherever_it_is(self, policy: Policy) -> None:
-        gangs = [held("h", {"a": 2, "a node that is gone": 4}, tags=["red"])]
-        line = [waits(1, 3, tags=["red"]), waits(2, 2, tags=["red"])]
-
-        found = look(line, gangs, policy=policy, limits={"red": 8})
-
-        assert list(found.admitted) == ["w2"]
-        assert why(found) == {"w1": Why.LIMIT}
-
-    @pytest.mark.parametrize("policy", BOTH)
-    def test_one_with_several_tags_must_be_within_each(self, policy: Policy) -> None:
-        line = [waits(1, 4, tags=["red", "blue", "free"]), waits(2, 4, tags=["blue"])]
-
-        found = look(line, policy=policy, limits={"red": 8, "blue": 3})
-
-        assert found.reasons == {
-            "w1": Reason(why=Why.LIMIT, tag="blue"),
-            "w2": Reason(why=Why.LIMIT, tag="blue"),
-        }
-
-    def test_the_head_is_not_delayed_by_those_that_use_up_its_limit(self) -> None:
-        # At the head's time two more GPUs of its tag may be in use, by w2: then w3 would be too
-        # many, for all that it fits beside the head.
-        gangs = [
-            held("h", {"a": 8}, 100),
-            held("red", {"b": 2}, 50, tags=["red"]),
-            held("long", {"b": 1}, 5000),
-        ]
-        line = [
-            waits(1, 8, tags=["red"]),
-            waits(2, 2, tags=["red"]),
-            waits(3, 2, tags=["red"]),
-            waits(4, 1),
-            waits(5, 2, estimate_s=50, tags=["red"]),
-        ]
-
-        found = look(line, gangs, limits={"red": 10})
-
-        assert list(found.admitted) == ["w2", "w4", "w5"]
-        assert why(found) == {"w1": Why.GPUS, "w3": Why.WOULD_DELAY}
-
-
-class TestNodes:
-    @pytest.mark.parametrize("policy", BOTH)
-    def test_a_drained_node_gets_nobody_and_what_runs_there_goes_on(self, policy: Policy) -> None:
-        gangs = [held("h", {"a": 6}, 100)]
-
-        found = look([waits(1, 4), waits(2, 8)], gangs, nodes=cluster(0, 8), policy=policy)
-
-        assert found.admitted == {"w1": ("b",)}
-        assert found.reasons["w2"] == Reason(why=Why.GPUS, waits_for=("w1",), starts_at=NOW + 1000)
-        assert found.free == {"a": 0, "b": 4}
-
-    @pytest.mark.parametrize("policy", BOTH)
-    def test_what_is_held_on_a_node_that_is_gone_takes_no_room(self, policy: Policy) -> None:
-        found = look([waits(1, 8, nodes=2)], [held("h", {"z": 8})], policy=policy)
-
-        assert found.admitted == {"w1": ("a", "b")}
-
-    @pytest.mark.parametrize("policy", BOTH)
-    def test_without_nodes_everybody_waits(self, policy: Policy) -> None:
-        found = plan([waits(1, 1), waits(2, 1)], [held("h", {"a": 1})], [], NOW, policy=policy)
-
-        assert why(found) == {"w1": Why.GPUS, "w2": Why.BEHIND}
-        assert found.free == {}
-
-
-def test_by_default_the_line_is_strictly_in_order() -> None:
-    found = plan([waits(1, 9), waits(2, 1)], [], cluster(8), NOW)
-
-    assert found.admitted == {}
-
-
-def test_nothing_that_is_handed_in_is_changed() -> None:
+        # them for a while, w4, which asks the same, gets node b
+        Case(
+            [waits(1, 8), waits(2, 2), waits(3, 2, for_s=50), waits(4, 2)],
+            [held("h1", 100, a=5), held("h2", 5000, b=4)],
+            {"w3": "a", "w4": "b"},
+            {"w1": GPUS, "w2": WOULD_DELAY},
+        ),
+        # one that does not fit now is behind the head
+        Case(
+            [HEAD, waits(2, 8, 2, for_s=1)], [OTHER], {}, {"w1": GPUS, "w2": reason(BEHIND, "w1")}
+        ),
+        # those started in the same pass make room for the head by their end
+        Case(
+            [waits(1, 8, for_s=300), waits(2, 8, 2), waits(3, 8, for_s=300)],
+            [],
+            {"w1": "a", "w3": "b"},
+            {"w2": reason(GPUS, "w1", in_s=300)},
+        ),
+        # of gangs that end at once only those that the head needs are counted as gone: h1 stands
+        # before h2, so what h2 gives back on node b is not promised to anybody
+        Case(
+            [waits(1, 8), waits(2, 2)],
+            [held("h2", place=2, b=6), held("h1", place=1, a=8)],
+            {"w2": "b"},
+            {"w1": reason(GPUS, "h1", in_s=100)},
+        ),
+        Case(
+            [waits(1, 8), waits(2, 2)],
+            [held("h2", b=6), held("h1", 200, a=8)],
+            {},
+            {"w1": reason(GPUS, "h2", in_s=100), "w2": WOULD_DELAY},
+        ),
+        # CPUs of the head are kept for it
+        Case(
+            [waits(1, 6, cpus=1), waits(2, 1, cpus=3)],
+            [held("h", 100, a=4, cpus=1)],
+            {},
+            {"w1": GPUS, "w2": WOULD_DELAY},
+            nodes=cluster(8, cpus=8),
+        ),
+        # a head that would not fit even in the end is passed by all
+        Case(
+            [waits(1, 8, 3), waits(2, 8, for_s=9000), waits(3, 8)],
+            [OTHER],
+            {"w2": "b"},
+            {"w1": reason(GPUS), "w3": reason(BEHIND, "w1")},
+        ),
+        # one that was sent back has a reservation
+        Case(
+            [
+                *(waits(1, 8, 2, in_s=30), waits(2, 4, for_s=30)),
+                *(waits(3, 4, for_s=31), waits(4, 4, in_s=10)),
+            ],
+            [],
+            {"w2": "a"},
+            {"w1": RETRY, "w3": WOULD_DELAY, "w4": RETRY},
+        ),
+        # which counts what has ended by then: without h's end it would have to have node b
+        Case(
+            [waits(1, 8, in_s=30), waits(2, 8)],
+            [held("h", 20, a=8)],
+            {"w2": "b"},
+            {"w1": reason(RETRY, in_s=30)},
+        ),
+        # the head is not delayed by those that use up its limit: at its time two more GPUs of its
+        # tag may be in use, by w2; then w3 would be too many, for all that it fits beside the head
+        Case(
+            [
+                *(waits(1, 8, tags="red"), waits(2, 2, tags="red"), waits(3, 2, tags="red")),
+                *(waits(4, 1), waits(5, 2, for_s=50, tags="red")),
+            ],
+            [held("h", 100, a=8), held("r", 50, b=2, tags="red"), held("l", 5000, b=1)],
+            {"w2": "b", "w4": "b", "w5": "b"},
+            {"w1": GPUS, "w3": WOULD_DELAY},
+            limits={"red": 10},
+        ),
+    ],
+)
+def test_backfill(case: Case) -> None:
+    check(case, "backfill")
+
+
+def test_by_default_the_line_is_strictly_in_order_and_nothing_handed_in_is_changed() -> None:
     line, gangs, nodes, limits = (
-        [waits(2, 1), waits(1, 8)],
-        [held("h", {"a": 1})],
-        cluster(8),
+        [waits(2, 1), waits(1, 9)],
+        [held("h", a=1)],
+        [*cluster(8)],
         {"t": 1},
     )
     before = (list(line), list(gangs), list(nodes), dict(limits))
 
-    plan(line, gangs, nodes, NOW, policy="backfill", limits=limits)
+    found = plan(line, gangs, nodes, NOW, limits=limits)
 
+    assert found.admitted == {}
     assert (line, gangs, nodes, limits) == before
