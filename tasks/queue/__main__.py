@@ -1,7 +1,4 @@
-"""The command `python -m tasks.queue`: the queue for people at a terminal, and for operators.
-
-The queue of gangs: `python -m tasks.queue --help`.
-"""
+"""`python -m tasks.queue`: the queue for people at a terminal, and what an operator does to it."""
 
 from __future__ import annotations
 
@@ -40,6 +37,7 @@ Look = Callable[[PrefectClient, str], Awaitable[QueueView]]
 Connect = Callable[[], AbstractAsyncContextManager[PrefectClient]]
 
 _POOL = "gang"
+_DEFAULTS = {"command": "status", "pool": _POOL, "json": False, "watch": False, "every_s": 2.0}
 _TIMEOUT_S = 10.0
 _REMEDY = "start it (`make up`), or set PREFECT_API_URL to that of one that runs"
 #: Lines of a terminal that are not the queue's.
@@ -87,7 +85,7 @@ def main(
     arguments are wrong and nothing was done; 130 interrupted.
     """
     parser = _parser()
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(arguments, argparse.Namespace(**_DEFAULTS))
     if options.json and options.watch:
         parser.error("--json shows one look: leave out --watch")
     quieten_prefect()
@@ -171,20 +169,18 @@ async def _watch(
 
 async def _drain(client: PrefectClient, options: argparse.Namespace, look: Look) -> None:
     pool = await settings.pool_of(client, options.pool)
-    view = await look(client, options.pool)
+    nodes = {node.name: node for node in (await look(client, options.pool)).nodes}
     # Read again just before it is written: the look takes its time.
     pool = await settings.pool_of(client, options.pool)
-    edit = settings.drained if options.command == "drain" else settings.undrained
-    seen = [node.name for node in view.nodes]
-    changed = edit(settings.settings_in(pool), options.node, seen, force=options.force)
+    before, is_drained = settings.settings_in(pool), options.command == "drain"
+    known = None if options.force else [*nodes]
+    changed = settings.with_drained(before, options.node, known, is_drained=is_drained)
     await settings.change(client, pool, changed)
     for name in options.node:
-        if options.command == "undrain":
-            print(f"{name} may get new gangs.")
-            continue
-        held = [run for node in view.nodes if node.name == name for run in sorted(node.held)]
-        goes_on = f" {', '.join(held)} goes on there." if held else ""
-        print(f"{name} gets no new gang.{goes_on}")
+        held = ", ".join(sorted(nodes[name].held)) if name in nodes else ""
+        goes_on = f" {held} goes on there." if held else ""
+        said = f"gets no new gang.{goes_on}" if is_drained else "may get new gangs."
+        print(f"{name} {said}")
     _note_type(pool.type)
 
 
@@ -205,26 +201,28 @@ def _note_type(kind: str) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
+    # What stands before the command counts where it is not said again after it.
+    pool = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
+    pool.add_argument("--pool", metavar="NAME", help=f"the work pool; {_POOL} if left out")
+    status = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
+    status.add_argument("--json", action="store_true", help="for programs; times are UTC epoch s")
+    status.add_argument("--watch", action="store_true", help="look again and again, until Ctrl-C")
+    status.add_argument("--every-s", type=float, metavar="S", help="with --watch; 2 if left out")
     parser = argparse.ArgumentParser(
         prog="python -m tasks.queue",
         description="The gang queue of a work pool on the Prefect server of PREFECT_API_URL: who "
         "waits and why, who holds which GPUs; and what an operator does about it.",
         epilog="Exit: 0 done; 1 the server does not answer, or has nothing of the name that was "
         "given; 2 the arguments are wrong and nothing was done; 130 interrupted.",
+        parents=[pool, status],
     )
-    _add_pool(parser, default=_POOL)
-    _add_status(parser, json=False, watch=False, every_s=2.0)
     commands = parser.add_subparsers(metavar="COMMAND", dest="command")
-    parser.set_defaults(command="status")
 
-    def add(name: str, text: str) -> argparse.ArgumentParser:
-        one = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
-        # What stands before the command counts where it is not said again after it.
-        _add_pool(one, default=argparse.SUPPRESS)
-        return one
+    def add(name: str, text: str, *parents: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        about = f"{text[0].upper()}{text[1:]}."
+        return commands.add_parser(name, help=text, description=about, parents=[pool, *parents])
 
-    quiet = argparse.SUPPRESS
-    _add_status(add("status", "show the queue and the nodes (the default)"), quiet, quiet, quiet)
+    add("status", "show the queue and the nodes (the default)", status)
     why = add("why", "say why a run waits, or what has become of it")
     why.add_argument("run", metavar="RUN", help="name or id of its flow run")
     for name, text in (
@@ -252,26 +250,6 @@ def _parser() -> argparse.ArgumentParser:
         "setting", metavar="KEY", nargs="+", help="policy (fifo again), or limit.TAG"
     )
     return parser
-
-
-def _add_pool(parser: argparse.ArgumentParser, default: str) -> None:
-    parser.add_argument(
-        "--pool", metavar="NAME", default=default, help=f"the work pool; {_POOL} if left out"
-    )
-
-
-def _add_status(
-    parser: argparse.ArgumentParser, json: bool | str, watch: bool | str, every_s: float | str
-) -> None:
-    parser.add_argument(
-        "--json", action="store_true", default=json, help="for programs; times are UTC epoch s"
-    )
-    parser.add_argument(
-        "--watch", action="store_true", default=watch, help="look again and again, until Ctrl-C"
-    )
-    parser.add_argument(
-        "--every-s", type=float, metavar="S", default=every_s, help="with --watch; 2 if left out"
-    )
 
 
 # Prefect reads it when it is imported, and would report to its makers and say so.

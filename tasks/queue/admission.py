@@ -75,24 +75,20 @@ def admitted(
     return asyncio.run(_Line(flow_run_id, is_first, is_anew, say, wait).wait())
 
 
+@dataclass(slots=True)
 class _Line:
-    def __init__(
-        self,
-        flow_run_id: UUID,
-        is_first: bool,
-        is_anew: bool,
-        say: Callable[[str], None],
-        wait: Callable[[float], bool],
-    ) -> None:
-        self._id = flow_run_id
-        self._is_first = is_first
-        self._is_anew = is_anew
-        self._capacity: Capacity | None = None
-        self._say = say
-        self._wait = wait
-        self._said = ""
-        self._place = 0
-        self._is_in_line = False
+    """One run's wait: the fields are those of `admitted`."""
+
+    _id: UUID
+    _is_first: bool
+    _is_anew: bool
+    _say: Callable[[str], None]
+    _wait: Callable[[float], bool]
+    _capacity: Capacity | None = None
+    #: What was said last, and the place then.
+    _said: str = ""
+    _place: int = 0
+    _is_in_line: bool = False
 
     async def wait(self) -> Admitted | Refused | None:
         try:

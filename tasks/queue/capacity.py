@@ -21,11 +21,12 @@ from typing import TypeVar
 
 from tasks.processes.identity import host_name
 from tasks.processes.machine import gpus_seen
-from tasks.queue.packing import Demand, counted
+from tasks.queue.packing import Demand
 from tasks.queue.policy import NodeFree
 from tasks.queue.settings import PoolSettings
 from tasks.ray.dashboard import Denied, NoAnswer
 from tasks.ray.usage import Cluster, ClusterLook, ClusterNode
+from tasks.spec.words import counted
 
 #: Ray counts in ten-thousandths.
 _SLACK = 1e-4

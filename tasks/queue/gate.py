@@ -4,7 +4,7 @@ A look costs only reading. What it finds to do is decided again, by another look
 that all gates of a Prefect server share, and is on the server before the lease is given back: so
 the next gate sees it, wherever it is.
 
-What the gate tells under Logs of flow runs that have no process to tell it.
+What it decides of flow runs that have no process to tell it stands under their Logs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from prefect.client.schemas.actions import LogCreate
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.exceptions import ObjectNotFound, PrefectException
 from prefect.settings import PREFECT_LOGGING_TO_API_ENABLED
-from prefect.states import Cancelled, Failed, Scheduled
+from prefect.states import Cancelled, Failed
 
 from tasks.queue.capacity import Capacity
 from tasks.queue.decision import Doomed, Look
@@ -36,11 +36,13 @@ from tasks.queue.grants import (
     PENDING_RESOURCES,
     Giver,
     Grant,
+    forget_process,
     is_unchanged,
     no_grant,
     on_nodes,
     put_back,
     set_state,
+    waiting_state,
 )
 from tasks.queue.lease import GateLease, Holding
 from tasks.queue.ledger import Entry, name_where_refused
@@ -234,10 +236,8 @@ class Gate:
             message = "its worker was lost before it could start it"
             if not await is_unchanged(self._client, entry.flow_run):
                 return
-            # Before the state: a cancel of what waits would wait for a process on record for ever.
-            which, nothing = {"id": entry.id}, {"infrastructure_pid": None}
-            await self._client.request("PATCH", "/flow_runs/{id}", path_params=which, json=nothing)
-            waiting = self._waiting_state(entry.flow_run, message)
+            await forget_process(self._client, entry.flow_run)
+            waiting = waiting_state(entry.flow_run, message)
             if await set_state(self._client, entry.flow_run, waiting) is None:
                 return
             self._announce(
@@ -311,7 +311,7 @@ class Gate:
         return True
 
     async def _tell(self, entry: Entry, message: Message, place: str) -> None:
-        state = self._waiting_state(entry.flow_run, message.text)
+        state = waiting_state(entry.flow_run, message.text)
         after = await set_state(self._client, entry.flow_run, state)
         if after is None:
             return
@@ -325,12 +325,6 @@ class Gate:
             self._logs.note(entry.id, f"waits, {place}: {message.text}")
         if entry.flow_run.name != entry.request.name:
             await self._client.update_flow_run(entry.id, name=entry.request.name)
-
-    @staticmethod
-    def _waiting_state(flow_run: FlowRun, message: str) -> State[Any]:
-        # With its time left as it was, the run keeps its place.
-        due = flow_run.next_scheduled_start_time or flow_run.expected_start_time
-        return Scheduled(name=PENDING_RESOURCES, scheduled_time=due, message=message)
 
 
 def _due(entry: Entry) -> float:

@@ -1,14 +1,12 @@
-"""What the queue notes on flow runs, as their labels: there is no second ledger.
+"""What the queue writes on flow runs: grants, as labels, and states, without losing a cancel.
 
-A grant is bound to the state it was given in. A flow run that got another Scheduled state since, by
-a requeue or by a retry from the UI, has none.
+There is no second ledger. A grant is bound to the state it was given in: a flow run that got
+another Scheduled state since, by a requeue or by a retry from the UI, has none.
 
-Giving a flow run a state, without a cancel being lost to it.
-
-Prefect has no compare-and-set: whatever comes between a look at a flow run and the new state is
-written over, and the server lets a cancelled run of a deployment wait again. So the history is read
-after each write, and what was passed over is put back. A gate that is killed between the two leaves
-a trace on the flow run: the next look goes by that.
+For states Prefect has no compare-and-set: whatever comes between a look at a flow run and the new
+state is written over, and the server lets a cancelled run of a deployment wait again. So the
+history is read after each write, and what was passed over is put back. A gate that is killed
+between the two leaves a trace on the flow run: the next look goes by that.
 """
 
 from __future__ import annotations
@@ -23,6 +21,7 @@ from prefect.client.orchestration import PrefectClient
 from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.client.schemas.responses import SetStateStatus
 from prefect.exceptions import ObjectNotFound
+from prefect.states import Scheduled
 
 from tasks.processes.identity import ProcessId, host_name
 
@@ -252,6 +251,22 @@ async def put_back(client: PrefectClient, flow_run: FlowRun, end: State[Any]) ->
     """
     if await is_unchanged(client, flow_run):
         await client.set_flow_run_state(flow_run.id, end, force=True)
+
+
+async def forget_process(client: PrefectClient, flow_run: FlowRun) -> None:
+    """Have no process on record for a flow run that is to wait again.
+
+    Before it gets that state: a cancel of what waits would wait for a process on record for ever.
+    """
+    which, nothing = {"id": flow_run.id}, {"infrastructure_pid": None}
+    await client.request("PATCH", "/flow_runs/{id}", path_params=which, json=nothing)
+
+
+def waiting_state(flow_run: FlowRun, message: str) -> State[Any]:
+    """In which a flow run waits for its gang."""
+    # With its time left as it was, the run keeps its place.
+    due = flow_run.next_scheduled_start_time or flow_run.expected_start_time
+    return Scheduled(name=PENDING_RESOURCES, scheduled_time=due, message=message)
 
 
 async def is_unchanged(client: PrefectClient, flow_run: FlowRun) -> bool:

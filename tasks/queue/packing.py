@@ -12,6 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
+from tasks.spec.words import counted
+
 #: Fractions of CPUs do not add up exactly: 0.1 + 0.2 > 0.3.
 _CPU_SLACK = 1e-6
 
@@ -47,11 +49,6 @@ class Demand:
 
     def __str__(self) -> str:
         return self.in_words()
-
-
-def counted(amount: float, what: str) -> str:
-    """`1 GPU`, `2 GPUs`."""
-    return f"{amount:g} {what}" if amount == 1 else f"{amount:g} {what}s"
 
 
 class FreeNodes:

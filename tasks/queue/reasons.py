@@ -81,40 +81,28 @@ def message_of(
         limit: GPUs that its tag has, and may have, where that is the reason.
         not_before: When a run that was sent back is tried again.
     """
-    if reason.why is Why.GPUS:
-        text = _first(demand, reason, names, free, drained or {}, others, now)
-        return _message(demand, text)
-    message = _behind(demand, reason, names, now, number, limit, not_before)
-    # It changes often, and is not worth a rewrite.
-    return replace(message, text=f"{message.text}{FREE_NOW}{free_on(free)}")
-
-
-def _behind(
-    demand: Demand | None,
-    reason: Reason,
-    names: Mapping[str, str],
-    now: float,
-    number: int,
-    limit: tuple[int, int] | None,
-    not_before: float | None,
-) -> Message:
-    """Why a run waits that is not the first of the line, or not for GPUs."""
+    key = ""
+    first = next((names.get(id, id) for id in reason.waits_for), "")
     match reason.why:
+        case Why.GPUS:
+            text = _first(demand, reason, names, free, drained or {}, others, now)
+            return _message(demand, text)
         case Why.LIMIT:
             has = f"{limit[0]} of its limit of {limit[1]}" if limit else "reached its limit"
             text = f"waits for GPUs of the tag {reason.tag}, which has {has}"
-            return _message(demand, text, key=f"limit {reason.tag} {limit[1] if limit else ''}")
+            key = f"limit {reason.tag} {limit[1] if limit else ''}"
         case Why.RETRY:
             again = f", and is tried again at {clock(not_before)}" if not_before else ""
-            return _message(demand, f"was sent back, as its GPUs were not free after all{again}")
-        case Why.BEHIND | Why.WOULD_DELAY if number > TOLD_THE_FIRST or not reason.waits_for:
-            return _message(demand, "waits behind earlier runs of the line")
+            text = f"was sent back, as its GPUs were not free after all{again}"
+        case _ if number > TOLD_THE_FIRST or not reason.waits_for:
+            text = "waits behind earlier runs of the line"
         case Why.BEHIND:
-            first = _names(reason.waits_for[:1], names)
-            return _message(demand, f"waits behind {first}, which is first in line")
-        case _:
-            first = _names(reason.waits_for[:1], names)
-            return _message(demand, f"would fit, but delay {first}, which is first in line")
+            text = f"waits behind {first}, which is first in line"
+        case Why.WOULD_DELAY:
+            text = f"would fit, but delay {first}, which is first in line"
+    message = _message(demand, text, key)
+    # It changes often, and is not worth a rewrite.
+    return replace(message, text=f"{message.text}{FREE_NOW}{free_on(free)}")
 
 
 def kind_of(text: str | None) -> str:
@@ -162,7 +150,7 @@ def no_answer(demand: Demand | None, address: str, error: object) -> Message:
     return _message(demand, text, key=f"no answer {address}")
 
 
-def asks(demand: Demand | None) -> str:
+def gang_in_words(demand: Demand | None) -> str:
     """`2 nodes with 8 GPUs each`."""
     if demand is None:
         return "no GPUs"
@@ -204,7 +192,9 @@ def one_line(error: object) -> str:
 
 
 def _message(demand: Demand | None, reason: str, key: str = "") -> Message:
-    return Message(text=f"{_ASKS}{asks(demand)}; {reason}", key=key or reason, reason=reason)
+    return Message(
+        text=f"{_ASKS}{gang_in_words(demand)}; {reason}", key=key or reason, reason=reason
+    )
 
 
 def _first(

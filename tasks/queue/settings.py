@@ -1,6 +1,6 @@
 """What an operator sets on a work pool: its policy, its nodes where there is no Ray, its limits.
 
-What an operator does to a work pool: drain its nodes, pause it, set its policy and limits.
+They stand in the pool's base job template; the verbs change them there and announce it.
 """
 
 from __future__ import annotations
@@ -163,30 +163,28 @@ async def change(client: PrefectClient, pool: WorkPool, settings: PoolSettings) 
     await told_at_once(client, *(of_pool(name, pool, node=node, by=who) for node, name in news))
 
 
-def drained(
-    settings: PoolSettings, names: Sequence[str], seen: Collection[str], *, force: bool = False
+def with_drained(
+    settings: PoolSettings, names: Sequence[str], seen: Collection[str] | None, *, is_drained: bool
 ) -> PoolSettings:
-    """The settings with these nodes drained too.
+    """The settings with these nodes drained too, or with them no longer drained.
 
     Args:
-        seen: Names of the nodes of clusters; those of the pool's own table are known.
-        force: Also nodes that nobody knows.
+        seen: Names of the nodes of clusters; those of the pool's own table are known. None: also
+            nodes that nobody knows.
 
     Raises: NotThere.
     """
-    if not force:
-        _check_nodes(settings, names, seen)
-    return settings.model_copy(update={"drained": _unique((*settings.drained, *names))})
-
-
-def undrained(
-    settings: PoolSettings, names: Sequence[str], seen: Collection[str], *, force: bool = False
-) -> PoolSettings:
-    """The settings with these nodes no longer drained. Raises: NotThere."""
-    if not force:
-        _check_nodes(settings, names, seen)
-    left = tuple(name for name in settings.drained if name not in names)
-    return settings.model_copy(update={"drained": left})
+    known = {node.name for node in settings.nodes} | {*(seen or ())} | {*settings.drained}
+    unknown = [name for name in names if seen is not None and name not in known]
+    if unknown:
+        raise NotThere(
+            f"no node is called {', '.join(unknown)}; there are: "
+            f"{', '.join(sorted(known)) or 'none'}. Nothing was changed; --force takes any name, "
+            "for a node that is away"
+        )
+    left = (name for name in settings.drained if is_drained or name not in names)
+    drained = tuple(dict.fromkeys((*left, *(names if is_drained else ()))))
+    return settings.model_copy(update={"drained": drained})
 
 
 def with_values(settings: PoolSettings, assignments: Sequence[str]) -> PoolSettings:
@@ -260,22 +258,8 @@ def _who() -> str:
     return f"{user}@{host_name()}"
 
 
-def _check_nodes(settings: PoolSettings, names: Sequence[str], seen: Collection[str]) -> None:
-    known = {node.name for node in settings.nodes} | {*seen} | {*settings.drained}
-    if unknown := [name for name in names if name not in known]:
-        raise NotThere(
-            f"no node is called {', '.join(unknown)}; there are: "
-            f"{', '.join(sorted(known)) or 'none'}. Nothing was changed; --force takes any name, "
-            "for a node that is away"
-        )
-
-
 def _tag_of(key: str) -> str:
     tag = key.removeprefix(_LIMIT)
     if not key.startswith(_LIMIT) or not tag:
         raise BadSetting(f"{key}: no such setting; there are: policy, limit.TAG")
     return tag
-
-
-def _unique(names: Sequence[str]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(names))

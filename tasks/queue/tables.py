@@ -1,11 +1,8 @@
-"""The queue as rows: those of the artifacts, and the tables of a terminal, plain or rich.
+"""The queue as people see it: rows in a terminal, two artifacts on the server, one run explained.
 
-Two tables on the Prefect server that are kept current: the queue of a work pool, and its nodes.
-
-Each is one artifact, updated in place: the server copies what is updated to where its UI looks for
-the latest of a key, and a new version for each change would pile up beside all earlier ones.
-
-Why one run waits, or what else has become of it, for whoever asks by its name or id.
+The artifacts, the queue of a work pool and its nodes, are updated in place: the server copies what
+is updated to where its UI looks for the latest of a key, and a new version for each change would
+pile up beside all earlier ones.
 """
 
 from __future__ import annotations
@@ -15,7 +12,7 @@ import logging
 import re
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import datetime
 from hashlib import sha256
 from typing import Any
@@ -40,13 +37,22 @@ from rich.text import Text
 from tasks.queue.ledger import request_of
 from tasks.queue.look import NodeUse, QueuedRun, QueueView
 from tasks.queue.packing import Demand
-from tasks.queue.reasons import SOON, asks, is_soon, one_line
+from tasks.queue.reasons import SOON, gang_in_words, is_soon, one_line
 from tasks.queue.settings import NotThere
 from tasks.server.flow_runs import HELD, SILENT_AFTER_S, worker_of
 from tasks.spec.words import counted, lasting, minute, minute_seen, moment
 
-#: A table of rows, a column each key.
-Rows = Sequence[Mapping[str, object]]
+_log = logging.getLogger(__name__)
+
+#: A table on the server shows no more rows.
+ROWS_AT_MOST = 200
+_TABLE = "table"
+_NOT_FOUND = 404
+#: Of the names of what is said of one run.
+_WIDTH = 10
+
+#: A column each key.
+Row = dict[str, object]
 
 #: Their cells stand to the right.
 _NUMBERS = ("place", "GPUs", "free", "others", "CPUs")
@@ -61,11 +67,8 @@ def summary_of(view: QueueView) -> tuple[str, ...]:
     limit = "" if view.limit is None else f" of at most {view.limit}"
     free = sum(node.free for node in view.nodes)
     gpus = sum(node.gpus for node in view.nodes)
-    there = (
-        f"{free} of {gpus} GPUs are free on {counted(len(view.nodes), 'node')}"
-        if view.nodes
-        else "no node is seen"
-    )
+    nodes = counted(len(view.nodes), "node")
+    there = f"{free} of {gpus} GPUs are free on {nodes}" if view.nodes else "no node is seen"
     name = f"work pool {view.pool}" if view.pool else "no work pool"
     lines = [
         f"{name}, {view.policy}: {view.running}{limit} running, {len(view.line)} waiting; {there}"
@@ -82,28 +85,22 @@ def summary_of(view: QueueView) -> tuple[str, ...]:
     return (*lines, *(f"{_TROUBLE} {trouble}" for trouble in view.troubles))
 
 
-def queue_rows(view: QueueView, *, for_a_look: bool = False) -> list[dict[str, object]]:
+def queue_rows(view: QueueView, *, for_a_look: bool = False) -> list[Row]:
     """The line, a row each run; a column whose cells would all be the same may be left out.
 
     Args:
         for_a_look: As it is now: with the time that each has waited, which changes all the time.
     """
-    columns = _Columns(
-        cluster=len({run.cluster for run in view.line}) > 1,
-        queue=len({run.queue for run in view.line}) > 1,
-        tags=any(run.tags for run in view.line),
-    )
-    return [_queue_row(run, columns, view.at, for_a_look) for run in view.line]
+    rows = [_queue_row(run, view.at, for_a_look) for run in view.line]
+    return _trimmed(rows, alike=("cluster", "queue"), empty="tags")
 
 
-def node_rows(view: QueueView) -> list[dict[str, object]]:
+def node_rows(view: QueueView) -> list[Row]:
     """The nodes, a row each, with who holds what."""
-    several = len({node.cluster for node in view.nodes}) > 1
-    counts_cpus = any(node.cpus is not None for node in view.nodes)
-    return [_node_row(node, several, counts_cpus) for node in view.nodes]
+    return _trimmed([_node_row(node) for node in view.nodes], alike=("cluster",), empty="CPUs")
 
 
-def asks_shortly(demand: Demand | None) -> str:
+def gang_in_short(demand: Demand | None) -> str:
     """`2 x 8 GPUs`: nodes, and GPUs on each."""
     if demand is None:
         return "no GPUs"
@@ -154,57 +151,56 @@ def as_rich(view: QueueView, at_most: int | None = None) -> RenderableType:
     return Group(*parts)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Columns:
-    """Which of the columns that may be left out are there."""
-
-    cluster: bool
-    queue: bool
-    tags: bool
-
-
-def _queue_row(
-    run: QueuedRun, columns: _Columns, now: float, for_a_look: bool
-) -> dict[str, object]:
-    row: dict[str, object] = {
-        "place": run.number,
-        "run": run.name,
-        "asks": asks_shortly(run.demand),
-    }
-    if columns.cluster:
-        row["cluster"] = run.cluster or "-"
+def _queue_row(run: QueuedRun, now: float, for_a_look: bool) -> Row:
     starts_at = run.starts_at
     expected = "-" if starts_at is None else SOON if is_soon(starts_at, now) else ""
-    if not for_a_look:
-        # Of a table that is cut to the width of a page, the last columns are the ones not seen.
-        row["reason"] = run.reason
+    times: Row
     if for_a_look:
-        row["since (UTC)"] = minute_seen(run.waiting_since, now)
-        row["for"] = lasting(now - run.waiting_since)
-        row["expected (UTC)"] = expected or minute_seen(starts_at or now, now)
+        times = {
+            "since (UTC)": minute_seen(run.waiting_since, now),
+            "for": lasting(now - run.waiting_since),
+            "expected (UTC)": expected or minute_seen(starts_at or now, now),
+        }
     else:
-        row["waiting since"] = minute(run.waiting_since)
-        row["expected start"] = expected or minute(starts_at or now)
-    if columns.queue:
-        row["queue"] = run.queue or "-"
-    if columns.tags:
-        row["tags"] = ", ".join(run.tags) or "-"
-    return row | {"reason": run.reason}
-
-
-def _node_row(node: NodeUse, several: bool, counts_cpus: bool) -> dict[str, object]:
+        times = {
+            # Of a table that is cut to the width of a page, the last columns are the ones not seen.
+            "reason": run.reason,
+            "waiting since": minute(run.waiting_since),
+            "expected start": expected or minute(starts_at or now),
+        }
     return {
-        **({"cluster": node.cluster or "-"} if several else {}),
+        "place": run.number,
+        "run": run.name,
+        "asks": gang_in_short(run.demand),
+        "cluster": run.cluster or "-",
+        **times,
+        "queue": run.queue or "-",
+        "tags": ", ".join(run.tags) or "-",
+        "reason": run.reason,
+    }
+
+
+def _node_row(node: NodeUse) -> Row:
+    return {
+        "cluster": node.cluster or "-",
         "node": f"{node.name} (drained)" if node.is_drained else node.name,
         "GPUs": node.gpus,
         "free": node.free,
         "others": f"{node.others:g}",
-        **({"CPUs": "-" if node.cpus is None else f"{node.cpus:g}"} if counts_cpus else {}),
+        "CPUs": "-" if node.cpus is None else f"{node.cpus:g}",
         "held by": ", ".join(f"{run}: {gpus}" for run, gpus in sorted(node.held.items())) or "-",
     }
 
 
-def _aligned(rows: Rows) -> list[str]:
+def _trimmed(rows: list[Row], *, alike: Sequence[str], empty: str) -> list[Row]:
+    """Without the columns of `alike` that tell no row from another, and without `empty` where no
+    row says anything there."""
+    out = {name for name in alike if len({row[name] for row in rows}) < 2}
+    out |= {empty} if all(row[empty] == "-" for row in rows) else set()
+    return [{name: cell for name, cell in row.items() if name not in out} for row in rows]
+
+
+def _aligned(rows: Sequence[Row]) -> list[str]:
     """The table as lines, its head first; none where there is no row."""
     if not rows:
         return []
@@ -222,22 +218,6 @@ def _aligned(rows: Rows) -> list[str]:
 
 def _line(text: str, style: str = "") -> Text:
     return Text(text, style=style, no_wrap=True, overflow="ellipsis")
-
-
-_log = logging.getLogger(__name__)
-
-#: A table shows no more rows.
-ROWS_AT_MOST = 200
-_TABLE = "table"
-_NOT_FOUND = 404
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Shown:
-    """What one artifact shows, but for the time."""
-
-    rows: str
-    text: str
 
 
 class QueueArtifacts:
@@ -263,8 +243,9 @@ class QueueArtifacts:
         self._renewed_every_s = renewed_every_s
         self._clock = clock
         self._ids: dict[str, UUID] = {}
-        self._shown: dict[str, _Shown] = {}
-        self._told_at: dict[str, float] = {}
+        #: What each artifact shows, but for the time.
+        self._shown: dict[str, dict[str, str]] = {}
+        self._written_at: dict[str, float] = {}
         self._has_failed = False
 
     async def show(self, view: QueueView) -> None:
@@ -284,16 +265,16 @@ class QueueArtifacts:
         else:
             self._has_failed = False
 
-    async def _keep(self, key: str, shown: _Shown, at: float) -> None:
+    async def _keep(self, key: str, shown: dict[str, str], at: float) -> None:
         now = self._clock()
         is_same = self._shown.get(key) == shown
-        if now - self._told_at.get(key, -1e9) < (
+        if now - self._written_at.get(key, -1e9) < (
             self._renewed_every_s if is_same else self._every_s
         ):
             return
-        said = f"{shown.text}\n\nAs of {moment(at)}; "
+        said = f"{shown['description']}\n\nAs of {moment(at)}; "
         said += "rewritten when it changes, and each minute."
-        content = {"description": said, "data": shown.rows}
+        content = {**shown, "description": said}
         found = self._ids.get(key)
         if found is None or not await self._updated(found, content):
             # Not made yet, or made by an earlier gate, or deleted by somebody meanwhile.
@@ -301,7 +282,7 @@ class QueueArtifacts:
             if found is None or not await self._updated(found, content):
                 new = ArtifactCreate(key=key, type=_TABLE, **content)
                 found = (await self._client.create_artifact(new)).id
-        self._ids[key], self._shown[key], self._told_at[key] = found, shown, now
+        self._ids[key], self._shown[key], self._written_at[key] = found, shown, now
 
     async def _find(self, key: str) -> UUID | None:
         of_key = ArtifactCollectionFilter(key=ArtifactCollectionFilterKey(any_=[key]))
@@ -338,14 +319,11 @@ def keys_of(pool: str) -> tuple[str, str]:
     return f"{before}gang-queue", f"{before}gang-nodes"
 
 
-def _shown(view: QueueView, rows: Rows, what: str) -> _Shown:
+def _shown(view: QueueView, rows: Sequence[Row], what: str) -> dict[str, str]:
     lines = [f"- {one_line(line)}" for line in summary_of(view)]
     if len(rows) > ROWS_AT_MOST:
         lines.append(f"- the first {ROWS_AT_MOST} of {len(rows)} {what}")
-    return _Shown(rows=json.dumps(list(rows[:ROWS_AT_MOST])), text="\n".join(lines))
-
-
-_WIDTH = 10
+    return {"description": "\n".join(lines), "data": json.dumps(rows[:ROWS_AT_MOST])}
 
 
 async def explain(
@@ -445,7 +423,7 @@ def _waiting(run: QueuedRun, view: QueueView) -> list[str]:
     where = f"of the work pool {view.pool}" if view.pool else "of the runs started directly"
     lines = [
         f"{run.name} waits, number {run.number} of {len(view.line)} in the line {where}.",
-        _field("asks for", asks(run.demand)),
+        _field("asks for", gang_in_words(run.demand)),
         _field(
             "since", f"{minute(run.waiting_since)}, {lasting(view.at - run.waiting_since)} by now"
         ),

@@ -1,12 +1,8 @@
 """The worker type `gang`: Prefect's process worker, which starts only what the gate admits.
 
 `prefect worker start --pool POOL` finds it by the pool's type. No process exists for a run that
-waits.
-
-Wakes the gate when something has happened on the server that it should look at: a run that has
-ended, one that was submitted.
-
-Events are a hint and no more: whoever is woken looks at the ledger, and polls besides.
+waits. Events of the server, a run that has ended or was submitted, wake its gate; they are a hint
+and no more: the gate looks at the ledger, and polls besides.
 """
 
 from __future__ import annotations
@@ -22,12 +18,12 @@ from typing import Any
 from uuid import UUID
 
 import httpx
-from prefect.client.schemas.objects import FlowRun, State
+from prefect.client.schemas.objects import FlowRun
 from prefect.client.schemas.responses import SetStateStatus, WorkerFlowRunResponse
 from prefect.events.clients import get_events_subscriber
 from prefect.events.filters import EventFilter, EventNameFilter
 from prefect.exceptions import PrefectException
-from prefect.states import Cancelled, Scheduled
+from prefect.states import Cancelled
 from prefect.workers.process import (
     ProcessJobConfiguration,
     ProcessVariables,
@@ -39,7 +35,7 @@ from pydantic import Field
 from tasks.queue.capacity import Capacity
 from tasks.queue.decision import Look
 from tasks.queue.gate import Gate
-from tasks.queue.grants import PENDING_RESOURCES
+from tasks.queue.grants import forget_process, waiting_state
 from tasks.queue.lease import LeaseLost
 from tasks.queue.ledger import TYPE, Entry
 from tasks.queue.look import view_of
@@ -213,12 +209,9 @@ class GangWorker(ProcessWorker):
             await self.client.set_flow_run_state(flow_run.id, Cancelled(message=message))
         if state is None or not state.is_pending() or not may_send_back:
             return False
-        nothing = {"infrastructure_pid": None}
-        which = {"id": flow_run.id}
-        await self.client.request("PATCH", "/flow_runs/{id}", path_params=which, json=nothing)
+        await forget_process(self.client, flow_run)
         message = "the Prefect server was away when its process began: it waits again"
-        due = flow_run.expected_start_time
-        back: State[Any] = Scheduled(name=PENDING_RESOURCES, scheduled_time=due, message=message)
+        back = waiting_state(flow_run, message)
         answer = await self.client.set_flow_run_state(flow_run.id, back)
         if answer.status is SetStateStatus.ACCEPT:
             return True

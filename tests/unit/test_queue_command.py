@@ -509,11 +509,18 @@ def test_settings_that_somebody_has_spoilt_are_not_overwritten(
     assert "settings of the work pool gang can't be read: policy:" in said
 
 
-@pytest.mark.parametrize("arguments", [("status",), ("drain", "gpu-1"), ("pause",)])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *(("status", "--pool", "other"), ("drain", "gpu-1", "--pool", "other")),
+        # what stands before the command counts too
+        *(("--pool", "other", "pause"), ("--pool", "gang", "status", "--pool", "other")),
+    ],
+)
 def test_a_pool_that_is_not_there_is_told_with_the_remedy(
     command: Command, arguments: tuple[str, ...]
 ) -> None:
-    code, said = command(*arguments, "--pool", "other")
+    code, said = command(*arguments)
 
     assert code == 1
     assert "no work pool other; it has: gang" in said

@@ -17,7 +17,7 @@ from tasks.queue.tables import (
     as_json,
     as_plain,
     as_rich,
-    asks_shortly,
+    gang_in_short,
     node_rows,
     queue_rows,
     summary_of,
@@ -205,7 +205,7 @@ def test_summary_says_what_holds_for_the_pool(changes: dict[str, Any], said: str
     ],
 )
 def test_a_demand_is_told_shortly(asked: Demand | None, said: str) -> None:
-    assert asks_shortly(asked) == said
+    assert gang_in_short(asked) == said
 
 
 def test_programs_get_the_whole_look() -> None:

@@ -13,9 +13,9 @@ from tasks.queue.reasons import (
     FREE_NOW,
     TOLD_THE_FIRST,
     Message,
-    asks,
     at_pool_limit,
     free_on,
+    gang_in_words,
     message_of,
     no_answer,
     paused,
@@ -55,7 +55,7 @@ def test_the_first_is_told_what_is_free_and_whose_end_it_waits_for() -> None:
         "asks for 2 nodes with 8 GPUs each; waits for grpo-a and ppo-b to end, expected 14:20 UTC; "
         "free now: 8, 3 and 0 on 3 nodes"
     )
-    assert message.text == f"asks for {asks(WIDE)}; {message.reason}"
+    assert message.text == f"asks for {gang_in_words(WIDE)}; {message.reason}"
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_what_is_worth_a_rewrite_changes_the_key(one: Message, other: Message) -
     ],
 )
 def test_what_a_run_asks(demand: Demand | None, said: str) -> None:
-    assert asks(demand) == said
+    assert gang_in_words(demand) == said
 
 
 @pytest.mark.parametrize(
