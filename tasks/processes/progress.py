@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import os
 import re
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import httpx
 
 from tasks.processes.component import AttemptPlan
 from tasks.record.events import Emit
+from tasks.spec.probes import number_at
 from tasks.spec.run import Progress
 
 _TAIL_BYTES = 65536
@@ -106,17 +106,6 @@ def source_of(
     if progress.http is not None:
         return HttpProgress(progress.http, progress.step, client)
     return JsonlProgress(cwd / (progress.jsonl or ""), progress.step, since or time.time())
-
-
-def number_at(content: Any, key: str) -> float | None:
-    """The finite number at a dotted key of decoded JSON; None where there is none."""
-    for part in key.split("."):
-        if not isinstance(content, dict) or part not in content:
-            return None
-        content = content[part]
-    is_number = isinstance(content, (int, float)) and not isinstance(content, bool)
-    # NaN would count as progress each time it is read, and is never less than what success asks.
-    return content if is_number and math.isfinite(content) else None
 
 
 class Silence:

@@ -11,8 +11,8 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing import Any, Generic, TypeVar
 
 from tasks.record.outcome import Failure
 from tasks.record.states import GroupState
+from tasks.spec.secrets import masked_in
 
 _log = logging.getLogger(__name__)
 
@@ -222,7 +223,7 @@ class EventLog:
             at: UTC epoch seconds of what another process saw; None: now.
         """
         with self._lock:
-            clean = {key: self._clean(value) for key, value in fields.items()}
+            clean = masked_in(fields, self._mask)
             seen_at = self._clock() if at is None else at
             event = Event(at=seen_at, name=name, component=component, fields=clean)
             try:
@@ -236,13 +237,16 @@ class EventLog:
                 except Exception:
                     _log.exception("event %s of %s: a listener failed", name, self._path.parent)
 
-    def _clean(self, value: object) -> object:
-        if isinstance(value, str):
-            return self._mask(value)
-        if isinstance(value, (list, tuple)):
-            return [self._clean(item) for item in value]
-        return value
 
-
-#: Told every event of the runs of this context; the terminal listens here.
+#: Told every event of the runs of this context.
 event_listeners: ContextVar[tuple[Listener, ...]] = ContextVar("event_listeners", default=())
+
+
+@contextmanager
+def listening(listener: Listener) -> Iterator[None]:
+    """While open, the listener is told every event of the runs of this context."""
+    token = event_listeners.set((*event_listeners.get(), listener))
+    try:
+        yield
+    finally:
+        event_listeners.reset(token)

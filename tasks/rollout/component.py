@@ -1,7 +1,5 @@
-"""From the component `rollout` of a spec to what a supervisor is to start.
-
-What the process of a fleet says: brought into the run's events, and put into words.
-"""
+"""A fleet as a component of a run: from the spec to what a supervisor is to start, and what its
+process says brought into the run's events."""
 
 from __future__ import annotations
 

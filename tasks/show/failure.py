@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tasks.record.outcome import Failure
-from tasks.record.places import RunPlace
+from tasks.record.places import AttemptPlace, RunPlace
 from tasks.record.run_json import AttemptRecord
-from tasks.show.view import ending_of
+from tasks.show.view import ending_of, ending_text
 from tasks.spec.failure_kinds import REMEDIES, FailureKind
 from tasks.spec.words import clock, seconds
+
+_TAIL_LINES = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +84,28 @@ def card_of(attempt: AttemptRecord, failure: Failure) -> Iterator[str]:
     if name:
         yield f"log: attempt-{attempt.number:02d}/{name}.log"
     yield "next: not tried again" if attempt.is_last else f"next: {_sequel(attempt)}"
+
+
+def block_of(failure: Failure, place: AttemptPlace) -> Iterator[tuple[str, str]]:
+    """The answers for the end of a run in a terminal: a word for each, empty where it goes on."""
+    name = failure.component
+    if name:
+        how = f", {ending_text(failure.exit_code, failure.signal)}" if failure.has_ended else ""
+        yield "first", f"{name}, {failure.kind.value}{how}"
+    if failure.hint:
+        yield "hint", failure.hint
+    yield "to do", REMEDIES[failure.kind]
+    if name:
+        yield "log", str(log := place.log(name))
+        if (hang := log.with_suffix(".hang.txt")).exists():
+            yield "hung in", str(hang)
+        if tail := tail_of(failure):
+            yield from (("", line) for line in ("its last lines:", *(f"| {one}" for one in tail)))
+
+
+def tail_of(failure: Failure) -> list[str]:
+    """The last lines of the log, as many as are shown."""
+    return failure.log_tail.splitlines()[-_TAIL_LINES:]
 
 
 def in_a_line(message: str, place: RunPlace, attempt: AttemptRecord | None) -> str:

@@ -4,20 +4,16 @@ ended, why, and where to go on reading."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from tasks.record.events import Event
-from tasks.record.outcome import Failure
 from tasks.record.places import RunPlace
-from tasks.record.run_json import AttemptRecord, RunJson
-from tasks.show.failure import remedy_of
+from tasks.record.run_json import RunJson
+from tasks.show.failure import block_of, remedy_of, tail_of
 from tasks.show.screen import Line
 from tasks.show.view import RunSeen, ending_text, job_text
-from tasks.spec.failure_kinds import REMEDIES
 from tasks.spec.words import stopwatch
 
-_TAIL_LINES = 12
 #: Before what belongs to the line above it.
 _INDENT = " " * 9
 
@@ -89,8 +85,7 @@ def failed_attempt(seen: RunSeen) -> Iterator[Line]:
         yield Line(text=f"hint: {failure.hint}")
     if failure.component:
         log = seen.directory / f"{failure.component}.log"
-        tail = failure.log_tail.splitlines()[-_TAIL_LINES:]
-        last = "".join(f"\n{_INDENT}| {line}" for line in tail)
+        last = "".join(f"\n{_INDENT}| {line}" for line in tail_of(failure))
         yield Line(text=f"log {log}; its last lines:{last}" if last else f"log {log}")
 
 
@@ -98,73 +93,37 @@ _STYLES = {"completed": "bold green", "failed": "bold red", "crashed": "bold red
 _LABEL = 9
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ending:
-    """How a run ended, as far as this process knows."""
+def end_block(
+    state: str, message: str, record_path: Path | None = None, page: str = ""
+) -> Iterator[Line]:
+    """The block, after an empty line: how a run ended, as far as this process knows.
 
-    #: The run's or its flow run's: `completed`, `failed`, `cancelled`, `crashed`.
-    state: str
-    message: str
-    #: None where it has none: it never began.
-    record: Path | None = None
-    #: Of the flow run in the UI; empty where its server ends with this process.
-    page: str = ""
-
-
-def end_block(ending: Ending) -> Iterator[Line]:
-    """The block, after an empty line."""
-    record = _read(ending.record)
-    attempt = record.attempt if record is not None and ending.state != "completed" else None
-    failure = attempt.failure if attempt is not None else None
-    left = "; nothing is left running" if ending.state == "cancelled" else ""
+    Args:
+        state: the run's or its flow run's: `completed`, `failed`, `cancelled`, `crashed`.
+        record_path: None where it has none: it never began.
+        page: of the flow run in the UI; empty where its server ends with this process.
+    """
+    record = _read(record_path)
+    attempt = record.attempt if record is not None else None
+    failure = attempt.failure if attempt is not None and state == "failed" else None
+    left = "; nothing is left running" if state == "cancelled" else ""
     yield Line(text="")
     # The message of the flow run says where to look, too, which stands below here.
-    message = ending.message
-    if failure and ending.state == "failed":
-        message = str(failure)
-    yield Line(
-        text=f"{ending.state}: {message}{left}",
-        style=_STYLES.get(ending.state, "bold yellow"),
-    )
+    said = str(failure) if failure else message
+    yield Line(text=f"{state}: {said}{left}", style=_STYLES.get(state, "bold yellow"))
     if record is not None:
         yield _field("run", record.run_id)
         yield _field("took", _took(record))
-    if ending.state == "failed":
-        yield from _cause(ending, attempt, failure)
-    if ending.record is not None:
-        yield _field("record", str(ending.record))
-    if ending.page:
-        yield _field("page", ending.page)
-
-
-def _cause(
-    ending: Ending, attempt: AttemptRecord | None, failure: Failure | None
-) -> Iterator[Line]:
-    """What failed first, its last words, and what to do."""
-    if failure and failure.component:
-        yield _field("first", f"{failure.component}, {_how_failed(failure)}")
-    if failure and failure.hint:
-        yield _field("hint", failure.hint)
-    if remedy := REMEDIES[failure.kind] if failure else remedy_of(ending.message):
+    if failure and attempt and record_path is not None:
+        place = RunPlace(directory=record_path.parent).attempt(attempt.number)
+        for name, text in block_of(failure, place):
+            yield _field(name, text)
+    elif state == "failed" and (remedy := remedy_of(message)):
         yield _field("to do", remedy)
-    if failure and failure.component and attempt and ending.record is not None:
-        place = RunPlace(directory=ending.record.parent).attempt(attempt.number)
-        log = place.log(failure.component)
-        yield _field("log", str(log))
-        hang = log.with_suffix(".hang.txt")
-        if hang.exists():
-            yield _field("hung in", str(hang))
-        if tail := failure.log_tail.splitlines()[-_TAIL_LINES:]:
-            yield _field("", "its last lines:")
-            for line in tail:
-                yield _field("", f"| {line}")
-
-
-def _how_failed(failure: Failure) -> str:
-    """`RUNTIME_ERROR, SIGSEGV`; of one that had not ended by itself the kind alone."""
-    kind = failure.kind.value
-    how = ending_text(failure.exit_code, failure.signal)
-    return f"{kind}, {how}" if failure.has_ended else kind
+    if record_path is not None:
+        yield _field("record", str(record_path))
+    if page:
+        yield _field("page", page)
 
 
 def _took(record: RunJson) -> str:

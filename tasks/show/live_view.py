@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from rich.text import Text
 
 from tasks.show.screen import printable
-from tasks.show.view import Pace, Row, RunSeen, Stage, rate_text
+from tasks.show.view import Pace, Row, RunSeen, Standing, rate_text
 from tasks.spec.words import stopwatch
 
 #: What is said of a component stands beside it where so many columns are left, else below it.
@@ -21,11 +21,11 @@ _BAR_AT_LEAST, _BAR_AT_MOST = 8, 40
 
 
 _STYLES = {
-    Stage.WAITING: "dim",
-    Stage.STARTING: "yellow",
-    Stage.READY: "green",
-    Stage.STOPPING: "yellow",
-    Stage.ENDED: "dim",
+    Standing.WAITING: "dim",
+    Standing.STARTING: "yellow",
+    Standing.READY: "green",
+    Standing.STOPPING: "yellow",
+    Standing.ENDED: "dim",
 }
 
 

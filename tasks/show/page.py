@@ -1,13 +1,8 @@
-"""What one reads first of a run: what it does, or what it died of and what follows.
+"""The page of a run: an artifact a function.
 
-What of a run runs where.
-
-What of a run is told as figures: its step, its reward, its attempts.
-
-Where else a run is shown: its tracker, as far as its spec or its logs name one, and Ray.
-
-The record of a run on its page, so that whoever can't see its host can read it, and another host
-can go on with it.
+First what it does, or what it died of and what follows; then what runs where, its step, its curve
+and its attempts, where else it is shown, and its record, so that whoever can't see its host can
+read it, and another host can go on with it.
 """
 
 from __future__ import annotations
@@ -24,7 +19,7 @@ from tasks.record.retries import table_of
 from tasks.record.run_json import AttemptRecord, ComponentRecord, JobRecord, RunJson
 from tasks.record.states import RunState
 from tasks.show import pictures
-from tasks.show.failure import card_of, facts_of, remedy_of
+from tasks.show.failure import card_of, facts_of, remedy_of, tail_of
 from tasks.show.pictures import Figures, curve_of
 from tasks.show.view import RunView, Shown, end_of
 from tasks.spec.run import FLEET, RunSpec
@@ -185,7 +180,7 @@ _OVERRIDE = re.compile(r"^\+{0,2}trainer\.(logger|project_name|experiment_name)=
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class Elsewhere:
     """Somewhere to look."""
 
     name: str
@@ -195,13 +190,13 @@ class Place:
     what: str = ""
 
 
-def places_of(view: RunView) -> tuple[Place, ...]:
+def places_of(view: RunView) -> tuple[Elsewhere, ...]:
     """In the order of how much they show of a run."""
     found = [*_trackers(view.spec, [*_logs(view)]), *_ray(view)]
     return tuple(dict.fromkeys(found))
 
 
-def _trackers(spec: RunSpec, logs: list[Path]) -> Iterator[Place]:
+def _trackers(spec: RunSpec, logs: list[Path]) -> Iterator[Elsewhere]:
     for name in spec.components:
         env = _env(spec, name)
         component = spec.processes.get(name)
@@ -212,10 +207,10 @@ def _trackers(spec: RunSpec, logs: list[Path]) -> Iterator[Place]:
         if (uri := env.get("MLFLOW_TRACKING_URI", "")).startswith(("http://", "https://")):
             experiment = env.get("MLFLOW_EXPERIMENT_NAME", "")
             what = f"experiment {experiment}" if experiment else ""
-            yield Place(name="MLflow", url=_without_user(uri), what=what)
+            yield Elsewhere(name="MLflow", url=_without_user(uri), what=what)
 
 
-def _wandb(env: Mapping[str, str], settings: Mapping[str, str], logs: list[Path]) -> Place:
+def _wandb(env: Mapping[str, str], settings: Mapping[str, str], logs: list[Path]) -> Elsewhere:
     project = env.get("WANDB_PROJECT") or settings.get("project_name", "")
     entity, run_id = env.get("WANDB_ENTITY", ""), env.get("WANDB_RUN_ID", "")
     name = env.get("WANDB_NAME") or settings.get("experiment_name", "") or run_id
@@ -232,19 +227,19 @@ def _wandb(env: Mapping[str, str], settings: Mapping[str, str], logs: list[Path]
         url += f"/runs/{quote(run_id, safe='')}" if run_id else ""
     else:
         url = base
-    return Place(name="Weights & Biases", url=url, what=what)
+    return Elsewhere(name="Weights & Biases", url=url, what=what)
 
 
-def _ray(view: RunView) -> Iterator[Place]:
+def _ray(view: RunView) -> Iterator[Elsewhere]:
     if view.spec.ray is None:
         return
     address = _without_user(view.spec.ray.address.rstrip("/"))
     jobs = view.record.attempt.jobs.values() if view.record.attempt else ()
     ids = [job.submission_id for job in jobs if job.submission_id]
     for id in ids:
-        yield Place(name="Ray dashboard", url=f"{address}/#/jobs/{quote(id)}", what=f"job {id}")
+        yield Elsewhere(name="Ray dashboard", url=f"{address}/#/jobs/{quote(id)}", what=f"job {id}")
     if not ids:
-        yield Place(name="Ray dashboard", url=address)
+        yield Elsewhere(name="Ray dashboard", url=address)
 
 
 def _logs(view: RunView) -> Iterator[Path]:
@@ -277,8 +272,6 @@ def _without_user(url: str) -> str:
     return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
 
 
-#: Of a log.
-_LINES = 12
 #: Of a message, on a card.
 _CARD_LINES = 5
 #: A line so short stands beside the state: older pages show the first one only.
@@ -380,7 +373,7 @@ def _failure(view: RunView, attempt: AttemptRecord, failure: Failure) -> Iterato
     )
     if failure.log_tail:
         yield f"The last lines of {text(failure.component or 'the log')}:"
-        yield block("\n".join(failure.log_tail.splitlines()[-_LINES:]))
+        yield block("\n".join(tail_of(failure)))
 
 
 #: Of earlier attempts the record keeps no lines of logs: hundreds of requeues shall fit.

@@ -1,13 +1,8 @@
-"""Pictures as SVG text, and what is common to them: their ground, their type, their axes.
+"""Pictures of a run as SVG text: its components over time, and the curve of what its training
+writes, a JSON object a line, read as it grows.
 
 A picture stands on a ground of its own: it is shown within an image, where it can't know whether
 the page around it is white or dark.
-
-A training's curve as a picture.
-
-The components of a run over time, an attempt below the other.
-
-The figures that a training writes, as they grow: a JSON object a line.
 """
 
 from __future__ import annotations
@@ -23,6 +18,7 @@ from xml.sax.saxutils import escape, quoteattr
 
 from tasks.record.run_json import AttemptRecord
 from tasks.show.view import RunView, Shown, end_of
+from tasks.spec.probes import number_at
 from tasks.spec.words import clock, counted, seconds, table, text
 
 #: Pixels. On a card of the UI that is some 380, in which the type must still be legible.
@@ -129,7 +125,7 @@ _POINTS_AT_MOST = 240
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Group:
+class _Neighbours:
     """Neighbours that are drawn as one."""
 
     x: float
@@ -194,7 +190,7 @@ def _axes(xs: _Scale, ys: _Scale, x: str, y: str) -> Iterator[str]:
     yield f'<g transform="translate(16 {middle:g}) rotate(-90)">{turned}</g>'
 
 
-def _drawn(groups: Sequence[_Group], xs: _Scale, ys: _Scale) -> Iterator[str]:
+def _drawn(groups: Sequence[_Neighbours], xs: _Scale, ys: _Scale) -> Iterator[str]:
     if any(one.low < one.high for one in groups):
         upper = [f"{xs(one.x):.1f},{ys(one.high):.1f}" for one in groups]
         lower = [f"{xs(one.x):.1f},{ys(one.low):.1f}" for one in reversed(groups)]
@@ -209,13 +205,13 @@ def _drawn(groups: Sequence[_Group], xs: _Scale, ys: _Scale) -> Iterator[str]:
     yield f'<circle cx="{xs(last.x):.1f}" cy="{ys(last.y):.1f}" r="3.5" fill="{_COLOR}"/>'
 
 
-def _grouped(points: Sequence[Point]) -> Iterator[_Group]:
+def _grouped(points: Sequence[Point]) -> Iterator[_Neighbours]:
     size = -(-len(points) // _POINTS_AT_MOST)
     for begin in range(0, len(points), size):
         part = points[begin : begin + size]
         values = [value for _, value in part]
         x = part[-1][0] if begin + size >= len(points) else fmean(x for x, _ in part)
-        yield _Group(x=x, y=fmean(values), low=min(values), high=max(values))
+        yield _Neighbours(x=x, y=fmean(values), low=min(values), high=max(values))
 
 
 #: The last ones are drawn, and more of them listed.
@@ -460,7 +456,7 @@ class Figures:
             return
         if not isinstance(entry, dict):
             return
-        step = _at(entry, self._step)
+        step = number_at(entry, self._step)
         found = dict(_figures(entry))
         if not self.name:
             self.name = next((name for name in NAMES if name in found), "")
@@ -469,20 +465,7 @@ class Figures:
 
 
 def _figures(entry: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    parts = [part for part in (entry, *map(entry.get, _WITHIN)) if isinstance(part, dict)]
-    for part in parts:
+    for part in (entry, *map(entry.get, _WITHIN)):
         for name in NAMES:
-            if (value := _finite(part.get(name))) is not None:
+            if (value := number_at(part, name)) is not None:
                 yield name, value
-
-
-def _at(entry: Mapping[str, Any], key: str) -> float | None:
-    content: Any = entry
-    for part in key.split("."):
-        content = content.get(part) if isinstance(content, dict) else None
-    return _finite(content)
-
-
-def _finite(value: object) -> float | None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if is_number and math.isfinite(value) else None  # type: ignore[arg-type]

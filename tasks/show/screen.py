@@ -1,12 +1,8 @@
 """Where a run is shown: lines that scroll and, on a terminal, a region under them that is drawn
-anew.
+anew. Rich makes the text, and what is written is one write a frame.
 
-Rich makes the text, and what is written is one write a frame.
-
-What others print on the terminal while a live region stands there: made lines of it.
-
-A library's warning, a traceback of a thread and Prefect's log would else be written into the
-region, and be erased with it.
+What others print meanwhile is made lines of it: a library's warning, a traceback of a thread and
+Prefect's log would else be written into the region, and be erased with it.
 """
 
 from __future__ import annotations

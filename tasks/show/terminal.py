@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.text import Text
 
 from tasks.record.events import Event, event_listeners
-from tasks.show.lines import Ending, end_block, failed_attempt, lines_of
+from tasks.show.lines import end_block, failed_attempt, lines_of
 from tasks.show.live_view import drawn, picture_of
 from tasks.show.pictures import Figures, Point
 from tasks.show.screen import ForeignLines, Line, Screen, printable
@@ -103,9 +103,7 @@ class Terminal:
         """
         if state == "completed":
             self._show_curve()
-        for line in end_block(
-            Ending(state=state, message=message, record=self._seen.record, page=page)
-        ):
+        for line in end_block(state, message, self._seen.record, page):
             self._add(line)
 
     def _say_step(self, step: float) -> None:

@@ -35,7 +35,7 @@ class Shown:
     picture: str = ""
 
 
-class Stage(Enum):
+class Standing(Enum):
     """Where a component stands, for people."""
 
     #: Those before it are not ready yet.
@@ -53,7 +53,7 @@ class Row:
     """One component of the attempt under way."""
 
     name: str
-    stage: Stage = Stage.WAITING
+    stage: Standing = Standing.WAITING
     #: None where it has none on this machine.
     pid: int | None = None
     #: UTC epoch seconds of its start and its end.
@@ -211,8 +211,8 @@ class RunSeen:
                 self._is_running, self.is_stopping, self.why = False, True, event.reason
                 self.doing = f"stopping: {event.reason}"
                 for row in self.rows.values():
-                    if row.stage in (Stage.STARTING, Stage.READY):
-                        self._change(row.name, stage=Stage.STOPPING)
+                    if row.stage in (Standing.STARTING, Standing.READY):
+                        self._change(row.name, stage=Standing.STOPPING)
             case "rollout.failed":
                 # Its process ends by it, and takes the other engines down.
                 self.is_stopping = True
@@ -237,9 +237,9 @@ class RunSeen:
         match event.name:
             case "component.starting":
                 self.doing = f"starting {name}"
-                self._change(name, stage=Stage.STARTING, began_at=event.at)
+                self._change(name, stage=Standing.STARTING, began_at=event.at)
             case "component.spawned":
-                self._change(name, stage=Stage.STARTING, pid=event.pid, began_at=event.at)
+                self._change(name, stage=Standing.STARTING, pid=event.pid, began_at=event.at)
             case "job.state":
                 self._change(name, note=job_text(event))
             case "probe.failed" if event.probe != "live":
@@ -247,12 +247,12 @@ class RunSeen:
             case "component.ready":
                 # What its probe said is over; where its job runs is not.
                 is_lasting = note.startswith("job ") or (name == FLEET and "engines" in note)
-                self._change(name, stage=Stage.READY, note=note if is_lasting else "")
+                self._change(name, stage=Standing.READY, note=note if is_lasting else "")
             case "component.drained":
                 self._change(name, note=f"{note}, its part is done".lstrip(", "))
             case "component.exited":
                 how = ending_text(event.exit_code, event.signal)
-                self._change(name, stage=Stage.ENDED, ended_at=event.at, note=how)
+                self._change(name, stage=Standing.ENDED, ended_at=event.at, note=how)
             case "component.stuck":
                 self._change(name, note="can't be ended")
 

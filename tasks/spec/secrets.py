@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 from urllib.parse import quote
 
 MASK = "***"
@@ -123,6 +124,17 @@ def mask_text(text: str, secret_values: Iterable[str]) -> str:
     for form in sorted(forms, key=len, reverse=True):  # a secret may hold another one
         text = text.replace(form, MASK)
     return text
+
+
+def masked_in(value: Any, mask: Callable[[str], str]) -> Any:
+    """Plain data, with each text in it masked; lists and mappings are made anew."""
+    if isinstance(value, str):
+        return mask(value)
+    if isinstance(value, Mapping):
+        return {key: masked_in(one, mask) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [masked_in(one, mask) for one in value]
+    return value
 
 
 def _forms(value: str) -> set[str]:

@@ -16,12 +16,13 @@ from prefect.client.schemas.objects import FlowRun
 
 from tasks.processes.identity import host_name
 from tasks.record.announcements import ANNOUNCED_AS, fields_of, payload_of
-from tasks.record.events import Event, event_listeners
+from tasks.record.events import Event, listening
 from tasks.record.outcome import Failure
 from tasks.record.states import GroupState, RunState
 from tasks.server.events import Announcer, _announcer, of_run
 from tasks.server.server import lasting_api_url
 from tasks.show.view import RunSeen
+from tasks.spec.secrets import masked_in
 from tasks.train.session import RunSession
 
 _ENDED: Mapping[str, str] = {
@@ -41,10 +42,6 @@ class Told:
     #: UTC epoch seconds.
     at: float
     payload: Mapping[str, Any]
-
-    @property
-    def component(self) -> str | None:
-        return self.payload.get("component")
 
 
 class Story:
@@ -176,7 +173,7 @@ def announced(run: RunSession, flow_run: FlowRun) -> Iterator[None]:
     with Announcer(api_url) as announcer:
 
         def tell(one: Told) -> None:
-            payload = _masked(one.payload, run.mask)
+            payload = masked_in(one.payload, run.mask)
             event = of_run(one.name, flow_run, run.run_id, payload, at=one.at, tags=run.spec.tags)
             announcer.tell(event, flow_run)
 
@@ -187,12 +184,11 @@ def announced(run: RunSession, flow_run: FlowRun) -> Iterator[None]:
             except Exception:
                 _log.exception("%s of %s is not announced", event.name, run.run_id)
 
-        token = event_listeners.set((*event_listeners.get(), observe))
         own_token = _announcer.set(announcer)
         try:
-            yield
+            with listening(observe):
+                yield
         finally:
-            event_listeners.reset(token)
             _announcer.reset(own_token)
             if run.record.state.is_final and not story.has_ended:
                 tell(story.ended(run.record.state, run.verdict.message, time.time()))
@@ -212,13 +208,3 @@ def _story_of(run: RunSession) -> Story:
         engines=fleet.engines if fleet is not None else 0,
         min_active=fleet.recovery.min_active if fleet is not None else None,
     )
-
-
-def _masked(value: Any, mask: Callable[[str], str]) -> Any:
-    if isinstance(value, str):
-        return mask(value)
-    if isinstance(value, Mapping):
-        return {key: _masked(one, mask) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_masked(one, mask) for one in value]
-    return value

@@ -1,9 +1,8 @@
-"""What the Prefect server is told of a run beside its states: messages, logs, artifacts.
+"""What the Prefect server is told of a run beside its states: messages, logs, artifacts, and the
+recoveries of its fleet as task runs, so that the server keeps their history.
 
 Told from a thread of its own, from the run's events: a server that is slow or away makes it late
 or lost, and never keeps the run waiting.
-
-Recoveries of a fleet as task runs of its flow run, so that the server keeps their history.
 """
 
 from __future__ import annotations

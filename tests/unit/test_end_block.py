@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tasks.show.lines import Ending, end_block
+from tasks.show.lines import end_block
 from tasks.spec.failure_kinds import REMEDIES, FailureKind
 
 FAILURE = {
@@ -49,12 +49,12 @@ def written(folder: Path, *attempts: dict[str, Any]) -> Path:
 
 
 def block(**fields: Any) -> list[str]:
-    return [line.text for line in end_block(Ending(**fields))]
+    return [line.text for line in end_block(**fields)]
 
 
 def test_a_failure_says_what_failed_first_what_to_do_and_where_to_read(run_record: Path) -> None:
     shown = block(
-        state="failed", message=MESSAGE, record=run_record, page="http://h/runs/flow-run/1"
+        state="failed", message=MESSAGE, record_path=run_record, page="http://h/runs/flow-run/1"
     )
 
     log = run_record.parent / "attempt-01" / "trainer.log"
@@ -78,7 +78,7 @@ def test_an_exit_code_is_told_as_one(tmp_path: Path) -> None:
     record = written(tmp_path, attempt(1, FAILURE | {"signal": None, "exit_code": 3}))
 
     assert "  first    trainer, RUNTIME_ERROR, exit code 3" in block(
-        state="failed", message=MESSAGE, record=record
+        state="failed", message=MESSAGE, record_path=record
     )
 
 
@@ -89,7 +89,7 @@ def test_what_never_ended_by_itself_has_neither(tmp_path: Path) -> None:
     hang.parent.mkdir()
     hang.touch()
 
-    shown = block(state="failed", message="STALLED: no progress", record=record)
+    shown = block(state="failed", message="STALLED: no progress", record_path=record)
 
     assert "  first    trainer, STALLED" in shown
     assert f"  hung in  {hang}" in shown
@@ -101,7 +101,7 @@ def test_a_completed_run_names_nothing_that_failed_before(tmp_path: Path) -> Non
         tmp_path, attempt(1, FAILURE | {"kind": "NODE_LOST"}), attempt(2, None, "completed")
     )
 
-    assert block(state="completed", message="step 60 of 60", record=record) == [
+    assert block(state="completed", message="step 60 of 60", record_path=record) == [
         "",
         "completed: step 60 of 60",
         "  run      x-grpo-20260102-030405-abcd",
@@ -114,7 +114,7 @@ def test_of_many_attempts_the_first_and_the_last_are_named(tmp_path: Path) -> No
     many = [attempt(n, FAILURE | {"kind": "START_TIMEOUT"}) for n in range(1, 10)]
     record = written(tmp_path, *many, attempt(10, FAILURE))
 
-    took = block(state="failed", message=MESSAGE, record=record)[3]
+    took = block(state="failed", message=MESSAGE, record_path=record)[3]
 
     assert took == (
         "  took     1:21, 10 attempts (START_TIMEOUT, START_TIMEOUT, START_TIMEOUT, 5 more, "
@@ -123,7 +123,7 @@ def test_of_many_attempts_the_first_and_the_last_are_named(tmp_path: Path) -> No
 
 
 def test_a_cancelled_run_says_that_nothing_is_left(run_record: Path) -> None:
-    shown = block(state="cancelled", message="interrupted by SIGINT", record=run_record)
+    shown = block(state="cancelled", message="interrupted by SIGINT", record_path=run_record)
 
     assert shown[1] == "cancelled: interrupted by SIGINT; nothing is left running"
     assert not any("first" in line for line in shown)
@@ -133,7 +133,7 @@ def test_a_run_that_never_came_to_an_attempt_says_what_to_do(tmp_path: Path) -> 
     shown = block(
         state="failed",
         message="INFEASIBLE: asks for 3 nodes; there are 2",
-        record=written(tmp_path),
+        record_path=written(tmp_path),
     )
 
     assert "  took     1:21, no attempt" in shown
@@ -146,7 +146,7 @@ def test_without_a_record_the_outcome_is_told_even_so(tmp_path: Path, content: s
     if content is not None:
         record.write_text(content)
 
-    shown = block(state="crashed", message="Flow run crashed", record=record)
+    shown = block(state="crashed", message="Flow run crashed", record_path=record)
 
     assert shown == ["", "crashed: Flow run crashed", f"  record   {record}"]
 

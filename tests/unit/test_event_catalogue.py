@@ -11,7 +11,7 @@ import pytest
 
 from tasks.record.events import CATALOGUE, Event
 from tasks.record.states import GroupState
-from tasks.show.view import RunSeen, Stage
+from tasks.show.view import RunSeen, Standing
 
 ROOT = Path(__file__).resolve().parents[2]
 #: What a run of an earlier version wrote.
@@ -107,8 +107,8 @@ def test_a_run_is_seen_from_a_file_of_an_earlier_version() -> None:
 
     assert (seen.attempt, seen.pace.step, seen.doing) == (1, 60, "stopping: step 60 of 60")
     assert {name: (row.stage, row.note) for name, row in seen.rows.items()} == {
-        "api": (Stage.ENDED, "SIGTERM"),
-        "trainer": (Stage.ENDED, "exit code 0"),
-        "environment": (Stage.ENDED, "SIGTERM"),
+        "api": (Standing.ENDED, "SIGTERM"),
+        "trainer": (Standing.ENDED, "exit code 0"),
+        "environment": (Standing.ENDED, "SIGTERM"),
     }
     assert seen.failure is None

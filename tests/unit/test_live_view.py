@@ -9,7 +9,7 @@ import pytest
 
 from tasks.record.events import Event
 from tasks.show.live_view import Picture, drawn, picture_of
-from tasks.show.view import Pace, Row, RunSeen, Stage, rate_text
+from tasks.show.view import Pace, Row, RunSeen, Standing, rate_text
 from tasks.spec.run import RunSpec
 from tasks.spec.words import stopwatch
 
@@ -38,7 +38,7 @@ def event(name: str, component: str | None = None, at: float = T, **fields: Any)
 BEGUN = event("attempt.begun", attempt=1, run_id="x", directory="/x/attempt-01")
 
 
-def rows(picture: Picture) -> dict[str, tuple[Stage, str]]:
+def rows(picture: Picture) -> dict[str, tuple[Standing, str]]:
     return {row.name: (row.stage, row.note) for row in picture.rows}
 
 
@@ -59,8 +59,8 @@ def test_a_component_that_starts_says_what_its_probe_answered() -> None:
     )
 
     assert rows(picture) == {
-        "api": (Stage.STARTING, "GET http://127.0.0.1:1/: connection refused"),
-        "trainer": (Stage.WAITING, ""),
+        "api": (Standing.STARTING, "GET http://127.0.0.1:1/: connection refused"),
+        "trainer": (Standing.WAITING, ""),
     }
     assert [line.rstrip() for line in lines(picture, at=T + 4)] == [
         "component  state     pid      age",
@@ -78,7 +78,7 @@ def test_what_a_probe_answered_is_over_once_it_is_ready() -> None:
         event("probe.failed", "api", reason="no answer", misses=1, probe="live"),
     )
 
-    assert rows(picture)["api"] == (Stage.READY, "")
+    assert rows(picture)["api"] == (Standing.READY, "")
 
 
 def test_an_end_is_told_by_its_exit_code_or_signal_and_its_age_stands_still() -> None:
@@ -101,8 +101,8 @@ def test_what_runs_at_a_teardown_is_stopping() -> None:
         event("teardown.begun", reason="trainer killed by SIGSEGV", cause="trainer"),
     )
 
-    assert rows(picture)["api"][0] is Stage.STOPPING
-    assert rows(picture)["trainer"][0] is Stage.WAITING
+    assert rows(picture)["api"][0] is Standing.STOPPING
+    assert rows(picture)["trainer"][0] is Standing.WAITING
     assert lines(picture)[-1] == "stopping: trainer killed by SIGSEGV"
 
 
@@ -113,7 +113,7 @@ def test_a_job_says_where_it_runs_also_when_it_is_ready() -> None:
         event("component.ready", "trainer", pid=None, after_s=0.5),
     )
 
-    assert rows(picture)["trainer"] == (Stage.READY, "job RUNNING, node 10.0.0.2")
+    assert rows(picture)["trainer"] == (Standing.READY, "job RUNNING, node 10.0.0.2")
 
 
 def test_a_fleet_says_how_many_engines_serve() -> None:
@@ -128,8 +128,8 @@ def test_a_fleet_says_how_many_engines_serve() -> None:
     before = viewed(spawned, *states, ready, of=of)
     after = viewed(spawned, *states, ready, lost, of=of)
 
-    assert rows(before)["rollout"] == (Stage.READY, "3 of 3 engines serve")
-    assert rows(after)["rollout"] == (Stage.READY, "2 of 3 engines serve")
+    assert rows(before)["rollout"] == (Standing.READY, "3 of 3 engines serve")
+    assert rows(after)["rollout"] == (Standing.READY, "2 of 3 engines serve")
 
 
 def test_a_run_that_waits_for_its_gang_says_its_place_and_why() -> None:
@@ -160,7 +160,7 @@ def test_a_new_attempt_begins_with_nothing_of_the_one_before() -> None:
     )
 
     assert (picture.message, picture.step) == ("", None)
-    assert set(rows(picture).values()) == {(Stage.WAITING, "")}
+    assert set(rows(picture).values()) == {(Standing.WAITING, "")}
 
 
 def test_the_step_bar_says_how_far_how_fast_and_how_long_still() -> None:
@@ -186,7 +186,7 @@ def test_without_a_total_the_step_stands_alone() -> None:
 ROWS = tuple(
     Row(
         name=f"component-{n}-with-a-long-name",
-        stage=Stage.STARTING,
+        stage=Standing.STARTING,
         pid=4_000_000,
         began_at=T - 100_000,
         note="GET http://127.0.0.1:40001/health: HTTP 503 'loading the\nmodel \x1b[31mnow'" * 3,
