@@ -6,6 +6,7 @@ within a run of Muster: it sees none of them.
 
 from __future__ import annotations
 
+import contextvars
 import os
 import shutil
 import tempfile
@@ -159,6 +160,22 @@ def muster_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     home.mkdir()
     monkeypatch.setenv("MUSTER_HOME", str(home))
     return home
+
+
+@pytest.fixture(scope="session")
+def prefect_url() -> Iterator[str]:
+    """A Prefect server that all tests of the session share, of which those in this process see
+    nothing unless they set its address.
+
+    A test that counts flow runs, needs a pool of the usual name or kills its server starts one of
+    its own.
+    """
+    from tasks.server.server import prefect_server
+
+    # What it sets for this process is set in a context that no test runs in.
+    context, server = contextvars.copy_context(), prefect_server()
+    yield context.run(server.__enter__)
+    context.run(server.__exit__, None, None, None)
 
 
 @pytest.fixture(scope="session")

@@ -16,9 +16,7 @@ from typing import Any
 
 import pytest
 import yaml
-from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from tasks.server.server import prefect_server
 from tests.support.prefect_api import ask
 from tests.support.pseudo_terminal import PseudoTerminal
 
@@ -109,10 +107,8 @@ def _environments() -> Iterator[tuple[int, bytes]]:
 
 
 @pytest.fixture(scope="session")
-def api() -> Iterator[str]:
-    """A Prefect server for the whole session, of which other tests in this process see nothing."""
-    with prefect_server() as url, temporary_settings(restore_defaults={PREFECT_API_URL}):
-        yield url
+def api(prefect_url: str) -> str:
+    return prefect_url
 
 
 @pytest.fixture

@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from tasks.server.server import prefect_server
 from tests.support.gates import Gates, Nursery, overlaps
 from tests.support.ground import Server, until
 from tests.support.prefect_api import ask
@@ -30,9 +29,9 @@ SOON = {"hold_s": 1.0, "expire_s": 3.0}
 
 
 @pytest.fixture(scope="module")
-def api() -> Iterator[str]:
-    with temporary_settings(restore_defaults={PREFECT_API_URL}), prefect_server() as url:
-        yield url
+def api(prefect_url: str) -> Iterator[str]:
+    with temporary_settings({PREFECT_API_URL: prefect_url}):
+        yield prefect_url
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,6 @@ from tasks.queue.look import NodeUse, QueuedRun, QueueView
 from tasks.queue.packing import Demand
 from tasks.queue.settings import settings_of
 from tasks.queue.tables import ROWS_AT_MOST, QueueArtifacts, keys_of
-from tasks.server.server import prefect_server
 from tests.support.ground import sleepers
 from tests.support.prefect_api import ask
 
@@ -27,9 +26,9 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def api() -> Iterator[str]:
-    with temporary_settings(restore_defaults={PREFECT_API_URL}), prefect_server() as url:
-        yield url
+def api(prefect_url: str) -> Iterator[str]:
+    with temporary_settings({PREFECT_API_URL: prefect_url}):
+        yield prefect_url
 
 
 class Clock:

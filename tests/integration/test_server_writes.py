@@ -12,17 +12,15 @@ import httpx
 import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from tasks.server.server import prefect_server
-
 pytestmark = pytest.mark.slow
 
 WRITERS, ROUNDS = 6, 15
 
 
 @pytest.fixture(scope="module")
-def api() -> Iterator[str]:
-    with temporary_settings(restore_defaults={PREFECT_API_URL}), prefect_server() as url:
-        yield url
+def api(prefect_url: str) -> Iterator[str]:
+    with temporary_settings({PREFECT_API_URL: prefect_url}):
+        yield prefect_url
 
 
 @pytest.fixture

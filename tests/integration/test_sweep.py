@@ -16,9 +16,9 @@ import pytest
 from prefect import flow
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
+from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from tasks.ray.nodes import SweepReport, sweep
-from tasks.server.server import prefect_server
 from tests.support.ray_cluster import RAY_ENV, RayCluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
@@ -76,7 +76,11 @@ def test_a_sweep_ends_what_escaped_and_counts_it_once(
 
 
 def test_a_sweep_within_a_flow_run_is_seen_on_it_node_by_node(
-    ray_cluster: RayCluster, escaped: Callable[[str], int], run_id: str, muster_home: Path
+    ray_cluster: RayCluster,
+    prefect_url: str,
+    escaped: Callable[[str], int],
+    run_id: str,
+    muster_home: Path,
 ) -> None:
     pid = escaped(run_id)
 
@@ -84,7 +88,7 @@ def test_a_sweep_within_a_flow_run_is_seen_on_it_node_by_node(
     def sweeping() -> SweepReport:
         return asyncio.run(sweep(ray_cluster.gcs_address, run_id=run_id, within_s=120))
 
-    with prefect_server(), get_client(sync_client=True) as client:
+    with temporary_settings({PREFECT_API_URL: prefect_url}), get_client(sync_client=True) as client:
         state = sweeping(return_state=True)
         flow_run_id = state.state_details.flow_run_id
         asked = FlowRunFilter(id=FlowRunFilterId(any_=[flow_run_id]))

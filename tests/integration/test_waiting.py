@@ -18,7 +18,6 @@ from prefect.settings import (
     temporary_settings,
 )
 
-from tasks.server.server import prefect_server
 from tasks.spec.errors import RunEnded
 from tasks.spec.run import RunSpec
 from tasks.train import waiting
@@ -41,9 +40,9 @@ Refused = Callable[..., tuple[RunSession, Run]]
 
 
 @pytest.fixture(scope="module")
-def api() -> Iterator[str]:
-    with temporary_settings(restore_defaults={PREFECT_API_URL}), prefect_server() as url:
-        yield url
+def api(prefect_url: str) -> Iterator[str]:
+    with temporary_settings({PREFECT_API_URL: prefect_url}):
+        yield prefect_url
 
 
 @pytest.fixture
