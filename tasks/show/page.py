@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote, urlsplit
@@ -21,7 +21,7 @@ from tasks.record.states import RunState
 from tasks.show import pictures
 from tasks.show.failure import card_of, facts_of, remedy_of, tail_of
 from tasks.show.pictures import Figures, curve_of
-from tasks.show.view import RunView, Shown, end_of
+from tasks.show.view import RunView, ServerSeen, Shown, end_of
 from tasks.spec.run import FLEET, RunSpec
 from tasks.spec.words import block, code, counted, link, moment, seconds, table, text
 
@@ -44,10 +44,10 @@ def components_of(view: RunView) -> Shown:
         f"Attempt {attempt.number}{on}, as of {moment(view.at)}. Logs are in {files}.",
         table(_HEAD, rows),
     ]
-    if view.servers:
-        parts += ["Servers of the fleet:", table(_SERVERS_HEAD, _servers(view))]
-    if len(view.servers) > _SERVERS_AT_MOST:
-        parts.append(f"The first {_SERVERS_AT_MOST} of {len(view.servers)} servers.")
+    if servers := view.seen.servers:
+        parts += ["Servers of the fleet:", table(_SERVERS_HEAD, _servers(servers))]
+    if len(servers) > _SERVERS_AT_MOST:
+        parts.append(f"The first {_SERVERS_AT_MOST} of {len(servers)} servers.")
     return Shown(headline=_components_headline(view, attempt), data="\n\n".join(parts))
 
 
@@ -76,7 +76,7 @@ def _row(view: RunView, attempt: AttemptRecord, name: str) -> Iterator[str]:
     state = text(state_of(attempt, name))
     if attempt.failure and attempt.failure.component == name:
         state = f"**failed first**: {state}"
-    elif state == "starting" and (why := view.unready.get(name)):
+    elif state == "starting" and (why := view.seen.rows[name].unready):
         state += f", not ready: {text(why)}"
     yield state
     yield _runs_as(attempt, name, seen)
@@ -110,8 +110,8 @@ def _ports(ports: Mapping[str, int], name: str) -> Iterator[str]:
             yield f"{text(port.removeprefix(others))} {number}"
 
 
-def _servers(view: RunView) -> Iterator[list[str]]:
-    for server in view.servers[:_SERVERS_AT_MOST]:
+def _servers(servers: Sequence[ServerSeen]) -> Iterator[list[str]]:
+    for server in servers[:_SERVERS_AT_MOST]:
         cause = f": {text(server.cause)}" if server.cause else ""
         yield [
             str(server.rank),
@@ -129,10 +129,10 @@ _SAID_AT_MOST = 5
 def progress_of(view: RunView) -> Shown | None:
     """How far it has come; None where that is not known as a part of a whole."""
     progress = view.spec.progress
-    if progress is None or progress.total is None or view.step is None:
+    if progress is None or progress.total is None or view.seen.pace.step is None:
         return None
-    percent = max(0.0, min(100.0, 100.0 * view.step / progress.total))
-    said = f"step {view.step:g} of {progress.total}"
+    percent = max(0.0, min(100.0, 100.0 * view.seen.pace.step / progress.total))
+    said = f"step {view.seen.pace.step:g} of {progress.total}"
     return Shown(headline=said, data=percent, type="progress")
 
 
@@ -313,11 +313,11 @@ def _state(view: RunView) -> tuple[str, str]:
         case RunState.COMPLETED | RunState.CANCELLED:
             return state, view.message
         case RunState.PENDING_RESOURCES:
-            return "waiting", view.doing.removeprefix("waiting: ") or "for its gang of GPUs"
+            return "waiting", view.seen.doing.removeprefix("waiting: ") or "for its gang of GPUs"
         case RunState.QUEUED | RunState.ADMITTED:
-            return "about to start", view.doing
+            return "about to start", view.seen.doing
         case _:
-            return state, view.doing.removeprefix(f"{state}: ")
+            return state, view.seen.doing.removeprefix(f"{state}: ")
 
 
 def _title(said: str) -> str:
@@ -344,9 +344,9 @@ def _headline(view: RunView, said: str, why: str) -> str:
 
 def _step(view: RunView) -> str:
     progress = view.spec.progress
-    if view.step is None or progress is None:
+    if view.seen.pace.step is None or progress is None:
         return ""
-    return f"step {view.step:g}{f' of {progress.total}' if progress.total else ''}"
+    return f"step {view.seen.pace.step:g}{f' of {progress.total}' if progress.total else ''}"
 
 
 def _facts(view: RunView) -> Iterator[str]:

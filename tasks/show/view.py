@@ -7,8 +7,8 @@ they share, and `RunView`, which adds the record to it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Literal
@@ -302,17 +302,12 @@ class RunView:
     spec: RunSpec
     record: RunJson
     place: RunPlace
+    #: What its events tell beside the record; a copy of its own.
+    seen: RunSeen
     #: The machine of its flow process.
     host: str = ""
-    #: What it does just now, as its state says.
-    doing: str = ""
     #: Why it has ended without an attempt; empty where it has not.
     message: str = ""
-    #: The step last seen.
-    step: float | None = None
-    #: `unready[component] ->` the last answer to the question whether it is ready.
-    unready: Mapping[str, str] = field(default_factory=dict)
-    servers: tuple[ServerSeen, ...] = ()
 
     @property
     def failed(self) -> tuple[AttemptRecord, Failure] | None:

@@ -6,6 +6,7 @@ is told ever more seldom.
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -225,11 +226,8 @@ class RunPage:
                 record=record,
                 place=run.place,
                 host=host_name(),
-                doing=self._seen.doing,
                 message=run.verdict.message if record.state.is_final else "",
-                step=self._seen.pace.step,
-                unready={name: row.unready for name, row in self._seen.rows.items()},
-                servers=self._seen.servers,
+                seen=copy.deepcopy(self._seen),
             )
 
     def _shown(self, key: str, view: RunView) -> Shown | None:

@@ -40,7 +40,7 @@ from tasks.server.artifacts import (
 from tasks.server.flow_runs import ServerAway, state_of, talking_to
 from tasks.show.page import attempts_of, components_of, record_of, record_read, summary_of
 from tasks.show.pictures import timeline_of
-from tasks.show.view import RunView
+from tasks.show.view import RunSeen, RunView
 from tasks.spec.loading import load_spec
 from tasks.upkeep.report import Reconciled
 
@@ -78,13 +78,11 @@ def _view(place: RunPlace) -> RunView | None:
     record = RunJson.read(place.record).decided()
     if record.attempt is None:
         return None
+    spec = load_spec(place.attempt(record.attempt.number).spec)
+    seen = RunSeen.of(spec)
+    seen.doing = record.message
     return RunView(
-        at=time.time(),
-        spec=load_spec(place.attempt(record.attempt.number).spec),
-        record=record,
-        place=place,
-        doing=record.message,
-        message=record.message,
+        at=time.time(), spec=spec, record=record, place=place, seen=seen, message=record.message
     )
 
 

@@ -15,7 +15,7 @@ from tasks.record.run_json import RunJson
 from tasks.show import pictures
 from tasks.show.page import curve_shown
 from tasks.show.pictures import Figures, curve_of, drawn, phases_of, timeline_of
-from tasks.show.view import RunView
+from tasks.show.view import RunSeen, RunView
 from tasks.spec.run import RunSpec
 from tasks.spec.words import picture
 
@@ -35,6 +35,7 @@ def view(*attempts: dict[str, Any], components: tuple[str, ...] = ("api", "train
         spec=RunSpec.model_validate(spec),
         record=RunJson.model_validate(record),
         place=RunPlace(directory=Path("/runs/x-1")),
+        seen=RunSeen(components),
     )
 
 

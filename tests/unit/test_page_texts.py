@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -82,14 +83,37 @@ def failed(number: int = 1, **more: Any) -> dict[str, Any]:
     )
 
 
-def view(*attempts: dict[str, Any], state: str = "running", **more: Any) -> RunView:
+def view(
+    *attempts: dict[str, Any],
+    state: str = "running",
+    doing: str = "",
+    step: float | None = None,
+    unready: str = "",
+    servers: Sequence[Event] = (),
+    **more: Any,
+) -> RunView:
+    """
+    Args:
+        unready: what the probe of the trainer answered.
+        servers: what the fleet told.
+    """
     spec = RunSpec.model_validate({**SPEC, **more.pop("spec", {})})
+    seen = RunSeen.of(spec)
+    seen.doing = doing
+    if step is not None:
+        seen.observe(Event(at=0.0, name="run.progress", fields={"step": step}))
+    if unready:
+        fields = {"reason": unready}
+        seen.observe(Event(at=0.0, name="probe.failed", component="trainer", fields=fields))
+    for event in servers:
+        seen.observe(event)
     record = {"run_id": "x-1", "state": state, "started_at": 998.0, "ended_at": None}
     return RunView(
         at=1010.0,
         spec=spec,
         record=RunJson.model_validate({**record, "attempts": attempts}),
         place=RunPlace(directory=Path("/home/runs/x-1")),
+        seen=seen,
         **more,
     )
 
@@ -173,7 +197,7 @@ def test_the_last_word_of_a_log_has_every_answer_in_one_message() -> None:
 
 
 def test_components_show_what_runs_where_while_it_does() -> None:
-    shown = components_of(view(attempt(), unready={"trainer": "GET /health: refused"}, host="h1"))
+    shown = components_of(view(attempt(), unready="GET /health: refused", host="h1"))
 
     lines = str(shown.data).splitlines()
     [api] = [line for line in lines if line.startswith("| api ")]
@@ -203,17 +227,18 @@ def test_the_one_that_failed_first_stands_out_from_those_that_were_stopped() -> 
 
 
 def test_servers_of_a_fleet_are_shown_with_their_restarts() -> None:
-    fleet = RunSeen(engines=1)
-    for name, fields in (
-        ("rollout.server.started", {"rank": 0, "epoch": 1, "url": "http://h:1"}),
-        ("rollout.group.state", {"group": 0, "ranks": [0], "after": "active", "cause": ""}),
-        ("rollout.group.state", {"group": 0, "ranks": [0], "after": "inactive", "cause": "died"}),
-        ("rollout.server.started", {"rank": 0, "epoch": 2, "url": "http://h:2"}),
-        ("rollout.group.state", {"group": 0, "ranks": [0], "after": "active", "cause": ""}),
-    ):
-        fleet.observe(Event(at=0.0, name=name, component="rollout", fields=fields))
+    told = [
+        Event(at=0.0, name=name, component="rollout", fields=fields)
+        for name, fields in (
+            ("rollout.server.started", {"rank": 0, "epoch": 1, "url": "http://h:1"}),
+            ("rollout.group.state", {"group": 0, "ranks": [0], "after": "active", "cause": ""}),
+            ("rollout.group.state", {"group": 0, "ranks": [0], "after": "inactive", "cause": "x"}),
+            ("rollout.server.started", {"rank": 0, "epoch": 2, "url": "http://h:2"}),
+            ("rollout.group.state", {"group": 0, "ranks": [0], "after": "active", "cause": ""}),
+        )
+    ]
 
-    shown = components_of(view(attempt(), servers=fleet.servers))
+    shown = components_of(view(attempt(), servers=told))
 
     assert "| 0 | active | `http://h:2` | 1 | `rollout-r0.log` |" in str(shown.data)
 
