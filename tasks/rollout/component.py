@@ -9,7 +9,6 @@ import secrets
 import sys
 import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from tasks.processes.component import ComponentPlan
@@ -19,12 +18,12 @@ from tasks.record.events import Emit, Event
 from tasks.record.places import AttemptPlace
 from tasks.rollout.building import LOOPBACK, planned, ports_needed
 from tasks.rollout.gateway import is_loopback
-from tasks.rollout.plan import SERVERS_ENV, TOKEN_ENV, FleetPlan
+from tasks.rollout.plan import SERVERS_ENV, FleetPlan
 from tasks.rollout.topology import TopologyPlan
 from tasks.spec.errors import Fault
 from tasks.spec.loading import project_root
 from tasks.spec.probes import LiveProbe, ReadyProbe
-from tasks.spec.run import FLEET, RunSpec
+from tasks.spec.run import FLEET, OnExitZero, RunSpec
 
 #: Of names of ports: `rollout.ports.server.0`.
 _PORTS = f"{FLEET}.ports."
@@ -36,21 +35,6 @@ _START_MARGIN_S, _RAY_MARGIN_S = 60.0, 360.0
 _LIVE_EVERY_S = 10.0
 #: Ray would write a native stack into the log at SIGTERM, by which a fleet is told to end.
 _QUIET_RAY = {"RAY_DISABLE_FAILURE_SIGNAL_HANDLER": "1"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FleetStart:
-    """What is decided of a fleet when an attempt begins."""
-
-    #: Of its gateway.
-    port: int
-    #: That the gateway asks for; empty: none.
-    token: str = ""
-
-    @property
-    def env(self) -> dict[str, str]:
-        """What every component of the run gets."""
-        return {TOKEN_ENV: self.token} if self.token else {}
 
 
 def fleet_ports(spec: RunSpec) -> tuple[str, ...]:
@@ -123,8 +107,8 @@ def prepare_fleet(
     containment: Containment,
     ports: Mapping[str, int],
     register_at: Path,
-) -> FleetStart | None:
-    """Write down what the process of the run's fleet is to do.
+) -> FleetPlan | None:
+    """What the process of the run's fleet is to do, which is written down.
 
     Args:
         spec: with its placeholders filled in.
@@ -136,12 +120,14 @@ def prepare_fleet(
     if fleet is None:
         return None
     is_on_ray = fleet.placement == "ray"
+    # On other machines, servers inherit nothing of this one.
+    env = {**(spec.env if is_on_ray else {}), **fleet.env}
     # In a PID namespace, pids mean nothing outside, and all end with its first process.
     is_registered = containment.level is not Level.L4 and not is_on_ray
-    FleetPlan(
+    plan = FleetPlan(
         run_id=run_id,
         attempt=place.number,
-        fleet=fleet.model_dump(mode="json", exclude_unset=True, exclude={"env"}),
+        fleet=fleet.model_copy(update={"env": env}),
         port=ports[_PORT],
         ports={
             name.removeprefix(_PORTS): number
@@ -154,27 +140,24 @@ def prepare_fleet(
         directory=place.directory,
         register_at=register_at if is_registered else None,
         level=containment.level.value,
-    ).write(place.fleet_plan)
-    token = "" if is_loopback(fleet.host) else secrets.token_urlsafe(32)
-    return FleetStart(port=ports[_PORT], token=token)
+        token="" if is_loopback(fleet.host) else secrets.token_urlsafe(32),
+    )
+    plan.write(place.fleet_plan)
+    return plan
 
 
 def fleet_component(
-    spec: RunSpec, place: AttemptPlace, env: Mapping[str, str], start: FleetStart
+    plan: FleetPlan, env: Mapping[str, str], on_exit_zero: OnExitZero
 ) -> ComponentPlan:
     """The fleet as a component like any other: one process, which holds all its servers.
 
     Args:
-        spec: with its placeholders filled in; it has a fleet.
         env: the variables that every component gets, and those of this one.
     """
-    fleet = spec.fleet
-    assert fleet is not None
-    url = gateway_url(fleet.host, start.port)
-    is_on_ray = fleet.placement == "ray"
+    fleet, place = plan.fleet, plan.place
+    health = f"{gateway_url(fleet.host, plan.port)}/muster/health"
+    is_on_ray = plan.ray is not None
     within_s = fleet.start_within_s + (_RAY_MARGIN_S if is_on_ray else _START_MARGIN_S)
-    # On other machines, servers inherit nothing of this one.
-    servers_env = {**(spec.env if is_on_ray else {}), **fleet.env}
     return ComponentPlan(
         name=FLEET,
         command=Command(
@@ -182,19 +165,19 @@ def fleet_component(
             argv=(sys.executable, "-P", "-m", "tasks.rollout.process", str(place.fleet_plan)),
             env={
                 **env,
-                **start.env,
+                **plan.env,
                 **(_QUIET_RAY if is_on_ray else {}),
-                SERVERS_ENV: json.dumps(servers_env),
+                SERVERS_ENV: json.dumps(fleet.env),
             },
             cwd=place.directory,
             log=place.log(FLEET),
             grace_s=fleet.stop.grace_s + STOP_MARGIN_S,
         ),
         ready=ReadyProbe.model_validate(
-            {"http": f"{url}/muster/health", "json": {"ready": True}, "within_s": within_s}
+            {"http": health, "json": {"ready": True}, "within_s": within_s}
         ),
-        live=LiveProbe(http=f"{url}/muster/health", every_s=_LIVE_EVERY_S),
-        on_exit_zero=spec.on_exit_zero(FLEET),
+        live=LiveProbe(http=health, every_s=_LIVE_EVERY_S),
+        on_exit_zero=on_exit_zero,
     )
 
 

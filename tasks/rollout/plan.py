@@ -6,9 +6,8 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tasks.record.places import AttemptPlace
 from tasks.spec.rollout import Rollout
@@ -32,8 +31,9 @@ class FleetPlan(BaseModel):
     run_id: str
     #: From 1.
     attempt: int
-    #: As in the spec, its placeholders filled in, without its `env`.
-    fleet: Mapping[str, Any]
+    #: As in the spec, its placeholders filled in; its `env` is all that its servers are given, and
+    #: stands in no file.
+    fleet: Rollout
     #: The port of the gateway.
     port: int
     #: Of a fleet on this machine, by the names of `ports_needed`.
@@ -51,40 +51,43 @@ class FleetPlan(BaseModel):
     register_at: Path | None = None
     #: What holds them: L1 to L4, see `containment`.
     level: str = "L2"
+    #: That the gateway asks for; empty: none. In no file either.
+    token: str = Field("", exclude=True, repr=False)
 
     @property
     def place(self) -> AttemptPlace:
         """The files of the attempt."""
         return AttemptPlace(directory=self.directory, number=self.attempt)
 
+    @property
+    def env(self) -> dict[str, str]:
+        """What every component of the run gets."""
+        return {TOKEN_ENV: self.token} if self.token else {}
+
     def write(self, path: Path) -> None:
         """For this user's eyes only: arguments of servers may be secret. Raises: OSError."""
-        content = json.dumps(self.model_dump(mode="json"), indent=2)
+        fleet = self.fleet.model_dump(mode="json", exclude_unset=True, exclude={"env"})
+        content = {**self.model_dump(mode="json", exclude={"fleet"}), "fleet": fleet}
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with open(fd, "w", encoding="utf-8") as f:
-            f.write(f"{content}\n")
+            f.write(f"{json.dumps(content, indent=2)}\n")
 
     @staticmethod
-    def read(path: Path) -> FleetPlan:
-        """Raises: BadPlan."""
-        try:
-            return FleetPlan.model_validate_json(path.read_text(encoding="utf-8"))
-        except (OSError, ValidationError, ValueError) as error:
-            raise BadPlan(f"{path} is no plan of a fleet: {_in_a_line(error)}") from error
-
-    def rollout(self, env: Mapping[str, str]) -> Rollout:
-        """The fleet, with the variables of its servers.
-
+    def read(path: Path, env: Mapping[str, str]) -> FleetPlan:
+        """
         Args:
-            env: of the process.
+            env: of the fleet's process, which has what stands in no file.
 
         Raises: BadPlan.
         """
         try:
-            servers = json.loads(env.get(SERVERS_ENV, "{}"))
-            return Rollout.model_validate({**self.fleet, "env": servers})
-        except (ValidationError, ValueError) as error:
-            raise BadPlan(f"the fleet is not valid: {_in_a_line(error)}") from error
+            content = json.loads(path.read_text(encoding="utf-8"))
+            if isinstance(content, dict) and isinstance(content.get("fleet"), dict):
+                content["fleet"]["env"] = json.loads(env.get(SERVERS_ENV, "{}"))
+                content["token"] = env.get(TOKEN_ENV, "")
+            return FleetPlan.model_validate(content)
+        except (OSError, ValueError) as error:
+            raise BadPlan(f"{path} is no plan of a fleet: {_in_a_line(error)}") from error
 
     def log_of(self, rank: int) -> Path:
         """Of the server that is called by this rank."""

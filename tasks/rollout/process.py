@@ -5,8 +5,6 @@ a line on stdout for a reader, and one of JSON in `rollout.jsonl` for the run. S
 
 Exit status: 0 it was told to end · 1 the fleet can't go on, the last line says why · 2 the plan, or
 the gateway's address, is no good: nothing was started.
-
-Where the servers of a fleet run: processes of this machine, or actors on a Ray cluster.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ from tasks.rollout.building import LOOPBACK, Addresses, build, nodes_needed, por
 from tasks.rollout.fleet import Fleet, FleetFailed
 from tasks.rollout.gateway import Gateway
 from tasks.rollout.local_host import LocalHost
-from tasks.rollout.plan import SERVERS_ENV, TOKEN_ENV, BadPlan, FleetPlan
+from tasks.rollout.plan import SERVERS_ENV, BadPlan, FleetPlan
 from tasks.rollout.probing import HttpProber, NoHost, OpenedHost
 from tasks.rollout.topology import ServerSlot, TopologyPlan, settings_of
 from tasks.spec.rollout import Rollout
@@ -42,14 +40,14 @@ _DEVICES = "CUDA_VISIBLE_DEVICES"
 _OWN_ENV = (SERVERS_ENV, "NOTIFY_SOCKET")
 
 
-async def opened_host(plan: FleetPlan, fleet: Rollout) -> OpenedHost:
+async def opened_host(plan: FleetPlan) -> OpenedHost:
     """Raises: NoHost. A cancel leaves nothing."""
     try:
         if plan.ray is not None:
             from tasks.rollout.ray_host import opened_on_ray
 
-            return await opened_on_ray(plan, fleet, servers_env())
-        return _on_this_machine(plan, fleet)
+            return await opened_on_ray(plan, servers_env())
+        return _on_this_machine(plan)
     except (KeyError, ValueError) as error:
         raise NoHost(f"the fleet has no place: {error}") from error
 
@@ -59,13 +57,14 @@ def servers_env() -> dict[str, str]:
     return {key: value for key, value in os.environ.items() if key not in _OWN_ENV}
 
 
-def _on_this_machine(plan: FleetPlan, fleet: Rollout) -> OpenedHost:
-    ports = _LocalPorts(plan, fleet)
+def _on_this_machine(plan: FleetPlan) -> OpenedHost:
+    stop = plan.fleet.stop
+    ports = _LocalPorts(plan)
     parts = PartsRegister(plan.register_at, FLEET) if plan.register_at else None
 
     def register(rank: int, forked: Forked) -> None:
         if parts is not None:
-            parts.enter(_part(rank), _entry(plan, fleet, forked))
+            parts.enter(_part(rank), _entry(plan, forked))
 
     def unregister(rank: int) -> None:
         if parts is not None:
@@ -80,8 +79,8 @@ def _on_this_machine(plan: FleetPlan, fleet: Rollout) -> OpenedHost:
             "MUSTER_ATTEMPT": str(plan.attempt),
             "MUSTER_COMPONENT": FLEET,
         },
-        stop_signal=signal.Signals[fleet.stop.signal],
-        grace_s=fleet.stop.grace_s,
+        stop_signal=signal.Signals[stop.signal],
+        grace_s=stop.grace_s,
         register=register,
         unregister=unregister,
     )
@@ -91,12 +90,12 @@ def _on_this_machine(plan: FleetPlan, fleet: Rollout) -> OpenedHost:
 class _LocalPorts:
     """The ports of a fleet on this machine: at first those that the run held for it."""
 
-    def __init__(self, plan: FleetPlan, fleet: Rollout) -> None:
-        self._fleet = fleet
+    def __init__(self, plan: FleetPlan) -> None:
+        self._fleet = plan.fleet
         self._node_gpus = plan.node_gpus
         self._ports: dict[str, int] = dict(plan.ports)
-        self._hosts = (LOOPBACK,) * nodes_needed(fleet, plan.node_gpus)
-        self._devices = devices_of(fleet, os.environ)
+        self._hosts = (LOOPBACK,) * nodes_needed(plan.fleet, plan.node_gpus)
+        self._devices = devices_of(plan.fleet, os.environ)
         #: Kept from other runs as long as this process lives.
         self._reserved: list[PortsReserved] = []
 
@@ -125,7 +124,7 @@ def devices_of(fleet: Rollout, env: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(device.strip() for device in written.split(",") if device.strip())
 
 
-def _entry(plan: FleetPlan, fleet: Rollout, forked: Forked) -> Entry:
+def _entry(plan: FleetPlan, forked: Forked) -> Entry:
     return Entry(
         run_id=plan.run_id,
         attempt=plan.attempt,
@@ -134,7 +133,7 @@ def _entry(plan: FleetPlan, fleet: Rollout, forked: Forked) -> Entry:
         mark=forked.mark,
         guardian=ProcessId.of(forked.guardian_pid),
         process=ProcessId.of(forked.pid),
-        grace_s=fleet.stop.grace_s,
+        grace_s=plan.fleet.stop.grace_s,
     )
 
 
@@ -166,21 +165,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with contextlib.suppress(OSError):  # At level L1.
         tree.become_subreaper()
     try:
-        plan = FleetPlan.read(Path(words[0]))
-        rollout = plan.rollout(os.environ)
-        return asyncio.run(_run(plan, rollout))
+        return asyncio.run(_run(FleetPlan.read(Path(words[0]), os.environ)))
     except (BadPlan, NoHost) as error:
         return _say_last(str(error), EXIT_NOT_STARTED)
 
 
-async def _run(plan: FleetPlan, rollout: Rollout) -> int:
+async def _run(plan: FleetPlan) -> int:
     told_to_end = asyncio.Event()
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, told_to_end.set)
     events = EventLog(plan.place.fleet_events, (_say,))
     prober = HttpProber()
-    opening = asyncio.ensure_future(opened_host(plan, rollout))
+    opening = asyncio.ensure_future(opened_host(plan))
     if await _either(opening, told_to_end):
         opening.cancel()
         await asyncio.wait([opening])
@@ -189,27 +186,25 @@ async def _run(plan: FleetPlan, rollout: Rollout) -> int:
     try:
         fleet = Fleet(
             host.topology,
-            settings=settings_of(rollout),
+            settings=settings_of(plan.fleet),
             host=host.host,
             prober=prober,
             emit=events.emit,
             rebind=host.rebind,
         )
-        return await _serve(plan, rollout, fleet, told_to_end)
+        return await _serve(plan, fleet, told_to_end)
     finally:
         await _close(host)
         await prober.close()
 
 
-async def _serve(
-    plan: FleetPlan, rollout: Rollout, fleet: Fleet, told_to_end: asyncio.Event
-) -> int:
-    token = os.environ.get(TOKEN_ENV) or None
-    gateway = Gateway(fleet, host=rollout.host, port=plan.port, token=token)
+async def _serve(plan: FleetPlan, fleet: Fleet, told_to_end: asyncio.Event) -> int:
+    host = plan.fleet.host
+    gateway = Gateway(fleet, host=host, port=plan.port, token=plan.token or None)
     try:
         await gateway.start()
     except OSError as error:
-        where = f"{rollout.host}:{plan.port}"
+        where = f"{host}:{plan.port}"
         return _say_last(f"the gateway can't listen on {where}: {error}", EXIT_NOT_STARTED)
     fleet.url = gateway.url
     _log.info("gateway on %s", gateway.url)

@@ -4,8 +4,6 @@ A bundle is one node of the fleet's plan, with the GPUs of all servers that are 
 that what is to share a machine does. What dies (a server, its actor, its node) is told as the
 death of a server; the next start makes a new actor in the same bundle, which Ray has moved to
 another node where the old one is gone.
-
-The servers of a fleet on a Ray cluster: room for them, their addresses, their host.
 """
 
 from __future__ import annotations
@@ -43,7 +41,6 @@ from tasks.rollout.plan import FleetPlan
 from tasks.rollout.probing import Death, NoHost, OpenedHost, StartFailed
 from tasks.rollout.topology import Ask, ServerSlot, TopologyPlan
 from tasks.spec.errors import LostContact
-from tasks.spec.rollout import Rollout
 from tasks.spec.run import FLEET
 
 _log = logging.getLogger(__name__)
@@ -343,7 +340,7 @@ _ROOM_WITHIN_S = 300.0
 _CPUS_PER_SERVER = 1.0
 
 
-async def opened_on_ray(plan: FleetPlan, fleet: Rollout, env: Mapping[str, str]) -> OpenedHost:
+async def opened_on_ray(plan: FleetPlan, env: Mapping[str, str]) -> OpenedHost:
     """
     Args:
         env: of every server, beside its own.
@@ -351,6 +348,7 @@ async def opened_on_ray(plan: FleetPlan, fleet: Rollout, env: Mapping[str, str])
     Raises: NoHost; ValueError, KeyError, as `build` does.
     """
     assert plan.ray is not None
+    fleet = plan.fleet
     shape = planned(fleet, plan.node_gpus)
     try:
         address = await gcs_address_of(plan.ray)
@@ -369,7 +367,7 @@ async def opened_on_ray(plan: FleetPlan, fleet: Rollout, env: Mapping[str, str])
         )
     except (NoPlace, NoAnswer, Denied, ConnectionError) as error:
         raise NoHost(str(error)) from error
-    places = RayPlaces(plan, fleet, host)
+    places = RayPlaces(plan, host)
     try:
         topology = await places.found()
     except BaseException:
@@ -409,9 +407,8 @@ class Nodes(Protocol):
 class RayPlaces:
     """Where the servers of a fleet are on the cluster, which moves them from a lost node."""
 
-    def __init__(self, plan: FleetPlan, fleet: Rollout, host: Nodes) -> None:
-        self._plan = plan
-        self._fleet = fleet
+    def __init__(self, plan: FleetPlan, host: Nodes) -> None:
+        self._fleet, self._node_gpus = plan.fleet, plan.node_gpus
         self._host = host
         self._ports: dict[str, int] = {}
 
@@ -428,11 +425,11 @@ class RayPlaces:
     async def _topology(self) -> TopologyPlan:
         # After ports were asked for there, which waits until the node is there.
         addresses = Addresses(hosts=await self._host.hosts(), ports=self._ports)
-        return build(self._fleet, addresses, self._plan.node_gpus)
+        return build(self._fleet, addresses, self._node_gpus)
 
     async def _take_ports(self, groups: Collection[int]) -> None:
         by_node: dict[int, list[str]] = {}
-        for need in ports_needed(self._fleet, self._plan.node_gpus, groups):
+        for need in ports_needed(self._fleet, self._node_gpus, groups):
             by_node.setdefault(need.node, []).append(need.name)
         found = await asyncio.gather(
             *(self._host.free_ports(node, len(wanted)) for node, wanted in by_node.items())

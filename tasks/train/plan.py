@@ -22,7 +22,8 @@ from tasks.ray.submission import JobPlan, submission_file, submission_id
 from tasks.record.events import Emit
 from tasks.record.places import AttemptPlace
 from tasks.record.run_json import AttemptRecord
-from tasks.rollout.component import FleetStart, fleet_component
+from tasks.rollout.component import fleet_component
+from tasks.rollout.plan import FleetPlan
 from tasks.spec.errors import Fault
 from tasks.spec.loading import project_root
 from tasks.spec.programs import component_path
@@ -120,7 +121,7 @@ def plan_of(
     place: AttemptPlace,
     containment: Containment,
     adopted: AttemptRecord | None = None,
-    fleet: FleetStart | None = None,
+    fleet: FleetPlan | None = None,
 ) -> AttemptPlan:
     """One attempt at a run.
 
@@ -153,14 +154,14 @@ def _component_plan(
     name: str,
     run_id: str,
     place: AttemptPlace,
-    fleet: FleetStart | None,
+    fleet: FleetPlan | None,
     adopted: AttemptRecord | None,
 ) -> ComponentPlan:
     env = component_env(spec, name, run_id, place.number)
     component = spec.processes.get(name)
     if component is None:
         assert fleet is not None
-        return fleet_component(spec, place, env, fleet)
+        return fleet_component(fleet, env, spec.on_exit_zero(name))
     is_job = component.launcher == "ray_job"
     command = Command(
         argv=component.command,

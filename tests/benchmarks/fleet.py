@@ -26,6 +26,7 @@ from tasks.rollout.health import Health
 from tasks.rollout.probing import FleetParts, HttpProber
 from tasks.rollout.registry import Registry
 from tasks.rollout.topology import Ask, FleetSettings
+from tasks.spec.rollout import FleetHealth
 from tests.benchmarks.report import Result, Row, say
 from tests.faults.fleet_chaos import plan_in, serving
 from tests.support import dummy_server
@@ -65,9 +66,9 @@ async def _removals(*, quick: bool) -> list[Row]:
                 for number in range(count):
                     say(f"  {signum.name} {number + 1} of {count}")
                     took.append(await fleet.hit(number % 8, signum))
-    health = plan.fleet["health"]
-    limit_s = health["misses"] * health["interval_s"] + health["timeout_s"]
-    note = f"interval {health['interval_s']:g} s, {health['misses']} misses"
+    health = plan.fleet.health
+    limit_s = health.misses * health.interval_s + health.timeout_s
+    note = f"interval {health.interval_s:g} s, {health.misses} misses"
     rows = [
         Row(way="Muster: killed, out of routing", values=killed, group="killed", note="limit 50"),
         Row(
@@ -87,9 +88,9 @@ async def _removals(*, quick: bool) -> list[Row]:
     return rows
 
 
-def _polled(health: dict[str, Any], count: int) -> list[float]:
+def _polled(health: FleetHealth, count: int) -> list[float]:
     """Seconds to the last of so many misses, for deaths at random moments of the interval."""
-    interval, misses = health["interval_s"], health["misses"]
+    interval, misses = health.interval_s, health.misses
     return [interval * (misses - 1 + Random(number).random()) for number in range(count)]
 
 

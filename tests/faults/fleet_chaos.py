@@ -35,6 +35,7 @@ from tasks.processes import tree
 from tasks.processes.ports import listeners
 from tasks.rollout.plan import FleetPlan
 from tasks.show.help import HelpFormatter
+from tasks.spec.rollout import Rollout
 from tests.support.stage import free_port
 
 _ENGINES = 8
@@ -343,15 +344,17 @@ def plan_in(directory: Path, ledger: Path) -> FleetPlan:
     return FleetPlan(
         run_id="chaos",
         attempt=1,
-        fleet={
-            "backend": "command",
-            "engines": _ENGINES,
-            "command": command,
-            "health": {**_HEALTH, "token": {"path": "/health_generate"}},
-            "recovery": _RECOVERY,
-            "stop": {"grace_s": 1},
-            "start_within_s": _READY_WITHIN_S,
-        },
+        fleet=Rollout.model_validate(
+            {
+                "backend": "command",
+                "engines": _ENGINES,
+                "command": command,
+                "health": {**_HEALTH, "token": {"path": "/health_generate"}},
+                "recovery": _RECOVERY,
+                "stop": {"grace_s": 1},
+                "start_within_s": _READY_WITHIN_S,
+            }
+        ),
         port=free_port(),
         ports={f"server.{rank}": free_port() for rank in range(_ENGINES)},
         cwd=Path.cwd(),

@@ -13,6 +13,7 @@ from tasks.rollout.building import planned
 from tasks.rollout.plan import FleetPlan
 from tasks.rollout.probing import NoHost
 from tasks.rollout.ray_host import NoPlace, RayPlaces, bundles_of, moved
+from tasks.spec.rollout import Rollout
 
 pytestmark = pytest.mark.asyncio
 
@@ -45,7 +46,7 @@ def plan_of(**fleet: Any) -> FleetPlan:
     return FleetPlan(
         run_id="a-run",
         attempt=1,
-        fleet={**fleet, "placement": "ray"},
+        fleet=Rollout.model_validate({**fleet, "placement": "ray"}),
         port=4000,
         ports={},
         ray="http://127.0.0.1:8265",
@@ -55,8 +56,7 @@ def plan_of(**fleet: Any) -> FleetPlan:
 
 
 def places_of(nodes: FakeNodes, **fleet: Any) -> RayPlaces:
-    plan = plan_of(**fleet)
-    return RayPlaces(plan, plan.rollout({}), nodes)
+    return RayPlaces(plan_of(**fleet), nodes)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ async def test_a_bundle_is_what_the_servers_of_a_node_need(
 ) -> None:
     plan = plan_of(**fleet)
 
-    assert bundles_of(planned(plan.rollout({}), plan.node_gpus), nodes) == bundles
+    assert bundles_of(planned(plan.fleet, plan.node_gpus), nodes) == bundles
 
 
 async def test_each_server_is_planned_at_its_nodes_address_and_a_port_of_its_own() -> None:
@@ -148,7 +148,7 @@ async def test_a_host_on_ray_gets_the_runs_variables_and_nothing_else_of_this_ma
     plan = plan_of(**CPU)
     env = {"MUSTER_RUN_ID": "a-run", "PATH": "/bin", "HOME": "/root", "PYTHONUNBUFFERED": "1"}
 
-    opened = await fleet_on_ray.opened_on_ray(plan, plan.rollout({}), env)
+    opened = await fleet_on_ray.opened_on_ray(plan, env)
 
     [(address, bundles, more)] = cluster.opened
     assert address == "10.0.0.1:6379"
@@ -163,4 +163,4 @@ async def test_a_cluster_without_room_is_named(cluster: type[FakeHost]) -> None:
     plan = plan_of(**CPU)
 
     with pytest.raises(NoHost, match="no room on the cluster"):
-        await fleet_on_ray.opened_on_ray(plan, plan.rollout({}), {})
+        await fleet_on_ray.opened_on_ray(plan, {})

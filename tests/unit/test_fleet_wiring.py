@@ -193,7 +193,8 @@ def planned(
     containment = Containment(level=level)
     fleet = prepare_fleet(spec, "a-run", place, containment, PORTS, place.directory / "live")
     plan = plan_of(spec, "a-run", place, containment, fleet=fleet)
-    return plan, FleetPlan.read(place.fleet_plan)
+    [process] = [one for one in plan.components if one.name == "rollout"]
+    return plan, FleetPlan.read(place.fleet_plan, process.command.env)
 
 
 def test_ports_are_held_for_the_gateway_and_for_each_server_of_this_machine() -> None:
@@ -264,16 +265,15 @@ def test_what_may_be_secret_stands_in_no_file_for_others(place: AttemptPlace) ->
     assert stat.S_IMODE(place.fleet_plan.stat().st_mode) == 0o600
     env = plan.components[1].command.env
     assert "HF_TOKEN" not in env, "it is the servers', which may be told otherwise by theirs"
-    assert fleet.rollout(env).env == {"HF_TOKEN": "hf-secret"}
+    assert fleet.fleet.env == {"HF_TOKEN": "hf-secret"}
     assert env["RUN"] == "of the run"
 
 
 def test_on_ray_a_server_gets_the_runs_variables_with_its_own(place: AttemptPlace) -> None:
-    plan, fleet = planned(spec_of(placement="ray", env={"A": "of the fleet"}), place)
+    _, fleet = planned(spec_of(placement="ray", env={"A": "of the fleet"}), place)
 
     assert fleet.ray == "http://127.0.0.1:8265"
-    env = plan.components[1].command.env
-    assert fleet.rollout(env).env == {"RUN": "of the run", "A": "of the fleet"}
+    assert fleet.fleet.env == {"RUN": "of the run", "A": "of the fleet"}
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
@@ -329,7 +329,7 @@ def test_a_file_that_is_no_plan_is_named(tmp_path: Path, content: str) -> None:
     file.write_text(content)
 
     with pytest.raises(BadPlan, match=re.escape(str(file))):
-        FleetPlan.read(file)
+        FleetPlan.read(file, {})
 
 
 def test_a_topology_that_does_not_fit_is_a_fault_of_the_spec() -> None:
