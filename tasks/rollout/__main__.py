@@ -1,7 +1,4 @@
-"""The command `python -m tasks.rollout`: the plan of a run's fleet, without starting anything.
-
-The rollout fleet: `python -m tasks.rollout --help`.
-"""
+"""The command `python -m tasks.rollout`: the plan of a run's fleet, without starting anything."""
 
 from __future__ import annotations
 
@@ -59,9 +56,8 @@ def plan_of(spec: RunSpec, source: str) -> TopologyPlan:
         problem = "has no `rollout`, so there is no fleet to plan"
         remedy = "write components: {rollout: {backend: sglang, model: PATH_OR_NAME}}"
         raise InvalidSpec((Fault(path="components", problem=problem, remedy=remedy),), source)
-    node_gpus = spec.gang.gpus_per_node if spec.gang is not None else None
     try:
-        return planned(fleet, node_gpus)
+        return planned(fleet, spec.gang.gpus_per_node if spec.gang is not None else None)
     except ValueError as error:
         remedy = "change its sizes, or gang.gpus_per_node"
         fault = Fault(path="components.rollout", problem=str(error), remedy=remedy)

@@ -2,13 +2,7 @@
 
 A try that ended before the server's answer began is made again elsewhere; once it has begun, never,
 so that nobody gets an answer twice. A refusal of the gateway's own says whether the client may send
-the request again.
-
-Requests that are under way, by the entrypoint they are with, so that they can be ended.
-
-What of a request and of an answer is passed on, and whose session a request belongs to.
-
-What the gateway itself answers when it can't pass on a server's answer.
+the request again. Requests under way are known by the entrypoint they are with, and end with it.
 """
 
 from __future__ import annotations
@@ -255,7 +249,7 @@ _SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.EADDRNO
 _LAST_WORDS_S = 5.0
 
 
-class Evidence(Protocol):
+class RequestWitness(Protocol):
     """Who hears what the answers say about the servers."""
 
     def note_failure(self, rank: int, epoch: int, why: str) -> None: ...
@@ -304,7 +298,7 @@ class Forwarder:
     """
 
     def __init__(
-        self, router: Router, evidence: Evidence, *, limits: Limits, is_token_own: bool
+        self, router: Router, witness: RequestWitness, *, limits: Limits, is_token_own: bool
     ) -> None:
         self.router = router
         self.line = Line(router)
@@ -313,7 +307,7 @@ class Forwarder:
         self.is_token_own = is_token_own
         #: Why nothing is tried again any more; None: it is.
         self.is_over: str | None = None
-        self._evidence = evidence
+        self._witness = witness
         self._good_at: dict[tuple[int, int], float] = {}
         self._loop = asyncio.get_running_loop()
         self.client = aiohttp.ClientSession(
@@ -341,13 +335,13 @@ class Forwarder:
         now = self._loop.time()
         if now - self._good_at.get(entrypoint.key, -_GOOD_NEWS_EACH_S) >= _GOOD_NEWS_EACH_S:
             self._good_at[entrypoint.key] = now
-            self._evidence.note_success(*entrypoint.key)
+            self._witness.note_success(*entrypoint.key)
 
     def failed(self, entrypoint: Entrypoint, why: str) -> None:
         """A server did not do its part. Not to be called within a flight, which it may end."""
         _log.info("rank %d, epoch %d: %s", *entrypoint.key, why)
         self._good_at.pop(entrypoint.key, None)
-        self._evidence.note_failure(*entrypoint.key, why)
+        self._witness.note_failure(*entrypoint.key, why)
 
     def _entrypoints_gone(self, gone: tuple[Entrypoint, ...]) -> None:
         for entrypoint in gone:

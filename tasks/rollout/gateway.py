@@ -1,12 +1,8 @@
 """One HTTP address for all servers of the fleet, and for orders to the fleet itself.
 
-`/muster/...` is the gateway's own; every other path goes to a server that accepts requests.
-
-What the run's programs order of the fleet, over HTTP: `/muster/rollout`, `/muster/rollout/...`.
-
-An order that was taken is carried out to its end, even if its client leaves before.
-
-Who may use the gateway: everybody on its own machine, elsewhere whoever has the token.
+`/muster/...` is the gateway's own: the orders of the run's programs, each carried out to its end
+once it was taken, even if its client leaves before. Every other path goes to a server that accepts
+requests. Everybody on the gateway's machine may use it, elsewhere whoever has the token.
 """
 
 from __future__ import annotations
@@ -17,15 +13,23 @@ import json
 import logging
 import resource
 import socket
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Coroutine, Mapping
 from ipaddress import ip_address
-from typing import Annotated, Any, Protocol, TypeVar
+from typing import Annotated, Any, Protocol
 from urllib.parse import urlsplit
 
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from tasks.rollout.forwarding import Evidence, Forwarder, Limits, Refusal, bad, nobody, refused
+from tasks.rollout.forwarding import (
+    Forwarder,
+    Limits,
+    Refusal,
+    RequestWitness,
+    bad,
+    nobody,
+    refused,
+)
 from tasks.rollout.router import Router
 from tasks.rollout.topology import Ask
 from tasks.spec.errors import MusterError
@@ -127,7 +131,7 @@ PREFIX = "/muster"
 _BODY_BYTES = 1024 * 1024
 
 
-class FleetFacade(Evidence, Protocol):
+class FleetFacade(RequestWitness, Protocol):
     """What the gateway needs of the fleet. Each answer is JSON."""
 
     @property
@@ -150,8 +154,18 @@ class _Order(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
+    async def obey(self, fleet: FleetFacade) -> Mapping[Any, Any]:
+        raise NotImplementedError
 
-M = TypeVar("M", bound=_Order)
+
+class _Barrier(_Order):
+    async def obey(self, fleet: FleetFacade) -> Mapping[Any, Any]:
+        return await fleet.barrier()
+
+
+class _Restore(_Order):
+    async def obey(self, fleet: FleetFacade) -> Mapping[Any, Any]:
+        return await fleet.restore()
 
 
 class _Weights(_Order):
@@ -159,9 +173,15 @@ class _Weights(_Order):
     ranks: tuple[int, ...] | None = None
     epochs: dict[int, int] | None = None
 
+    async def obey(self, fleet: FleetFacade) -> Mapping[Any, Any]:
+        return fleet.weights(self.version, self.ranks, self.epochs)
+
 
 class _Drain(_Order):
     timeout_s: float = Field(default=60.0, ge=0, allow_inf_nan=False)
+
+    async def obey(self, fleet: FleetFacade) -> Mapping[Any, Any]:
+        return await fleet.drain(self.timeout_s)
 
 
 class _Broadcast(_Order):
@@ -169,6 +189,19 @@ class _Broadcast(_Order):
     path: Annotated[str, Field(pattern="^/")]
     body: dict[str, Any] | None = None
     timeout_s: float = Field(default=60.0, gt=0, allow_inf_nan=False)
+
+    async def obey(self, fleet: FleetFacade) -> Mapping[Any, Any]:
+        ask = Ask(method=self.method, path=self.path, body=self.body)
+        return await fleet.broadcast(ask, self.timeout_s)
+
+
+_ORDERS: Mapping[str, type[_Order]] = {
+    f"{PREFIX}/rollout/barrier": _Barrier,
+    f"{PREFIX}/rollout/restore": _Restore,
+    f"{PREFIX}/rollout/weights": _Weights,
+    f"{PREFIX}/rollout/drain": _Drain,
+    f"{PREFIX}/rollout/broadcast": _Broadcast,
+}
 
 
 class _Refused(Exception):
@@ -183,13 +216,6 @@ class Orders:
     def __init__(self, fleet: FleetFacade, access: Access) -> None:
         self._fleet = fleet
         self._access = access
-        self._orders: dict[str, Callable[[bytes], Awaitable[Mapping[Any, Any]]]] = {
-            f"{PREFIX}/rollout/barrier": self._barrier,
-            f"{PREFIX}/rollout/restore": self._restore,
-            f"{PREFIX}/rollout/weights": self._weights,
-            f"{PREFIX}/rollout/drain": self._drain,
-            f"{PREFIX}/rollout/broadcast": self._broadcast,
-        }
         #: Orders that are being carried out, kept from the garbage collector.
         self._under_way: set[asyncio.Task[Mapping[Any, Any]]] = set()
 
@@ -200,7 +226,7 @@ class Orders:
             # To anybody: who asks whether a component lives, as a supervisor does, has no token,
             # and this tells nothing else.
             return _json({"ok": True, "ready": self._fleet.snapshot().get("ready", False)})
-        order = self._orders.get(path)
+        order = _ORDERS.get(path)
         if refusal := self._access.refusal(request.headers, is_order=order is not None):
             return refused(refusal)
         if order is not None:
@@ -208,7 +234,7 @@ class Orders:
                 return _wrong_method(path, "POST")
             return await self._obey(order, request)
         if path not in (f"{PREFIX}/health", f"{PREFIX}/rollout"):
-            known = ", ".join([f"{PREFIX}/health", f"{PREFIX}/rollout", *self._orders])
+            known = ", ".join([f"{PREFIX}/health", f"{PREFIX}/rollout", *_ORDERS])
             message = f"there is no {path}; there are {known}"
             return refused(Refusal(status=404, type="not_found", message=message))
         if request.method not in ("GET", "HEAD"):
@@ -221,11 +247,7 @@ class Orders:
             task.cancel()
         await asyncio.gather(*self._under_way, return_exceptions=True)
 
-    async def _obey(
-        self,
-        order: Callable[[bytes], Awaitable[Mapping[Any, Any]]],
-        request: web.BaseRequest,
-    ) -> web.Response:
+    async def _obey(self, model: type[_Order], request: web.BaseRequest) -> web.Response:
         if (request.content_length or 0) > _BODY_BYTES:
             return refused(bad(f"an order has at most {_BODY_BYTES} bytes"))
         body = b""
@@ -233,17 +255,16 @@ class Orders:
             body += piece
             if len(body) > _BODY_BYTES:
                 return refused(bad(f"an order has at most {_BODY_BYTES} bytes"))
-
-        async def carry_out() -> Mapping[Any, Any]:
-            return await order(body)
-
-        task = asyncio.create_task(carry_out(), name=request.raw_path)
+        try:
+            order = _read(model, body)
+        except _Refused as error:
+            return refused(error.refusal)
+        carried_out: Coroutine[Any, Any, Mapping[Any, Any]] = order.obey(self._fleet)
+        task = asyncio.create_task(carried_out, name=request.raw_path)
         self._under_way.add(task)
         task.add_done_callback(self._under_way.discard)
         try:
             return _json(await asyncio.shield(task))
-        except _Refused as error:
-            return refused(error.refusal)
         except KeyError as error:
             return refused(bad(str(error.args[0]) if error.args else "unknown key"))
         except ValueError as error:
@@ -263,28 +284,8 @@ class Orders:
             message = f"{type(error).__name__}: {error}; the fleet's log has the details"
             return refused(Refusal(status=500, type="failed", message=message))
 
-    async def _barrier(self, body: bytes) -> Mapping[Any, Any]:
-        _read(_Order, body)
-        return await self._fleet.barrier()
 
-    async def _restore(self, body: bytes) -> Mapping[Any, Any]:
-        _read(_Order, body)
-        return await self._fleet.restore()
-
-    async def _weights(self, body: bytes) -> Mapping[Any, Any]:
-        order = _read(_Weights, body)
-        return self._fleet.weights(order.version, order.ranks, order.epochs)
-
-    async def _drain(self, body: bytes) -> Mapping[Any, Any]:
-        return await self._fleet.drain(_read(_Drain, body).timeout_s)
-
-    async def _broadcast(self, body: bytes) -> Mapping[Any, Any]:
-        order = _read(_Broadcast, body)
-        ask = Ask(method=order.method, path=order.path, body=order.body)
-        return await self._fleet.broadcast(ask, order.timeout_s)
-
-
-def _read(model: type[M], body: bytes) -> M:
+def _read(model: type[_Order], body: bytes) -> _Order:
     try:
         return model.model_validate_json(body.strip() or b"{}")
     except ValidationError as error:

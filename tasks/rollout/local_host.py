@@ -10,13 +10,11 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
-
 from tasks.processes import tree
 from tasks.processes.guarded import Command, Forked, GuardedProcess
 from tasks.processes.ports import is_listened, listeners
 from tasks.record.causes import find_cause, last_lines, read_tail
-from tasks.rollout.probing import Death, StartFailed
+from tasks.rollout.probing import Death, HttpProber, StartFailed
 from tasks.rollout.topology import Ask, ServerSlot
 from tasks.spec.failure_kinds import FailureKind
 
@@ -90,8 +88,7 @@ class LocalHost:
         self._register = register
         self._unregister = unregister
         self._servers: dict[int, _Server] = {}
-        # A proxy that the environment names has no business between two local processes.
-        self._client = httpx.AsyncClient(trust_env=False)
+        self._prober = HttpProber()
 
     async def start(self, slot: ServerSlot, epoch: int) -> None:
         """See `ServerHost`. Its log goes on with what its earlier incarnations wrote."""
@@ -154,20 +151,7 @@ class LocalHost:
         server = self._servers.get(rank)
         if server is None or server.slot.url is None:
             return f"rank {rank} has no address to be asked at"
-        url = f"{server.slot.url}{question.path}"
-        asked = f"{question.method} {question.path}"
-        try:
-            async with asyncio.timeout(timeout_s):
-                answer = await self._client.request(
-                    question.method, url, json=question.body, timeout=timeout_s
-                )
-        except TimeoutError:
-            return f"{asked}: no answer in {timeout_s:g} s"
-        except httpx.HTTPError as error:
-            return f"{asked}: {error or type(error).__name__}"
-        if answer.status_code == 200:
-            return None
-        return f"{asked}: {answer.status_code} {answer.text[:200].strip()}".rstrip()
+        return await self._prober.ask(server.slot.url, question, timeout_s)
 
     async def ports_taken(self, slots: Collection[ServerSlot]) -> frozenset[int]:
         """See `ServerHost`. A server of this host that runs on its own port is nobody else."""
@@ -177,7 +161,7 @@ class LocalHost:
     async def close(self) -> None:
         """End whatever is left, and the client. The host is of no use after that."""
         await self.stop(list(self._servers), grace_s=0.0)
-        await self._client.aclose()
+        await self._prober.close()
 
     async def _end(self, server: _Server, grace_s: float) -> str:
         """What could not be ended, in words; empty when nothing is left."""

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import aiohttp
 
 from tasks.record.events import Emit
+from tasks.rollout.clock import now_s
 from tasks.rollout.registry import Registry
 from tasks.rollout.topology import Ask, FleetSettings, Questions, ServerSlot, TopologyPlan
 
@@ -70,7 +71,7 @@ class HttpProber:
         The time counts from this call on: of a thousand questions at once the last one begins a
         tenth of a second after the first, and would end so much later.
         """
-        return self._ask(url, question, timeout_s, _moment_in(timeout_s))
+        return self._ask(url, question, timeout_s, now_s() + timeout_s)
 
     async def _ask(self, url: str, question: Ask, timeout_s: float, until_s: float) -> str | None:
         what = f"{question.method} {question.path}"
@@ -89,7 +90,7 @@ class HttpProber:
     async def call(self, url: str, ask: Ask, timeout_s: float) -> Reply:
         """See `Prober`."""
         try:
-            return await self._reply(url, ask, _moment_in(timeout_s))
+            return await self._reply(url, ask, now_s() + timeout_s)
         except TimeoutError:
             return Reply(status=None, body=f"no answer within {timeout_s:g} s")
         except (aiohttp.ClientError, OSError) as error:
@@ -120,11 +121,6 @@ class HttpProber:
                 cookie_jar=aiohttp.DummyCookieJar(),
             )
         return self._session
-
-
-def _moment_in(seconds: float) -> float:
-    """By the clock of the loop."""
-    return asyncio.get_running_loop().time() + seconds
 
 
 def _shown(text: str) -> str:

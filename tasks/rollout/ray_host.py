@@ -216,9 +216,11 @@ class RayHost:
         return answer or None
 
     async def ports_taken(self, slots: Collection[ServerSlot]) -> frozenset[int]:
-        taken = set()
+        # The cluster has moved a server from a lost node: its old address is as good as taken.
+        gone = moved(slots, await self.hosts())
+        taken = set(gone)
         for slot in slots:
-            if slot.port is None:
+            if slot.port is None or slot.rank in gone:
                 continue
             handle = self._make_actor(slot.rank, slot.node, gpus=0)
             try:
@@ -353,7 +355,7 @@ async def opened_on_ray(plan: FleetPlan, env: Mapping[str, str]) -> OpenedHost:
     try:
         address = await gcs_address_of(plan.ray)
         ready_driver(address)
-        host = await MovingHost.open(
+        host = await RayHost.open(
             address,
             bundles_of(shape, nodes_needed(fleet, plan.node_gpus)),
             job=submission_id(plan.run_id, plan.attempt, FLEET, is_only=False),
@@ -374,16 +376,6 @@ async def opened_on_ray(plan: FleetPlan, env: Mapping[str, str]) -> OpenedHost:
         await host.close()
         raise
     return OpenedHost(host=host, topology=topology, rebind=places.rebound, close=host.close)
-
-
-class MovingHost(RayHost):
-    """Of servers whose machine is another one once the cluster has moved them from a lost node."""
-
-    async def ports_taken(self, slots: Collection[ServerSlot]) -> frozenset[int]:
-        """An address that is no more is as good as taken: the server needs another one."""
-        gone = moved(slots, await self.hosts())
-        here = [slot for slot in slots if slot.rank not in gone]
-        return gone | await super().ports_taken(here)
 
 
 def moved(slots: Collection[ServerSlot], hosts: Sequence[str]) -> frozenset[int]:

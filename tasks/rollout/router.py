@@ -1,8 +1,7 @@
-"""Which entrypoint a request goes to: that of its session, else the one with the least to do.
+"""Which entrypoint a request goes to: that of its session, else the one with the least to do. While
+all are at their limit, requests wait in a `Line`: first come, first served.
 
-Pure: no clock and no I/O. A choice takes the same time with three entrypoints as with thousands.
-
-Where requests wait while all entrypoints are at their limit: first come, first served.
+No clock and no I/O. A choice takes the same time with three entrypoints as with thousands.
 """
 
 from __future__ import annotations

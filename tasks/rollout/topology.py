@@ -2,8 +2,7 @@
 
 Ranks are numbered over the whole fleet, engine by engine: rank r is one GPU (one process of the
 backend `command`). A server is called by the first of its ranks.
-
-The numbers of a fleet's health and recovery.
+Beside them the numbers of a fleet's health and recovery.
 """
 
 from __future__ import annotations
@@ -272,17 +271,9 @@ class FleetSettings:
 
 def settings_of(fleet: Rollout) -> FleetSettings:
     """The numbers of a fleet, as its spec says them; what that leaves out, by their defaults."""
-    health, recovery = fleet.health, fleet.recovery
     given: dict[str, Any] = {
-        "interval_s": health.interval_s,
-        "timeout_s": health.timeout_s,
-        "misses": health.misses,
-        "first_after_s": health.first_after_s,
-        "budget": recovery.budget,
-        "backoff_s": recovery.backoff_s,
-        "max_backoff_s": recovery.max_backoff_s,
-        "parallel": recovery.parallel,
-        "min_active": recovery.min_active,
+        **fleet.health.model_dump(exclude={"path", "token"}),
+        **fleet.recovery.model_dump(),
         "start_within_s": fleet.start_within_s,
         "grace_s": fleet.stop.grace_s,
         "concurrency": fleet.concurrency,

@@ -328,6 +328,6 @@ def test_a_question_is_answered_by_the_server_itself(hosts: Hosts) -> None:
         pid = host.pid_of(0)
         assert pid is not None
         os.kill(pid, signal.SIGSTOP)
-        assert await host.ask(0, HEALTH, 0.05) == "GET /health: no answer in 0.05 s"
+        assert await host.ask(0, HEALTH, 0.05) == "GET /health: no answer within 0.05 s"
 
     running(host, act())

@@ -137,7 +137,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> type[FakeHost]:
     async def gcs_address_of(address: str) -> str:
         return "10.0.0.1:6379"
 
-    monkeypatch.setattr(fleet_on_ray, "MovingHost", Host)
+    monkeypatch.setattr(fleet_on_ray, "RayHost", Host)
     monkeypatch.setattr(fleet_on_ray, "gcs_address_of", gcs_address_of)
     return Host
 
