@@ -58,14 +58,10 @@ def write(path: Path, *rows: str, columns: str = "job_id,submit_s,duration_s,gpu
     return path
 
 
-def simulate(trace: Path, out: Path, *more: str, policy: str = "fifo") -> int:
+def simulate(trace: Path, out: Path, *more: str) -> int:
     """On two nodes with four GPUs each."""
-    return queue.main(
-        [
-            *("--trace", str(trace), "--nodes", "2", "--gpus-per-node", "4"),
-            *("--policy", policy, "--out", str(out), *more),
-        ]
-    )
+    nodes = ("--nodes", "2", "--gpus-per-node", "4", "--policy", "fifo")
+    return queue.main(["--trace", str(trace), *nodes, "--out", str(out), *more])
 
 
 def starts(out: Path) -> dict[str, float]:
@@ -84,39 +80,37 @@ def test_starts_are_written_in_the_order_of_submission(tmp_path: Path) -> None:
     )
 
 
-def test_ends_come_before_arrivals_and_all_of_an_instant_before_one_pass(tmp_path: Path) -> None:
-    # `whole` ends when `pair` and `short` arrive: both start at once, neither a pass too early.
-    trace = write(tmp_path / "t.csv", "whole,0,60,8", "pair,60,60,8", "short,60,60,1")
+@pytest.mark.parametrize(
+    ("rows", "options", "started"),
+    [
+        # `whole` ends when `pair` and `short` arrive: both start at once, neither a pass too early
+        (
+            ("whole,0,60,8", "pair,60,60,8", "short,60,60,1"),
+            ("--policy", "backfill"),
+            {"whole": 0, "pair": 60, "short": 120},
+        ),
+        # jobs pass by their class: `head` can start after 3600 s by that of `half`
+        (
+            ("half,0,3000,4", "head,1,100,8", "fits,2,600,4", "long,3,3000,4"),
+            ("--policy", "backfill"),
+            {"half": 0, "fits": 2, "head": 3000, "long": 3100},
+        ),
+        # submissions are compressed and durations are not
+        (
+            ("a,0,100,8", "b,400,100,8", "c,1000,100,8"),
+            ("--compress", "4"),
+            {"a": 0, "b": 100, "c": 250},
+        ),
+        # a job of no length takes a second
+        (("a,0,0,8", "b,0,0.2,8", "c,0,5,8"), (), {"a": 0, "b": 1, "c": 2}),
+    ],
+)
+def test_jobs_start_when_the_policy_lets_them(
+    tmp_path: Path, rows: tuple[str, ...], options: tuple[str, ...], started: dict[str, float]
+) -> None:
+    simulate(write(tmp_path / "t.csv", *rows), tmp_path / "starts.csv", *options)
 
-    simulate(trace, tmp_path / "starts.csv", policy="backfill")
-
-    assert starts(tmp_path / "starts.csv") == {"whole": 0, "pair": 60, "short": 120}
-
-
-def test_backfill_lets_a_job_pass_by_its_class_not_by_its_duration(tmp_path: Path) -> None:
-    # `head` can start after 3600 s by the class of `half`, whatever that takes.
-    rows = ("half,0,3000,4", "head,1,100,8", "fits,2,600,4", "long,3,3000,4")
-    trace = write(tmp_path / "t.csv", *rows)
-
-    simulate(trace, tmp_path / "starts.csv", policy="backfill")
-
-    assert starts(tmp_path / "starts.csv") == {"half": 0, "fits": 2, "head": 3000, "long": 3100}
-
-
-def test_submissions_are_compressed_and_durations_are_not(tmp_path: Path) -> None:
-    trace = write(tmp_path / "t.csv", "a,0,100,8", "b,400,100,8", "c,1000,100,8")
-
-    simulate(trace, tmp_path / "starts.csv", "--compress", "4")
-
-    assert starts(tmp_path / "starts.csv") == {"a": 0, "b": 100, "c": 250}
-
-
-def test_a_job_of_no_length_takes_a_second(tmp_path: Path) -> None:
-    trace = write(tmp_path / "t.csv", "a,0,0,8", "b,0,0.2,8", "c,0,5,8")
-
-    simulate(trace, tmp_path / "starts.csv")
-
-    assert starts(tmp_path / "starts.csv") == {"a": 0, "b": 1, "c": 2}
+    assert starts(tmp_path / "starts.csv") == started
 
 
 def test_jobs_that_can_never_fit_are_left_out_and_counted(
