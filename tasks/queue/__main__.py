@@ -23,7 +23,7 @@ from rich.live import Live
 from rich.text import Text
 
 from tasks.queue import settings
-from tasks.queue.look import Onlooker, QueueView
+from tasks.queue.look import QueueView, QueueViewer
 from tasks.queue.reasons import one_line
 from tasks.queue.settings import BadSetting, NotThere
 from tasks.queue.tables import as_json, as_plain, as_rich, explain
@@ -90,7 +90,7 @@ def main(
         parser.error("--json shows one look: leave out --watch")
     quieten_prefect()
     try:
-        asyncio.run(_run(options, look or Onlooker(), connect))
+        asyncio.run(_run(options, look or QueueViewer(), connect))
     except (NoServer, NotThere) as error:
         print(error, file=sys.stderr)
         return EXIT_NOT_THERE

@@ -44,9 +44,9 @@ from tasks.queue.grants import (
     set_state,
     waiting_state,
 )
-from tasks.queue.lease import GateLease, Holding
+from tasks.queue.lease import GateLease, LeaseHeld
 from tasks.queue.ledger import Entry, name_where_refused
-from tasks.queue.look import Looker
+from tasks.queue.look import QueueReader
 from tasks.queue.reasons import FREE_NOW, Message, admission_of, kind_of
 from tasks.record.places import muster_home
 from tasks.server.events import Tell
@@ -116,7 +116,7 @@ class Gate:
         self.giver = Giver.me()
         self._client = client
         self._announce = announce
-        self._looker = Looker(client, pool=pool, capacity=capacity, giver=self.giver)
+        self._reader = QueueReader(client, pool=pool, capacity=capacity, giver=self.giver)
         self._lease = GateLease(client, home=home or muster_home())
         self._logs = RunLogs(client)
         #: What each waiting run was told last: the state, and the key of its message.
@@ -142,7 +142,7 @@ class Gate:
         Raises: httpx.HTTPError, PrefectException, LeaseLost.
         """
         look_again = partial(
-            self._looker.look, in_flight=frozenset(in_flight), patient=frozenset(patient)
+            self._reader.look, in_flight=frozenset(in_flight), patient=frozenset(patient)
         )
         look = await look_again()
         if not self._has_work(look, may_start):
@@ -199,7 +199,7 @@ class Gate:
             and may_start(entry)
         ]
 
-    async def _grant(self, entry: Entry, gpus: Mapping[str, int], holding: Holding) -> Entry:
+    async def _grant(self, entry: Entry, gpus: Mapping[str, int], holding: LeaseHeld) -> Entry:
         state = entry.flow_run.state
         grant = Grant(
             nodes=dict(gpus),

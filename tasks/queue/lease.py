@@ -14,11 +14,7 @@ alone for `expire_s` after they first saw it. The difference is for what is on i
 then. Each counts on its own clock: no two clocks are compared.
 
 On one host a lock in `$MUSTER_HOME/gate` comes first. It spares the server the crowd, and it tells
-at once when a holder was killed.
-
-The variable on the Prefect server that is the gate's lease.
-
-A lock among the processes of one host, which the kernel drops with its holder.
+at once when a holder was killed: the kernel drops it with that.
 """
 
 from __future__ import annotations
@@ -49,7 +45,25 @@ from prefect.exceptions import ObjectAlreadyExists
 from tasks.processes.identity import boot_id, host_name
 from tasks.spec.errors import MusterError
 
+_log = logging.getLogger(__name__)
+
+#: The variable's name. One for all pools: they may share GPUs.
+NAME = "muster_gate"
+HOLD_S = 10.0
+EXPIRE_S = 15.0
+#: Giving back goes on for so long when the server does not answer, or the process is to end.
+_BACK_WITHIN_S = 2.0
+#: A killed holder's last request may still be at the server.
+_SETTLE_S = 0.25
+_LOCK_EVERY_S = 0.03
+#: The host's lock is not waited for any longer: it may be that of a process that was suspended.
+_LOCKED_OUT_FOR_S = 2.0
+_LOOK_EVERY_S = (0.1, 0.25)
+_TOKEN = re.compile(rb"[0-9a-f]{32}")
+_TOKEN_BYTES = 32
 _NOTE = "Muster: the gate of the queue that decides right now; it goes by itself"
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,10 +139,6 @@ def _lease(variable: Variable) -> Lease:
     )
 
 
-_TOKEN = re.compile(rb"[0-9a-f]{32}")
-_TOKEN_BYTES = 32
-
-
 class HostLock:
     """The lock of one file."""
 
@@ -196,24 +206,6 @@ def _mark(fd: int) -> str:
     return hashlib.sha256(whole.encode()).hexdigest()[:_TOKEN_BYTES]
 
 
-_log = logging.getLogger(__name__)
-
-#: The variable's name. One for all pools: they may share GPUs.
-NAME = "muster_gate"
-HOLD_S = 10.0
-EXPIRE_S = 15.0
-#: Giving back goes on for so long when the server does not answer, or the process is to end.
-_BACK_WITHIN_S = 2.0
-#: A killed holder's last request may still be at the server.
-_SETTLE_S = 0.25
-_LOCK_EVERY_S = 0.03
-#: The host's lock is not waited for any longer: it may be that of a process that was suspended.
-_LOCKED_OUT_FOR_S = 2.0
-_LOOK_EVERY_S = (0.1, 0.25)
-
-T = TypeVar("T")
-
-
 class LeaseLost(MusterError):
     """The lease was held for longer than is safe, so another gate may decide by now: write nothing
     more, and begin again with what the server says then."""
@@ -224,7 +216,7 @@ def _since_boot() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
-class Holding:
+class LeaseHeld:
     """The lease, taken."""
 
     def __init__(
@@ -302,7 +294,7 @@ class GateLease:
         self._ghosts: set[str] = set()
 
     @asynccontextmanager
-    async def held(self, *, within_s: float = 10.0) -> AsyncIterator[Holding | None]:
+    async def held(self, *, within_s: float = 10.0) -> AsyncIterator[LeaseHeld | None]:
         """The lease, for the body; None when another gate had it for so long.
 
         It is given back when the body ends, by an error or a cancel too; a cancel waits for that,
@@ -335,7 +327,7 @@ class GateLease:
         finally:
             lock.unlock()
 
-    async def _take(self, lock: HostLock, deadline: float) -> Holding | None:
+    async def _take(self, lock: HostLock, deadline: float) -> LeaseHeld | None:
         pause_s, longest_s = _LOOK_EVERY_S
         lease: Lease | None = None
         while True:
@@ -394,7 +386,7 @@ class GateLease:
         )
         return True
 
-    async def _create(self, lock: HostLock) -> tuple[Holding | None, Lease | None]:
+    async def _create(self, lock: HostLock) -> tuple[LeaseHeld | None, Lease | None]:
         """The lease as ours, or as another's; neither where that one has just given it back."""
         holder = uuid4().hex
         began = self._clock()
@@ -409,7 +401,7 @@ class GateLease:
         if lease is None or lease.holder != holder:
             return None, lease
         self._ghosts.clear()
-        return Holding(lease, began=began, hold_s=self._hold_s, clock=self._clock), lease
+        return LeaseHeld(lease, began=began, hold_s=self._hold_s, clock=self._clock), lease
 
     async def _undo(self, creation: asyncio.Task[Lease | None], holder: str) -> None:
         with suppress(TimeoutError, httpx.HTTPError):
@@ -418,7 +410,7 @@ class GateLease:
                 if lease is not None and lease.holder == holder:
                     await self._variable.delete(lease)
 
-    async def _give_back(self, holding: Holding) -> None:
+    async def _give_back(self, holding: LeaseHeld) -> None:
         try:
             async with asyncio.timeout(_BACK_WITHIN_S):
                 if not await self._variable.delete(holding.lease):

@@ -1,9 +1,8 @@
 """The ledger of the queue: what the Prefect server knows of runs that wait and runs that hold.
 
-Read in an order that misses no run on its way from one state to the next: first what waits, then
-what holds, then, before anything is decided, once more what waits.
-
-What a flow run asks of a cluster, from its parameters.
+Each stands there with what it asks of a cluster, from its parameters. The ledger is read in an
+order that misses no run on its way from one state to the next: first what waits, then what holds,
+then, before anything is decided, once more what waits.
 """
 
 from __future__ import annotations
@@ -42,6 +41,13 @@ from tasks.spec.errors import InvalidSpec
 from tasks.spec.loading import parse_spec
 from tasks.spec.run import Gang
 
+#: The type of the work pools, and of their workers.
+TYPE = "gang"
+#: The flow of runs that are started directly.
+_FLOW = "train"
+#: Of what waits in one queue of a pool, no more is looked at: as many as one request gives.
+WINDOW = 200
+_PAGE = 200
 #: The name of a run, as its spec has to give it.
 _NAME = re.compile(r"[a-z][a-z0-9-]{0,31}")
 
@@ -67,9 +73,8 @@ class Request:
 
 def request_of(flow_run: FlowRun) -> Request:
     """What a flow run asks for; cheap, so no more of its spec is checked than that."""
-    tags = frozenset(flow_run.tags)
-    spec = flow_run.parameters.get("spec")
-    if not isinstance(spec, Mapping):
+    tags, spec = frozenset(flow_run.tags), _spec_of(flow_run)
+    if spec is None:
         return Request(name=flow_run.name, tags=tags)
     tags |= {tag for tag in spec.get("tags") or () if isinstance(tag, str)}
     name = _run_id(flow_run, spec)
@@ -102,8 +107,7 @@ def _amounts(value: object) -> dict[str, float]:
 def fault_of(flow_run: FlowRun) -> str:
     """What is wrong with the spec of a flow run, with every fault; empty for nothing. It takes
     some milliseconds."""
-    spec = flow_run.parameters.get("spec")
-    if not isinstance(spec, Mapping):
+    if (spec := _spec_of(flow_run)) is None:
         return ""
     try:
         parse_spec(dict(spec), source=_called(spec), from_form=True)
@@ -115,13 +119,18 @@ def fault_of(flow_run: FlowRun) -> str:
 def name_where_refused(flow_run: FlowRun, request: Request) -> str:
     """What the flow run of a refused run is called: the run id; where the spec says no workload,
     one of the same form; where it has no fit name either, as Prefect has called it."""
-    spec = flow_run.parameters.get("spec")
-    name = spec.get("name") if isinstance(spec, Mapping) else None
+    name = (_spec_of(flow_run) or {}).get("name")
     if request.name != flow_run.name or not isinstance(name, str) or not _NAME.fullmatch(name):
         return request.name
     if flow_run.name.startswith(f"{name}-"):
         return request.name
     return make_run_id(name, "invalid", flow_run.id, flow_run.created or datetime.now(UTC))
+
+
+def _spec_of(flow_run: FlowRun) -> Mapping[str, Any] | None:
+    """As it was submitted; None where the flow run is none of ours."""
+    spec = flow_run.parameters.get("spec")
+    return spec if isinstance(spec, Mapping) else None
 
 
 def _called(spec: Mapping[str, Any]) -> str:
@@ -137,15 +146,6 @@ def _run_id(flow_run: FlowRun, spec: Mapping[str, Any]) -> str:
     if not isinstance(name, str) or not isinstance(workload, str):
         return flow_run.name
     return make_run_id(name, workload, flow_run.id, flow_run.created or datetime.now(UTC))
-
-
-#: The type of the work pools, and of their workers.
-TYPE = "gang"
-#: The flow of runs that are started directly.
-_FLOW = "train"
-#: Of what waits in one queue of a pool, no more is looked at: as many as one request gives.
-WINDOW = 200
-_PAGE = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -362,11 +362,8 @@ class LedgerReader:
 
 
 def _default_priority(pools: Mapping[str, Pool]) -> int:
-    for pool in pools.values():
-        for queue in pool.queues.values():
-            if queue.name == "default" and queue.priority:
-                return queue.priority
-    return 1
+    queues = (queue for pool in pools.values() for queue in pool.queues.values())
+    return next((q.priority for q in queues if q.name == "default" and q.priority), 1)
 
 
 def _waits(entry: Entry) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -38,8 +39,8 @@ _SPAWNED_WITHIN_S = 2.0
 _CHECKED_AT_ONCE = 20
 
 
-class Looker:
-    """Looks at the queue of one work pool."""
+class QueueReader:
+    """Looks at the queue of one work pool. It changes nothing."""
 
     def __init__(
         self, client: PrefectClient, *, pool: str, capacity: Capacity, giver: Giver
@@ -290,9 +291,7 @@ def view_of(look: Look, pool: str) -> QueueView:
         line=tuple(
             _queued(look, entry, number) for number, entry in enumerate(look.waiting, start=1)
         ),
-        nodes=tuple(
-            node for key in sorted(look.clusters) for node in _nodes(look, look.clusters[key], key)
-        ),
+        nodes=tuple(node for key in sorted(look.clusters) for node in _nodes(look, key)),
         tags={tag: (look.used(tag), most) for tag, most in sorted(look.settings.limits.items())},
         paused_queues=tuple(
             sorted(queue.name for queue in look.pool.queues.values() if queue.is_paused)
@@ -322,53 +321,48 @@ def _queued(look: Look, entry: Entry, number: int) -> QueuedRun:
     )
 
 
-def _nodes(look: Look, cluster: Cluster, key: str) -> list[NodeUse]:
-    holders = {entry.id: entry for entry in look.ledger.holding if entry.request.cluster == key}
-    starting = [
-        (entry.request.name, gpus) for entry, gpus in look.admitted if entry.request.cluster == key
-    ]
+def _nodes(look: Look, key: str) -> list[NodeUse]:
+    held: dict[str, dict[str, int]] = defaultdict(dict)
+    have = ((entry, look.held.get(entry.id, {})) for entry in look.ledger.holding)
+    for entry, given in (*have, *look.admitted):
+        if entry.request.cluster == key:
+            for name, gpus in given.items():
+                held[name][entry.request.name] = gpus
     free = look.free.get(key, {})
-    shown = []
-    for node in cluster.nodes:
-        if not node.gpus:
-            continue
-        held = {
-            holders[id].request.name: gpus[node.name]
-            for id, gpus in look.held.items()
-            if id in holders and gpus.get(node.name)
-        }
-        held |= {name: gpus[node.name] for name, gpus in starting if gpus.get(node.name)}
-        shown.append(
-            NodeUse(
-                cluster=key,
-                name=node.name,
-                gpus=node.gpus,
-                free=0 if node.is_drained else max(0, free.get(node.name, 0)),
-                held=held,
-                others=node.others_gpus,
-                is_drained=node.is_drained,
-                cpus=node.cpus,
-                resources=node.resources,
-            )
+    return [
+        NodeUse(
+            cluster=key,
+            name=node.name,
+            gpus=node.gpus,
+            free=0 if node.is_drained else max(0, free.get(node.name, 0)),
+            held={run: gpus for run, gpus in held[node.name].items() if gpus},
+            others=node.others_gpus,
+            is_drained=node.is_drained,
+            cpus=node.cpus,
+            resources=node.resources,
         )
-    return shown
+        for node in look.clusters[key].nodes
+        if node.gpus
+    ]
 
 
-class Onlooker:
+class QueueViewer:
     """Looks at the queues of one Prefect server. Use it with one client, in one asyncio loop."""
 
     def __init__(self) -> None:
-        #: What a looker has found out once, it does not ask again.
-        self._lookers: dict[str, Looker] = {}
+        #: What a reader has found out once, it does not ask again.
+        self._readers: dict[str, QueueReader] = {}
 
     async def __call__(self, client: PrefectClient, pool: str) -> QueueView:
         """The queue of a work pool, or of the runs without one where there is no such pool.
 
         Raises: httpx.HTTPError, PrefectException.
         """
-        if pool not in self._lookers:
-            self._lookers[pool] = Looker(client, pool=pool, capacity=Capacity(), giver=Giver.me())
-        view = view_of(await self._lookers[pool].look(), pool)
+        if pool not in self._readers:
+            self._readers[pool] = QueueReader(
+                client, pool=pool, capacity=Capacity(), giver=Giver.me()
+            )
+        view = view_of(await self._readers[pool].look(), pool)
         if not view.pool or await _has_worker(client, pool):
             return view
         # What could start is not in the line: without this it would seem to be on its way.

@@ -2,12 +2,9 @@
 
 `plan` is pure: no I/O, no clock. The gate of the work pool and the simulation call the very same.
 
-GPUs per tag: what the gangs with a tag hold of the limit that an operator set for it.
-
-How long a gang is expected to hold its GPUs: its hours, rounded up to a class.
-
-An estimate lets shorter runs pass; it never ends a run. Classes are coarse on purpose: exact
-estimates make the waits hardly shorter, and nobody can give them.
+How long a gang is expected to hold its GPUs is its hours, rounded up to a class. That estimate lets
+shorter runs pass; it never ends a run. Classes are coarse on purpose: exact estimates make the
+waits hardly shorter, and nobody can give them.
 """
 
 from __future__ import annotations
@@ -21,9 +18,20 @@ from typing import Literal
 
 from tasks.queue.packing import Demand, FreeNodes, NodesAhead
 
+#: How gangs pass each other: not at all; or where the first of the line is not delayed by that.
+Policy = Literal["fifo", "backfill"]
+
+_MINUTE_S, _HOUR_S, _DAY_S = 60.0, 3600.0, 86400.0
+
+#: In seconds, ascending.
+CLASSES_S = (
+    *(10 * _MINUTE_S, _HOUR_S, 4 * _HOUR_S, 12 * _HOUR_S),
+    *(_DAY_S, 3 * _DAY_S, 7 * _DAY_S, 14 * _DAY_S, 60 * _DAY_S),
+)
+
 
 class Quota:
-    """What is used of each limit."""
+    """GPUs per tag: what the gangs with it hold of the limit that an operator has set."""
 
     def __init__(self, limits: Mapping[str, int], used: Mapping[str, int] | None = None) -> None:
         """
@@ -47,10 +55,6 @@ class Quota:
         """Count so many more; with less than 0, so many fewer."""
         for tag in self._limits.keys() & tags:
             self._used[tag] += gpus
-
-
-#: How gangs pass each other: not at all; or where the first of the line is not delayed by that.
-Policy = Literal["fifo", "backfill"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -340,22 +344,6 @@ class _Pass:
         made = {index for index in short if room.suffices(index)}
         waits_for = tuple(id for id, nodes in needed if not made.isdisjoint(nodes))
         return _Reservation(head=head, at=at, room=room, quota=quota, waits_for=waits_for)
-
-
-_MINUTE_S, _HOUR_S, _DAY_S = 60.0, 3600.0, 86400.0
-
-#: In seconds, ascending.
-CLASSES_S = (
-    10 * _MINUTE_S,
-    _HOUR_S,
-    4 * _HOUR_S,
-    12 * _HOUR_S,
-    _DAY_S,
-    3 * _DAY_S,
-    7 * _DAY_S,
-    14 * _DAY_S,
-    60 * _DAY_S,
-)
 
 
 def estimate_s(hours: float, elapsed_s: float = 0.0) -> float:

@@ -25,7 +25,7 @@ from prefect.settings import (
 )
 
 from tasks.queue import lease
-from tasks.queue.lease import GateLease, Holding, HostLock, LeaseLost
+from tasks.queue.lease import GateLease, HostLock, LeaseHeld, LeaseLost
 from tests.support.gates import overlaps
 
 pytestmark = pytest.mark.asyncio
@@ -146,7 +146,7 @@ GateOn = Callable[..., GateLease]
 
 
 @asynccontextmanager
-async def holding(gate: GateLease, within_s: float = 0.0) -> AsyncIterator[Holding]:
+async def holding(gate: GateLease, within_s: float = 0.0) -> AsyncIterator[LeaseHeld]:
     async with gate.held(within_s=within_s) as held:
         assert held is not None
         yield held
