@@ -34,8 +34,7 @@ class MusterError(Exception):
 class InvalidSpec(MusterError):
     """The input must be mended: nothing was started and nothing was written.
 
-    Raised for every fault of a spec at once. A gang that is well written but larger than the
-    cluster is `Infeasible`, not this.
+    Raised for every fault of a spec at once.
     """
 
     def __init__(self, faults: tuple[Fault, ...], source: str = "the run spec") -> None:
@@ -48,41 +47,10 @@ class InvalidSpec(MusterError):
         return "\n".join([f"{self.source} has {count}:", *(f"  - {f}" for f in self.faults)])
 
 
-class Infeasible(MusterError):
-    """The gang can never fit this cluster: ask for less, or on another cluster."""
-
-
-class InsufficientResources(MusterError):
-    """The gang's GPUs were not free after all: requeue the run, its attempt does not count."""
-
-
-class ProcessFailed(MusterError):
-    """A component failed: read its log. Its subclasses say when in its life it failed."""
-
-    def __init__(self, message: str, component: str) -> None:
-        super().__init__(message, component)
-        self.message = message
-        self.component = component
-
-    def __str__(self) -> str:
-        return self.message
-
-
-class NotReady(ProcessFailed):
-    """The component lives, but its readiness probe did not pass by its deadline.
-
-    A component that died before it was ready is `ExitedEarly`.
-    """
-
-
-class ExitedEarly(ProcessFailed):
-    """The component ended before its part was done, ready or not."""
-
-
 class RunEnded(MusterError):
-    """The run's fate is decided, so what was asked is not done: go on to the teardown.
+    """How the run ends is decided, so what was asked is not done: go on to the teardown.
 
-    The verdict, not this error, says what became of the run and which component is to blame.
+    The verdict, not this error, says what became of the run and which component failed first.
     """
 
 
