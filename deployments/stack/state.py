@@ -7,7 +7,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from deployments.stack.env import STACK_VARIABLE
 from tasks.processes import tree
-from tasks.processes.identity import ProcessId, send_if
+from tasks.processes.identity import ProcessId
 from tasks.record.places import muster_home
 from tasks.record.run_json import write_json
 from tasks.spec.errors import MusterError
@@ -201,8 +201,7 @@ class StackPlace:
 
 def processes_of(stack_id: str) -> list[int]:
     """The living processes whose environment names the stack."""
-    pids = (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
-    return [pid for pid in pids if _is_of(pid, stack_id)]
+    return [pid for pid in tree.all_pids() if _is_of(pid, stack_id)]
 
 
 def _end_all_of(stack_id: str) -> list[int]:
@@ -210,14 +209,12 @@ def _end_all_of(stack_id: str) -> list[int]:
     deadline = time.monotonic() + 10.0
     while (pids := processes_of(stack_id)) and time.monotonic() < deadline:
         for pid in pids:
-            send_if(pid, signal.SIGKILL, partial(_is_of, pid, stack_id))
+            tree.signal_if(pid, signal.SIGKILL, partial(_is_of, pid, stack_id))
         time.sleep(_POLL_EVERY_S)
     return pids
 
 
 def _is_of(pid: int, stack_id: str) -> bool:
-    try:
-        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:
-        return False
-    return f"{STACK_VARIABLE}={stack_id}".encode() in variables and not tree.is_zombie(pid)
+    with suppress(PermissionError):
+        return tree.environment_of(pid).get(STACK_VARIABLE) == stack_id and not tree.is_zombie(pid)
+    return False

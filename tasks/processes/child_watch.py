@@ -17,7 +17,6 @@ import struct
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
 from tasks.processes import tree
 from tasks.processes.identity import ProcessId
@@ -161,7 +160,7 @@ class Vigil:
             if pid in self._pidfds:
                 continue
             process = ProcessId.of(pid)
-            command = command_of(pid)
+            command = tree.command_of(pid)
             if not command or not self._pattern.search(command):
                 continue
             is_there = True
@@ -196,15 +195,6 @@ class Vigil:
         os.close(pidfd)
 
 
-def command_of(pid: int) -> str:
-    """The command line joined with spaces; empty for a process that has ended."""
-    try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes()
-    except (FileNotFoundError, ProcessLookupError):
-        return ""
-    return words.replace(b"\0", b" ").decode(errors="replace").strip()
-
-
 def _may_become_another(process: ProcessId, command: str) -> bool:
     """It was forked a moment ago, and may be about to start a program: a compiler, for example.
 
@@ -212,4 +202,4 @@ def _may_become_another(process: ProcessId, command: str) -> bool:
     """
     since_boot_s = process.start_ticks / os.sysconf("SC_CLK_TCK")
     is_young = time.clock_gettime(time.CLOCK_BOOTTIME) - since_boot_s < _FORKED_WITHIN_S
-    return is_young and command == command_of(tree.parent_of(process.pid))
+    return is_young and command == tree.command_of(tree.parent_of(process.pid))

@@ -1,42 +1,82 @@
-"""Ending what a guardian that was killed has left: told by whom they came to, and by their mark.
+"""Ending what is left of a run on this machine, wherever it hides.
 
-Ending what was started with given environment variables, wherever on the machine it hides.
+Processes are told by whom they came to (`end_orphans`), by their mark (`end_marked`), or by the
+variables that they began with (`end_carriers`): each is one round after another until nothing is
+found any more.
 
-It runs on machines that have no Muster: its functions are sent there by value, so they return plain
-data and import nothing but the standard library, at the head of this module.
-
-Which processes of this machine were started with an environment variable.
+`end_carriers` runs on machines that have no Muster: it is sent there by value, with all that it
+calls. So these functions return plain data and take nothing in but the standard library and
+functions of `tree`, at the head of this module.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from typing import Any
 
-from tasks.processes import tree
-from tasks.processes.identity import send_if
-from tasks.processes.tree import is_zombie, parent_of, start_ticks
+from tasks.processes.tree import (
+    all_pids,
+    children,
+    command_of,
+    environment_of,
+    is_zombie,
+    kill_below_once,
+    kill_once,
+    machine,
+    mark_of,
+    parent_of,
+    signal_if,
+    start_ticks,
+)
 
-#: After so many rounds in a row without an orphan there is none: one that hides by forking and
-#: exiting is caught, or leaves its dead, in some of them.
+#: So many rounds in a row must find nothing: one that hides by forking and exiting is caught, or
+#: leaves its dead, in some of them.
 CLEAN_ROUNDS = 3
 #: Between two rounds.
 ROUND_S = 0.02
-#: How long one round follows newborn processes.
-_CHASE_S = 0.005
+#: What has not ended so long after SIGKILL sits in the kernel: nothing else can be done about it.
+KILLED_WITHIN_S = 5.0
+#: Longer than anybody waits for a sweep: what is born faster than it is ended is left and named.
+_SWEPT_WITHIN_S = 20.0
+_SHOWN_CHARACTERS = 200
+
+#: `(pid, start ticks)`, which names a process of this boot for ever.
+Known = tuple[int, int]
 
 #: The guardians of this process that are not reaped yet; under the lock while one is made.
 guardians: set[int] = set()
 guardians_lock = threading.Lock()
+
+
+def end_all(end_once: Callable[[], set[Known]], within_s: float) -> tuple[set[Known], set[Known]]:
+    """Round after round until nothing is found, `CLEAN_ROUNDS` times in a row.
+
+    Args:
+        end_once: sends SIGKILL to all that are there, and says who was.
+
+    Returns: those that have ended by it, and those that are left.
+    """
+    found: set[Known] = set()
+    deadline = time.monotonic() + within_s
+    clean = 0
+    while clean < CLEAN_ROUNDS and time.monotonic() < deadline:
+        fresh = end_once()
+        found |= fresh
+        clean = 0 if fresh else clean + 1
+        if fresh and not _are_gone(fresh, deadline):
+            break
+        time.sleep(ROUND_S)
+    if clean < CLEAN_ROUNDS:
+        # What was born meanwhile is left, too.
+        found |= end_once()
+    left = {one for one in found if not _is_gone(*one)}
+    return found - left, left
 
 
 def end_orphans() -> list[int]:
@@ -47,91 +87,37 @@ def end_orphans() -> list[int]:
     Returns: the orphans that were there, dead or alive.
     """
     found: set[int] = set()
-    own_mark = tree.mark_of(os.getpid())
+    own_mark = mark_of(os.getpid())
 
     def is_orphan(child: int) -> bool:
-        return child not in guardians and tree.mark_of(child) not in (own_mark, None)
+        return child not in guardians and mark_of(child) not in (own_mark, None)
 
     def reap() -> bool:
-        orphans = [child for child in tree.children(os.getpid()) if is_orphan(child)]
+        orphans = [child for child in children(os.getpid()) if is_orphan(child)]
         found.update(orphans)
         for child in orphans:
-            with contextlib.suppress(ChildProcessError):
+            with suppress(ChildProcessError):
                 os.waitpid(child, os.WNOHANG)
         return not orphans
 
     with guardians_lock:
         if not reap():
-            tree.kill_below_once(reap, is_orphan)
+            kill_below_once(reap, is_orphan)
     return sorted(found)
 
 
-def end_marked(mark: int) -> list[int]:
+def end_marked(mark: int) -> set[Known]:
     """One round against every process of this machine that has a mark, whoever adopted it.
 
     Returns: those that were alive.
     """
-    if not mark:
-        return []
-    found: set[int] = set()
-    # All are stopped before any is killed, so that no two can revive each other.
-    for _ in range(20):
-        fresh = set(marked(mark)) - found
-        if not fresh:
-            break
-        found |= fresh
-        for pid in fresh:
-            _send(pid, signal.SIGSTOP, mark)
-    for pid in marked(mark):
-        found.add(pid)
-        _send(pid, signal.SIGKILL, mark)
-    if found:
-        _kill_newborns(mark, found)
-    return sorted(found)
-
-
-def marked(mark: int) -> list[int]:
-    """Every living process of this machine with the mark."""
-    pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
-    return [pid for pid in pids if tree.mark_of(pid) == mark and not tree.is_zombie(pid)]
-
-
-def _kill_newborns(mark: int, found: set[int]) -> None:
-    """What forks and exits faster than a listing of the machine takes is never found by one."""
-    deadline = time.monotonic() + _CHASE_S
-    last = tree.last_pid()
-    while time.monotonic() < deadline:
-        newest = tree.last_pid()
-        for pid in range(last + 1, newest + 1):
-            if tree.mark_of(pid) == mark and _send(pid, signal.SIGKILL, mark):
-                found.add(pid)
-        last = newest
-
-
-def _send(pid: int, signum: int, mark: int) -> bool:
-    with contextlib.suppress(PermissionError):
-        return send_if(pid, signum, partial(_has_mark, pid, mark))
-    return False
-
-
-def _has_mark(pid: int, mark: int) -> bool:
-    return tree.mark_of(pid) == mark
-
-
-#: What has not ended so long after SIGKILL sits in the kernel: nothing else can be done about it.
-_KILLED_WITHIN_S = 5.0
-#: So many looks in a row must find nothing: what forks and exits may be missed by one.
-_CLEAN_ROUNDS = 2
-_ROUND_S = 0.05
-#: Longer than anybody waits for a sweep: what is born faster than it is ended is left and named.
-_AT_MOST_S = 20.0
+    return _end_matching(lambda pid: mark_of(pid) == mark) if mark else set()
 
 
 def end_carriers(wanted: Mapping[str, str]) -> dict[str, Any]:
     """SIGKILL every process of this machine that has all the variables with exactly these values.
 
-    Neither this process nor an ancestor of it is touched. All are stopped before any is killed, so
-    that no two can revive each other. Idempotent; any number may run at once.
+    Neither this process nor an ancestor of it is touched. Idempotent; any number may run at once.
 
     Args:
         wanted: Variables, as they were when the process began its program; at least one.
@@ -139,76 +125,56 @@ def end_carriers(wanted: Mapping[str, str]) -> dict[str, Any]:
     Returns: `{"machine": machine(), "killed": [...], "left": [...]}`, each `{"pid", "start",
     "command"}`: what has ended by it, and what outlived SIGKILL.
     """
-    found: dict[tuple[int, int], str] = {}
-    deadline = time.monotonic() + _AT_MOST_S
-    clean = 0
-    while clean < _CLEAN_ROUNDS and time.monotonic() < deadline:
-        fresh = carriers(wanted)
-        found.update(fresh)
-        clean = 0 if fresh else clean + 1
-        for signum in (signal.SIGSTOP, signal.SIGKILL):
-            for pid, start in fresh:
-                _send_to(pid, start, signum)
-        if fresh and not _are_gone(fresh, deadline):
-            break
-        time.sleep(_ROUND_S)
-    if clean < _CLEAN_ROUNDS:
-        # What was born meanwhile is left, too.
-        found.update(carriers(wanted))
-    parts: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
-    for (pid, start), command in found.items():
-        parts[_is_gone(pid, start)].append({"pid": pid, "start": start, "command": command})
-    return {"machine": machine(), "killed": parts[True], "left": parts[False]}
-
-
-def carriers(wanted: Mapping[str, str]) -> dict[tuple[int, int], str]:
-    """`command line[pid, start ticks]` of the living processes with the variables, but this one
-    and its ancestors."""
     spared = _self_and_ancestors()
-    found = {}
-    for pid, start, variables in environments():
-        if pid not in spared and all(variables.get(k) == v for k, v in wanted.items()):
-            found[pid, start] = command_of(pid)
-    return found
+    commands: dict[int, str] = {}
+
+    def is_carrier(pid: int) -> bool:
+        if pid in spared or not _has(pid, wanted):
+            return False
+        commands.setdefault(pid, shown_command(pid))
+        return True
+
+    ended, left = end_all(lambda: _end_matching(is_carrier), _SWEPT_WITHIN_S)
+    killed, stuck = (
+        [{"pid": pid, "start": start, "command": commands[pid]} for pid, start in sorted(these)]
+        for these in (ended, left)
+    )
+    return {"machine": machine(), "killed": killed, "left": stuck}
 
 
-def environments(prefix: str = "") -> list[tuple[int, int, dict[str, str]]]:
-    """`(pid, start ticks, variables)` of each living process whose environment may be read.
+def _end_matching(is_meant: Callable[[int], bool]) -> set[Known]:
+    """One round against every living process that is meant; those that were there."""
+    known: set[Known] = set()
 
-    Args:
-        prefix: Of the variables that are of interest.
-    """
-    found = []
-    for name in os.listdir("/proc"):
-        if not name.isdigit():
-            continue
-        pid = int(name)
+    def send(pid: int, signum: int) -> bool:
+        with suppress(PermissionError):
+            return signal_if(pid, signum, lambda: is_meant(pid))
+        return False
+
+    def send_all(signum: int) -> list[int]:
+        there = [(pid, start_ticks(pid)) for pid in all_pids() if is_meant(pid)]
+        there = [(pid, start) for pid, start in there if start and not is_zombie(pid)]
+        known.update(there)
+        for pid, _ in there:
+            send(pid, signum)
+        return [pid for pid, _ in there]
+
+    def kill_newborn(pid: int) -> bool:
         start = start_ticks(pid)
-        with suppress(OSError):  # It has ended, or is another user's.
-            settings = Path(f"/proc/{name}/environ").read_bytes().split(b"\0")
-            pairs = (setting.decode(errors="replace").partition("=") for setting in settings)
-            variables = {key: value for key, _, value in pairs if key.startswith(prefix)}
-            # Of one process, not of two that had the pid.
-            if variables and start and start == start_ticks(pid) and not is_zombie(pid):
-                found.append((pid, start, variables))
-    return found
+        if not is_meant(pid) or not send(pid, signal.SIGKILL):
+            return False
+        known.add((pid, start))
+        return True
+
+    kill_once(send_all, kill_newborn, lambda: not known, set())
+    return known
 
 
-def command_of(pid: int) -> str:
-    """The command line, shortened; empty where the process is gone."""
-    with suppress(OSError):
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
-        return " ".join(words.decode(errors="replace").split())[:200]
-    return ""
-
-
-def machine() -> str:
-    """Names this boot and pid namespace: within one, a pid and its start name a process for ever.
-
-    `identity.boot_id` by other means: a cached function can't be sent by value.
-    """
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
+def _has(pid: int, wanted: Mapping[str, str]) -> bool:
+    with suppress(PermissionError):
+        variables = environment_of(pid)
+        return all(variables.get(name) == value for name, value in wanted.items())
+    return False
 
 
 def _self_and_ancestors() -> set[int]:
@@ -220,16 +186,10 @@ def _self_and_ancestors() -> set[int]:
     return found
 
 
-def _send_to(pid: int, start: int, signum: int) -> None:
-    # Another user's, which no one here may end, is found to be left.
-    with suppress(PermissionError):
-        send_if(pid, signum, lambda: start_ticks(pid) == start)
-
-
-def _are_gone(processes: Mapping[tuple[int, int], str], deadline: float) -> bool:
+def _are_gone(processes: Iterable[Known], deadline: float) -> bool:
     """Wait for the end of all of them."""
-    deadline = min(deadline, time.monotonic() + _KILLED_WITHIN_S)
-    while not all(_is_gone(pid, start) for pid, start in processes):
+    deadline = min(deadline, time.monotonic() + KILLED_WITHIN_S)
+    while not all(_is_gone(*one) for one in processes):
         if time.monotonic() > deadline:
             return False
         time.sleep(0.01)
@@ -238,6 +198,27 @@ def _are_gone(processes: Mapping[tuple[int, int], str], deadline: float) -> bool
 
 def _is_gone(pid: int, start: int) -> bool:
     return start_ticks(pid) != start or is_zombie(pid)
+
+
+def shown_command(pid: int) -> str:
+    """The command line in one short line; empty where the process is gone."""
+    return " ".join(command_of(pid).split())[:_SHOWN_CHARACTERS]
+
+
+def environments(prefix: str) -> dict[int, dict[str, str]]:
+    """`variables[pid]` of each living process whose environment may be read.
+
+    Args:
+        prefix: Of the variables that are of interest; a process without any is left out.
+    """
+    found = {}
+    for pid in all_pids():
+        with suppress(PermissionError):
+            variables = environment_of(pid)
+            ours = {name: value for name, value in variables.items() if name.startswith(prefix)}
+            if ours:
+                found[pid] = ours
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,7 +231,7 @@ class Holders:
     hidden: Mapping[int, str]
 
 
-def holders_of(variable: str, proc: Path = Path("/proc")) -> Holders:
+def holders_of(variable: str, proc: str = "/proc") -> Holders:
     """Who has the variable now. What a process has changed of it since its start is not seen.
 
     Args:
@@ -258,29 +239,13 @@ def holders_of(variable: str, proc: Path = Path("/proc")) -> Holders:
     """
     found: dict[str, tuple[int, ...]] = {}
     hidden: dict[int, str] = {}
-    wanted = f"{variable}=".encode()
-    for entry in proc.iterdir():
-        if not entry.name.isdigit():
-            continue
-        pid = int(entry.name)
+    for pid in all_pids(proc):
         try:
-            environment = (entry / "environ").read_bytes()
+            value = environment_of(pid, proc).get(variable)
         except PermissionError:
-            if command_line := _command_line(entry):
-                hidden[pid] = command_line
+            if command := command_of(pid, proc):
+                hidden[pid] = command
             continue
-        except OSError:  # It has ended.
-            continue
-        for setting in environment.split(b"\0"):
-            if setting.startswith(wanted):
-                value = setting[len(wanted) :].decode(errors="replace")
-                found[value] = (*found.get(value, ()), pid)
+        if value is not None:
+            found[value] = (*found.get(value, ()), pid)
     return Holders(pids=found, hidden=hidden)
-
-
-def _command_line(entry: Path) -> str:
-    """Empty for a kernel thread, and for what has ended."""
-    try:
-        return (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-    except OSError:
-        return ""

@@ -346,7 +346,7 @@ class GuardedProcess:
             left = end_orphans()
             if self._is_in_namespace:
                 # They come to its first process; only the guardian itself comes to this one.
-                left += end_marked(self._mark)
+                left += [pid for pid, _ in end_marked(self._mark)]
             clean_rounds = 0 if left else clean_rounds + 1
             if time.monotonic() - since > 5.0:
                 self.stuck = tuple(left)

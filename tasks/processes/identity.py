@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import os
 import select
-import signal
 import socket
-from collections.abc import Callable
-from contextlib import suppress
 from functools import cache
-from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
 from tasks.processes import tree
-
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def host_name() -> str:
@@ -26,7 +20,7 @@ def host_name() -> str:
 @cache
 def boot_id() -> str:
     """Names this boot of the kernel and this pid namespace: pids mean something in it only."""
-    return f"{_BOOT_ID.read_text().strip()}/{os.readlink('/proc/self/ns/pid')}"
+    return tree.machine()
 
 
 class ProcessId(BaseModel):
@@ -54,7 +48,7 @@ class ProcessId(BaseModel):
 
     def send(self, signum: int) -> bool:
         """Signal this process, and no other that has got its pid; whether it was there."""
-        return send_if(self.pid, signum, self.is_alive)
+        return tree.signal_if(self.pid, signum, self.is_alive)
 
     def is_gone_within(self, limit_s: float) -> bool:
         """Wait for its end."""
@@ -68,22 +62,3 @@ class ProcessId(BaseModel):
         finally:
             os.close(pidfd)
         return not self.is_alive()
-
-
-def send_if(pid: int, signum: int, is_meant: Callable[[], bool]) -> bool:
-    """Signal a process if it is the one that is meant; whether it was signalled.
-
-    The pidfd comes first and pins the process, so that the look at it holds for the signal.
-    """
-    try:
-        pidfd = os.pidfd_open(pid)
-    except OSError:
-        return False
-    try:
-        if not is_meant():
-            return False
-        with suppress(ProcessLookupError):
-            signal.pidfd_send_signal(pidfd, signum)
-        return True
-    finally:
-        os.close(pidfd)

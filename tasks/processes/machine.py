@@ -25,8 +25,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tasks.processes.ending import command_of, environments, machine
-from tasks.processes.tree import parent_of
+from tasks.processes.ending import environments, shown_command
+from tasks.processes.tree import machine, parent_of
 
 _WITHIN_S = 20.0
 _DRIVER = Path("/proc/driver/nvidia/version")
@@ -161,7 +161,7 @@ def forget(folder: str) -> dict[str, Any]:
 
 def _carriers() -> list[dict[str, Any]]:
     """The processes of runs for which no guardian of their run answers any more."""
-    found = {pid: variables for pid, _, variables in environments(_PREFIX)}
+    found = environments(_PREFIX)
     guarded = {
         pid: variables.get(f"{_PREFIX}RUN_ID", "")
         for pid, variables in found.items()
@@ -175,7 +175,7 @@ def _carriers() -> list[dict[str, Any]]:
             above = parent_of(above)
         if run_id and not above:
             attempt = variables.get(f"{_PREFIX}ATTEMPT", "")
-            command = command_of(pid)
+            command = shown_command(pid)
             carriers.append({"pid": pid, "run_id": run_id, "attempt": attempt, "command": command})
     return carriers
 

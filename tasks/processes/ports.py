@@ -10,6 +10,7 @@ import random
 import socket
 import struct
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -205,7 +206,7 @@ def listeners(port: int, likely: Iterable[int] = ()) -> list[Listener]:
         return []
     found = []
     rest = dict(inodes)
-    for pids in (likely, _all_pids()):
+    for pids in (likely, tree.all_pids()):
         for pid in pids:
             held = _sockets_of(pid) & rest.keys()
             if held:
@@ -234,22 +235,13 @@ def _sockets_of(pid: int) -> set[str]:
     return inodes
 
 
-def _all_pids() -> list[int]:
-    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
-
-
 def _describe(pid: int, uid: int) -> Listener:
-    command, run_id = "", None
-    try:
-        command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
-        for variable in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-            if variable.startswith(b"MUSTER_RUN_ID="):
-                run_id = variable.partition(b"=")[2].decode()
-    except (OSError, UnicodeDecodeError):
-        pass
+    run_id = None
+    with suppress(PermissionError):
+        run_id = tree.environment_of(pid).get("MUSTER_RUN_ID")
     return Listener(
         pid=pid,
-        command=command[:200],
+        command=tree.command_of(pid)[:200],
         start_ticks=tree.start_ticks(pid),
         run_id=run_id,
         uid=uid,

@@ -31,13 +31,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from tasks.processes import cgroup, tree
-from tasks.processes.ending import CLEAN_ROUNDS, ROUND_S, end_marked
+from tasks.processes.ending import KILLED_WITHIN_S, Known, end_all, end_marked
 from tasks.processes.identity import ProcessId, boot_id, host_name
 from tasks.record.places import muster_home
 from tasks.record.run_json import write_json
@@ -469,7 +470,7 @@ def remove_unused(paths: Iterable[Path]) -> list[Path]:
                 candidates.add(path)
     if not candidates:
         return []
-    in_use = held_by((int(name) for name in os.listdir("/proc") if name.isdigit()), candidates)
+    in_use = held_by(tree.all_pids(), candidates)
     removed = []
     for path in sorted(candidates - in_use):
         with suppress(OSError):
@@ -490,8 +491,6 @@ def _watch(directory: Path) -> int:
     return fd
 
 
-#: SIGKILL needs no longer than this, but for a process in uninterruptible sleep.
-_KILL_WITHIN_S = 5.0
 #: A guardian that has lost its supervisor needs no longer than its grace period and this.
 _GUARDIAN_MARGIN_S = 10.0
 #: How directories of ours are called; nothing else is removed, whatever a registry says.
@@ -532,10 +531,10 @@ def finish(lost: LostRun) -> Remains:
         if entry.guardian.is_alive() and lost.seconds_lost() <= entry.grace_s + _GUARDIAN_MARGIN_S:
             waiting[entry.component] = entry.guardian.pid
             continue
-        ended, remaining = _end(entry)
-        killed |= ended
+        ended, remaining = end_all(partial(_end_once, entry), KILLED_WITHIN_S)
+        killed |= {pid for pid, _ in ended}
         if remaining:
-            left[entry.component] = remaining
+            left[entry.component] = tuple(sorted(pid for pid, _ in remaining))
         elif entry.cgroup and entry.cgroup.exists() and cgroup.remove(str(entry.cgroup)):
             removed.append(entry.cgroup)
     if not left and not waiting:
@@ -545,41 +544,24 @@ def finish(lost: LostRun) -> Remains:
     return Remains(killed=tuple(sorted(killed)), left=left, waiting=waiting, removed=tuple(removed))
 
 
-def _end(entry: Entry) -> tuple[set[int], tuple[int, ...]]:
-    """SIGKILL all of a component.
-
-    Returns: the pids that were ended, and those that could not be.
-    """
-    found: set[int] = set()
-    deadline = time.monotonic() + _KILL_WITHIN_S
-    clean_rounds = 0
-    while clean_rounds < CLEAN_ROUNDS:
-        alive = _end_once(entry)
-        found |= alive
-        clean_rounds = 0 if alive else clean_rounds + 1
-        if alive and time.monotonic() > deadline:
-            return found - alive, tuple(sorted(alive))
-        if alive or clean_rounds < CLEAN_ROUNDS:
-            time.sleep(ROUND_S)
-    return found, ()
-
-
-def _end_once(entry: Entry) -> set[int]:
-    """One round; the pids that were there to be ended."""
-    found = set(end_marked(entry.mark))
+def _end_once(entry: Entry) -> set[Known]:
+    """One round of SIGKILL against all of a component; the processes that were there."""
+    found = end_marked(entry.mark)
     if entry.cgroup is not None and not cgroup.is_empty(str(entry.cgroup)):
         with suppress(OSError):
-            found |= cgroup.pids(str(entry.cgroup))
+            inside = cgroup.pids(str(entry.cgroup))
+            found |= {(pid, tree.start_ticks(pid)) for pid in inside}
             cgroup.kill(str(entry.cgroup))
     # Without a mark, at least what is known by name, with what is below it now.
     for process in (entry.guardian, entry.process):
         below = [(pid, tree.parent_of(pid)) for pid in tree.descendants(process.pid)]
         if process.send(signal.SIGKILL):
-            found.add(process.pid)
+            found.add((process.pid, process.start_ticks))
             for pid, parent in below:
+                start = tree.start_ticks(pid)
                 with suppress(PermissionError):
                     if tree.signal_process(pid, signal.SIGKILL, parent=parent):
-                        found.add(pid)
+                        found.add((pid, start))
     return found
 
 

@@ -14,7 +14,7 @@ import os
 import resource
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -124,14 +124,48 @@ def _thread_count(pid: int) -> int:
         return 0
 
 
+def all_pids(proc: str = "/proc") -> list[int]:
+    """Every process that can be listed now, kernel threads and zombies included."""
+    return [int(name) for name in os.listdir(proc) if name.isdigit()]
+
+
+def command_of(pid: int, proc: str = "/proc") -> str:
+    """The command line joined with spaces; empty for a kernel thread, and for what has ended."""
+    try:
+        with open(f"{proc}/{pid}/cmdline", "rb") as f:
+            return f.read().replace(b"\0", b" ").decode(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def environment_of(pid: int, proc: str = "/proc") -> dict[str, str]:
+    """The variables that a process began its program with; empty for what has ended.
+
+    Raises: PermissionError, for another user's.
+    """
+    try:
+        with open(f"{proc}/{pid}/environ", "rb") as f:
+            settings = f.read().split(b"\0")
+    except PermissionError:
+        raise
+    except OSError:
+        return {}
+    pairs = (setting.decode(errors="replace").partition("=") for setting in settings)
+    return {name: value for name, _, value in pairs if name}
+
+
+def machine() -> str:
+    """This boot and pid namespace: within one, a pid and its start name a process for ever."""
+    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as f:
+        return f"{f.read().strip()}/{os.readlink('/proc/self/ns/pid')}"
+
+
 def children_of_all() -> dict[int, list[int]]:
     """`children[parent pid] -> pids`, of every process that can be listed now."""
     children: dict[int, list[int]] = {}
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            parent = parent_of(int(name))
-            if parent:
-                children.setdefault(parent, []).append(int(name))
+    for pid in all_pids():
+        if parent := parent_of(pid):
+            children.setdefault(parent, []).append(pid)
     return children
 
 
@@ -157,18 +191,19 @@ def descendants(*roots: int) -> list[int]:
     return found
 
 
-def signal_process(pid: int, signum: int, *, parent: int) -> bool:
-    """Signal `pid` if it still is a child of `parent`: a pid that was re-used is left alone.
+def signal_if(pid: int, signum: int, is_meant: Callable[[], bool]) -> bool:
+    """Signal a process if it is the one that is meant; whether it was signalled.
 
-    Returns: whether the signal was sent. Raises: PermissionError.
+    The pidfd comes first and pins the process, so that the look at it holds for the signal.
+
+    Raises: PermissionError.
     """
     try:
         pidfd = os.pidfd_open(pid)
-    except (ProcessLookupError, OSError):
+    except OSError:
         return False
     try:
-        # The pidfd pins the process, so the check after it holds for the signal.
-        if parent_of(pid) != parent:
+        if not is_meant():
             return False
         signal.pidfd_send_signal(pidfd, signum)
     except ProcessLookupError:
@@ -176,6 +211,14 @@ def signal_process(pid: int, signum: int, *, parent: int) -> bool:
     finally:
         os.close(pidfd)
     return True
+
+
+def signal_process(pid: int, signum: int, *, parent: int) -> bool:
+    """Signal `pid` if it still is a child of `parent`: a pid that was re-used is left alone.
+
+    Returns: whether the signal was sent. Raises: PermissionError.
+    """
+    return signal_if(pid, signum, lambda: parent_of(pid) == parent)
 
 
 def signal_descendants(
@@ -223,11 +266,8 @@ def kill_below_once(
     *,
     root: int | None = None,
 ) -> None:
-    """One round against everything below a process that adopts, by default this one.
-
-    All are stopped before any is killed, so that no two can revive each other; then newborns are
-    followed for a few milliseconds, since what forks and exits faster than a listing of the
-    machine takes is never found by one. Call it again until there is no child left.
+    """One round (see `kill_once`) against everything below a process that adopts, by default this
+    one. Call it again until there is no child left.
 
     Args:
         reap: reaps what has ended, and says whether no child is left.
@@ -235,28 +275,50 @@ def kill_below_once(
         root: the subreaper, or the first process of a pid namespace; None: this process.
     """
     adopter = os.getpid() if root is None else root
-    seen: set[int] = set()
+    ours: set[int] = set()
+
+    def send_all(signum: int) -> list[int]:
+        return signal_descendants(adopter, signum, is_meant=is_meant)
+
+    def kill_newborn(pid: int) -> bool:
+        parent = parent_of(pid)
+        is_ours = parent in ours or (parent == adopter and is_meant(pid))
+        return is_ours and signal_process(pid, signal.SIGKILL, parent=parent)
+
+    kill_once(send_all, kill_newborn, reap, ours)
+
+
+def kill_once(
+    send_all: Callable[[int], Iterable[int]],
+    kill_newborn: Callable[[int], bool],
+    is_done: Callable[[], bool],
+    found: set[int],
+) -> None:
+    """One round against processes that are listed anew for each signal.
+
+    All are stopped before any is killed, so that no two can revive each other; then newborns are
+    followed for a few milliseconds, since what forks and exits faster than a listing of the
+    machine takes is never found by one.
+
+    Args:
+        send_all: sends a signal to all that are there, and returns their pids.
+        kill_newborn: ends a process just born if it is one of them; whether it was.
+        is_done: asked before newborns are looked for.
+        found: all that were there, filled in on the way.
+    """
     for _ in range(20):
-        fresh = set(signal_descendants(adopter, signal.SIGSTOP, is_meant=is_meant)) - seen
+        fresh = {*send_all(signal.SIGSTOP)} - found
         if not fresh:
             break
-        seen |= fresh
-    signal_descendants(adopter, signal.SIGKILL, is_meant=is_meant)
-    if not reap():
-        _kill_newborns(adopter, seen, is_meant)
-
-
-def _kill_newborns(adopter: int, ours: set[int], is_meant: Callable[[int], bool]) -> None:
-    """SIGKILL processes born in the next milliseconds whose parent is ours."""
+        found |= fresh
+    found.update(send_all(signal.SIGKILL))
+    if is_done():
+        return
     deadline = time.monotonic() + _CHASE_S
     last = last_pid()
     while time.monotonic() < deadline:
         newest = last_pid()
-        for pid in range(last + 1, newest + 1):
-            parent = parent_of(pid)
-            is_ours = parent in ours or (parent == adopter and is_meant(pid))
-            if is_ours and signal_process(pid, signal.SIGKILL, parent=parent):
-                ours.add(pid)
+        found.update(pid for pid in range(last + 1, newest + 1) if kill_newborn(pid))
         # Looked at again: a newborn's parent may exit, and make it ours, a moment later.
         last = max(newest - 8, 0)
 

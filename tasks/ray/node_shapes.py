@@ -1,6 +1,6 @@
 """What a Ray cluster does with the processes of an actor that was killed, tried on one node.
 
-The functions are sent to the node by value: standard library and ray only.
+The functions are sent to the node by value: the standard library, ray and `tree` only.
 
 Source: the example of docs.ray.io, "Lifetimes of a user-spawned process": an actor spawns `sleep`,
 is SIGKILLed, and the child must be gone.
@@ -13,14 +13,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from tasks.processes.tree import all_pids, environment_of, is_zombie, signal_if
 
 _SLEEP_S = 10_000
 #: In the environment of all that is spawned, so that it is found whatever became of its parent.
@@ -119,36 +122,24 @@ def _kill_and_watch(actor_pid: int, mark: str, within_s: float) -> tuple[float |
     if actor_pid:
         os.kill(actor_pid, signal.SIGKILL)
     began = time.monotonic()
-    while left := list(_marked(mark)):
+    while left := _marked(mark):
         if time.monotonic() - began > within_s:
             break
         time.sleep(0.01)
     took_s = time.monotonic() - began
     for pid in left:
-        _end(pid, mark)
+        signal_if(pid, signal.SIGKILL, partial(_is_marked, pid, mark))
     return (None, left) if left else (took_s, [])
 
 
-def _end(pid: int, mark: str) -> None:
-    with suppress(OSError):
-        pidfd = os.pidfd_open(pid)
-        try:
-            # The pidfd pins the process, so that the look at it holds for the signal.
-            if pid in _marked(mark):
-                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-        finally:
-            os.close(pidfd)
+def _is_marked(pid: int, mark: str) -> bool:
+    with suppress(PermissionError):
+        return environment_of(pid).get(_MARK) == mark and not is_zombie(pid)
+    return False
 
 
-def _marked(mark: str) -> Iterator[int]:
-    wanted = f"{_MARK}={mark}".encode()
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with suppress(OSError):
-                is_marked = wanted in (entry / "environ").read_bytes().split(b"\0")
-                state = (entry / "stat").read_bytes().rpartition(b") ")[2][:1]
-                if is_marked and state not in (b"Z", b"X"):
-                    yield int(entry.name)
+def _marked(mark: str) -> list[int]:
+    return [pid for pid in all_pids() if _is_marked(pid, mark)]
 
 
 def _is_sleep(pid: int) -> bool:

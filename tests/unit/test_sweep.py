@@ -13,7 +13,7 @@ from contextlib import suppress
 
 import pytest
 
-from tasks.processes.ending import carriers, end_carriers
+from tasks.processes.ending import end_carriers, holders_of
 from tasks.processes.tree import is_zombie
 
 #: Ends by itself in the end: one that is not caught would be nobody's, and never seen again.
@@ -128,7 +128,7 @@ def test_a_chain_that_forks_and_exits_is_caught(start: Start, run_id: str) -> No
     found = end_carriers({"MUSTER_RUN_ID": run_id})
 
     assert found["left"] == []
-    until(lambda: not carriers({"MUSTER_RUN_ID": run_id}))
+    until(lambda: run_id not in holders_of("MUSTER_RUN_ID").pids)
 
 
 def test_a_stopped_process_is_ended(start: Start, run_id: str) -> None:
