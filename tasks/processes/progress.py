@@ -6,11 +6,10 @@ How far a run has come, and for how long nothing in it has moved.
 from __future__ import annotations
 
 import asyncio
-import json
-import os
 import re
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -18,6 +17,7 @@ import httpx
 
 from tasks.processes.component import AttemptPlan
 from tasks.record.events import Emit
+from tasks.record.metrics import MetricsFile
 from tasks.spec.probes import number_at
 from tasks.spec.run import Progress
 
@@ -56,56 +56,54 @@ class HttpProgress:
 
 
 class JsonlProgress:
-    """The step stands in the last whole line of a file of JSON lines.
+    """The step stands in the last line, of those that have it, of a file of JSON lines."""
 
-    A file that was last written before the attempt began tells of another one.
-    """
-
-    def __init__(self, path: Path, key: str, since: float = 0.0) -> None:
+    def __init__(self, path: Path, key: str, adopted_since: float | None = None) -> None:
         """
         Args:
-            since: UTC epoch seconds.
+            adopted_since: UTC epoch seconds, where an earlier process began the attempt, so that
+                what stands there may be the attempt's own; None: it begins now.
         """
-        self._path = path
+        self._file = MetricsFile(path, from_now=adopted_since is None)
+        self._begun = 0
         self._key = key
         # File systems stamp with a coarse clock, a tick behind.
-        self._since = since - 0.1
+        self._since = None if adopted_since is None else adopted_since - 0.1
+        self._step: float | None = None
 
     async def step(self) -> float | None:
-        try:
-            with self._path.open("rb") as f:
-                if os.fstat(f.fileno()).st_mtime < self._since:
+        if self._since is not None:
+            with suppress(OSError):
+                if self._file.path.stat().st_mtime < self._since:
                     return None
-                f.seek(0, 2)
-                f.seek(max(0, f.tell() - _TAIL_BYTES))
-                lines = f.read().split(b"\n")
-        except OSError:
-            return None
-        # A part of an object is not JSON, so a last line without its end is no danger.
-        for line in reversed(lines):
-            try:
-                step = number_at(json.loads(line), self._key)
-            except (ValueError, RecursionError):
-                continue
-            if step is not None:
-                return step
-        return None
+        while True:
+            found = [number_at(figures, self._key) for figures in self._file.look()]
+            if self._begun != self._file.begun:
+                self._begun, self._step = self._file.begun, None
+            self._step = next((step for step in reversed(found) if step is not None), self._step)
+            if not self._file.is_behind:
+                return self._step
+            await asyncio.sleep(0)  # A file that grows fast must not keep others waiting.
 
 
 def source_of(
-    progress: Progress | None, cwd: Path, client: httpx.AsyncClient, since: float | None = None
+    progress: Progress | None,
+    cwd: Path,
+    client: httpx.AsyncClient,
+    adopted_since: float | None = None,
 ) -> ProgressSource | None:
     """Where a run writes its step; None where it does not.
 
     Args:
         cwd: where a relative path begins.
-        since: when its attempt began, UTC epoch seconds; None: now.
+        adopted_since: when an earlier process began the attempt, UTC epoch seconds; None: it
+            begins now.
     """
     if progress is None:
         return None
     if progress.http is not None:
         return HttpProgress(progress.http, progress.step, client)
-    return JsonlProgress(cwd / (progress.jsonl or ""), progress.step, since or time.time())
+    return JsonlProgress(cwd / (progress.jsonl or ""), progress.step, adopted_since)
 
 
 class Silence:

@@ -7,7 +7,6 @@ the page around it is white or dark.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from statistics import fmean
 from typing import Any
 from xml.sax.saxutils import escape, quoteattr
 
+from tasks.record.metrics import MetricsFile
 from tasks.record.run_json import AttemptRecord
 from tasks.show.view import RunView, Shown, end_of
 from tasks.spec.probes import number_at
@@ -409,8 +409,6 @@ NAMES = (
 )
 #: Where they may stand below.
 _WITHIN = ("data", "metrics")
-#: A file that grows faster than it is looked at is read in pieces of this size.
-_PIECE_BYTES = 8_000_000
 
 
 class Figures:
@@ -425,7 +423,8 @@ class Figures:
         #: Of what there is a curve; empty while nothing is known.
         self.name = ""
         self._step = step
-        self._read_bytes = 0
+        self._file = MetricsFile(path)
+        self._begun = 0
         self._points: dict[float, float] = {}
 
     @property
@@ -433,29 +432,17 @@ class Figures:
         """`(step, figure)`, in order; the last word on each step."""
         return sorted(self._points.items())
 
-    def look(self) -> None:
-        """Take in what was added; a file that is not there has nothing."""
-        try:
-            with self.path.open("rb") as f:
-                if f.seek(0, 2) < self._read_bytes:
-                    # It was begun anew.
-                    self._read_bytes = 0
-                    self._points.clear()
-                f.seek(self._read_bytes)
-                whole, end, _ = f.read(_PIECE_BYTES).rpartition(b"\n")
-        except OSError:
-            return
-        self._read_bytes += len(whole) + len(end)
-        for line in whole.splitlines():
-            self._take(line)
+    def look(self) -> bool:
+        """Take in what was added; whether there is more."""
+        added = self._file.look()
+        if self._begun != self._file.begun:
+            self._begun = self._file.begun
+            self._points.clear()
+        for entry in added:
+            self._take(entry)
+        return self._file.is_behind
 
-    def _take(self, line: bytes) -> None:
-        try:
-            entry = json.loads(line)
-        except (ValueError, RecursionError):
-            return
-        if not isinstance(entry, dict):
-            return
+    def _take(self, entry: Mapping[str, Any]) -> None:
         step = number_at(entry, self._step)
         found = dict(_figures(entry))
         if not self.name:

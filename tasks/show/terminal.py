@@ -118,7 +118,8 @@ class Terminal:
         if self._seen.directory is None:
             return
         figures = Figures(self._seen.directory / "metrics.jsonl", "step")
-        figures.look()
+        while figures.look():
+            pass
         points, name = figures.points, figures.name
         if len(points) < 2:
             return

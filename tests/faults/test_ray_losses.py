@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
 IMPATIENT = """
 import functools, sys
 from tasks import jobs
-from tasks.rayjobs import job
+from tasks.ray import job
 jobs.JobPlan = functools.partial(jobs.JobPlan, lost_after_s=5.0)
 job.TakeDown = functools.partial(job.TakeDown, unknown_after_s=5.0)
 from flows.train import train

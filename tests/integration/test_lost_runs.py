@@ -22,7 +22,7 @@ GONE = ProcessId(pid=1 << 22, start_ticks=1, boot_id=boot_id())
 #: A process with a mark of its own, and a daemon that came of it, with an empty environment.
 MARKED = """
 import os, sys
-from tasks.supervise import tree
+from tasks.processes import tree
 assert tree.mark_own(int(sys.argv[1]))
 os.execvp("sh", ["sh", "-c", "setsid env -i /bin/sleep 600 & echo $!; exec sleep 600"])
 """
