@@ -19,16 +19,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from tasks.processes import tree
-from tasks.processes.component import AttemptPlan, JobLoss, JobRefused, Member, PortTaken
-from tasks.processes.job_component import make_member
+from tasks.processes.component import (
+    AttemptContext,
+    AttemptGuards,
+    AttemptPlan,
+    Member,
+    PortTaken,
+)
 from tasks.processes.ports import PortsReserved
 from tasks.processes.probes import make_client
-from tasks.processes.process_component import Holds, ProcessMember
+from tasks.processes.process_component import ProcessMember
 from tasks.processes.progress import Course
 from tasks.processes.registry import RunRegister
 from tasks.record.causes import find_cause, last_error, last_lines
 from tasks.record.events import Emit
-from tasks.record.outcome import Exit, Failure, Verdict
+from tasks.record.outcome import Exit, Failure, JobLoss, JobRefused, Verdict
 from tasks.record.states import RunState
 from tasks.spec.errors import RunEnded
 from tasks.spec.failure_kinds import FailureKind
@@ -170,7 +175,7 @@ class SupervisedAttempt:
         register: RunRegister | None = None,
     ) -> None:
         self._plan = plan
-        self._holds = Holds(plan, register)
+        self._guards = AttemptGuards(plan, register)
         self._ports = ports
         self._emit = emit
         self._client = make_client()
@@ -191,24 +196,25 @@ class SupervisedAttempt:
 
         Raises: OSError, when no process can be started; none is left then.
         """
+        context = AttemptContext(
+            guards=self._guards,
+            ports=self._ports,
+            client=self._client,
+            emit=self._emit,
+            own_pids=self._own_pids,
+            mask=self._plan.mask,
+        )
         try:
-            for component in self._plan.components:
-                self.members[component.name] = make_member(
-                    component,
-                    holds=self._holds,
-                    ports=self._ports,
-                    client=self._client,
-                    emit=self._emit,
-                    own_pids=self._own_pids,
-                    mask=self._plan.mask,
-                )
-            self._holds.settle()
+            for plan in self._plan.components:
+                make = plan.make_member or ProcessMember
+                self.members[plan.name] = make(plan, context)
+            self._guards.settle()
         except OSError:
             await asyncio.gather(*(member.end() for member in self.members.values()))
-            await self._holds.close()
+            await self._guards.close()
             await self._client.aclose()
             raise
-        self._holds.watch_shared_memory(self._own_pids)
+        self._guards.watch_shared_memory(self._own_pids)
         self._watch(self._follow_course())
 
     async def start(self, name: str) -> None:
@@ -434,7 +440,7 @@ class SupervisedAttempt:
             if pids := await member.end():
                 left[member.name] = pids
         await asyncio.gather(*(m.end() for m in self.members.values() if not m.is_launched))
-        if (pids := await self._holds.close()) and not left:
+        if (pids := await self._guards.close()) and not left:
             left[self._launched[-1].name if self._launched else "run"] = pids
         if self._conclusion is not None:
             await asyncio.wait({self._conclusion})
@@ -449,7 +455,7 @@ class SupervisedAttempt:
         for watcher in self._watchers:
             watcher.cancel()
         await asyncio.gather(*(member.let_go() for member in self.members.values()))
-        await self._holds.close()
+        await self._guards.close()
         await self._client.aclose()
         self._ports.close()
         return decision.make_verdict()

@@ -1,28 +1,30 @@
-"""One component of a running attempt: its start, its readiness, its liveness, its end.
+"""One component of a running attempt: its plan, its start, its readiness, its liveness, its end.
 
-What runs it is for the subclasses: a process of this machine, or a job of a cluster.
-
-What a supervisor is to do with one attempt: frozen data, resolved to the last port.
-
-What supervision asks of a job that a cluster runs for a component, whatever the cluster is.
+A plan is frozen data, resolved to the last port. What runs a component is for the subclasses of
+`Member`: a process of this machine, or a job of a cluster.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Never, Protocol
+from typing import Never
 from urllib.parse import urlsplit
 
 import httpx
 
+from tasks.processes import cgroup
 from tasks.processes.child_watch import Loss
-from tasks.processes.containment import Containment, Level
-from tasks.processes.guarded import Command
+from tasks.processes.containment import Containment, Level, PidNamespace
+from tasks.processes.guarded import Command, Forked, GuardedProcess
+from tasks.processes.identity import ProcessId
+from tasks.processes.ports import PortsReserved
 from tasks.processes.probes import (
     AliveProbe,
     FileProbe,
@@ -32,69 +34,12 @@ from tasks.processes.probes import (
     TcpProbe,
     until_yes,
 )
+from tasks.processes.registry import Entry, JobEntry, RunRegister, SharedMemoryWatch
 from tasks.record.causes import read_tail
 from tasks.record.events import Emit
-from tasks.record.outcome import Exit, JobLoss, JobRefused
+from tasks.record.outcome import Exit, JobLoss
 from tasks.spec.probes import LiveProbe, ReadyProbe
 from tasks.spec.run import OnExitZero, Progress
-
-__all__ = ["JobLoss", "JobRefused", "RemoteJob"]
-
-
-class RemoteJob(Protocol):
-    """One submission to a cluster, from before it is submitted until nothing of it is left.
-
-    Lives in one asyncio loop. Nothing in it blocks that loop.
-    """
-
-    #: Resolves once the job is final by the cluster's word, and is never rejected. A signal or an
-    #: exit code where the cluster knows it, else neither, with the cluster's reason as the note.
-    #: `at_monotonic_s` is the earliest moment at which the job can have ended: what died of its
-    #: end must not look as if it had died first.
-    exited: asyncio.Future[Exit]
-
-    @property
-    def submission_id(self) -> str:
-        """By which the cluster knows it."""
-
-    def last_words(self, log_end: str) -> str:
-        """What is known of what the job said at its end: the end of its log without what the
-        cluster itself wrote there, and the cluster's own word on the end."""
-
-    @property
-    def place(self) -> str:
-        """Where its driver runs, in words: `node 10.0.0.2`; empty while it runs nowhere."""
-
-    async def launch(self) -> None:
-        """Submit it, or attach to it where it was submitted before, and wait until it runs.
-
-        Returns once its driver runs, or it is final. Raises: JobRefused. A cancel leaves it to
-        `end`.
-        """
-
-    async def until_lost(self) -> JobLoss:
-        """Watch a job that was launched, for ever: contact with its cluster, the GPUs that it is
-        to take by its start deadline.
-
-        Returns: why it is given up. A cancel ends it.
-        """
-
-    def stop(self) -> None:
-        """Ask it to end, in its grace period. Returns at once; any number of times."""
-
-    def kill(self) -> None:
-        """End it now, without a grace period. Returns at once."""
-
-    async def end(self) -> tuple[str, ...]:
-        """Stop it and wait until it is final, its actors are gone, its GPUs are free, no process
-        of it is left on any node, and its log is whole.
-
-        Returns: what did not come free in time, by node and pid; empty when all is free. Safe
-        after a `launch` that failed or was cancelled, and before any.
-        """
-
-    async def let_go(self) -> None:
-        """Leave the job running, and stop watching it: the next process attaches to it."""
 
 
 def _as_it_is(text: str) -> str:
@@ -111,11 +56,8 @@ class ComponentPlan:
     ready: ReadyProbe | None
     live: LiveProbe | None
     on_exit_zero: OnExitZero
-    #: Makes the job that runs it on a cluster, told where to say what happens to it; None: a
-    #: process of this machine runs it.
-    make_job: Callable[[Emit], RemoteJob] | None = None
-    #: An earlier process of the run may have started it: then it is gone on with.
-    is_adopted: bool = False
+    #: Makes the member that a cluster runs; None: a process of this machine runs it.
+    make_member: Callable[[ComponentPlan, AttemptContext], Member] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,21 +103,146 @@ class PortTaken(Exception):
     """A server that is not of this run listens where the component's answer is expected."""
 
 
+class AttemptGuards:
+    """What guards the processes of one attempt, by the level of its plan: guardians, cgroups, a
+    PID namespace, and the registry that says on disk what they hold.
+
+    Use: `prepare` each component, `settle`, `launch` and `release` them, and at last `close`.
+    """
+
+    def __init__(self, plan: AttemptPlan, register: RunRegister | None) -> None:
+        self._plan = plan
+        self._register = register
+        self._namespace: PidNamespace | None = None
+        self._shared_memory: SharedMemoryWatch | None = None
+        #: `cgroups[component]`, made and not removed yet.
+        self._cgroups: dict[str, str] = {}
+
+    def prepare(self, component: ComponentPlan) -> GuardedProcess:
+        """A guardian that waits for its order. Raises: OSError."""
+        if self._plan.containment.level is Level.L4 and self._namespace is None:
+            self._namespace = PidNamespace()
+        tag = {**self._plan.tag, "MUSTER_COMPONENT": component.name}
+        return GuardedProcess.prepare(component.name, tag=tag, namespace=self._namespace)
+
+    def settle(self) -> None:
+        """Every guardian is there."""
+        if self._namespace is not None:
+            self._namespace.settle()
+
+    def watch_shared_memory(self, own_pids: Callable[[], set[int]]) -> None:
+        """From now on note what the attempt's processes make in /dev/shm."""
+        if self._register is not None:
+            self._shared_memory = SharedMemoryWatch(own_pids, self._register.add_leftover)
+
+    async def launch(
+        self, component: ComponentPlan, process: GuardedProcess, command: Command
+    ) -> int:
+        """Start a component's command, guarded and registered.
+
+        Returns: its pid. Raises: OSError, as `GuardedProcess.launch`.
+        """
+        return await process.launch(
+            command,
+            cgroup=self._make_cgroup(component.name),
+            register=partial(self._enter, component),
+        )
+
+    def enter_job(self, component: ComponentPlan, submission_id: str) -> None:
+        """Register a component's job, before it is submitted. Raises: OSError."""
+        if self._register is not None:
+            self._register.enter_job(
+                JobEntry(
+                    run_id=self._plan.run_id,
+                    attempt=self._plan.number,
+                    component=component.name,
+                    submission_id=submission_id,
+                    log=component.command.log,
+                    grace_s=component.command.grace_s,
+                )
+            )
+
+    def release(self, component: str) -> None:
+        """Nothing of the component is left."""
+        path = self._cgroups.pop(component, None)
+        if path is not None and not cgroup.remove(path):
+            # Its entry stays, too, so that a reconcile removes it.
+            return
+        if self._register is not None:
+            with contextlib.suppress(OSError):
+                self._register.leave(component)
+
+    async def close(self) -> tuple[int, ...]:
+        """End what guards them.
+
+        Returns: the pid of a namespace's first process that the kernel could not end, since
+        something in the namespace can't be ended.
+        """
+        if self._shared_memory is not None:
+            self._shared_memory.close()
+        namespace, self._namespace = self._namespace, None
+        if namespace is not None and not await asyncio.to_thread(namespace.close):
+            return (namespace.init_pid,)
+        return ()
+
+    def _make_cgroup(self, component: str) -> str | None:
+        parent = self._plan.containment.cgroup_parent
+        if parent is None:
+            return None
+        name = f"{self._plan.run_id}-a{self._plan.number:02d}-{component}"
+        # One that can't be made is told by the registry's entry: it has none.
+        with contextlib.suppress(cgroup.NoCgroup):
+            self._cgroups[component] = cgroup.create(parent, name)
+        return self._cgroups.get(component)
+
+    def _enter(self, component: ComponentPlan, forked: Forked) -> None:
+        if self._register is None:
+            return
+        self._register.enter(
+            Entry(
+                run_id=self._plan.run_id,
+                attempt=self._plan.number,
+                component=component.name,
+                level=self._plan.containment.level.value,
+                mark=forked.mark,
+                guardian=ProcessId.of(forked.guardian_pid),
+                process=ProcessId.of(forked.pid),
+                cgroup=Path(forked.cgroup) if forked.cgroup is not None else None,
+                grace_s=component.command.grace_s,
+            )
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptContext:
+    """What all components of one attempt share."""
+
+    guards: AttemptGuards
+    ports: PortsReserved
+    client: httpx.AsyncClient
+    emit: Emit
+    #: Every process of the attempt on this machine.
+    own_pids: Callable[[], set[int]]
+    #: Takes secrets out of a text.
+    mask: Callable[[str], str]
+
+
 class Member(ABC):
     """A component from before its start until nothing of it is left."""
 
-    def __init__(self, plan: ComponentPlan, *, client: httpx.AsyncClient, emit: Emit) -> None:
+    def __init__(self, plan: ComponentPlan, context: AttemptContext) -> None:
+        """Raises: OSError, when what it needs can't be had."""
         self.plan = plan
         #: The launch was ordered: from now on there is something to end.
         self.is_launched = False
         self.is_ready = False
         #: It left with exit 0, its part done, while the run goes on.
         self.is_drained = False
-        #: It is to blame for a run that stalled, and is examined before it is ended.
+        #: The run stalled by it, and it is examined before it is ended.
         self.is_hung = False
         self.exit: Exit | None = None
-        self._client = client
-        self._emit = emit
+        self._context = context
+        self._emit = context.emit
         self._launched_at = 0.0
         self._launched_monotonic_s = 0.0
 
@@ -313,7 +380,7 @@ class Member(ABC):
     def _probe(self, spec: ReadyProbe | LiveProbe) -> Probe | None:
         """The question of a spec; None for one that is not answered by asking."""
         if spec.http is not None:
-            return HttpProbe(spec.http, self._client, spec.conditions)
+            return HttpProbe(spec.http, self._context.client, spec.conditions)
         if spec.address is not None:
             return TcpProbe(*spec.address)
         if spec.log is not None:

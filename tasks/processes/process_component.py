@@ -1,145 +1,21 @@
-"""A component that is a process of this machine, with all that descends from it.
-
-What holds the processes of one attempt: guardians, cgroups, a PID namespace, and the registry
-that says on disk what they hold.
-"""
+"""A component that is a process of this machine, with all that descends from it."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import time
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
 
-import httpx
-
-from tasks.processes import cgroup, tree
+from tasks.processes import tree
 from tasks.processes.child_watch import Loss, Vigil
-from tasks.processes.component import AttemptPlan, ComponentPlan, Member, PortTaken, forever
-from tasks.processes.containment import Level, PidNamespace
-from tasks.processes.guarded import Command, Forked, GuardedProcess
+from tasks.processes.component import AttemptContext, ComponentPlan, Member, PortTaken, forever
 from tasks.processes.hang_report import Diagnosis, Hung
 from tasks.processes.identity import ProcessId
-from tasks.processes.ports import Listener, PortsReserved, is_listened, listeners
+from tasks.processes.ports import Listener, is_listened, listeners
 from tasks.processes.probes import NotifyProbe, NotifySocket, Probe
-from tasks.processes.registry import Entry, JobEntry, RunRegister, SharedMemoryWatch
-from tasks.record.events import Emit
 from tasks.record.outcome import Exit
 from tasks.spec.probes import LiveProbe, ReadyProbe
-
-
-class Holds:
-    """The holds of one attempt, by the level of its plan.
-
-    Use: `prepare` each component, `settle`, `launch` and `release` them, and at last `close`.
-    """
-
-    def __init__(self, plan: AttemptPlan, register: RunRegister | None) -> None:
-        self._plan = plan
-        self._register = register
-        self._namespace: PidNamespace | None = None
-        self._shared_memory: SharedMemoryWatch | None = None
-        #: `cgroups[component]`, made and not removed yet.
-        self._cgroups: dict[str, str] = {}
-
-    def prepare(self, component: ComponentPlan) -> GuardedProcess:
-        """A guardian that waits for its order. Raises: OSError."""
-        if self._plan.containment.level is Level.L4 and self._namespace is None:
-            self._namespace = PidNamespace()
-        tag = {**self._plan.tag, "MUSTER_COMPONENT": component.name}
-        return GuardedProcess.prepare(component.name, tag=tag, namespace=self._namespace)
-
-    def settle(self) -> None:
-        """Every guardian is there."""
-        if self._namespace is not None:
-            self._namespace.settle()
-
-    def watch_shared_memory(self, own_pids: Callable[[], set[int]]) -> None:
-        """From now on note what the attempt's processes make in /dev/shm."""
-        if self._register is not None:
-            self._shared_memory = SharedMemoryWatch(own_pids, self._register.add_leftover)
-
-    async def launch(
-        self, component: ComponentPlan, process: GuardedProcess, command: Command
-    ) -> int:
-        """Start a component's command, held and registered.
-
-        Returns: its pid. Raises: OSError, as `GuardedProcess.launch`.
-        """
-        return await process.launch(
-            command,
-            cgroup=self._make_cgroup(component.name),
-            register=partial(self._enter, component),
-        )
-
-    def enter_job(self, component: ComponentPlan, submission_id: str) -> None:
-        """Register a component's job, before it is submitted. Raises: OSError."""
-        if self._register is not None:
-            self._register.enter_job(
-                JobEntry(
-                    run_id=self._plan.run_id,
-                    attempt=self._plan.number,
-                    component=component.name,
-                    submission_id=submission_id,
-                    log=component.command.log,
-                    grace_s=component.command.grace_s,
-                )
-            )
-
-    def release(self, component: str) -> None:
-        """Nothing of the component is left."""
-        path = self._cgroups.pop(component, None)
-        if path is not None and not cgroup.remove(path):
-            # Its entry stays, too, so that a reconcile removes it.
-            return
-        if self._register is not None:
-            with contextlib.suppress(OSError):
-                self._register.leave(component)
-
-    async def close(self) -> tuple[int, ...]:
-        """End what holds them.
-
-        Returns: the pid of a namespace's first process that the kernel could not end, since
-        something in the namespace can't be ended.
-        """
-        if self._shared_memory is not None:
-            self._shared_memory.close()
-        namespace, self._namespace = self._namespace, None
-        if namespace is not None and not await asyncio.to_thread(namespace.close):
-            return (namespace.init_pid,)
-        return ()
-
-    def _make_cgroup(self, component: str) -> str | None:
-        parent = self._plan.containment.cgroup_parent
-        if parent is None:
-            return None
-        name = f"{self._plan.run_id}-a{self._plan.number:02d}-{component}"
-        # One that can't be made is told by the registry's entry: it has none.
-        with contextlib.suppress(cgroup.NoCgroup):
-            self._cgroups[component] = cgroup.create(parent, name)
-        return self._cgroups.get(component)
-
-    def _enter(self, component: ComponentPlan, forked: Forked) -> None:
-        if self._register is None:
-            return
-        self._register.enter(
-            Entry(
-                run_id=self._plan.run_id,
-                attempt=self._plan.number,
-                component=component.name,
-                level=self._plan.containment.level.value,
-                mark=forked.mark,
-                guardian=ProcessId.of(forked.guardian_pid),
-                process=ProcessId.of(forked.pid),
-                cgroup=Path(forked.cgroup) if forked.cgroup is not None else None,
-                grace_s=component.command.grace_s,
-            )
-        )
-
 
 #: What a guardian needs after the grace period to kill, to reap, and to report what is stuck.
 _KILL_WITHIN_S = 8.0
@@ -152,30 +28,11 @@ _LEAVES_WITHIN_S = 1.0
 class ProcessMember(Member):
     """A component and its process, from an idle guardian to an empty tree."""
 
-    def __init__(
-        self,
-        plan: ComponentPlan,
-        process: GuardedProcess,
-        *,
-        holds: Holds,
-        ports: PortsReserved,
-        client: httpx.AsyncClient,
-        emit: Emit,
-        own_pids: Callable[[], set[int]],
-        mask: Callable[[str], str],
-    ) -> None:
-        """
-        Args:
-            own_pids: every process of the attempt, this component's and the others'.
-            mask: takes secrets out of a text.
-        """
-        super().__init__(plan, client=client, emit=emit)
-        self.process = process
-        self._holds = holds
-        self._ports = ports
-        self._own_pids = own_pids
-        self._mask = mask
-        self._guardian = ProcessId.of(process.guardian_pid)
+    def __init__(self, plan: ComponentPlan, context: AttemptContext) -> None:
+        """Raises: OSError, when its guardian can't be started."""
+        super().__init__(plan, context)
+        self.process = context.guards.prepare(plan)
+        self._guardian = ProcessId.of(self.process.guardian_pid)
         self._parent_pid = 0
         self._notify: NotifySocket | None = None
         self._diagnosis: Diagnosis | None = None
@@ -208,13 +65,13 @@ class ProcessMember(Member):
             self._notify = NotifySocket(self._is_ours)
             env = {**command.env, "NOTIFY_SOCKET": self._notify.address}
             command = replace(command, env=env)
-        self._ports.release(self.name)
+        self._context.ports.release(self.name)
         for spec in (self.plan.ready, self.plan.live):
             if spec is not None and (probe := self._probe(spec)) is not None:
                 self._refuse_foreign(probe.local_port)
         self.is_launched = True
         self._launched_at, self._launched_monotonic_s = time.time(), time.monotonic()
-        pid = await self._holds.launch(self.plan, self.process, command)
+        pid = await self._context.guards.launch(self.plan, self.process, command)
         self._parent_pid = tree.parent_of(pid)
         self._emit("component.spawned", self.name, pid=pid, argv=list(command.argv))
 
@@ -255,7 +112,7 @@ class ProcessMember(Member):
             stop_signal=command.stop_signal,
             grace_s=command.grace_s,
             processes=self.processes,
-            mask=self._mask,
+            mask=self._context.mask,
         )
         self._diagnosis = Diagnosis(hung)
         if (report := await self._diagnosis.examine()) is not None:
@@ -288,7 +145,7 @@ class ProcessMember(Member):
         if self._notify is not None:
             self._notify.close()
         if self.process.empty.done():
-            self._holds.release(self.name)
+            self._context.guards.release(self.name)
             self._emit("component.stopped", self.name, pid=self.process.pid)
             return ()
         left = self.process.stuck or tuple(tree.descendants(self.process.guardian_pid))
@@ -317,7 +174,7 @@ class ProcessMember(Member):
         if port is None or not is_listened(port):
             return
         # A port that was reserved for another component is that one's to answer on.
-        ours = self._own_pids()
+        ours = self._context.own_pids()
         for listener in listeners(port, ours):
             if listener.pid not in ours and self._is_foreign(listener):
                 who = (

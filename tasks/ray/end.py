@@ -1,11 +1,5 @@
-"""Brings a submission to its end in whatever phase it is, and says what did not come free.
-
-Questions about submissions whose own process is gone, for programs without a loop.
-
-Each call opens a loop of its own: use them from a plain thread.
-
-What the drivers of a job hold of a cluster.
-"""
+"""Brings a submission to its end in whatever phase it is, and says what did not come free: what
+the drivers of the job still use of the cluster, and what runs on of it on some node."""
 
 from __future__ import annotations
 
@@ -15,7 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from tasks.ray import control_store
 from tasks.ray.dashboard import Actor, Dashboard, Denied, JobState, NoAnswer, Node, PlacementGroup
@@ -23,7 +17,7 @@ from tasks.ray.submission import SETTLES_WITHIN_S, SubmissionFile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Holdings:
+class JobUsage:
     """The living actors and the placement groups of a job."""
 
     actors: tuple[Actor, ...]
@@ -59,20 +53,20 @@ class Holdings:
         return (*actors, *groups)
 
 
-async def holdings_of(dashboard: Dashboard, ray_job_ids: Iterable[str]) -> Holdings:
+async def usage_of(dashboard: Dashboard, ray_job_ids: Iterable[str]) -> JobUsage:
     """What is held now by drivers, by their ids at Ray. Raises: NoAnswer, Denied."""
     actors: list[Actor] = []
     groups: list[PlacementGroup] = []
     for ray_job_id in sorted(ray_job_ids):
         actors += await dashboard.actors_of(ray_job_id)
         groups += await dashboard.groups_of(ray_job_id)
-    return Holdings(actors=tuple(actors), groups=tuple(groups))
+    return JobUsage(actors=tuple(actors), groups=tuple(groups))
 
 
 async def gpus_of(dashboard: Dashboard, ray_job_ids: Iterable[str]) -> float:
     """GPUs that drivers hold now, running tasks included. Raises: NoAnswer, Denied."""
     ids = sorted(ray_job_ids)
-    held = await holdings_of(dashboard, ids)
+    held = await usage_of(dashboard, ids)
     return held.gpus + sum([await dashboard.gpus_of_tasks(ray_job_id) for ray_job_id in ids])
 
 
@@ -119,6 +113,8 @@ class Ended:
     state: JobState | None
     #: What did not come free, by node and pid.
     left: tuple[str, ...]
+    #: The cluster said so; otherwise it did not answer.
+    is_known: bool = True
 
 
 class TakeDown:
@@ -147,15 +143,26 @@ class TakeDown:
         self._unknown_after_s = unknown_after_s
         self._clock = clock
 
-    async def run(self, known_drivers: Iterable[str], *, was_known: bool) -> Ended:
-        """
-        Args:
-            known_drivers: ids at Ray of drivers that the job is known to have had.
-            was_known: whether the cluster has ever said that it has the job. If not, a submit
-                may be on its way to it still.
+    async def run(self, file: SubmissionFile) -> Ended:
+        """End the job that a file tells of, and note there what came of it."""
+        try:
+            ended = await self._run(
+                frozenset(file.get("ray_job_ids", ())),
+                # If the cluster has never said that it has the job, a submit may be on its way.
+                was_known=file.get("submitted_at") is not None,
+            )
+        except OutOfReach as error:
+            file.note(status="unknown", message=str(error))
+            left = (
+                f"job {self._submission_id}: its cluster does not answer, so nobody can say what "
+                f"is left of it: {error}"
+            )
+            return Ended(state=None, left=(left,), is_known=False)
+        file.note(left=list(ended.left))
+        return ended
 
-        Raises: OutOfReach; then it is to be asked again.
-        """
+    async def _run(self, known_drivers: frozenset[str], *, was_known: bool) -> Ended:
+        """Raises: OutOfReach; then it is to be asked again."""
         state = await self.make_final(settles_within_s=0.0 if was_known else SETTLES_WITHIN_S)
         if state is None and not was_known:
             return Ended(state=None, left=())
@@ -167,7 +174,7 @@ class TakeDown:
         if not state.is_final:
             left.append(f"{self._place(state)}: job {self._submission_id} is {state.status} still")
         gcs_address = await self.ask(self._dashboard.gcs_address)
-        drivers = frozenset(known_drivers) | {state.ray_job_id} - {""}
+        drivers = known_drivers | {state.ray_job_id} - {""}
         with contextlib.suppress(NoAnswer):
             drivers |= await control_store.drivers_of(gcs_address, self._submission_id)
         left += await self._free(gcs_address, drivers)
@@ -244,7 +251,7 @@ class TakeDown:
     async def _free(self, gcs_address: str, drivers: frozenset[str]) -> tuple[str, ...]:
         since = self._clock()
         while True:
-            held = await self.ask(lambda: holdings_of(self._dashboard, drivers))
+            held = await self.ask(lambda: usage_of(self._dashboard, drivers))
             if held.is_empty:
                 return ()
             waited_s = self._clock() - since
@@ -254,7 +261,7 @@ class TakeDown:
                 await self._take_away(gcs_address, held)
             await asyncio.sleep(_ASK_EACH_S)
 
-    async def _take_away(self, gcs_address: str, held: Holdings) -> None:
+    async def _take_away(self, gcs_address: str, held: JobUsage) -> None:
         with contextlib.suppress(NoAnswer):
             await control_store.kill_actors(gcs_address, [a.actor_id for a in held.actors])
             await control_store.remove_groups(gcs_address, [g.group_id for g in held.groups])
@@ -273,22 +280,6 @@ class TakeDown:
         return f"node {state.driver_ip or 'unknown'}"
 
 
-def ask_job(address: str, submission_id: str) -> JobState | None:
-    """What a cluster says of a submission, None where it does not know it.
-
-    Raises: NoAnswer when it was not reached: that says nothing of the job. Denied.
-    """
-
-    async def ask() -> JobState | None:
-        dashboard = Dashboard(address)
-        try:
-            return await dashboard.job(submission_id)
-        finally:
-            await dashboard.close()
-
-    return asyncio.run(ask())
-
-
 def stop_submission(
     file: Path,
     *,
@@ -298,7 +289,8 @@ def stop_submission(
     on_state: Callable[[JobState], None] = lambda state: None,
 ) -> tuple[str, ...]:
     """End the job that a `submission.json` names, in whatever phase it is, and wait until nothing
-    of it is left; `RayJob.end` for a job whose own process is gone.
+    of it is left; `RayJob.end` for a job whose own process is gone. It opens a loop of its own: use
+    it from a plain thread.
 
     Args:
         unknown_after_s: for how long a cluster that does not answer is asked again.
@@ -311,10 +303,7 @@ def stop_submission(
         return ()
 
     def note(state: JobState) -> None:
-        known: dict[str, Any] = {"status": state.status.lower()}
-        if state.is_final:
-            known |= {"message": state.message[-2000:], "ended_at": state.ended_at}
-        submission.note(**known)
+        submission.note_state(state)
         on_state(state)
 
     async def stop() -> tuple[str, ...]:
@@ -328,19 +317,8 @@ def stop_submission(
             unknown_after_s=unknown_after_s,
         )
         try:
-            ended = await take_down.run(
-                submission.get("ray_job_ids", ()),
-                was_known=submission.get("submitted_at") is not None,
-            )
-        except OutOfReach as error:
-            submission.note(status="unknown", message=str(error))
-            return (
-                f"job {submission.get('submission_id')}: its cluster does not answer, so nobody "
-                f"can say what is left of it: {error}",
-            )
+            return (await take_down.run(submission)).left
         finally:
             await dashboard.close()
-        submission.note(left=list(ended.left))
-        return ended.left
 
     return asyncio.run(stop())

@@ -1,10 +1,7 @@
-"""A Ray job as supervision sees it: one submission, from before it is made until nothing is left.
+"""A component that a Ray cluster runs as a job: one submission, from before it is made until
+nothing of it is left.
 
-It has the verbs of supervision's `RemoteJob`, and does not know of it.
-
-The log of a driver, copied byte by byte into a local file while it grows.
-
-How a job ended, from what Ray says of it.
+Its driver's log is copied byte by byte while it grows. How it ended is told from what Ray says.
 """
 
 from __future__ import annotations
@@ -15,15 +12,16 @@ import logging
 import os
 import time
 from collections.abc import Callable, Coroutine
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tasks.processes.component import AttemptContext, ComponentPlan, Member
 from tasks.ray import control_store
 from tasks.ray.dashboard import Contact, Dashboard, Denied, JobState, NoAnswer
 from tasks.ray.end import OutOfReach, Sweep, TakeDown, gpus_of, room_in_words
 from tasks.ray.submission import JobPlan, SubmissionFile
 from tasks.ray.submit import STRAGGLERS_S, Submitter
-from tasks.record.events import Emit
 from tasks.record.outcome import Exit, JobLoss, JobRefused
 from tasks.spec.failure_kinds import FailureKind
 
@@ -221,49 +219,62 @@ _GPUS_EACH_S = 2.0
 _LAST_LINES_WITHIN_S = 0.8
 #: For `exited`, once the job is final.
 _TOLD_WITHIN_S = 10.0
+#: A log that is on its way from another node comes later than the news of its job's end.
+_LOG_WITHIN_S = 5.0
+_LOOK_EVERY_S = 0.2
 
 
-class RayJob:
-    """One submission. Lives in one asyncio loop; nothing in it blocks that loop."""
+class RayJob(Member):
+    """A component and its job, from before its submission until its GPUs are free again.
+
+    `exited` resolves once the job is final by the cluster's word, and is never rejected. It has a
+    signal or an exit code where the cluster knows it, else neither, with the cluster's reason as
+    the note; its `at_monotonic_s` is the earliest moment at which the job can have ended: what died
+    of its end must not look as if it had died first.
+
+    Lives in one asyncio loop; nothing in it blocks that loop.
+    """
 
     def __init__(
         self,
-        plan: JobPlan,
+        plan: ComponentPlan,
+        context: AttemptContext,
         *,
+        job: JobPlan,
         sweep: Sweep,
-        emit: Emit,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         """
         Args:
             sweep: ends the processes of the job on every node; returns what is left.
-            emit: told job.submitted, job.attached, job.state, job.final, job.ended, contact.lost,
-                contact.back, log.incomplete.
         """
-        self.exited: asyncio.Future[Exit] = asyncio.get_running_loop().create_future()
-        self._plan = plan
-        self._emit = emit
+        super().__init__(plan, context)
+        self._exited: asyncio.Future[Exit] = asyncio.get_running_loop().create_future()
+        self._job = job
+        self._say = partial(context.emit, component=plan.name)
         self._clock = clock
         self._wall_clock = wall_clock
-        self._dashboard = Dashboard(plan.address)
-        self._contact = Contact(plan.address, emit, clock)
-        self._log = LogCopy(self._dashboard, plan.submission_id, plan.log)
+        self._dashboard = Dashboard(job.address)
+        self._contact = Contact(job.address, self._say, clock)
+        self._log = LogCopy(self._dashboard, job.submission_id, plan.command.log)
         self._take_down = TakeDown(
             self._dashboard,
-            plan.submission_id,
-            grace_s=plan.grace_s,
+            job.submission_id,
+            grace_s=plan.command.grace_s,
             sweep=sweep,
             on_state=self._saw,
             clock=clock,
         )
         self._submitter: Submitter | None = None
+        self._submitting: asyncio.Task[None] | None = None
         self._file: SubmissionFile | None = None
         self._state: JobState | None = None
+        self._runs = False
         self._seen_running_s: float | None = None
         self._asked_s = clock()
         self._is_forgotten = False
-        self._has_gpus = plan.gpus <= 0
+        self._has_gpus = job.gpus <= 0
         self._was_stopped = False
         #: When this process asked it to end; before everything while it has not.
         self._stopped_s = 0.0
@@ -271,30 +282,69 @@ class RayJob:
         self._is_ending = asyncio.Lock()
         self._is_clear = False
 
-    @property
-    def submission_id(self) -> str:
-        return self._plan.submission_id
+    def __str__(self) -> str:
+        return f"{self.name} (job {self._job.submission_id})"
 
-    def last_words(self, log_end: str) -> str:
+    @property
+    def exited(self) -> asyncio.Future[Exit]:
+        return self._exited
+
+    @property
+    def pid(self) -> int | None:
+        return None
+
+    @property
+    def is_pending(self) -> bool:
+        return self.is_launched and not self._runs and self.exit is None
+
+    def last_words(self) -> str:
         """The end of its log without what Ray itself wrote there, and Ray's word on the end."""
         state = self._state if self._state is not None and self._state.is_final else None
-        return last_words(log_end, state)
-
-    @property
-    def place(self) -> str:
-        return f"node {self._state.driver_ip}" if self._state and self._state.driver_ip else ""
+        return last_words(super().last_words(), state)
 
     async def launch(self) -> None:
-        """Submit it, or attach to it where it was submitted before, and wait until it runs.
+        """Have it submitted, or attached to where it was before; `until_running` tells what came
+        of it.
 
-        Returns once its driver runs, or it is final. Raises: JobRefused. A cancel leaves it to
-        `end`.
+        Raises: OSError, when the registry can't be written: nothing is submitted then.
         """
-        self._file = await asyncio.to_thread(SubmissionFile.begin, self._plan)
+        self._say("component.starting")
+        self._context.ports.release(self.name)
+        self._context.guards.enter_job(self.plan, self._job.submission_id)
+        self.is_launched = True
+        self._launched_at, self._launched_monotonic_s = time.time(), time.monotonic()
+        self._say(
+            "component.spawned",
+            pid=None,
+            submission_id=self._job.submission_id,
+            argv=list(self.plan.command.argv),
+            is_adopted=self._job.may_be_submitted_since is not None,
+        )
+        self._submitting = asyncio.create_task(self._submit())
+
+    async def until_running(self) -> None:
+        """Wait until its driver runs, or it is final. Raises: JobRefused. A cancel leaves it to
+        `end`."""
+        assert self._submitting is not None
+        await self._submitting
+        self._runs = True
+        # What is asked of its age counts from here: it may have waited for long.
+        self._launched_monotonic_s = time.monotonic()
+
+    async def has_last_word(self) -> bool:
+        deadline = time.monotonic() + _LOG_WITHIN_S
+        while not await super().has_last_word():
+            if time.monotonic() > deadline:
+                return False
+            await asyncio.sleep(_LOOK_EVERY_S)
+        return True
+
+    async def _submit(self) -> None:
+        self._file = await asyncio.to_thread(SubmissionFile.begin, self._job)
         self._was_stopped = self._file.get("stop_asked_at") is not None
         self._has_gpus = self._has_gpus or self._file.get("gpus_taken_at") is not None
         self._submitter = Submitter(
-            self._plan, self._dashboard, self._file, self._emit, self._clock, self._wall_clock
+            self._job, self._dashboard, self._file, self._say, self._clock, self._wall_clock
         )
         state = await self._submitter.run()
         self._asked_s = self._clock()
@@ -303,7 +353,7 @@ class RayJob:
         self._begin("watch", self._watch())
         submitted_at = self._file.get("submitted_at", self._wall_clock())
         pending_for_s = max(0.0, self._wall_clock() - submitted_at)
-        deadline = self._clock() + self._plan.start_within_s - pending_for_s
+        deadline = self._clock() + self._job.start_within_s - pending_for_s
         while self._state is None or self._state.status == "PENDING":
             if loss := await self._loss():
                 raise JobRefused(loss)
@@ -311,7 +361,7 @@ class RayJob:
                 raise JobRefused(await self._never_started())
             await asyncio.sleep(0.1)
 
-    async def until_lost(self) -> JobLoss:
+    async def until_job_lost(self) -> JobLoss:
         """Watch a job that was launched, for ever: contact with its cluster, the GPUs that it is
         to take by its start deadline.
 
@@ -339,47 +389,54 @@ class RayJob:
 
         self._ask_to_end("kill", kill)
 
-    async def end(self) -> tuple[str, ...]:
+    async def end(self) -> tuple[int | str, ...]:
         """Stop it and wait until it is final, its actors are gone, its GPUs are free, no process
         of it is left on any node, and its log is whole.
 
         Returns: what did not come free in time, by node and pid; empty when all is free. Safe
-        after a `launch` that failed or was cancelled, and before any.
+        after a launch that failed or was cancelled, and before any.
         """
+        if not self.is_launched:
+            await self._close()
+            return ()
+        await _cancelled(self._submitting)
+        if left := await self._end():
+            self._say("component.stuck", pid=None, pids=left)
+            return left
+        self._context.guards.release(self.name)
+        self._say("component.stopped", pid=None)
+        return ()
+
+    async def _end(self) -> tuple[str, ...]:
         async with self._is_ending:
             if self._is_clear:
                 return ()
             if self._submitter is not None:
                 await self._submitter.settle()
             self._file = self._file or await asyncio.to_thread(
-                SubmissionFile.read, self._plan.submission_file
+                SubmissionFile.read, self._job.submission_file
             )
             if self._file is None or self._file.get("submit_began_at") is None:
                 return await self._cleared()
             self._note_stop()
-            try:
-                ended = await self._take_down.run(
-                    self._file.get("ray_job_ids", ()),
-                    was_known=self._file.get("submitted_at") is not None,
-                )
-            except OutOfReach as error:
-                self._file.note(status="unknown", message=str(error))
-                return (
-                    f"job {self.submission_id}: its cluster does not answer, so nobody can say "
-                    f"what is left of it: {error}",
-                )
+            ended = await self._take_down.run(self._file)
+            if not ended.is_known:
+                return ended.left
             if ended.state is not None:
                 if "watch" not in self._tasks:
                     self._begin("watch", self._watch())
                 await asyncio.wait([self._tasks["watch"]], timeout=_TOLD_WITHIN_S)
                 if problem := await self._whole_log():
-                    self._emit("log.incomplete", message=problem)
-            self._file.note(left=list(ended.left))
-            self._emit("job.ended", submission_id=self.submission_id, left=list(ended.left))
+                    self._say("log.incomplete", message=problem)
+            self._say("job.ended", submission_id=self._job.submission_id, left=list(ended.left))
             return await self._cleared(ended.left)
 
     async def let_go(self) -> None:
         """Leave the job running, and stop watching it: the next process attaches to it."""
+        await _cancelled(self._submitting)
+        await self._close()
+
+    async def _close(self) -> None:
         for name in tuple(self._tasks):
             await self._drop(name)
         await self._dashboard.close()
@@ -387,7 +444,7 @@ class RayJob:
     async def _cleared(self, left: tuple[str, ...] = ()) -> tuple[str, ...]:
         if not left:
             self._is_clear = True
-            await self.let_go()
+            await self._close()
         return left
 
     def _ask_to_end(self, name: str, ask: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -416,11 +473,11 @@ class RayJob:
         while self._state is None or not self._state.is_final:
             asked_s = self._clock()
             try:
-                state = await self._dashboard.job(self.submission_id)
+                state = await self._dashboard.job(self._job.submission_id)
             except (NoAnswer, Denied) as error:
                 self._contact.failed(str(error))
             except Exception as error:  # An answer that this was not written for.
-                _log.exception("job %s could not be asked for", self.submission_id)
+                _log.exception("job %s could not be asked for", self._job.submission_id)
                 self._contact.failed(repr(error))
             else:
                 self._contact.answered()
@@ -441,7 +498,7 @@ class RayJob:
         if not state.is_final:
             self._seen_running_s = self._asked_s
         assert self._file is not None
-        known: dict[str, object] = {"status": state.status.lower()}
+        known: dict[str, object] = {}
         if state.driver_ip:
             known |= {"driver_ip": state.driver_ip, "driver_node_id": state.driver_node_id}
         if state.ray_job_id:
@@ -449,13 +506,15 @@ class RayJob:
             known["ray_job_ids"] = sorted(ids)
         if state.status == "RUNNING" and self._file.get("running_at") is None:
             known["running_at"] = self._wall_clock()
-        if state.is_final:
-            known |= {"message": state.message[-2000:], "ended_at": state.ended_at}
-        self._file.note(**known)
+        self._file.note_state(state, **known)
         if before is None or before.status != state.status:
-            self._emit("job.state", status=state.status, place=self.place)
+            self._say("job.state", status=state.status, place=self._place())
         if state.status == "RUNNING" and "follow" not in self._tasks:
             self._begin("follow", self._log.follow(state.driver_node_id))
+
+    def _place(self) -> str:
+        """Where its driver runs, in words; empty while it runs nowhere."""
+        return f"node {self._state.driver_ip}" if self._state and self._state.driver_ip else ""
 
     async def _tell_end(self, state: JobState) -> None:
         lost_node = ""
@@ -463,7 +522,7 @@ class RayJob:
             with contextlib.suppress(NoAnswer, Denied):
                 nodes = await self._dashboard.nodes()
                 if state.driver_node_id not in {node.node_id for node in nodes}:
-                    lost_node = self.place
+                    lost_node = self._place()
         at_monotonic_s = earliest_end(
             state,
             wall_s=self._wall_clock(),
@@ -473,7 +532,7 @@ class RayJob:
             is_node_lost=bool(lost_node),
         )
         if self._was_stopped and state.driver_exit_code is None:
-            # It is our doing, so nothing else can be blamed on it.
+            # It is our doing, so nothing else can have come of it.
             at_monotonic_s = max(at_monotonic_s, self._stopped_s)
         await self._drop("follow")
         if state.driver_node_id:
@@ -487,7 +546,7 @@ class RayJob:
         )
         assert self._file is not None
         self._file.note(exit_code=exit_.exit_code, signal=exit_.signal)
-        self._emit("job.final", status=state.status, message=str(exit_))
+        self._say("job.final", status=state.status, message=str(exit_))
         if not self.exited.done():
             self.exited.set_result(exit_)
 
@@ -503,13 +562,13 @@ class RayJob:
         return await self._log.complete(self._state.driver_node_id)
 
     async def _loss(self) -> JobLoss | None:
-        if self._contact.lost_for_s > self._plan.lost_after_s:
+        if self._contact.lost_for_s > self._job.lost_after_s:
             return JobLoss(
                 kind=FailureKind.LOST_CONTACT,
                 rule="contact-lost",
-                message=f"{self._plan.address} has not answered for "
+                message=f"{self._job.address} has not answered for "
                 f"{self._contact.lost_for_s:.0f} s: {self._contact.problem}; what became of job "
-                f"{self.submission_id} is not known",
+                f"{self._job.submission_id} is not known",
             )
         if not self._is_forgotten or self._submitter is None:
             return None
@@ -521,11 +580,11 @@ class RayJob:
         ran_for_s = self._wall_clock() - self._file.get("running_at", self._wall_clock())
         try:
             held = await gpus_of(self._dashboard, self._file.get("ray_job_ids", ()))
-            if held >= self._plan.gpus:
+            if held >= self._job.gpus:
                 self._has_gpus = True
                 self._file.note(gpus_taken_at=self._wall_clock())
                 return None
-            if ran_for_s <= self._plan.start_within_s:
+            if ran_for_s <= self._job.start_within_s:
                 return None
             gcs_address = await self._dashboard.gcs_address()
             free = await control_store.free_gpus(gcs_address)
@@ -535,15 +594,15 @@ class RayJob:
         return JobLoss(
             kind=FailureKind.START_TIMEOUT,
             rule="gpus-not-taken",
-            message=f"job {self.submission_id} runs since {ran_for_s:.0f} s and has {held:g} of "
-            f"the {self._plan.gpus:g} GPUs that it is to take (ray.start_within_s is "
-            f"{self._plan.start_within_s:g}); {room}",
+            message=f"job {self._job.submission_id} runs since {ran_for_s:.0f} s and has {held:g} "
+            f"of the {self._job.gpus:g} GPUs that it is to take (ray.start_within_s is "
+            f"{self._job.start_within_s:g}); {room}",
         )
 
     async def _never_started(self) -> JobLoss:
         reason = self._state.message if self._state else ""
-        left = await self.end()
-        message = f"job {self.submission_id} was pending for {self._plan.start_within_s:g} s: "
+        left = await self._end()
+        message = f"job {self._job.submission_id} was pending for {self._job.start_within_s:g} s: "
         message += " ".join(reason.split())[:500] or "the cluster gives no reason"
         kind = FailureKind.START_TIMEOUT
         if left:
@@ -552,12 +611,16 @@ class RayJob:
         return JobLoss(kind=kind, rule="start-deadline", message=message)
 
     def _begin(self, name: str, work: Coroutine[Any, Any, Any]) -> None:
-        self._tasks[name] = asyncio.create_task(work, name=f"{name} {self.submission_id}")
+        self._tasks[name] = asyncio.create_task(work, name=f"{name} {self._job.submission_id}")
 
     async def _drop(self, name: str) -> None:
-        task = self._tasks.pop(name, None)
-        if task is not None:
-            task.cancel()
-            await asyncio.wait([task])
-            if not task.cancelled():
-                task.exception()
+        await _cancelled(self._tasks.pop(name, None))
+
+
+async def _cancelled(task: asyncio.Task[Any] | None) -> None:
+    """Cancel a task and wait for its end; what it raised is known by now to whoever waited."""
+    if task is not None:
+        task.cancel()
+        await asyncio.wait([task])
+        if not task.cancelled():
+            task.exception()

@@ -1,7 +1,5 @@
-"""What is known of a submission, kept in `submission.json` for whoever comes after this process.
-
-What one submission to a Ray cluster is to be.
-"""
+"""One submission to a Ray cluster: what it is to be, and what is known of it, which is kept in
+`submission.json` for whoever comes after this process."""
 
 from __future__ import annotations
 
@@ -12,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tasks.processes.guarded import Command
+from tasks.ray.dashboard import JobState
 from tasks.record.places import AttemptPlace
 from tasks.record.run_json import write_json
 
@@ -28,19 +28,12 @@ class JobPlan:
     #: From 1.
     attempt: int
     component: str
-    argv: tuple[str, ...]
-    #: What the job's processes get on top of their node's environment, and nothing else of ours.
-    env: Mapping[str, str]
-    #: Local directory that is shipped; the driver starts in its copy.
-    working_dir: Path
-    #: What of it is not shipped, beside what never is; in the syntax of .gitignore.
+    #: Its directory is shipped, and the driver starts in its copy. Its variables come on top of
+    #: their node's environment, and nothing else of ours does. The driver's output flows into its
+    #: log, a local file.
+    command: Command
+    #: What of the directory is not shipped, beside what never is; in the syntax of .gitignore.
     excludes: tuple[str, ...] = ()
-    #: Local file that the driver's output flows into.
-    log: Path
-    #: What asks the driver to leave.
-    stop_signal: int
-    #: From the stop signal to SIGKILL.
-    grace_s: float
     #: What the driver itself takes of its node; empty with no labels: any node but the head.
     entrypoint_resources: Mapping[str, float] = field(default_factory=dict)
     entrypoint_label_selector: Mapping[str, str] = field(default_factory=dict)
@@ -100,7 +93,7 @@ class SubmissionFile:
                 "run_id": plan.run_id,
                 "attempt": plan.attempt,
                 "component": plan.component,
-                "argv": list(plan.argv),
+                "argv": list(plan.command.argv),
                 "status": "submitting",
             },
         )
@@ -124,6 +117,13 @@ class SubmissionFile:
             write_json(self.path, self._content)
         except OSError as error:
             _log.warning("%s could not be written: %s", self.path, error)
+
+    def note_state(self, state: JobState, **known: Any) -> None:
+        """`note` what the cluster says of the job."""
+        known["status"] = state.status.lower()
+        if state.is_final:
+            known |= {"message": state.message[-2000:], "ended_at": state.ended_at}
+        self.note(**known)
 
 
 def submission_id(run_id: str, attempt: int, component: str, *, is_only: bool) -> str:

@@ -64,22 +64,23 @@ _INTERPRETER = '"$(readlink /proc/$PPID/exe || command -v python3)"'
 
 def entrypoint_of(plan: JobPlan) -> str:
     """The shell command that Ray is given."""
-    own = f"--grace {plan.grace_s:g} --signal {plan.stop_signal} --stragglers {STRAGGLERS_S:g}"
-    command = shlex.join(plan.argv)
-    return f"exec {_INTERPRETER} -I -S -c {shlex.quote(_BOOTSTRAP)} {own} -- {command}"
+    command = plan.command
+    own = f"--grace {command.grace_s:g} --signal {command.stop_signal}"
+    own += f" --stragglers {STRAGGLERS_S:g} -- {shlex.join(command.argv)}"
+    return f"exec {_INTERPRETER} -I -S -c {shlex.quote(_BOOTSTRAP)} {own}"
 
 
 def environment_of(plan: JobPlan) -> dict[str, str]:
     """What all processes of the job get, by which they are found again on every node."""
     env = {
-        **plan.env,
+        **plan.command.env,
         "MUSTER_RUN_ID": plan.run_id,
         "MUSTER_ATTEMPT": str(plan.attempt),
         "MUSTER_COMPONENT": plan.component,
         # Longer than the wrapper's own, so that Ray does not kill it before it has finished.
-        "RAY_JOB_STOP_WAIT_TIME_S": str(math.ceil(plan.grace_s) + 5),
+        "RAY_JOB_STOP_WAIT_TIME_S": str(math.ceil(plan.command.grace_s) + 5),
     }
-    if plan.stop_signal == signal.SIGINT:
+    if plan.command.stop_signal == signal.SIGINT:
         env["RAY_JOB_STOP_SIGNAL"] = "SIGINT"
     return env
 
@@ -88,7 +89,7 @@ def excludes_of(plan: JobPlan) -> list[str]:
     """What of the working directory is not shipped, in the syntax of .gitignore."""
     excludes = [*_EXCLUDES, *plan.excludes]
     with contextlib.suppress(ValueError):
-        inside = muster_home().resolve().relative_to(plan.working_dir.resolve())
+        inside = muster_home().resolve().relative_to(plan.command.cwd.resolve())
         excludes.append(f"/{inside}")
     return excludes
 
@@ -137,7 +138,7 @@ def submit(plan: JobPlan, nodes: Sequence[Node]) -> None:
                 entrypoint_label_selector=dict(labels) or None,
                 metadata={"muster_run_id": plan.run_id, "muster_component": plan.component},
                 runtime_env={
-                    "working_dir": str(plan.working_dir),
+                    "working_dir": str(plan.command.cwd),
                     "excludes": excludes_of(plan),
                     "py_modules": [str(package)],
                     "env_vars": environment_of(plan),
@@ -148,7 +149,7 @@ def submit(plan: JobPlan, nodes: Sequence[Node]) -> None:
     except RuntimeError as error:
         _judge(error, plan)
     except (ValueError, TypeError, RuntimeEnvSetupError) as error:
-        raise Denied(f"{plan.working_dir} can't be shipped as it is: {error}") from error
+        raise Denied(f"{plan.command.cwd} can't be shipped as it is: {error}") from error
     except (OSError, requests.RequestException) as error:  # requests' own are OSErrors too
         raise NoAnswer(f"no answer from {plan.address} to the submit: {error}") from error
 
@@ -162,7 +163,7 @@ def _judge(error: RuntimeError, plan: JobPlan) -> None:
     if found and rest.startswith("413"):
         # The dashboard's own limit, which is below that of Ray's packages.
         raise Denied(
-            f"{plan.working_dir} can't be shipped as it is: packed, it is larger than the "
+            f"{plan.command.cwd} can't be shipped as it is: packed, it is larger than the "
             f"dashboard at {plan.address} takes ({rest[5:].strip(' .')}); exclude what the job "
             "does not need, or put it where the nodes can read it"
         ) from error
@@ -170,7 +171,7 @@ def _judge(error: RuntimeError, plan: JobPlan) -> None:
         raise Denied(f"{plan.address} refuses the job: {text[:2000]}") from error
     if found:
         raise NoAnswer(f"{plan.address}: {text[:2000]}") from error
-    raise Denied(f"{plan.working_dir} can't be shipped as it is: {text[:2000]}") from error
+    raise Denied(f"{plan.command.cwd} can't be shipped as it is: {text[:2000]}") from error
 
 
 def wrapper_sources() -> dict[str, str]:

@@ -1,7 +1,4 @@
-"""From a spec whose placeholders are filled in to what a supervisor is to do.
-
-Components that Ray runs: from a spec to a job, with its sweep of the nodes.
-"""
+"""From a spec whose placeholders are filled in to what a supervisor is to do."""
 
 from __future__ import annotations
 
@@ -10,16 +7,15 @@ import os
 import signal as signals
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from functools import partial
 
-from tasks.processes.component import AttemptPlan, ComponentPlan, RemoteJob
+from tasks.processes.component import AttemptContext, AttemptPlan, ComponentPlan, Member
 from tasks.processes.containment import Containment, Level, allowed_level, probe
 from tasks.processes.guarded import Command
 from tasks.processes.identity import host_name
 from tasks.ray.job import RayJob
 from tasks.ray.nodes import sweep_of
 from tasks.ray.submission import JobPlan, submission_file, submission_id
-from tasks.record.events import Emit
 from tasks.record.places import AttemptPlace
 from tasks.record.run_json import AttemptRecord
 from tasks.rollout.component import fleet_component
@@ -29,57 +25,6 @@ from tasks.spec.loading import project_root
 from tasks.spec.programs import component_path
 from tasks.spec.run import RunSpec
 from tasks.spec.secrets import looks_secret
-
-
-def job_maker(
-    spec: RunSpec,
-    name: str,
-    command: Command,
-    run_id: str,
-    place: AttemptPlace,
-    adopted: AttemptRecord | None = None,
-) -> Callable[[Callable[..., None]], RemoteJob]:
-    """Makes the job of a component, told where to say what happens to it.
-
-    Args:
-        spec: with its placeholders filled in; it names a cluster.
-        command: what the job runs; its directory is sent along.
-        adopted: the attempt in the run's record, where it was begun by another process.
-    """
-    assert spec.ray is not None
-    jobs = [other for other, c in spec.processes.items() if c.launcher == "ray_job"]
-    is_only = len(jobs) == 1
-    takes_all = is_only and spec.fleet is None
-    gang = spec.gang
-    plan = JobPlan(
-        address=spec.ray.address,
-        submission_id=submission_id(run_id, place.number, name, is_only=is_only),
-        run_id=run_id,
-        attempt=place.number,
-        component=name,
-        argv=command.argv,
-        env=command.env,
-        working_dir=command.cwd,
-        log=command.log,
-        stop_signal=command.stop_signal,
-        grace_s=command.grace_s,
-        entrypoint_resources=spec.ray.entrypoint_resources or {},
-        entrypoint_label_selector=spec.ray.entrypoint_label_selector or {},
-        # Of several jobs, or beside a fleet, nobody knows which takes how many.
-        gpus=gang.nodes * gang.gpus_per_node if gang and takes_all else 0,
-        start_within_s=spec.ray.start_within_s,
-        submission_file=submission_file(place, name, is_only=is_only),
-        may_be_submitted_since=adopted.started_at if adopted is not None else None,
-    )
-    # By it the sweep's task runs belong to the flow run; supervision has a thread of its own.
-    context = contextvars.copy_context()
-
-    def make(emit: Emit) -> RemoteJob:
-        sweeping = context.run(sweep_of, run_id, place.number, name, emit=emit)
-        return RayJob(plan, sweep=sweeping, emit=emit)
-
-    return make
-
 
 #: Variables of this process that are about this process, and no component's business.
 _PRIVATE_ENV = ("NOTIFY_SOCKET", "LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES", "MUSTER_ROLE")
@@ -135,11 +80,7 @@ def plan_of(
         number=place.number,
         cwd=project_root() / spec.cwd,
         components=tuple(
-            replace(
-                _component_plan(spec, name, run_id, place, fleet, adopted),
-                is_adopted=adopted is not None,
-            )
-            for name in spec.components
+            _component_plan(spec, name, run_id, place, fleet, adopted) for name in spec.components
         ),
         progress=spec.progress,
         success_step=spec.success.step if spec.success else None,
@@ -177,8 +118,54 @@ def _component_plan(
         ready=component.ready,
         live=component.live,
         on_exit_zero=spec.on_exit_zero(name),
-        make_job=job_maker(spec, name, command, run_id, place, adopted) if is_job else None,
+        make_member=_job_maker(spec, name, command, run_id, place, adopted) if is_job else None,
     )
+
+
+def _job_maker(
+    spec: RunSpec,
+    name: str,
+    command: Command,
+    run_id: str,
+    place: AttemptPlace,
+    adopted: AttemptRecord | None,
+) -> Callable[[ComponentPlan, AttemptContext], Member]:
+    """Makes the member of a component that is a Ray job.
+
+    Args:
+        spec: with its placeholders filled in; it names a cluster.
+        command: what the job runs; its directory is sent along.
+        adopted: the attempt in the run's record, where it was begun by another process.
+    """
+    assert spec.ray is not None
+    jobs = [other for other, c in spec.processes.items() if c.launcher == "ray_job"]
+    is_only = len(jobs) == 1
+    takes_all = is_only and spec.fleet is None
+    gang = spec.gang
+    job = JobPlan(
+        address=spec.ray.address,
+        submission_id=submission_id(run_id, place.number, name, is_only=is_only),
+        run_id=run_id,
+        attempt=place.number,
+        component=name,
+        command=command,
+        entrypoint_resources=spec.ray.entrypoint_resources or {},
+        entrypoint_label_selector=spec.ray.entrypoint_label_selector or {},
+        # Of several jobs, or beside a fleet, nobody knows which takes how many.
+        gpus=gang.nodes * gang.gpus_per_node if gang and takes_all else 0,
+        start_within_s=spec.ray.start_within_s,
+        submission_file=submission_file(place, name, is_only=is_only),
+        may_be_submitted_since=adopted.started_at if adopted is not None else None,
+    )
+    # By it the sweep's task runs belong to the flow run; supervision has a thread of its own.
+    context = contextvars.copy_context()
+
+    def make(plan: ComponentPlan, shared: AttemptContext) -> Member:
+        emit = partial(shared.emit, component=name)
+        sweeping = context.run(sweep_of, run_id, place.number, name, emit=emit)
+        return RayJob(plan, shared, job=job, sweep=sweeping)
+
+    return make
 
 
 def component_env(spec: RunSpec, name: str, run_id: str, attempt: int) -> dict[str, str]:

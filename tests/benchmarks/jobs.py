@@ -85,9 +85,11 @@ def _muster(cluster: RayCluster, directory: Path, short_code: str) -> dict[str, 
 
 
 async def _muster_takes(cluster: RayCluster, directory: Path, short_code: str) -> dict[str, float]:
+    from tasks.processes.guarded import Command
     from tasks.ray.job import RayJob
     from tasks.ray.nodes import sweep_of
     from tasks.ray.submission import JobPlan
+    from tests.support.ray_jobs import make_job
 
     def job(code: str) -> tuple[JobPlan, RayJob]:
         run_id = f"bench-{uuid.uuid4().hex[:8]}"
@@ -100,33 +102,36 @@ async def _muster_takes(cluster: RayCluster, directory: Path, short_code: str) -
             run_id=run_id,
             attempt=1,
             component="trainer",
-            argv=("python", "-c", code),
-            env={},
-            working_dir=work,
-            log=place / "trainer.log",
-            stop_signal=15,
-            grace_s=5.0,
+            command=Command(
+                argv=("python", "-c", code),
+                env={},
+                cwd=work,
+                log=place / "trainer.log",
+                grace_s=5.0,
+            ),
             submission_file=place / "submission.json",
         )
 
-        def emit(name: str, **fields: object) -> None:
+        def emit(name: str, *of: object, **fields: object) -> None:
             return
 
-        return plan, RayJob(plan, sweep=sweep_of(run_id, 1, "trainer", emit=emit), emit=emit)
+        return plan, make_job(plan, emit, sweep_of(run_id, 1, "trainer", emit=emit))
 
     took: dict[str, float] = {}
     plan, short = job(short_code)
     began = time.monotonic()
     await short.launch()
+    await short.until_running()
     took["submit to running"] = 1000 * (time.monotonic() - began)
     await asyncio.wait_for(short.exited, _LIMIT_S)
     seen = time.monotonic()
     await short.end()
-    took["last line to end seen"] = 1000 * (seen - _last_line(plan.log.read_text()))
+    took["last line to end seen"] = 1000 * (seen - _last_line(plan.command.log.read_text()))
     mark = _mark()
     plan, long = job(_LONG.format(mark=mark))
     await long.launch()
-    while not plan.log.exists() or not _has_taken(plan.log.read_text()):
+    await long.until_running()
+    while not plan.command.log.exists() or not _has_taken(plan.command.log.read_text()):
         await asyncio.sleep(0.05)
     began = time.monotonic()
     left = await long.end()

@@ -28,9 +28,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
 #: `flows.train`, which gives a cluster up after seconds in place of minutes.
 IMPATIENT = """
 import functools, sys
-from tasks import jobs
 from tasks.ray import job
-jobs.JobPlan = functools.partial(jobs.JobPlan, lost_after_s=5.0)
+from tasks.train import plan
+plan.JobPlan = functools.partial(plan.JobPlan, lost_after_s=5.0)
 job.TakeDown = functools.partial(job.TakeDown, unknown_after_s=5.0)
 from flows.train import train
 from tasks.train.command import main

@@ -38,8 +38,8 @@ async def test_a_cut_that_is_mended_in_time_costs_nothing_of_the_job_nor_of_its_
 ) -> None:
     program = "import time\nfor i in range(80): print(i, flush=True); time.sleep(0.1)"
     plan, job = await jobs.launched("python", "-c", program)
-    watch = asyncio.create_task(job.until_lost())
-    await until(lambda: plan.log.exists() and b"\n3\n" in plan.log.read_bytes())
+    watch = asyncio.create_task(job.until_job_lost())
+    await until(lambda: plan.command.log.exists() and b"\n3\n" in plan.command.log.read_bytes())
 
     await wire.cut()
     await until(lambda: "contact.lost" in jobs.told.names)
@@ -50,8 +50,8 @@ async def test_a_cut_that_is_mended_in_time_costs_nothing_of_the_job_nor_of_its_
     is_lost = watch.done()
     watch.cancel()
     assert (exit_.exit_code, left, is_lost) == (0, (), False)
-    assert plan.log.read_text().endswith("".join(f"{i}\n" for i in range(80)))
-    assert plan.log.read_text().count("\n3\n") == 1
+    assert plan.command.log.read_text().endswith("".join(f"{i}\n" for i in range(80)))
+    assert plan.command.log.read_text().count("\n3\n") == 1
     assert jobs.told.names.count("contact.lost") == jobs.told.names.count("contact.back") == 1
 
 
@@ -62,7 +62,7 @@ async def test_a_cut_that_lasts_is_lost_contact_and_ended_once_it_is_mended(
     monkeypatch.setattr(job._take_down, "_unknown_after_s", 1.0)
 
     await wire.cut()
-    loss = await asyncio.wait_for(job.until_lost(), WITHIN_S)
+    loss = await asyncio.wait_for(job.until_job_lost(), WITHIN_S)
     unknown = await job.end()
     status = json.loads(plan.submission_file.read_text())["status"]
     await wire.mend()
@@ -92,7 +92,8 @@ async def test_a_launch_that_is_cancelled_while_it_submits_leaves_nothing(
     jobs: Jobs, wire: Wire
 ) -> None:
     job = jobs.job(jobs.plan("sleep", "3600"))
-    launch = asyncio.create_task(job.launch())
+    await job.launch()
+    launch = asyncio.create_task(job.until_running())
     await until(lambda: any(line.startswith(b"POST /api/jobs/") for line in wire.passed))
 
     launch.cancel()
@@ -111,6 +112,7 @@ async def test_where_nothing_listens_it_is_refused_and_nothing_was_submitted(
 
     with pytest.raises(JobRefused, match="no Ray dashboard answers") as refused:
         await job.launch()
+        await job.until_running()
     left = await job.end()
 
     assert (refused.value.loss.kind, left) == (FailureKind.NETWORK, ())
@@ -132,6 +134,7 @@ async def test_a_server_that_is_no_dashboard_is_refused_as_the_users_error(
 
     with pytest.raises(JobRefused, match="403") as refused:
         await job.launch()
+        await job.until_running()
     left = await job.end()
 
     server.close()
@@ -145,6 +148,7 @@ async def test_a_directory_that_is_too_large_to_ship_is_the_users_error(jobs: Jo
 
     with pytest.raises(JobRefused, match="can't be shipped") as refused:
         await job.launch()
+        await job.until_running()
     left = await job.end()
 
     assert (refused.value.loss.kind, left) == (FailureKind.USER_ERROR, ())

@@ -15,7 +15,7 @@ import pytest_asyncio
 
 from tasks.ray.control_store import free_gpus
 from tasks.ray.dashboard import Dashboard
-from tasks.ray.end import ask_job, stop_submission
+from tasks.ray.end import stop_submission
 from tasks.record.outcome import JobRefused
 from tasks.spec.failure_kinds import FailureKind
 from tests.support.ray_cluster import RayCluster
@@ -56,7 +56,7 @@ async def test_the_driver_gets_its_words_its_environment_and_the_programs_of_ray
         excludes=("*.bin",),
     )
 
-    said = json.loads(plan.log.read_text().splitlines()[-1])
+    said = json.loads(plan.command.log.read_text().splitlines()[-1])
     env = said["env"]
     assert (exit_.exit_code, exit_.signal) == (0, None)
     assert said["argv"] == words
@@ -138,15 +138,15 @@ async def test_a_stop_ends_the_whole_tree_with_its_grace_period(jobs: Jobs) -> N
     assert "as asked" in ends[0].note and "as asked" in ends[1].note
     assert [await job.end() for job in (first, second, third)] == [(), (), ()]
     assert jobs.marked() == []
-    assert polite_plan.log.read_text().splitlines().count("saved") == 1
+    assert polite_plan.command.log.read_text().splitlines().count("saved") == 1
     assert jobs.told.swept
 
 
 async def test_a_stop_from_outside_is_said_to_be_one(jobs: Jobs, ray_cluster: RayCluster) -> None:
-    _, job = await jobs.launched("sleep", "3600")
+    plan, job = await jobs.launched("sleep", "3600")
     dashboard = Dashboard(ray_cluster.address)
 
-    await dashboard.stop(job.submission_id)
+    await dashboard.stop(plan.submission_id)
     exit_ = await asyncio.wait_for(job.exited, WITHIN_S)
 
     await dashboard.close()
@@ -157,10 +157,12 @@ async def test_a_pending_job_is_ended_and_its_start_deadline_kept(jobs: Jobs) ->
     plan = jobs.plan("sleep", "3600", entrypoint_resources={"nowhere": 1}, start_within_s=1.5)
     other = jobs.plan("sleep", "3600", entrypoint_resources={"nowhere": 1})
     late, waiting = jobs.job(plan), jobs.job(other)
-    launch = asyncio.create_task(waiting.launch())
+    await waiting.launch()
+    launch = asyncio.create_task(waiting.until_running())
 
     with pytest.raises(JobRefused) as refused:
         await late.launch()
+        await late.until_running()
     launch.cancel()
     left = await waiting.end()
 
@@ -170,7 +172,7 @@ async def test_a_pending_job_is_ended_and_its_start_deadline_kept(jobs: Jobs) ->
     )
     assert left == ()
     for one in (plan, other):
-        state = await asyncio.to_thread(ask_job, one.address, one.submission_id)
+        state = await jobs.state_of(one)
         assert state is not None and state.is_final
 
 
@@ -191,20 +193,21 @@ async def test_a_second_process_attaches_to_the_job_and_its_log_has_no_gap_and_n
         "for i in range(60): os.write(1, b'%d ' % i + b'\\xff\\xfe' * 9 + b'\\n'); time.sleep(0.1)"
     )
     plan, first = await jobs.launched("python", "-c", program)
-    await until(lambda: plan.log.exists() and b"\n5 " in plan.log.read_bytes())
+    await until(lambda: plan.command.log.exists() and b"\n5 " in plan.command.log.read_bytes())
     await first.let_go()
-    before = plan.log.read_bytes()
+    before = plan.command.log.read_bytes()
 
     second = jobs.job(plan)
     await second.launch()
+    await second.until_running()
     exit_ = await asyncio.wait_for(second.exited, WITHIN_S)
     left = await second.end()
 
     expected = b"".join(b"%d " % i + b"\xff\xfe" * 9 + b"\n" for i in range(60))
     assert (exit_.exit_code, left) == (0, ())
-    assert plan.log.read_bytes().startswith(before) and before
-    assert plan.log.read_bytes().endswith(expected)
-    assert plan.log.read_bytes().count(b"\n5 ") == 1
+    assert plan.command.log.read_bytes().startswith(before) and before
+    assert plan.command.log.read_bytes().endswith(expected)
+    assert plan.command.log.read_bytes().count(b"\n5 ") == 1
     assert jobs.told.names.count("job.submitted") == 1
     assert jobs.told.names.count("job.attached") == 1
 
@@ -214,7 +217,7 @@ async def test_a_large_log_of_any_bytes_arrives_whole_with_the_end(jobs: Jobs) -
 
     plan, _ = await jobs.ended("python", "-c", program)
 
-    assert plan.log.read_bytes().endswith(bytes(range(256)) * 12000 + b"END")
+    assert plan.command.log.read_bytes().endswith(bytes(range(256)) * 12000 + b"END")
 
 
 async def test_a_job_without_a_process_of_ours_is_asked_for_and_ended_by_its_file(
@@ -223,7 +226,7 @@ async def test_a_job_without_a_process_of_ours_is_asked_for_and_ended_by_its_fil
     plan, job = await jobs.launched("sh", "-c", f"{_TREE} exec sleep 3600")
     await job.let_go()
 
-    before = await asyncio.to_thread(ask_job, plan.address, plan.submission_id)
+    before = await jobs.state_of(plan)
     left = await asyncio.to_thread(
         stop_submission, plan.submission_file, sweep=jobs.told.sweep, grace_s=1.0
     )
@@ -244,8 +247,9 @@ async def test_gpus_that_are_not_taken_by_the_deadline_are_named(jobs: Jobs) -> 
     await first.let_go()
     job = jobs.job(replace(plan, start_within_s=1.0))
     await job.launch()
+    await job.until_running()
 
-    loss = await asyncio.wait_for(job.until_lost(), WITHIN_S)
+    loss = await asyncio.wait_for(job.until_job_lost(), WITHIN_S)
     left = await job.end()
 
     assert (loss.kind, loss.rule) == (FailureKind.START_TIMEOUT, "gpus-not-taken")
@@ -269,8 +273,8 @@ async def test_gpus_once_taken_are_free_after_the_end_even_where_they_outlive_th
         "print('taken', flush=True); time.sleep(3600)"
     )
     plan, job = await jobs.launched("python", "-c", program, gpus=8, start_within_s=40.0)
-    lost = asyncio.create_task(job.until_lost())
-    await until(lambda: plan.log.exists() and b"\ntaken\n" in plan.log.read_bytes())
+    lost = asyncio.create_task(job.until_job_lost())
+    await until(lambda: plan.command.log.exists() and b"\ntaken\n" in plan.command.log.read_bytes())
     # The cluster's control store hears of it a moment after the driver.
     while sum((await free_gpus(ray_cluster.gcs_address)).values()) != 8:
         await asyncio.sleep(0.05)

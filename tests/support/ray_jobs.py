@@ -13,6 +13,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from tasks.processes.component import AttemptContext, AttemptGuards, AttemptPlan, ComponentPlan
+from tasks.processes.guarded import Command
+from tasks.processes.ports import PortsReserved
+from tasks.processes.probes import make_client
+from tasks.ray.dashboard import Dashboard, JobState
+from tasks.ray.end import Sweep
 from tasks.ray.job import RayJob
 from tasks.ray.submission import JobPlan
 from tasks.record.outcome import Exit
@@ -37,7 +43,27 @@ class Told:
 
     @property
     def names(self) -> list[str]:
-        return [name for name, _ in self.events]
+        """Of what is told of the job itself."""
+        return [name for name, _ in self.events if not name.startswith("component.")]
+
+
+def make_job(plan: JobPlan, emit: Callable[..., None], sweep: Sweep) -> RayJob:
+    """The member of an attempt that has nothing but this job."""
+    component = ComponentPlan(
+        name=plan.component, command=plan.command, ready=None, live=None, on_exit_zero="complete"
+    )
+    attempt = AttemptPlan(
+        run_id=plan.run_id, number=plan.attempt, cwd=plan.command.cwd, components=(component,)
+    )
+    context = AttemptContext(
+        guards=AttemptGuards(attempt, None),
+        ports=PortsReserved([]),
+        client=make_client(),
+        emit=emit,
+        own_pids=set,
+        mask=str,
+    )
+    return RayJob(component, context, job=plan, sweep=sweep)
 
 
 class Jobs:
@@ -62,25 +88,35 @@ class Jobs:
             "run_id": run_id,
             "attempt": 1,
             "component": "trainer",
-            "argv": ("env", f"MARK={self.mark}", *argv),
-            "env": {},
-            "working_dir": self.working_dir,
-            "log": place / "trainer.log",
-            "stop_signal": 15,
-            "grace_s": 2.0,
+            "command": Command(
+                argv=("env", f"MARK={self.mark}", *argv),
+                env={},
+                cwd=self.working_dir,
+                log=place / "trainer.log",
+                grace_s=more.pop("grace_s", 2.0),
+            ),
             "submission_file": place / "submission.json",
         }
         return JobPlan(**(wanted | more))
 
     def job(self, plan: JobPlan) -> RayJob:
-        self._made.append(RayJob(plan, sweep=self.told.sweep, emit=self.told.emit))
+        self._made.append(make_job(plan, self.told.emit, self.told.sweep))
         return self._made[-1]
+
+    async def state_of(self, plan: JobPlan) -> JobState | None:
+        """What the cluster says of a job."""
+        dashboard = Dashboard(plan.address)
+        try:
+            return await dashboard.job(plan.submission_id)
+        finally:
+            await dashboard.close()
 
     async def launched(self, *argv: str, **more: Any) -> tuple[JobPlan, RayJob]:
         plan = self.plan(*argv, **more)
         job = self.job(plan)
         async with asyncio.timeout(WITHIN_S):
             await job.launch()
+            await job.until_running()
         return plan, job
 
     async def ended(self, *argv: str, **more: Any) -> tuple[JobPlan, Exit]:

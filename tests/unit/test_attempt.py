@@ -83,7 +83,7 @@ class ScriptedProcess:
 
 @pytest.fixture(autouse=True)
 def scripted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("tasks.processes.process_component.GuardedProcess", ScriptedProcess)
+    monkeypatch.setattr("tasks.processes.component.GuardedProcess", ScriptedProcess)
     monkeypatch.setattr("tasks.processes.progress._LAST_STEP_WITHIN_S", 0.2)
     ScriptedProcess.made, ScriptedProcess.refuses = {}, {}
     yield

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from tasks.processes.guarded import Command
 from tasks.ray.dashboard import Actor, Contact, Node, PlacementGroup
-from tasks.ray.end import Holdings, room_in_words
+from tasks.ray.end import JobUsage, room_in_words
 from tasks.ray.job import beyond
 from tasks.ray.submission import JobPlan, SubmissionFile
 from tasks.ray.submit import entrypoint_of, environment_of, excludes_of, place_of_driver
@@ -25,12 +26,13 @@ def plan(tmp_path: Path) -> JobPlan:
         run_id="r",
         attempt=2,
         component="trainer",
-        argv=("python", "train.py"),
-        env={"A": "1"},
-        working_dir=tmp_path,
-        log=tmp_path / "trainer.log",
-        stop_signal=signal.SIGTERM,
-        grace_s=2.5,
+        command=Command(
+            argv=("python", "train.py"),
+            env={"A": "1"},
+            cwd=tmp_path,
+            log=tmp_path / "trainer.log",
+            grace_s=2.5,
+        ),
         submission_file=tmp_path / "submission.json",
     )
 
@@ -86,7 +88,7 @@ def test_a_job_that_another_host_may_have_submitted_is_not_taken_for_one_never_s
 def test_the_command_passes_a_shell_unchanged(plan: JobPlan) -> None:
     words = ("a b", "$HOME", "it's", "", "*", "--", "\n")
 
-    entrypoint = entrypoint_of(replace(plan, argv=words))
+    entrypoint = entrypoint_of(replace(plan, command=replace(plan.command, argv=words)))
 
     read = shlex.split(entrypoint)
     assert tuple(read[read.index("--") + 1 :]) == words
@@ -96,7 +98,7 @@ def test_the_command_passes_a_shell_unchanged(plan: JobPlan) -> None:
 def test_the_job_is_found_by_its_environment_and_ray_waits_longer_than_the_wrapper(
     plan: JobPlan,
 ) -> None:
-    env = environment_of(replace(plan, stop_signal=signal.SIGINT))
+    env = environment_of(replace(plan, command=replace(plan.command, stop_signal=signal.SIGINT)))
 
     assert env == {
         "A": "1",
@@ -111,7 +113,7 @@ def test_the_job_is_found_by_its_environment_and_ray_waits_longer_than_the_wrapp
 def test_the_runs_of_muster_are_not_shipped_where_they_lie_in_the_working_directory(
     plan: JobPlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("MUSTER_HOME", str(plan.working_dir / "var" / "muster"))
+    monkeypatch.setenv("MUSTER_HOME", str(plan.command.cwd / "var" / "muster"))
 
     excludes = excludes_of(replace(plan, excludes=("*.ckpt",)))
 
@@ -153,7 +155,7 @@ def test_the_file_of_another_submission_is_begun_anew(plan: JobPlan) -> None:
 
 
 def test_the_file_holds_no_environment(plan: JobPlan) -> None:
-    SubmissionFile.begin(replace(plan, env={"TOKEN": "s3cret"}))
+    SubmissionFile.begin(replace(plan, command=replace(plan.command, env={"TOKEN": "s3cret"})))
 
     assert "s3cret" not in plan.submission_file.read_text()
 
@@ -180,7 +182,7 @@ def test_what_is_held_is_counted_and_named_by_node_and_pid() -> None:
     actor = Actor(actor_id="x", class_name="Worker", state="ALIVE", node_id="a-id", pid=7, gpus=2.0)
     group = PlacementGroup(group_id="0123456789", state="CREATED", gpus_on={"b-id": 4.0})
     waiting = PlacementGroup(group_id="abcdefghij", state="PENDING")
-    held = Holdings(actors=(actor,), groups=(group, waiting))
+    held = JobUsage(actors=(actor,), groups=(group, waiting))
 
     words = held.in_words([node("a"), node("b")])
 
