@@ -89,14 +89,14 @@ async def test_its_end_is_told_by_code_or_signal(jobs: Jobs) -> None:
         (None, 11),
         (127, None),
     ]
-    lines = ends[3][0].log.read_text().splitlines()
+    lines = ends[3][0].command.log.read_text().splitlines()
     assert any("muster: cannot execute" in line or "no-such-program" in line for line in lines[2:])
 
 
 async def test_nothing_of_the_driver_survives_its_end_its_death_or_rays_supervisor(
     jobs: Jobs, ray_cluster: RayCluster
 ) -> None:
-    (_, ended), (_, killed), (_, orphan) = await asyncio.gather(
+    (_, ended), (_, killed), (lost, orphan) = await asyncio.gather(
         jobs.launched("sh", "-c", f"{_TREE} exec sleep 2"),
         jobs.launched("sh", "-c", f"{_TREE} exec sleep 3601"),
         jobs.launched("sh", "-c", f"{_TREE} exec sleep 3602"),
@@ -106,7 +106,7 @@ async def test_nothing_of_the_driver_survives_its_end_its_death_or_rays_supervis
     for pid in _pids_of(jobs, "sleep\x003601"):
         kill(pid)
     dashboard = Dashboard(ray_cluster.address)
-    supervisor = await dashboard.supervisor_of(orphan.submission_id)
+    supervisor = await dashboard.supervisor_of(lost.submission_id)
     await dashboard.close()
     assert supervisor is not None
     kill(supervisor.pid)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
@@ -90,9 +91,10 @@ class Jobs:
             "component": "trainer",
             "command": Command(
                 argv=("env", f"MARK={self.mark}", *argv),
-                env={},
+                env=more.pop("env", {}),
                 cwd=self.working_dir,
                 log=place / "trainer.log",
+                stop_signal=more.pop("stop_signal", signal.SIGTERM),
                 grace_s=more.pop("grace_s", 2.0),
             ),
             "submission_file": place / "submission.json",
