@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tasks.ray.dashboard import JobState
-from tasks.ray.job import RAY_POLLS_EACH_S, earliest_end, exit_of
+from tasks.ray.end import RAY_POLLS_EACH_S, earliest_end, exit_of
 
 
 @pytest.mark.parametrize(
