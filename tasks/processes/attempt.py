@@ -1,11 +1,9 @@
 """One attempt at a run, supervised: components start in order, any death is seen in any phase,
 and everything ends in reverse.
 
-Lives in an asyncio loop of its own; `supervisor.Supervisor` gives it the thread and the loop.
-
-Why a component failed, as far as its end and its log tell.
-
-The fate of an attempt: of all that could decide it, what came first holds.
+Of all that could decide how the attempt ends, what came first counts; why a component failed is
+told by its end and its log. It lives in an asyncio loop of its own, to which
+`supervisor.Supervisor` gives a thread.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from tasks.processes.component import (
 from tasks.processes.ports import PortsReserved
 from tasks.processes.probes import make_client
 from tasks.processes.process_component import ProcessMember
-from tasks.processes.progress import Course
+from tasks.processes.progress import ProgressWatch
 from tasks.processes.registry import RunRegister
 from tasks.record.causes import find_cause, last_error, last_lines
 from tasks.record.events import Emit
@@ -111,7 +109,7 @@ class Decision:
     reason: str
     #: Called once all has ended and every log is whole.
     make_verdict: Callable[[], Verdict]
-    #: The component to blame.
+    #: The component that failed first.
     component: str | None = None
 
     @staticmethod
@@ -125,7 +123,7 @@ class Decision:
         )
 
 
-class Fate:
+class EarliestDecision:
     """Keeps the earliest decision, whatever the order in which decisions are heard of.
 
     A process that dies because another did, or because the teardown stopped it, dies later than
@@ -163,7 +161,7 @@ _log = logging.getLogger(__name__)
 class SupervisedAttempt:
     """The components of one attempt and the one verdict on it.
 
-    What decides the run's fate is whatever came first by the kernel's clock, whoever was told
+    How the run ends is decided by whatever came first by the kernel's clock, whoever was told
     first; at that moment the teardown begins by itself, and from then on nothing is started.
     """
 
@@ -183,12 +181,12 @@ class SupervisedAttempt:
         self.members: dict[str, Member] = {}
         self._launched: list[Member] = []
         self._watchers: list[asyncio.Task[None]] = []
-        self._course = Course(plan, self._client, emit, is_quiet=self._is_quiet)
+        self._progress = ProgressWatch(plan, self._client, emit, is_quiet=self._is_quiet)
         #: What is decided so far.
-        self.fate = Fate()
+        self.earliest = EarliestDecision()
         self._conclusion: asyncio.Task[None] | None = None
         self._teardown: asyncio.Task[Verdict] | None = None
-        #: Set once the run's fate is decided.
+        #: Set once how the run ends is decided.
         self.decided = asyncio.Event()
 
     async def prepare(self) -> None:
@@ -215,12 +213,12 @@ class SupervisedAttempt:
             await self._client.aclose()
             raise
         self._guards.watch_shared_memory(self._own_pids)
-        self._watch(self._follow_course())
+        self._watch(self._follow_progress())
 
     async def start(self, name: str) -> None:
         """Start one component and wait until it is ready.
 
-        Raises: RunEnded, when the run's fate was decided before, this component's failure included.
+        Raises: RunEnded, when how the run ends was decided before, this component's failure included.
         """
         self._check_undecided(name)
         member = self.members[name]
@@ -236,7 +234,7 @@ class SupervisedAttempt:
         self._watch(self._follow_liveness(member))
         self._watch(self._follow_processes(member))
         if all(m.is_ready for m in self.members.values()):
-            self._emit("attempt.ready", step=self._course.step)
+            self._emit("attempt.ready", step=self._progress.step)
 
     def interrupt(self, why: str) -> None:
         """End the run as cancelled."""
@@ -258,7 +256,7 @@ class SupervisedAttempt:
             rule="internal-error",
         )
         # Never too late: what was looked into may be just what failed.
-        at = min(time.monotonic(), self.fate.horizon_s)
+        at = min(time.monotonic(), self.earliest.horizon_s)
         self._decide(Decision.of(Verdict.failed(failure, at), at))
 
     def hurry(self) -> None:
@@ -280,12 +278,12 @@ class SupervisedAttempt:
 
     def _check_undecided(self, name: str) -> None:
         if self.decided.is_set():
-            raise RunEnded(f"{name} is not started: the run's fate is decided")
+            raise RunEnded(f"{name} is not started: how the run ends is decided")
 
     async def _launch(self, member: Member) -> None:
         """Start the program. Never cut short, so that what was started is known."""
         self._launched.append(member)
-        self._course.restart()
+        self._progress.restart()
         try:
             await member.launch()
         except PortTaken as error:
@@ -325,7 +323,7 @@ class SupervisedAttempt:
             exit_code=exit.exit_code,
             signal=exit.signal_name,
         )
-        if not self.fate.is_open_at(exit.at_monotonic_s):
+        if not self.earliest.is_open_at(exit.at_monotonic_s):
             return
         if not exit.is_zero:
             self._fail_by_exit(member, exit)
@@ -356,13 +354,13 @@ class SupervisedAttempt:
 
     def _conclude(self, member: Member, exit: Exit) -> None:
         # From here on the others may end too, as nobody needs them any more.
-        self.fate.reserve(exit.at_monotonic_s)
+        self.earliest.reserve(exit.at_monotonic_s)
         self._conclusion = asyncio.create_task(self._check_success(member, exit))
         self._conclusion.add_done_callback(self._on_task_done)
 
     async def _check_success(self, member: Member, exit: Exit) -> None:
         required = self._plan.success_step
-        step = await self._course.until_reached(required)
+        step = await self._progress.until_reached(required)
         if required is not None and (step is None or step < required):
             reached = "no step is known" if step is None else f"step {step:g} was reached"
             message = f"{member} left with exit code 0, but {reached}: success is step {required:g}"
@@ -370,7 +368,7 @@ class SupervisedAttempt:
             self._fail(member, message, "success-not-reached", kind=kind, exit=exit)
             return
         verdict = Verdict(
-            state=RunState.COMPLETED, message=str(self._course) or f"{member.name} is done"
+            state=RunState.COMPLETED, message=str(self._progress) or f"{member.name} is done"
         )
         self._decide(Decision.of(verdict, exit.at_monotonic_s))
 
@@ -394,7 +392,7 @@ class SupervisedAttempt:
     ) -> None:
         at = exit.at_monotonic_s if exit is not None else time.monotonic()
         said: str | None = None
-        if kind is FailureKind.STALLED and self.fate.is_open_at(at):
+        if kind is FailureKind.STALLED and self.earliest.is_open_at(at):
             # What it says from now on, it says because it is examined.
             member.is_hung, said = True, member.last_words()
 
@@ -416,7 +414,7 @@ class SupervisedAttempt:
         )
 
     def _decide(self, decision: Decision) -> None:
-        if not self.fate.decide(decision) or self._teardown is not None:
+        if not self.earliest.decide(decision) or self._teardown is not None:
             return
         if not decision.state.is_final:
             self._teardown = asyncio.create_task(self._hand_over(decision))
@@ -447,7 +445,7 @@ class SupervisedAttempt:
         self._emit("teardown.ended", left=left or None)
         await self._client.aclose()
         self._ports.close()
-        verdict = (self.fate.decision or decision).make_verdict()
+        verdict = (self.earliest.decision or decision).make_verdict()
         return verdict.with_remains(left) if left else verdict
 
     async def _hand_over(self, decision: Decision) -> Verdict:
@@ -481,8 +479,8 @@ class SupervisedAttempt:
     async def _follow_job(self, member: Member) -> None:
         self._fail_by_loss(member, await member.until_job_lost())
 
-    async def _follow_course(self) -> None:
-        why = await self._course.until_stalled()
+    async def _follow_progress(self) -> None:
+        why = await self._progress.until_stalled()
         self._fail(self._stalled_member(), why, "stall", kind=FailureKind.STALLED)
 
     def _is_quiet(self) -> bool:

@@ -1,9 +1,8 @@
-"""The watch over processes below a component that must stay alive.
+"""The watch over processes below a component that must stay alive, and how one of them ended.
 
 A service whose worker has died may go on answering its health check for ever: SGLang's HTTP server
-does, when its scheduler was ended by an abort in C++. Source: sgl-project/sglang#18421.
-
-How a process ended that is no child of ours, as far as the kernel tells.
+does, when its scheduler was ended by an abort in C++. Source: sgl-project/sglang#18421. How such a
+process ended, which is no child of ours, is told as far as the kernel tells.
 """
 
 from __future__ import annotations
@@ -103,7 +102,7 @@ class Loss:
         return self.exit is not None and (self.exit.is_zero or self.exit.signal == signal.SIGTERM)
 
 
-class Vigil:
+class ProcessWatch:
     """Watches each process of a tree whose command line matches, through a pidfd.
 
     A death is known in milliseconds; that a new process has come, at the next look.

@@ -1,6 +1,5 @@
-"""How surely nothing outlives a run on this machine: the levels, and which can be had here.
-
-One PID namespace for a run: the kernel's promise that nothing of it is left.
+"""How surely nothing outlives a run on this machine: the levels, which of them can be had here,
+and the PID namespace of the highest, by which the kernel promises that nothing is left.
 """
 
 from __future__ import annotations

@@ -1,14 +1,7 @@
 """What a component that hangs was doing: written down beside its log before it is ended.
 
-Three witnesses, each less sure to speak than the one before, and of more use: the kernel; py-spy,
-where it is installed; and the processes themselves, asked by SIGABRT.
-
-What the kernel knows of processes that hang: what they wait for, and whom they talk to.
-
-Read from /proc, which asks nothing of the processes. Their environment, where secrets are, is not
-looked at.
-
-Where a program hangs in its own code: asked of py-spy, and of the processes themselves.
+Three witnesses, each less sure to speak than the one before, and of more use: the kernel, by /proc,
+which asks nothing of the processes (their environment, where secrets are, is not looked at); py-spy, where it is installed; and the processes themselves, asked by SIGABRT.
 """
 
 from __future__ import annotations

@@ -1,11 +1,7 @@
-"""What can be told of one machine before a run is sent to it.
+"""What can be told of one machine before a run is sent to it, its NVIDIA GPUs among it: how many
+there are, and who has memory of them.
 
 Sent to nodes by value, as `sweep`: the standard library only, plain data out.
-
-What NVIDIA's driver says of this machine's GPUs: how many there are, and who holds memory.
-
-Sent to nodes by value, as `sweep`: the standard library only, plain data out.
-
 Source: nvidia-smi --help-query-gpu and --help-query-compute-apps.
 """
 

@@ -1,6 +1,5 @@
-"""Free ports for a run's components, and who it is that listens on one.
-
-Which sockets of this machine listen on a TCP port, from the kernel's socket table.
+"""Free ports for a run's components, and who it is that listens on one, from the kernel's socket
+table.
 """
 
 from __future__ import annotations
@@ -101,7 +100,7 @@ _FORWARDERS = frozenset({"docker-proxy", "rootlessport", "slirp4netns", "pasta"}
 class PortsReserved:
     """Ports of one attempt: nobody else's from now until `close`.
 
-    Two holds keep a port: a bound socket, until `release` gives it up for the component to bind
+    Two things keep a port: a bound socket, until `release` gives it up for the component to bind
     itself, and a name in the kernel's abstract socket namespace, which other runs respect, has
     just the scope that ports have, and is gone with this process.
     """
@@ -109,7 +108,7 @@ class PortsReserved:
     def __init__(self, names: Iterable[str]) -> None:
         """Raises: OSError, when no port is free."""
         self._locks: list[socket.socket] = []
-        self._holds: dict[str, socket.socket] = {}
+        self._bound: dict[str, socket.socket] = {}
         #: `numbers[name] -> port`.
         self.numbers: dict[str, int] = {}
         try:
@@ -128,8 +127,8 @@ class PortsReserved:
 
     def release(self, component: str) -> None:
         """Let the component bind its ports: those named `component.port` and below."""
-        for name in [n for n in self._holds if n.partition(".")[0] == component]:
-            self._holds.pop(name).close()
+        for name in [n for n in self._bound if n.partition(".")[0] == component]:
+            self._bound.pop(name).close()
 
     def owner(self, port: int) -> str | None:
         """The component that the port was reserved for."""
@@ -139,10 +138,10 @@ class PortsReserved:
         return None
 
     def close(self) -> None:
-        for held in [*self._locks, *self._holds.values()]:
+        for held in [*self._locks, *self._bound.values()]:
             held.close()
         self._locks.clear()
-        self._holds.clear()
+        self._bound.clear()
 
     def _reserve(self, name: str) -> None:
         candidates = _candidates()
@@ -157,7 +156,7 @@ class PortsReserved:
                 hold.close()
                 continue
             self._locks.append(lock)
-            self._holds[name] = hold
+            self._bound[name] = hold
             self.numbers[name] = port
             return
         raise OSError(f"no free port for {name} among {len(candidates)} tried")

@@ -1,6 +1,5 @@
-"""Probes: one bounded question to a component, and waiting for its first yes.
-
-The sd_notify socket: a component says itself that it is ready.
+"""Probes: one bounded question to a component, and waiting for its first yes; among them the
+sd_notify socket, by which a component says itself that it is ready.
 """
 
 from __future__ import annotations

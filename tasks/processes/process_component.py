@@ -8,7 +8,7 @@ import time
 from dataclasses import replace
 
 from tasks.processes import tree
-from tasks.processes.child_watch import Loss, Vigil
+from tasks.processes.child_watch import Loss, ProcessWatch
 from tasks.processes.component import AttemptContext, ComponentPlan, Member, PortTaken, forever
 from tasks.processes.hang_report import Diagnosis, Hung
 from tasks.processes.identity import ProcessId
@@ -83,7 +83,7 @@ class ProcessMember(Member):
         live = self.plan.live
         if live is None or live.processes is None:
             return await forever()
-        loss = await Vigil(
+        loss = await ProcessWatch(
             str(self),
             live.processes,
             lambda: [pid for pid in self.processes() if pid != self.process.pid],

@@ -1,7 +1,4 @@
-"""Progress of a run: which step its trainer has reached, and silence.
-
-How far a run has come, and for how long nothing in it has moved.
-"""
+"""Progress of a run: which step its trainer has reached, and for how long nothing has moved."""
 
 from __future__ import annotations
 
@@ -165,7 +162,7 @@ _READ_EVERY_S = 0.5
 _LAST_STEP_WITHIN_S = 3.0
 
 
-class Course:
+class ProgressWatch:
     """The step of one attempt, and the silence of its components. As text, the step reached."""
 
     def __init__(

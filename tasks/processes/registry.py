@@ -2,18 +2,14 @@
 
 A run that is under way has a directory here, with `owner.json` (its flow process) and one file for
 each component, written before the component's program is executed. With the run's end it is gone.
-What is found here without a living owner is what a killed run has left: see `lost_runs`.
+What is found here without a living owner is what a killed run has left, and `finish` ends it.
 
 A lock says whether the owner lives, and not only its pid: the kernel drops it with the process,
 whatever the clock does, and it can be seen from any pid namespace.
 
-Which segments of /dev/shm a run's processes made, so that those they leave can be removed.
-
-A segment belongs to nobody once its makers are dead, and its name tells nothing for certain. So a
-name is attributed when it appears: the kernel tells of each new one (inotify), and whoever has it
-open or mapped then has made it.
-
-Finishing what a killed run has left on this machine, from its registry.
+Segments of /dev/shm are registered too. One belongs to nobody once its makers are dead, and its
+name tells nothing for certain. So a name is attributed when it appears: the kernel tells of each
+new one (inotify), and whoever has it open or mapped then has made it.
 """
 
 from __future__ import annotations

@@ -57,18 +57,18 @@ class Supervisor:
     def start(self, component: str) -> None:
         """Start a component and wait until it is ready.
 
-        Raises: RunEnded, when the run's fate is decided, by this component's failure or before.
+        Raises: RunEnded, when how the run ends is decided, by this component's failure or before.
         """
         self._call(self._attempt.start(component)).result()
 
     def wait_decided(self) -> None:
-        """Wait until the run's fate is decided."""
+        """Wait until how the run ends is decided."""
         self._call(self._attempt.decided.wait()).result()
 
     @property
     def decision(self) -> Decision | None:
-        """What the run's fate was decided to be, unless something earlier comes to light."""
-        return self._attempt.fate.decision
+        """What how the run ends was decided to be, unless something earlier comes to light."""
+        return self._attempt.earliest.decision
 
     def describe(self, component: str) -> str:
         """`trainer (pid 812)`, once it has a pid."""

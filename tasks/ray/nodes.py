@@ -1,9 +1,8 @@
-"""Asking the nodes of a Ray cluster from a process that is no part of the cluster.
+"""Asking the nodes of a Ray cluster from a process that is no part of the cluster, and ending what
+a run has left on them.
 
 The driver is a child process, `visits`; whatever becomes of it or of its cluster, the process
 that asks has an answer by its deadline, or an error.
-
-Ending what a run has left on the nodes of a Ray cluster.
 
 As a command, for what a preflight has found:
 `python -m tasks.ray.nodes --address URL --run-id ID`.
@@ -91,7 +90,7 @@ class NodeVisitor:
         return tuple(node for node in self.nodes if node.is_alive)
 
     async def visit(self, what: str, each: Mapping[str, Any], within_s: float) -> Visited:
-        """Run one of `node_tasks.VISITS`, or `clock`, on nodes, all at the same time.
+        """Run one of `visits.VISITS`, or `clock`, on nodes, all at the same time.
 
         Args:
             each: `arguments[node id]`.

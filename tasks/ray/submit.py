@@ -1,6 +1,5 @@
-"""How a job is handed to Ray: what is shipped with it, and a submit whose outcome is told apart.
-
-Submits a job once, whatever becomes of the answers.
+"""How a job is handed to Ray: what is shipped with it, and a submit whose outcome is told apart, so
+that it is submitted once, whatever becomes of the answers.
 """
 
 from __future__ import annotations

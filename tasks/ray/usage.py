@@ -1,13 +1,10 @@
-"""What a Ray cluster has and who uses it, read without a driver in a few milliseconds.
-
-Of the control store's answers, plain data and the rules that tell whose a use is; then the reading
-itself, `ClusterLook`, which has a deadline.
+"""Who uses what of a Ray cluster: a look at it without a driver, in a few milliseconds and with
+a deadline, and the rules that tell whose a use is.
 
 A placement group is known by the resources that it makes on its nodes, `GPU_group_0_<group id>`: so
 they are of the same instant as what the node has free. The last 4 bytes of the group's id are the
-job's that made it.
-
-What a plain task (no actor, no placement group) holds can't be told from what others hold.
+job's that made it. What a plain task (no actor, no placement group) has can't be told from what
+others have.
 
 Source: ray/design_docs/id_specification.md; ray/common/bundle_spec.h, FormatPlacementGroupResource.
 """

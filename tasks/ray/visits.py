@@ -1,16 +1,15 @@
-"""The process that visits nodes: `python -m tasks.ray.visits`, started by `visitor`.
+"""The process that visits nodes: `python -m tasks.ray.visits`, started by `visiting`.
 
 A Ray driver of its own, so that the process that asks stays none: a driver takes 100 MB and
 threads, and waits for minutes, or aborts, when its cluster is gone. It reads questions from stdin
 and writes answers to stdout, a line of JSON each, and ends with its stdin.
 
-The functions are sent to the nodes by value, so that no code of Muster needs to be there, no
-package is uploaded, and a node on which runtime environments fail is reached all the same. Through
-prefect-ray each visit is a task run of the flow run that asks. A node where that fails (it has no
-Prefect, say), and every node where there is no Prefect server, is visited by a plain Ray task: the
-engine that prefect-ray runs there would start a temporary server on each node.
-
-What is done on each node of a Ray cluster: short, idempotent tasks, pinned to one node each.
+What is done on a node is short and idempotent. The functions are sent there by value, so that no
+code of Muster needs to be there, no package is uploaded, and a node on which runtime environments
+fail is reached all the same. Through prefect-ray each visit is a task run of the flow run that asks.
+A node where that fails (it has no Prefect, say), and every node where there is no Prefect server, is
+visited by a plain Ray task: the engine that prefect-ray runs there would start a temporary server on
+each node.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ def sweep_node(wanted: Mapping[str, str]) -> dict[str, Any]:
 
 @task(name="look", persist_result=False, cache_policy=NO_CACHE)
 def look_at_node(shared: str, folder: str, name: str, ray_dir: str) -> dict[str, Any]:
-    """See `machine_look.look`."""
+    """See `machine.look`."""
     return look(shared, folder, name, ray_dir)
 
 

@@ -73,7 +73,7 @@ class Failure(Recorded):
     """Why a run failed: the first component to fail, never a victim of the teardown."""
 
     kind: FailureKind
-    #: The component to blame; None when none is, as for a gang that can't fit.
+    #: The component that failed first; None when none has, as for a gang that can't fit.
     component: str | None = None
     exit_code: int | None = None
     #: `SIGSEGV`.

@@ -24,7 +24,7 @@ class RunState(Enum):
     STARTING = "starting"
     #: Every component is ready.
     RUNNING = "running"
-    #: Its fate is decided; components are being stopped in reverse order.
+    #: How it ends is decided; components are being stopped in reverse order.
     STOPPING = "stopping"
     #: Did what its spec asks as evidence of success, and left nothing behind.
     COMPLETED = "completed"

@@ -50,13 +50,13 @@ def admit(run: RunSession) -> bool:
 def start(run: RunSession, component: str) -> bool:
     """Start one component and wait until it is ready.
 
-    Returns: whether it is; if not, the run's fate is decided.
+    Returns: whether it is; if not, how the run ends is decided.
     """
     return _as_task(f"start-{component}", _start, run, component)
 
 
 def monitor(run: RunSession) -> bool:
-    """Watch a run whose components are all ready until its fate is decided.
+    """Watch a run whose components are all ready until how it ends is decided.
 
     Returns: whether it did its work.
     """
@@ -131,7 +131,7 @@ def _start(run: RunSession, component: str) -> State[None]:
     except RunEnded:
         decision = run.supervisor.decision
         if decision is not None and decision.component not in (None, component):
-            # It is not to blame, and its state is read as if it were.
+            # It has not failed, and its state is read as if it were.
             return Cancelled(message=f"{component} is not waited for any more: {decision.reason}")
         return _ended(run)
     took_s = time.monotonic() - began

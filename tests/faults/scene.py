@@ -240,7 +240,7 @@ class Outcome:
 
     #: What the run said of itself.
     verdict: str
-    #: From the fault, or the decision on the run's fate, to an empty tree.
+    #: From the fault, or the decision on the run's end, to an empty tree.
     empty_after_s: float
     oracles: tuple[str, ...]
 

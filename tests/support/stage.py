@@ -138,7 +138,7 @@ class Stage:
         return supervisor
 
     def run(self, *components: ComponentPlan, **plan: Any) -> Verdict:
-        """Start all components, wait until the run's fate is decided, and take it down."""
+        """Start all components, wait until how the run ends is decided, and take it down."""
         supervisor = self.supervise(*components, **plan)
         with contextlib.suppress(RunEnded):
             for component in components:

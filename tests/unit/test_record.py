@@ -312,7 +312,7 @@ def test_record_and_events_do_not_wait_for_each_other_for_ever(path: Path, tmp_p
 @pytest.mark.parametrize(
     ("events", "submission", "is_adoptable"),
     [
-        # its fate is open
+        # how it ends is open
         ((), None, True),
         (("attempt.begun",), {}, True),
         (("attempt.begun", "attempt.ready"), {}, True),

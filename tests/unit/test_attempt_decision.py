@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from tasks.processes.attempt import Decision, Fate
+from tasks.processes.attempt import Decision, EarliestDecision
 from tasks.record.outcome import Verdict
 from tasks.record.states import RunState
 
@@ -22,30 +22,30 @@ def decision(at: float, state: RunState = RunState.FAILED) -> Decision:
 
 @pytest.mark.parametrize("order", list(itertools.permutations([1.0, 2.0, 3.0])))
 def test_earliest_decision_holds_in_whatever_order_they_come(order: tuple[float, ...]) -> None:
-    fate = Fate()
+    earliest = EarliestDecision()
 
     for at in order:
-        fate.decide(decision(at))
+        earliest.decide(decision(at))
 
-    assert fate.decision is not None and fate.decision.at_monotonic_s == 1.0
+    assert earliest.decision is not None and earliest.decision.at_monotonic_s == 1.0
 
 
 def test_of_two_at_once_the_one_that_was_told_first_holds() -> None:
-    fate = Fate()
+    earliest = EarliestDecision()
 
-    assert fate.decide(decision(1.0, RunState.COMPLETED))
-    assert not fate.decide(decision(1.0, RunState.FAILED))
+    assert earliest.decide(decision(1.0, RunState.COMPLETED))
+    assert not earliest.decide(decision(1.0, RunState.FAILED))
 
-    assert fate.decision is not None and fate.decision.state is RunState.COMPLETED
+    assert earliest.decision is not None and earliest.decision.state is RunState.COMPLETED
 
 
 def test_what_comes_after_a_reserved_end_does_not_count_and_what_comes_before_does() -> None:
-    fate = Fate()
-    fate.reserve(2.0)
+    earliest = EarliestDecision()
+    earliest.reserve(2.0)
 
-    assert not fate.is_open_at(2.5) and not fate.is_open_at(2.0)
-    assert not fate.decide(decision(2.5))
-    assert fate.decision is None
-    assert fate.decide(decision(2.0, RunState.COMPLETED))
-    assert fate.is_open_at(1.5)
-    assert fate.decide(decision(1.5))
+    assert not earliest.is_open_at(2.5) and not earliest.is_open_at(2.0)
+    assert not earliest.decide(decision(2.5))
+    assert earliest.decision is None
+    assert earliest.decide(decision(2.0, RunState.COMPLETED))
+    assert earliest.is_open_at(1.5)
+    assert earliest.decide(decision(1.5))
