@@ -218,7 +218,7 @@ class SupervisedAttempt:
     async def start(self, name: str) -> None:
         """Start one component and wait until it is ready.
 
-        Raises: RunEnded, when how the run ends was decided before, this component's failure included.
+        Raises: RunEnded, when it was decided before how the run ends, by this component too.
         """
         self._check_undecided(name)
         member = self.members[name]

@@ -1,7 +1,8 @@
 """What a component that hangs was doing: written down beside its log before it is ended.
 
 Three witnesses, each less sure to speak than the one before, and of more use: the kernel, by /proc,
-which asks nothing of the processes (their environment, where secrets are, is not looked at); py-spy, where it is installed; and the processes themselves, asked by SIGABRT.
+which asks nothing of the processes (their environment, where secrets are, is not looked at);
+py-spy, where it is installed; and the processes themselves, asked by SIGABRT.
 """
 
 from __future__ import annotations

@@ -6,10 +6,10 @@ and writes answers to stdout, a line of JSON each, and ends with its stdin.
 
 What is done on a node is short and idempotent. The functions are sent there by value, so that no
 code of Muster needs to be there, no package is uploaded, and a node on which runtime environments
-fail is reached all the same. Through prefect-ray each visit is a task run of the flow run that asks.
-A node where that fails (it has no Prefect, say), and every node where there is no Prefect server, is
-visited by a plain Ray task: the engine that prefect-ray runs there would start a temporary server on
-each node.
+fail is reached all the same. Through prefect-ray each visit is a task run of the flow run that
+asks. A node where that fails (it has no Prefect, say), and every node where there is no Prefect
+server, is visited by a plain Ray task: the engine that prefect-ray runs there would start a
+temporary server on each node.
 """
 
 from __future__ import annotations

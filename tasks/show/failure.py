@@ -49,7 +49,7 @@ def facts_of(place: RunPlace, attempt: AttemptRecord, failure: Failure) -> Itera
 
 
 def _death(attempt: AttemptRecord, failure: Failure) -> str:
-    """How and when the component that failed first ended: `exit code 1, pid 812, 7.5 s after its start`."""
+    """How and when the first to fail ended: `exit code 1, pid 812, 7.5 s after its start`."""
     seen = attempt.components.get(failure.component or "")
     alive = "still alive" if seen else "never started"
     said = [ending_of(failure) if failure.has_ended else alive]
