@@ -12,14 +12,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any
 
-from pydantic import Field, ModelWrapValidatorHandler, ValidationError, model_validator
+from pydantic import Field
 
 from tasks.spec.errors import Fault, InvalidSpec
 from tasks.spec.loading import apply_value, parse, parse_spec, project_root, read_text
 from tasks.spec.placeholders import faults_of_names, filled_in, unknown_names
-from tasks.spec.plain_words import faults_of
+from tasks.spec.plain_words import Document
 from tasks.spec.run import RunSpec
 from tasks.spec.secrets import MASK, looks_secret
 from tasks.spec.values import (
@@ -86,7 +86,7 @@ class Stage(Model):
             yield ("spec",), refused(problem, "write spec: FILE.yaml, or deployment: train/NAME")
 
 
-class PipelineSpec(Model):
+class PipelineSpec(Document):
     """Runs that follow each other, each when the one before has completed.
 
     Raises:
@@ -123,15 +123,6 @@ class PipelineSpec(Model):
                 yield ("stages", index, "name"), refused(problem, "give each a name of its own")
             seen.append(name)
 
-    @model_validator(mode="wrap")
-    @classmethod
-    def _in_plain_words(cls, data: object, handler: ModelWrapValidatorHandler[Self]) -> Self:
-        try:
-            return handler(data)
-        except ValidationError as error:
-            faults = faults_of(error, cls.model_json_schema())
-        raise InvalidSpec(faults)
-
     @property
     def stage_names(self) -> tuple[str, ...]:
         return tuple(stage.name for stage in self.stages)
@@ -139,10 +130,6 @@ class PipelineSpec(Model):
     def stage(self, name: str) -> Stage:
         """Raises: KeyError."""
         return {stage.name: stage for stage in self.stages}[name]
-
-    def written(self) -> dict[str, Any]:
-        """Plain data for YAML or JSON, in order and without what was left out."""
-        return self.model_dump(mode="json", exclude_unset=True)
 
 
 def load_pipeline(path: Path, overrides: Sequence[str] = ()) -> PipelineSpec:

@@ -4,88 +4,71 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Self
 
-from pydantic import ValidationError
+from pydantic import ModelWrapValidatorHandler, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
-from tasks.spec.errors import Fault
-from tasks.spec.values import did_you_mean, shown
+from tasks.spec.errors import Fault, InvalidSpec
+from tasks.spec.values import Model, Place, did_you_mean, not_text_key, shown
 from tasks.spec.words import listed
 
-#: What is asked for, by pydantic's type of error; the value that was found follows.
-_ASKED = {
-    "string_type": "text",
-    "int_type": "a whole number",
-    "float_type": "a number",
-    "finite_number": "a finite number",
-    "bool_type": "true or false",
-    "tuple_type": "a list",
-    "dict_type": "a mapping",
-    "mapping_type": "a mapping",
-    "model_type": "a mapping",
-    "model_attributes_type": "a mapping",
-    "greater_than": "more than {gt:g}",
-    "greater_than_equal": "at least {ge:g}",
-}
 
+class Document(Model):
+    """A whole spec, as a file holds it.
 
-def faults_of(error: ValidationError, schema: Mapping[str, Any]) -> tuple[Fault, ...]:
-    """One fault for each thing that pydantic refused.
-
-    Args:
-        error: From validating against the model.
-        schema: The model's JSON schema: it knows which keys and values are allowed where.
+    Raises:
+        InvalidSpec: With every fault at once, from the constructor as from `model_validate`.
     """
-    return tuple(_fault(found, _Schema(schema)) for found in error.errors(include_url=False))
+
+    @classmethod
+    def prepared(cls, data: object) -> object:
+        """The data as they are to be validated."""
+        return data
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _in_plain_words(cls, data: object, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        try:
+            return handler(cls.prepared(data))
+        except ValidationError as error:
+            faults = tuple(map(_fault, error.errors(include_url=False)))
+        raise InvalidSpec(faults)
+
+    def written(self) -> dict[str, Any]:
+        """Plain data for YAML or JSON, in order and without what was left out."""
+        return self.model_dump(mode="json", exclude_unset=True)
 
 
-def _fault(found: ErrorDetails, schema: _Schema) -> Fault:
-    kind, value, context = found["type"], found["input"], found.get("ctx", {})
-    place = found["loc"]
+def _fault(found: ErrorDetails) -> Fault:
+    kind, value, context, place = found["type"], found["input"], found.get("ctx", {}), found["loc"]
+    problem, remedy = f"{found['msg']}, found {shown(value)}", ""
     if place and place[-1] == "[key]":  # how pydantic marks the key itself, not its value
         place = place[:-1]
         if kind == "string_type":
             place = (*place[:-1], str(value))  # pydantic counts a key that is true as 1
-            problem = f"a key must be text, found {shown(value)}"
-            return Fault(path=_dotted(place), problem=problem, remedy="quote it")
-    path = _dotted(place)
-
+            kind, context = "refused", not_text_key(value).context or {}
     if kind == "refused":
-        return Fault(path=path, problem=context["problem"], remedy=context["remedy"])
-    if kind == "missing":
-        return Fault(path=path, problem="missing", remedy=schema.example(place))
-    if kind == "extra_forbidden":
-        return _unknown_key(path, place, schema)
-    if kind in ("enum", "literal_error"):
+        problem, remedy = context["problem"], context["remedy"]
+    elif kind in ("enum", "literal_error"):
         allowed = re.findall(r"'([^']*)'", str(context.get("expected")))
         problem = f"must be {listed(allowed, 'or')}, found {shown(value)}"
-        return Fault(path=path, problem=problem, remedy=did_you_mean(value, allowed))
-    if kind in ("string_too_short", "too_short"):
-        return Fault(path=path, problem="must not be empty")
-    if kind in _ASKED:
-        problem = f"must be {_ASKED[kind].format(**context)}, found {shown(value)}"
-        return Fault(path=path, problem=problem, remedy=_REMEDIES.get(kind, _none)(value, place))
-    return Fault(path=path, problem=f"{found['msg']}, found {shown(value)}")
+        remedy = did_you_mean(value, allowed)
+    elif kind in ("string_too_short", "too_short"):
+        problem = "must not be empty"
+    elif kind in _ASKED:
+        asked, remedy_for = _ASKED[kind]
+        problem = f"must be {asked.format(**context)}, found {shown(value)}"
+        remedy = remedy_for(value, place)
+    return Fault(path=".".join(map(str, place)), problem=problem, remedy=remedy)
 
 
-def _unknown_key(path: str, place: tuple[str | int, ...], schema: _Schema) -> Fault:
-    allowed = schema.keys(place[:-1])
-    known = f"known are {', '.join(allowed)}"
-    near = did_you_mean(place[-1], allowed)
-    return Fault(path=path, problem="unknown key", remedy=f"{near} {known}".strip())
-
-
-def _dotted(place: tuple[str | int, ...]) -> str:
-    return ".".join(map(str, place))
-
-
-def _none(_value: object, _place: tuple[str | int, ...]) -> str:
+def _none(_value: object, _place: Place) -> str:
     return ""
 
 
-def _as_number(value: object, _place: tuple[str | int, ...]) -> str:
+def _as_number(value: object, _place: Place) -> str:
     """YAML takes 1e-3, unlike 1.0e-3, for a text."""
     try:
         number = float(value) if isinstance(value, str) else math.nan
@@ -96,67 +79,31 @@ def _as_number(value: object, _place: tuple[str | int, ...]) -> str:
     return f"write {int(number) if number.is_integer() else number!r}"
 
 
-def _as_text(value: object, _place: tuple[str | int, ...]) -> str:
+def _as_text(value: object, _place: Place) -> str:
     simple = isinstance(value, bool | int | float)
     return f'quote it: "{shown(value)}"' if simple else ""
 
 
-def _as_list(value: object, _place: tuple[str | int, ...]) -> str:
+def _as_list(value: object, _place: Place) -> str:
     return f"write [{value}]" if isinstance(value, str) and re.fullmatch(r"[\w.-]+", value) else ""
 
 
-def _as_mapping(value: object, place: tuple[str | int, ...]) -> str:
+def _as_mapping(_value: object, place: Place) -> str:
     return f"write {place[-1]}: {{key: value}}" if place else "write `name: ...` and so on"
 
 
-_REMEDIES: dict[str, Callable[[object, tuple[str | int, ...]], str]] = {
-    "int_type": _as_number,
-    "float_type": _as_number,
-    "string_type": _as_text,
-    "tuple_type": _as_list,
-    "dict_type": _as_mapping,
-    "mapping_type": _as_mapping,
-    "model_type": _as_mapping,
-    "model_attributes_type": _as_mapping,
+#: By pydantic's type of error: what is asked for, and a remedy for the value that was found.
+_ASKED: dict[str, tuple[str, Callable[[object, Place], str]]] = {
+    "string_type": ("text", _as_text),
+    "int_type": ("a whole number", _as_number),
+    "float_type": ("a number", _as_number),
+    "finite_number": ("a finite number", _none),
+    "bool_type": ("true or false", _none),
+    "tuple_type": ("a list", _as_list),
+    "dict_type": ("a mapping", _as_mapping),
+    "mapping_type": ("a mapping", _as_mapping),
+    "model_type": ("a mapping", _as_mapping),
+    "model_attributes_type": ("a mapping", _as_mapping),
+    "greater_than": ("more than {gt:g}", _none),
+    "greater_than_equal": ("at least {ge:g}", _none),
 }
-
-
-class _Schema:
-    """A JSON schema, asked by place."""
-
-    def __init__(self, schema: Mapping[str, Any]) -> None:
-        self._root = schema
-
-    def keys(self, place: tuple[str | int, ...]) -> list[str]:
-        """The keys that the mapping at this place may have."""
-        return list(self._at(place).get("properties", {}))
-
-    def example(self, place: tuple[str | int, ...]) -> str:
-        """How the value at this place is written, where the schema has an example of it."""
-        examples = self._at(place[:-1]).get("properties", {}).get(place[-1], {}).get("examples")
-        return f"write for example {place[-1]}: {_flow(examples[0])}" if examples else ""
-
-    def _at(self, place: tuple[str | int, ...]) -> Mapping[str, Any]:
-        node = self._resolved(self._root)
-        for step in place:
-            rest = node.get("additionalProperties")
-            below = node.get("properties", {}).get(step, rest)
-            node = self._resolved(below) if isinstance(below, Mapping) else {}
-        return node
-
-    def _resolved(self, node: Mapping[str, Any]) -> Mapping[str, Any]:
-        if "anyOf" in node:
-            node = next((way for way in node["anyOf"] if way.get("type") != "null"), node)
-        if "$ref" in node:
-            return self._resolved(self._root["$defs"][node["$ref"].rpartition("/")[2]])
-        return node
-
-
-def _flow(value: object) -> str:
-    """A value as YAML writes it on one line."""
-    if isinstance(value, list):
-        return f"[{', '.join(map(_flow, value))}]"
-    if isinstance(value, dict):
-        return f"{{{', '.join(f'{key}: {_flow(item)}' for key, item in value.items())}}}"
-    text = str(value)
-    return f'"{text}"' if "${" in text else text

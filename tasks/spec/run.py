@@ -14,22 +14,18 @@ parameters, sorts them by length and then by bytes. A list keeps its order every
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     Field,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
-    ModelWrapValidatorHandler,
-    ValidationError,
-    model_validator,
 )
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from tasks.spec.errors import InvalidSpec
 from tasks.spec.failure_kinds import REQUEUED, FailureKind
-from tasks.spec.plain_words import faults_of
+from tasks.spec.plain_words import Document
 from tasks.spec.probes import LiveProbe, ReadyProbe, Url
 from tasks.spec.rollout import Rollout
 from tasks.spec.values import (
@@ -382,7 +378,7 @@ class Retry(Model):
             yield ("max_delay_s",), refused(problem, f"write {delay:g} or more")
 
 
-class RunSpec(Model):
+class RunSpec(Document):
     """One training run: its components in the order of their start, and what it needs.
 
     `start_order` is either empty or names all of `components`, in their order.
@@ -496,14 +492,9 @@ class RunSpec(Model):
                 problem = "missing: this kind is not tried again without limit"
                 yield ("retry", str(kind), "attempts"), refused(problem, "write attempts: 3")
 
-    @model_validator(mode="wrap")
     @classmethod
-    def _in_plain_words(cls, data: object, handler: ModelWrapValidatorHandler[Self]) -> Self:
-        try:
-            return handler(in_start_order(data) if isinstance(data, Mapping) else data)
-        except ValidationError as error:
-            faults = faults_of(error, cls.model_json_schema())
-        raise InvalidSpec(faults)
+    def prepared(cls, data: object) -> object:
+        return in_start_order(data) if isinstance(data, Mapping) else data
 
     @property
     def processes(self) -> dict[str, Component]:
@@ -529,10 +520,6 @@ class RunSpec(Model):
     def retry_of(self, kind: FailureKind) -> Retry | None:
         """How a kind of failure is tried again; None where it is final."""
         return self.retry.get(kind) or (Retry() if kind in REQUEUED else None)
-
-    def written(self) -> dict[str, Any]:
-        """Plain data for YAML or JSON, in order and without what was left out."""
-        return self.model_dump(mode="json", exclude_unset=True)
 
     def for_server(self) -> dict[str, Any]:
         """What `written` gives, with `start_order`: a server may keep no order of keys."""

@@ -1,15 +1,10 @@
-"""What the models of a run spec are made of: their base, and the kinds of value they hold.
+"""What the models of a spec are made of: their base, and the kinds of value they hold.
 
 A value that is refused says so in plain words, through `refused`; `plain_words` does the same for
-what pydantic itself refuses.
-
-What the form in the Prefect UI is drawn from: the JSON schema of a spec, as that UI reads it.
-
-It draws `X | None` as a choice of two and preselects None, also for a plain text; a field without
-that choice as an empty box, and what is left empty there is not sent. It follows `position`, since
-a Prefect server on PostgreSQL keeps no order of keys.
-
-How a component is asked to end.
+what pydantic itself refuses. The JSON schema is drawn up for the form in the Prefect UI, which
+draws `X | None` as a choice of two and preselects None, also for a plain text; a field without that
+choice as an empty box, and what is left empty there is not sent. It follows `position`, since a
+Prefect server on PostgreSQL keeps no order of keys.
 """
 
 from __future__ import annotations
@@ -107,7 +102,22 @@ class Model(BaseModel):
             return handler(data)
         written, refusals = with_text_keys(cls._without_blanks(data))
         refusals += cls.rules(written)
-        return collected(cls.__name__, refusals, lambda: handler(written))
+        return collected(cls.__name__, refusals, lambda: handler(written), cls._in_own_words)
+
+    @classmethod
+    def _in_own_words(cls, kind: str, key: str) -> PydanticCustomError | None:
+        """What is to be said of a key that is missing or unknown; None: pydantic's kind of error
+        is another, which `plain_words` knows."""
+        fields = {field.alias or name: field for name, field in cls.model_fields.items()}
+        if kind == "missing":
+            examples = fields[key].examples
+            return refused(
+                "missing", f"write for example {key}: {flow(examples[0])}" if examples else ""
+            )
+        if kind == "extra_forbidden":
+            known = f"known are {', '.join(fields)}"
+            return refused("unknown key", f"{did_you_mean(key, fields)} {known}".strip())
+        return None
 
     @classmethod
     def _without_blanks(cls, data: Mapping[object, object]) -> dict[object, object]:
@@ -129,25 +139,34 @@ def not_text_key(key: object) -> PydanticCustomError:
     return refused(f"a key must be text, found {shown(key)}", "quote it")
 
 
-def collected(title: str, refusals: list[Refusal], validate: Callable[[], Valid]) -> Valid:
-    """What `validate` gives, or one ValidationError with the refusals *and* all that it found."""
+def collected(
+    title: str,
+    refusals: list[Refusal],
+    validate: Callable[[], Valid],
+    in_own_words: Callable[[str, str], PydanticCustomError | None] = lambda _kind, _key: None,
+) -> Valid:
+    """What `validate` gives, or one ValidationError with the refusals *and* all that it found.
+
+    Args:
+        title: Of the error.
+        refusals: Found before.
+        validate: Raises ValidationError.
+        in_own_words: By pydantic's kind of error and the key right here that it is about.
+    """
     errors = [InitErrorDetails(type=error, loc=place, input=None) for place, error in refusals]
     try:
         result = validate()
     except ValidationError as error:
-        errors += _again(error)
+        for found in error.errors(include_url=False):
+            kind, place, context = found["type"], found["loc"], found.get("ctx", {})
+            own = in_own_words(kind, str(place[0])) if len(place) == 1 else None
+            if kind == "refused":  # pydantic knows its own types by name, but not ours
+                own = refused(context["problem"], context["remedy"])
+            again = InitErrorDetails(type=own or kind, loc=place, input=found["input"], ctx=context)
+            errors.append(again)
     if errors:
         raise ValidationError.from_exception_data(title, errors)
     return result
-
-
-def _again(error: ValidationError) -> Iterator[InitErrorDetails]:
-    for found in error.errors(include_url=False):
-        context = found.get("ctx", {})
-        # pydantic knows its own types by name, but not ours.
-        ours = found["type"] == "refused"
-        kind = refused(context["problem"], context["remedy"]) if ours else found["type"]
-        yield InitErrorDetails(type=kind, loc=found["loc"], input=found["input"], ctx=context)
 
 
 class WrittenFloat(float):
@@ -189,6 +208,16 @@ def _as_written(value: float) -> str:
 
 def _shortened(text: str, length: int = 60) -> str:
     return text if len(text) <= length else f"{text[: length - 3]}..."
+
+
+def flow(value: object) -> str:
+    """A value as YAML writes it on one line."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(flow, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key}: {flow(item)}' for key, item in value.items())}}}"
+    text = str(value)
+    return f'"{text}"' if "${" in text else text
 
 
 def did_you_mean(found: object, allowed: Iterable[str]) -> str:
