@@ -1,13 +1,8 @@
-"""Reading run specs, and writing them down again.
+"""Reading run specs, changing them by `--set a.b=c`, filling them in, and writing them down again.
 
-Reading YAML without its traps: what was written is what is meant, or a fault.
-
-Unlike plain PyYAML a key that is written twice and a date are faults, `022`, `0x10`, `1_000` and
-`12:30` are texts, and a number remembers how it was written.
-
-`--set a.b=c`: changes to a spec from the command line.
-
-Filling the placeholders of a run spec in: `${api.port}` and the like.
+YAML is read without its traps: what was written is what is meant, or a fault. Unlike plain PyYAML a
+key that is written twice and a date are faults, `022`, `0x10`, `1_000` and `12:30` are texts, and a
+number remembers how it was written.
 """
 
 from __future__ import annotations
@@ -22,10 +17,10 @@ import yaml
 
 from tasks.spec import placeholders
 from tasks.spec.errors import Fault, InvalidSpec
-from tasks.spec.placeholders import Kind
+from tasks.spec.plain_words import Document
 from tasks.spec.run import ByName, Rollout, RunSpec
 from tasks.spec.secrets import MASK, looks_secret, mask_text, masked, secret_values
-from tasks.spec.values import WrittenFloat, shown
+from tasks.spec.values import WrittenFloat, joined, mapping, shown
 
 _FLOAT = re.compile(r"[-+]?(?:[0-9]+\.[0-9]*(?:[eE][-+][0-9]+)?|\.[0-9]+(?:[eE][-+][0-9]+)?)")
 _NO_NUMBER = re.compile(r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)")
@@ -110,22 +105,18 @@ def _traps(node: yaml.Node, path: str, seen: set[int]) -> Iterator[Fault]:
     seen.add(id(node))
     if isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
-            yield from _traps(item, _joined(path, str(index)), seen)
+            yield from _traps(item, joined(path, index), seen)
     if isinstance(node, yaml.MappingNode):
         lines: dict[str, int] = {}
         for key, value in node.value:
             name = key.value if isinstance(key, yaml.ScalarNode) else ""
             line = key.start_mark.line + 1
-            below = _joined(path, name)
+            below = joined(path, name)
             if name and name in lines:
                 problem = f"written twice, in lines {lines[name]} and {line}"
                 yield Fault(path=below, problem=problem, remedy="keep one")
             lines.setdefault(name, line)
             yield from _traps(value, below, seen)
-
-
-def _joined(path: str, key: str) -> str:
-    return f"{path}.{key}" if path else key
 
 
 def _syntax_fault(error: yaml.YAMLError, text: str) -> Fault:
@@ -154,19 +145,22 @@ def apply_override(data: dict[str, Any], override: str) -> tuple[Fault, ...]:
         override: `a.b=VALUE`. VALUE is YAML; mappings on the way are made where they are missing;
             an item of a list goes by its index (`components.trainer.command.3=20`).
     """
+    path, value, said, faults = read_override(override, "success.step=20")
+    if faults:
+        return faults
+    return _set(data, path.split("."), value, said)
+
+
+def read_override(override: str, example: str) -> tuple[str, object, str, tuple[Fault, ...]]:
+    """What `a.b=VALUE` says: the path, the value, the whole with secrets masked, and its faults."""
     path, equals, text = override.partition("=")
     path = path.strip()
-    steps = path.split(".")
-    if not equals:
-        return (_fault("", override, "has no `=`", "write --set success.step=20"),)
-    if not all(steps):
-        return (_fault("", override, "has no key before `=`", "write --set success.step=20"),)
-
+    if not equals or not all(path.split(".")):
+        problem = "has no key before `=`" if equals else "has no `=`"
+        return path, None, override, (_fault("", override, problem, f"write --set {example}"),)
     value, faults = parse(text) if text.strip() else (None, ())
-    said = f"{path}={MASK if looks_secret(steps[-1]) else text}"
-    if faults:
-        return tuple(_fault(path, said, str(fault)) for fault in faults)
-    return _set(data, steps, value, said)
+    said = f"{path}={MASK if looks_secret(path.rpartition('.')[2]) else text}"
+    return path, value, said, tuple(_fault(path, said, str(fault)) for fault in faults)
 
 
 def apply_value(data: dict[str, Any], path: str, value: object) -> tuple[Fault, ...]:
@@ -280,12 +274,7 @@ def _checked(
     *,
     from_form: bool = False,
 ) -> RunSpec:
-    written = data.written() if isinstance(data, RunSpec) else copy.deepcopy(data)
-    if not isinstance(written, dict):
-        problem = f"must be a mapping, found {shown(written)}"
-        fault = Fault(path="", problem=problem, remedy="write `name: ...` and so on")
-        raise InvalidSpec((*found, fault), source)
-
+    written = as_mapping(data, source, found)
     faults = list(found)
     for override in overrides:
         faults += apply_override(written, override)
@@ -304,9 +293,23 @@ def _checked(
     return spec
 
 
+def as_mapping(data: object, source: str, found: Sequence[Fault]) -> dict[str, Any]:
+    """The data of a whole spec, as a copy.
+
+    Raises:
+        InvalidSpec: They are no mapping; with the faults that were found before.
+    """
+    written = data.written() if isinstance(data, Document) else copy.deepcopy(data)
+    if not isinstance(written, dict):
+        problem = f"must be a mapping, found {shown(written)}"
+        fault = Fault(path="", problem=problem, remedy="write `name: ...` and so on")
+        raise InvalidSpec((*found, fault), source)
+    return written
+
+
 def _empty_components(written: Mapping[str, Any]) -> Iterator[Fault]:
     """In a form null leaves a component out; in a file somebody has forgotten what it is."""
-    for name, component in _mapping(written.get("components")).items():
+    for name, component in mapping(written.get("components")).items():
         if component is None and name in ByName.offered:
             remedy = f"write {name}: {{key: value}}, or leave it out"
             problem = f"must be a mapping, found {shown(component)}"
@@ -340,7 +343,7 @@ def _paths(node: object, path: str = "", above: tuple[int, ...] = ()) -> Iterato
     elif isinstance(node, list | tuple):
         items = iter(enumerate(node))
     for key, value in items:
-        below = f"{path}.{key}" if path else str(key)
+        below = joined(path, key)
         yield below
         yield from _paths(value, below, (*above, id(node)))
 
@@ -362,10 +365,6 @@ def _without(node: object, secrets: Iterable[str]) -> object:
     if isinstance(node, list):
         return [_without(item, secrets) for item in node]
     return node
-
-
-def _mapping(value: object) -> Mapping[Any, Any]:
-    return value if isinstance(value, Mapping) else {}
 
 
 def project_root() -> Path:
@@ -424,8 +423,4 @@ def resolve(spec: RunSpec, names: Mapping[str, str]) -> RunSpec:
     }
     values.update(names)
 
-    def filled(_path: str, text: str, kind: Kind) -> str:
-        quoted = re.escape if kind is Kind.PATTERN else str
-        return placeholders.substituted(text, lambda name: quoted(values[name]), kind)
-
-    return RunSpec.model_validate(placeholders.rewritten(written, filled))
+    return RunSpec.model_validate(placeholders.run_filled_in(written, values.__getitem__))

@@ -1,35 +1,42 @@
-"""The pipeline spec: runs in sequence, as frozen data.
+"""The pipeline spec: runs in sequence, as frozen data; reading its files, and those of its stages.
 
 `PipelineSpec` is also the one parameter of the flow `pipeline`, so titles, descriptions and
-examples here are the labels of the form in the Prefect UI. Files are read by `pipeline_loading`,
-which also knows whether the spec of each stage is a valid one.
-
-Reading pipeline specs, with the run spec of each stage.
+examples here are the labels of the form in the Prefect UI.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field
 
 from tasks.spec.errors import Fault, InvalidSpec
-from tasks.spec.loading import apply_value, parse, parse_spec, project_root, read_text
+from tasks.spec.loading import (
+    apply_value,
+    as_mapping,
+    parse,
+    parse_spec,
+    project_root,
+    read_override,
+    read_text,
+)
 from tasks.spec.placeholders import faults_of_names, filled_in, unknown_names
 from tasks.spec.plain_words import Document
 from tasks.spec.run import RunSpec
-from tasks.spec.secrets import MASK, looks_secret
 from tasks.spec.values import (
     PART_NAME,
+    SPEC_NAME,
     DottedKey,
     Model,
     Refusal,
     Text,
     Worded,
     did_you_mean,
+    mapping,
     refused,
     shown,
 )
@@ -37,9 +44,6 @@ from tasks.spec.values import (
 #: Through which a stage's run is created where the stage names no other.
 STAGE_DEPLOYMENT = "train/stage"
 
-_PIPELINE_NAME = Worded(
-    r"[a-z][a-z0-9-]{0,31}", "a small letter and up to 31 more of a-z, 0-9 and -"
-)
 _DEPLOYMENT = Worded(r"train/[^/\s]+", "a deployment of the flow train, such as train/quickstart")
 
 
@@ -93,7 +97,7 @@ class PipelineSpec(Document):
         InvalidSpec: With every fault at once, from the constructor as from `model_validate`.
     """
 
-    name: Annotated[Text, _PIPELINE_NAME] = Field(
+    name: Annotated[Text, SPEC_NAME] = Field(
         title="Name",
         description="What this pipeline is called; its flow runs' names begin with it.",
         examples=["sft-then-grpo"],
@@ -117,7 +121,7 @@ class PipelineSpec(Document):
             yield ("stages",), refused("must not be empty")
         seen: list[object] = []
         for index, stage in enumerate(stages if isinstance(stages, list | tuple) else ()):
-            name = stage.get("name") if isinstance(stage, Mapping) else None
+            name = mapping(stage).get("name")
             if name is not None and name in seen:
                 problem = f"another stage is called {name!r} too"
                 yield ("stages", index, "name"), refused(problem, "give each a name of its own")
@@ -200,11 +204,7 @@ def _checked(
     found: Sequence[Fault],
     beside: Path | None = None,
 ) -> PipelineSpec:
-    written = data.written() if isinstance(data, PipelineSpec) else copy.deepcopy(data)
-    if not isinstance(written, dict):
-        problem = f"must be a mapping, found {shown(written)}"
-        fault = Fault(path="", problem=problem, remedy="write `name: ...` and so on")
-        raise InvalidSpec((*found, fault), source)
+    written = as_mapping(data, source, found)
     faults = list(found)
     if isinstance(written.get("stages"), list):
         # YAML's anchors make one of what two stages have; each is changed by itself.
@@ -264,30 +264,28 @@ def _read_in(stage: dict[str, Any], path: str, beside: Path | None) -> tuple[Fau
 
 def _override(stages: Sequence[dict[str, Any]], override: str) -> tuple[Fault, ...]:
     """Notes a change from the command line in the `set` of its stage."""
-    path, equals, text = override.partition("=")
+    path, equals, _ = override.partition("=")
     name, dot, key = path.strip().partition(".")
+    example = "grpo.success.step=20"
     if not (equals and dot and key):
         problem = f"--set {override}: has no `STAGE.KEY=` before its value"
-        return (Fault(path="", problem=problem, remedy="write --set grpo.success.step=20"),)
-    value, faults = parse(text) if text.strip() else (None, ())
-    said = f"{path}={MASK if looks_secret(key.rpartition('.')[2]) else text}"
+        return (Fault(path="", problem=problem, remedy=f"write --set {example}"),)
+    _, value, said, faults = read_override(override, example)
     if faults:
-        return tuple(Fault(path="", problem=f"--set {said}: {fault}") for fault in faults)
+        return tuple(replace(fault, path="") for fault in faults)
     names = [str(stage.get("name")) for stage in stages]
     if name not in names:
         remedy = did_you_mean(name, names) or f"known are {', '.join(names)}"
         return (Fault(path="", problem=f"--set {said}: no stage {name!r}", remedy=remedy),)
     stage = stages[names.index(name)]
-    changes = stage.get("set")
-    stage["set"] = {**(changes if isinstance(changes, dict) else {}), key: value}
+    stage["set"] = {**mapping(stage.get("set")), key: value}
     return ()
 
 
 def _fold(stage: dict[str, Any], index: int) -> tuple[Fault, ...]:
     """Applies a stage's `set` to its spec."""
-    changes = stage.pop("set", None)
     faults: list[Fault] = []
-    for key, value in changes.items() if isinstance(changes, dict) else ():
+    for key, value in mapping(stage.pop("set", None)).items():
         for fault in apply_value(stage["spec"], str(key), value):
             faults.append(_below(f"stages.{index}.set", fault))
     return tuple(faults)
@@ -314,9 +312,8 @@ def _stage_faults(
 
 def _hands_on(stage: Mapping[str, Any]) -> bool:
     """Whether a stage says where a checkpoint of it is to be found."""
-    components = stage["spec"].get("components")
-    parts = components.values() if isinstance(components, Mapping) else ()
-    named = any(isinstance(part, Mapping) and part.get("checkpoints") for part in parts)
+    parts = mapping(stage["spec"].get("components")).values()
+    named = any(mapping(part).get("checkpoints") for part in parts)
     return named or bool(stage.get("checkpoint"))
 
 

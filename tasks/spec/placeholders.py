@@ -1,23 +1,21 @@
 """The `${name}` language: where a spec may use it, and what a text becomes.
 
-Works on plain mappings and lists, so that a spec with other faults can be checked too; `template`
-offers the same for a `RunSpec`.
+A name belongs to whoever fills it in: `stage.NAME.KEY` to the pipeline, before the stage's run is
+created; `server.NAME` to the fleet, for each of its servers; any other to the run. Whoever comes
+before the last one leaves the names of the others as they are, and so `$${`, a literal `${`.
 
-The `${stage.NAME.KEY}` language: what a stage of a pipeline knows of the stages before it.
-
-It is filled in before the stage's run is created, so that a run spec never knows of pipelines. All
-other placeholders pass through as they are.
+Works on plain mappings and lists, so that a spec with other faults can be checked too.
 """
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 from tasks.spec.errors import Fault
+from tasks.spec.values import did_you_mean, joined, mapping
 
 
 class Kind(Enum):
@@ -71,30 +69,78 @@ _PLACES: dict[str, object] = {
 }
 
 _ALWAYS = ("run.id", "run.dir", "attempt.number", "attempt.dir", "attempt.resume_from")
+#: What the path or pattern of a stage's checkpoint may use.
+_OF_CHECKPOINTS = ("run.id", "run.dir", "attempt.number", "attempt.dir")
+
+SERVER, STAGE = "server.", "stage."
+#: What is known of an earlier stage: its last complete checkpoint, and its run's folder and id.
+CHECKPOINT, RUN_DIR, RUN_ID = "checkpoint", "run_dir", "run_id"
+KEYS = (CHECKPOINT, RUN_DIR, RUN_ID)
 
 
-_SERVER = "server."
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Use:
+    """One placeholder in a written spec."""
+
+    #: Where in the spec.
+    path: str
+    #: None where the placeholder is never closed.
+    name: str | None
+    kind: Kind
+
+    @property
+    def is_of_server(self) -> bool:
+        return self.kind is Kind.FLEET and (self.name or "").startswith(SERVER)
+
+    @property
+    def stage(self) -> str:
+        """Of `stage.NAME.KEY`."""
+        return _stage_and_key(self.name or "")[0]
+
+    @property
+    def key(self) -> str:
+        """Of `stage.NAME.KEY`."""
+        return _stage_and_key(self.name or "")[1]
+
+    def __str__(self) -> str:
+        return f"${{{self.name}}}"
 
 
-def substituted(text: str, value_of: Callable[[str], str], kind: Kind = Kind.TEXT) -> str:
-    """The text with each `${name}` replaced and each `$${` made a literal `${`.
+def _stage_and_key(name: str) -> tuple[str, str]:
+    stage, _, key = name.removeprefix(STAGE).partition(".")
+    return stage, key
 
-    In a text of a fleet, what is for the fleet to fill in stays as it is. So does an unterminated
-    `${`: `faults_in` reports it.
-    """
 
-    def one(match: re.Match[str]) -> str:
-        name = match.group(1)
-        if kind is Kind.FLEET and (name is None or name.startswith(_SERVER)):
-            return match.group(0)
-        return "${" if name is None else value_of(name)
-
-    return _TOKEN.sub(one, text)
+def names_of(text: str) -> Iterator[str | None]:
+    """The name of each placeholder in a text; None for one that is never closed."""
+    return (match.group(1) for match in _TOKEN.finditer(text) if match.group(0) != "$${")
 
 
 def is_templated(text: str) -> bool:
     """Whether something is still to be filled in: false where every `${` is a literal one."""
-    return any(match.group(0) != "$${" for match in _TOKEN.finditer(text))
+    return any(True for _ in names_of(text))
+
+
+def substituted(
+    text: str, value_of: Callable[[str], str], *, is_left: Callable[[str], bool] | None = None
+) -> str:
+    """The text with each `${name}` replaced and each `$${` made a literal `${`.
+
+    An unterminated `${` stays: `faults_in` reports it.
+
+    Args:
+        text: As written.
+        value_of: By name.
+        is_left: Whether somebody else fills a name in later: it stays then, and so does each `$${`.
+    """
+
+    def one(match: re.Match[str]) -> str:
+        name = match.group(1)
+        if name is None:
+            return match.group(0) if is_left else "${"
+        return match.group(0) if is_left and is_left(name) else value_of(name)
+
+    return _TOKEN.sub(one, text)
 
 
 def rewritten(data: object, change: Change) -> object:
@@ -115,19 +161,27 @@ def _rewritten(node: object, pattern: object, path: str, change: Change) -> obje
         return _rewritten(node, pattern.get(""), path, change)
     if isinstance(node, Mapping):
         return {
-            key: _rewritten(value, pattern.get(key, pattern.get("*")), _joined(path, key), change)
+            key: _rewritten(value, pattern.get(key, pattern.get("*")), joined(path, key), change)
             for key, value in node.items()
         }
     if isinstance(node, list | tuple):
         return [
-            _rewritten(value, pattern.get("*"), _joined(path, index), change)
+            _rewritten(value, pattern.get("*"), joined(path, index), change)
             for index, value in enumerate(node)
         ]
     return node
 
 
-def _joined(path: str, key: object) -> str:
-    return f"{path}.{key}" if path else str(key)
+def uses_in(data: object) -> list[Use]:
+    """Every placeholder of a written spec, in file order."""
+    uses: list[Use] = []
+
+    def note(path: str, text: str, kind: Kind) -> str:
+        uses.extend(Use(path=path, name=name, kind=kind) for name in names_of(text))
+        return text
+
+    rewritten(data, note)
+    return uses
 
 
 def names_in(data: object) -> frozenset[str]:
@@ -138,11 +192,11 @@ def names_in(data: object) -> frozenset[str]:
     """
     names = set(_ALWAYS)
     names.update(f"{section}.{key}" for section, key, _ in numbers_in(data))
-    for component, keys in _mapping(_mapping(data).get("components")).items():
+    for component, keys in mapping(mapping(data).get("components")).items():
         names.add(f"{component}.port")
         if component == "rollout":
             names.add("rollout.url")
-        ports = _mapping(keys).get("ports")
+        ports = mapping(keys).get("ports")
         if isinstance(ports, list | tuple):
             names.update(f"{component}.ports.{port}" for port in ports)
     return frozenset(names)
@@ -151,68 +205,72 @@ def names_in(data: object) -> frozenset[str]:
 def numbers_in(data: object) -> Iterator[tuple[str, str, int]]:
     """The step counts that the spec itself gives a value: section, key, number."""
     for section, key in (("progress", "total"), ("success", "step")):
-        number = _mapping(_mapping(data).get(section)).get(key)
+        number = mapping(mapping(data).get(section)).get(key)
         if isinstance(number, int) and not isinstance(number, bool):
             yield section, key, number
 
 
 def names_used(data: object) -> tuple[str, ...]:
-    """The names that the written spec uses, each once, in file order."""
-    used: dict[str, None] = {}
+    """The run's names that the written spec uses, each once, in file order."""
+    names = (use.name for use in uses_in(data) if not use.is_of_server)
+    return tuple(dict.fromkeys(name for name in names if name is not None))
 
-    def note(_path: str, text: str, kind: Kind) -> str:
-        return substituted(text, lambda name: used.setdefault(name) or "", kind)
 
-    rewritten(data, note)
-    return tuple(used)
+def run_filled_in(data: object, value_of: Callable[[str], str]) -> object:
+    """The written spec with a value for each of the run's names.
+
+    Args:
+        data: The written spec.
+        value_of: By name. In a regular expression the value is matched literally.
+    """
+
+    def change(_path: str, text: str, kind: Kind) -> str:
+        quoted = re.escape if kind is Kind.PATTERN else str
+        is_left = _is_of_server if kind is Kind.FLEET else None
+        return substituted(text, lambda name: quoted(value_of(name)), is_left=is_left)
+
+    return rewritten(data, change)
+
+
+def filled_in(written: object, value_of: Callable[[str, str], str]) -> object:
+    """The written run spec with a value for each name of a stage; all else is as it was.
+
+    Args:
+        written: The run spec of a stage.
+        value_of: By stage and key. In a regular expression it is matched literally, and a `${` in
+            it is no placeholder.
+    """
+
+    def change(_path: str, text: str, kind: Kind) -> str:
+        def value(name: str) -> str:
+            found = value_of(*_stage_and_key(name))
+            return re.escape(found) if kind is Kind.PATTERN else found.replace("${", "$${")
+
+        return substituted(text, value, is_left=lambda name: not name.startswith(STAGE))
+
+    return rewritten(written, change)
+
+
+def _is_of_server(name: str) -> bool:
+    return name.startswith(SERVER)
 
 
 def faults_in(data: object) -> tuple[Fault, ...]:
     """One fault for each unknown name and each text with a `${` that is never closed."""
     known = sorted(names_in(data))
-    faults: list[Fault] = []
-
-    def check(path: str, text: str, kind: Kind) -> str:
-        for match in _TOKEN.finditer(text):
-            name = match.group(1)
-            if kind is Kind.FLEET and (name or "").startswith(_SERVER):
-                continue  # The fleet's own rules say which of them there are.
-            if match.group(0) == "${":
-                faults.append(_unterminated(path))
-            elif name is not None and name not in known:
-                faults.append(_unknown(path, name, known))
-        return text
-
-    rewritten(data, check)
-    return tuple(dict.fromkeys(faults))
+    # The fleet's own rules say which names of a server there are.
+    uses = [use for use in uses_in(data) if not use.is_of_server and use.name not in known]
+    return tuple(dict.fromkeys(_unknown(use, known) for use in uses))
 
 
-def _unterminated(path: str) -> Fault:
-    return Fault(
-        path=path,
-        problem="a `${` without its `}`",
-        remedy="close it, or write `$${` for a literal `${`",
-    )
-
-
-def _unknown(path: str, name: str, known: Sequence[str]) -> Fault:
-    near = difflib.get_close_matches(name.strip(), known, n=1)
-    if near:
-        remedy = f"did you mean `${{{near[0]}}}`?"
-    else:
-        shell = f"for a shell's own write `$${{{name}}}`"
-        remedy = f"{shell}; known are {', '.join(known)}"
-    return Fault(path=path, problem=f"unknown name `${{{name}}}`", remedy=remedy)
-
-
-def _mapping(value: object) -> Mapping[object, object]:
-    return value if isinstance(value, Mapping) else {}
-
-
-#: What a path or pattern of a checkpoint may use.
-_KNOWN = ("run.id", "run.dir", "attempt.number", "attempt.dir")
-
-_NAMES = re.compile(r"\$\{([^{}]*)\}")
+def _unknown(use: Use, known: Sequence[str]) -> Fault:
+    if use.name is None:
+        remedy = "close it, or write `$${` for a literal `${`"
+        return Fault(path=use.path, problem="a `${` without its `}`", remedy=remedy)
+    shell = f"for a shell's own write `$${{{use.name}}}`"
+    near = did_you_mean(use.name.strip(), known, "${{{}}}")
+    remedy = near or f"{shell}; known are {', '.join(known)}"
+    return Fault(path=use.path, problem=f"unknown name `{use}`", remedy=remedy)
 
 
 def unknown_names(checkpoint: object, path: str) -> tuple[Fault, ...]:
@@ -222,69 +280,18 @@ def unknown_names(checkpoint: object, path: str) -> tuple[Fault, ...]:
         checkpoint: As written.
         path: Of it, in the pipeline spec.
     """
-    if not isinstance(checkpoint, str):
-        return ()
+    names = dict.fromkeys(names_of(checkpoint)) if isinstance(checkpoint, str) else ()
+    known = ", ".join(f"${{{name}}}" for name in _OF_CHECKPOINTS)
     return tuple(
-        Fault(path=path, problem=f"unknown name `${{{name}}}`", remedy=f"known are {_known()}")
-        for name in dict.fromkeys(_NAMES.findall(checkpoint.replace("$${", "")))
-        if name not in _KNOWN
+        Fault(path=path, problem=f"unknown name `${{{name}}}`", remedy=f"known are {known}")
+        for name in names
+        if name is not None and name not in _OF_CHECKPOINTS
     )
 
 
-def _known() -> str:
-    return ", ".join(f"${{{name}}}" for name in _KNOWN)
-
-
-#: What is known of an earlier stage: its last complete checkpoint, and its run's folder and id.
-CHECKPOINT, RUN_DIR, RUN_ID = "checkpoint", "run_dir", "run_id"
-KEYS = (CHECKPOINT, RUN_DIR, RUN_ID)
-
-# Leftmost first: `$${` is taken before the `${` inside it.
-_STAGE_TOKEN = re.compile(r"\$\$\{|\$\{stage\.([^{}]*)\}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageName:
-    """One use of a placeholder."""
-
-    #: Where in the run spec.
-    path: str
-    stage: str
-    key: str
-
-    def __str__(self) -> str:
-        dot = "." if self.key else ""
-        return f"${{stage.{self.stage}{dot}{self.key}}}"
-
-
-def stage_names_in(written: object) -> tuple[StageName, ...]:
-    """Every use in a written run spec, in file order."""
-    found: list[StageName] = []
-
-    def note(path: str, text: str, _kind: Kind) -> str:
-        def one(stage: str, key: str) -> str:
-            found.append(StageName(path=path, stage=stage, key=key))
-            return ""
-
-        return _stages_substituted(text, one)
-
-    rewritten(written, note)
-    return tuple(found)
-
-
-def filled_in(written: object, value_of: Callable[[str, str], str]) -> object:
-    """The written run spec with a value for each use; all else is as it was.
-
-    Args:
-        value_of: By stage and key. In a regular expression it is matched literally, and a `${` in
-            it is no placeholder.
-    """
-
-    def change(_path: str, text: str, kind: Kind) -> str:
-        quoted = re.escape if kind is Kind.PATTERN else _stage_literal
-        return _stages_substituted(text, lambda stage, key: quoted(value_of(stage, key)))
-
-    return rewritten(written, change)
+def stage_names_in(written: object) -> tuple[Use, ...]:
+    """Every use of a stage's name in a written run spec, in file order."""
+    return tuple(use for use in uses_in(written) if (use.name or "").startswith(STAGE))
 
 
 def faults_of_names(
@@ -302,7 +309,7 @@ def faults_of_names(
     for use in stage_names_in(written):
         problem, remedy = "", ""
         if use.stage not in stages:
-            problem, remedy = f"unknown stage in `{use}`", _stage_did_you_mean(use, stages[:index])
+            problem, remedy = f"unknown stage in `{use}`", _earlier_stage(use, stages[:index])
         elif (place := stages.index(use.stage)) >= index:
             which = "the stage itself" if place == index else "a stage that comes later"
             problem, remedy = f"`{use}` is of {which}", "name one that comes before"
@@ -317,25 +324,8 @@ def faults_of_names(
     return tuple(dict.fromkeys(faults))
 
 
-def _stages_substituted(text: str, value_of: Callable[[str, str], str]) -> str:
-    def one(match: re.Match[str]) -> str:
-        name = match.group(1)
-        if name is None:
-            return match.group(0)
-        stage, _, key = name.partition(".")
-        return value_of(stage, key)
-
-    return _STAGE_TOKEN.sub(one, text)
-
-
-def _stage_literal(value: str) -> str:
-    return value.replace("${", "$${")
-
-
-def _stage_did_you_mean(use: StageName, before: Sequence[str]) -> str:
+def _earlier_stage(use: Use, before: Sequence[str]) -> str:
     if not before:
         return "the first stage knows of no other"
-    near = difflib.get_close_matches(use.stage, before, n=1)
-    if near:
-        return f"did you mean `${{stage.{near[0]}.{use.key or CHECKPOINT}}}`?"
-    return f"known are {', '.join(before)}"
+    near = did_you_mean(use.stage, before, f"${{{{stage.{{}}.{use.key or CHECKPOINT}}}}}")
+    return near or f"known are {', '.join(before)}"

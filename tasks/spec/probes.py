@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -10,16 +11,16 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from tasks.spec.placeholders import is_templated
+from tasks.spec.placeholders import is_templated, substituted
 from tasks.spec.values import (
     Count,
     DottedKey,
     Model,
-    Pattern,
     Refusal,
     Seconds,
     Text,
     refused,
+    shortened,
     shown,
 )
 
@@ -155,12 +156,23 @@ def _as_address(value: object) -> object:
     return text
 
 
+def _is_pattern(text: str) -> str:
+    try:
+        re.compile(substituted(text, lambda _name: "0"))
+    except re.error as error:
+        where = "" if error.pos is None else f" at position {error.pos}"
+        problem = f"not a regular expression: {error.msg}{where} in {shortened(text)!r}"
+        raise refused(problem, "a backslash before . ( ) [ * + ? $ takes it literally") from None
+    return text
+
+
 def _is_true(value: bool) -> bool:
     if not value:
         raise refused("must be true where it is written", "leave it out")
     return value
 
 
+Pattern = Annotated[Text, AfterValidator(_is_pattern)]
 Url = Annotated[Text, AfterValidator(_is_url)]
 Address = Annotated[Text, BeforeValidator(_as_address)]
 

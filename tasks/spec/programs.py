@@ -8,7 +8,6 @@ looked at, nor is what only the start of the run tells.
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,6 +17,7 @@ from pathlib import Path, PurePosixPath
 from tasks.spec.errors import Fault
 from tasks.spec.placeholders import is_templated, substituted
 from tasks.spec.run import Component, Rollout, RunSpec
+from tasks.spec.values import did_you_mean
 
 _PYTHON = re.compile(r"python(\d(\.\d+)?)?|pypy3?")
 _SHELL = re.compile(r"sh|bash|dash|ksh|zsh")
@@ -26,6 +26,8 @@ _SHELL = re.compile(r"sh|bash|dash|ksh|zsh")
 _PYTHON_OPTION = re.compile(r"-(?=.)[bBdEiIOPqRsSuvx]*(?:([WX])(.*))?", re.DOTALL)
 _SHELL_OPTION = re.compile(r"-(?=.)[aefhiklmnprtuvxBCEHPT]*(?:([oO])(.*))?", re.DOTALL)
 
+#: A program or a file is meant only where its name is much like the one that was written.
+_LIKENESS = 0.75
 #: Their arguments belong to another machine, root directory, user or program.
 _ELSEWHERE = re.compile(
     "apptainer|bwrap|chroot|docker|enroot|env|firejail|kubectl|mpirun|mpiexec|nsenter|podman|ray"
@@ -213,8 +215,8 @@ class _World:
         if here is not None and here.is_file():
             return f"for the file here write ./{program}"
         programs = {name for way in directories for name in _names(way)}
-        near = difflib.get_close_matches(program, sorted(programs), n=1, cutoff=0.75)
-        return f"did you mean `{near[0]}`?" if near else "install it, or write its full path"
+        near = did_you_mean(program, sorted(programs), likeness=_LIKENESS)
+        return near or "install it, or write its full path"
 
 
 def _script(command: Sequence[str | None], option: re.Pattern[str]) -> int | None:
@@ -263,8 +265,7 @@ def _near(file: Path) -> str:
     """A remedy: the nearest name beside a file that is not there, or nothing."""
     if not file.parent.is_dir():
         return ""
-    near = difflib.get_close_matches(file.name, _names(file.parent), n=1, cutoff=0.75)
-    return f"did you mean `{near[0]}`?" if near else ""
+    return did_you_mean(file.name, _names(file.parent), likeness=_LIKENESS)
 
 
 def _names(directory: Path) -> list[str]:

@@ -15,6 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from tasks.spec.placeholders import SERVER, names_of
 from tasks.spec.values import (
     Count,
     Env,
@@ -26,6 +27,7 @@ from tasks.spec.values import (
     Worded,
     Words,
     did_you_mean,
+    mapping,
     refused,
 )
 from tasks.spec.words import listed
@@ -269,7 +271,6 @@ _OURS: dict[str, dict[str, tuple[str, ...]]] = {
         ),
     },
 }
-_SERVER = re.compile(r"(?<!\$)\$\{server\.([^{}]*)\}")
 
 
 def sglang_timeout_s(timeout_s: float, env: Mapping[str, str]) -> int:
@@ -322,7 +323,7 @@ def _of_a_model(backend: str, written: Mapping[str, Any]) -> Iterator[Refusal]:
                     ("args", index),
                     refused(problem, _instead(key)),
                 )
-    health = _mapping(written.get("health"))
+    health = mapping(written.get("health"))
     for key in ("path", "token"):
         if health.get(key) is not None:
             problem = f"is for the backend `command`: {name}'s own is known"
@@ -338,8 +339,8 @@ def _instead(key: str) -> str:
 
 
 def _of_sglangs_timeout(written: Mapping[str, Any]) -> Iterator[Refusal]:
-    timeout_s = _number(_mapping(written.get("health")).get("timeout_s", 15))
-    own = _mapping(written.get("env")).get(SGLANG_TIMEOUT)
+    timeout_s = _number(mapping(written.get("health")).get("timeout_s", 15))
+    own = mapping(written.get("env")).get(SGLANG_TIMEOUT)
     if timeout_s is None:
         return
     if own is None:
@@ -359,7 +360,7 @@ def _of_sglangs_timeout(written: Mapping[str, Any]) -> Iterator[Refusal]:
 
 
 def _of_recovery(written: Mapping[str, Any]) -> Iterator[Refusal]:
-    recovery = _mapping(written.get("recovery"))
+    recovery = mapping(written.get("recovery"))
     least, engines = _number(recovery.get("min_active")), _number(written.get("engines", 1))
     if least is not None and engines is not None and least > engines:
         problem = f"{least:g} is above engines, {engines:g}: the run could never start"
@@ -371,7 +372,7 @@ def _of_recovery(written: Mapping[str, Any]) -> Iterator[Refusal]:
 
 
 def _of_health(written: Mapping[str, Any]) -> Iterator[Refusal]:
-    first = _number(_mapping(written.get("health")).get("first_after_s"))
+    first = _number(mapping(written.get("health")).get("first_after_s"))
     within = _number(written.get("start_within_s", 1800))
     if first is not None and within is not None and first >= within:
         problem = (
@@ -383,8 +384,8 @@ def _of_health(written: Mapping[str, Any]) -> Iterator[Refusal]:
 def _unknown_names(written: Mapping[str, Any]) -> Iterator[Refusal]:
     for place, name in _names_used(written):
         if name not in SERVER_NAMES:
-            known = [f"${{server.{one}}}" for one in SERVER_NAMES]
-            near = did_you_mean(f"${{server.{name}}}", known)
+            known = [f"${{{SERVER}{one}}}" for one in SERVER_NAMES]
+            near = did_you_mean(f"${{{SERVER}{name}}}", known)
             remedy = f"{near} known are {', '.join(known)}".strip()
             yield place, refused(f"unknown name `${{server.{name}}}`", remedy)
 
@@ -395,10 +396,11 @@ def _names_used(written: Mapping[str, Any]) -> Iterator[tuple[tuple[str | int, .
         for key in ("command", "args")
         for index, word in enumerate(_words(written.get(key)))
     ]
-    texts += [(("env", key), str(text)) for key, text in _mapping(written.get("env")).items()]
+    texts += [(("env", key), str(text)) for key, text in mapping(written.get("env")).items()]
     for place, text in texts:
-        for match in _SERVER.finditer(text):
-            yield place, match.group(1)
+        for name in names_of(text):
+            if name is not None and name.startswith(SERVER):
+                yield place, name.removeprefix(SERVER)
 
 
 def _flag(word: str, backend: str) -> str:
@@ -409,10 +411,6 @@ def _flag(word: str, backend: str) -> str:
 
 def _words(value: object) -> list[str]:
     return [str(word) for word in value] if isinstance(value, list | tuple) else []
-
-
-def _mapping(value: object) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
 
 
 def _number(value: object) -> float | None:

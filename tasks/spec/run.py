@@ -3,12 +3,9 @@
 `RunSpec` is also the one parameter of the flow `train`, so titles, descriptions and examples here
 are the labels of the form in the Prefect UI. Files are read by `loading`.
 
-The components of a run spec: what each runs, and how it is watched and stopped.
-
-The order in which components start, where a spec says it apart from the order of their keys.
-
-The keys of a file have an order; a JSONB column, in which a Prefect server on PostgreSQL keeps
-parameters, sorts them by length and then by bytes. A list keeps its order everywhere.
+The keys of a file have an order, in which components start; a JSONB column, in which a Prefect
+server on PostgreSQL keeps parameters, sorts them by length and then by bytes. A list keeps its
+order everywhere: hence `start_order`.
 """
 
 from __future__ import annotations
@@ -31,6 +28,7 @@ from tasks.spec.rollout import Rollout
 from tasks.spec.values import (
     LAST,
     PART_NAME,
+    SPEC_NAME,
     Count,
     DottedKey,
     Env,
@@ -43,11 +41,11 @@ from tasks.spec.values import (
     Text,
     Unique,
     Word,
-    Worded,
     Words,
     collected,
     did_you_mean,
     drawn,
+    mapping,
     refused,
     shown,
     with_text_keys,
@@ -189,17 +187,13 @@ class ByName:
         return {name: valid[name] for name in written}
 
 
-def _more_than_one_with_checkpoints(
-    written: Mapping[str, object],
-) -> list[tuple[tuple[str | int, ...], PydanticCustomError]]:
-    named = [
-        name
-        for name, component in written.items()
-        if isinstance(component, Mapping) and component.get("checkpoints") is not None
-    ]
+def _more_than_one_with_checkpoints(written: Mapping[str, object]) -> list[Refusal]:
+    named = [name for name, one in written.items() if mapping(one).get("checkpoints") is not None]
     problem = "more than one component has checkpoints: ${attempt.resume_from} would not be clear"
-    remedy = f"write them for {named[0]} only" if named else ""
-    return [((name, "checkpoints"), refused(problem, remedy)) for name in named[1:]]
+    return [
+        ((name, "checkpoints"), refused(problem, f"write them for {named[0]} only"))
+        for name in named[1:]
+    ]
 
 
 Components = Annotated[Mapping[str, Component | Rollout], ByName()]
@@ -262,7 +256,6 @@ __all__ = [
 ]
 
 _ON_EXIT_ZERO: dict[str, OnExitZero] = {"trainer": "complete", "environment": "complete"}
-_RUN_NAME = Worded(r"[a-z][a-z0-9-]{0,31}", "a small letter and up to 31 more of a-z, 0-9 and -")
 
 
 class Gang(Model):
@@ -390,7 +383,7 @@ class RunSpec(Document):
         InvalidSpec: With every fault at once, from the constructor as from `model_validate`.
     """
 
-    name: Annotated[Text, _RUN_NAME] = Field(
+    name: Annotated[Text, SPEC_NAME] = Field(
         title="Name",
         description="What this training is called; the run's id begins with it.",
         examples=["quickstart"],
@@ -485,8 +478,7 @@ class RunSpec(Document):
             yield ("success",), refused("needs `progress`: nothing would show the step", remedy)
         yield from refusals_of_order(written)
         yield from _rules_of_jobs(written)
-        retry = written.get("retry")
-        for kind, policy in retry.items() if isinstance(retry, Mapping) else ():
+        for kind, policy in mapping(written.get("retry")).items():
             listed = set(FailureKind) - REQUEUED
             if kind in listed and isinstance(policy, Mapping) and policy.get("attempts") is None:
                 problem = "missing: this kind is not tried again without limit"
@@ -528,12 +520,8 @@ class RunSpec(Document):
 
 def _rules_of_jobs(written: Mapping[str, Any]) -> Iterator[Refusal]:
     """What goes with components that a cluster runs."""
-    named = written.get("components")
-    components = {
-        name: component
-        for name, component in (named.items() if isinstance(named, Mapping) else ())
-        if isinstance(component, Mapping)
-    }
+    named = mapping(written.get("components"))
+    components = {name: one for name, one in named.items() if isinstance(one, Mapping)}
     jobs = [name for name, one in components.items() if one.get("launcher") == "ray_job"]
     uses = [f"{jobs[0]} is a Ray job"] if jobs else []
     if components.get(FLEET, {}).get("placement") == "ray":
@@ -542,11 +530,10 @@ def _rules_of_jobs(written: Mapping[str, Any]) -> Iterator[Refusal]:
         problem = f"missing: {uses[0]}, and no cluster is named"
         yield ("ray",), refused(problem, 'write ray: {address: "http://127.0.0.1:8265"}')
     for name in jobs:
-        live, ready = components[name].get("live"), components[name].get("ready")
-        if isinstance(live, Mapping) and live.get("processes") is not None:
+        if mapping(components[name].get("live")).get("processes") is not None:
             problem = "child processes are watched on this machine, and a Ray job runs on another"
             yield ("components", name, "live", "processes"), refused(problem, "leave it out")
-        if isinstance(ready, Mapping) and ready.get("notify"):
+        if mapping(components[name].get("ready")).get("notify"):
             problem = "a Ray job runs on another machine, from where it can't notify this one"
             remedy = "write log: REGEX, or http: of an address that it serves"
             yield ("components", name, "ready", "notify"), refused(problem, remedy)

@@ -34,8 +34,6 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import InitErrorDetails, PydanticCustomError, core_schema
 
-from tasks.spec import placeholders
-
 #: How the choice is called between a part of the spec and none.
 GIVEN, LEFT_OUT = "Given", "Left out"
 #: The position of what takes pages.
@@ -189,7 +187,7 @@ def shown(value: object) -> str:
         case bool():
             return "true" if value else "false"
         case str():
-            return f"the text {_shortened(value)!r}" if value else "an empty text"
+            return f"the text {shortened(value)!r}" if value else "an empty text"
         case int() | float():
             return _as_written(value)
         case date():
@@ -206,7 +204,7 @@ def _as_written(value: float) -> str:
     return value.text if isinstance(value, WrittenFloat) else repr(value)
 
 
-def _shortened(text: str, length: int = 60) -> str:
+def shortened(text: str, length: int = 60) -> str:
     return text if len(text) <= length else f"{text[: length - 3]}..."
 
 
@@ -220,10 +218,29 @@ def flow(value: object) -> str:
     return f'"{text}"' if "${" in text else text
 
 
-def did_you_mean(found: object, allowed: Iterable[str]) -> str:
-    """A remedy: the nearest of what is allowed, or nothing."""
-    near = difflib.get_close_matches(str(found), list(allowed), n=1)
-    return f"did you mean `{near[0]}`?" if near else ""
+def did_you_mean(
+    found: object, allowed: Iterable[str], as_written: str = "{}", *, likeness: float = 0.6
+) -> str:
+    """A remedy: the nearest of what is allowed, or nothing.
+
+    Args:
+        found: What was written.
+        allowed: What may stand there.
+        as_written: How one of them is written, with `{}` in its place.
+        likeness: How near it must be, from 0 to 1.
+    """
+    near = difflib.get_close_matches(str(found), list(allowed), n=1, cutoff=likeness)
+    return f"did you mean `{as_written.format(near[0])}`?" if near else ""
+
+
+def mapping(value: object) -> Mapping[Any, Any]:
+    """The value, or an empty mapping where it is none: its own fault, told elsewhere."""
+    return value if isinstance(value, Mapping) else {}
+
+
+def joined(path: str, key: object) -> str:
+    """The path of what stands under a key or an index."""
+    return f"{path}.{key}" if path else str(key)
 
 
 def _storable(text: str) -> str:
@@ -257,7 +274,7 @@ def _as_text(value: object) -> object:
 
 def _is_list_of_words(value: object) -> object:
     if isinstance(value, str):
-        remedy = f"write [sh, -c, {json.dumps(_shortened(value), ensure_ascii=False)}]"
+        remedy = f"write [sh, -c, {json.dumps(shortened(value), ensure_ascii=False)}]"
         raise refused("must be a list, found a text: no shell splits it", remedy)
     if isinstance(value, list | tuple):
         if not value:
@@ -288,23 +305,13 @@ class Worded:
 
     def checked(self, text: str) -> str:
         if re.fullmatch(self.pattern, text) is None:
-            raise refused(f"must be {self.words}, found {_shortened(text)!r}")
+            raise refused(f"must be {self.words}, found {shortened(text)!r}")
         return text
 
 
 def _is_variable_name(text: str) -> str:
     if "=" in text:
-        raise refused(f"a variable's name has no `=`, found {_shortened(text)!r}")
-    return text
-
-
-def _is_pattern(text: str) -> str:
-    try:
-        re.compile(placeholders.substituted(text, lambda _name: "0"))
-    except re.error as error:
-        where = "" if error.pos is None else f" at position {error.pos}"
-        problem = f"not a regular expression: {error.msg}{where} in {_shortened(text)!r}"
-        raise refused(problem, "a backslash before . ( ) [ * + ? $ takes it literally") from None
+        raise refused(f"a variable's name has no `=`, found {shortened(text)!r}")
     return text
 
 
@@ -316,7 +323,6 @@ def _unique(items: tuple[str, ...]) -> tuple[str, ...]:
 
 
 Text = Annotated[str, Field(strict=True, min_length=1), AfterValidator(_storable)]
-Pattern = Annotated[Text, AfterValidator(_is_pattern)]
 #: A text for which a number will do, as a YAML author expects: 60 is "60".
 Word = Annotated[str, BeforeValidator(_as_text), Field(strict=True), AfterValidator(_storable)]
 Words = Annotated[tuple[Word, ...], BeforeValidator(_is_list_of_words)]
@@ -332,6 +338,8 @@ DottedKey = Annotated[
 PART_NAME = Worded(
     r"[a-z][a-z0-9_-]{0,31}", "a small letter and up to 31 more of a-z, 0-9, - and _"
 )
+#: The name of a run or of a pipeline, and so the beginning of their ids.
+SPEC_NAME = Worded(r"[a-z][a-z0-9-]{0,31}", "a small letter and up to 31 more of a-z, 0-9 and -")
 #: The name of a component or of a port.
 PartName = Annotated[Text, PART_NAME]
 EnvName = Annotated[Text, AfterValidator(_is_variable_name)]
