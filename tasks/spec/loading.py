@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from tasks.spec import placeholders
 from tasks.spec.errors import Fault, InvalidSpec
 from tasks.spec.plain_words import Document
 from tasks.spec.run import ByName, Rollout, RunSpec
-from tasks.spec.secrets import MASK, looks_secret, mask_text, masked, secret_values
+from tasks.spec.secrets import MASK, looks_secret, mask_text, masked, masked_in, secret_values
 from tasks.spec.values import WrittenFloat, joined, mapping, shown
 
 _FLOAT = re.compile(r"[-+]?(?:[0-9]+\.[0-9]*(?:[eE][-+][0-9]+)?|\.[0-9]+(?:[eE][-+][0-9]+)?)")
@@ -354,17 +354,8 @@ def _masked(written: dict[str, Any]) -> dict[str, Any]:
     for part in parts:
         if "env" in part:
             part["env"] = masked(part["env"])
-    return {key: _without(value, secrets) for key, value in written.items()}
-
-
-def _without(node: object, secrets: Iterable[str]) -> object:
-    if isinstance(node, str):
-        return mask_text(node, secrets)
-    if isinstance(node, dict):
-        return {key: _without(value, secrets) for key, value in node.items()}
-    if isinstance(node, list):
-        return [_without(item, secrets) for item in node]
-    return node
+    texts: dict[str, Any] = masked_in(written, lambda text: mask_text(text, secrets))
+    return texts
 
 
 def project_root() -> Path:
