@@ -1,6 +1,8 @@
-"""The jobs of a run whose flow process is gone: kept for the run's next process, or ended.
+"""A run whose flow process is gone: its jobs are left to its next process, or all of it is ended,
+its record closed, its Prefect server told and its entry forgotten.
 
-Going on with a run whose earlier process was killed.
+`reconcile` comes here for the runs of this host and for those of a lost one, and the next process
+of a run for its predecessor. They differ in what they have found, which a `Loss` says.
 """
 
 from __future__ import annotations
@@ -10,19 +12,21 @@ import json
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
-from prefect.client.schemas.objects import State
+from prefect.client.schemas.objects import FlowRun, State
 from prefect.states import Scheduled
 
+from tasks.processes import registry
 from tasks.processes.ending import holders_of
-from tasks.processes.registry import JobEntry, LostRun, Remains, claimed, finish
+from tasks.processes.registry import JobEntry, LostRun, Remains, claimed
 from tasks.ray.dashboard import JobState
 from tasks.ray.end import stop_submission
 from tasks.ray.nodes import sweep_of
-from tasks.record.closing import Loss, close_record
+from tasks.record.closing import Closed, Loss, close_record
 from tasks.record.places import AttemptPlace, RunPlace
 from tasks.record.run_json import RunJson
 from tasks.server.flow_runs import (
@@ -33,8 +37,12 @@ from tasks.server.flow_runs import (
     find_flow_run,
     has_gone_to,
     propose,
+    state_of_closed,
     talking_to,
 )
+from tasks.spec.words import commas
+from tasks.upkeep.parked import note_parked, tell_closed
+from tasks.upkeep.report import Reconciled
 
 _log = logging.getLogger(__name__)
 
@@ -42,6 +50,12 @@ _log = logging.getLogger(__name__)
 _STARTED_WITHIN = timedelta(seconds=60)
 #: The old process has surely left by then, see `waiting`.
 _DUE_AFTER = timedelta(seconds=2)
+#: A server that has not answered by then is not told any more.
+_TELL_WITHIN_S = 24 * 3600.0
+#: A guardian that still takes its component down is waited for.
+_WITHIN_S = 120.0
+_LOOK_EVERY_S = 0.2
+CHANGED = "its state on the server has just changed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,9 +66,6 @@ class JobsEnded:
     ended: tuple[str, ...] = ()
     #: What is left or not known, in words; empty where nothing is.
     left: str = ""
-
-
-NO_JOBS = JobsEnded()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +161,7 @@ def keep_jobs(lost: LostRun) -> Kept | None:
             )
             if propose(client, owner.flow_run_id, before, after):
                 return Kept(server=JOBS_GO_ON)
-            return Kept(open="its state on the server has just changed")
+            return Kept(open=CHANGED)
     except ServerAway as error:
         return Kept(open=f"its jobs go on; the server does not answer ({error})")
 
@@ -173,9 +184,115 @@ def _has_lost_its_process(state: State[object]) -> bool:
     return state.is_running() or state.is_crashed()
 
 
-#: A guardian that still takes its component down is waited for.
-_WITHIN_S = 120.0
-_LOOK_EVERY_S = 0.2
+def loss_of(
+    lost: LostRun, remains: Remains, jobs: JobsEnded | None = None, before: Reconciled | None = None
+) -> Loss:
+    """What ending a run came to.
+
+    Args:
+        jobs: what ending its jobs came to, where they were ended.
+        before: what was found, and done, a moment ago.
+    """
+    return Loss(
+        pid=lost.owner.process.pid,
+        killed=(*(before.killed if before else ()), *remains.killed),
+        removed=(*(before.removed if before else ()), *remains.removed),
+        jobs=jobs.ended if jobs else (),
+        jobs_left=jobs.left if jobs else "",
+    )
+
+
+def reconciled(
+    lost: LostRun, loss: Loss, record: Closed | None = None, *, server: str = "", open: str = ""
+) -> Reconciled:
+    """A lost run as a report has it."""
+    return Reconciled(
+        name=lost.owner.run_id,
+        flow_run_id=lost.owner.flow_run_id,
+        found=f"its process (pid {loss.pid}) was gone",
+        killed=loss.killed,
+        jobs=loss.jobs,
+        removed=loss.removed,
+        record=record.state.value if record is not None and record.is_changed else "",
+        server=server,
+        open=" and ".join(filter(None, (open, loss.jobs_left))),
+    )
+
+
+def left_of(remains: Remains) -> str:
+    """What is left of the processes of a run, in words; empty where nothing is."""
+    left = "; ".join(f"{name}: {commas(pids)}" for name, pids in remains.left.items())
+    waiting = "; ".join(f"{name}: {pid}" for name, pid in remains.waiting.items())
+    parts = (
+        f"processes outlived SIGKILL ({left})" if left else "",
+        f"guardians are at work ({waiting})" if waiting else "",
+    )
+    return " and ".join(filter(None, parts))
+
+
+def finish_run(lost: LostRun, loss: Loss, *, goes_on_here: bool = False) -> Reconciled:
+    """Close the record of a run of which nothing lives, tell its server, and forget its entry.
+
+    The entry stays where nobody can say whether a job has ended, where the server has to be asked
+    again, and for a day where it is away.
+
+    Args:
+        goes_on_here: this process is the run's next one, and tells the server itself.
+    """
+    owner, flow_run_id, directory = lost.owner, lost.owner.flow_run_id, lost.owner.directory
+    record: Closed | None = None
+    server, open = "", ""
+    if flow_run_id is None or directory is None:
+        pass
+    elif goes_on_here:
+        record = close_record(directory, replace(loss, is_waiting=True))
+    elif pids := holders_of(FLOW_RUN_VARIABLE).pids.get(flow_run_id):
+        # It was started anew, and has not registered itself yet.
+        open = f"another process of its flow run lives (pid {pids[0]})"
+    elif owner.api_url is None:
+        record = close_record(directory, loss)
+    else:
+        try:
+            with talking_to(owner.api_url) as client:
+                loss, state = _on_server(lost, loss, find_flow_run(client, flow_run_id))
+                if loss.elsewhere:
+                    # Its state on the server is that host's to tell. What becomes of it there is
+                    # written here once it has ended, as for any run that waits.
+                    note_parked(owner.run_id, flow_run_id, owner.api_url)
+                record = close_record(directory, loss)
+                after = state_of_closed(state, record, loss.cause)
+                if state is None or after is None:
+                    pass
+                elif propose(client, flow_run_id, state, after):
+                    server = after.name or ""
+                    tell_closed(client, flow_run_id, directory)
+                else:
+                    open = CHANGED
+        except ServerAway as error:
+            gives_up = lost.seconds_lost() > _TELL_WITHIN_S
+            loss = replace(loss, is_waiting=False if gives_up else None)
+            record = record or close_record(directory, loss)
+            open = "" if gives_up else f"the server does not answer ({error})"
+    if not open and not loss.jobs_left:
+        lost.forget()
+    return reconciled(lost, loss, record, server=server, open=open)
+
+
+def _on_server(
+    lost: LostRun, loss: Loss, flow_run: FlowRun | None
+) -> tuple[Loss, State[Any] | None]:
+    """The loss with what the server says of the run, and the state there that may have to change;
+    None where the run is another host's, or unknown."""
+    if flow_run is not None and (
+        worker := has_gone_to(flow_run, lost.owner.host, lost.owner.worker)
+    ):
+        return replace(loss, is_waiting=True, elsewhere=worker), None
+    if flow_run is None or (state := flow_run.state) is None:
+        return loss, None
+    has_process = state.is_running() or state.is_cancelling()
+    is_waiting = not state.is_final() and not has_process
+    is_cancelled = state.is_cancelling() or state.is_cancelled()
+    return replace(loss, is_cancelled=is_cancelled, is_waiting=is_waiting), state
 
 
 def finish_predecessor(run_id: str, *, adopts: bool = False) -> None:
@@ -194,31 +311,15 @@ def finish_predecessor(run_id: str, *, adopts: bool = False) -> None:
         with claimed(run_id) as lost:
             if lost is None:
                 return
-            remains = finish(lost)
-            if remains.is_clean and adopts and is_under_way(lost):
-                return
+            remains = registry.finish(lost)
+            left = left_of(remains)
             if remains.is_clean:
+                if adopts and is_under_way(lost):
+                    return
                 jobs = stop_jobs(lost, unknown_after_s=_WITHIN_S)
-                if jobs.left:
-                    problem = f"an earlier attempt of {run_id} is left: {jobs.left}"
-                    raise OSError(errno.EBUSY, problem)
-                if lost.owner.directory is not None:
-                    loss = Loss(
-                        pid=lost.owner.process.pid,
-                        is_waiting=True,
-                        killed=remains.killed,
-                        removed=remains.removed,
-                        jobs=jobs.ended,
-                    )
-                    close_record(lost.owner.directory, loss)
-                lost.forget()
-                return
-        if remains.left or time.monotonic() > deadline:
-            raise OSError(errno.EBUSY, f"an earlier attempt of {run_id} is left: {_told(remains)}")
+                if not (left := jobs.left):
+                    finish_run(lost, loss_of(lost, remains, jobs), goes_on_here=True)
+                    return
+        if not remains.waiting or remains.left or time.monotonic() > deadline:
+            raise OSError(errno.EBUSY, f"an earlier attempt of {run_id} is left: {left}")
         time.sleep(_LOOK_EVERY_S)
-
-
-def _told(remains: Remains) -> str:
-    left = [f"{name}: {', '.join(map(str, pids))}" for name, pids in remains.left.items()]
-    waiting = [f"guardian of {name}: {pid}" for name, pid in remains.waiting.items()]
-    return "; ".join([*left, *waiting])

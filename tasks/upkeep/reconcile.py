@@ -3,16 +3,8 @@
 Safe at any time, from any number of processes at once: each lost run is claimed by one of them,
 and what is found alive, waiting or unclear is left as it is.
 
-Reconciling this host again and again, without a flow run for each look.
-
-Nearly all looks find nothing, and a flow run of each would bury the runs that people look for, and
-start a process.
-
-Flow runs of a schedule that have become one: what was due while nobody could take it.
-
-A flow that looks at how things are does in one run what all that were due before it would have
-done. Without this, days in which a work pool is full would end with hundreds of them in front of
-what people wait for.
+The upkeep does it again and again without a flow run for each look: nearly all find nothing, and a
+flow run of each would start a process, and bury the runs that people look for.
 """
 
 from __future__ import annotations
@@ -46,10 +38,10 @@ from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_API_URL
 from prefect.states import Cancelled
 
+from tasks.processes import registry
 from tasks.processes.ending import holders_of
 from tasks.processes.identity import host_name
-from tasks.processes.registry import LostRun, Remains, claimed, finish, owner_of, registered_runs
-from tasks.record.closing import Closed, Loss, close_record
+from tasks.processes.registry import claimed, owner_of, registered_runs
 from tasks.server.artifacts import leave_report, run_log
 from tasks.server.flow_runs import (
     FLOW_RUN_VARIABLE,
@@ -58,17 +50,22 @@ from tasks.server.flow_runs import (
     ServerAway,
     ServerRefuses,
     clear_process,
-    find_flow_run,
-    has_gone_to,
     held_flow_runs,
     propose,
     server_now,
-    state_of_closed,
     state_of_lost,
     talking_to,
 )
-from tasks.upkeep.lost_run import NO_JOBS, JobsEnded, keep_jobs, stop_jobs
-from tasks.upkeep.parked import close_ended_parked, note_parked, tell_closed
+from tasks.upkeep.lost_run import (
+    CHANGED,
+    finish_run,
+    keep_jobs,
+    left_of,
+    loss_of,
+    reconciled,
+    stop_jobs,
+)
+from tasks.upkeep.parked import close_ended_parked
 from tasks.upkeep.report import Reconciled, Report
 
 _log = logging.getLogger(__name__)
@@ -78,10 +75,7 @@ _SETTLE_WITHIN_S = 20.0
 _LOOK_AGAIN_S = 0.5
 #: A cluster that does not answer is asked again by the next reconcile.
 _UNKNOWN_AFTER_S = 5.0
-#: A server that has not answered by then is not told any more.
-_TELL_WITHIN_S = 24 * 3600.0
 _FLUSH_WITHIN_S = 5.0
-_CHANGED = "its state on the server has just changed"
 
 
 def reconcile_host(lost: str | None = None) -> Report:
@@ -157,151 +151,21 @@ def _finish_run(run_id: str, host: str, before: Reconciled | None) -> Reconciled
                 if before is None or not before.has_acted:
                     return None
                 return replace(before, open="", is_at_work=False)
-            remains = finish(lost)
-            if before is not None:
-                killed = (*before.killed, *remains.killed)
-                remains = replace(remains, killed=killed, removed=before.removed + remains.removed)
+            remains = registry.finish(lost)
             if not remains.is_clean:
-                return _unfinished(lost, remains)
+                loss = loss_of(lost, remains, before=before)
+                run = reconciled(lost, loss, open=left_of(remains))
+                return replace(run, is_at_work=bool(remains.waiting))
             if lost.owner.adopts and (kept := keep_jobs(lost)) is not None:
-                is_news = kept.server or kept.open or remains.killed or remains.removed
-                run = _reconciled(lost, remains, server=kept.server, open=kept.open)
-                return run if is_news else None
-            return _close_run(lost, remains, stop_jobs(lost, unknown_after_s=_UNKNOWN_AFTER_S))
+                loss = loss_of(lost, remains, before=before)
+                run = reconciled(lost, loss, server=kept.server, open=kept.open)
+                return run if run.has_acted or run.open else None
+            jobs = stop_jobs(lost, unknown_after_s=_UNKNOWN_AFTER_S)
+            return finish_run(lost, loss_of(lost, remains, jobs, before))
     except Exception as error:
         # The others shall not wait for this one; the entry is kept.
         _log.exception("run %s could not be reconciled", run_id)
         return Reconciled(name=run_id, found="its process was gone", open=repr(error))
-
-
-def _close_run(lost: LostRun, remains: Remains, jobs: JobsEnded) -> Reconciled:
-    """Close the record of a run whose processes are gone, and tell its server.
-
-    A job of which nobody can say whether it has ended keeps the run registered.
-    """
-    owner = lost.owner
-    flow_run_id = owner.flow_run_id
-    forget = lost.forget if not jobs.left else lambda: None
-    if flow_run_id is None or owner.directory is None:
-        forget()
-        return _reconciled(lost, remains, jobs=jobs)
-    if pids := holders_of(FLOW_RUN_VARIABLE).pids.get(flow_run_id):
-        # It was started anew, and has not registered itself yet.
-        pid = pids[0]
-        return _reconciled(lost, remains, open=f"another process of its flow run lives (pid {pid})")
-    record: Closed | None = None
-    try:
-        if owner.api_url is None:
-            record = close_record(owner.directory, _loss(lost, remains, jobs))
-            forget()
-            return _reconciled(lost, remains, record, jobs=jobs)
-        with talking_to(owner.api_url) as client:
-            flow_run = find_flow_run(client, flow_run_id)
-            if flow_run is not None and (worker := has_gone_to(flow_run, owner.host, owner.worker)):
-                record = _hand_over(lost, remains, jobs, worker)
-                forget()
-                return _reconciled(lost, remains, record, jobs=jobs)
-            before = flow_run.state if flow_run is not None else None
-            loss = _loss(lost, remains, jobs, before)
-            record = close_record(owner.directory, loss)
-            after = state_of_closed(before, record, loss.cause)
-            if before is None or after is None:
-                forget()
-                return _reconciled(lost, remains, record, jobs=jobs)
-            if not propose(client, flow_run_id, before, after):
-                return _reconciled(lost, remains, record, jobs=jobs, open=_CHANGED)
-            tell_closed(client, flow_run_id, owner.directory)
-            forget()
-            return _reconciled(lost, remains, record, jobs=jobs, server=after.name or "")
-    except ServerAway as error:
-        return _leave_untold(lost, remains, jobs, record, error)
-
-
-def _hand_over(lost: LostRun, remains: Remains, jobs: JobsEnded, worker: str) -> Closed | None:
-    """Close what is on record here of a run that another host was given.
-
-    Its state on the server is that host's to tell. What becomes of it there is written here once
-    it has ended, as for any run that waits without a process.
-    """
-    owner = lost.owner
-    assert owner.directory is not None and owner.flow_run_id is not None
-    assert owner.api_url is not None
-    note_parked(owner.run_id, owner.flow_run_id, owner.api_url)
-    loss = replace(_loss(lost, remains, jobs, is_waiting=True), elsewhere=worker)
-    return close_record(owner.directory, loss)
-
-
-def _leave_untold(
-    lost: LostRun,
-    remains: Remains,
-    jobs: JobsEnded,
-    record: Closed | None,
-    error: ServerAway,
-) -> Reconciled:
-    """What can be said without the server: the rest waits until it is back, or for a day."""
-    assert lost.owner.directory is not None
-    gives_up = lost.seconds_lost() > _TELL_WITHIN_S
-    loss = _loss(lost, remains, jobs, is_waiting=False if gives_up else None)
-    record = record or close_record(lost.owner.directory, loss)
-    if gives_up and not jobs.left:
-        lost.forget()
-    away = f"the server does not answer ({error})"
-    return _reconciled(lost, remains, record, jobs=jobs, open="" if gives_up else away)
-
-
-def _loss(
-    lost: LostRun,
-    remains: Remains,
-    jobs: JobsEnded,
-    state: State[object] | None = None,
-    *,
-    is_waiting: bool | None = False,
-) -> Loss:
-    if state is not None:
-        has_process = state.is_running() or state.is_cancelling()
-        is_waiting = not state.is_final() and not has_process
-    return Loss(
-        pid=lost.owner.process.pid,
-        is_cancelled=state is not None and (state.is_cancelling() or state.is_cancelled()),
-        is_waiting=is_waiting,
-        killed=remains.killed,
-        removed=remains.removed,
-        jobs=jobs.ended,
-        jobs_left=jobs.left,
-    )
-
-
-def _unfinished(lost: LostRun, remains: Remains) -> Reconciled:
-    left = [f"{name}: {', '.join(map(str, pids))}" for name, pids in remains.left.items()]
-    waiting = [f"{name}: {pid}" for name, pid in remains.waiting.items()]
-    parts = [
-        f"processes outlived SIGKILL ({'; '.join(left)})" if left else "",
-        f"guardians are at work ({'; '.join(waiting)})" if waiting else "",
-    ]
-    text = " and ".join(filter(None, parts))
-    return replace(_reconciled(lost, remains, open=text), is_at_work=bool(waiting))
-
-
-def _reconciled(
-    lost: LostRun,
-    remains: Remains,
-    record: Closed | None = None,
-    *,
-    jobs: JobsEnded = NO_JOBS,
-    server: str = "",
-    open: str = "",
-) -> Reconciled:
-    return Reconciled(
-        name=lost.owner.run_id,
-        flow_run_id=lost.owner.flow_run_id,
-        found=f"its process (pid {lost.owner.process.pid}) was gone",
-        killed=remains.killed,
-        jobs=jobs.ended,
-        removed=remains.removed,
-        record=record.state.value if record is not None and record.is_changed else "",
-        server=server,
-        open=" and ".join(filter(None, (open, jobs.left))),
-    )
 
 
 def _close_lost_flow_runs(host: str) -> list[Reconciled]:
@@ -344,7 +208,7 @@ def _flow_runs_closed(client: SyncPrefectClient, host: Host) -> Iterator[Reconci
             flow_run_id=str(run.id),
             found=f"{run.state.name}, without a process on {host.name}",
             server=after.name or "" if done else "",
-            open="" if done else _CHANGED,
+            open="" if done else CHANGED,
         )
 
 
@@ -424,6 +288,10 @@ def _look_until(ending: threading.Event, every_s: float, look: Callable[[], None
 def dismiss_overdue() -> int:
     """Cancel the other runs of this flow run's deployment that its schedule has made, that are due
     by now, and that nobody has taken.
+
+    A flow that looks at how things are does in one run what all that were due before it would have
+    done. Without this, days in which a work pool is full would end with hundreds of them in front
+    of what people wait for.
 
     Best effort: a server that is away is asked by the next run.
 
