@@ -1,23 +1,19 @@
 """A pipeline in this process: which stage is next, its run, and the wait for that one's end.
 
 All that is known of a pipeline is on its Prefect server, and is asked anew for each step. So a
-process of it can be killed at any time, and the next one goes on where it was.
-
-Opening a pipeline within its flow run, and what ends it while it is open.
-
-The stages of a pipeline as a table on its flow run.
+process of it can be killed at any time, and the next one goes on where it was. Its stages are a
+table on its flow run.
 """
 
 from __future__ import annotations
 
-import contextvars
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from datetime import UTC, datetime, timedelta
+from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 from uuid import UUID
@@ -25,11 +21,9 @@ from uuid import UUID
 from prefect import get_run_logger
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.objects import State
-from prefect.client.schemas.responses import SetStateStatus
-from prefect.context import FlowRunContext
 from prefect.exceptions import Pause
 from prefect.settings import PREFECT_API_URL
-from prefect.states import Cancelled, Completed, Failed, Running, Scheduled
+from prefect.states import Cancelled, Completed, Failed, Running
 from prefect.utilities.urls import url_for
 
 from tasks.pipeline.stage_runs import (
@@ -50,17 +44,18 @@ from tasks.pipeline.stage_runs import (
     spec_of_run,
     stage_runs,
 )
-from tasks.record.places import RunPlace, make_run_id
+from tasks.record.places import RunPlace
 from tasks.record.retries import handed_on
 from tasks.server.artifacts import FlowArtifacts
-from tasks.server.flow_process import cancel_watched, interrupting, started_by_others, why_cancelled
-from tasks.server.flow_runs import (
-    JOBS_GO_ON,
-    ServerAway,
-    clear_process,
-    process_tags_of,
-    talking_to,
+from tasks.server.flow_process import (
+    ended_from_outside,
+    flow_run_here,
+    hand_over,
+    id_here,
+    spec_here,
+    started_by_others,
 )
+from tasks.server.flow_runs import ServerAway, goes_on, process_tags_of, talking_to
 from tasks.show.view import Shown
 from tasks.spec.errors import InvalidSpec
 from tasks.spec.pipeline import PipelineSpec, parse_pipeline, run_spec, with_specs
@@ -106,7 +101,7 @@ _CANCELLED_WITHIN_S = 180.0
 #: A server that is away is waited for so long where the pipeline is to end.
 _AWAY_WITHIN_S = 30.0
 #: The next process is not due before this one has surely left.
-_DUE_AFTER = timedelta(seconds=5)
+_DUE_AFTER_S = 5.0
 
 T = TypeVar("T")
 
@@ -381,20 +376,10 @@ class Pipeline:
 
         Raises: Pause.
         """
-        state: State[Any] = Scheduled(
-            name=JOBS_GO_ON,
-            scheduled_time=datetime.now(UTC) + _DUE_AFTER,
-            message=f"{self.left_by}; {where}",
-        )
+        state = goes_on(f"{self.left_by}; {where}", _DUE_AFTER_S)
         self.say(str(state.message))
-
-        def hand_over(client: SyncPrefectClient) -> SetStateStatus:
-            # Else a cancel of the waiting flow run would wait for the process on record for ever.
-            clear_process(client, str(self.flow_run_id))
-            return client.set_flow_run_state(self.flow_run_id, state).status
-
         try:
-            self._ask(hand_over)
+            self._ask(lambda client: hand_over(client, self.flow_run_id, state))
         except ServerAway as error:
             _log.warning("left as it is: %s", error)
         raise Pause(state=state)
@@ -402,12 +387,7 @@ class Pipeline:
 
 def pipeline_id_of_flow_run() -> str:
     """The name of the flow run of this context, the same for each of its processes."""
-    flow_run = _flow_run()
-    context = FlowRunContext.get()
-    spec = ((context.parameters if context is not None else None) or {})["spec"]
-    if not isinstance(spec, PipelineSpec):
-        spec = PipelineSpec.model_validate(spec)
-    return make_run_id(spec.name, "pipeline", flow_run.id, flow_run.created or datetime.now(UTC))
+    return id_here(spec_here(PipelineSpec).name, "pipeline")
 
 
 @contextmanager
@@ -416,33 +396,8 @@ def open_pipeline(spec: PipelineSpec) -> Iterator[Pipeline]:
 
     SIGTERM under a worker that was not asked to cancel it leaves it to the next worker instead.
     """
-    flow_run_id: UUID = _flow_run().id
+    flow_run_id = flow_run_here().id
     line = Pipeline(spec, flow_run_id=flow_run_id, api_url=PREFECT_API_URL.value() or "")
-    with (
-        interrupting(line, _on_term(line)),
-        cancel_watched(flow_run_id, line.interrupt),
-    ):
+    with ended_from_outside(line, flow_run_id, may_be_left=True):
         line.prepare()
         yield line
-
-
-def _on_term(line: Pipeline) -> Callable[[], None] | None:
-    """What SIGTERM means where it is not simply the end of the pipeline."""
-    if started_by_others() is None:
-        return None
-    context = contextvars.copy_context()
-
-    def ask() -> None:
-        if why := context.run(why_cancelled, line.flow_run_id):
-            line.interrupt(why)
-        else:
-            line.let_go("its process was ended by SIGTERM")
-
-    return lambda: threading.Thread(target=ask, name="on-term", daemon=True).start()
-
-
-def _flow_run() -> Any:
-    context = FlowRunContext.get()
-    if context is None or context.flow_run is None:
-        raise RuntimeError("a pipeline is opened within the flow `pipeline` only")
-    return context.flow_run

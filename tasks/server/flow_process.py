@@ -1,7 +1,8 @@
-"""Cancelling from the Prefect UI or CLI, seen by the run itself.
+"""The process of a flow run, be it of a run or of a pipeline: which flow run that is, what ends it
+from outside, and how it leaves its flow run to its next process.
 
 A worker passes a cancel on as SIGTERM, but a run started directly has none, and a worker may be
-dead. So a run asks the server about itself.
+dead. So each asks the server about itself.
 """
 
 from __future__ import annotations
@@ -13,19 +14,23 @@ import signal as signals
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from datetime import UTC, datetime
+from typing import Any, Protocol, TypeVar
 from uuid import UUID
 
-from prefect.client.orchestration import get_client
-from prefect.client.schemas.objects import FlowRun
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.objects import FlowRun, State
+from prefect.client.schemas.responses import SetStateStatus
 from prefect.context import FlowRunContext
+from pydantic import BaseModel
 
-from tasks.server.flow_runs import (
-    FLOW_RUN_VARIABLE,
-)
+from tasks.record.places import make_run_id
+from tasks.server.flow_runs import FLOW_RUN_VARIABLE, clear_process
 
 _log = logging.getLogger(__name__)
 _POLL_EVERY_S = 2.0
+
+M = TypeVar("M", bound=BaseModel)
 
 
 @contextmanager
@@ -75,40 +80,75 @@ class Interruptible(Protocol):
 
     def interrupt(self, why: str) -> None: ...
 
+    def let_go(self, why: str) -> None:
+        """Leave it to its next process."""
+
 
 @contextmanager
-def interrupting(
-    session: Interruptible, on_term: Callable[[], None] | None = None
+def ended_from_outside(
+    session: Interruptible, flow_run_id: UUID, *, may_be_left: bool
 ) -> Iterator[None]:
-    """While open, SIGINT, SIGTERM and SIGHUP interrupt the run instead of this process.
+    """While open, a cancel, SIGINT, SIGTERM and SIGHUP end the session instead of this process.
 
     Nothing is raised where the signal happens to land: the run ends through its supervisor, and
     the caller, who waits for that, goes on to its teardown. Outside the main thread, where Python
-    can't handle signals, it changes nothing.
+    can't handle signals, only cancels are seen.
+
+    A worker ends its flow runs' processes with SIGTERM when one is cancelled and when it is itself
+    stopped, to be upgraded for example; only the server knows which.
 
     Args:
-        on_term: called at SIGTERM instead, where that may mean something else.
+        may_be_left: SIGTERM of a worker that was not asked to cancel leaves it to the next worker.
     """
+    asks = may_be_left and started_by_others() is not None
+    # The server's address may be a setting of this context only, which a new thread lacks.
+    context = contextvars.copy_context()
+
+    def ask() -> None:
+        if why := context.run(why_cancelled, flow_run_id):
+            session.interrupt(why)
+        else:
+            session.let_go("its flow process was ended by SIGTERM")
 
     def on_signal(signum: int, frame: object) -> None:
-        if signum == signals.SIGTERM and on_term is not None:
-            on_term()
-            return
-        session.interrupt(f"interrupted by {signals.Signals(signum).name}")
+        if signum == signals.SIGTERM and asks:
+            threading.Thread(target=ask, name="on-term", daemon=True).start()
+        else:
+            session.interrupt(f"interrupted by {signals.Signals(signum).name}")
 
+    handled: tuple[int, ...] = (signals.SIGINT, signals.SIGTERM, signals.SIGHUP)
     if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {
-        signum: signals.signal(signum, on_signal)
-        for signum in (signals.SIGINT, signals.SIGTERM, signals.SIGHUP)
-    }
+        handled = ()
+    before = {signum: signals.signal(signum, on_signal) for signum in handled}
     try:
-        yield
+        with cancel_watched(flow_run_id, session.interrupt):
+            yield
     finally:
         for signum, handler in before.items():
             # None stands for a handler that was not installed from Python.
             signals.signal(signum, signals.SIG_DFL if handler is None else handler)
+
+
+def flow_run_here() -> FlowRun:
+    """That of this context. Raises: RuntimeError, outside of a flow."""
+    context = FlowRunContext.get()
+    if context is None or context.flow_run is None:
+        raise RuntimeError("there is no flow run here: this is for the body of a flow only")
+    return context.flow_run
+
+
+def spec_here(model: type[M]) -> M:
+    """The parameter `spec` of the flow run of this context."""
+    context = FlowRunContext.get()
+    spec = ((context.parameters if context is not None else None) or {})["spec"]
+    return spec if isinstance(spec, model) else model.model_validate(spec)
+
+
+def id_here(name: str, kind: str) -> str:
+    """The id of what this flow run does, which becomes its name: the same for each process of it,
+    so for all attempts."""
+    flow_run = flow_run_here()
+    return make_run_id(name, kind, flow_run.id, flow_run.created or datetime.now(UTC))
 
 
 def started_by_others() -> FlowRun | None:
@@ -119,3 +159,12 @@ def started_by_others() -> FlowRun | None:
     if flow_run is None or flow_run.deployment_id is None:
         return None
     return flow_run if os.environ.get(FLOW_RUN_VARIABLE) == str(flow_run.id) else None
+
+
+def hand_over(client: SyncPrefectClient, flow_run_id: UUID, state: State[Any]) -> bool:
+    """Whether the server took the state in which the flow run waits for its next process.
+
+    Without a process on record: a cancel of the waiting flow run would wait for that one for ever.
+    """
+    clear_process(client, str(flow_run_id))
+    return client.set_flow_run_state(flow_run_id, state).status == SetStateStatus.ACCEPT

@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from email.utils import parsedate_to_datetime
 from http import HTTPStatus
 from typing import Any
@@ -341,6 +341,16 @@ def propose(
         return False
     answer = client.set_flow_run_state(UUID(flow_run_id), after)
     return answer.status == SetStateStatus.ACCEPT
+
+
+def goes_on(message: str, due_after_s: float) -> State[Any]:
+    """The state of a flow run that waits for its next process, which goes on with its jobs.
+
+    Args:
+        due_after_s: the process before has surely left by then.
+    """
+    due = datetime.now(UTC) + timedelta(seconds=due_after_s)
+    return Scheduled(name=JOBS_GO_ON, scheduled_time=due, message=message)
 
 
 def clear_process(client: SyncPrefectClient, flow_run_id: str) -> None:

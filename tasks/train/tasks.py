@@ -5,26 +5,27 @@ Opening a run within its flow run, and closing it with the Prefect state it dese
 
 from __future__ import annotations
 
-import contextvars
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from typing import Any
-from uuid import UUID
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
-from prefect.context import FlowRunContext, TagsContext
+from prefect.context import TagsContext
 from prefect.exceptions import Abort
 from prefect.states import Cancelled, Completed, Failed
 
 from tasks.processes.registry import RunHeld
-from tasks.record.places import make_run_id
 from tasks.record.states import RunState
-from tasks.server.flow_process import cancel_watched, interrupting, started_by_others, why_cancelled
+from tasks.server.flow_process import (
+    ended_from_outside,
+    flow_run_here,
+    id_here,
+    spec_here,
+    started_by_others,
+)
 from tasks.server.flow_runs import worker_of
 from tasks.server.server import lasting_api_url
 from tasks.show.failure import in_a_line
@@ -174,11 +175,8 @@ def run_id_of_flow_run() -> str:
 
     The same for every process that works on the flow run, so for all its attempts.
     """
-    flow_run = _flow_run()
-    spec = (_context().parameters or {})["spec"]
-    if not isinstance(spec, RunSpec):
-        spec = RunSpec.model_validate(spec)
-    return make_run_id(spec.name, spec.workload, flow_run.id, flow_run.created or _now())
+    spec = spec_here(RunSpec)
+    return id_here(spec.name, spec.workload)
 
 
 @contextmanager
@@ -189,7 +187,8 @@ def open_run(spec: RunSpec) -> Iterator[RunSession]:
 
     Raises: Abort, when another process of this machine has the run.
     """
-    flow_run_id: UUID = _flow_run().id
+    flow_run = flow_run_here()
+    flow_run_id = flow_run.id
     api_url = lasting_api_url()
     # Only where others start it can it have been on another host.
     others = started_by_others()
@@ -209,9 +208,9 @@ def open_run(spec: RunSpec) -> Iterator[RunSession]:
     forget_parked(run.run_id)
     run.tell("run.opened", run_id=run.run_id, record=run.place.record)
     with (
-        interrupting(run, _on_term(run, flow_run_id)),
-        cancel_watched(flow_run_id, run.interrupt),
-        announced(run, _flow_run()),
+        # Jobs that outlive their flow process go on, unless the run was cancelled.
+        ended_from_outside(run, flow_run_id, may_be_left=run.adopts),
+        announced(run, flow_run),
         Reporter(run, flow_run_id),
     ):
         try:
@@ -222,27 +221,6 @@ def open_run(spec: RunSpec) -> Iterator[RunSession]:
             raise
         finally:
             run.close()
-
-
-def _on_term(run: RunSession, flow_run_id: UUID) -> Callable[[], None] | None:
-    """What SIGTERM means where it is not simply the end of the run.
-
-    A worker ends its flow runs' processes in the same way when one is cancelled and when it is
-    itself stopped, to be upgraded for example; only the server knows. Jobs that outlive their flow
-    process go on, unless the run was cancelled.
-    """
-    if not run.adopts or started_by_others() is None:
-        return None
-    # The server's address may be a setting of this context only, which a new thread lacks.
-    context = contextvars.copy_context()
-
-    def ask() -> None:
-        if why := context.run(why_cancelled, flow_run_id):
-            run.interrupt(why)
-        else:
-            run.let_go("its flow process was ended by SIGTERM")
-
-    return lambda: threading.Thread(target=ask, name="on-term", daemon=True).start()
 
 
 def conclude(run: RunSession) -> State[Any]:
@@ -256,21 +234,3 @@ def conclude(run: RunSession) -> State[Any]:
         case _:
             last = run.record.content.attempt
             return Failed(message=run.mask(in_a_line(verdict.message, run.place, last)))
-
-
-def _context() -> FlowRunContext:
-    context = FlowRunContext.get()
-    if context is None:
-        raise RuntimeError("a run is opened within the flow `train` only")
-    return context
-
-
-def _flow_run() -> Any:
-    flow_run = _context().flow_run
-    if flow_run is None:
-        raise RuntimeError("the flow `train` has no flow run")
-    return flow_run
-
-
-def _now() -> datetime:
-    return datetime.now(UTC)

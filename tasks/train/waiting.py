@@ -17,7 +17,6 @@ from typing import Any, NoReturn
 from uuid import UUID
 
 from prefect.client.schemas.objects import FlowRun, State
-from prefect.client.schemas.responses import SetStateStatus
 from prefect.exceptions import Pause
 from prefect.settings import PREFECT_API_URL, PREFECT_WORKER_PREFETCH_SECONDS
 from prefect.states import Scheduled
@@ -25,13 +24,12 @@ from prefect.states import Scheduled
 from tasks.queue.grants import PENDING_RESOURCES, left_with_its_jobs, sent_back
 from tasks.record.retries import Next, Sequel, decide
 from tasks.record.states import RunState
-from tasks.server.flow_process import started_by_others
+from tasks.server.flow_process import hand_over, started_by_others
 from tasks.server.flow_runs import (
-    JOBS_GO_ON,
     TYPE_LABEL,
     ServerAway,
-    clear_process,
     find_flow_run,
+    goes_on,
     state_of,
     talking_to,
 )
@@ -106,9 +104,8 @@ def _leave_jobs(run: RunSession) -> NoReturn:
     Raises: Pause.
     """
     flow_run, api_url = started_by_others(), PREFECT_API_URL.value()
-    due = datetime.now(UTC) + timedelta(seconds=_away_at_least_s())
     message = f"{run.left_by}; its jobs go on, and its next process attaches to them"
-    state: State[Any] = Scheduled(name=JOBS_GO_ON, scheduled_time=due, message=message)
+    state = goes_on(message, _away_at_least_s())
     if flow_run is not None and api_url and flushed(_TOLD_WITHIN_S):
         with suppress(ServerAway), talking_to(api_url) as client:
             found = find_flow_run(client, str(flow_run.id))
@@ -201,15 +198,12 @@ def _handed_over(
 ) -> bool:
     try:
         with talking_to(api_url) as client:
-            # Before the state: a cancel of a waiting run that has a process on record would wait
-            # for that process for ever. Until the state is there, this run sees cancels itself.
-            clear_process(client, str(flow_run_id))
             if labels:
                 client.update_flow_run_labels(flow_run_id, dict(labels))
+            # Until the state is there, this run sees cancels itself.
             if run.interrupted_by:
                 return False
-            answer = client.set_flow_run_state(flow_run_id, state)
-            if answer.status == SetStateStatus.ACCEPT:
+            if hand_over(client, flow_run_id, state):
                 # A signal that came meanwhile wins: the flow then ends as cancelled.
                 return not run.interrupted_by
             found = state_of(client, str(flow_run_id))

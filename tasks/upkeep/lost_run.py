@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from prefect.client.schemas.objects import FlowRun, State
-from prefect.states import Scheduled
 
 from tasks.processes import registry
 from tasks.processes.ending import holders_of
@@ -35,6 +34,7 @@ from tasks.server.flow_runs import (
     ServerAway,
     clear_process,
     find_flow_run,
+    goes_on,
     has_gone_to,
     propose,
     state_of_closed,
@@ -49,7 +49,7 @@ _log = logging.getLogger(__name__)
 #: A worker that has taken a flow run starts its process in seconds.
 _STARTED_WITHIN = timedelta(seconds=60)
 #: The old process has surely left by then, see `waiting`.
-_DUE_AFTER = timedelta(seconds=2)
+_DUE_AFTER_S = 2.0
 #: A server that has not answered by then is not told any more.
 _TELL_WITHIN_S = 24 * 3600.0
 #: A guardian that still takes its component down is waited for.
@@ -153,11 +153,10 @@ def keep_jobs(lost: LostRun) -> Kept | None:
             if not _has_lost_its_process(before):
                 return Kept() if before.is_scheduled() or before.is_pending() else None
             clear_process(client, owner.flow_run_id)
-            after: State[None] = Scheduled(
-                name=JOBS_GO_ON,
-                scheduled_time=datetime.now(UTC) + _DUE_AFTER,
-                message=f"its flow process (pid {owner.process.pid}) was killed or lost; its jobs "
-                "go on, and its next process attaches to them",
+            after = goes_on(
+                f"its flow process (pid {owner.process.pid}) was killed or lost; its jobs go on, "
+                "and its next process attaches to them",
+                _DUE_AFTER_S,
             )
             if propose(client, owner.flow_run_id, before, after):
                 return Kept(server=JOBS_GO_ON)
