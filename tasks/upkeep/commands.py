@@ -1,10 +1,6 @@
-"""The command `python -m flows.reconcile`: one reconcile of this host, now.
-
-The command `python -m flows.prune`: what may go of what ended runs have left, and with `--yes`
-its end.
-
-The command `python -m flows.preflight`: one look at every node of a cluster, now.
-"""
+"""The commands `python -m flows.reconcile`, one reconcile of this host; `python -m flows.prune`,
+what may go of what ended runs have left, and with `--yes` its end; and `python -m flows.preflight`,
+one look at every node of a cluster."""
 
 from __future__ import annotations
 
@@ -62,9 +58,6 @@ def reconcile_main(arguments: Sequence[str] | None = None) -> int:
         print(run)
     print(report.summary)
     return EXIT_OPEN if any(run.open for run in report.runs) else EXIT_DONE
-
-
-EXIT_DONE, EXIT_OPEN, EXIT_USAGE = 0, 1, 2
 
 
 def prune_main(arguments: Sequence[str] | None = None) -> int:

@@ -3,11 +3,8 @@
 A flow run that is cancelled while it waits is Cancelled on its server at once, and no process of it
 ever starts again; so `reconcile` looks after the notes, and closes the record of such a run.
 
-The page of a run whose process is gone, as whoever has closed its record tells it.
-
-Else it would go on to say what the run did at the time of its loss.
-
-The record of a run that its Prefect server keeps, for a host that has none, or an older one.
+Whoever has closed a record has its page say so, or that would go on to say what the run did before.
+The page holds the record for a host that has none, or an older one.
 """
 
 from __future__ import annotations
@@ -52,38 +49,30 @@ def tell_closed(client: SyncPrefectClient, flow_run_id: str, directory: Path) ->
 
     Never raises: a page that is not current keeps nobody from closing runs.
     """
+    place = RunPlace(directory=directory)
     try:
-        if (view := _view(RunPlace(directory=directory))) is not None:
-            _tell(client, UUID(flow_run_id), view)
+        record = RunJson.read(place.record).decided()
+        if record.attempt is None:
+            # It never began: its state says all there is.
+            return
+        seen = RunSeen.of(spec := load_spec(place.attempt(record.attempt.number).spec))
+        seen.doing = said = record.message
+        view = RunView(
+            at=time.time(), spec=spec, record=record, place=place, seen=seen, message=said
+        )
+        shown = {
+            SUMMARY: summary_of(view),
+            COMPONENTS: components_of(view),
+            TIMELINE: timeline_of(view),
+            ATTEMPTS: attempts_of(view),
+            RECORD: record_of(view),
+        }
+        # What it is made of was masked when it was written.
+        artifacts = FlowArtifacts(UUID(flow_run_id), shown)
+        for key, what in shown.items():
+            artifacts.show(client, key, what)
     except Exception as error:
         _log.warning("the page of %s is not current: %r", directory.name, error)
-
-
-def _tell(client: SyncPrefectClient, flow_run_id: UUID, view: RunView) -> None:
-    told = {
-        SUMMARY: summary_of(view),
-        COMPONENTS: components_of(view),
-        TIMELINE: timeline_of(view),
-        ATTEMPTS: attempts_of(view),
-        RECORD: record_of(view),
-    }
-    # What it is made of was masked when it was written.
-    artifacts = FlowArtifacts(flow_run_id, told)
-    for key, shown in told.items():
-        artifacts.show(client, key, shown)
-
-
-def _view(place: RunPlace) -> RunView | None:
-    """None for a run that never began: its state says all there is."""
-    record = RunJson.read(place.record).decided()
-    if record.attempt is None:
-        return None
-    spec = load_spec(place.attempt(record.attempt.number).spec)
-    seen = RunSeen.of(spec)
-    seen.doing = record.message
-    return RunView(
-        at=time.time(), spec=spec, record=record, place=place, seen=seen, message=record.message
-    )
 
 
 def record_kept(client: SyncPrefectClient, flow_run_id: UUID) -> RunJson | None:
@@ -165,9 +154,6 @@ def _closed(parked: Parked) -> Reconciled | None:
         if state is not None and not state.is_final():
             return None
         kept = record_kept(client, UUID(parked.flow_run_id)) if state is not None else None
-    if kept is not None and _take_over(parked, kept):
-        forget_parked(parked.run_id)
-        return None
     record = _close_record(parked, state, kept)
     forget_parked(parked.run_id)
     if record is None:
@@ -183,37 +169,26 @@ def _closed(parked: Parked) -> Reconciled | None:
     )
 
 
-def _take_over(parked: Parked, kept: RunJson) -> bool:
-    """Whether the run came to its end on another host, whose record is now here too."""
-    path = RunPlace.of(parked.run_id).record
-    try:
-        here = RunJson.read(path)
-    except (OSError, ValueError):
-        return False
-    # As many as here: it went on there with the attempt that was under way.
-    if not kept.state.is_final or len(kept.attempts) < len(here.attempts):
-        return False
-    write_json(path, kept.as_json())
-    return True
-
-
 def _close_record(
     parked: Parked, state: State[Any] | None, kept: RunJson | None
 ) -> RunState | None:
-    """The state that the record was given; None where it did not say that the run waits.
+    """The state that the record was given; None where it did not say that the run waits, or where
+    the run came to its end on another host, whose record is here now.
 
     Args:
         kept: what another host, which may have been lost with the run, has told the server last.
     """
     place = RunPlace.of(parked.run_id)
     try:
-        before = RunJson.read(place.record)
+        here = RunJson.read(place.record)
     except (OSError, ValueError):
         return None
-    if before.state is not RunState.PENDING_RESOURCES:
+    # As many as here: it went on there with the attempt that was under way.
+    if kept is not None and kept.state.is_final and len(kept.attempts) >= len(here.attempts):
+        write_json(place.record, kept.as_json())
         return None
-    if state is not None and state.is_completed():
-        # Done elsewhere: the record of that machine says how, and this one can't.
+    if here.state is not RunState.PENDING_RESOURCES or (state is not None and state.is_completed()):
+        # Completed elsewhere: the record of that machine says how, and this one can't.
         return None
     if state is None or state.is_cancelled():
         after, message = RunState.CANCELLED, "cancelled while it waited for its next attempt"

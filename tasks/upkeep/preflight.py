@@ -1,14 +1,12 @@
-"""Looking at every node of a cluster before runs are sent to it.
-
-Which nodes of a cluster a run may be sent to, judged by what was seen of each.
-"""
+"""Looking at every node of a cluster before runs are sent to it, and judging by what was seen of
+each whether they may be."""
 
 from __future__ import annotations
 
 import asyncio
 import shutil
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -126,73 +124,54 @@ class Verdict:
 
     def as_markdown(self) -> str:
         """A line for each node, then what to do."""
-        return as_markdown(self.nodes, self.findings)
+        rows = []
+        for node in self.nodes:
+            wrong = [finding.check for finding in self.findings if finding.node == node.name]
+            skew = (
+                f"{node.skew_s:+.3f} ± {node.skew_error_s:.3f} s" if node.skew_s is not None else ""
+            )
+            row = (node.name, commas(dict.fromkeys(wrong)) or "ok", skew)
+            if "machine" in node.look:
+                free, count = node.look["shared_free_bytes"], len(node.look["carriers"])
+                rows.append((*row, _gib(free), gpu_words(node), f"{count} processes"))
+            else:
+                rows.append((*row, "", "", ""))
+        parts = [table(("node", "verdict", "clock", "free", "GPUs", "of runs"), rows)]
+        if self.findings:
+            lines = (" ".join(str(finding).split()) for finding in self.findings)
+            parts.append("\n".join(f"- {line}" for line in lines))
+        return "\n\n".join(parts)
 
 
-def judged(survey: Survey, limits: Limits) -> Verdict:
-    """What a survey says of each node."""
-    findings = judge(
-        survey.nodes, limits, shared=survey.shared, code=survey.code, is_live=survey.is_live
-    )
-    return Verdict(nodes=survey.nodes, findings=findings)
-
-
-def judge(
-    nodes: Sequence[NodeSeen],
-    limits: Limits,
-    *,
-    shared: str,
-    code: str,
-    is_live: Mapping[str, bool],
-) -> tuple[Finding, ...]:
-    """All that is wrong, in the order of the nodes.
-
-    Args:
-        shared: The directory that has to be the same everywhere.
-        code: The digest of the caller's code.
-        is_live: By run id, whether a process or a job of it is still meant to be there; a run id
-            that is missing is not live.
-    """
-    has_driver = any(node.look.get("gpus", {}).get("driver") for node in nodes)
+def judge_nodes(survey: Survey, limits: Limits) -> Verdict:
+    """All that is wrong, in the order of the nodes."""
+    if limits.gpus == "auto":
+        has_driver = any(node.look.get("gpus", {}).get("driver") for node in survey.nodes)
+        limits = limits.model_copy(update={"gpus": "real" if has_driver else "any"})
     found: list[Finding] = []
     machines: set[str] = set()
-    for node in nodes:
+    for node in survey.nodes:
+        checks: dict[str, _Check] = {"shared": _shared, "clock": _clock}
         if node.unreached:
-            remedy = "look at its raylet: `ray status`, and its log raylet.out"
-            found.append(_finding(node, "reach", node.unreached, remedy))
-            continue
-        if "machine" in node.look:
-            if limits.code == "same":
-                found += _code(node, code)
-            found += _disk(node, limits, shared)
+            checks = {"reach": _reach}
+        elif "machine" in node.look:
+            checks = {
+                "code": _code,
+                "disk": _disk,
+                "leftovers": _leftovers,
+                "gpus": _gpus,
+                **checks,
+            }
             # Nodes that share a machine see the same processes.
-            if node.look["machine"] not in machines:
-                machines.add(node.look["machine"])
-                found += _leftovers(node, is_live)
-            found += _gpus(node, limits, has_driver)
-        found += _shared(node, shared)
-        found += _clock(node, limits)
-    return tuple(found)
-
-
-def as_markdown(nodes: Sequence[NodeSeen], findings: Sequence[Finding]) -> str:
-    """A line for each node, then what to do."""
-    rows = []
-    for node in nodes:
-        wrong = [finding.check for finding in findings if finding.node == node.name]
-        is_seen = "machine" in node.look
-        rows.append(
-            (
-                node.name,
-                commas(dict.fromkeys(wrong)) or "ok",
-                "" if node.skew_s is None else f"{node.skew_s:+.3f} ± {node.skew_error_s:.3f} s",
-                _gib(node.look["shared_free_bytes"]) if is_seen else "",
-                gpu_words(node) if is_seen else "",
-                f"{len(node.look['carriers'])} processes" if is_seen else "",
-            )
-        )
-    said = table(("node", "verdict", "clock", "free", "GPUs", "of runs"), rows)
-    return "\n".join([said, *([""] if findings else []), *(f"- {_line(one)}" for one in findings)])
+            if node.look["machine"] in machines:
+                del checks["leftovers"]
+            machines.add(node.look["machine"])
+        found += [
+            Finding(node=node.name, check=name, problem=problem, remedy=remedy)
+            for name, check in checks.items()
+            for problem, remedy in check(node, survey, limits)
+        ]
+    return Verdict(nodes=survey.nodes, findings=tuple(found))
 
 
 def gpu_words(node: NodeSeen) -> str:
@@ -206,97 +185,82 @@ def gpu_words(node: NodeSeen) -> str:
     return f"{real}" if real == node.gpus else f"{node.gpus:g} counted, {real} there"
 
 
-def _finding(node: NodeSeen, check: str, problem: str, remedy: str) -> Finding:
-    return Finding(node=node.name, check=check, problem=problem, remedy=remedy)
+#: What is wrong with a node, and what to do about it.
+_Faults = Iterator[tuple[str, str]]
+_Check = Callable[[NodeSeen, Survey, Limits], _Faults]
 
 
-def _code(node: NodeSeen, code: str) -> list[Finding]:
+def _reach(node: NodeSeen, survey: Survey, limits: Limits) -> _Faults:
+    yield node.unreached, "look at its raylet: `ray status`, and its log raylet.out"
+
+
+def _code(node: NodeSeen, survey: Survey, limits: Limits) -> _Faults:
     here = node.look["code"]
     remedy = "install the caller's release there, in the interpreter that Ray runs with"
+    if limits.code != "same":
+        return
     if here["problem"]:
-        return [_finding(node, "code", f"`tasks` can't be imported: {here['problem']}", remedy)]
-    if here["digest"] != code:
-        problem = f"its code is another ({here['digest']}, the caller's is {code})"
-        return [_finding(node, "code", problem, remedy)]
-    return []
+        yield f"`tasks` can't be imported: {here['problem']}", remedy
+    elif here["digest"] != survey.code:
+        yield f"its code is another ({here['digest']}, the caller's is {survey.code})", remedy
 
 
-def _shared(node: NodeSeen, shared: str) -> list[Finding]:
+def _shared(node: NodeSeen, survey: Survey, limits: Limits) -> _Faults:
     if problem := node.look.get("shared_problem"):
-        return [_finding(node, "shared", problem, f"mount it at {shared}, writable")]
-    if node.unseen:
-        problem = f"in {shared} it does not see what {', '.join(node.unseen)} wrote"
-        remedy = "mount the same file system there, or name another with --shared"
-        return [_finding(node, "shared", problem, remedy)]
-    return []
+        yield problem, f"mount it at {survey.shared}, writable"
+    elif node.unseen:
+        problem = f"in {survey.shared} it does not see what {commas(node.unseen)} wrote"
+        yield problem, "mount the same file system there, or name another with --shared"
 
 
-def _disk(node: NodeSeen, limits: Limits, shared: str) -> list[Finding]:
-    places = (
-        (shared, node.look["shared_free_bytes"], limits.free_gib),
+def _disk(node: NodeSeen, survey: Survey, limits: Limits) -> _Faults:
+    for place, free, least in (
+        (survey.shared, node.look["shared_free_bytes"], limits.free_gib),
         ("Ray's directory", node.look["ray_free_bytes"], limits.ray_free_gib),
-    )
-    return [
-        _finding(
-            node,
-            "disk",
-            f"{_gib(free)} free in {place}, less than {least:g} GiB",
-            "free some, or lower the limit",
-        )
-        for place, free, least in places
-        if free is not None and free < least * _GIB
-    ]
+    ):
+        if free is not None and free < least * _GIB:
+            problem = f"{_gib(free)} free in {place}, less than {least:g} GiB"
+            yield problem, "free some, or lower the limit"
 
 
-def _clock(node: NodeSeen, limits: Limits) -> list[Finding]:
+def _clock(node: NodeSeen, survey: Survey, limits: Limits) -> _Faults:
     """Only what is certain: the round trip is taken off."""
-    if node.skew_s is None or abs(node.skew_s) - node.skew_error_s <= limits.skew_s:
-        return []
-    problem = f"its clock is {node.skew_s:+.1f} s off (± {node.skew_error_s:.1f} s)"
-    return [_finding(node, "clock", problem, "start its time service (chrony, ntpd)")]
+    if node.skew_s is not None and abs(node.skew_s) - node.skew_error_s > limits.skew_s:
+        problem = f"its clock is {node.skew_s:+.1f} s off (± {node.skew_error_s:.1f} s)"
+        yield problem, "start its time service (chrony, ntpd)"
 
 
-def _leftovers(node: NodeSeen, is_live: Mapping[str, bool]) -> list[Finding]:
+def _leftovers(node: NodeSeen, survey: Survey, limits: Limits) -> _Faults:
     dead: dict[str, list[int]] = {}
     for carrier in node.look["carriers"]:
-        if not is_live.get(carrier["run_id"]):
+        if not survey.is_live.get(carrier["run_id"]):
             dead.setdefault(carrier["run_id"], []).append(carrier["pid"])
-    return [
-        _finding(
-            node,
-            "leftovers",
+    for run_id, pids in dead.items():
+        yield (
             f"run {run_id} has ended, and pid {commas(sorted(pids))} of it lives",
             "`python -m flows.reconcile` where it ran, or "
             f"`python -m tasks.ray.nodes --address ... --run-id {run_id}`",
         )
-        for run_id, pids in dead.items()
-    ]
 
 
-def _gpus(node: NodeSeen, limits: Limits, has_driver: bool) -> list[Finding]:
+def _gpus(node: NodeSeen, survey: Survey, limits: Limits) -> _Faults:
     seen = node.look["gpus"]
     if seen["problem"]:
-        remedy = "restart its driver, or drain the node"
-        return [_finding(node, "gpus", seen["problem"], remedy)]
+        yield seen["problem"], "restart its driver, or drain the node"
+        return
     if not seen["driver"]:
-        is_wrong = limits.gpus == "real" or (limits.gpus == "auto" and has_driver)
-        if not node.gpus or not is_wrong:
-            return []
-        problem = f"Ray counts {node.gpus:g} GPUs, and there is no driver"
-        return [
-            _finding(node, "gpus", problem, "install it, or start its raylet with --num-gpus 0")
-        ]
-    found = []
+        if node.gpus and limits.gpus == "real":
+            problem = f"Ray counts {node.gpus:g} GPUs, and there is no driver"
+            yield problem, "install it, or start its raylet with --num-gpus 0"
+        return
     if len(seen["gpus"]) != node.gpus:
         problem = f"Ray counts {node.gpus:g} GPUs, the driver sees {len(seen['gpus'])}"
-        found.append(_finding(node, "gpus", problem, "reset what fell off, restart its raylet"))
+        yield problem, "reset what fell off, restart its raylet"
     for gpu in seen["gpus"]:
         held = _held_mib(gpu, seen["processes"])
         if held > limits.gpu_held_mib:
             problem = f"{held} MiB of {gpu['uuid']} are held by no process that lives here"
-            remedy = "`nvidia-smi --gpu-reset`, or end what holds it from another container"
-            found.append(_finding(node, "gpus", problem, remedy))
-    return found
+            yield problem, "`nvidia-smi --gpu-reset`, or end what holds it from another container"
 
 
 def _held_mib(gpu: Mapping[str, Any], processes: Sequence[Mapping[str, Any]]) -> int:
@@ -309,10 +273,6 @@ def _held_mib(gpu: Mapping[str, Any], processes: Sequence[Mapping[str, Any]]) ->
 
 def _gib(size: int | None) -> str:
     return "?" if size is None else f"{size / _GIB:.1f} GiB"
-
-
-def _line(finding: Finding) -> str:
-    return " ".join(str(finding).split())
 
 
 LOOK_WITHIN_S = 60.0
@@ -335,11 +295,6 @@ def survey_cluster(address: str, shared: str | None, within_s: float) -> Survey:
         # As the first run does.
         place.mkdir(parents=True, exist_ok=True)
     return asyncio.run(_survey(address, place.absolute(), within_s))
-
-
-def judge_nodes(survey: Survey, limits: Limits) -> Verdict:
-    """What is wrong with which node."""
-    return judged(survey, limits)
 
 
 @task(name="publish", persist_result=False, cache_policy=NO_CACHE)

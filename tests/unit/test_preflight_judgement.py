@@ -6,7 +6,15 @@ from typing import Any
 
 import pytest
 
-from tasks.upkeep.preflight import CALLER, DEFAULT_LIMITS, Limits, NodeSeen, Verdict, _blamed, judge
+from tasks.upkeep.preflight import (
+    CALLER,
+    DEFAULT_LIMITS,
+    Limits,
+    NodeSeen,
+    Survey,
+    _blamed,
+    judge_nodes,
+)
 
 GIB = 1 << 30
 LOGICAL: dict[str, Any] = {"driver": False, "problem": "", "gpus": [], "processes": []}
@@ -38,8 +46,12 @@ def node(name: str = "10.0.0.2", *, counted: float = 8.0, **more: Any) -> NodeSe
 
 
 def checks(*nodes: NodeSeen, limits: Limits = DEFAULT_LIMITS, **live: bool) -> list[str]:
-    found = judge(nodes, limits, shared="/shared", code="abc", is_live=live)
-    return [f"{finding.node} {finding.check}" for finding in found]
+    verdict = judge_nodes(survey(*nodes, live=live), limits)
+    return [f"{finding.node} {finding.check}" for finding in verdict.findings]
+
+
+def survey(*nodes: NodeSeen, live: dict[str, bool]) -> Survey:
+    return Survey(nodes=nodes, shared="/shared", code="abc", is_live=live)
 
 
 def carrier(run_id: str) -> dict[str, Any]:
@@ -133,9 +145,8 @@ def test_the_code_need_not_be_there_where_it_is_not_asked_for() -> None:
 
 def test_the_verdict_names_node_problem_and_remedy() -> None:
     seen = node(shared_problem="/shared is not writable: Read-only file system")
-    findings = judge([seen], DEFAULT_LIMITS, shared="/shared", code="abc", is_live={})
 
-    verdict = Verdict(nodes=(seen,), findings=findings)
+    verdict = judge_nodes(survey(seen, live={}), DEFAULT_LIMITS)
 
     assert verdict.summary.splitlines() == [
         "not fit, of 1 nodes: 10.0.0.2",
