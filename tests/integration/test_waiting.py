@@ -18,6 +18,7 @@ from prefect.settings import (
     temporary_settings,
 )
 
+from tasks.server import flow_process
 from tasks.spec.errors import RunEnded
 from tasks.spec.run import RunSpec
 from tasks.train import waiting
@@ -121,13 +122,13 @@ def test_signal_that_comes_while_it_is_left_wins(
     refused: Refused, muster_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session, _run = refused()
-    clear = waiting.clear_process
+    clear = flow_process.clear_process
 
     def interrupted(*arguments: Any) -> None:
         clear(*arguments)
         session.interrupt("interrupted by SIGTERM")
 
-    monkeypatch.setattr(waiting, "clear_process", interrupted)
+    monkeypatch.setattr(flow_process, "clear_process", interrupted)
 
     assert not next_attempt(session)
 
@@ -156,7 +157,7 @@ def test_state_whose_answer_was_lost_is_asked_for(
 ) -> None:
     """Else two processes would go on with one run."""
     session, run = refused()
-    original = waiting.clear_process
+    original = flow_process.clear_process
 
     class Deaf:
         """Hands the state on and loses the answer."""
@@ -176,7 +177,9 @@ def test_state_whose_answer_was_lost_is_asked_for(
 
     monkeypatch.setattr(waiting, "talking_to", deaf_once)
     monkeypatch.setattr(
-        waiting, "clear_process", lambda client, flow_run_id: original(client._client, flow_run_id)
+        flow_process,
+        "clear_process",
+        lambda client, flow_run_id: original(client._client, flow_run_id),
     )
 
     with pytest.raises(Pause):
