@@ -1,8 +1,7 @@
 """The component `rollout` of a spec: a fleet of inference servers.
 
-What the keys of a fleet demand of each other.
-
-How large the engines of a fleet are: ranks, servers, GPUs of each node.
+What its keys demand of each other is judged before they are known to be valid themselves: sizes
+first (`Sizes`: ranks, servers and GPUs of an engine), then what goes with a backend.
 """
 
 from __future__ import annotations
@@ -123,7 +122,7 @@ class Sizes:
 
 
 def _pipeline(backend: str, args: object) -> int:
-    words = [str(word) for word in args] if isinstance(args, list | tuple) else []
+    words = _words(args)
     for index, word in enumerate(words):
         name, _, value = word.partition("=")
         if name in _PIPELINE.get(backend, ()):
@@ -154,9 +153,7 @@ def _sglang(sizes: Sizes) -> Iterator[Refusal]:
     if sizes.data > 1 and sizes.nodes > 1:
         problem = "SGLang has no replicas in an engine that spans nodes"
         yield ("data_parallel",), refused(problem, f"write 1, and engines: {sizes.data}")
-    if (sizes.tensor * sizes.pipeline) % sizes.nodes:
-        problem = f"SGLang can't cut {sizes.tensor * sizes.pipeline} ranks over {sizes.nodes} nodes"
-        yield ("tensor_parallel",), refused(problem, f"write a multiple of {sizes.nodes}")
+    yield from _uneven_ranks(sizes)
     if sizes.tensor % sizes.expert:
         problem = f"SGLang spreads experts over tensor_parallel, {sizes.tensor}, not over more"
         yield ("expert_parallel",), refused(problem, f"write {_divisors(sizes.tensor)}")
@@ -174,9 +171,7 @@ def _lmdeploy(sizes: Sizes) -> Iterator[Refusal]:
     elif width % sizes.replicas:
         problem = f"LMDeploy can't share {width} GPUs among {sizes.replicas} replicas"
         yield ("data_parallel",), refused(problem, f"write {_divisors(width)}")
-    if sizes.replicas > 1 and sizes.replicas % sizes.nodes:
-        problem = f"{sizes.replicas} replicas are no whole number on each of {sizes.nodes} nodes"
-        yield ("data_parallel",), refused(problem, f"write a multiple of {sizes.nodes}")
+    yield from _uneven_replicas(sizes, sizes.replicas)
 
 
 def _vllm(sizes: Sizes) -> Iterator[Refusal]:
@@ -184,12 +179,9 @@ def _vllm(sizes: Sizes) -> Iterator[Refusal]:
     if sizes.expert not in (1, width):
         problem = f"vLLM spreads experts over all {width} GPUs of tensor and data parallelism"
         yield ("expert_parallel",), refused(problem, f"write {width}, or 1 for none")
-    if sizes.data > 1 and sizes.data % sizes.nodes:
-        problem = f"{sizes.data} replicas are no whole number on each of {sizes.nodes} nodes"
-        yield ("data_parallel",), refused(problem, f"write a multiple of {sizes.nodes}")
-    elif sizes.data == 1 and (sizes.tensor * sizes.pipeline) % sizes.nodes:
-        problem = f"vLLM can't cut {sizes.tensor * sizes.pipeline} ranks over {sizes.nodes} nodes"
-        yield ("tensor_parallel",), refused(problem, f"write a multiple of {sizes.nodes}")
+    yield from _uneven_replicas(sizes, sizes.data)
+    if sizes.data == 1:
+        yield from _uneven_ranks(sizes)
 
 
 def _command(sizes: Sizes) -> Iterator[Refusal]:
@@ -197,25 +189,31 @@ def _command(sizes: Sizes) -> Iterator[Refusal]:
         if number > 1:
             problem = "only the program of a command knows how it uses its GPUs"
             yield (key,), refused(problem, "write it in the command, and gpus_per_node: N")
-    if sizes.data > 1 and sizes.data % sizes.nodes:
-        problem = f"{sizes.data} replicas are no whole number on each of {sizes.nodes} nodes"
-        yield ("data_parallel",), refused(problem, f"write a multiple of {sizes.nodes}")
-    elif sizes.gpus % sizes.servers:
+    uneven = list(_uneven_replicas(sizes, sizes.data))
+    yield from uneven
+    if not uneven and sizes.gpus % sizes.servers:
         problem = f"{sizes.servers} servers can't share {sizes.gpus} GPUs"
-        yield (
-            ("gpus_per_node",),
-            refused(problem, f"write a multiple of {sizes.servers // sizes.nodes}"),
-        )
+        remedy = f"write a multiple of {sizes.servers // sizes.nodes}"
+        yield ("gpus_per_node",), refused(problem, remedy)
+
+
+def _uneven_replicas(sizes: Sizes, replicas: int) -> Iterator[Refusal]:
+    if replicas > 1 and replicas % sizes.nodes:
+        problem = f"{replicas} replicas are no whole number on each of {sizes.nodes} nodes"
+        yield ("data_parallel",), refused(problem, f"write a multiple of {sizes.nodes}")
+
+
+def _uneven_ranks(sizes: Sizes) -> Iterator[Refusal]:
+    ranks, name = sizes.tensor * sizes.pipeline, _MODELS[sizes.backend]
+    if ranks % sizes.nodes:
+        problem = f"{name} can't cut {ranks} ranks over {sizes.nodes} nodes"
+        yield ("tensor_parallel",), refused(problem, f"write a multiple of {sizes.nodes}")
 
 
 def _product(sizes: Sizes) -> str:
     if sizes.backend == "lmdeploy":
         return "tensor and expert parallelism"
-    return (
-        "tensor, pipeline and data parallelism"
-        if sizes.pipeline > 1
-        else ("tensor and data parallelism")
-    )
+    return f"tensor{', pipeline' if sizes.pipeline > 1 else ''} and data parallelism"
 
 
 def _divisors(number: int) -> str:
@@ -319,10 +317,7 @@ def _of_a_model(backend: str, written: Mapping[str, Any]) -> Iterator[Refusal]:
         for key, flags in _OURS[backend].items():
             if _flag(word, backend) in flags:
                 problem = f"{word.partition('=')[0]} is set for each server"
-                yield (
-                    ("args", index),
-                    refused(problem, _instead(key)),
-                )
+                yield ("args", index), refused(problem, _instead(key))
     health = mapping(written.get("health"))
     for key in ("path", "token"):
         if health.get(key) is not None:
