@@ -111,6 +111,17 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ[SESSION_VARIABLE] = f"{os.environ.get(SESSION_VARIABLE, '')}/{_SESSION_ID}"
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With `--dist loadgroup` a file stays on one worker, and so do all that share the Ray cluster.
+
+    First, since the plugin reads the groups at this moment too.
+    """
+    for item in items:
+        shares = "ray_cluster" in getattr(item, "fixturenames", ())
+        item.add_marker(pytest.mark.xdist_group("ray" if shares else str(item.path)))
+
+
 def pytest_unconfigure(config: pytest.Config) -> None:
     shutil.rmtree(config.stash[_home], ignore_errors=True)
 

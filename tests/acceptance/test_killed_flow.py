@@ -6,6 +6,7 @@ below it, and is left without a child (ECHILD) only when nothing is left.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -80,14 +81,25 @@ def bystander() -> Iterator[subprocess.Popen[bytes]]:
     process.wait()
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+#: What each phase is known by.
+PHRASES = {"starting": "trainer: started", "running": "environment: ready"}
+#: In other phases, and with other shapes, `make thorough` and the fault table.
+USUAL = {
+    ("a daemon with a scrubbed environment", "running"),
+    ("processes that keep forking and leaving", "starting"),
+}
+
+
 @pytest.mark.parametrize(
-    ("phase", "phrase"), [("starting", "trainer: started"), ("running", "environment: ready")]
+    ("shape", "phase"),
+    [
+        pytest.param(*row, marks=() if row in USUAL else pytest.mark.thorough)
+        for row in itertools.product(SHAPES, PHRASES)
+    ],
 )
 def test_nothing_is_left_of(
     shape: str,
     phase: str,
-    phrase: str,
     api: str,
     gang_of: Callable,
     tmp_path: Path,
@@ -100,9 +112,9 @@ def test_nothing_is_left_of(
     ready = {"log": "up"} if phase == "running" else {"log": "never to be seen"}
     spec["components"]["trainer"] |= {"ready": ready, "stop": {"grace_s": 0.5}}
 
-    verdict = _kill_flow(spec, phrase, tmp_path, {"PREFECT_API_URL": api})
+    verdict = _kill_flow(spec, PHRASES[phase], tmp_path, {"PREFECT_API_URL": api})
 
-    assert phrase in verdict["seen"]
+    assert PHRASES[phase] in verdict["seen"]
     assert verdict["empty"], verdict["left"]
     assert bystander.poll() is None
 

@@ -38,7 +38,9 @@ def test_two_at_once_both_learn_and_do_not_meet(start_run: Callable, quickstart:
     assert not ports[0] & ports[1]
 
 
-@pytest.mark.parametrize("component", ["api", "environment"])
+@pytest.mark.parametrize(
+    "component", ["api", pytest.param("environment", marks=pytest.mark.thorough)]
+)
 def test_a_component_killed_half_way_is_the_cause(
     start_run: Callable, quickstart: dict, component: str
 ) -> None:
