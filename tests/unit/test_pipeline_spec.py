@@ -67,6 +67,13 @@ NAMES = "known are ${stage.a.checkpoint}, ${stage.a.run_dir}, ${stage.a.run_id}"
             ],
         ),
         (
+            pipeline({**A, "checkpiont": "x"}),
+            [
+                "stages.0.checkpiont: unknown key (did you mean `checkpoint`? known are name, "
+                "deployment, spec, set, checkpoint)"
+            ],
+        ),
+        (
             pipeline(A, A),
             ["stages.1.name: another stage is called 'a' too (give each a name of its own)"],
         ),
