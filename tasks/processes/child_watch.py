@@ -64,10 +64,8 @@ def _kept_by_pidfd(pidfd: int) -> int | None:
 
 def _of_zombie(process: ProcessId) -> int | None:
     """The wait status of a process that its parent has not reaped; None where it has."""
-    fields: list[bytes] = []
+    fields = tree.stat_fields(process.pid)
     try:
-        with open(f"/proc/{process.pid}/stat", "rb") as f:
-            fields = f.read().rpartition(b") ")[2].split()
         os.readlink(f"/proc/{process.pid}/exe")
     except PermissionError:  # Whoever may not look at the program is shown a status of 0.
         return None

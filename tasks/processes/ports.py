@@ -220,18 +220,8 @@ def listeners(port: int, likely: Iterable[int] = ()) -> list[Listener]:
 
 
 def _sockets_of(pid: int) -> set[str]:
-    inodes = set()
-    try:
-        for fd in Path(f"/proc/{pid}/fd").iterdir():
-            try:
-                target = str(fd.readlink())
-            except OSError:
-                continue
-            if target.startswith("socket:["):
-                inodes.add(target[8:-1])
-    except OSError:
-        pass
-    return inodes
+    targets = tree.open_files(pid).values()
+    return {target[8:-1] for target in targets if target.startswith("socket:[")}
 
 
 def _describe(pid: int, uid: int) -> Listener:

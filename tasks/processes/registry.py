@@ -442,11 +442,7 @@ def held_by(pids: Iterable[int], wanted: set[Path]) -> set[Path]:
     for pid in pids:
         if len(found) == len(wanted):
             break
-        with suppress(OSError):
-            for fd in os.scandir(f"/proc/{pid}/fd"):
-                with suppress(OSError):
-                    if (path := names.get(os.readlink(fd.path))) is not None:
-                        found.add(path)
+        found |= {names[target] for target in tree.open_files(pid).values() if target in names}
         with suppress(OSError), open(f"/proc/{pid}/maps", encoding="utf-8", errors="replace") as f:
             for line in f:
                 if (path := names.get("/" + line.rstrip("\n").partition("/")[2])) is not None:

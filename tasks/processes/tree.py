@@ -80,7 +80,7 @@ def mark_of(pid: int) -> int | None:
     return int(soft) if soft.isdigit() and int(soft) >= _MARK_BASE else 0
 
 
-def _stat_fields(pid: int) -> list[bytes]:
+def stat_fields(pid: int) -> list[bytes]:
     """Fields of `/proc/<pid>/stat` from the third (state) on; empty when the process is gone."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as f:
@@ -91,13 +91,13 @@ def _stat_fields(pid: int) -> list[bytes]:
 
 def parent_of(pid: int) -> int:
     """The parent's pid, 0 when the process is gone."""
-    fields = _stat_fields(pid)
+    fields = stat_fields(pid)
     return int(fields[1]) if fields else 0
 
 
 def session_of(pid: int) -> int:
     """The session id, 0 when the process is gone."""
-    fields = _stat_fields(pid)
+    fields = stat_fields(pid)
     return int(fields[3]) if fields else 0
 
 
@@ -106,13 +106,13 @@ def start_ticks(pid: int) -> int:
 
     With the pid and the boot id it names one process for ever.
     """
-    fields = _stat_fields(pid)
+    fields = stat_fields(pid)
     return int(fields[19]) if fields else 0
 
 
 def is_zombie(pid: int) -> bool:
     """The process has ended and waits to be reaped (or is gone altogether)."""
-    fields = _stat_fields(pid)
+    fields = stat_fields(pid)
     # A main thread that has left shows Z while other threads run on.
     return not fields or (fields[0] in (b"Z", b"X") and _thread_count(pid) <= 1)
 
@@ -152,6 +152,20 @@ def environment_of(pid: int, proc: str = "/proc") -> dict[str, str]:
         return {}
     pairs = (setting.decode(errors="replace").partition("=") for setting in settings)
     return {name: value for name, _, value in pairs if name}
+
+
+def open_files(pid: int) -> dict[int, str]:
+    """`target[fd]`: a path, or such as `socket:[4711]`; of another user's process nothing."""
+    found: dict[int, str] = {}
+    try:
+        for name in os.listdir(f"/proc/{pid}/fd"):
+            try:
+                found[int(name)] = os.readlink(f"/proc/{pid}/fd/{name}")
+            except OSError:  # Closed meanwhile.
+                continue
+    except OSError:
+        pass
+    return found
 
 
 def machine() -> str:
