@@ -56,17 +56,6 @@ class ServerActor:
         self._log = os.path.join(self._own, "log")
         self._process: subprocess.Popen[bytes] | None = None
         self._ended: asyncio.Future[int] | None = None
-        self._is_stopping = False
-
-    async def where(self) -> dict[str, Any]:
-        """Its node: `ip`, `node_id`, and the `gpus` that Ray has given it."""
-        context = ray.get_runtime_context()
-        return {
-            "ip": ray.util.get_node_ip_address(),  # type: ignore[no-untyped-call]
-            "node_id": context.get_node_id(),
-            "gpus": context.get_accelerator_ids().get("GPU", []),
-            "pid": os.getpid(),
-        }
 
     async def start(
         self,
@@ -79,7 +68,6 @@ class ServerActor:
         """Start the process; the pid of its wrapper. Raises: OSError."""
         if self._process is not None and self._process.poll() is None:
             raise OSError(f"rank {self._rank} runs already (pid {self._process.pid})")
-        self._is_stopping = False
         own = ("--grace", grace_s, "--signal", stop_signal, "--stragglers", _STRAGGLERS_S)
         with open(self._log, "ab") as log:
             self._process = subprocess.Popen(
@@ -101,16 +89,11 @@ class ServerActor:
         status = await asyncio.to_thread(process.wait)
         ended.set_result(status)
 
-    async def end_of(self) -> dict[str, Any]:
-        """Waits for the end of the process: its `status` as `Popen.returncode` gives it, whether
-        it `was_stopped`, and its `last_words`."""
+    async def end_of(self) -> tuple[int, str]:
+        """Waits for the end of the process: its status as `Popen.returncode` gives it, and its last
+        words."""
         assert self._ended is not None
-        status = await asyncio.shield(self._ended)
-        return {
-            "status": status,
-            "was_stopped": self._is_stopping,
-            "last_words": self._tail(),
-        }
+        return await asyncio.shield(self._ended), self._tail()
 
     async def stop(self, grace_s: float) -> list[int]:
         """Ask the process to end; what is left of its tree after the grace period is killed.
@@ -120,7 +103,6 @@ class ServerActor:
         process = self._process
         if process is None or self._ended is None:
             return []
-        self._is_stopping = True
         with contextlib.suppress(ProcessLookupError):
             process.send_signal(signal.SIGTERM)
         done, _ = await asyncio.wait([self._ended], timeout=grace_s)

@@ -34,6 +34,7 @@ from tasks.ray.dashboard import Denied, NoAnswer, ready_driver
 from tasks.ray.nodes import gcs_address_of
 from tasks.ray.submission import submission_id
 from tasks.ray.submit import wrapper_sources
+from tasks.record.outcome import signal_name
 from tasks.rollout import actor as actor_module
 from tasks.rollout.actor import ServerActor
 from tasks.rollout.building import Addresses, build, nodes_needed, planned, ports_needed
@@ -258,13 +259,13 @@ class RayHost:
     async def _watch(self, server: _Server) -> None:
         """Tell its end, once, unless it was asked for."""
         try:
-            end = await _as_future(server.actor.end_of.remote())
+            status, last_words = await _as_future(server.actor.end_of.remote())
         except RayActorError as error:
             why, last_words = f"its actor died: {_first_line(error)}", ""
         except RayError as error:
             why, last_words = f"its actor failed: {_first_line(error)}", ""
         else:
-            why, last_words = _status_in_words(end["status"]), end["last_words"]
+            why = f"exit {status}" if status >= 0 else f"killed by {signal_name(-status)}"
         server.is_alive = False
         if server.is_ending or self._servers.get(server.slot.rank) is not server:
             return
@@ -321,12 +322,6 @@ class RayHost:
 def _as_future(ref: Any) -> asyncio.Future[Any]:
     future: asyncio.Future[Any] = asyncio.wrap_future(ref.future())
     return future
-
-
-def _status_in_words(status: int) -> str:
-    if status >= 0:
-        return f"exit {status}"
-    return f"killed by {signal.Signals(-status).name}"
 
 
 def _first_line(error: BaseException) -> str:
