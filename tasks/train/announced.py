@@ -35,7 +35,7 @@ _TAIL_LINES, _TAIL_CHARACTERS = 15, 2000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
+class Announced:
     """An event for the Prefect server."""
 
     name: str
@@ -44,7 +44,7 @@ class Told:
     payload: Mapping[str, Any]
 
 
-class Story:
+class RunAnnouncements:
     """Turns the events of one run, in one process, into those for its Prefect server."""
 
     def __init__(
@@ -73,7 +73,7 @@ class Story:
         self._seen.attempt = attempt
         self.has_ended = False
 
-    def observe(self, event: Event) -> Iterator[Told]:
+    def observe(self, event: Event) -> Iterator[Announced]:
         """What is told of an event of the run; nothing of most. Take in all of it."""
         seen = self._seen
         was_waiting, was_degraded = seen.is_waiting, seen.is_degraded
@@ -85,7 +85,7 @@ class Story:
                 is_adopted = event.name == "attempt.adopted"
                 yield self._of_event("muster.run.started", event, is_adopted=is_adopted)
             case "run.waiting" if not was_waiting:
-                # Told anew whenever the reason changes.
+                # Announced anew whenever the reason changes.
                 yield self._of_event("muster.run.waiting", event)
             case "run.state" if seen.is_waiting and not was_waiting:
                 known = {**self._failure(), "message": event.message}
@@ -103,11 +103,11 @@ class Story:
                 more = {**self._fleet(), "message": event.reason}
                 yield self._of_event("muster.rollout.floor", event, **more)
 
-    def ended(self, state: RunState, message: str, at: float) -> Told:
+    def ended(self, state: RunState, message: str, at: float) -> Announced:
         """How the run ended, where no event has said so: it never came to an attempt."""
         return self._end(_ENDED[state.value], message, at)
 
-    def _end(self, name: str, message: str, at: float) -> Told:
+    def _end(self, name: str, message: str, at: float) -> Announced:
         self.has_ended = True
         if name != "muster.run.failed":
             return self._told(name, at, message=message)
@@ -123,7 +123,7 @@ class Story:
         failure = self._failure_of()
         return dict(failure.as_json()) if failure is not None else {}
 
-    def _engine(self, event: Event, *, was_degraded: bool) -> Iterator[Told]:
+    def _engine(self, event: Event, *, was_degraded: bool) -> Iterator[Announced]:
         what = {"engine": event.group, **self._fleet()}
         if event.after is GroupState.RETIRED:
             yield self._of_event("muster.rollout.engine.retired", event, **what)
@@ -136,21 +136,20 @@ class Story:
             yield self._of_event(name, event, **what)
 
     def _fleet(self) -> dict[str, Any]:
-        seen = self._seen
-        figures = {"serving": seen.serving, "engines": seen.engines}
-        return {**figures, "min_active": self._min_active}
+        seen, floor = self._seen, self._min_active
+        return {"serving": seen.serving, "engines": seen.engines, "min_active": floor}
 
-    def _of_event(self, name: str, event: Event, **more: Any) -> Told:
+    def _of_event(self, name: str, event: Event, **more: Any) -> Announced:
         known = {"component": event.component, **event.fields, **more}
         if event.component is not None:
             known["log"] = self._log_of(event.component)
         return self._told(name, event.at, **known)
 
-    def _told(self, name: str, at: float, **known: Any) -> Told:
+    def _told(self, name: str, at: float, **known: Any) -> Announced:
         # Of all that is known, what the event has a key for.
         known = {**known, **self._common, "attempt": self._seen.attempt}
         known = {key: value for key, value in known.items() if key in fields_of(name)}
-        return Told(name=name, at=at, payload=payload_of(name, **known))
+        return Announced(name=name, at=at, payload=payload_of(name, **known))
 
 
 def _end_of(text: str) -> str:
@@ -169,17 +168,17 @@ def announced(run: RunSession, flow_run: FlowRun) -> Iterator[None]:
     if not (api_url := lasting_api_url()):
         yield
         return
-    story = _story_of(run)
+    announcements = _announcements_of(run)
     with Announcer(api_url) as announcer:
 
-        def tell(one: Told) -> None:
+        def tell(one: Announced) -> None:
             payload = masked_in(one.payload, run.mask)
             event = of_run(one.name, flow_run, run.run_id, payload, at=one.at, tags=run.spec.tags)
             announcer.tell(event, flow_run)
 
         def observe(event: Event) -> None:
             try:
-                for one in story.observe(event):
+                for one in announcements.observe(event):
                     tell(one)
             except Exception:
                 _log.exception("%s of %s is not announced", event.name, run.run_id)
@@ -190,17 +189,17 @@ def announced(run: RunSession, flow_run: FlowRun) -> Iterator[None]:
                 yield
         finally:
             _announcer.reset(own_token)
-            if run.record.state.is_final and not story.has_ended:
-                tell(story.ended(run.record.state, run.verdict.message, time.time()))
+            if run.record.state.is_final and not announcements.has_ended:
+                tell(announcements.ended(run.record.state, run.verdict.message, time.time()))
 
 
-def _story_of(run: RunSession) -> Story:
+def _announcements_of(run: RunSession) -> RunAnnouncements:
     fleet = run.spec.fleet
 
     def log_of(component: str) -> str | None:
         return str(run.attempt.log(component)) if run.attempt is not None else None
 
-    return Story(
+    return RunAnnouncements(
         common={"run_id": run.run_id, "workload": run.spec.workload, "host": host_name()},
         log_of=log_of,
         failure_of=lambda: run.verdict.failure,

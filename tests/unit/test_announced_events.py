@@ -21,7 +21,7 @@ from tasks.record.events import CATALOGUE, Event
 from tasks.record.outcome import Failure
 from tasks.record.states import RunState
 from tasks.spec.failure_kinds import FailureKind
-from tasks.train.announced import Story, Told
+from tasks.train.announced import Announced, RunAnnouncements
 from tasks.upkeep.report import Reconciled
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,12 +35,12 @@ FAILURE = Failure(
     log_tail="\n".join(f"line {n}" for n in range(100)),
 )
 
-Tell = Callable[..., list[Told]]
+Tell = Callable[..., list[Announced]]
 
 
 @pytest.fixture
-def story() -> Story:
-    return Story(
+def announcements() -> RunAnnouncements:
+    return RunAnnouncements(
         common=COMMON,
         log_of=lambda component: f"/runs/a/{component}.log",
         failure_of=lambda: FAILURE,
@@ -50,16 +50,18 @@ def story() -> Story:
 
 
 @pytest.fixture
-def tell(story: Story) -> Tell:
+def tell(announcements: RunAnnouncements) -> Tell:
     """Takes in one event of the run; what the server is told of it."""
 
-    def one(name: str, component: str | None = None, **fields: Any) -> list[Told]:
-        return list(story.observe(Event(at=5.0, name=name, component=component, fields=fields)))
+    def one(name: str, component: str | None = None, **fields: Any) -> list[Announced]:
+        return list(
+            announcements.observe(Event(at=5.0, name=name, component=component, fields=fields))
+        )
 
     return one
 
 
-def begun(tell: Tell, attempt: int = 1) -> list[Told]:
+def begun(tell: Tell, attempt: int = 1) -> list[Announced]:
     where = {"run_id": "r", "directory": Path("/runs/a"), "resume_from": "/runs/step-20"}
     return tell("attempt.begun", attempt=attempt, **where)
 
@@ -69,7 +71,7 @@ def group(tell: Tell, index: int, before: str, after: str) -> list[str]:
     return [one.name for one in tell("rollout.group.state", "rollout", cause="died", **fields)]
 
 
-def names(told: list[Told]) -> list[str]:
+def names(told: list[Announced]) -> list[str]:
     return [one.name for one in told]
 
 
@@ -125,7 +127,9 @@ def test_probes_progress_and_logs_are_not_told(tell: Tell) -> None:
     assert tell("component.starting", "api") == []
 
 
-def test_an_ordinary_run_is_told_from_its_start_to_its_end(tell: Tell, story: Story) -> None:
+def test_an_ordinary_run_is_told_from_its_start_to_its_end(
+    tell: Tell, announcements: RunAnnouncements
+) -> None:
     told = [
         *begun(tell),
         *tell("component.spawned", "api", pid=7, argv=["api", "--secret", "x"]),
@@ -152,7 +156,7 @@ def test_an_ordinary_run_is_told_from_its_start_to_its_end(tell: Tell, story: St
     assert "argv" not in told[1].payload
     assert told[4].payload["signal"] == "SIGTERM"
     assert told[4].payload["log"] == "/runs/a/api.log"
-    assert story.has_ended
+    assert announcements.has_ended
 
 
 def test_a_failure_names_kind_component_log_and_what_to_do(tell: Tell) -> None:
@@ -170,12 +174,14 @@ def test_a_failure_names_kind_component_log_and_what_to_do(tell: Tell) -> None:
     assert len(said["log_tail"].splitlines()) == 15
 
 
-def test_a_run_that_never_came_to_an_attempt_is_told_at_its_end(story: Story) -> None:
-    told = story.ended(RunState.FAILED, "INFEASIBLE: 3 nodes are asked for", 9.0)
+def test_a_run_that_never_came_to_an_attempt_is_told_at_its_end(
+    announcements: RunAnnouncements,
+) -> None:
+    told = announcements.ended(RunState.FAILED, "INFEASIBLE: 3 nodes are asked for", 9.0)
 
     assert (told.name, told.at) == ("muster.run.failed", 9.0)
     assert told.payload["attempt"] == 0
-    assert story.has_ended
+    assert announcements.has_ended
 
 
 def test_a_wait_is_told_once_however_often_its_reason_changes(tell: Tell) -> None:
