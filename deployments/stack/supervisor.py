@@ -116,7 +116,8 @@ class Stage:
 
     def _observe(self, event: Event) -> None:
         if event.name == "component.spawned" and event.component in (WORKER, PIPELINES):
-            self._workers[event.component] = event.fields["pid"]
+            assert event.pid is not None
+            self._workers[event.component] = event.pid
         self._report.pass_on(event)
 
     def _conclude(self, verdict: Verdict) -> int:

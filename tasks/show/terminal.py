@@ -6,6 +6,7 @@ writes. Where that is stuck, in a terminal that was stopped for example, the old
 
 from __future__ import annotations
 
+import copy
 import logging
 import threading
 import time
@@ -19,7 +20,7 @@ from rich.text import Text
 
 from tasks.record.events import Event, event_listeners
 from tasks.show.lines import end_block, failed_attempt, lines_of
-from tasks.show.live_view import drawn, picture_of
+from tasks.show.live_view import drawn
 from tasks.show.pictures import Figures, Point
 from tasks.show.screen import ForeignLines, Line, Screen, printable
 from tasks.show.view import RunSeen
@@ -165,19 +166,13 @@ class Terminal:
             self._lines.clear()
             self._lost = 0
             is_live = self._screen.is_live and not is_last
-            picture = picture_of(self._seen, now) if is_live else None
+            seen = copy.deepcopy(self._seen) if is_live else None
         if lost:
             lines.insert(0, Line(text=f"({lost} lines could not be shown in time)", style="dim"))
-        region = []
-        room = self._screen.region_lines
-        if picture is not None and room:
-            region = drawn(
-                picture,
-                columns=self._screen.size.columns,
-                lines=room,
-                now=now,
-                has_unicode=self._screen.has_unicode,
-            )
+        region, room, columns = [], self._screen.region_lines, self._screen.size.columns
+        if seen is not None and room:
+            has_unicode = self._screen.has_unicode
+            region = drawn(seen, columns=columns, lines=room, now=now, has_unicode=has_unicode)
         self._screen.show(lines, region)
 
 
