@@ -248,9 +248,9 @@ class TakeDown:
         """End the job that a file tells of, and note there what came of it."""
         try:
             ended = await self._run(
-                frozenset(file.get("ray_job_ids", ())),
+                frozenset(file.content.ray_job_ids),
                 # If the cluster has never said that it has the job, a submit may be on its way.
-                was_known=file.get("submitted_at") is not None,
+                was_known=file.content.submitted_at is not None,
             )
         except OutOfReach as error:
             file.note(status="unknown", message=str(error))
@@ -400,7 +400,7 @@ def stop_submission(
     too. Raises: OSError, ValueError when the file can't be read.
     """
     submission = SubmissionFile.read(file)
-    if submission is None or submission.get("submit_began_at") is None:
+    if submission is None or submission.content.submit_began_at is None:
         return ()
 
     def note(state: JobState) -> None:
@@ -408,10 +408,10 @@ def stop_submission(
         on_state(state)
 
     async def stop() -> tuple[str, ...]:
-        dashboard = Dashboard(submission.get("address"))
+        dashboard = Dashboard(submission.content.address)
         take_down = TakeDown(
             dashboard,
-            submission.get("submission_id"),
+            submission.content.submission_id,
             grace_s=grace_s,
             sweep=sweep,
             on_state=note,

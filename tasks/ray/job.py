@@ -253,8 +253,8 @@ class RayJob(Member):
 
     async def _submit(self) -> None:
         self._file = await asyncio.to_thread(SubmissionFile.begin, self._job)
-        self._was_stopped = self._file.get("stop_asked_at") is not None
-        self._has_gpus = self._has_gpus or self._file.get("gpus_taken_at") is not None
+        self._was_stopped = self._file.content.stop_asked_at is not None
+        self._has_gpus = self._has_gpus or self._file.content.gpus_taken_at is not None
         self._submitter = Submitter(
             self._job, self._dashboard, self._file, self._say, self._clock, self._wall_clock
         )
@@ -263,7 +263,7 @@ class RayJob(Member):
         if state is not None:
             self._saw(state)
         self._begin("watch", self._watch())
-        submitted_at = self._file.get("submitted_at", self._wall_clock())
+        submitted_at = self._file.content.submitted_at or self._wall_clock()
         pending_for_s = max(0.0, self._wall_clock() - submitted_at)
         deadline = self._clock() + self._job.start_within_s - pending_for_s
         while self._state is None or self._state.status == "PENDING":
@@ -328,7 +328,7 @@ class RayJob(Member):
             self._file = self._file or await asyncio.to_thread(
                 SubmissionFile.read, self._job.submission_file
             )
-            if self._file is None or self._file.get("submit_began_at") is None:
+            if self._file is None or self._file.content.submit_began_at is None:
                 return await self._cleared()
             self._note_stop()
             ended = await self._take_down.run(self._file)
@@ -377,7 +377,7 @@ class RayJob(Member):
         if self._state is None or not self._state.is_final:
             if not self._was_stopped:
                 self._was_stopped, self._stopped_s = True, self._clock()
-            if self._file is not None and self._file.get("stop_asked_at") is None:
+            if self._file is not None and self._file.content.stop_asked_at is None:
                 self._file.note(stop_asked_at=self._wall_clock())
 
     async def _watch(self) -> None:
@@ -414,9 +414,9 @@ class RayJob(Member):
         if state.driver_ip:
             known |= {"driver_ip": state.driver_ip, "driver_node_id": state.driver_node_id}
         if state.ray_job_id:
-            ids = {*self._file.get("ray_job_ids", ()), state.ray_job_id}
+            ids = {*self._file.content.ray_job_ids, state.ray_job_id}
             known["ray_job_ids"] = sorted(ids)
-        if state.status == "RUNNING" and self._file.get("running_at") is None:
+        if state.status == "RUNNING" and self._file.content.running_at is None:
             known["running_at"] = self._wall_clock()
         self._file.note_state(state, **known)
         if before is None or before.status != state.status:
@@ -489,9 +489,10 @@ class RayJob(Member):
     async def _gpus_not_taken(self) -> JobLoss | None:
         if self._file is None or self._state is None or self._state.status != "RUNNING":
             return None
-        ran_for_s = self._wall_clock() - self._file.get("running_at", self._wall_clock())
+        now = self._wall_clock()
+        ran_for_s = now - (self._file.content.running_at or now)
         try:
-            held = await gpus_of(self._dashboard, self._file.get("ray_job_ids", ()))
+            held = await gpus_of(self._dashboard, self._file.content.ray_job_ids)
             if held >= self._job.gpus:
                 self._has_gpus = True
                 self._file.note(gpus_taken_at=self._wall_clock())

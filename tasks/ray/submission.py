@@ -3,17 +3,15 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from tasks.processes.guarded import Command
 from tasks.ray.dashboard import JobState
 from tasks.record.places import AttemptPlace
-from tasks.record.run_json import write_json
+from tasks.record.run_json import SubmissionJson, write_json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,19 +52,11 @@ _log = logging.getLogger(__name__)
 
 
 class SubmissionFile:
-    """The file of one submission. It is there before the cluster is asked for anything.
+    """The file of one submission. It is there before the cluster is asked for anything."""
 
-    Its keys: `address`, `submission_id`, `run_id`, `attempt`, `component`, `argv`; as they become
-    known `submit_began_at`, `session`, `gcs_address`, `submitted_at`, `running_at`,
-    `driver_node_id`, `driver_ip`, `ray_job_ids`, `gpus_taken_at`, `stop_asked_at`, `status`
-    (`submitting`, `refused`, `unknown`, or Ray's own in lower case), `message`, `ended_at`,
-    `exit_code`, `signal`, `left` (what was not freed; absent until that is known). Times are
-    seconds since the epoch.
-    """
-
-    def __init__(self, path: Path, content: dict[str, Any]) -> None:
+    def __init__(self, path: Path, content: SubmissionJson) -> None:
         self.path = path
-        self._content = content
+        self.content = content
 
     @staticmethod
     def read(path: Path) -> SubmissionFile | None:
@@ -75,7 +65,7 @@ class SubmissionFile:
         Raises: OSError, ValueError.
         """
         try:
-            return SubmissionFile(path, json.loads(path.read_text(encoding="utf-8")))
+            return SubmissionFile(path, SubmissionJson.read(path))
         except FileNotFoundError:
             return None
 
@@ -83,42 +73,36 @@ class SubmissionFile:
     def begin(plan: JobPlan) -> SubmissionFile:
         """Go on with the file of an earlier process, or write one. Raises: OSError, ValueError."""
         file = SubmissionFile.read(plan.submission_file)
-        if file is not None and file.get("submission_id") == plan.submission_id:
+        if file is not None and file.content.submission_id == plan.submission_id:
             return file
-        file = SubmissionFile(
-            plan.submission_file,
-            {
-                "address": plan.address,
-                "submission_id": plan.submission_id,
-                "run_id": plan.run_id,
-                "attempt": plan.attempt,
-                "component": plan.component,
-                "argv": list(plan.command.argv),
-                "status": "submitting",
-            },
+        content = SubmissionJson(
+            address=plan.address,
+            submission_id=plan.submission_id,
+            run_id=plan.run_id,
+            attempt=plan.attempt,
+            component=plan.component,
+            argv=plan.command.argv,
+            status="submitting",
         )
         if plan.may_be_submitted_since is not None:
             # Without it, the job would be taken for one that was never sent, and never ended.
-            file._content["submit_began_at"] = plan.may_be_submitted_since
+            content = content.but(submit_began_at=plan.may_be_submitted_since)
         plan.submission_file.parent.mkdir(parents=True, exist_ok=True)
-        write_json(file.path, file._content)
-        return file
+        write_json(plan.submission_file, content.as_json())
+        return SubmissionFile(plan.submission_file, content)
 
-    def get(self, key: str, default: Any = None) -> Any:
-        return self._content.get(key, default)
-
-    def note(self, **known: Any) -> None:
+    def note(self, **known: object) -> None:
         """Add what has become known; written only where it is new."""
-        fresh = {key: value for key, value in known.items() if self._content.get(key) != value}
+        fresh = {key: value for key, value in known.items() if getattr(self.content, key) != value}
         if not fresh:
             return
-        self._content |= fresh
+        self.content = self.content.but(**fresh)
         try:
-            write_json(self.path, self._content)
+            write_json(self.path, self.content.as_json())
         except OSError as error:
             _log.warning("%s could not be written: %s", self.path, error)
 
-    def note_state(self, state: JobState, **known: Any) -> None:
+    def note_state(self, state: JobState, **known: object) -> None:
         """`note` what the cluster says of the job."""
         known["status"] = state.status.lower()
         if state.is_final:

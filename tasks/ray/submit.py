@@ -253,13 +253,13 @@ class Submitter:
 
         Returns: its state, None where it was submitted just now. Raises: JobRefused.
         """
-        was_begun = self._file.get("submit_began_at") is not None
-        state = await self._asked(settle=was_begun and self._file.get("submitted_at") is None)
+        was_begun = self._file.content.submit_began_at is not None
+        state = await self._asked(settle=was_begun and self._file.content.submitted_at is None)
         if state is not None:
             self._known()
             self._emit("job.attached", submission_id=self._plan.submission_id)
             return state
-        if self._file.get("submitted_at") is not None:
+        if self._file.content.submitted_at is not None:
             raise JobRefused(await self.forgotten() or _unknown(self._plan, "it was known before"))
         for _ in range(_SUBMITS):
             problem = await self._send()
@@ -292,7 +292,7 @@ class Submitter:
             session = await self._dashboard.session()
         except (NoAnswer, Denied):
             return None
-        before = self._file.get("session")
+        before = self._file.content.session
         if before is not None and session != before:
             return JobLoss(
                 kind=FailureKind.NODE_LOST,
@@ -320,7 +320,7 @@ class Submitter:
         return ""
 
     def _known(self) -> None:
-        if self._file.get("submitted_at") is None:
+        if self._file.content.submitted_at is None:
             self._file.note(submitted_at=self._wall_clock(), status="pending")
 
     def _refused(self, kind: FailureKind, rule: str, message: str) -> JobRefused:
@@ -336,7 +336,7 @@ class Submitter:
 
         Raises: JobRefused when it does not answer.
         """
-        was_begun = self._file.get("submit_began_at") is not None
+        was_begun = self._file.content.submit_began_at is not None
         patience_s = self._plan.lost_after_s if was_begun else _FIRST_ANSWER_WITHIN_S
         began = self._clock()
         last_answer_s: float | None = None

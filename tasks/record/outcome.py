@@ -64,6 +64,9 @@ class Recorded(BaseModel):
         """The same with these fields changed."""
         return self.model_copy(update=changes)
 
+    def as_json(self) -> dict[str, Any]:
+        return self.model_dump(mode="json", exclude_unset=True)
+
     def whole(self) -> Self:
         """The same, of which all fields are written."""
         return self.but(**dict(self))
@@ -95,6 +98,7 @@ class Failure(Recorded):
         return self.exit_code is not None or self.signal is not None
 
     def as_json(self) -> dict[str, Any]:
+        """With every key, for an event too."""
         return self.model_dump(mode="json")
 
     def __str__(self) -> str:

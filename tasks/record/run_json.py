@@ -1,9 +1,10 @@
 """The record of a run, `run.json`: what happened to it, attempt by attempt.
 
 `RunJson` is what the file says, frozen and typed, of this version of Muster or another: keys that
-it does not know, or that are missing, stay so when it is written again. `RunRecord` is the one
-owner of the file of a run that is under way. Attempts and components change by the events they
-emit, the run itself by `move`; each change replaces the file atomically.
+it does not know, or that are missing, stay so when it is written again; `SubmissionJson` is the
+same of a job's `submission.json`. `RunRecord` is the one owner of the file of a run that is
+under way. Attempts and components change by the events they emit, the run itself by `move`; each
+change replaces the file atomically.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -177,9 +178,6 @@ class RunJson(Recorded):
         """Raises: OSError, ValueError."""
         return RunJson.parse(path.read_bytes())
 
-    def as_json(self) -> dict[str, Any]:
-        return self.model_dump(mode="json", exclude_unset=True)
-
     @property
     def attempt(self) -> AttemptRecord | None:
         """The one under way, or the last."""
@@ -235,6 +233,44 @@ class RunJson(Recorded):
             )
             record = record.with_last(attempt.ended(RunState.FAILED, now, lost))
         return record if self.state.is_final else record.but(state=RunState.PENDING_RESOURCES)
+
+
+class SubmissionJson(Recorded):
+    """What the `submission.json` of one job says. Times are UTC epoch seconds."""
+
+    #: URL of the cluster's dashboard.
+    address: str = ""
+    submission_id: str = ""
+    run_id: str = ""
+    attempt: int = 0
+    component: str = ""
+    argv: Sequence[str] = ()
+    #: `submitting`, `refused`, `unknown`, or Ray's own in lower case.
+    status: str = ""
+    #: None: the cluster was never asked to run it.
+    submit_began_at: float | None = None
+    #: Of the cluster that was asked.
+    session: str | None = None
+    gcs_address: str | None = None
+    #: When the cluster was known to have it.
+    submitted_at: float | None = None
+    driver_ip: str | None = None
+    driver_node_id: str | None = None
+    ray_job_ids: Sequence[str] = ()
+    running_at: float | None = None
+    gpus_taken_at: float | None = None
+    stop_asked_at: float | None = None
+    message: str | None = None
+    ended_at: float | None = None
+    exit_code: int | None = None
+    signal: int | None = None
+    #: What was not freed; None until that is known.
+    left: Sequence[int | str] | None = None
+
+    @staticmethod
+    def read(path: Path) -> SubmissionJson:
+        """Raises: OSError, ValueError."""
+        return SubmissionJson.model_validate_json(path.read_bytes())
 
 
 class RunRecord:
@@ -394,10 +430,10 @@ class RunRecord:
 def _is_asked_to_end(place: AttemptPlace) -> bool:
     """Whether somebody has asked a job of the attempt to end, or nobody can say."""
     try:
-        files = [json.loads(path.read_text()) for path in place.submissions()]
+        files = [SubmissionJson.read(path) for path in place.submissions()]
     except (OSError, ValueError):
         return True
-    return any(file.get("stop_asked_at") is not None for file in files)
+    return any(file.stop_asked_at is not None for file in files)
 
 
 def _with_job(ray: Mapping[str, Any], component: str, fields: Mapping[str, Any]) -> dict[str, Any]:

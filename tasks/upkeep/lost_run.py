@@ -8,7 +8,6 @@ of a run for its predecessor. They differ in what they have found, which a `Loss
 from __future__ import annotations
 
 import errno
-import json
 import logging
 import time
 from collections.abc import Callable
@@ -27,7 +26,7 @@ from tasks.ray.end import stop_submission
 from tasks.ray.nodes import sweep_of
 from tasks.record.closing import Closed, Loss, close_record
 from tasks.record.places import AttemptPlace, RunPlace
-from tasks.record.run_json import RunJson
+from tasks.record.run_json import RunJson, SubmissionJson
 from tasks.server.flow_runs import (
     FLOW_RUN_VARIABLE,
     JOBS_GO_ON,
@@ -119,9 +118,9 @@ def _stop(
 def _file_of(entry: JobEntry) -> Path | None:
     """What was written of the submission before it was made; None where it never was."""
     for path in AttemptPlace(directory=entry.log.parent, number=entry.attempt).submissions():
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if content["submission_id"] == entry.submission_id:
-            return path if content.get("submit_began_at") is not None else None
+        content = SubmissionJson.read(path)
+        if content.submission_id == entry.submission_id:
+            return path if content.submit_began_at is not None else None
     return None
 
 

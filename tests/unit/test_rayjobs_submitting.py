@@ -80,9 +80,9 @@ def test_a_job_that_another_host_may_have_submitted_is_not_taken_for_one_never_s
     SubmissionFile.begin(replace(plan, may_be_submitted_since=7.0))
 
     file = SubmissionFile.read(plan.submission_file)
-    assert file is not None and file.get("submit_began_at") == 7.0
+    assert file is not None and file.content.submit_began_at == 7.0
     # Whether the cluster has it, it says.
-    assert file.get("submitted_at") is None
+    assert file.content.submitted_at is None
 
 
 def test_the_command_passes_a_shell_unchanged(plan: JobPlan) -> None:
@@ -142,7 +142,7 @@ def test_the_file_of_an_earlier_process_goes_on(plan: JobPlan) -> None:
 
     again = SubmissionFile.begin(plan)
 
-    assert again.get("submitted_at") == 12.0
+    assert again.content.submitted_at == 12.0
     assert json.loads(plan.submission_file.read_text())["submission_id"] == "r--a02"
 
 
@@ -151,7 +151,7 @@ def test_the_file_of_another_submission_is_begun_anew(plan: JobPlan) -> None:
 
     other = SubmissionFile.begin(replace(plan, submission_id="r--a03"))
 
-    assert other.get("submitted_at") is None
+    assert other.content.submitted_at is None
 
 
 def test_the_file_holds_no_environment(plan: JobPlan) -> None:
