@@ -327,11 +327,10 @@ async def _answered(look: ClusterLook) -> None:
     while True:
         try:
             await look.look(within_s=_PATIENT_S)
+            return
         except NoAnswer:
             await asyncio.sleep(_ASK_EACH_S)
         except Exception:  # Whoever looks next is told.
-            return
-        else:
             return
 
 

@@ -6,6 +6,7 @@ No I/O: `look` reads what is decided on, and `gate` writes what was decided.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -145,47 +146,38 @@ class Look:
             elif queue is not None and queue.is_paused:
                 message = reasons.paused(demand, pool.name, queue.name)
             else:
-                message = self._full(entry, self._places_left(), self._places_left(entry.queue))
+                message = self._full(entry, Counter())
         if message is not None:
             self.messages[entry.id] = message
         return message is not None
 
-    def _places_left(self, queue: str | None = None) -> int | None:
-        """How many more runs the pool, or one of its queues, may run; None: any number."""
+    def _full(self, entry: Entry, taken: Counter[str | None]) -> Message | None:
+        """Why a run waits whose pool, or whose queue of the pool, runs as many as it may.
+
+        Args:
+            taken: places that runs of this look take, by queue; None: of the pool in all.
+        """
         if self.pool is None:
             return None
-        limit = self.pool.work_pool.concurrency_limit
-        if queue is not None:
-            of_name = (q for q in self.pool.queues.values() if q.name == queue)
-            limit = next((q.concurrency_limit for q in of_name), None)
-        if limit is None:
-            return None
-        return max(0, limit - self.ledger.running_in(self.pool.name, queue))
-
-    def _full(self, entry: Entry, in_pool: int | None, in_queue: int | None) -> Message | None:
-        """Why a run waits where its pool, or its queue of the pool, has so many places left."""
-        pool, demand = self.pool, entry.request.demand
-        if pool is None or 0 not in (in_pool, in_queue):
-            return None
-        if in_pool == 0:
-            limit = pool.work_pool.concurrency_limit
-            return reasons.at_pool_limit(demand, pool.name, limit or 0)
-        queue = pool.queue_of(entry.flow_run)
-        limit = queue.concurrency_limit if queue else 0
-        return reasons.at_pool_limit(demand, f"{pool.name}/{entry.queue}", limit or 0)
+        limits: dict[str | None, int | None] = {None: self.pool.work_pool.concurrency_limit}
+        limits |= {one.name: one.concurrency_limit for one in self.pool.queues.values()}
+        for queue in (None, entry.queue):
+            limit = limits.get(queue)
+            if limit is None:
+                continue
+            if self.ledger.running_in(self.pool.name, queue) + taken[queue] >= limit:
+                name = self.pool.name if queue is None else f"{self.pool.name}/{queue}"
+                return reasons.at_pool_limit(entry.request.demand, name, limit)
+        return None
 
     def _take_places(self, start: Sequence[tuple[Entry, Mapping[str, int]]]) -> None:
-        left: dict[str | None, int | None] = {None: self._places_left()}
+        taken: Counter[str | None] = Counter()
         for entry, gpus in start:
             if entry.is_scheduled:
-                if entry.queue not in left:
-                    left[entry.queue] = self._places_left(entry.queue)
-                if (full := self._full(entry, left[None], left[entry.queue])) is not None:
+                if (full := self._full(entry, taken)) is not None:
                     self.messages[entry.id] = full
                     continue
-                for key in (None, entry.queue):
-                    count = left[key]
-                    left[key] = None if count is None else count - 1
+                taken.update((None, entry.queue))
             self.admitted.append((entry, gpus))
 
     def _nodes_of(self, key: str) -> tuple[tuple[NodeFree, ...], list[Held]]:

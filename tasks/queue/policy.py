@@ -185,7 +185,7 @@ class _Reservation:
     #: The shadow time: when it fits, by the estimates (s); infinite where it never does.
     at: float
     #: What is free then, before it takes its nodes.
-    room: NodesAhead
+    nodes: NodesAhead
     #: What is used of the limits then, with it.
     quota: Quota
     #: Whose ends make its room.
@@ -219,7 +219,7 @@ class _Pass:
                     gpus[index] -= taken
                     if (free := cpus[index]) is not None:
                         cpus[index] = free - taken * gang.cpus_per_gpu
-        self._room = FreeNodes(gpus, cpus)
+        self._nodes = FreeNodes(gpus, cpus)
         self._admitted: dict[str, tuple[str, ...]] = {}
         self._reasons: dict[str, Reason] = {}
 
@@ -238,7 +238,9 @@ class _Pass:
                 self._backfill(line, reservation)
             else:
                 self._hold_back(line, head)
-        free = {name: max(0, gpus) for name, gpus in zip(self._names, self._room.gpus, strict=True)}
+        free = {
+            name: max(0, gpus) for name, gpus in zip(self._names, self._nodes.gpus, strict=True)
+        }
         return Plan(admitted=self._admitted, reasons=self._reasons, free=free)
 
     def _within_limits(self, line: Sequence[Waiting]) -> Iterator[Waiting]:
@@ -258,7 +260,7 @@ class _Pass:
     def _start_front(self, line: Iterator[Waiting]) -> Waiting | None:
         """Start gangs until one does not fit; that one."""
         for run in line:
-            nodes = self._room.find(run.demand) if run.not_before <= self._now else None
+            nodes = self._nodes.find(run.demand) if run.not_before <= self._now else None
             if nodes is None:
                 return run
             self._start(run, nodes)
@@ -287,10 +289,10 @@ class _Pass:
                 self._reasons[run.id] = behind
             elif not is_short and shape in delaying:
                 self._reasons[run.id] = would_delay
-            elif (nodes := self._room.find(demand)) is None:
+            elif (nodes := self._nodes.find(demand)) is None:
                 too_large.add(shape)
                 self._reasons[run.id] = behind
-            elif not is_short and not reservation.room.allows(nodes, demand):
+            elif not is_short and not reservation.nodes.allows(nodes, demand):
                 delaying.add(shape)
                 self._reasons[run.id] = would_delay
             elif not is_short and reservation.quota.exceeded(run.tags, demand.gpus):
@@ -299,11 +301,11 @@ class _Pass:
                 self._start(run, nodes)
                 delaying.clear()
                 if not is_short:
-                    reservation.room.take(nodes, demand)
+                    reservation.nodes.take(nodes, demand)
                     reservation.quota.take(run.tags, demand.gpus)
 
     def _start(self, run: Waiting, nodes: Sequence[int]) -> None:
-        self._room.take(nodes, run.demand)
+        self._nodes.take(nodes, run.demand)
         self._quota.take(run.tags, run.demand.gpus)
         names = tuple(self._names[index] for index in sorted(nodes))
         self._admitted[run.id] = names
@@ -320,30 +322,30 @@ class _Pass:
 
     def _reserve(self, head: Waiting) -> _Reservation:
         """Add back what runs, in the order of its ends, until the head fits and may start."""
-        room, quota = NodesAhead(self._room, head.demand), self._quota.copy()
+        ahead, quota = NodesAhead(self._nodes, head.demand), self._quota.copy()
         quota.take(head.tags, head.demand.gpus)
-        short = {index for index in self._index.values() if not room.suffices(index)}
+        short = {index for index in self._index.values() if not ahead.suffices(index)}
         not_before = head.not_before if head.not_before > self._now else -math.inf
         at = not_before
         needed: list[tuple[str, list[int]]] = []
         for gang in sorted(self._running, key=attrgetter("ends_at", "place")):
-            if room.fits and gang.ends_at > not_before:
+            if ahead.fits and gang.ends_at > not_before:
                 break
             at = max(at, gang.ends_at)
             there = {
                 self._index[name]: gpus for name, gpus in gang.gpus.items() if name in self._index
             }
-            if not room.fits:
+            if not ahead.fits:
                 needed.append((gang.id, list(there)))
             for index, gpus in there.items():
-                room.give_back(index, gpus, gpus * gang.cpus_per_gpu)
+                ahead.give_back(index, gpus, gpus * gang.cpus_per_gpu)
             quota.take(gang.tags, -sum(gang.gpus.values()))
-        if not room.fits:
-            return _Reservation(head=head, at=math.inf, room=room, quota=quota, waits_for=())
+        if not ahead.fits:
+            return _Reservation(head=head, at=math.inf, nodes=ahead, quota=quota, waits_for=())
         # An end on a node that is too small even so made no room for it.
-        made = {index for index in short if room.suffices(index)}
+        made = {index for index in short if ahead.suffices(index)}
         waits_for = tuple(id for id, nodes in needed if not made.isdisjoint(nodes))
-        return _Reservation(head=head, at=at, room=room, quota=quota, waits_for=waits_for)
+        return _Reservation(head=head, at=at, nodes=ahead, quota=quota, waits_for=waits_for)
 
 
 def estimate_s(hours: float, elapsed_s: float = 0.0) -> float:

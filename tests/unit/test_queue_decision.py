@@ -91,6 +91,7 @@ def decided(
     holding: list[Entry] | None = None,
     *,
     limit: int | None = None,
+    queue: WorkQueue = QUEUE,
     paused: bool = False,
     nodes: tuple[ClusterNode, ...] = (
         ClusterNode(name="n1", gpus=8),
@@ -102,7 +103,7 @@ def decided(
     work_pool = WorkPool(
         id=uuid4(), name="gang", type="gang", concurrency_limit=limit, is_paused=paused
     )
-    pool = Pool(work_pool=work_pool, queues={QUEUE.id: QUEUE})
+    pool = Pool(work_pool=work_pool, queues={queue.id: queue})
     ledger = Ledger(
         pools={"gang": pool}, waiting=tuple(waiting), holding=tuple(holding), is_cut=False
     )
@@ -156,6 +157,16 @@ def test_the_pool_runs_no_more_than_its_limit() -> None:
 
     assert started(look) == ["run1"]
     assert "is at its limit of 2 runs" in look.messages[waiting[1].id].text
+
+
+def test_a_queue_of_the_pool_runs_no_more_than_its_own_limit() -> None:
+    waiting = [entry(flow_run(1, number=number)) for number in (1, 2, 3)]
+    queue = QUEUE.model_copy(update={"concurrency_limit": 2})
+
+    look = decided(waiting, [holder({"n1": 1}, 0)], limit=8, queue=queue)
+
+    assert started(look) == ["run1"]
+    assert "gang/default is at its limit of 2 runs" in look.messages[waiting[1].id].text
 
 
 def test_a_full_pool_does_not_hold_up_a_run_that_has_a_process_already() -> None:
