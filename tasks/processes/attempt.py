@@ -27,7 +27,7 @@ from tasks.processes.component import (
 from tasks.processes.ports import PortsReserved
 from tasks.processes.probes import make_client
 from tasks.processes.process_component import ProcessMember
-from tasks.processes.progress import ProgressWatch
+from tasks.processes.progress import ProgressWatch, Silence, source_of
 from tasks.processes.registry import RunRegister
 from tasks.record.causes import find_cause, last_error, last_lines
 from tasks.record.events import Emit
@@ -181,7 +181,14 @@ class SupervisedAttempt:
         self.members: dict[str, Member] = {}
         self._launched: list[Member] = []
         self._watchers: list[asyncio.Task[None]] = []
-        self._progress = ProgressWatch(plan, self._client, emit, is_quiet=self._is_quiet)
+        self._progress = ProgressWatch(
+            source_of(plan.progress, plan.cwd, self._client, plan.began_at),
+            Silence([c.command.log for c in plan.components], plan.own_questions),
+            emit,
+            total=plan.progress.total if plan.progress else None,
+            limit_s=plan.stall_after_s,
+            is_quiet=self._is_quiet,
+        )
         #: What is decided so far.
         self.earliest = EarliestDecision()
         self._conclusion: asyncio.Task[None] | None = None

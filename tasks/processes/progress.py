@@ -12,7 +12,6 @@ from typing import Protocol
 
 import httpx
 
-from tasks.processes.component import AttemptPlan
 from tasks.record.events import Emit
 from tasks.record.metrics import MetricsFile
 from tasks.spec.probes import number_at
@@ -167,20 +166,24 @@ class ProgressWatch:
 
     def __init__(
         self,
-        plan: AttemptPlan,
-        client: httpx.AsyncClient,
+        source: ProgressSource | None,
+        silence: Silence,
         emit: Emit,
         *,
+        total: float | None,
+        limit_s: float | None,
         is_quiet: Callable[[], bool],
     ) -> None:
         """
         Args:
+            total: the step that is the last one, where it is known.
+            limit_s: how long may pass without a step or output; None: no limit.
             is_quiet: whether silence means nothing at the moment.
         """
-        self._limit_s = plan.stall_after_s
-        self._total = plan.progress.total if plan.progress else None
-        self._source = source_of(plan.progress, plan.cwd, client, plan.began_at)
-        self._silence = Silence([c.command.log for c in plan.components], plan.own_questions)
+        self._limit_s = limit_s
+        self._total = total
+        self._source = source
+        self._silence = silence
         self._emit = emit
         self._is_quiet = is_quiet
         #: The step last seen.

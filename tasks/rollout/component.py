@@ -23,6 +23,7 @@ from tasks.rollout.topology import TopologyPlan
 from tasks.spec.errors import Fault
 from tasks.spec.loading import project_root
 from tasks.spec.probes import LiveProbe, ReadyProbe
+from tasks.spec.rollout import Rollout
 from tasks.spec.run import FLEET, OnExitZero, RunSpec
 
 #: Of names of ports: `rollout.ports.server.0`.
@@ -66,12 +67,10 @@ def gateway_url(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def fleet_faults(spec: RunSpec) -> list[Fault]:
+def fleet_faults(spec: RunSpec, fleet: Rollout) -> list[Fault]:
     """What is wrong with the topology of the run's fleet, which only building it tells."""
-    if spec.fleet is None:
-        return []
     try:
-        plan = planned(spec.fleet, node_gpus(spec))
+        plan = planned(fleet, node_gpus(spec))
     except ValueError as error:
         remedy = "change its sizes, or gang.gpus_per_node"
         return [Fault(path=f"components.{FLEET}", problem=str(error), remedy=remedy)]

@@ -46,7 +46,7 @@ def check_spec(spec: RunSpec) -> None:
     """
     faults = [
         *template_faults(spec),
-        *fleet_faults(spec),
+        *(fleet_faults(spec, spec.fleet) if spec.fleet is not None else ()),
         *lookup_faults(spec, root=project_root(), path=component_search_path()),
         *containment_faults(spec),
     ]
@@ -146,7 +146,8 @@ class RunSession:
 
     def resume_point(self) -> Path | None:
         """The checkpoint that the next attempt starts from; None for none."""
-        return resume_point(self.spec, self.place, self.record.attempts)
+        attempts = self.record.attempts
+        return resume_point(self.spec, self.place, attempts) if attempts else None
 
     def begin_attempt(self) -> None:
         """Reserve ports, fill in the spec's placeholders, and make ready to start components.

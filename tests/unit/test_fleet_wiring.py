@@ -18,6 +18,7 @@ from tasks.rollout.component import FleetTail, fleet_faults, fleet_names, fleet_
 from tasks.rollout.plan import TOKEN_ENV, BadPlan, FleetPlan
 from tasks.rollout.process import devices_of
 from tasks.show.view import RunSeen
+from tasks.spec.errors import Fault
 from tasks.spec.loading import ports_needed, project_root
 from tasks.spec.run import RunSpec
 from tasks.spec.secrets import looks_secret
@@ -332,21 +333,25 @@ def test_a_file_that_is_no_plan_is_named(tmp_path: Path, content: str) -> None:
         FleetPlan.read(file, {})
 
 
+def faults_of(spec: RunSpec) -> list[Fault]:
+    assert spec.fleet is not None
+    return fleet_faults(spec, spec.fleet)
+
+
 def test_a_topology_that_does_not_fit_is_a_fault_of_the_spec() -> None:
     data = spec_of(gpus_per_node=4).written() | {"gang": {"gpus_per_node": 2}}
 
-    [fault] = fleet_faults(RunSpec.model_validate(data))
+    [fault] = faults_of(RunSpec.model_validate(data))
 
     assert fault.path == "components.rollout"
     assert "needs 4 GPUs" in fault.problem
-    assert fleet_faults(spec_of()) == []
 
 
 def test_a_fleet_that_takes_more_than_the_gang_has_is_a_fault_of_the_spec() -> None:
     data = spec_of(engines=3, gpus_per_node=4).written()
 
-    [fault] = fleet_faults(RunSpec.model_validate(data | {"gang": {"gpus_per_node": 8}}))
-    none = fleet_faults(RunSpec.model_validate(data | {"gang": {"nodes": 2, "gpus_per_node": 8}}))
+    [fault] = faults_of(RunSpec.model_validate(data | {"gang": {"gpus_per_node": 8}}))
+    none = faults_of(RunSpec.model_validate(data | {"gang": {"nodes": 2, "gpus_per_node": 8}}))
 
     assert fault.path == "components.rollout.engines"
     assert fault.problem == "its 3 engines take 12 GPUs, and the gang has 8"
@@ -368,12 +373,12 @@ def test_one_server_for_several_nodes_of_a_ray_cluster_is_refused() -> None:
         "components": {"rollout": fleet},
     }
 
-    [fault] = fleet_faults(RunSpec.model_validate(data))
+    [fault] = faults_of(RunSpec.model_validate(data))
     fleet["placement"] = "local"
 
     assert fault.path == "components.rollout.nodes_per_engine"
     assert "asks Ray for the GPUs of the others by itself" in fault.problem
-    assert fleet_faults(RunSpec.model_validate(data)) == []
+    assert faults_of(RunSpec.model_validate(data)) == []
 
 
 @pytest.mark.parametrize(
