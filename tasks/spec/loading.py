@@ -17,10 +17,9 @@ import yaml
 
 from tasks.spec import placeholders
 from tasks.spec.errors import Fault, InvalidSpec
-from tasks.spec.plain_words import Document
 from tasks.spec.run import ByName, Rollout, RunSpec
 from tasks.spec.secrets import MASK, looks_secret, mask_text, masked, masked_in, secret_values
-from tasks.spec.values import WrittenFloat, joined, mapping, shown
+from tasks.spec.values import Document, WrittenFloat, joined, mapping, shown
 
 _FLOAT = re.compile(r"[-+]?(?:[0-9]+\.[0-9]*(?:[eE][-+][0-9]+)?|\.[0-9]+(?:[eE][-+][0-9]+)?)")
 _NO_NUMBER = re.compile(r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)")

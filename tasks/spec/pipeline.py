@@ -25,11 +25,11 @@ from tasks.spec.loading import (
     read_text,
 )
 from tasks.spec.placeholders import faults_of_names, filled_in, unknown_names
-from tasks.spec.plain_words import Document
 from tasks.spec.run import RunSpec
 from tasks.spec.values import (
     PART_NAME,
     SPEC_NAME,
+    Document,
     DottedKey,
     Model,
     Refusal,

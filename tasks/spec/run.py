@@ -22,7 +22,6 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from tasks.spec.failure_kinds import REQUEUED, FailureKind
-from tasks.spec.plain_words import Document
 from tasks.spec.probes import LiveProbe, ReadyProbe, Url
 from tasks.spec.rollout import Rollout
 from tasks.spec.values import (
@@ -30,6 +29,7 @@ from tasks.spec.values import (
     PART_NAME,
     SPEC_NAME,
     Count,
+    Document,
     DottedKey,
     Env,
     Model,

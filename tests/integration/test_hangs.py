@@ -222,9 +222,7 @@ def test_look_that_never_ends_delays_the_end_and_no_more(
 ) -> None:
     forever = threading.Event()
     monkeypatch.setattr("tasks.processes.hang_report._EXAMINED_WITHIN_S", 0.1)
-    monkeypatch.setattr(
-        "tasks.processes.hang_report.kernel_view", lambda pids: forever.wait()
-    )
+    monkeypatch.setattr("tasks.processes.hang_report.kernel_view", lambda pids: forever.wait())
 
     verdict = stage.run(program(stage, "trainer", STUCK % "", ready=UP, live=MISSED))
 

@@ -27,7 +27,7 @@ _NOT_ON_THE_WAY = ("show/", "spec/secrets.py")
 _RUN = {
     "name": "ways",
     "workload": "grpo",
-    "components": {"trainer": {"command": ["sh", "-c", "exit 3"], "ready": {"alive_s": 60}}},
+    "components": {"trainer": {"command": ["sh", "-c", "exit 3"]}},
 }
 
 
@@ -80,6 +80,7 @@ def measure() -> Ways:
             run.begin_attempt()
             with suppress(Exception):
                 run.supervisor.start("trainer")
+                run.supervisor.wait_decided()
             run.end_attempt()
             next_attempt(run)
             conclude(run)
