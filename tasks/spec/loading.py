@@ -17,9 +17,10 @@ import yaml
 
 from tasks.spec import placeholders
 from tasks.spec.errors import Fault, InvalidSpec
+from tasks.spec.placeholders import joined, mapping
 from tasks.spec.run import ByName, Rollout, RunSpec
 from tasks.spec.secrets import MASK, looks_secret, mask_text, masked, masked_in, secret_values
-from tasks.spec.values import Document, WrittenFloat, joined, mapping, shown
+from tasks.spec.values import Document, WrittenFloat, shown
 
 _FLOAT = re.compile(r"[-+]?(?:[0-9]+\.[0-9]*(?:[eE][-+][0-9]+)?|\.[0-9]+(?:[eE][-+][0-9]+)?)")
 _NO_NUMBER = re.compile(r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)")

@@ -24,7 +24,7 @@ from tasks.spec.loading import (
     read_override,
     read_text,
 )
-from tasks.spec.placeholders import faults_of_names, filled_in, unknown_names
+from tasks.spec.placeholders import faults_of_names, filled_in, mapping, unknown_names
 from tasks.spec.run import RunSpec
 from tasks.spec.values import (
     PART_NAME,
@@ -35,11 +35,10 @@ from tasks.spec.values import (
     Refusal,
     Text,
     Worded,
-    did_you_mean,
-    mapping,
     refused,
     shown,
 )
+from tasks.spec.words import did_you_mean
 
 #: Through which a stage's run is created where the stage names no other.
 STAGE_DEPLOYMENT = "train/stage"

@@ -13,9 +13,10 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 from tasks.spec.errors import Fault
-from tasks.spec.values import did_you_mean, joined, mapping
+from tasks.spec.words import did_you_mean
 
 
 class Kind(Enum):
@@ -329,3 +330,13 @@ def _earlier_stage(use: Use, before: Sequence[str]) -> str:
         return "the first stage knows of no other"
     near = did_you_mean(use.stage, before, f"${{{{stage.{{}}.{use.key or CHECKPOINT}}}}}")
     return near or f"known are {', '.join(before)}"
+
+
+def mapping(value: object) -> Mapping[Any, Any]:
+    """The value, or an empty mapping where it is none: its own fault, told elsewhere."""
+    return value if isinstance(value, Mapping) else {}
+
+
+def joined(path: str, key: object) -> str:
+    """The path of what stands under a key or an index."""
+    return f"{path}.{key}" if path else str(key)

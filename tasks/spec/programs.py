@@ -17,7 +17,7 @@ from pathlib import Path, PurePosixPath
 from tasks.spec.errors import Fault
 from tasks.spec.placeholders import is_templated, substituted
 from tasks.spec.run import Component, Rollout, RunSpec
-from tasks.spec.values import did_you_mean
+from tasks.spec.words import did_you_mean
 
 _PYTHON = re.compile(r"python(\d(\.\d+)?)?|pypy3?")
 _SHELL = re.compile(r"sh|bash|dash|ksh|zsh")

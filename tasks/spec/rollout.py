@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from tasks.spec.placeholders import SERVER, names_of
+from tasks.spec.placeholders import SERVER, mapping, names_of
 from tasks.spec.values import (
     Count,
     Env,
@@ -25,11 +25,9 @@ from tasks.spec.values import (
     Text,
     Worded,
     Words,
-    did_you_mean,
-    mapping,
     refused,
 )
-from tasks.spec.words import listed
+from tasks.spec.words import did_you_mean, listed
 
 _DEFAULTS: Mapping[str, int | None] = {
     "engines": 1,

@@ -22,6 +22,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from tasks.spec.failure_kinds import REQUEUED, FailureKind
+from tasks.spec.placeholders import mapping
 from tasks.spec.probes import LiveProbe, ReadyProbe, Url
 from tasks.spec.rollout import Rollout
 from tasks.spec.values import (
@@ -43,13 +44,12 @@ from tasks.spec.values import (
     Word,
     Words,
     collected,
-    did_you_mean,
     drawn,
-    mapping,
     refused,
     shown,
     with_text_keys,
 )
+from tasks.spec.words import did_you_mean
 
 OnExitZero = Literal["complete", "drain", "fail"]
 Launcher = Literal["process", "ray_job"]

@@ -1,20 +1,19 @@
 """What the models of a spec are made of: their base, and the kinds of value they hold.
 
 A value that is refused says so in plain words, through `refused`; `Document`, a whole spec, puts
-what pydantic itself refuses into the same words. The JSON schema is drawn up for the form in the Prefect UI, which
-draws `X | None` as a choice of two and preselects None, also for a plain text; a field without that
-choice as an empty box, and what is left empty there is not sent. It follows `position`, since a
-Prefect server on PostgreSQL keeps no order of keys.
+what pydantic itself refuses into the same words. The JSON schema is drawn up for the form in the
+Prefect UI, which draws `X | None` as a choice of two and preselects None, also for a plain text; a
+field without that choice as an empty box, and what is left empty there is not sent. It follows
+`position`, since a Prefect server on PostgreSQL keeps no order of keys.
 """
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 import re
 import signal
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import date
 from typing import Annotated, Any, Self, TypeVar
@@ -35,7 +34,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError, core_schema
 
 from tasks.spec.errors import Fault, InvalidSpec
-from tasks.spec.words import listed
+from tasks.spec.words import did_you_mean, listed
 
 #: How the choice is called between a part of the spec and none.
 GIVEN, LEFT_OUT = "Given", "Left out"
@@ -219,31 +218,6 @@ def flow(value: object) -> str:
         return f"{{{', '.join(f'{key}: {flow(item)}' for key, item in value.items())}}}"
     text = str(value)
     return f'"{text}"' if "${" in text else text
-
-
-def did_you_mean(
-    found: object, allowed: Iterable[str], as_written: str = "{}", *, likeness: float = 0.6
-) -> str:
-    """A remedy: the nearest of what is allowed, or nothing.
-
-    Args:
-        found: What was written.
-        allowed: What may stand there.
-        as_written: How one of them is written, with `{}` in its place.
-        likeness: How near it must be, from 0 to 1.
-    """
-    near = difflib.get_close_matches(str(found), list(allowed), n=1, cutoff=likeness)
-    return f"did you mean `{as_written.format(near[0])}`?" if near else ""
-
-
-def mapping(value: object) -> Mapping[Any, Any]:
-    """The value, or an empty mapping where it is none: its own fault, told elsewhere."""
-    return value if isinstance(value, Mapping) else {}
-
-
-def joined(path: str, key: object) -> str:
-    """The path of what stands under a key or an index."""
-    return f"{path}.{key}" if path else str(key)
 
 
 def _storable(text: str) -> str:

@@ -7,6 +7,7 @@ stands.
 from __future__ import annotations
 
 import base64
+import difflib
 import re
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
@@ -153,3 +154,18 @@ def picture(svg: str, said: str) -> str:
 def _cell(content: str) -> str:
     # Of code, too: a row is cut at its bars before anything else.
     return _BAR.sub(r"\\|", " ".join(content.split()))
+
+
+def did_you_mean(
+    found: object, allowed: Iterable[str], as_written: str = "{}", *, likeness: float = 0.6
+) -> str:
+    """A remedy: the nearest of what is allowed, or nothing.
+
+    Args:
+        found: What was written.
+        allowed: What may stand there.
+        as_written: How one of them is written, with `{}` in its place.
+        likeness: How near it must be, from 0 to 1.
+    """
+    near = difflib.get_close_matches(str(found), list(allowed), n=1, cutoff=likeness)
+    return f"did you mean `{as_written.format(near[0])}`?" if near else ""

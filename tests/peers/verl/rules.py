@@ -16,7 +16,7 @@ import yaml
 
 from tasks.spec.loading import names_known, resolve
 from tasks.spec.run import Component, Gang, RunSpec
-from tasks.spec.values import did_you_mean
+from tasks.spec.words import did_you_mean
 from tests.peers.verl.facts import Facts, fits
 
 _OVERRIDE = re.compile(r"(?P<sign>\+\+|\+|~)?(?P<key>[A-Za-z_][\w@/.-]*)(?:=(?P<value>.*))?", re.S)
