@@ -21,8 +21,8 @@ from ray import cloudpickle
 from ray.job_submission import JobStatus, JobSubmissionClient
 
 import tasks
-from tasks.ray.dashboard import Dashboard, Denied, NoAnswer, Node, ready_driver
-from tasks.ray.node_shapes import SHAPES, Ending, exit_code_in_worker, try_shape
+from tasks.ray.dashboard import Dashboard, Denied, LiveNode, NoAnswer, ready_driver
+from tasks.ray.node_shapes import SHAPES, ShapeEnding, exit_code_in_worker, try_shape
 from tasks.show.help import HelpFormatter
 
 EXIT_HOLDS, EXIT_LEAKS, EXIT_INVALID = 0, 1, 2
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ready_driver(gcs_address)
     cloudpickle.register_pickle_by_value(tasks)  # type: ignore[no-untyped-call]
     ray.init(gcs_address, log_to_driver=False, logging_level=logging.ERROR)
-    endings: list[Ending] = []
+    endings: list[ShapeEnding] = []
     codes: list[int] = []
     say = functools.partial(print, file=sys.stdout, flush=True)
     # Ray prints, at length, that a worker was killed, which is what is done here.
@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 _HELD_BY_GROUPS = tuple(SHAPES)[:2]
 
 
-def advice(endings: Sequence[Ending], codes: Sequence[int]) -> list[str]:
+def advice(endings: Sequence[ShapeEnding], codes: Sequence[int]) -> list[str]:
     """What to set on the cluster, by what was seen."""
     leaks = {ending.shape for ending in endings if ending.gone_after_s is None}
     lines = []
@@ -105,7 +105,7 @@ def advice(endings: Sequence[Ending], codes: Sequence[int]) -> list[str]:
     return lines
 
 
-def _words(ending: Ending) -> str:
+def _words(ending: ShapeEnding) -> str:
     if ending.gone_after_s is None:
         return f"leaks (ended by this check: pid {', '.join(map(str, ending.leaked))})"
     return f"gone after {ending.gone_after_s:.2f} s"
@@ -130,7 +130,7 @@ def _exit_code_in_job(address: str) -> int:
     return int(seen[-1].split()[1]) if seen else -1
 
 
-async def _cluster(address: str) -> tuple[list[Node], str]:
+async def _cluster(address: str) -> tuple[list[LiveNode], str]:
     dashboard = Dashboard(address)
     try:
         return await dashboard.nodes(), await dashboard.gcs_address()

@@ -9,7 +9,7 @@ from tasks.upkeep.preflight import (
     DEFAULT_LIMITS,
     LOOK_WITHIN_S,
     Limits,
-    Verdict,
+    PreflightVerdict,
     conclude_preflight,
     judge_nodes,
     publish_verdict,
@@ -23,7 +23,7 @@ def preflight(
     shared: str | None = None,
     limits: Limits = DEFAULT_LIMITS,
     within_s: float = LOOK_WITHIN_S,
-) -> State[Verdict]:
+) -> State[PreflightVerdict]:
     """Look at every node, and fail where one is not fit, with its name and the remedy.
 
     Args:

@@ -82,7 +82,7 @@ _SHOWN_CHARACTERS = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Loss:
+class ProcessLoss:
     """A process that should be there is not."""
 
     #: One line for people.
@@ -134,23 +134,25 @@ class ProcessWatch:
         #: `pidfds[pid]` of what is watched.
         self._pidfds: dict[int, int] = {}
 
-    async def until_lost(self) -> Loss:
+    async def until_lost(self) -> ProcessLoss:
         """The first loss. A cancel ends the watch; no pidfd is left open then, nor at a loss."""
-        lost: asyncio.Future[Loss] = asyncio.get_running_loop().create_future()
+        lost: asyncio.Future[ProcessLoss] = asyncio.get_running_loop().create_future()
         misses = 0
         try:
             while not lost.done():
                 misses = 0 if self._look(lost) else misses + 1
                 if misses >= self._misses:
                     what = f"no process below {self._component}"
-                    return Loss(message=f"{what} matches /{self._pattern.pattern}/", exit=None)
+                    return ProcessLoss(
+                        message=f"{what} matches /{self._pattern.pattern}/", exit=None
+                    )
                 await asyncio.wait([lost], timeout=self._every_s)
             return lost.result()
         finally:
             for pid in list(self._pidfds):
                 self._forget(pid)
 
-    def _look(self, lost: asyncio.Future[Loss]) -> bool:
+    def _look(self, lost: asyncio.Future[ProcessLoss]) -> bool:
         """Watch what is new; whether any process matches."""
         is_there = bool(self._pidfds)
         for pid in self._below():
@@ -165,7 +167,7 @@ class ProcessWatch:
                 self._watch(process, command, lost)
         return is_there
 
-    def _watch(self, process: ProcessId, command: str, lost: asyncio.Future[Loss]) -> None:
+    def _watch(self, process: ProcessId, command: str, lost: asyncio.Future[ProcessLoss]) -> None:
         try:
             pidfd = os.pidfd_open(process.pid)
         except ProcessLookupError:
@@ -180,7 +182,7 @@ class ProcessWatch:
             if not lost.done():
                 what = f"process {process.pid} ({command[:_SHOWN_CHARACTERS]})"
                 message = f"{self._component} lost its {what}: {exit}"
-                lost.set_result(Loss(message=message, exit=exit))
+                lost.set_result(ProcessLoss(message=message, exit=exit))
 
         self._pidfds[process.pid] = pidfd
         asyncio.get_running_loop().add_reader(pidfd, on_end)

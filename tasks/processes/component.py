@@ -20,21 +20,21 @@ from urllib.parse import urlsplit
 import httpx
 
 from tasks.processes import cgroup
-from tasks.processes.child_watch import Loss
+from tasks.processes.child_watch import ProcessLoss
 from tasks.processes.containment import Containment, Level, PidNamespace
 from tasks.processes.guarded import Command, Forked, GuardedProcess
 from tasks.processes.identity import ProcessId
 from tasks.processes.ports import PortsReserved
 from tasks.processes.probes import (
     AliveProbe,
+    ComponentProbe,
     FileProbe,
     HttpProbe,
     LogProbe,
-    Probe,
     TcpProbe,
     until_yes,
 )
-from tasks.processes.registry import Entry, JobEntry, RunRegister, SharedMemoryWatch
+from tasks.processes.registry import JobEntry, RegisterEntry, RunRegister, SharedMemoryWatch
 from tasks.record.causes import read_tail
 from tasks.record.events import Emit
 from tasks.record.outcome import Exit, JobLoss
@@ -199,7 +199,7 @@ class AttemptGuards:
         if self._register is None:
             return
         self._register.enter(
-            Entry(
+            RegisterEntry(
                 run_id=self._plan.run_id,
                 attempt=self._plan.number,
                 component=component.name,
@@ -337,7 +337,7 @@ class Member(ABC):
             if misses >= live.misses:
                 return f"liveness probe missed {misses} times in a row: {reason}"
 
-    async def until_process_lost(self) -> Loss:
+    async def until_process_lost(self) -> ProcessLoss:
         """Watch the processes below it that must stay alive, for ever. A cancel ends it."""
         return await forever()
 
@@ -377,7 +377,7 @@ class Member(ABC):
         """Its processes on this machine."""
         return []
 
-    def _probe(self, spec: ReadyProbe | LiveProbe) -> Probe | None:
+    def _probe(self, spec: ReadyProbe | LiveProbe) -> ComponentProbe | None:
         """The question of a spec; None for one that is not answered by asking."""
         if spec.http is not None:
             return HttpProbe(spec.http, self._context.client, spec.conditions)

@@ -96,7 +96,7 @@ _CHUNK_BYTES = 1 << 20
 _LOOPBACK = ("localhost", "127.", "::1", "0.0.0.0")
 
 
-class Probe(Protocol):
+class ComponentProbe(Protocol):
     """A question that can be asked again and again."""
 
     #: What is asked, for messages: `GET http://127.0.0.1:8000/health`.
@@ -112,7 +112,7 @@ class Probe(Protocol):
 
 
 async def until_yes(
-    probe: Probe,
+    probe: ComponentProbe,
     *,
     every_s: float,
     max_every_s: float = 1.0,
@@ -138,7 +138,7 @@ async def until_yes(
         await _until_changed(probe, max(every_s, min(share_s, max_every_s)))
 
 
-async def _until_changed(probe: Probe, limit_s: float) -> None:
+async def _until_changed(probe: ComponentProbe, limit_s: float) -> None:
     deadline = time.monotonic() + limit_s
     before = probe.glance()
     while (left := deadline - time.monotonic()) > 0:

@@ -8,12 +8,12 @@ import time
 from dataclasses import replace
 
 from tasks.processes import tree
-from tasks.processes.child_watch import Loss, ProcessWatch
+from tasks.processes.child_watch import ProcessLoss, ProcessWatch
 from tasks.processes.component import AttemptContext, ComponentPlan, Member, PortTaken, forever
 from tasks.processes.hang_report import Diagnosis, Hung
 from tasks.processes.identity import ProcessId
 from tasks.processes.ports import Listener, is_listened, listeners
-from tasks.processes.probes import NotifyProbe, NotifySocket, Probe
+from tasks.processes.probes import ComponentProbe, NotifyProbe, NotifySocket
 from tasks.record.outcome import Exit
 from tasks.spec.probes import LiveProbe, ReadyProbe
 
@@ -75,7 +75,7 @@ class ProcessMember(Member):
         self._parent_pid = tree.parent_of(pid)
         self._emit("component.spawned", self.name, pid=pid, argv=list(command.argv))
 
-    async def until_process_lost(self) -> Loss:
+    async def until_process_lost(self) -> ProcessLoss:
         """Watch the processes below it that must stay alive, for ever.
 
         Returns: the loss of one. A cancel ends it.
@@ -164,7 +164,7 @@ class ProcessMember(Member):
         done, _ = await asyncio.wait([self.process.empty], timeout=limit_s)
         return bool(done)
 
-    def _probe(self, spec: ReadyProbe | LiveProbe) -> Probe | None:
+    def _probe(self, spec: ReadyProbe | LiveProbe) -> ComponentProbe | None:
         if spec.notify and self._notify is not None:
             return NotifyProbe(self._notify)
         return super()._probe(spec)

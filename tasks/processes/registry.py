@@ -73,7 +73,7 @@ class Owner(_Model):
     lost_at_boot_s: float | None = None
 
 
-class Entry(_Model):
+class RegisterEntry(_Model):
     """One component that was started, or is about to be."""
 
     run_id: str
@@ -160,7 +160,7 @@ class RunRegister:
         """Where it is on disk; gone once the run is forgotten."""
         return self._directory
 
-    def enter(self, entry: Entry) -> None:
+    def enter(self, entry: RegisterEntry) -> None:
         """Raises: OSError; then the component must not be started."""
         _enter(self._directory, entry)
 
@@ -220,7 +220,7 @@ class PartsRegister:
         self._directory = directory
         self._component = component
 
-    def enter(self, part: str, entry: Entry) -> None:
+    def enter(self, part: str, entry: RegisterEntry) -> None:
         """Raises: OSError; then the part must not be started."""
         named = entry.model_copy(update={"component": self._name(part)})
         _enter(self._directory, named)
@@ -304,7 +304,7 @@ def owner_of(run_id: str, home: Path | None = None) -> Owner | None:
     return _read(_live(home) / run_id / _OWNER, Owner)
 
 
-def _enter(directory: Path, entry: Entry) -> None:
+def _enter(directory: Path, entry: RegisterEntry) -> None:
     write_json(directory / _file_of(entry.component), entry.model_dump(mode="json"))
 
 
@@ -316,9 +316,9 @@ def _live(home: Path | None) -> Path:
     return (home or muster_home()) / "live"
 
 
-def _entries(directory: Path) -> Iterator[Entry]:
+def _entries(directory: Path) -> Iterator[RegisterEntry]:
     for path in sorted(directory.glob("component-*.json")):
-        if (entry := _read(path, Entry)) is not None:
+        if (entry := _read(path, RegisterEntry)) is not None:
             yield entry
 
 
@@ -536,7 +536,7 @@ def finish(lost: LostRun) -> Remains:
     return Remains(killed=tuple(sorted(killed)), left=left, waiting=waiting, removed=tuple(removed))
 
 
-def _end_once(entry: Entry) -> set[Known]:
+def _end_once(entry: RegisterEntry) -> set[Known]:
     """One round of SIGKILL against all of a component; the processes that were there."""
     found = end_marked(entry.mark)
     if entry.cgroup is not None and not cgroup.is_empty(str(entry.cgroup)):

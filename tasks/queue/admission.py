@@ -26,7 +26,7 @@ from tasks.queue.decision import Look
 from tasks.queue.gate import Gate
 from tasks.queue.grants import PENDING_RESOURCES, Grant, grant_of
 from tasks.queue.lease import LeaseLost
-from tasks.queue.ledger import TYPE, Entry
+from tasks.queue.ledger import TYPE, QueueEntry
 from tasks.server.events import tell_here
 from tasks.spec.failure_kinds import FailureKind
 
@@ -140,7 +140,7 @@ class _Line:
             if not await asyncio.to_thread(self._wait, _LOOK_EVERY_S):
                 return None
 
-    def _is_mine(self, entry: Entry) -> bool:
+    def _is_mine(self, entry: QueueEntry) -> bool:
         return entry.id == self._id and entry.waits_in_process
 
     async def _show(self, client: PrefectClient, look: Look) -> None:

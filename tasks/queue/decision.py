@@ -17,7 +17,7 @@ from prefect.client.schemas.objects import State
 from tasks.queue import reasons
 from tasks.queue.capacity import RunningGang, shares_of
 from tasks.queue.grants import not_before
-from tasks.queue.ledger import Entry, Ledger, Pool
+from tasks.queue.ledger import Ledger, Pool, QueueEntry
 from tasks.queue.policy import Held, NodeFree, Plan, Waiting, estimate_s, plan
 from tasks.queue.reasons import Message
 from tasks.queue.settings import PoolSettings
@@ -29,7 +29,7 @@ from tasks.spec.failure_kinds import FailureKind
 class Doomed:
     """A run that can never start."""
 
-    entry: Entry
+    entry: QueueEntry
     kind: FailureKind
     message: str
 
@@ -45,44 +45,44 @@ class Look:
     pool: Pool | None
     settings: PoolSettings
     #: Every run of this pool that waits, in the order of the line.
-    line: Sequence[Entry]
+    line: Sequence[QueueEntry]
     #: By key, the address or nothing: those that could be looked at.
     clusters: Mapping[str, Cluster]
     #: By key, why the others could not.
     silent: Mapping[str, str] = field(default_factory=dict)
     doomed: Sequence[Doomed] = ()
     #: They were cancelled, and a gate that was lost has written over it: the cancel each.
-    cancelled: Sequence[tuple[Entry, State[Any]]] = ()
+    cancelled: Sequence[tuple[QueueEntry, State[Any]]] = ()
     #: Granted or submitted by a worker that has not come further with them.
-    stuck: Sequence[Entry] = ()
+    stuck: Sequence[QueueEntry] = ()
     troubles: Sequence[str] = ()
     #: What the runs of ours hold: `held[flow run id][node name]` GPUs.
     held: dict[UUID, Mapping[str, int]] = field(default_factory=dict, init=False)
     #: GPUs free on each node after this look's admissions, by cluster and node.
     free: dict[str, Mapping[str, int]] = field(default_factory=dict, init=False)
     #: To start now, in this order: `gpus[node name]` each.
-    admitted: list[tuple[Entry, Mapping[str, int]]] = field(default_factory=list, init=False)
+    admitted: list[tuple[QueueEntry, Mapping[str, int]]] = field(default_factory=list, init=False)
     #: They have taken their GPUs elsewhere than they were granted them: `gpus[node name]` each.
-    moved: list[tuple[Entry, Mapping[str, int]]] = field(default_factory=list, init=False)
+    moved: list[tuple[QueueEntry, Mapping[str, int]]] = field(default_factory=list, init=False)
     #: Why each of the others waits, by flow run id.
     messages: dict[UUID, Message] = field(default_factory=dict, init=False)
     #: UTC epoch seconds, by flow run id, where somebody can say.
     starts_at: dict[UUID, float] = field(default_factory=dict, init=False)
 
     @property
-    def waiting(self) -> list[Entry]:
+    def waiting(self) -> list[QueueEntry]:
         """Those of the line that can start some time."""
         doomed = {one.entry.id for one in self.doomed}
         return [entry for entry in self.line if entry.id not in doomed]
 
     @property
-    def holding(self) -> list[Entry]:
+    def holding(self) -> list[QueueEntry]:
         """The runs that have a gang, or a process, and keep it."""
         lost = {one.entry.id for one in self.doomed} | {entry.id for entry in self.stuck}
         return [entry for entry in self.ledger.holding if entry.id not in lost]
 
     @property
-    def resumed(self) -> list[Entry]:
+    def resumed(self) -> list[QueueEntry]:
         """They have their gang, and wait for a new process only, which is due."""
         return [
             entry
@@ -102,7 +102,7 @@ class Look:
         """The same look, with what is to be done."""
         able = [entry for entry in self.waiting if not self._is_barred(entry)]
         nodes = {key: self._nodes_of(key) for key in self.clusters}
-        start: list[tuple[Entry, Mapping[str, int]]] = [
+        start: list[tuple[QueueEntry, Mapping[str, int]]] = [
             (entry, {}) for entry in able if entry.request.demand is None
         ]
         plans: dict[str, Plan] = {}
@@ -133,7 +133,7 @@ class Look:
                 self._explain(entry, number, plans[key], names)
         return self
 
-    def _is_barred(self, entry: Entry) -> bool:
+    def _is_barred(self, entry: QueueEntry) -> bool:
         """Whether it can't start whatever is free; says why, and holds up nobody."""
         demand, pool, key = entry.request.demand, self.pool, entry.request.cluster
         message: Message | None = None
@@ -151,7 +151,7 @@ class Look:
             self.messages[entry.id] = message
         return message is not None
 
-    def _full(self, entry: Entry, taken: Counter[str | None]) -> Message | None:
+    def _full(self, entry: QueueEntry, taken: Counter[str | None]) -> Message | None:
         """Why a run waits whose pool, or whose queue of the pool, runs as many as it may.
 
         Args:
@@ -170,7 +170,7 @@ class Look:
                 return reasons.at_pool_limit(entry.request.demand, name, limit)
         return None
 
-    def _take_places(self, start: Sequence[tuple[Entry, Mapping[str, int]]]) -> None:
+    def _take_places(self, start: Sequence[tuple[QueueEntry, Mapping[str, int]]]) -> None:
         taken: Counter[str | None] = Counter()
         for entry, gpus in start:
             if entry.is_scheduled:
@@ -215,7 +215,7 @@ class Look:
         ]
         return shares.nodes, held
 
-    def _waiting(self, entry: Entry) -> Waiting:
+    def _waiting(self, entry: QueueEntry) -> Waiting:
         request = entry.request
         assert request.demand is not None
         return Waiting(
@@ -227,11 +227,13 @@ class Look:
             tags=request.tags,
         )
 
-    def _ends_at(self, entry: Entry) -> float:
+    def _ends_at(self, entry: QueueEntry) -> float:
         since = entry.since.timestamp()
         return since + estimate_s(entry.request.hours, max(0.0, self.at - since))
 
-    def _explain(self, entry: Entry, number: int, plan: Plan, names: Mapping[str, str]) -> None:
+    def _explain(
+        self, entry: QueueEntry, number: int, plan: Plan, names: Mapping[str, str]
+    ) -> None:
         reason = plan.reasons[str(entry.id)]
         key = entry.request.cluster
         limit = None

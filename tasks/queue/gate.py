@@ -45,7 +45,7 @@ from tasks.queue.grants import (
     waiting_state,
 )
 from tasks.queue.lease import GateLease, LeaseHeld
-from tasks.queue.ledger import Entry, name_where_refused
+from tasks.queue.ledger import QueueEntry, name_where_refused
 from tasks.queue.look import QueueReader
 from tasks.queue.reasons import FREE_NOW, Message, admission_of, kind_of
 from tasks.record.places import muster_home
@@ -124,10 +124,10 @@ class Gate:
 
     async def decide(
         self,
-        may_start: Callable[[Entry], bool],
+        may_start: Callable[[QueueEntry], bool],
         in_flight: Collection[UUID] = (),
         patient: Collection[UUID] = (),
-    ) -> tuple[Look, list[Entry]]:
+    ) -> tuple[Look, list[QueueEntry]]:
         """Admit what can start, refuse what never can, and take back what got stuck.
 
         Args:
@@ -174,7 +174,7 @@ class Gate:
                     started.append(await self._grant(entry, gpus, holding))
         return look, started
 
-    def _has_work(self, look: Look, may_start: Callable[[Entry], bool]) -> bool:
+    def _has_work(self, look: Look, may_start: Callable[[QueueEntry], bool]) -> bool:
         return bool(
             look.stuck
             or look.cancelled
@@ -185,8 +185,8 @@ class Gate:
         )
 
     def _left_over(
-        self, look: Look, may_start: Callable[[Entry], bool], in_flight: Collection[UUID]
-    ) -> list[Entry]:
+        self, look: Look, may_start: Callable[[QueueEntry], bool], in_flight: Collection[UUID]
+    ) -> list[QueueEntry]:
         """What was granted by this process, or goes on, and has no process yet."""
         return [
             entry
@@ -199,7 +199,9 @@ class Gate:
             and may_start(entry)
         ]
 
-    async def _grant(self, entry: Entry, gpus: Mapping[str, int], holding: LeaseHeld) -> Entry:
+    async def _grant(
+        self, entry: QueueEntry, gpus: Mapping[str, int], holding: LeaseHeld
+    ) -> QueueEntry:
         state = entry.flow_run.state
         grant = Grant(
             nodes=dict(gpus),
@@ -223,7 +225,7 @@ class Gate:
             self._logs.note(entry.id, admission_of(gpus, waited_s))
         return replace(entry, grant=grant)
 
-    async def _take_back(self, entry: Entry) -> None:
+    async def _take_back(self, entry: QueueEntry) -> None:
         """What a worker has not come further with waits again, in its place; or has ended, where
         it was cancelled meanwhile."""
         state = entry.flow_run.state
@@ -257,7 +259,7 @@ class Gate:
             self._announce("muster.run.failed", entry.flow_run, name, **known)
             self._logs.note(entry.id, f"refused, and never started: {why}", logging.ERROR)
 
-    def _tell_of(self, entry: Entry, name: str, **known: Any) -> None:
+    def _tell_of(self, entry: QueueEntry, name: str, **known: Any) -> None:
         where = {"pool": entry.pool or None, "queue": entry.queue or None}
         self._announce(name, entry.flow_run, entry.request.name, **where, **known)
 
@@ -310,7 +312,7 @@ class Gate:
         self._told[flow_run.id] = (state.id, message.key)
         return True
 
-    async def _tell(self, entry: Entry, message: Message, place: str) -> None:
+    async def _tell(self, entry: QueueEntry, message: Message, place: str) -> None:
         state = waiting_state(entry.flow_run, message.text)
         after = await set_state(self._client, entry.flow_run, state)
         if after is None:
@@ -327,7 +329,7 @@ class Gate:
             await self._client.update_flow_run(entry.id, name=entry.request.name)
 
 
-def _due(entry: Entry) -> float:
+def _due(entry: QueueEntry) -> float:
     """UTC epoch seconds."""
     due = entry.flow_run.expected_start_time or entry.since
     return due.timestamp()

@@ -149,7 +149,7 @@ def _run_id(flow_run: FlowRun, spec: Mapping[str, Any]) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class QueueEntry:
     """One flow run that waits, or that holds."""
 
     flow_run: FlowRun
@@ -223,10 +223,10 @@ class Ledger:
     #: By name.
     pools: Mapping[str, Pool]
     #: Runs that wait for a gang, or only for a place in their pool, in the order of the line.
-    waiting: tuple[Entry, ...]
+    waiting: tuple[QueueEntry, ...]
     #: Runs that have a gang, whether or not they have a process yet; and those without one that
     #: have a process, which take a place in their pool.
-    holding: tuple[Entry, ...]
+    holding: tuple[QueueEntry, ...]
     #: There are more that wait than were looked at.
     is_cut: bool
 
@@ -345,12 +345,12 @@ class LedgerReader:
             if len(page) < _PAGE:
                 return found
 
-    def _entry(self, run: FlowRun, pools: Mapping[str, Pool]) -> Entry:
+    def _entry(self, run: FlowRun, pools: Mapping[str, Pool]) -> QueueEntry:
         if run.id not in self._requests:
             self._requests[run.id] = request_of(run)
         pool = pools.get(run.work_pool_name or "")
         queue = pool.queue_of(run) if pool else None
-        return Entry(
+        return QueueEntry(
             flow_run=run,
             request=self._requests[run.id],
             grant=grant_of(run),
@@ -366,5 +366,5 @@ def _default_priority(pools: Mapping[str, Pool]) -> int:
     return next((q.priority for q in queues if q.name == "default" and q.priority), 1)
 
 
-def _waits(entry: Entry) -> bool:
+def _waits(entry: QueueEntry) -> bool:
     return entry.grant is None and (entry.is_scheduled or entry.waits_in_process)

@@ -22,7 +22,7 @@ from tasks.processes.ending import holders_of
 from tasks.queue.capacity import Capacity, NoCapacity, why_never
 from tasks.queue.decision import Doomed, Look
 from tasks.queue.grants import PENDING_RESOURCES, Giver, lost_cancel, may_have_been_cancelled
-from tasks.queue.ledger import WINDOW, Entry, LedgerReader, Pool, Request, fault_of
+from tasks.queue.ledger import WINDOW, LedgerReader, Pool, QueueEntry, Request, fault_of
 from tasks.queue.packing import Demand
 from tasks.queue.reasons import one_line
 from tasks.queue.settings import PoolSettings, settings_of
@@ -115,7 +115,7 @@ class QueueReader:
             return [f"the settings of the work pool {pool.name} can't be read: {one_line(error)}"]
         return []
 
-    async def _cancelled(self, line: Sequence[Entry]) -> list[tuple[Entry, State[Any]]]:
+    async def _cancelled(self, line: Sequence[QueueEntry]) -> list[tuple[QueueEntry, State[Any]]]:
         found = []
         for entry in line:
             state = entry.flow_run.state
@@ -129,7 +129,7 @@ class QueueReader:
                 self._came_back[entry.id] = state.id
         return found
 
-    def _is_stuck(self, entry: Entry, in_flight: frozenset[UUID], now: float) -> bool:
+    def _is_stuck(self, entry: QueueEntry, in_flight: frozenset[UUID], now: float) -> bool:
         state = entry.flow_run.state
         if state is None or entry.goes_on or entry.id in in_flight:
             return False
@@ -154,7 +154,7 @@ class QueueReader:
         )
 
     async def _clusters(
-        self, entries: Sequence[Entry]
+        self, entries: Sequence[QueueEntry]
     ) -> tuple[dict[str, Cluster], dict[str, str]]:
         keys = {entry.request.cluster for entry in entries if entry.request.demand is not None}
         if self._settings.nodes:
@@ -173,7 +173,9 @@ class QueueReader:
         await asyncio.gather(*(look(key) for key in sorted(keys)))
         return clusters, silent
 
-    async def _doomed(self, line: Sequence[Entry], clusters: Mapping[str, Cluster]) -> list[Doomed]:
+    async def _doomed(
+        self, line: Sequence[QueueEntry], clusters: Mapping[str, Cluster]
+    ) -> list[Doomed]:
         doomed = [one for entry in line if (one := self._why_never(entry, clusters)) is not None]
         found = {one.entry.id for one in doomed}
         unchecked = [e for e in line if e.id not in self._checked and e.id not in found]
@@ -184,7 +186,7 @@ class QueueReader:
                 self._checked.add(entry.id)
         return doomed
 
-    def _why_never(self, entry: Entry, clusters: Mapping[str, Cluster]) -> Doomed | None:
+    def _why_never(self, entry: QueueEntry, clusters: Mapping[str, Cluster]) -> Doomed | None:
         request = entry.request
         if request.fault:
             return Doomed(entry=entry, kind=FailureKind.USER_ERROR, message=request.fault)
@@ -302,7 +304,7 @@ def view_of(look: Look, pool: str) -> QueueView:
     )
 
 
-def _queued(look: Look, entry: Entry, number: int) -> QueuedRun:
+def _queued(look: Look, entry: QueueEntry, number: int) -> QueuedRun:
     message = look.messages.get(entry.id)
     given = {one.id: gpus for one, gpus in look.admitted}.get(entry.id)
     starts = f"starts now{', on ' + ', '.join(given) if given else ''}"

@@ -37,7 +37,7 @@ from tasks.queue.decision import Look
 from tasks.queue.gate import Gate
 from tasks.queue.grants import forget_process, waiting_state
 from tasks.queue.lease import LeaseLost
-from tasks.queue.ledger import TYPE, Entry
+from tasks.queue.ledger import TYPE, QueueEntry
 from tasks.queue.look import view_of
 from tasks.queue.settings import PoolSettings
 from tasks.queue.tables import QueueArtifacts
@@ -241,7 +241,7 @@ class GangWorker(ProcessWorker):
     async def _open(self) -> None:
         self._deciding = asyncio.Lock()
         #: Granted, and to be handed over one after the other, so that they start in order.
-        self._granted: deque[Entry] = deque()
+        self._granted: deque[QueueEntry] = deque()
         self._last: UUID | None = None
         self._telling: asyncio.Task[None] | None = None
         self._artifacts = QueueArtifacts(self.client)
@@ -291,7 +291,7 @@ class GangWorker(ProcessWorker):
                         return
                     await asyncio.sleep(_ASKED_EVERY_S)
 
-    def _may_start(self, entry: Entry) -> bool:
+    def _may_start(self, entry: QueueEntry) -> bool:
         if entry.pool != self._work_pool_name or not entry.is_scheduled:
             return False
         if self._limiter is not None and self._limiter.available_tokens < 1:
@@ -323,7 +323,7 @@ class GangWorker(ProcessWorker):
             await asyncio.gather(self._telling, return_exceptions=True)
 
 
-def _response(entry: Entry) -> WorkerFlowRunResponse:
+def _response(entry: QueueEntry) -> WorkerFlowRunResponse:
     run = entry.flow_run
     assert run.work_pool_id is not None and run.work_queue_id is not None
     return WorkerFlowRunResponse(

@@ -45,7 +45,7 @@ class Denied(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Node:
+class LiveNode:
     """One living node."""
 
     node_id: str
@@ -134,10 +134,10 @@ class Dashboard:
         """
         return str((await self._json("/api/version"))["session_name"])
 
-    async def nodes(self) -> list[Node]:
+    async def nodes(self) -> list[LiveNode]:
         """The living nodes, the head among them. Raises: NoAnswer, Denied."""
         return [
-            Node(
+            LiveNode(
                 node_id=entry["node_id"],
                 ip=entry["node_ip"],
                 name=entry["node_name"],

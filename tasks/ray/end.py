@@ -15,7 +15,15 @@ from pathlib import Path
 from typing import TypeVar
 
 from tasks.ray import control_store
-from tasks.ray.dashboard import Actor, Dashboard, Denied, JobState, NoAnswer, Node, PlacementGroup
+from tasks.ray.dashboard import (
+    Actor,
+    Dashboard,
+    Denied,
+    JobState,
+    LiveNode,
+    NoAnswer,
+    PlacementGroup,
+)
 from tasks.ray.submission import SETTLES_WITHIN_S, SubmissionFile
 from tasks.record.outcome import Exit
 
@@ -37,7 +45,7 @@ class JobUsage:
         grouped = sum(sum(group.gpus_on.values()) for group in self.groups)
         return grouped + sum(actor.gpus for actor in self.actors)
 
-    def in_words(self, nodes: Sequence[Node]) -> tuple[str, ...]:
+    def in_words(self, nodes: Sequence[LiveNode]) -> tuple[str, ...]:
         """Each by node and pid, with its GPUs."""
         ips = {node.node_id: node.ip for node in nodes}
 
@@ -74,7 +82,7 @@ async def gpus_of(dashboard: Dashboard, ray_job_ids: Iterable[str]) -> float:
     return held.gpus + sum([await dashboard.gpus_of_tasks(ray_job_id) for ray_job_id in ids])
 
 
-def room_in_words(nodes: Sequence[Node], free: Mapping[str, float]) -> str:
+def room_in_words(nodes: Sequence[LiveNode], free: Mapping[str, float]) -> str:
     """`127.0.0.1: 3 of 8 free, ...`, of the nodes that have GPUs."""
     return (
         ", ".join(

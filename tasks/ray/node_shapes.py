@@ -49,7 +49,7 @@ SHAPES: Mapping[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ending:
+class ShapeEnding:
     """What became of one shape on one node."""
 
     shape: str
@@ -77,7 +77,7 @@ class _Spawner:
         return subprocess.run("exit 7", shell=True).returncode
 
 
-def try_shape(node_id: str, shape: str, within_s: float) -> Ending:
+def try_shape(node_id: str, shape: str, within_s: float) -> ShapeEnding:
     """Spawn one shape in an actor on a node, SIGKILL the actor, and watch. Nothing of it is left.
 
     Args:
@@ -93,7 +93,7 @@ def try_shape(node_id: str, shape: str, within_s: float) -> Ending:
         watch = ray.remote(**_pinned(node_id))(_kill_and_watch).remote(pid, mark, within_s)
         gone_after_s, leaked = ray.get(watch, timeout=within_s + _STARTED_WITHIN_S)
         ray.kill(actor)
-    return Ending(shape=shape, gone_after_s=gone_after_s, leaked=tuple(leaked))
+    return ShapeEnding(shape=shape, gone_after_s=gone_after_s, leaked=tuple(leaked))
 
 
 def exit_code_in_worker(node_id: str) -> int:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from tasks.processes import tree
 from tasks.ray import wrapper
-from tasks.ray.dashboard import Dashboard, Denied, JobState, NoAnswer, Node
+from tasks.ray.dashboard import Dashboard, Denied, JobState, LiveNode, NoAnswer
 from tasks.ray.submission import SETTLES_WITHIN_S, JobPlan, SubmissionFile
 from tasks.record.events import Emit
 from tasks.record.outcome import JobLoss, JobRefused
@@ -94,7 +94,7 @@ def excludes_of(plan: JobPlan) -> list[str]:
 
 
 def place_of_driver(
-    plan: JobPlan, nodes: Sequence[Node]
+    plan: JobPlan, nodes: Sequence[LiveNode]
 ) -> tuple[Mapping[str, float], Mapping[str, str]]:
     """The resources and labels that keep the driver off the head, which Ray would prefer.
 
@@ -110,7 +110,7 @@ def place_of_driver(
     return {}, {}
 
 
-def submit(plan: JobPlan, nodes: Sequence[Node]) -> None:
+def submit(plan: JobPlan, nodes: Sequence[LiveNode]) -> None:
     """Hand the job to Ray. Blocks, for some minutes at the worst: run it in a thread.
 
     Returns: once the cluster has it, be it from an earlier submit. Raises: Denied when it will

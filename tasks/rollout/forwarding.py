@@ -29,8 +29,8 @@ from multidict import CIMultiDict, MultiMapping
 from pydantic_core import from_json
 from yarl import URL
 
-from tasks.rollout.probing import Silence
-from tasks.rollout.router import Entrypoint, Line, NoEntrypoint, Router
+from tasks.rollout.probing import NoReply
+from tasks.rollout.router import Entrypoint, NoEntrypoint, Router, WaitingLine
 
 
 class EntrypointGone(Exception):
@@ -257,7 +257,7 @@ class RequestWitness(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class RequestLimits:
     """Of one request."""
 
     #: Entrypoints that it is sent to, one after the other, the first one included.
@@ -298,10 +298,10 @@ class Forwarder:
     """
 
     def __init__(
-        self, router: Router, witness: RequestWitness, *, limits: Limits, is_token_own: bool
+        self, router: Router, witness: RequestWitness, *, limits: RequestLimits, is_token_own: bool
     ) -> None:
         self.router = router
-        self.line = Line(router)
+        self.line = WaitingLine(router)
         self.flights = Flights()
         self.limits = limits
         self.is_token_own = is_token_own
@@ -462,9 +462,9 @@ class _Passage:
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             if error.errno in _SHORTAGES:
                 raise _OutOfSockets(_said(error)) from error
-            raise _NotBegun(Silence(f"no connection: {_said(error)}"), is_unsent=True) from error
+            raise _NotBegun(NoReply(f"no connection: {_said(error)}"), is_unsent=True) from error
         except (aiohttp.ClientConnectionError, OSError, TimeoutError) as error:
-            raise _NotBegun(Silence(f"no answer: {_said(error)}")) from error
+            raise _NotBegun(NoReply(f"no answer: {_said(error)}")) from error
         except aiohttp.ClientError as error:
             raise _NotBegun(f"its answer is not HTTP: {_said(error)}") from error
 
@@ -496,7 +496,7 @@ class _Passage:
         try:
             return await server.content.readany()
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise _Broken(Silence(f"its answer broke off: {_said(error)}")) from error
+            raise _Broken(NoReply(f"its answer broke off: {_said(error)}")) from error
 
     def _may_ask_another(self, entrypoint: Entrypoint) -> bool:
         """503 says that a server did not begin to work on it, so that one other may be asked."""

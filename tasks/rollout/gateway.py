@@ -23,8 +23,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tasks.rollout.forwarding import (
     Forwarder,
-    Limits,
     Refusal,
+    RequestLimits,
     RequestWitness,
     bad,
     nobody,
@@ -345,7 +345,7 @@ class Gateway:
         port: int = 0,
         sock: socket.socket | None = None,
         token: str | None = None,
-        limits: Limits | None = None,
+        limits: RequestLimits | None = None,
     ) -> None:
         if sock is not None:
             host, port = sock.getsockname()[:2]
@@ -353,7 +353,7 @@ class Gateway:
         self._orders = Orders(fleet, self._access)
         self._fleet = fleet
         self._host, self._port, self._sock = host, port, sock
-        self._limits = limits or Limits()
+        self._limits = limits or RequestLimits()
         self._listener: asyncio.Server | None = None
         self._connections: web.Server | None = None
         self._forwarder: Forwarder | None = None

@@ -19,7 +19,7 @@ from enum import Enum
 
 from tasks.record.events import Emit
 from tasks.rollout.clock import ended, now_s, within
-from tasks.rollout.probing import FleetParts, Silence
+from tasks.rollout.probing import FleetParts, NoReply
 from tasks.rollout.registry import GroupView
 from tasks.rollout.topology import Answers, Ask, ServerSlot
 from tasks.spec.errors import LostContact
@@ -38,7 +38,7 @@ _NO_TOKEN = (
 )
 
 
-class Verdict(Enum):
+class HealthVerdict(Enum):
     """What follows from the evidence."""
 
     #: Nothing is missing.
@@ -79,7 +79,7 @@ class Evidence:
             is_excused: a request was answered while it was outstanding. A server that prefills a
                 long prompt lets a probe time out. Source: sgl-project/sglang#22511.
         """
-        is_silence = isinstance(reason, Silence)
+        is_silence = isinstance(reason, NoReply)
         if is_excused and is_silence:
             return self
         refusals = self.refusals if is_silence else self.refusals + 1
@@ -95,16 +95,16 @@ class Evidence:
             return self
         return replace(self, misses=self.misses + 1, requests=self.requests + 1, reason=reason)
 
-    def verdict(self, threshold: int) -> Verdict:
+    def verdict(self, threshold: int) -> HealthVerdict:
         """
         Args:
             threshold: so many misses in a row are enough; at least 1.
         """
         if self.misses == 0:
-            return Verdict.WELL
+            return HealthVerdict.WELL
         if self.misses < threshold:
-            return Verdict.SUSPECT
-        return Verdict.SILENT if isinstance(self.reason, Silence) else Verdict.SICK
+            return HealthVerdict.SUSPECT
+        return HealthVerdict.SILENT if isinstance(self.reason, NoReply) else HealthVerdict.SICK
 
 
 #: Fewer failed requests in a row say nothing.
@@ -448,7 +448,7 @@ class Health:
                 return
             if reason is None:
                 self._note_yes(watch)
-            elif self._note_no(watch, reason, began_s, is_last_word) is Verdict.SILENT:
+            elif self._note_no(watch, reason, began_s, is_last_word) is HealthVerdict.SILENT:
                 # No request is sent there while it is asked at home.
                 self._fleet.registry.unreachable(rank, epoch, reason)
                 home = home or asyncio.create_task(self._ask_at_home(watch, timeout_s / 2))
@@ -464,17 +464,19 @@ class Health:
         self._fleet.registry.clear(watch.slot.rank, watch.epoch)
         self._cut.over(watch.slot.rank)
 
-    def _note_no(self, watch: _Watch, reason: str, began_s: float, is_last_word: bool) -> Verdict:
+    def _note_no(
+        self, watch: _Watch, reason: str, began_s: float, is_last_word: bool
+    ) -> HealthVerdict:
         rank, epoch, before = watch.slot.rank, watch.epoch, watch.evidence
         is_excused = watch.answered_s >= began_s and not is_last_word
         watch.evidence = before.after_probe(reason, is_excused=is_excused)
         if watch.evidence is before:
-            return Verdict.WELL
+            return HealthVerdict.WELL
         self._tell_miss(watch)
         verdict = watch.evidence.verdict(1 if is_last_word else self._fleet.settings.misses)
-        if verdict is Verdict.SUSPECT:
+        if verdict is HealthVerdict.SUSPECT:
             self._fleet.registry.suspect(rank, epoch, reason)
-        elif verdict is Verdict.SICK:
+        elif verdict is HealthVerdict.SICK:
             self._fail(watch, f"rank {rank} does not work: {reason}")
         return verdict
 
@@ -511,7 +513,7 @@ class Health:
         silent = {
             watch.slot.engine
             for watch in self._watches.values()
-            if isinstance(watch.evidence.reason, Silence)
+            if isinstance(watch.evidence.reason, NoReply)
         }
         serving = [group.index for group in self._fleet.registry.view.serving]
         count = len(silent.intersection(serving))
@@ -527,7 +529,7 @@ class Health:
 
     def _tell_miss(self, watch: _Watch) -> None:
         evidence = watch.evidence
-        kind = "silence" if isinstance(evidence.reason, Silence) else "answer"
+        kind = "silence" if isinstance(evidence.reason, NoReply) else "answer"
         self._fleet.emit(
             "rollout.probe.failed",
             rank=watch.slot.rank,

@@ -25,7 +25,7 @@ _LOOKBACK_BYTES = 20_000
 
 
 @dataclass(slots=True, kw_only=True)
-class _Server:
+class _LocalServer:
     """One incarnation of a server."""
 
     slot: ServerSlot
@@ -87,7 +87,7 @@ class LocalHost:
         self._grace_s = grace_s
         self._register = register
         self._unregister = unregister
-        self._servers: dict[int, _Server] = {}
+        self._servers: dict[int, _LocalServer] = {}
         self._prober = HttpProber()
 
     async def start(self, slot: ServerSlot, epoch: int) -> None:
@@ -101,7 +101,7 @@ class LocalHost:
             process = GuardedProcess.prepare(name, tag=self._tag)
         except OSError as error:
             raise StartFailed(f"{name}: no guardian: {error.strerror or error}") from error
-        server = _Server(
+        server = _LocalServer(
             slot=slot, epoch=epoch, process=process, log=log, log_began_at=_size_of(log)
         )
         self._servers[rank] = server
@@ -163,7 +163,7 @@ class LocalHost:
         await self.stop(list(self._servers), grace_s=0.0)
         await self._prober.close()
 
-    async def _end(self, server: _Server, grace_s: float) -> str:
+    async def _end(self, server: _LocalServer, grace_s: float) -> str:
         """What could not be ended, in words; empty when nothing is left."""
         process = server.process
         if grace_s > 0:
@@ -181,7 +181,7 @@ class LocalHost:
         pids = process.stuck or tuple(tree.descendants(process.guardian_pid))
         return f"rank {server.slot.rank}: pid {', '.join(map(str, pids or [process.guardian_pid]))}"
 
-    def _on_exit(self, server: _Server) -> None:
+    def _on_exit(self, server: _LocalServer) -> None:
         if server.is_stopping or self._servers.get(server.slot.rank) is not server:
             return
         exited = server.process.exited.result()

@@ -21,7 +21,7 @@ from tasks.rollout.topology import Ask, FleetSettings, Questions, ServerSlot, To
 _SHOWN_CHARACTERS = 300
 
 
-class Silence(str):
+class NoReply(str):
     """Why no answer came: a timeout, a refused connection. Any other text is a bad answer's.
 
     Only silence may be the network's fault, and only a silence may be excused.
@@ -78,11 +78,11 @@ class HttpProber:
         try:
             reply = await self._reply(url, question, until_s)
         except TimeoutError:
-            return Silence(f"{what}: no answer within {timeout_s:g} s")
+            return NoReply(f"{what}: no answer within {timeout_s:g} s")
         except (aiohttp.ClientResponseError, aiohttp.ClientPayloadError) as error:
             return f"{what}: an answer that is not HTTP: {_shown(str(error))}"
         except (aiohttp.ClientError, OSError) as error:
-            return Silence(f"{what}: {_shown(str(error)) or type(error).__name__}")
+            return NoReply(f"{what}: {_shown(str(error)) or type(error).__name__}")
         if reply.status == 200:
             return None
         return f"{what}: {reply.status} {_shown(reply.body)}".rstrip()

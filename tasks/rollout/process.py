@@ -23,7 +23,7 @@ from tasks.processes import tree
 from tasks.processes.guarded import Forked
 from tasks.processes.identity import ProcessId
 from tasks.processes.ports import PortsReserved
-from tasks.processes.registry import Entry, PartsRegister
+from tasks.processes.registry import PartsRegister, RegisterEntry
 from tasks.record.events import Event, EventLog
 from tasks.rollout.building import LOOPBACK, Addresses, build, nodes_needed, ports_needed
 from tasks.rollout.fleet import Fleet, FleetFailed
@@ -124,8 +124,8 @@ def devices_of(fleet: Rollout, env: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(device.strip() for device in written.split(",") if device.strip())
 
 
-def _entry(plan: FleetPlan, forked: Forked) -> Entry:
-    return Entry(
+def _entry(plan: FleetPlan, forked: Forked) -> RegisterEntry:
+    return RegisterEntry(
         run_id=plan.run_id,
         attempt=plan.attempt,
         component=FLEET,

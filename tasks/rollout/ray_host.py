@@ -63,7 +63,7 @@ class NoPlace(Exception):
 
 
 @dataclass(slots=True, kw_only=True)
-class _Server:
+class _ActorServer:
     """One actor, and what watches it."""
 
     slot: ServerSlot
@@ -100,7 +100,7 @@ class RayHost:
         self._env = env
         self._stop_signal = stop_signal
         self._grace_s = grace_s
-        self._servers: dict[int, _Server] = {}
+        self._servers: dict[int, _ActorServer] = {}
 
     @classmethod
     async def open(
@@ -166,7 +166,7 @@ class RayHost:
         if before is not None:
             await self._end(before, grace_s=0.0)
         handle = self._make_actor(slot.rank, slot.node, gpus=len(slot.bundles))
-        server = _Server(slot=slot, epoch=epoch, actor=handle)
+        server = _ActorServer(slot=slot, epoch=epoch, actor=handle)
         try:
             server.pid = await self._answer(
                 handle.start.remote(
@@ -256,7 +256,7 @@ class RayHost:
         except GetTimeoutError as error:
             raise TimeoutError(str(error)) from error
 
-    async def _watch(self, server: _Server) -> None:
+    async def _watch(self, server: _ActorServer) -> None:
         """Tell its end, once, unless it was asked for."""
         try:
             status, last_words = await _as_future(server.actor.end_of.remote())
@@ -280,7 +280,7 @@ class RayHost:
             )
         )
 
-    async def _end(self, server: _Server, *, grace_s: float) -> tuple[str, ...]:
+    async def _end(self, server: _ActorServer, *, grace_s: float) -> tuple[str, ...]:
         server.is_ending = True
         left: list[int] = []
         try:
@@ -301,13 +301,13 @@ class RayHost:
             del self._servers[server.slot.rank]
         return tuple(f"{server.slot.host}: pid {pid}" for pid in left)
 
-    async def _copy_log(self, server: _Server) -> None:
+    async def _copy_log(self, server: _ActorServer) -> None:
         while True:
             await asyncio.sleep(_LOG_EVERY_S)
             with contextlib.suppress(RayError, TimeoutError, OSError):
                 await self._copy_rest(server)
 
-    async def _copy_rest(self, server: _Server) -> None:
+    async def _copy_rest(self, server: _ActorServer) -> None:
         target = self._log_of(server.slot.rank)
         while True:
             read = server.actor.log_from.remote(server.log_offset)

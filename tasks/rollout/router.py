@@ -304,7 +304,7 @@ class _Waiter:
     key: tuple[int, int] | None
 
 
-class Line:
+class WaitingLine:
     """Hands out entrypoints, and lets those wait for whom there is no room.
 
     A waiter is handed its entrypoint at the moment at which another request gives it back, so that

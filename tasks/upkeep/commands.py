@@ -18,7 +18,7 @@ from tasks.server.flow_runs import ServerAway
 from tasks.server.server import NoServer, prefect_server, quieten_prefect
 from tasks.show.help import HelpFormatter
 from tasks.upkeep.lost_host import NotLost, give_up_host
-from tasks.upkeep.preflight import DEFAULT_LIMITS, LOOK_WITHIN_S, Limits, Verdict
+from tasks.upkeep.preflight import DEFAULT_LIMITS, LOOK_WITHIN_S, Limits, PreflightVerdict
 from tasks.upkeep.prune import prune_host
 from tasks.upkeep.reconcile import publish, reconcile_host
 from tasks.upkeep.retention import NEVER, Retention, variable_of
@@ -149,9 +149,9 @@ def preflight_main(
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     found = state.result(raise_on_failure=False)
-    if isinstance(found, Verdict):
+    if isinstance(found, PreflightVerdict):
         print(found.as_markdown())
-    print(found.summary.splitlines()[0] if isinstance(found, Verdict) else state.message)
+    print(found.summary.splitlines()[0] if isinstance(found, PreflightVerdict) else state.message)
     return EXIT_FIT if state.is_completed() else EXIT_UNFIT
 
 

@@ -106,7 +106,7 @@ class Survey:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class PreflightVerdict:
     """What a preflight came to."""
 
     nodes: tuple[NodeSeen, ...]
@@ -143,7 +143,7 @@ class Verdict:
         return "\n\n".join(parts)
 
 
-def judge_nodes(survey: Survey, limits: Limits) -> Verdict:
+def judge_nodes(survey: Survey, limits: Limits) -> PreflightVerdict:
     """All that is wrong, in the order of the nodes."""
     if limits.gpus == "auto":
         has_driver = any(node.look.get("gpus", {}).get("driver") for node in survey.nodes)
@@ -171,7 +171,7 @@ def judge_nodes(survey: Survey, limits: Limits) -> Verdict:
             for name, check in checks.items()
             for problem, remedy in check(node, survey, limits)
         ]
-    return Verdict(nodes=survey.nodes, findings=tuple(found))
+    return PreflightVerdict(nodes=survey.nodes, findings=tuple(found))
 
 
 def gpu_words(node: NodeSeen) -> str:
@@ -298,7 +298,7 @@ def survey_cluster(address: str, shared: str | None, within_s: float) -> Survey:
 
 
 @task(name="publish", persist_result=False, cache_policy=NO_CACHE)
-def publish_verdict(verdict: Verdict) -> None:
+def publish_verdict(verdict: PreflightVerdict) -> None:
     """Leave a table on the flow run, and a line in its log for each thing that is wrong."""
     log = get_run_logger()
     for finding in verdict.findings:
@@ -306,7 +306,7 @@ def publish_verdict(verdict: Verdict) -> None:
     leave_report("preflight", verdict.as_markdown(), verdict.summary[:500], log)
 
 
-def conclude_preflight(verdict: Verdict) -> State[Verdict]:
+def conclude_preflight(verdict: PreflightVerdict) -> State[PreflightVerdict]:
     """The flow run's end: failed where a node is not fit, with the node and the remedy."""
     end = Failed if verdict.findings else Completed
     return end(message=verdict.summary, data=verdict)

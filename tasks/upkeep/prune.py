@@ -41,7 +41,7 @@ from tasks.upkeep.report import Done, Pruned
 from tasks.upkeep.retention import (
     Act,
     Found,
-    Plan,
+    PrunePlan,
     Retention,
     Step,
     compress,
@@ -84,7 +84,7 @@ def prune_host(keep: Retention | None = None, *, dry_run: bool = False) -> Prune
         why = str(error) if is_refused else f"the Prefect server does not answer ({error})"
         away = f"nothing was pruned: {why}"
         return Pruned(
-            host=host, home=home, plan=Plan(steps=(), held=()), is_dry=dry_run, open=(away,)
+            host=host, home=home, plan=PrunePlan(steps=(), held=()), is_dry=dry_run, open=(away,)
         )
     found = survey(keep, wanted)
     steps = plan(found, keep, time.time())

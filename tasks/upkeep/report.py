@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tasks.spec.words import commas, counted, size_text, table
-from tasks.upkeep.retention import Act, Plan, Step
+from tasks.upkeep.retention import Act, PrunePlan, Step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +124,7 @@ class Pruned:
 
     host: str
     home: Path
-    plan: Plan
+    plan: PrunePlan
     #: The plan was only shown.
     is_dry: bool
     done: tuple[Done, ...] = ()

@@ -121,7 +121,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class PrunePlan:
     """What is to be done, the oldest run first."""
 
     steps: tuple[Step, ...]
@@ -131,7 +131,7 @@ class Plan:
     over_bytes: int = 0
 
 
-def plan(found: Sequence[Found], keep: Retention, now: float) -> Plan:
+def plan(found: Sequence[Found], keep: Retention, now: float) -> PrunePlan:
     """What the rules say, without a look at the disk.
 
     Args:
@@ -150,7 +150,7 @@ def plan(found: Sequence[Found], keep: Retention, now: float) -> Plan:
             steps.append(Step(run=run, act=act, why=why))
     removed = sum(step.run.removable_bytes for step in steps if step.act is Act.REMOVE)
     over = sum(run.size_bytes for run in found) - removed - _most_bytes(keep)
-    return Plan(steps=tuple(steps), held=tuple(held), over_bytes=int(max(0, over)))
+    return PrunePlan(steps=tuple(steps), held=tuple(held), over_bytes=int(max(0, over)))
 
 
 def _removals(in_order: Sequence[Found], keep: Retention, now: float) -> dict[str, str]:

@@ -19,7 +19,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tasks.rollout.forwarding import Limits
+from tasks.rollout.forwarding import RequestLimits
 from tasks.rollout.gateway import Gateway
 from tasks.rollout.router import Entrypoint, Router
 from tasks.rollout.topology import Ask
@@ -116,7 +116,7 @@ class Scene:
 
 @asynccontextmanager
 async def scene(
-    count: int = 2, *, limit: int | None = None, limits: Limits | None = None, **more: Any
+    count: int = 2, *, limit: int | None = None, limits: RequestLimits | None = None, **more: Any
 ) -> AsyncIterator[Scene]:
     servers = [DummyServer(rank) for rank in range(count)]
     for server in servers:
@@ -222,7 +222,7 @@ async def test_a_body_arrives_whole(size: int, is_chunked: bool) -> None:
             yield body[at : at + 100_000]
 
     async with (
-        scene(1, limits=Limits(buffer_bytes=1_000_000)) as at,
+        scene(1, limits=RequestLimits(buffer_bytes=1_000_000)) as at,
         at.ask("/x", data=pieces() if is_chunked else body) as answer,
     ):
         got = await answer.json()
@@ -383,7 +383,7 @@ async def test_a_server_that_is_busy_leaves_the_request_to_one_other() -> None:
 
 
 async def test_tries_are_bounded_and_their_end_says_that_it_may_be_sent_again() -> None:
-    async with scene(5, limits=Limits(tries=3)) as at:
+    async with scene(5, limits=RequestLimits(tries=3)) as at:
         for server in at.servers:
             server.misbehave(kind="reset")
         async with at.ask() as answer:
@@ -394,7 +394,7 @@ async def test_tries_are_bounded_and_their_end_says_that_it_may_be_sent_again() 
 
 
 async def test_no_try_begins_when_the_time_for_it_is_over() -> None:
-    async with scene(3, limits=Limits(retry_for_s=-1)) as at:
+    async with scene(3, limits=RequestLimits(retry_for_s=-1)) as at:
         at.servers[0].misbehave(kind="reset")
         async with at.ask() as answer:
             assert answer.status == 502
@@ -411,7 +411,7 @@ async def test_the_only_server_is_asked_again() -> None:
 
 
 async def test_a_server_that_says_nothing_is_given_up_where_a_limit_is_set() -> None:
-    async with scene(2, limits=Limits(head_s=0.05)) as at:
+    async with scene(2, limits=RequestLimits(head_s=0.05)) as at:
         at.servers[0].misbehave(kind="hang")
 
         assert await at.rank_of() == 1
@@ -419,7 +419,7 @@ async def test_a_server_that_says_nothing_is_given_up_where_a_limit_is_set() -> 
 
 
 async def test_a_body_that_was_not_kept_is_not_sent_twice() -> None:
-    async with scene(2, limits=Limits(buffer_bytes=1000)) as at:
+    async with scene(2, limits=RequestLimits(buffer_bytes=1000)) as at:
         at.servers[0].misbehave(kind="reset")
         async with at.ask(data=bytes(100_000)) as answer:
             error = (await answer.json())["error"]
@@ -429,7 +429,7 @@ async def test_a_body_that_was_not_kept_is_not_sent_twice() -> None:
 
 
 async def test_a_body_of_which_nothing_has_left_can_go_elsewhere() -> None:
-    async with scene(2, limits=Limits(buffer_bytes=1000)) as at:
+    async with scene(2, limits=RequestLimits(buffer_bytes=1000)) as at:
         await at.servers[0].stop()
 
         assert await at.rank_of(path="/x", data=bytes(100_000)) == 1

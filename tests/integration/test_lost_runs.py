@@ -14,7 +14,7 @@ import pytest
 from tasks.processes import registry as lost_runs
 from tasks.processes import tree
 from tasks.processes.identity import ProcessId, boot_id, host_name
-from tasks.processes.registry import Entry, LostRun, Owner, Remains, finish
+from tasks.processes.registry import LostRun, Owner, RegisterEntry, Remains, finish
 from tests.support.stage import is_alive, wait_until
 
 GONE = ProcessId(pid=1 << 22, start_ticks=1, boot_id=boot_id())
@@ -55,14 +55,14 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
         process.kill()
 
 
-def lost_run(directory: Path, *entries: Entry, **owner: object) -> LostRun:
+def lost_run(directory: Path, *entries: RegisterEntry, **owner: object) -> LostRun:
     fields = {"run_id": "a-run", "host": host_name(), "process": GONE}
     run = LostRun(directory, Owner.model_validate({**fields, **owner}))
     run.entries = list(entries)
     return run
 
 
-def entry(**changes: object) -> Entry:
+def entry(**changes: object) -> RegisterEntry:
     fields = {
         "run_id": "a-run",
         "attempt": 1,
@@ -73,7 +73,7 @@ def entry(**changes: object) -> Entry:
         "process": GONE,
         "grace_s": 1.0,
     }
-    return Entry.model_validate({**fields, **changes})
+    return RegisterEntry.model_validate({**fields, **changes})
 
 
 def test_all_that_carries_the_mark_is_ended(tmp_path: Path, marked: Marked) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from tasks.record.states import GroupState
 from tasks.rollout.fleet import Fleet
-from tasks.rollout.probing import Death, Reply, Silence, StartFailed
+from tasks.rollout.probing import Death, NoReply, Reply, StartFailed
 from tasks.rollout.topology import (
     Answers,
     Ask,
@@ -231,10 +231,10 @@ class FakeProber:
 
 async def _answer(server: FakeServer, behaviour: str, timeout_s: float) -> str | None:
     if not server.is_alive or behaviour == "refuse":
-        return Silence("connection refused")
+        return NoReply("connection refused")
     if behaviour == "hang":
         await asyncio.sleep(timeout_s)
-        return Silence(f"no answer within {timeout_s:g} s")
+        return NoReply(f"no answer within {timeout_s:g} s")
     await asyncio.sleep(4.0 if behaviour == "slow" else 0.001)
     if behaviour == "503" or now_s() < server.ready_s:
         return "503 Scheduler is dead"

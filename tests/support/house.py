@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -155,6 +156,8 @@ class Figures:
     circles: tuple[tuple[str, ...], ...]
     #: The module of the most lines, docstrings and comments counted in.
     longest: tuple[int, str]
+    #: Names that several classes bear.
+    names_borne_twice: tuple[str, ...]
 
 
 def measure(root: Path) -> Figures:
@@ -170,7 +173,14 @@ def measure(root: Path) -> Figures:
         longest_chain=() if circles else _longest_chain(graph),
         circles=circles,
         longest=max((length, path) for path, length in lengths.items()),
+        names_borne_twice=tuple(name for name, count in _classes(root, paths).items() if count > 1),
     )
+
+
+def _classes(root: Path, paths: list[str]) -> Counter[str]:
+    trees = (ast.parse((root / path).read_text(encoding="utf-8")) for path in paths)
+    classes = (node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef))
+    return Counter(node.name for node in classes)
 
 
 def _modules_of(root: Path, path: str, known: frozenset[str]) -> Iterator[str]:

@@ -25,7 +25,7 @@ from typing import Any
 from tasks.processes.component import AttemptPlan
 from tasks.processes.containment import Level, allowed_level, probe
 from tasks.processes.ports import PortsReserved
-from tasks.processes.registry import Entry, RunRegister, remove_unused
+from tasks.processes.registry import RegisterEntry, RunRegister, remove_unused
 from tasks.processes.supervisor import Supervisor
 from tasks.record.events import EventLog
 from tasks.spec.errors import RunEnded
@@ -177,7 +177,7 @@ def die_before_registering(run: Callable[[], None], at: str) -> None:
     """SIGKILL between the fork of a component and its entry in the registry."""
     enter = RunRegister.enter
 
-    def die(self: RunRegister, entry: Entry) -> None:
+    def die(self: RunRegister, entry: RegisterEntry) -> None:
         if entry.component == at:
             os.kill(os.getpid(), signal.SIGKILL)
         enter(self, entry)

@@ -7,13 +7,13 @@ from random import Random
 import pytest
 
 from tasks.rollout.clock import pause_s
-from tasks.rollout.health import Evidence, NetworkCut, Verdict
-from tasks.rollout.probing import Silence
+from tasks.rollout.health import Evidence, HealthVerdict, NetworkCut
+from tasks.rollout.probing import NoReply
 from tasks.rollout.recovery import Incidents
 from tasks.rollout.topology import FleetSettings, settings_of
 from tasks.spec.rollout import Rollout
 
-SILENT, BAD = Silence("no answer"), "503 dead"
+SILENT, BAD = NoReply("no answer"), "503 dead"
 
 
 def after(history: str, threshold: int = 3) -> Evidence:
@@ -39,42 +39,42 @@ def after(history: str, threshold: int = 3) -> Evidence:
 @pytest.mark.parametrize(
     ("history", "threshold", "verdict"),
     [
-        ("", 3, Verdict.WELL),
-        ("y", 3, Verdict.WELL),
-        ("n", 3, Verdict.SUSPECT),
-        ("nn", 3, Verdict.SUSPECT),
-        ("nnn", 3, Verdict.SICK),
-        ("sss", 3, Verdict.SILENT),
+        ("", 3, HealthVerdict.WELL),
+        ("y", 3, HealthVerdict.WELL),
+        ("n", 3, HealthVerdict.SUSPECT),
+        ("nn", 3, HealthVerdict.SUSPECT),
+        ("nnn", 3, HealthVerdict.SICK),
+        ("sss", 3, HealthVerdict.SILENT),
         # the last word says whether it answers at all
-        ("nns", 3, Verdict.SILENT),
-        ("ssn", 3, Verdict.SICK),
+        ("nns", 3, HealthVerdict.SILENT),
+        ("ssn", 3, HealthVerdict.SICK),
         # in a row
-        ("nnyn", 3, Verdict.SUSPECT),
+        ("nnyn", 3, HealthVerdict.SUSPECT),
         # one is enough
-        ("n", 1, Verdict.SICK),
-        ("s", 1, Verdict.SILENT),
+        ("n", 1, HealthVerdict.SICK),
+        ("s", 1, HealthVerdict.SILENT),
         # requests and probes add up
-        ("rrn", 3, Verdict.SICK),
-        ("rns", 3, Verdict.SILENT),
-        ("nrs", 3, Verdict.SILENT),
+        ("rrn", 3, HealthVerdict.SICK),
+        ("rns", 3, HealthVerdict.SILENT),
+        ("nrs", 3, HealthVerdict.SILENT),
         # requests alone never have the last word
-        ("rrrrrrrrr", 3, Verdict.SUSPECT),
-        ("rrrrrrrrr", 1, Verdict.WELL),
-        ("nnrrrrr", 3, Verdict.SUSPECT),
+        ("rrrrrrrrr", 3, HealthVerdict.SUSPECT),
+        ("rrrrrrrrr", 1, HealthVerdict.WELL),
+        ("nnrrrrr", 3, HealthVerdict.SUSPECT),
         # a request was answered meanwhile
-        ("xxxxx", 3, Verdict.WELL),
-        ("ssx", 3, Verdict.SUSPECT),
+        ("xxxxx", 3, HealthVerdict.WELL),
+        ("ssx", 3, HealthVerdict.SUSPECT),
         # which excuses no bad answer
-        ("bbb", 3, Verdict.SICK),
+        ("bbb", 3, HealthVerdict.SICK),
         # a request that is answered ends a silence
-        ("ssas", 3, Verdict.SUSPECT),
-        ("rra", 3, Verdict.WELL),
+        ("ssas", 3, HealthVerdict.SUSPECT),
+        ("rra", 3, HealthVerdict.WELL),
         # and says nothing against what the server itself says
-        ("nnan", 3, Verdict.SICK),
+        ("nnan", 3, HealthVerdict.SICK),
     ],
 )
 def test_the_verdict_follows_from_what_came_in_a_row(
-    history: str, threshold: int, verdict: Verdict
+    history: str, threshold: int, verdict: HealthVerdict
 ) -> None:
     assert after(history, threshold).verdict(threshold) is verdict
 

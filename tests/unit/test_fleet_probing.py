@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tasks.rollout.probing import HttpProber, Silence
+from tasks.rollout.probing import HttpProber, NoReply
 from tasks.rollout.topology import Ask
 
 HEALTH = Ask(method="GET", path="/health")
@@ -80,7 +80,7 @@ def test_200_is_a_yes_whatever_its_text() -> None:
 def test_any_other_answer_is_a_no_with_its_text(handle: Handler, reason: str) -> None:
     no = asyncio.run(asked(handle))
 
-    assert no is not None and not isinstance(no, Silence)
+    assert no is not None and not isinstance(no, NoReply)
     assert re.match(f"GET /health: {reason}", no), no
 
 
@@ -99,7 +99,7 @@ def test_an_answer_that_does_not_come_in_time_is_a_silence(handle: Handler, reas
     no = asyncio.run(asked(handle, timeout_s=0.05))
 
     assert no is not None and reason in no
-    assert isinstance(no, Silence) is (handle is hangs)
+    assert isinstance(no, NoReply) is (handle is hangs)
 
 
 def test_a_refused_connection_is_a_silence() -> None:
@@ -112,7 +112,7 @@ def test_a_refused_connection_is_a_silence() -> None:
 
     no = asyncio.run(ask_nobody())
 
-    assert isinstance(no, Silence)
+    assert isinstance(no, NoReply)
     assert "Cannot connect" in no
 
 

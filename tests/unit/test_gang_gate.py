@@ -22,7 +22,7 @@ from tasks.queue import gate, look
 from tasks.queue.capacity import Capacity
 from tasks.queue.gate import Gate
 from tasks.queue.grants import Giver, Grant
-from tasks.queue.ledger import Entry
+from tasks.queue.ledger import QueueEntry
 from tasks.queue.settings import PoolSettings, TableNode, with_settings
 from tasks.queue.worker import GangWorker
 from tests.support.scripted_prefect import FreeLease, ScriptedPrefect
@@ -75,14 +75,14 @@ def hold(server: ScriptedPrefect, **nodes: int) -> UUID:
     return id
 
 
-def looks(server: ScriptedPrefect, count: int = 1, one: Gate | None = None) -> list[Entry]:
+def looks(server: ScriptedPrefect, count: int = 1, one: Gate | None = None) -> list[QueueEntry]:
     """A gate decides and tells so many times; what it starts."""
 
-    async def look_on() -> list[Entry]:
+    async def look_on() -> list[QueueEntry]:
         capacity = Capacity()
         client: Any = server
         it = one or Gate(client, pool="gang", capacity=capacity)
-        started: list[Entry] = []
+        started: list[QueueEntry] = []
         for _ in range(count):
             seen, found = await it.decide(lambda entry: True)
             started += found

@@ -16,8 +16,14 @@ def test_the_project_holds_its_order() -> None:
     assert not broken, "\n" + "\n".join(broken)
 
 
-def test_no_module_imports_itself_in_a_circle() -> None:
-    assert measure(ROOT).circles == ()
+def test_the_house_keeps_its_measure() -> None:
+    found = measure(ROOT)
+
+    assert found.circles == ()
+    assert found.folders == 11
+    assert found.modules <= 125
+    assert len(found.longest_chain) <= 15
+    assert found.names_borne_twice == ()
 
 
 @pytest.mark.parametrize("path", ALONE)

@@ -20,7 +20,7 @@ from tasks.queue.grants import (
     not_before,
     sent_back,
 )
-from tasks.queue.ledger import Entry, Ledger, Pool, fault_of, request_of
+from tasks.queue.ledger import Ledger, Pool, QueueEntry, fault_of, request_of
 from tasks.queue.settings import PoolSettings
 from tasks.ray.usage import Cluster, ClusterNode
 
@@ -60,8 +60,8 @@ def flow_run(
     )
 
 
-def entry(run: FlowRun, pool: str = "gang") -> Entry:
-    return Entry(
+def entry(run: FlowRun, pool: str = "gang") -> QueueEntry:
+    return QueueEntry(
         flow_run=run,
         request=request_of(run),
         grant=grant_of(run),
@@ -71,7 +71,7 @@ def entry(run: FlowRun, pool: str = "gang") -> Entry:
     )
 
 
-def holder(nodes: dict[str, int], number: int, **more: Any) -> Entry:
+def holder(nodes: dict[str, int], number: int, **more: Any) -> QueueEntry:
     """One that runs on these nodes."""
     granted = Grant(nodes=nodes, state_id="", at=NOW, by=None).labels()
     run = flow_run(
@@ -87,8 +87,8 @@ def holder(nodes: dict[str, int], number: int, **more: Any) -> Entry:
 
 
 def decided(
-    waiting: list[Entry],
-    holding: list[Entry] | None = None,
+    waiting: list[QueueEntry],
+    holding: list[QueueEntry] | None = None,
     *,
     limit: int | None = None,
     queue: WorkQueue = QUEUE,

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tasks.processes.guarded import Command
-from tasks.ray.dashboard import Actor, Contact, Node, PlacementGroup
+from tasks.ray.dashboard import Actor, Contact, LiveNode, PlacementGroup
 from tasks.ray.end import JobUsage, room_in_words
 from tasks.ray.job import beyond
 from tasks.ray.submission import JobPlan, SubmissionFile
@@ -37,8 +37,8 @@ def plan(tmp_path: Path) -> JobPlan:
     )
 
 
-def node(name: str, *, is_head: bool = False, **resources: float) -> Node:
-    return Node(
+def node(name: str, *, is_head: bool = False, **resources: float) -> LiveNode:
+    return LiveNode(
         node_id=f"{name}-id", ip=name, name=name, is_head=is_head, resources_total=resources
     )
 
@@ -59,7 +59,7 @@ HEAD = node("head", is_head=True, CPU=4)
     ],
 )
 def test_the_driver_is_kept_off_the_head_where_there_is_another_node(
-    plan: JobPlan, nodes: list[Node], resources: dict[str, float], labels: dict[str, str]
+    plan: JobPlan, nodes: list[LiveNode], resources: dict[str, float], labels: dict[str, str]
 ) -> None:
     place = place_of_driver(plan, nodes)
 

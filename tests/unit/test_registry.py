@@ -13,7 +13,7 @@ import pytest
 
 from tasks.processes import registry
 from tasks.processes.identity import ProcessId, boot_id, host_name
-from tasks.processes.registry import Entry, Owner, RunRegister, claimed, registered_runs
+from tasks.processes.registry import Owner, RegisterEntry, RunRegister, claimed, registered_runs
 
 #: Opens a registry, says so, and stays until its stdin ends.
 OWNER = """
@@ -46,7 +46,7 @@ def owner(home: Path) -> Iterator[subprocess.Popen[str]]:
         process.kill()
 
 
-def entry(**changes: object) -> Entry:
+def entry(**changes: object) -> RegisterEntry:
     me = ProcessId.of(os.getpid())
     fields = {
         "run_id": "a-run",
@@ -58,7 +58,7 @@ def entry(**changes: object) -> Entry:
         "process": me,
         "grace_s": 1.0,
     }
-    return Entry.model_validate({**fields, **changes})
+    return RegisterEntry.model_validate({**fields, **changes})
 
 
 def lost_owner(home: Path, **changes: object) -> None:

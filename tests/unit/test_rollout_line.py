@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from tasks.rollout.router import Entrypoint, Line, NoEntrypoint, Router
+from tasks.rollout.router import Entrypoint, NoEntrypoint, Router, WaitingLine
 
 pytestmark = pytest.mark.asyncio
 
@@ -15,16 +15,16 @@ def entrypoint(rank: int) -> Entrypoint:
     return Entrypoint(rank=rank, epoch=1, url=f"http://10.0.0.{rank}:80")
 
 
-def line_of(*ranks: int, limit: int = 1) -> tuple[Line, Router]:
+def line_of(*ranks: int, limit: int = 1) -> tuple[WaitingLine, Router]:
     router = Router(limit=limit)
     router.set(entrypoint(rank) for rank in ranks)
-    return Line(router), router
+    return WaitingLine(router), router
 
 
 class Waiting:
     """Requests that wait, and the order in which their turns came."""
 
-    def __init__(self, line: Line) -> None:
+    def __init__(self, line: WaitingLine) -> None:
         self.turns: list[tuple[str, int]] = []
         self._line = line
 
