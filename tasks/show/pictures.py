@@ -414,15 +414,16 @@ _WITHIN = ("data", "metrics")
 class Figures:
     """What a file of a run has by now. Reads only what was added since the last look."""
 
-    def __init__(self, path: Path, step: str) -> None:
+    def __init__(self, path: Path, step: str, names: Sequence[str] = NAMES) -> None:
         """
         Args:
             step: the dotted key of the step in a line.
+            names: of what there may be a curve; one of the first line that has any.
         """
         self.path = path
         #: Of what there is a curve; empty while nothing is known.
         self.name = ""
-        self._step = step
+        self._step, self._names = step, names
         self._file = MetricsFile(path)
         self._begun = 0
         self._points: dict[float, float] = {}
@@ -444,15 +445,15 @@ class Figures:
 
     def _take(self, entry: Mapping[str, Any]) -> None:
         step = number_at(entry, self._step)
-        found = dict(_figures(entry))
+        found = dict(_figures(entry, self._names))
         if not self.name:
-            self.name = next((name for name in NAMES if name in found), "")
+            self.name = next((name for name in self._names if name in found), "")
         if step is not None and self.name in found:
             self._points[step] = found[self.name]
 
 
-def _figures(entry: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+def _figures(entry: Mapping[str, Any], names: Sequence[str]) -> Iterator[tuple[str, float]]:
     for part in (entry, *map(entry.get, _WITHIN)):
-        for name in NAMES:
+        for name in names:
             if (value := number_at(part, name)) is not None:
                 yield name, value

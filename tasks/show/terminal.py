@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from pathlib import Path
 from types import TracebackType
 
 import plotext  # type: ignore[import-untyped]
@@ -21,7 +22,7 @@ from rich.text import Text
 from tasks.record.events import Event, event_listeners
 from tasks.show.lines import end_block, failed_attempt, lines_of
 from tasks.show.live_view import drawn
-from tasks.show.pictures import Figures, Point
+from tasks.show.pictures import NAMES, Figures, Point
 from tasks.show.screen import ForeignLines, Line, Screen, printable
 from tasks.show.view import RunSeen
 from tasks.spec.run import RunSpec
@@ -118,9 +119,10 @@ class Terminal:
     def _show_curve(self) -> None:
         if self._seen.directory is None:
             return
-        figures = Figures(self._seen.directory / "metrics.jsonl", "step")
-        while figures.look():
-            pass
+        path = self._seen.directory / "metrics.jsonl"
+        figures = _all_of(path, "reward") or _all_of(path, *NAMES)
+        if figures is None:
+            return
         points, name = figures.points, figures.name
         if len(points) < 2:
             return
@@ -174,6 +176,14 @@ class Terminal:
             has_unicode = self._screen.has_unicode
             region = drawn(seen, columns=columns, lines=room, now=now, has_unicode=has_unicode)
         self._screen.show(lines, region)
+
+
+def _all_of(path: Path, *names: str) -> Figures | None:
+    """All figures of the first of the names that a file has; None where it has none."""
+    figures = Figures(path, "step", names)
+    while figures.look():
+        pass
+    return figures if figures.points else None
 
 
 def _curve(points: Sequence[Point], title: str, columns: int) -> str:

@@ -183,6 +183,29 @@ def test_a_completed_run_shows_its_reward_curve(tmp_path: Path) -> None:
     assert out.emulator.text.rstrip().splitlines()[-1] == "completed: step 60 of 60"
 
 
+@pytest.mark.parametrize(
+    ("figures", "title"),
+    [
+        ({"loss": 0.5, "data": {}}, "loss by step"),
+        # what is there from the first step on is not what one asks for first
+        ({"loss": 0.5, "reward": 0.25}, "reward by step"),
+    ],
+)
+def test_the_curve_is_of_the_reward_where_there_is_one(
+    tmp_path: Path, figures: dict[str, object], title: str
+) -> None:
+    out = Out(is_terminal=False)
+    lines = [{"step": 0, "loss": 0.9}, *({"step": step, **figures} for step in (1, 2, 3))]
+
+    with Terminal(SPEC, screen(out, is_live=False)) as terminal:
+        terminal.show(begun(tmp_path))
+        written = "".join(f"{json.dumps(line)}\n" for line in lines)
+        (tmp_path / "attempt-01" / "metrics.jsonl").write_text(written)
+        terminal.end("completed", "step 3 of 3")
+
+    assert title in out.emulator.text
+
+
 class Stopped(Out):
     """A terminal on which somebody has pressed Ctrl-S."""
 
