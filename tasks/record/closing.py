@@ -92,7 +92,7 @@ def close_record(
     """
     place = RunPlace(directory=directory)
     try:
-        before = RunJson.read(place.record)
+        before = RunJson.read(place.record).known()
     except FileNotFoundError:
         return None
     except ValueError as error:

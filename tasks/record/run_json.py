@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import ValidationError
 
@@ -57,6 +57,11 @@ def write_json(path: Path, content: object) -> None:
         draft.unlink(missing_ok=True)
 
 
+def _nearest_state(content: Mapping[str, Any]) -> RunState:
+    """Of what is in a state of another version: it has ended somehow, or has not."""
+    return RunState.STOPPING if content.get("ended_at") is None else RunState.FAILED
+
+
 class ComponentRecord(Recorded):
     """What became of one component. Times are UTC epoch seconds."""
 
@@ -77,6 +82,8 @@ class ComponentRecord(Recorded):
 class JobRecord(Recorded):
     """What is known of the Ray job of one component."""
 
+    nearest: ClassVar = {"nodes": lambda content: (str(content["nodes"]),)}
+
     submission_id: str = ""
     #: URL of the cluster's dashboard.
     address: str = ""
@@ -88,6 +95,8 @@ class JobRecord(Recorded):
 
 class AttemptRecord(Recorded):
     """One attempt. Times are UTC epoch seconds."""
+
+    nearest: ClassVar = {"state": _nearest_state}
 
     #: From 1.
     number: int
@@ -112,7 +121,7 @@ class AttemptRecord(Recorded):
     def jobs(self) -> dict[str, JobRecord]:
         """By the name of the component that each one runs; the attempt's first one first."""
         first = {self.ray.get("component", ""): self.ray} if self.ray else {}
-        jobs = {**first, **self.ray.get("others", {})}
+        jobs = {**first, **(self.ray.get("others") or {})}
         return {name: JobRecord.model_validate(job) for name, job in jobs.items()}
 
     @property
@@ -123,7 +132,7 @@ class AttemptRecord(Recorded):
     @property
     def ending(self) -> str:
         """The kind of its failure; of one that has none, its state."""
-        return self.failure.kind.value if self.failure else self.state.value
+        return self.failure.written("kind") if self.failure else self.written("state")
 
     def ended(self, state: RunState, at: float, failure: Failure | None) -> AttemptRecord:
         return self.but(state=state, ended_at=at, failure=failure.whole() if failure else None)
@@ -148,6 +157,8 @@ class AttemptRecord(Recorded):
 
 class RunJson(Recorded):
     """What the file says. Times are UTC epoch seconds."""
+
+    nearest: ClassVar = {"state": _nearest_state}
 
     run_id: str = ""
     flow_run_id: str = ""
@@ -177,6 +188,15 @@ class RunJson(Recorded):
     def read(path: Path) -> RunJson:
         """Raises: OSError, ValueError."""
         return RunJson.parse(path.read_bytes())
+
+    def known(self) -> RunJson:
+        """The same, for whoever decides by its state.
+
+        Raises: ValueError, where the run is in a state of another version: only to be shown.
+        """
+        if "state" in self.unknown:
+            raise ValueError(f"state: {self.written('state')!r} is none that is known here")
+        return self
 
     @property
     def attempt(self) -> AttemptRecord | None:
@@ -208,7 +228,7 @@ class RunJson(Recorded):
         last = self.attempt
         if not self.state.is_final or last is None or last.decision is not None:
             return self
-        return self.with_last(last.but(decision=f"final: {self.state.value}"))
+        return self.with_last(last.but(decision=f"final: {self.written('state')}"))
 
     def taken_over(self, now: float, *, adopts: bool = False) -> RunJson:
         """The record of a run on one host, for its next process on another one.
@@ -315,7 +335,7 @@ class RunRecord:
             "containment": None,
             "attempts": (),
         }
-        here = RunJson.read(path) if path.exists() else None
+        here = RunJson.read(path).known() if path.exists() else None
         content |= here.as_json() if here else {}
         if earlier is not None and len(earlier.attempts) > len(here.attempts if here else ()):
             content |= earlier.taken_over(clock(), adopts=adopts).as_json()

@@ -91,7 +91,7 @@ def block_of(failure: Failure, place: AttemptPlace) -> Iterator[tuple[str, str]]
     name = failure.component
     if name:
         how = f", {ending_text(failure.exit_code, failure.signal)}" if failure.has_ended else ""
-        yield "first", f"{name}, {failure.kind.value}{how}"
+        yield "first", f"{name}, {failure.written('kind')}{how}"
     if failure.hint:
         yield "hint", failure.hint
     yield "to do", REMEDIES[failure.kind]

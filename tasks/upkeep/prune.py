@@ -158,7 +158,7 @@ def _directories() -> Iterator[Path]:
 def _ending(record: Path) -> tuple[float, str]:
     """When a run ended, UTC epoch seconds, and why it must be taken as one that has not."""
     try:
-        content = RunJson.read(record)
+        content = RunJson.read(record).known()
     except (OSError, ValueError) as error:
         return math.inf, f"its record can't be read ({error})"
     if not content.state.is_final:
