@@ -63,6 +63,7 @@ def end_all(end_once: Callable[[], set[Known]], within_s: float) -> tuple[set[Kn
     Returns: those that have ended by it, and those that are left.
     """
     found: set[Known] = set()
+    left: set[Known] = set()
     deadline = time.monotonic() + within_s
     clean = 0
     while clean < CLEAN_ROUNDS and time.monotonic() < deadline:
@@ -73,9 +74,9 @@ def end_all(end_once: Callable[[], set[Known]], within_s: float) -> tuple[set[Kn
             break
         time.sleep(ROUND_S)
     if clean < CLEAN_ROUNDS:
-        # What was born meanwhile is left, too.
-        found |= end_once()
-    left = {one for one in found if not _is_gone(*one)}
+        # They count as left even if they end by this: where they came from, there may be more.
+        left = end_once()
+    left |= {one for one in found if not _is_gone(*one)}
     return found - left, left
 
 
@@ -146,22 +147,29 @@ def _end_matching(is_meant: Callable[[int], bool]) -> set[Known]:
     """One round against every living process that is meant; those that were there."""
     known: set[Known] = set()
 
-    def send(pid: int, signum: int) -> bool:
+    def send(pid: int, start: int, signum: int) -> bool:
+        # Another user's, which no one here may end, is found to be left.
         with suppress(PermissionError):
-            return signal_if(pid, signum, lambda: is_meant(pid))
+            return signal_if(pid, signum, lambda: start_ticks(pid) == start)
         return False
 
+    def start_if_meant(pid: int) -> int:
+        """0 where it is not alive, or not meant."""
+        start = start_ticks(pid)
+        is_one = start and is_meant(pid) and not is_zombie(pid)
+        # Of one process, not of two that had the pid.
+        return start if is_one and start_ticks(pid) == start else 0
+
     def send_all(signum: int) -> list[int]:
-        there = [(pid, start_ticks(pid)) for pid in all_pids() if is_meant(pid)]
-        there = [(pid, start) for pid, start in there if start and not is_zombie(pid)]
-        known.update(there)
-        for pid, _ in there:
-            send(pid, signum)
-        return [pid for pid, _ in there]
+        known.update((pid, start) for pid in all_pids() if (start := start_if_meant(pid)))
+        # One that was found before may run another program by now, without the variables.
+        for pid, start in known:
+            send(pid, start, signum)
+        return [pid for pid, _ in known]
 
     def kill_newborn(pid: int) -> bool:
-        start = start_ticks(pid)
-        if not is_meant(pid) or not send(pid, signal.SIGKILL):
+        start = start_if_meant(pid)
+        if not start or not send(pid, start, signal.SIGKILL):
             return False
         known.add((pid, start))
         return True

@@ -13,8 +13,9 @@ from contextlib import suppress
 
 import pytest
 
-from tasks.processes.ending import end_carriers, holders_of
-from tasks.processes.tree import is_zombie
+from tasks.processes import ending
+from tasks.processes.ending import end_all, end_carriers, holders_of
+from tasks.processes.tree import environment_of, is_zombie
 
 #: Ends by itself in the end: one that is not caught would be nobody's, and never seen again.
 _FORKER = """
@@ -138,3 +139,34 @@ def test_a_stopped_process_is_ended(start: Start, run_id: str) -> None:
     end_carriers({"MUSTER_RUN_ID": run_id})
 
     assert is_zombie(process.pid)
+
+
+def test_what_begins_another_program_once_it_was_found_is_ended(
+    start: Start, run_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = start(MUSTER_RUN_ID=run_id)
+    looks = 0
+
+    def seen_once(pid: int) -> dict[str, str]:
+        nonlocal looks
+        looks += pid == process.pid
+        return {} if pid == process.pid and looks > 1 else environment_of(pid)
+
+    monkeypatch.setattr(ending, "environment_of", seen_once)
+
+    found = end_carriers({"MUSTER_RUN_ID": run_id})
+
+    assert [one["pid"] for one in found["killed"]] == [process.pid]
+    assert found["left"] == []
+    assert process.wait(10) == -signal.SIGKILL
+
+
+def test_what_is_born_faster_than_it_is_ended_is_left() -> None:
+    born = iter(range(1 << 30, 1 << 31))
+
+    # Each has ended by the time it is looked at.
+    ended, left = end_all(lambda: {(next(born), 1)}, within_s=0.2)
+
+    assert len(left) == 1
+    assert ended
+    assert max(ended) < min(left)
