@@ -1,9 +1,9 @@
 """The guardian: a small process that owns one component's process tree.
 
-It starts as `python -I -S guardian.py FD PIDFD MARK NAME [USER PID MNT ALIVE]`: FD is its end of
-a socket pair whose other end only the supervisor holds, PIDFD the supervisor's own, and MARK a
-number for all that comes of it (see `tree.mark_own`). With the last four, all of them file
-descriptors, it goes on inside a PID namespace (see `namespace.py`). Over FD go JSON lines. From the
+It starts as `python -I -S guardian.py FD PIDFD MARK NAME [USER PID MNT ALIVE]`: FD is its end of a
+socket pair whose other end only the supervisor holds, PIDFD the supervisor's own, and MARK a number
+for all that comes of it (see `tree.mark_own`). With the last four, all of them file descriptors, it
+goes on inside a PID namespace (see `containment.PidNamespace`). Over FD go JSON lines. From the
 supervisor: first the launch order (see `Order`), then `{"do": "go"}`, later `{"do": "stop"}` and
 `{"do": "kill"}`. To the supervisor: `{"event": ...}` with `forked` (the component's process is
 there, its pidfd comes along, and waits for "go"), `spawned` (it runs its program), `refused` (why

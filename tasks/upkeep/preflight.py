@@ -66,7 +66,7 @@ class NodeSeen:
     gpus: float = 0.0
     #: Why it could not be looked at; empty where it was.
     unreached: str = ""
-    #: See `machine_look.look`; of the caller at most what stands in the way of its own file, and
+    #: See `machine.look`; of the caller at most what stands in the way of its own file, and
     #: empty for a node that was not reached.
     look: Mapping[str, Any]
     #: Names of nodes whose file in the shared directory it can't read.
