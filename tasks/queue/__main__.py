@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import os
 import sys
+from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
@@ -169,15 +170,18 @@ async def _watch(
 
 async def _drain(client: PrefectClient, options: argparse.Namespace, look: Look) -> None:
     pool = await settings.pool_of(client, options.pool)
-    nodes = {node.name: node for node in (await look(client, options.pool)).nodes}
+    #: By node, of whatever cluster: several may have one of the same name.
+    runs: dict[str, set[str]] = defaultdict(set)
+    for node in (await look(client, options.pool)).nodes:
+        runs[node.name] |= node.held.keys()
     # Read again just before it is written: the look takes its time.
     pool = await settings.pool_of(client, options.pool)
     before, is_drained = settings.settings_in(pool), options.command == "drain"
-    known = None if options.force else [*nodes]
+    known = None if options.force else [*runs]
     changed = settings.with_drained(before, options.node, known, is_drained=is_drained)
     await settings.change(client, pool, changed)
     for name in options.node:
-        held = ", ".join(sorted(nodes[name].held)) if name in nodes else ""
+        held = ", ".join(sorted(runs[name]))
         goes_on = f" {held} goes on there." if held else ""
         said = f"gets no new gang.{goes_on}" if is_drained else "may get new gangs."
         print(f"{name} {said}")

@@ -1,5 +1,5 @@
 """Which entrypoint a request goes to: that of its session, else the one with the least to do. While
-all are at their limit, requests wait in a `Line`: first come, first served.
+all are at their limit, requests wait in a `WaitingLine`: first come, first served.
 
 No clock and no I/O. A choice takes the same time with three entrypoints as with thousands.
 """

@@ -342,6 +342,18 @@ def test_draining_keeps_all_else_of_the_pool_and_says_what_goes_on(
     ]
 
 
+def test_draining_names_what_goes_on_on_the_node_of_each_cluster(
+    command: Command, server: Server
+) -> None:
+    others = NodeUse(cluster="http://ray", name="gpu-1", gpus=8, free=4, held={"another-run": 4})
+    idle = NodeUse(cluster="http://ray-2", name="gpu-1", gpus=8, free=8)
+    server.view = replace(VIEW, nodes=(*VIEW.nodes, others, idle))
+
+    _code, said = command("drain", "gpu-1")
+
+    assert said.startswith("gpu-1 gets no new gang. another-run, running-run goes on there.")
+
+
 def test_what_an_operator_does_is_told_as_events(command: Command, server: Server) -> None:
     for arguments in (
         ("drain", "gpu-1", "gpu-9"),
