@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import pytest
 QUICKSTART = Path(__file__).parents[2] / "deployments" / "quickstart"
 sys.path.insert(0, str(QUICKSTART))
 
-from checkpoints import Checkpoint, load, save
+from checkpoints import BadCheckpoint, Checkpoint, load, save
 from copy_task import VOCABULARY
 from grpo import Batch, StepStats, TrainState, initial_state, train_step
 from metrics_file import MetricsFile
@@ -94,6 +95,34 @@ def test_killed_writer_leaves_a_checkpoint_that_loads(tmp_path: Path) -> None:
     assert load(tmp_path).state.step in range(1, 10)
     for path in tmp_path.glob("step-*.npz"):
         load(path)
+
+
+def test_failed_write_leaves_the_previous_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = initial_state(np.random.default_rng(0))
+    save(Checkpoint(state=trained(start, range(1)), rng_state={}), tmp_path)
+
+    def full_disk(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        save(Checkpoint(state=trained(start, range(2)), rng_state={}), tmp_path)
+
+    assert load(tmp_path).state.step == 1
+    assert {entry.name for entry in tmp_path.iterdir()} == {"latest", "step-000001.npz"}
+
+
+@pytest.mark.parametrize("kept", [0.0, 0.5])
+def test_half_a_checkpoint_is_refused(tmp_path: Path, kept: float) -> None:
+    state = initial_state(np.random.default_rng(0))
+    path = save(Checkpoint(state=state, rng_state={}), tmp_path)
+    content = path.read_bytes()
+    path.write_bytes(content[: int(len(content) * kept)])
+
+    with pytest.raises(BadCheckpoint, match="not a checkpoint"):
+        load(tmp_path)
 
 
 @pytest.mark.parametrize(
