@@ -164,7 +164,8 @@ def test_a_run_hands_on_what_its_stage_says(
         path = place.directory / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("weights")
-    place.record.write_text(json.dumps({"attempts": [{}, {}]}))
+    attempts = [{"number": 1, "state": "failed"}, {"number": 2, "state": "completed"}]
+    place.record.write_text(json.dumps({"state": "completed", "attempts": attempts}))
     trainer = {"command": ["true"], "checkpoints": "${run.dir}/trainer"}
     spec = {"name": "one", "workload": "sft", "components": {"trainer": trainer}}
     text = yaml.safe_dump(spec).replace("${run.dir}", str(place.directory))
