@@ -155,10 +155,11 @@ def _end_matching(is_meant: Callable[[int], bool]) -> set[Known]:
 
     def start_if_meant(pid: int) -> int:
         """0 where it is not alive, or not meant."""
+        if not is_meant(pid):
+            return 0
         start = start_ticks(pid)
-        is_one = start and is_meant(pid) and not is_zombie(pid)
-        # Of one process, not of two that had the pid.
-        return start if is_one and start_ticks(pid) == start else 0
+        # Looked at again: the pid may have become another process's before its start was read.
+        return start if is_meant(pid) and not is_zombie(pid) else 0
 
     def send_all(signum: int) -> list[int]:
         known.update((pid, start) for pid in all_pids() if (start := start_if_meant(pid)))
