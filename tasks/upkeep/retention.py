@@ -115,10 +115,6 @@ class Step:
     act: Act
     why: str
 
-    @property
-    def touched_bytes(self) -> int:
-        return self.run.log_bytes if self.act is Act.COMPRESS else self.run.removable_bytes
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrunePlan:
