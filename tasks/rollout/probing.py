@@ -48,7 +48,7 @@ class Prober(Protocol):
         Args:
             url: `http://host:port` of the server.
 
-        Returns: None for a yes, else why not: a `Silence` where no answer came.
+        Returns: None for a yes, else why not: a `NoReply` where no answer came.
         """
 
     async def call(self, url: str, ask: Ask, timeout_s: float) -> Reply:
