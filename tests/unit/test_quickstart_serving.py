@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 import urllib.error
@@ -18,6 +19,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "deployments" / "quickstart"))
 
 from copy_task import EOS, VOCABULARY, prompt_of
+from fleet import GONE_AFTER_S, Fleet, FleetError
 from policy import Policy, initial_policy
 from sampler import Sampler
 from serving import InferenceServer
@@ -139,3 +141,24 @@ def test_weights_may_be_swapped_while_answers_are_under_way(server: InferenceSer
 def test_what_is_no_weights_of_this_policy_is_refused(content: bytes) -> None:
     with pytest.raises(BadWeights):
         Weights.of(content)
+
+
+def test_the_trainers_own_server_takes_no_weights(server: InferenceServer) -> None:
+    status, _answer = ask(server, "/weights", Weights(policy=always(1), step=9).as_bytes())
+
+    assert (status, server.sampler.step) == (404, 4)
+
+
+def test_a_gateway_that_refuses_is_an_error_at_once_and_one_that_is_gone_after_a_while() -> None:
+    seconds = itertools.count()
+    slept: list[float] = []
+    with InferenceServer(a_sampler(), port=0) as no_gateway:
+        fleet = Fleet(no_gateway.url, clock=lambda: float(next(seconds)), sleep=slept.append)
+        with pytest.raises(FleetError, match=r"GET .*/muster/rollout: 404"):
+            fleet.push(always(1), step=1)
+        assert slept == []
+
+    with pytest.raises(FleetError, match="the fleet went away"):
+        fleet.push(always(1), step=1)
+
+    assert 0 < len(slept) < GONE_AFTER_S
