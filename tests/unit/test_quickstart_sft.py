@@ -60,6 +60,18 @@ def test_grpo_begins_with_its_weights_and_nothing_else_of_it(
     assert not state.first_moment.hidden_weight.any()
 
 
+def test_an_attempt_that_is_resumed_has_its_own_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learn(tmp_path / "sft", 5)
+    learn(tmp_path / "own", 6, "--seed", "1")
+    arguments = ["--api", "http://127.0.0.1:9", "--port", "0", "--steps", "9"]
+    arguments += ["--out", str(tmp_path / "grpo"), "--resume-from", str(tmp_path / "own")]
+    monkeypatch.setenv("INIT_FROM", str(tmp_path / "sft"))
+
+    assert trainer.prepare(arguments).training.state.step == 6
+
+
 def test_terminated_it_leaves_its_last_step(tmp_path: Path) -> None:
     command = [sys.executable, str(QUICKSTART / "sft.py"), "--steps", "1000000"]
     process = subprocess.Popen([*command, "--out", str(tmp_path)], stdout=subprocess.DEVNULL)
