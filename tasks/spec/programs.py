@@ -30,8 +30,8 @@ _SHELL_OPTION = re.compile(r"-(?=.)[aefhiklmnprtuvxBCEHPT]*(?:([oO])(.*))?", re.
 _LIKENESS = 0.75
 #: Their arguments belong to another machine, root directory, user or program.
 _ELSEWHERE = re.compile(
-    "apptainer|bwrap|chroot|docker|enroot|env|firejail|kubectl|mpirun|mpiexec|nsenter|podman|ray"
-    "|singularity|sky|srun|ssh|su|sudo|unshare"
+    "apptainer|bwrap|chroot|docker|enroot|env|firejail|kubectl|mpirun|mpiexec|nice|nohup|nsenter"
+    "|podman|ray|setsid|singularity|sky|srun|ssh|stdbuf|su|sudo|timeout|unshare"
 )
 _CONFIG_OPTION = re.compile(r"(--(?:config|config[-_]file|env[-_]file))(?:=(.*))?", re.DOTALL)
 #: A plain path to a file; no address, no list of files.

@@ -13,7 +13,18 @@ from tasks.spec.errors import Fault
 from tasks.spec.programs import component_path, lookup_faults
 from tasks.spec.run import RunSpec
 
-BINARIES = ("python", "python3.11", "sh", "bash", "node", "torchrun", "env", "docker", "run-api")
+BINARIES = (
+    "python",
+    "python3.11",
+    "sh",
+    "bash",
+    "node",
+    "torchrun",
+    "env",
+    "docker",
+    "nohup",
+    "run-api",
+)
 
 
 @pytest.fixture
@@ -72,6 +83,7 @@ def faults_of(root: Path, component: dict[str, Any], **keys: object) -> list[Fau
         # another program's options tell what its arguments are, and are not known here
         ["env", "--chdir", "/nowhere", "python", "none.py", "--config", "none.yaml"],
         ["docker", "run", "image", "--config", "none.yaml"],
+        ["nohup", "sh", "run.sh", "--config", "none.yaml"],  # it may change the directory first
         ["run-api", "--config", "none"],  # no file's name
         ["run-api", "--config", "none.bin"],
         ["run-api", "--config", "http://host/none.yaml"],
