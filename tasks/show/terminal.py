@@ -6,7 +6,6 @@ writes. Where that is stuck, in a terminal that was stopped for example, the old
 
 from __future__ import annotations
 
-import copy
 import logging
 import threading
 import time
@@ -168,7 +167,7 @@ class Terminal:
             self._lines.clear()
             self._lost = 0
             is_live = self._screen.is_live and not is_last
-            seen = copy.deepcopy(self._seen) if is_live else None
+            seen = self._seen.snapshot() if is_live else None
         if lost:
             lines.insert(0, Line(text=f"({lost} lines could not be shown in time)", style="dim"))
         region, room, columns = [], self._screen.region_lines, self._screen.size.columns

@@ -6,6 +6,7 @@ they share, and `RunView`, which adds the record to it.
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -103,6 +104,12 @@ class Pace:
         #: `(UTC epoch seconds, step)`, oldest first.
         self._seen: deque[tuple[float, float]] = deque()
 
+    def snapshot(self) -> Pace:
+        """As it is now, whatever is seen later."""
+        pace = Pace(self._total)
+        pace._seen = self._seen.copy()
+        return pace
+
     @property
     def step(self) -> float | None:
         return self._seen[-1][1] if self._seen else None
@@ -169,6 +176,12 @@ class RunSeen:
         total = spec.progress.total if spec.progress else None
         engines = spec.fleet.engines if spec.fleet is not None else 0
         return RunSeen(spec.components, total=total, engines=engines)
+
+    def snapshot(self) -> RunSeen:
+        """As it is now, whatever is observed later; in no time, since others wait for it."""
+        seen = copy.copy(self)
+        seen.rows, seen._starts, seen.pace = {**self.rows}, {**self._starts}, self.pace.snapshot()
+        return seen
 
     def _begin(self, attempt: int, directory: Path | None) -> None:
         #: The number of the attempt under way or the last one, and where its files are.

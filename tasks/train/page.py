@@ -6,7 +6,6 @@ is told ever more seldom.
 
 from __future__ import annotations
 
-import copy
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -227,7 +226,7 @@ class RunPage:
                 place=run.place,
                 host=host_name(),
                 message=run.verdict.message if record.state.is_final else "",
-                seen=copy.deepcopy(self._seen),
+                seen=self._seen.snapshot(),
             )
 
     def _shown(self, key: str, view: RunView) -> Shown | None:

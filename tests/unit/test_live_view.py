@@ -283,3 +283,21 @@ def test_a_rate_is_told_in_the_unit_that_fits(per_second: float, text: str) -> N
 )
 def test_a_time_is_told_as_a_clock(seconds: float, text: str) -> None:
     assert stopwatch(seconds) == text
+
+
+def test_a_snapshot_is_of_its_moment() -> None:
+    seen = viewed(
+        event("component.starting", "api"),
+        event("rollout.server.started", "rollout", rank=0, url="http://h:1"),
+        event("run.progress", step=1.0),
+    )
+
+    before = seen.snapshot()
+    told = lines(before), before.servers
+    seen.observe(event("component.spawned", "api", pid=7, argv=[]))
+    seen.observe(event("rollout.server.started", "rollout", rank=0, url="http://h:2"))
+    seen.observe(event("rollout.group.state", "rollout", group=0, ranks=[0], after="active"))
+    seen.observe(event("run.progress", step=2.0))
+
+    assert (lines(before), before.servers) == told
+    assert lines(seen) != lines(before) and seen.servers != before.servers
