@@ -82,8 +82,9 @@ class RunAnnouncements:
             case name if name in ANNOUNCED_AS:
                 yield self._of_event(ANNOUNCED_AS[name], event)
             case "attempt.begun" | "attempt.adopted":
-                is_adopted = event.name == "attempt.adopted"
-                yield self._of_event("muster.run.started", event, is_adopted=is_adopted)
+                is_adopted, directory = event.name == "attempt.adopted", str(event.directory)
+                more = {"directory": directory, "is_adopted": is_adopted}
+                yield self._of_event("muster.run.started", event, **more)
             case "run.waiting" if not was_waiting:
                 # Announced anew whenever the reason changes.
                 yield self._of_event("muster.run.waiting", event)

@@ -127,6 +127,12 @@ def test_probes_progress_and_logs_are_not_told(tell: Tell) -> None:
     assert tell("component.starting", "api") == []
 
 
+def test_a_folder_is_told_as_a_text_in_which_secrets_can_be_masked(tell: Tell) -> None:
+    [started] = begun(tell)
+
+    assert started.payload["directory"] == "/runs/a"
+
+
 def test_an_ordinary_run_is_told_from_its_start_to_its_end(
     tell: Tell, announcements: RunAnnouncements
 ) -> None:
