@@ -89,14 +89,14 @@ class Condition:
 
 
 def number_at(content: Any, key: str) -> float | None:
-    """The finite number at a dotted key of decoded JSON; None where there is none."""
+    """The finite number at a dotted key of decoded JSON, as it is; None where there is none."""
     for part in key.split("."):
         if not isinstance(content, dict) or part not in content:
             return None
         content = content[part]
     is_number = isinstance(content, (int, float)) and not isinstance(content, bool)
     # NaN would count as progress each time it is read, and is never less than what success asks.
-    return float(content) if is_number and math.isfinite(content) else None
+    return content if is_number and math.isfinite(content) else None
 
 
 def _condition(value: object) -> object:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import time
 from pathlib import Path
@@ -92,3 +93,11 @@ def test_an_attempt_that_is_adopted_has_the_steps_that_it_wrote_before(path: Pat
     of_another = asyncio.run(JsonlProgress(path, "step", adopted_since=now + 60).step())
 
     assert (its_own, of_another) == (5, None)
+
+
+def test_a_number_is_told_as_it_was_written(path: Path) -> None:
+    path.write_text('{"step": 60, "reward": 0.5}\n')
+
+    [figures] = MetricsFile(path).look()
+
+    assert [json.dumps(number_at(figures, key)) for key in ("step", "reward")] == ["60", "0.5"]
