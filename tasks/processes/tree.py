@@ -95,12 +95,6 @@ def parent_of(pid: int) -> int:
     return int(fields[1]) if fields else 0
 
 
-def session_of(pid: int) -> int:
-    """The session id, 0 when the process is gone."""
-    fields = stat_fields(pid)
-    return int(fields[3]) if fields else 0
-
-
 def start_ticks(pid: int) -> int:
     """When the process began, in clock ticks since boot, 0 when it is gone.
 

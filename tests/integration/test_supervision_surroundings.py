@@ -9,7 +9,6 @@ import sys
 
 import pytest
 
-from tasks.processes import tree
 from tasks.record.states import RunState
 from tasks.spec.probes import ReadyProbe
 from tests.support.stage import DEADLINE_S, Stage, is_alive, sh, wait_until
@@ -21,7 +20,7 @@ def test_component_leads_a_session_of_its_own(stage: Stage) -> None:
     supervisor = stage.running(stage.component("trainer"))
 
     pid = stage.pid_of("trainer")
-    assert tree.session_of(pid) == pid == os.getpgid(pid)
+    assert os.getsid(pid) == pid == os.getpgid(pid)
 
     stage.end(supervisor)
 
