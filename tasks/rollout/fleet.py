@@ -87,7 +87,7 @@ class Fleet:
         self._is_draining = False
 
         self._parts = FleetParts(
-            registry=self.registry,
+            states=self.registry,
             settings=settings,
             questions=plan.questions,
             host=host,

@@ -265,7 +265,7 @@ class Health:
 
     def watch(self, group: int, epoch: int) -> None:
         """From now on; the first question comes after its grace."""
-        view = self._fleet.registry.view
+        view = self._fleet.states.view
         if view.groups[group].epoch != epoch or not view.groups[group].is_running:
             return
         for rank in view.groups[group].ranks:
@@ -317,7 +317,7 @@ class Health:
             return
         if watch.evidence is not before:
             self._tell_miss(watch)
-            self._fleet.registry.suspect(rank, epoch, why)
+            self._fleet.states.suspect(rank, epoch, why)
         watch.urgent.set()
 
     def note_success(self, rank: int, epoch: int) -> None:
@@ -333,7 +333,7 @@ class Health:
         if watch.evidence.misses and rank not in self._cut.ranks:
             watch.evidence = watch.evidence.after_answer()
             if not watch.evidence.misses:
-                self._fleet.registry.clear(rank, epoch)
+                self._fleet.states.clear(rank, epoch)
 
     def misses_of(self, rank: int) -> int:
         """In a row, just now."""
@@ -450,7 +450,7 @@ class Health:
                 self._note_yes(watch)
             elif self._note_no(watch, reason, began_s, is_last_word) is HealthVerdict.SILENT:
                 # No request is sent there while it is asked at home.
-                self._fleet.registry.unreachable(rank, epoch, reason)
+                self._fleet.states.unreachable(rank, epoch, reason)
                 home = home or asyncio.create_task(self._ask_at_home(watch, timeout_s / 2))
                 self._judge_silence(watch, reason, await home)
         finally:
@@ -460,8 +460,8 @@ class Health:
 
     def _note_yes(self, watch: _Watch) -> None:
         watch.evidence = watch.evidence.after_yes()
-        self._fleet.registry.reachable(watch.slot.rank, watch.epoch)
-        self._fleet.registry.clear(watch.slot.rank, watch.epoch)
+        self._fleet.states.reachable(watch.slot.rank, watch.epoch)
+        self._fleet.states.clear(watch.slot.rank, watch.epoch)
         self._cut.over(watch.slot.rank)
 
     def _note_no(
@@ -475,7 +475,7 @@ class Health:
         self._tell_miss(watch)
         verdict = watch.evidence.verdict(1 if is_last_word else self._fleet.settings.misses)
         if verdict is HealthVerdict.SUSPECT:
-            self._fleet.registry.suspect(rank, epoch, reason)
+            self._fleet.states.suspect(rank, epoch, reason)
         elif verdict is HealthVerdict.SICK:
             self._fail(watch, f"rank {rank} does not work: {reason}")
         return verdict
@@ -515,7 +515,7 @@ class Health:
             for watch in self._watches.values()
             if isinstance(watch.evidence.reason, NoReply)
         }
-        serving = [group.index for group in self._fleet.registry.view.serving]
+        serving = [group.index for group in self._fleet.states.view.serving]
         count = len(silent.intersection(serving))
         return count >= 2 and 2 * count > len(serving)
 
@@ -524,8 +524,8 @@ class Health:
 
     def _fail(self, watch: _Watch, cause: str) -> None:
         rank, epoch = watch.slot.rank, watch.epoch
-        self._judged.add((self._fleet.registry.group_of(rank), epoch))
-        self._fleet.registry.fail(rank, epoch, cause)
+        self._judged.add((self._fleet.states.group_of(rank), epoch))
+        self._fleet.states.fail(rank, epoch, cause)
 
     def _tell_miss(self, watch: _Watch) -> None:
         evidence = watch.evidence

@@ -206,7 +206,8 @@ class OpenedHost:
 class FleetParts:
     """What health, recovery and the fleet itself work with; all of one fleet."""
 
-    registry: Registry
+    #: Of its groups.
+    states: Registry
     settings: FleetSettings
     questions: Questions
     host: ServerHost

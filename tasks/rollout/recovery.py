@@ -58,7 +58,7 @@ class Starter:
         Raises: StartFailed, when it does not come up or takes too long; something of it may run
             then, as after a cancel, and is to be stopped. It is inactive then, after a cancel not.
         """
-        epoch = self._fleet.registry.begin(group, slots=slots)
+        epoch = self._fleet.states.begin(group, slots=slots)
         broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._broken[group] = broken
         servers = self._servers_of(group)
@@ -70,12 +70,12 @@ class Starter:
                 return_when=asyncio.FIRST_COMPLETED,
             )
             if broken.done():
-                raise StartFailed(self._fleet.registry.view.groups[group].cause)
+                raise StartFailed(self._fleet.states.view.groups[group].cause)
             if not up.done():
                 raise StartFailed(self._too_late(servers))
             up.result()
         except StartFailed as error:
-            self._fleet.registry.fail(servers[0].rank, epoch, str(error))
+            self._fleet.states.fail(servers[0].rank, epoch, str(error))
             raise
         finally:
             del self._broken[group]
@@ -105,7 +105,7 @@ class Starter:
             return frozenset()
 
     def _servers_of(self, group: int) -> tuple[ServerSlot, ...]:
-        view = self._fleet.registry.view
+        view = self._fleet.states.view
         return tuple(view.servers[rank] for rank in view.groups[group].ranks)
 
     async def _bring_up(self, group: int, epoch: int, servers: tuple[ServerSlot, ...]) -> None:
@@ -115,10 +115,10 @@ class Starter:
         for slot in servers:
             # One that nobody asks anything may have gone without a word.
             if not self._fleet.host.is_alive(slot.rank):
-                self._fleet.registry.fail(
+                self._fleet.states.fail(
                     slot.rank, epoch, f"rank {slot.rank}: its process does not run"
                 )
-        self._fleet.registry.started(group, epoch, version=_FIRST_VERSION)
+        self._fleet.states.started(group, epoch, version=_FIRST_VERSION)
         self._health.watch(group, epoch)
 
     async def _serve(self, slot: ServerSlot, epoch: int) -> None:
@@ -131,7 +131,7 @@ class Starter:
         except Exception as error:
             if not isinstance(error, StartFailed):
                 _log.exception("rank %d, epoch %d: not started", slot.rank, epoch)
-            self._fleet.registry.fail(slot.rank, epoch, str(error) or type(error).__name__)
+            self._fleet.states.fail(slot.rank, epoch, str(error) or type(error).__name__)
 
     async def _until_yes(self, slot: ServerSlot, question: Ask | None) -> None:
         if slot.url is None or question is None:
@@ -390,10 +390,10 @@ class Recovery:
         if self._incidents.pay(case.incident, case.tries):
             return
         spent = f"the budget of {self._fleet.settings.budget} recoveries is spent"
-        self._fleet.registry.retire(case.group, f"{spent}; its last failure: {case.cause}")
+        self._fleet.states.retire(case.group, f"{spent}; its last failure: {case.cause}")
 
     def _is_retired(self, case: _Case) -> bool:
-        return self._fleet.registry.view.groups[case.group].state is GroupState.RETIRED
+        return self._fleet.states.view.groups[case.group].state is GroupState.RETIRED
 
     async def _care(self, case: _Case) -> None:
         try:
@@ -409,7 +409,7 @@ class Recovery:
         except Exception as error:
             _log.exception("group %d is given up", case.group)
             if not self._is_retired(case):
-                self._fleet.registry.retire(case.group, f"its recovery broke: {error!r}")
+                self._fleet.states.retire(case.group, f"its recovery broke: {error!r}")
         self._close(case)
 
     async def _take_down(self, case: _Case) -> None:
@@ -425,7 +425,7 @@ class Recovery:
         self._count += 1
         id, began_s = f"r{self._count}", now_s()
         what = {"id": id, "group": case.group, "ranks": list(case.ranks)}
-        self._fleet.registry.claim(case.group)
+        self._fleet.states.claim(case.group)
         self._fleet.emit(
             "rollout.recovery.begun", **what, cause=case.cause, **{"try": case.tries + 1}
         )
@@ -443,7 +443,7 @@ class Recovery:
         finally:
             case.cause = message if outcome == "failed" else case.cause
             if self._cases.get(case.group) is case and self._is_claimed(case.group):
-                self._fleet.registry.give_up(case.group, case.cause)
+                self._fleet.states.give_up(case.group, case.cause)
             if outcome != "abandoned":
                 case.tries += 1
                 case.in_row = self._in_row[case.group] = case.in_row + 1
@@ -455,7 +455,7 @@ class Recovery:
         return outcome == "recovered"
 
     def _is_claimed(self, group: int) -> bool:
-        return self._fleet.registry.view.groups[group].state is GroupState.RECOVERING
+        return self._fleet.states.view.groups[group].state is GroupState.RECOVERING
 
     async def _pause(self, case: _Case) -> None:
         if not case.in_row:

@@ -194,7 +194,7 @@ async def swept(prober: HttpProber, count: int) -> float:
     registry = Registry(plan)
     health = Health(
         FleetParts(
-            registry=registry,
+            states=registry,
             settings=FleetSettings(timeout_s=_TIMEOUT_S),
             questions=plan.questions,
             host=host,
