@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -333,4 +333,5 @@ def act(case: Case, phase: Phase, level: str, request: pytest.FixtureRequest) ->
     if why := missing_levels().get(level) or case.obstacle():
         pytest.skip(why)
     outcome = play(case, phase, level, request.getfixturevalue("tmp_path"))
-    note(("outcome", outcome))
+    # As plain data: with `-n` a report travels from one process to another.
+    note(("outcome", asdict(outcome)))

@@ -42,7 +42,9 @@ def row_of(report: pytest.TestReport) -> Row | None:
     noted = dict(report.user_properties)
     if "row" not in noted or (report.when != "call" and report.passed):
         return None
-    outcome: Outcome | None = noted.get("outcome")  # type: ignore[assignment]
+    outcome: Outcome | None = None
+    if "outcome" in noted:
+        outcome = Outcome(**noted["outcome"])  # type: ignore[arg-type]
     if report.skipped and isinstance(report.longrepr, tuple):
         said, result = report.longrepr[2].removeprefix("Skipped: "), "skipped"
     elif report.failed or outcome is None:

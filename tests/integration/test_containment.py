@@ -16,7 +16,7 @@ from tasks.processes.containment import Containment, Level, probe, why_no_namesp
 from tasks.processes.registry import RunRegister, claimed, remove_unused
 from tasks.spec.probes import ReadyProbe
 from tests.support.shapes import SHAPES
-from tests.support.stage import Stage, is_alive, sh, wait_until
+from tests.support.stage import RUN_ID, Stage, is_alive, sh, wait_until
 
 UP = ReadyProbe(log="up")
 HERE = probe(namespace=True)
@@ -31,7 +31,7 @@ needs_namespace = pytest.mark.skipif(
 
 @pytest.fixture
 def register(muster_home: Path) -> Iterator[RunRegister]:
-    register = RunRegister.opened("a-run")
+    register = RunRegister.opened(RUN_ID)
     yield register
     register.close()
 
@@ -217,7 +217,7 @@ def test_registry_is_written_before_the_program_runs(
     stage: Stage, register: RunRegister, muster_home: Path
 ) -> None:
     """The program itself finds its entry."""
-    entry = muster_home / "live" / "a-run" / "component-trainer.json"
+    entry = muster_home / "live" / RUN_ID / "component-trainer.json"
 
     stage.run(
         stage.component("trainer", ("cat", str(entry)), on_exit_zero="complete"),
@@ -234,7 +234,7 @@ def test_living_run_is_not_claimed_by_its_own_process(
     supervisor = stage.supervise(stage.component("trainer"), register=register)
     supervisor.start("trainer")
 
-    with claimed("a-run", muster_home) as lost:
+    with claimed(RUN_ID, muster_home) as lost:
         assert lost is None
 
     assert is_alive(stage.pid_of("trainer"))
@@ -250,4 +250,4 @@ def cgroups_of(pid: int) -> list[str]:
 
 def cgroups_of_ours() -> set[str]:
     assert HERE.cgroup_parent is not None
-    return {entry.name for entry in Path(HERE.cgroup_parent).glob(f"{cgroup.PREFIX}*")}
+    return {entry.name for entry in Path(HERE.cgroup_parent).glob(f"{cgroup.PREFIX}{RUN_ID}-*")}

@@ -22,7 +22,7 @@ from tasks.processes.ports import listeners
 from tasks.processes.registry import claimed, finish, registered_runs
 from tasks.rollout.plan import SERVERS_ENV, TOKEN_ENV, FleetPlan
 from tasks.spec.probes import ReadyProbe
-from tests.support.stage import DEADLINE_S, Stage, free_port, is_alive, wait_until
+from tests.support.stage import DEADLINE_S, RUN_ID, Stage, free_port, is_alive, wait_until
 
 SERVER = Path(__file__).parents[1] / "support" / "dummy_server.py"
 COMMAND = [
@@ -35,11 +35,11 @@ COMMAND = [
 ]
 #: A server with a daemon of its own, in a session that no signal to its group reaches.
 WITH_A_DAEMON = ["sh", "-c", f"setsid sleep 600 & exec {' '.join(COMMAND)}"]
-#: Holds the register of the run `a-run`, as its flow process does.
-OWNER = """
+#: Holds the register of the run, as its flow process does.
+OWNER = f"""
 import sys
 from tasks.processes.registry import RunRegister
-print(RunRegister.opened("a-run").directory, flush=True)
+print(RunRegister.opened("{RUN_ID}").directory, flush=True)
 sys.stdin.read()
 """
 
@@ -66,7 +66,7 @@ class FleetProcess:
         }
         plan = FleetPlan(
             **{
-                "run_id": "a-run",
+                "run_id": RUN_ID,
                 "attempt": 1,
                 "fleet": fleet,
                 "port": self.port,
@@ -90,7 +90,7 @@ class FleetProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env={**os.environ, "MUSTER_RUN_ID": "a-run", **env},
+                env={**os.environ, "MUSTER_RUN_ID": RUN_ID, **env},
                 start_new_session=True,
             )
 
@@ -198,7 +198,7 @@ def test_a_servers_guardian_says_whose_it_is(fleet: FleetProcess) -> None:
     guardian = tree.parent_of(fleet.pids()[0])
     environ = Path(f"/proc/{guardian}/environ").read_text().split("\0")
 
-    assert {"MUSTER_RUN_ID=a-run", "MUSTER_ATTEMPT=1", "MUSTER_COMPONENT=rollout"} <= {*environ}
+    assert {f"MUSTER_RUN_ID={RUN_ID}", "MUSTER_ATTEMPT=1", "MUSTER_COMPONENT=rollout"} <= {*environ}
 
 
 def test_a_server_that_dies_is_started_again_and_told_to_the_run(fleet: FleetProcess) -> None:
@@ -436,7 +436,7 @@ def test_what_all_killed_at_once_have_left_is_found_in_the_register(
     fleet.wait()
     daemons = [pid for pid in below if is_alive(pid)]
 
-    with claimed("a-run") as lost:
+    with claimed(RUN_ID) as lost:
         assert lost is not None
         assert {entry.component for entry in lost.entries} == {"rollout.r0", "rollout.r1"}
         remains = finish(lost)

@@ -38,7 +38,7 @@ from tasks.rollout.topology import (
     TopologyPlan,
 )
 from tests.support.fleet_fakes import loops
-from tests.support.stage import DEADLINE_S, Stage, free_port, is_alive
+from tests.support.stage import DEADLINE_S, RUN_ID, Stage, free_port, is_alive
 
 DUMMY = Path(__file__).parents[1] / "support" / "dummy_server.py"
 A = GroupState.ACTIVE
@@ -56,7 +56,7 @@ class RealFleet:
             cwd=directory,
             env={"PATH": os.environ["PATH"]},
             log_of=lambda rank: directory / f"rollout-r{rank}.log",
-            tag={"MUSTER_RUN_ID": "a-run"},
+            tag={"MUSTER_RUN_ID": RUN_ID},
             grace_s=0.3,
         )
         self.prober = HttpProber()

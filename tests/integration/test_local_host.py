@@ -18,7 +18,7 @@ from tasks.processes.ports import is_listened
 from tasks.rollout.local_host import LocalHost
 from tasks.rollout.probing import Death, StartFailed
 from tasks.rollout.topology import Answers, Ask, ServerSlot
-from tests.support.stage import DEADLINE_S, Stage, free_port, is_alive
+from tests.support.stage import DEADLINE_S, RUN_ID, Stage, free_port, is_alive
 
 #: Answers 200 on /health and 503 with a reason on anything else, until it is told to end.
 SERVER = """
@@ -54,7 +54,7 @@ class Hosts:
             cwd=self.directory,
             env={"PATH": os.environ["PATH"], "FROM": "the run"},
             log_of=self.log_of,
-            tag={"MUSTER_RUN_ID": "a-run"},
+            tag={"MUSTER_RUN_ID": RUN_ID},
             grace_s=grace_s,
             register=register,
             unregister=unregister,

@@ -15,7 +15,7 @@ from tasks.processes import registry as lost_runs
 from tasks.processes import tree
 from tasks.processes.identity import ProcessId, boot_id, host_name
 from tasks.processes.registry import LostRun, Owner, RegisterEntry, Remains, finish
-from tests.support.stage import is_alive, wait_until
+from tests.support.stage import RUN_ID, is_alive, wait_until
 
 GONE = ProcessId(pid=1 << 22, start_ticks=1, boot_id=boot_id())
 
@@ -56,7 +56,7 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def lost_run(directory: Path, *entries: RegisterEntry, **owner: object) -> LostRun:
-    fields = {"run_id": "a-run", "host": host_name(), "process": GONE}
+    fields = {"run_id": RUN_ID, "host": host_name(), "process": GONE}
     run = LostRun(directory, Owner.model_validate({**fields, **owner}))
     run.entries = list(entries)
     return run
@@ -64,7 +64,7 @@ def lost_run(directory: Path, *entries: RegisterEntry, **owner: object) -> LostR
 
 def entry(**changes: object) -> RegisterEntry:
     fields = {
-        "run_id": "a-run",
+        "run_id": RUN_ID,
         "attempt": 1,
         "component": "trainer",
         "level": "L2",

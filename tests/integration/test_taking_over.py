@@ -15,20 +15,19 @@ import pytest
 
 from tasks.spec.run import RunSpec
 from tasks.train.session import RunSession
-from tests.support.stage import is_alive, wait_until
+from tests.support.stage import RUN_ID, is_alive, wait_until
 
-RUN_ID = "a-run"
 FLOW_RUN = UUID(int=7)
 
 #: A process that owns the run and has one component running; killed by the test.
-OWNER = """
+OWNER = f"""
 import sys, uuid
 from tasks.spec.run import RunSpec
 from tasks.train.session import RunSession
-spec = RunSpec.model_validate({"name": "x", "workload": "grpo", "components": {"trainer": {
+spec = RunSpec.model_validate({{"name": "x", "workload": "grpo", "components": {{"trainer": {{
     "command": ["sh", "-c", "trap '' TERM; setsid env -i /bin/sleep 600 & echo up; exec sleep 600"],
-    "ready": {"log": "up"}, "stop": {"grace_s": 0.3}}}})
-run = RunSession(spec, run_id="a-run", flow_run_id=uuid.UUID(int=7))
+    "ready": {{"log": "up"}}, "stop": {{"grace_s": 0.3}}}}}}}})
+run = RunSession(spec, run_id="{RUN_ID}", flow_run_id=uuid.UUID(int=7))
 run.begin_attempt()
 run.supervisor.start("trainer")
 print("up", flush=True)

@@ -34,6 +34,9 @@ DEADLINE_S = 60.0
 #: From the stop signal to SIGKILL, where a test doesn't say otherwise.
 GRACE_S = 0.3
 
+#: Of this process alone: with `-n 2` a run in another one is none of its business.
+RUN_ID = f"run-{os.urandom(4).hex()}"
+
 #: Runs until it is told to end.
 FOREVER = ("sleep", "600")
 
@@ -94,7 +97,7 @@ class Stage:
             name=name,
             command=Command(
                 argv=tuple(argv),
-                env={**os.environ, "MUSTER_RUN_ID": "a-run", **(env or {})},
+                env={**os.environ, "MUSTER_RUN_ID": RUN_ID, **(env or {})},
                 cwd=cwd or self.directory,
                 log=log or self.log_of(name),
                 stop_signal=stop_signal,
@@ -117,7 +120,7 @@ class Stage:
     ) -> Supervisor:
         """A supervisor that has started nothing yet; `clear` ends it."""
         plan = AttemptPlan(
-            run_id="a-run",
+            run_id=RUN_ID,
             number=1,
             cwd=self.directory,
             components=components,
