@@ -39,16 +39,3 @@ def test_quick_benchmarks_print_a_table_and_write_every_figure(tmp_path: Path) -
             assert min(row["values"]) >= 0 and row["median"] <= row["p99"] <= row["max"]
     # Only a whole run, or --record, replaces what was kept.
     assert (ROOT / "BENCHMARKS.md").read_bytes() == page
-
-
-def test_unknown_benchmark_is_named_and_nothing_runs() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.benchmarks", "speed"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-
-    assert done.returncode == 2
-    assert "no benchmark 'speed'; there are crash, orphans, readiness" in done.stderr
