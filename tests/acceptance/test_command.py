@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 from collections.abc import Callable
@@ -144,29 +143,6 @@ def test_a_missing_program_is_found_before_anything_starts(
     assert not run.home.exists()
 
 
-def test_exit_zero_without_the_last_step_is_no_success(
-    start_run: Callable, gang_of: Callable
-) -> None:
-    write = (
-        "import json, os; f = open(os.environ['OUT'], 'w')\n"
-        "for step in range(1, 41): print(json.dumps({'step': step}), file=f)"
-    )
-    spec = gang_of(
-        write,
-        env={"OUT": "${attempt.dir}/metrics.jsonl"},
-        progress={"jsonl": "${attempt.dir}/metrics.jsonl", "step": "step", "total": 60},
-        success={"step": 60},
-    )
-
-    run = start_run(spec)
-
-    assert run.wait() == 1, run.text()
-    assert run.record()["state"] == "failed"
-    assert "40" in run.record()["attempts"][0]["failure"]["message"]
-    assert run.flow_run()["state"]["type"] == "FAILED"
-    assert "completed" not in run.text()
-
-
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_the_run_as_cancelled(
     start_run: Callable, gang_of: Callable, signum: signal.Signals
@@ -200,25 +176,6 @@ def test_a_second_interrupt_does_not_wait_for_the_grace(
     assert run.pids() == []
 
 
-@pytest.mark.parametrize("component", ["api", "trainer", "environment"])
-def test_a_stop_while_a_component_starts_starts_nothing_later(
-    start_run: Callable, gang_of: Callable, component: str
-) -> None:
-    spec = gang_of(STAY)
-    spec["components"][component]["ready"] = {"log": "never to be seen"}
-    run = start_run(spec)
-    run.until_event("component.spawned", component)
-
-    run.process.send_signal(signal.SIGTERM)
-
-    assert run.wait() == 130, run.text()
-    order = ["api", "trainer", "environment"]
-    spawned = [e["component"] for e in run.events() if e["event"] == "component.spawned"]
-    assert spawned == order[: order.index(component) + 1]
-    assert run.record()["state"] == "cancelled"
-    assert run.pids() == []
-
-
 def test_a_cancel_on_the_server_reaches_a_run_without_a_worker(
     start_run: Callable, gang_of: Callable, api: str
 ) -> None:
@@ -233,57 +190,6 @@ def test_a_cancel_on_the_server_reaches_a_run_without_a_worker(
     assert run.record()["state"] == "cancelled"
     assert run.flow_run()["state"]["type"] == "CANCELLED"
     assert run.pids() == []
-
-
-def test_an_api_that_dies_while_the_trainer_starts_ends_the_run(
-    start_run: Callable, gang_of: Callable
-) -> None:
-    spec = gang_of(STAY)
-    spec["components"]["trainer"]["ready"] = {"log": "never to be seen", "within_s": 3600}
-    run = start_run(spec)
-    run.until_event("component.spawned", "trainer")
-
-    os.kill(run.record()["attempts"][0]["components"]["api"]["pid"], signal.SIGKILL)
-
-    assert run.wait() == 1, run.text()
-    failure = run.record()["attempts"][0]["failure"]
-    assert (failure["component"], failure["signal"]) == ("api", "SIGKILL")
-    assert "environment" not in run.record()["attempts"][0]["components"]
-    assert run.pids() == []
-
-
-def test_too_few_gpus_is_tried_again_with_fresh_ports(
-    start_run: Callable, gang_of: Callable
-) -> None:
-    trainer = (
-        "import os, sys\n"
-        "print('port', sys.argv[1])\n"
-        "if os.environ['MUSTER_ATTEMPT'] == '1':\n"
-        "    raise ValueError('Total available GPUs 0 is less than total desired GPUs 8')"
-    )
-    spec = gang_of(trainer, retry={"INSUFFICIENT_RESOURCES": {"delay_s": 0.1, "max_delay_s": 1}})
-    spec["components"]["trainer"]["command"].append("${trainer.port}")
-
-    run = start_run(spec)
-
-    assert run.wait() == 0, run.text()
-    first, second = run.record()["attempts"]
-    assert (first["state"], first["failure"]["kind"]) == ("failed", "INSUFFICIENT_RESOURCES")
-    assert second["state"] == "completed"
-    assert second["components"]["api"]["pid"] != first["components"]["api"]["pid"]
-    logs = [(run.directory / f"attempt-0{n}" / "trainer.log").read_text() for n in (1, 2)]
-    assert all("port " in log for log in logs)
-
-
-def test_a_kind_that_is_not_listed_is_not_tried_again(
-    start_run: Callable, gang_of: Callable
-) -> None:
-    run = start_run(gang_of("import nonexistent"))
-
-    assert run.wait() == 1, run.text()
-    assert len(run.record()["attempts"]) == 1
-    assert run.record()["attempts"][0]["failure"]["kind"] == "USER_ERROR"
-    assert run.record()["attempts"][0]["failure"]["rule"] == "module-not-found"
 
 
 def test_secrets_appear_in_no_file_of_ours(start_run: Callable, gang_of: Callable) -> None:

@@ -164,22 +164,6 @@ def test_a_recovery_that_the_runs_end_cuts_short_is_closed(
 
 
 @pytest.mark.thorough
-def test_a_fleet_whose_process_is_killed_ends_the_run_and_its_servers(
-    start_run: Callable[..., Run], quickstart: dict[str, Any]
-) -> None:
-    run = start_run(quickstart, "--set", "progress.total=5000", "--set", "success.step=5000")
-    run.until_event("component.ready", "trainer")
-
-    os.kill(run.record()["attempts"][0]["components"]["rollout"]["pid"], signal.SIGKILL)
-
-    assert run.wait() == 1, run.text()
-    failure = run.record()["attempts"][0]["failure"]
-    assert (failure["component"], failure["signal"]) == ("rollout", "SIGKILL")
-    assert run.pids() == []
-    assert list((run.home / "live").iterdir()) == []
-
-
-@pytest.mark.thorough
 @pytest.mark.timeout(300)
 def test_the_next_attempt_has_a_fleet_of_its_own_with_the_weights_of_the_checkpoint(
     start_run: Callable[..., Run], quickstart: dict[str, Any]
@@ -211,19 +195,6 @@ def test_all_components_have_the_token_of_a_gateway_that_others_reach(
     run = start_run(quickstart, "--set", "progress.total=3", "--set", "success.step=3")
 
     assert run.wait(120) == 0, run.text()
-
-
-@pytest.mark.thorough
-def test_a_killed_flow_process_leaves_no_server(
-    start_run: Callable[..., Run], quickstart: dict[str, Any]
-) -> None:
-    run = start_run(quickstart, "--set", "progress.total=5000", "--set", "success.step=5000")
-    run.until_event("component.ready", "trainer")
-
-    run.process.kill()
-    run.process.wait()
-
-    until(lambda: not run.pids(), "nothing of the run is left")
 
 
 def test_a_fleet_that_cannot_serve_fails_the_run_with_its_servers_last_words(

@@ -55,15 +55,6 @@ def test_a_component_killed_half_way_is_the_cause(
     assert run.pids() == []
 
 
-@pytest.mark.thorough
-def test_a_step_count_is_changed_in_one_place_each(start_run: Callable, quickstart: dict) -> None:
-    run = start_run(quickstart, "--set", "progress.total=3", "--set", "success.step=3")
-
-    assert run.wait(120) == 0, run.text()
-    metrics = (run.directory / "attempt-01" / "metrics.jsonl").read_text().splitlines()
-    assert len(metrics) == 3
-
-
 def _ports_of(directory: Path) -> set[str]:
     spec = yaml.safe_load((directory / "attempt-01" / "spec.yaml").read_text())
     commands = [component["command"] for component in spec["components"].values()]

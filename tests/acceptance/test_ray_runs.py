@@ -189,30 +189,6 @@ def test_a_cancel_frees_everything(
     until(lambda: gpus_free(ray_cluster) == before, "the GPUs are free by Ray's word")
 
 
-@pytest.mark.thorough
-def test_a_job_that_does_not_take_its_gpus_by_its_deadline_is_requeued(
-    start_run: Callable, job_of: Callable
-) -> None:
-    code = "import os, time\nif os.environ['MUSTER_ATTEMPT'] == '1': time.sleep(7000)\n"
-    code += "import ray\nray.init(log_to_driver=False)\n"
-    code += "@ray.remote(num_gpus=2)\nclass A:\n    def f(self): return 1\n"
-    code += "a = A.remote()\nassert ray.get(a.f.remote()) == 1\ntime.sleep(5)"
-    retry = {"START_TIMEOUT": {"delay_s": 0.2}}
-
-    run = start_run(
-        job_of(code, gang={"gpus_per_node": 2}, ray={"start_within_s": 20}, retry=retry)
-    )
-
-    assert run.wait(WITHIN_S) == 0, run.text()
-    first, last = run.record()["attempts"]
-    assert (first["failure"]["kind"], first["failure"]["rule"]) == (
-        "START_TIMEOUT",
-        "gpus-not-taken",
-    )
-    assert "has 0 of the 2 GPUs" in first["failure"]["message"]
-    assert last["state"] == "completed"
-
-
 def test_a_gang_that_can_never_fit_is_refused_with_the_numbers(
     start_run: Callable, job_of: Callable
 ) -> None:

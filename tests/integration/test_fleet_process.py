@@ -20,7 +20,7 @@ import pytest
 from tasks.processes import tree
 from tasks.processes.ports import listeners
 from tasks.processes.registry import claimed, finish, registered_runs
-from tasks.rollout.plan import SERVERS_ENV, TOKEN_ENV, FleetPlan
+from tasks.rollout.plan import SERVERS_ENV, FleetPlan
 from tasks.spec.probes import ReadyProbe
 from tests.support.stage import DEADLINE_S, RUN_ID, Stage, free_port, is_alive, wait_until
 
@@ -291,23 +291,6 @@ def test_a_gateway_whose_port_is_taken_is_exit_2_and_starts_nothing(fleet: Fleet
     assert not (fleet.directory / "rollout-r0.log").exists()
 
 
-def test_a_gateway_that_others_reach_wants_its_token_for_all_but_its_life(
-    fleet: FleetProcess,
-) -> None:
-    fleet.start(fleet.plan(fleet={"host": "0.0.0.0"}), **{TOKEN_ENV: "a-token"})
-    url = f"http://127.0.0.1:{fleet.port}"
-
-    def status(path: str, **headers: str) -> int:
-        with suppress(httpx.HTTPError):
-            return httpx.get(f"{url}{path}", headers=headers, trust_env=False).status_code
-        return 0
-
-    wait_until(lambda: status("/muster/health") == 200, "it lives")
-
-    assert status("/muster/rollout") == 401
-    assert status("/muster/rollout", Authorization="Bearer a-token") == 200
-
-
 def test_it_can_be_told_to_end_while_servers_load(fleet: FleetProcess) -> None:
     fleet.start(fleet.plan(fleet={"command": [*COMMAND, "--up-after-s", "600"]}))
     wait_until(lambda: "server.started rank=1" in fleet.tail(), "both are started")
@@ -318,25 +301,13 @@ def test_it_can_be_told_to_end_while_servers_load(fleet: FleetProcess) -> None:
     assert fleet.wait() == 0
 
 
-def test_a_killed_process_leaves_no_server_and_none_of_their_children(
-    fleet: FleetProcess,
-) -> None:
-    fleet.start(fleet.plan(fleet={"command": WITH_A_DAEMON}))
-    fleet.until_ready()
-    servers = fleet.pids()
-
-    fleet.end()
-
-    wait_until(lambda: not any(map(is_alive, servers)), "their guardians end them")
-
-
 @pytest.mark.parametrize(
     "moment",
     [
         pytest.param("gateway on", marks=pytest.mark.thorough),
         "server.started rank=0",
         pytest.param("server.started rank=1", marks=pytest.mark.thorough),
-        pytest.param("after=active", marks=pytest.mark.thorough),
+        "after=active",
         # of a recovery, for which a server is killed first
         "recovery.begun",
     ],
@@ -393,19 +364,6 @@ def test_a_killed_component_guardian_takes_the_whole_fleet_with_it(
 
     assert verdict.failure is not None and verdict.failure.component == "rollout"
     assert not any(map(is_alive, servers))
-
-
-def test_a_component_that_is_stopped_ends_its_fleet_before_it_leaves(
-    fleet: FleetProcess, stage: Stage
-) -> None:
-    health = f"http://127.0.0.1:{fleet.port}/muster/health"
-    ready = ReadyProbe.model_validate({"http": health, "json": {"ready": True}})
-    component = stage.component("rollout", fleet.argv(fleet.plan()), ready=ready, grace_s=30.0)
-    supervisor = stage.running(component)
-
-    stage.end(supervisor)
-
-    assert stage.seen("component.exited", "rollout")[0].fields["exit_code"] == 0
 
 
 def test_what_all_killed_at_once_have_left_is_found_in_the_register(

@@ -205,19 +205,6 @@ def test_all_killed_without_budget_is_fatal(play: Callable[..., None]) -> None:
     play(history, budget=1)
 
 
-def test_a_stopped_server_is_out_of_routing_and_restarted_and_no_other_is(
-    play: Callable[..., None],
-) -> None:
-    async def history(real: RealFleet) -> None:
-        well, stopped = real.pid(2), real.kill(0, signal.SIGSTOP)
-        await real.until(lambda: real.routed() == {2})
-        await real.until_serving([2, 1])
-        assert not is_alive(stopped)
-        assert real.pid(2) == well
-
-    play(history)
-
-
 @pytest.mark.parametrize("kind", ["status", "hang", "garbage", "reset"])
 def test_an_engine_that_is_dead_behind_a_live_server_is_restarted(
     play: Callable[..., None], kind: str

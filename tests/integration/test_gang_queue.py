@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
-from random import Random
 from subprocess import Popen
 from uuid import UUID
 
 import pytest
 
 from tasks.pipeline.stage_runs import Ending, cancel_stage_run, create_stage_run, stage_runs
-from tasks.processes import tree
 from tasks.processes.identity import ProcessId, host_name
 from tasks.queue.grants import Giver, Grant
 from tasks.server.flow_runs import talking_to
 from tasks.spec.pipeline import Stage
-from tests.support.gang_pool import POOL, GangPool, left_of
-from tests.support.gang_referee import judge
+from tests.support.gang_pool import POOL, GangPool
 from tests.support.ground import Ground, Run, Server, until
 from tests.support.prefect_api import ask
 
@@ -103,17 +98,6 @@ def test_gang_that_can_never_fit_fails_at_once_with_the_numbers(pool: GangPool) 
     assert run.processes() == []
 
 
-def test_malformed_spec_fails_at_once_with_every_fault(pool: GangPool) -> None:
-    run = pool.submit({**pool.spec(), "workload": "dance", "colour": "red"})
-
-    message = run.until_state("FAILED")
-
-    assert message.startswith("USER_ERROR: ")
-    assert "workload" in message and "colour" in message
-    assert states(run) == ["SCHEDULED", "FAILED"]
-    assert run.processes() == []
-
-
 def logged(run: Run) -> list[tuple[int, str]]:
     """Level and text of what the gate has told the logs of a run, in order."""
     wanted = {"flow_run_id": {"any_": [run.flow_run_id]}}
@@ -172,40 +156,6 @@ def test_cancel_of_a_waiting_run_sticks(pool: GangPool) -> None:
     assert "PENDING" not in states(run) + states(behind)
 
 
-@pytest.mark.thorough
-@pytest.mark.timeout(400)
-def test_cancels_stick_while_two_gates_rewrite_why_the_runs_wait(
-    server: Server, tmp_path: Path
-) -> None:
-    ground = Ground(home=tmp_path, api=server.api)
-    pool = GangPool(ground=ground, server=server, name="cancels", nodes={"c1": 8})
-    pool.set_up()
-    try:
-        pool.hold({"c1": 8})
-        pool.start_worker("one")
-        pool.start_worker("two")
-        runs = [pool.submit(pool.spec(gpus=8)) for _ in range(30)]
-        for run in runs:
-            says(run, "waits")
-
-        for number in range(0, len(runs), 3):
-            is_paused = number % 2 == 0
-            pool.patch(is_paused=is_paused)
-            first, *next_ones = runs[number : number + 3]
-            # The gate that says so goes on to the others.
-            says(first, "is paused" if is_paused else "waits for holder")
-            for run in (*next_ones, first):
-                pool.cancel(run)
-
-        pool.until_all_end(WITHIN_S)
-        assert {run.state()[0] for run in runs} == {"CANCELLED"}
-        assert not any("PENDING" in states(run) for run in runs)
-    finally:
-        pool.patch(is_paused=False)
-        pool.empty()
-        ground.clear()
-
-
 def test_run_of_a_higher_queue_goes_first(pool: GangPool) -> None:
     holder = pool.hold(ALL)
     idle = pool.submit(pool.spec(nodes=2, gpus=8), queue="idle")
@@ -220,54 +170,6 @@ def test_run_of_a_higher_queue_goes_first(pool: GangPool) -> None:
     assert given(urgent) == "n1:8,n2:8"
     says(usual, f"waits for {urgent.name} to end")
     says(idle, f"behind {usual.name}")
-
-
-@pytest.mark.thorough
-def test_backfill_lets_a_short_run_pass_and_no_long_one(pool: GangPool) -> None:
-    pool.change(policy="backfill")
-    pool.hold({"n1": 8}, hours=4)
-    head = pool.submit(pool.spec(nodes=2, gpus=8))
-    says(head, "waits for holder-n1")
-
-    long = pool.submit(pool.spec(gpus=8, gang={"nodes": 1, "gpus_per_node": 8, "hours": 5}))
-    short = pool.submit(pool.spec(gpus=8, gang={"nodes": 1, "gpus_per_node": 8, "hours": 0.1}))
-
-    assert given(short) == "n2:8"
-    says(long, f"behind {head.name}")
-    assert says(head, "waits for").startswith("asks for 2 nodes with 8 GPUs each")
-
-
-@pytest.mark.thorough
-def test_paused_pool_starts_nothing_says_so_and_resumes(pool: GangPool) -> None:
-    pool.patch(is_paused=True)
-    run = pool.submit(pool.spec())
-    says(run, "the work pool gang is paused")
-
-    pool.patch(is_paused=False)
-
-    assert given(run) == "n1:1"
-
-
-@pytest.mark.thorough
-def test_drained_node_gets_no_new_gang(pool: GangPool) -> None:
-    pool.change(drained=("n1",))
-    pool.hold({"n2": 8})
-
-    run = pool.submit(pool.spec(gpus=8))
-
-    says(run, "waits for holder-n2 to end", "would fit but for what is drained: n1")
-
-
-@pytest.mark.thorough
-def test_limit_of_a_tag_holds_back_only_its_own(pool: GangPool) -> None:
-    pool.change(limits={"team": 10})
-    pool.hold({"n1": 8}, tags=["team"])
-
-    run = pool.submit(pool.spec(gpus=4), tags=["team"])
-    other = pool.submit(pool.spec(gpus=8))
-
-    assert given(other) == "n2:8"
-    says(run, "waits for GPUs of the tag team, which has 8 of its limit of 10")
 
 
 @pytest.mark.parametrize(
@@ -355,80 +257,6 @@ def test_run_past_the_gate_waits_in_its_own_process(server: Server, tmp_path: Pa
     finally:
         pool.empty()
         ground.clear()
-
-
-#: As a second worker's process would.
-START_AGAIN = """
-import sys
-from uuid import UUID
-from prefect.client.orchestration import get_client
-from prefect.exceptions import Abort
-from prefect.flow_engine import run_flow
-from flows.train import train
-with get_client(sync_client=True) as client:
-    flow_run = client.read_flow_run(UUID(sys.argv[1]))
-try:
-    run_flow(train, flow_run=flow_run, parameters=flow_run.parameters, return_type="state")
-except Abort as error:
-    print("left:", error)
-"""
-
-
-@pytest.mark.thorough
-def test_second_process_of_a_run_leaves_it_to_the_first(pool: GangPool) -> None:
-    run = pool.submit(pool.spec(gpus=8, lasts_s=60))
-    until(lambda: pool.noted(run), "its component runs")
-
-    again = pool.ground.start("-c", START_AGAIN, run.flow_run_id, log="again")
-
-    assert again.wait(60) == 0, pool.ground.log("again")
-    assert f"left: another process of this machine runs {run.name}" in pool.ground.log("again")
-    assert run.state()[0] == "RUNNING"
-    assert [line["what"] for line in pool.noted(run)] == ["start", "placed"]
-
-
-@pytest.mark.thorough
-def test_line_is_kept_by_two_workers_of_which_one_is_killed(server: Server, tmp_path: Path) -> None:
-    """By the server's history and the components' own word: order, GPUs, and nothing twice."""
-    random, nodes = Random(5), {"m1": 8, "m2": 8}
-    ground = Ground(home=tmp_path, api=server.api)
-    pool = GangPool(ground=ground, server=server, name="line", nodes=nodes)
-    pool.set_up()
-    try:
-        workers = [pool.start_worker("one"), pool.start_worker("two")]
-        for number in range(6):
-            shape = {"nodes": random.choice((1, 1, 2)), "gpus": random.choice((2, 5, 8))}
-            fails = 1 if number == 2 else 0
-            spec = pool.spec(**shape, lasts_s=random.random(), fails=fails)
-            pool.submit({**spec, "name": f"line{number}"})
-        # Its flow is about to begin: from now on nobody reads what it prints.
-        worker = until(lambda: beginning(pool, workers), "a flow process of a worker")
-
-        os.kill(worker, signal.SIGKILL)
-        pool.until_all_end(100)
-
-        judgement = judge(pool.histories(), nodes, late_s=10)
-        assert judgement.faults == (), judgement
-        assert judgement.admitted == 6
-        # One was sent back, and another one may have been on its way with the killed worker.
-        assert judgement.admissions in (7, 8)
-        until(lambda: not left_of(pool), "nothing is left")
-    finally:
-        pool.empty()
-        ground.clear()
-
-
-def beginning(pool: GangPool, workers: list[Popen[bytes]]) -> int:
-    """A worker that has just started the process of a flow; 0 while there is none."""
-    for run in pool.flow_runs().values():
-        if run["state_type"] == "PENDING":
-            for pid in Run(ground=pool.ground, flow_run_id=run["id"]).processes():
-                with suppress(OSError):
-                    is_flow = b"prefect.engine" in Path(f"/proc/{pid}/cmdline").read_bytes()
-                    parent = tree.parent_of(pid)
-                    if is_flow and parent in [worker.pid for worker in workers]:
-                        return parent
-    return 0
 
 
 def test_a_stage_of_a_pipeline_has_one_run_however_often_it_is_created(pool: GangPool) -> None:

@@ -507,20 +507,6 @@ async def test_a_new_incarnation_takes_what_the_old_one_had_not_begun() -> None:
         assert at.counted("finished") == [1]
 
 
-async def test_a_stream_of_a_group_that_leaves_is_cut() -> None:
-    async with scene(2) as at:
-        at.servers[0].misbehave(kind="step")
-        async with at.ask(json={"stream": True}) as answer:
-            at.servers[0].step()
-            await answer.content.readuntil(b"\n\n")
-
-            at.fleet.serve(at.servers[1])
-
-            with pytest.raises(aiohttp.ClientPayloadError):
-                await answer.read()
-        assert at.counted("begun") == [1, 0]
-
-
 async def test_requests_of_a_fleet_of_which_nobody_is_left_are_answered_with_why() -> None:
     async with scene(2) as at:
         for server in at.servers:
@@ -684,50 +670,6 @@ async def test_a_client_that_leaves_takes_its_request_with_it() -> None:
         await until(lambda: at.servers[0].counts.cancelled["a"], "the server sees it")
         await until(lambda: not at.fleet.router.outstanding, "it is no longer outstanding")
         assert not at.fleet.failures
-
-
-async def test_a_client_that_leaves_its_stream_ends_it() -> None:
-    async with scene(1) as at:
-        at.servers[0].misbehave(kind="step")
-        async with at.ask(json={"stream": True}) as answer:
-            at.servers[0].step()
-            await answer.content.readuntil(b"\n\n")
-            answer.close()
-
-        await until(lambda: at.servers[0].counts.cancelled["a"], "the server sees it")
-        assert not at.fleet.failures
-
-
-async def test_concurrency_follows_the_entrypoints_and_the_rest_waits() -> None:
-    async with scene(2, limit=3) as at:
-        for server in at.servers:
-            server.misbehave(kind="hang")
-        at.fleet.serve(at.servers[0])
-        asked = [asyncio.create_task(at.rank_of(id=str(i))) for i in range(8)]
-        await until(lambda: at.gateway.waiting == 5, "5 wait")
-        await until(lambda: at.servers[0].counts.now == 3, "3 pass")
-
-        at.fleet.serve(*at.servers)
-        await until(lambda: at.servers[1].counts.now == 3, "3 more pass")
-        assert at.gateway.waiting == 2
-        for server in at.servers:
-            server.misbehave(kind="ok")
-
-        await asyncio.gather(*asked)
-        assert [one.counts.peak for one in at.servers] == [3, 3]
-
-
-async def test_those_who_wait_are_refused_when_the_fleet_goes_down() -> None:
-    async with scene(1, limit=1) as at:
-        at.servers[0].misbehave(kind="hang")
-        held = asyncio.create_task(refusal_of(at))
-        await until(lambda: at.servers[0].counts.now, "one is with the server")
-        waits = asyncio.create_task(refusal_of(at, id="b"))
-        await until(lambda: at.gateway.waiting == 1, "one waits")
-
-        at.fleet.serve(why_none="down")
-
-        assert (await waits)[0] == (await held)[0] == 503
 
 
 async def test_a_gateway_that_stops_lets_end_what_ends_and_cuts_the_rest() -> None:

@@ -257,19 +257,6 @@ def test_stop_ends_all_side_by_side_and_kills_what_ignores_it(hosts: Hosts) -> N
     assert hosts.deaths == []
 
 
-def test_stop_is_safe_for_what_never_started_and_for_what_has_ended(hosts: Hosts) -> None:
-    host = hosts()
-
-    async def act() -> None:
-        assert await host.stop([5], grace_s=1.0) == ()
-        await host.start(slot_of(0, "true"), 1)
-        await hosts.until_deaths(1)
-        assert await host.stop([0], grace_s=1.0) == ()
-        assert await host.stop([0], grace_s=1.0) == ()
-
-    running(host, act())
-
-
 def test_server_with_a_killed_guardian_is_a_death_and_ends(hosts: Hosts) -> None:
     host = hosts()
 
@@ -286,32 +273,6 @@ def test_server_with_a_killed_guardian_is_a_death_and_ends(hosts: Hosts) -> None
 
     [death] = hosts.deaths
     assert "guardian" in death.why
-
-
-def test_server_whose_guardian_is_stopped_is_ended_all_the_same(hosts: Hosts) -> None:
-    host = hosts()
-
-    async def act() -> None:
-        await host.start(slot_of(0), 1)
-        pid = host.pid_of(0)
-        assert pid is not None
-        os.kill(tree.parent_of(pid), signal.SIGSTOP)
-        assert await host.stop([0], grace_s=0.1) == ()
-        assert not is_alive(pid)
-
-    running(host, act())
-
-
-def test_a_second_start_of_what_still_runs_is_refused(hosts: Hosts) -> None:
-    host = hosts()
-
-    async def act() -> None:
-        await host.start(slot_of(0), 1)
-        with pytest.raises(StartFailed, match="has not ended"):
-            await host.start(slot_of(0), 2)
-        assert host.is_alive(0)
-
-    running(host, act())
 
 
 def test_a_question_is_answered_by_the_server_itself(hosts: Hosts) -> None:

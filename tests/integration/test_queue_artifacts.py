@@ -273,38 +273,6 @@ def test_an_operator_changes_the_pool_and_nothing_else_of_it(api: str, pool: str
     assert after["base_job_template"] == before["base_job_template"]
 
 
-def test_what_is_not_on_the_server_is_told(
-    api: str, pool: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    codes = [
-        main(words, look=no_look)
-        for words in (
-            ["--pool", "other"],
-            ["pause", "--pool", pool, "--queue", "high"],
-            ["why", "nobody", "--pool", pool],
-        )
-    ]
-
-    told = capsys.readouterr().err
-    assert codes == [1, 1, 1]
-    assert "no work pool other; it has: operated" in told
-    assert "no queue high; it has: default, low" in told
-    assert "no flow run called nobody" in told
-
-
-def test_why_names_a_run_by_its_name_or_id(api: str, capsys: pytest.CaptureFixture[str]) -> None:
-    flow = ask("POST", f"{api}/flows/", {"name": "train"})["id"]
-    given = {"flow_id": flow, "name": "asked-run", "state": {"type": "FAILED", "message": "no"}}
-    id = ask("POST", f"{api}/flow_runs/", given)["id"]
-
-    codes = [main(["why", asked], look=no_look) for asked in ("asked-run", id)]
-
-    told = capsys.readouterr().out
-    assert codes == [0, 0]
-    assert told.count("asked-run has ended: Failed at") == 2
-    assert told.count("  says       no\n") == 2
-
-
 @pytest.fixture
 def unserved(api: str) -> Iterator[str]:
     """A pool of one node with 8 GPUs, which no worker serves, and two runs that want all of it."""

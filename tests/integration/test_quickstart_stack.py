@@ -203,20 +203,6 @@ def test_trainer_and_environment_fail_when_the_api_dies(stack: Stack, tmp_path: 
     assert "environment: the API went away" in stack.log("environment")
 
 
-@pytest.mark.slow
-@pytest.mark.thorough
-def test_environment_fails_when_the_trainer_dies(stack: Stack, tmp_path: Path) -> None:
-    stack.start_api()
-    stack.start_trainer(steps=100_000, out=tmp_path / "out")
-    stack.start_environment()
-    wait_for(stack.environment_is_registered, "the environment")
-
-    stack.kill("trainer")
-
-    assert stack.exit_status("environment") == 1
-    assert f"no inference server at {stack.trainer_url}" in stack.log("environment")
-
-
 def test_trainer_that_waits_for_a_hung_api_still_ends_on_sigterm(
     stack: Stack, tmp_path: Path
 ) -> None:

@@ -176,15 +176,6 @@ async def test_a_pending_job_is_ended_and_its_start_deadline_kept(jobs: Jobs) ->
         assert state is not None and state.is_final
 
 
-async def test_before_any_launch_there_is_nothing_to_end(jobs: Jobs) -> None:
-    job = jobs.job(jobs.plan("sleep", "3600"))
-
-    left = await job.end()
-
-    assert left == ()
-    assert jobs.told.events == []
-
-
 async def test_a_second_process_attaches_to_the_job_and_its_log_has_no_gap_and_no_repeat(
     jobs: Jobs,
 ) -> None:
@@ -210,14 +201,6 @@ async def test_a_second_process_attaches_to_the_job_and_its_log_has_no_gap_and_n
     assert plan.command.log.read_bytes().count(b"\n5 ") == 1
     assert jobs.told.names.count("job.submitted") == 1
     assert jobs.told.names.count("job.attached") == 1
-
-
-async def test_a_large_log_of_any_bytes_arrives_whole_with_the_end(jobs: Jobs) -> None:
-    program = "import os, sys; sys.stdout.buffer.write(bytes(range(256)) * 12000 + b'END')"
-
-    plan, _ = await jobs.ended("python", "-c", program)
-
-    assert plan.command.log.read_bytes().endswith(bytes(range(256)) * 12000 + b"END")
 
 
 async def test_a_job_without_a_process_of_ours_is_asked_for_and_ended_by_its_file(

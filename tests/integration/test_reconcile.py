@@ -193,16 +193,6 @@ def test_with_the_server_away_the_run_is_finished_and_kept_in_mind(ground: Groun
     assert not owner.exists()
 
 
-def test_nothing_to_do_leaves_no_trace(ground: Ground) -> None:
-    before = ground.artifacts()
-
-    said = ground.reconcile()
-
-    assert said == "nothing to do"
-    assert ground.artifacts() == before
-    assert list(ground.home.glob("runs/*")) == []
-
-
 def test_a_pending_flow_run_without_a_process_is_scheduled_again(
     ground: Ground, pending: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:

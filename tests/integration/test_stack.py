@@ -256,14 +256,6 @@ def test_a_node_that_dies_is_replaced_and_the_stack_goes_on(home: Home) -> None:
     assert home.stack == stack
 
 
-def test_a_second_up_with_other_nodes_says_what_to_do(home: Home) -> None:
-    done = home.run_stack("up", "--gpus", "3x4")
-
-    assert done.returncode == 1
-    assert "has GPUS=2x8, not 3x4" in done.stderr
-    assert "`make down` first" in done.stderr
-
-
 def test_a_second_up_applies_the_deployments_and_leaves_the_pool_s_limit(home: Home) -> None:
     before = home.stack
     home.api("PATCH", "/work_pools/gang", {"concurrency_limit": 3})

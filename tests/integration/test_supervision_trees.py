@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import signal
 import subprocess
@@ -51,22 +50,6 @@ def test_hurry_cuts_every_grace_period_short(stage: Stage) -> None:
     verdict = stage.end(supervisor)
 
     assert verdict.state is RunState.CANCELLED
-
-
-def test_components_end_in_reverse_order_each_when_the_one_after_is_gone(stage: Stage) -> None:
-    polite = sh("trap 'sleep 0.1; exit' TERM; echo up; while :; do sleep 0.02; done")
-    names = ["api", "trainer", "environment"]
-    supervisor = stage.running(
-        *(stage.component(name, polite, ready=UP, grace_s=DEADLINE_S) for name in names)
-    )
-
-    stage.end(supervisor)
-
-    ends = [event for event in stage.story() if event.startswith("component.stopped")]
-    assert ends == [f"component.stopped {name}" for name in reversed(names)]
-    for after, before in itertools.pairwise(reversed(names)):
-        stopped = stage.story().index(f"component.stopped {after}")
-        assert stopped < stage.story().index(f"component.exited {before}")
 
 
 def test_stop_signal_is_the_one_that_was_asked_for(stage: Stage) -> None:

@@ -16,7 +16,6 @@ from tests.support.stage import (
     FOREVER,
     Stage,
     free_port,
-    is_alive,
     python,
     sh,
     wait_until,
@@ -41,34 +40,6 @@ while True:
         c.sendall(b"HTTP/1.0 200 OK\\r\\n\\r\\n" + b'{"step": %%s}' %% step.encode())
     c.close()
 """
-
-
-def test_run_is_complete_when_what_completes_it_exits_zero(stage: Stage) -> None:
-    verdict = stage.run(
-        stage.component("api"), stage.component("trainer", sh("exit 0"), on_exit_zero="complete")
-    )
-
-    assert verdict.state is RunState.COMPLETED
-    assert verdict.failure is None
-
-
-def test_run_goes_on_when_a_component_is_drained_and_completes_when_all_are(stage: Stage) -> None:
-    def leave_on(file: str) -> tuple[str, ...]:
-        return sh(f"while [ ! -e {file} ]; do sleep 0.02; done")
-
-    supervisor = stage.running(
-        stage.component("environment", leave_on("first"), on_exit_zero="drain"),
-        stage.component("trainer", leave_on("second"), on_exit_zero="drain"),
-    )
-
-    (stage.directory / "first").touch()
-    stage.until("component.drained", "environment")
-    assert is_alive(stage.pid_of("trainer"))
-    assert stage.seen("teardown.begun") == []
-    (stage.directory / "second").touch()
-    verdict = stage.verdict_of(supervisor)
-
-    assert verdict.state is RunState.COMPLETED
 
 
 def test_what_a_drained_component_left_running_is_ended_at_once(stage: Stage) -> None:
@@ -241,17 +212,3 @@ def test_log_that_is_not_text_is_shown_as_far_as_it_is(stage: Stage) -> None:
     verdict = stage.run(stage.component("trainer", sh(garbage)))
 
     assert verdict.failure is not None and "ok" in verdict.failure.log_tail
-
-
-def test_end_in_the_instant_of_an_interrupt_leaves_one_verdict(stage: Stage) -> None:
-    supervisor = stage.running(
-        stage.component("api"), stage.component("trainer", on_exit_zero="complete")
-    )
-
-    os.kill(stage.pid_of("trainer"), signal.SIGKILL)
-    supervisor.interrupt("enough")
-    verdict = stage.end(supervisor)
-
-    # Which of both came first is the kernel's to say; never both, and never complete.
-    assert verdict.state in (RunState.CANCELLED, RunState.FAILED)
-    assert (verdict.failure is None) == (verdict.state is RunState.CANCELLED)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -18,8 +17,8 @@ from hypothesis import strategies as st
 
 from tasks.rollout import lmdeploy_replica
 from tasks.spec.rollout import Sizes, size_faults
-from tests.peers.backends import check, facts, reading
-from tests.peers.backends.facts import Facts, Option
+from tests.peers.backends import check, facts
+from tests.peers.backends.facts import Facts
 
 KNOWN = {backend: facts.load(backend) for backend in facts.VERSIONS}
 
@@ -77,16 +76,13 @@ def test_the_backend_takes_every_server_of_any_valid_fleet(written: dict[str, An
     [
         # misspelt, and of another backend
         ("SGLang TP16 over 2x8", "--nnodes", "--nnode", "has no argument --nnode"),
-        ("SGLang TP16 over 2x8", "--port", "--server-port", "has no argument --server-port"),
         ("LMDeploy TP16", "--server-port", "--port", "has no argument --port"),
         ("vLLM TP16 over 2 nodes", "-r", "-rank", "invalid int value: 'ank'"),  # -r ank
-        ("vLLM DP16 EP over 2 nodes", "-dpr", "-dps", "has no argument -dps"),
         # a value where there is none, and none where there is one
         ("vLLM DP16 EP over 2 nodes", "--headless", "--headless=1", "ignored explicit argument"),
         ("SGLang TP16 over 2x8", "node-0:30000", "--verbose", "expected one argument"),
         # no number, and none of the choices
         ("SGLang TP16 over 2x8", "16", "many", "invalid int value: 'many'"),
-        ("LMDeploy EP16", "pytorch", "torch", "invalid choice: 'torch'"),
         # another program
         ("LMDeploy TP16", "api_server", "gradio", "does not start a server"),
     ],
@@ -121,113 +117,6 @@ def test_the_command_says_how_many_faults_each_backend_has(
         f"{backend} {version}: no faults, by its facts"
         for backend, version in facts.VERSIONS.items()
     ]
-
-
-SOURCES = {
-    "lmdeploy": {
-        "cli/utils.py": (
-            "class ArgumentHelper:\n"
-            "    @staticmethod\n"
-            "    def tp(parser):\n"
-            "        return parser.add_argument('--tp', type=int, default=1)\n"
-        ),
-        "cli/serve.py": (
-            "class SubCliServe:\n"
-            "    @staticmethod\n"
-            "    def add_parser_api_server():\n"
-            "        parser.add_argument('model_path', type=str)\n"
-            "        parser.add_argument('--origins', nargs='+', choices=['a', 'b'])\n"
-            "        parser.add_argument('--quiet', action='store_true')\n"
-            "        ArgumentHelper.tp(parser)\n"
-        ),
-    },
-    "sglang": {
-        "srt/arg_groups/choices.py": "FORMATS = ['auto', 'dummy']\n",
-        "srt/arg_groups/fields/model.py": (
-            "class Model:\n"
-            "    tp_size: A[int, Arg(help='x', aliases=['--tp'])] = 1\n"
-            "    load_format: A[Optional[str], Arg(choices=FORMATS)] = None\n"
-            "    disable_it: A[bool, 'help'] = False\n"
-            "    hidden: A[int, Arg(no_cli=True)] = 0\n"
-            "    plain: int = 0\n"
-        ),
-        "srt/server_args.py": (
-            "class ServerArgs:\n"
-            "    @staticmethod\n"
-            "    def add_cli_args(parser):\n"
-            "        parser.add_argument('--config', type=str)\n"
-        ),
-    },
-    "vllm": {
-        "config/model.py": (
-            "class ModelConfig:\n"
-            "    dtype: Literal['auto', 'half'] = 'auto'\n"
-            "    eager: bool = False\n"
-            "    max_model_len: int | None = None\n"
-        ),
-        "engine/arg_utils.py": (
-            "class EngineArgs:\n"
-            "    def add_cli_args(parser):\n"
-            "        model_kwargs = get_kwargs(ModelConfig)\n"
-            "        group.add_argument('--dtype', **model_kwargs['dtype'])\n"
-            "        group.add_argument('--eager', '-e', **model_kwargs['eager'])\n"
-            "        group.add_argument('--max-model-len', **model_kwargs['max_model_len'])\n"
-            "class AsyncEngineArgs:\n"
-            "    def add_cli_args(parser):\n"
-            "        parser.add_argument('--log', action=argparse.BooleanOptionalAction)\n"
-        ),
-        "entrypoints/common/cli_args.py": (
-            "class BaseFrontendArgs:\n"
-            "    chat_template: str | None = None\n"
-            "class FrontendArgs:\n"
-            "    port: int = 8000\n"
-            "def make_arg_parser(parser):\n"
-            "    parser.add_argument('--headless', action='store_true')\n"
-        ),
-    },
-}
-OPTIONS = {
-    "lmdeploy": {
-        Option(names=("model_path",), takes="one", type="str"),
-        Option(names=("--origins",), takes="many", choices=("a", "b")),
-        Option(names=("--quiet",), takes="none"),
-        Option(names=("--tp",), takes="one", type="int"),
-    },
-    "sglang": {
-        Option(names=("--tp-size", "--tp"), takes="one", type="int"),
-        Option(names=("--load-format",), takes="one", type="str", choices=("auto", "dummy")),
-        Option(names=("--disable-it",), takes="none"),
-        Option(names=("--config",), takes="one", type="str"),
-    },
-    "vllm": {
-        Option(names=("--dtype",), takes="one", type="str", choices=("auto", "half")),
-        Option(names=("--eager", "-e", "--no-eager"), takes="none"),
-        Option(names=("--max-model-len",), takes="one"),  # 32K will do, too
-        Option(names=("--log", "--no-log"), takes="none"),
-        Option(names=("--chat-template",), takes="one", type="str"),
-        Option(names=("--port",), takes="one", type="int"),
-        Option(names=("--headless",), takes="none"),
-    },
-}
-
-
-@pytest.mark.parametrize("backend", SOURCES)
-def test_the_arguments_are_read_from_sources_that_are_never_run(
-    tmp_path: Path, backend: str
-) -> None:
-    for name, source in SOURCES[backend].items():
-        path = tmp_path / backend / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"{source}\nraise SystemExit\n", encoding="utf-8")
-
-    found = reading.options_of(backend, tmp_path)
-
-    assert set(found) == OPTIONS[backend]
-
-
-def test_sources_that_are_laid_out_otherwise_are_named(tmp_path: Path) -> None:
-    with pytest.raises(LookupError, match=r"no utils\.py where it was"):
-        reading.options_of("lmdeploy", tmp_path)
 
 
 def test_the_launcher_serves_its_own_replica_and_starts_no_others(

@@ -30,8 +30,8 @@ test_gateway.py, test_without_an_active_server_a_request_is_refused_at_once_with
 | 23 | test_rollout_topology.py |
 | 24 | test_the_trainer_reads_one_consistent_snapshot |
 | 25 | test_every_claimed_group_ends_in_a_final_state_whatever_is_raised, test_fleet_histories.py |
-| 26 | test_rollout_router.py, test_concurrency_follows_the_entrypoints; test_gateway.py, \
-test_concurrency_follows_the_entrypoints_and_the_rest_waits |
+| 26 | test_rollout_router.py, test_concurrency_follows_the_entrypoints; test_rollout_line.py, \
+test_a_new_entrypoint_lets_as_many_pass_as_it_takes |
 | 27 | test_the_death_of_the_hosting_actor_is_recovered_like_any_other; test_ray_host.py, \
 test_the_death_of_an_actor_ends_its_server_and_can_be_recovered |
 

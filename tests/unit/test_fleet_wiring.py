@@ -41,17 +41,6 @@ def line(event: str, **fields: Any) -> str:
     return json.dumps({"at": 12.5, "event": event, **fields}) + "\n"
 
 
-def test_a_line_of_the_fleet_is_an_event_of_the_component_rollout(tmp_path: Path) -> None:
-    file, seen = tmp_path / "rollout.jsonl", Seen()
-    file.write_text(line("rollout.server.died", rank=1, why="exit code 1"))
-
-    FleetTail(file, seen.emit).look()
-
-    assert seen.events == [
-        ("rollout.server.died", "rollout", 12.5, {"rank": 1, "why": "exit code 1"})
-    ]
-
-
 def test_each_line_is_told_once_and_only_when_it_is_whole(tmp_path: Path) -> None:
     file, seen = tmp_path / "rollout.jsonl", Seen()
     whole = line("a") + line("b")
@@ -140,17 +129,6 @@ def test_a_fleet_says_how_many_of_its_engines_serve(states: dict[int, str], word
         fleet.observe(Event(at=0.0, name="rollout.group.state", fields=fields))
 
     assert fleet.running == f"running: trainer{words and f'; {words}'}"
-
-
-def test_a_new_attempt_begins_with_a_fleet_of_which_nothing_is_known() -> None:
-    fleet = RunSeen(["trainer"], engines=1)
-    fleet.observe(
-        Event(at=0.0, name="rollout.group.state", fields={"group": 0, "after": "inactive"})
-    )
-
-    fleet.observe(Event(at=1.0, name="attempt.begun", fields={}))
-
-    assert fleet.running == "running: trainer"
 
 
 FLEET = {

@@ -26,7 +26,6 @@ from prefect.settings import (
 
 from tasks.queue import lease
 from tasks.queue.lease import GateLease, HostLock, LeaseHeld, LeaseLost
-from tests.support.gates import overlaps
 
 pytestmark = pytest.mark.asyncio
 
@@ -324,20 +323,6 @@ async def test_suspended_holder_of_the_same_host_is_followed_when_its_time_is_ov
     assert (early, late) == (False, True)
 
 
-async def test_suspended_process_that_has_the_lock_alone_stands_in_nobodys_way(
-    gate_on: GateOn, tmp_path: Path
-) -> None:
-    gate = gate_on()
-    await gets_it(gate)
-    lock = host_lock(tmp_path)
-    lock.try_lock()
-
-    taken = [await gets_it(gate, within_s=1.5) for _ in range(2)]
-    lock.unlock()
-
-    assert taken == [False, True]
-
-
 async def test_holder_without_the_lock_of_its_host_is_not_taken_for_dead(
     gate_on: GateOn, tmp_path: Path
 ) -> None:
@@ -418,12 +403,6 @@ async def test_body_that_takes_too_long_is_cancelled(gate_on: GateOn, server: Se
             await asyncio.sleep(60)
 
     assert server.lease is None
-
-
-async def test_bodys_own_timeout_is_its_own(gate_on: GateOn) -> None:
-    with pytest.raises(TimeoutError, match="the body's"):
-        async with holding(gate_on()):
-            raise TimeoutError("the body's")
 
 
 async def test_nothing_is_written_after_it_was_given_back(gate_on: GateOn) -> None:
@@ -516,23 +495,6 @@ async def test_body_stands_though_the_lease_could_not_be_given_back(
 # cancels
 
 
-async def test_cancelled_holder_gives_it_back(gate_on: GateOn, server: Server) -> None:
-    inside = asyncio.Event()
-
-    async def hold() -> None:
-        async with holding(gate_on()):
-            inside.set()
-            await asyncio.sleep(60)
-
-    task = asyncio.create_task(hold())
-    await inside.wait()
-    task.cancel()
-    await asyncio.wait({task})
-
-    assert task.cancelled()
-    assert server.lease is None
-
-
 async def test_it_is_given_back_though_the_cancel_comes_again_and_again(
     gate_on: GateOn, server: Server
 ) -> None:
@@ -600,18 +562,6 @@ async def test_gate_goes_on_without_a_lock_and_says_so_once(
     assert sum("without a lock" in message for message in said) == 2  # two gates
 
 
-async def test_lock_is_one_owners_at_a_time(tmp_path: Path) -> None:
-    first, second = HostLock(tmp_path / "a.lock"), HostLock(tmp_path / "a.lock")
-
-    taken = [first.try_lock(), second.try_lock()]
-    first.unlock()
-    taken.append(second.try_lock())
-
-    assert taken == [True, False, True]
-    assert (first.mark, second.mark is None) == (None, False)
-    second.unlock()
-
-
 async def test_lock_is_not_left_to_a_child_that_was_forked_meanwhile(tmp_path: Path) -> None:
     path = tmp_path / "a.lock"
     first, second = HostLock(path), HostLock(path)
@@ -653,19 +603,4 @@ async def test_mark_names_one_file(tmp_path: Path) -> None:
     assert mark(one) != first
 
 
-async def test_broken_token_is_replaced(tmp_path: Path) -> None:
-    path = tmp_path / "one.lock"
-    path.write_text("broken")
-
-    assert mark(path) == mark(path)
-
-
 # the referee of the tests with real processes
-
-
-async def test_two_writers_at_once_are_found_by_the_referee() -> None:
-    def lines(*takings: str) -> list[tuple[int, str, str]]:
-        return [(0, taking, "write") for taking in takings]
-
-    assert overlaps(lines("1.0", "1.0", "2.0", "1.1")) == []
-    assert overlaps(lines("1.0", "2.0", "1.0", "2.0", "3.0")) == ["1.0", "2.0"]

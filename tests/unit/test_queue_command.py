@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -179,15 +177,6 @@ def test_queue_and_nodes_are_shown_plainly_where_there_is_no_terminal(
     assert "waits for running-run to end" in said
     assert "running-run: 8" in said
     assert "\x1b" not in said
-
-
-def test_a_terminal_gets_colours(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setenv("TERM", "xterm-256color")
-
-    _, said = command()
-
-    assert "\x1b" in said
 
 
 @pytest.mark.parametrize("arguments", [("--json",), ("status", "--json"), ("--json", "status")])
@@ -566,21 +555,3 @@ def test_without_a_server_the_remedy_is_told(
 def test_wrong_arguments(command: Command, arguments: tuple[str, ...]) -> None:
     with pytest.raises(SystemExit, match="2"):
         command(*arguments)
-
-
-@pytest.mark.parametrize(
-    "verb", ["status", "why", "drain", "undrain", "pause", "resume", "set", "unset"]
-)
-def test_each_verb_has_help(command: Command, verb: str) -> None:
-    with pytest.raises(SystemExit, match="0"):
-        command(verb, "--help")
-
-
-def test_the_command_is_a_module() -> None:
-    ended = subprocess.run(
-        (sys.executable, "-m", "tasks.queue"), cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
-
-    assert ended.returncode == 1
-    assert ended.stdout == ""
-    assert ended.stderr.startswith("no Prefect server is set")

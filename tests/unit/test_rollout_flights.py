@@ -54,14 +54,6 @@ async def test_an_abort_of_another_incarnation_ends_nothing(rank: int, epoch: in
     assert (aborted, await task) == (0, "answered")
 
 
-async def test_a_second_abort_changes_nothing() -> None:
-    flights = Flights()
-    task, _ = await airborne(flights)
-
-    assert (flights.abort(0, 2), flights.abort_all()) == (1, 0)
-    assert await task == "rank 0 has left the routing"
-
-
 @pytest.mark.parametrize("first", ["cancel", "abort"])
 async def test_a_client_that_leaves_at_the_same_time_has_left(first: str) -> None:
     flights = Flights()

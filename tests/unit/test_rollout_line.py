@@ -116,17 +116,6 @@ async def test_all_who_wait_are_told_when_nobody_is_left() -> None:
     assert len(line) == 0
 
 
-async def test_a_pause_ends_the_wait_too() -> None:
-    line, router = line_of(0)
-    await line.take(None)
-    task = await Waiting(line).add("a")
-
-    router.pause("the weights are being synced")
-
-    with pytest.raises(NoEntrypoint, match="the weights"):
-        await asyncio.wait_for(task, 10)
-
-
 async def test_a_new_entrypoint_lets_as_many_pass_as_it_takes() -> None:
     line, router = line_of(0, limit=2)
     for _ in range(2):

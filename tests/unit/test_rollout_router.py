@@ -44,16 +44,6 @@ def test_ties_go_round_even_when_each_request_is_done_at_once() -> None:
     assert ranks == [0, 1, 2, 0, 1, 2]
 
 
-def test_the_one_with_the_least_outstanding_is_chosen() -> None:
-    router = router_of(0, 1, 2)
-    taken = [router.pick(None) for _ in range(6)]
-
-    router.done(taken[1])
-    router.done(taken[4])
-
-    assert picked(router, [None] * 3) == [1, 1, 0]
-
-
 def test_the_choice_is_always_one_with_the_least_outstanding() -> None:
     dice = random.Random(7)
     router = router_of(*range(9))

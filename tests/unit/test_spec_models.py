@@ -521,20 +521,6 @@ def test_a_tcp_probe_knows_its_host_and_port(tcp: object, address: tuple[str, in
     assert ReadyProbe.model_validate({"tcp": tcp}).address == address
 
 
-def described(schema: dict[str, Any]) -> list[str]:
-    parts = [schema, *schema["$defs"].values()]
-    return [
-        f"{part['title']}.{key}"
-        for part in parts
-        for key, field in part.get("properties", {}).items()
-        if "description" not in field
-    ]
-
-
-def test_every_key_is_described_in_the_form() -> None:
-    assert described(RunSpec.model_json_schema()) == []
-
-
 def test_the_form_offers_the_usual_components_and_takes_others() -> None:
     components = RunSpec.model_json_schema()["properties"]["components"]
 
