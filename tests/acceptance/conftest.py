@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -17,21 +16,13 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.support.ground import until
 from tests.support.prefect_api import ask
 from tests.support.pseudo_terminal import PseudoTerminal
+from tests.support.stage import processes_with
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 60.0
-
-
-def until(condition: Callable[[], Any], what: str, within_s: float = DEADLINE_S) -> Any:
-    """The condition's first true value; fails the test when there is none in time."""
-    deadline = time.monotonic() + within_s
-    while time.monotonic() < deadline:
-        if value := condition():
-            return value
-        time.sleep(0.02)
-    pytest.fail(f"not within {within_s:g} s: {what}")
 
 
 @dataclass
@@ -93,17 +84,7 @@ class Run:
 
     def pids(self) -> list[int]:
         """Every process whose environment carries the run's id, guardians included."""
-        wanted = f"MUSTER_RUN_ID={self.directory.name}".encode()
-        return [pid for pid, env in _environments() if wanted in env.split(b"\0")]
-
-
-def _environments() -> Iterator[tuple[int, bytes]]:
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                yield int(entry.name), (entry / "environ").read_bytes()
-            except OSError:
-                continue
+        return processes_with("MUSTER_RUN_ID", self.directory.name)
 
 
 @pytest.fixture(scope="session")

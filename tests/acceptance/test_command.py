@@ -26,7 +26,7 @@ while True:
 
 
 def test_a_run_that_did_its_work_completes(start_run: Callable, gang_of: Callable) -> None:
-    run = start_run(gang_of("print('trained')"))
+    run = start_run(gang_of("print('trained')", tags=["demo", "night"]))
 
     assert run.wait() == 0, run.text()
     record, flow_run = run.record(), run.flow_run()
@@ -36,19 +36,9 @@ def test_a_run_that_did_its_work_completes(start_run: Callable, gang_of: Callabl
     assert flow_run["state"]["type"] == "COMPLETED"
     assert [attempt["state"] for attempt in record["attempts"]] == ["completed"]
     assert record["attempts"][0]["failure"] is None
-    assert run.pids() == []
-
-
-def test_flow_run_has_the_tags_of_the_spec_and_names_its_process(
-    start_run: Callable, gang_of: Callable
-) -> None:
-    run = start_run(gang_of("print('trained')", tags=["demo", "night"]))
-
-    assert run.wait() == 0, run.text()
-    tags = set(run.flow_run()["tags"])
-    assert {"demo", "night"} < tags
-    [process] = tags - {"demo", "night"}
+    [process] = set(flow_run["tags"]) - {"demo", "night"}
     assert re.fullmatch(rf"process:.+:{run.process.pid}:\d+", process)
+    assert run.pids() == []
 
 
 def test_a_limit_of_one_of_its_tags_keeps_none_of_its_steps_waiting(
@@ -62,21 +52,6 @@ def test_a_limit_of_one_of_its_tags_keeps_none_of_its_steps_waiting(
     assert run.wait() == 0
     assert "held" in run.flow_run()["tags"]
     assert not any(step["tags"] for step in run.task_runs())
-
-
-def test_its_steps_are_task_runs_of_their_names(start_run: Callable, gang_of: Callable) -> None:
-    run = start_run(gang_of("import time; time.sleep(1)"))
-
-    assert run.wait() == 0, run.text()
-    names = [task_run["name"] for task_run in run.task_runs()]
-    assert names == [
-        "admit",
-        "start-api",
-        "start-trainer",
-        "start-environment",
-        "monitor",
-        "teardown",
-    ]
 
 
 def test_what_it_leaves_has_the_fixed_form(start_run: Callable, gang_of: Callable) -> None:
@@ -95,6 +70,9 @@ def test_what_it_leaves_has_the_fixed_form(start_run: Callable, gang_of: Callabl
     assert names.index("teardown.begun") < names.index("teardown.ended")
     stopped = [e["component"] for e in run.events() if e["event"] == "component.stopped"]
     assert stopped == ["environment", "trainer", "api"]
+    steps = [task_run["name"] for task_run in run.task_runs()]
+    starts = ["start-api", "start-trainer", "start-environment"]
+    assert steps == ["admit", *starts, "monitor", "teardown"]
 
 
 def test_a_failed_run_names_the_cause(start_run: Callable, gang_of: Callable) -> None:

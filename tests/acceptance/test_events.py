@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.acceptance.conftest import Run, python, until
+from tests.acceptance.conftest import Run, python
+from tests.support.ground import until
 from tests.support.prefect_api import ask
 
 pytestmark = pytest.mark.slow

@@ -17,7 +17,8 @@ import pytest
 import yaml
 
 from tasks.processes.ports import listeners
-from tests.acceptance.conftest import Run, until
+from tests.acceptance.conftest import Run
+from tests.support.ground import until
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.slow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.support.ground import until
 from tests.support.ray_cluster import RayCluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -74,14 +74,6 @@ def gpus_free(cluster: RayCluster) -> float:
 def status_of(cluster: RayCluster, submission_id: str) -> str:
     url = f"{cluster.address}/api/jobs/{submission_id}"
     return str(httpx.get(url, trust_env=False, timeout=30).json()["status"])
-
-
-def until(is_so: Callable[[], Any], what: str) -> Any:
-    deadline = time.monotonic() + WITHIN_S
-    while not (value := is_so()):
-        assert time.monotonic() < deadline, f"not in time: {what}"
-        time.sleep(0.1)
-    return value
 
 
 def log_of(run: Any, attempt: int = 1) -> str:

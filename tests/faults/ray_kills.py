@@ -34,6 +34,7 @@ import yaml
 from tasks.show.help import HelpFormatter
 from tests.support.ground import FINAL, Ground, Server, until
 from tests.support.ray_cluster import RAY_ENV, RayCluster
+from tests.support.stage import came, processes_with
 
 #: Counts, and has a helper that outlives it unless somebody ends it. Says elsewhere that it began.
 TRAINER = """
@@ -49,7 +50,6 @@ print("done", flush=True)
 _COMES_WITHIN_S = 150.0
 #: In which a run whose flow process was killed must have come to its one end.
 _TRUE_WITHIN_S = 240.0
-_LOOK_EVERY_S = 0.02
 _AGREE = {
     "completed": {"COMPLETED"},
     "failed": {"FAILED", "CRASHED"},
@@ -247,26 +247,6 @@ def flow_pid(trial: Trial) -> int:
     return min(pids, key=started_ticks, default=0)
 
 
-def came(is_so: Callable[[], object], within_s: float) -> bool:
-    deadline = time.monotonic() + within_s
-    while not is_so():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(_LOOK_EVERY_S)
-    return True
-
-
-def processes_with(variable: str, value: str) -> list[int]:
-    """Those in whose environment the variable begins with the value."""
-    wanted, found = f"{variable}={value}".encode(), []
-    for entry in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):
-            environ = (entry / "environ").read_bytes() if entry.name.isdigit() else b""
-            if any(line.startswith(wanted) for line in environ.split(b"\0")):
-                found.append(int(entry.name))
-    return found
-
-
 def started_ticks(pid: int) -> int:
     return int((text_of(Path(f"/proc/{pid}/stat")).rpartition(") ")[2].split() or ["0"] * 20)[19])
 
@@ -318,7 +298,7 @@ def _wrong_jobs(trial: Trial, record: dict[str, Any], jobs: dict[str, str]) -> l
 
 def _left(trial: Trial) -> list[str]:
     left = []
-    if pids := processes_with("MUSTER_RUN_ID", f"{trial.name}-"):
+    if pids := processes_with("MUSTER_RUN_ID", f"{trial.name}-", begins=True):
         left.append(f"processes of the job left: {pids}")
     if trial.flow_run_id and (
         pids := processes_with("PREFECT__FLOW_RUN_ID", f"{trial.flow_run_id}")

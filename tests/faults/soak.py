@@ -33,6 +33,7 @@ import yaml
 
 from tasks.show.help import HelpFormatter
 from tests.support.prefect_api import ask
+from tests.support.stage import came, processes_with
 
 ROOT = Path(__file__).resolve().parents[2]
 _BEGIN_WITHIN_S = 120.0
@@ -136,7 +137,7 @@ def kill_flow_and_guardians(trial: Trial) -> None:
 def stop_and_go_on(trial: Trial) -> None:
     """A machine so slow that the flow process gets no time at all."""
     trial.process.send_signal(signal.SIGSTOP)
-    until(lambda: trial.process.poll() is not None, random.uniform(2, 8))
+    came(lambda: trial.process.poll() is not None, random.uniform(2, 8))
     trial.process.send_signal(signal.SIGCONT)
 
 
@@ -146,7 +147,7 @@ def interrupt(trial: Trial) -> None:
 
 def interrupt_and_kill(trial: Trial) -> None:
     trial.process.terminate()
-    until(lambda: trial.process.poll() is not None, random.uniform(0, 1))
+    came(lambda: trial.process.poll() is not None, random.uniform(0, 1))
     trial.process.kill()
 
 
@@ -178,15 +179,6 @@ def kill(pid: int) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def until(is_so: Callable[[], object], within_s: float) -> bool:
-    deadline = time.monotonic() + within_s
-    while not is_so():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
-
-
 def run_trial(trial: Trial, api_url: str) -> Trial:
     """Start the run, do to it what was drawn, and hold its record against the truth."""
     spec = trial.home / f"spec-{trial.number}.yaml"
@@ -202,15 +194,15 @@ def run_trial(trial: Trial, api_url: str) -> Trial:
             stderr=output,
             start_new_session=True,
         )
-    began = until(lambda: trial.entries() or trial.process.poll() is not None, _BEGIN_WITHIN_S)
+    began = came(lambda: trial.entries() or trial.process.poll() is not None, _BEGIN_WITHIN_S)
     if not began or (trial.process.poll() is not None and not trial.record()):
         trial.faults.append("it did not begin")
         trial.process.kill()
     with ThreadPoolExecutor(1) as pool:
         watching = pool.submit(watch_the_living, trial, api_url)
-        until(lambda: trial.process.poll() is not None, trial.after_s)
+        came(lambda: trial.process.poll() is not None, trial.after_s)
         _INJECTIONS[trial.injection][0](trial)
-        if not until(lambda: trial.process.poll() is not None, _BEGIN_WITHIN_S):
+        if not came(lambda: trial.process.poll() is not None, _BEGIN_WITHIN_S):
             trial.faults.append("its process did not end")
             trial.process.kill()
         trial.process.wait()
@@ -237,7 +229,7 @@ def hold_against_the_truth(trial: Trial, api_url: str) -> list[str]:
         state = state_on(api_url, trial)
         return state in _AGREE.get(trial.record().get("state", ""), ())
 
-    is_true = until(is_final, _TRUE_WITHIN_S)
+    is_true = came(is_final, _TRUE_WITHIN_S)
     record, state = trial.record(), state_on(api_url, trial)
     trial.outcome = record.get("state", "no record")
     faults = []
@@ -248,9 +240,9 @@ def hold_against_the_truth(trial: Trial, api_url: str) -> list[str]:
     is_harmless = trial.injection in ("nothing", "SIGSTOP, later SIGCONT of the flow")
     if is_harmless and trial.outcome != "completed":
         faults.append(f"nothing happened to it, and it {trial.outcome}: {record}")
-    if not until(lambda: not trial.entries(), _TRUE_WITHIN_S):
+    if not came(lambda: not trial.entries(), _TRUE_WITHIN_S):
         faults.append(f"still in the registry: {trial.entries()}")
-    if left := processes_of(record.get("run_id", "?")):
+    if left := processes_with("MUSTER_RUN_ID", record.get("run_id", "?")):
         faults.append(f"processes left: {left}")
     return faults
 
@@ -262,15 +254,6 @@ def state_on(api_url: str, trial: Trial) -> str:
     with contextlib.suppress(httpx.HTTPError, KeyError, ValueError):
         return str(ask("GET", f"{api_url}/flow_runs/{flow_run_id}")["state_type"])
     return ""
-
-
-def processes_of(run_id: str) -> list[int]:
-    found = []
-    for entry in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):
-            if f"MUSTER_RUN_ID={run_id}\0".encode() in (entry / "environ").read_bytes():
-                found.append(int(entry.name))
-    return found
 
 
 def drawn(runs: int, home: Path) -> list[Trial]:
@@ -366,7 +349,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     f"{trial.lasts_s:.1f} s ({trial.shape}): {trial.outcome}; {said}",
                     flush=True,
                 )
-        until(lambda: not orphans(), 10.0)
+        came(lambda: not orphans(), 10.0)
         left = orphans()
     return summary(trials, left, seed, time.monotonic() - began)
 

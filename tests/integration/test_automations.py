@@ -11,10 +11,8 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +26,7 @@ from deployments.automations.apply import FOLDER, apply
 from tasks.processes.ports import listeners
 from tests.support.gang_pool import GangPool
 from tests.support.ground import ROOT, Ground, Run, Server, until
+from tests.support.web import serving
 
 pytestmark = [pytest.mark.slow, pytest.mark.thorough, pytest.mark.timeout(240)]
 
@@ -48,31 +47,14 @@ class Sink:
 
     def __init__(self) -> None:
         self.messages: list[dict[str, str]] = []
-        messages = self.messages
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                messages.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
-                self.send_response(200)
-                self.send_header("content-length", "0")
-                self.end_headers()
-
-            def log_message(self, format: str, *args: Any) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_port}/"
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,))
-        self._thread.start()
+    def answer(self, _method: str, _path: str, body: bytes) -> tuple[int, None]:
+        self.messages.append(json.loads(body))
+        return 200, None
 
     def of(self, text: str) -> list[dict[str, str]]:
         """The messages in which a text stands."""
         return [one for one in self.messages if text in one["subject"] + one["body"]]
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
 
 
 @dataclass(kw_only=True)
@@ -81,6 +63,8 @@ class Scene:
 
     pool: GangPool
     sink: Sink
+    #: Of the sink.
+    url: str
 
     def message_of(self, text: str) -> dict[str, str]:
         """The first one in which a text stands."""
@@ -147,18 +131,18 @@ def scene(
     ground = Ground(home=tmp_path_factory.mktemp("home"), api=server.api)
     pool = GangPool(ground=ground, server=server)
     sink = Sink()
-    try:
-        server.start()
-        save_block(server.api, sink.url)
-        with client_of(server.api) as client:
-            assert {one.what for one in apply(client, folder)} == {"created"}
-        pool.set_up()
-        pool.start_worker()
-        yield Scene(pool=pool, sink=sink)
-    finally:
-        ground.clear()
-        server.kill()
-        sink.close()
+    with serving(sink.answer) as url:
+        try:
+            server.start()
+            save_block(server.api, url)
+            with client_of(server.api) as client:
+                assert {one.what for one in apply(client, folder)} == {"created"}
+            pool.set_up()
+            pool.start_worker()
+            yield Scene(pool=pool, sink=sink, url=url)
+        finally:
+            ground.clear()
+            server.kill()
 
 
 @pytest.fixture(autouse=True)
@@ -212,36 +196,6 @@ def test_a_run_that_fails_is_notified_once_with_kind_component_and_log(scene: Sc
         "the server's event",
     )
     assert len(scene.sink.of(run.name)) == 1
-
-
-def test_the_events_of_a_run_tell_its_story_and_can_be_found_by_tag(scene: Scene) -> None:
-    run = failing(scene.pool)
-    run.until_state("FAILED")
-    about = f"prefect.flow-run.{run.flow_run_id}"
-
-    def told() -> list[dict[str, Any]]:
-        found = scene.events(about=about)
-        return found if "muster.run.failed" in {one["event"] for one in found} else []
-
-    events = until(told, "the story")
-
-    # It may end before all that is asked of a run that is ready has been asked.
-    assert [one["event"] for one in events if one["event"] != "muster.run.ready"] == [
-        "muster.run.admitted",
-        "muster.run.started",
-        "muster.component.started",
-        "muster.component.ready",
-        "muster.component.exited",
-        "muster.component.stopped",
-        "muster.run.failed",
-    ]
-    for one in events:
-        related = {
-            (of["prefect.resource.role"], of.get("prefect.resource.name")) for of in one["related"]
-        }
-        assert {("flow", "train"), ("deployment", "gang"), ("work-pool", "gang")} <= related
-        tags = {of["prefect.resource.id"] for of in one["related"]}
-        assert "prefect.tag.team-a" in tags
 
 
 def test_a_run_that_can_never_start_is_notified_with_the_numbers(scene: Scene) -> None:
@@ -384,7 +338,7 @@ def test_without_a_block_the_firing_is_in_the_feed_and_with_one_it_notifies(
         command = [sys.executable, "-m", "tasks.queue", "drain", "n2"]
         subprocess.run(command, cwd=ROOT, env=scene.pool.ground.env, check=True)
         fired = scene.until_fired("theirs", "muster.node.n2")
-        save_block(api, scene.sink.url)
+        save_block(api, scene.url)
         updated = [one.what for one in apply(client, tmp_path)]
         (now,) = client.read_automations_by_name("theirs")
         client.delete_automation(now.id)

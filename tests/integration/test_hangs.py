@@ -183,13 +183,6 @@ def test_program_that_is_not_python_leaves_the_kernels_view_alone(stage: Stage) 
     assert stage.until("component.exited", "trainer").fields["signal"] == "SIGTERM"
 
 
-def test_failure_that_is_no_hang_is_not_examined(stage: Stage) -> None:
-    verdict = stage.run(stage.component("api"), stage.component("trainer", sh("exit 3")))
-
-    assert verdict.failure is not None
-    assert list(stage.directory.glob("*.hang.txt")) == []
-
-
 def test_secrets_are_masked_in_what_is_written_down(stage: Stage) -> None:
     tells = "import sys; sys.stderr.write('hunter2hunter2')\n" + STUCK % ""
     component = stage.component(

@@ -333,18 +333,6 @@ def test_an_interrupt_ends_the_run_of_the_stage_and_no_later_one_begins(
     assert message == "interrupted by SIGINT; stage first: Cancelled"
 
 
-def test_a_stage_that_can_never_fit_ends_the_pipeline_with_an_exit_code_of_its_own(
-    pipelines: Pipelines,
-) -> None:
-    gang = {"nodes": 3, "gpus_per_node": 8}
-    path = pipelines.written(pipelines.stage("first", gang=gang))
-
-    code = pipelines.command(path)
-
-    assert code == 3
-    assert "stage first: INFEASIBLE: " in pipelines.ground.log("pipeline")
-
-
 def cancel(pipelines: Pipelines, flow_run_id: str) -> None:
     """As the button of the UI does."""
     path = f"/flow_runs/{flow_run_id}/set_state"
@@ -422,29 +410,5 @@ def test_a_killed_process_of_a_deployment_is_followed_by_another_one(
     pipelines.let_go()
 
     assert kind == "SCHEDULED" and "its next process goes on where it was" in message
-    pipelines.until_state(flow_run_id, "COMPLETED")
-    assert len(pipelines.runs(flow_run_id, "first")) == 1
-
-
-def test_a_worker_that_is_stopped_leaves_its_pipelines_to_the_next_one(
-    pipelines: Pipelines, worker: Popen[bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stages = (pipelines.stage("first", waits=True), pipelines.stage("second"))
-    flow_run_id = pipelines.submit(*stages)
-    first = pipelines.until_running(flow_run_id, "first")
-
-    worker.send_signal(signal.SIGTERM)
-    worker.wait(WITHIN_S)
-    after = pipelines.state(flow_run_id)
-    still_runs = first.is_running()
-    monkeypatch.setattr(flow_runs, "_SETTLED_AFTER", flow_runs._SETTLED_AFTER * 0)
-    monkeypatch.setenv("MUSTER_HOME", str(pipelines.ground.home))
-    with temporary_settings({PREFECT_API_URL: pipelines.ground.api}):
-        reconcile_host()
-    pipelines.start_worker()
-    pipelines.let_go()
-
-    assert after[0] in ("SCHEDULED", "RUNNING"), after
-    assert still_runs
     pipelines.until_state(flow_run_id, "COMPLETED")
     assert len(pipelines.runs(flow_run_id, "first")) == 1

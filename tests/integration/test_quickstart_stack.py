@@ -6,16 +6,16 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.support.stage import free_port, wait_until
 
 QUICKSTART = Path(__file__).parents[2] / "deployments" / "quickstart"
 
@@ -30,14 +30,14 @@ class Stack:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
-        self.api_port, self.trainer_port = free_ports(2)
+        self.api_port, self.trainer_port = free_port(), free_port()
         self.api_url = f"http://127.0.0.1:{self.api_port}"
         self.trainer_url = f"http://127.0.0.1:{self.trainer_port}"
 
     def start_api(self) -> None:
         run_api = Path(sys.executable).with_name("run-api")
         self._spawn("api", run_api, "--host", "127.0.0.1", "--port", str(self.api_port))
-        wait_for(lambda: answers(f"{self.api_url}/info"), "the API")
+        wait_until(lambda: answers(f"{self.api_url}/info"), "the API")
 
     def start_trainer(self, *, steps: int, out: Path, arguments: tuple[str, ...] = ()) -> None:
         self._spawn(
@@ -47,7 +47,7 @@ class Stack:
             *("--api", self.api_url, "--port", str(self.trainer_port)),
             *("--steps", str(steps), "--out", str(out), *arguments),
         )
-        wait_for(self.trainer_is_registered, "the trainer")
+        wait_until(self.trainer_is_registered, "the trainer")
 
     def start_environment(self) -> None:
         self._spawn(
@@ -91,14 +91,6 @@ class Stack:
             )
 
 
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
-
-
 def answers(url: str) -> Any:
     """The JSON at `url`, None while nobody listens."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -107,13 +99,6 @@ def answers(url: str) -> Any:
             return json.load(response)
     except OSError:
         return None
-
-
-def wait_for(is_so: Callable[[], object], what: str) -> None:
-    deadline_s = time.monotonic() + DEADLINE_S
-    while not is_so():
-        assert time.monotonic() < deadline_s, f"{what} not ready after {DEADLINE_S:g} s"
-        time.sleep(0.05)
 
 
 def steps_in(out: Path) -> list[int]:
@@ -149,7 +134,7 @@ def test_training_runs_to_its_last_step_and_both_sides_end_by_themselves(
     stack.start_api()
     stack.start_trainer(steps=5, out=out, arguments=("--checkpoint-every", "2"))
     stack.start_environment()
-    wait_for(stack.environment_is_registered, "the environment")
+    wait_until(stack.environment_is_registered, "the environment")
 
     assert stack.exit_status("trainer") == 0, stack.log("trainer")
     assert stack.exit_status("environment") == 0, stack.log("environment")
@@ -169,7 +154,7 @@ def test_terminated_training_is_resumed_by_a_new_attempt(
     first.start_api()
     first.start_trainer(steps=100_000, out=out)
     first.start_environment()
-    wait_for(lambda: len(steps_in(out)) >= 3, "step 3")
+    wait_until(lambda: len(steps_in(out)) >= 3, "step 3")
 
     first.kill("environment", signal.SIGTERM)
     assert first.exit_status("environment") == 128 + signal.SIGTERM
@@ -192,7 +177,7 @@ def test_trainer_and_environment_fail_when_the_api_dies(stack: Stack, tmp_path: 
     stack.start_api()
     stack.start_trainer(steps=100_000, out=tmp_path / "out")
     stack.start_environment()
-    wait_for(stack.environment_is_registered, "the environment")
+    wait_until(stack.environment_is_registered, "the environment")
 
     stack.kill("api")
 

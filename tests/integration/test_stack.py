@@ -11,8 +11,7 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,12 +24,12 @@ import pytest
 from deployments.stack.env import NODES_PAGE, QUEUE_PAGE
 from deployments.stack.state import Stack, processes_of
 from tasks.processes.ports import PortsReserved
+from tests.support.ground import until
 from tests.support.prefect_api import ask
+from tests.support.stage import processes_with
 
 ROOT = Path(__file__).resolve().parents[2]
 PREFECT = str(Path(sys.executable).parent / "prefect")
-#: Far longer than any wait here takes, on a machine that does much else.
-WITHIN_S = 100.0
 #: `up` starts Ray three times over.
 COMMAND_WITHIN_S = 250.0
 
@@ -94,7 +93,7 @@ class Home:
         flow_run: dict[str, Any] = self.api("GET", f"/flow_runs/{flow_run_id}")
         return flow_run
 
-    def wait_for(self, flow_run_id: str, message: str, *, state: str = "RUNNING") -> dict[str, Any]:
+    def wait_for(self, flow_run_id: str, message: str, *, state: str = "RUNNING") -> Any:
         """The flow run once its state says so; a run that has ended otherwise fails the test."""
 
         def found() -> dict[str, Any] | None:
@@ -105,22 +104,12 @@ class Home:
             assert now["type"] not in {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}, now
             return None
 
-        flow_run = until(found)
-        assert flow_run is not None
-        return flow_run
+        return until(found, f"{flow_run_id} is {state}: {message}")
 
     def record(self, flow_run: dict[str, Any]) -> dict[str, Any]:
         path = self.directory / "runs" / flow_run["name"] / "run.json"
         record: dict[str, Any] = json.loads(path.read_text())
         return record
-
-
-def until(found: Callable[[], Any]) -> Any:
-    """What is found, once it is something, or what it was at the deadline."""
-    deadline = time.monotonic() + WITHIN_S
-    while not (result := found()) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    return result
 
 
 def everything_of(stack: Stack) -> set[int]:
@@ -145,18 +134,6 @@ def ray_nodes(stack: Stack) -> list[dict[str, Any]]:
     listed = httpx.get(f"{stack.ray_dashboard}/api/v0/nodes", trust_env=False).raise_for_status()
     nodes: list[dict[str, Any]] = listed.json()["data"]["result"]["result"]
     return nodes
-
-
-def processes_of_run(run_id: str) -> list[int]:
-    """Everything whose environment names the run."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        try:
-            if f"MUSTER_RUN_ID={run_id}\0".encode() in (entry / "environ").read_bytes():
-                found.append(int(entry.name))
-        except OSError:
-            continue
-    return found
 
 
 @pytest.fixture(scope="module")
@@ -235,7 +212,7 @@ def test_a_ray_job_runs_on_a_node_and_its_log_can_be_had(home: Home) -> None:
         answer = httpx.get(jobs + job, trust_env=False).raise_for_status().json()
         return answer if answer["status"] in {"SUCCEEDED", "FAILED", "STOPPED"} else None
 
-    found = until(ended)
+    found = until(ended, "the job has ended")
     assert found["status"] == "SUCCEEDED", found
     log = httpx.get(f"{jobs}{job}/logs", trust_env=False).raise_for_status().json()["logs"]
     assert "GPUs 16.0" in log
@@ -251,8 +228,8 @@ def test_a_node_that_dies_is_replaced_and_the_stack_goes_on(home: Home) -> None:
         states = sorted(node["state"] for node in ray_nodes(stack))
         return states == ["ALIVE", "ALIVE", "ALIVE", "DEAD"]
 
-    assert until(replaced), ray_nodes(stack)
-    assert until(lambda: home.run_stack("status").returncode == 0)
+    until(replaced, "the node is replaced")
+    until(lambda: home.run_stack("status").returncode == 0, "the stack answers")
     assert home.stack == stack
 
 
@@ -275,7 +252,7 @@ def test_a_run_through_the_queue_completes(home: Home) -> None:
     record = home.record(flow_run)
     assert record["state"] == "completed"
     assert record["flow_run_id"] == flow_run["id"]
-    assert until(lambda: not processes_of_run(flow_run["name"]))
+    until(lambda: not processes_with("MUSTER_RUN_ID", flow_run["name"]), "nothing is left")
 
 
 @pytest.mark.parametrize(
@@ -314,7 +291,7 @@ def test_a_schedule_starts_a_run_with_the_values_it_names(home: Home) -> None:
         runs = home.api("POST", "/flow_runs/filter", ended)
         return [run for run in runs if run["auto_scheduled"]]
 
-    [flow_run] = until(started)
+    [flow_run] = until(started, "the schedule has started a run")
     home.api("DELETE", f"{schedules}/{made['id']}")
 
     assert flow_run["state"]["message"] == "step 5 of 5"
@@ -322,12 +299,12 @@ def test_a_schedule_starts_a_run_with_the_values_it_names(home: Home) -> None:
 
 def test_a_cancel_leaves_nothing_of_the_run(home: Home) -> None:
     flow_run = home.wait_for(home.trigger(steps=100_000), "running: api, trainer, environment")
-    assert len(processes_of_run(flow_run["name"])) >= 3
+    assert len(processes_with("MUSTER_RUN_ID", flow_run["name"])) >= 3
 
     home.command(PREFECT, "flow-run", "cancel", flow_run["id"])
 
     home.wait_for(flow_run["id"], "", state="CANCELLED")
-    assert until(lambda: not processes_of_run(flow_run["name"]))
+    until(lambda: not processes_with("MUSTER_RUN_ID", flow_run["name"]), "nothing is left")
     assert home.record(flow_run)["state"] == "cancelled"
 
 
@@ -340,7 +317,7 @@ def test_a_killed_supervisor_leaves_nothing_and_no_run_stays_running(home: Home)
 
     assert done.returncode == 0, done.stdout + done.stderr
     assert processes_of(stack.stack_id) == []
-    assert processes_of_run(flow_run["name"]) == []
+    assert processes_with("MUSTER_RUN_ID", flow_run["name"]) == []
     # The next stack finds the run without a process, and the place it held is free again.
     assert home.up().returncode == 0
     assert home.flow_run(flow_run["id"])["state"]["type"] in {"CRASHED", "CANCELLED"}
@@ -354,7 +331,7 @@ def test_down_ends_a_run_under_way_and_leaves_nothing(home: Home) -> None:
 
     assert done.returncode == 0, done.stdout + done.stderr
     assert processes_of(stack.stack_id) == []
-    assert processes_of_run(flow_run["name"]) == []
+    assert processes_with("MUSTER_RUN_ID", flow_run["name"]) == []
     assert home.record(flow_run)["state"] == "cancelled"
     assert not stack.ray_temp.exists()
     assert not (home.directory / "stack" / "stack.json").exists()

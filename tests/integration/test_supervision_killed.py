@@ -9,6 +9,8 @@ import signal
 import time
 from collections.abc import Callable
 
+import pytest
+
 from tasks.spec.probes import ReadyProbe
 from tests.support.stage import DEADLINE_S, Stage, wait_until
 from tests.support.witness import Witness
@@ -18,26 +20,20 @@ NEVER = ReadyProbe(log="never", within_s=DEADLINE_S)
 MakeWitness = Callable[..., Witness]
 
 
+@pytest.mark.parametrize(
+    ("ready", "reached"),
+    [
+        (None, "component.ready"),
+        # the guardian of the trainer is idle yet
+        (NEVER, "component.spawned"),
+    ],
+)
 def test_supervising_process_that_is_killed_beside_its_own_fork_leaves_nothing(
-    stage: Stage, witness: MakeWitness
+    stage: Stage, witness: MakeWitness, ready: ReadyProbe | None, reached: str
 ) -> None:
-    supervising = witness(stage.component("api"), stage.component("trainer"), oddity="fork")
-    supervising.until("component.ready", "api")
-
-    supervising.kill()
-    wait_until(lambda: supervising.processes_of_run() == [], "nothing of the run is left")
-    (stage.directory / "release").touch()
-
-    assert supervising.testimony().left == ()
-
-
-def test_idle_guardian_leaves_when_the_supervising_process_is_killed_beside_its_own_fork(
-    stage: Stage, witness: MakeWitness
-) -> None:
-    supervising = witness(
-        stage.component("api", ready=NEVER), stage.component("trainer"), oddity="fork"
-    )
-    supervising.until("component.spawned", "api")
+    api, trainer = stage.component("api", ready=ready), stage.component("trainer")
+    supervising = witness(api, trainer, oddity="fork")
+    supervising.until(reached, "api")
 
     supervising.kill()
     wait_until(lambda: supervising.processes_of_run() == [], "nothing of the run is left")

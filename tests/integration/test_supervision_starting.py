@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from tasks.processes.ports import PortsReserved
+from tasks.processes.supervisor import Supervisor
+from tasks.record.outcome import Verdict
 from tasks.record.states import RunState
 from tasks.spec.errors import RunEnded
 from tasks.spec.failure_kinds import FailureKind
@@ -230,17 +232,23 @@ def test_foreign_server_that_takes_the_port_first_is_never_taken_for_the_compone
         stage.component("api", ready=ReadyProbe.model_validate({question: asked})), ports=ports
     )
 
-    def take() -> None:
-        stage.until("component.spawned")
-        foreign_server(port)
-
-    threading.Thread(target=take).start()
-    with pytest.raises(RunEnded):
-        supervisor.start("api")
-    verdict = stage.end(supervisor)
+    verdict = taken_by_another(stage, supervisor, lambda: foreign_server(port))
 
     assert verdict.failure is not None and verdict.failure.kind is FailureKind.PORT_CONFLICT
     assert stage.seen("component.ready") == []
+
+
+def taken_by_another(stage: Stage, supervisor: Supervisor, take: Callable[[], None]) -> Verdict:
+    """Another takes the port once the api was spawned, which ends the run."""
+
+    def wait_and_take() -> None:
+        stage.until("component.spawned")
+        take()
+
+    threading.Thread(target=wait_and_take).start()
+    with pytest.raises(RunEnded):
+        supervisor.start("api")
+    return stage.end(supervisor)
 
 
 def test_component_that_loses_the_race_for_its_port_is_a_port_conflict(
@@ -252,14 +260,7 @@ def test_component_that_loses_the_race_for_its_port_is_a_port_conflict(
         stage.component("api", python(SERVER % (1.0, port)), ready=NEVER), ports=ports
     )
 
-    def take() -> None:
-        stage.until("component.spawned")
-        foreign_server(port)
-
-    threading.Thread(target=take).start()
-    with pytest.raises(RunEnded):
-        supervisor.start("api")
-    verdict = stage.end(supervisor)
+    verdict = taken_by_another(stage, supervisor, lambda: foreign_server(port))
 
     assert verdict.failure is not None and verdict.failure.kind is FailureKind.PORT_CONFLICT
     assert "Address already in use" in verdict.failure.line

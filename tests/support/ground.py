@@ -25,6 +25,7 @@ from tasks.processes.identity import host_name
 from tasks.processes.ports import PortsReserved
 from tasks.server.server import server_command
 from tests.support.prefect_api import ask
+from tests.support.stage import processes_with
 
 ROOT = Path(__file__).resolve().parents[2]
 #: How long anything may take before a test gives up; never waited for in full unless it is broken.
@@ -247,7 +248,7 @@ class Ground:
                     process.wait(10)
                 process.kill()
                 process.wait()
-        for pid in _processes_with("MUSTER_HOME", str(self.home)):
+        for pid in processes_with("MUSTER_HOME", str(self.home)):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
@@ -328,22 +329,14 @@ class Run:
 
     def pids(self) -> list[int]:
         """What belongs to its components, guardians included; the flow process not."""
-        return list(_processes_with("MUSTER_RUN_ID", self.name))
+        return processes_with("MUSTER_RUN_ID", self.name)
 
     def kill_flow(self) -> None:
         os.kill(self.flow_pid(), signal.SIGKILL)
 
     def processes(self) -> list[int]:
         """What a worker has started for it, with what came of that and kept its environment."""
-        return list(_processes_with("PREFECT__FLOW_RUN_ID", self.flow_run_id))
+        return processes_with("PREFECT__FLOW_RUN_ID", self.flow_run_id)
 
     def until_gone(self) -> None:
         until(lambda: not self.pids(), f"nothing is left of {self.name}")
-
-
-def _processes_with(variable: str, value: str) -> Iterator[int]:
-    wanted = f"{variable}={value}".encode()
-    for entry in Path("/proc").iterdir():
-        with suppress(OSError):
-            if entry.name.isdigit() and wanted in (entry / "environ").read_bytes().split(b"\0"):
-                yield int(entry.name)

@@ -52,10 +52,28 @@ def python(code: str) -> tuple[str, ...]:
 
 def wait_until(is_so: Callable[[], object], what: str) -> None:
     """Raises: AssertionError, when it is not so by the deadline."""
-    deadline = time.monotonic() + DEADLINE_S
+    assert came(is_so, DEADLINE_S), f"not within {DEADLINE_S:g} s: {what}"
+
+
+def came(is_so: Callable[[], object], within_s: float) -> bool:
+    """Whether it has come to be so by then."""
+    deadline = time.monotonic() + within_s
     while not is_so():
-        assert time.monotonic() < deadline, f"not within {DEADLINE_S:g} s: {what}"
+        if time.monotonic() > deadline:
+            return False
         time.sleep(0.01)
+    return True
+
+
+def processes_with(variable: str, value: str, *, begins: bool = False) -> list[int]:
+    """Those in whose environment the variable has the value, or begins with it."""
+    wanted, found = f"{variable}={value}{'' if begins else chr(0)}".encode(), []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            environ = (entry / "environ").read_bytes() if entry.name.isdigit() else b""
+            if environ.startswith(wanted) or b"\0" + wanted in environ:
+                found.append(int(entry.name))
+    return found
 
 
 def is_alive(pid: int) -> bool:

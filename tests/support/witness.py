@@ -17,7 +17,7 @@ from typing import Any
 
 from tasks.processes import tree
 from tasks.processes.component import ComponentPlan
-from tests.support.stage import DEADLINE_S
+from tests.support.stage import DEADLINE_S, processes_with
 from tests.support.supervising import Part
 
 _ROOT = Path(__file__).parents[2]
@@ -173,13 +173,7 @@ class Witness:
 
     def processes_of_run(self) -> list[int]:
         """What carries the run's id in its environment."""
-        mark = f"MUSTER_RUN_ID={self.run_id}".encode()
-        found = []
-        for entry in Path("/proc").iterdir():
-            with contextlib.suppress(OSError):
-                if entry.name.isdigit() and mark in (entry / "environ").read_bytes().split(b"\0"):
-                    found.append(int(entry.name))
-        return found
+        return processes_with("MUSTER_RUN_ID", self.run_id)
 
     def clear(self) -> None:
         """End what a test that failed has left."""

@@ -6,17 +6,16 @@ import json
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from deployments.stack.state import Stack
 from tasks.processes.ports import PortsReserved
 from tasks.queue.settings import PoolSettings, TableNode, with_settings
-from tests.support.ground import FINAL
+from tests.support.ground import FINAL, until
 from tests.support.prefect_api import ask
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,18 +24,6 @@ WITHIN_S = 180.0
 _COMMAND_WITHIN_S = 600.0
 #: The nodes of the pool, for gangs: names and GPUs.
 NODES = (TableNode(name="node-1", gpus=2),)
-
-Found = TypeVar("Found")
-
-
-def until(condition: Callable[[], Found | None], what: str, within_s: float = WITHIN_S) -> Found:
-    """The condition's first true value."""
-    deadline = time.monotonic() + within_s
-    while time.monotonic() < deadline:
-        if value := condition():
-            return value
-        time.sleep(0.2)
-    raise AssertionError(f"not within {within_s:g} s: {what}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

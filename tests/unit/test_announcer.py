@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from uuid import UUID, uuid4
 
@@ -16,6 +14,8 @@ from prefect.events.schemas.events import Event
 
 from tasks.record.announcements import payload_of
 from tasks.server.events import Announcer, of_pool, of_run
+from tests.support.stage import wait_until
+from tests.support.web import serving
 
 WITHIN_S = 20.0
 FLOW, DEPLOYMENT = uuid4(), uuid4()
@@ -23,6 +23,8 @@ FLOW, DEPLOYMENT = uuid4(), uuid4()
 
 class PrefectServer:
     """As much of one as events need."""
+
+    api = ""
 
     def __init__(self) -> None:
         self.told: list[dict[str, Any]] = []
@@ -32,36 +34,13 @@ class PrefectServer:
         self.refused = ""
         self.is_slow = threading.Event()
         self._go_on = threading.Event()
-        served = self
 
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def do_GET(self) -> None:
-                served.asked.append(self.path)
-                found = served.objects().get(self.path.removeprefix("/api"))
-                self._answer(200 if found else 404, found)
-
-            def do_POST(self) -> None:
-                content = json.loads(self.rfile.read(int(self.headers["content-length"])))
-                self._answer(served.take(content), None)
-
-            def _answer(self, status: int, content: Any) -> None:
-                body = json.dumps(content).encode() if status == 200 else b""
-                self.send_response(status)
-                self.send_header("content-type", "application/json")
-                self.send_header("content-length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, format: str, *args: Any) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-        self.api = f"http://127.0.0.1:{self._server.server_port}/api"
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,))
-        self._thread.start()
+    def answer(self, method: str, path: str, body: bytes) -> tuple[int, Any]:
+        if method == "POST":
+            return self.take(json.loads(body)), None
+        self.asked.append(path)
+        found = self.objects().get(path.removeprefix("/api"))
+        return (200, found) if found else (404, None)
 
     def objects(self) -> dict[str, Any]:
         return {
@@ -87,18 +66,14 @@ class PrefectServer:
     def names(self) -> list[str]:
         return [event["event"] for event in self.told]
 
-    def close(self) -> None:
-        self._go_on.set()
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
-
 
 @pytest.fixture
 def server() -> Iterator[PrefectServer]:
     served = PrefectServer()
-    yield served
-    served.close()
+    with serving(served.answer) as url:
+        served.api = f"{url}/api"
+        yield served
+        served._go_on.set()
 
 
 def flow_run(**more: Any) -> FlowRun:
@@ -233,7 +208,4 @@ def test_an_event_of_a_node_is_about_the_node_and_names_its_pool() -> None:
 
 
 def until_told(server: PrefectServer, count: int) -> None:
-    deadline = time.monotonic() + WITHIN_S
-    while len(server.told) < count:
-        assert time.monotonic() < deadline, server.told
-        time.sleep(0.01)
+    wait_until(lambda: len(server.told) >= count, f"{count} are told")

@@ -14,7 +14,6 @@ from typing import Any
 from uuid import UUID, uuid4
 
 import prefect
-import pytest
 from prefect.client.schemas.objects import FlowRun
 from prefect.client.schemas.responses import WorkerFlowRunResponse
 from prefect.settings import PREFECT_LOGGING_TO_API_ENABLED, temporary_settings
@@ -135,45 +134,3 @@ def test_gang_worker_overrides_what_is_held_here_and_nothing_else() -> None:
 
 def test_worker_type_is_found_by_name() -> None:
     assert BaseWorker.get_worker_class_from_type("gang") is GangWorker
-
-
-class Renamed(ProcessWorker):
-    """A release in which a poll asks elsewhere."""
-
-    type = "renamed"
-
-    async def get_and_submit_flow_runs(self) -> list[Any]:
-        return []
-
-
-class Bare(ProcessWorker):
-    """One that keeps what is submitted under another name."""
-
-    type = "bare"
-
-    def __init__(self, *arguments: Any, **more: Any) -> None:
-        super().__init__(*arguments, **more)
-        del self._submitting_flow_run_ids
-        self._work_queues = ["default"]  # type: ignore[assignment]
-
-
-class Otherwise(ProcessWorker):
-    """One whose place gives flow runs alone."""
-
-    type = "otherwise"
-
-    async def _get_scheduled_flow_runs(self) -> list[FlowRun]:  # type: ignore[override]
-        return []
-
-
-@pytest.mark.parametrize(
-    ("release", "told"),
-    [
-        (Renamed, "Renamed.get_and_submit_flow_runs does not ask _get_scheduled_flow_runs()"),
-        (Bare, "Bare has no _submitting_flow_run_ids any more"),
-        (Bare, "Bare._work_queues is a list"),
-        (Otherwise, "returns list[FlowRun], not a list of WorkerFlowRunResponse"),
-    ],
-)
-def test_what_a_release_has_moved_is_named(release: type[Any], told: str) -> None:
-    assert told in "\n".join(what_moved(release))

@@ -92,18 +92,6 @@ def test_help_says_what_it_does_its_options_and_its_exit_codes(
     assert not without_words, said
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_an_unknown_option_is_named_and_nothing_is_done(
-    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code = run(command, "--no-such-option", monkeypatch=monkeypatch)
-
-    said = capsys.readouterr()
-    assert code == 2
-    assert "error: " in said.err
-    assert said.out == ""
-
-
 def test_a_worker_s_help_says_what_it_adds_to_prefect_s_and_reconciles_nothing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -185,16 +185,6 @@ def test_a_run_that_another_one_has_started_from_stays_as_long_as_that_one(
     assert [held.held for held in pruned.plan.held] == [f"{NEW} has started from it"]
 
 
-def test_what_a_pruned_run_started_from_may_go_after_it(muster_home: Path) -> None:
-    source = make(muster_home, OLD)
-    make(muster_home, NEW, resume_from=str(source / "checkpoints" / "step-10"))
-
-    prune_host(ALL)
-    prune_host(ALL)
-
-    assert files(source) == {"run.json", "attempt-01/spec.yaml"}
-
-
 def test_a_run_that_a_waiting_flow_run_names_is_never_touched(
     muster_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import sys
-import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
+
+from tests.support.web import serving
 
 QUICKSTART = Path(__file__).parents[2] / "deployments" / "quickstart"
 sys.path.insert(0, str(QUICKSTART))
@@ -50,31 +46,6 @@ def test_batch_holds_a_row_for_each_generated_token() -> None:
     assert batch.mean_reward == pytest.approx(0.1)
 
 
-@contextmanager
-def an_api(answers: Mapping[str, Any]) -> Iterator[str]:
-    """The URL of a server with one JSON answer a path."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            payload = json.dumps(answers[self.path]).encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(payload)))
-            self.end_headers()
-            self.wfile.write(payload)
-
-        do_POST = do_GET
-
-        def log_message(self, format: str, *args: object) -> None: ...
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        server.server_close()
-
-
 @pytest.mark.parametrize(
     "answer",
     [
@@ -88,7 +59,7 @@ def an_api(answers: Mapping[str, Any]) -> Iterator[str]:
     ],
 )
 def test_api_that_forgot_the_trainer_is_an_error(answer: object) -> None:
-    with an_api({"/batch": answer}) as url, pytest.raises(ApiError):
+    with serving(lambda *_: (200, answer)) as url, pytest.raises(ApiError):
         AtroposApi(url).next_groups()
 
 

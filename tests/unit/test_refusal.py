@@ -3,10 +3,7 @@ component gets to know it."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -21,6 +18,7 @@ from tasks.spec.run import RunSpec
 from tasks.train.plan import component_env
 from tasks.upkeep import commands
 from tasks.upkeep.prune import prune_host
+from tests.support.web import serving
 
 PASSWORD = "operator:correct-horse"
 REMEDY = "set PREFECT_API_AUTH_STRING to what its server has as PREFECT_SERVER_API_AUTH_STRING"
@@ -33,36 +31,13 @@ SPEC = RunSpec.model_validate(
 )
 
 
-@contextmanager
-def answering(status: int) -> Iterator[str]:
-    """A server that gives this answer to everything: its API's URL."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def answer(self) -> None:
-            self.rfile.read(int(self.headers.get("content-length") or 0))
-            self.send_response(status)
-            self.send_header("content-length", "0")
-            self.end_headers()
-
-        do_GET = do_POST = do_PATCH = answer
-
-        def log_message(self, *_: object) -> None:
-            """Nothing is said on stderr."""
-
-    with HTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}/api"
-        finally:
-            server.shutdown()
-            thread.join()
-
-
 @pytest.fixture(scope="module")
 def refusing() -> Iterator[str]:
-    with answering(401) as url, temporary_settings({PREFECT_API_URL: url}):
-        yield url
+    with (
+        serving(lambda *_: (401, None)) as url,
+        temporary_settings({PREFECT_API_URL: f"{url}/api"}),
+    ):
+        yield f"{url}/api"
 
 
 @pytest.mark.parametrize(
@@ -112,7 +87,11 @@ def test_a_worker_does_not_start(refusing: str, muster_home: Path) -> None:
 
 
 def test_another_error_of_a_server_is_no_refusal() -> None:
-    with answering(500) as url, pytest.raises(ServerAway) as caught, talking_to(url) as client:
+    with (
+        serving(lambda *_: (500, None)) as url,
+        pytest.raises(ServerAway) as caught,
+        talking_to(f"{url}/api") as client,
+    ):
         client.hello().raise_for_status()
 
     assert not isinstance(caught.value, ServerRefuses)

@@ -65,27 +65,6 @@ def test_the_plan_has_the_keys_of_the_issue(spec: Path, capsys: pytest.CaptureFi
     }
 
 
-def test_local_servers_are_planned_on_this_machine(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    fleet = {"backend": "command", "command": ["serve", "${server.host}:${server.port}"]}
-
-    plan = planned(capsys, str(written(tmp_path, {**fleet, "engines": 2})))
-
-    assert [one["argv"][1] for one in plan["servers"]] == ["127.0.0.1:30000", "127.0.0.1:30001"]
-
-
-def test_a_gang_says_how_many_gpus_a_node_has(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    fleet = {"backend": "vllm", "model": "m", "tensor_parallel": 4, "engines": 3}
-    spec = written(tmp_path, fleet, gang={"nodes": 2, "gpus_per_node": 8})
-
-    plan = planned(capsys, str(spec))
-
-    assert [engine["nodes"] for engine in plan["engines"]] == [[0], [0], [1]]
-
-
 def test_a_value_of_the_spec_can_be_set(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan = planned(capsys, str(spec), "--set", "components.rollout.engines=2")
 

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -16,6 +15,7 @@ import pytest
 from tasks.processes import ending
 from tasks.processes.ending import end_all, end_carriers, holders_of
 from tasks.processes.tree import environment_of, is_zombie
+from tests.support.stage import wait_until
 
 #: Ends by itself in the end: one that is not caught would be nobody's, and never seen again.
 _FORKER = """
@@ -50,13 +50,6 @@ def start() -> Iterator[Start]:
         with suppress(ProcessLookupError):
             process.kill()
         process.wait()
-
-
-def until(is_so: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 20
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_what_carries_the_run_id_is_ended_and_named(start: Start, run_id: str) -> None:
@@ -129,7 +122,7 @@ def test_a_chain_that_forks_and_exits_is_caught(start: Start, run_id: str) -> No
     found = end_carriers({"MUSTER_RUN_ID": run_id})
 
     assert found["left"] == []
-    until(lambda: run_id not in holders_of("MUSTER_RUN_ID").pids)
+    wait_until(lambda: run_id not in holders_of("MUSTER_RUN_ID").pids, "none is left")
 
 
 def test_a_stopped_process_is_ended(start: Start, run_id: str) -> None:
