@@ -83,7 +83,7 @@ PHRASES = {"starting": "trainer: started", "running": "environment: ready"}
 
 
 # In other phases, and with other shapes: the fault table.
-@pytest.mark.parametrize(("shape", "phase"), zip(SHAPES, ("running", "starting"), strict=True))
+@pytest.mark.parametrize(("shape", "phase"), [*zip(SHAPES, ("running", "starting"), strict=True)])
 def test_nothing_is_left_of(
     shape: str,
     phase: str,

@@ -26,7 +26,7 @@ from typing import Any
 from tests.benchmarks.part import wait as wait_for_sigterm
 from tests.benchmarks.report import NotHere
 from tests.benchmarks.stage import NAMES
-from tests.peers.backends.package import NoPackage, fetch
+from tests.peers.pip import NoWheel, fetch
 
 #: As in tests/peers/backends/.
 VERSION = "0.5.23"
@@ -47,8 +47,8 @@ def source() -> Iterator[Source]:
     """Raises: NotHere."""
     with tempfile.TemporaryDirectory(prefix="muster-bench-sglang-") as place:
         try:
-            package = fetch("sglang", VERSION, Path(place))
-        except NoPackage as reason:
+            package = fetch(f"sglang=={VERSION}", Path(place), only=".py")
+        except NoWheel as reason:
             words = str(reason).splitlines()[-1:]
             raise NotHere(f"pip did not get sglang's wheel: {' '.join(words)}") from reason
         yield Source(path=package.folder / _MODULE, version=package.version)

@@ -22,7 +22,8 @@ from typing import Any
 from tasks.rollout.building import Addresses, build, nodes_needed, ports_needed
 from tasks.rollout.topology import TopologyPlan
 from tasks.spec.rollout import Rollout
-from tests.peers.backends import facts, package, reading
+from tests.peers import pip
+from tests.peers.backends import facts, reading
 
 #: A layout of each kind that is planned differently, by name.
 LAYOUTS: Mapping[str, Mapping[str, Any]] = {
@@ -54,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
                 found, version = ask_package(
                     backend, None if options.newest else version, write=options.write
                 )
-            except package.NoPackage as error:
+            except pip.NoWheel as error:
                 print(f"{backend} cannot be had: {error}", file=sys.stderr)
                 return 3
             source = "its package and its facts"
@@ -87,13 +88,15 @@ def ask_package(backend: str, version: str | None, *, write: bool) -> tuple[list
     """Where the facts differ from a package, and its version; with `write`, its facts on disk.
 
     Raises:
-        NoPackage: pip cannot get it.
+        NoWheel: pip cannot get it.
     """
     with tempfile.TemporaryDirectory(prefix=f"{backend}-") as folder:
-        fetched = package.fetch(backend, version, Path(folder))
+        wanted = f"{backend}=={version}" if version else backend
+        fetched = pip.fetch(wanted, Path(folder), only=".py")
         options = reading.options_of(backend, fetched.folder)
     path = facts.path_of(backend, fetched.version)
-    text = facts.as_text(backend, fetched.version, fetched.source, options)
+    source = f"{fetched.name}, sha256 {fetched.sha256}"
+    text = facts.as_text(backend, fetched.version, source, options)
     if write:
         path.write_text(text, encoding="utf-8")
         print(f"{path.name}: written")

@@ -22,6 +22,7 @@ import yaml
 from tasks.show.help import HelpFormatter
 from tasks.spec.errors import InvalidSpec
 from tasks.spec.run import RunSpec
+from tests.peers import pip
 from tests.peers.verl import facts, rules, wheel
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -41,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
     if options.wheel:
         try:
             own = ask_verl(specs, options.version, write=options.write)
-        except wheel.NoWheel as error:
+        except pip.NoWheel as error:
             print(f"verl {options.version} cannot be had: {error}", file=sys.stderr)
             return 3
         for name, found in own.items():
@@ -81,8 +82,8 @@ def ask_verl(specs: Mapping[str, RunSpec], version: str, *, write: bool) -> dict
         for component, module, overrides, env in rules.starts_in(spec)
     }
     with tempfile.TemporaryDirectory(prefix="verl-") as folder:
-        fetched = wheel.fetch(version, Path(folder))
-        answer = wheel.ask(fetched, question)
+        fetched = pip.fetch(f"verl=={version}", Path(folder))
+        answer = wheel.ask(fetched, question, Path(folder) / "hydra")
     if write:
         path = facts.path_of(version)
         path.write_text(facts.as_text(version, fetched.sha256, answer), encoding="utf-8")
