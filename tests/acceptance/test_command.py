@@ -108,9 +108,7 @@ def test_an_invalid_spec_starts_nothing(start_run: Callable, gang_of: Callable) 
     assert not run.home.exists()
 
 
-def test_a_missing_program_is_found_before_anything_starts(
-    start_run: Callable, gang_of: Callable
-) -> None:
+def test_a_missing_program_is_found_at_first(start_run: Callable, gang_of: Callable) -> None:
     spec = gang_of(STAY)
     spec["components"]["environment"]["command"] = ["python", "no/such/environment.py", "serve"]
 
@@ -137,9 +135,7 @@ def test_a_signal_ends_the_run_as_cancelled(
     assert run.pids() == []
 
 
-def test_a_second_interrupt_does_not_wait_for_the_grace(
-    start_run: Callable, gang_of: Callable
-) -> None:
+def test_a_second_interrupt_waits_for_no_grace(start_run: Callable, gang_of: Callable) -> None:
     spec = gang_of(STUBBORN)
     spec["components"]["trainer"] |= {"ready": {"log": "up"}, "stop": {"grace_s": 600}}
     run = start_run(spec)
@@ -154,9 +150,7 @@ def test_a_second_interrupt_does_not_wait_for_the_grace(
     assert run.pids() == []
 
 
-def test_a_cancel_on_the_server_reaches_a_run_without_a_worker(
-    start_run: Callable, gang_of: Callable, api: str
-) -> None:
+def test_a_cancel_needs_no_worker(start_run: Callable, gang_of: Callable, api: str) -> None:
     run = start_run(gang_of(STAY))
     run.until_event("attempt.ready")
 
@@ -188,9 +182,7 @@ def test_secrets_appear_in_no_file_of_ours(start_run: Callable, gang_of: Callabl
     assert secret not in str(run.flow_run()["state"])
 
 
-def test_without_a_server_of_ones_own_a_temporary_one_serves(
-    start_run: Callable, gang_of: Callable
-) -> None:
+def test_without_a_server_a_temporary_one_serves(start_run: Callable, gang_of: Callable) -> None:
     run = start_run(gang_of("print('trained')"), server=None)
 
     assert run.wait(120) == 0, run.text()

@@ -26,9 +26,7 @@ def events_of(run: Run) -> list[dict[str, Any]]:
     return found
 
 
-def test_a_run_tells_its_server_what_happens_and_how_it_ended_without_its_secrets(
-    start_run: Callable[..., Run],
-) -> None:
+def test_a_run_tells_its_server_its_story_without_secrets(start_run: Callable[..., Run]) -> None:
     crash = "import os, sys; sys.exit('CUDA out of memory, token ' + os.environ['HF_TOKEN'])"
     run = start_run(
         {

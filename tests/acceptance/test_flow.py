@@ -20,9 +20,7 @@ def _on_the_server(api: str) -> Iterator[None]:
         yield
 
 
-def test_a_spec_that_names_what_is_not_there_fails_with_every_fault(
-    gang_of: Callable, muster_home: Path
-) -> None:
+def test_a_spec_of_what_is_not_there_fails_with_all(gang_of: Callable, muster_home: Path) -> None:
     spec = gang_of("pass")
     spec["components"]["api"]["command"] = ["no-such-program-here"]
     spec["components"]["trainer"]["command"] = ["python", "no_such_script.py", "${nobody.port}"]
@@ -37,9 +35,7 @@ def test_a_spec_that_names_what_is_not_there_fails_with_every_fault(
     assert (record["state"], record["attempts"]) == ("failed", [])
 
 
-def test_a_parameter_that_is_no_spec_fails_with_every_fault_in_plain_words(
-    gang_of: Callable, muster_home: Path
-) -> None:
+def test_a_parameter_that_is_no_spec_fails_plainly(gang_of: Callable, muster_home: Path) -> None:
     spec = gang_of("pass", workload="gppo")
     spec["components"]["trainer"] = {"comand": ["python"]}
 

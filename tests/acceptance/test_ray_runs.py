@@ -113,9 +113,7 @@ def test_a_job_that_ends_well_completes_the_run(
     assert run.pids() == []
 
 
-def test_a_users_error_fails_the_run_at_once_with_its_line(
-    start_run: Callable, job_of: Callable
-) -> None:
+def test_a_users_error_fails_the_run_with_its_line(start_run: Callable, job_of: Callable) -> None:
     run = start_run(job_of("raise KeyError('actor.optim.lr')"))
 
     assert run.wait(WITHIN_S) == 1, run.text()
@@ -181,9 +179,7 @@ def test_a_cancel_frees_everything(
     until(lambda: gpus_free(ray_cluster) == before, "the GPUs are free by Ray's word")
 
 
-def test_a_gang_that_can_never_fit_is_refused_with_the_numbers(
-    start_run: Callable, job_of: Callable
-) -> None:
+def test_a_gang_that_never_fits_is_told_the_numbers(start_run: Callable, job_of: Callable) -> None:
     run = start_run(job_of("print('never')", gang={"nodes": 3, "gpus_per_node": 8}))
 
     assert run.wait(WITHIN_S) == 3, run.text()

@@ -88,9 +88,7 @@ def assert_goes_on(run: Run, pids: list[int]) -> None:
     assert set(pids) <= set(run.pids())
 
 
-def test_a_cancel_is_carried_out_while_the_worker_is_dead(
-    run: Run, worker: subprocess.Popen[bytes]
-) -> None:
+def test_a_cancel_is_done_with_a_dead_worker(run: Run, worker: subprocess.Popen[bytes]) -> None:
     worker.kill()
     worker.wait()
 
@@ -99,9 +97,7 @@ def test_a_cancel_is_carried_out_while_the_worker_is_dead(
     assert_cancelled(run)
 
 
-def test_a_cancel_of_a_run_that_died_with_its_worker(
-    run: Run, worker: subprocess.Popen[bytes]
-) -> None:
+def test_a_cancel_of_a_run_dead_with_its_worker(run: Run, worker: subprocess.Popen[bytes]) -> None:
     worker.kill()
     worker.wait()
     run.kill_flow()

@@ -119,9 +119,7 @@ def test_run_without_room_is_tried_again_until_there_is(ground: Ground, room: Pa
     assert not ports_of(run, last["number"] - 1) & ports_of(run, last["number"])
 
 
-def test_run_goes_on_with_its_record_on_a_host_that_has_none(
-    ground: Ground, room: Path, tmp_path: Path
-) -> None:
+def test_run_takes_its_record_to_another_host(ground: Ground, room: Path, tmp_path: Path) -> None:
     run = ground.submit(waiting_for(room, delay_s=3))
     until_parked(run)
     elsewhere = replace(ground, home=tmp_path / "elsewhere")
@@ -144,9 +142,7 @@ def test_run_goes_on_with_its_record_on_a_host_that_has_none(
     assert json.loads(artifacts(run)["attempts"]["data"])[-1]["state"] == "completed"
 
 
-def test_run_that_waits_has_no_process_and_can_be_cancelled_at_once(
-    ground: Ground, room: Path
-) -> None:
+def test_run_that_waits_has_no_process_and_can_be_cancelled(ground: Ground, room: Path) -> None:
     run = ground.submit(waiting_for(room, delay_s=600))
     state = until_parked(run)
     until(lambda: not run.processes() and not run.pids(), "no process is left")

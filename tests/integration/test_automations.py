@@ -220,9 +220,7 @@ def test_a_run_whose_process_is_killed_is_notified(scene: Scene) -> None:
     assert message["subject"] == f"{run.name} failed: Crashed"
 
 
-def test_a_run_that_waits_for_long_is_notified_and_one_that_was_admitted_is_not(
-    scene: Scene,
-) -> None:
+def test_a_long_wait_is_notified_and_one_that_was_admitted_is_not(scene: Scene) -> None:
     pool = scene.pool
     pool.hold({"n1": 8})
     second = pool.hold({"n2": 8})

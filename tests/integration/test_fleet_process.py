@@ -242,9 +242,7 @@ def test_a_server_whose_port_is_taken_gets_another_one(fleet: FleetProcess) -> N
     assert found[1] != taken
 
 
-def test_a_fleet_that_can_go_on_no_more_says_why_and_quotes_who_is_at_fault(
-    fleet: FleetProcess,
-) -> None:
+def test_a_fleet_that_cannot_go_on_says_why_and_quotes_the_culprit(fleet: FleetProcess) -> None:
     command = ["sh", "-c", "echo 'no such model: ${server.port}'; exit 3"]
 
     fleet.start(fleet.plan(fleet={"command": command}))
@@ -312,9 +310,7 @@ def test_it_can_be_told_to_end_while_servers_load(fleet: FleetProcess) -> None:
         "recovery.begun",
     ],
 )
-def test_a_process_that_is_killed_at_this_moment_leaves_nothing(
-    fleet: FleetProcess, moment: str
-) -> None:
+def test_a_process_killed_at_this_moment_leaves_nothing(fleet: FleetProcess, moment: str) -> None:
     fleet.start(fleet.plan(fleet={"command": WITH_A_DAEMON}))
     if moment == "recovery.begun":
         fleet.until_ready()
@@ -326,9 +322,7 @@ def test_a_process_that_is_killed_at_this_moment_leaves_nothing(
     # The fixture waits until nothing is left.
 
 
-def test_a_request_under_way_at_the_end_is_answered_with_an_error_to_try_again_on(
-    fleet: FleetProcess,
-) -> None:
+def test_a_request_under_way_at_the_end_gets_an_error_to_retry_on(fleet: FleetProcess) -> None:
     fleet.start(fleet.plan())
     for server in fleet.until_ready()["servers"]:
         order = {"kind": "hang"}
@@ -350,9 +344,7 @@ def test_a_request_under_way_at_the_end_is_answered_with_an_error_to_try_again_o
     assert fleet.wait() == 0
 
 
-def test_a_killed_component_guardian_takes_the_whole_fleet_with_it(
-    fleet: FleetProcess, stage: Stage
-) -> None:
+def test_a_killed_guardian_takes_the_whole_fleet_with_it(fleet: FleetProcess, stage: Stage) -> None:
     health = f"http://127.0.0.1:{fleet.port}/muster/health"
     ready = ReadyProbe.model_validate({"http": health, "json": {"ready": True}})
     plan = fleet.plan(fleet={"command": WITH_A_DAEMON})
@@ -366,9 +358,7 @@ def test_a_killed_component_guardian_takes_the_whole_fleet_with_it(
     assert not any(map(is_alive, servers))
 
 
-def test_what_all_killed_at_once_have_left_is_found_in_the_register(
-    fleet: FleetProcess, muster_home: Path
-) -> None:
+def test_what_all_killed_left_is_in_the_register(fleet: FleetProcess, muster_home: Path) -> None:
     owner = subprocess.Popen(
         [sys.executable, "-c", OWNER],
         stdin=subprocess.PIPE,

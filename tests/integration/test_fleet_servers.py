@@ -3,11 +3,11 @@
 | nr | test |
 | --- | --- |
 | 1 | test_a_killed_server_takes_its_group_down_at_once_and_the_group_comes_back |
-| 2 | test_all_groups_killed_at_once_come_back, test_all_killed_without_budget_is_fatal |
-| 5 | test_stop_and_start_again_leave_one_loop_and_one_process_each |
+| 2 | test_all_groups_killed_come_back, test_all_killed_without_budget_is_fatal |
+| 5 | test_stop_and_start_leave_one_loop_and_one_process_each |
 | 10 | test_an_engine_that_is_dead_behind_a_live_server_is_restarted |
 | 12 | test_a_group_serves_only_once_it_generates |
-| 14 | test_the_barrier_tells_the_trainer_what_failed_and_what_is_left |
+| 14 | test_the_barrier_tells_the_trainer_what_failed_and_is_left |
 """
 
 from __future__ import annotations
@@ -177,9 +177,7 @@ def test_a_killed_server_takes_its_group_down_at_once_and_the_group_comes_back(
 
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
-def test_all_groups_killed_at_once_come_back(
-    play: Callable[..., None], signum: signal.Signals
-) -> None:
+def test_all_groups_killed_come_back(play: Callable[..., None], signum: signal.Signals) -> None:
     async def history(real: RealFleet) -> None:
         before = {real.kill(rank, signum) for rank in (0, 2)}
         await real.until(lambda: real.routed() == set())
@@ -237,9 +235,7 @@ def test_a_group_serves_only_once_it_generates(play: Callable[..., None]) -> Non
     play(history)
 
 
-def test_the_barrier_tells_the_trainer_what_failed_and_what_is_left(
-    play: Callable[..., None],
-) -> None:
+def test_the_barrier_tells_the_trainer_what_failed_and_is_left(play: Callable[..., None]) -> None:
     async def history(real: RealFleet) -> None:
         gone = [real.pid(0), real.pid(1)]
         await real.misbehave(0, kind="status", health=True)
@@ -255,9 +251,7 @@ def test_the_barrier_tells_the_trainer_what_failed_and_what_is_left(
     play(history, misses=0)
 
 
-def test_stop_and_start_again_leave_one_loop_and_one_process_each(
-    play: Callable[..., None],
-) -> None:
+def test_stop_and_start_leave_one_loop_and_one_process_each(play: Callable[..., None]) -> None:
     async def history(real: RealFleet) -> None:
         pids = {real.pid(rank) for rank in range(4)}
         one_each = loops()

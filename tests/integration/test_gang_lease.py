@@ -136,9 +136,7 @@ def test_server_may_be_killed_and_come_back(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.timeout(600)
-def test_never_two_at_once_among_gates_of_three_hosts_that_are_killed_and_suspended(
-    gates: Gates,
-) -> None:
+def test_never_two_at_once_among_gates_that_are_killed_and_suspended(gates: Gates) -> None:
     chance = random.Random(5)
     hosts = ("a", "a", "b", "b", "c")
     living = [gates.start(host, **SOON, pause_s=0.02) for host in hosts]

@@ -105,9 +105,7 @@ def logged(run: Run) -> list[tuple[int, str]]:
     return [(line["level"], line["message"]) for line in found if line["name"] == "muster.queue"]
 
 
-def test_logs_of_a_run_say_why_it_waits_where_it_is_admitted_and_why_it_is_refused(
-    pool: GangPool,
-) -> None:
+def test_logs_say_why_a_run_waits_where_it_goes_or_why_it_is_refused(pool: GangPool) -> None:
     holder = pool.hold(ALL)
     run = pool.submit(pool.spec(nodes=2, gpus=8))
     says(run, "waits for holder-n1-n2 to end")
@@ -180,9 +178,7 @@ def test_run_of_a_higher_queue_goes_first(pool: GangPool) -> None:
         pytest.param(False, marks=pytest.mark.thorough),
     ],
 )
-def test_run_whose_worker_was_killed_before_it_could_start_it_keeps_its_place(
-    pool: GangPool, has_begun: bool
-) -> None:
+def test_run_whose_worker_was_killed_keeps_its_place(pool: GangPool, has_begun: bool) -> None:
     gone = killed_process()
     pool.hold({"n2": 8})
     pool.patch(is_paused=True)
@@ -218,9 +214,7 @@ def give(run: Run, nodes: dict[str, int], *, by: ProcessId) -> None:
     ask("PATCH", f"{run.ground.api}/flow_runs/{run.flow_run_id}/labels", grant.labels())
 
 
-def test_run_that_is_started_directly_waits_in_line_and_can_be_interrupted(
-    pool: GangPool,
-) -> None:
+def test_run_that_is_started_directly_waits_in_line(pool: GangPool) -> None:
     pool.hold(ALL)
     first = pool.submit(pool.spec(nodes=2, gpus=8))
     says(first, "waits for holder")

@@ -788,9 +788,7 @@ async def test_an_order_forwards_its_arguments(
         ("barrier", {"now": True}, "now: Extra inputs are not permitted"),
     ],
 )
-async def test_a_bad_order_is_refused_with_what_is_wrong(
-    name: str, body: Any, complaint: str
-) -> None:
+async def test_a_bad_order_is_told_what_is_wrong(name: str, body: Any, complaint: str) -> None:
     async with scene(0) as at:
         status, answer = await ordered(at, name, body)
 
@@ -827,9 +825,7 @@ async def test_an_order_that_the_fleet_refuses_says_why(raised: Exception, statu
         ("GET", "/musterhaft", 200),  # not the gateway's own
     ],
 )
-async def test_what_the_gateway_does_not_know_is_refused(
-    method: str, path: str, status: int
-) -> None:
+async def test_what_the_gateway_knows_not_is_refused(method: str, path: str, status: int) -> None:
     async with scene(1) as at, at.client.request(method, path) as answer:
         assert answer.status == status
 

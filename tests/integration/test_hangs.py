@@ -143,9 +143,7 @@ def test_component_that_leaves_in_good_order_is_not_aborted(stage: Stage) -> Non
     assert last_words(stage, "trainer").strip() == "saved"
 
 
-def test_component_that_catches_sigterm_and_stays_is_asked_before_it_is_killed(
-    stage: Stage,
-) -> None:
+def test_component_that_outlives_sigterm_is_asked_before_it_is_killed(stage: Stage) -> None:
     stays = STUCK % IGNORES_SIGTERM_IN_A_HANDLER
 
     verdict = stage.run(program(stage, "trainer", stays, ready=UP, live=MISSED, grace_s=2.0))

@@ -94,9 +94,7 @@ def test_finishing_again_finds_nothing_to_do(tmp_path: Path, marked: Marked) -> 
     assert again == Remains(killed=(), left={}, waiting={}, removed=())
 
 
-def test_process_that_has_got_a_recorded_pid_is_not_harmed(
-    tmp_path: Path, sleeper: subprocess.Popen[bytes]
-) -> None:
+def test_process_with_a_known_pid_is_left(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
     """The pid was re-used: everything but the start is what the registry says."""
     before = ProcessId.of(sleeper.pid).model_copy(update={"start_ticks": 1})
 
@@ -157,9 +155,7 @@ def test_guardian_that_has_had_its_time_is_ended_with_the_rest(
     assert set(remains.killed) == {sleeper.pid, *marked[1]}
 
 
-def test_process_without_a_mark_is_told_by_its_identity(
-    tmp_path: Path, sleeper: subprocess.Popen[bytes]
-) -> None:
+def test_unmarked_process_has_an_identity(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
     remains = finish(lost_run(tmp_path, entry(process=ProcessId.of(sleeper.pid))))
 
     assert remains.killed == (sleeper.pid,)
@@ -177,9 +173,7 @@ def test_only_leftovers_that_are_ours_are_removed(tmp_path: Path) -> None:
     assert other.exists()
 
 
-def test_leftovers_stay_while_processes_do(
-    tmp_path: Path, sleeper: subprocess.Popen[bytes]
-) -> None:
+def test_leftovers_stay_with_processes(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
     ours = tmp_path / "muster-prefect-x"
     ours.mkdir()
     run = lost_run(tmp_path, entry(guardian=ProcessId.of(sleeper.pid)), leftovers=(ours,))

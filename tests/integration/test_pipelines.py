@@ -260,9 +260,7 @@ def test_a_checkpoint_is_handed_from_one_run_to_the_next(pipelines: Pipelines) -
     assert f"{first['name']}/checkpoints/step-000003.txt" in table["data"]
 
 
-def test_a_mended_stage_is_tried_anew_and_what_was_done_is_not_repeated(
-    pipelines: Pipelines,
-) -> None:
+def test_a_mended_stage_is_tried_anew_and_what_was_done_is_not(pipelines: Pipelines) -> None:
     given = "${stage.first.checkpoint}"
     path = pipelines.written(pipelines.stage("first"), pipelines.stage("second", given, code=3))
     failed = pipelines.command(path)
@@ -316,9 +314,7 @@ def test_a_pipeline_whose_process_lives_is_not_resumed(pipelines: Pipelines) -> 
     assert process.wait(WITHIN_S) == 0
 
 
-def test_an_interrupt_ends_the_run_of_the_stage_and_no_later_one_begins(
-    pipelines: Pipelines,
-) -> None:
+def test_an_interrupt_ends_the_stage_and_no_later_one_begins(pipelines: Pipelines) -> None:
     path = pipelines.written(pipelines.stage("first", waits=True), pipelines.stage("second"))
     process, flow_run_id = pipelines.start(path)
     first = pipelines.until_running(flow_run_id, "first")
@@ -339,9 +335,7 @@ def cancel(pipelines: Pipelines, flow_run_id: str) -> None:
     pipelines.ground.post(path, state={"type": "CANCELLING", "name": "Cancelling"})
 
 
-def test_a_cancel_while_the_stage_waits_for_gpus_cancels_both(
-    pipelines: Pipelines, worker: Popen[bytes]
-) -> None:
+def test_a_cancel_while_it_waits_cancels_both(pipelines: Pipelines, worker: Popen[bytes]) -> None:
     pipelines.pool.hold({"n1": 8, "n2": 8})
     first = pipelines.stage("first", gang={"nodes": 1, "gpus_per_node": 8})
     flow_run_id = pipelines.submit(first, pipelines.stage("second"))
@@ -355,9 +349,7 @@ def test_a_cancel_while_the_stage_waits_for_gpus_cancels_both(
     assert pipelines.runs(flow_run_id, "second") == []
 
 
-def test_a_cancel_while_the_stage_runs_cancels_both(
-    pipelines: Pipelines, worker: Popen[bytes]
-) -> None:
+def test_a_cancel_while_it_runs_cancels_both(pipelines: Pipelines, worker: Popen[bytes]) -> None:
     stages = (pipelines.stage("first", waits=True), pipelines.stage("second"))
     flow_run_id = pipelines.submit(*stages)
     first = pipelines.until_running(flow_run_id, "first")
@@ -370,9 +362,7 @@ def test_a_cancel_while_the_stage_runs_cancels_both(
     assert pipelines.runs(flow_run_id, "second") == []
 
 
-def test_a_retry_from_the_ui_goes_on_after_the_stage_that_failed(
-    pipelines: Pipelines, worker: Popen[bytes]
-) -> None:
+def test_a_retry_from_the_ui_begins_where_due(pipelines: Pipelines, worker: Popen[bytes]) -> None:
     # It fails until the file is there.
     second = pipelines.stage("second")
     code = (

@@ -46,9 +46,7 @@ def test_fit_nodes_pass_and_nothing_stays_in_the_shared_directory(
     assert done.returncode == (1 if wrong else 0)
 
 
-def test_a_node_that_is_not_fit_is_named_with_the_remedy(
-    ray_cluster: RayCluster, muster_home: Path
-) -> None:
+def test_an_unfit_node_is_named_with_the_remedy(ray_cluster: RayCluster, muster_home: Path) -> None:
     name = f"127.0.0.1/{ray_cluster.nodes[0].node_id[:8]}"
 
     done = command(
@@ -80,9 +78,7 @@ def test_a_cluster_that_does_not_answer_is_a_failure_with_its_address(muster_hom
 
 
 @pytest.mark.thorough
-def test_the_documentations_example_is_gone_and_what_leaks_is_ended(
-    ray_cluster: RayCluster,
-) -> None:
+def test_the_documented_example_is_gone_and_what_leaks_is_ended(ray_cluster: RayCluster) -> None:
     done = command("deployments.cluster_check", "--address", ray_cluster.address, "--within-s", "3")
 
     assert done.returncode == 0, done.stdout + done.stderr

@@ -29,9 +29,7 @@ def gpus_taken(cluster: RayCluster) -> float:
 @pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.timeout(WITHIN_S + 60)
-def test_the_policy_learns_as_a_ray_job_that_holds_a_gpu(
-    ray_cluster: RayCluster, muster_home: Path
-) -> None:
+def test_it_learns_as_a_ray_job_with_a_gpu(ray_cluster: RayCluster, muster_home: Path) -> None:
     environment = {key: text for key, text in os.environ.items() if key != "PREFECT_API_URL"}
     command = (sys.executable, "-m", "flows.train", SPEC, "--set")
 

@@ -127,9 +127,7 @@ def stack(start_stack: Callable[[], Stack]) -> Stack:
     return start_stack()
 
 
-def test_training_runs_to_its_last_step_and_both_sides_end_by_themselves(
-    stack: Stack, tmp_path: Path
-) -> None:
+def test_training_ends_at_its_last_step_on_both_sides(stack: Stack, tmp_path: Path) -> None:
     out = tmp_path / "out"
     stack.start_api()
     stack.start_trainer(steps=5, out=out, arguments=("--checkpoint-every", "2"))
@@ -146,9 +144,7 @@ def test_training_runs_to_its_last_step_and_both_sides_end_by_themselves(
 
 
 @pytest.mark.slow
-def test_terminated_training_is_resumed_by_a_new_attempt(
-    start_stack: Callable[[], Stack], tmp_path: Path
-) -> None:
+def test_ended_training_can_be_resumed(start_stack: Callable[[], Stack], tmp_path: Path) -> None:
     out = tmp_path / "out"
     first = start_stack()
     first.start_api()
@@ -188,9 +184,7 @@ def test_trainer_and_environment_fail_when_the_api_dies(stack: Stack, tmp_path: 
     assert "environment: the API went away" in stack.log("environment")
 
 
-def test_trainer_that_waits_for_a_hung_api_still_ends_on_sigterm(
-    stack: Stack, tmp_path: Path
-) -> None:
+def test_trainer_that_waits_for_a_hung_api_ends_on_sigterm(stack: Stack, tmp_path: Path) -> None:
     stack.start_api()
     stack.start_trainer(steps=5, out=tmp_path / "out")
     stack.kill("api", signal.SIGSTOP)

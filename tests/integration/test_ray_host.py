@@ -117,9 +117,7 @@ def no_driver_is_left() -> Any:
     ray.shutdown()
 
 
-async def test_a_server_runs_where_it_was_planned_on_its_own_gpus(
-    ray_cluster: RayCluster, tmp_path: Path
-) -> None:
+async def test_a_server_runs_as_planned_with_gpus(ray_cluster: RayCluster, tmp_path: Path) -> None:
     async with fleet_on(ray_cluster, tmp_path) as fleet:
         first, second = await fleet.slot(0, node=0), await fleet.slot(1, node=0)
 
@@ -141,9 +139,7 @@ async def test_a_server_runs_where_it_was_planned_on_its_own_gpus(
     assert not set(gpus[0]) & set(gpus[1])
 
 
-async def test_what_a_fleet_holds_counts_as_its_runs(
-    ray_cluster: RayCluster, tmp_path: Path
-) -> None:
+async def test_what_a_fleet_holds_is_its_runs(ray_cluster: RayCluster, tmp_path: Path) -> None:
     cluster = ClusterLook(ray_cluster.address)
     async with fleet_on(ray_cluster, tmp_path):
 
@@ -158,9 +154,7 @@ async def test_what_a_fleet_holds_counts_as_its_runs(
     assert [node.others_gpus for node in use.nodes if node.gpus] == [0, 0]
 
 
-async def test_the_death_of_a_server_is_told_with_its_last_words(
-    ray_cluster: RayCluster, tmp_path: Path
-) -> None:
+async def test_a_death_is_told_with_its_last_words(ray_cluster: RayCluster, tmp_path: Path) -> None:
     async with fleet_on(ray_cluster, tmp_path, bundles=1) as fleet:
         slot = await fleet.slot(0, node=0)
         await fleet.serving(slot, epoch=7)
@@ -197,17 +191,13 @@ async def test_the_death_of_an_actor_ends_its_server_and_can_be_recovered(
         await fleet.serving(slot, epoch=2)
 
 
-async def test_what_the_cluster_has_no_room_for_is_said(
-    ray_cluster: RayCluster, tmp_path: Path
-) -> None:
+async def test_what_has_no_room_is_said(ray_cluster: RayCluster, tmp_path: Path) -> None:
     with pytest.raises(NoPlace, match=r"no room on the cluster for the fleet's 8 GPU \+ 8 GPU"):
         async with fleet_on(ray_cluster, tmp_path, bundles=3, within_s=2.0):
             raise AssertionError("three nodes of 8 GPUs are not there")
 
 
-async def test_a_program_that_is_not_there_is_refused_at_once(
-    ray_cluster: RayCluster, tmp_path: Path
-) -> None:
+async def test_a_missing_program_is_refused(ray_cluster: RayCluster, tmp_path: Path) -> None:
     async with fleet_on(ray_cluster, tmp_path, bundles=1) as fleet:
         slot = await fleet.slot(0, node=0)
         broken = replace(slot, argv=("no-such-server",))

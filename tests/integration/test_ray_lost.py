@@ -251,9 +251,7 @@ def test_a_job_that_was_never_submitted_is_nothing_to_end(lost: LostRun) -> None
     assert lost.jobs == []
 
 
-def test_what_a_job_has_left_is_swept_though_its_cluster_has_forgotten_it(
-    lost: LostRun, ray_cluster: RayCluster
-) -> None:
+def test_what_a_forgotten_job_has_left_is_swept(lost: LostRun, ray_cluster: RayCluster) -> None:
     submission(lost, ray_cluster.address, submitted_at=time.time())
     named = {"MUSTER_RUN_ID": "r", "MUSTER_ATTEMPT": "1", "MUSTER_COMPONENT": "trainer"}
     with subprocess.Popen(["sleep", "600"], env={**os.environ, **named}) as helper:
@@ -268,9 +266,7 @@ def test_what_a_job_has_left_is_swept_though_its_cluster_has_forgotten_it(
     assert lost.jobs == []
 
 
-def test_a_job_that_its_cluster_does_not_know_has_ended(
-    lost: LostRun, ray_cluster: RayCluster
-) -> None:
+def test_a_job_that_nobody_knows_has_ended(lost: LostRun, ray_cluster: RayCluster) -> None:
     submission(lost, ray_cluster.address)
 
     done = stop_jobs(lost, unknown_after_s=10.0)

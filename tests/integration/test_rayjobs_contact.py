@@ -33,9 +33,7 @@ async def jobs(wire: Wire, tmp_path: Path, muster_home: Path) -> AsyncIterator[J
     assert jobs.marked() == []
 
 
-async def test_a_cut_that_is_mended_in_time_costs_nothing_of_the_job_nor_of_its_log(
-    jobs: Jobs, wire: Wire
-) -> None:
+async def test_a_cut_that_is_mended_costs_neither_job_nor_log(jobs: Jobs, wire: Wire) -> None:
     program = "import time\nfor i in range(80): print(i, flush=True); time.sleep(0.1)"
     plan, job = await jobs.launched("python", "-c", program)
     watch = asyncio.create_task(job.until_job_lost())
@@ -75,9 +73,7 @@ async def test_a_cut_that_lasts_is_lost_contact_and_ended_once_it_is_mended(
     assert jobs.marked() == []
 
 
-async def test_a_submit_whose_answer_is_lost_is_asked_about_and_not_repeated(
-    jobs: Jobs, wire: Wire
-) -> None:
+async def test_a_submit_whose_answer_is_lost_is_not_repeated(jobs: Jobs, wire: Wire) -> None:
     wire.swallows = b"POST /api/jobs/"
 
     _, job = await jobs.launched("sleep", "3600")
@@ -88,9 +84,7 @@ async def test_a_submit_whose_answer_is_lost_is_asked_about_and_not_repeated(
     assert await job.end() == ()
 
 
-async def test_a_launch_that_is_cancelled_while_it_submits_leaves_nothing(
-    jobs: Jobs, wire: Wire
-) -> None:
+async def test_a_launch_cancelled_while_it_submits_leaves_nothing(jobs: Jobs, wire: Wire) -> None:
     job = jobs.job(jobs.plan("sleep", "3600"))
     await job.launch()
     launch = asyncio.create_task(job.until_running())
@@ -118,9 +112,7 @@ async def test_where_nothing_listens_it_is_refused_and_nothing_was_submitted(
     assert (refused.value.loss.kind, left) == (FailureKind.NETWORK, ())
 
 
-async def test_a_server_that_is_no_dashboard_is_refused_as_the_users_error(
-    tmp_path: Path,
-) -> None:
+async def test_a_server_that_is_no_dashboard_is_the_users_error(tmp_path: Path) -> None:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(1 << 16)
         writer.write(b"HTTP/1.1 403 Forbidden\r\nContent-Length: 2\r\n\r\nno")

@@ -176,9 +176,7 @@ async def test_a_pending_job_is_ended_and_its_start_deadline_kept(jobs: Jobs) ->
         assert state is not None and state.is_final
 
 
-async def test_a_second_process_attaches_to_the_job_and_its_log_has_no_gap_and_no_repeat(
-    jobs: Jobs,
-) -> None:
+async def test_a_second_process_attaches_without_a_gap_or_repeat_in_the_log(jobs: Jobs) -> None:
     program = (
         "import os, time\n"
         "for i in range(60): os.write(1, b'%d ' % i + b'\\xff\\xfe' * 9 + b'\\n'); time.sleep(0.1)"
@@ -203,9 +201,7 @@ async def test_a_second_process_attaches_to_the_job_and_its_log_has_no_gap_and_n
     assert jobs.told.names.count("job.attached") == 1
 
 
-async def test_a_job_without_a_process_of_ours_is_asked_for_and_ended_by_its_file(
-    jobs: Jobs,
-) -> None:
+async def test_a_job_without_a_process_of_ours_is_ended_by_its_file(jobs: Jobs) -> None:
     plan, job = await jobs.launched("sh", "-c", f"{_TREE} exec sleep 3600")
     await job.let_go()
 

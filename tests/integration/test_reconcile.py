@@ -228,9 +228,7 @@ except Abort as error:
 """
 
 
-def test_a_flow_run_that_is_started_twice_is_left_to_the_process_that_came_first(
-    ground: Ground,
-) -> None:
+def test_a_flow_run_that_is_started_twice_is_left_to_the_first(ground: Ground) -> None:
     run = ground.start_run(sleepers("api", "trainer")).until_running()
     first = run.flow_pid()
 
@@ -244,9 +242,7 @@ def test_a_flow_run_that_is_started_twice_is_left_to_the_process_that_came_first
     run.until_state("CANCELLED")
 
 
-def test_a_run_that_another_host_was_given_is_left_to_that_one(
-    ground: Ground, pending: Callable[..., Run]
-) -> None:
+def test_a_run_of_another_host_is_left_to_it(ground: Ground, pending: Callable[..., Run]) -> None:
     """Each has a MUSTER_HOME of its own; this one comes back, and finds what it had begun."""
     run = pending(worker=host_name())
     ground.start("-c", START_AGAIN, run.flow_run_id, log="here")

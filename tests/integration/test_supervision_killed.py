@@ -42,9 +42,7 @@ def test_supervising_process_that_is_killed_beside_its_own_fork_leaves_nothing(
     assert supervising.testimony().left == ()
 
 
-def test_supervising_process_that_was_stopped_finds_its_run_as_it_was(
-    stage: Stage, witness: MakeWitness
-) -> None:
+def test_stopped_supervisor_finds_its_run_as_it_was(stage: Stage, witness: MakeWitness) -> None:
     slow = ReadyProbe(file="ready", within_s=2.0)
     supervising = witness(stage.component("api"), stage.component("trainer", ready=slow))
     supervising.until("component.spawned", "trainer")

@@ -41,9 +41,7 @@ while True:
 """
 
 
-def test_each_component_starts_when_the_one_before_is_ready_and_ends_in_reverse(
-    stage: Stage,
-) -> None:
+def test_components_start_when_the_one_before_is_ready_and_end_in_reverse(stage: Stage) -> None:
     polite = sh("trap 'sleep 0.1; exit' TERM; echo up; while :; do sleep 0.02; done")
     names = ["api", "trainer", "environment"]
     supervisor = stage.running(
@@ -173,7 +171,7 @@ def test_component_that_never_gets_ready_fails_with_the_last_reason(
         (("/no/\udcff",), "No such file or directory"),
     ],
 )
-def test_program_that_cannot_be_started_is_the_users_to_mend(
+def test_what_cannot_be_started_is_the_users_to_mend(
     stage: Stage, argv: tuple[str, ...], what: str
 ) -> None:
     verdict = stage.run(stage.component("api"), stage.component("trainer", argv))
@@ -269,9 +267,7 @@ def test_component_that_loses_the_race_for_its_port_is_a_port_conflict(
 @pytest.mark.parametrize(
     ("at", "shape"), [(0, "polite"), (1, "leader-ignores-term"), (2, "scrubbed-daemon")]
 )
-def test_stop_during_the_start_of_a_component_starts_nothing_later(
-    stage: Stage, shape: str, at: int
-) -> None:
+def test_stop_during_a_start_starts_nothing_later(stage: Stage, shape: str, at: int) -> None:
     names = ["api", "trainer", "environment"]
     supervisor = stage.supervise(
         *(

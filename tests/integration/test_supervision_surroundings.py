@@ -84,9 +84,7 @@ def peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def test_supervisor_that_cannot_be_made_for_want_of_descriptors_leaves_nothing(
-    stage: Stage,
-) -> None:
+def test_supervisor_that_cannot_be_made_leaves_nothing(stage: Stage) -> None:
     components = [stage.component(f"c{i}") for i in range(40)]
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 20, hard))

@@ -72,9 +72,7 @@ def test_stop_signal_is_the_one_that_was_asked_for(stage: Stage) -> None:
         ("none", False, True),
     ],
 )
-def test_a_process_of_our_own_lives_on(
-    stage: Stage, victim: str, scrubbed: bool, new_session: bool
-) -> None:
+def test_own_process_lives_on(stage: Stage, victim: str, scrubbed: bool, new_session: bool) -> None:
     supervisor = stage.supervise(stage.component("api"), stage.component("trainer"))
     supervisor.start("api")
     idle = supervisor._attempt.members["trainer"].process.guardian_pid

@@ -87,9 +87,7 @@ def test_exit_zero_completes_a_run_only_with_the_step_that_success_asks_for(
         assert "success" in verdict.message
 
 
-def test_steps_of_an_earlier_attempt_are_no_evidence(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_of_an_earlier_one_are_none(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tasks.processes.progress._LAST_STEP_WITHIN_S", 0.3)
     (stage.directory / "metrics.jsonl").write_text('{"step": 60}\n')
     os.utime(stage.directory / "metrics.jsonl", (1, 1))

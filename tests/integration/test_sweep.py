@@ -131,9 +131,7 @@ def test_a_cancel_leaves_no_driver(ray_cluster: RayCluster, run_id: str) -> None
 
 
 @pytest.mark.thorough
-def test_what_a_killed_raylet_leaves_is_ended_through_the_others(
-    escaped: Callable[[str], int], run_id: str
-) -> None:
+def test_what_a_killed_raylet_leaves_is_ended(escaped: Callable[[str], int], run_id: str) -> None:
     pid = escaped(run_id)
 
     with RayCluster.started(nodes=1) as cluster:

@@ -152,9 +152,7 @@ def test_run_waits_with_its_process_while_the_server_is_away(
     assert notes(muster_home) == []
 
 
-def test_state_whose_answer_was_lost_is_asked_for(
-    refused: Refused, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_state_whose_answer_is_lost(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else two processes would go on with one run."""
     session, run = refused()
     original = flow_process.clear_process
@@ -238,9 +236,7 @@ def test_record_of_a_run_that_ended_while_it_waited_is_closed(
     assert notes(muster_home) == ([session.run_id] if state["type"] == "PENDING" else [])
 
 
-def test_run_that_has_a_process_again_is_none_of_reconcile_s(
-    refused: Refused, muster_home: Path
-) -> None:
+def test_run_with_a_process_is_none_of_reconcile_s(refused: Refused, muster_home: Path) -> None:
     session, run = refused()
     with pytest.raises(Pause):
         next_attempt(session)

@@ -89,9 +89,7 @@ def test_healthy_worker_raises_no_alarm(stage: Stage) -> None:
 @pytest.mark.parametrize(
     ("exit_code", "reaps"), [(42, True), (42, False), (0, False)], ids=["reaped", "zombie", "zero"]
 )
-def test_worker_that_exits_is_an_alarm_with_its_code(
-    stage: Stage, exit_code: int, reaps: bool
-) -> None:
+def test_worker_that_exits_alarms_with_its_code(stage: Stage, exit_code: int, reaps: bool) -> None:
     rollout = service(until_told("die", exit_code), reaps=reaps)
     supervisor = stage.running(stage.component("rollout", rollout, ready=UP, live=WATCHED))
     [worker] = watched_pids(stage)
@@ -196,9 +194,7 @@ def test_component_that_ends_its_workers_and_completes_raises_no_alarm(stage: St
     assert verdict.state is RunState.COMPLETED
 
 
-def test_workers_that_end_with_a_component_whose_part_is_done_raise_no_alarm(
-    stage: Stage,
-) -> None:
+def test_workers_that_end_with_a_drained_component_raise_no_alarm(stage: Stage) -> None:
     worker = "sh -c 'sleep 600; exit' scheduler & echo up"
     leave = "while [ ! -e done ]; do sleep 0.01; done; exit 0"
     supervisor = stage.running(

@@ -40,9 +40,7 @@ def test_a_crashed_trainer_is_named_with_its_line_its_log_and_what_follows(
     ui.sees("RUNTIME_ERROR: trainer (pid ", specs.COMPLAINT)
 
 
-def test_the_summary_of_a_crash_answers_all_in_one_place(
-    stack: UiStack, ui: Ui, start: Start
-) -> None:
+def test_the_summary_of_a_crash_answers_it_all(stack: UiStack, ui: Ui, start: Start) -> None:
     failed = stack.until_state(start(specs.crashing()), "Failed")
     of_run = {"artifacts": {"flow_run_id": {"any_": [failed["id"]]}, "key": {"any_": ["summary"]}}}
     [summary] = stack.ask("POST", "/artifacts/filter", of_run)
@@ -54,9 +52,7 @@ def test_the_summary_of_a_crash_answers_all_in_one_place(
     ui.sees("what happens next", "not tried again")
 
 
-def test_a_broken_spec_is_refused_with_the_fault_and_the_remedy(
-    stack: UiStack, ui: Ui, start: Start
-) -> None:
+def test_a_broken_spec_is_refused_with_a_remedy(stack: UiStack, ui: Ui, start: Start) -> None:
     refused = stack.until_state(start(specs.broken()), "Failed")
 
     ui.open_run(refused["id"], "Details")

@@ -133,9 +133,7 @@ def test_a_folder_is_told_as_a_text_in_which_secrets_can_be_masked(tell: Tell) -
     assert started.payload["directory"] == "/runs/a"
 
 
-def test_an_ordinary_run_is_told_from_its_start_to_its_end(
-    tell: Tell, announcements: RunAnnouncements
-) -> None:
+def test_an_ordinary_run_is_told_whole(tell: Tell, announcements: RunAnnouncements) -> None:
     told = [
         *begun(tell),
         *tell("component.spawned", "api", pid=7, argv=["api", "--secret", "x"]),
@@ -180,9 +178,7 @@ def test_a_failure_names_kind_component_log_and_what_to_do(tell: Tell) -> None:
     assert len(said["log_tail"].splitlines()) == 15
 
 
-def test_a_run_that_never_came_to_an_attempt_is_told_at_its_end(
-    announcements: RunAnnouncements,
-) -> None:
+def test_a_run_without_an_attempt_is_told_at_its_end(announcements: RunAnnouncements) -> None:
     told = announcements.ended(RunState.FAILED, "INFEASIBLE: 3 nodes are asked for", 9.0)
 
     assert (told.name, told.at) == ("muster.run.failed", 9.0)

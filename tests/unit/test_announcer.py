@@ -91,9 +91,7 @@ def named(name: str) -> Event:
     return of_pool(name, WorkPool(id=uuid4(), name="gang", type="gang"), by="me@here")
 
 
-def test_an_event_is_about_its_flow_run_and_names_its_component_deployment_flow_and_tags(
-    server: PrefectServer,
-) -> None:
+def test_an_event_is_about_its_flow_run_and_names_what_is_related(server: PrefectServer) -> None:
     run = flow_run(deployment_id=DEPLOYMENT)
 
     with Announcer(server.api) as announcer:

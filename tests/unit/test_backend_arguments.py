@@ -106,9 +106,7 @@ def test_the_facts_are_written_as_they_are_read(backend: str) -> None:
     assert text == path.read_text(encoding="utf-8")
 
 
-def test_the_command_says_how_many_faults_each_backend_has(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_command_counts_the_faults_of_each_backend(capsys: pytest.CaptureFixture[str]) -> None:
     code = check.main([])
 
     lines = capsys.readouterr().out.splitlines()
@@ -119,9 +117,7 @@ def test_the_command_says_how_many_faults_each_backend_has(
     ]
 
 
-def test_the_launcher_serves_its_own_replica_and_starts_no_others(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_launcher_serves_its_replica_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     served: list[tuple[str, Any, dict[str, Any]]] = []
     launching = ModuleType("launch_server")
     config = SimpleNamespace(dp_rank=0)

@@ -405,9 +405,7 @@ def test_error_is_not_survived_by_what_is_no_progress(progress: str) -> None:
         "ERROR:    Exception in ASGI application",
     ],
 )
-def test_traceback_of_an_error_that_was_caught_counts_only_where_nothing_else_does(
-    before: str,
-) -> None:
+def test_traceback_of_a_caught_error_counts_only_where_nothing_else_does(before: str) -> None:
     caught = f"{before}\n{traceback(OOM)}"
 
     assert rule_of(caught) == "cuda-oom"

@@ -133,9 +133,7 @@ def test_nodes_that_share_a_name_are_told_apart_by_their_ids() -> None:
         (({},), "GPU"),
     ],
 )
-def test_the_accelerator_is_the_first_that_any_node_has(
-    has: tuple[dict[str, float], ...], accelerator: str
-) -> None:
+def test_the_accelerator_is_the_nodes(has: tuple[dict[str, float], ...], accelerator: str) -> None:
     nodes = [
         NodeReport(node_id=f"{index:056x}", name=f"n{index}", own=own, available=own)
         for index, own in enumerate(has)
@@ -328,9 +326,7 @@ async def test_a_control_store_that_has_moved_is_found_in_the_same_look(
 
 
 @pytest.mark.asyncio
-async def test_jobs_of_another_cluster_at_the_same_address_are_asked_for_anew(
-    look: ClusterLook, store: Store
-) -> None:
+async def test_jobs_of_another_cluster_are_asked_for_anew(look: ClusterLook, store: Store) -> None:
     await look.look(within_s=LONG_S)
     store.head, store.run_id = TWO, f"other-{RUN}"
 

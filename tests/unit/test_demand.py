@@ -29,9 +29,7 @@ def demand(nodes: int, gpus: int, cpus_per_gpu: float = 3) -> Demand:
         (demand(1, 8), [node(8, cpus=None)]),
     ],
 )
-def test_a_gang_that_a_free_cluster_could_hold_is_feasible(
-    asked: Demand, nodes: list[ClusterNode]
-) -> None:
+def test_a_gang_that_a_cluster_could_hold_fits(asked: Demand, nodes: list[ClusterNode]) -> None:
     assert why_never(asked, Cluster(nodes=tuple(nodes))) == ""
 
 
@@ -49,9 +47,7 @@ def test_a_gang_that_a_free_cluster_could_hold_is_feasible(
         (demand(1, 1), []),
     ],
 )
-def test_a_gang_that_never_fits_is_told_with_the_numbers(
-    asked: Demand, nodes: list[ClusterNode]
-) -> None:
+def test_a_gang_that_never_fits_is_told_numbers(asked: Demand, nodes: list[ClusterNode]) -> None:
     why = why_never(asked, Cluster(nodes=tuple(nodes)))
 
     assert str(asked) in why

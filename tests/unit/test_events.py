@@ -43,9 +43,7 @@ def test_secrets_are_masked_for_the_file_and_the_listeners(tmp_path: Path) -> No
     assert heard[0].fields == {"argv": ["run", "--key", "***"], "why": "got ***", "pid": 7}
 
 
-def test_listener_that_fails_keeps_nothing_from_the_next(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_failing_listener_stops_no_other(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     heard: list[Event] = []
 
     def fail(event: Event) -> None:
@@ -58,9 +56,7 @@ def test_listener_that_fails_keeps_nothing_from_the_next(
 
 
 @pytest.mark.parametrize("path", ["/dev/full", "/no/such/directory/events.jsonl"])
-def test_disk_that_takes_nothing_costs_a_warning(
-    path: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_full_disk_costs_a_warning(path: str, caplog: pytest.LogCaptureFixture) -> None:
     heard: list[Event] = []
 
     EventLog(Path(path), (heard.append,)).emit("component.ready", "api")

@@ -107,9 +107,7 @@ def test_older_kernel_is_no_reason_to_guess(monkeypatch: pytest.MonkeyPatch) -> 
     assert not exit.is_zero
 
 
-def test_zombie_with_a_number_that_was_another_process_tells_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_zombie_with_anothers_number_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     with grandchild("exit 42") as (pidfd, process, _):
         monkeypatch.setattr(tree, "start_ticks", lambda pid: process.start_ticks + 1)
         exit: Exit = exit_of(pidfd, process)

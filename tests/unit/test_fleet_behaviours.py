@@ -6,7 +6,7 @@ r"""What a right implementation of a rollout fleet does, by the numbers of `fact
 | 2 | test_all_groups_down_recover_at_once, test_all_groups_down_without_budget_is_fatal_at_once |
 | 3 | test_a_failed_server_has_left_the_router_before_anything_else_is_done; test_gateway.py, \
 test_every_request_gets_one_end_that_it_can_tell_whatever_the_servers_do |
-| 4 | test_stop_in_the_midst_of_a_recovery_returns_within_its_bound |
+| 4 | test_stop_in_a_recovery_returns_within_its_bound |
 | 5 | test_stop_that_times_out_then_stop_then_start_leaves_one_loop_each |
 | 6 | test_many_hung_probes_take_one_timeout |
 | 7 | test_gateway.py, test_an_order_forwards_its_arguments |
@@ -14,7 +14,7 @@ test_every_request_gets_one_end_that_it_can_tell_whatever_the_servers_do |
 | 10 | test_an_engine_that_is_dead_behind_a_live_http_server_is_caught |
 | 11 | test_a_backend_without_a_deep_probe_is_asked_whether_it_is_ready_with_one_warning |
 | 12 | test_a_restarted_group_generates_a_token_before_it_is_active |
-| 13 | test_the_barrier_fails_a_group_at_the_first_bad_probe_whatever_the_threshold |
+| 13 | test_the_barrier_fails_a_group_at_the_first_bad_probe |
 | 14 | test_the_result_of_the_barrier_names_what_failed_and_what_is_active |
 | 15 | test_after_restore_the_first_check_waits_a_whole_interval |
 | 16 | test_fleet_spec.py, test_a_fleet_may_not_say; test_rollout_topology.py, \
@@ -25,7 +25,7 @@ test_sglang_is_asked_for_a_token_and_given_less_time_than_the_fleet_takes |
 | 20 | test_a_restart_reuses_addresses_and_bundles, test_a_port_conflict_gets_new_ports |
 | 21 | test_fleet_registry.py |
 | 22 | test_rollout_router.py, \
-test_a_session_whose_entrypoint_is_gone_gets_another_and_stays_there; \
+test_a_session_whose_entrypoint_is_gone_stays_with_another; \
 test_gateway.py, test_without_an_active_server_a_request_is_refused_at_once_with_the_reason |
 | 23 | test_rollout_topology.py |
 | 24 | test_the_trainer_reads_one_consistent_snapshot |
@@ -117,9 +117,7 @@ def test_a_failed_server_has_left_the_router_before_anything_else_is_done() -> N
 
 @pytest.mark.parametrize("is_deaf", [False, True])
 @pytest.mark.parametrize("stop_takes_s", [0.0, 1e6])
-def test_stop_in_the_midst_of_a_recovery_returns_within_its_bound(
-    stop_takes_s: float, is_deaf: bool
-) -> None:
+def test_stop_in_a_recovery_returns_within_its_bound(stop_takes_s: float, is_deaf: bool) -> None:
     async def history() -> tuple[float, list[GroupState], list[str]]:
         stage = Stage(plan_of(3))
         await stage.fleet.start()
@@ -238,9 +236,7 @@ def test_a_restarted_group_generates_a_token_before_it_is_active() -> None:
 
 
 @pytest.mark.parametrize("misses", [0, 3, 50])
-def test_the_barrier_fails_a_group_at_the_first_bad_probe_whatever_the_threshold(
-    misses: int,
-) -> None:
+def test_the_barrier_fails_a_group_at_the_first_bad_probe(misses: int) -> None:
     async def history() -> tuple[dict[str, Any], Stage]:
         stage = Stage(plan_of(2), misses=misses)
         await stage.fleet.start()

@@ -82,9 +82,7 @@ def test_a_server_that_hangs_is_stopped_after_it_was_asked_from_its_own_machine(
         (300.0, 300.0),
     ],
 )
-def test_the_first_question_comes_after_the_grace_and_not_later(
-    first_after_s: float | None, first_s: float
-) -> None:
+def test_the_first_question_is_after_the_grace(first_after_s: float | None, first_s: float) -> None:
     async def history() -> list[float]:
         stage = await serving(engines=5, interval_s=30.0, first_after_s=first_after_s)
         active_s = stage.when("rollout.group.state", group=3, after="active")
@@ -420,9 +418,7 @@ def test_clients_are_told_that_nobody_can_be_reached() -> None:
         pytest.param(5, False, id="all"),
     ],
 )
-def test_machines_that_cannot_be_asked_are_a_cut_when_they_are_most(
-    lost: int, is_restarted: bool
-) -> None:
+def test_machines_that_cannot_be_asked_are_a_cut_if_most(lost: int, is_restarted: bool) -> None:
     async def history() -> Stage:
         stage = await serving(engines=5)
         for rank in range(lost):

@@ -142,9 +142,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> type[FakeHost]:
     return Host
 
 
-async def test_a_host_on_ray_gets_the_runs_variables_and_nothing_else_of_this_machine(
-    cluster: type[FakeHost],
-) -> None:
+async def test_a_host_on_ray_gets_the_runs_variables_alone(cluster: type[FakeHost]) -> None:
     plan = plan_of(**CPU)
     env = {"MUSTER_RUN_ID": "a-run", "PATH": "/bin", "HOME": "/root", "PYTHONUNBUFFERED": "1"}
 

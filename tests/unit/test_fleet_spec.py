@@ -322,7 +322,5 @@ def test_all_that_is_wrong_with_a_fleet_is_said_at_once() -> None:
         (15, {"SGLANG_HEALTH_CHECK_TIMEOUT": "3"}, 3),  # as the user has it
     ],
 )
-def test_sglang_answers_before_the_fleet_gives_up(
-    timeout_s: float, env: dict[str, str], seconds: int
-) -> None:
+def test_sglang_answers_before_that(timeout_s: float, env: dict[str, str], seconds: int) -> None:
     assert sglang_timeout_s(timeout_s, env) == seconds

@@ -214,9 +214,7 @@ def test_a_fleet_is_a_component_in_the_order_of_the_spec(place: AttemptPlace) ->
     assert rollout.command.grace_s > 3
 
 
-def test_a_fleet_is_ready_once_all_serve_and_lives_as_long_as_its_gateway(
-    place: AttemptPlace,
-) -> None:
+def test_a_fleet_is_ready_once_all_serve_and_lives_by_its_gateway(place: AttemptPlace) -> None:
     plan, _ = planned(spec_of(), place)
 
     ready, live = plan.components[1].ready, plan.components[1].live
@@ -262,9 +260,7 @@ def test_a_gateway_of_this_machine_has_no_token(place: AttemptPlace, host: str) 
     assert all(TOKEN_ENV not in component.command.env for component in plan.components)
 
 
-def test_a_gateway_that_others_reach_has_a_token_that_every_component_knows(
-    place: AttemptPlace,
-) -> None:
+def test_a_gateway_that_others_reach_has_a_token_that_all_know(place: AttemptPlace) -> None:
     plan, _ = planned(spec_of(host="0.0.0.0"), place)
 
     tokens = {component.command.env[TOKEN_ENV] for component in plan.components}

@@ -97,9 +97,7 @@ def lines(server: ScriptedPrefect, id: UUID) -> list[tuple[int, str]]:
     return [(line.level, line.message) for line in server.logs if line.flow_run_id == id]
 
 
-def test_the_logs_tell_why_a_run_waits_that_it_is_first_and_that_it_is_admitted(
-    server: ScriptedPrefect,
-) -> None:
+def test_the_logs_tell_why_a_run_waits_and_is_admitted(server: ScriptedPrefect) -> None:
     holder = hold(server, n1=8, n2=8)
     first, second = server.submit(spec(nodes=2)), server.submit(spec())
     looks(server, 2)
@@ -134,9 +132,7 @@ def test_whom_it_waits_for_may_change_without_a_line(server: ScriptedPrefect) ->
     assert len(lines(server, run)) == 1
 
 
-def test_a_run_that_is_deleted_as_it_is_told_why_it_waits_stops_no_gate(
-    server: ScriptedPrefect,
-) -> None:
+def test_a_run_that_is_deleted_meanwhile_stops_no_gate(server: ScriptedPrefect) -> None:
     hold(server, n1=8, n2=8)
     run = server.submit(spec())
     server.ahead["read_flow_run_states"] = lambda: server.delete(run)
@@ -354,9 +350,7 @@ def test_a_run_that_somebody_retries_after_its_cancel_waits_again(server: Script
     assert server.history(run)[-2:] == ["AwaitingRetry", "PendingResources"]
 
 
-def test_a_message_ends_no_grant_that_another_gate_has_given_meanwhile(
-    server: ScriptedPrefect,
-) -> None:
+def test_a_message_ends_no_grant_of_another_gate(server: ScriptedPrefect) -> None:
     holder = hold(server, n1=8, n2=8)
     run = server.submit(spec())
 

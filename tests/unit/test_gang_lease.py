@@ -165,9 +165,7 @@ def host_lock(tmp_path: Path) -> HostLock:
 # who gets it
 
 
-async def test_taking_it_and_giving_it_back_are_two_requests(
-    gate_on: GateOn, server: Server
-) -> None:
+async def test_taking_and_giving_back_are_two_requests(gate_on: GateOn, server: Server) -> None:
     async with holding(gate_on()) as held:
         held.check()
         ours = server.lease
@@ -185,9 +183,7 @@ async def test_another_host_does_not_get_it_meanwhile(gate_on: GateOn) -> None:
     assert (meanwhile, afterwards) == (False, True)
 
 
-async def test_another_gate_of_the_host_does_not_get_it_and_spares_the_server(
-    gate_on: GateOn, server: Server
-) -> None:
+async def test_another_gate_of_the_host_spares_the_server(gate_on: GateOn, server: Server) -> None:
     first, second = gate_on(), gate_on()
     meanwhile, asked, afterwards = [], [], []
 
@@ -202,9 +198,7 @@ async def test_another_gate_of_the_host_does_not_get_it_and_spares_the_server(
 
 
 @pytest.mark.parametrize("host", ["here", "there"])
-async def test_whoever_waits_gets_it_as_soon_as_it_is_given_back(
-    gate_on: GateOn, clock: Clock, host: str
-) -> None:
+async def test_whoever_waits_gets_it_at_once(gate_on: GateOn, clock: Clock, host: str) -> None:
     done = asyncio.Event()
     clock.after(1.0, done.set)
 
@@ -271,9 +265,7 @@ async def test_what_was_seen_of_it_is_kept_from_one_taking_to_the_next(
     assert taken == [False, False, True]
 
 
-async def test_every_new_holder_has_its_full_time(
-    gate_on: GateOn, server: Server, clock: Clock
-) -> None:
+async def test_each_holder_has_its_full_time(gate_on: GateOn, server: Server, clock: Clock) -> None:
     server.put()
     clock.after(8.0, server.put)
     clock.after(16.0, server.put)
@@ -285,9 +277,7 @@ async def test_every_new_holder_has_its_full_time(
     assert (before, after) == (False, True)
 
 
-async def test_variable_that_somebody_else_made_is_a_lease_of_nobody(
-    gate_on: GateOn, server: Server
-) -> None:
+async def test_variable_of_somebody_else_is_nobodys_lease(gate_on: GateOn, server: Server) -> None:
     server.put("made by hand")
 
     assert await gets_it(gate_on(), within_s=16.0)
@@ -323,9 +313,7 @@ async def test_suspended_holder_of_the_same_host_is_followed_when_its_time_is_ov
     assert (early, late) == (False, True)
 
 
-async def test_holder_without_the_lock_of_its_host_is_not_taken_for_dead(
-    gate_on: GateOn, tmp_path: Path
-) -> None:
+async def test_holder_without_its_hosts_lock_is_not_dead(gate_on: GateOn, tmp_path: Path) -> None:
     gate = gate_on()
     await gets_it(gate)
     lock = host_lock(tmp_path)
@@ -342,7 +330,7 @@ async def test_holder_without_the_lock_of_its_host_is_not_taken_for_dead(
 
 
 @pytest.mark.parametrize(("held_s", "is_safe"), [(9.9, True), (10.0, False)])
-async def test_holder_writes_no_longer_than_is_safe(
+async def test_holder_writes_while_safe(
     gate_on: GateOn, clock: Clock, held_s: float, is_safe: bool
 ) -> None:
     async with holding(gate_on()) as held:
@@ -361,9 +349,7 @@ async def test_holder_writes_no_longer_than_is_safe(
     )
 
 
-async def test_time_counts_from_before_the_lease_was_asked_for(
-    gate_on: GateOn, server: Server, clock: Clock
-) -> None:
+async def test_time_counts_from_the_asking(gate_on: GateOn, server: Server, clock: Clock) -> None:
     server.faults["POST"].append("slow")
     taking = holding(gate_on())
 
@@ -424,9 +410,7 @@ async def test_server_that_is_away_is_an_error(gate_on: GateOn, server: Server) 
         await gets_it(gate_on())
 
 
-async def test_error_of_the_body_passes_and_the_lease_is_given_back(
-    gate_on: GateOn, server: Server
-) -> None:
+async def test_error_of_the_body_gives_the_lease_back(gate_on: GateOn, server: Server) -> None:
     with pytest.raises(ValueError, match="the body's"):
         async with holding(gate_on()):
             raise ValueError("the body's")
@@ -459,9 +443,7 @@ async def test_gate_does_not_wait_for_itself_when_it_never_learnt_that_it_has_it
     assert await gets_it(gate)
 
 
-async def test_server_that_does_not_answer_is_not_waited_for(
-    gate_on: GateOn, server: Server
-) -> None:
+async def test_server_that_is_silent_is_not_waited_for(gate_on: GateOn, server: Server) -> None:
     server.faults["POST"].append("slow")
     gate = gate_on(hold_s=0.05)
     asyncio.get_running_loop().call_later(0.2, server.goes_on.set)
@@ -495,9 +477,7 @@ async def test_body_stands_though_the_lease_could_not_be_given_back(
 # cancels
 
 
-async def test_it_is_given_back_though_the_cancel_comes_again_and_again(
-    gate_on: GateOn, server: Server
-) -> None:
+async def test_it_is_given_back_under_repeated_cancels(gate_on: GateOn, server: Server) -> None:
     server.faults["DELETE"].append("slow")
     asyncio.get_running_loop().call_later(0.05, server.goes_on.set)
 
@@ -511,9 +491,7 @@ async def test_it_is_given_back_though_the_cancel_comes_again_and_again(
     assert server.lease is None
 
 
-async def test_cancel_while_it_is_asked_for_leaves_no_lease(
-    gate_on: GateOn, server: Server
-) -> None:
+async def test_cancel_while_it_is_asked_leaves_no_lease(gate_on: GateOn, server: Server) -> None:
     server.faults["POST"].append("slow")
     task = asyncio.create_task(gets_it(gate_on()))
     await server.hangs.wait()

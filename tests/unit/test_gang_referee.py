@@ -71,9 +71,7 @@ def with_part(attempt: int, began: float, ended: float) -> History:
         ([requeued(5, 6.5, 9), run(2, 9.1, 12)], ALONE),
     ],
 )
-def test_nothing_is_wrong_with_a_line_that_was_kept(
-    runs: list[History], nodes: dict[str, int]
-) -> None:
+def test_a_line_that_was_kept_has_no_fault(runs: list[History], nodes: dict[str, int]) -> None:
     assert judge(runs, nodes).faults == ()
 
 

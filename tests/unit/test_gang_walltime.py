@@ -59,9 +59,7 @@ def test_a_gang_that_has_outrun_its_class_is_in_the_next_one_up(
 
 
 @given(seconds=st.floats(0.1, 1e8), elapsed_s=st.floats(0, 1e8))
-def test_an_estimate_is_never_less_than_what_is_asked_and_never_in_the_past(
-    seconds: float, elapsed_s: float
-) -> None:
+def test_an_estimate_is_neither_too_short_nor_past(seconds: float, elapsed_s: float) -> None:
     found = class_s(seconds, elapsed_s)
 
     assert found >= seconds

@@ -128,9 +128,7 @@ def test_without_a_server_nothing_is_known() -> None:
         give_up_host("there")
 
 
-def test_the_command_says_why_and_exits_with_2(
-    server: Server, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_says_why_with_2(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         commands.reconcile_main(["--lost-host", "their"])
 

@@ -73,9 +73,7 @@ def test_a_run_of_this_host_is_started_again(lost: LostRun, server: SimpleNamesp
     assert server.told == ["no process", "AwaitingRetry"]
 
 
-def test_a_run_that_another_host_was_given_is_left_to_its_process_there(
-    lost: LostRun, server: SimpleNamespace
-) -> None:
+def test_a_run_of_another_host_is_left_there(lost: LostRun, server: SimpleNamespace) -> None:
     server.run = flow_run(Running(), worker="another-host")
 
     kept = keep_jobs(lost)
@@ -84,9 +82,7 @@ def test_a_run_that_another_host_was_given_is_left_to_its_process_there(
     assert server.told == []
 
 
-def test_once_it_has_ended_there_its_jobs_are_seen_to_be_over(
-    lost: LostRun, server: SimpleNamespace
-) -> None:
+def test_once_it_has_ended_there_its_jobs_are_over(lost: LostRun, server: SimpleNamespace) -> None:
     server.run = flow_run(Completed(), worker="another-host")
 
     kept = keep_jobs(lost)

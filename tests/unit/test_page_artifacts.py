@@ -172,9 +172,7 @@ def starting(pid: int) -> Event:
     return Event(at=1.0, name="component.spawned", component="trainer", fields={"pid": pid})
 
 
-def test_nothing_is_told_before_something_has_happened(
-    server: Server, run: SimpleNamespace
-) -> None:
+def test_nothing_is_told_before_something_happens(server: Server, run: SimpleNamespace) -> None:
     page = page_of(run, Clock())
 
     page.tell()
@@ -219,9 +217,7 @@ def test_what_changes_often_is_told_together(server: Server, run: SimpleNamespac
     assert len(server.asked) == 3
 
 
-def test_a_curve_is_drawn_again_only_when_it_has_grown(
-    server: Server, run: SimpleNamespace, tmp_path: Path
-) -> None:
+def test_a_curve_grows_with_its_file(server: Server, run: SimpleNamespace, tmp_path: Path) -> None:
     clock = Clock()
     page = page_of(run, clock)
     begun(run, page)
@@ -253,9 +249,7 @@ def test_at_the_end_all_that_has_changed_is_told(server: Server, run: SimpleName
     assert "stopping: it is done" in server.shown("summary")["data"]
 
 
-def test_a_server_that_is_away_is_asked_again_after_a_pause(
-    server: Server, run: SimpleNamespace
-) -> None:
+def test_a_server_that_is_away_is_asked_again_later(server: Server, run: SimpleNamespace) -> None:
     clock = Clock()
     page = page_of(run, clock)
     server.is_away = True
@@ -273,9 +267,7 @@ def test_a_server_that_is_away_is_asked_again_after_a_pause(
     assert page.due_in_s() > 1
 
 
-def test_what_is_left_for_something_more_urgent_is_told_after_it(
-    server: Server, run: SimpleNamespace
-) -> None:
+def test_what_is_left_for_the_urgent_is_told_later(server: Server, run: SimpleNamespace) -> None:
     page = page_of(run, Clock())
     begun(run, page)
 
@@ -286,9 +278,7 @@ def test_what_is_left_for_something_more_urgent_is_told_after_it(
     assert (before, len(server.kept)) == (1, 5)
 
 
-def test_a_run_that_never_began_has_a_summary_at_its_end(
-    server: Server, run: SimpleNamespace
-) -> None:
+def test_a_run_that_never_began_has_a_summary(server: Server, run: SimpleNamespace) -> None:
     page = page_of(run, Clock())
     run.verdict.message = "USER_ERROR: components.trainer: no such program"
     run.record.move(RunState.FAILED)
@@ -298,9 +288,7 @@ def test_a_run_that_never_began_has_a_summary_at_its_end(
     assert "no such program" in server.shown("summary")["data"]
 
 
-def test_the_page_of_a_lost_run_says_what_its_record_was_closed_with(
-    run: SimpleNamespace, tmp_path: Path
-) -> None:
+def test_the_page_of_a_lost_run_says_how_it_closed(run: SimpleNamespace, tmp_path: Path) -> None:
     run.record.begin_attempt(1)
     run.record.move(RunState.ADMITTED)
     place = run.place.attempt(1)

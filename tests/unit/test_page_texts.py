@@ -286,9 +286,7 @@ def test_a_new_attempt_forgets_the_servers_of_the_last_one() -> None:
         ({"WANDB_PROJECT": "p"}, "https://wandb.ai", "project p"),
     ],
 )
-def test_the_tracker_is_linked_from_what_the_spec_names(
-    env: dict[str, str], url: str, what: str
-) -> None:
+def test_the_tracker_is_linked_by_the_spec(env: dict[str, str], url: str, what: str) -> None:
     [place] = places_of(view(attempt(), spec={"env": env}))
 
     assert (place.url, place.what) == (url, what)

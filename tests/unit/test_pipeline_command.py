@@ -20,9 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 QUICKSTART = str(ROOT / "deployments/pipelines/quickstart-sft-then-grpo.yaml")
 
 
-def test_without_a_server_there_is_no_queue_and_it_says_what_to_do(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_without_a_server_it_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
     code = pipeline_command.main(pipeline, [QUICKSTART])
 
     assert code == 1

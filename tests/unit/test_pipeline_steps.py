@@ -91,9 +91,7 @@ B_CANCELLED = run("b", 1, CANCELLED, 20)
         ([run("z", 1, FAILED, 5), A_DONE], 0, Begin(stage="b", number=1)),
     ],
 )
-def test_the_next_step_follows_from_the_runs(
-    runs: list[StageRun], asked_at: float, step: Step
-) -> None:
+def test_the_next_step_follows_the_runs(runs: list[StageRun], asked_at: float, step: Step) -> None:
     assert next_step(STAGES, runs, at(asked_at)) == step
 
 
@@ -155,9 +153,7 @@ def test_the_last_completed_run_hands_on() -> None:
         ("${run.dir}/nothing", None),
     ],
 )
-def test_a_run_hands_on_what_its_stage_says(
-    tmp_path: Path, checkpoint: str | None, found: str | None
-) -> None:
+def test_a_run_hands_on_as_told(tmp_path: Path, checkpoint: str | None, found: str | None) -> None:
     place = RunPlace(directory=tmp_path / "one")
     files = "trainer/step-1 trainer/step-9 hf/model-3 attempt-02/export-1 one.bin"
     for name in files.split():

@@ -28,9 +28,7 @@ def smi(apps: str) -> str:
     return f"case $1 in\n--query-gpu*) printf '{_GPUS}' ;;\n*) printf '{apps}' ;;\nesac"
 
 
-def test_gpus_and_who_holds_their_memory_are_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gpus_and_their_holders_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install_smi(tmp_path, monkeypatch, smi(f"GPU-6f1c, {os.getpid()}, 40318\n"))
 
     seen = gpus_seen()
@@ -41,9 +39,7 @@ def test_gpus_and_who_holds_their_memory_are_told(
     assert held == {"uuid": "GPU-6f1c", "pid": os.getpid(), "used_mib": 40318, "alive": True}
 
 
-def test_a_process_that_has_ended_is_told_from_one_that_lives(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dead_process_is_known_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ended = subprocess.Popen(["true"])
     ended.wait()
     install_smi(tmp_path, monkeypatch, smi(f"GPU-6f1c, {ended.pid}, [N/A]\n"))
@@ -62,7 +58,7 @@ def test_a_process_that_has_ended_is_told_from_one_that_lives(
         'echo "NVIDIA-SMI has failed because it couldn\'t communicate with the NVIDIA driver."',
     ],
 )
-def test_a_driver_that_does_not_answer_is_a_problem(
+def test_a_driver_that_is_silent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str
 ) -> None:
     install_smi(tmp_path, monkeypatch, body)

@@ -138,9 +138,7 @@ def test_a_run_that_has_not_ended_is_never_touched(muster_home: Path, state: str
 
 
 @pytest.mark.parametrize("record", ["", "{", '{"state": "hm", "ended_at": 1}', "[]"])
-def test_a_run_without_a_record_that_can_be_read_is_never_touched(
-    muster_home: Path, record: str
-) -> None:
+def test_a_run_without_a_readable_record_is_never_touched(muster_home: Path, record: str) -> None:
     run = make(muster_home, OLD)
     (run / "run.json").write_text(record)
     before = files(run)
@@ -172,9 +170,7 @@ def test_a_parked_run_is_never_touched(muster_home: Path) -> None:
     assert files(run) == before
 
 
-def test_a_run_that_another_one_has_started_from_stays_as_long_as_that_one(
-    muster_home: Path,
-) -> None:
+def test_a_run_that_another_has_started_from_stays_with_that_one(muster_home: Path) -> None:
     source = make(muster_home, OLD)
     before = files(source)
     make(muster_home, NEW, days_ago=1, resume_from=str(source / "checkpoints" / "step-10"))
@@ -215,9 +211,7 @@ def test_nothing_is_removed_while_the_server_does_not_answer(
     assert "the Prefect server does not answer" in capsys.readouterr().out
 
 
-def test_what_can_not_be_removed_is_told_and_the_rest_goes(
-    muster_home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_can_not_go_is_told(muster_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, other = make(muster_home, OLD), make(muster_home, OTHER)
     unlink = Path.unlink
 
@@ -236,9 +230,7 @@ def test_what_can_not_be_removed_is_told_and_the_rest_goes(
     assert any("Permission denied" in line for line in pruned.lines())
 
 
-def test_a_log_of_the_stack_is_cut_and_its_writer_goes_on(
-    muster_home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_log_of_the_stack_is_rotated(muster_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pruning, "_STACK_LOG_BYTES", 1000)
     log = muster_home / "stack" / "logs" / "worker.log"
     log.parent.mkdir(parents=True)
@@ -256,9 +248,7 @@ def test_a_log_of_the_stack_is_cut_and_its_writer_goes_on(
     assert log.read_text() == "after"
 
 
-def test_the_command_shows_first_and_does_with_yes(
-    muster_home: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_asks_for_yes(muster_home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make(muster_home, OLD)
     before = files(run)
 

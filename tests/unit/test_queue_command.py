@@ -280,9 +280,7 @@ def test_a_run_that_is_due_and_not_in_the_line_says_so(command: Command, server:
     )
 
 
-def test_a_run_that_holds_gpus_says_which_and_what_its_state_says(
-    command: Command, server: Server
-) -> None:
+def test_a_run_that_holds_gpus_says_which_and_its_state(command: Command, server: Server) -> None:
     server.has(RUNNING, "running-run", StateType.RUNNING, says="running: trainer\nand more")
 
     _, said = command("why", str(RUNNING))
@@ -294,9 +292,7 @@ def test_a_run_that_holds_gpus_says_which_and_what_its_state_says(
     ]
 
 
-def test_of_several_runs_of_a_name_the_newest_is_told_and_the_others_named(
-    command: Command, server: Server
-) -> None:
+def test_of_runs_of_one_name_the_newest_is_told(command: Command, server: Server) -> None:
     older = uuid4()
     server.has(RUNNING, "running-run", StateType.RUNNING)
     server.has(older, "running-run", StateType.FAILED)
@@ -315,9 +311,7 @@ def test_a_run_that_is_not_there(command: Command, asked: str) -> None:
     assert f"no flow run called {asked}" in said
 
 
-def test_draining_keeps_all_else_of_the_pool_and_says_what_goes_on(
-    command: Command, server: Server
-) -> None:
+def test_draining_keeps_all_else_and_says_what_goes_on(command: Command, server: Server) -> None:
     code, said = command("drain", "gpu-1", "gpu-2", "gpu-1")
 
     assert code == 0
@@ -331,9 +325,7 @@ def test_draining_keeps_all_else_of_the_pool_and_says_what_goes_on(
     ]
 
 
-def test_draining_names_what_goes_on_on_the_node_of_each_cluster(
-    command: Command, server: Server
-) -> None:
+def test_draining_names_what_goes_on_in_each_cluster(command: Command, server: Server) -> None:
     others = NodeUse(cluster="http://ray", name="gpu-1", gpus=8, free=4, held={"another-run": 4})
     idle = NodeUse(cluster="http://ray-2", name="gpu-1", gpus=8, free=8)
     server.view = replace(VIEW, nodes=(*VIEW.nodes, others, idle))
@@ -363,9 +355,7 @@ def test_what_an_operator_does_is_told_as_events(command: Command, server: Serve
     assert all("@" in who for *_, who in server.told)
 
 
-def test_an_event_that_is_not_taken_keeps_nobody_from_draining(
-    command: Command, server: Server
-) -> None:
+def test_an_event_that_is_not_taken_hinders_no_drain(command: Command, server: Server) -> None:
     server.takes_events = False
 
     code, _said = command("drain", "gpu-1")
@@ -374,9 +364,7 @@ def test_an_event_that_is_not_taken_keeps_nobody_from_draining(
     assert server.settings.drained == ("gpu-9", "gpu-1")
 
 
-def test_undraining_takes_a_node_that_is_gone_from_the_list(
-    command: Command, server: Server
-) -> None:
+def test_undraining_takes_a_gone_node_from_the_list(command: Command, server: Server) -> None:
     code, said = command("undrain", "gpu-9")
 
     assert code == 0
@@ -385,9 +373,7 @@ def test_undraining_takes_a_node_that_is_gone_from_the_list(
 
 
 @pytest.mark.parametrize("verb", ["drain", "undrain"])
-def test_an_unknown_node_is_refused_with_those_there_are(
-    command: Command, server: Server, verb: str
-) -> None:
+def test_an_unknown_node_is_told_those_known(command: Command, server: Server, verb: str) -> None:
     code, said = command(verb, "gpu-1", "gpu-7")
 
     assert code == 1
@@ -476,9 +462,7 @@ def test_a_setting_that_cannot_be_is_refused(
     assert lines.endswith("Nothing was done.\n")
 
 
-def test_a_pool_that_has_no_job_template_yet_is_told_the_remedy(
-    command: Command, server: Server
-) -> None:
+def test_a_pool_without_a_job_template_is_told_so(command: Command, server: Server) -> None:
     server.pool = server.pool.model_copy(update={"base_job_template": {}})
 
     code, said = command("set", "policy=backfill")
@@ -497,9 +481,7 @@ def test_a_pool_of_another_type_is_pointed_out(command: Command, server: Server)
     assert "the pool is of type process" in said
 
 
-def test_settings_that_somebody_has_spoilt_are_not_overwritten(
-    command: Command, server: Server
-) -> None:
+def test_settings_that_are_spoilt_are_not_overwritten(command: Command, server: Server) -> None:
     spoilt = {"variables": {"properties": {"gang": {"default": {"policy": "lifo"}}}}}
     server.pool = server.pool.model_copy(update={"base_job_template": spoilt})
 
@@ -518,9 +500,7 @@ def test_settings_that_somebody_has_spoilt_are_not_overwritten(
         *(("--pool", "other", "pause"), ("--pool", "gang", "status", "--pool", "other")),
     ],
 )
-def test_a_pool_that_is_not_there_is_told_with_the_remedy(
-    command: Command, arguments: tuple[str, ...]
-) -> None:
+def test_an_unknown_pool_is_told_the_remedy(command: Command, arguments: tuple[str, ...]) -> None:
     code, said = command(*arguments)
 
     assert code == 1
@@ -536,7 +516,7 @@ def test_a_pool_that_is_not_there_is_told_with_the_remedy(
         ("nonsense", "PREFECT_API_URL=nonsense"),
     ],
 )
-def test_without_a_server_the_remedy_is_told(
+def test_without_a_server_it_says_so(
     capsys: pytest.CaptureFixture[str], url: str | None, said: str
 ) -> None:
     with temporary_settings({PREFECT_API_URL: url}):

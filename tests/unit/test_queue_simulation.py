@@ -159,9 +159,7 @@ def test_a_shape_that_is_unknown_follows_from_the_gpus(
     assert (job.demand.nodes, job.demand.gpus_per_node) == expected
 
 
-def test_figures_are_printed_beside_those_of_fifo(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_figures_stand_beside_fifos(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code = queue.main(
         [
             *("--trace", str(PHILLY), "--nodes", "20", "--gpus-per-node", "8"),
@@ -220,9 +218,7 @@ def test_a_bad_trace_is_refused_with_its_fault(
     assert not (tmp_path / "starts.csv").exists()
 
 
-def test_a_trace_that_is_missing_or_no_text_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_no_trace_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "binary.csv").write_bytes(b"\xff\xfe\x00")
 
     codes = [simulate(tmp_path / name, tmp_path / "s.csv") for name in ("none.csv", "binary.csv")]
@@ -233,9 +229,7 @@ def test_a_trace_that_is_missing_or_no_text_is_refused(
     assert "binary.csv is no CSV file" in complaints
 
 
-def test_starts_that_cannot_be_written_are_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unwritable_starts_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = write(tmp_path / "t.csv", "a,0,1,1")
 
     code = simulate(trace, tmp_path / "nowhere" / "starts.csv")

@@ -53,9 +53,7 @@ def test_killed_writer_leaves_a_checkpoint_that_loads(tmp_path: Path) -> None:
         load(path)
 
 
-def test_failed_write_leaves_the_previous_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_write_leaves_the_last_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     start = initial_state(np.random.default_rng(0))
     save(Checkpoint(state=replace(start, step=1), rng_state={}), tmp_path)
 

@@ -99,9 +99,7 @@ def test_gradient_agrees_with_finite_differences(name: str) -> None:
         (3.0, -1.0, False),
     ],
 )
-def test_gradient_is_cut_where_the_policy_moved_far_enough(
-    ratio: float, advantage: float, cut: bool
-) -> None:
+def test_gradient_is_cut_where_the_policy_moved(ratio: float, advantage: float, cut: bool) -> None:
     policy = a_policy()
 
     stats, gradient = loss_and_gradient(

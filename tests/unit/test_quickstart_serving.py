@@ -95,9 +95,7 @@ def test_generate_answers_as_the_vllm_client_reads_it(server: InferenceServer) -
         ({"prompt": "7", "temperature": float("nan")}, "temperature:"),
     ],
 )
-def test_bad_request_is_answered_with_what_is_wrong(
-    server: InferenceServer, body: object, complaint: str
-) -> None:
+def test_bad_request_is_told_why(server: InferenceServer, body: object, complaint: str) -> None:
     status, answer = ask(server, "/generate", body)
 
     assert status == 400

@@ -60,9 +60,7 @@ def test_grpo_begins_with_its_weights_and_nothing_else_of_it(
     assert not state.first_moment.hidden_weight.any()
 
 
-def test_an_attempt_that_is_resumed_has_its_own_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_attempt_has_its_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     learn(tmp_path / "sft", 5)
     learn(tmp_path / "own", 6, "--seed", "1")
     arguments = ["--api", "http://127.0.0.1:9", "--port", "0", "--steps", "9"]

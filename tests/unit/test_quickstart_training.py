@@ -80,9 +80,7 @@ def test_reward_is_the_share_of_right_positions(answer: list[int], reward: float
     assert reward_of([7, 0, 4, 2], answer) == pytest.approx(reward)
 
 
-def test_checkpoint_with_no_steps_left_is_exit_2(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_checkpoint_at_its_end_exits_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     state = replace(initial_state(np.random.default_rng(0)), step=3)
     rng_state = np.random.default_rng(0).bit_generator.state
     save(Checkpoint(state=state, rng_state=rng_state), tmp_path)

@@ -74,9 +74,7 @@ def test_what_the_spec_says_of_the_drivers_place_counts_alone(plan: JobPlan) -> 
     assert place == ({}, {"zone": "a"})
 
 
-def test_a_job_that_another_host_may_have_submitted_is_not_taken_for_one_never_sent(
-    plan: JobPlan,
-) -> None:
+def test_a_job_that_another_host_may_have_sent_is_not_taken_as_new(plan: JobPlan) -> None:
     SubmissionFile.begin(replace(plan, may_be_submitted_since=7.0))
 
     file = SubmissionFile.read(plan.submission_file)
@@ -95,9 +93,7 @@ def test_the_command_passes_a_shell_unchanged(plan: JobPlan) -> None:
     assert read[read.index("--grace") + 1] == "2.5"
 
 
-def test_the_job_is_found_by_its_environment_and_ray_waits_longer_than_the_wrapper(
-    plan: JobPlan,
-) -> None:
+def test_the_job_is_found_by_its_environment_and_ray_waits_longest(plan: JobPlan) -> None:
     env = environment_of(replace(plan, command=replace(plan.command, stop_signal=signal.SIGINT)))
 
     assert env == {

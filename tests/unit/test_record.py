@@ -55,9 +55,7 @@ def test_new_record_is_queued(path: Path) -> None:
 
 
 @pytest.mark.parametrize("end", [RunState.FAILED, RunState.CANCELLED])
-def test_run_that_is_begun_again_after_its_end_goes_on_with_its_next_attempt(
-    path: Path, end: RunState
-) -> None:
+def test_run_that_is_begun_again_goes_on_with_its_next_attempt(path: Path, end: RunState) -> None:
     """As when somebody presses Retry in Prefect."""
     first = make(path)
     first.begin_attempt(1)
@@ -214,9 +212,7 @@ def test_what_is_decided_after_it_is_all_that_is_added(path: Path) -> None:
         ("requeued: X, next try in 9 s", "requeued: X, next try in 9 s"),
     ],
 )
-def test_attempt_that_somebody_began_again_says_so(
-    path: Path, decided: str | None, says: str
-) -> None:
+def test_attempt_that_was_begun_again_says_so(path: Path, decided: str | None, says: str) -> None:
     record = content_with_a_failed_attempt(path)
     if decided:
         record.decide(decided)
@@ -387,9 +383,7 @@ def test_an_attempt_that_has_no_end_on_the_other_host_was_lost(path: Path, tmp_p
 
 
 @pytest.mark.parametrize("last", ["attempt.ready", "teardown.begun"])
-def test_an_attempt_whose_jobs_outlive_its_host_is_gone_on_with(
-    path: Path, tmp_path: Path, last: str
-) -> None:
+def test_an_attempt_whose_jobs_live_is_gone_on_with(path: Path, tmp_path: Path, last: str) -> None:
     there = make(tmp_path / "elsewhere.json")
     there.begin_attempt(1, host="node-7")
     there.move(RunState.ADMITTED)

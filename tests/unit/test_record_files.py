@@ -168,9 +168,7 @@ HISTORIES: tuple[Callable[[Path], None], ...] = (
 
 
 @pytest.mark.parametrize("history", HISTORIES, ids=lambda history: history.__name__)
-def test_the_file_is_what_it_was_to_the_byte(
-    history: Callable[[Path], None], tmp_path: Path
-) -> None:
+def test_the_file_is_the_same_to_the_byte(history: Callable[[Path], None], tmp_path: Path) -> None:
     path = tmp_path / "run.json"
 
     history(path)

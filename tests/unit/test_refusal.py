@@ -58,9 +58,7 @@ def test_a_run_is_told_what_to_set(refusing: str, password: str | None, who: str
     assert str(caught.value) == f"the Prefect server at {refusing} {who}: {REMEDY}"
 
 
-def test_the_queue_s_command_says_the_same(
-    refusing: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_queue_s_command_says_so(refusing: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert gang([]) == 1
 
     assert REMEDY in capsys.readouterr().err

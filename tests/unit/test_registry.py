@@ -77,9 +77,7 @@ def test_run_whose_owner_lives_is_nobody_elses(owner: subprocess.Popen[str], hom
     assert registered_runs(home) == ["a-run"]
 
 
-def test_run_whose_owner_was_killed_can_be_claimed(
-    owner: subprocess.Popen[str], home: Path
-) -> None:
+def test_run_whose_owner_died_can_be_claimed(owner: subprocess.Popen[str], home: Path) -> None:
     owner.send_signal(signal.SIGKILL)
     owner.wait()
 
@@ -95,9 +93,7 @@ def test_second_process_cannot_own_the_same_run(owner: subprocess.Popen[str], ho
         RunRegister.opened("a-run")
 
 
-def test_owner_that_cannot_be_told_by_its_pid_is_still_told_by_its_lock(
-    owner: subprocess.Popen[str], home: Path
-) -> None:
+def test_owner_is_told_by_its_lock_too(owner: subprocess.Popen[str], home: Path) -> None:
     """As from another pid namespace, or after the clock of the file was lost."""
     path = home / "live" / "a-run" / "owner.json"
     content = Owner.model_validate_json(path.read_text())

@@ -46,9 +46,7 @@ def acts(found: list[Found], **rules: object) -> dict[str, Act]:
         (60.1, Act.REMOVE),
     ],
 )
-def test_logs_are_compressed_first_and_files_removed_later(
-    days_ago: float, act: Act | None
-) -> None:
+def test_logs_are_compressed_before_files_are_removed(days_ago: float, act: Act | None) -> None:
     done = acts([run("a", days_ago)], compress_after_days=7, days=60)
 
     assert done.get("a") is act

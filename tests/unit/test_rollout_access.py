@@ -88,9 +88,7 @@ def test_a_refusal_says_what_to_send() -> None:
         ({"Host": "127.0.0.1:8000", "Origin": "null"}, False),  # ... that hides where
     ],
 )
-def test_without_a_token_no_foreign_page_can_order_the_fleet(
-    headers: dict[str, str], may: bool
-) -> None:
+def test_without_a_token_no_foreign_page_may_order(headers: dict[str, str], may: bool) -> None:
     access = Access("127.0.0.1", None)
 
     assert (access.refusal(headers, is_order=True) is None) is may

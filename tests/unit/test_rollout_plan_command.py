@@ -81,9 +81,7 @@ def test_a_secret_is_not_printed(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert (server["env"]["HF_TOKEN"], server["env"]["HF_HOME"]) == ("***", "/hub")
 
 
-def test_a_person_reads_which_server_is_where(
-    spec: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_person_reads_what_is_where(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code = main(["plan", str(spec)])
 
     lines = capsys.readouterr().out.splitlines()

@@ -76,9 +76,7 @@ def test_a_session_keeps_its_entrypoint_whatever_the_others_have_to_do() -> None
         [entrypoint(0, is_preferred=False), entrypoint(1)],  # its last answers are missing
     ],
 )
-def test_a_session_whose_entrypoint_is_gone_gets_another_and_stays_there(
-    left: list[Entrypoint],
-) -> None:
+def test_a_session_whose_entrypoint_is_gone_stays_with_another(left: list[Entrypoint]) -> None:
     router = router_of(0, 1)
     router.done(router.pick("a"))
     router.pick(None)

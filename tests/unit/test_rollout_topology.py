@@ -257,9 +257,7 @@ def test_too_few_devices_are_refused() -> None:
 
 
 @pytest.mark.parametrize("written", [{"placement": "ray"}, {**COMMAND, "placement": "local"}])
-def test_where_ray_gives_the_gpus_or_there_are_none_no_devices_are_set(
-    written: dict[str, str],
-) -> None:
+def test_where_ray_gives_the_gpus_or_none_no_devices_are_set(written: dict[str, str]) -> None:
     plan = plan_of(**{"backend": "vllm", **written})
 
     assert "CUDA_VISIBLE_DEVICES" not in plan.servers[0].env
@@ -341,9 +339,7 @@ def test_vllm_and_lmdeploy_are_asked_for_a_token_of_the_model_that_they_serve(
         ),
     ],
 )
-def test_a_command_is_asked_what_the_spec_says(
-    health: dict[str, Any], ready: str, token: Ask | None
-) -> None:
+def test_a_command_is_asked_as_told(health: dict[str, Any], ready: str, token: Ask | None) -> None:
     questions = plan_of(**COMMAND, health=health).questions
 
     assert questions.ready == Ask(method="GET", path=ready)

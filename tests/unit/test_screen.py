@@ -80,9 +80,7 @@ def test_only_what_a_terminal_does_not_obey_is_printed(text: str, shown: str) ->
         (True, {}, False),
     ],
 )
-def test_a_region_is_drawn_on_a_terminal_only(
-    is_terminal: bool, environ: dict[str, str], expected: bool
-) -> None:
+def test_who_gets_a_region(is_terminal: bool, environ: dict[str, str], expected: bool) -> None:
     assert draws(is_terminal, environ) is expected
 
 

@@ -11,9 +11,7 @@ from tasks.spec.loading import parse_spec
 from tasks.train.session import RunSession
 
 
-def test_an_error_of_our_own_before_the_first_attempt_fails_the_run_and_is_named(
-    muster_home: Path,
-) -> None:
+def test_an_error_of_our_own_before_an_attempt_fails_the_run(muster_home: Path) -> None:
     spec = parse_spec(
         {"name": "x", "workload": "sft", "components": {"trainer": {"command": ["true"]}}}
     )

@@ -132,9 +132,7 @@ def test_the_example_of_the_contract_loads(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_a_ray_job_cannot_have_is_refused(
-    changes: dict[str, Any], path: str, problem: str
-) -> None:
+def test_what_no_ray_job_has_is_refused(changes: dict[str, Any], path: str, problem: str) -> None:
     ray = {"address": "http://127.0.0.1:8265"}
     data = {**least(), "ray": ray, "components": {"trainer": JOB}, **changes}
 
@@ -541,9 +539,7 @@ junk = st.recursive(
 
 @settings(deadline=None)
 @given(specs, st.dictionaries(st.sampled_from(list(RunSpec.model_fields)), junk, min_size=1), junk)
-def test_junk_is_refused_in_plain_words(
-    data: dict[str, Any], keys: dict[str, Any], component: object
-) -> None:
+def test_junk_is_told_simply(data: dict[str, Any], keys: dict[str, Any], component: object) -> None:
     data = {**data, **keys, "components": {**data["components"], "trainer": component}}
 
     try:

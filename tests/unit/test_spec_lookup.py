@@ -167,9 +167,7 @@ def test_every_command_and_directory_is_looked_at_in_file_order(root: Path) -> N
         ("none/none", "there is no such directory", "relative to the project's root"),
     ],
 )
-def test_a_directory_that_is_not_there_is_a_fault(
-    root: Path, cwd: str, problem: str, remedy: str
-) -> None:
+def test_a_missing_directory_is_a_fault(root: Path, cwd: str, problem: str, remedy: str) -> None:
     [of_run] = faults_of(root, {"command": ["python", "train.py"]}, cwd=cwd)
     [of_component] = faults_of(root, {"command": ["python", "train.py"], "cwd": cwd})
 
@@ -244,9 +242,7 @@ def test_the_programs_of_this_interpreter_are_found() -> None:
         ("ray", ["components.rollout.cwd"]),
     ],
 )
-def test_what_a_fleets_command_names_must_be_there_too(
-    root: Path, placement: str, paths: list[str]
-) -> None:
+def test_what_a_fleets_command_names_is_there(root: Path, placement: str, paths: list[str]) -> None:
     fleet = {
         "backend": "command",
         "command": ["no-server", "--port", "${server.port}"],

@@ -368,9 +368,7 @@ def test_a_spec_may_not_say(path: str, value: object, problem: str, remedy: str)
         ("trainer.ready.json.a", {"http": HTTP, "json": {"a": math.nan}}, "must be a finite"),
     ],
 )
-def test_a_fault_inside_a_list_or_a_mapping_has_its_own_path(
-    path: str, value: object, problem: str
-) -> None:
+def test_a_fault_inside_a_value_has_its_own_path(path: str, value: object, problem: str) -> None:
     key = path.split(".")[1]
 
     [fault] = faults_of(spec_with(f"trainer.{key}", value))
@@ -415,9 +413,7 @@ def test_an_unknown_key_names_what_was_probably_meant_and_what_is_known() -> Non
         ("retry", {"NODE_LOST": {"attempts": 1, "x": 1}}, "attempts, delay_s, max_delay_s"),
     ],
 )
-def test_an_unknown_key_is_told_what_is_known_in_its_place(
-    path: str, value: object, known: str
-) -> None:
+def test_an_unknown_key_is_told_what_is_known_there(path: str, value: object, known: str) -> None:
     [fault] = faults_of(spec_with(path, value))
 
     assert fault[1] == "unknown key"
@@ -499,9 +495,7 @@ def test_the_constructor_refuses_what_a_file_may_not_say() -> None:
         ({"a.b": 2}, {"a": "b"}, "a.b is not in the answer"),
     ],
 )
-def test_a_condition_says_what_it_found_instead(
-    written: dict[str, Any], answer: object, unmet: str
-) -> None:
+def test_a_condition_names_what_is(written: dict[str, Any], answer: object, unmet: str) -> None:
     [condition] = ReadyProbe(http=HTTP, json=written).conditions
 
     assert isinstance(condition, Condition)

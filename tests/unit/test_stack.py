@@ -97,9 +97,7 @@ def test_no_training_starts_by_itself() -> None:
 
 
 @pytest.mark.parametrize(("name", "schedule"), schedules(), ids=lambda one: str(one)[:20])
-def test_a_schedule_says_its_time_zone_and_is_known_by_a_name(
-    name: str, schedule: dict[str, Any]
-) -> None:
+def test_a_schedule_has_a_time_zone_and_a_name(name: str, schedule: dict[str, Any]) -> None:
     zone = ZoneInfo(schedule["timezone"])
     times = CronSchedule(cron=schedule["cron"], timezone=schedule["timezone"])
 
@@ -137,9 +135,7 @@ def test_a_faulty_run_spec_fails_the_deploy(tmp_path: Path) -> None:
         deploying.load_run_spec(str(tmp_path / "bad.yaml"))
 
 
-def test_a_run_spec_is_printed_as_json_with_values_changed(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_run_spec_is_printed_with_values_changed(capsys: pytest.CaptureFixture[str]) -> None:
     spec = str(ROOT / "deployments/runs/quickstart.yaml")
 
     code = deploying.main([spec, "--set", "progress.total=7", "--set", "success.step=7"])
@@ -236,7 +232,7 @@ def test_a_port_that_is_taken_is_refused_by_the_name_of_its_holder(
     assert not (muster_home / "stack" / "stack.json").exists()
 
 
-def test_another_port_than_the_stack_s_own_is_refused(
+def test_another_port_than_its_own_is_refused(
     place: StackPlace, capsys: pytest.CaptureFixture[str]
 ) -> None:
     place.save(described(port=4200))
@@ -292,9 +288,7 @@ def test_a_process_that_has_ended_is_gone(sleeper: subprocess.Popen[bytes]) -> N
     assert not process.is_alive()
 
 
-def test_what_outlived_its_guardian_is_ended_with_the_stack(
-    place: StackPlace, sleeper: subprocess.Popen[bytes]
-) -> None:
+def test_what_outlives_its_guardian(place: StackPlace, sleeper: subprocess.Popen[bytes]) -> None:
     gone = ProcessId.of(os.getpid()).model_copy(update={"start_ticks": 1})
     place.save(described(stack_id="f" * 32, supervisor=gone))
     assert processes_of("f" * 32) == [sleeper.pid]
@@ -365,7 +359,7 @@ def test_logs_of_the_stack_before_are_kept(place: StackPlace) -> None:
     assert (place.directory / "logs-before" / "worker.log").read_text() == "3"
 
 
-def test_programs_of_the_stack_know_its_server_and_no_other(
+def test_programs_of_the_stack_know_its_server_only(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("PREFECT_API_KEY", "of another server")
@@ -446,9 +440,7 @@ def test_no_part_of_a_stack_is_told_to_listen_beyond_this_machine(place: StackPl
     assert stack_ids == {blueprint.stack.stack_id}
 
 
-def test_a_worker_that_a_shell_has_put_in_the_background_can_be_ended(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_worker_in_a_shell_s_background_can_be_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     became: list[object] = []
     monkeypatch.setattr(worker, "reconcile_host", lambda: None)
     monkeypatch.setattr(worker, "publish", lambda report: None)

@@ -26,9 +26,7 @@ def test_the_ui_of_the_installed_prefect_has_a_page_for_a_key() -> None:
     assert any("`/artifacts/key/$key`" in script.read_text() for script in scripts)
 
 
-def test_a_server_reports_to_nobody_and_advertises_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_reports_to_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (name for name in os.environ if name.startswith("PREFECT_")):
         monkeypatch.delenv(name)
     for name, value in server_command(tmp_path, 4200).env.items():

@@ -57,9 +57,7 @@ def test_a_deployment_s_run_starts_in_the_order_of_its_file(file: Path) -> None:
     assert order_of(kept) == NAMES
 
 
-def test_a_spec_that_is_printed_for_a_run_keeps_its_order(
-    file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_spec_that_is_printed_keeps_order(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     deploying.main([str(file), "--set", "components.api.command=[run-api]"])
 
     kept = through_jsonb(json.loads(capsys.readouterr().out))
@@ -96,9 +94,7 @@ def test_so_does_that_of_a_stage_with_the_spec_of_a_deployment(file: Path) -> No
         ({"start_order": ["trainer", "judge"]}, ["trainer", "judge", "environment", "sandbox"]),
     ],
 )
-def test_components_start_as_start_order_says_then_as_they_are_written(
-    more: dict[str, Any], order: list[str]
-) -> None:
+def test_components_start_as_ordered_or_as_written(more: dict[str, Any], order: list[str]) -> None:
     loaded = parse_spec(spec(**more))
 
     assert list(loaded.components) == list(loaded.processes) == order

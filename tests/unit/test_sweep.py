@@ -85,9 +85,7 @@ def test_a_second_sweep_finds_nothing(start: Start, run_id: str) -> None:
         {"MUSTER_RUN_ID": "{run_id}"},
     ],
 )
-def test_a_process_in_which_a_variable_differs_is_spared(
-    start: Start, run_id: str, variables: dict[str, str]
-) -> None:
+def test_a_process_of_another_is_left(start: Start, run_id: str, variables: dict[str, str]) -> None:
     process = start(**{name: value.format(run_id=run_id) for name, value in variables.items()})
 
     found = end_carriers(

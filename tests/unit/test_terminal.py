@@ -220,9 +220,7 @@ class Stopped(Out):
         return super().write(text)
 
 
-def test_a_terminal_that_takes_nothing_holds_up_nobody(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stuck_terminal_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(terminal_module, "_LINES_AT_MOST", 5)
     out = Stopped()
 
@@ -240,9 +238,7 @@ def test_a_terminal_that_takes_nothing_holds_up_nobody(
     assert [line.split("s ", 1)[1] for line in shown[2:5]] == ["line 18", "line 19", "line 20"]
 
 
-def test_one_that_takes_nothing_even_in_the_end_is_left_behind(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_one_that_takes_nothing_in_the_end_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(terminal_module, "_CLOSE_WITHIN_S", 0.1)
     out = Stopped()
 
