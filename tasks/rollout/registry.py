@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -31,15 +31,19 @@ class GroupView:
     index: int
     #: Of its servers.
     ranks: tuple[int, ...]
-    state: GroupState
+    state: GroupState = GroupState.STARTING
     #: Which incarnation this is, from 1; what is known of an older one is void. 0: never started.
-    epoch: int
+    epoch: int = 0
+    #: Something of this incarnation may run: from `begin` to its end.
+    is_begun: bool = False
     #: Of its weights; None while none are known to be there.
-    version: int | None
+    version: int | None = None
     #: Why it left its last serving state; empty while it is well.
-    cause: str
+    cause: str = ""
     #: How often it was started again.
-    recoveries: int
+    recoveries: int = 0
+    #: Those of its servers whose answers are missing; a change of them alone is told to nobody.
+    suspects: frozenset[int] = field(default=frozenset(), compare=False)
     #: Those of its servers that work, as their own machine says, and that nobody gets through to
     #: from here: no requests are sent there, and nothing is restarted.
     unreachable: tuple[int, ...] = ()
@@ -52,6 +56,10 @@ class GroupView:
     @property
     def is_running(self) -> bool:
         return self.state in RUNNING
+
+    def is_current(self, epoch: int) -> bool:
+        """Whether this incarnation is the one that is known and has not ended."""
+        return self.is_begun and self.epoch == epoch
 
     def routes(self, rank: int) -> bool:
         """Whether requests may be sent to this server of it, if it is an entrypoint."""
@@ -69,10 +77,6 @@ class FleetView:
     groups: tuple[GroupView, ...]
     #: By rank, with the addresses that they have now.
     servers: Mapping[int, ServerSlot]
-
-    def group_of(self, rank: int) -> GroupView:
-        """Raises: KeyError, for a rank that has no server."""
-        return self.groups[self.servers[rank].engine]
 
     @property
     def serving(self) -> tuple[GroupView, ...]:
@@ -142,51 +146,20 @@ Listener = Callable[[GroupView, GroupView], None]
 _CAN_TAKE_WEIGHTS = frozenset({GroupState.ACTIVE, GroupState.SUSPECT, GroupState.STALE})
 
 
-@dataclass(slots=True, kw_only=True)
-class _Group:
-    """What only this module changes."""
-
-    index: int
-    ranks: tuple[int, ...]
-    state: GroupState = GroupState.STARTING
-    epoch: int = 0
-    #: Something of this incarnation may run: from `begin` to its end.
-    is_begun: bool = False
-    version: int | None = None
-    cause: str = ""
-    recoveries: int = 0
-    suspects: frozenset[int] = frozenset()
-    unreachable: frozenset[int] = frozenset()
-
-    def view(self) -> GroupView:
-        return GroupView(
-            index=self.index,
-            ranks=self.ranks,
-            state=self.state,
-            epoch=self.epoch,
-            version=self.version,
-            cause=self.cause,
-            recoveries=self.recoveries,
-            unreachable=tuple(sorted(self.unreachable)),
-        )
-
-
 class Registry:
     """The states of a fleet's groups, from before their first start until they are retired."""
 
     def __init__(self, plan: TopologyPlan) -> None:
         self._plan = plan
         self._groups = [
-            _Group(index=index, ranks=engine.group) for index, engine in enumerate(plan.engines)
+            GroupView(index=index, ranks=engine.group) for index, engine in enumerate(plan.engines)
         ]
-        self._of_rank = {rank: one.index for one in self._groups for rank in one.ranks}
-        self._servers = {slot.rank: slot for engine in plan.engines for slot in engine.servers}
+        self._servers: Mapping[int, ServerSlot] = MappingProxyType(
+            {slot.rank: slot for engine in plan.engines for slot in engine.servers}
+        )
         self._version = 0
         self._epoch = 0
         self._view: FleetView | None = None
-        #: What the view is made of, kept: of a thousand groups one changes at a time.
-        self._views = [group.view() for group in self._groups]
-        self._slots: Mapping[int, ServerSlot] = MappingProxyType(dict(self._servers))
         self._listeners: list[Listener] = []
         self._untold: deque[tuple[GroupView, GroupView]] = deque()
         self._is_telling = False
@@ -198,8 +171,8 @@ class Registry:
             self._view = FleetView(
                 epoch=self._epoch,
                 version=self._version,
-                groups=tuple(self._views),
-                servers=self._slots,
+                groups=tuple(self._groups),
+                servers=self._servers,
             )
         return self._view
 
@@ -207,25 +180,22 @@ class Registry:
         """Have them told each change of a group, before and after, once it is in the view: one
         after the other, in this order.
 
-        A listener may call verbs: what it causes is told after what is being told now.
+        What a listener causes by verbs is told after what is being told now.
         """
         self._listeners += listeners
 
     def group_of(self, rank: int) -> int:
         """Raises: KeyError, for a rank that has no server."""
-        try:
-            return self._of_rank[rank]
-        except KeyError:
-            known = ", ".join(map(str, sorted(self._of_rank)))
-            raise KeyError(f"rank {rank} has no server; those that have: {known}") from None
+        if rank not in self._servers:
+            known = commas(sorted(self._servers))
+            raise KeyError(f"rank {rank} has no server; those that have: {known}")
+        return self._servers[rank].engine
 
     def is_current(self, rank: int, epoch: int) -> bool:
-        """Whether this incarnation of a server is the one that is known and has not ended."""
-        group = self._groups[self.group_of(rank)]
-        return group.is_begun and group.epoch == epoch
+        """Of a server; see `GroupView.is_current`."""
+        return self._groups[self.group_of(rank)].is_current(epoch)
 
     def training_metadata(self) -> TrainingMetadata:
-        """Everything for one sync of the weights, of this moment."""
         able = [
             one for one in self._groups if one.state in _CAN_TAKE_WEIGHTS and not one.unreachable
         ]
@@ -258,57 +228,72 @@ class Registry:
         if slots is not None and tuple(slot.rank for slot in slots) != one.ranks:
             raise KeyError(f"{_named(one)} has no servers {[slot.rank for slot in slots]}")
         if slots is not None:
-            self._servers.update({slot.rank: slot for slot in slots})
-            self._slots = MappingProxyType(dict(self._servers))
-        one.epoch += 1
-        one.is_begun = True
-        one.version = None
-        one.recoveries += one.state is GroupState.RECOVERING
-        self._changed(one)
-        return one.epoch
+            self._servers = MappingProxyType(
+                {**self._servers, **{slot.rank: slot for slot in slots}}
+            )
+        self._change(
+            one,
+            epoch=one.epoch + 1,
+            is_begun=True,
+            version=None,
+            recoveries=one.recoveries + (one.state is GroupState.RECOVERING),
+        )
+        return one.epoch + 1
 
     def started(self, group: int, epoch: int, *, version: int) -> bool:
         """It works: it serves where its weights are the fleet's, else it is stale."""
         one = self._get(group)
-        if not _is_current(one, epoch):
+        if not one.is_current(epoch):
             return False
         if one.state not in (GroupState.STARTING, GroupState.RECOVERING):
             raise IllegalTransition(f"{_named(one)} is {one.state.value}: it has started before")
-        is_new = version == self._version
-        self._move(
-            one, GroupState.ACTIVE if is_new else GroupState.STALE, cause="", version=version
-        )
+        state = GroupState.ACTIVE if version == self._version else GroupState.STALE
+        self._move(one, state, cause="", version=version)
         return True
 
     def suspect(self, rank: int, epoch: int, why: str) -> bool:
         """Answers of this server are missing; a group that serves goes on doing so."""
         one = self._groups[self.group_of(rank)]
-        if not _is_current(one, epoch):
+        if not one.is_current(epoch):
             return False
-        if one.state is GroupState.STALE:
-            return True
-        if one.state is not GroupState.SUSPECT:
-            self._move(one, GroupState.SUSPECT, cause=why)
-        one.suspects |= {rank}
+        suspects = one.suspects | {rank}
+        if one.state is GroupState.SUSPECT:
+            self._change(one, suspects=suspects)
+        elif one.state is not GroupState.STALE:
+            self._move(one, GroupState.SUSPECT, cause=why, suspects=suspects)
         return True
 
     def clear(self, rank: int, epoch: int) -> bool:
         """This server is well again; the group is, once all its servers are."""
         one = self._groups[self.group_of(rank)]
-        if not _is_current(one, epoch):
+        if not one.is_current(epoch):
             return False
-        one.suspects -= {rank}
-        if one.state is GroupState.SUSPECT and not one.suspects:
-            self._move(one, GroupState.ACTIVE, cause="")
+        if one.state is GroupState.SUSPECT:
+            if suspects := one.suspects - {rank}:
+                self._change(one, suspects=suspects)
+            else:
+                self._move(one, GroupState.ACTIVE, cause="", suspects=suspects)
         return True
 
     def unreachable(self, rank: int, epoch: int, why: str) -> bool:
         """Nobody gets through to this server: it gets no requests, and its state stays."""
-        return self._set_reachable(rank, epoch, False, why)
+        one = self._groups[self.group_of(rank)]
+        if not one.is_current(epoch):
+            return False
+        if rank not in one.unreachable:
+            self._change(one, unreachable=tuple(sorted([*one.unreachable, rank])), cause=why)
+        return True
 
     def reachable(self, rank: int, epoch: int) -> bool:
         """It can be reached again, and gets requests where its group serves."""
-        return self._set_reachable(rank, epoch, True, "")
+        one = self._groups[self.group_of(rank)]
+        if not one.is_current(epoch):
+            return False
+        if rank in one.unreachable:
+            left = tuple(other for other in one.unreachable if other != rank)
+            keeps_cause = left or one.state is GroupState.SUSPECT
+            self._change(one, unreachable=left, cause=one.cause if keeps_cause else "")
+        return True
 
     def fail(self, rank: int, epoch: int, cause: str) -> bool:
         """One server is lost, so its whole group is inactive at once.
@@ -316,7 +301,7 @@ class Registry:
         Returns: False too where the group had failed already: the first cause stands.
         """
         one = self._groups[self.group_of(rank)]
-        if not _is_current(one, epoch):
+        if not one.is_current(epoch):
             return False
         self._move(one, GroupState.INACTIVE, cause=cause)
         return True
@@ -367,26 +352,23 @@ class Registry:
         self._version = version
         self._epoch += 1
         self._view = None
+        # Nothing is told before all are right: no listener sees an old one that serves.
         for group in self._groups:
-            if group.index in synced:
-                group.version = version
             if group.state not in _CAN_TAKE_WEIGHTS:
                 continue
-            # Nothing is told before all are right: no listener sees an old one that serves.
-            to = GroupState.STALE if group.version != version else GroupState.ACTIVE
-            if to is GroupState.ACTIVE and group.state is GroupState.SUSPECT:
-                continue
-            if to is not group.state:
-                self._require(group, to)
-                group.state, group.suspects = to, frozenset()
-        for group in self._groups:
-            self._note(group)
+            its_version = version if group.index in synced else group.version
+            if its_version != version:
+                self._note(group, state=GroupState.STALE, suspects=frozenset())
+            elif group.state is GroupState.SUSPECT:
+                self._note(group, version=version)
+            else:
+                self._note(group, version=version, state=GroupState.ACTIVE)
         self._tell()
         return synced
 
     def _is_synced(
         self,
-        group: _Group,
+        group: GroupView,
         ranks: Collection[int] | None,
         epochs: Mapping[int, int] | None,
     ) -> bool:
@@ -397,57 +379,29 @@ class Registry:
             return not group.unreachable
         return all(epochs.get(slot.rank) == group.epoch for slot in slots)
 
-    def _get(self, group: int) -> _Group:
+    def _get(self, group: int) -> GroupView:
         if not 0 <= group < len(self._groups):
             raise KeyError(f"the fleet has no group {group}: it has {len(self._groups)}")
         return self._groups[group]
 
-    def _set_reachable(self, rank: int, epoch: int, is_reachable: bool, why: str) -> bool:
-        one = self._groups[self.group_of(rank)]
-        if not _is_current(one, epoch):
-            return False
-        if (rank not in one.unreachable) is not is_reachable:
-            one.unreachable = one.unreachable - {rank} if is_reachable else one.unreachable | {rank}
-            if not is_reachable:
-                one.cause = why
-            elif not one.unreachable and one.state is not GroupState.SUSPECT:
-                one.cause = ""
-            self._changed(one)
-        return True
-
-    def _require(self, one: _Group, state: GroupState) -> None:
+    def _move(self, one: GroupView, state: GroupState, **more: Any) -> None:
         if state not in MOVES[one.state]:
             legal = ", ".join(sorted(to.value for to in MOVES[one.state])) or "nothing"
             raise IllegalTransition(
                 f"{_named(one)} cannot go from {one.state.value} to {state.value}, only to {legal}"
             )
-
-    def _move(
-        self,
-        one: _Group,
-        state: GroupState,
-        *,
-        cause: str | None = None,
-        version: int | None = None,
-    ) -> None:
-        self._require(one, state)
-        one.state = state
-        one.cause = one.cause if cause is None else cause
-        one.version = one.version if version is None else version
         if state in (GroupState.INACTIVE, GroupState.RETIRED):
-            one.is_begun = False
-            one.version = None
-            one.suspects = one.unreachable = frozenset()
-        self._changed(one)
+            more |= {"is_begun": False, "version": None}
+            more |= {"suspects": frozenset(), "unreachable": ()}
+        self._change(one, state=state, **more)
 
-    def _changed(self, one: _Group) -> None:
-        self._note(one)
+    def _change(self, one: GroupView, **fields: Any) -> None:
+        self._note(one, **fields)
         self._tell()
 
-    def _note(self, one: _Group) -> None:
-        before, after = self._views[one.index], one.view()
+    def _note(self, before: GroupView, **fields: Any) -> None:
+        after = self._groups[before.index] = replace(before, **fields)
         if after != before:
-            self._views[one.index] = after
             self._epoch += 1
             self._view = None
             self._untold.append((before, after))
@@ -469,9 +423,5 @@ class Registry:
             self._is_telling = False
 
 
-def _is_current(one: _Group, epoch: int) -> bool:
-    return one.is_begun and one.epoch == epoch
-
-
-def _named(one: _Group) -> str:
+def _named(one: GroupView) -> str:
     return f"group {one.index} (ranks {commas(one.ranks)})"

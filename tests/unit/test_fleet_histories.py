@@ -57,7 +57,7 @@ class Witness:
         """What must be so at any moment."""
         fleet = self.stage.fleet
         for one in fleet.router.entrypoints:
-            group = fleet.registry.view.group_of(one.rank)
+            group = fleet.registry.view.groups[fleet.registry.group_of(one.rank)]
             if group.state not in SERVING or group.epoch != one.epoch:
                 self.wrong.append(f"rank {one.rank} is routed and {group.state}")
             if group.version != fleet.registry.view.version:
