@@ -11,15 +11,14 @@ import asyncio
 import errno
 import json
 import logging
-import math
 import re
 import socket
 import struct
-from collections.abc import AsyncIterator
-from contextlib import suppress
+from collections import defaultdict
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Protocol
+from typing import Any
 
 import aiohttp
 from aiohttp import web
@@ -29,81 +28,67 @@ from multidict import CIMultiDict, MultiMapping
 from pydantic_core import from_json
 from yarl import URL
 
+from tasks.rollout.fleet import Fleet
 from tasks.rollout.probing import NoReply
-from tasks.rollout.router import Entrypoint, NoEntrypoint, Router, WaitingLine
+from tasks.rollout.router import Entrypoint, NoEntrypoint, WaitingLine
 
 
 class EntrypointGone(Exception):
     """The entrypoint has left the routing while a request was with it."""
 
 
+@dataclass(slots=True, eq=False)
 class _Flight:
-    """A scope within which a request is with an entrypoint; see `Flights.to`."""
-
-    __slots__ = ("_cancels", "_entrypoint", "_flights", "is_gone", "task")
-
-    def __init__(self, flights: Flights, entrypoint: Entrypoint) -> None:
-        self._flights = flights
-        self._entrypoint = entrypoint
-        self.is_gone = False
-
-    def __enter__(self) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self.task = task
-        # As asyncio.timeout does: a cancel of ours is told from one of somebody else's.
-        self._cancels = task.cancelling()
-        self._flights.add(self._entrypoint, self)
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._flights.remove(self._entrypoint, self)
-        if (
-            self.is_gone
-            and self.task.uncancel() <= self._cancels
-            and kind is asyncio.CancelledError
-        ):
-            raise EntrypointGone(f"rank {self._entrypoint.rank} has left the routing") from error
+    task: asyncio.Task[Any]
+    is_gone: bool = False
 
 
 class Flights:
     """All requests that are with an entrypoint."""
 
     def __init__(self) -> None:
-        self._of: dict[tuple[int, int], dict[_Flight, None]] = {}
+        self._of: defaultdict[tuple[int, int], set[_Flight]] = defaultdict(set)
 
-    def to(self, entrypoint: Entrypoint) -> _Flight:
-        """`with flights.to(entrypoint): ...`; raises EntrypointGone out of it after `abort`."""
-        return _Flight(self, entrypoint)
+    @contextmanager
+    def to(self, entrypoint: Entrypoint) -> Iterator[None]:
+        """A scope within which a request is with an entrypoint.
+
+        Raises: EntrypointGone, out of it after `abort`.
+        """
+        task = asyncio.current_task()
+        assert task is not None
+        # As asyncio.timeout does: a cancel of ours is told from one of somebody else's.
+        cancels = task.cancelling()
+        flight = _Flight(task)
+        self._of[entrypoint.key].add(flight)
+        try:
+            yield
+        except asyncio.CancelledError as error:
+            if flight.is_gone and task.cancelling() <= cancels + 1:
+                raise EntrypointGone(f"rank {entrypoint.rank} has left the routing") from error
+            raise
+        finally:
+            if flight.is_gone:
+                task.uncancel()
+            self._of[entrypoint.key].remove(flight)
+            if not self._of[entrypoint.key]:
+                del self._of[entrypoint.key]
 
     def abort(self, rank: int, epoch: int) -> int:
         """End all that is with this incarnation, at once.
 
         Returns: how many requests that were. One that calls this itself is not among them.
         """
-        aborted = 0
-        for flight in self._of.get((rank, epoch), {}):
-            if not flight.is_gone and flight.task is not asyncio.current_task():
-                flight.is_gone = True
-                flight.task.cancel()
-                aborted += 1
-        return aborted
+        own = asyncio.current_task()
+        flights = self._of.get((rank, epoch), ())
+        ending = [one for one in flights if not one.is_gone and one.task is not own]
+        for flight in ending:
+            flight.is_gone = True
+            flight.task.cancel()
+        return len(ending)
 
     def abort_all(self) -> int:
         return sum(self.abort(*key) for key in tuple(self._of))
-
-    def add(self, entrypoint: Entrypoint, flight: _Flight) -> None:
-        self._of.setdefault(entrypoint.key, {})[flight] = None
-
-    def remove(self, entrypoint: Entrypoint, flight: _Flight) -> None:
-        flights = self._of[entrypoint.key]
-        del flights[flight]
-        if not flights:
-            del self._of[entrypoint.key]
 
 
 #: Concern one connection only. Source: RFC 9110, section 7.6.1, and the older Keep-Alive.
@@ -122,28 +107,10 @@ _HOP_BY_HOP = frozenset(
 )
 #: The client speaks to the gateway, which has already said 100 where that was expected.
 _NOT_FOR_SERVERS = _HOP_BY_HOP | {"host", "expect"}
-_WITHOUT_AUTHORIZATION = _NOT_FOR_SERVERS | {"authorization"}
 #: A session of the body is looked for in bodies up to this size, in bytes: a parse takes time.
 SESSION_BODY_BYTES = 1024 * 1024
 #: Without one of these keys a body is not parsed. `"user"` as a role is no key.
 _SESSION_KEY = re.compile(rb'"(?:session_id|user)"\s*:')
-
-
-def asked(headers: MultiMapping[str], *, with_authorization: bool) -> CIMultiDict[str]:
-    """The headers for the server, of those of a client.
-
-    Args:
-        with_authorization: False where that header holds the gateway's own token.
-    """
-    return _without(headers, _NOT_FOR_SERVERS if with_authorization else _WITHOUT_AUTHORIZATION)
-
-
-def answered(headers: MultiMapping[str], entrypoint: Entrypoint) -> CIMultiDict[str]:
-    """The headers for the client, of those of the server that has answered."""
-    passed = _without(headers, _HOP_BY_HOP)
-    passed["X-Muster-Rank"] = str(entrypoint.rank)
-    passed["X-Muster-Epoch"] = str(entrypoint.epoch)
-    return passed
 
 
 def session_of(headers: MultiMapping[str], body: bytes | None) -> str | None:
@@ -175,70 +142,52 @@ def _without(headers: MultiMapping[str], dropped: frozenset[str]) -> CIMultiDict
     return CIMultiDict(pair for pair in headers.items() if pair[0].lower() not in dropped)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Refusal:
-    """An error answer of the gateway's own."""
+def refusal(
+    status: int,
+    kind: str,
+    message: str,
+    *,
+    is_retryable: bool = False,
+    headers: Mapping[str, str] | None = None,
+) -> web.Response:
+    """An error answer of the gateway's own, in the form of OpenAI's errors, which its clients show.
 
-    status: int
-    #: For programs: `no_active_server`, `draining`, `server_lost`, `bad_request`, ...
-    type: str
-    #: What was found, and what to do.
-    message: str
-    #: The same request may be sent again as it is: nothing of an answer to it was lost.
-    is_retryable: bool = False
-    #: When a client may come again, in seconds; None: not said.
-    retry_after_s: float | None = None
-
-    @property
-    def headers(self) -> dict[str, str]:
-        headers = {"Content-Type": "application/json"}
-        if self.retry_after_s is not None:
-            headers["Retry-After"] = str(math.ceil(self.retry_after_s))
-        if self.status == 401:
-            headers["WWW-Authenticate"] = "Bearer"
-        return headers
-
-    @property
-    def body(self) -> bytes:
-        """JSON in the form of OpenAI's errors, which its clients show."""
-        error = {"type": self.type, "message": self.message, "retryable": self.is_retryable}
-        return json.dumps({"error": error}).encode()
-
-    def as_event(self) -> bytes:
-        """The same within a stream of events whose last event may be incomplete."""
-        return b"\n\nevent: error\ndata: " + self.body + b"\n\n"
+    Args:
+        kind: for programs: `no_active_server`, `draining`, `server_lost`, `bad_request`, ...
+        message: what was found, and what to do.
+        is_retryable: the same request may be sent again as it is: nothing of an answer is lost.
+    """
+    error = {"type": kind, "message": message, "retryable": is_retryable}
+    body = json.dumps({"error": error}).encode()
+    return web.Response(status=status, body=body, headers=headers, content_type="application/json")
 
 
-def nobody(reason: str, *, is_draining: bool) -> Refusal:
+def nobody(reason: str, *, is_draining: bool) -> web.Response:
     """There is no server to send a request to just now."""
     kind = "draining" if is_draining else "no_active_server"
-    return Refusal(status=503, type=kind, message=reason, is_retryable=True, retry_after_s=1)
+    return refusal(503, kind, reason, is_retryable=True, headers=_SOON)
 
 
-def lost(message: str) -> Refusal:
+def lost(message: str) -> web.Response:
     """A server took the request and did not answer it to the end."""
-    return Refusal(status=502, type="server_lost", message=message, is_retryable=True)
+    return refusal(502, "server_lost", message, is_retryable=True)
 
 
-def overloaded(message: str) -> Refusal:
+def overloaded(message: str) -> web.Response:
     """The gateway has no connection left for a request."""
     remedy = "send fewer at once, or raise its limit of open files (ulimit -n)"
-    return Refusal(
-        status=503,
-        type="overloaded",
-        message=f"{message}: {remedy}",
-        is_retryable=True,
-        retry_after_s=1,
-    )
+    return refusal(503, "overloaded", f"{message}: {remedy}", is_retryable=True, headers=_SOON)
 
 
-def bad(message: str) -> Refusal:
+def bad(message: str) -> web.Response:
     """The request itself has to be mended."""
-    return Refusal(status=400, type="bad_request", message=message)
+    return refusal(400, "bad_request", message)
 
 
 _log = logging.getLogger(__name__)
 
+#: When a client may come again, in seconds.
+_SOON = {"Retry-After": "1"}
 #: An answer of at most so many bytes is sent once it is there as a whole.
 _WHOLE_BYTES = 64 * 1024
 #: A server is said to work at most this often, however many pieces it sends.
@@ -247,13 +196,6 @@ _GOOD_NEWS_EACH_S = 1.0
 _SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.EADDRNOTAVAIL})
 #: What a client that is cut off has not read by then is lost.
 _LAST_WORDS_S = 5.0
-
-
-class RequestWitness(Protocol):
-    """Who hears what the answers say about the servers."""
-
-    def note_failure(self, rank: int, epoch: int, why: str) -> None: ...
-    def note_success(self, rank: int, epoch: int) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -297,17 +239,15 @@ class Forwarder:
         is_token_own: Authorization headers hold the gateway's token, so servers don't get them.
     """
 
-    def __init__(
-        self, router: Router, witness: RequestWitness, *, limits: RequestLimits, is_token_own: bool
-    ) -> None:
-        self.router = router
-        self.line = WaitingLine(router)
+    def __init__(self, fleet: Fleet, *, limits: RequestLimits, is_token_own: bool) -> None:
+        self.router = fleet.router
+        self.line = WaitingLine(fleet.router)
         self.flights = Flights()
         self.limits = limits
-        self.is_token_own = is_token_own
+        self.not_passed_on = _NOT_FOR_SERVERS | ({"authorization"} if is_token_own else set())
         #: Why nothing is tried again any more; None: it is.
         self.is_over: str | None = None
-        self._witness = witness
+        self._fleet = fleet
         self._good_at: dict[tuple[int, int], float] = {}
         self._loop = asyncio.get_running_loop()
         self.client = aiohttp.ClientSession(
@@ -321,7 +261,7 @@ class Forwarder:
             max_line_size=65536,
             max_field_size=65536,
         )
-        router.listen(self._entrypoints_gone)
+        fleet.router.listen(self._entrypoints_gone)
 
     async def forward(self, request: web.BaseRequest) -> web.StreamResponse:
         """The answer of a server, or a refusal."""
@@ -335,13 +275,13 @@ class Forwarder:
         now = self._loop.time()
         if now - self._good_at.get(entrypoint.key, -_GOOD_NEWS_EACH_S) >= _GOOD_NEWS_EACH_S:
             self._good_at[entrypoint.key] = now
-            self._witness.note_success(*entrypoint.key)
+            self._fleet.note_success(*entrypoint.key)
 
     def failed(self, entrypoint: Entrypoint, why: str) -> None:
         """A server did not do its part. Not to be called within a flight, which it may end."""
         _log.info("rank %d, epoch %d: %s", *entrypoint.key, why)
         self._good_at.pop(entrypoint.key, None)
-        self._witness.note_failure(*entrypoint.key, why)
+        self._fleet.note_failure(*entrypoint.key, why)
 
     def _entrypoints_gone(self, gone: tuple[Entrypoint, ...]) -> None:
         for entrypoint in gone:
@@ -356,7 +296,7 @@ class _Passage:
         self._shared = shared
         self._request = request
         self._target = request.raw_path
-        self._headers = asked(request.headers, with_authorization=not shared.is_token_own)
+        self._headers = _without(request.headers, shared.not_passed_on)
         #: None: it is passed on while it arrives, from `_stream`.
         self._body: bytes | None = b""
         self._stream: AsyncIterator[bytes] | None = None
@@ -370,11 +310,11 @@ class _Passage:
 
     async def run(self) -> web.StreamResponse:
         if not self._target.startswith("/"):
-            return refused(bad(f"the target {self._target!r} is no path"))
+            return bad(f"the target {self._target!r} is no path")
         try:
             await self._receive()
         except (RequestPayloadError, aiohttp.ClientError) as error:
-            return refused(bad(f"the body can't be read: {error}"))
+            return bad(f"the body can't be read: {error}")
         session = session_of(self._request.headers, self._body)
         limits, loop = self._shared.limits, asyncio.get_running_loop()
         give_up_at, why = None, ""
@@ -385,7 +325,7 @@ class _Passage:
                 entrypoint = await self._take(session)
             except NoEntrypoint as error:
                 reason = f"{error.reason}; before: {why}" if why else error.reason
-                return refused(nobody(reason, is_draining=error.is_draining))
+                return nobody(reason, is_draining=error.is_draining)
             try:
                 answer, why, may_go_on = await self._try(entrypoint)
             finally:
@@ -394,11 +334,11 @@ class _Passage:
                 return answer
             give_up_at = give_up_at or loop.time() + limits.retry_for_s
             if self._shared.is_over is not None:
-                return refused(nobody(self._shared.is_over, is_draining=True))
+                return nobody(self._shared.is_over, is_draining=True)
             if not may_go_on or loop.time() > give_up_at:
                 break
             self._tried.add(entrypoint.rank)
-        return refused(lost(f"no answer, tries: {tries} of {limits.tries}, the last one: {why}"))
+        return lost(f"no answer, tries: {tries} of {limits.tries}, the last one: {why}")
 
     async def _take(self, session: str | None) -> Entrypoint:
         try:
@@ -427,7 +367,7 @@ class _Passage:
             self._shared.failed(entrypoint, error.args[0])
             return None, error.args[0], self._body is not None or error.is_unsent
         except _OutOfSockets as error:
-            return refused(overloaded(str(error))), "", False
+            return overloaded(str(error)), "", False
         except _Broken as error:
             self._shared.failed(entrypoint, error.args[0])
             return await self._end(error.args[0]), "", False
@@ -471,7 +411,9 @@ class _Passage:
     async def _answer(
         self, server: aiohttp.ClientResponse, entrypoint: Entrypoint
     ) -> web.StreamResponse:
-        headers = answered(server.headers, entrypoint)
+        headers = _without(server.headers, _HOP_BY_HOP)
+        headers["X-Muster-Rank"] = str(entrypoint.rank)
+        headers["X-Muster-Epoch"] = str(entrypoint.epoch)
         if (length := server.content_length) is not None and length <= _WHOLE_BYTES:
             body = b""
             while piece := await self._piece(server):
@@ -534,31 +476,25 @@ class _Passage:
 
         A client sees an answer that is not complete, and a stream's last event says why.
         """
-        refusal, answer, transport = lost(why), self._begun, self._request.transport
+        answer, transport = self._begun, self._request.transport
         if answer is None:
-            return refused(refusal)
+            return lost(why)
         if transport is None or transport.is_closing():
             return answer
         with suppress(ConnectionError, TimeoutError, RuntimeError):
             if answer.content_type == "text/event-stream" and answer.prepared:
                 async with asyncio.timeout(_LAST_WORDS_S):
-                    await answer.write(refusal.as_event())
+                    # The last event of the stream may be incomplete.
+                    await answer.write(f"\n\nevent: error\ndata: {lost(why).text}\n\n".encode())
         if answer.content_length is None and self._request.version < HttpVersion11:
             # Its end is the connection's: only a reset tells that this is not all.
-            linger = struct.pack("ii", 1, 0)
-            transport.get_extra_info("socket").setsockopt(
-                socket.SOL_SOCKET, socket.SO_LINGER, linger
-            )
+            connection: socket.socket = transport.get_extra_info("socket")
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             transport.abort()
         else:
             transport.close()
             asyncio.get_running_loop().call_later(_LAST_WORDS_S, transport.abort)
         return answer
-
-
-def refused(refusal: Refusal) -> web.Response:
-    """The answer that says so."""
-    return web.Response(status=refusal.status, headers=refusal.headers, body=refusal.body)
 
 
 def _said(error: BaseException) -> str:

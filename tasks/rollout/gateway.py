@@ -12,29 +12,18 @@ import hmac
 import json
 import logging
 import resource
-import socket
 from collections.abc import Coroutine, Mapping
 from ipaddress import ip_address
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from tasks.rollout.forwarding import (
-    Forwarder,
-    Refusal,
-    RequestLimits,
-    RequestWitness,
-    bad,
-    nobody,
-    refused,
-)
-from tasks.rollout.router import Router
+from tasks.rollout.fleet import Fleet
+from tasks.rollout.forwarding import Forwarder, RequestLimits, bad, nobody, refusal
 from tasks.rollout.topology import Ask
 from tasks.spec.errors import MusterError
-
-_SCHEME = "bearer "
 
 
 def is_loopback(host: str) -> bool:
@@ -69,11 +58,7 @@ class Access:
             raise ValueError("the gateway's token must be printable ASCII and not empty")
         self._token = None if token is None else token.encode()
 
-    @property
-    def needs_token(self) -> bool:
-        return self._token is not None
-
-    def refusal(self, headers: Mapping[str, str], *, is_order: bool = False) -> Refusal | None:
+    def refusal(self, headers: Mapping[str, str], *, is_order: bool = False) -> web.Response | None:
         """Why a request with these headers is refused; None: it is not.
 
         Args:
@@ -82,31 +67,28 @@ class Access:
                 foreign name that resolves to this machine.
         """
         if self._token is not None:
-            return None if self._has_token(headers) else _UNAUTHORIZED
+            scheme, _, given = headers.get("Authorization", "").partition(" ")
+            found = given.strip().encode(errors="surrogateescape")
+            if scheme.lower() == "bearer" and hmac.compare_digest(found, self._token):
+                return None
+            message = (
+                "this gateway needs its token: send the header `Authorization: Bearer TOKEN`, "
+                "with an OpenAI client as its api_key"
+            )
+            return refusal(401, "unauthorized", message, headers={"WWW-Authenticate": "Bearer"})
         if is_order:
-            for name, found in (
-                ("Origin", _host_of(headers.get("Origin", "http://localhost"))),
-                ("Host", _host_of("//" + headers.get("Host", "localhost"))),
+            for name, url in (
+                ("Origin", headers.get("Origin", "http://localhost")),
+                ("Host", "//" + headers.get("Host", "localhost")),
             ):
-                if not is_loopback(found):
-                    return _foreign(name, found)
+                if not is_loopback(host := _host_of(url)):
+                    message = (
+                        f"the header {name} names {host or 'nobody'}: without a token, orders are "
+                        "taken from this machine only; use the gateway's URL with 127.0.0.1, or "
+                        "give it a token"
+                    )
+                    return refusal(403, "forbidden", message)
         return None
-
-    def _has_token(self, headers: Mapping[str, str]) -> bool:
-        assert self._token is not None
-        found = headers.get("Authorization", "")
-        if found[: len(_SCHEME)].lower() != _SCHEME:
-            return False
-        given = found[len(_SCHEME) :].strip().encode(errors="surrogateescape")
-        return hmac.compare_digest(given, self._token)
-
-
-_UNAUTHORIZED = Refusal(
-    status=401,
-    type="unauthorized",
-    message="this gateway needs its token: send the header `Authorization: Bearer TOKEN`, "
-    "with an OpenAI client as its api_key",
-)
 
 
 def _host_of(url: str) -> str:
@@ -116,37 +98,9 @@ def _host_of(url: str) -> str:
         return ""
 
 
-def _foreign(name: str, found: str) -> Refusal:
-    return Refusal(
-        status=403,
-        type="forbidden",
-        message=f"the header {name} names {found or 'nobody'}: without a token, orders are taken "
-        "from this machine only; use the gateway's URL with 127.0.0.1, or give it a token",
-    )
-
-
 _log = logging.getLogger(__name__)
 
 PREFIX = "/muster"
-_BODY_BYTES = 1024 * 1024
-
-
-class FleetFacade(RequestWitness, Protocol):
-    """What the gateway needs of the fleet. Each answer is JSON."""
-
-    @property
-    def router(self) -> Router: ...
-    def snapshot(self) -> dict[str, Any]: ...
-    async def barrier(self) -> dict[str, Any]: ...
-    async def restore(self) -> dict[str, Any]: ...
-    def weights(
-        self,
-        version: int,
-        ranks: tuple[int, ...] | None = None,
-        epochs: Mapping[int, int] | None = None,
-    ) -> dict[str, Any]: ...
-    async def drain(self, timeout_s: float) -> dict[str, Any]: ...
-    async def broadcast(self, ask: Ask, timeout_s: float) -> dict[Any, Any]: ...
 
 
 class _Order(BaseModel):
@@ -154,17 +108,17 @@ class _Order(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
-    async def obey(self, fleet: FleetFacade) -> Mapping[Any, Any]:
+    async def obey(self, fleet: Fleet) -> Mapping[Any, Any]:
         raise NotImplementedError
 
 
 class _Barrier(_Order):
-    async def obey(self, fleet: FleetFacade) -> Mapping[Any, Any]:
+    async def obey(self, fleet: Fleet) -> Mapping[Any, Any]:
         return await fleet.barrier()
 
 
 class _Restore(_Order):
-    async def obey(self, fleet: FleetFacade) -> Mapping[Any, Any]:
+    async def obey(self, fleet: Fleet) -> Mapping[Any, Any]:
         return await fleet.restore()
 
 
@@ -173,14 +127,14 @@ class _Weights(_Order):
     ranks: tuple[int, ...] | None = None
     epochs: dict[int, int] | None = None
 
-    async def obey(self, fleet: FleetFacade) -> Mapping[Any, Any]:
+    async def obey(self, fleet: Fleet) -> Mapping[Any, Any]:
         return fleet.weights(self.version, self.ranks, self.epochs)
 
 
 class _Drain(_Order):
     timeout_s: float = Field(default=60.0, ge=0, allow_inf_nan=False)
 
-    async def obey(self, fleet: FleetFacade) -> Mapping[Any, Any]:
+    async def obey(self, fleet: Fleet) -> Mapping[Any, Any]:
         return await fleet.drain(self.timeout_s)
 
 
@@ -190,7 +144,7 @@ class _Broadcast(_Order):
     body: dict[str, Any] | None = None
     timeout_s: float = Field(default=60.0, gt=0, allow_inf_nan=False)
 
-    async def obey(self, fleet: FleetFacade) -> Mapping[Any, Any]:
+    async def obey(self, fleet: Fleet) -> Mapping[Any, Any]:
         ask = Ask(method=self.method, path=self.path, body=self.body)
         return await fleet.broadcast(ask, self.timeout_s)
 
@@ -204,16 +158,10 @@ _ORDERS: Mapping[str, type[_Order]] = {
 }
 
 
-class _Refused(Exception):
-    def __init__(self, refusal: Refusal) -> None:
-        super().__init__(refusal.message)
-        self.refusal = refusal
-
-
 class Orders:
     """Answers the requests below `/muster`."""
 
-    def __init__(self, fleet: FleetFacade, access: Access) -> None:
+    def __init__(self, fleet: Fleet, access: Access) -> None:
         self._fleet = fleet
         self._access = access
         #: Orders that are being carried out, kept from the garbage collector.
@@ -227,8 +175,10 @@ class Orders:
             # and this tells nothing else.
             return _json({"ok": True, "ready": self._fleet.snapshot().get("ready", False)})
         order = _ORDERS.get(path)
-        if refusal := self._access.refusal(request.headers, is_order=order is not None):
-            return refused(refusal)
+        if (
+            refused := self._access.refusal(request.headers, is_order=order is not None)
+        ) is not None:
+            return refused
         if order is not None:
             if request.method != "POST":
                 return _wrong_method(path, "POST")
@@ -236,7 +186,7 @@ class Orders:
         if path not in (f"{PREFIX}/health", f"{PREFIX}/rollout"):
             known = ", ".join([f"{PREFIX}/health", f"{PREFIX}/rollout", *_ORDERS])
             message = f"there is no {path}; there are {known}"
-            return refused(Refusal(status=404, type="not_found", message=message))
+            return refusal(404, "not_found", message)
         if request.method not in ("GET", "HEAD"):
             return _wrong_method(path, "GET")
         return _json(self._fleet.snapshot())
@@ -248,17 +198,12 @@ class Orders:
         await asyncio.gather(*self._under_way, return_exceptions=True)
 
     async def _obey(self, model: type[_Order], request: web.BaseRequest) -> web.Response:
-        if (request.content_length or 0) > _BODY_BYTES:
-            return refused(bad(f"an order has at most {_BODY_BYTES} bytes"))
-        body = b""
-        while piece := await request.content.readany():
-            body += piece
-            if len(body) > _BODY_BYTES:
-                return refused(bad(f"an order has at most {_BODY_BYTES} bytes"))
         try:
-            order = _read(model, body)
-        except _Refused as error:
-            return refused(error.refusal)
+            order = model.model_validate_json((await request.read()).strip() or b"{}")
+        except web.HTTPRequestEntityTooLarge:
+            return bad(f"an order has at most {request.client_max_size} bytes")
+        except ValidationError as error:
+            return bad(_faults(model, error))
         carried_out: Coroutine[Any, Any, Mapping[Any, Any]] = order.obey(self._fleet)
         task = asyncio.create_task(carried_out, name=request.raw_path)
         self._under_way.add(task)
@@ -266,38 +211,34 @@ class Orders:
         try:
             return _json(await asyncio.shield(task))
         except KeyError as error:
-            return refused(bad(str(error.args[0]) if error.args else "unknown key"))
+            return bad(str(error.args[0]) if error.args else "unknown key")
         except ValueError as error:
-            return refused(bad(str(error)))
+            return bad(str(error))
         except MusterError as error:
-            return refused(Refusal(status=409, type="refused", message=str(error)))
+            return refusal(409, "refused", str(error))
         except asyncio.CancelledError:
             if not task.done():
                 _log.warning("the client of %s has left; the order goes on", request.raw_path)
                 task.add_done_callback(_log_end)
             elif task.cancelled():
-                message = "the fleet is being stopped"
-                return refused(Refusal(status=503, type="stopping", message=message))
+                return refusal(503, "stopping", "the fleet is being stopped")
             raise
         except Exception as error:
             _log.exception("the order %s failed", request.raw_path)
             message = f"{type(error).__name__}: {error}; the fleet's log has the details"
-            return refused(Refusal(status=500, type="failed", message=message))
+            return refusal(500, "failed", message)
 
 
-def _read(model: type[_Order], body: bytes) -> _Order:
-    try:
-        return model.model_validate_json(body.strip() or b"{}")
-    except ValidationError as error:
-        faults = "; ".join(
-            f"{'.'.join(map(str, fault['loc'])) or 'the body'}: {fault['msg']}"
-            for fault in error.errors(include_url=False)
-        )
-        takes = ", ".join(
-            f"{name} (needed)" if field.is_required() else name
-            for name, field in model.model_fields.items()
-        )
-        raise _Refused(bad(f"{faults}. It takes a JSON object: {takes or 'empty'}")) from error
+def _faults(model: type[_Order], error: ValidationError) -> str:
+    faults = "; ".join(
+        f"{'.'.join(map(str, fault['loc'])) or 'the body'}: {fault['msg']}"
+        for fault in error.errors(include_url=False)
+    )
+    takes = ", ".join(
+        f"{name} (needed)" if field.is_required() else name
+        for name, field in model.model_fields.items()
+    )
+    return f"{faults}. It takes a JSON object: {takes or 'empty'}"
 
 
 def _log_end(task: asyncio.Task[Mapping[Any, Any]]) -> None:
@@ -307,13 +248,11 @@ def _log_end(task: asyncio.Task[Mapping[Any, Any]]) -> None:
 
 
 def _wrong_method(path: str, right: str) -> web.Response:
-    return refused(Refusal(status=405, type="bad_request", message=f"{path} takes {right} only"))
+    return refusal(405, "bad_request", f"{path} takes {right} only")
 
 
 def _json(content: Mapping[Any, Any]) -> web.Response:
-    return web.Response(
-        body=json.dumps(content).encode(), headers={"Content-Type": "application/json"}
-    )
+    return web.Response(body=json.dumps(content).encode(), content_type="application/json")
 
 
 _STOPPING = "the rollout fleet is being stopped"
@@ -331,7 +270,6 @@ class Gateway:
     Args:
         host: other than loopback only with a token.
         port: 0: any free one.
-        sock: bound by the caller, instead of host and port; closed by `stop`.
         token: what each request has to bring as `Authorization: Bearer TOKEN`.
 
     Raises: ValueError, for a host that others reach without a token.
@@ -339,20 +277,18 @@ class Gateway:
 
     def __init__(
         self,
-        fleet: FleetFacade,
+        fleet: Fleet,
         *,
         host: str = "127.0.0.1",
         port: int = 0,
-        sock: socket.socket | None = None,
         token: str | None = None,
         limits: RequestLimits | None = None,
     ) -> None:
-        if sock is not None:
-            host, port = sock.getsockname()[:2]
         self._access = Access(host, token)
         self._orders = Orders(fleet, self._access)
         self._fleet = fleet
-        self._host, self._port, self._sock = host, port, sock
+        self._is_token_own = token is not None
+        self._host, self._port = host, port
         self._limits = limits or RequestLimits()
         self._listener: asyncio.Server | None = None
         self._connections: web.Server | None = None
@@ -381,10 +317,7 @@ class Gateway:
             raise RuntimeError("the gateway was started before")
         _allow_connections()
         self._forwarder = Forwarder(
-            self._fleet.router,
-            self._fleet,
-            limits=self._limits,
-            is_token_own=self._access.needs_token,
+            self._fleet, limits=self._limits, is_token_own=self._is_token_own
         )
         self._connections = web.Server(
             self._handle,
@@ -394,16 +327,10 @@ class Gateway:
             max_line_size=65536,
             max_field_size=65536,
         )
-        loop = asyncio.get_running_loop()
         try:
-            if self._sock is not None:
-                self._listener = await loop.create_server(
-                    self._connections, sock=self._sock, backlog=_BACKLOG
-                )
-            else:
-                self._listener = await loop.create_server(
-                    self._connections, self._host, self._port, backlog=_BACKLOG
-                )
+            self._listener = await asyncio.get_running_loop().create_server(
+                self._connections, self._host, self._port, backlog=_BACKLOG
+            )
         except BaseException:
             await self._forwarder.close()
             raise
@@ -437,10 +364,10 @@ class Gateway:
         path = request.raw_path
         if path.startswith(PREFIX) and path[len(PREFIX) : len(PREFIX) + 1] in ("", "/", "?"):
             return await self._orders.answer(request)
-        if (refusal := self._access.refusal(request.headers)) is not None:
-            return refused(refusal)
+        if (refused := self._access.refusal(request.headers)) is not None:
+            return refused
         if self._forwarder.is_over is not None:
-            answer = refused(nobody(self._forwarder.is_over, is_draining=True))
+            answer = nobody(self._forwarder.is_over, is_draining=True)
             answer.force_close()
             return answer
         self._under_way += 1

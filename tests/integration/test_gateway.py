@@ -707,14 +707,6 @@ async def test_an_address_that_is_taken_is_an_error_and_leaves_nothing() -> None
             await gateway.start()
 
 
-async def test_a_socket_of_the_callers_is_listened_on() -> None:
-    sock = socket.create_server(("127.0.0.1", 0))
-    port = sock.getsockname()[1]
-    async with scene(1, sock=sock) as at:
-        assert at.gateway.url == f"http://127.0.0.1:{port}"
-        assert await at.rank_of() == 0
-
-
 # Orders
 
 
