@@ -5,8 +5,8 @@ engine generate? A server whose answers prove nothing but its process is judged 
 its engine answers through the entrypoints of its group. What dies is told by the host at once;
 this here finds what lives and does not work.
 
-What follows from answers and silences is pure: `Evidence` of one server, `Outliers` among those
-that fail requests, and `NetworkCut` of those that work and cannot be reached.
+What follows from answers and silences is pure: `Evidence` of one server, and `NetworkCut` of those
+that work and cannot be reached.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ _URGENT_EVERY_S = 1.0
 _CUT_EVERY_S = 5.0
 #: What a host needs beside the server's own time, at most, to reach the server's machine.
 _HOST_EXTRA_S = 15.0
+#: Fewer failed requests in a row say nothing.
+_REQUESTS_AT_LEAST = 5
 _NO_TOKEN = (
     "this backend has no question that generates a token: an engine that is dead behind a live "
     "HTTP server is not seen"
@@ -107,70 +109,6 @@ class Evidence:
         return HealthVerdict.SILENT if isinstance(self.reason, NoReply) else HealthVerdict.SICK
 
 
-#: Fewer failed requests in a row say nothing.
-REQUESTS_AT_LEAST = 5
-
-
-@dataclass(slots=True)
-class _Requests:
-    """What became of the requests to one incarnation of a server."""
-
-    #: In a row, to the last one that ended.
-    failed: int = 0
-    #: When the first of those did, in monotonic seconds.
-    since_s: float = 0.0
-    #: When a request was last answered there.
-    answered_s: float = float("-inf")
-
-
-class Outliers:
-    """Counts the requests of the servers that are watched."""
-
-    def __init__(self, *, for_s: float) -> None:
-        """
-        Args:
-            for_s: how long the requests to a server must have failed.
-        """
-        self._for_s = for_s
-        self._of: dict[int, _Requests] = {}
-
-    def begin(self, rank: int) -> None:
-        """A new incarnation of it serves, of which nothing is known."""
-        self._of[rank] = _Requests()
-
-    def forget(self, rank: int) -> None:
-        """It serves no more."""
-        self._of.pop(rank, None)
-
-    def answered(self, rank: int, now_s: float) -> None:
-        if (requests := self._of.get(rank)) is not None:
-            requests.failed = 0
-            requests.answered_s = now_s
-
-    def failed(self, rank: int, now_s: float) -> str:
-        """One more request failed there.
-
-        Returns: why the server is sick; empty: it is not known to be.
-        """
-        requests = self._of.get(rank)
-        if requests is None:
-            return ""
-        if not requests.failed:
-            requests.since_s = now_s
-        requests.failed += 1
-        lasts_s = now_s - requests.since_s
-        if requests.failed < REQUESTS_AT_LEAST or lasts_s < self._for_s:
-            return ""
-        others = [other for at, other in self._of.items() if at != rank]
-        well = [one for one in others if not one.failed and one.answered_s >= requests.since_s]
-        if not others or 2 * len(well) <= len(others):
-            return ""
-        return (
-            f"its last {requests.failed} requests failed, for {lasts_s:.0f} s, "
-            f"while {len(well)} of {len(others)} others answer theirs"
-        )
-
-
 class NetworkCut:
     """Servers that work and cannot be reached: one incident, from the first to the last of them."""
 
@@ -202,16 +140,6 @@ class NetworkCut:
             self._emit("rollout.incident.ended", ranks=sorted(self._ranks), why=self._why)
 
 
-class _AtHome(Enum):
-    """What a silent server says to its own machine."""
-
-    YES = "yes"
-    #: It does not answer there either.
-    NO = "no"
-    #: Its machine cannot be asked.
-    UNKNOWN = "unknown"
-
-
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Watch:
     """One incarnation of a server that is watched."""
@@ -221,6 +149,10 @@ class _Watch:
     #: None where only its process is looked at.
     question: Ask | None
     evidence: Evidence = field(default_factory=Evidence)
+    #: Requests that failed in a row, to the last one that ended.
+    failed: int = 0
+    #: When the first of those did, in monotonic seconds as all of these.
+    failing_since_s: float = 0.0
     #: A request has failed there, last.
     failed_s: float = float("-inf")
     #: A request was answered there, last.
@@ -246,7 +178,6 @@ class Health:
         self._is_resting = False
         self._has_warned = False
         self._cut = NetworkCut(emit=fleet.emit)
-        self._outliers = Outliers(for_s=fleet.settings.misses * fleet.settings.interval_s)
         #: Incarnations of groups that failed by what is judged here, not by a death.
         self._judged: set[tuple[int, int]] = set()
 
@@ -273,8 +204,6 @@ class Health:
             watch = _Watch(slot=slot, epoch=epoch, question=self.question_of(slot))
             self._forget(rank)
             self._watches[rank] = watch
-            if slot.is_entrypoint:
-                self._outliers.begin(rank)
             if not self._is_resting:
                 self._begin(watch, self._fleet.settings.first_s)
 
@@ -312,7 +241,10 @@ class Health:
         before = watch.evidence
         watch.evidence = before.after_request(why, threshold=threshold)
         watch.failed_s = now_s()
-        if sick := self._outliers.failed(rank, watch.failed_s):
+        if not watch.failed:
+            watch.failing_since_s = watch.failed_s
+        watch.failed += 1
+        if sick := self._why_sick(watch):
             self._fail(watch, f"rank {rank}: {sick}; the last one: {why}")
             return
         if watch.evidence is not before:
@@ -326,7 +258,7 @@ class Health:
         if watch is None:
             return
         watch.answered_s = now_s()
-        self._outliers.answered(rank, watch.answered_s)
+        watch.failed = 0
         if watch.answered_s - watch.failed_s < self._urgent_every_s:
             # Of many requests at once some fail and some do not: it stays under suspicion a while.
             return
@@ -334,6 +266,22 @@ class Health:
             watch.evidence = watch.evidence.after_answer()
             if not watch.evidence.misses:
                 self._fleet.states.clear(rank, epoch)
+
+    def _why_sick(self, watch: _Watch) -> str:
+        """Of a server whose requests all fail while most others answer theirs; empty: it is not."""
+        lasts_s, settings = watch.failed_s - watch.failing_since_s, self._fleet.settings
+        if watch.failed < _REQUESTS_AT_LEAST or lasts_s < settings.misses * settings.interval_s:
+            return ""
+        others = [
+            one for one in self._watches.values() if one.slot.is_entrypoint and one is not watch
+        ]
+        well = [one for one in others if not one.failed and one.answered_s >= watch.failing_since_s]
+        if 2 * len(well) <= len(others):
+            return ""
+        return (
+            f"its last {watch.failed} requests failed, for {lasts_s:.0f} s, "
+            f"while {len(well)} of {len(others)} others answer theirs"
+        )
 
     def misses_of(self, rank: int) -> int:
         """In a row, just now."""
@@ -366,7 +314,6 @@ class Health:
 
     def _forget(self, rank: int) -> None:
         watch = self._watches.pop(rank, None)
-        self._outliers.forget(rank)
         if watch is not None:
             self._end(watch)
             self._cut.over(rank)
@@ -436,7 +383,7 @@ class Health:
         probe = asyncio.ensure_future(
             self._fleet.prober.ask(watch.slot.url, watch.question, timeout_s)
         )
-        home: asyncio.Task[_AtHome] | None = None
+        home: asyncio.Task[bool | None] | None = None
         try:
             if is_last_word or watch.evidence.misses + 1 >= self._fleet.settings.misses:
                 # Late enough to be rare, soon enough that both answers are there in one timeout.
@@ -480,8 +427,9 @@ class Health:
             self._fail(watch, f"rank {rank} does not work: {reason}")
         return verdict
 
-    async def _ask_at_home(self, watch: _Watch, timeout_s: float) -> _AtHome:
-        """The same question to a server that is silent, from its own machine."""
+    async def _ask_at_home(self, watch: _Watch, timeout_s: float) -> bool | None:
+        """Whether a server that is silent says yes to the same question of its own machine; None:
+        that cannot be asked."""
         assert watch.question is not None
         try:
             answer = await within(
@@ -489,20 +437,20 @@ class Health:
                 self._fleet.host.ask(watch.slot.rank, watch.question, timeout_s),
             )
         except (LostContact, TimeoutError):
-            return _AtHome.UNKNOWN
+            return None
         except Exception:
             _log.exception("rank %d: not asked from its own machine", watch.slot.rank)
-            return _AtHome.UNKNOWN
-        return _AtHome.YES if answer is None else _AtHome.NO
+            return None
+        return answer is None
 
-    def _judge_silence(self, watch: _Watch, reason: str, at_home: _AtHome) -> None:
+    def _judge_silence(self, watch: _Watch, reason: str, is_yes_at_home: bool | None) -> None:
         """A server that is silent has failed, unless it works and the network is to blame."""
         rank = watch.slot.rank
         if not self._is_watched(watch):
             return
-        if at_home is _AtHome.YES:
+        if is_yes_at_home:
             self._cut.begun(rank, f"rank {rank} works and cannot be reached: {reason}")
-        elif at_home is _AtHome.UNKNOWN and self._are_most_silent():
+        elif is_yes_at_home is None and self._are_most_silent():
             why = f"rank {rank} and most others cannot be reached, nor their machines: {reason}"
             self._cut.begun(rank, why)
         else:
@@ -524,7 +472,7 @@ class Health:
 
     def _fail(self, watch: _Watch, cause: str) -> None:
         rank, epoch = watch.slot.rank, watch.epoch
-        self._judged.add((self._fleet.states.group_of(rank), epoch))
+        self._judged.add((watch.slot.engine, epoch))
         self._fleet.states.fail(rank, epoch, cause)
 
     def _tell_miss(self, watch: _Watch) -> None:

@@ -25,13 +25,13 @@ from tasks.processes.identity import ProcessId
 from tasks.processes.ports import PortsReserved
 from tasks.processes.registry import PartsRegister, RegisterEntry
 from tasks.record.events import Event, EventLog
-from tasks.rollout.building import LOOPBACK, Addresses, build, nodes_needed, ports_needed
+from tasks.rollout.building import LOOPBACK, nodes_needed
 from tasks.rollout.fleet import Fleet, FleetFailed
 from tasks.rollout.gateway import Gateway
 from tasks.rollout.local_host import LocalHost
 from tasks.rollout.plan import SERVERS_ENV, BadPlan, FleetPlan
-from tasks.rollout.probing import HttpProber, NoHost, OpenedHost
-from tasks.rollout.topology import ServerSlot, TopologyPlan, settings_of
+from tasks.rollout.probing import HttpProber, NoHost, OpenedHost, Places
+from tasks.rollout.topology import settings_of
 from tasks.spec.rollout import Rollout
 from tasks.spec.run import FLEET
 
@@ -47,7 +47,7 @@ async def opened_host(plan: FleetPlan) -> OpenedHost:
             from tasks.rollout.ray_host import opened_on_ray
 
             return await opened_on_ray(plan, servers_env())
-        return _on_this_machine(plan)
+        return await _on_this_machine(plan)
     except (KeyError, ValueError) as error:
         raise NoHost(f"the fleet has no place: {error}") from error
 
@@ -57,18 +57,27 @@ def servers_env() -> dict[str, str]:
     return {key: value for key, value in os.environ.items() if key not in _OWN_ENV}
 
 
-def _on_this_machine(plan: FleetPlan) -> OpenedHost:
+async def _on_this_machine(plan: FleetPlan) -> OpenedHost:
     stop = plan.fleet.stop
-    ports = _LocalPorts(plan)
     parts = PartsRegister(plan.register_at, FLEET) if plan.register_at else None
 
     def register(rank: int, forked: Forked) -> None:
         if parts is not None:
-            parts.enter(_part(rank), _entry(plan, forked))
+            entry = RegisterEntry(
+                run_id=plan.run_id,
+                attempt=plan.attempt,
+                component=FLEET,
+                level=plan.level,
+                mark=forked.mark,
+                guardian=ProcessId.of(forked.guardian_pid),
+                process=ProcessId.of(forked.pid),
+                grace_s=stop.grace_s,
+            )
+            parts.enter(f"r{rank}", entry)
 
     def unregister(rank: int) -> None:
         if parts is not None:
-            parts.leave(_part(rank))
+            parts.leave(f"r{rank}")
 
     host = LocalHost(
         cwd=plan.cwd,
@@ -84,34 +93,29 @@ def _on_this_machine(plan: FleetPlan) -> OpenedHost:
         register=register,
         unregister=unregister,
     )
-    return OpenedHost(host=host, topology=ports.topology(), rebind=ports.rebound, close=host.close)
+    nodes = _ThisMachine(nodes_needed(plan.fleet, plan.node_gpus))
+    places = Places(plan, nodes, devices=devices_of(plan.fleet, os.environ))
+    topology = await places.found()
+    return OpenedHost(host=host, topology=topology, rebind=places.rebound, close=host.close)
 
 
-class _LocalPorts:
-    """The ports of a fleet on this machine: at first those that the run held for it."""
+class _ThisMachine:
+    """It stands for each node of a fleet that is on this machine alone."""
 
-    def __init__(self, plan: FleetPlan) -> None:
-        self._fleet = plan.fleet
-        self._node_gpus = plan.node_gpus
-        self._ports: dict[str, int] = dict(plan.ports)
-        self._hosts = (LOOPBACK,) * nodes_needed(plan.fleet, plan.node_gpus)
-        self._devices = devices_of(plan.fleet, os.environ)
+    def __init__(self, nodes: int) -> None:
+        self._hosts = (LOOPBACK,) * nodes
         #: Kept from other runs as long as this process lives.
         self._reserved: list[PortsReserved] = []
 
-    def topology(self) -> TopologyPlan:
-        """Raises: ValueError, KeyError."""
-        addresses = Addresses(hosts=self._hosts, ports=self._ports, devices=self._devices)
-        return build(self._fleet, addresses, self._node_gpus)
+    async def hosts(self) -> tuple[str, ...]:
+        return self._hosts
 
-    def rebound(self, group: int) -> Sequence[ServerSlot]:
-        """The servers of a group, each at a port that is free now. Raises: OSError."""
-        wanted = [need.name for need in ports_needed(self._fleet, self._node_gpus, [group])]
-        reserved = PortsReserved(f"{FLEET}.{name}" for name in wanted)
+    async def free_ports(self, node: int, count: int) -> list[int]:
+        """Raises: OSError."""
+        reserved = PortsReserved(f"{FLEET}.{number}" for number in range(count))
         reserved.release(FLEET)
         self._reserved.append(reserved)
-        self._ports |= {name: reserved.numbers[f"{FLEET}.{name}"] for name in wanted}
-        return self.topology().engines[group].servers
+        return list(reserved.numbers.values())
 
 
 def devices_of(fleet: Rollout, env: Mapping[str, str]) -> tuple[str, ...]:
@@ -122,23 +126,6 @@ def devices_of(fleet: Rollout, env: Mapping[str, str]) -> tuple[str, ...]:
     """
     written = "" if _DEVICES in fleet.env else env.get(_DEVICES, "")
     return tuple(device.strip() for device in written.split(",") if device.strip())
-
-
-def _entry(plan: FleetPlan, forked: Forked) -> RegisterEntry:
-    return RegisterEntry(
-        run_id=plan.run_id,
-        attempt=plan.attempt,
-        component=FLEET,
-        level=plan.level,
-        mark=forked.mark,
-        guardian=ProcessId.of(forked.guardian_pid),
-        process=ProcessId.of(forked.pid),
-        grace_s=plan.fleet.stop.grace_s,
-    )
-
-
-def _part(rank: int) -> str:
-    return f"r{rank}"
 
 
 _log = logging.getLogger("fleet")

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import ray
 from ray import cloudpickle
@@ -37,9 +37,9 @@ from tasks.ray.submit import wrapper_sources
 from tasks.record.outcome import signal_name
 from tasks.rollout import actor as actor_module
 from tasks.rollout.actor import ServerActor
-from tasks.rollout.building import Addresses, build, nodes_needed, planned, ports_needed
+from tasks.rollout.building import nodes_needed, planned
 from tasks.rollout.plan import FleetPlan
-from tasks.rollout.probing import Death, NoHost, OpenedHost, StartFailed
+from tasks.rollout.probing import Death, NoHost, OpenedHost, Places, StartFailed
 from tasks.rollout.topology import Ask, ServerSlot, TopologyPlan
 from tasks.spec.errors import LostContact
 from tasks.spec.run import FLEET
@@ -364,7 +364,7 @@ async def opened_on_ray(plan: FleetPlan, env: Mapping[str, str]) -> OpenedHost:
         )
     except (NoPlace, NoAnswer, Denied, ConnectionError) as error:
         raise NoHost(str(error)) from error
-    places = RayPlaces(plan, host)
+    places = Places(plan, host)
     try:
         topology = await places.found()
     except BaseException:
@@ -382,47 +382,6 @@ def moved(slots: Collection[ServerSlot], hosts: Sequence[str]) -> frozenset[int]
     return frozenset(
         slot.rank for slot in slots if slot.port is not None and slot.host != hosts[slot.node]
     )
-
-
-class Nodes(Protocol):
-    """The part of `RayHost` that knows the nodes."""
-
-    async def hosts(self) -> tuple[str, ...]: ...
-    async def free_ports(self, node: int, count: int) -> list[int]: ...
-
-
-class RayPlaces:
-    """Where the servers of a fleet are on the cluster, which moves them from a lost node."""
-
-    def __init__(self, plan: FleetPlan, host: Nodes) -> None:
-        self._fleet, self._node_gpus = plan.fleet, plan.node_gpus
-        self._host = host
-        self._ports: dict[str, int] = {}
-
-    async def found(self) -> TopologyPlan:
-        """The whole plan, at ports that are free now."""
-        await self._take_ports(range(self._fleet.engines))
-        return await self._topology()
-
-    async def rebound(self, group: int) -> Sequence[ServerSlot]:
-        """The servers of a group where they are now, each at a port that is free now."""
-        await self._take_ports([group])
-        return (await self._topology()).engines[group].servers
-
-    async def _topology(self) -> TopologyPlan:
-        # After ports were asked for there, which waits until the node is there.
-        addresses = Addresses(hosts=await self._host.hosts(), ports=self._ports)
-        return build(self._fleet, addresses, self._node_gpus)
-
-    async def _take_ports(self, groups: Collection[int]) -> None:
-        by_node: dict[int, list[str]] = {}
-        for need in ports_needed(self._fleet, self._node_gpus, groups):
-            by_node.setdefault(need.node, []).append(need.name)
-        found = await asyncio.gather(
-            *(self._host.free_ports(node, len(wanted)) for node, wanted in by_node.items())
-        )
-        for wanted, numbers in zip(by_node.values(), found, strict=True):
-            self._ports |= dict(zip(wanted, numbers, strict=True))
 
 
 def bundles_of(shape: TopologyPlan, nodes: int) -> list[dict[str, float]]:

@@ -9,7 +9,7 @@ for which the budget pays once.
 from __future__ import annotations
 
 import asyncio
-import inspect
+import contextlib
 import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -149,16 +149,12 @@ class Starter:
 
     def _too_late(self, servers: tuple[ServerSlot, ...]) -> str:
         said = [
-            f"rank {slot.rank}: {self._answers[slot.rank]}"
+            f"; rank {slot.rank}: {self._answers[slot.rank]}"
             for slot in servers
             if slot.rank in self._answers
         ]
-        return "; ".join(
-            [
-                f"did not serve within {self._fleet.settings.start_within_s:g} s (start_within_s)",
-                *said,
-            ]
-        )
+        within_s = self._fleet.settings.start_within_s
+        return f"did not serve within {within_s:g} s (start_within_s){''.join(said)}"
 
     def on_change(self, before: GroupView, after: GroupView) -> None:
         broken = self._broken.get(after.index)
@@ -226,16 +222,8 @@ class Incidents:
         one.paid.add(attempt)
         return True
 
-    def over(self, one: Incident, group: int) -> bool:
-        """The recovery of a group has ended for good, one way or the other.
-
-        Returns: whether it was the last of them; call `end` once the incident takes in no others.
-        """
-        one.open.discard(group)
-        return not one.open
-
     def end(self, one: Incident) -> None:
-        """Any number of times; nothing where another group has failed meanwhile."""
+        """Any number of times; nothing while the recovery of a group of it goes on."""
         if one.is_told and not one.open:
             one.is_told = False
             self._emit("rollout.incident.ended", ranks=sorted(one.ranks), why=one.why)
@@ -339,11 +327,10 @@ class Recovery:
         if not self._is_open or after.state is not GroupState.INACTIVE:
             return
         # One that fails while it is recovered is its case's own matter.
-        if before.is_running or (before.state is GroupState.RECOVERING and not self._has(group)):
+        if before.is_running or (
+            before.state is GroupState.RECOVERING and group not in self._cases
+        ):
             self._open(after)
-
-    def _has(self, group: int) -> bool:
-        return group in self._cases
 
     def _open(self, view: GroupView) -> None:
         group, at_s = view.index, now_s()
@@ -379,11 +366,11 @@ class Recovery:
         case.tried.set()
         if self._cases.get(case.group) is case:
             del self._cases[case.group]
-        if self._incidents.over(case.incident, case.group):
-            # A further death of the same cause may be about to be told.
-            wait_s = case.incident.closes_s - now_s() if self._is_open else 0.0
-            later = asyncio.get_running_loop().call_later
-            later(max(0.0, wait_s), self._incidents.end, case.incident)
+        case.incident.open.discard(case.group)
+        # A further death of the same cause may be about to be told.
+        wait_s = case.incident.closes_s - now_s() if self._is_open else 0.0
+        later = asyncio.get_running_loop().call_later
+        later(max(0.0, wait_s), self._incidents.end, case.incident)
 
     def _pay(self, case: _Case) -> None:
         """Retire the group where the budget does not allow its next try."""
@@ -392,14 +379,14 @@ class Recovery:
         spent = f"the budget of {self._fleet.settings.budget} recoveries is spent"
         self._fleet.states.retire(case.group, f"{spent}; its last failure: {case.cause}")
 
-    def _is_retired(self, case: _Case) -> bool:
-        return self._fleet.states.view.groups[case.group].state is GroupState.RETIRED
+    def _is(self, state: GroupState, case: _Case) -> bool:
+        return self._fleet.states.view.groups[case.group].state is state
 
     async def _care(self, case: _Case) -> None:
         try:
             while True:
                 await self._take_down(case)
-                if self._is_retired(case):
+                if self._is(GroupState.RETIRED, case):
                     break
                 await self._released.wait()
                 # Between a group that works and the end of its try it may have failed anew.
@@ -408,7 +395,7 @@ class Recovery:
                 self._pay(case)
         except Exception as error:
             _log.exception("group %d is given up", case.group)
-            if not self._is_retired(case):
+            if not self._is(GroupState.RETIRED, case):
                 self._fleet.states.retire(case.group, f"its recovery broke: {error!r}")
         self._close(case)
 
@@ -442,7 +429,7 @@ class Recovery:
             outcome, message = "failed", f"{type(error).__name__}: {error}"
         finally:
             case.cause = message if outcome == "failed" else case.cause
-            if self._cases.get(case.group) is case and self._is_claimed(case.group):
+            if self._cases.get(case.group) is case and self._is(GroupState.RECOVERING, case):
                 self._fleet.states.give_up(case.group, case.cause)
             if outcome != "abandoned":
                 case.tries += 1
@@ -454,9 +441,6 @@ class Recovery:
             case.tried.set()
         return outcome == "recovered"
 
-    def _is_claimed(self, group: int) -> bool:
-        return self._fleet.states.view.groups[group].state is GroupState.RECOVERING
-
     async def _pause(self, case: _Case) -> None:
         if not case.in_row:
             return
@@ -466,11 +450,9 @@ class Recovery:
             longest_s=max(self._fleet.settings.max_backoff_s, _SHORTEST_PAUSE_S),
             random=self._fleet.random,
         )
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await case.at_once.wait()
-        except TimeoutError:
-            pass
         case.at_once.clear()
 
     async def _start(self, case: _Case) -> None:
@@ -488,12 +470,10 @@ class Recovery:
         if self._rebind is None:
             if not taken:
                 return None
-            ranks = ", ".join(map(str, sorted(taken)))
             raise StartFailed(
-                f"another process listens on the port of rank {ranks}: end it, or give the fleet "
-                "another port"
+                f"another process listens on the port of rank {commas(sorted(taken))}: end it, or "
+                "give the fleet another port"
             )
-        made = self._rebind(group)
-        slots = tuple(await made if inspect.isawaitable(made) else made)
+        slots = tuple(await self._rebind(group))
         self._without_ports.discard(group)
         return slots

@@ -12,6 +12,7 @@ import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 #: Sessions that are remembered; the one that was used least recently is forgotten first.
 MAX_SESSIONS = 200_000
@@ -44,7 +45,7 @@ class NoEntrypoint(Exception):
         self.is_draining = is_draining
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _no_entrypoint, (self.reason, self.is_draining)
+        return partial(NoEntrypoint, is_draining=self.is_draining), (self.reason,)
 
 
 class Full(Exception):
@@ -54,10 +55,6 @@ class Full(Exception):
         super().__init__(session_key)
         #: The one entrypoint that it waits for, that of its session; None: any.
         self.session_key = session_key
-
-
-def _no_entrypoint(reason: str, is_draining: bool) -> NoEntrypoint:
-    return NoEntrypoint(reason, is_draining=is_draining)
 
 
 @dataclass(slots=True, eq=False)
@@ -103,8 +100,7 @@ class _Ladder:
             if slot.outstanding == self._lowest:
                 self._lowest += by
         slot.outstanding += by
-        self._lowest = min(self._lowest, slot.outstanding)
-        self._steps.setdefault(slot.outstanding, OrderedDict())[slot.entrypoint.key] = slot
+        self.add(slot)
 
     def lowest(self) -> _Slot:
         return next(iter(self._steps[self._lowest].values()))
@@ -295,9 +291,8 @@ def _least(ladder: _Ladder, exclude: Collection[int]) -> _Slot | None:
 class _Waiter:
     #: By their arrival.
     number: int
-    session: str | None
-    exclude: Collection[int]
-    is_retry: bool
+    #: Its `Router.pick`.
+    pick: Callable[[], Entrypoint]
     #: Its turn: an entrypoint that is counted as its own, or NoEntrypoint.
     turn: asyncio.Future[Entrypoint]
     #: The only entrypoint that it waits for; None: any.
@@ -314,9 +309,7 @@ class WaitingLine:
     def __init__(self, router: Router) -> None:
         self._router = router
         #: By what they wait for, each in the order of arrival.
-        self._lines: dict[tuple[int, int] | None, OrderedDict[_Waiter, None]] = {
-            None: OrderedDict()
-        }
+        self._lines: dict[tuple[int, int] | None, OrderedDict[_Waiter, None]] = {}
         self._numbers = itertools.count()
         router.listen(lambda gone: self._serve_all())
 
@@ -330,23 +323,18 @@ class WaitingLine:
 
         Raises: NoEntrypoint, also while it waits.
         """
+        pick = partial(self._router.pick, session, exclude, is_retry=is_retry)
         try:
-            return self._router.pick(session, exclude, is_retry=is_retry)
+            return pick()
         except Full as full:
-            waiter = _Waiter(
-                number=next(self._numbers),
-                session=session,
-                exclude=exclude,
-                is_retry=is_retry,
-                turn=asyncio.get_running_loop().create_future(),
-                key=full.session_key,
-            )
-        self._lines.setdefault(waiter.key, OrderedDict())[waiter] = None
+            turn: asyncio.Future[Entrypoint] = asyncio.get_running_loop().create_future()
+            number, key = next(self._numbers), full.session_key
+            waiter = _Waiter(number=number, pick=pick, turn=turn, key=key)
+        self._join(waiter)
         try:
-            return await waiter.turn
+            return await turn
         except asyncio.CancelledError:
             # It was its turn at the very moment at which its client left.
-            turn = waiter.turn
             if turn.done() and not turn.cancelled() and turn.exception() is None:
                 self.give_back(turn.result())
             raise
@@ -356,10 +344,10 @@ class WaitingLine:
     def give_back(self, entrypoint: Entrypoint) -> None:
         """Room for one, which is that of whoever waits for it longest."""
         self._router.done(entrypoint)
-        while len(self._lines) > 1 or self._lines[None]:
-            own = self._lines.get(entrypoint.key, OrderedDict())
+        while self._lines:
             # Nothing is changed while these are walked over, but before the walk ends.
-            for waiter in heapq.merge(own, self._lines[None], key=lambda waiter: waiter.number):
+            lines = (self._lines.get(key, ()) for key in (entrypoint.key, None))
+            for waiter in heapq.merge(*lines, key=lambda waiter: waiter.number):
                 if (is_served := self._try(waiter)) is not None:
                     break
             else:
@@ -381,26 +369,26 @@ class WaitingLine:
         is_served = False
         try:
             if not waiter.turn.done():
-                entrypoint = self._router.pick(
-                    waiter.session, waiter.exclude, is_retry=waiter.is_retry
-                )
-                waiter.turn.set_result(entrypoint)
+                waiter.turn.set_result(waiter.pick())
                 is_served = True
         except Full as full:
             if full.session_key == waiter.key:
                 return None
             self._leave(waiter)
             waiter.key = full.session_key
-            self._lines.setdefault(waiter.key, OrderedDict())[waiter] = None
+            self._join(waiter)
             return False
         except NoEntrypoint as error:
             waiter.turn.set_exception(error)
         self._leave(waiter)
         return is_served
 
+    def _join(self, waiter: _Waiter) -> None:
+        self._lines.setdefault(waiter.key, OrderedDict())[waiter] = None
+
     def _leave(self, waiter: _Waiter) -> None:
         line = self._lines.get(waiter.key)
         if line is not None:
             line.pop(waiter, None)
-            if not line and waiter.key is not None:
+            if not line:
                 del self._lines[waiter.key]

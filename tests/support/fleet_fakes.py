@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
 from tasks.record.states import GroupState
 from tasks.rollout.fleet import Fleet
-from tasks.rollout.probing import Death, NoReply, Reply, StartFailed
+from tasks.rollout.probing import Death, NoReply, Rebind, Reply, StartFailed
 from tasks.rollout.topology import (
     Answers,
     Ask,
@@ -249,7 +249,7 @@ class Stage:
         plan: TopologyPlan,
         *,
         seed: int = 7,
-        rebind: Callable[[int], Sequence[ServerSlot]] | None = None,
+        rebind: Rebind | None = None,
         **settings: Any,
     ) -> None:
         self.host = FakeHost()
@@ -322,7 +322,11 @@ def loops() -> list[str]:
     return sorted(name for name in names if name.startswith("rollout-"))
 
 
-def ports_from(first: int) -> Callable[[int], Sequence[ServerSlot]]:
+def ports_from(first: int) -> Rebind:
     """A rebind of groups of one server, to ports counted from there."""
     ports = itertools.count(first)
-    return lambda group: [slot_of(group, group, port=next(ports))]
+
+    async def rebind(group: int) -> list[ServerSlot]:
+        return [slot_of(group, group, port=next(ports))]
+
+    return rebind

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
@@ -147,10 +147,10 @@ class Witness:
             self.hurt.add(self.stage.fleet.registry.group_of(rank))
 
 
-def rebinding(ports: dict[int, int]) -> Callable[[int], list[Any]]:
+def rebinding(ports: dict[int, int]) -> Callable[[int], Awaitable[list[Any]]]:
     """New ports for a group of two, each time others."""
 
-    def rebind(group: int) -> list[Any]:
+    async def rebind(group: int) -> list[Any]:
         ports[group] = ports.get(group, 8000) + 100
         [engine] = [one for one in plan_of(5, 2).engines if one.ranks[0] == 2 * group]
         return [replace(slot, port=ports[group] + slot.rank) for slot in engine.servers]

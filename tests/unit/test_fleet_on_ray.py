@@ -11,8 +11,8 @@ import pytest
 from tasks.rollout import ray_host as fleet_on_ray
 from tasks.rollout.building import planned
 from tasks.rollout.plan import FleetPlan
-from tasks.rollout.probing import NoHost
-from tasks.rollout.ray_host import NoPlace, RayPlaces, bundles_of, moved
+from tasks.rollout.probing import NoHost, Places
+from tasks.rollout.ray_host import NoPlace, bundles_of, moved
 from tasks.spec.rollout import Rollout
 
 pytestmark = pytest.mark.asyncio
@@ -55,8 +55,8 @@ def plan_of(**fleet: Any) -> FleetPlan:
     )
 
 
-def places_of(nodes: FakeNodes, **fleet: Any) -> RayPlaces:
-    return RayPlaces(plan_of(**fleet), nodes)
+def places_of(nodes: FakeNodes, **fleet: Any) -> Places:
+    return Places(plan_of(**fleet), nodes)
 
 
 @pytest.mark.parametrize(
