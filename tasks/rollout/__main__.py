@@ -11,10 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from tasks.rollout.building import FIRST_PORT, planned
+from tasks.rollout.component import node_gpus
 from tasks.rollout.topology import ServerSlot, TopologyPlan
 from tasks.spec.errors import Fault, InvalidSpec
 from tasks.spec.loading import load_spec
-from tasks.spec.rollout import Rollout
 from tasks.spec.run import RunSpec
 from tasks.spec.secrets import mask_text, masked, secret_values
 
@@ -45,19 +45,16 @@ def plan_of(spec: RunSpec, source: str) -> TopologyPlan:
     """The plan of a spec's fleet, at hosts and ports that stand in for those of a run.
 
     Args:
-        spec: The run's.
-        source: What a person calls it.
+        source: what a person calls the spec.
 
-    Raises:
-        InvalidSpec: It has no fleet, or one that does not fit on its gang's nodes.
+    Raises: InvalidSpec, when it has no fleet, or one that does not fit on its gang's nodes.
     """
-    fleet = spec.components.get("rollout")
-    if not isinstance(fleet, Rollout):
+    if spec.fleet is None:
         problem = "has no `rollout`, so there is no fleet to plan"
         remedy = "write components: {rollout: {backend: sglang, model: PATH_OR_NAME}}"
         raise InvalidSpec((Fault(path="components", problem=problem, remedy=remedy),), source)
     try:
-        return planned(fleet, spec.gang.gpus_per_node if spec.gang is not None else None)
+        return planned(spec.fleet, node_gpus(spec))
     except ValueError as error:
         remedy = "change its sizes, or gang.gpus_per_node"
         fault = Fault(path="components.rollout", problem=str(error), remedy=remedy)

@@ -55,7 +55,7 @@ class ServerActor:
                 f.write(text)
         self._log = os.path.join(self._own, "log")
         self._process: subprocess.Popen[bytes] | None = None
-        self._ended: asyncio.Future[int] | None = None
+        self._ended: asyncio.Task[int] | None = None
 
     async def start(
         self,
@@ -81,13 +81,8 @@ class ServerActor:
                 env={**os.environ, **env, "RAY_JOB_STOP_SIGNAL": "none"},
                 start_new_session=True,
             )
-        self._ended = asyncio.get_running_loop().create_future()
-        asyncio.get_running_loop().create_task(self._wait(self._process, self._ended))
+        self._ended = asyncio.create_task(asyncio.to_thread(self._process.wait))
         return self._process.pid
-
-    async def _wait(self, process: subprocess.Popen[bytes], ended: asyncio.Future[int]) -> None:
-        status = await asyncio.to_thread(process.wait)
-        ended.set_result(status)
 
     async def end_of(self) -> tuple[int, str]:
         """Waits for the end of the process: its status as `Popen.returncode` gives it, and its last

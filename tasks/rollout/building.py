@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from ipaddress import ip_address
 
 from tasks.rollout.backends import Backend, Place, backend_of
 from tasks.rollout.topology import Answers, Engine, ServerSlot, TopologyPlan
@@ -16,6 +17,17 @@ FIRST_PORT = 30000
 #: Where servers of this machine are.
 LOOPBACK = "127.0.0.1"
 _DEVICES = "CUDA_VISIBLE_DEVICES"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address or name; any other name counts as elsewhere."""
+    bare = host.removeprefix("[").removesuffix("]")
+    if bare.lower() == "localhost":
+        return True
+    try:
+        return ip_address(bare).is_loopback
+    except ValueError:
+        return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,12 +58,9 @@ def ports_needed(
     """Every port that the fleet needs, engine by engine.
 
     Args:
-        fleet: As validated.
-        node_gpus: As for `build`.
-        engines: Only what these need.
+        engines: only what these need; None: all.
 
-    Raises:
-        ValueError: As `build` does.
+    Raises: ValueError, as `build` does.
     """
     backend = backend_of(fleet)
     needs: list[PortNeed] = []
@@ -76,8 +85,7 @@ def nodes_needed(fleet: Rollout, node_gpus: int | None = None) -> int:
 def nodes_of(fleet: Rollout, engine: int, node_gpus: int | None = None) -> tuple[int, ...]:
     """The nodes that an engine spans, which may be more than have a server of it.
 
-    Raises:
-        ValueError: As `build` does.
+    Raises: ValueError, as `build` does.
     """
     sizes = fleet.sizes
     on_a_node = sizes.gpus // sizes.nodes
@@ -94,15 +102,12 @@ def build(fleet: Rollout, addresses: Addresses, node_gpus: int | None = None) ->
     """The plan of a fleet at these addresses.
 
     Args:
-        fleet: As validated.
-        addresses: A host for each of `nodes_needed`, a port for each of `ports_needed`.
-        node_gpus: GPUs on each node; engines are packed onto nodes by them. Left out, an engine of
-            one node has that node to itself on Ray, and all of them are on one machine otherwise.
+        addresses: a host for each of `nodes_needed`, a port for each of `ports_needed`.
+        node_gpus: GPUs on each node; engines are packed onto nodes by them. None: an engine of one
+            node has that node to itself on Ray, and all of them are on one machine otherwise.
 
-    Raises:
-        ValueError: What an engine needs of one node is more than a node has, or there are too few
-            hosts or devices.
-        KeyError: A port that is needed is not there.
+    Raises: ValueError, when an engine needs more of a node than that has, or there are too few
+        hosts or devices; KeyError, when a port that is needed is not there.
     """
     backend = backend_of(fleet)
     devices = _devices(fleet, addresses)
@@ -142,11 +147,7 @@ def planned(fleet: Rollout, node_gpus: int | None = None) -> TopologyPlan:
     """The plan of a fleet at hosts and ports that stand in for those that a run finds: `node-0`,
     `node-1` and so on, a local one at 127.0.0.1, and ports from 30000 on.
 
-    Args:
-        node_gpus: As for `build`.
-
-    Raises:
-        ValueError: As `build` does.
+    Raises: ValueError, as `build` does.
     """
     needs = ports_needed(fleet, node_gpus)
     is_local = fleet.placement == "local"

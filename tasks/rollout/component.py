@@ -16,8 +16,7 @@ from tasks.processes.containment import Containment, Level
 from tasks.processes.guarded import Command
 from tasks.record.events import Emit, Event
 from tasks.record.places import AttemptPlace
-from tasks.rollout.building import LOOPBACK, planned, ports_needed
-from tasks.rollout.gateway import is_loopback
+from tasks.rollout.building import LOOPBACK, is_loopback, planned, ports_needed
 from tasks.rollout.plan import SERVERS_ENV, FleetPlan
 from tasks.rollout.topology import TopologyPlan
 from tasks.spec.errors import Fault

@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Collection, Mapping
+from enum import Enum
 from random import Random
 from typing import Any
 
@@ -38,6 +39,19 @@ _CAUSES = 8
 
 class FleetFailed(MusterError):
     """The fleet does not come up; the message is the reason. Stop it, then mend that."""
+
+
+class FleetPhase(Enum):
+    """Of a fleet as a whole, from its first start to its last stop."""
+
+    NEW = "new"
+    #: From a start until each group serves, or is retired.
+    STARTING = "starting"
+    RUNNING = "running"
+    #: Nothing is routed or judged any more.
+    STOPPING = "stopping"
+    #: May be started again.
+    STOPPED = "stopped"
 
 
 class Fleet:
@@ -71,8 +85,7 @@ class Fleet:
         #: Of the gateway, for the snapshot.
         self.url = ""
         self._sink = emit
-        #: new | starting | running | stopping | stopped
-        self._phase = "new"
+        self._phase = FleetPhase.NEW
         self._has_served = False
         self._up: asyncio.Future[None] | None = None
         self._starts: list[asyncio.Task[None]] = []
@@ -96,6 +109,9 @@ class Fleet:
             random=random or Random(),
         )
         self._health = Health(self._parts)
+        #: What requests tell, for the gateway.
+        self.note_failure = self._health.note_failure
+        self.note_success = self._health.note_success
         self._recovery = Recovery(self._parts, self._health, rebind=rebind)
         self.registry.listen(
             # First: what has failed gets no more requests, whatever the others do about it.
@@ -114,9 +130,9 @@ class Fleet:
 
         Raises: FleetFailed, once the run has to fail, or when it is stopped before it serves.
         """
-        if self._phase not in ("new", "stopped"):
-            raise IllegalTransition(f"a fleet that is {self._phase} cannot be started")
-        self._phase = "starting"
+        if self._phase not in (FleetPhase.NEW, FleetPhase.STOPPED):
+            raise IllegalTransition(f"a fleet that is {self._phase.value} cannot be started")
+        self._phase = FleetPhase.STARTING
         self._has_served = False
         self._failed_starts.clear()
         if self.fatal.done():
@@ -137,11 +153,11 @@ class Fleet:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if self.fatal.done():
             raise FleetFailed(self.fatal.result())
-        if self._phase != "starting":
+        if self._phase is not FleetPhase.STARTING:
             raise FleetFailed(_STOPPED)
         # What they started is up, or somebody else's matter: they end at once.
         await asyncio.wait(self._starts)
-        self._phase = "running"
+        self._phase = FleetPhase.RUNNING
         self._has_served = True
 
     async def stop(self) -> str:
@@ -149,7 +165,7 @@ class Fleet:
 
         Returns: what could not be ended; empty when nothing is left. Stop it again then.
         """
-        self._phase = "stopping"
+        self._phase = FleetPhase.STOPPING
         self.router.set((), why_none=_STOPPED)
         if self._up is not None and not self._up.done():
             self._up.set_result(None)
@@ -162,7 +178,7 @@ class Fleet:
             self.registry.fail(group.ranks[0], group.epoch, _STOPPED)
         ranks = [rank for group in self.registry.view.groups for rank in group.ranks]
         left = await self._recovery.starter.stop(ranks)
-        self._phase = "stopped"
+        self._phase = FleetPhase.STOPPED
         return left
 
     async def barrier(self) -> dict[str, Any]:
@@ -181,7 +197,11 @@ class Fleet:
             view = self.registry.view
             answer = {
                 "epoch": view.epoch,
-                "failed": [_named(one) for one in view.groups if _has_left(one, running)],
+                "failed": [
+                    _named(one)
+                    for one in view.groups
+                    if one.index in running and not one.is_running
+                ],
                 "active": [slot.rank for slot in view.entrypoints],
                 "inactive": [list(one.ranks) for one in view.groups if not one.is_running],
                 "unreachable": [list(one.ranks) for one in view.groups if one.unreachable],
@@ -317,21 +337,13 @@ class Fleet:
     @property
     def state(self) -> str:
         """starting | serving | down | draining | stopping"""
-        if self._phase in ("stopping", "stopped"):
+        if self._phase in (FleetPhase.STOPPING, FleetPhase.STOPPED):
             return "stopping"
-        if self._phase != "running":
+        if self._phase is not FleetPhase.RUNNING:
             return "starting"
         if self._is_draining:
             return "draining"
         return "serving" if self.registry.view.entrypoints else "down"
-
-    def note_failure(self, rank: int, epoch: int, why: str) -> None:
-        """A request failed there: no answer, a 5xx, garbage; never a 4xx."""
-        self._health.note_failure(rank, epoch, why)
-
-    def note_success(self, rank: int, epoch: int) -> None:
-        """A request was answered there."""
-        self._health.note_success(rank, epoch)
 
     def _resume(self) -> None:
         self._is_draining = False
@@ -367,7 +379,7 @@ class Fleet:
                     url=slot.url or "",
                     is_preferred=after.state is GroupState.ACTIVE,
                 )
-        if self._phase != "stopping":
+        if self._phase is not FleetPhase.STOPPING:
             reason = "" if self._entrypoints else view.why_none
             self.router.set(self._entrypoints.values(), why_none=reason)
         if before.state is not after.state:
@@ -383,7 +395,7 @@ class Fleet:
 
     def _judge(self, before: GroupView, after: GroupView) -> None:
         """After each change, whether the fleet is up, or the run has to fail."""
-        if self._phase == "stopping" or before.state is after.state:
+        if self._phase is FleetPhase.STOPPING or before.state is after.state:
             return
         groups = self.registry.view.groups
         if self._up is not None and not self._up.done() and all(map(_is_settled, groups)):
@@ -435,10 +447,6 @@ class Fleet:
 def _is_settled(group: GroupView) -> bool:
     has_started = group.is_serving or group.state is GroupState.STALE
     return has_started or group.state is GroupState.RETIRED
-
-
-def _has_left(group: GroupView, running: Collection[int]) -> bool:
-    return group.index in running and not group.is_running
 
 
 def _named(group: GroupView) -> dict[str, Any]:

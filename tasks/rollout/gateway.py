@@ -13,28 +13,17 @@ import json
 import logging
 import resource
 from collections.abc import Coroutine, Mapping
-from ipaddress import ip_address
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from tasks.rollout.building import is_loopback
 from tasks.rollout.fleet import Fleet
 from tasks.rollout.forwarding import Forwarder, RequestLimits, bad, nobody, refusal
 from tasks.rollout.topology import Ask
 from tasks.spec.errors import MusterError
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches an address or name; any other name counts as elsewhere."""
-    bare = host.removeprefix("[").removesuffix("]")
-    if bare.lower() == "localhost":
-        return True
-    try:
-        return ip_address(bare).is_loopback
-    except ValueError:
-        return False
 
 
 class Access:

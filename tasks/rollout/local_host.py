@@ -43,10 +43,6 @@ class _LocalServer:
         return self.process.empty.done()
 
 
-def _ignore(death: Death) -> None:
-    pass
-
-
 class LocalHost:
     """A `ServerHost` over guardians. Its process must be a subreaper (`tree.become_subreaper`).
 
@@ -78,7 +74,7 @@ class LocalHost:
                 found by others; an OSError keeps it from starting.
             unregister: told once nothing of that is left.
         """
-        self.on_death: Callable[[Death], None] = _ignore
+        self.on_death: Callable[[Death], None] = lambda death: None
         self._cwd = cwd
         self._env = dict(env)
         self._log_of = log_of
@@ -91,7 +87,7 @@ class LocalHost:
         self._prober = HttpProber()
 
     async def start(self, slot: ServerSlot, epoch: int) -> None:
-        """See `ServerHost`. Its log goes on with what its earlier incarnations wrote."""
+        """Its log goes on with what its earlier incarnations wrote."""
         name, rank = f"rollout-r{slot.rank}", slot.rank
         if (before := self._servers.get(rank)) is not None and not before.is_gone:
             pid = before.process.pid
@@ -128,7 +124,7 @@ class LocalHost:
             raise
 
     async def stop(self, ranks: Collection[int], *, grace_s: float) -> tuple[str, ...]:
-        """See `ServerHost`. All are stopped side by side."""
+        """All are stopped side by side."""
         servers = [self._servers[rank] for rank in sorted(ranks) if rank in self._servers]
         for server in servers:
             server.is_stopping = True
@@ -136,7 +132,6 @@ class LocalHost:
         return tuple(one for one in left if one)
 
     def is_alive(self, rank: int) -> bool:
-        """See `ServerHost`."""
         server = self._servers.get(rank)
         if server is None or server.process.pid is None:
             return False
@@ -147,16 +142,15 @@ class LocalHost:
         return self._servers[rank].process.pid if self.is_alive(rank) else None
 
     async def ask(self, rank: int, question: Ask, timeout_s: float) -> str | None:
-        """See `ServerHost`."""
         server = self._servers.get(rank)
         if server is None or server.slot.url is None:
             return f"rank {rank} has no address to be asked at"
         return await self._prober.ask(server.slot.url, question, timeout_s)
 
     async def ports_taken(self, slots: Collection[ServerSlot]) -> frozenset[int]:
-        """See `ServerHost`. A server of this host that runs on its own port is nobody else."""
-        asked = [slot for slot in slots if slot.port is not None]
-        return await asyncio.to_thread(self._ports_taken, asked)
+        """A server of this host that runs on its own port is nobody else."""
+        taken = await asyncio.to_thread(lambda: [one.rank for one in slots if self._is_taken(one)])
+        return frozenset(taken)
 
     async def close(self) -> None:
         """End whatever is left, and the client. The host is of no use after that."""
@@ -184,20 +178,18 @@ class LocalHost:
     def _on_exit(self, server: _LocalServer) -> None:
         if server.is_stopping or self._servers.get(server.slot.rank) is not server:
             return
-        exited = server.process.exited.result()
-        said = _said_since(server.log, server.log_began_at)
+        said_bytes = max(_size_of(server.log) - server.log_began_at, 0)
+        said = read_tail(server.log, min(said_bytes, _LOOKBACK_BYTES))
         cause = find_cause(said)
-        death = Death(
-            rank=server.slot.rank,
-            epoch=server.epoch,
-            why=str(exited),
-            last_words=last_lines(said),
-            is_port_conflict=cause is not None and cause.rule.kind is FailureKind.PORT_CONFLICT,
+        self.on_death(
+            Death(
+                rank=server.slot.rank,
+                epoch=server.epoch,
+                why=str(server.process.exited.result()),
+                last_words=last_lines(said),
+                is_port_conflict=cause is not None and cause.rule.kind is FailureKind.PORT_CONFLICT,
+            )
         )
-        self.on_death(death)
-
-    def _ports_taken(self, slots: Collection[ServerSlot]) -> frozenset[int]:
-        return frozenset(slot.rank for slot in slots if self._is_taken(slot))
 
     def _is_taken(self, slot: ServerSlot) -> bool:
         if slot.port is None or not is_listened(slot.port):
@@ -215,8 +207,3 @@ def _size_of(log: Path) -> int:
     with contextlib.suppress(OSError):
         return os.stat(log).st_size
     return 0
-
-
-def _said_since(log: Path, began_at: int) -> str:
-    """The end of what stands in a log from there on."""
-    return read_tail(log, min(max(_size_of(log) - began_at, 0), _LOOKBACK_BYTES))

@@ -33,7 +33,7 @@ class FleetPlan(BaseModel):
     attempt: int
     #: As in the spec, its placeholders filled in; its `env` is all that its servers are given, and
     #: stands in no file.
-    fleet: Rollout
+    fleet: Rollout = Field(repr=False)
     #: The port of the gateway.
     port: int
     #: Of a fleet on this machine, by the names of `ports_needed`.

@@ -68,7 +68,7 @@ class HttpProber:
         self._session: aiohttp.ClientSession | None = None
 
     def ask(self, url: str, question: Ask, timeout_s: float) -> Coroutine[Any, Any, str | None]:
-        """See `Prober`. A cancel closes the connection.
+        """A cancel closes the connection.
 
         The time counts from this call on: of a thousand questions at once the last one begins a
         tenth of a second after the first, and would end so much later.
@@ -90,7 +90,6 @@ class HttpProber:
         return f"{what}: {reply.status} {_shown(reply.body)}".rstrip()
 
     async def call(self, url: str, ask: Ask, timeout_s: float) -> Reply:
-        """See `Prober`."""
         try:
             return await self._reply(url, ask, now_s() + timeout_s)
         except TimeoutError:

@@ -181,7 +181,10 @@ async def _run(plan: FleetPlan) -> int:
         )
         return await _serve(plan, fleet, told_to_end)
     finally:
-        await _close(host)
+        try:
+            await host.close()
+        except Exception:
+            _log.exception("the host of the servers could not be closed")
         await prober.close()
 
 
@@ -230,13 +233,6 @@ async def _either(future: asyncio.Future[Any], event: asyncio.Event) -> bool:
     finally:
         waiting.cancel()
     return not future.done()
-
-
-async def _close(host: OpenedHost) -> None:
-    try:
-        await host.close()
-    except Exception:
-        _log.exception("the host of the servers could not be closed")
 
 
 def _say(event: Event) -> None:

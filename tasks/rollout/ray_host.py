@@ -20,7 +20,7 @@ from typing import Any
 
 import ray
 from ray import cloudpickle
-from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from ray.exceptions import RayActorError, RayError
 from ray.job_config import JobConfig
 from ray.util.placement_group import (
     PlacementGroup,
@@ -69,7 +69,6 @@ class _ActorServer:
     slot: ServerSlot
     epoch: int
     actor: Any
-    pid: int = 0
     is_alive: bool = False
     #: Its end was asked for.
     is_ending: bool = False
@@ -168,7 +167,7 @@ class RayHost:
         handle = self._make_actor(slot.rank, slot.node, gpus=len(slot.bundles))
         server = _ActorServer(slot=slot, epoch=epoch, actor=handle)
         try:
-            server.pid = await self._answer(
+            await self._answer(
                 handle.start.remote(
                     slot.argv,
                     {**self._env, **slot.env},
@@ -251,10 +250,7 @@ class RayHost:
 
     async def _answer(self, ref: Any, within_s: float) -> Any:
         """Raises: RayError, TimeoutError."""
-        try:
-            return await asyncio.wait_for(_as_future(ref), within_s)
-        except GetTimeoutError as error:
-            raise TimeoutError(str(error)) from error
+        return await asyncio.wait_for(_as_future(ref), within_s)
 
     async def _watch(self, server: _ActorServer) -> None:
         """Tell its end, once, unless it was asked for."""
@@ -269,14 +265,13 @@ class RayHost:
         server.is_alive = False
         if server.is_ending or self._servers.get(server.slot.rank) is not server:
             return
-        is_conflict = any(one in last_words.lower() for one in _PORT_IN_USE)
         self.on_death(
             Death(
                 rank=server.slot.rank,
                 epoch=server.epoch,
                 why=why,
                 last_words=last_words,
-                is_port_conflict=is_conflict,
+                is_port_conflict=any(one in last_words.lower() for one in _PORT_IN_USE),
             )
         )
 

@@ -344,16 +344,13 @@ class WaitingLine:
     def give_back(self, entrypoint: Entrypoint) -> None:
         """Room for one, which is that of whoever waits for it longest."""
         self._router.done(entrypoint)
-        while self._lines:
-            # Nothing is changed while these are walked over, but before the walk ends.
+        is_served: bool | None = False
+        while is_served is False:
             lines = (self._lines.get(key, ()) for key in (entrypoint.key, None))
-            for waiter in heapq.merge(*lines, key=lambda waiter: waiter.number):
-                if (is_served := self._try(waiter)) is not None:
-                    break
-            else:
-                return
-            if is_served:
-                return
+            # Nothing is changed while these are walked over, but before the walk ends.
+            waiters = heapq.merge(*lines, key=lambda waiter: waiter.number)
+            tried = (self._try(waiter) for waiter in waiters)
+            is_served = next((one for one in tried if one is not None), None)
 
     def _serve_all(self) -> None:
         """Anything may have changed: let all pass for whom there is room."""

@@ -98,10 +98,9 @@ class Engine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopologyPlan:
-    """All engines of a fleet. One that does not hold together can't be made.
+    """All engines of a fleet.
 
-    Raises:
-        ValueError: With every fault, each by its engine and its ranks.
+    Raises: ValueError, where it does not hold together, with each fault by its engine and ranks.
     """
 
     engines: tuple[Engine, ...]
@@ -110,8 +109,7 @@ class TopologyPlan:
     placement: str
 
     def __post_init__(self) -> None:
-        faults = list(_faults(self.engines))
-        if faults:
+        if faults := list(_faults(self.engines)):
             raise ValueError("; ".join(faults))
 
     @property
@@ -129,18 +127,6 @@ class TopologyPlan:
     def training_mesh(self) -> tuple[tuple[int, ...], ...]:
         """`training_mesh[engine]`: all of its ranks, whose weights a trainer syncs."""
         return tuple(engine.ranks for engine in self.engines)
-
-    def server(self, rank: int) -> ServerSlot:
-        """The server that is called by this rank.
-
-        Raises:
-            KeyError: The rank has no server of its own.
-        """
-        for slot in self.servers:
-            if slot.rank == rank:
-                return slot
-        known = commas(slot.rank for slot in self.servers)
-        raise KeyError(f"rank {rank} has no server; those that have: {known}")
 
     def as_json(self) -> dict[str, Any]:
         """Plain data, as `python -m tasks.rollout plan --json` prints it."""

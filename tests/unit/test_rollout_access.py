@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from tasks.rollout.gateway import Access, is_loopback
+from tasks.rollout.building import is_loopback
+from tasks.rollout.gateway import Access
 
 
 @pytest.mark.parametrize(
