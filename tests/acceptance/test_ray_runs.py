@@ -153,12 +153,7 @@ def test_a_cancel_frees_everything(
     before = gpus_free(ray_cluster)
     nowhere = {"entrypoint_resources": {"a_node_that_is_not_there": 1}}
     spec = job_of(
-        TAKE_ALL,
-        ray=nowhere if phase == "pending" else {},
-        gang={
-            "nodes": 2,
-            "gpus_per_node": 8,
-        },
+        TAKE_ALL, ray=nowhere if phase == "pending" else {}, gang={"nodes": 2, "gpus_per_node": 8}
     )
     run = start_run(spec)
     helpers = []

@@ -10,15 +10,7 @@ import sys
 from tasks.spec.run import RunSpec
 from tasks.train.plan import component_env
 from tests.faults.injections import memory_cgroup, why_no_cgroup_v1
-from tests.faults.scene import (
-    NAMES,
-    STARTING,
-    Case,
-    Phase,
-    Scene,
-    failed,
-    phases_with,
-)
+from tests.faults.scene import NAMES, STARTING, Case, Phase, Scene, failed, phases_with
 from tests.support.stage import python, sh, wait_until
 
 #: Lines that a program has printed and not flushed when it is killed.
@@ -207,12 +199,4 @@ OOM = Case(
     obstacle=lambda: why_no_cgroup_v1("memory"),
 )
 
-CASES = [
-    *KILLED,
-    *CRASHES,
-    *BEFORE_READY,
-    *BEFORE_DEPENDENTS,
-    UNFLUSHED,
-    TOGETHER,
-    OOM,
-]
+CASES = [*KILLED, *CRASHES, *BEFORE_READY, *BEFORE_DEPENDENTS, UNFLUSHED, TOGETHER, OOM]

@@ -9,15 +9,7 @@ from functools import partial
 from tasks.spec.probes import LiveProbe
 from tests.faults.cases_crashes import until_told
 from tests.faults.injections import pids_cgroup, server, why_no_cgroup_v1
-from tests.faults.scene import (
-    ALIVE,
-    CANCELLED,
-    Case,
-    Phase,
-    Scene,
-    failed,
-    phases_with,
-)
+from tests.faults.scene import ALIVE, CANCELLED, Case, Phase, Scene, failed, phases_with
 from tests.support.shapes import SHAPES
 from tests.support.stage import DEADLINE_S, free_port, python, sh
 
@@ -163,10 +155,7 @@ STOPPED = [
 
 def _leaves_holders(scene: Scene) -> None:
     argv = until_told("exit 3")
-    scene.cast["trainer"]["argv"] = (
-        *argv[:-1],
-        f"(sleep 600 &); (setsid sleep 600 &); {argv[-1]}",
-    )
+    scene.cast["trainer"]["argv"] = (*argv[:-1], f"(sleep 600 &); (setsid sleep 600 &); {argv[-1]}")
 
 
 def _leave(scene: Scene) -> None:

@@ -400,11 +400,7 @@ async def storm(minutes: float, seed: int, directory: Path) -> Judgement:
         aiohttp.ClientSession(connector=no_limit, trust_env=False) as client,
     ):
         chaos = Chaos(
-            port=plan.port,
-            random=Random(seed),
-            directory=directory,
-            until=0.0,
-            client=client,
+            port=plan.port, random=Random(seed), directory=directory, until=0.0, client=client
         )
         await _until_ready(chaos)
         chaos.until = time.time() + 60 * minutes

@@ -50,11 +50,7 @@ print("done", flush=True)
 _COMES_WITHIN_S = 150.0
 #: In which a run whose flow process was killed must have come to its one end.
 _TRUE_WITHIN_S = 240.0
-_AGREE = {
-    "completed": {"COMPLETED"},
-    "failed": {"FAILED", "CRASHED"},
-    "cancelled": {"CANCELLED"},
-}
+_AGREE = {"completed": {"COMPLETED"}, "failed": {"FAILED", "CRASHED"}, "cancelled": {"CANCELLED"}}
 _FINAL_AT_RAY = {"SUCCEEDED", "FAILED", "STOPPED"}
 _WAYS = ("adopt", "stop", "adopt", "direct")
 _RECONCILE_FOR_EVER = """
@@ -259,11 +255,7 @@ def untruths(trial: Trial) -> list[str]:
         return [f"could not be asked: {error!r}"]
     kind = flow_run["state"]["type"] if flow_run else "no flow run"
     trial.outcome = f"{record.get('state', 'no record')}, {kind}, {jobs or 'no job'}"
-    return [
-        *_wrong_states(trial, kind, record),
-        *_wrong_jobs(trial, record, jobs),
-        *_left(trial),
-    ]
+    return [*_wrong_states(trial, kind, record), *_wrong_jobs(trial, record, jobs), *_left(trial)]
 
 
 def _wrong_states(trial: Trial, kind: str, record: dict[str, Any]) -> list[str]:

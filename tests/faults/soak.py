@@ -40,11 +40,7 @@ _BEGIN_WITHIN_S = 120.0
 #: In which the record of a run that has ended must have become true.
 _TRUE_WITHIN_S = 120.0
 _LOOK_EVERY_S = 0.1
-_AGREE = {
-    "completed": {"COMPLETED"},
-    "failed": {"FAILED", "CRASHED"},
-    "cancelled": {"CANCELLED"},
-}
+_AGREE = {"completed": {"COMPLETED"}, "failed": {"FAILED", "CRASHED"}, "cancelled": {"CANCELLED"}}
 #: Components that are hard to end, by what is said of them.
 _STUBBORN = {
     "polite": "echo up; exec sleep 600",

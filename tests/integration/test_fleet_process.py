@@ -25,14 +25,7 @@ from tasks.spec.probes import ReadyProbe
 from tests.support.stage import DEADLINE_S, RUN_ID, Stage, free_port, is_alive, wait_until
 
 SERVER = Path(__file__).parents[1] / "support" / "dummy_server.py"
-COMMAND = [
-    sys.executable,
-    str(SERVER),
-    "--port",
-    "${server.port}",
-    "--rank",
-    "${server.rank}",
-]
+COMMAND = [sys.executable, str(SERVER), "--port", "${server.port}", "--rank", "${server.rank}"]
 #: A server with a daemon of its own, in a session that no signal to its group reaches.
 WITH_A_DAEMON = ["sh", "-c", f"setsid sleep 600 & exec {' '.join(COMMAND)}"]
 #: Holds the register of the run, as its flow process does.

@@ -747,11 +747,7 @@ async def test_the_barriers_result_reaches_the_caller() -> None:
         (
             "broadcast",
             {"path": "/pause", "body": {"mode": "abort", "n": [1]}, "timeout_s": 5},
-            (
-                "broadcast",
-                Ask(method="POST", path="/pause", body={"mode": "abort", "n": [1]}),
-                5.0,
-            ),
+            ("broadcast", Ask(method="POST", path="/pause", body={"mode": "abort", "n": [1]}), 5.0),
         ),
     ],
 )

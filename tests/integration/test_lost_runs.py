@@ -112,11 +112,7 @@ def test_registry_from_before_a_reboot_harms_nobody(
     before = now.model_copy(update={"boot_id": "another boot"})
 
     remains = finish(
-        lost_run(
-            tmp_path,
-            entry(mark=marked[0], guardian=before, process=before),
-            process=before,
-        )
+        lost_run(tmp_path, entry(mark=marked[0], guardian=before, process=before), process=before)
     )
 
     assert remains == Remains(killed=(), left={}, waiting={}, removed=())

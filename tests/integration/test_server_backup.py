@@ -92,8 +92,4 @@ def test_only_the_newest_backups_stay(tmp_path: Path) -> None:
     saved = backup(url, "save", str(folder), "3")
 
     names = {path.name for path in folder.iterdir()}
-    assert names == {
-        "prefect-20260102T000000Z.db",
-        "prefect-20260103T000000Z.db",
-        Path(saved).name,
-    }
+    assert names == {"prefect-20260102T000000Z.db", "prefect-20260103T000000Z.db", Path(saved).name}

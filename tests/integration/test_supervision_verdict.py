@@ -11,15 +11,7 @@ from tasks.record.states import RunState
 from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.probes import LiveProbe, ReadyProbe
 from tasks.spec.run import Progress
-from tests.support.stage import (
-    DEADLINE_S,
-    FOREVER,
-    Stage,
-    free_port,
-    python,
-    sh,
-    wait_until,
-)
+from tests.support.stage import DEADLINE_S, FOREVER, Stage, free_port, python, sh, wait_until
 
 UP = ReadyProbe(log="up", within_s=DEADLINE_S)
 

@@ -12,11 +12,7 @@ from uuid import UUID
 import pytest
 from prefect.client.orchestration import get_client
 from prefect.exceptions import Pause
-from prefect.settings import (
-    PREFECT_API_URL,
-    PREFECT_WORKER_PREFETCH_SECONDS,
-    temporary_settings,
-)
+from prefect.settings import PREFECT_API_URL, PREFECT_WORKER_PREFETCH_SECONDS, temporary_settings
 
 from tasks.server import flow_process
 from tasks.spec.errors import RunEnded

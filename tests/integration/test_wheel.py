@@ -27,13 +27,7 @@ print("\\n" + json.dumps(files))
 def run(*command: str, cwd: Path, stdin: str = "", env: dict[str, str] | None = None) -> str:
     """Stdout of a command that must succeed; pytest's deadline is the test's, 100 s is its own."""
     done = subprocess.run(
-        command,
-        cwd=cwd,
-        input=stdin,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=100,
+        command, cwd=cwd, input=stdin, env=env, capture_output=True, text=True, timeout=100
     )
     assert done.returncode == 0, f"{command} exited {done.returncode}:\n{done.stdout}{done.stderr}"
     return done.stdout
@@ -83,10 +77,7 @@ def test_every_module_imports_outside_the_checkout(installed: Path, tmp_path: Pa
     env = os.environ | {"PYTHONPATH": str(installed)}
 
     output = run(
-        *(sys.executable, "-P", "-c", IMPORT_ALL),
-        cwd=tmp_path,
-        stdin=json.dumps(modules),
-        env=env,
+        *(sys.executable, "-P", "-c", IMPORT_ALL), cwd=tmp_path, stdin=json.dumps(modules), env=env
     )
 
     files = json.loads(output.splitlines()[-1])

@@ -165,8 +165,7 @@ def test_worker_that_is_killed_is_an_alarm_though_its_service_answers(
 def test_second_crash_leaves_one_root_cause(stage: Stage) -> None:
     rollout = service(until_told("die", 42), until_told("die", 43))
     supervisor = stage.running(
-        stage.component("rollout", rollout, ready=UP, live=WATCHED),
-        stage.component("trainer"),
+        stage.component("rollout", rollout, ready=UP, live=WATCHED), stage.component("trainer")
     )
     watched_pids(stage, 2)
 

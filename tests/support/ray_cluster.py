@@ -161,12 +161,7 @@ class RayCluster:
         raylet = _child(starter, "raylet")
         [node_id] = (a[10:] for a in _argv(raylet) if a.startswith("--node_id="))
         node = RayNode(
-            node_id=node_id,
-            starter=starter,
-            raylet=raylet,
-            agent_port=agent,
-            gpus=gpus,
-            cpus=cpus,
+            node_id=node_id, starter=starter, raylet=raylet, agent_port=agent, gpus=gpus, cpus=cpus
         )
         self.nodes.append(node)
         return node

@@ -235,10 +235,7 @@ async def test_run_completes_only_when_all_are_drained(begin: MakeAttempt, event
     assert ("component.drained", "environment") in events
 
 
-NO_STEP = {
-    "progress": Progress(jsonl="metrics.jsonl", step="step", total=60),
-    "success_step": 60,
-}
+NO_STEP = {"progress": Progress(jsonl="metrics.jsonl", step="step", total=60), "success_step": 60}
 
 
 @pytest.mark.parametrize("meanwhile", ["interrupt", "silence of the api", "teardown", "crash"])

@@ -114,7 +114,7 @@ async def test_runs_without_a_cluster_are_placed_on_the_pools_table(capacity: Ca
         nodes=(
             ClusterNode(name="n1", gpus=8),
             ClusterNode(name="n2", gpus=4, cpus=16.0, is_drained=True),
-        ),
+        )
     )
 
 

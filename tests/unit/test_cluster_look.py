@@ -311,10 +311,7 @@ async def test_a_silent_control_store_ends_the_look_in_time_and_the_next_one_suc
 
 @pytest.mark.asyncio
 async def test_a_control_store_that_has_moved_is_found_in_the_same_look(
-    look: ClusterLook,
-    store: Store,
-    dashboard: FakeDashboard,
-    make_store: Callable[[], Store],
+    look: ClusterLook, store: Store, dashboard: FakeDashboard, make_store: Callable[[], Store]
 ) -> None:
     await look.look(within_s=LONG_S)
     dashboard.now = make_store().address

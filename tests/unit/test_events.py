@@ -32,9 +32,7 @@ def test_event_is_a_line_with_its_time_name_and_component(tmp_path: Path) -> Non
 def test_secrets_are_masked_for_the_file_and_the_listeners(tmp_path: Path) -> None:
     heard: list[Event] = []
     log = EventLog(
-        tmp_path / "events.jsonl",
-        (heard.append,),
-        mask=lambda text: text.replace("hunter2", "***"),
+        tmp_path / "events.jsonl", (heard.append,), mask=lambda text: text.replace("hunter2", "***")
     )
 
     log.emit("component.spawned", "api", argv=["run", "--key", "hunter2"], why="got hunter2", pid=7)

@@ -207,10 +207,7 @@ def test_orders_are_obeyed_one_after_the_other() -> None:
 
 @pytest.mark.parametrize(
     ("done_after_s", "answer"),
-    [
-        (None, {"drained": False, "outstanding": 1}),
-        (2.0, {"drained": True, "outstanding": 0}),
-    ],
+    [(None, {"drained": False, "outstanding": 1}), (2.0, {"drained": True, "outstanding": 0})],
 )
 def test_a_drain_takes_no_new_requests_and_waits_for_those_that_are_there(
     done_after_s: float | None, answer: dict[str, Any]

@@ -89,10 +89,7 @@ def test_any_other_answer_is_a_no_with_its_text(handle: Handler, reason: str) ->
     [
         (hangs, "no answer within 0.05 s"),
         # an answer that never ends is none
-        (
-            answers("HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n"),
-            "an answer that is not HTTP",
-        ),
+        (answers("HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n"), "an answer that is not HTTP"),
     ],
 )
 def test_an_answer_that_does_not_come_in_time_is_a_silence(handle: Handler, reason: str) -> None:

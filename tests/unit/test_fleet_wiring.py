@@ -290,15 +290,7 @@ def test_servers_have_entries_of_their_own_in_the_register(
     assert fleet.register_at == (place.directory / "live" if is_registered else None)
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        "",
-        "{}",
-        "no plan",
-        '{"run_id": "a", "more": 1}',
-    ],
-)
+@pytest.mark.parametrize("content", ["", "{}", "no plan", '{"run_id": "a", "more": 1}'])
 def test_a_file_that_is_no_plan_is_named(tmp_path: Path, content: str) -> None:
     file = tmp_path / "rollout-plan.json"
     file.write_text(content)

@@ -149,11 +149,7 @@ def test_a_refused_run_tells_every_fault_in_one_line(server: ScriptedPrefect) ->
     looks(server)
 
     [(level, text)] = lines(server, large)
-    assert (level, "INFEASIBLE: " in text, "Ask for less" in text) == (
-        logging.ERROR,
-        True,
-        True,
-    )
+    assert (level, "INFEASIBLE: " in text, "Ask for less" in text) == (logging.ERROR, True, True)
     [(level, text)] = lines(server, faulty)
     assert level == logging.ERROR
     assert "USER_ERROR: " in text and "workload" in text and "colour" in text
@@ -277,8 +273,7 @@ def left_before_its_process(server: ScriptedPrefect) -> UUID:
 
 
 @pytest.mark.parametrize(
-    "scene",
-    [waiting, waiting_anew, about_to_start, left_by_its_worker, left_before_its_process],
+    "scene", [waiting, waiting_anew, about_to_start, left_by_its_worker, left_before_its_process]
 )
 def test_cancel_is_kept_whenever_it_comes_and_wherever_the_gate_is_killed(
     scene: Callable[[ScriptedPrefect], UUID],

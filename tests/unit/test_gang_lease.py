@@ -457,11 +457,7 @@ async def test_server_that_is_silent_is_not_waited_for(gate_on: GateOn, server: 
 
 @pytest.mark.parametrize("fault", ["refused", "answer lost"])
 async def test_body_stands_though_the_lease_could_not_be_given_back(
-    gate_on: GateOn,
-    server: Server,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    fault: str,
+    gate_on: GateOn, server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture, fault: str
 ) -> None:
     (tmp_path / "here").touch()
     gate = gate_on()

@@ -46,9 +46,7 @@ def attempt(number: int = 1, **more: Any) -> dict[str, Any]:
         "started_at": 1000.0,
         "ended_at": None,
         "failure": None,
-        "components": {
-            "api": seen(1001.0, 1003.0),
-        },
+        "components": {"api": seen(1001.0, 1003.0)},
         **more,
     }
 

@@ -264,11 +264,7 @@ def test_a_new_attempt_forgets_the_servers_of_the_last_one() -> None:
         ),
         # the address of the API is not the one for people
         (
-            {
-                "WANDB_PROJECT": "p",
-                "WANDB_ENTITY": "t",
-                "WANDB_BASE_URL": "https://api.wandb.ai",
-            },
+            {"WANDB_PROJECT": "p", "WANDB_ENTITY": "t", "WANDB_BASE_URL": "https://api.wandb.ai"},
             "https://wandb.ai/t/p",
             "project p",
         ),

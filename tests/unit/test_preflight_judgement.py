@@ -108,12 +108,7 @@ def test_what_may_be_in_order_is_not_held_against_a_node(seen: NodeSeen) -> None
 
 @pytest.mark.parametrize(
     ("option", "has_other_driver", "is_fault"),
-    [
-        ("auto", False, False),
-        ("auto", True, True),
-        ("real", False, True),
-        ("any", True, False),
-    ],
+    [("auto", False, False), ("auto", True, True), ("real", False, True), ("any", True, False)],
 )
 def test_gpus_without_a_driver_are_a_fault_where_others_have_one(
     option: Any, has_other_driver: bool, is_fault: bool

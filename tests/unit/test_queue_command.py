@@ -73,9 +73,7 @@ class Server:
 
     def __init__(self) -> None:
         self.pool = WorkPool(
-            name="gang",
-            type="gang",
-            base_job_template=with_settings(TEMPLATE, SET),
+            name="gang", type="gang", base_job_template=with_settings(TEMPLATE, SET)
         )
         self.queues = {"default": SimpleNamespace(id=uuid4(), name="default", is_paused=False)}
         self.flow_runs: dict[UUID, FlowRun] = {}
@@ -235,16 +233,8 @@ def test_why_a_run_waits(command: Command, server: Server, asked: str) -> None:
             {},
             "running-run has been admitted, and is about to start, since 2026-01-02 13:00 UTC.",
         ),
-        (
-            StateType.CANCELLING,
-            {},
-            "running-run is being cancelled, since 2026-01-02 13:00 UTC.",
-        ),
-        (
-            StateType.COMPLETED,
-            {},
-            "running-run has ended: Completed at 2026-01-02 13:00 UTC.",
-        ),
+        (StateType.CANCELLING, {}, "running-run is being cancelled, since 2026-01-02 13:00 UTC."),
+        (StateType.COMPLETED, {}, "running-run has ended: Completed at 2026-01-02 13:00 UTC."),
         # the server has it start later, or has not shown it to the gate yet
         (
             StateType.SCHEDULED,

@@ -281,8 +281,7 @@ def test_a_gang_that_cannot_be_read_is_a_fault(spec: dict[str, Any], fault: str)
 
 
 @pytest.mark.parametrize(
-    ("command", "fault"),
-    [("true", ""), ("${rollout.port}", "unknown name `${rollout.port}`")],
+    ("command", "fault"), [("true", ""), ("${rollout.port}", "unknown name `${rollout.port}`")]
 )
 def test_a_component_that_the_form_leaves_out_is_none(command: str, fault: str) -> None:
     components = {"rollout": None, "trainer": {"command": [command]}}

@@ -183,10 +183,7 @@ def test_what_is_not_worth_a_rewrite_leaves_the_key(one: Message, other: Message
         (first("1", in_s=4500), first("1", in_s=4600)),
         (later(Why.BEHIND), later(Why.WOULD_DELAY)),
         (later(Why.LIMIT, limit=(14, 16)), later(Why.LIMIT, limit=(14, 24))),
-        (
-            later(Why.BEHIND, number=TOLD_THE_FIRST),
-            later(Why.BEHIND, number=TOLD_THE_FIRST + 1),
-        ),
+        (later(Why.BEHIND, number=TOLD_THE_FIRST), later(Why.BEHIND, number=TOLD_THE_FIRST + 1)),
         (paused(None, "gang"), paused(None, "gang", "low")),
     ],
 )

@@ -12,21 +12,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "deployments" / "quickstart"))
 
 from copy_task import EOS, VOCABULARY, prompt_of
-from grpo import (
-    CLIP_RANGE,
-    Batch,
-    initial_state,
-    loss_and_gradient,
-    train_step,
-)
-from policy import (
-    CONTEXT_TOKENS,
-    WEIGHT_NAMES,
-    Policy,
-    context_of,
-    forward,
-    initial_policy,
-)
+from grpo import CLIP_RANGE, Batch, initial_state, loss_and_gradient, train_step
+from policy import CONTEXT_TOKENS, WEIGHT_NAMES, Policy, context_of, forward, initial_policy
 
 
 def a_policy(seed: int = 0) -> Policy:

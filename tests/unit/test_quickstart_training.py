@@ -17,10 +17,7 @@ sys.path.insert(0, str(QUICKSTART))
 import trainer
 from atropos_api import ApiError, AtroposApi, batch_of
 from checkpoints import Checkpoint, save
-from copy_task import (
-    EOS,
-    reward_of,
-)
+from copy_task import EOS, reward_of
 from grpo import initial_state
 from policy import context_of
 

@@ -8,14 +8,7 @@ from typing import Any
 import pytest
 
 from tasks.rollout.building import Addresses, PortNeed, build, nodes_needed, ports_needed
-from tasks.rollout.topology import (
-    Answers,
-    Ask,
-    Engine,
-    Questions,
-    ServerSlot,
-    TopologyPlan,
-)
+from tasks.rollout.topology import Answers, Ask, Engine, Questions, ServerSlot, TopologyPlan
 from tasks.spec.rollout import Rollout
 
 ALL = tuple(range(16))
@@ -58,10 +51,7 @@ def test_lmdeploy_tp16_is_one_entrypoint_for_all_ranks() -> None:
         *("lmdeploy", "serve", "api_server", "m", "--backend", "pytorch", "--tp", "16"),
         *("--server-name", "n0", "--server-port", "30001"),
     )
-    assert server.env == {
-        "LMDEPLOY_DIST_MASTER_ADDR": "n0",
-        "LMDEPLOY_DIST_MASTER_PORT": "30000",
-    }
+    assert server.env == {"LMDEPLOY_DIST_MASTER_ADDR": "n0", "LMDEPLOY_DIST_MASTER_PORT": "30000"}
     assert plan.engines[0].nodes == (0, 1)
     assert plan.groups == ((0,),)
     assert plan.training_mesh == (ALL,)

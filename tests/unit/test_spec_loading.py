@@ -558,7 +558,4 @@ def test_a_component_without_content_in_a_file_is_a_fault_and_not_left_out(tmp_p
         load_spec(path)
 
     [fault] = raised.value.faults
-    assert (fault.path, fault.problem) == (
-        "components.trainer",
-        "must be a mapping, found nothing",
-    )
+    assert (fault.path, fault.problem) == ("components.trainer", "must be a mapping, found nothing")

@@ -122,9 +122,7 @@ def test_too_few_cpus_for_verls_placement_groups_are_found(name: str, cpus: int)
 
     found = faults(spec_with(name, gang=gang))
 
-    assert found == [
-        f"trainer: gang.cpus_per_gpu is {cpus}, but verl asks Ray for {cpus + 1}",
-    ]
+    assert found == [f"trainer: gang.cpus_per_gpu is {cpus}, but verl asks Ray for {cpus + 1}"]
 
 
 def test_the_command_names_what_is_wrong_and_exits_1(

@@ -100,11 +100,7 @@ def _filled(spec: RunSpec) -> RunSpec:
 
 
 def _override_fault(
-    override: str,
-    env: Mapping[str, str],
-    configuration: str,
-    facts: Facts,
-    values: dict[str, Any],
+    override: str, env: Mapping[str, str], configuration: str, facts: Facts, values: dict[str, Any]
 ) -> str:
     """What is wrong with one override, else nothing; a good one is entered in `values`."""
     keys = facts.configurations[configuration]
