@@ -42,10 +42,6 @@ from tasks.spec.probes import LiveProbe, ReadyProbe
 from tasks.spec.run import OnExitZero, Progress
 
 
-def _as_it_is(text: str) -> str:
-    return text
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComponentPlan:
     """One component: what to start, how to tell that it is ready, what its end means."""
@@ -81,7 +77,7 @@ class AttemptPlan:
     #: What holds the attempt's processes.
     containment: Containment = field(default_factory=lambda: Containment(level=Level.L2))
     #: Takes secrets out of a text, before it is written down.
-    mask: Callable[[str], str] = _as_it_is
+    mask: Callable[[str], str] = str
 
     @property
     def own_questions(self) -> list[str]:
@@ -230,6 +226,9 @@ class AttemptContext:
 class Member(ABC):
     """A component from before its start until nothing of it is left."""
 
+    #: Resolves with its end, once it is launched.
+    exited: asyncio.Future[Exit]
+
     def __init__(self, plan: ComponentPlan, context: AttemptContext) -> None:
         """Raises: OSError, when what it needs can't be had."""
         self.plan = plan
@@ -249,11 +248,6 @@ class Member(ABC):
     @property
     def name(self) -> str:
         return self.plan.name
-
-    @property
-    @abstractmethod
-    def exited(self) -> asyncio.Future[Exit]:
-        """Resolves with its end, once it is launched."""
 
     @property
     @abstractmethod
@@ -372,10 +366,6 @@ class Member(ABC):
     async def let_go(self) -> None:
         """Leave it running, where it is able to without this process; else end it."""
         await self.end()
-
-    def processes(self) -> list[int]:
-        """Its processes on this machine."""
-        return []
 
     def _probe(self, spec: ReadyProbe | LiveProbe) -> ComponentProbe | None:
         """The question of a spec; None for one that is not answered by asking."""

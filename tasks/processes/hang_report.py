@@ -8,7 +8,6 @@ py-spy, where it is installed; and the processes themselves, asked by SIGABRT.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import resource
@@ -21,12 +20,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 
+from tasks.processes.guarded import Command
 from tasks.processes.identity import ProcessId
+from tasks.processes.ports import sockets_of, tcp_sockets
 from tasks.record.outcome import signal_name
 from tasks.spec.words import moment
 
@@ -78,11 +77,9 @@ def has_signal(status: dict[str, str], key: str, signum: int) -> bool:
 def sockets_in(net: Path) -> Sockets:
     """The TCP and Unix sockets of a network namespace, from the folder `net` of a process in it."""
     found: Sockets = {}
-    for table in ("tcp", "tcp6"):
-        for line in _text(net / table).splitlines()[1:]:
-            _, local, remote, state, *rest = line.split()
-            ends = f"{_address(local)} -> {_address(remote)}"
-            found[rest[5]] = f"{table} {ends} {_named(_TCP_STATES, int(state, 16))}"
+    for table, (_, local, remote, state, *rest) in tcp_sockets(net):
+        ends = f"{_address(local)} -> {_address(remote)}"
+        found[rest[5]] = f"{table} {ends} {_named(_TCP_STATES, int(state, 16))}"
     for line in _text(net / "unix").splitlines()[1:]:
         with suppress(ValueError):  # The name of a socket may hold the end of a line.
             _, _, _, flags, _, state, inode, *path = line.split()
@@ -103,38 +100,26 @@ def _describe(at: Path, pid: int, status: dict[str, str], sockets: Sockets) -> I
         signals = [n for n in range(1, 65) if has_signal(status, key, n)]
         if signals:
             yield f"  signals {name}: {' '.join(map(signal_name, signals))}"
-    yield f"  children: {' '.join(_children(at)) or 'none'}"
+    threads = _numbers(at / "task")
+    below = [_text(at / "task" / thread / "children") for thread in threads]
+    yield f"  children: {' '.join(' '.join(below).split()) or 'none'}"
     if stack := _text(at / "stack", unreadable=lambda why: why):
         yield "  kernel stack:"
         yield from (f"    {line}" for line in stack.splitlines())
-    threads = _numbers(at / "task")
     yield f"  threads: {len(threads)}"
     for thread in threads[:_THREADS_AT_MOST]:
         yield f"    {_describe_thread(at / 'task' / thread)}"
     yield "  sockets:"
-    yield from (f"    {line}" for line in _open_sockets(at / "fd", sockets) or ["none"])
+    held = sorted(sockets_of(pid, str(at.parent)).items())[:_SOCKETS_AT_MOST]
+    yield from (f"    fd {fd} {sockets.get(inode, 'of another kind')}" for fd, inode in held)
+    if not held:
+        yield "    none"
 
 
 def _describe_thread(at: Path) -> str:
     head, _, rest = _text(at / "stat").rpartition(") ")
     state = rest[:1] or "?"
     return f"{at.name} {head.partition('(')[2]} {state} {_text(at / 'wchan') or '?'}"
-
-
-def _children(at: Path) -> list[str]:
-    return [
-        child
-        for thread in _numbers(at / "task")
-        for child in _text(at / "task" / thread / "children").split()
-    ]
-
-
-def _open_sockets(fds: Path, sockets: Sockets) -> list[str]:
-    targets = [(fd, _link(fds / fd)) for fd in _numbers(fds)]
-    held = [(fd, target[8:-1]) for fd, target in targets if target.startswith("socket:[")]
-    return [
-        f"fd {fd} {sockets.get(inode, 'of another kind')}" for fd, inode in held[:_SOCKETS_AT_MOST]
-    ]
 
 
 def _address(written: str) -> str:
@@ -189,7 +174,13 @@ def python_stacks(pids: Iterable[int], within_s: float) -> Iterator[str]:
     with ExitStack() as stack:
         asked = []
         for pid in [pid for pid in pids if _is_python(pid)][:_ASKED_AT_MOST]:
-            popen = _dump(spy, pid)
+            popen = subprocess.Popen(
+                # Without a pause of the process: one that is stopped would keep py-spy waiting.
+                [spy, "dump", "--nonblocking", "--pid", str(pid)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+            )
             stack.callback(popen.wait)
             stack.callback(popen.kill)
             asked.append((pid, popen))
@@ -238,16 +229,6 @@ def _py_spy() -> str | None:
     return shutil.which("py-spy", path=os.pathsep.join([beside, os.environ.get("PATH", "")]))
 
 
-def _dump(spy: str, pid: int) -> subprocess.Popen[bytes]:
-    # Without a pause of the process: one that is stopped would keep py-spy waiting for it.
-    return subprocess.Popen(
-        [spy, "dump", "--nonblocking", "--pid", str(pid)],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
-
-
 def _is_python(pid: int) -> bool:
     try:
         return os.path.basename(os.readlink(f"/proc/{pid}/exe")).startswith(("python", "pypy"))
@@ -267,28 +248,6 @@ _BEFORE_KILL_S = 1.0
 _LOG_BYTES_AT_MOST = 1 << 20
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Hung:
-    """A component that hangs."""
-
-    name: str
-    #: Its first process.
-    pid: int | None
-    #: Where its output goes, and beside it the diagnosis.
-    log: Path
-    stop_signal: int
-    #: Seconds from the stop signal to SIGKILL.
-    grace_s: float
-    #: The pids of its tree, parents first, each time anew; none once they can't be told.
-    processes: Callable[[], list[int]]
-    #: Takes secrets out of a text.
-    mask: Callable[[str], str]
-
-    @property
-    def report(self) -> Path:
-        return self.log.with_name(f"{self.name}.hang.txt")
-
-
 class Diagnosis:
     """Examines a component that hangs while it is ended.
 
@@ -298,8 +257,26 @@ class Diagnosis:
     where a process or a file system keeps them.
     """
 
-    def __init__(self, hung: Hung) -> None:
-        self._hung = hung
+    def __init__(
+        self,
+        name: str,
+        command: Command,
+        pid: int,
+        processes: Callable[[], list[int]],
+        mask: Callable[[str], str],
+    ) -> None:
+        """
+        Args:
+            pid: of the component's first process.
+            processes: the pids of its tree, parents first, each time anew; none once they can't be
+                told.
+            mask: takes secrets out of a text.
+        """
+        self._name, self._pid = name, pid
+        self._command = command
+        self._processes = processes
+        self._mask = mask
+        self._report = command.log.with_name(f"{name}.hang.txt")
         self._is_written = False
         self._log_began = 0
         self._late: asyncio.Task[None] | None = None
@@ -307,31 +284,26 @@ class Diagnosis:
     async def examine(self) -> Path | None:
         """Write down the state of its processes; the file, None where there is none."""
         await _within(_EXAMINED_WITHIN_S, self._examine)
-        return self._hung.report if self._is_written else None
+        return self._report if self._is_written else None
 
     async def __aenter__(self) -> None:
         await _within(_ABORTED_WITHIN_S, self._abort_early)
         self._late = asyncio.create_task(self._abort_late())
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         if self._late is not None:
             self._late.cancel()
         if self._is_written:
             await _within(_COPIED_WITHIN_S, self._copy_log)
 
     def _examine(self) -> None:
-        pids = self._hung.processes()
+        pids = self._processes()
         if not pids:
             return
         with _told_if_it_fails():
-            self._log_began = self._hung.log.stat().st_size
+            self._log_began = self._command.log.stat().st_size
         with _told_if_it_fails():
-            self._write(f"{self._hung.name} (pid {self._hung.pid}) hangs, {moment(time.time())}\n")
+            self._write(f"{self._name} (pid {self._pid}) hangs, {moment(time.time())}\n")
             for text in kernel_view(pids):
                 self._write(text)
         for text in python_stacks(pids, _STACKS_WITHIN_S):
@@ -340,7 +312,7 @@ class Diagnosis:
     def _abort_early(self) -> None:
         """Ask those for their stacks that the stop signal will just end."""
         # The first process last: once it has gone, the guardian tells the rest to stop.
-        unheard = [pid for pid in reversed(self._hung.processes()) if self._dies_unheard(pid)]
+        unheard = [pid for pid in reversed(self._processes()) if self._dies_unheard(pid)]
         abort_python(map(ProcessId.of, unheard), _ABORTED_WITHIN_S)
 
     def _dies_unheard(self, pid: int) -> bool:
@@ -348,26 +320,24 @@ class Diagnosis:
         if self._catches_stop(pid):
             return False
         # Out of reach of the first signal, it may be needed by a first process that does save.
-        first = self._hung.pid or 0
-        return not self._catches_stop(first) or _group_of(pid) == _group_of(first)
+        return not self._catches_stop(self._pid) or _group_of(pid) == _group_of(self._pid)
 
     def _catches_stop(self, pid: int) -> bool:
-        status = status_of(pid)
-        return has_signal(status, "SigCgt", self._hung.stop_signal)
+        return has_signal(status_of(pid), "SigCgt", self._command.stop_signal)
 
     async def _abort_late(self) -> None:
         """Ask those for their stacks that the stop signal has not ended, before SIGKILL does."""
-        grace_s = self._hung.grace_s
+        grace_s = self._command.grace_s
         before_kill_s = min(_BEFORE_KILL_S, grace_s / 2)
         await asyncio.sleep(grace_s - before_kill_s)
 
         def abort() -> None:
-            abort_python(map(ProcessId.of, reversed(self._hung.processes())), before_kill_s)
+            abort_python(map(ProcessId.of, reversed(self._processes())), before_kill_s)
 
         await _within(before_kill_s, abort)
 
     def _copy_log(self) -> None:
-        log = self._hung.log
+        log = self._command.log
         with log.open("rb") as f:
             f.seek(self._log_began)
             said = f.read(_LOG_BYTES_AT_MOST).decode(errors="replace")
@@ -375,8 +345,8 @@ class Diagnosis:
             self._write(f"{log.name} from then on:\n{said}")
 
     def _write(self, text: str) -> None:
-        with self._hung.report.open("a", encoding="utf-8") as f:
-            f.write(self._hung.mask(text) + "\n")
+        with self._report.open("a", encoding="utf-8") as f:
+            f.write(self._mask(text) + "\n")
         self._is_written = True
 
 
@@ -388,16 +358,16 @@ async def _within(limit_s: float, work: Callable[[], None]) -> None:
     def run() -> None:
         with _told_if_it_fails():
             work()
-        with contextlib.suppress(RuntimeError):  # The loop has gone on without us, and is closed.
+        with suppress(RuntimeError):  # The loop has gone on without us, and is closed.
             loop.call_soon_threadsafe(done.set)
 
     threading.Thread(target=run, name="diagnosis", daemon=True).start()
-    with contextlib.suppress(TimeoutError):
+    with suppress(TimeoutError):
         async with asyncio.timeout(limit_s):
             await done.wait()
 
 
-@contextlib.contextmanager
+@contextmanager
 def _told_if_it_fails() -> Iterator[None]:
     try:
         yield

@@ -8,7 +8,7 @@ import os
 import random
 import socket
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,23 +71,20 @@ def _take_in(data: bytes, found: dict[str, int]) -> bool:
 
 
 def _read(port: int) -> dict[str, int]:
-    """The same from /proc, which takes the kernel a look at every connection of the machine.
+    """The same from /proc, which takes the kernel a look at every connection of the machine."""
+    return {
+        fields[9]: int(fields[7])
+        for _, fields in tcp_sockets(Path("/proc/net"))
+        if fields[3] == _LISTEN and fields[1].endswith(f":{port:04X}")
+    }
 
-    Source: proc_net(5), tcp and tcp6.
-    """
-    wanted = f":{port:04X}"
-    inodes: dict[str, int] = {}
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        try:
-            lines = Path(table).read_text().splitlines()[1:]
-        except OSError:
-            continue
-        for line in lines:
-            if f"{wanted} " in line[:50]:
-                fields = line.split()
-                if fields[3] == _LISTEN and fields[1].endswith(wanted):
-                    inodes[fields[9]] = int(fields[7])
-    return inodes
+
+def tcp_sockets(net: Path) -> Iterator[tuple[str, list[str]]]:
+    """`(table, fields)` of each TCP socket in a process's folder `net`. Source: proc_net(5)."""
+    for table in ("tcp", "tcp6"):
+        with suppress(OSError):
+            for line in (net / table).read_text().splitlines()[1:]:
+                yield table, line.split()
 
 
 #: Ports are taken from here, below what the kernel hands out to outgoing connections.
@@ -207,7 +204,7 @@ def listeners(port: int, likely: Iterable[int] = ()) -> list[Listener]:
     rest = dict(inodes)
     for pids in (likely, tree.all_pids()):
         for pid in pids:
-            held = _sockets_of(pid) & rest.keys()
+            held = {*sockets_of(pid).values()} & rest.keys()
             if held:
                 found.append(_describe(pid, rest[next(iter(held))]))
                 for inode in held:
@@ -219,9 +216,10 @@ def listeners(port: int, likely: Iterable[int] = ()) -> list[Listener]:
     ]
 
 
-def _sockets_of(pid: int) -> set[str]:
-    targets = tree.open_files(pid).values()
-    return {target[8:-1] for target in targets if target.startswith("socket:[")}
+def sockets_of(pid: int, proc: str = "/proc") -> dict[int, str]:
+    """`inode[fd]` of a process's sockets."""
+    files = tree.open_files(pid, proc).items()
+    return {fd: target[8:-1] for fd, target in files if target.startswith("socket:[")}
 
 
 def _describe(pid: int, uid: int) -> Listener:

@@ -10,11 +10,10 @@ from dataclasses import replace
 from tasks.processes import tree
 from tasks.processes.child_watch import ProcessLoss, ProcessWatch
 from tasks.processes.component import AttemptContext, ComponentPlan, Member, PortTaken, forever
-from tasks.processes.hang_report import Diagnosis, Hung
+from tasks.processes.hang_report import Diagnosis
 from tasks.processes.identity import ProcessId
 from tasks.processes.ports import Listener, is_listened, listeners
 from tasks.processes.probes import ComponentProbe, NotifyProbe, NotifySocket
-from tasks.record.outcome import Exit
 from tasks.spec.probes import LiveProbe, ReadyProbe
 
 #: What a guardian needs after the grace period to kill, to reap, and to report what is stuck.
@@ -32,6 +31,7 @@ class ProcessMember(Member):
         """Raises: OSError, when its guardian can't be started."""
         super().__init__(plan, context)
         self.process = context.guards.prepare(plan)
+        self.exited = self.process.exited
         self._guardian = ProcessId.of(self.process.guardian_pid)
         self._parent_pid = 0
         self._notify: NotifySocket | None = None
@@ -39,10 +39,6 @@ class ProcessMember(Member):
 
     def __str__(self) -> str:
         return f"{self.name} (pid {self.process.pid})" if self.process.pid else self.name
-
-    @property
-    def exited(self) -> asyncio.Future[Exit]:
-        return self.process.exited
 
     @property
     def pid(self) -> int | None:
@@ -55,10 +51,6 @@ class ProcessMember(Member):
         self.process.kill()
 
     async def launch(self) -> None:
-        """Start the process.
-
-        Raises: OSError, when the program can't be started; PortTaken. Nothing is left then.
-        """
         self._emit("component.starting", self.name)
         command = self.plan.command
         if self.plan.ready is not None and self.plan.ready.notify:
@@ -76,10 +68,6 @@ class ProcessMember(Member):
         self._emit("component.spawned", self.name, pid=pid, argv=list(command.argv))
 
     async def until_process_lost(self) -> ProcessLoss:
-        """Watch the processes below it that must stay alive, for ever.
-
-        Returns: the loss of one. A cancel ends it.
-        """
         live = self.plan.live
         if live is None or live.processes is None:
             return await forever()
@@ -93,36 +81,23 @@ class ProcessMember(Member):
                 "process.watched", self.name, pid=pid, command=command
             ),
         ).until_lost()
-        exited = self.process.exited
         if self.plan.on_exit_zero != "fail":
             # A component that may leave in good order ends its own processes first.
             if loss.is_orderly:
-                await asyncio.wait([exited], timeout=_LEAVES_WITHIN_S)
-            if exited.done() and exited.result().is_zero:
+                await asyncio.wait([self.exited], timeout=_LEAVES_WITHIN_S)
+            if self.exited.done() and self.exited.result().is_zero:
                 return await forever()
         return loss
 
     async def examine(self) -> None:
         """Write down what it hangs in; `end` adds to that what it says at its end."""
-        command = self.plan.command
-        hung = Hung(
-            name=self.name,
-            pid=self.process.pid,
-            log=command.log,
-            stop_signal=command.stop_signal,
-            grace_s=command.grace_s,
-            processes=self.processes,
-            mask=self._context.mask,
+        self._diagnosis = Diagnosis(
+            self.name, self.plan.command, self.pid or 0, self.processes, self._context.mask
         )
-        self._diagnosis = Diagnosis(hung)
         if (report := await self._diagnosis.examine()) is not None:
             self._emit("component.diagnosed", self.name, pid=self.process.pid, path=str(report))
 
     async def end(self) -> tuple[int | str, ...]:
-        """Stop the process and wait until its whole tree is gone.
-
-        Returns: the pids that SIGKILL did not end; empty when the tree is.
-        """
         if not self.is_launched:
             self.process.dismiss()
             if not await self._is_empty_within(_LEAVE_WITHIN_S):
@@ -170,18 +145,14 @@ class ProcessMember(Member):
         return super()._probe(spec)
 
     def _refuse_foreign(self, port: int | None) -> None:
-        """Raises: PortTaken, when a server that is not of this run answers on the port."""
         if port is None or not is_listened(port):
             return
         # A port that was reserved for another component is that one's to answer on.
         ours = self._context.own_pids()
         for listener in listeners(port, ours):
             if listener.pid not in ours and self._is_foreign(listener):
-                who = (
-                    f"pid {listener.pid} ({listener.command})"
-                    if listener.pid
-                    else "a process of another user"
-                )
+                known = f"pid {listener.pid} ({listener.command})"
+                who = known if listener.pid else "a process of another user"
                 raise PortTaken(
                     f"port {port} is held by {who}, which is not of this run: "
                     "end it, or use ${NAME.port} for a free port"

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import contextlib
 import threading
 from collections.abc import Coroutine
-from types import TracebackType
 from typing import Any, TypeVar
 
 from tasks.processes import tree
@@ -43,12 +41,13 @@ class Supervisor:
         """
         with contextlib.suppress(OSError):  # At level L1.
             tree.become_subreaper()
+        self._attempt = SupervisedAttempt(plan, ports, emit, register)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
         self._thread.start()
         self._verdict: Verdict | None = None
         try:
-            self._attempt = self._call(_make(plan, ports, emit, register)).result()
+            self._call(self._attempt.prepare())
         except BaseException:
             self._stop_thread()
             raise
@@ -59,11 +58,11 @@ class Supervisor:
 
         Raises: RunEnded, when how the run ends is decided, by this component's failure or before.
         """
-        self._call(self._attempt.start(component)).result()
+        self._call(self._attempt.start(component))
 
     def wait_decided(self) -> None:
         """Wait until how the run ends is decided."""
-        self._call(self._attempt.decided.wait()).result()
+        self._call(self._attempt.decided.wait())
 
     @property
     def decision(self) -> Decision | None:
@@ -100,18 +99,13 @@ class Supervisor:
         Returns: the verdict on the attempt.
         """
         if self._verdict is None:
-            self._verdict = self._call(self._attempt.teardown()).result()
+            self._verdict = self._call(self._attempt.teardown())
         return self._verdict
 
     def __enter__(self) -> Supervisor:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if not self._loop.is_closed():
             self.teardown()
             self._stop_thread()
@@ -129,13 +123,5 @@ class Supervisor:
         asyncio.set_event_loop(self._loop)
         self._loop.run_forever()
 
-    def _call(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-
-
-async def _make(
-    plan: AttemptPlan, ports: PortsReserved, emit: Emit, register: RunRegister | None
-) -> SupervisedAttempt:
-    attempt = SupervisedAttempt(plan, ports, emit, register)
-    await attempt.prepare()
-    return attempt
+    def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()

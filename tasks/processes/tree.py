@@ -148,13 +148,13 @@ def environment_of(pid: int, proc: str = "/proc") -> dict[str, str]:
     return {name: value for name, _, value in pairs if name}
 
 
-def open_files(pid: int) -> dict[int, str]:
+def open_files(pid: int, proc: str = "/proc") -> dict[int, str]:
     """`target[fd]`: a path, or such as `socket:[4711]`; of another user's process nothing."""
     found: dict[int, str] = {}
     try:
-        for name in os.listdir(f"/proc/{pid}/fd"):
+        for name in os.listdir(f"{proc}/{pid}/fd"):
             try:
-                found[int(name)] = os.readlink(f"/proc/{pid}/fd/{name}")
+                found[int(name)] = os.readlink(f"{proc}/{pid}/fd/{name}")
             except OSError:  # Closed meanwhile.
                 continue
     except OSError:

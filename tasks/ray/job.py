@@ -31,7 +31,7 @@ from tasks.ray.end import (
 )
 from tasks.ray.submission import JobPlan, SubmissionFile
 from tasks.ray.submit import STRAGGLERS_S, Submitter
-from tasks.record.outcome import Exit, JobLoss, JobRefused
+from tasks.record.outcome import JobLoss, JobRefused
 from tasks.spec.failure_kinds import FailureKind
 
 _AGAIN_AFTER_S = 0.5
@@ -162,7 +162,7 @@ class RayJob(Member):
             sweep: ends the processes of the job on every node; returns what is left.
         """
         super().__init__(plan, context)
-        self._exited: asyncio.Future[Exit] = asyncio.get_running_loop().create_future()
+        self.exited = asyncio.get_running_loop().create_future()
         self._job = job
         self._say = partial(context.emit, component=plan.name)
         self._clock = clock
@@ -196,10 +196,6 @@ class RayJob(Member):
 
     def __str__(self) -> str:
         return f"{self.name} (job {self._job.submission_id})"
-
-    @property
-    def exited(self) -> asyncio.Future[Exit]:
-        return self._exited
 
     @property
     def pid(self) -> int | None:
