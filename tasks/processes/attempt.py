@@ -36,6 +36,8 @@ from tasks.record.states import RunState
 from tasks.spec.errors import RunEnded
 from tasks.spec.failure_kinds import FailureKind
 
+_log = logging.getLogger(__name__)
+
 _FATAL_SIGNALS = frozenset({"SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGTRAP"})
 _USERS_ERRNOS = frozenset(
     # What Python itself refuses, such as a NUL in an argument, has number 0.
@@ -153,9 +155,6 @@ class EarliestDecision:
         self.decision = decision
         self.reserve(decision.at_monotonic_s)
         return True
-
-
-_log = logging.getLogger(__name__)
 
 
 class SupervisedAttempt:
@@ -380,9 +379,10 @@ class SupervisedAttempt:
         self._decide(Decision.of(verdict, exit.at_monotonic_s))
 
     def _fail_by_exit(self, member: Member, exit: Exit) -> None:
+        ended = str(exit) if exit.signal is not None else f"ended with {exit}"
         before = "" if member.is_ready else " before it was ready"
         early = " while it should have stayed" if exit.is_zero else ""
-        message = f"{member} {_verb(exit)}{before or early} after {member.seconds_alive():.1f} s"
+        message = f"{member} {ended}{before or early} after {member.seconds_alive():.1f} s"
         self._fail(member, message, "exit", exit=exit)
 
     def _fail_by_loss(self, member: Member, loss: JobLoss) -> None:
@@ -505,7 +505,3 @@ class SupervisedAttempt:
         """Every process of this attempt, guardians aside."""
         processes = (m for m in self.members.values() if isinstance(m, ProcessMember))
         return set(tree.descendants(*(m.process.guardian_pid for m in processes)))
-
-
-def _verb(exit: Exit) -> str:
-    return str(exit) if exit.signal is not None else f"ended with {exit}"

@@ -34,7 +34,14 @@ from tasks.processes.probes import (
     TcpProbe,
     until_yes,
 )
-from tasks.processes.registry import JobEntry, RegisterEntry, RunRegister, SharedMemoryWatch
+from tasks.processes.registry import (
+    JobEntry,
+    RegisterEntry,
+    RunRegister,
+    SharedMemoryWatch,
+    enter,
+    leave,
+)
 from tasks.record.causes import read_tail
 from tasks.record.events import Emit
 from tasks.record.outcome import Exit, JobLoss
@@ -147,7 +154,8 @@ class AttemptGuards:
     def enter_job(self, component: ComponentPlan, submission_id: str) -> None:
         """Register a component's job, before it is submitted. Raises: OSError."""
         if self._register is not None:
-            self._register.enter_job(
+            enter(
+                self._register.directory,
                 JobEntry(
                     run_id=self._plan.run_id,
                     attempt=self._plan.number,
@@ -155,7 +163,7 @@ class AttemptGuards:
                     submission_id=submission_id,
                     log=component.command.log,
                     grace_s=component.command.grace_s,
-                )
+                ),
             )
 
     def release(self, component: str) -> None:
@@ -166,7 +174,7 @@ class AttemptGuards:
             return
         if self._register is not None:
             with contextlib.suppress(OSError):
-                self._register.leave(component)
+                leave(self._register.directory, component)
 
     async def close(self) -> tuple[int, ...]:
         """End what guards them.
@@ -194,7 +202,8 @@ class AttemptGuards:
     def _enter(self, component: ComponentPlan, forked: Forked) -> None:
         if self._register is None:
             return
-        self._register.enter(
+        enter(
+            self._register.directory,
             RegisterEntry(
                 run_id=self._plan.run_id,
                 attempt=self._plan.number,
@@ -205,7 +214,7 @@ class AttemptGuards:
                 process=ProcessId.of(forked.pid),
                 cgroup=Path(forked.cgroup) if forked.cgroup is not None else None,
                 grace_s=component.command.grace_s,
-            )
+            ),
         )
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from tasks.processes import cgroup, tree
 
-_INIT = Path(__file__).with_name("namespace_init.py")
+_INIT = [sys.executable, "-I", "-S", str(Path(__file__).with_name("namespace_init.py"))]
 _PROBE_WITHIN_S = 20.0
 
 
@@ -107,10 +107,10 @@ def allowed_level() -> Level:
 @functools.cache
 def why_no_namespace() -> str:
     """Why no PID namespace can be had here, in words; empty where it can."""
-    command = [sys.executable, "-I", "-S", str(_INIT), "--probe"]
     try:
+        # Its standard input ends at once, and so does the namespace.
         done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_PROBE_WITHIN_S
+            _INIT, stdin=subprocess.DEVNULL, capture_output=True, timeout=_PROBE_WITHIN_S
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"a trial failed: {error}"
@@ -172,29 +172,21 @@ class PidNamespace:
 
     def __init__(self) -> None:
         """Raises: OSError, where none can be made."""
-        alive_read, self._alive = os.pipe()
-        report_read, report_write = os.pipe()
+        self._outside = subprocess.Popen(
+            _INIT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            bufsize=0,
+            start_new_session=True,
+            cwd="/",
+            env={"MUSTER_ROLE": "namespace"},
+        )
+        assert self._outside.stdin is not None and self._outside.stdout is not None
+        self._alive = self._outside.stdin
         try:
-            self._outside = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(_INIT), str(alive_read), str(report_write)],
-                pass_fds=[alive_read, report_write],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-                cwd="/",
-                env={"MUSTER_ROLE": "namespace"},
-            )
-        except BaseException:
-            os.close(report_read)
-            os.close(self._alive)
-            raise
-        finally:
-            os.close(alive_read)
-            os.close(report_write)
-        try:
-            readable, _, _ = select.select([report_read], [], [], _START_WITHIN_S)
-            said = os.read(report_read, 64) if readable else b""
+            readable, _, _ = select.select([self._outside.stdout], [], [], _START_WITHIN_S)
+            said = self._outside.stdout.read(64) if readable else b""
             if not said:
                 raise OSError("no PID namespace can be made here")
             #: Of its first process, as seen from here.
@@ -204,23 +196,24 @@ class PidNamespace:
         except BaseException:
             self._outside.kill()
             self._outside.wait()
-            os.close(self._alive)
+            self._alive.close()
             raise
         finally:
-            os.close(report_read)
+            self._outside.stdout.close()
 
     @property
     def fds(self) -> tuple[int, ...]:
         """What a guardian needs to enter: user (-1: ours), pid and mount namespace, and the pipe
         that keeps the first process."""
-        return (*self._fds, self._alive)
+        return (*self._fds, self._alive.fileno())
 
     def settle(self) -> None:
         """From now on only the guardians that are there keep the namespace."""
-        for fd in (*self._fds, self._alive):
+        for fd in self._fds:
             if fd >= 0:
                 os.close(fd)
-        self._fds, self._alive = [-1 for _ in self._fds], -1
+        self._fds = []
+        self._alive.close()
 
     def close(self) -> bool:
         """End it, with all that is in it.

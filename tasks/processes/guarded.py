@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from tasks.processes.ending import (
 )
 from tasks.record.outcome import Exit
 
-_GUARDIAN = Path(__file__).with_name("guardian.py")
+_GUARDIAN = (sys.executable, "-I", "-S", str(Path(__file__).with_name("guardian.py")))
 #: A guardian reports its component's end in milliseconds; one that is stopped or hung never does.
 _REPORT_WITHIN_S = 2.0
 #: A guardian that was started answers an order in milliseconds, on a machine out of memory later.
@@ -119,40 +119,29 @@ class GuardedProcess:
 
         Raises: OSError, when no process can be started.
         """
-        me = os.pidfd_open(os.getpid())
-        try:
-            ours, theirs = socket.socketpair()
-        except BaseException:
-            os.close(me)
-            raise
         mark = tree.new_mark()
         inside = namespace.fds if namespace is not None else ()
-        numbers = map(str, (theirs.fileno(), me, mark))
         env = {key: os.environ[key] for key in _GUARDIAN_ENV if key in os.environ}
-        with theirs:
-            try:
-                with guardians_lock:
-                    popen = subprocess.Popen(
-                        [
-                            *(sys.executable, "-I", "-S", str(_GUARDIAN)),
-                            *(*numbers, name, *map(str, inside)),
-                        ],
-                        pass_fds=[theirs.fileno(), me, *(fd for fd in inside if fd >= 0)],
-                        stdin=subprocess.DEVNULL,
-                        stdout=subprocess.DEVNULL,
-                        stderr=subprocess.DEVNULL,
-                        start_new_session=True,
-                        env={**env, **tag, "MUSTER_ROLE": "guardian"},
-                        cwd="/",
-                    )
-                    guardians.add(popen.pid)
-            except OSError:
-                ours.close()
-                raise
-            finally:
-                os.close(me)
-        ours.setblocking(False)
-        return cls(name, popen, ours, mark=mark, is_in_namespace=namespace is not None)
+        with contextlib.ExitStack() as stack:
+            me = os.pidfd_open(os.getpid())
+            stack.callback(os.close, me)
+            ours, theirs = map(stack.enter_context, socket.socketpair())
+            numbers = map(str, (theirs.fileno(), me, mark))
+            with guardians_lock:
+                popen = subprocess.Popen(
+                    [*_GUARDIAN, *numbers, name, *map(str, inside)],
+                    pass_fds=[theirs.fileno(), me, *(fd for fd in inside if fd >= 0)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    start_new_session=True,
+                    env={**env, **tag, "MUSTER_ROLE": "guardian"},
+                    cwd="/",
+                )
+                guardians.add(popen.pid)
+            channel = ours.dup()
+        channel.setblocking(False)
+        return cls(name, popen, channel, mark=mark, is_in_namespace=namespace is not None)
 
     @property
     def guardian_pid(self) -> int:
@@ -178,21 +167,14 @@ class GuardedProcess:
         """
         if self._spawned.done():  # The guardian has gone before it was needed.
             return await self._spawned
-        order: dict[str, Any] = {
-            "argv": list(command.argv),
-            "env": dict(command.env),
-            "cwd": str(command.cwd),
-            "log": str(command.log),
-            "stop_signal": int(command.stop_signal),
-            "grace_s": command.grace_s,
-            "cgroup": cgroup,
-        }
+        order = {field.name: getattr(command, field.name) for field in fields(command)}
+        order |= {"env": dict(command.env), "cgroup": cgroup}
         self._register = register
         self._cgroup = cgroup
         self._owes_processes = True
         # Whole, before anything else is said. The guardian reads at once, unless it is stopped.
         self._channel.settimeout(_ORDER_WITHIN_S)
-        self._channel.sendall(json.dumps(order).encode() + b"\n")
+        self._channel.sendall(json.dumps(order, default=str).encode() + b"\n")
         self._channel.setblocking(False)
         async with asyncio.timeout(_SPAWN_WITHIN_S):
             self.pid = await asyncio.shield(self._spawned)

@@ -52,13 +52,8 @@ _KILL_ROUND_S = 0.02
 #: What the component's process waits for before it executes its program.
 _GO = b"g"
 _IGNORED = (
-    signal.SIGTERM,
-    signal.SIGINT,
-    signal.SIGHUP,
-    signal.SIGQUIT,
-    signal.SIGPIPE,
-    signal.SIGUSR1,
-    signal.SIGUSR2,
+    *(signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGPIPE),
+    *(signal.SIGUSR1, signal.SIGUSR2),
 )
 
 
@@ -125,13 +120,10 @@ class Guardian:
     def __init__(
         self, order: Order, channel: Channel, supervisor: int, wakeup_fd: int, *, is_marked: bool
     ) -> None:
-        """
-        Args:
-            supervisor: its pidfd.
-        """
         self._order = order
         self._is_marked = is_marked
         self._channel = channel
+        #: Its pidfd.
         self._supervisor = supervisor
         self._wakeup_fd = wakeup_fd
         self._leader = 0
@@ -140,6 +132,7 @@ class Guardian:
         self._kill_at: float | None = None
         self._killing_since: float | None = None
         self._reported_stuck = False
+        #: Messages that came before the program ran, a stop for example.
         self._early: list[dict] = []  # type: ignore[type-arg]
         #: The cgroup that the component was put into.
         self._cgroup: str | None = None
@@ -148,7 +141,7 @@ class Guardian:
         """Start the component and stay until nothing of it is left.
 
         Args:
-            messages: what came together with the order, a stop for example.
+            messages: what came together with the order.
         """
         self._early = messages
         try:
@@ -194,7 +187,10 @@ class Guardian:
         while not self._reap():
             if self._killing_since is not None:
                 tree.kill_below_once(self._reap)
-                self._report_stuck()
+                lasts_s = time.monotonic() - self._killing_since
+                if lasts_s > STUCK_AFTER_S and not self._reported_stuck:
+                    self._reported_stuck = True
+                    self._channel.send("stuck", pids=tree.descendants(os.getpid()))
             for fd, _ in poll.poll(self._timeout_ms()):
                 if fd == self._wakeup_fd:
                     os.read(fd, 4096)
@@ -236,7 +232,10 @@ class Guardian:
             )
         if not self._leader_lives and not is_empty:
             self._begin_stop()
-            self._tell_stragglers()
+            # Nobody else will ask the rest of its tree to leave.
+            if not self._told_stragglers:
+                self._told_stragglers = True
+                tree.signal_descendants(os.getpid(), self._order.stop_signal)
         return is_empty
 
     def _begin_stop(self) -> None:
@@ -251,26 +250,12 @@ class Guardian:
                 with contextlib.suppress(PermissionError):
                     os.killpg(self._leader, signum)
 
-    def _tell_stragglers(self) -> None:
-        """Once the leader has gone, nobody else will ask the rest of its tree to leave."""
-        if not self._told_stragglers:
-            self._told_stragglers = True
-            tree.signal_descendants(os.getpid(), self._order.stop_signal)
-
     def _begin_kill(self) -> None:
         if self._killing_since is None:
             self._kill_at = self._killing_since = time.monotonic()
             if self._cgroup is not None:
                 with contextlib.suppress(OSError):
                     cgroup.kill(self._cgroup)
-
-    def _report_stuck(self) -> None:
-        since = self._killing_since
-        if since is None or self._reported_stuck:
-            return
-        if time.monotonic() - since > STUCK_AFTER_S:
-            self._reported_stuck = True
-            self._channel.send("stuck", pids=tree.descendants(os.getpid()))
 
 
 def main() -> None:
@@ -332,9 +317,6 @@ def enter_namespace(user: int, pid: int, mnt: int, alive: int) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.waitpid(child, 0)
     os._exit(0)
-
-
-# The socket module, which is made of this one, takes longer to import than all the rest.
 
 
 class Order:

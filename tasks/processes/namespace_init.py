@@ -1,11 +1,9 @@
-"""The first process of a run's PID namespace: `python -I -S namespace_init.py ALIVE_FD REPORT_FD`.
+"""The first process of a run's PID namespace: `python -I -S namespace_init.py`.
 
-It reaps what its namespace leaves, and stays until the last write end of the pipe ALIVE_FD is
-closed: those are held by the guardians in the namespace. With its end, whatever way it comes, the
-kernel ends every process in the namespace. What was started is a process outside, which waits for
-it; to REPORT_FD it writes the first process's pid as seen from outside, once all is ready.
-
-`--probe` makes a namespace, leaves at once, and says on stderr why that failed.
+It stays until its standard input ends, a pipe whose write ends the guardians in the namespace hold.
+With its end, whatever way it comes, the kernel ends every process in the namespace. What was
+started is a process outside, which waits for it; on standard output it says the first process's pid
+as seen from outside, once all is ready, or on standard error why none can be had.
 
 Stdlib only, as the guardian.
 """
@@ -14,7 +12,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import select
 import signal
 import sys
 
@@ -28,8 +25,6 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def main() -> None:
-    is_probe = sys.argv[1:] == ["--probe"]
-    alive_fd, report_fd = (-1, -1) if is_probe else map(int, sys.argv[1:3])
     try:
         _unshare()
     except OSError as error:
@@ -38,6 +33,8 @@ def main() -> None:
     pid = os.fork()
     if pid == 0:
         os.close(said_read)
+        # The kernel itself reaps what the namespace leaves to this process.
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
         try:
             _settle()
         except OSError as error:
@@ -45,22 +42,19 @@ def main() -> None:
             os._exit(1)
         os.write(said_write, _READY)
         os.close(said_write)
-        if not is_probe:
-            os.close(report_fd)
-            _keep(alive_fd)
+        os.close(1)
+        os.chdir("/")
+        os.read(0, 1)
         os._exit(0)
     os.close(said_write)
-    if alive_fd >= 0:
-        os.close(alive_fd)
     said = os.read(said_read, 4096)
     if said != _READY:
         sys.exit(said.decode() or "the first process of the namespace ended")
-    if report_fd >= 0:
-        # Only its own end is of use now: whoever wants to end this one ends that one.
-        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(signum, signal.SIG_IGN)
-        os.write(report_fd, str(pid).encode())
-        os.close(report_fd)
+    # Only its own end is of use now: whoever wants to end this one ends that one.
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_IGN)
+    os.write(1, str(pid).encode())
+    os.close(1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.waitpid(pid, 0)
     os._exit(0)
@@ -91,34 +85,6 @@ def _mount(source: bytes, target: bytes, kind: bytes | None, flags: int) -> None
     if _libc.mount(source, target, kind, ctypes.c_ulong(flags), None) != 0:
         error = ctypes.get_errno()
         raise OSError(error, f"mount on {target.decode()} is refused: {os.strerror(error)}")
-
-
-def _keep(alive_fd: int) -> None:
-    """Reap until nobody holds the other end of the pipe any more."""
-    wakeup_read, wakeup_write = os.pipe()
-    os.set_blocking(wakeup_read, False)
-    os.set_blocking(wakeup_write, False)
-    signal.set_wakeup_fd(wakeup_write, warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, lambda signum, frame: None)
-    signal.pthread_sigmask(signal.SIG_SETMASK, [])
-    os.chdir("/")
-    poll = select.poll()
-    poll.register(wakeup_read, select.POLLIN)
-    poll.register(alive_fd, select.POLLIN)
-    while True:
-        for fd, _ in poll.poll():
-            if fd == alive_fd:
-                return
-            os.read(fd, 4096)
-            _reap()
-
-
-def _reap() -> None:
-    try:
-        while os.waitpid(-1, os.WNOHANG)[0] != 0:
-            pass
-    except ChildProcessError:
-        pass
 
 
 def _write(path: str, text: str) -> None:

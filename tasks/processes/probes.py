@@ -1,6 +1,4 @@
-"""Probes: one bounded question to a component, and waiting for its first yes; among them the
-sd_notify socket, by which a component says itself that it is ready.
-"""
+"""Probes: one bounded question to a component, and waiting for its first yes."""
 
 from __future__ import annotations
 
@@ -13,9 +11,9 @@ import select
 import socket
 import struct
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Protocol
 from urllib.parse import urlsplit
 
 import httpx
@@ -24,66 +22,6 @@ from tasks.processes import tree
 from tasks.spec.probes import Condition
 
 _CREDENTIALS = struct.Struct("3i")
-
-
-class NotifySocket:
-    """Receives `READY=1` from processes of one component.
-
-    It lives in the abstract namespace, so it leaves no file. Anyone on the machine can send to
-    such a name, hence the sender's kernel-given pid is checked.
-
-    Source: sd_notify(3); SCM_CREDENTIALS in unix(7).
-    """
-
-    def __init__(self, is_ours: Callable[[int], bool]) -> None:
-        """
-        Args:
-            is_ours: whether a pid belongs to the component.
-        """
-        self._is_ours = is_ours
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
-        self._socket.setblocking(False)
-        name = f"muster/notify/{os.getpid()}/{os.urandom(8).hex()}"
-        self._socket.bind(f"\0{name}")
-        #: What the component gets as NOTIFY_SOCKET.
-        self.address = f"@{name}"
-        #: Its last STATUS= line.
-        self.status = ""
-        self.is_ready = False
-
-    def receive(self) -> None:
-        """Take in what has arrived."""
-        while True:
-            try:
-                data, ancillary, _, _ = self._socket.recvmsg(4096, socket.CMSG_SPACE(12))
-            except BlockingIOError:
-                return
-            except OSError:
-                return
-            if not self._is_genuine(ancillary):
-                continue
-            for line in data.decode("utf-8", errors="replace").splitlines():
-                key, _, value = line.partition("=")
-                if key == "READY" and value == "1":
-                    self.is_ready = True
-                elif key == "STATUS":
-                    self.status = value
-
-    def _is_genuine(self, ancillary: list[tuple[int, int, bytes]]) -> bool:
-        for level, kind, content in ancillary:
-            if level == socket.SOL_SOCKET and kind == socket.SCM_CREDENTIALS:
-                pid, uid, _ = _CREDENTIALS.unpack(content[: _CREDENTIALS.size])
-                # `systemd-notify` has often left by now; then its user must do.
-                is_gone = tree.parent_of(pid) == 0
-                return self._is_ours(pid) or (is_gone and uid == os.getuid())
-        return False
-
-    def fileno(self) -> int:
-        return self._socket.fileno()
-
-    def close(self) -> None:
-        self._socket.close()
 
 
 #: How often the cheap sign of a change (a port that opens, a log that grows) is looked at.
@@ -96,17 +34,19 @@ _CHUNK_BYTES = 1 << 20
 _LOOPBACK = ("localhost", "127.", "::1", "0.0.0.0")
 
 
-class ComponentProbe(Protocol):
+class ComponentProbe(ABC):
     """A question that can be asked again and again."""
 
     #: What is asked, for messages: `GET http://127.0.0.1:8000/health`.
     question: str
     #: The TCP port of this machine whose answer it is; None where no port is asked.
-    local_port: int | None
+    local_port: int | None = None
 
+    @abstractmethod
     async def ask(self, timeout_s: float) -> str | None:
         """None for a yes, else why not. Never raises but for a cancel."""
 
+    @abstractmethod
     def glance(self) -> object:
         """A cheap sign, without waiting: when it changes it is worth asking again at once."""
 
@@ -147,7 +87,7 @@ async def _until_changed(probe: ComponentProbe, limit_s: float) -> None:
             return
 
 
-class HttpProbe:
+class HttpProbe(ComponentProbe):
     """GET answers 2xx, and the JSON of the answer fulfils the conditions."""
 
     def __init__(
@@ -185,7 +125,7 @@ class HttpProbe:
         return self._reached or _accepts(self.local_port)
 
 
-class TcpProbe:
+class TcpProbe(ComponentProbe):
     """A TCP connection is accepted."""
 
     def __init__(self, host: str, port: int) -> None:
@@ -211,10 +151,8 @@ class TcpProbe:
         return _accepts(self.local_port)
 
 
-class LogProbe:
+class LogProbe(ComponentProbe):
     """A line of the component's log matches."""
-
-    local_port: int | None = None
 
     def __init__(self, log: Path, pattern: str) -> None:
         self.question = f"/{pattern}/ in {log.name}"
@@ -246,10 +184,8 @@ class LogProbe:
         return _size(self._log)
 
 
-class FileProbe:
+class FileProbe(ComponentProbe):
     """A file is there, and was written since the component began: an older one proves nothing."""
-
-    local_port: int | None = None
 
     def __init__(self, path: Path, since: float) -> None:
         """
@@ -274,31 +210,71 @@ class FileProbe:
         return _size(self._path)
 
 
-class NotifyProbe:
-    """The component sent READY=1 to its NOTIFY_SOCKET."""
+class NotifyProbe(ComponentProbe):
+    """A process of the component sent READY=1 to its NOTIFY_SOCKET.
 
-    local_port: int | None = None
+    That lives in the abstract namespace, so it leaves no file. Anyone on the machine can send to
+    such a name, hence the sender's kernel-given pid is checked.
+
+    Source: sd_notify(3); SCM_CREDENTIALS in unix(7).
+    """
+
     question = "READY=1 on NOTIFY_SOCKET"
 
-    def __init__(self, receiver: NotifySocket) -> None:
-        self._receiver = receiver
+    def __init__(self, is_ours: Callable[[int], bool]) -> None:
+        """
+        Args:
+            is_ours: whether a pid belongs to the component.
+        """
+        self._is_ours = is_ours
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        self._socket.setblocking(False)
+        name = f"muster/notify/{os.getpid()}/{os.urandom(8).hex()}"
+        self._socket.bind(f"\0{name}")
+        #: What the component gets as NOTIFY_SOCKET.
+        self.address = f"@{name}"
+        #: Its last STATUS= line.
+        self._status = ""
+        self._is_ready = False
 
     async def ask(self, timeout_s: float) -> str | None:
-        self._receiver.receive()
-        if self._receiver.is_ready:
+        if self.glance():
             return None
-        status = f" (STATUS: {self._receiver.status})" if self._receiver.status else ""
+        status = f" (STATUS: {self._status})" if self._status else ""
         return f"{self.question}: not yet{status}"
 
     def glance(self) -> object:
-        self._receiver.receive()
-        return self._receiver.is_ready
+        with contextlib.suppress(OSError):  # Nothing more has arrived.
+            while True:
+                data, ancillary, _, _ = self._socket.recvmsg(4096, socket.CMSG_SPACE(12))
+                if self._is_genuine(ancillary):
+                    self._take_in(data.decode("utf-8", errors="replace"))
+        return self._is_ready
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _take_in(self, said: str) -> None:
+        for line in said.splitlines():
+            key, _, value = line.partition("=")
+            if key == "READY" and value == "1":
+                self._is_ready = True
+            elif key == "STATUS":
+                self._status = value
+
+    def _is_genuine(self, ancillary: list[tuple[int, int, bytes]]) -> bool:
+        for level, kind, content in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_CREDENTIALS:
+                pid, uid, _ = _CREDENTIALS.unpack(content[: _CREDENTIALS.size])
+                # `systemd-notify` has often left by now; then its user must do.
+                is_gone = tree.parent_of(pid) == 0
+                return self._is_ours(pid) or (is_gone and uid == os.getuid())
+        return False
 
 
-class AliveProbe:
+class AliveProbe(ComponentProbe):
     """The component has been alive for some time: the old fixed wait, where nothing better is."""
-
-    local_port: int | None = None
 
     def __init__(self, alive_s: float, since_monotonic_s: float) -> None:
         self.question = f"alive for {alive_s:g} s"

@@ -13,7 +13,7 @@ from tasks.processes.component import AttemptContext, ComponentPlan, Member, Por
 from tasks.processes.hang_report import Diagnosis
 from tasks.processes.identity import ProcessId
 from tasks.processes.ports import Listener, is_listened, listeners
-from tasks.processes.probes import ComponentProbe, NotifyProbe, NotifySocket
+from tasks.processes.probes import ComponentProbe, NotifyProbe
 from tasks.spec.probes import LiveProbe, ReadyProbe
 
 #: What a guardian needs after the grace period to kill, to reap, and to report what is stuck.
@@ -34,7 +34,7 @@ class ProcessMember(Member):
         self.exited = self.process.exited
         self._guardian = ProcessId.of(self.process.guardian_pid)
         self._parent_pid = 0
-        self._notify: NotifySocket | None = None
+        self._notify: NotifyProbe | None = None
         self._diagnosis: Diagnosis | None = None
 
     def __str__(self) -> str:
@@ -54,7 +54,7 @@ class ProcessMember(Member):
         self._emit("component.starting", self.name)
         command = self.plan.command
         if self.plan.ready is not None and self.plan.ready.notify:
-            self._notify = NotifySocket(self._is_ours)
+            self._notify = NotifyProbe(self._is_ours)
             env = {**command.env, "NOTIFY_SOCKET": self._notify.address}
             command = replace(command, env=env)
         self._context.ports.release(self.name)
@@ -141,7 +141,7 @@ class ProcessMember(Member):
 
     def _probe(self, spec: ReadyProbe | LiveProbe) -> ComponentProbe | None:
         if spec.notify and self._notify is not None:
-            return NotifyProbe(self._notify)
+            return self._notify
         return super()._probe(spec)
 
     def _refuse_foreign(self, port: int | None) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import httpx
 
@@ -20,35 +20,18 @@ from tasks.spec.run import Progress
 _TAIL_BYTES = 65536
 
 
-class ProgressSource(Protocol):
-    """Where the step is read from."""
-
-    async def step(self) -> float | None:
-        """The step reached; None when it can't be told now. Never raises but for a cancel."""
+#: Asks for the step reached; None when it can't be told now. Never raises but for a cancel.
+ReadStep = Callable[[], Awaitable[float | None]]
 
 
-class HttpProgress:
+async def _step_by_http(url: str, key: str, client: httpx.AsyncClient) -> float | None:
     """The step stands in the JSON that a GET answers."""
-
-    def __init__(self, url: str, key: str, client: httpx.AsyncClient) -> None:
-        self._url = url
-        self._key = key
-        self._client = client
-
-    async def step(self) -> float | None:
-        try:
-            async with asyncio.timeout(5.0):
-                response = await self._client.get(self._url)
-            return number_at(response.json(), self._key)
-        except (
-            TimeoutError,
-            httpx.HTTPError,
-            httpx.InvalidURL,
-            OSError,
-            ValueError,
-            RecursionError,
-        ):
-            return None
+    try:
+        async with asyncio.timeout(5.0):
+            response = await client.get(url)
+        return number_at(response.json(), key)
+    except (OSError, httpx.HTTPError, httpx.InvalidURL, ValueError, RecursionError):
+        return None
 
 
 class JsonlProgress:
@@ -87,7 +70,7 @@ def source_of(
     cwd: Path,
     client: httpx.AsyncClient,
     adopted_since: float | None = None,
-) -> ProgressSource | None:
+) -> ReadStep | None:
     """Where a run writes its step; None where it does not.
 
     Args:
@@ -98,8 +81,8 @@ def source_of(
     if progress is None:
         return None
     if progress.http is not None:
-        return HttpProgress(progress.http, progress.step, client)
-    return JsonlProgress(cwd / (progress.jsonl or ""), progress.step, adopted_since)
+        return partial(_step_by_http, progress.http, progress.step, client)
+    return JsonlProgress(cwd / (progress.jsonl or ""), progress.step, adopted_since).step
 
 
 class Silence:
@@ -166,7 +149,7 @@ class ProgressWatch:
 
     def __init__(
         self,
-        source: ProgressSource | None,
+        read_step: ReadStep | None,
         silence: Silence,
         emit: Emit,
         *,
@@ -182,7 +165,7 @@ class ProgressWatch:
         """
         self._limit_s = limit_s
         self._total = total
-        self._source = source
+        self._read_step = read_step
         self._silence = silence
         self._emit = emit
         self._is_quiet = is_quiet
@@ -225,7 +208,7 @@ class ProgressWatch:
         return self.step
 
     async def _read(self) -> None:
-        step = await self._source.step() if self._source is not None else None
+        step = await self._read_step() if self._read_step is not None else None
         if step is not None and step != self.step:
             self.step = step
             self._emit("run.progress", step=step, total=self._total)

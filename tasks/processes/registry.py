@@ -29,7 +29,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -73,13 +73,28 @@ class Owner(_Model):
     lost_at_boot_s: float | None = None
 
 
-class RegisterEntry(_Model):
-    """One component that was started, or is about to be."""
+class _Entry(_Model):
+    """One component of a run, in a file of its own."""
+
+    kind: ClassVar[str]
 
     run_id: str
     #: From 1.
     attempt: int
     component: str
+    #: Seconds from its stop signal to SIGKILL.
+    grace_s: float
+
+    @classmethod
+    def file_of(cls, component: str) -> str:
+        return f"{cls.kind}-{component}.json"
+
+
+class RegisterEntry(_Entry):
+    """One that was started, or is about to be; `COMPONENT.PART` for what it guards itself."""
+
+    kind = "component"
+
     #: L1 to L4, see `containment`.
     level: str
     #: Of all processes below the guardian, see `tree.mark_own`; 0 where it could not be set.
@@ -89,36 +104,40 @@ class RegisterEntry(_Model):
     process: ProcessId
     #: Its cgroup v2 directory, where it has one.
     cgroup: Path | None = None
-    #: Seconds from its stop signal to SIGKILL.
-    grace_s: float
 
 
-class JobEntry(_Model):
-    """One component that a cluster runs, submitted or about to be.
+class JobEntry(_Entry):
+    """One that a cluster runs, submitted or about to be.
 
     What is needed to ask for it lies with the attempt, in `submission.json`.
     """
 
-    run_id: str
-    #: From 1.
-    attempt: int
-    component: str
+    kind = "job"
+
     submission_id: str
     #: In the attempt's directory.
     log: Path
-    #: Seconds from its stop signal to SIGKILL.
-    grace_s: float
 
 
 class RunHeld(OSError):
     """Another living process of this machine supervises the run: leave it to that one."""
 
-    def __init__(self, run_id: str) -> None:
-        super().__init__(errno.EBUSY, f"another process of this machine runs {run_id}")
-        self.run_id = run_id
 
-    def __reduce__(self) -> tuple[type[RunHeld], tuple[str]]:
-        return RunHeld, (self.run_id,)
+def enter(directory: Path, entry: RegisterEntry | JobEntry) -> None:
+    """Note something of a run before it is started, in the directory of the run's register.
+
+    Raises: OSError; then it must not be started.
+    """
+    write_json(directory / entry.file_of(entry.component), entry.model_dump(mode="json"))
+
+
+def leave(directory: Path, component: str) -> None:
+    """Nothing of the component is left."""
+    (directory / RegisterEntry.file_of(component)).unlink(missing_ok=True)
+    # Whoever entered its parts may have been killed; they were below it, and gone with it.
+    for part in directory.glob(RegisterEntry.file_of(f"{component}.*")):
+        part.unlink(missing_ok=True)
+    (directory / JobEntry.file_of(component)).unlink(missing_ok=True)
 
 
 class RunRegister:
@@ -132,17 +151,19 @@ class RunRegister:
 
         Raises: RunHeld; OSError, where it can't be written.
         """
-        self._directory = _live(home) / owner.run_id
-        self._owner = owner
+        #: Where it is on disk; gone once the run is forgotten.
+        self.directory = _live(home) / owner.run_id
+        self.owner = owner
         self._lock_fd: int | None = None
         deadline = time.monotonic() + _CLAIM_WITHIN_S
         while self._lock_fd is None:
-            self._directory.mkdir(parents=True, exist_ok=True)
-            self._lock_fd = _try_lock(self._directory)
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._lock_fd = _try_lock(self.directory)
             if self._lock_fd is None:
-                other = _read(self._directory / _OWNER, Owner)
+                other = _read(self.directory / _OWNER, Owner)
                 if (other and other.process.is_alive()) or time.monotonic() > deadline:
-                    raise RunHeld(owner.run_id)
+                    who = f"another process of this machine runs {owner.run_id}"
+                    raise RunHeld(errno.EBUSY, who)
                 time.sleep(_LOOK_EVERY_S)
         self._write_owner()
 
@@ -155,37 +176,11 @@ class RunRegister:
         )
         return RunRegister(owner)
 
-    @property
-    def directory(self) -> Path:
-        """Where it is on disk; gone once the run is forgotten."""
-        return self._directory
-
-    def enter(self, entry: RegisterEntry) -> None:
-        """Raises: OSError; then the component must not be started."""
-        _enter(self._directory, entry)
-
-    def enter_job(self, entry: JobEntry) -> None:
-        """Raises: OSError; then the job must not be submitted."""
-        write_json(self._directory / f"job-{entry.component}.json", entry.model_dump(mode="json"))
-
-    def leave(self, component: str) -> None:
-        """Nothing of the component is left."""
-        self._path(component).unlink(missing_ok=True)
-        # Whoever entered its parts may have been killed; they were below it, and gone with it.
-        for part in self._directory.glob(_file_of(f"{component}.*")):
-            part.unlink(missing_ok=True)
-        (self._directory / f"job-{component}.json").unlink(missing_ok=True)
-
-    @property
-    def leftovers(self) -> tuple[Path, ...]:
-        """See `Owner.leftovers`."""
-        return self._owner.leftovers
-
     def add_leftover(self, path: Path) -> None:
         """Note what has to be removed with the run."""
-        if path not in self._owner.leftovers:
-            leftovers = (*self._owner.leftovers, path)
-            self._owner = self._owner.model_copy(update={"leftovers": leftovers})
+        if path not in self.owner.leftovers:
+            leftovers = (*self.owner.leftovers, path)
+            self.owner = self.owner.model_copy(update={"leftovers": leftovers})
             with suppress(OSError):
                 self._write_owner()
 
@@ -193,44 +188,13 @@ class RunRegister:
         """Forget the run, unless an entry says that something of it is left."""
         if self._lock_fd is None:
             return
-        if not list(_entries(self._directory)) and not list(_jobs(self._directory)):
-            shutil.rmtree(self._directory, ignore_errors=True)
+        if not _entries(self.directory, RegisterEntry) and not _entries(self.directory, JobEntry):
+            shutil.rmtree(self.directory, ignore_errors=True)
         os.close(self._lock_fd)
         self._lock_fd = None
 
-    def _path(self, component: str) -> Path:
-        return self._directory / _file_of(component)
-
     def _write_owner(self) -> None:
-        write_json(self._directory / _OWNER, self._owner.model_dump(mode="json"))
-
-
-class PartsRegister:
-    """Entries of what a component holds by guardians of its own, beside the component's.
-
-    For the component's process: whoever finishes a run whose processes were all killed at once
-    finds what its guardians held, too. They are gone with the component's own entry.
-    """
-
-    def __init__(self, directory: Path, component: str) -> None:
-        """
-        Args:
-            directory: that of the run's register.
-        """
-        self._directory = directory
-        self._component = component
-
-    def enter(self, part: str, entry: RegisterEntry) -> None:
-        """Raises: OSError; then the part must not be started."""
-        named = entry.model_copy(update={"component": self._name(part)})
-        _enter(self._directory, named)
-
-    def leave(self, part: str) -> None:
-        """Nothing of the part is left."""
-        (self._directory / _file_of(self._name(part))).unlink(missing_ok=True)
-
-    def _name(self, part: str) -> str:
-        return f"{self._component}.{part}"
+        write_json(self.directory / _OWNER, self.owner.model_dump(mode="json"))
 
 
 class LostRun:
@@ -239,8 +203,8 @@ class LostRun:
     def __init__(self, directory: Path, owner: Owner) -> None:
         self._directory = directory
         self.owner = owner
-        self.entries = list(_entries(directory))
-        self.jobs = list(_jobs(directory))
+        self.entries = _entries(directory, RegisterEntry)
+        self.jobs = _entries(directory, JobEntry)
 
     @property
     def is_of_this_boot(self) -> bool:
@@ -257,7 +221,7 @@ class LostRun:
 
     def forget_job(self, component: str) -> None:
         """Its job is final, and nothing of it is left."""
-        (self._directory / f"job-{component}.json").unlink(missing_ok=True)
+        (self._directory / JobEntry.file_of(component)).unlink(missing_ok=True)
         self.jobs = [entry for entry in self.jobs if entry.component != component]
 
     def forget(self) -> None:
@@ -304,31 +268,17 @@ def owner_of(run_id: str, home: Path | None = None) -> Owner | None:
     return _read(_live(home) / run_id / _OWNER, Owner)
 
 
-def _enter(directory: Path, entry: RegisterEntry) -> None:
-    write_json(directory / _file_of(entry.component), entry.model_dump(mode="json"))
-
-
-def _file_of(component: str) -> str:
-    return f"component-{component}.json"
-
-
 def _live(home: Path | None) -> Path:
     return (home or muster_home()) / "live"
 
 
-def _entries(directory: Path) -> Iterator[RegisterEntry]:
-    for path in sorted(directory.glob("component-*.json")):
-        if (entry := _read(path, RegisterEntry)) is not None:
-            yield entry
-
-
-def _jobs(directory: Path) -> Iterator[JobEntry]:
-    for path in sorted(directory.glob("job-*.json")):
-        if (entry := _read(path, JobEntry)) is not None:
-            yield entry
-
-
 _M = TypeVar("_M", bound=_Model)
+_E = TypeVar("_E", bound=_Entry)
+
+
+def _entries(directory: Path, kind: type[_E]) -> list[_E]:
+    found = [_read(path, kind) for path in sorted(directory.glob(kind.file_of("*")))]
+    return [entry for entry in found if entry is not None]
 
 
 def _read(path: Path, model: type[_M]) -> _M | None:

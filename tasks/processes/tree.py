@@ -15,6 +15,7 @@ import resource
 import signal
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -151,14 +152,10 @@ def environment_of(pid: int, proc: str = "/proc") -> dict[str, str]:
 def open_files(pid: int, proc: str = "/proc") -> dict[int, str]:
     """`target[fd]`: a path, or such as `socket:[4711]`; of another user's process nothing."""
     found: dict[int, str] = {}
-    try:
+    with suppress(OSError):
         for name in os.listdir(f"{proc}/{pid}/fd"):
-            try:
+            with suppress(OSError):  # Closed meanwhile.
                 found[int(name)] = os.readlink(f"{proc}/{pid}/fd/{name}")
-            except OSError:  # Closed meanwhile.
-                continue
-    except OSError:
-        pass
     return found
 
 
@@ -243,11 +240,9 @@ def signal_descendants(
     signalled = []
     queue = [(pid, root) for pid in tree.get(root, []) if is_meant(pid)]
     for pid, parent in queue:
-        try:
+        with suppress(PermissionError):
             if signal_process(pid, signum, parent=parent):
                 signalled.append(pid)
-        except PermissionError:
-            pass
         queue.extend((child, pid) for child in tree.get(pid, []))
     return signalled
 
@@ -269,20 +264,16 @@ def reap_all() -> tuple[dict[int, int], bool]:
 
 
 def kill_below_once(
-    reap: Callable[[], bool],
-    is_meant: Callable[[int], bool] = lambda child: True,
-    *,
-    root: int | None = None,
+    reap: Callable[[], bool], is_meant: Callable[[int], bool] = lambda child: True
 ) -> None:
-    """One round (see `kill_once`) against everything below a process that adopts, by default this
-    one. Call it again until there is no child left.
+    """One round (see `kill_once`) against everything below this process, a subreaper. Call it again
+    until there is no child left.
 
     Args:
         reap: reaps what has ended, and says whether no child is left.
-        is_meant: which children of `root` to end, each with all that is below it.
-        root: the subreaper, or the first process of a pid namespace; None: this process.
+        is_meant: which children to end, each with all that is below it.
     """
-    adopter = os.getpid() if root is None else root
+    adopter = os.getpid()
     ours: set[int] = set()
 
     def send_all(signum: int) -> list[int]:

@@ -23,7 +23,7 @@ from tasks.processes import tree
 from tasks.processes.guarded import Forked
 from tasks.processes.identity import ProcessId
 from tasks.processes.ports import PortsReserved
-from tasks.processes.registry import PartsRegister, RegisterEntry
+from tasks.processes.registry import RegisterEntry, enter, leave
 from tasks.record.events import Event, EventLog
 from tasks.rollout.building import LOOPBACK, nodes_needed
 from tasks.rollout.fleet import Fleet, FleetFailed
@@ -59,25 +59,25 @@ def servers_env() -> dict[str, str]:
 
 async def _on_this_machine(plan: FleetPlan) -> OpenedHost:
     stop = plan.fleet.stop
-    parts = PartsRegister(plan.register_at, FLEET) if plan.register_at else None
 
+    # Whoever finishes a run whose processes were all killed at once finds the servers, too.
     def register(rank: int, forked: Forked) -> None:
-        if parts is not None:
+        if plan.register_at is not None:
             entry = RegisterEntry(
                 run_id=plan.run_id,
                 attempt=plan.attempt,
-                component=FLEET,
+                component=f"{FLEET}.r{rank}",
                 level=plan.level,
                 mark=forked.mark,
                 guardian=ProcessId.of(forked.guardian_pid),
                 process=ProcessId.of(forked.pid),
                 grace_s=stop.grace_s,
             )
-            parts.enter(f"r{rank}", entry)
+            enter(plan.register_at, entry)
 
     def unregister(rank: int) -> None:
-        if parts is not None:
-            parts.leave(f"r{rank}")
+        if plan.register_at is not None:
+            leave(plan.register_at, f"{FLEET}.r{rank}")
 
     host = LocalHost(
         cwd=plan.cwd,

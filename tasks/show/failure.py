@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from tasks.record.outcome import Failure
 from tasks.record.places import AttemptPlace, RunPlace
@@ -15,13 +15,10 @@ from tasks.spec.words import clock, seconds
 _TAIL_LINES = 12
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fact:
-    """One answer."""
+class Fact(NamedTuple):
+    """One answer: to `what failed first`, in one line."""
 
-    #: `what failed first`.
     asked: str
-    #: In one line.
     said: str
     #: It is a line of a program, or a path.
     is_code: bool = False
@@ -34,18 +31,17 @@ def facts_of(place: RunPlace, attempt: AttemptRecord, failure: Failure) -> Itera
         failure: of the attempt.
     """
     if failure.component:
-        said = f"{failure.component}: {_death(attempt, failure)}"
-        yield Fact(asked="what failed first", said=said)
-    yield Fact(asked="why", said=str(failure))
+        yield Fact("what failed first", f"{failure.component}: {_death(attempt, failure)}")
+    yield Fact("why", str(failure))
     if failure.line and failure.line not in failure.message:
-        yield Fact(asked="the line that tells", said=failure.line, is_code=True)
+        yield Fact("the line that tells", failure.line, is_code=True)
     # Where it comes back by itself, nobody has to start it again.
     if remedy := failure.hint or (REMEDIES[failure.kind] if attempt.is_last else ""):
-        yield Fact(asked="what to do", said=remedy)
+        yield Fact("what to do", remedy)
     if failure.component:
         log = place.attempt(attempt.number).log(failure.component)
-        yield Fact(asked="its log", said=str(log), is_code=True)
-    yield Fact(asked="what happens next", said=_sequel(attempt))
+        yield Fact("its log", str(log), is_code=True)
+    yield Fact("what happens next", _sequel(attempt))
 
 
 def _death(attempt: AttemptRecord, failure: Failure) -> str:
@@ -130,11 +126,10 @@ def remedy_of(message: str) -> str:
 
 def never_begun(place: RunPlace, message: str) -> str:
     """The same of a run that failed before its first attempt."""
-    remedy = remedy_of(message)
     lines = ["failed before its first attempt; nothing was started", message]
-    return "\n".join(
-        [*lines, *([f"what to do: {remedy}"] if remedy else []), f"record: {place.record}"]
-    )
+    if remedy := remedy_of(message):
+        lines.append(f"what to do: {remedy}")
+    return "\n".join([*lines, f"record: {place.record}"])
 
 
 def as_text(place: RunPlace, attempt: AttemptRecord, failure: Failure) -> str:

@@ -48,7 +48,12 @@ def components_of(view: RunView) -> Shown:
         parts += ["Servers of the fleet:", table(_SERVERS_HEAD, _servers(servers))]
     if len(servers) > _SERVERS_AT_MOST:
         parts.append(f"The first {_SERVERS_AT_MOST} of {len(servers)} servers.")
-    return Shown(headline=_components_headline(view, attempt), data="\n\n".join(parts))
+    first = attempt.failure.component if attempt.failure else None
+    states = [
+        f"{name} {'failed' if name == first else state_of(attempt, name)}"
+        for name in view.spec.components
+    ]
+    return Shown(headline="\n\n".join(map(text, states)), data="\n\n".join(parts))
 
 
 def state_of(attempt: AttemptRecord, name: str) -> str:
@@ -59,15 +64,6 @@ def state_of(attempt: AttemptRecord, name: str) -> str:
     if seen.ended_at is not None:
         return end_of(attempt, name)
     return "ready" if seen.ready_at is not None else "starting"
-
-
-def _components_headline(view: RunView, attempt: AttemptRecord) -> str:
-    first = attempt.failure.component if attempt.failure else None
-    states = [
-        f"{name} {'failed' if name == first else state_of(attempt, name)}"
-        for name in view.spec.components
-    ]
-    return "\n\n".join(map(text, states))
 
 
 def _row(view: RunView, attempt: AttemptRecord, name: str) -> Iterator[str]:
@@ -132,8 +128,7 @@ def progress_of(view: RunView) -> Shown | None:
     if progress is None or progress.total is None or view.seen.pace.step is None:
         return None
     percent = max(0.0, min(100.0, 100.0 * view.seen.pace.step / progress.total))
-    said = f"step {view.seen.pace.step:g} of {progress.total}"
-    return Shown(headline=said, data=percent, type="progress")
+    return Shown(headline=_step(view), data=percent, type="progress")
 
 
 def attempts_of(view: RunView) -> Shown:
@@ -192,15 +187,15 @@ class Elsewhere:
 
 def places_of(view: RunView) -> tuple[Elsewhere, ...]:
     """In the order of how much they show of a run."""
-    found = [*_trackers(view.spec, [*_logs(view)]), *_ray(view)]
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys([*_trackers(view.spec, [*_logs(view)]), *_ray(view)]))
 
 
 def _trackers(spec: RunSpec, logs: list[Path]) -> Iterator[Elsewhere]:
     for name in spec.components:
-        env = _env(spec, name)
+        env = {**spec.env, **spec.components[name].env}
         component = spec.processes.get(name)
-        settings = _settings(component.command if component else ())
+        overrides = map(_OVERRIDE.match, component.command if component else ())
+        settings = {match[1]: match[2].strip("'\"") for match in overrides if match}
         has_wandb = "wandb" in settings.get("logger", "") or "WANDB_PROJECT" in env
         if has_wandb and env.get("WANDB_MODE") not in ("disabled", "offline"):
             yield _wandb(env, settings, logs)
@@ -258,15 +253,6 @@ def _printed_in(log: Path) -> str:
     return found[1].rstrip(".,)") if found else ""
 
 
-def _env(spec: RunSpec, name: str) -> dict[str, str]:
-    return {**spec.env, **spec.components[name].env}
-
-
-def _settings(command: tuple[str, ...]) -> dict[str, str]:
-    found = (_OVERRIDE.match(word) for word in command)
-    return {match[1]: match[2].strip("'\"") for match in found if match}
-
-
 def _without_user(url: str) -> str:
     parts = urlsplit(url)
     return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
@@ -292,14 +278,10 @@ def summary_of(view: RunView) -> Shown:
     if failed is not None:
         parts += _failure(view, *failed)
     if places := places_of(view):
-        parts.append("**Elsewhere**")
-        parts.append(
-            "\n".join(
-                f"- {link(one.name, one.url) if one.url else text(one.name)}"
-                + (f": {text(one.what)}" if one.what else "")
-                for one in places
-            )
-        )
+        named = [link(one.name, one.url) if one.url else text(one.name) for one in places]
+        whats = [f": {text(one.what)}" if one.what else "" for one in places]
+        listed = [f"- {name}{what}" for name, what in zip(named, whats, strict=True)]
+        parts += ["**Elsewhere**", "\n".join(listed)]
     parts.append(f"As of {moment(view.at)}.")
     return Shown(headline=_headline(view, said, why), data="\n\n".join(filter(None, parts)))
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 from xml.sax.saxutils import escape, quoteattr
 
 from tasks.record.metrics import MetricsFile
@@ -124,8 +123,7 @@ _COLOR, _BAND = "#0969da", "#b6d7ff"
 _POINTS_AT_MOST = 240
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Neighbours:
+class _Neighbours(NamedTuple):
     """Neighbours that are drawn as one."""
 
     x: float
@@ -211,7 +209,7 @@ def _grouped(points: Sequence[Point]) -> Iterator[_Neighbours]:
         part = points[begin : begin + size]
         values = [value for _, value in part]
         x = part[-1][0] if begin + size >= len(points) else fmean(x for x, _ in part)
-        yield _Neighbours(x=x, y=fmean(values), low=min(values), high=max(values))
+        yield _Neighbours(x, fmean(values), min(values), max(values))
 
 
 #: The last ones are drawn, and more of them listed.
@@ -227,8 +225,7 @@ _UNITS = (("d", 86400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0))
 _LEGEND = ((_WAITING, "waiting"), (_STARTING, "starting"), (_READY, "ready"), (_FAILED, "failed"))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Phase:
+class _Phase(NamedTuple):
     """One stretch of a component's time, UTC epoch seconds."""
 
     color: str
@@ -256,10 +253,10 @@ def drawn(view: RunView) -> str:
     attempts = view.record.attempts[-ATTEMPTS_AT_MOST:]
     names = [_names(view, attempt) for attempt in attempts]
     heights = [_HEAD + len(rows) * _ROW + _AXIS + _GAP for rows in names]
-    parts = [
-        svg_text(16, 25, _title(view), size=15, bold=True, room=WIDTH - 32),
-        *_legend(),
-    ]
+    parts = [svg_text(16, 25, _title(view), size=15, bold=True, room=WIDTH - 32)]
+    for number, (color, name) in enumerate(_LEGEND):
+        x = 16.0 + 80 * number
+        parts += [svg_bar(x, 36, 10, 10, color), svg_text(x + 15, 45, name, color=PALE, size=12)]
     top = _BARS_TOP
     for attempt, rows, height in zip(attempts, names, heights, strict=True):
         parts += _attempt(view, attempt, rows, top)
@@ -272,12 +269,13 @@ def phases_of(view: RunView, attempt: AttemptRecord, name: str) -> list[_Phase]:
     begin, end = attempt.started_at, _end_of(view, attempt)
     seen = attempt.components.get(name)
     if seen is None:
-        return [_Phase(color=_WAITING, name="never started", begin=begin, end=end)]
+        return [_Phase(_WAITING, "never started", begin, end)]
     started, ready, over = seen.started_at, seen.ready_at, seen.ended_at or end
-    found = [_Phase(color=_WAITING, name="waiting", begin=begin, end=started)]
-    found.append(_Phase(color=_STARTING, name="starting", begin=started, end=ready or over))
-    if ready:
-        found.append(_Phase(color=_READY, name="ready", begin=ready, end=over))
+    found = [
+        _Phase(_WAITING, "waiting", begin, started),
+        _Phase(_STARTING, "starting", started, ready or over),
+        _Phase(_READY, "ready", ready or over, over),
+    ]
     return [phase for phase in found if phase.end > phase.begin]
 
 
@@ -286,22 +284,17 @@ def _attempt(
 ) -> Iterator[str]:
     begin, end = attempt.started_at, _end_of(view, attempt)
     scale = (_BARS_RIGHT - _BARS_LEFT) / max(end - begin, 0.1)
-    yield svg_text(16, top + 14, _heading(attempt), bold=True, room=WIDTH - 232)
+    said = f"attempt {attempt.number}: {attempt.ending}"
+    yield svg_text(16, top + 14, said, bold=True, room=WIDTH - 232)
     at = WIDTH - 16, top + 14
     yield svg_text(*at, _when(view, attempt), color=PALE, size=12, anchor="end")
     foot = top + _HEAD + len(names) * _ROW
-    unit, unit_s = _unit_of(end - begin)
+    unit, unit_s = next(one for one in _UNITS if end - begin >= 2 * one[1] or one[1] == 1)
     for tick in (one * unit_s for one in axis_ticks(0, max(end - begin, 0.1) / unit_s, 4)):
         x = _BARS_LEFT + tick * scale
         yield svg_line(x, top + _HEAD - 4, x, foot)
-        yield svg_text(
-            x,
-            foot + 14,
-            f"{number_text(tick / unit_s)} {unit}",
-            color=PALE,
-            size=12,
-            anchor="middle",
-        )
+        said = f"{number_text(tick / unit_s)} {unit}"
+        yield svg_text(x, foot + 14, said, color=PALE, size=12, anchor="middle")
     for number, name in enumerate(names):
         y = top + _HEAD + number * _ROW
         yield svg_text(16, y + 11, name, room=_BARS_LEFT - 24)
@@ -314,17 +307,9 @@ def _attempt(
         if is_failed:
             died = (seen.ended_at if seen else None) or end
             yield _cross(_BARS_LEFT + (died - begin) * scale, y + _BAR / 2)
+        x, room = _BARS_RIGHT + 12, WIDTH - _BARS_RIGHT - 16
         color = _FAILED if is_failed else PALE
-        room = WIDTH - _BARS_RIGHT - 16
-        yield svg_text(
-            _BARS_RIGHT + 12, y + 11, _note(attempt, name), color=color, size=12, room=room
-        )
-
-
-def _unit_of(duration_s: float) -> tuple[str, float]:
-    return next(
-        (name, unit_s) for name, unit_s in _UNITS if duration_s >= 2 * unit_s or unit_s == 1
-    )
+        yield svg_text(x, y + 11, _note(attempt, name), color=color, size=12, room=room)
 
 
 def _cross(x: float, y: float) -> str:
@@ -332,14 +317,6 @@ def _cross(x: float, y: float) -> str:
         f'<circle cx="{x:.1f}" cy="{y:.1f}" r="8" fill="{_FAILED}"/>'
         f'<path d="M{x - 3:.1f} {y - 3:.1f}l6 6m0-6l-6 6" stroke="#ffffff" stroke-width="2"/>'
     )
-
-
-def _legend() -> Iterator[str]:
-    x = 16.0
-    for color, name in _LEGEND:
-        yield svg_bar(x, 36, 10, 10, color)
-        yield svg_text(x + 15, 45, name, color=PALE, size=12)
-        x += 80
 
 
 def _note(attempt: AttemptRecord, name: str) -> str:
@@ -356,10 +333,6 @@ def _title(view: RunView) -> str:
     count = len(view.record.attempts)
     shown = f", the last {ATTEMPTS_AT_MOST} drawn" if count > ATTEMPTS_AT_MOST else ""
     return f"{view.record.run_id}: {counted(count, 'attempt')}{shown}"
-
-
-def _heading(attempt: AttemptRecord) -> str:
-    return f"attempt {attempt.number}: {attempt.ending}"
 
 
 def _when(view: RunView, attempt: AttemptRecord) -> str:

@@ -158,8 +158,7 @@ class Screen:
         """Add lines, and draw the region anew; without a region there is none."""
         if self.is_gone:
             return
-        if not self.is_live:
-            region = ()
+        region = region if self.is_live else ()
         with self._console.capture() as captured:
             for line in lines:
                 self._console.print(_as_text(line))
@@ -208,20 +207,22 @@ def _size_of(fd: int) -> os.terminal_size:
     return size if size.columns > 0 and size.lines > 0 else _UNKNOWN_SIZE
 
 
-class Spoken(io.TextIOBase):
-    """A stream that hands over whole lines. Safe from any thread."""
+class ForeignLines(io.TextIOBase):
+    """Stands for standard output and error of this process, as far as they are a terminal. Hands
+    over whole lines; safe from any thread."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
+        """
+        Args:
+            say: told each line; it returns at once.
+        """
         self._say = say
         self._lock = threading.RLock()
         self._rest = ""
+        self._undo: list[Callable[[], None]] = []
 
     def writable(self) -> bool:
         return True
-
-    def isatty(self) -> bool:
-        # So that nobody colours it.
-        return False
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
@@ -235,40 +236,23 @@ class Spoken(io.TextIOBase):
                     self._say(line)
         return len(text)
 
-    def finish(self) -> None:
-        """Hand over a last line without an end."""
-        self.write("\n" if self._rest else "")
-
-
-class ForeignLines:
-    """Standard output and error of this process, as far as they are a terminal."""
-
-    def __init__(self, say: Callable[[str], None]) -> None:
-        """
-        Args:
-            say: told each line; it returns at once.
-        """
-        self._spoken = Spoken(say)
-        self._undo: list[Callable[[], None]] = []
-
     def take_over(self) -> None:
         """Until `give_back`, lines come here."""
         for name in ("stdout", "stderr"):
             stream: TextIO | None = getattr(sys, name)
             if stream is not None and _is_terminal(stream):
-                self._set(sys, name, self._spoken)
+                self._set(sys, name, self)
                 for handler in _handlers_of(stream):
                     # A handler keeps the stream that was there when it was made.
-                    self._set(handler, "stream", self._spoken)
-                    console = getattr(handler, "console", None)
-                    if console is not None:
-                        self._set(console, "file", self._spoken)
+                    self._set(handler, "stream", self)
+                    if (console := getattr(handler, "console", None)) is not None:
+                        self._set(console, "file", self)
 
     def give_back(self) -> None:
         """All is as it was; any number of times."""
         while self._undo:
             self._undo.pop()()
-        self._spoken.finish()
+        self.write("\n" if self._rest else "")
 
     def _set(self, holder: Any, name: str, value: object) -> None:
         before = getattr(holder, name)

@@ -12,7 +12,6 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 
 import plotext  # type: ignore[import-untyped]
 from rich.console import Console
@@ -64,12 +63,7 @@ class Terminal:
             self._foreign.take_over()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._foreign.give_back()
         event_listeners.reset(self._token)
         self._is_closing = True
@@ -170,9 +164,9 @@ class Terminal:
             seen = self._seen.snapshot() if is_live else None
         if lost:
             lines.insert(0, Line(text=f"({lost} lines could not be shown in time)", style="dim"))
-        region, room, columns = [], self._screen.region_lines, self._screen.size.columns
-        if seen is not None and room:
-            has_unicode = self._screen.has_unicode
+        region = []
+        if seen is not None and (room := self._screen.region_lines):
+            columns, has_unicode = self._screen.size.columns, self._screen.has_unicode
             region = drawn(seen, columns=columns, lines=room, now=now, has_unicode=has_unicode)
         self._screen.show(lines, region)
 

@@ -99,16 +99,16 @@ _KEPT_AT_LEAST = 6
 class Pace:
     """The rate of the last steps, and the time that is left."""
 
-    def __init__(self, total: float | None = None) -> None:
+    def __init__(
+        self, total: float | None = None, seen: Iterable[tuple[float, float]] = ()
+    ) -> None:
         self._total = total
         #: `(UTC epoch seconds, step)`, oldest first.
-        self._seen: deque[tuple[float, float]] = deque()
+        self._seen = deque(seen)
 
     def snapshot(self) -> Pace:
         """As it is now, whatever is seen later."""
-        pace = Pace(self._total)
-        pace._seen = self._seen.copy()
-        return pace
+        return Pace(self._total, self._seen)
 
     @property
     def step(self) -> float | None:

@@ -279,7 +279,7 @@ class RunSession:
         if self.interrupted_by and self.record.state is RunState.PENDING_RESOURCES:
             verdict = Verdict(state=RunState.CANCELLED, message=self.interrupted_by)
         if not self.record.state.is_final:
-            removed = remove_unused(self._register.leftovers)
+            removed = remove_unused(self._register.owner.leftovers)
             if removed and self._events is not None:
                 self._events.emit("leftovers.removed", paths=removed)
             self.record.move(verdict.state, verdict.message)

@@ -83,7 +83,7 @@ def supervise(part: Part) -> None:
                 supervisor.start(component.name)
             supervisor.wait_decided()
         verdict = supervisor.teardown()
-    remove_unused(register.leftovers)
+    remove_unused(register.owner.leftovers)
     register.close()
     failure = verdict.failure
     content = {

@@ -13,7 +13,15 @@ import pytest
 
 from tasks.processes import registry
 from tasks.processes.identity import ProcessId, boot_id, host_name
-from tasks.processes.registry import Owner, RegisterEntry, RunRegister, claimed, registered_runs
+from tasks.processes.registry import (
+    Owner,
+    RegisterEntry,
+    RunRegister,
+    claimed,
+    enter,
+    leave,
+    registered_runs,
+)
 
 #: Opens a registry, says so, and stays until its stdin ends.
 OWNER = """
@@ -122,8 +130,8 @@ def test_run_from_before_a_reboot_has_no_processes(home: Path) -> None:
 
 def test_closing_forgets_a_run_of_which_nothing_is_left(home: Path) -> None:
     register = RunRegister.opened("a-run")
-    register.enter(entry())
-    register.leave("trainer")
+    enter(register.directory, entry())
+    leave(register.directory, "trainer")
 
     register.close()
     register.close()
@@ -133,13 +141,13 @@ def test_closing_forgets_a_run_of_which_nothing_is_left(home: Path) -> None:
 
 def test_closing_keeps_what_says_that_something_is_left(home: Path) -> None:
     register = RunRegister.opened("a-run")
-    register.enter(entry(mark=7))
+    enter(register.directory, entry(mark=7))
 
     register.close()
 
     assert registered_runs(home) == ["a-run"]
     directory = home / "live" / "a-run"
-    assert [e.mark for e in registry._entries(directory)] == [7]
+    assert [e.mark for e in registry._entries(directory, RegisterEntry)] == [7]
 
 
 def test_entries_and_leftovers_are_read_back(home: Path, tmp_path: Path) -> None:
@@ -182,11 +190,11 @@ def test_first_time_somebody_found_it_lost_is_remembered(home: Path) -> None:
 def test_parts_of_a_component_are_found_with_it_by_whoever_finishes_its_run(
     owner: subprocess.Popen[str], home: Path
 ) -> None:
-    parts = registry.PartsRegister(home / "live" / "a-run", "rollout")
-    parts.enter("r0", entry(component="rollout", mark=7))
-    parts.enter("r1", entry(component="rollout", mark=8))
-    parts.leave("r0")
-    parts.leave("r0")
+    directory = home / "live" / "a-run"
+    enter(directory, entry(component="rollout.r0", mark=7))
+    enter(directory, entry(component="rollout.r1", mark=8))
+    leave(directory, "rollout.r0")
+    leave(directory, "rollout.r0")
 
     owner.send_signal(signal.SIGKILL)
     owner.wait()
@@ -198,14 +206,13 @@ def test_parts_of_a_component_are_found_with_it_by_whoever_finishes_its_run(
 
 def test_parts_leave_with_their_component_and_with_no_other(home: Path) -> None:
     register = RunRegister.opened("a-run")
-    parts = registry.PartsRegister(register.directory, "rollout")
-    register.enter(entry(component="rollout"))
-    register.enter(entry(component="rollout2"))
-    parts.enter("r0", entry(component="rollout"))
+    enter(register.directory, entry(component="rollout"))
+    enter(register.directory, entry(component="rollout2"))
+    enter(register.directory, entry(component="rollout.r0"))
 
-    register.leave("rollout")
+    leave(register.directory, "rollout")
     left = sorted(path.name for path in register.directory.glob("component-*"))
-    register.leave("rollout2")
+    leave(register.directory, "rollout2")
     register.close()
 
     assert left == ["component-rollout2.json"]
@@ -214,8 +221,7 @@ def test_parts_leave_with_their_component_and_with_no_other(home: Path) -> None:
 
 def test_a_part_cannot_be_entered_once_its_run_is_forgotten(home: Path) -> None:
     register = RunRegister.opened("a-run")
-    parts = registry.PartsRegister(register.directory, "rollout")
     register.close()
 
     with pytest.raises(OSError):
-        parts.enter("r0", entry(component="rollout"))
+        enter(register.directory, entry(component="rollout.r0"))
