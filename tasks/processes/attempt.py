@@ -19,13 +19,11 @@ from typing import Any
 from tasks.processes import tree
 from tasks.processes.component import (
     AttemptContext,
-    AttemptGuards,
     AttemptPlan,
     Member,
     PortTaken,
 )
 from tasks.processes.ports import PortsReserved
-from tasks.processes.probes import make_client
 from tasks.processes.process_component import ProcessMember
 from tasks.processes.progress import ProgressWatch, Silence, source_of
 from tasks.processes.registry import RunRegister
@@ -172,16 +170,14 @@ class SupervisedAttempt:
         register: RunRegister | None = None,
     ) -> None:
         self._plan = plan
-        self._guards = AttemptGuards(plan, register)
-        self._ports = ports
+        self._context = AttemptContext(plan, ports, emit, register, self._own_pids)
         self._emit = emit
-        self._client = make_client()
         #: `members[name]`, in the order of their start.
         self.members: dict[str, Member] = {}
         self._launched: list[Member] = []
         self._watchers: list[asyncio.Task[None]] = []
         self._progress = ProgressWatch(
-            source_of(plan.progress, plan.cwd, self._client, plan.began_at),
+            source_of(plan.progress, plan.cwd, self._context.client, plan.began_at),
             Silence([c.command.log for c in plan.components], plan.own_questions),
             emit,
             total=plan.progress.total if plan.progress else None,
@@ -200,25 +196,15 @@ class SupervisedAttempt:
 
         Raises: OSError, when no process can be started; none is left then.
         """
-        context = AttemptContext(
-            guards=self._guards,
-            ports=self._ports,
-            client=self._client,
-            emit=self._emit,
-            own_pids=self._own_pids,
-            mask=self._plan.mask,
-        )
         try:
             for plan in self._plan.components:
                 make = plan.make_member or ProcessMember
-                self.members[plan.name] = make(plan, context)
-            self._guards.settle()
+                self.members[plan.name] = make(plan, self._context)
+            self._context.settle()
         except OSError:
             await asyncio.gather(*(member.end() for member in self.members.values()))
-            await self._guards.close()
-            await self._client.aclose()
+            await self._context.close()
             raise
-        self._guards.watch_shared_memory(self._own_pids)
         self._watch(self._follow_progress())
 
     async def start(self, name: str) -> None:
@@ -445,13 +431,11 @@ class SupervisedAttempt:
             if pids := await member.end():
                 left[member.name] = pids
         await asyncio.gather(*(m.end() for m in self.members.values() if not m.is_launched))
-        if (pids := await self._guards.close()) and not left:
-            left[self._launched[-1].name if self._launched else "run"] = pids
         if self._conclusion is not None:
             await asyncio.wait({self._conclusion})
+        if (pids := await self._context.close()) and not left:
+            left[self._launched[-1].name if self._launched else "run"] = pids
         self._emit("teardown.ended", left=left or None)
-        await self._client.aclose()
-        self._ports.close()
         verdict = (self.earliest.decision or decision).make_verdict()
         return verdict.with_remains(left) if left else verdict
 
@@ -460,9 +444,7 @@ class SupervisedAttempt:
         for watcher in self._watchers:
             watcher.cancel()
         await asyncio.gather(*(member.let_go() for member in self.members.values()))
-        await self._guards.close()
-        await self._client.aclose()
-        self._ports.close()
+        await self._context.close()
         return decision.make_verdict()
 
     def _watch(self, watching: Coroutine[Any, Any, None]) -> None:

@@ -17,8 +17,6 @@ from pathlib import Path
 from typing import Never
 from urllib.parse import urlsplit
 
-import httpx
-
 from tasks.processes import cgroup
 from tasks.processes.child_watch import ProcessLoss
 from tasks.processes.containment import Containment, Level, PidNamespace
@@ -32,6 +30,7 @@ from tasks.processes.probes import (
     HttpProbe,
     LogProbe,
     TcpProbe,
+    make_client,
     until_yes,
 )
 from tasks.processes.registry import (
@@ -93,11 +92,6 @@ class AttemptPlan:
         asked += [component.live.http for component in self.components if component.live]
         return [f"GET {urlsplit(url).path or '/'}" for url in asked if url]
 
-    @property
-    def tag(self) -> dict[str, str]:
-        """What every process of the attempt carries in its environment."""
-        return {"MUSTER_RUN_ID": self.run_id, "MUSTER_ATTEMPT": str(self.number)}
-
 
 _LAST_ASK_S = 1.0
 
@@ -106,15 +100,30 @@ class PortTaken(Exception):
     """A server that is not of this run listens where the component's answer is expected."""
 
 
-class AttemptGuards:
-    """What guards the processes of one attempt, by the level of its plan: guardians, cgroups, a
-    PID namespace, and the registry that says on disk what they hold.
+class AttemptContext:
+    """What the components of one attempt share, and what guards their processes by the level of its
+    plan: guardians, cgroups, a PID namespace, and the registry that says on disk what they hold.
 
     Use: `prepare` each component, `settle`, `launch` and `release` them, and at last `close`.
     """
 
-    def __init__(self, plan: AttemptPlan, register: RunRegister | None) -> None:
-        self._plan = plan
+    def __init__(
+        self,
+        plan: AttemptPlan,
+        ports: PortsReserved,
+        emit: Emit,
+        register: RunRegister | None,
+        own_pids: Callable[[], set[int]],
+    ) -> None:
+        """
+        Args:
+            own_pids: every process of the attempt on this machine.
+        """
+        self.plan = plan
+        self.ports = ports
+        self.emit = emit
+        self.own_pids = own_pids
+        self.client = make_client()
         self._register = register
         self._namespace: PidNamespace | None = None
         self._shared_memory: SharedMemoryWatch | None = None
@@ -123,20 +132,21 @@ class AttemptGuards:
 
     def prepare(self, component: ComponentPlan) -> GuardedProcess:
         """A guardian that waits for its order. Raises: OSError."""
-        if self._plan.containment.level is Level.L4 and self._namespace is None:
+        if self.plan.containment.level is Level.L4 and self._namespace is None:
             self._namespace = PidNamespace()
-        tag = {**self._plan.tag, "MUSTER_COMPONENT": component.name}
+        tag = {
+            "MUSTER_RUN_ID": self.plan.run_id,
+            "MUSTER_ATTEMPT": str(self.plan.number),
+            "MUSTER_COMPONENT": component.name,
+        }
         return GuardedProcess.prepare(component.name, tag=tag, namespace=self._namespace)
 
     def settle(self) -> None:
-        """Every guardian is there."""
+        """Every guardian is there: from now on note what their processes make in /dev/shm."""
         if self._namespace is not None:
             self._namespace.settle()
-
-    def watch_shared_memory(self, own_pids: Callable[[], set[int]]) -> None:
-        """From now on note what the attempt's processes make in /dev/shm."""
         if self._register is not None:
-            self._shared_memory = SharedMemoryWatch(own_pids, self._register.add_leftover)
+            self._shared_memory = SharedMemoryWatch(self.own_pids, self._register.add_leftover)
 
     async def launch(
         self, component: ComponentPlan, process: GuardedProcess, command: Command
@@ -157,8 +167,8 @@ class AttemptGuards:
             enter(
                 self._register.directory,
                 JobEntry(
-                    run_id=self._plan.run_id,
-                    attempt=self._plan.number,
+                    run_id=self.plan.run_id,
+                    attempt=self.plan.number,
                     component=component.name,
                     submission_id=submission_id,
                     log=component.command.log,
@@ -177,7 +187,7 @@ class AttemptGuards:
                 leave(self._register.directory, component)
 
     async def close(self) -> tuple[int, ...]:
-        """End what guards them.
+        """End what guards them, and give the ports up.
 
         Returns: the pid of a namespace's first process that the kernel could not end, since
         something in the namespace can't be ended.
@@ -185,15 +195,18 @@ class AttemptGuards:
         if self._shared_memory is not None:
             self._shared_memory.close()
         namespace, self._namespace = self._namespace, None
+        left: tuple[int, ...] = ()
         if namespace is not None and not await asyncio.to_thread(namespace.close):
-            return (namespace.init_pid,)
-        return ()
+            left = (namespace.init_pid,)
+        await self.client.aclose()
+        self.ports.close()
+        return left
 
     def _make_cgroup(self, component: str) -> str | None:
-        parent = self._plan.containment.cgroup_parent
+        parent = self.plan.containment.cgroup_parent
         if parent is None:
             return None
-        name = f"{self._plan.run_id}-a{self._plan.number:02d}-{component}"
+        name = f"{self.plan.run_id}-a{self.plan.number:02d}-{component}"
         # One that can't be made is told by the registry's entry: it has none.
         with contextlib.suppress(cgroup.NoCgroup):
             self._cgroups[component] = cgroup.create(parent, name)
@@ -205,10 +218,10 @@ class AttemptGuards:
         enter(
             self._register.directory,
             RegisterEntry(
-                run_id=self._plan.run_id,
-                attempt=self._plan.number,
+                run_id=self.plan.run_id,
+                attempt=self.plan.number,
                 component=component.name,
-                level=self._plan.containment.level.value,
+                level=self.plan.containment.level.value,
                 mark=forked.mark,
                 guardian=ProcessId.of(forked.guardian_pid),
                 process=ProcessId.of(forked.pid),
@@ -216,20 +229,6 @@ class AttemptGuards:
                 grace_s=component.command.grace_s,
             ),
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttemptContext:
-    """What all components of one attempt share."""
-
-    guards: AttemptGuards
-    ports: PortsReserved
-    client: httpx.AsyncClient
-    emit: Emit
-    #: Every process of the attempt on this machine.
-    own_pids: Callable[[], set[int]]
-    #: Takes secrets out of a text.
-    mask: Callable[[str], str]
 
 
 class Member(ABC):

@@ -80,7 +80,9 @@ def probe(*, namespace: bool = False, at_most: Level = Level.L4) -> Containment:
         at_most: none above it is tried.
     """
     missing: dict[Level, str] = {}
-    if not _can_be_subreaper():
+    try:
+        tree.become_subreaper()
+    except (OSError, AttributeError, ctypes.ArgumentError):
         missing[Level.L2] = "this process may not become a subreaper"
         return Containment(level=Level.L1, missing=missing)
     level, parent = Level.L2, None
@@ -122,14 +124,6 @@ def why_no_namespace() -> str:
 def _is_tried(level: Level, at_most: Level, missing: dict[Level, str]) -> bool:
     if level.value > at_most.value:
         missing[level] = f"MUSTER_MAX_CONTAINMENT is {at_most.value}"
-        return False
-    return True
-
-
-def _can_be_subreaper() -> bool:
-    try:
-        tree.become_subreaper()
-    except (OSError, AttributeError, ctypes.ArgumentError):
         return False
     return True
 

@@ -142,10 +142,10 @@ def code_here() -> dict[str, str]:
 def names_unseen(folder: str, names: Sequence[str]) -> dict[str, Any]:
     """`{"unseen": [...]}`: of the names that others have left, those that can't be read here."""
     deadline = time.monotonic() + _SEEN_WITHIN_S
-    unseen = [name for name in names if _read(Path(folder, name)) != name]
-    while unseen and time.monotonic() < deadline:
+    while unseen := [name for name in names if _read(Path(folder, name)) != name]:
+        if time.monotonic() >= deadline:
+            break
         time.sleep(_LOOK_EVERY_S)
-        unseen = [name for name in unseen if _read(Path(folder, name)) != name]
     return {"unseen": unseen}
 
 

@@ -30,7 +30,7 @@ class ProcessMember(Member):
     def __init__(self, plan: ComponentPlan, context: AttemptContext) -> None:
         """Raises: OSError, when its guardian can't be started."""
         super().__init__(plan, context)
-        self.process = context.guards.prepare(plan)
+        self.process = context.prepare(plan)
         self.exited = self.process.exited
         self._guardian = ProcessId.of(self.process.guardian_pid)
         self._parent_pid = 0
@@ -54,7 +54,8 @@ class ProcessMember(Member):
         self._emit("component.starting", self.name)
         command = self.plan.command
         if self.plan.ready is not None and self.plan.ready.notify:
-            self._notify = NotifyProbe(self._is_ours)
+            guardian = self.process.guardian_pid
+            self._notify = NotifyProbe(lambda pid: pid in tree.descendants(guardian))
             env = {**command.env, "NOTIFY_SOCKET": self._notify.address}
             command = replace(command, env=env)
         self._context.ports.release(self.name)
@@ -63,7 +64,7 @@ class ProcessMember(Member):
                 self._refuse_foreign(probe.local_port)
         self.is_launched = True
         self._launched_at, self._launched_monotonic_s = time.time(), time.monotonic()
-        pid = await self._context.guards.launch(self.plan, self.process, command)
+        pid = await self._context.launch(self.plan, self.process, command)
         self._parent_pid = tree.parent_of(pid)
         self._emit("component.spawned", self.name, pid=pid, argv=list(command.argv))
 
@@ -92,7 +93,7 @@ class ProcessMember(Member):
     async def examine(self) -> None:
         """Write down what it hangs in; `end` adds to that what it says at its end."""
         self._diagnosis = Diagnosis(
-            self.name, self.plan.command, self.pid or 0, self.processes, self._context.mask
+            self.name, self.plan.command, self.pid or 0, self.processes, self._context.plan.mask
         )
         if (report := await self._diagnosis.examine()) is not None:
             self._emit("component.diagnosed", self.name, pid=self.process.pid, path=str(report))
@@ -120,7 +121,7 @@ class ProcessMember(Member):
         if self._notify is not None:
             self._notify.close()
         if self.process.empty.done():
-            self._context.guards.release(self.name)
+            self._context.release(self.name)
             self._emit("component.stopped", self.name, pid=self.process.pid)
             return ()
         left = self.process.stuck or tuple(tree.descendants(self.process.guardian_pid))
@@ -173,6 +174,3 @@ class ProcessMember(Member):
             return True
         carries_name = listener.run_id == self.plan.command.env.get("MUSTER_RUN_ID")
         return not (carries_name or listener.is_containers)
-
-    def _is_ours(self, pid: int) -> bool:
-        return pid in tree.descendants(self.process.guardian_pid)

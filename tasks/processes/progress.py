@@ -101,8 +101,9 @@ class Silence:
         """
         self._read_bytes = dict.fromkeys(logs, 0)
         # The question for /status is not one for /status/7 or, of `/`, for every path there is.
+        # Without any, nothing matches.
         echoes = "|".join(re.escape(question) for question in own_questions)
-        self._echo = re.compile(rf"(?:{echoes})(?![\w/.%-])") if echoes else None
+        self._echo = re.compile(rf"(?:{echoes})(?![\w/.%-])" if echoes else r"(?!)")
         self._clock = clock
         self._step: float | None = None
         self._since = clock()
@@ -133,10 +134,7 @@ class Silence:
                 lines = f.read(size - start).decode("utf-8", "replace").splitlines()
         except OSError:
             return False
-        return any(line.strip() and not self._is_echo(line) for line in lines)
-
-    def _is_echo(self, line: str) -> bool:
-        return self._echo is not None and self._echo.search(line) is not None
+        return any(line.strip() and not self._echo.search(line) for line in lines)
 
 
 _READ_EVERY_S = 0.5

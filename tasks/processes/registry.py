@@ -410,11 +410,8 @@ def remove_unused(paths: Iterable[Path]) -> list[Path]:
         with suppress(OSError):
             if path.lstat().st_uid == os.getuid():
                 candidates.add(path)
-    if not candidates:
-        return []
-    in_use = held_by(tree.all_pids(), candidates)
     removed = []
-    for path in sorted(candidates - in_use):
+    for path in sorted(candidates - held_by(tree.all_pids(), candidates)):
         with suppress(OSError):
             path.unlink()
             removed.append(path)

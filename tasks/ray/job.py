@@ -218,7 +218,7 @@ class RayJob(Member):
         """
         self._say("component.starting")
         self._context.ports.release(self.name)
-        self._context.guards.enter_job(self.plan, self._job.submission_id)
+        self._context.enter_job(self.plan, self._job.submission_id)
         self.is_launched = True
         self._launched_at, self._launched_monotonic_s = time.time(), time.monotonic()
         self._say(
@@ -311,7 +311,7 @@ class RayJob(Member):
         if left := await self._end():
             self._say("component.stuck", pid=None, pids=left)
             return left
-        self._context.guards.release(self.name)
+        self._context.release(self.name)
         self._say("component.stopped", pid=None)
         return ()
 

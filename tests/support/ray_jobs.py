@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from tasks.processes.component import AttemptContext, AttemptGuards, AttemptPlan, ComponentPlan
+from tasks.processes.component import AttemptContext, AttemptPlan, ComponentPlan
 from tasks.processes.guarded import Command
 from tasks.processes.ports import PortsReserved
-from tasks.processes.probes import make_client
 from tasks.ray.dashboard import Dashboard, JobState
 from tasks.ray.end import Sweep
 from tasks.ray.job import RayJob
@@ -56,14 +55,7 @@ def make_job(plan: JobPlan, emit: Callable[..., None], sweep: Sweep) -> RayJob:
     attempt = AttemptPlan(
         run_id=plan.run_id, number=plan.attempt, cwd=plan.command.cwd, components=(component,)
     )
-    context = AttemptContext(
-        guards=AttemptGuards(attempt, None),
-        ports=PortsReserved([]),
-        client=make_client(),
-        emit=emit,
-        own_pids=set,
-        mask=str,
-    )
+    context = AttemptContext(attempt, PortsReserved([]), emit, None, own_pids=set)
     return RayJob(component, context, job=plan, sweep=sweep)
 
 
