@@ -1,9 +1,7 @@
 """One attempt at a run, supervised: components start in order, any death is seen in any phase,
 and everything ends in reverse.
 
-Of all that could decide how the attempt ends, what came first counts; why a component failed is
-told by its end and its log. It lives in an asyncio loop of its own, to which
-`supervisor.Supervisor` gives a thread.
+It lives in an asyncio loop of its own, to which `supervisor.Supervisor` gives a thread.
 """
 
 from __future__ import annotations
@@ -17,12 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tasks.processes import tree
-from tasks.processes.component import (
-    AttemptContext,
-    AttemptPlan,
-    Member,
-    PortTaken,
-)
+from tasks.processes.component import AttemptContext, AttemptPlan, Member, PortTaken
 from tasks.processes.ports import PortsReserved
 from tasks.processes.process_component import ProcessMember
 from tasks.processes.progress import ProgressWatch, Silence, source_of
@@ -470,15 +463,13 @@ class SupervisedAttempt:
 
     async def _follow_progress(self) -> None:
         why = await self._progress.until_stalled()
-        self._fail(self._stalled_member(), why, "stall", kind=FailureKind.STALLED)
+        # Whose silence it is: the trainer's where there is one, else the last one started.
+        member = self.members.get("trainer", self._launched[-1])
+        self._fail(member, why, "stall", kind=FailureKind.STALLED)
 
     def _is_quiet(self) -> bool:
         """Nothing can be expected to move: nothing is started, or a job has not begun."""
         return not self._launched or any(member.is_pending for member in self._launched)
-
-    def _stalled_member(self) -> Member:
-        """Whose silence it is: the trainer's where there is one, else the last one started."""
-        return self.members.get("trainer", self._launched[-1])
 
     def _hung(self) -> dict[str, Member]:
         return {name: member for name, member in self.members.items() if member.is_hung}

@@ -17,30 +17,13 @@ from pathlib import Path
 from typing import Never
 from urllib.parse import urlsplit
 
-from tasks.processes import cgroup
+from tasks.processes import cgroup, probes, registry
 from tasks.processes.child_watch import ProcessLoss
 from tasks.processes.containment import Containment, Level, PidNamespace
 from tasks.processes.guarded import Command, Forked, GuardedProcess
 from tasks.processes.identity import ProcessId
 from tasks.processes.ports import PortsReserved
-from tasks.processes.probes import (
-    AliveProbe,
-    ComponentProbe,
-    FileProbe,
-    HttpProbe,
-    LogProbe,
-    TcpProbe,
-    make_client,
-    until_yes,
-)
-from tasks.processes.registry import (
-    JobEntry,
-    RegisterEntry,
-    RunRegister,
-    SharedMemoryWatch,
-    enter,
-    leave,
-)
+from tasks.processes.probes import ComponentProbe, make_client, until_yes
 from tasks.record.causes import read_tail
 from tasks.record.events import Emit
 from tasks.record.outcome import Exit, JobLoss
@@ -112,7 +95,7 @@ class AttemptContext:
         plan: AttemptPlan,
         ports: PortsReserved,
         emit: Emit,
-        register: RunRegister | None,
+        register: registry.RunRegister | None,
         own_pids: Callable[[], set[int]],
     ) -> None:
         """
@@ -126,7 +109,7 @@ class AttemptContext:
         self.client = make_client()
         self._register = register
         self._namespace: PidNamespace | None = None
-        self._shared_memory: SharedMemoryWatch | None = None
+        self._shared_memory: registry.SharedMemoryWatch | None = None
         #: `cgroups[component]`, made and not removed yet.
         self._cgroups: dict[str, str] = {}
 
@@ -146,7 +129,8 @@ class AttemptContext:
         if self._namespace is not None:
             self._namespace.settle()
         if self._register is not None:
-            self._shared_memory = SharedMemoryWatch(self.own_pids, self._register.add_leftover)
+            note = self._register.add_leftover
+            self._shared_memory = registry.SharedMemoryWatch(self.own_pids, note)
 
     async def launch(
         self, component: ComponentPlan, process: GuardedProcess, command: Command
@@ -164,9 +148,9 @@ class AttemptContext:
     def enter_job(self, component: ComponentPlan, submission_id: str) -> None:
         """Register a component's job, before it is submitted. Raises: OSError."""
         if self._register is not None:
-            enter(
+            registry.enter(
                 self._register.directory,
-                JobEntry(
+                registry.JobEntry(
                     run_id=self.plan.run_id,
                     attempt=self.plan.number,
                     component=component.name,
@@ -184,7 +168,7 @@ class AttemptContext:
             return
         if self._register is not None:
             with contextlib.suppress(OSError):
-                leave(self._register.directory, component)
+                registry.leave(self._register.directory, component)
 
     async def close(self) -> tuple[int, ...]:
         """End what guards them, and give the ports up.
@@ -215,9 +199,9 @@ class AttemptContext:
     def _enter(self, component: ComponentPlan, forked: Forked) -> None:
         if self._register is None:
             return
-        enter(
+        registry.enter(
             self._register.directory,
-            RegisterEntry(
+            registry.RegisterEntry(
                 run_id=self.plan.run_id,
                 attempt=self.plan.number,
                 component=component.name,
@@ -378,15 +362,15 @@ class Member(ABC):
     def _probe(self, spec: ReadyProbe | LiveProbe) -> ComponentProbe | None:
         """The question of a spec; None for one that is not answered by asking."""
         if spec.http is not None:
-            return HttpProbe(spec.http, self._context.client, spec.conditions)
+            return probes.HttpProbe(spec.http, self._context.client, spec.conditions)
         if spec.address is not None:
-            return TcpProbe(*spec.address)
+            return probes.TcpProbe(*spec.address)
         if spec.log is not None:
-            return LogProbe(self.plan.command.log, spec.log)
+            return probes.LogProbe(self.plan.command.log, spec.log)
         if spec.file is not None:
-            return FileProbe(self.plan.command.cwd / spec.file, self._launched_at)
+            return probes.FileProbe(self.plan.command.cwd / spec.file, self._launched_at)
         if spec.alive_s is not None:
-            return AliveProbe(spec.alive_s, self._launched_monotonic_s)
+            return probes.AliveProbe(spec.alive_s, self._launched_monotonic_s)
         return None
 
     def _refuse_foreign(self, port: int | None) -> None:

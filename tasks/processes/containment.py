@@ -28,13 +28,9 @@ _PROBE_WITHIN_S = 20.0
 class Level(Enum):
     """What is promised, each with all that stands above it. Source: shared/facts/supervision.md."""
 
-    #: Sessions and process groups: trees that cooperate end, others may not.
     L1 = "L1"
-    #: Guardians and a subreaper: no single SIGKILL, of whatever process, leaves one behind.
     L2 = "L2"
-    #: Also a cgroup v2 for each component: what a double kill leaves ends at the next reconcile.
     L3 = "L3"
-    #: One PID namespace for the run: the kernel ends all that is in it.
     L4 = "L4"
 
     @property

@@ -226,9 +226,7 @@ class Guardian:
             self._leader_lives = False
             code = os.waitstatus_to_exitcode(statuses[self._leader])
             self._channel.send(
-                "exited",
-                exit_code=code if code >= 0 else None,
-                signal=-code if code < 0 else None,
+                "exited", exit_code=code if code >= 0 else None, signal=-code if code < 0 else None
             )
         if not self._leader_lives and not is_empty:
             self._begin_stop()

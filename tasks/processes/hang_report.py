@@ -108,18 +108,14 @@ def _describe(at: Path, pid: int, status: dict[str, str], sockets: Sockets) -> I
         yield from (f"    {line}" for line in stack.splitlines())
     yield f"  threads: {len(threads)}"
     for thread in threads[:_THREADS_AT_MOST]:
-        yield f"    {_describe_thread(at / 'task' / thread)}"
+        head, _, rest = _text(at / "task" / thread / "stat").rpartition(") ")
+        waits_in = _text(at / "task" / thread / "wchan") or "?"
+        yield f"    {thread} {head.partition('(')[2]} {rest[:1] or '?'} {waits_in}"
     yield "  sockets:"
     held = sorted(sockets_of(pid, str(at.parent)).items())[:_SOCKETS_AT_MOST]
     yield from (f"    fd {fd} {sockets.get(inode, 'of another kind')}" for fd, inode in held)
     if not held:
         yield "    none"
-
-
-def _describe_thread(at: Path) -> str:
-    head, _, rest = _text(at / "stat").rpartition(") ")
-    state = rest[:1] or "?"
-    return f"{at.name} {head.partition('(')[2]} {state} {_text(at / 'wchan') or '?'}"
 
 
 def _address(written: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 
 from tasks.processes import tree
@@ -105,28 +106,23 @@ class ProcessMember(Member):
                 self.process.abandon_guardian()
                 await self._is_empty_within(_KILL_WITHIN_S)
             return ()
-        if self._diagnosis is None:
-            return await self._end()
-        async with self._diagnosis:
-            return await self._end()
-
-    async def _end(self) -> tuple[int | str, ...]:
-        self.process.stop()
-        is_empty = await self._is_empty_within(self.plan.command.grace_s + _KILL_WITHIN_S)
-        # A guardian that works has reported what is stuck by now. One that is itself stopped
-        # reports nothing: without it, what it guarded comes to this process, and is ended.
-        if not is_empty and not self.process.stuck:
-            self.process.abandon_guardian()
-            await self._is_empty_within(_KILL_WITHIN_S)
-        if self._notify is not None:
-            self._notify.close()
-        if self.process.empty.done():
-            self._context.release(self.name)
-            self._emit("component.stopped", self.name, pid=self.process.pid)
-            return ()
-        left = self.process.stuck or tuple(tree.descendants(self.process.guardian_pid))
-        self._emit("component.stuck", self.name, pid=self.process.pid, pids=left)
-        return left or (self.process.guardian_pid,)
+        async with self._diagnosis or nullcontext():
+            self.process.stop()
+            is_empty = await self._is_empty_within(self.plan.command.grace_s + _KILL_WITHIN_S)
+            # A guardian that works has reported what is stuck by now. One that is itself stopped
+            # reports nothing: without it, what it guarded comes to this process, and is ended.
+            if not is_empty and not self.process.stuck:
+                self.process.abandon_guardian()
+                await self._is_empty_within(_KILL_WITHIN_S)
+            if self._notify is not None:
+                self._notify.close()
+            if self.process.empty.done():
+                self._context.release(self.name)
+                self._emit("component.stopped", self.name, pid=self.pid)
+                return ()
+            left = self.process.stuck or tuple(tree.descendants(self.process.guardian_pid))
+            self._emit("component.stuck", self.name, pid=self.pid, pids=left)
+            return left or (self.process.guardian_pid,)
 
     def processes(self) -> list[int]:
         """Its whole tree; nothing once the guardian is gone, whose pid may be another's then."""

@@ -84,7 +84,11 @@ class Terminal:
             case "attempt.begun" | "attempt.adopted":
                 self._shown_step = 0.0
             case "run.progress" if not self._screen.is_live:
-                self._say_step(event.step)
+                step, total = event.step, self._seen.total
+                # A line for each twentieth is enough.
+                if step - self._shown_step >= (total or 100) / 20 or step == total:
+                    self._shown_step = step
+                    self.say(f"step {step:g} of {total}" if total else f"step {step:g}")
             case "attempt.decided" if not event.text.startswith("final"):
                 for line in failed_attempt(self._seen):
                     self._say(line)
@@ -100,14 +104,6 @@ class Terminal:
             self._show_curve()
         for line in end_block(state, message, self._seen.record, page):
             self._add(line)
-
-    def _say_step(self, step: float) -> None:
-        # A line for each twentieth is enough.
-        total = self._seen.total
-        if step - self._shown_step >= (total or 100) / 20 or step == total:
-            self._shown_step = step
-            of = f" of {total}" if total else ""
-            self.say(f"step {step:g}{of}")
 
     def _show_curve(self) -> None:
         if self._seen.directory is None:
