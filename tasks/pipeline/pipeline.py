@@ -58,8 +58,9 @@ from tasks.server.flow_process import (
 from tasks.server.flow_runs import ServerAway, goes_on, process_tags_of, talking_to
 from tasks.show.view import Shown
 from tasks.spec.errors import InvalidSpec
-from tasks.spec.pipeline import PipelineSpec, parse_pipeline, run_spec, with_specs
-from tasks.spec.placeholders import RUN_DIR, RUN_ID
+from tasks.spec.loading import parse_spec
+from tasks.spec.pipeline import PipelineSpec, parse_pipeline, with_specs
+from tasks.spec.placeholders import RUN_DIR, RUN_ID, filled_in
 from tasks.spec.run import RunSpec
 from tasks.spec.words import table
 
@@ -183,7 +184,7 @@ class Pipeline:
             self._leave(f"stage {step.stage} is next")
         stage = self.spec.stage(step.stage)
         try:
-            spec = run_spec(stage.spec or {}, self._value_of).written()
+            spec = parse_spec(filled_in(stage.spec or {}, self._value_of)).written()
             tags = [*self.spec.tags, f"pipeline:{self.spec.name}"]
             run = self._ask(
                 lambda client: create_stage_run(

@@ -18,7 +18,7 @@ import yaml
 from tasks.spec import placeholders
 from tasks.spec.errors import Fault, InvalidSpec
 from tasks.spec.placeholders import joined, mapping
-from tasks.spec.run import ByName, Rollout, RunSpec
+from tasks.spec.run import ByName, RunSpec
 from tasks.spec.secrets import MASK, looks_secret, mask_text, masked, masked_in, secret_values
 from tasks.spec.values import Document, WrittenFloat, shown
 
@@ -146,9 +146,7 @@ def apply_override(data: dict[str, Any], override: str) -> tuple[Fault, ...]:
             an item of a list goes by its index (`components.trainer.command.3=20`).
     """
     path, value, said, faults = read_override(override, "success.step=20")
-    if faults:
-        return faults
-    return _set(data, path.split("."), value, said)
+    return faults or apply_value(data, path, value, said)
 
 
 def read_override(override: str, example: str) -> tuple[str, object, str, tuple[Fault, ...]]:
@@ -163,17 +161,17 @@ def read_override(override: str, example: str) -> tuple[str, object, str, tuple[
     return path, value, said, tuple(_fault(path, said, str(fault)) for fault in faults)
 
 
-def apply_value(data: dict[str, Any], path: str, value: object) -> tuple[Fault, ...]:
+def apply_value(
+    data: dict[str, Any], path: str, value: object, said: str = ""
+) -> tuple[Fault, ...]:
     """Sets one value in a written spec, in place; returns what is wrong with its path.
 
     Args:
         path: `a.b`, as in `apply_override`.
         value: Plain data.
+        said: What a fault quotes; empty: the path.
     """
-    return _set(data, path.split("."), value, path)
-
-
-def _set(data: dict[str, Any], steps: list[str], value: object, said: str) -> tuple[Fault, ...]:
+    steps, said = path.split("."), said or path
     node: Any = data
     for depth, step in enumerate(steps):
         path, above = ".".join(steps[: depth + 1]), ".".join(steps[:depth])
@@ -250,20 +248,11 @@ def spec_as_yaml(spec: RunSpec, *, mask_secrets: bool = False) -> str:
     written = spec.written()
     if mask_secrets:
         written = _masked(written)
-    text = _dumped(written, readable=True)
+    # A folded command is hard to copy.
+    how: dict[str, Any] = {"sort_keys": False, "default_flow_style": None, "width": 2**31}
+    text: str = yaml.safe_dump(written, allow_unicode=True, **how)
     # PyYAML writes these as they are, but reads them as ends of lines.
-    return _dumped(written, readable=False) if _LINE_ENDS.search(text) else text
-
-
-def _dumped(written: dict[str, Any], *, readable: bool) -> str:
-    text: str = yaml.safe_dump(
-        written,
-        sort_keys=False,
-        allow_unicode=readable,
-        default_flow_style=None,
-        width=2**31,  # a folded command is hard to copy
-    )
-    return text
+    return str(yaml.safe_dump(written, **how)) if _LINE_ENDS.search(text) else text
 
 
 def _checked(
@@ -337,11 +326,7 @@ def _in_file_order(faults: Sequence[Fault], written: Mapping[str, Any]) -> tuple
 def _paths(node: object, path: str = "", above: tuple[int, ...] = ()) -> Iterator[str]:
     if id(node) in above:  # YAML can write a list that holds itself
         return
-    items: Iterator[tuple[object, object]] = iter(())
-    if isinstance(node, Mapping):
-        items = iter(node.items())
-    elif isinstance(node, list | tuple):
-        items = iter(enumerate(node))
+    items = enumerate(node) if isinstance(node, list | tuple) else mapping(node).items()
     for key, value in items:
         below = joined(path, key)
         yield below
@@ -349,11 +334,10 @@ def _paths(node: object, path: str = "", above: tuple[int, ...] = ()) -> Iterato
 
 
 def _masked(written: dict[str, Any]) -> dict[str, Any]:
-    parts = [written, *written["components"].values()]
-    secrets = {value for part in parts for value in secret_values(part.get("env", {}))}
+    parts = [part for part in (written, *written["components"].values()) if "env" in part]
+    secrets = {value for part in parts for value in secret_values(part["env"])}
     for part in parts:
-        if "env" in part:
-            part["env"] = masked(part["env"])
+        part["env"] = masked(part["env"])
     texts: dict[str, Any] = masked_in(written, lambda text: mask_text(text, secrets))
     return texts
 
@@ -367,13 +351,8 @@ def project_root() -> Path:
     return checkout if (checkout / "prefect.yaml").exists() else Path.cwd()
 
 
-def names_known(spec: RunSpec) -> frozenset[str]:
-    """Every name that this spec may use in a placeholder."""
-    return placeholders.names_in(spec.written())
-
-
 def template_faults(spec: RunSpec) -> tuple[Fault, ...]:
-    """One fault for each unknown name and each `${` that is never closed, in file order."""
+    """See `placeholders.faults_in`."""
     return placeholders.faults_in(spec.written())
 
 
@@ -384,12 +363,12 @@ def ports_needed(spec: RunSpec) -> tuple[str, ...]:
     used or not: the program may find it elsewhere. `rollout.port` is that of a fleet's gateway,
     which listens whether somebody asks it or not.
     """
-    used = placeholders.names_used(spec.written())
+    used = {use.name for use in placeholders.uses_in(spec.written()) if not use.is_of_server}
     needed: list[str] = []
     for name in spec.components:
-        if f"{name}.port" in used or isinstance(spec.components[name], Rollout):
-            needed.append(f"{name}.port")
         component = spec.processes.get(name)
+        if f"{name}.port" in used or component is None:
+            needed.append(f"{name}.port")
         needed += [f"{name}.ports.{port}" for port in (component.ports if component else ())]
     return tuple(needed)
 

@@ -7,7 +7,7 @@ examples here are the labels of the form in the Prefect UI.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -50,33 +50,27 @@ class Stage(Model):
     """One run of a pipeline."""
 
     name: Annotated[Text, PART_NAME] = Field(
-        title="Name",
-        description="What later stages call it: ${stage.NAME.checkpoint}.",
-        examples=["sft"],
+        description="What later stages call it: ${stage.NAME.checkpoint}.", examples=["sft"]
     )
     deployment: Annotated[Text, _DEPLOYMENT] | None = Field(
         None,
-        title="Deployment",
         description="Through which its run is created, and whose spec it has unless one stands "
         "here; left out: train/stage.",
         examples=["train/verl-sft"],
     )
     spec: Mapping[str, Any] | None = Field(
         None,
-        title="Spec",
         description="The run spec; in a file of a pipeline also the name of a file of one. It may "
         "use ${stage.NAME.checkpoint}, ${stage.NAME.run_dir} and ${stage.NAME.run_id} of the "
         "stages before it, wherever a run spec may use placeholders.",
     )
     set: Mapping[DottedKey, Any] = Field(
         default_factory=dict,
-        title="Set",
         description="Changes to the spec, each by its path.",
         examples=[{"progress.total": 20}],
     )
     checkpoint: Text | None = Field(
         None,
-        title="Checkpoint",
         description="What it hands on, as a path or pattern, with ${run.dir}, ${run.id} and "
         "${attempt.dir}; left out: the checkpoint that the run would be resumed from.",
         examples=["${run.dir}/hf/step-*"],
@@ -97,18 +91,13 @@ class PipelineSpec(Document):
     """
 
     name: Annotated[Text, SPEC_NAME] = Field(
-        title="Name",
         description="What this pipeline is called; its flow runs' names begin with it.",
         examples=["sft-then-grpo"],
     )
     tags: tuple[Text, ...] = Field(
-        (),
-        title="Tags",
-        description="Labels of the pipeline and of each of its runs.",
-        examples=[["demo"]],
+        (), description="Labels of the pipeline and of each of its runs.", examples=[["demo"]]
     )
     stages: tuple[Stage, ...] = Field(
-        title="Stages",
         description="Its runs, in this order.",
         examples=[[{"name": "sft", "deployment": "train/verl-sft"}]],
     )
@@ -181,19 +170,6 @@ def with_specs(pipeline: PipelineSpec, specs: Mapping[str, object]) -> PipelineS
         if stage.get("spec") is None:
             stage["spec"] = specs.get(stage["name"])
     return parse_pipeline(written, source=f"pipeline {pipeline.name!r}")
-
-
-def run_spec(written: Mapping[str, Any], value_of: Callable[[str, str], str]) -> RunSpec:
-    """What a stage's run is started with.
-
-    Args:
-        written: The stage's spec.
-        value_of: Of its placeholders, by stage and key.
-
-    Raises:
-        InvalidSpec: A value does not fit its place.
-    """
-    return parse_spec(filled_in(written, value_of))
 
 
 def _checked(
@@ -283,11 +259,11 @@ def _override(stages: Sequence[dict[str, Any]], override: str) -> tuple[Fault, .
 
 def _fold(stage: dict[str, Any], index: int) -> tuple[Fault, ...]:
     """Applies a stage's `set` to its spec."""
-    faults: list[Fault] = []
-    for key, value in mapping(stage.pop("set", None)).items():
-        for fault in apply_value(stage["spec"], str(key), value):
-            faults.append(_below(f"stages.{index}.set", fault))
-    return tuple(faults)
+    return tuple(
+        _below(f"stages.{index}.set", fault)
+        for key, value in mapping(stage.pop("set", None)).items()
+        for fault in apply_value(stage["spec"], str(key), value)
+    )
 
 
 def _stage_faults(

@@ -69,9 +69,9 @@ _PLACES: dict[str, object] = {
     "progress": {"http": Kind.TEXT, "jsonl": Kind.TEXT},
 }
 
-_ALWAYS = ("run.id", "run.dir", "attempt.number", "attempt.dir", "attempt.resume_from")
 #: What the path or pattern of a stage's checkpoint may use.
 _OF_CHECKPOINTS = ("run.id", "run.dir", "attempt.number", "attempt.dir")
+_ALWAYS = (*_OF_CHECKPOINTS, "attempt.resume_from")
 
 SERVER, STAGE = "server.", "stage."
 #: What is known of an earlier stage: its last complete checkpoint, and its run's folder and id.
@@ -92,16 +92,6 @@ class Use:
     @property
     def is_of_server(self) -> bool:
         return self.kind is Kind.FLEET and (self.name or "").startswith(SERVER)
-
-    @property
-    def stage(self) -> str:
-        """Of `stage.NAME.KEY`."""
-        return _stage_and_key(self.name or "")[0]
-
-    @property
-    def key(self) -> str:
-        """Of `stage.NAME.KEY`."""
-        return _stage_and_key(self.name or "")[1]
 
     def __str__(self) -> str:
         return f"${{{self.name}}}"
@@ -211,23 +201,14 @@ def numbers_in(data: object) -> Iterator[tuple[str, str, int]]:
             yield section, key, number
 
 
-def names_used(data: object) -> tuple[str, ...]:
-    """The run's names that the written spec uses, each once, in file order."""
-    names = (use.name for use in uses_in(data) if not use.is_of_server)
-    return tuple(dict.fromkeys(name for name in names if name is not None))
-
-
 def run_filled_in(data: object, value_of: Callable[[str], str]) -> object:
-    """The written spec with a value for each of the run's names.
-
-    Args:
-        data: The written spec.
-        value_of: By name. In a regular expression the value is matched literally.
+    """The written spec with a value for each of the run's names; in a regular expression it is
+    matched literally.
     """
 
     def change(_path: str, text: str, kind: Kind) -> str:
         quoted = re.escape if kind is Kind.PATTERN else str
-        is_left = _is_of_server if kind is Kind.FLEET else None
+        is_left = (lambda name: name.startswith(SERVER)) if kind is Kind.FLEET else None
         return substituted(text, lambda name: quoted(value_of(name)), is_left=is_left)
 
     return rewritten(data, change)
@@ -250,10 +231,6 @@ def filled_in(written: object, value_of: Callable[[str, str], str]) -> object:
         return substituted(text, value, is_left=lambda name: not name.startswith(STAGE))
 
     return rewritten(written, change)
-
-
-def _is_of_server(name: str) -> bool:
-    return name.startswith(SERVER)
 
 
 def faults_in(data: object) -> tuple[Fault, ...]:
@@ -290,11 +267,6 @@ def unknown_names(checkpoint: object, path: str) -> tuple[Fault, ...]:
     )
 
 
-def stage_names_in(written: object) -> tuple[Use, ...]:
-    """Every use of a stage's name in a written run spec, in file order."""
-    return tuple(use for use in uses_in(written) if (use.name or "").startswith(STAGE))
-
-
 def faults_of_names(
     written: object, *, stages: Sequence[str], index: int, hands_on: Mapping[str, bool]
 ) -> tuple[Fault, ...]:
@@ -307,29 +279,27 @@ def faults_of_names(
         hands_on: By stage, whether it names checkpoints; one that is not in it may.
     """
     faults = []
-    for use in stage_names_in(written):
-        problem, remedy = "", ""
-        if use.stage not in stages:
-            problem, remedy = f"unknown stage in `{use}`", _earlier_stage(use, stages[:index])
-        elif (place := stages.index(use.stage)) >= index:
+    for use in uses_in(written):
+        if not (use.name or "").startswith(STAGE):
+            continue
+        (stage, key), problem, remedy = _stage_and_key(use.name or ""), "", ""
+        if stage not in stages:
+            problem, before = f"unknown stage in `{use}`", stages[:index]
+            near = did_you_mean(stage, before, f"${{{{stage.{{}}.{key or CHECKPOINT}}}}}")
+            known = f"known are {', '.join(before)}" if before else ""
+            remedy = near or known or "the first stage knows of no other"
+        elif (place := stages.index(stage)) >= index:
             which = "the stage itself" if place == index else "a stage that comes later"
             problem, remedy = f"`{use}` is of {which}", "name one that comes before"
-        elif use.key not in KEYS:
-            known = ", ".join(f"${{stage.{use.stage}.{key}}}" for key in KEYS)
+        elif key not in KEYS:
+            known = ", ".join(f"${{stage.{stage}.{key}}}" for key in KEYS)
             problem, remedy = f"unknown name `{use}`", f"known are {known}"
-        elif use.key == CHECKPOINT and not hands_on.get(use.stage, True):
+        elif key == CHECKPOINT and not hands_on.get(stage, True):
             problem = f"`{use}` will be nothing: no component of that stage names `checkpoints`"
-            remedy = f"name them there, or write checkpoint: PATTERN in the stage {use.stage}"
+            remedy = f"name them there, or write checkpoint: PATTERN in the stage {stage}"
         if problem:
             faults.append(Fault(path=use.path, problem=problem, remedy=remedy))
     return tuple(dict.fromkeys(faults))
-
-
-def _earlier_stage(use: Use, before: Sequence[str]) -> str:
-    if not before:
-        return "the first stage knows of no other"
-    near = did_you_mean(use.stage, before, f"${{{{stage.{{}}.{use.key or CHECKPOINT}}}}}")
-    return near or f"known are {', '.join(before)}"
 
 
 def mapping(value: object) -> Mapping[Any, Any]:

@@ -190,10 +190,8 @@ class Probe(Model):
         None,
         alias="json",
         title="JSON conditions",
-        description=(
-            "What the answer to `http` must hold: keys joined by dots, each with the value "
-            "expected, or {not: value}, {min: number}, {max: number}."
-        ),
+        description="What the answer to `http` must hold: keys joined by dots, each with the value "
+        "expected, or {not: value}, {min: number}, {max: number}.",
         examples=[{"batch_size": {"not": -1}}],
     )
     tcp: Address | None = Field(
@@ -204,24 +202,19 @@ class Probe(Model):
     )
     log: Pattern | None = Field(
         None,
-        title="Log",
         description="Looks for this regular expression in the component's log.",
         examples=["server is ready"],
     )
     file: Text | None = Field(
         None,
-        title="File",
         description="Waits for this file; a relative path starts where the component runs.",
         examples=["${attempt.dir}/registered"],
     )
     notify: Annotated[bool, Field(strict=True), AfterValidator(_is_true)] | None = Field(
-        None,
-        title="Notify",
-        description="Waits for the component's own READY=1 (sd_notify).",
+        None, description="Waits for the component's own READY=1 (sd_notify)."
     )
     alive_s: Seconds | None = Field(
         None,
-        title="Alive (seconds)",
         description="Only waits: still alive after so many seconds. Any other probe is better.",
         examples=[5],
     )
@@ -258,14 +251,10 @@ class ReadyProbe(Probe):
     """When a component may receive work: the next one starts only then. It asks one question."""
 
     every_s: Seconds = Field(
-        0.1,
-        title="Every (seconds)",
-        description="The pause between two tries at first; it backs off to 1 s.",
+        0.1, description="The pause between two tries at first; it backs off to 1 s."
     )
     within_s: Seconds = Field(
-        120,
-        title="Within (seconds)",
-        description="Not ready after so many seconds: the run has failed as NOT_READY.",
+        120, description="Not ready after so many seconds: the run has failed as NOT_READY."
     )
 
 
@@ -273,23 +262,14 @@ class LiveProbe(Probe):
     """Whether a component that runs still works: after some misses in a row it does not. It asks
     one question, and may watch processes beside it."""
 
-    every_s: Seconds = Field(
-        10, title="Every (seconds)", description="The pause between two questions."
-    )
-    timeout_s: Seconds = Field(
-        5, title="Timeout (seconds)", description="An answer that takes longer is a miss."
-    )
-    misses: Count = Field(
-        3, title="Misses", description="So many in a row: the component has stalled."
-    )
+    every_s: Seconds = Field(10, description="The pause between two questions.")
+    timeout_s: Seconds = Field(5, description="An answer that takes longer is a miss.")
+    misses: Count = Field(3, description="So many in a row: the component has stalled.")
     processes: Pattern | None = Field(
         None,
-        title="Processes",
-        description=(
-            "A regular expression for the command lines of the component's own child processes "
-            "that must stay alive: once it is ready there must be one, and the end of any, exit 0 "
-            "included, is the end of the run. Alone, or beside another question."
-        ),
+        description="A regular expression for the command lines of the component's own child "
+        "processes that must stay alive: once it is ready there must be one, and the end of any, "
+        "exit 0 included, is the end of the run. Alone, or beside another question.",
         examples=["sglang::scheduler"],
     )
 

@@ -16,7 +16,8 @@ from pathlib import Path, PurePosixPath
 
 from tasks.spec.errors import Fault
 from tasks.spec.placeholders import is_templated, substituted
-from tasks.spec.run import Component, Rollout, RunSpec
+from tasks.spec.rollout import Rollout
+from tasks.spec.run import Component, RunSpec
 from tasks.spec.words import did_you_mean
 
 _PYTHON = re.compile(r"python(\d(\.\d+)?)?|pypy3?")

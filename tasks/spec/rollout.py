@@ -29,14 +29,6 @@ from tasks.spec.values import (
 )
 from tasks.spec.words import did_you_mean, listed
 
-_DEFAULTS: Mapping[str, int | None] = {
-    "engines": 1,
-    "nodes_per_engine": 1,
-    "gpus_per_node": None,
-    "tensor_parallel": 1,
-    "expert_parallel": 1,
-    "data_parallel": 1,
-}
 #: How a pipeline's depth is written among `args`; no key of the spec sets it.
 _PIPELINE = {
     "sglang": ("--pp-size", "--pipeline-parallel-size"),
@@ -49,11 +41,13 @@ class Sizes:
     """The numbers that a fleet is cut by."""
 
     #: The keys of the spec that they come from.
-    KEYS: ClassVar = (*_DEFAULTS, "backend", "args")
+    NUMBERS: ClassVar = (
+        *("nodes_per_engine", "gpus_per_node"),
+        *("tensor_parallel", "expert_parallel", "data_parallel"),
+    )
+    KEYS: ClassVar = (*NUMBERS, "backend", "args")
 
     backend: str
-    #: Inference engines of the fleet.
-    engines: int
     #: Nodes that one engine spans.
     nodes: int
     #: GPUs of one engine on each of them, where it was written.
@@ -68,23 +62,19 @@ class Sizes:
     @classmethod
     def of(cls, written: Mapping[str, Any]) -> Sizes | None:
         """From the keys of a spec; None where one is no number, which is its own fault."""
-        found = {key: written.get(key, default) for key, default in _DEFAULTS.items()}
-        for key, number in found.items():
-            if number is None and key == "gpus_per_node":
-                continue
-            if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-                return None
+        found = [written.get(key) for key in cls.NUMBERS]
+        numbers = [one for one in found if type(one) is int and one >= 1]
         backend = written.get("backend")
-        if not isinstance(backend, str):
+        if len(numbers) < len(found) - found.count(None) or not isinstance(backend, str):
             return None
+        nodes, gpus_per_node, tensor, expert, data = found
         return cls(
             backend=backend,
-            engines=found["engines"] or 1,
-            nodes=found["nodes_per_engine"] or 1,
-            gpus_per_node=found["gpus_per_node"],
-            tensor=found["tensor_parallel"] or 1,
-            expert=found["expert_parallel"] or 1,
-            data=found["data_parallel"] or 1,
+            nodes=nodes or 1,
+            gpus_per_node=gpus_per_node,
+            tensor=tensor or 1,
+            expert=expert or 1,
+            data=data or 1,
             pipeline=_pipeline(backend, written.get("args")),
         )
 
@@ -420,7 +410,6 @@ class FleetToken(Model):
     """A request by which a server generates a token."""
 
     path: UrlPath = Field(
-        title="Path",
         description="Where the request goes; 200 says that a token was generated.",
         examples=["/v1/completions"],
     )
@@ -436,40 +425,28 @@ class FleetToken(Model):
 class FleetHealth(Model):
     """How the fleet's servers are asked whether they still work."""
 
-    interval_s: Seconds = Field(
-        30, title="Interval (seconds)", description="Between two sweeps of all servers."
-    )
+    interval_s: Seconds = Field(30, description="Between two sweeps of all servers.")
     timeout_s: Seconds = Field(
         15,
-        title="Timeout (seconds)",
         description="An answer that takes longer is a miss; more than the backend's own timeout.",
     )
     misses: Misses = Field(
         3,
-        title="Misses",
-        description=(
-            "So many in a row: the server is inactive. 0: no sweeps at intervals; deaths are seen "
-            "and the check before training is made even so, where one bad answer is enough."
-        ),
+        description="So many in a row: the server is inactive. 0: no sweeps at intervals; deaths "
+        "are seen and the check before training is made even so, where one bad answer is enough.",
     )
     first_after_s: Seconds | None = Field(
-        None,
-        title="First after (seconds)",
-        description="Of grace before a new server's first question; left out: one interval.",
+        None, description="Of grace before a new server's first question; left out: one interval."
     )
     path: UrlPath | None = Field(
         None,
-        title="Path",
         description="For the backend command: 200 says that it may be asked; left out: /health.",
         examples=["/health"],
     )
     token: FleetToken | None = Field(
         None,
-        title="Token",
-        description=(
-            "For the backend command: a request that generates a token; left out: none, and a "
-            "server whose engine is stuck behind a good /health is not found out."
-        ),
+        description="For the backend command: a request that generates a token; left out: none, "
+        "and a server whose engine is stuck behind a good /health is not found out.",
         examples=[{"path": "/generate", "json": {"prompt": "1", "max_tokens": 1}}],
     )
 
@@ -477,9 +454,7 @@ class FleetHealth(Model):
 class FleetRecovery(Model):
     """How servers that failed are started again."""
 
-    budget: Count | None = Field(
-        None, title="Budget", description="Recoveries in all; left out: no limit."
-    )
+    budget: Count | None = Field(None, description="Recoveries in all; left out: no limit.")
     backoff_s: Seconds | None = Field(
         None,
         title="Back-off (seconds)",
@@ -488,7 +463,7 @@ class FleetRecovery(Model):
     max_backoff_s: Seconds | None = Field(
         None, title="Longest back-off (seconds)", description="How far the back-off grows."
     )
-    parallel: Count = Field(4, title="Parallel", description="Engines that recover at once.")
+    parallel: Count = Field(4, description="Engines that recover at once.")
     min_active: Count | None = Field(
         None,
         title="Least active",
@@ -501,29 +476,21 @@ class Rollout(Model):
 
     backend: Backend | None = Field(
         None,
-        title="Backend",
         description="What serves the model: one of the three, or a command of your own.",
         examples=["sglang"],
     )
     model: Text | None = Field(
         None,
-        title="Model",
         description="The model's path or name; not for the backend command.",
         examples=["Qwen/Qwen3-8B"],
     )
-    engines: Count = Field(
-        1, title="Engines", description="Inference engines, each a set of ranks."
-    )
-    nodes_per_engine: Count = Field(
-        1, title="Nodes per engine", description="Nodes that one engine spans."
-    )
+    engines: Count = Field(1, description="Inference engines, each a set of ranks.")
+    nodes_per_engine: Count = Field(1, description="Nodes that one engine spans.")
     gpus_per_node: Count | None = Field(
         None,
         title="GPUs per node",
-        description=(
-            "GPUs of one engine on each node; left out: as many as its parallelism needs, for the "
-            "backend command none."
-        ),
+        description="GPUs of one engine on each node; left out: as many as its parallelism needs, "
+        "for the backend command none.",
         examples=[8],
     )
     tensor_parallel: Count = Field(
@@ -539,11 +506,9 @@ class Rollout(Model):
     )
     command: Words | None = Field(
         None,
-        title="Command",
-        description=(
-            "The server, for the backend command: ${server.port} and ${server.host} are where it "
-            "is to listen, ${server.rank}, ${server.node} and ${server.group} say which it is."
-        ),
+        description="The server, for the backend command: ${server.port} and ${server.host} are "
+        "where it is to listen, ${server.rank}, ${server.node} and ${server.group} say which it "
+        "is.",
         examples=[["python", "serve.py", "--port", "${server.port}"]],
     )
     args: Words | None = Field(
@@ -563,37 +528,24 @@ class Rollout(Model):
         title="Working directory",
         description="Relative to the project's root; left out: the run's.",
     )
-    stop: Stop = Field(
-        default_factory=Stop, title="Stop", description="How a server is asked to end."
-    )
+    stop: Stop = Field(default_factory=Stop, description="How a server is asked to end.")
     start_within_s: Seconds = Field(
-        1800,
-        title="Start within (seconds)",
-        description="Until a started server has generated a token; else it has failed.",
+        1800, description="Until a started server has generated a token; else it has failed."
     )
     host: Text = Field(
         "127.0.0.1",
-        title="Host",
         description="The address of this machine on which the gateway listens.",
         examples=["0.0.0.0"],
     )
     concurrency: Count | None = Field(
-        None,
-        title="Concurrency",
-        description="Requests at once for each entrypoint; left out: no limit.",
-        examples=[64],
+        None, description="Requests at once for each entrypoint; left out: no limit.", examples=[64]
     )
-    health: FleetHealth = Field(
-        default_factory=FleetHealth, title="Health", description="Questions to servers."
-    )
+    health: FleetHealth = Field(default_factory=FleetHealth, description="Questions to servers.")
     recovery: FleetRecovery = Field(
-        default_factory=FleetRecovery,
-        title="Recovery",
-        description="What is done about servers that failed.",
+        default_factory=FleetRecovery, description="What is done about servers that failed."
     )
     placement: Literal["local", "ray"] = Field(
         "local",
-        title="Placement",
         description="local: processes of this machine. ray: on the nodes of the Ray cluster.",
     )
 

@@ -13,11 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import (
-    Field,
-    GetCoreSchemaHandler,
-    GetJsonSchemaHandler,
-)
+from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
@@ -59,16 +55,11 @@ class Component(Model):
     """One program of the run, with all the processes that it starts."""
 
     launcher: Launcher = Field(
-        "process",
-        title="Launcher",
-        description="process: on this machine. ray_job: submitted to the Ray cluster.",
+        "process", description="process: on this machine. ray_job: submitted to the Ray cluster."
     )
     command: Words = Field(
-        title="Command",
-        description=(
-            "The program and its arguments, one item each; no shell splits them. "
-            "${api.port} and the like are filled in."
-        ),
+        description="The program and its arguments, one item each; no shell splits them. "
+        "${api.port} and the like are filled in.",
         examples=[["python", "train.py", "--port", "${trainer.port}"]],
     )
     env: Env = Field(
@@ -84,38 +75,30 @@ class Component(Model):
     )
     ports: Annotated[tuple[PartName, ...], Unique] = Field(
         (),
-        title="Ports",
         description="More free ports, by name: `metrics` is ${NAME.ports.metrics}.",
         examples=[["metrics"]],
     )
     ready: ReadyProbe | None = Field(
         None,
-        title="Ready",
         description="When it may receive work; left out: as soon as it is started.",
         examples=[{"http": "http://127.0.0.1:${api.port}/info", "within_s": 60}],
     )
     live: LiveProbe | None = Field(
         None,
-        title="Live",
         description="Whether it still works while it runs; its death is seen without this.",
         examples=[{"http": "http://127.0.0.1:${trainer.port}/health"}],
     )
     on_exit_zero: OnExitZero | None = Field(
         None,
         title="On exit 0",
-        description=(
-            "complete: the run is done. drain: its part is done, the run goes on. fail: the run "
-            "has failed. Left out: complete for trainer and environment, else fail."
-        ),
+        description="complete: the run is done. drain: its part is done, the run goes on. fail: "
+        "the run has failed. Left out: complete for trainer and environment, else fail.",
     )
-    stop: Stop = Field(default_factory=Stop, title="Stop", description="How it is asked to end.")
+    stop: Stop = Field(default_factory=Stop, description="How it is asked to end.")
     checkpoints: Text | None = Field(
         None,
-        title="Checkpoints",
-        description=(
-            "The folder, or a pattern of the files, that its checkpoints are in. From the last "
-            "complete one the next attempt starts: ${attempt.resume_from}."
-        ),
+        description="The folder, or a pattern of the files, that its checkpoints are in. From the "
+        "last complete one the next attempt starts: ${attempt.resume_from}.",
         examples=["${run.dir}/checkpoints"],
     )
 
@@ -239,29 +222,13 @@ def refusals_of_order(written: Mapping[str, Any]) -> Iterator[Refusal]:
 #: The name of a fleet among the components of its run.
 FLEET = "rollout"
 
-__all__ = [
-    "Component",
-    "Gang",
-    "Launcher",
-    "LiveProbe",
-    "OnExitZero",
-    "Progress",
-    "Ray",
-    "ReadyProbe",
-    "Retry",
-    "Rollout",
-    "RunSpec",
-    "Stop",
-    "Success",
-]
-
 _ON_EXIT_ZERO: dict[str, OnExitZero] = {"trainer": "complete", "environment": "complete"}
 
 
 class Gang(Model):
     """The GPUs that the run needs all at once, or not at all."""
 
-    nodes: Count = Field(1, title="Nodes", description="Nodes that the run spans.", examples=[2])
+    nodes: Count = Field(1, description="Nodes that the run spans.", examples=[2])
     gpus_per_node: Count = Field(
         title="GPUs per node", description="GPUs on each of them.", examples=[8]
     )
@@ -269,9 +236,7 @@ class Gang(Model):
         3, title="CPUs per GPU", description="CPUs that go with each GPU; verl asks for 3."
     )
     hours: Positive = Field(
-        24,
-        title="Hours",
-        description="An estimate, by which shorter runs may pass; it never ends a run.",
+        24, description="An estimate, by which shorter runs may pass; it never ends a run."
     )
 
 
@@ -279,18 +244,14 @@ class Ray(Model):
     """The Ray cluster, where something of the run uses Ray."""
 
     address: Url = Field(
-        title="Address",
         description="The dashboard's address, to which jobs are submitted.",
         examples=["http://127.0.0.1:8265"],
     )
     start_within_s: Seconds = Field(
-        600,
-        title="Start within (seconds)",
-        description="A job that has not taken its GPUs by then is stopped and queued again.",
+        600, description="A job that has not taken its GPUs by then is stopped and queued again."
     )
     entrypoint_resources: Mapping[Text, Positive] | None = Field(
         None,
-        title="Entrypoint resources",
         description="Resources of the node that a job's driver lands on, so that it is no head.",
         examples=[{"worker_node": 1}],
     )
@@ -318,15 +279,10 @@ class Progress(Model):
         examples=["${run.dir}/metrics.jsonl"],
     )
     step: DottedKey = Field(
-        title="Step",
-        description="The key of the step in the answer or the line.",
-        examples=["current_step"],
+        description="The key of the step in the answer or the line.", examples=["current_step"]
     )
     total: Count | None = Field(
-        None,
-        title="Total",
-        description="Steps in all; ${progress.total} in a command.",
-        examples=[60],
+        None, description="Steps in all; ${progress.total} in a command.", examples=[60]
     )
 
     @classmethod
@@ -341,7 +297,6 @@ class Success(Model):
     """Evidence that the run did its work, beyond exit 0."""
 
     step: Count = Field(
-        title="Step",
         description="The step that must have been reached; ${success.step} in a command.",
         examples=[60],
     )
@@ -352,12 +307,9 @@ class Retry(Model):
 
     attempts: Count | None = Field(
         None,
-        title="Attempts",
         description="The tries in all. Only INSUFFICIENT_RESOURCES and START_TIMEOUT need none.",
     )
-    delay_s: Seconds = Field(
-        60, title="Delay (seconds)", description="Before the first new try; it then grows."
-    )
+    delay_s: Seconds = Field(60, description="Before the first new try; it then grows.")
     max_delay_s: Seconds = Field(
         600, title="Longest delay (seconds)", description="How far the delay grows."
     )
@@ -384,15 +336,14 @@ class RunSpec(Document):
     """
 
     name: Annotated[Text, SPEC_NAME] = Field(
-        title="Name",
         description="What this training is called; the run's id begins with it.",
         examples=["quickstart"],
     )
     workload: Literal["ppo", "grpo", "sft"] = Field(
-        title="Workload", description="The kind of training.", examples=["grpo"]
+        description="The kind of training.", examples=["grpo"]
     )
     tags: tuple[Text, ...] = Field(
-        (), title="Tags", description="Labels to find the run by.", examples=[["demo"]]
+        (), description="Labels to find the run by.", examples=[["demo"]]
     )
     env: Env = Field(
         default_factory=dict,
@@ -405,55 +356,37 @@ class RunSpec(Document):
         title="Working directory",
         description="Where the components run, relative to the project's root.",
     )
-    gang: Gang | None = Field(
-        None, title="Gang", description="The GPUs it needs; left out: none are asked for."
-    )
-    ray: Ray | None = Field(
-        None, title="Ray", description="The cluster, only where something uses Ray."
-    )
+    gang: Gang | None = Field(None, description="The GPUs it needs; left out: none are asked for.")
+    ray: Ray | None = Field(None, description="The cluster, only where something uses Ray.")
     on_lost_flow: Literal["stop", "adopt"] = Field(
         "stop",
         title="On a lost flow process",
-        description=(
-            "What becomes of Ray jobs whose flow process died. stop: they are stopped. adopt: "
-            "they go on, and the next process of the run attaches to them."
-        ),
+        description="What becomes of Ray jobs whose flow process died. stop: they are stopped. "
+        "adopt: they go on, and the next process of the run attaches to them.",
     )
     containment: Literal["auto", "namespace"] = Field(
         "auto",
-        title="Containment",
-        description=(
-            "auto: the best that this machine offers without privileges. namespace: a PID "
-            "namespace for the run, or the run is refused."
-        ),
+        description="auto: the best that this machine offers without privileges. namespace: a PID "
+        "namespace for the run, or the run is refused.",
     )
     start_order: tuple[Text, ...] = Field(
         (),
-        title="Start order",
-        description=(
-            "The names of the components in the order of their start; those left out start after "
-            "them. Left out itself: the order in which the components are written. A deployment's "
-            "spec has it from its file, since a server on PostgreSQL keeps no order of keys."
-        ),
+        description="The names of the components in the order of their start; those left out start "
+        "after them. Left out itself: the order in which the components are written. A "
+        "deployment's spec has it from its file, since a server on PostgreSQL keeps no order of "
+        "keys.",
         examples=[["api", "trainer"]],
     )
     components: Components = Field(
-        title="Components",
-        description=(
-            "Started in this order unless `start_order` has another, stopped in reverse. The form "
-            "has api, rollout, trainer and environment; another is added there by `Use JSON input` "
-            "in the menu of this field."
-        ),
+        description="Started in this order unless `start_order` has another, stopped in reverse. "
+        "The form has api, rollout, trainer and environment; another is added there by `Use JSON "
+        "input` in the menu of this field.",
         examples=[{"trainer": {"command": ["python", "train.py"]}}],
         json_schema_extra={"position": LAST},
     )
-    progress: Progress | None = Field(
-        None, title="Progress", description="Where the run's step is to be read."
-    )
+    progress: Progress | None = Field(None, description="Where the run's step is to be read.")
     success: Success | None = Field(
-        None,
-        title="Success",
-        description="Evidence beyond exit 0; left out: exit 0 is enough.",
+        None, description="Evidence beyond exit 0; left out: exit 0 is enough."
     )
     stall_after_s: Seconds | None = Field(
         None,
@@ -463,11 +396,8 @@ class RunSpec(Document):
     )
     retry: Mapping[FailureKind, Retry] = Field(
         default_factory=dict,
-        title="Retry",
-        description=(
-            "Kinds of failure that are tried again, each with attempts, delay_s and max_delay_s. "
-            "INSUFFICIENT_RESOURCES and START_TIMEOUT are, without limit, listed or not."
-        ),
+        description="Kinds of failure that are tried again, each with attempts, delay_s and "
+        "max_delay_s. INSUFFICIENT_RESOURCES and START_TIMEOUT are, without limit, listed or not.",
         examples=[{"NODE_LOST": {"attempts": 3}}],
     )
 

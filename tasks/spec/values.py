@@ -73,13 +73,24 @@ def refused(problem: str, remedy: str = "") -> PydanticCustomError:
     return PydanticCustomError("refused", "{problem}", {"problem": problem, "remedy": remedy})
 
 
+def title_of(key: str) -> str:
+    """How the form calls a key whose field has no title of its own: `Grace (seconds)`."""
+    text = key.removesuffix("_s").replace("_", " ").capitalize()
+    return f"{text} (seconds)" if key.endswith("_s") else text
+
+
 class Model(BaseModel):
     """A frozen part of the spec which reports all that is wrong with it at once.
 
     A key without a value (`env:` and nothing more) counts as left out where it may be left out.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", serialize_by_alias=True)
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        serialize_by_alias=True,
+        field_title_generator=lambda name, field: title_of(field.alias or name),
+    )
 
     @classmethod
     def rules(cls, written: Mapping[str, Any]) -> Iterator[Refusal]:
@@ -336,15 +347,10 @@ class Stop(Model):
     """How a component is asked to end."""
 
     signal: Annotated[Text, AfterValidator(_is_signal)] = Field(
-        "SIGTERM",
-        title="Signal",
-        description="Sent first, by its name.",
-        examples=["SIGTERM", "SIGINT"],
+        "SIGTERM", description="Sent first, by its name.", examples=["SIGTERM", "SIGINT"]
     )
     grace_s: Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)] = Field(
-        10,
-        title="Grace (seconds)",
-        description="What is left of the component after so long is killed.",
+        10, description="What is left of the component after so long is killed."
     )
 
 

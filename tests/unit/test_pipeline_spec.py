@@ -9,9 +9,9 @@ import pytest
 import yaml
 
 from tasks.spec.errors import InvalidSpec
-from tasks.spec.loading import project_root
-from tasks.spec.pipeline import load_pipeline, parse_pipeline, run_spec, with_specs
-from tasks.spec.placeholders import filled_in, stage_names_in
+from tasks.spec.loading import parse_spec, project_root
+from tasks.spec.pipeline import load_pipeline, parse_pipeline, with_specs
+from tasks.spec.placeholders import filled_in, uses_in
 from tasks.train.deploying import load_pipeline_spec
 
 QUICKSTART = "deployments/pipelines/quickstart-sft-then-grpo.yaml"
@@ -227,9 +227,10 @@ def test_a_loaded_pipeline_is_plain_data_and_loads_to_itself() -> None:
 def test_the_quickstart_s_grpo_is_given_the_checkpoint_of_its_sft() -> None:
     loaded = load_pipeline(project_root() / QUICKSTART)
 
-    [use] = stage_names_in(loaded.stage("grpo").spec)
+    uses = uses_in(loaded.stage("grpo").spec)
 
-    assert (use.path, use.stage, use.key) == ("env.INIT_FROM", "sft", "checkpoint")
+    [use] = [use for use in uses if str(use).startswith("${stage.")]
+    assert (use.path, use.name) == ("env.INIT_FROM", "stage.sft.checkpoint")
 
 
 def test_a_file_of_a_stage_is_looked_for_beside_the_pipeline_s_too(tmp_path: Path) -> None:
@@ -282,7 +283,7 @@ def test_a_value_is_literal_wherever_it_stands() -> None:
     written = spec("${stage.a.checkpoint}")
     written["components"]["trainer"]["ready"] = {"log": "from ${stage.a.checkpoint}$"}
 
-    loaded = run_spec(written, lambda _stage, _key: "/data/${x}/a+b")
+    loaded = parse_spec(filled_in(written, lambda _stage, _key: "/data/${x}/a+b"))
 
     trainer = loaded.processes["trainer"]
     assert trainer.command[1] == "/data/$${x}/a+b"

@@ -12,7 +12,8 @@ from pydantic import ValidationError
 from tasks.spec.errors import InvalidSpec
 from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.probes import Condition, LiveProbe, ReadyProbe
-from tasks.spec.run import Component, Retry, RunSpec, Stop
+from tasks.spec.run import Component, Retry, RunSpec
+from tasks.spec.values import Stop
 
 LEAST: dict[str, Any] = {
     "name": "quickstart",

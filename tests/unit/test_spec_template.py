@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tasks.spec.errors import Fault, InvalidSpec
-from tasks.spec.loading import names_known, parse_spec, ports_needed, resolve, template_faults
-from tasks.spec.placeholders import is_templated, substituted
+from tasks.spec.loading import parse_spec, ports_needed, resolve, template_faults
+from tasks.spec.placeholders import is_templated, names_in, substituted
 from tasks.spec.run import RunSpec
 
 ALWAYS = {"run.id", "run.dir", "attempt.number", "attempt.dir", "attempt.resume_from"}
@@ -57,7 +57,7 @@ def test_a_literal_is_no_placeholder(text: str, templated: bool) -> None:
 def test_a_spec_knows_its_run_its_attempt_and_the_ports_of_its_components() -> None:
     components = {"api": {"command": ["a"], "ports": ["metrics"]}, "trainer": {"command": ["b"]}}
 
-    assert names_known(spec_of(components=components)) == ALWAYS | {
+    assert names_in(spec_of(components=components).written()) == ALWAYS | {
         "api.port",
         "api.ports.metrics",
         "trainer.port",
@@ -67,9 +67,9 @@ def test_a_spec_knows_its_run_its_attempt_and_the_ports_of_its_components() -> N
 def test_step_counts_are_known_where_they_are_set() -> None:
     progress = {"jsonl": "m", "step": "s"}
 
-    assert "progress.total" not in names_known(spec_of(progress=progress))
-    assert {"progress.total", "success.step"} <= names_known(
-        spec_of(progress={**progress, "total": 60}, success={"step": 50})
+    assert "progress.total" not in names_in(spec_of(progress=progress).written())
+    assert {"progress.total", "success.step"} <= names_in(
+        spec_of(progress={**progress, "total": 60}, success={"step": 50}).written()
     )
 
 
@@ -79,7 +79,7 @@ FLEET = {"backend": "command", "command": ["serve", "--port", "${server.port}"]}
 def test_a_fleet_has_a_gateway_whose_port_is_held_though_nobody_names_it() -> None:
     spec = spec_of(components={"rollout": FLEET})
 
-    assert "rollout.url" in names_known(spec)
+    assert "rollout.url" in names_in(spec.written())
     assert ports_needed(spec) == ("rollout.port",)
 
 

@@ -14,7 +14,8 @@ from typing import Any
 
 import yaml
 
-from tasks.spec.loading import names_known, resolve
+from tasks.spec.loading import resolve
+from tasks.spec.placeholders import names_in
 from tasks.spec.run import Component, Gang, RunSpec
 from tasks.spec.words import did_you_mean
 from tests.peers.verl.facts import Facts, fits
@@ -94,7 +95,8 @@ def _filled(spec: RunSpec) -> RunSpec:
     run = "/muster/runs/example"
     # The spec has these numbers itself; of the others some place takes no word, but each a number.
     own = {"progress.total", "success.step"}
-    names = {name: str(at) for at, name in enumerate(sorted(names_known(spec) - own), start=1)}
+    known = names_in(spec.written())
+    names = {name: str(at) for at, name in enumerate(sorted(known - own), start=1)}
     names |= {"run.id": "example", "run.dir": run, "attempt.dir": f"{run}/attempt-01"}
     return resolve(spec, names)
 
