@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -26,6 +25,13 @@ from prefect.settings import PREFECT_API_URL
 
 from tasks.pipeline.pipeline import on_word
 from tasks.pipeline.stage_runs import CannotBegin, spec_of_deployment
+from tasks.server.flow_process import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_INVALID,
+    end_on_signals,
+    exit_code_of,
+)
 from tasks.server.flow_runs import (
     ServerAway,
     clear_process,
@@ -37,8 +43,6 @@ from tasks.server.flow_runs import (
 from tasks.server.server import NoServer, prefect_server, quieten_prefect
 from tasks.spec.errors import InvalidSpec, MusterError
 from tasks.spec.pipeline import PipelineSpec, load_pipeline, parse_pipeline, with_specs
-
-EXIT_COMPLETED, EXIT_FAILED, EXIT_INVALID, EXIT_INFEASIBLE, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
 
 _NO_QUEUE = """\
 A pipeline's runs go through the queue of a Prefect server, and PREFECT_API_URL names none.
@@ -72,11 +76,12 @@ def main(pipeline: Flow[..., State[Any]], arguments: Sequence[str] | None = None
         print(_NO_QUEUE, file=sys.stderr)
         return EXIT_FAILED
     quieten_prefect()
-    # Until the flow takes signals over, they end this; a shell that puts it in the background
-    # would have SIGINT ignored.
-    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(signum, signal.default_int_handler)
-    say = _lines()
+    end_on_signals()
+    began = time.monotonic()
+
+    def say(words: str) -> None:
+        print(f"{time.monotonic() - began:7.1f}s {words}", flush=True)
+
     token = on_word.set(say)
     try:
         with prefect_server() as url:
@@ -86,9 +91,11 @@ def main(pipeline: Flow[..., State[Any]], arguments: Sequence[str] | None = None
                 spec = parse_pipeline(flow_run.parameters.get("spec"), options.set)
             assert spec is not None
             _check(api_url, spec)
-            state = (
-                _resumed(pipeline, api_url, flow_run, spec) if flow_run else _begun(pipeline, spec)
-            )
+            if flow_run is not None:
+                state = _resumed(pipeline, api_url, flow_run, spec)
+            else:
+                with tags(*spec.tags, process_tag()):
+                    state = pipeline(spec, return_state=True)
     except InvalidSpec as error:
         print(f"{error}\nNothing was started.", file=sys.stderr)
         return EXIT_INVALID
@@ -101,13 +108,7 @@ def main(pipeline: Flow[..., State[Any]], arguments: Sequence[str] | None = None
     finally:
         on_word.reset(token)
     say(f"{(state.name or '').lower()}: {state.message}")
-    return _exit_code(state)
-
-
-def _begun(pipeline: Flow[..., State[Any]], spec: PipelineSpec) -> State[Any]:
-    with tags(*spec.tags, process_tag()):
-        state: State[Any] = pipeline(spec, return_state=True)
-    return state
+    return exit_code_of(state)
 
 
 def _resumed(
@@ -175,24 +176,6 @@ def _check(api_url: str, spec: PipelineSpec) -> None:
     except CannotBegin as error:
         raise NoServer(str(error)) from error
     with_specs(spec, specs)
-
-
-def _lines() -> Callable[[str], None]:
-    """Prints what happens, and when, in seconds from now."""
-    began = time.monotonic()
-
-    def say(words: str) -> None:
-        print(f"{time.monotonic() - began:7.1f}s {words}", flush=True)
-
-    return say
-
-
-def _exit_code(state: State[Any]) -> int:
-    if state.is_completed():
-        return EXIT_COMPLETED
-    if state.is_cancelled():
-        return EXIT_INTERRUPTED
-    return EXIT_INFEASIBLE if ": INFEASIBLE:" in (state.message or "") else EXIT_FAILED
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -25,6 +25,7 @@ from prefect.client.schemas.objects import FlowRun, State
 from prefect.exceptions import ObjectNotFound
 from prefect.states import Cancelling, Failed, Pending, Scheduled
 
+from tasks.server.flow_runs import flow_runs_of
 from tasks.spec.errors import MusterError
 from tasks.spec.pipeline import STAGE_DEPLOYMENT, Stage
 
@@ -150,9 +151,6 @@ def parsed_key(pipeline: str, key: str) -> tuple[str, int] | None:
     return stage, int(number)
 
 
-_PAGE = 200
-
-
 class CannotBegin(MusterError):
     """A stage can't be begun, however often it is tried: mend the pipeline, or the server."""
 
@@ -164,14 +162,11 @@ def stage_runs(client: SyncPrefectClient, pipeline: UUID) -> list[StageRun]:
         pipeline: The id of its flow run.
     """
     children = FlowRunFilter(parent_flow_run_id=FlowRunFilterParentFlowRunId(any_=[pipeline]))
-    found: list[FlowRun] = []
-    while True:
-        page = client.read_flow_runs(flow_run_filter=children, limit=_PAGE, offset=len(found))
-        found += page
-        if len(page) < _PAGE:
-            break
-    known = [(parsed_key(str(pipeline), run.idempotency_key or ""), run) for run in found]
-    return [_stage_run(*place, run) for place, run in known if place is not None]
+    return [
+        _stage_run(*place, run)
+        for run in flow_runs_of(client, children)
+        if (place := parsed_key(str(pipeline), run.idempotency_key or "")) is not None
+    ]
 
 
 def spec_of_deployment(client: SyncPrefectClient, name: str) -> Mapping[str, Any]:

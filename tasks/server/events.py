@@ -10,17 +10,14 @@ eight seconds for each event while the server is away, and the exit of its proce
 
 from __future__ import annotations
 
-import contextvars
 import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import islice
-from types import TracebackType
 from typing import Any, Final
 
 import httpx
@@ -31,6 +28,7 @@ from prefect.exceptions import ObjectNotFound, PrefectException
 from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
 from tasks.record.announcements import payload_of
+from tasks.server.flow_runs import thread_here
 
 _log = logging.getLogger(__name__)
 
@@ -50,11 +48,8 @@ _EVENTS: Final = "/events"
 Tell = Callable[..., None]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Letter:
-    event: Event
-    #: Whose deployment, pool and tags are named with it.
-    flow_run: FlowRun | None
+#: An event, and the flow run whose deployment, pool and tags are named with it.
+_Letter = tuple[Event, FlowRun | None]
 
 
 class Announcer:
@@ -71,22 +66,13 @@ class Announcer:
         self._kept: deque[_Letter] = deque()
         self._lost = 0
         self._is_closing = False
-        # The server's credentials may be settings of this context only.
-        context = contextvars.copy_context()
-        self._thread = threading.Thread(
-            target=context.run, args=(self._work,), name="announcer", daemon=True
-        )
+        self._thread = thread_here("announcer", self._work)
 
     def __enter__(self) -> Announcer:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def tell(self, event: Event, flow_run: FlowRun | None = None) -> None:
@@ -99,7 +85,7 @@ class Announcer:
             if len(self._kept) == _KEPT_AT_MOST:
                 self._kept.popleft()
                 self._lost += 1
-            self._kept.append(_Letter(event=event, flow_run=flow_run))
+            self._kept.append((event, flow_run))
             self._changed.notify_all()
 
     def tell_run(self, name: str, flow_run: FlowRun, run_id: str, **known: Any) -> None:
@@ -210,8 +196,8 @@ def _post(client: SyncPrefectClient, batch: Sequence[dict[str, Any]]) -> None:
 
 
 def _as_json(letter: _Letter, relations: _Relations) -> dict[str, Any]:
-    event = letter.event
-    related = relations.of(letter.flow_run) if letter.flow_run is not None else []
+    event, flow_run = letter
+    related = relations.of(flow_run) if flow_run is not None else []
     related = [*event.related, *related][:_RELATED_AT_MOST]
     return event.model_copy(update={"related": related}).model_dump(mode="json")
 
@@ -223,9 +209,8 @@ def _related(id: str, role: str, name: str) -> RelatedResource:
 
 
 def _tag(name: str) -> RelatedResource:
-    return RelatedResource(
-        {"prefect.resource.id": f"prefect.tag.{name}", "prefect.resource.role": "tag"}
-    )
+    about = {"prefect.resource.id": f"prefect.tag.{name}", "prefect.resource.role": "tag"}
+    return RelatedResource(about)
 
 
 def of_run(
@@ -250,13 +235,7 @@ def of_run(
     return Event(
         event=name,
         occurred=datetime.fromtimestamp(time.time() if at is None else at, UTC),
-        resource=Resource(
-            {
-                "prefect.resource.id": f"prefect.flow-run.{flow_run.id}",
-                "prefect.resource.role": "flow-run",
-                "prefect.resource.name": run_id,
-            }
-        ),
+        resource=Resource(_related(f"prefect.flow-run.{flow_run.id}", "flow-run", run_id).root),
         related=related,
         payload=dict(payload),
     )
@@ -264,17 +243,12 @@ def of_run(
 
 def of_pool(name: str, pool: WorkPool, *, node: str | None = None, **known: Any) -> Event:
     """An event about a work pool, or about a node that its runs are placed on."""
-    id, kind = f"prefect.work-pool.{pool.id}", "work-pool"
-    if node is None:
-        payload = payload_of(name, pool=pool.name, **known)
-        resource = {"prefect.resource.id": id, "prefect.resource.role": kind}
-        related = []
-    else:
-        payload = payload_of(name, pool=pool.name, node=node, **known)
-        resource = {"prefect.resource.id": f"muster.node.{node}", "prefect.resource.role": "node"}
-        related = [_related(id, kind, pool.name)]
-    resource["prefect.resource.name"] = node or pool.name
-    return Event(event=name, resource=Resource(resource), related=related, payload=payload)
+    it, related = _related(f"prefect.work-pool.{pool.id}", "work-pool", pool.name), []
+    if node is not None:
+        known["node"] = node
+        it, related = _related(f"muster.node.{node}", "node", node), [it]
+    payload = payload_of(name, pool=pool.name, **known)
+    return Event(event=name, resource=Resource(it.root), related=related, payload=payload)
 
 
 async def told_at_once(client: PrefectClient, *events: Event) -> None:

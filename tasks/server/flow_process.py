@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextvars
 import logging
 import os
+import re
 import signal as signals
 import threading
 from collections.abc import Callable, Iterator
@@ -25,10 +26,16 @@ from prefect.context import FlowRunContext
 from pydantic import BaseModel
 
 from tasks.record.places import make_run_id
-from tasks.server.flow_runs import FLOW_RUN_VARIABLE, clear_process
+from tasks.server.flow_runs import FLOW_RUN_VARIABLE, clear_process, thread_here
 
 _log = logging.getLogger(__name__)
 _POLL_EVERY_S = 2.0
+#: How the message of such a run begins, or of a pipeline with such a stage.
+_INFEASIBLE = re.compile(r"(stage [\w-]+: )?INFEASIBLE:")
+_ENDING_SIGNALS = (signals.SIGINT, signals.SIGTERM, signals.SIGHUP)
+
+#: Of the commands that run a flow. Interrupted: after its teardown.
+EXIT_COMPLETED, EXIT_FAILED, EXIT_INVALID, EXIT_INFEASIBLE, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -43,14 +50,11 @@ def cancel_watched(flow_run_id: UUID, on_cancel: Callable[[str], None]) -> Itera
 
     def watch() -> None:
         while not left.wait(_POLL_EVERY_S):
-            why = why_cancelled(flow_run_id)
-            if why:
+            if why := why_cancelled(flow_run_id):
                 on_cancel(why)
                 return
 
-    # The server's address may be a setting of this context only, which a new thread lacks.
-    context = contextvars.copy_context()
-    watcher = threading.Thread(target=context.run, args=(watch,), name="cancel-watch", daemon=True)
+    watcher = thread_here("cancel-watch", watch)
     watcher.start()
     try:
         yield
@@ -70,9 +74,8 @@ def why_cancelled(flow_run_id: UUID) -> str:
     except Exception as error:
         _log.debug("state of flow run %s not known: %r", flow_run_id, error)
         return ""
-    if state is not None and (state.is_cancelling() or state.is_cancelled()):
-        return "cancelled from Prefect"
-    return ""
+    is_cancelled = state is not None and (state.is_cancelling() or state.is_cancelled())
+    return "cancelled from Prefect" if is_cancelled else ""
 
 
 class Interruptible(Protocol):
@@ -101,24 +104,24 @@ def ended_from_outside(
         may_be_left: SIGTERM of a worker that was not asked to cancel leaves it to the next worker.
     """
     asks = may_be_left and started_by_others() is not None
-    # The server's address may be a setting of this context only, which a new thread lacks.
+    # Not that of the handler, which may run in any.
     context = contextvars.copy_context()
 
     def ask() -> None:
-        if why := context.run(why_cancelled, flow_run_id):
+        if why := why_cancelled(flow_run_id):
             session.interrupt(why)
         else:
             session.let_go("its flow process was ended by SIGTERM")
 
     def on_signal(signum: int, frame: object) -> None:
         if signum == signals.SIGTERM and asks:
-            threading.Thread(target=ask, name="on-term", daemon=True).start()
+            run = context.copy().run
+            threading.Thread(target=run, args=(ask,), name="on-term", daemon=True).start()
         else:
             session.interrupt(f"interrupted by {signals.Signals(signum).name}")
 
-    handled: tuple[int, ...] = (signals.SIGINT, signals.SIGTERM, signals.SIGHUP)
-    if threading.current_thread() is not threading.main_thread():
-        handled = ()
+    is_main = threading.current_thread() is threading.main_thread()
+    handled = _ENDING_SIGNALS if is_main else ()
     before = {signum: signals.signal(signum, on_signal) for signum in handled}
     try:
         with cancel_watched(flow_run_id, session.interrupt):
@@ -127,6 +130,22 @@ def ended_from_outside(
         for signum, handler in before.items():
             # None stands for a handler that was not installed from Python.
             signals.signal(signum, signals.SIG_DFL if handler is None else handler)
+
+
+def end_on_signals() -> None:
+    """Until a flow takes signals over, they end this program as Ctrl-C does; a shell that puts it
+    in the background would have SIGINT ignored."""
+    for signum in _ENDING_SIGNALS:
+        signals.signal(signum, signals.default_int_handler)
+
+
+def exit_code_of(state: State[Any]) -> int:
+    """Of a command, by the final state of its flow run."""
+    if state.is_completed():
+        return EXIT_COMPLETED
+    if state.is_cancelled():
+        return EXIT_INTERRUPTED
+    return EXIT_INFEASIBLE if _INFEASIBLE.match(state.message or "") else EXIT_FAILED
 
 
 def flow_run_here() -> FlowRun:

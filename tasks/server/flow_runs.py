@@ -9,9 +9,11 @@ In words, a Prefect server that answers and lets nobody in who has not the right
 
 from __future__ import annotations
 
+import contextvars
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from email.utils import parsedate_to_datetime
@@ -29,7 +31,7 @@ from prefect.client.schemas.filters import (
     FlowRunFilterStateType,
 )
 from prefect.client.schemas.objects import FlowRun, State, StateType
-from prefect.client.schemas.responses import SetStateStatus
+from prefect.client.schemas.responses import DeploymentResponse, SetStateStatus
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import (
     PREFECT_API_AUTH_STRING,
@@ -129,6 +131,13 @@ def talking_to(api_url: str) -> Iterator[SyncPrefectClient]:
         raise ServerAway(f"{api_url}: {error or type(error).__name__}") from error
 
 
+def thread_here(name: str, target: Callable[..., object], *given: object) -> threading.Thread:
+    """A thread of this context, not started yet: the server's address and credentials may be
+    settings of it only, and Prefect finds the flow run by it."""
+    run = contextvars.copy_context().run
+    return threading.Thread(target=run, args=(target, *given), name=name, daemon=True)
+
+
 def find_flow_run(client: SyncPrefectClient, flow_run_id: str) -> FlowRun | None:
     """None where the server does not know it."""
     try:
@@ -157,17 +166,30 @@ def _flow_runs(
     client: SyncPrefectClient, flows: Sequence[str], types: Sequence[StateType]
 ) -> list[FlowRun]:
     states = FlowRunFilterState(type=FlowRunFilterStateType(any_=list(types)))
+    return flow_runs_of(client, FlowRunFilter(state=states), flows)
+
+
+def flow_runs_of(
+    client: SyncPrefectClient, which: FlowRunFilter, flows: Sequence[str] = ()
+) -> list[FlowRun]:
+    """All of them; of these flows, where any are named."""
+    flow = FlowFilter(name=FlowFilterName(any_=list(flows))) if flows else None
     found: list[FlowRun] = []
     while True:
         page = client.read_flow_runs(
-            flow_filter=FlowFilter(name=FlowFilterName(any_=list(flows))),
-            flow_run_filter=FlowRunFilter(state=states),
-            limit=_PAGE,
-            offset=len(found),
+            flow_filter=flow, flow_run_filter=which, limit=_PAGE, offset=len(found)
         )
         found += page
         if len(page) < _PAGE:
             return found
+
+
+def upkeep_of(client: SyncPrefectClient, host: str) -> Iterator[tuple[str, DeploymentResponse]]:
+    """The deployments of a host's upkeep that the server has, by their names."""
+    for flow in UPKEEP_FLOWS:
+        name = f"{flow}/{host}"
+        with suppress(ObjectNotFound):
+            yield name, client.read_deployment_by_name(name)
 
 
 def worker_of(run: FlowRun) -> str | None:

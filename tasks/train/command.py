@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,14 +13,19 @@ from prefect.client.schemas.objects import State
 from prefect.exceptions import TerminationSignal
 from prefect.utilities.urls import url_for
 
+from tasks.server.flow_process import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_INVALID,
+    end_on_signals,
+    exit_code_of,
+)
 from tasks.server.flow_runs import process_tag
 from tasks.server.server import NoServer, lasting_api_url, prefect_server, quieten_prefect
 from tasks.show.terminal import Terminal
 from tasks.spec.errors import InvalidSpec
 from tasks.spec.loading import load_spec
 from tasks.train.session import check_spec
-
-EXIT_COMPLETED, EXIT_FAILED, EXIT_INVALID, EXIT_INFEASIBLE, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
 
 
 def main(train: Callable[..., State[Any]], arguments: Sequence[str] | None = None) -> int:
@@ -40,10 +44,7 @@ def main(train: Callable[..., State[Any]], arguments: Sequence[str] | None = Non
         print(f"{error}\nNothing was started.", file=sys.stderr)
         return EXIT_INVALID
     quieten_prefect()
-    # Until the flow takes signals over, they end what was started as Ctrl-C does; a shell that
-    # puts this in the background would have SIGINT ignored.
-    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(signum, signal.default_int_handler)
+    end_on_signals()
     try:
         with Terminal(spec) as terminal:
             terminal.say("connecting to Prefect")
@@ -59,17 +60,7 @@ def main(train: Callable[..., State[Any]], arguments: Sequence[str] | None = Non
     except (KeyboardInterrupt, TerminationSignal):
         print("Interrupted; nothing is left running.", file=sys.stderr)
         return EXIT_INTERRUPTED
-    return _exit_code(state)
-
-
-def _exit_code(state: State[Any]) -> int:
-    if state.is_completed():
-        return EXIT_COMPLETED
-    if state.is_cancelled():
-        return EXIT_INTERRUPTED
-    if (state.message or "").startswith("INFEASIBLE:"):
-        return EXIT_INFEASIBLE
-    return EXIT_FAILED
+    return exit_code_of(state)
 
 
 def _page_of(state: State[Any]) -> str:

@@ -7,14 +7,12 @@ or lost, and never keeps the run waiting.
 
 from __future__ import annotations
 
-import contextvars
 import logging
 import queue
 import threading
 from collections.abc import Callable
 from contextvars import ContextVar
 from functools import partial
-from types import TracebackType
 from typing import Any
 from uuid import UUID
 
@@ -25,6 +23,7 @@ from prefect.states import Cancelled, Completed, Failed, Running
 
 from tasks.record.events import Event, event_listeners
 from tasks.record.states import RunState
+from tasks.server.flow_runs import thread_here
 from tasks.show.failure import as_text, never_begun
 from tasks.show.lines import lines_of
 from tasks.spec.words import commas
@@ -63,13 +62,8 @@ class RecoveryRuns:
         task_run_id, what = known
         more = f"; {event.message}" if event.message else ""
         message = f"{event.outcome} after {event.took_s:.1f} s: {what}{more}"
-        match event.outcome:
-            case "recovered":
-                self._close(task_run_id, Completed(message=message))
-            case "abandoned":
-                self._close(task_run_id, Cancelled(message=message))
-            case _:
-                self._close(task_run_id, Failed(message=message))
+        make = {"recovered": Completed, "abandoned": Cancelled}.get(event.outcome, Failed)
+        self._close(task_run_id, make(message=message))
 
     def abandon(self) -> None:
         """Close what the end of the run has cut short."""
@@ -134,11 +128,7 @@ class Reporter:
         self._closed = threading.Event()
         self._page = RunPage(run, flow_run_id)
         self._recoveries = RecoveryRuns(flow_run_id)
-        # Prefect's logger and artifacts find their flow run by the context.
-        context = contextvars.copy_context()
-        self._thread = threading.Thread(
-            target=context.run, args=(self._work,), name="reporter", daemon=True
-        )
+        self._thread = thread_here("reporter", self._work)
 
     def __enter__(self) -> Reporter:
         self._token = event_listeners.set((*event_listeners.get(), self.observe))
@@ -148,12 +138,7 @@ class Reporter:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         logging.getLogger(_TASK_RUNS).removeFilter(_without_empty_traceback)
         event_listeners.reset(self._token)
         _reporter.reset(self._own_token)
@@ -200,10 +185,7 @@ class Reporter:
             try:
                 job = self._jobs.get(timeout=self._page.due_in_s())
             except queue.Empty:
-                job = self._tell_page
-
-    def _tell_page(self) -> None:
-        self._page.tell(is_enough=lambda: not self._jobs.empty())
+                job = partial(self._page.tell, is_enough=lambda: not self._jobs.empty())
 
     def _tell_tags(self) -> None:
         """A run's own tags, beside those of its deployment."""

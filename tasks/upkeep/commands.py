@@ -23,7 +23,7 @@ from tasks.upkeep.prune import prune_host
 from tasks.upkeep.reconcile import publish, reconcile_host
 from tasks.upkeep.retention import NEVER, Retention, variable_of
 
-EXIT_DONE, EXIT_OPEN, EXIT_USAGE = 0, 1, 2
+EXIT_DONE, EXIT_OPEN, EXIT_INVALID, EXIT_INTERRUPTED = 0, 1, 2, 130
 
 
 def reconcile_main(arguments: Sequence[str] | None = None) -> int:
@@ -79,7 +79,7 @@ def prune_main(arguments: Sequence[str] | None = None) -> int:
             name = str(fault["loc"][0])
             print(f"{variable_of(name)} or {_option(name)}: {fault['msg']}", file=sys.stderr)
         print("Nothing was done.", file=sys.stderr)
-        return EXIT_USAGE
+        return EXIT_INVALID
     pruned = prune_host(keep, dry_run=is_dry)
     for line in pruned.lines():
         print(line)
@@ -112,11 +112,8 @@ def _prune_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _option(field: str) -> str:
-    return f"--{field.replace('_', '-')}"
-
-
-EXIT_FIT, EXIT_UNFIT, EXIT_INVALID, EXIT_INTERRUPTED = 0, 1, 2, 130
+def _option(field: object) -> str:
+    return f"--{field}".replace("_", "-")
 
 
 def preflight_main(
@@ -130,12 +127,15 @@ def preflight_main(
     options = _preflight_parser().parse_args(arguments)
     try:
         limits = Limits(**{name: getattr(options, name) for name in Limits.model_fields})
+        problems = []
         if not options.address.startswith(("http://", "https://")):
-            raise ValueError(f"--address {options.address}: the dashboard's URL is needed")
-        if options.within_s <= 0:
-            raise ValueError(f"--within-s {options.within_s:g}: must be more than 0")
-    except (ValidationError, ValueError) as error:
-        print(f"{_plain(error)}\nNothing was done.", file=sys.stderr)
+            problems = [f"--address {options.address}: the dashboard's URL is needed"]
+        elif options.within_s <= 0:
+            problems = [f"--within-s {options.within_s:g}: must be more than 0"]
+    except ValidationError as error:
+        problems = [f"{_option(fault['loc'][0])}: {fault['msg']}" for fault in error.errors()]
+    if problems:
+        print(*problems, "Nothing was done.", sep="\n", file=sys.stderr)
         return EXIT_INVALID
     quieten_prefect()
     try:
@@ -145,23 +145,15 @@ def preflight_main(
             )
     except NoServer as error:
         print(error, file=sys.stderr)
-        return EXIT_UNFIT
+        return EXIT_OPEN
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    found = state.result(raise_on_failure=False)
+    found, said = state.result(raise_on_failure=False), state.message
     if isinstance(found, PreflightVerdict):
         print(found.as_markdown())
-    print(found.summary.splitlines()[0] if isinstance(found, PreflightVerdict) else state.message)
-    return EXIT_FIT if state.is_completed() else EXIT_UNFIT
-
-
-def _plain(error: Exception) -> str:
-    if not isinstance(error, ValidationError):
-        return str(error)
-    return "\n".join(
-        f"--{'-'.join(str(part) for part in fault['loc']).replace('_', '-')}: {fault['msg']}"
-        for fault in error.errors()
-    )
+        said = found.summary.splitlines()[0]
+    print(said)
+    return EXIT_DONE if state.is_completed() else EXIT_OPEN
 
 
 def _preflight_parser() -> argparse.ArgumentParser:
@@ -181,7 +173,7 @@ def _preflight_parser() -> argparse.ArgumentParser:
         value = getattr(DEFAULT_LIMITS, name)
         choices = {"gpus": ("auto", "real", "any"), "code": ("same", "any")}.get(name)
         parser.add_argument(
-            f"--{name.replace('_', '-')}",
+            _option(name),
             dest=name,
             type=type(value),
             default=value,

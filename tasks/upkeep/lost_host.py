@@ -10,18 +10,17 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 
 from prefect.client.orchestration import SyncPrefectClient
-from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_API_URL
 
 from tasks.processes.identity import host_name
 from tasks.processes.registry import owner_of, registered_runs
 from tasks.server.flow_runs import (
     SILENT_AFTER_S,
-    UPKEEP_FLOWS,
     held_flow_runs,
     host_of,
     server_now,
     talking_to,
+    upkeep_of,
 )
 from tasks.upkeep.reconcile import reconcile_host
 from tasks.upkeep.report import Report
@@ -71,10 +70,6 @@ def _heard(client: SyncPrefectClient, name: str) -> Iterator[tuple[str, datetime
         for worker in client.read_workers_for_work_pool(pool.name, limit=_PAGE):
             if worker.name == name and worker.last_heartbeat_time is not None:
                 yield f"its worker of the pool {pool.name}", worker.last_heartbeat_time
-    for flow in UPKEEP_FLOWS:
-        try:
-            polled = client.read_deployment_by_name(f"{flow}/{name}").last_polled
-        except ObjectNotFound:
-            continue
-        if polled is not None:
-            yield f"its upkeep (`{flow}/{name}`)", polled
+    for deployment, found in upkeep_of(client, name):
+        if found.last_polled is not None:
+            yield f"its upkeep (`{deployment}`)", found.last_polled

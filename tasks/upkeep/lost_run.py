@@ -58,16 +58,6 @@ CHANGED = "its state on the server has just changed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JobsEnded:
-    """What ending the jobs of a lost run came to."""
-
-    #: Submission ids of those that were not over by themselves.
-    ended: tuple[str, ...] = ()
-    #: What is left or not known, in words; empty where nothing is.
-    left: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
     """That the jobs of a lost run go on, for its next process."""
 
@@ -77,8 +67,9 @@ class Kept:
     open: str = ""
 
 
-def stop_jobs(lost: LostRun, *, unknown_after_s: float) -> JobsEnded:
-    """End every job of a lost run, and forget those of which nothing is left.
+def stop_jobs(lost: LostRun, loss: Loss, *, unknown_after_s: float) -> Loss:
+    """The loss with what ending every job of the run came to; those of which nothing is left are
+    forgotten.
 
     Args:
         unknown_after_s: for how long a cluster that does not answer is asked again.
@@ -86,20 +77,21 @@ def stop_jobs(lost: LostRun, *, unknown_after_s: float) -> JobsEnded:
     ended: list[str] = []
     left: list[str] = []
     for entry in reversed(lost.jobs):
-        file = _file_of(entry)
         seen: list[JobState] = []
-        problems = _stop(entry, file, unknown_after_s, seen.append) if file is not None else ()
+        problems = _stop(entry, unknown_after_s, seen.append)
         left += problems
         if not problems:
             ended += [entry.submission_id] if seen and not seen[0].is_final else []
             lost.forget_job(entry.component)
-    return JobsEnded(ended=tuple(ended), left="; ".join(left))
+    return replace(loss, jobs=tuple(ended), jobs_left="; ".join(left))
 
 
 def _stop(
-    entry: JobEntry, file: Path, unknown_after_s: float, on_state: Callable[[JobState], None]
+    entry: JobEntry, unknown_after_s: float, on_state: Callable[[JobState], None]
 ) -> tuple[str, ...]:
     """What is left of a job, in words."""
+    if (file := _file_of(entry)) is None:
+        return ()
     try:
         sweeping = sweep_of(entry.run_id, entry.attempt, entry.component, emit=_log_event)
         return stop_submission(
@@ -182,21 +174,16 @@ def _has_lost_its_process(state: State[object]) -> bool:
     return state.is_running() or state.is_crashed()
 
 
-def loss_of(
-    lost: LostRun, remains: Remains, jobs: JobsEnded | None = None, before: Reconciled | None = None
-) -> Loss:
-    """What ending a run came to.
+def loss_of(lost: LostRun, remains: Remains, before: Reconciled | None = None) -> Loss:
+    """What ending the processes of a run came to.
 
     Args:
-        jobs: what ending its jobs came to, where they were ended.
         before: what was found, and done, a moment ago.
     """
     return Loss(
         pid=lost.owner.process.pid,
         killed=(*(before.killed if before else ()), *remains.killed),
         removed=(*(before.removed if before else ()), *remains.removed),
-        jobs=jobs.ended if jobs else (),
-        jobs_left=jobs.left if jobs else "",
     )
 
 
@@ -314,9 +301,9 @@ def finish_predecessor(run_id: str, *, adopts: bool = False) -> None:
             if remains.is_clean:
                 if adopts and is_under_way(lost):
                     return
-                jobs = stop_jobs(lost, unknown_after_s=_WITHIN_S)
-                if not (left := jobs.left):
-                    finish_run(lost, loss_of(lost, remains, jobs), goes_on_here=True)
+                loss = stop_jobs(lost, loss_of(lost, remains), unknown_after_s=_WITHIN_S)
+                if not (left := loss.jobs_left):
+                    finish_run(lost, loss, goes_on_here=True)
                     return
         if not remains.waiting or remains.left or time.monotonic() > deadline:
             raise OSError(errno.EBUSY, f"an earlier attempt of {run_id} is left: {left}")

@@ -122,7 +122,7 @@ def forget_parked(run_id: str) -> None:
 
 def parked_runs() -> list[str]:
     """Run ids, in order."""
-    return sorted(path.stem for path in _folder().glob("*.json"))
+    return sorted(path.stem for path in _note("").parent.glob("*.json"))
 
 
 def close_ended_parked() -> list[Reconciled]:
@@ -131,18 +131,16 @@ def close_ended_parked() -> list[Reconciled]:
     One that still waits, that has a process again or whose server is away is left as it is.
     """
     closed = []
-    for path in sorted(_folder().glob("*.json")):
+    for run_id in parked_runs():
         try:
-            parked = Parked.model_validate_json(path.read_bytes())
-            run = _closed(parked)
+            parked = Parked.model_validate_json(_note(run_id).read_bytes())
+            closed.append(_closed(parked))
         except (OSError, ValidationError, ServerAway) as error:
-            _log.debug("%s is left as it is: %s", path, error)
+            _log.debug("%s is left as it is: %s", run_id, error)
         except Exception:
             # The others shall not wait for this one.
-            _log.exception("%s could not be looked after", path)
-        else:
-            closed += [run] if run is not None else []
-    return closed
+            _log.exception("%s could not be looked after", run_id)
+    return [run for run in closed if run is not None]
 
 
 def _closed(parked: Parked) -> Reconciled | None:
@@ -204,9 +202,5 @@ def _close_record(
     return after
 
 
-def _folder() -> Path:
-    return muster_home() / "parked"
-
-
 def _note(run_id: str) -> Path:
-    return _folder() / f"{run_id}.json"
+    return muster_home() / "parked" / f"{run_id}.json"

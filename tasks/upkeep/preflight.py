@@ -7,7 +7,7 @@ import asyncio
 import shutil
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,7 +22,7 @@ from tasks.processes.identity import host_name
 from tasks.processes.machine import code_here, look, names_unseen
 from tasks.processes.registry import owner_of
 from tasks.ray.dashboard import Dashboard, Denied, NoAnswer
-from tasks.ray.nodes import Node, NodeVisitor, NotVisited, visiting
+from tasks.ray.nodes import NodeVisitor, NotVisited, visiting
 from tasks.record.places import muster_home
 from tasks.server.artifacts import leave_report
 from tasks.spec.words import commas, table
@@ -117,10 +117,10 @@ class PreflightVerdict:
         """One line, or one and a line for each finding."""
         count = sum(node.name != CALLER for node in self.nodes)
         failed = list(dict.fromkeys(finding.node for finding in self.findings))
-        if not failed:
-            return f"all {count} nodes are fit"
-        lines = [f"not fit, of {count} nodes: {', '.join(failed)}", *map(str, self.findings)]
-        return "\n".join(lines)
+        said = f"not fit, of {count} nodes: {', '.join(failed)}"
+        return (
+            "\n".join([said, *map(str, self.findings)]) if failed else f"all {count} nodes are fit"
+        )
 
     def as_markdown(self) -> str:
         """A line for each node, then what to do."""
@@ -155,13 +155,7 @@ def judge_nodes(survey: Survey, limits: Limits) -> PreflightVerdict:
         if node.unreached:
             checks = {"reach": _reach}
         elif "machine" in node.look:
-            checks = {
-                "code": _code,
-                "disk": _disk,
-                "leftovers": _leftovers,
-                "gpus": _gpus,
-                **checks,
-            }
+            checks = {"code": _code, "disk": _disk, "leftovers": _leftovers, "gpus": _gpus} | checks
             # Nodes that share a machine see the same processes.
             if node.look["machine"] in machines:
                 del checks["leftovers"]
@@ -336,14 +330,9 @@ async def _nodes_seen(visitor: NodeVisitor, shared: Path, within_s: float) -> tu
     folder = shared / f".muster-preflight-{uuid.uuid4().hex[:12]}"
     caller = look(str(shared), str(folder), CALLER, str(shared))
     try:
+        place = {"shared": str(shared), "folder": str(folder)}
         each = {
-            node.node_id: {
-                "shared": str(shared),
-                "folder": str(folder),
-                "name": node.node_id,
-                "ray_dir": node.ray_dir,
-            }
-            for node in nodes
+            node.node_id: {**place, "name": node.node_id, "ray_dir": node.ray_dir} for node in nodes
         }
         looked = await visitor.visit("look", each, within_s)
         wrote = [node for node, found in looked.answers.items() if not found["shared_problem"]]
@@ -360,22 +349,23 @@ async def _nodes_seen(visitor: NodeVisitor, shared: Path, within_s: float) -> tu
         shutil.rmtree(folder, ignore_errors=True)
     unreached = {**looked.unreached, **compared.unreached}
     shown = {node.node_id: node.name for node in nodes} | {CALLER: CALLER}
-    blamed = _blamed(unseen)
-    this = NodeSeen(
-        name=CALLER,
-        look={"shared_problem": caller["shared_problem"]} if caller["shared_problem"] else {},
-        unseen=tuple(shown[name] for name in blamed[CALLER]),
-    )
-    return (
-        this,
-        *(
-            replace(
-                _seen(node, looked.answers, unreached, clocks.answers),
-                unseen=tuple(shown[name] for name in blamed.get(node.node_id, ())),
+    blamed = {node: tuple(shown[id] for id in ids) for node, ids in _blamed(unseen).items()}
+    problem = {"shared_problem": caller["shared_problem"]} if caller["shared_problem"] else {}
+    seen = [NodeSeen(name=CALLER, look=problem, unseen=blamed[CALLER])]
+    for node in nodes:
+        skew_s, error_s = clocks.answers.get(node.node_id, (None, 0.0))
+        seen.append(
+            NodeSeen(
+                name=node.name,
+                gpus=node.gpus,
+                look=looked.answers.get(node.node_id, {}),
+                unreached=unreached.get(node.node_id, ""),
+                unseen=blamed.get(node.node_id, ()),
+                skew_s=skew_s,
+                skew_error_s=error_s,
             )
-            for node in nodes
-        ),
-    )
+        )
+    return tuple(seen)
 
 
 def _alike(unseen: Mapping[str, Sequence[str]]) -> list[str]:
@@ -390,23 +380,6 @@ def _blamed(unseen: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
         node: [name for name in names if name in alike] if node in alike else [CALLER]
         for node, names in unseen.items()
     }
-
-
-def _seen(
-    node: Node,
-    looks: Mapping[str, Any],
-    unreached: Mapping[str, str],
-    clocks: Mapping[str, Sequence[float]],
-) -> NodeSeen:
-    skew_s, error_s = clocks.get(node.node_id, (None, 0.0))
-    return NodeSeen(
-        name=node.name,
-        gpus=node.gpus,
-        look=looks.get(node.node_id, {}),
-        unreached=unreached.get(node.node_id, ""),
-        skew_s=skew_s,
-        skew_error_s=error_s or 0.0,
-    )
 
 
 async def _live_runs(dashboard: Dashboard, nodes: Sequence[NodeSeen]) -> dict[str, bool]:

@@ -15,11 +15,11 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
-from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.filters import FlowFilter, FlowFilterName
 from prefect.client.schemas.objects import StateType
 from prefect.settings import PREFECT_API_URL
@@ -76,27 +76,22 @@ def prune_host(keep: Retention | None = None, *, dry_run: bool = False) -> Prune
     Raises: ValidationError, where the environment sets nonsense.
     """
     keep = keep or Retention.of_environment(os.environ)
-    home, host = muster_home(), host_name()
+    none = PrunePlan(steps=(), held=())
+    pruned = Pruned(host=host_name(), home=muster_home(), plan=none, is_dry=dry_run)
     try:
         wanted = _wanted_on_server()
     except ServerAway as error:
         is_refused = isinstance(error, ServerRefuses)
         why = str(error) if is_refused else f"the Prefect server does not answer ({error})"
-        away = f"nothing was pruned: {why}"
-        return Pruned(
-            host=host, home=home, plan=PrunePlan(steps=(), held=()), is_dry=dry_run, open=(away,)
-        )
-    found = survey(keep, wanted)
-    steps = plan(found, keep, time.time())
+        return replace(pruned, open=(f"nothing was pruned: {why}",))
+    pruned = replace(pruned, plan=plan(survey(keep, wanted), keep, time.time()))
     if dry_run:
-        return Pruned(host=host, home=home, plan=steps, is_dry=True)
-    return Pruned(
-        host=host,
-        home=home,
-        plan=steps,
-        is_dry=False,
-        done=tuple(done for step in steps.steps if (done := _carry_out(step, keep)) is not None),
-        rotated=tuple(_rotate_stack_logs(home)),
+        return pruned
+    steps = pruned.plan.steps
+    return replace(
+        pruned,
+        done=tuple(done for step in steps if (done := _carry_out(step, keep)) is not None),
+        rotated=tuple(_rotate_stack_logs(pruned.home)),
         flow_runs=_delete_upkeep(keep),
     )
 
@@ -118,7 +113,8 @@ def survey(keep: Retention, wanted: frozenset[str] = frozenset()) -> list[Found]
     """
     registered, parked = set(registered_runs()), set(parked_runs())
     # A run that was pruned needs what it has started from no more.
-    directories = {path: sizes(path) for path in _directories()}
+    here = sorted((muster_home() / "runs").glob("*"))
+    directories = {path: sizes(path) for path in here if path.is_dir() and not path.is_symlink()}
     sources: dict[str, str] = {}
     for path, files in directories.items():
         if removable(files, outputs=False):
@@ -146,13 +142,6 @@ def survey(keep: Retention, wanted: frozenset[str] = frozenset()) -> list[Found]
             )
         )
     return found
-
-
-def _directories() -> Iterator[Path]:
-    with suppress(FileNotFoundError):
-        for path in sorted((muster_home() / "runs").iterdir()):
-            if path.is_dir() and not path.is_symlink():
-                yield path
 
 
 def _ending(record: Path) -> tuple[float, str]:
@@ -233,7 +222,8 @@ def _delete_upkeep(keep: Retention) -> int:
     count = 0
     try:
         with talking_to(api_url) as client:
-            deployments = _upkeep_deployments(client)
+            flows = FlowFilter(name=FlowFilterName(any_=list(UPKEEP_FLOWS)))
+            deployments = [str(one.id) for one in client.read_deployments(flow_filter=flows)]
             before = datetime.now(UTC) - timedelta(days=keep.upkeep_days)
             which = {
                 "deployment_id": {"any_": deployments},
@@ -242,20 +232,11 @@ def _delete_upkeep(keep: Retention) -> int:
             }
             content = {"flow_runs": which, "limit": _DELETED_AT_ONCE}
             while deployments and count < _DELETED_AT_MOST:
-                answer = client.request(
-                    "POST",
-                    "/flow_runs/bulk_delete",  # type: ignore[arg-type]  # not in Prefect's own list
-                    json=content,
-                )
-                deleted = len(answer.json()["deleted"])
+                where: Any = "/flow_runs/bulk_delete"  # not in Prefect's own list
+                deleted = len(client.request("POST", where, json=content).json()["deleted"])
                 count += deleted
                 if deleted < _DELETED_AT_ONCE:
                     break
     except ServerAway as error:
         _log.warning("flow runs of the upkeep were not deleted: %s", error)
     return count
-
-
-def _upkeep_deployments(client: SyncPrefectClient) -> list[str]:
-    flows = FlowFilter(name=FlowFilterName(any_=list(UPKEEP_FLOWS)))
-    return [str(one.id) for one in client.read_deployments(flow_filter=flows)]

@@ -9,7 +9,6 @@ flow run of each would start a process, and bury the runs that people look for.
 
 from __future__ import annotations
 
-import contextvars
 import logging
 import threading
 import time
@@ -17,7 +16,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
-from uuid import UUID
 
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.filters import (
@@ -34,7 +32,6 @@ from prefect.client.schemas.objects import State, StateType
 from prefect.context import FlowRunContext
 from prefect.events import emit_event
 from prefect.events.worker import EventsWorker
-from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_API_URL
 from prefect.states import Cancelled
 
@@ -45,7 +42,6 @@ from tasks.processes.registry import claimed, owner_of, registered_runs
 from tasks.server.artifacts import leave_report, run_log
 from tasks.server.flow_runs import (
     FLOW_RUN_VARIABLE,
-    UPKEEP_FLOWS,
     Host,
     ServerAway,
     ServerRefuses,
@@ -55,6 +51,8 @@ from tasks.server.flow_runs import (
     server_now,
     state_of_lost,
     talking_to,
+    thread_here,
+    upkeep_of,
 )
 from tasks.upkeep.lost_run import (
     CHANGED,
@@ -152,16 +150,14 @@ def _finish_run(run_id: str, host: str, before: Reconciled | None) -> Reconciled
                     return None
                 return replace(before, open="", is_at_work=False)
             remains = registry.finish(lost)
+            loss = loss_of(lost, remains, before)
             if not remains.is_clean:
-                loss = loss_of(lost, remains, before=before)
                 run = reconciled(lost, loss, open=left_of(remains))
                 return replace(run, is_at_work=bool(remains.waiting))
             if lost.owner.adopts and (kept := keep_jobs(lost)) is not None:
-                loss = loss_of(lost, remains, before=before)
                 run = reconciled(lost, loss, server=kept.server, open=kept.open)
                 return run if run.has_acted or run.open else None
-            jobs = stop_jobs(lost, unknown_after_s=_UNKNOWN_AFTER_S)
-            return finish_run(lost, loss_of(lost, remains, jobs, before))
+            return finish_run(lost, stop_jobs(lost, loss, unknown_after_s=_UNKNOWN_AFTER_S))
     except Exception as error:
         # The others shall not wait for this one; the entry is kept.
         _log.exception("run %s could not be reconciled", run_id)
@@ -215,30 +211,16 @@ def _flow_runs_closed(client: SyncPrefectClient, host: Host) -> Iterator[Reconci
 def _host(client: SyncPrefectClient, name: str) -> Host:
     owners = filter(None, map(owner_of, registered_runs()))
     registered = {known for owner in owners for known in (owner.run_id, owner.flow_run_id) if known}
+    pipeline = FlowFilter(name=FlowFilterName(any_=["pipeline"]))
+    pipelines = client.read_flows(flow_filter=pipeline, limit=1)
     return Host(
         name=name,
         is_lost=name != host_name(),
-        upkeep_deployments=frozenset(
-            found
-            for flow in UPKEEP_FLOWS
-            if (found := _deployment(client, f"{flow}/{name}")) is not None
-        ),
+        upkeep_deployments=frozenset(found.id for _, found in upkeep_of(client, name)),
         processes=holders_of(FLOW_RUN_VARIABLE),
         registered=frozenset(registered),
-        pipeline_flow=_flow(client, "pipeline"),
+        pipeline_flow=pipelines[0].id if pipelines else None,
     )
-
-
-def _flow(client: SyncPrefectClient, name: str) -> UUID | None:
-    found = client.read_flows(flow_filter=FlowFilter(name=FlowFilterName(any_=[name])), limit=1)
-    return found[0].id if found else None
-
-
-def _deployment(client: SyncPrefectClient, name: str) -> UUID | None:
-    try:
-        return client.read_deployment_by_name(name).id
-    except ObjectNotFound:
-        return None
 
 
 _EVERY_S = 60.0
@@ -264,25 +246,21 @@ def reconciled_each_minute(
         look: an error of it is logged, and the next look comes in its time.
     """
     ending = threading.Event()
-    # The server's address may be a setting of this context only, which a new thread lacks.
-    context = contextvars.copy_context()
-    thread = threading.Thread(
-        target=context.run, args=(_look_until, ending, every_s, look), name="reconcile", daemon=True
-    )
+
+    def look_again() -> None:
+        while not ending.wait(every_s):
+            try:
+                look()
+            except Exception:
+                _log.exception("this host was not reconciled, and is again in %g s", every_s)
+
+    thread = thread_here("reconcile", look_again)
     thread.start()
     try:
         yield
     finally:
         ending.set()
         thread.join(_END_WITHIN_S)
-
-
-def _look_until(ending: threading.Event, every_s: float, look: Callable[[], None]) -> None:
-    while not ending.wait(every_s):
-        try:
-            look()
-        except Exception:
-            _log.exception("this host was not reconciled, and is again in %g s", every_s)
 
 
 def dismiss_overdue() -> int:

@@ -1,7 +1,4 @@
-"""What a reconcile has found and done, for people to read.
-
-What a prune has found and done, for people to read.
-"""
+"""What a reconcile and a prune have found and done, for people to read."""
 
 from __future__ import annotations
 

@@ -4,8 +4,6 @@ Of a run that is pruned the record, `run.json`, and the spec of each attempt are
 are small, and say what was run and what became of it. What the run's own programs have written
 beside Muster's files (checkpoints, models, figures) is theirs, and stays unless `outputs` says that
 it may go with the rest.
-
-The files of a run's directory: which are Muster's, which may go, and what names another run.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
@@ -240,7 +238,8 @@ def remove(directory: Path, names: Iterable[str]) -> None:
             (directory / name).unlink(missing_ok=True)
         except OSError as error:
             first = first or error
-    for folder in sorted(_folders(directory), reverse=True):
+    folders = (Path(above) / name for above, names, _ in os.walk(directory) for name in names)
+    for folder in sorted(folders, reverse=True):
         with suppress(OSError):
             folder.rmdir()
     if first is not None:
@@ -258,8 +257,3 @@ def compress(path: Path) -> None:
     finally:
         draft.unlink(missing_ok=True)
     path.unlink()
-
-
-def _folders(directory: Path) -> Iterator[Path]:
-    for folder, names, _ in os.walk(directory):
-        yield from (Path(folder) / name for name in names)

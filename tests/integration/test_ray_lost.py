@@ -16,6 +16,7 @@ import pytest
 
 from tasks.processes.identity import ProcessId, boot_id, host_name
 from tasks.processes.registry import JobEntry, LostRun, Owner
+from tasks.record.closing import Loss
 from tasks.record.run_json import write_json
 from tasks.upkeep.lost_run import stop_jobs
 from tests.support.ground import FINAL, Ground, Run, host_with_worker, until
@@ -35,6 +36,7 @@ print("done after", step, flush=True)
 """
 WITHIN_S = 30.0
 GONE = ProcessId(pid=1 << 22, start_ticks=1, boot_id=boot_id())
+LOSS = Loss(pid=GONE.pid)
 
 
 @pytest.fixture(scope="module")
@@ -235,19 +237,19 @@ def submission(lost: LostRun, address: str, **known: float) -> Path:
 def test_a_job_whose_cluster_does_not_answer_is_asked_about_again(lost: LostRun) -> None:
     file = submission(lost, "http://127.0.0.1:9")
 
-    first = stop_jobs(lost, unknown_after_s=0.1)
-    again = stop_jobs(lost, unknown_after_s=0.1)
+    first = stop_jobs(lost, LOSS, unknown_after_s=0.1)
+    again = stop_jobs(lost, LOSS, unknown_after_s=0.1)
 
-    assert first.ended == again.ended == ()
-    assert "nobody can say what is left" in first.left
+    assert first.jobs == again.jobs == ()
+    assert "nobody can say what is left" in first.jobs_left
     assert [entry.submission_id for entry in lost.jobs] == ["r--a01"]
     assert json.loads(file.read_text())["status"] == "unknown"
 
 
 def test_a_job_that_was_never_submitted_is_nothing_to_end(lost: LostRun) -> None:
-    done = stop_jobs(lost, unknown_after_s=0.1)
+    done = stop_jobs(lost, LOSS, unknown_after_s=0.1)
 
-    assert (done.ended, done.left) == ((), "")
+    assert (done.jobs, done.jobs_left) == ((), "")
     assert lost.jobs == []
 
 
@@ -256,12 +258,12 @@ def test_what_a_forgotten_job_has_left_is_swept(lost: LostRun, ray_cluster: RayC
     named = {"MUSTER_RUN_ID": "r", "MUSTER_ATTEMPT": "1", "MUSTER_COMPONENT": "trainer"}
     with subprocess.Popen(["sleep", "600"], env={**os.environ, **named}) as helper:
         try:
-            done = stop_jobs(lost, unknown_after_s=10.0)
+            done = stop_jobs(lost, LOSS, unknown_after_s=10.0)
             code = helper.wait(WITHIN_S)
         finally:
             helper.kill()
 
-    assert done.left == ""
+    assert done.jobs_left == ""
     assert code == -signal.SIGKILL
     assert lost.jobs == []
 
@@ -269,7 +271,7 @@ def test_what_a_forgotten_job_has_left_is_swept(lost: LostRun, ray_cluster: RayC
 def test_a_job_that_nobody_knows_has_ended(lost: LostRun, ray_cluster: RayCluster) -> None:
     submission(lost, ray_cluster.address)
 
-    done = stop_jobs(lost, unknown_after_s=10.0)
+    done = stop_jobs(lost, LOSS, unknown_after_s=10.0)
 
-    assert done.left == ""
+    assert done.jobs_left == ""
     assert lost.jobs == []

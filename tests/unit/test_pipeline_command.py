@@ -14,6 +14,7 @@ from flows.pipeline import pipeline
 from tasks.pipeline import command as pipeline_command
 from tasks.pipeline.pipeline import Pipeline
 from tasks.pipeline.stage_runs import Conclude, Ending, StageRun
+from tasks.server.flow_process import exit_code_of
 from tasks.spec.pipeline import parse_pipeline
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -61,7 +62,7 @@ def test_its_arguments(arguments: list[str], code: int, capsys: pytest.CaptureFi
     ],
 )
 def test_exit_codes_are_those_of_a_run(state: State[Any], code: int) -> None:
-    assert pipeline_command._exit_code(state) == code
+    assert exit_code_of(state) == code
 
 
 def ended(state: str, ending: Ending, message: str) -> StageRun:
