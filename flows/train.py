@@ -36,7 +36,7 @@ def attempt(run: RunSession) -> None:
     """Try once. Whatever happens, what was started is taken down in reverse."""
     run.begin_attempt()
     try:
-        if all(start(run, component) for component in run.components):
+        if all(start(run, component) for component in run.spec.components):
             monitor(run)
     finally:
         teardown(run)

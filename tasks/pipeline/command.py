@@ -57,9 +57,6 @@ class CannotResume(MusterError):
 def main(pipeline: Flow[..., State[Any]], arguments: Sequence[str] | None = None) -> int:
     """Run a pipeline file, or go on with a flow run of one, and show what happens.
 
-    Args:
-        pipeline: the flow.
-
     Returns: 0 completed, 1 failed, 2 the spec is invalid and nothing was started, 3 a stage can
         never fit, 130 interrupted.
     """

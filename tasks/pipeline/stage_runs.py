@@ -135,11 +135,7 @@ def last_asked(states: Sequence[tuple[datetime, bool]]) -> datetime:
 
 
 def idempotency_key(pipeline: str, stage: str, number: int) -> str:
-    """Of the flow run of a try at a stage: however often it is created, there is one.
-
-    Args:
-        pipeline: The id of the pipeline's flow run.
-    """
+    """Of the flow run of a try at a stage: however often it is created, there is one."""
     return f"{pipeline}-{stage}-{number}"
 
 
@@ -156,11 +152,7 @@ class CannotBegin(MusterError):
 
 
 def stage_runs(client: SyncPrefectClient, pipeline: UUID) -> list[StageRun]:
-    """All runs that the stages of a pipeline have had.
-
-    Args:
-        pipeline: The id of its flow run.
-    """
+    """All runs that the stages of a pipeline have had, by the id of its flow run."""
     children = FlowRunFilter(parent_flow_run_id=FlowRunFilterParentFlowRunId(any_=[pipeline]))
     return [
         _stage_run(*place, run)
@@ -194,12 +186,8 @@ def create_stage_run(
     spec: Mapping[str, Any],
     tags: Iterable[str],
 ) -> StageRun:
-    """The run of a try at a stage: a new one, or the one that was created before.
-
-    Args:
-        pipeline: The id of the pipeline's flow run.
-        number: Which try at the stage.
-        spec: What it is started with.
+    """The run of a try at a stage, started with the spec: a new one, or the one that was created
+    before.
 
     Raises: CannotBegin.
     """

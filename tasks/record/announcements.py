@@ -82,7 +82,7 @@ FIELDS: Mapping[str, str] = {
 }
 
 
-def _one(name: str, by: str, when: str, *fields: str) -> Announcement:
+def _one(name: str, when: str, *fields: str, by: str = RUN) -> Announcement:
     return Announcement(name=f"muster.{name}", by=by, when=when, fields=fields)
 
 
@@ -91,91 +91,73 @@ _FAILURE = ("kind", "component", "exit_code", "signal", "message", "hint", "log"
 TABLE: tuple[Announcement, ...] = (
     _one(
         "run.waiting",
-        f"{GATE}, or {RUN} where it waits in its own process",
         "a run has begun to wait, for its gang or for a place in its pool",
-        *_QUEUED,
-        "message",
+        *(*_QUEUED, "message"),
+        by=f"{GATE}, or {RUN} where it waits in its own process",
     ),
     _one(
         "run.admitted",
-        GATE,
         "a run was given its gang, or its place in the pool",
         *(*_QUEUED, "nodes", "gpus", "waited_s"),
+        by=GATE,
     ),
-    _one(
-        "run.started",
-        RUN,
-        "an attempt has begun",
-        *(*_RUN, "directory", "resume_from", "is_adopted"),
-    ),
-    _one("run.ready", RUN, "every component is ready", *_RUN),
+    _one("run.started", "an attempt has begun", *_RUN, "directory", "resume_from", "is_adopted"),
+    _one("run.ready", "every component is ready", *_RUN),
     _one(
         "run.requeued",
-        f"{RUN}; {GATE} where a worker was lost before it could start the run",
         "a run was sent back to wait for its next attempt",
         *(*_RUN, "kind", "component", "message"),
+        by=f"{RUN}; {GATE} where a worker was lost before it could start the run",
     ),
-    _one(
-        "run.completed",
-        RUN,
-        "a run did what its spec asks as evidence of success",
-        *_RUN,
-        "message",
-    ),
+    _one("run.completed", "a run did what its spec asks as evidence of success", *_RUN, "message"),
     _one(
         "run.failed",
-        f"{RUN}; {GATE} for one that can never start",
         "a run has failed, and is not tried again",
-        *(*_RUN, *_FAILURE),
+        *_RUN,
+        *_FAILURE,
+        by=f"{RUN}; {GATE} for one that can never start",
     ),
     _one(
         "run.cancelled",
-        RUN,
         "a run that has a process was cancelled or interrupted, and is taken down",
-        *_RUN,
-        "message",
+        *(*_RUN, "message"),
     ),
     _one(
         "run.reconciled",
-        RECONCILE,
         "a run whose process was lost was finished",
         *("found", "killed", "jobs", "removed", "record", "server", "open"),
+        by=RECONCILE,
     ),
-    _one("component.started", RUN, "a component's process or job was started", *_COMPONENT),
-    _one("component.ready", RUN, "its readiness probe said yes", *_COMPONENT, "after_s"),
-    _one("component.drained", RUN, "its part is done, and the run goes on without it", *_COMPONENT),
-    _one(
-        "component.exited", RUN, "its process or job has ended", *_COMPONENT, "exit_code", "signal"
-    ),
+    _one("component.started", "a component's process or job was started", *_COMPONENT),
+    _one("component.ready", "its readiness probe said yes", *_COMPONENT, "after_s"),
+    _one("component.drained", "its part is done, and the run goes on without it", *_COMPONENT),
+    _one("component.exited", "its process or job has ended", *_COMPONENT, "exit_code", "signal"),
     _one(
         "component.hung",
-        RUN,
         "it neither did anything nor said anything, and was examined before its end",
         *(*_COMPONENT, "message", "report"),
     ),
-    _one("component.stopped", RUN, "all of its processes are gone", *_COMPONENT),
-    _one("component.stuck", RUN, "some of its processes can't be ended", *_COMPONENT, "pids"),
+    _one("component.stopped", "all of its processes are gone", *_COMPONENT),
+    _one("component.stuck", "some of its processes can't be ended", *_COMPONENT, "pids"),
     _one(
         "rollout.degraded",
-        RUN,
         "the first engine of a whole fleet has failed",
         *(*_FLEET, "engine", "ranks", "cause"),
     ),
-    _one("rollout.restored", RUN, "every engine is up again", *_FLEET),
+    _one("rollout.restored", "every engine is up again", *_FLEET),
     _one(
         "rollout.floor",
-        RUN,
         "the fleet is under its floor, or can't come up: the run fails of it",
         *_FLEET,
         "message",
     ),
-    _one("rollout.engine.failed", RUN, "an engine has failed", *_ENGINE, "cause"),
-    _one("rollout.engine.recovered", RUN, "it was started again, and works", *_ENGINE, "took_s"),
-    _one("rollout.engine.retired", RUN, "it is not started again", *_ENGINE, "cause"),
-    _one("gang.paused", OPERATOR, "a work pool, or a queue of it, was paused", *_POOL, "queue"),
-    _one("gang.resumed", OPERATOR, "it was resumed", *_POOL, "queue"),
-    _one("node.drained", OPERATOR, "a node gets no new gang", "node", *_POOL),
-    _one("node.undrained", OPERATOR, "a node may get gangs again", "node", *_POOL),
+    _one("rollout.engine.failed", "an engine has failed", *_ENGINE, "cause"),
+    _one("rollout.engine.recovered", "it was started again, and works", *_ENGINE, "took_s"),
+    _one("rollout.engine.retired", "it is not started again", *_ENGINE, "cause"),
+    _one("gang.paused", "a work pool, or a queue of it, was paused", *_POOL, "queue", by=OPERATOR),
+    _one("gang.resumed", "it was resumed", *_POOL, "queue", by=OPERATOR),
+    _one("node.drained", "a node gets no new gang", "node", *_POOL, by=OPERATOR),
+    _one("node.undrained", "a node may get gangs again", "node", *_POOL, by=OPERATOR),
 )
 
 _BY_NAME = {one.name: one for one in TABLE}

@@ -72,8 +72,7 @@ class Rule(BaseModel):
 def read_rules(text: str) -> tuple[Rule, ...]:
     """The rules of a TOML text, a table each, in their order.
 
-    Raises:
-        ValueError: Names the rule that is faulty.
+    Raises: ValueError, names the rule that is faulty.
     """
     rules = []
     for name, row in tomllib.loads(text).items():
@@ -270,12 +269,9 @@ class _Evidence:
 
 def find_cause(text: str, rules: Sequence[Rule] = RULES) -> Cause | None:
     """The rule that explains the end that the text tells of, and its line; None: nothing does."""
-    found = [*_evidence(read_lines(text), rules)]
-    found = [*_without_wrapped(_without_outlived(found))]
-    if not found:
-        return None
-    first = min(found, key=lambda evidence: evidence.weight)
-    return Cause(rule=first.rule, line=_excerpt(first))
+    found = [*_without_outlived([*_evidence(read_lines(text), rules)])]
+    first = min(_without_wrapped(found), key=lambda evidence: evidence.weight, default=None)
+    return Cause(rule=first.rule, line=_excerpt(first)) if first is not None else None
 
 
 def _evidence(lines: list[LogLine], rules: Sequence[Rule]) -> Iterator[_Evidence]:
@@ -314,16 +310,14 @@ def _without_outlived(found: list[_Evidence]) -> Iterator[_Evidence]:
         number = evidence.line.traceback
         starts[number] = min(starts.get(number, evidence.index), evidence.index)
     for evidence in found:
-        line = evidence.line
-        end = last.get((line.process, evidence.rule.role))
-        if evidence.rule.role in errors and end is not None and evidence.index < starts[end]:
-            continue
-        yield evidence
+        # Only errors have a last traceback.
+        end = last.get((evidence.line.process, evidence.rule.role))
+        if end is None or evidence.index >= starts[end]:
+            yield evidence
 
 
-def _without_wrapped(evidence: Iterator[_Evidence]) -> Iterator[_Evidence]:
+def _without_wrapped(found: list[_Evidence]) -> Iterator[_Evidence]:
     """Leaves out errors without a name that only pass on what follows from something else."""
-    found = [*evidence]
     cascades = [e for e in found if e.rule.role in (Role.CASCADE, Role.WRAPPER)]
     lines = {e.index for e in cascades}
     tracebacks = {e.line.traceback for e in cascades} - {0}

@@ -62,6 +62,10 @@ class Loss:
             left = f"{left}; {self.jobs_left}, and is asked about again each minute"
         return f"the flow process (pid {self.pid}) of this run was killed or lost; {left}"
 
+    @property
+    def failure(self) -> Failure:
+        return Failure(kind=FailureKind.UNKNOWN, message=self.cause, rule=FLOW_LOST)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Closed:
@@ -81,10 +85,6 @@ def close_record(
     """Give a lost run the state that is true of it, and note in its events what was done.
 
     A run that has its final state is left as it is, byte for byte, so a second call does nothing.
-
-    Args:
-        directory: The run's own.
-        clock: UTC epoch seconds.
 
     Returns: None where there is no record that could be closed.
 
@@ -120,9 +120,6 @@ def closed(record: RunJson, loss: Loss, now: float) -> RunJson:
     where the server says so, and failed by the loss where not. A run that goes on waits for its
     next attempt.
 
-    Args:
-        now: UTC epoch seconds.
-
     Raises: IllegalTransition.
     """
     if record.state.is_final or (loss.is_waiting is not False and record.state in _WAITING):
@@ -147,11 +144,7 @@ def _closed_attempt(attempt: AttemptRecord, loss: Loss, now: float) -> AttemptRe
         return attempt
     if loss.is_cancelled:
         return attempt.but(state=RunState.CANCELLED, ended_at=now)
-    return attempt.ended(RunState.FAILED, now, _lost(loss))
-
-
-def _lost(loss: Loss) -> Failure:
-    return Failure(kind=FailureKind.UNKNOWN, message=loss.cause, rule=FLOW_LOST)
+    return attempt.ended(RunState.FAILED, now, loss.failure)
 
 
 def _outcome(record: RunJson, loss: Loss) -> tuple[RunState, str]:
@@ -164,13 +157,12 @@ def _outcome(record: RunJson, loss: Loss) -> tuple[RunState, str]:
         return RunState.PENDING_RESOURCES, f"waits for its next attempt: {loss.cause}"
     if attempt is not None and attempt.state is RunState.COMPLETED:
         return RunState.COMPLETED, f"completed; {loss.cause}"
-    if attempt is not None and attempt.state is RunState.CANCELLED:
-        return cancelled
     # One that waits was to be tried again, and that was cancelled.
-    if loss.is_cancelled and (attempt is None or record.state in _WAITING):
+    ends = attempt is None or record.state in _WAITING
+    if (loss.is_cancelled and ends) or (attempt and attempt.state is RunState.CANCELLED):
         return cancelled
     failure = attempt.failure if attempt is not None else None
-    return RunState.FAILED, str(failure or _lost(loss))
+    return RunState.FAILED, str(failure or loss.failure)
 
 
 def _tell(

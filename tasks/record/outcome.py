@@ -7,7 +7,7 @@ says why a job on a cluster is given up, in words that every layer shares.
 from __future__ import annotations
 
 import signal as signals
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
@@ -24,6 +24,7 @@ from pydantic import (
 
 from tasks.record.states import RunState
 from tasks.spec.failure_kinds import FailureKind
+from tasks.spec.words import commas
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,19 +204,19 @@ class Verdict:
 
 
 def _remains(left: Mapping[str, tuple[int | str, ...]]) -> Iterator[str]:
-    pids = _named({name: [p for p in found if isinstance(p, int)] for name, found in left.items()})
-    words = _named({name: [w for w in found if isinstance(w, str)] for name, found in left.items()})
-    if pids:
+    def named(kind: type) -> str:
+        found = {
+            name: [one for one in what if isinstance(one, kind)] for name, what in left.items()
+        }
+        return "; ".join(f"{name}: {commas(what)}" for name, what in found.items() if what)
+
+    if pids := named(int):
         yield (
             f"processes outlived SIGKILL ({pids}); see /proc/PID/stack for the device or file "
             "system they wait on, their GPUs are not free"
         )
-    if words:
+    if words := named(str):
         yield f"not all of it came free in time ({words})"
-
-
-def _named(found: Mapping[str, Sequence[object]]) -> str:
-    return "; ".join(f"{name}: {', '.join(map(str, what))}" for name, what in found.items() if what)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

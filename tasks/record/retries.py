@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import takewhile
 from pathlib import Path
 
 import yaml
@@ -97,26 +98,32 @@ def decide(
     is_requeue = kind in REQUEUED
     if is_requeue:
         used = 1 + sum(earlier is kind for earlier in before)
-        step = 1 + _requeues_at_end(before)
+        # Since its last attempt that was not sent back.
+        step = 1 + len([*takewhile(REQUEUED.__contains__, reversed(before))])
     else:
         used = step = 1 + sum(earlier not in REQUEUED for earlier in before)
     if policy.attempts is not None and used >= policy.attempts:
         text = f"final: {kind.value}, {used} of {policy.attempts} attempts used"
         return Sequel(next=Next.FINAL, text=text)
-    delay_s = _delay_s(policy, step, uniform)
+    grown = policy.delay_s * _GROWTH ** min(step - 1, _POWERS)
+    delay_s = min(grown, policy.max_delay_s) * uniform(1 - _JITTER, 1 + _JITTER)
     start = f", from {resume_from}" if resume_from else ""
+    count = f"{used + 1} of {policy.attempts}" if policy.attempts else ""
     if is_requeue:
-        cap = f" ({used + 1} of {policy.attempts})" if policy.attempts else ""
-        text = f"requeued: {kind.value}, next try{cap} in {delay_s:.0f} s{start}"
-        return Sequel(next=Next.REQUEUE, text=text, delay_s=delay_s, resume_from=resume_from)
-    cap = f" of {policy.attempts}" if policy.attempts else ""
-    text = f"retried: {kind.value}, attempt {used + 1}{cap} in {delay_s:.0f} s{start}"
-    return Sequel(next=Next.RETRY, text=text, delay_s=delay_s, resume_from=resume_from)
+        what, number = "requeued", f"next try ({count})" if count else "next try"
+    else:
+        what, number = "retried", f"attempt {count or used + 1}"
+    return Sequel(
+        next=Next.REQUEUE if is_requeue else Next.RETRY,
+        text=f"{what}: {kind.value}, {number} in {delay_s:.0f} s{start}",
+        delay_s=delay_s,
+        resume_from=resume_from,
+    )
 
 
 def table_of(attempts: Sequence[AttemptRecord]) -> list[dict[str, object]]:
     """The attempts of `run.json` as rows for people, a column each key; empty cells are None."""
-    return [_row(attempt) for attempt in attempts]
+    return list(map(_row, attempts))
 
 
 def _row(attempt: AttemptRecord) -> dict[str, object]:
@@ -135,29 +142,10 @@ def _row(attempt: AttemptRecord) -> dict[str, object]:
     }
 
 
-def _requeues_at_end(before: Sequence[FailureKind | None]) -> int:
-    """How often the run was sent back since its last attempt that was not."""
-    count = 0
-    for kind in reversed(before):
-        if kind not in REQUEUED:
-            break
-        count += 1
-    return count
-
-
-def _delay_s(policy: Retry, step: int, uniform: Uniform) -> float:
-    grown = policy.delay_s * _GROWTH ** min(step - 1, _POWERS)
-    return min(grown, policy.max_delay_s) * uniform(1 - _JITTER, 1 + _JITTER)
-
-
 #: Files in which a trainer names its last complete checkpoint, by its name or its step. Sources:
 #: verl/utils/checkpoint/checkpoint_manager.py; Megatron-LM megatron/training/checkpointing.py;
 #: SkyRL skyrl_train/trainer.py; DeepSpeed runtime/engine.py, and so the quickstart's trainer.
-_POINTERS = (
-    "latest_checkpointed_iteration.txt",
-    "latest_ckpt_global_step.txt",
-    "latest",
-)
+_POINTERS = ("latest_checkpointed_iteration.txt", "latest_ckpt_global_step.txt", "latest")
 _POINTER_LIMIT = 4096
 #: These trainers make the folder of a checkpoint first and its pointer last: without one, what lies
 #: there is the part that a crash has left.

@@ -83,11 +83,7 @@ class FlowArtifacts:
     def __init__(
         self, flow_run_id: UUID, keys: Iterable[str], mask: Callable[[str], str] = str
     ) -> None:
-        """
-        Args:
-            keys: all that there will be.
-            mask: takes secrets out of a text; left out where none can be in it.
-        """
+        """Of all the keys that there will be; `mask` takes secrets out of a text."""
         self._flow_run_id = flow_run_id
         self._keys = list(keys)
         self._mask = mask

@@ -10,6 +10,7 @@ eight seconds for each event while the server is away, and the exit of its proce
 
 from __future__ import annotations
 
+import contextvars
 import logging
 import threading
 import time
@@ -28,7 +29,6 @@ from prefect.exceptions import ObjectNotFound, PrefectException
 from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
 from tasks.record.announcements import payload_of
-from tasks.server.flow_runs import thread_here
 
 _log = logging.getLogger(__name__)
 
@@ -66,7 +66,11 @@ class Announcer:
         self._kept: deque[_Letter] = deque()
         self._lost = 0
         self._is_closing = False
-        self._thread = thread_here("announcer", self._work)
+        # The server's credentials may be settings of this context only.
+        work = contextvars.copy_context().run
+        self._thread = threading.Thread(
+            target=work, args=(self._work,), name="announcer", daemon=True
+        )
 
     def __enter__(self) -> Announcer:
         self._thread.start()
@@ -263,10 +267,10 @@ async def told_at_once(client: PrefectClient, *events: Event) -> None:
 
 
 #: That of the run of this context.
-_announcer: ContextVar[Announcer | None] = ContextVar("announcer", default=None)
+announcer_here: ContextVar[Announcer | None] = ContextVar("announcer", default=None)
 
 
 def tell_here(name: str, flow_run: FlowRun, run_id: str, **known: Any) -> None:
     """See `Announcer.tell_run`; nothing where no run of this context is announced."""
-    if (announcer := _announcer.get()) is not None:
+    if (announcer := announcer_here.get()) is not None:
         announcer.tell_run(name, flow_run, run_id, **known)

@@ -3,8 +3,6 @@ that is true of them then.
 
 All proposals are made by the server's own rules, none is forced: a flow run that has come to its
 end, or that somebody began to cancel, between our look and our word is left as it is.
-
-In words, a Prefect server that answers and lets nobody in who has not the right password.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ from __future__ import annotations
 import contextvars
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -45,17 +43,15 @@ from tasks.processes.ending import Holders
 from tasks.processes.identity import ProcessId, boot_id, host_name
 from tasks.record.closing import Closed
 from tasks.record.states import RunState
+from tasks.spec.placeholders import mapping
 
 _REFUSALS = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
 _REMEDY = "set PREFECT_API_AUTH_STRING to what its server has as PREFECT_SERVER_API_AUTH_STRING"
 
 
 def why_refused(url: str, error: Exception, *, is_set: bool) -> str:
-    """What the server of that URL refused, and what to do; empty where it did not refuse.
-
-    Args:
-        is_set: whether this process has an auth string, or an API key.
-    """
+    """What the server of that URL refused a process that has a password, or none, and what to do;
+    empty where it did not refuse."""
     status = error.response.status_code if isinstance(error, httpx.HTTPStatusError) else 0
     if status not in _REFUSALS:
         return ""
@@ -194,10 +190,12 @@ def upkeep_of(client: SyncPrefectClient, host: str) -> Iterator[tuple[str, Deplo
 
 def worker_of(run: FlowRun) -> str | None:
     """The worker that was given the flow run last; None where it is not one of a host, or none."""
-    if run.labels.get(TYPE_LABEL, _LOCAL_TYPES[0]) not in _LOCAL_TYPES:
-        return None
     name = run.labels.get(_WORKER_LABEL)
-    return str(name) if name else None
+    return str(name) if name and _is_local(run) else None
+
+
+def _is_local(run: FlowRun) -> bool:
+    return run.labels.get(TYPE_LABEL, _LOCAL_TYPES[0]) in _LOCAL_TYPES
 
 
 def host_of(run: FlowRun) -> str | None:
@@ -261,14 +259,10 @@ class Host:
 
     def has_been_given(self, run: FlowRun) -> bool:
         """Whether it was for this machine to run, as far as the server knows."""
+        if _process_of(run, self.name) is not None or run.deployment_id in self.upkeep_deployments:
+            return True
         host, _pid = _infrastructure(run)
-        if _process_of(run, self.name) is not None:
-            return True
-        if run.deployment_id in self.upkeep_deployments:
-            return True
-        if run.labels.get(TYPE_LABEL, _LOCAL_TYPES[0]) not in _LOCAL_TYPES:
-            return False
-        return self.name in (host, run.labels.get(_WORKER_LABEL))
+        return _is_local(run) and self.name in (host, run.labels.get(_WORKER_LABEL))
 
 
 def state_of_lost(run: FlowRun, host: Host, now: datetime) -> State[Any] | None:
@@ -288,6 +282,7 @@ def state_of_lost(run: FlowRun, host: Host, now: datetime) -> State[Any] | None:
         return None
     if age < _SETTLED_AFTER and not host.is_lost:
         return None
+    spec = mapping(run.parameters.get("spec"))
     gone = f"its process is gone {'with' if host.is_lost else 'from'} {host.name}"
     match state.type:
         case StateType.PENDING if _process_of(run, host.name) is not None:
@@ -299,26 +294,18 @@ def state_of_lost(run: FlowRun, host: Host, now: datetime) -> State[Any] | None:
             return Cancelled(message=f"cancelled; {gone}")
         case StateType.RUNNING if run.flow_id == host.pipeline_flow:
             return _state_of_lost_pipeline(run, host, f"{gone}: it was killed or lost")
-        case StateType.RUNNING if host.is_lost and _adopts(run):
+        # Its jobs outlive its processes, and another process can come.
+        case StateType.RUNNING if (
+            host.is_lost and spec.get("on_lost_flow") == "adopt" and run.deployment_id is not None
+        ):
             return Scheduled(name=JOBS_GO_ON, message=f"{gone}; its next one attaches to its jobs")
-        case StateType.RUNNING if host.is_lost and _spec_of(run).get("ray"):
+        case StateType.RUNNING if host.is_lost and spec.get("ray"):
             jobs = "its jobs on the Ray cluster, if any, may go on: `ray job list`"
             return Crashed(message=f"{gone}; {jobs}")
         case StateType.RUNNING:
             return Crashed(message=f"{gone}: it was killed or lost")
         case _:
             return None
-
-
-def _adopts(run: FlowRun) -> bool:
-    """Whether its jobs outlive its processes, and another process can come."""
-    return _spec_of(run).get("on_lost_flow") == "adopt" and run.deployment_id is not None
-
-
-def _spec_of(run: FlowRun) -> Mapping[str, Any]:
-    """As it was given; empty where it was none."""
-    spec = run.parameters.get("spec")
-    return spec if isinstance(spec, Mapping) else {}
 
 
 def _state_of_lost_pipeline(run: FlowRun, host: Host, cause: str) -> State[Any]:

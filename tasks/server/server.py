@@ -28,6 +28,7 @@ from tasks.processes.guarded import Command
 from tasks.processes.ports import PortsReserved
 from tasks.processes.registry import RunRegister
 from tasks.processes.supervisor import Supervisor
+from tasks.record.causes import read_tail
 from tasks.record.places import muster_home
 from tasks.server.flow_runs import ServerAway, ServerRefuses, talking_to
 from tasks.spec.errors import MusterError, RunEnded
@@ -68,7 +69,8 @@ def prefect_server() -> Iterator[str]:
         port_name = f"{_NAME}.port"
         ports = PortsReserved([port_name])
         url = f"http://127.0.0.1:{ports.numbers[port_name]}/api"
-        template = _database_template()
+        # An empty database of this Prefect release: to make one takes its server some 5 s.
+        template = muster_home() / "cache" / f"prefect-{prefect.__version__}.db"
         if template.exists():
             shutil.copyfile(template, Path(home) / _DATABASE)
         plan = _plan(Path(home), ports.numbers[port_name], url)
@@ -81,7 +83,8 @@ def prefect_server() -> Iterator[str]:
                 supervisor.start(_NAME)
             except RunEnded:
                 verdict = supervisor.teardown()
-                raise NoServer(_why_not(verdict.message, Path(home) / "server.log")) from None
+                said = f"{verdict.message}\n{read_tail(Path(home) / 'server.log', 2000)}".rstrip()
+                raise NoServer(f"a temporary Prefect server did not start: {said}") from None
             if not template.exists():
                 _save_template(Path(home) / _DATABASE, template)
             settings = {PREFECT_API_URL: url, PREFECT_SERVER_ALLOW_EPHEMERAL_MODE: False}
@@ -91,7 +94,9 @@ def prefect_server() -> Iterator[str]:
                     yield url
                 finally:
                     _is_temporary.reset(token)
-                    _flush()
+                    # What Prefect holds back: without a server it would try again for a minute.
+                    APILogWorker.drain_all(timeout=_FLUSH_WITHIN_S)
+                    EventsWorker.drain_all(timeout=_FLUSH_WITHIN_S)
 
 
 def lasting_api_url() -> str | None:
@@ -151,17 +156,6 @@ def _plan(home: Path, port: int, url: str) -> AttemptPlan:
     )
 
 
-def _flush() -> None:
-    """Send what Prefect still holds back: without a server it would try again for a minute."""
-    APILogWorker.drain_all(timeout=_FLUSH_WITHIN_S)
-    EventsWorker.drain_all(timeout=_FLUSH_WITHIN_S)
-
-
-def _database_template() -> Path:
-    """An empty database of this Prefect release: to make one takes its server some 5 s."""
-    return muster_home() / "cache" / f"prefect-{prefect.__version__}.db"
-
-
 def _save_template(database: Path, template: Path) -> None:
     draft = template.with_name(f"{template.name}.{os.getpid()}")
     try:
@@ -187,14 +181,6 @@ def _check(url: str) -> None:
             f"no Prefect server answers at PREFECT_API_URL={url} ({problem}): start it "
             "(`make up`), or unset PREFECT_API_URL to run on a temporary one"
         ) from None
-
-
-def _why_not(message: str, log: Path) -> str:
-    try:
-        tail = log.read_text(errors="replace")[-2000:]
-    except OSError:
-        tail = ""
-    return f"a temporary Prefect server did not start: {message}\n{tail}".rstrip()
 
 
 def quieten_prefect() -> None:

@@ -1,8 +1,5 @@
 """The kinds of failure: what a run died of decides whether it is tried again.
 
-What a person does about each kind of failure, in one line, where the failure has no hint of its
-own or none that says what comes next.
-
 `docs/states-and-failures.md` says more of each.
 """
 
@@ -64,7 +61,7 @@ REQUEUED = frozenset({FailureKind.INSUFFICIENT_RESOURCES, FailureKind.START_TIME
 
 
 _K = FailureKind
-
+#: What a person does about each, where the failure has no hint that says what comes next.
 REMEDIES: Mapping[FailureKind, str] = {
     _K.INSUFFICIENT_RESOURCES: "start it again once the GPUs are free: `python -m tasks.queue` "
     "shows who has them",

@@ -56,8 +56,7 @@ _Loader.add_constructor(f"{_TAG}float", _written_float)
 def read_text(path: Path) -> str:
     """The text of a file.
 
-    Raises:
-        InvalidSpec: It is not there, not a file, may not be read, or is not UTF-8.
+    Raises: InvalidSpec, it is not there, not a file, may not be read, or is not UTF-8.
     """
     try:
         return path.read_bytes().decode("utf-8-sig")
@@ -200,14 +199,9 @@ _LINE_ENDS = re.compile("[\x85\u2028\u2029]")
 
 
 def load_spec(path: Path, overrides: Sequence[str] = ()) -> RunSpec:
-    """The run spec of a YAML file.
+    """The run spec of a YAML file, with the overrides, `a.b=c` each, applied in order.
 
-    Args:
-        path: The file.
-        overrides: `a.b=c` each, applied in order; see `overrides`.
-
-    Raises:
-        InvalidSpec: With every fault of the file and of the overrides, in file order.
+    Raises: InvalidSpec, with every fault of the file and of the overrides, in file order.
     """
     data, faults = parse(read_text(path))
     if data is None and faults:
@@ -222,17 +216,15 @@ def parse_spec(
     *,
     from_form: bool = False,
 ) -> RunSpec:
-    """The run spec that plain data hold, such as a flow's parameter.
+    """The run spec that plain data hold, such as a flow's parameter; see `load_spec`.
 
     Args:
         data: A mapping, which is left as it is, or a `RunSpec`, whose placeholders and features
             are then checked too.
-        overrides: `a.b=c` each, applied in order.
         source: What a person calls the data.
         from_form: They may come from the form in the UI, which leaves a component out by null.
 
-    Raises:
-        InvalidSpec: With every fault of the data and of the overrides, in the data's order.
+    Raises: InvalidSpec, with every fault of the data and of the overrides, in the data's order.
     """
     return _checked(data, overrides, source, (), from_form=from_form)
 
@@ -241,9 +233,7 @@ def spec_as_yaml(spec: RunSpec, *, mask_secrets: bool = False) -> str:
     """The spec as a YAML file that loads to an equal spec; keys left out stay out.
 
     Args:
-        spec: The spec.
-        mask_secrets: Mask environment variables that look secret, and their values wherever else
-            they stand.
+        mask_secrets: Those of environment variables, and wherever else they stand.
     """
     written = spec.written()
     if mask_secrets:
@@ -285,8 +275,7 @@ def _checked(
 def as_mapping(data: object, source: str, found: Sequence[Fault]) -> dict[str, Any]:
     """The data of a whole spec, as a copy.
 
-    Raises:
-        InvalidSpec: They are no mapping; with the faults that were found before.
+    Raises: InvalidSpec, they are no mapping; with the faults that were found before.
     """
     written = data.written() if isinstance(data, Document) else copy.deepcopy(data)
     if not isinstance(written, dict):

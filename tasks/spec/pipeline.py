@@ -84,11 +84,7 @@ class Stage(Model):
 
 
 class PipelineSpec(Document):
-    """Runs that follow each other, each when the one before has completed.
-
-    Raises:
-        InvalidSpec: With every fault at once, from the constructor as from `model_validate`.
-    """
+    """Runs that follow each other, each when the one before has completed."""
 
     name: Annotated[Text, SPEC_NAME] = Field(
         description="What this pipeline is called; its flow runs' names begin with it.",
@@ -125,14 +121,10 @@ class PipelineSpec(Document):
 
 
 def load_pipeline(path: Path, overrides: Sequence[str] = ()) -> PipelineSpec:
-    """The pipeline spec of a YAML file, with the run specs of the files that it names.
+    """The pipeline spec of a YAML file, with the run specs of the files that it names, and the
+    overrides, `STAGE.a.b=c` each, applied in order.
 
-    Args:
-        path: The file.
-        overrides: `STAGE.a.b=c` each, applied in order.
-
-    Raises:
-        InvalidSpec: With every fault of the file, of those it names and of the overrides.
+    Raises: InvalidSpec, with every fault of the file, of those it names and of the overrides.
     """
     data, faults = parse(read_text(path))
     if data is None and faults:
@@ -150,11 +142,9 @@ def parse_pipeline(
 
     Args:
         data: A mapping, which is left as it is, or a `PipelineSpec`.
-        overrides: `STAGE.a.b=c` each, applied in order.
         source: What a person calls the data.
 
-    Raises:
-        InvalidSpec: With every fault of the data and of the overrides, in the data's order.
+    Raises: InvalidSpec, with every fault of the data and of the overrides, in the data's order.
     """
     return _checked(data, overrides, source, ())
 
@@ -162,8 +152,7 @@ def parse_pipeline(
 def with_specs(pipeline: PipelineSpec, specs: Mapping[str, object]) -> PipelineSpec:
     """The pipeline with the run specs that its deployments have, by stage.
 
-    Raises:
-        InvalidSpec: With every fault that they bring.
+    Raises: InvalidSpec, with every fault that they bring.
     """
     written = pipeline.written()
     for stage in written["stages"]:

@@ -120,8 +120,6 @@ def substituted(
     An unterminated `${` stays: `faults_in` reports it.
 
     Args:
-        text: As written.
-        value_of: By name.
         is_left: Whether somebody else fills a name in later: it stays then, and so does each `$${`.
     """
 
@@ -202,9 +200,8 @@ def numbers_in(data: object) -> Iterator[tuple[str, str, int]]:
 
 
 def run_filled_in(data: object, value_of: Callable[[str], str]) -> object:
-    """The written spec with a value for each of the run's names; in a regular expression it is
-    matched literally.
-    """
+    """The written spec with a value for each of the run's names, which a regular expression
+    matches literally."""
 
     def change(_path: str, text: str, kind: Kind) -> str:
         quoted = re.escape if kind is Kind.PATTERN else str
@@ -215,12 +212,8 @@ def run_filled_in(data: object, value_of: Callable[[str], str]) -> object:
 
 
 def filled_in(written: object, value_of: Callable[[str, str], str]) -> object:
-    """The written run spec with a value for each name of a stage; all else is as it was.
-
-    Args:
-        written: The run spec of a stage.
-        value_of: By stage and key. In a regular expression it is matched literally, and a `${` in
-            it is no placeholder.
+    """The written run spec with a value for each name of a stage, by stage and key; in a regular
+    expression it is matched literally, and a `${` in it is no placeholder. All else is as it was.
     """
 
     def change(_path: str, text: str, kind: Kind) -> str:
@@ -252,12 +245,7 @@ def _unknown(use: Use, known: Sequence[str]) -> Fault:
 
 
 def unknown_names(checkpoint: object, path: str) -> tuple[Fault, ...]:
-    """One fault for each placeholder of a path or pattern that has no value.
-
-    Args:
-        checkpoint: As written.
-        path: Of it, in the pipeline spec.
-    """
+    """One fault, at the path, for each placeholder of a stage's checkpoint that has no value."""
     names = dict.fromkeys(names_of(checkpoint)) if isinstance(checkpoint, str) else ()
     known = ", ".join(f"${{{name}}}" for name in _OF_CHECKPOINTS)
     return tuple(

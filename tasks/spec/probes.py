@@ -19,6 +19,7 @@ from tasks.spec.values import (
     Refusal,
     Seconds,
     Text,
+    is_number,
     refused,
     shortened,
     shown,
@@ -35,15 +36,11 @@ def _equal(found: object, asked: object) -> bool:
     return isinstance(found, bool) == isinstance(asked, bool) and found == asked
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 _RELATIONS: dict[str, Callable[[Any, Any], bool]] = {
     "is": _equal,
     "not": lambda found, asked: not _equal(found, asked),
-    "min": lambda found, asked: _is_number(found) and found >= asked,
-    "max": lambda found, asked: _is_number(found) and found <= asked,
+    "min": lambda found, asked: is_number(found) and found >= asked,
+    "max": lambda found, asked: is_number(found) and found <= asked,
 }
 
 
@@ -94,9 +91,8 @@ def number_at(content: Any, key: str) -> float | None:
         if not isinstance(content, dict) or part not in content:
             return None
         content = content[part]
-    is_number = isinstance(content, (int, float)) and not isinstance(content, bool)
     # NaN would count as progress each time it is read, and is never less than what success asks.
-    return content if is_number and math.isfinite(content) else None
+    return content if is_number(content) and math.isfinite(content) else None
 
 
 def _condition(value: object) -> object:
@@ -106,7 +102,7 @@ def _condition(value: object) -> object:
     if relation not in ("not", "min", "max"):
         raise refused("a condition is a value, or one of not, min, max", "write {not: VALUE}")
     asked = _plain(value[relation])
-    if relation != "not" and not _is_number(asked):
+    if relation != "not" and not is_number(asked):
         raise refused(f"{relation} must be a number, found {shown(asked)}")
     return {relation: asked}
 

@@ -43,18 +43,11 @@ def component_path(python: str, path: str) -> str:
     """The PATH that components get: the interpreter's own directory comes first.
 
     So `python` and `run-api` are those of the virtual environment that Muster itself runs in,
-    activated or not.
-
-    Args:
-        python: `sys.executable`; its symbolic link is not followed, since it leads out of the
-            virtual environment.
-        path: The PATH so far, which may be empty.
+    activated or not. Its symbolic link is not followed, since it leads out of there.
     """
     first = str(Path(python).parent)
-    entries = path.split(os.pathsep) if path else []
-    if entries and entries[0] == first:
-        return path
-    return os.pathsep.join([first, *entries])
+    is_first = path.split(os.pathsep)[0] == first
+    return path if is_first else os.pathsep.join(filter(None, (first, path)))
 
 
 def lookup_faults(spec: RunSpec, *, root: Path, path: str) -> tuple[Fault, ...]:

@@ -25,6 +25,7 @@ from tasks.spec.values import (
     Text,
     Worded,
     Words,
+    is_number,
     refused,
 )
 from tasks.spec.words import did_you_mean, listed
@@ -397,8 +398,7 @@ def _words(value: object) -> list[str]:
 
 
 def _number(value: object) -> float | None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return value if is_number else None  # type: ignore[return-value]
+    return value if is_number(value) else None
 
 
 Backend = Literal["sglang", "lmdeploy", "vllm", "command"]
@@ -557,8 +557,7 @@ class Rollout(Model):
     def sizes(self) -> Sizes:
         """How large its engines are.
 
-        Raises:
-            ValueError: Never for a fleet that was validated.
+        Raises: ValueError, never for a fleet that was validated.
         """
         sizes = Sizes.of(self.model_dump(include=set(Sizes.KEYS)))
         if sizes is None:

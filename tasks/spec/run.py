@@ -328,11 +328,7 @@ class RunSpec(Document):
 
     `start_order` is either empty or names all of `components`, in their order.
 
-    A `RunSpec` is valid in itself; whether its placeholders are known, and whether what it asks
-    for is supported yet, is for `loading` to say.
-
-    Raises:
-        InvalidSpec: With every fault at once, from the constructor as from `model_validate`.
+    A `RunSpec` is valid in itself; whether its placeholders are known is for `loading` to say.
     """
 
     name: Annotated[Text, SPEC_NAME] = Field(

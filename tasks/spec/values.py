@@ -16,7 +16,7 @@ import signal
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import date
-from typing import Annotated, Any, Self, TypeVar
+from typing import Annotated, Any, Self, TypeGuard, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -159,9 +159,6 @@ def collected(
     """What `validate` gives, or one ValidationError with the refusals *and* all that it found.
 
     Args:
-        title: Of the error.
-        refusals: Found before.
-        validate: Raises ValidationError.
         in_own_words: By pydantic's kind of error and the key right here that it is about.
     """
     errors = [InitErrorDetails(type=error, loc=place, input=None) for place, error in refusals]
@@ -215,6 +212,10 @@ def shown(value: object) -> str:
 
 def _as_written(value: float) -> str:
     return value.text if isinstance(value, WrittenFloat) else repr(value)
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def shortened(text: str, length: int = 60) -> str:
@@ -357,8 +358,7 @@ class Stop(Model):
 class Document(Model):
     """A whole spec, as a file holds it.
 
-    Raises:
-        InvalidSpec: With every fault at once, from the constructor as from `model_validate`.
+    Raises: InvalidSpec, with every fault at once, from the constructor as from `model_validate`.
     """
 
     @classmethod

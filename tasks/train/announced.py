@@ -9,7 +9,6 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from prefect.client.schemas.objects import FlowRun
@@ -19,9 +18,10 @@ from tasks.record.announcements import ANNOUNCED_AS, fields_of, payload_of
 from tasks.record.events import Event, listening
 from tasks.record.outcome import Failure
 from tasks.record.states import GroupState, RunState
-from tasks.server.events import Announcer, _announcer, of_run
+from tasks.server.events import Announcer, announcer_here, of_run
 from tasks.server.server import lasting_api_url
 from tasks.show.view import RunSeen
+from tasks.spec.rollout import Rollout
 from tasks.spec.secrets import masked_in
 from tasks.train.session import RunSession
 
@@ -34,16 +34,6 @@ _ENDED: Mapping[str, str] = {
 _TAIL_LINES, _TAIL_CHARACTERS = 15, 2000
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Announced:
-    """An event for the Prefect server."""
-
-    name: str
-    #: UTC epoch seconds.
-    at: float
-    payload: Mapping[str, Any]
-
-
 class RunAnnouncements:
     """Turns the events of one run, in one process, into those for its Prefect server."""
 
@@ -54,8 +44,7 @@ class RunAnnouncements:
         log_of: Callable[[str], str | None],
         failure_of: Callable[[], Failure | None] = lambda: None,
         attempt: int = 0,
-        engines: int = 0,
-        min_active: int | None = None,
+        fleet: Rollout | None = None,
     ) -> None:
         """
         Args:
@@ -63,18 +52,18 @@ class RunAnnouncements:
             log_of: the log of a component, of the attempt under way.
             failure_of: that of the run, as far as it is known.
             attempt: the last one of the run's earlier processes.
-            engines, min_active: of its fleet; 0: it has none.
         """
         self._common = common
         self._log_of = log_of
         self._failure_of = failure_of
-        self._min_active = min_active
-        self._seen = RunSeen(engines=engines)
+        self._min_active = fleet.recovery.min_active if fleet is not None else None
+        self._seen = RunSeen(engines=fleet.engines if fleet is not None else 0)
         self._seen.attempt = attempt
         self.has_ended = False
 
-    def observe(self, event: Event) -> Iterator[Announced]:
-        """What is told of an event of the run; nothing of most. Take in all of it."""
+    def observe(self, event: Event) -> Iterator[Event]:
+        """What is told of an event of the run, each with its payload; nothing of most. Take in all
+        of it."""
         seen = self._seen
         was_waiting, was_degraded = seen.is_waiting, seen.is_degraded
         seen.observe(event)
@@ -104,11 +93,11 @@ class RunAnnouncements:
                 more = {**self._fleet(), "message": event.reason}
                 yield self._of_event("muster.rollout.floor", event, **more)
 
-    def ended(self, state: RunState, message: str, at: float) -> Announced:
+    def ended(self, state: RunState, message: str, at: float) -> Event:
         """How the run ended, where no event has said so: it never came to an attempt."""
         return self._end(_ENDED[state.value], message, at)
 
-    def _end(self, name: str, message: str, at: float) -> Announced:
+    def _end(self, name: str, message: str, at: float) -> Event:
         self.has_ended = True
         if name != "muster.run.failed":
             return self._told(name, at, message=message)
@@ -124,7 +113,7 @@ class RunAnnouncements:
         failure = self._failure_of()
         return dict(failure.as_json()) if failure is not None else {}
 
-    def _engine(self, event: Event, *, was_degraded: bool) -> Iterator[Announced]:
+    def _engine(self, event: Event, *, was_degraded: bool) -> Iterator[Event]:
         what = {"engine": event.group, **self._fleet()}
         if event.after is GroupState.RETIRED:
             yield self._of_event("muster.rollout.engine.retired", event, **what)
@@ -140,17 +129,17 @@ class RunAnnouncements:
         seen, floor = self._seen, self._min_active
         return {"serving": seen.serving, "engines": seen.engines, "min_active": floor}
 
-    def _of_event(self, name: str, event: Event, **more: Any) -> Announced:
+    def _of_event(self, name: str, event: Event, **more: Any) -> Event:
         known = {"component": event.component, **event.fields, **more}
         if event.component is not None:
             known["log"] = self._log_of(event.component)
         return self._told(name, event.at, **known)
 
-    def _told(self, name: str, at: float, **known: Any) -> Announced:
+    def _told(self, name: str, at: float, **known: Any) -> Event:
         # Of all that is known, what the event has a key for.
         known = {**known, **self._common, "attempt": self._seen.attempt}
         known = {key: value for key, value in known.items() if key in fields_of(name)}
-        return Announced(name=name, at=at, payload=payload_of(name, **known))
+        return Event(name=name, at=at, fields=payload_of(name, **known))
 
 
 def _end_of(text: str) -> str:
@@ -172,8 +161,8 @@ def announced(run: RunSession, flow_run: FlowRun) -> Iterator[None]:
     announcements = _announcements_of(run)
     with Announcer(api_url) as announcer:
 
-        def tell(one: Announced) -> None:
-            payload = masked_in(one.payload, run.mask)
+        def tell(one: Event) -> None:
+            payload = masked_in(one.fields, run.mask)
             event = of_run(one.name, flow_run, run.run_id, payload, at=one.at, tags=run.spec.tags)
             announcer.tell(event, flow_run)
 
@@ -184,19 +173,17 @@ def announced(run: RunSession, flow_run: FlowRun) -> Iterator[None]:
             except Exception:
                 _log.exception("%s of %s is not announced", event.name, run.run_id)
 
-        own_token = _announcer.set(announcer)
+        own_token = announcer_here.set(announcer)
         try:
             with listening(observe):
                 yield
         finally:
-            _announcer.reset(own_token)
+            announcer_here.reset(own_token)
             if run.record.state.is_final and not announcements.has_ended:
                 tell(announcements.ended(run.record.state, run.verdict.message, time.time()))
 
 
 def _announcements_of(run: RunSession) -> RunAnnouncements:
-    fleet = run.spec.fleet
-
     def log_of(component: str) -> str | None:
         return str(run.attempt.log(component)) if run.attempt is not None else None
 
@@ -205,6 +192,5 @@ def _announcements_of(run: RunSession) -> RunAnnouncements:
         log_of=log_of,
         failure_of=lambda: run.verdict.failure,
         attempt=run.record.attempts,
-        engines=fleet.engines if fleet is not None else 0,
-        min_active=fleet.recovery.min_active if fleet is not None else None,
+        fleet=run.spec.fleet,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,18 +24,23 @@ from tasks.server.server import NoServer, lasting_api_url, prefect_server, quiet
 from tasks.show.terminal import Terminal
 from tasks.spec.errors import InvalidSpec
 from tasks.spec.loading import load_spec
+from tasks.train.deploying import parser_of_spec
 from tasks.train.session import check_spec
 
 
 def main(train: Callable[..., State[Any]], arguments: Sequence[str] | None = None) -> int:
     """Run a spec file and show what happens.
 
-    Args:
-        train: the flow.
-
     Returns: 0 completed, 1 failed, 2 the spec is invalid and nothing was started, 130 interrupted.
     """
-    options = _parser().parse_args(arguments)
+    parser = parser_of_spec(
+        "python -m flows.train",
+        "Run one training to its end, on the Prefect server of PREFECT_API_URL or on a temporary "
+        "one.",
+        "Exit: 0 completed, 1 failed, 2 the spec is invalid (nothing was started), 3 it can never "
+        "fit the cluster, 130 interrupted (after teardown).",
+    )
+    options = parser.parse_args(arguments)
     try:
         spec = load_spec(Path(options.spec), options.set)
         check_spec(spec)
@@ -69,22 +73,3 @@ def _page_of(state: State[Any]) -> str:
     if lasting_api_url() is None or flow_run_id is None:
         return ""
     return url_for("flow-run", obj_id=flow_run_id) or ""
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m flows.train",
-        description="Run one training to its end, on the Prefect server of PREFECT_API_URL or on "
-        "a temporary one.",
-        epilog="Exit: 0 completed, 1 failed, 2 the spec is invalid (nothing was started), 3 it can "
-        "never fit the cluster, 130 interrupted (after teardown).",
-    )
-    parser.add_argument("spec", metavar="SPEC.yaml", help="the run spec")
-    parser.add_argument(
-        "--set",
-        metavar="a.b=c",
-        action="append",
-        default=[],
-        help="change a value of the spec, for example --set progress.total=20; repeatable",
-    )
-    return parser

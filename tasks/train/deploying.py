@@ -26,8 +26,7 @@ def load_run_spec(path: str) -> dict[str, Any]:
 
     Returns: `{"spec": ...}`, plain data that says the order of the file in `start_order` too.
 
-    Raises:
-        InvalidSpec: With every fault of the file.
+    Raises: InvalidSpec, with every fault of the file.
     """
     return {"spec": load_spec(project_root() / path).for_server()}
 
@@ -36,8 +35,7 @@ def load_pipeline_spec(path: str) -> dict[str, Any]:
     """The same for a pipeline: `{{ ID.spec }}` stands for its content, with the run specs of the
     files that it names.
 
-    Raises:
-        InvalidSpec: With every fault of all of them.
+    Raises: InvalidSpec, with every fault of all of them.
     """
     return {"spec": load_pipeline(project_root() / path).written()}
 
@@ -47,7 +45,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns: 0, or 2 where the spec is invalid.
     """
-    options = _parser().parse_args(arguments)
+    parser = parser_of_spec(
+        "python -m tasks.train.deploying",
+        "Print a run spec as JSON, for the parameter `spec` of one run: prefect deployment run "
+        "'train/NAME' --param \"spec=$(python -m tasks.train.deploying SPEC.yaml)\"",
+        "Exit: 0 printed, 2 the arguments are wrong, or the spec is.",
+    )
+    options = parser.parse_args(arguments)
     try:
         spec = load_spec(Path(options.spec), options.set)
     except InvalidSpec as error:
@@ -57,20 +61,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return EXIT_PRINTED
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m tasks.train.deploying",
-        description="Print a run spec as JSON, for the parameter `spec` of one run: prefect "
-        "deployment run 'train/NAME' --param \"spec=$(python -m tasks.train.deploying SPEC.yaml)\"",
-        epilog="Exit: 0 printed, 2 the arguments are wrong, or the spec is.",
-    )
+def parser_of_spec(prog: str, description: str, epilog: str) -> argparse.ArgumentParser:
+    """Of a command that takes a spec file, with changes to it."""
+    parser = argparse.ArgumentParser(prog=prog, description=description, epilog=epilog)
     parser.add_argument("spec", metavar="SPEC.yaml", help="the run spec")
     parser.add_argument(
         "--set",
         metavar="a.b=c",
         action="append",
         default=[],
-        help="change a value, for example --set progress.total=20; repeatable",
+        help="change a value of the spec, for example --set progress.total=20; repeatable",
     )
     return parser
 

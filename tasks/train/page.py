@@ -43,7 +43,7 @@ from tasks.train.session import RunSession
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Pace:
-    """How often an artifact is told, in seconds."""
+    """How often an artifact is told, in seconds, and how it is made."""
 
     #: Not sooner after the last time than so.
     every_s: float
@@ -51,25 +51,20 @@ class _Pace:
     renewed_s: float = 0.0
     #: It changes all the time, so the longer a run lasts, the more seldom it is told.
     is_steady: bool = False
+    #: None for the curve.
+    made: Callable[[RunView], Shown | None] | None = None
 
 
 _PACES: Mapping[str, _Pace] = {
-    SUMMARY: _Pace(every_s=2.0, renewed_s=30.0),
-    COMPONENTS: _Pace(every_s=2.0),
-    TIMELINE: _Pace(every_s=2.0, renewed_s=30.0),
+    SUMMARY: _Pace(every_s=2.0, renewed_s=30.0, made=summary_of),
+    COMPONENTS: _Pace(every_s=2.0, made=components_of),
+    TIMELINE: _Pace(every_s=2.0, renewed_s=30.0, made=timeline_of),
     REWARD: _Pace(every_s=10.0, renewed_s=10.0, is_steady=True),
-    PROGRESS: _Pace(every_s=3.0, is_steady=True),
-    ATTEMPTS: _Pace(every_s=0.0),
-    RECORD: _Pace(every_s=10.0),
-}
-#: How each is made, but for the curve.
-_MADE: Mapping[str, Callable[[RunView], Shown | None]] = {
-    SUMMARY: summary_of,
-    COMPONENTS: components_of,
-    TIMELINE: timeline_of,
-    PROGRESS: progress_of,
-    ATTEMPTS: lambda view: attempts_of(view) if view.record.attempts else None,
-    RECORD: record_of,
+    PROGRESS: _Pace(every_s=3.0, is_steady=True, made=progress_of),
+    ATTEMPTS: _Pace(
+        every_s=0.0, made=lambda view: attempts_of(view) if view.record.attempts else None
+    ),
+    RECORD: _Pace(every_s=10.0, made=record_of),
 }
 #: Of the run's age, and at most so many seconds.
 _STEADY_PART, _STEADY_AT_MOST_S = 0.01, 60.0
@@ -180,7 +175,7 @@ class RunPage:
         left = [*due]
         try:
             view = self._view()
-            found = [(key, self._shown(key, view)) for key in due]
+            found = [(key, (_PACES[key].made or self._curve)(view)) for key in due]
             with ExitStack() as stack:
                 client = None
                 for key, shown in found:
@@ -228,10 +223,6 @@ class RunPage:
                 message=run.verdict.message if record.state.is_final else "",
                 seen=self._seen.snapshot(),
             )
-
-    def _shown(self, key: str, view: RunView) -> Shown | None:
-        made = _MADE.get(key)
-        return made(view) if made is not None else self._curve(view)
 
     def _curve(self, view: RunView) -> Shown | None:
         """None where there is nothing new to draw."""

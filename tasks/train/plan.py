@@ -130,18 +130,11 @@ def _job_maker(
     place: AttemptPlace,
     adopted: AttemptRecord | None,
 ) -> Callable[[ComponentPlan, AttemptContext], Member]:
-    """Makes the member of a component that is a Ray job.
-
-    Args:
-        spec: with its placeholders filled in; it names a cluster.
-        command: what the job runs; its directory is sent along.
-        adopted: the attempt in the run's record, where it was begun by another process.
-    """
+    """Makes the member of a component that is a Ray job; its command's directory is sent along."""
     assert spec.ray is not None
     jobs = [other for other, c in spec.processes.items() if c.launcher == "ray_job"]
-    is_only = len(jobs) == 1
+    is_only, gang = len(jobs) == 1, spec.gang
     takes_all = is_only and spec.fleet is None
-    gang = spec.gang
     job = JobPlan(
         address=spec.ray.address,
         submission_id=submission_id(run_id, place.number, name, is_only=is_only),

@@ -126,11 +126,6 @@ class RunSession:
         return self.place.run_id
 
     @property
-    def components(self) -> tuple[str, ...]:
-        """Their names, in the order of their start."""
-        return tuple(self.spec.components)
-
-    @property
     def supervisor(self) -> Supervisor:
         """Of the attempt under way, or of the last one."""
         if self._supervisor is None:

@@ -16,7 +16,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, NoReturn
 from uuid import UUID
 
-from prefect.client.schemas.objects import FlowRun, State
+from prefect.client.schemas.objects import State
 from prefect.exceptions import Pause
 from prefect.settings import PREFECT_API_URL, PREFECT_WORKER_PREFETCH_SECONDS
 from prefect.states import Scheduled
@@ -74,7 +74,8 @@ def next_attempt(run: RunSession) -> bool:
     if flow_run is not None:
         # Sent back, it has its place in the line at once, which the gate lets nobody pass before
         # the delay is over; a retry of another kind comes back only then.
-        is_in_line = sequel.next is Next.REQUEUE and _has_gate(run, flow_run)
+        has_gate = run.spec.gang is not None and flow_run.labels.get(TYPE_LABEL) == "gang"
+        is_in_line = sequel.next is Next.REQUEUE and has_gate
         in_line = flow_run.expected_start_time if is_in_line else None
         state: State[Any] = Scheduled(
             name=STATE_NAME, scheduled_time=in_line or due, message=message
@@ -135,11 +136,6 @@ def _message(run: RunSession, sequel: Sequel, delay_s: float, due: datetime) -> 
     number = run.record.attempts + 1
     start = f", from {sequel.resume_from}" if sequel.resume_from else ""
     return f"{cause}; attempt {number} in {delay_s:.0f} s, at {due:%H:%M:%S} UTC{start}"
-
-
-def _has_gate(run: RunSession, flow_run: FlowRun) -> bool:
-    """Whether somebody keeps the run's place in the line, and its delay."""
-    return run.spec.gang is not None and flow_run.labels.get(TYPE_LABEL) == "gang"
 
 
 def _labels(run: RunSession, sequel: Sequel, delay_s: float) -> dict[str, Any]:

@@ -208,11 +208,9 @@ def left_of(remains: Remains) -> str:
     """What is left of the processes of a run, in words; empty where nothing is."""
     left = "; ".join(f"{name}: {commas(pids)}" for name, pids in remains.left.items())
     waiting = "; ".join(f"{name}: {pid}" for name, pid in remains.waiting.items())
-    parts = (
-        f"processes outlived SIGKILL ({left})" if left else "",
-        f"guardians are at work ({waiting})" if waiting else "",
-    )
-    return " and ".join(filter(None, parts))
+    parts = [f"processes outlived SIGKILL ({left})"] if left else []
+    parts += [f"guardians are at work ({waiting})"] if waiting else []
+    return " and ".join(parts)
 
 
 def finish_run(lost: LostRun, loss: Loss, *, goes_on_here: bool = False) -> Reconciled:

@@ -19,11 +19,10 @@ from datetime import UTC, datetime
 
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.filters import (
-    DeploymentFilter,
-    DeploymentFilterId,
     FlowFilter,
     FlowFilterName,
     FlowRunFilter,
+    FlowRunFilterDeploymentId,
     FlowRunFilterExpectedStartTime,
     FlowRunFilterState,
     FlowRunFilterStateType,
@@ -46,6 +45,7 @@ from tasks.server.flow_runs import (
     ServerAway,
     ServerRefuses,
     clear_process,
+    flow_runs_of,
     held_flow_runs,
     propose,
     server_now,
@@ -282,19 +282,14 @@ def dismiss_overdue() -> int:
     count = 0
     try:
         with talking_to(api_url) as client:
-            waiting = client.read_flow_runs(
-                deployment_filter=DeploymentFilter(
-                    id=DeploymentFilterId(any_=[flow_run.deployment_id])
-                ),
-                flow_run_filter=FlowRunFilter(
-                    state=FlowRunFilterState(
-                        type=FlowRunFilterStateType(any_=[StateType.SCHEDULED])
-                    ),
-                    expected_start_time=FlowRunFilterExpectedStartTime(before_=datetime.now(UTC)),
-                ),
+            scheduled = FlowRunFilterStateType(any_=[StateType.SCHEDULED])
+            overdue = FlowRunFilter(
+                deployment_id=FlowRunFilterDeploymentId(any_=[flow_run.deployment_id]),
+                state=FlowRunFilterState(type=scheduled),
+                expected_start_time=FlowRunFilterExpectedStartTime(before_=datetime.now(UTC)),
             )
             state: State[None] = Cancelled(message=f"not needed any more: {flow_run.name} did it")
-            for one in waiting:
+            for one in flow_runs_of(client, overdue):
                 # What somebody has asked for by hand is done.
                 if one.id != flow_run.id and one.auto_scheduled:
                     client.set_flow_run_state(one.id, state)

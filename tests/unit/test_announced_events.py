@@ -21,7 +21,8 @@ from tasks.record.events import CATALOGUE, Event
 from tasks.record.outcome import Failure
 from tasks.record.states import RunState
 from tasks.spec.failure_kinds import FailureKind
-from tasks.train.announced import Announced, RunAnnouncements
+from tasks.spec.rollout import FleetRecovery, Rollout
+from tasks.train.announced import RunAnnouncements
 from tasks.upkeep.report import Reconciled
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,7 +36,7 @@ FAILURE = Failure(
     log_tail="\n".join(f"line {n}" for n in range(100)),
 )
 
-Tell = Callable[..., list[Announced]]
+Tell = Callable[..., list[Event]]
 
 
 @pytest.fixture
@@ -44,8 +45,7 @@ def announcements() -> RunAnnouncements:
         common=COMMON,
         log_of=lambda component: f"/runs/a/{component}.log",
         failure_of=lambda: FAILURE,
-        engines=3,
-        min_active=2,
+        fleet=Rollout(backend="sglang", model="m", engines=3, recovery=FleetRecovery(min_active=2)),
     )
 
 
@@ -53,7 +53,7 @@ def announcements() -> RunAnnouncements:
 def tell(announcements: RunAnnouncements) -> Tell:
     """Takes in one event of the run; what the server is told of it."""
 
-    def one(name: str, component: str | None = None, **fields: Any) -> list[Announced]:
+    def one(name: str, component: str | None = None, **fields: Any) -> list[Event]:
         return list(
             announcements.observe(Event(at=5.0, name=name, component=component, fields=fields))
         )
@@ -61,7 +61,7 @@ def tell(announcements: RunAnnouncements) -> Tell:
     return one
 
 
-def begun(tell: Tell, attempt: int = 1) -> list[Announced]:
+def begun(tell: Tell, attempt: int = 1) -> list[Event]:
     where = {"run_id": "r", "directory": Path("/runs/a"), "resume_from": "/runs/step-20"}
     return tell("attempt.begun", attempt=attempt, **where)
 
@@ -71,7 +71,7 @@ def group(tell: Tell, index: int, before: str, after: str) -> list[str]:
     return [one.name for one in tell("rollout.group.state", "rollout", cause="died", **fields)]
 
 
-def names(told: list[Announced]) -> list[str]:
+def names(told: list[Event]) -> list[str]:
     return [one.name for one in told]
 
 
@@ -130,7 +130,7 @@ def test_probes_progress_and_logs_are_not_told(tell: Tell) -> None:
 def test_a_folder_is_told_as_a_text_in_which_secrets_can_be_masked(tell: Tell) -> None:
     [started] = begun(tell)
 
-    assert started.payload["directory"] == "/runs/a"
+    assert started.fields["directory"] == "/runs/a"
 
 
 def test_an_ordinary_run_is_told_whole(tell: Tell, announcements: RunAnnouncements) -> None:
@@ -154,12 +154,12 @@ def test_an_ordinary_run_is_told_whole(tell: Tell, announcements: RunAnnouncemen
         "muster.component.stopped",
         "muster.run.completed",
     ]
-    assert all(one.payload["run_id"] == COMMON["run_id"] and one.at == 5.0 for one in told)
-    assert all(one.payload["attempt"] == 1 for one in told)
-    assert told[0].payload["resume_from"] == "/runs/step-20"
-    assert "argv" not in told[1].payload
-    assert told[4].payload["signal"] == "SIGTERM"
-    assert told[4].payload["log"] == "/runs/a/api.log"
+    assert all(one.fields["run_id"] == COMMON["run_id"] and one.at == 5.0 for one in told)
+    assert all(one.fields["attempt"] == 1 for one in told)
+    assert told[0].fields["resume_from"] == "/runs/step-20"
+    assert "argv" not in told[1].fields
+    assert told[4].fields["signal"] == "SIGTERM"
+    assert told[4].fields["log"] == "/runs/a/api.log"
     assert announcements.has_ended
 
 
@@ -168,7 +168,7 @@ def test_a_failure_names_kind_component_log_and_what_to_do(tell: Tell) -> None:
 
     (failed,) = tell("run.state", state="failed", message="CUDA_OOM: trainer (pid 7) left ...")
 
-    said = failed.payload
+    said = failed.fields
     assert failed.name == "muster.run.failed"
     assert (said["kind"], said["component"], said["exit_code"]) == ("CUDA_OOM", "trainer", 1)
     assert said["message"] == FAILURE.message
@@ -182,7 +182,7 @@ def test_a_run_without_an_attempt_is_told_at_its_end(announcements: RunAnnouncem
     told = announcements.ended(RunState.FAILED, "INFEASIBLE: 3 nodes are asked for", 9.0)
 
     assert (told.name, told.at) == ("muster.run.failed", 9.0)
-    assert told.payload["attempt"] == 0
+    assert told.fields["attempt"] == 0
     assert announcements.has_ended
 
 
@@ -203,7 +203,7 @@ def test_a_run_that_is_sent_back_is_told_with_the_kind_and_not_as_waiting_too(te
     ]
 
     assert names(told) == ["muster.run.requeued"]
-    assert told[0].payload["kind"] == "CUDA_OOM"
+    assert told[0].fields["kind"] == "CUDA_OOM"
     assert names(begun(tell, 2)) == ["muster.run.started"]
     assert names(tell("run.state", state="pending_resources", message="once more")) == [
         "muster.run.requeued"
@@ -217,8 +217,8 @@ def test_a_hang_is_told_with_why_and_where_the_evidence_is(tell: Tell) -> None:
     (hung,) = tell("component.diagnosed", "trainer", pid=7, path="/runs/a/trainer.hang.txt")
 
     assert hung.name == "muster.component.hung"
-    assert hung.payload["message"].endswith("no progress for 1800 s")
-    assert hung.payload["report"] == "/runs/a/trainer.hang.txt"
+    assert hung.fields["message"].endswith("no progress for 1800 s")
+    assert hung.fields["report"] == "/runs/a/trainer.hang.txt"
 
 
 def test_a_fleet_is_degraded_once_and_restored_once(tell: Tell) -> None:
@@ -264,7 +264,7 @@ def test_a_fleet_under_its_floor_is_told_with_the_figures(tell: Tell) -> None:
     (floor,) = tell("rollout.failed", "rollout", reason="1 of 3 engines serve, min_active is 2")
 
     assert floor.name == "muster.rollout.floor"
-    said = floor.payload
+    said = floor.fields
     assert (said["serving"], said["engines"], said["min_active"]) == (1, 3, 2)
     # its process takes down the others
     assert group(tell, 2, "active", "inactive") == []
@@ -277,7 +277,7 @@ def test_a_recovery_that_worked_is_told_and_one_that_did_not_is_not(tell: Tell) 
     worked = tell("rollout.recovery.ended", "rollout", outcome="recovered", **fields)
     failed = tell("rollout.recovery.ended", "rollout", outcome="failed", **fields)
 
-    assert [(one.name, one.payload["engine"], one.payload["took_s"]) for one in worked] == [
+    assert [(one.name, one.fields["engine"], one.fields["took_s"]) for one in worked] == [
         ("muster.rollout.engine.recovered", 2, 4.5)
     ]
     assert failed == []
