@@ -151,8 +151,7 @@ class EarliestDecision:
 class SupervisedAttempt:
     """The components of one attempt and the one verdict on it.
 
-    How the run ends is decided by whatever came first by the kernel's clock, whoever was told
-    first; at that moment the teardown begins by itself, and from then on nothing is started.
+    Once how the run ends is decided, the teardown begins by itself and nothing more is started.
     """
 
     def __init__(
@@ -463,13 +462,15 @@ class SupervisedAttempt:
 
     async def _follow_progress(self) -> None:
         why = await self._progress.until_stalled()
-        # Whose silence it is: the trainer's where there is one, else the last one started.
-        member = self.members.get("trainer", self._launched[-1])
-        self._fail(member, why, "stall", kind=FailureKind.STALLED)
+        self._fail(self._stalled_member(), why, "stall", kind=FailureKind.STALLED)
 
     def _is_quiet(self) -> bool:
         """Nothing can be expected to move: nothing is started, or a job has not begun."""
         return not self._launched or any(member.is_pending for member in self._launched)
+
+    def _stalled_member(self) -> Member:
+        """Whose silence it is: the trainer's where there is one, else the last one started."""
+        return self.members.get("trainer", self._launched[-1])
 
     def _hung(self) -> dict[str, Member]:
         return {name: member for name, member in self.members.items() if member.is_hung}

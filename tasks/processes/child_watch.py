@@ -114,7 +114,7 @@ class ProcessWatch:
         *,
         every_s: float,
         misses: int,
-        on_watched: Callable[[int, str], None] = lambda pid, command: None,
+        on_watched: Callable[[int, str], None],
     ) -> None:
         """
         Args:
@@ -142,10 +142,9 @@ class ProcessWatch:
             while not lost.done():
                 misses = 0 if self._look(lost) else misses + 1
                 if misses >= self._misses:
-                    what = f"no process below {self._component}"
-                    return ProcessLoss(
-                        message=f"{what} matches /{self._pattern.pattern}/", exit=None
-                    )
+                    pattern = f"/{self._pattern.pattern}/"
+                    message = f"no process below {self._component} matches {pattern}"
+                    return ProcessLoss(message=message, exit=None)
                 await asyncio.wait([lost], timeout=self._every_s)
             return lost.result()
         finally:

@@ -127,13 +127,6 @@ class PortsReserved:
         for name in [n for n in self._bound if n.partition(".")[0] == component]:
             self._bound.pop(name).close()
 
-    def owner(self, port: int) -> str | None:
-        """The component that the port was reserved for."""
-        for name, number in self.numbers.items():
-            if number == port:
-                return name.partition(".")[0]
-        return None
-
     def close(self) -> None:
         for held in [*self._locks, *self._bound.values()]:
             held.close()

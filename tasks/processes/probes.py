@@ -12,7 +12,7 @@ import socket
 import struct
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -28,8 +28,9 @@ _CREDENTIALS = struct.Struct("3i")
 _GLANCE_S = 0.01
 #: Questions grow rarer with the time waited, so that a yes is late by a small share of it.
 _SHARE_OF_WAIT = 0.1
-#: A client waits so long for one answer, unless the probe says otherwise.
-DEFAULT_TIMEOUT_S = 5.0
+_EVERY_S_AT_MOST = 1.0
+#: For one answer about readiness.
+_ANSWERS_WITHIN_S = 5.0
 _CHUNK_BYTES = 1 << 20
 _LOOPBACK = ("localhost", "127.", "::1", "0.0.0.0")
 
@@ -55,8 +56,6 @@ async def until_yes(
     probe: ComponentProbe,
     *,
     every_s: float,
-    max_every_s: float = 1.0,
-    timeout_s: float = DEFAULT_TIMEOUT_S,
     on_no: Callable[[str], None] = lambda reason: None,
 ) -> None:
     """Ask until the answer is yes. It has no deadline of its own: the caller sets one.
@@ -65,17 +64,17 @@ async def until_yes(
     after they became true, while the question itself is asked rarely.
 
     Args:
-        every_s: the first interval; later it is a tenth of the time waited, up to `max_every_s`.
+        every_s: the first interval; later it is a tenth of the time waited, up to a second.
         on_no: told each new reason.
     """
     reason = None
     began = time.monotonic()
-    while (answer := await probe.ask(timeout_s)) is not None:
+    while (answer := await probe.ask(_ANSWERS_WITHIN_S)) is not None:
         if answer != reason:
             reason = answer
             on_no(reason)
         share_s = _SHARE_OF_WAIT * (time.monotonic() - began)
-        await _until_changed(probe, max(every_s, min(share_s, max_every_s)))
+        await _until_changed(probe, max(every_s, min(share_s, _EVERY_S_AT_MOST)))
 
 
 async def _until_changed(probe: ComponentProbe, limit_s: float) -> None:
@@ -188,13 +187,9 @@ class FileProbe(ComponentProbe):
     """A file is there, and was written since the component began: an older one proves nothing."""
 
     def __init__(self, path: Path, since: float) -> None:
-        """
-        Args:
-            since: UTC epoch seconds.
-        """
         self.question = f"file {path}"
         self._path = path
-        # File systems stamp with a coarse clock, a tick behind.
+        #: UTC epoch seconds. File systems stamp with a coarse clock, a tick behind.
         self._since = since - 0.1
 
     async def ask(self, timeout_s: float) -> str | None:
@@ -222,10 +217,7 @@ class NotifyProbe(ComponentProbe):
     question = "READY=1 on NOTIFY_SOCKET"
 
     def __init__(self, is_ours: Callable[[int], bool]) -> None:
-        """
-        Args:
-            is_ours: whether a pid belongs to the component.
-        """
+        #: Whether a pid belongs to the component.
         self._is_ours = is_ours
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
@@ -287,7 +279,7 @@ class AliveProbe(ComponentProbe):
         return time.monotonic() >= self._at
 
 
-def make_client(headers: Mapping[str, str] | None = None) -> httpx.AsyncClient:
+def make_client() -> httpx.AsyncClient:
     """The HTTP client of probes: no proxy, no redirect, no connection kept for a dead peer.
 
     A certificate is not verified: a component that serves https does so with one of its own.
@@ -297,7 +289,6 @@ def make_client(headers: Mapping[str, str] | None = None) -> httpx.AsyncClient:
         trust_env=False,
         verify=False,
         timeout=None,
-        headers=headers,
         limits=httpx.Limits(max_keepalive_connections=0),
     )
 

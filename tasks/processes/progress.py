@@ -71,12 +71,10 @@ def source_of(
     client: httpx.AsyncClient,
     adopted_since: float | None = None,
 ) -> ReadStep | None:
-    """Where a run writes its step; None where it does not.
+    """How a run's step is read; None where it writes none. For `adopted_since` see `JsonlProgress`.
 
     Args:
         cwd: where a relative path begins.
-        adopted_since: when an earlier process began the attempt, UTC epoch seconds; None: it
-            begins now.
     """
     if progress is None:
         return None

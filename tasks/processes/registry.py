@@ -320,30 +320,19 @@ _LOOKS = 4
 
 
 class SharedMemoryWatch:
-    """Tells of each segment that a process of ours has made. Lives in an asyncio loop.
+    """Tells `on_made` of each segment, once, that one of `own_pids` has made.
 
-    Does nothing where /dev/shm can't be watched.
+    Lives in an asyncio loop. Does nothing where /dev/shm can't be watched.
     """
 
-    def __init__(
-        self,
-        own_pids: Callable[[], set[int]],
-        on_made: Callable[[Path], None],
-        directory: Path = DIRECTORY,
-    ) -> None:
-        """
-        Args:
-            own_pids: every process of the run.
-            on_made: told each segment, once.
-        """
+    def __init__(self, own_pids: Callable[[], set[int]], on_made: Callable[[Path], None]) -> None:
         self._own_pids = own_pids
         self._on_made = on_made
-        self._directory = directory
         #: `looks[name]`: how often it has been looked for without finding who made it.
         self._looks: dict[str, int] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._looked_at = 0.0
-        self._fd = _watch(directory)
+        self._fd = _watch(DIRECTORY)
         if self._fd >= 0:
             asyncio.get_running_loop().add_reader(self._fd, self._on_news)
 
@@ -377,7 +366,7 @@ class SharedMemoryWatch:
     def _look(self) -> None:
         self._timer = None
         self._looked_at = asyncio.get_running_loop().time()
-        wanted = {self._directory / name for name in self._looks}
+        wanted = {DIRECTORY / name for name in self._looks}
         for path in held_by(self._own_pids(), wanted):
             del self._looks[path.name]
             self._on_made(path)

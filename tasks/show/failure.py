@@ -25,11 +25,7 @@ class Fact(NamedTuple):
 
 
 def facts_of(place: RunPlace, attempt: AttemptRecord, failure: Failure) -> Iterator[Fact]:
-    """The answers, in the order in which they are asked.
-
-    Args:
-        failure: of the attempt.
-    """
+    """The answers, in the order in which they are asked."""
     if failure.component:
         yield Fact("what failed first", f"{failure.component}: {_death(attempt, failure)}")
     yield Fact("why", str(failure))
@@ -105,11 +101,7 @@ def tail_of(failure: Failure) -> list[str]:
 
 
 def in_a_line(message: str, place: RunPlace, attempt: AttemptRecord | None) -> str:
-    """The message of a failed run, with where to look and what follows.
-
-    Args:
-        attempt: the last one; None where there was none.
-    """
+    """The message of a failed run, with where to look, and what follows its last attempt."""
     failure = attempt.failure if attempt is not None else None
     if attempt is None or failure is None or not failure.component:
         return message

@@ -4,6 +4,7 @@ ended, why, and where to go on reading."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from tasks.record.events import Event
@@ -103,7 +104,9 @@ def end_block(
         record_path: None where it has none: it never began.
         page: of the flow run in the UI; empty where its server ends with this process.
     """
-    record = _read(record_path)
+    record = None
+    with suppress(OSError, ValueError):  # What is known otherwise is shown even so.
+        record = RunJson.read(record_path) if record_path is not None else None
     attempt = record.attempt if record is not None else None
     failure = attempt.failure if attempt is not None and state == "failed" else None
     left = "; nothing is left running" if state == "cancelled" else ""
@@ -139,11 +142,3 @@ def _took(record: RunJson) -> str:
 
 def _field(name: str, text: str) -> Line:
     return Line(text=f"  {name:<{_LABEL}}{text}")
-
-
-def _read(path: Path | None) -> RunJson | None:
-    """None where it can't be read: what is known otherwise is shown even so."""
-    try:
-        return RunJson.read(path) if path is not None else None
-    except (OSError, ValueError):
-        return None

@@ -74,12 +74,10 @@ def svg_text(
     )
 
 
-def svg_line(
-    x1: float, y1: float, x2: float, y2: float, color: str = GRID, width: float = 1
-) -> str:
+def svg_line(x1: float, y1: float, x2: float, y2: float, color: str = GRID) -> str:
     return (
         f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"'
-        f' stroke="{color}" stroke-width="{width:g}"/>'
+        f' stroke="{color}" stroke-width="1"/>'
     )
 
 

@@ -78,15 +78,6 @@ class Outlet(io.TextIOBase):
     def encoding(self) -> str:  # type: ignore[override]
         return self._encoding
 
-    def writable(self) -> bool:
-        return True
-
-    def fileno(self) -> int:
-        return self._fd
-
-    def isatty(self) -> bool:
-        return os.isatty(self._fd)
-
     def write(self, text: str) -> int:
         """Raises: OSError, when nobody can read it any more."""
         left = memoryview(text.encode(self._encoding, "replace"))
@@ -144,7 +135,7 @@ class Screen:
             # It was closed, or is no file, as under a test.
             return Screen(sys.stdout or io.StringIO(), is_live=False)
         outlet = Outlet(fd, sys.stdout.encoding)
-        return Screen(outlet, is_live=draws(outlet.isatty()), size=lambda: _size_of(fd))
+        return Screen(outlet, is_live=draws(os.isatty(fd)), size=lambda: _size_of(fd))
 
     @property
     def size(self) -> os.terminal_size:
@@ -209,13 +200,9 @@ def _size_of(fd: int) -> os.terminal_size:
 
 class ForeignLines(io.TextIOBase):
     """Stands for standard output and error of this process, as far as they are a terminal. Hands
-    over whole lines; safe from any thread."""
+    whole lines to `say`, which returns at once; safe from any thread."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
-        """
-        Args:
-            say: told each line; it returns at once.
-        """
         self._say = say
         self._lock = threading.RLock()
         self._rest = ""

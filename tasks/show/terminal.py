@@ -95,11 +95,7 @@ class Terminal:
         self._news.set()
 
     def end(self, state: str, message: str, page: str = "") -> None:
-        """How the run ended: the last thing to be shown.
-
-        Args:
-            page: of the flow run in the UI; empty for none.
-        """
+        """How the run ended (see `end_block`): the last thing to be shown."""
         if state == "completed":
             self._show_curve()
         for line in end_block(state, message, self._seen.record, page):

@@ -331,14 +331,10 @@ class RunView:
 
 def rate_text(per_second: float) -> str:
     """`3.3/s`, `12/min`, `0.5/h`."""
-    for unit, seconds in (("s", 1.0), ("min", 60.0)):
-        if per_second * seconds >= 1:
-            return f"{_short(per_second * seconds)}/{unit}"
-    return f"{_short(per_second * 3600)}/h"
-
-
-def _short(value: float) -> str:
-    return f"{value:.1f}" if value < 10 else f"{value:.0f}"
+    units = (("s", 1.0), ("min", 60.0), ("h", 3600.0))
+    unit, seconds = next((one for one in units if per_second * one[1] >= 1), units[-1])
+    value = per_second * seconds
+    return f"{value:.{1 if value < 10 else 0}f}/{unit}"
 
 
 #: With these a run stops its own components.
