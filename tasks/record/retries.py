@@ -123,7 +123,7 @@ def decide(
 
 def table_of(attempts: Sequence[AttemptRecord]) -> list[dict[str, object]]:
     """The attempts of `run.json` as rows for people, a column each key; empty cells are None."""
-    return list(map(_row, attempts))
+    return [_row(attempt) for attempt in attempts]
 
 
 def _row(attempt: AttemptRecord) -> dict[str, object]:

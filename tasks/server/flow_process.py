@@ -1,5 +1,5 @@
 """The process of a flow run, be it of a run or of a pipeline: which flow run that is, what ends it
-from outside, and how it leaves its flow run to its next process.
+from outside, how it leaves its flow run to its next process, and the exit code of its command.
 
 A worker passes a cancel on as SIGTERM, but a run started directly has none, and a worker may be
 dead. So each asks the server about itself.

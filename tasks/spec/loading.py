@@ -340,11 +340,6 @@ def project_root() -> Path:
     return checkout if (checkout / "prefect.yaml").exists() else Path.cwd()
 
 
-def template_faults(spec: RunSpec) -> tuple[Fault, ...]:
-    """See `placeholders.faults_in`."""
-    return placeholders.faults_in(spec.written())
-
-
 def ports_needed(spec: RunSpec) -> tuple[str, ...]:
     """The names of the ports to hold for the run, in the order of the components.
 
@@ -368,7 +363,7 @@ def resolve(spec: RunSpec, names: Mapping[str, str]) -> RunSpec:
     What is filled in is not looked at again, so do not resolve the result a second time.
 
     Args:
-        spec: As loaded, without `template_faults`.
+        spec: As loaded, without unknown names.
         names: A value for each name that the spec uses; `progress.total` and `success.step` it
             has itself. In a regular expression a value is matched literally.
 

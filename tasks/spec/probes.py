@@ -77,12 +77,9 @@ class Condition:
                     return f"{self.key} is not in the answer"
         if _RELATIONS[self.relation](value, self.asked):
             return ""
-        wanted = "" if self.relation == "not" else f", not {self._wanted()}"
-        return f"{self.key} is {shown(value).removeprefix('the text ')}{wanted}"
-
-    def _wanted(self) -> str:
+        found, asked = (shown(one).removeprefix("the text ") for one in (value, self.asked))
         bound = {"min": "at least ", "max": "at most "}.get(self.relation, "")
-        return bound + shown(self.asked).removeprefix("the text ")
+        return f"{self.key} is {found}{'' if self.relation == 'not' else f', not {bound}{asked}'}"
 
 
 def number_at(content: Any, key: str) -> float | None:

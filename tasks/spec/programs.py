@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -63,7 +63,8 @@ def lookup_faults(spec: RunSpec, *, root: Path, path: str) -> tuple[Fault, ...]:
         place = f"components.{name}"
         faults += _directory_faults(f"{place}.cwd", component.cwd, root)
         cwd = _directory(component.cwd or spec.cwd, root)
-        world = _World(cwd=cwd, path=_path_of(component, spec.env, path))
+        own = {**spec.env, **component.env}.get("PATH")
+        world = _World(cwd=cwd, path=path if own is None else _known(own))
         faults += world.faults(f"{place}.command", _items(component))
     return tuple(faults)
 
@@ -83,12 +84,6 @@ def _items(component: Component | Rollout) -> list[str | None]:
 def _known(text: str) -> str | None:
     """The text with its literal `${`; None where it has placeholders."""
     return None if is_templated(text) else substituted(text, lambda name: name)
-
-
-def _path_of(component: Component | Rollout, env: Mapping[str, str], path: str) -> str | None:
-    """The PATH by which the component's program is found; None where the start tells."""
-    own = {**env, **component.env}.get("PATH")
-    return path if own is None else _known(own)
 
 
 def _directory(cwd: str, root: Path) -> Path | None:

@@ -306,7 +306,9 @@ def _of_a_model(backend: str, written: Mapping[str, Any]) -> Iterator[Refusal]:
         for key, flags in _OURS[backend].items():
             if _flag(word, backend) in flags:
                 problem = f"{word.partition('=')[0]} is set for each server"
-                yield ("args", index), refused(problem, _instead(key))
+                instead = "PATH_OR_NAME" if key == "model" else "N"
+                remedy = f"write {key}: {instead}" if key else "leave it out"
+                yield ("args", index), refused(problem, remedy)
     health = mapping(written.get("health"))
     for key in ("path", "token"):
         if health.get(key) is not None:
@@ -314,12 +316,6 @@ def _of_a_model(backend: str, written: Mapping[str, Any]) -> Iterator[Refusal]:
             yield ("health", key), refused(problem, "leave it out")
     if backend == "sglang":
         yield from _of_sglangs_timeout(written)
-
-
-def _instead(key: str) -> str:
-    if not key:
-        return "leave it out"
-    return "write model: PATH_OR_NAME" if key == "model" else f"write {key}: N"
 
 
 def _of_sglangs_timeout(written: Mapping[str, Any]) -> Iterator[Refusal]:

@@ -87,13 +87,9 @@ def masked(env: Mapping[str, str]) -> dict[str, str]:
     By their names, and a password in a URL (`http://user:password@proxy`) whatever the name.
     """
     return {
-        name: MASK if value and looks_secret(name) else _without_url_password(value)
+        name: MASK if value and looks_secret(name) else _URL_PASSWORD.sub(rf"\1{MASK}", value)
         for name, value in env.items()
     }
-
-
-def _without_url_password(value: str) -> str:
-    return _URL_PASSWORD.sub(rf"\1{MASK}", value)
 
 
 def secret_values(env: Mapping[str, str]) -> frozenset[str]:

@@ -24,7 +24,8 @@ from tasks.rollout.component import FleetTail, fleet_faults, fleet_names, fleet_
 from tasks.spec import secrets
 from tasks.spec.errors import InvalidSpec
 from tasks.spec.failure_kinds import FailureKind
-from tasks.spec.loading import ports_needed, project_root, resolve, spec_as_yaml, template_faults
+from tasks.spec.loading import ports_needed, project_root, resolve, spec_as_yaml
+from tasks.spec.placeholders import faults_in
 from tasks.spec.programs import lookup_faults
 from tasks.spec.run import RunSpec
 from tasks.train.plan import (
@@ -45,7 +46,7 @@ def check_spec(spec: RunSpec) -> None:
     Raises: InvalidSpec, with every fault.
     """
     faults = [
-        *template_faults(spec),
+        *faults_in(spec.written()),
         *(fleet_faults(spec, spec.fleet) if spec.fleet is not None else ()),
         *lookup_faults(spec, root=project_root(), path=component_search_path()),
         *containment_faults(spec),

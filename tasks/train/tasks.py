@@ -187,9 +187,8 @@ def open_run(spec: RunSpec) -> Iterator[RunSession]:
 
     Raises: Abort, when another process of this machine has the run.
     """
-    flow_run = flow_run_here()
+    flow_run, api_url = flow_run_here(), lasting_api_url()
     flow_run_id = flow_run.id
-    api_url = lasting_api_url()
     # Only where others start it can it have been on another host.
     others = started_by_others()
     try:

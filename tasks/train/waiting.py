@@ -119,10 +119,10 @@ def _leave_jobs(run: RunSession) -> NoReturn:
 def _decided(run: RunSession) -> Sequel:
     """What follows the attempt that has just ended, noted in the ledger."""
     verdict = run.verdict
-    failures = [attempt.failure for attempt in run.record.content.attempts[:-1]]
+    before = run.record.content.attempts[:-1]
     sequel = decide(
         verdict,
-        [failure.kind if failure else None for failure in failures],
+        [attempt.failure.kind if attempt.failure else None for attempt in before],
         run.spec.retry_of(verdict.failure.kind) if verdict.failure else None,
         resume_from=str(run.resume_point() or ""),
     )

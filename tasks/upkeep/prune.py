@@ -163,8 +163,7 @@ def _carry_out(step: Step, keep: Retention) -> Done | None:
     _, held = _ending(RunPlace(directory=directory).record)
     if held or step.run.run_id in registered_runs():
         return None
-    before = sizes(directory)
-    problem = ""
+    before, problem = sizes(directory), ""
     try:
         if step.act is Act.REMOVE:
             remove(directory, removable(before, outputs=keep.outputs))

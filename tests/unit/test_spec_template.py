@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tasks.spec.errors import Fault, InvalidSpec
-from tasks.spec.loading import parse_spec, ports_needed, resolve, template_faults
-from tasks.spec.placeholders import is_templated, names_in, substituted
+from tasks.spec.loading import parse_spec, ports_needed, resolve
+from tasks.spec.placeholders import faults_in, is_templated, names_in, substituted
 from tasks.spec.run import RunSpec
 
 ALWAYS = {"run.id", "run.dir", "attempt.number", "attempt.dir", "attempt.resume_from"}
@@ -25,7 +25,7 @@ def spec_of(component: dict[str, Any] | None = None, **keys: object) -> RunSpec:
 
 
 def faults_of(spec: RunSpec) -> list[Fault]:
-    return list(template_faults(spec))
+    return list(faults_in(spec.written()))
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_texts_of_a_fleet_know_the_run_and_leave_the_servers_names_to_it() -> No
 
     filled = resolve(spec, {"run.dir": "/runs/x", "api.port": "15000"}).fleet
 
-    assert template_faults(spec) == ()
+    assert faults_in(spec.written()) == ()
     assert filled is not None
     assert filled.command == ("serve", "--port", "${server.port}")
     # The fleet fills texts in once more, for each server.
