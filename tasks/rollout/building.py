@@ -67,9 +67,9 @@ def ports_needed(
     for engine in range(fleet.engines) if engines is None else engines:
         servers = _places(fleet, engine, nodes_of(fleet, engine, node_gpus))
         if backend.meets:
-            needs.append(PortNeed(node=servers[0].node, name=_meeting_port(engine)))
+            needs.append(PortNeed(node=servers[0].node, name=f"engine.{engine}"))
         needs += [
-            PortNeed(node=place.node, name=_server_port(place))
+            PortNeed(node=place.node, name=f"server.{place.rank}")
             for place in servers
             if backend.answers(place.index) is not Answers.NONE
         ]
@@ -118,14 +118,14 @@ def build(fleet: Rollout, addresses: Addresses, node_gpus: int | None = None) ->
             raise ValueError(f"engine {index} is on node {nodes[-1]}, of which there is no host")
         meeting: tuple[str, int] | None = None
         if backend.meets:
-            meeting = (addresses.hosts[nodes[0]], addresses.ports[_meeting_port(index)])
+            meeting = (addresses.hosts[nodes[0]], addresses.ports[f"engine.{index}"])
         places = [
             replace(
                 place,
                 host=addresses.hosts[place.node],
                 port=None
                 if backend.answers(place.index) is Answers.NONE
-                else addresses.ports[_server_port(place)],
+                else addresses.ports[f"server.{place.rank}"],
                 meeting=meeting,
             )
             for place in _places(fleet, index, nodes)
@@ -171,14 +171,6 @@ def _places(fleet: Rollout, engine: int, nodes: Sequence[int]) -> tuple[Place, .
         )
         for index in range(sizes.servers)
     )
-
-
-def _server_port(place: Place) -> str:
-    return f"server.{place.rank}"
-
-
-def _meeting_port(engine: int) -> str:
-    return f"engine.{engine}"
 
 
 def _slot(

@@ -418,12 +418,24 @@ class Fleet:
             self._fail_run(f"{what}: {after.cause}{self._words_of(after)}")
 
     def _check(self, *, is_guarded: bool) -> None:
+        """Fail the run where the fleet cannot go on.
+
+        Args:
+            is_guarded: it is the time for its groups to serve.
+        """
+        view, min_active = self.registry.view, self._parts.settings.min_active or 0
+        # Not before the first of them serves, nor while a training step has their GPUs.
         is_guarded = is_guarded and self._has_served and not self._is_held
-        view, floor = self.registry.view, self._parts.settings.min_active
-        reason = _breach(view, min_active=floor, is_guarded=is_guarded)
-        if reason:
-            words = next(filter(None, map(self._words_of, view.groups)), "")
-            self._fail_run(reason + words)
+        left = [group for group in view.groups if group.state is not GroupState.RETIRED]
+        total, serving, needed = len(view.groups), len(view.serving), max(1, min_active)
+        if len(left) < needed:
+            reason = f"{len(left)} of {total} engines are left, {needed} are needed"
+        elif is_guarded and serving < min_active:
+            reason = f"{serving} of {total} engines serve, min_active is {min_active}"
+        else:
+            return
+        words = next(filter(None, map(self._words_of, view.groups)), "")
+        self._fail_run(f"{reason}: {_causes(view)}{words}")
 
     def _words_of(self, group: GroupView) -> str:
         """The end of the log of a server of a group that died; empty where none is known."""
@@ -445,30 +457,11 @@ class Fleet:
 
 
 def _is_settled(group: GroupView) -> bool:
-    has_started = group.is_serving or group.state is GroupState.STALE
-    return has_started or group.state is GroupState.RETIRED
+    return group.is_serving or group.state in (GroupState.STALE, GroupState.RETIRED)
 
 
 def _named(group: GroupView) -> dict[str, Any]:
     return {"group": group.index, "ranks": list(group.ranks), "cause": group.cause}
-
-
-def _breach(view: FleetView, *, min_active: int | None, is_guarded: bool) -> str:
-    """Why the fleet cannot go on, as one line; empty: it can.
-
-    Args:
-        min_active: so many groups must serve; None: one that may be recovered is enough.
-        is_guarded: it is the time for them to serve: not before the first of them does, nor while
-            a training step has their GPUs.
-    """
-    left = [group for group in view.groups if group.state is not GroupState.RETIRED]
-    total, needed = len(view.groups), max(1, min_active or 0)
-    if len(left) < needed:
-        return f"{len(left)} of {total} engines are left, {needed} are needed: {_causes(view)}"
-    serving = len(view.serving)
-    if is_guarded and min_active is not None and serving < min_active:
-        return f"{serving} of {total} engines serve, min_active is {min_active}: {_causes(view)}"
-    return ""
 
 
 def _causes(view: FleetView) -> str:

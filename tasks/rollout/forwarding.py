@@ -173,12 +173,6 @@ def lost(message: str) -> web.Response:
     return refusal(502, "server_lost", message, is_retryable=True)
 
 
-def overloaded(message: str) -> web.Response:
-    """The gateway has no connection left for a request."""
-    remedy = "send fewer at once, or raise its limit of open files (ulimit -n)"
-    return refusal(503, "overloaded", f"{message}: {remedy}", is_retryable=True, headers=_SOON)
-
-
 def bad(message: str) -> web.Response:
     """The request itself has to be mended."""
     return refusal(400, "bad_request", message)
@@ -266,9 +260,6 @@ class Forwarder:
     async def forward(self, request: web.BaseRequest) -> web.StreamResponse:
         """The answer of a server, or a refusal."""
         return await _Passage(self, request).run()
-
-    async def close(self) -> None:
-        await self.client.close()
 
     def good(self, entrypoint: Entrypoint) -> None:
         """A piece of an answer came."""
@@ -367,7 +358,10 @@ class _Passage:
             self._shared.failed(entrypoint, error.args[0])
             return None, error.args[0], self._body is not None or error.is_unsent
         except _OutOfSockets as error:
-            return overloaded(str(error)), "", False
+            remedy = "send fewer at once, or raise its limit of open files (ulimit -n)"
+            message = f"{error}: {remedy}"
+            answer = refusal(503, "overloaded", message, is_retryable=True, headers=_SOON)
+            return answer, "", False
         except _Broken as error:
             self._shared.failed(entrypoint, error.args[0])
             return await self._end(error.args[0]), "", False

@@ -164,20 +164,18 @@ class Orders:
             # and this tells nothing else.
             return _json({"ok": True, "ready": self._fleet.snapshot().get("ready", False)})
         order = _ORDERS.get(path)
-        if (
-            refused := self._access.refusal(request.headers, is_order=order is not None)
-        ) is not None:
+        refused = self._access.refusal(request.headers, is_order=order is not None)
+        if refused is not None:
             return refused
         if order is not None:
             if request.method != "POST":
-                return _wrong_method(path, "POST")
+                return refusal(405, "bad_request", f"{path} takes POST only")
             return await self._obey(order, request)
         if path not in (f"{PREFIX}/health", f"{PREFIX}/rollout"):
             known = ", ".join([f"{PREFIX}/health", f"{PREFIX}/rollout", *_ORDERS])
-            message = f"there is no {path}; there are {known}"
-            return refusal(404, "not_found", message)
+            return refusal(404, "not_found", f"there is no {path}; there are {known}")
         if request.method not in ("GET", "HEAD"):
-            return _wrong_method(path, "GET")
+            return refusal(405, "bad_request", f"{path} takes GET only")
         return _json(self._fleet.snapshot())
 
     async def stop(self) -> None:
@@ -234,10 +232,6 @@ def _log_end(task: asyncio.Task[Mapping[Any, Any]]) -> None:
     """Of an order whose client has left, so that nobody else hears of it."""
     if not task.cancelled() and (error := task.exception()) is not None:
         _log.error("the order %s, whose client has left, failed", task.get_name(), exc_info=error)
-
-
-def _wrong_method(path: str, right: str) -> web.Response:
-    return refusal(405, "bad_request", f"{path} takes {right} only")
 
 
 def _json(content: Mapping[Any, Any]) -> web.Response:
@@ -321,7 +315,7 @@ class Gateway:
                 self._connections, self._host, self._port, backlog=_BACKLOG
             )
         except BaseException:
-            await self._forwarder.close()
+            await self._forwarder.client.close()
             raise
         self._port = self._listener.sockets[0].getsockname()[1]
 
@@ -346,7 +340,7 @@ class Gateway:
             forwarder.flights.abort_all()
             await self._orders.stop()
             await connections.shutdown(_CUT_WITHIN_S)
-            await forwarder.close()
+            await forwarder.client.close()
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         assert self._forwarder is not None

@@ -7,7 +7,7 @@ import contextlib
 import os
 import signal
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tasks.processes import tree
@@ -43,6 +43,7 @@ class _LocalServer:
         return self.process.empty.done()
 
 
+@dataclass(kw_only=True, eq=False)
 class LocalHost:
     """A `ServerHost` over guardians. Its process must be a subreaper (`tree.become_subreaper`).
 
@@ -50,41 +51,28 @@ class LocalHost:
     ends with it, and what that has left is ended here.
     """
 
-    def __init__(
-        self,
-        *,
-        cwd: Path,
-        env: Mapping[str, str],
-        log_of: Callable[[int], Path],
-        tag: Mapping[str, str],
-        stop_signal: int = signal.SIGTERM,
-        grace_s: float = 10.0,
-        register: Callable[[int, Forked], None] = lambda rank, forked: None,
-        unregister: Callable[[int], None] = lambda rank: None,
-    ) -> None:
-        """
-        Args:
-            cwd: where the servers run.
-            env: of every server; a slot's own variables win.
-            log_of: the log of a rank, which its incarnations share.
-            tag: what each guardian carries in its environment, to be found by.
-            stop_signal: by which a server is asked to end.
-            grace_s: from the stop signal to SIGKILL where this process has gone.
-            register: told of a server's process before it executes its program, so that it can be
-                found by others; an OSError keeps it from starting.
-            unregister: told once nothing of that is left.
-        """
+    #: Where the servers run.
+    cwd: Path
+    #: Of every server; a slot's own variables win.
+    env: Mapping[str, str]
+    #: The log of a rank, which its incarnations share.
+    log_of: Callable[[int], Path]
+    #: What each guardian carries in its environment, to be found by.
+    tag: Mapping[str, str]
+    #: By which a server is asked to end.
+    stop_signal: int = signal.SIGTERM
+    #: From the stop signal to SIGKILL where this process has gone.
+    grace_s: float = 10.0
+    #: Told of a server's process before it executes its program, so that it can be found by others;
+    #: an OSError keeps it from starting.
+    register: Callable[[int, Forked], None] = lambda rank, forked: None
+    #: Told once nothing of that is left.
+    unregister: Callable[[int], None] = lambda rank: None
+    _servers: dict[int, _LocalServer] = field(default_factory=dict, init=False)
+    _prober: HttpProber = field(default_factory=HttpProber, init=False)
+
+    def __post_init__(self) -> None:
         self.on_death: Callable[[Death], None] = lambda death: None
-        self._cwd = cwd
-        self._env = dict(env)
-        self._log_of = log_of
-        self._tag = dict(tag)
-        self._stop_signal = stop_signal
-        self._grace_s = grace_s
-        self._register = register
-        self._unregister = unregister
-        self._servers: dict[int, _LocalServer] = {}
-        self._prober = HttpProber()
 
     async def start(self, slot: ServerSlot, epoch: int) -> None:
         """Its log goes on with what its earlier incarnations wrote."""
@@ -92,9 +80,9 @@ class LocalHost:
         if (before := self._servers.get(rank)) is not None and not before.is_gone:
             pid = before.process.pid
             raise StartFailed(f"{name} can't be started: what it was (pid {pid}) has not ended")
-        log = self._log_of(rank)
+        log = self.log_of(rank)
         try:
-            process = GuardedProcess.prepare(name, tag=self._tag)
+            process = GuardedProcess.prepare(name, tag=self.tag)
         except OSError as error:
             raise StartFailed(f"{name}: no guardian: {error.strerror or error}") from error
         server = _LocalServer(
@@ -102,17 +90,17 @@ class LocalHost:
         )
         self._servers[rank] = server
         process.exited.add_done_callback(lambda _: self._on_exit(server))
-        process.empty.add_done_callback(lambda _: self._unregister(rank))
+        process.empty.add_done_callback(lambda _: self.unregister(rank))
         command = Command(
             argv=slot.argv,
-            env={**self._env, **slot.env},
-            cwd=self._cwd,
+            env={**self.env, **slot.env},
+            cwd=self.cwd,
             log=log,
-            stop_signal=self._stop_signal,
-            grace_s=self._grace_s,
+            stop_signal=self.stop_signal,
+            grace_s=self.grace_s,
         )
         try:
-            await process.launch(command, register=lambda forked: self._register(rank, forked))
+            await process.launch(command, register=lambda forked: self.register(rank, forked))
         except OSError as error:  # TimeoutError is one.
             server.is_stopping = True
             await self._end(server, 0.0)

@@ -164,10 +164,9 @@ async def _run(plan: FleetPlan) -> int:
         loop.add_signal_handler(signum, told_to_end.set)
     events = EventLog(plan.place.fleet_events, (_say,))
     prober = HttpProber()
-    opening = asyncio.ensure_future(opened_host(plan))
-    if await _either(opening, told_to_end):
-        opening.cancel()
-        await asyncio.wait([opening])
+    told = asyncio.create_task(told_to_end.wait())
+    opening = asyncio.create_task(opened_host(plan))
+    if not await _before(told, opening):
         return EXIT_STOPPED
     host = opening.result()
     try:
@@ -179,7 +178,7 @@ async def _run(plan: FleetPlan) -> int:
             emit=events.emit,
             rebind=host.rebind,
         )
-        return await _serve(plan, fleet, told_to_end)
+        return await _serve(plan, fleet, told)
     finally:
         try:
             await host.close()
@@ -188,7 +187,7 @@ async def _run(plan: FleetPlan) -> int:
         await prober.close()
 
 
-async def _serve(plan: FleetPlan, fleet: Fleet, told_to_end: asyncio.Event) -> int:
+async def _serve(plan: FleetPlan, fleet: Fleet, told: asyncio.Task[Any]) -> int:
     host = plan.fleet.host
     gateway = Gateway(fleet, host=host, port=plan.port, token=plan.token or None)
     try:
@@ -199,7 +198,8 @@ async def _serve(plan: FleetPlan, fleet: Fleet, told_to_end: asyncio.Event) -> i
     fleet.url = gateway.url
     _log.info("gateway on %s", gateway.url)
     try:
-        reason = await _until_over(fleet, told_to_end)
+        over = asyncio.create_task(_until_over(fleet))
+        reason = over.result() if await _before(told, over) else None
     finally:
         # Side by side: a request whose server goes is answered by the gateway, which says so.
         left, _ = await asyncio.gather(fleet.stop(), gateway.stop(_ANSWERS_WITHIN_S))
@@ -211,28 +211,23 @@ async def _serve(plan: FleetPlan, fleet: Fleet, told_to_end: asyncio.Event) -> i
     return _say_last(reason, EXIT_FAILED)
 
 
-async def _until_over(fleet: Fleet, told_to_end: asyncio.Event) -> str | None:
-    """Why the fleet can't go on; None: it was told to end."""
-    starting = asyncio.ensure_future(fleet.start())
-    if await _either(starting, told_to_end):
-        starting.cancel()
-        await asyncio.wait([starting])
-        return None
+async def _until_over(fleet: Fleet) -> str:
+    """Why the fleet can't go on."""
     try:
-        starting.result()
+        await fleet.start()
     except FleetFailed as error:
         return str(error)
-    return None if await _either(fleet.fatal, told_to_end) else fleet.fatal.result()
+    return await asyncio.shield(fleet.fatal)
 
 
-async def _either(future: asyncio.Future[Any], event: asyncio.Event) -> bool:
-    """Wait for the future or the event; whether it was the event, without the future."""
-    waiting = asyncio.ensure_future(event.wait())
-    try:
-        await asyncio.wait([future, waiting], return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        waiting.cancel()
-    return not future.done()
+async def _before(told: asyncio.Task[Any], task: asyncio.Task[Any]) -> bool:
+    """Whether the task ends before this process is told to; else it is cancelled, and has ended."""
+    await asyncio.wait([task, told], return_when=asyncio.FIRST_COMPLETED)
+    if task.done():
+        return True
+    task.cancel()
+    await asyncio.wait([task])
+    return False
 
 
 def _say(event: Event) -> None:

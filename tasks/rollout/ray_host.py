@@ -12,9 +12,8 @@ import asyncio
 import contextlib
 import logging
 import signal
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -58,10 +57,6 @@ _LOG_EVERY_S = 1.0
 _PORT_IN_USE = ("address already in use", "errno 98")
 
 
-class NoPlace(Exception):
-    """The cluster has no room for the fleet's bundles within the time for it."""
-
-
 @dataclass(slots=True, kw_only=True)
 class _ActorServer:
     """One actor, and what watches it."""
@@ -77,29 +72,24 @@ class _ActorServer:
     log_offset: int = 0
 
 
+@dataclass(kw_only=True, eq=False)
 class RayHost:
     """A `ServerHost` whose servers are actors. `open` connects; `close` frees every GPU."""
 
-    def __init__(
-        self,
-        group: PlacementGroup,
-        *,
-        wrapper: Mapping[str, str],
-        log_of: Callable[[int], Path],
-        cwd: Path,
-        env: Mapping[str, str],
-        stop_signal: int = signal.SIGTERM,
-        grace_s: float = 10.0,
-    ) -> None:
+    #: A bundle for each node of the plan.
+    group: PlacementGroup
+    #: See `ServerActor`.
+    wrapper: Mapping[str, str]
+    log_of: Callable[[int], Path]
+    cwd: Path
+    #: Of every server; a slot's own variables win.
+    env: Mapping[str, str]
+    stop_signal: int = signal.SIGTERM
+    grace_s: float = 10.0
+    _servers: dict[int, _ActorServer] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
         self.on_death: Callable[[Death], None] = lambda death: None
-        self._group = group
-        self._wrapper = wrapper
-        self._log_of = log_of
-        self._cwd = cwd
-        self._env = env
-        self._stop_signal = stop_signal
-        self._grace_s = grace_s
-        self._servers: dict[int, _ActorServer] = {}
 
     @classmethod
     async def open(
@@ -121,7 +111,7 @@ class RayHost:
             within_s: what the cluster does not free by then is not waited for.
             more: the rest of the constructor's arguments.
 
-        Raises: NoPlace; ConnectionError, when there is no cluster.
+        Raises: NoHost; ConnectionError, when there is no cluster.
         """
         # What dies of it must not depend on code of ours on the nodes.
         cloudpickle.register_pickle_by_value(actor_module)  # type: ignore[no-untyped-call]
@@ -138,15 +128,17 @@ class RayHost:
             await asyncio.wait_for(_as_future(group.ready()), within_s)
         except (TimeoutError, RayError) as error:
             remove_placement_group(group)
-            wanted = " + ".join(_in_words(one) for one in bundles)
-            raise NoPlace(
+            wanted = " + ".join(
+                ", ".join(f"{count:g} {name}" for name, count in one.items()) for one in bundles
+            )
+            raise NoHost(
                 f"no room on the cluster for the fleet's {wanted} within {within_s:g} s"
             ) from error
-        return cls(group, **more)
+        return cls(group=group, **more)
 
     async def hosts(self) -> tuple[str, ...]:
         """The address of each node of the plan, by its index, as it is now."""
-        table = await asyncio.to_thread(placement_group_table, self._group)
+        table = await asyncio.to_thread(placement_group_table, self.group)
         nodes = await asyncio.to_thread(ray.nodes)
         ip = {node["NodeID"]: node["NodeManagerAddress"] for node in nodes}
         placed = table["bundles_to_node_id"]
@@ -170,10 +162,10 @@ class RayHost:
             await self._answer(
                 handle.start.remote(
                     slot.argv,
-                    {**self._env, **slot.env},
-                    str(self._cwd),
-                    int(self._stop_signal),
-                    self._grace_s,
+                    {**self.env, **slot.env},
+                    str(self.cwd),
+                    int(self.stop_signal),
+                    self.grace_s,
                 ),
                 _ACTOR_WITHIN_S,
             )
@@ -236,17 +228,17 @@ class RayHost:
     async def close(self) -> None:
         """End every actor and give the bundles back."""
         await asyncio.gather(*(self._end(one, grace_s=0.0) for one in [*self._servers.values()]))
-        await asyncio.to_thread(remove_placement_group, self._group)
+        await asyncio.to_thread(remove_placement_group, self.group)
 
     def _make_actor(self, rank: int, node: int, *, gpus: int) -> Any:
         place = PlacementGroupSchedulingStrategy(
-            placement_group=self._group, placement_group_bundle_index=node
+            placement_group=self.group, placement_group_bundle_index=node
         )
         make: Any = ray.remote(concurrency_groups={"questions": 4})  # type: ignore[call-overload]
         remote = make(ServerActor)
         return remote.options(
             num_cpus=0, num_gpus=gpus, max_restarts=0, scheduling_strategy=place
-        ).remote(rank, dict(self._wrapper))
+        ).remote(rank, dict(self.wrapper))
 
     async def _answer(self, ref: Any, within_s: float) -> Any:
         """Raises: RayError, TimeoutError."""
@@ -303,7 +295,7 @@ class RayHost:
                 await self._copy_rest(server)
 
     async def _copy_rest(self, server: _ActorServer) -> None:
-        target = self._log_of(server.slot.rank)
+        target = self.log_of(server.slot.rank)
         while True:
             read = server.actor.log_from.remote(server.log_offset)
             data = await self._answer(read, _ANSWER_WITHIN_S)
@@ -323,13 +315,8 @@ def _first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def _in_words(bundle: Mapping[str, float]) -> str:
-    return ", ".join(f"{count:g} {name}" for name, count in bundle.items())
-
-
 #: What is not free by then: the run has its gang, so nothing else should hold it.
 _ROOM_WITHIN_S = 300.0
-_CPUS_PER_SERVER = 1.0
 
 
 async def opened_on_ray(plan: FleetPlan, env: Mapping[str, str]) -> OpenedHost:
@@ -357,7 +344,7 @@ async def opened_on_ray(plan: FleetPlan, env: Mapping[str, str]) -> OpenedHost:
             stop_signal=signal.Signals[fleet.stop.signal],
             grace_s=fleet.stop.grace_s,
         )
-    except (NoPlace, NoAnswer, Denied, ConnectionError) as error:
+    except (NoAnswer, Denied, ConnectionError) as error:
         raise NoHost(str(error)) from error
     places = Places(plan, host)
     try:
@@ -381,16 +368,12 @@ def moved(slots: Collection[ServerSlot], hosts: Sequence[str]) -> frozenset[int]
 
 def bundles_of(shape: TopologyPlan, nodes: int) -> list[dict[str, float]]:
     """`bundles[node]`: the GPUs of all servers that are planned there, and a CPU for each."""
-    gpus: Counter[int] = Counter()
-    servers: Counter[int] = Counter()
-    for slot in shape.servers:
-        gpus[slot.node] += len(slot.bundles)
-        servers[slot.node] += 1
-    return [
-        {"CPU": _CPUS_PER_SERVER * max(servers[node], 1)}
-        | ({"GPU": float(gpus[node])} if gpus[node] else {})
-        for node in range(nodes)
-    ]
+    slots, bundles = shape.servers, []
+    for node in range(nodes):
+        gpus = [len(slot.bundles) for slot in slots if slot.node == node]
+        cpus = {"CPU": float(max(len(gpus), 1))}
+        bundles.append(cpus | ({"GPU": float(sum(gpus))} if sum(gpus) else {}))
+    return bundles
 
 
 def _is_of_the_run(name: str) -> bool:

@@ -18,8 +18,8 @@ import ray
 
 from tasks.ray.submit import wrapper_sources
 from tasks.ray.usage import ClusterLook
-from tasks.rollout.probing import Death, StartFailed
-from tasks.rollout.ray_host import NoPlace, RayHost
+from tasks.rollout.probing import Death, NoHost, StartFailed
+from tasks.rollout.ray_host import RayHost
 from tasks.rollout.topology import Answers, Ask, ServerSlot
 from tests.support.ray_cluster import RAY_ENV, RayCluster
 
@@ -192,7 +192,7 @@ async def test_the_death_of_an_actor_ends_its_server_and_can_be_recovered(
 
 
 async def test_what_has_no_room_is_said(ray_cluster: RayCluster, tmp_path: Path) -> None:
-    with pytest.raises(NoPlace, match=r"no room on the cluster for the fleet's 8 GPU \+ 8 GPU"):
+    with pytest.raises(NoHost, match=r"no room on the cluster for the fleet's 8 GPU \+ 8 GPU"):
         async with fleet_on(ray_cluster, tmp_path, bundles=3, within_s=2.0):
             raise AssertionError("three nodes of 8 GPUs are not there")
 

@@ -12,7 +12,7 @@ from tasks.rollout import ray_host as fleet_on_ray
 from tasks.rollout.building import planned
 from tasks.rollout.plan import FleetPlan
 from tasks.rollout.probing import NoHost, Places
-from tasks.rollout.ray_host import NoPlace, bundles_of, moved
+from tasks.rollout.ray_host import bundles_of, moved
 from tasks.spec.rollout import Rollout
 
 pytestmark = pytest.mark.asyncio
@@ -123,7 +123,7 @@ class FakeHost(FakeNodes):
     async def open(cls, address: str, bundles: list[dict[str, float]], **more: Any) -> FakeHost:
         cls.opened.append((address, bundles, more))
         if not cls.has_room:
-            raise NoPlace("no room on the cluster")
+            raise NoHost("no room on the cluster")
         return cls("10.0.0.1", "10.0.0.2")
 
     async def close(self) -> None: ...
