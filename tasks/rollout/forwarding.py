@@ -28,6 +28,7 @@ from multidict import CIMultiDict, MultiMapping
 from pydantic_core import from_json
 from yarl import URL
 
+from tasks.rollout.clock import now_s
 from tasks.rollout.fleet import Fleet
 from tasks.rollout.probing import NoReply
 from tasks.rollout.router import Entrypoint, NoEntrypoint, WaitingLine
@@ -243,7 +244,6 @@ class Forwarder:
         self.is_over: str | None = None
         self._fleet = fleet
         self._good_at: dict[tuple[int, int], float] = {}
-        self._loop = asyncio.get_running_loop()
         self.client = aiohttp.ClientSession(
             # Kept for less long than uvicorn does, 5 s, so that it does not close one in use.
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=4),
@@ -263,7 +263,7 @@ class Forwarder:
 
     def good(self, entrypoint: Entrypoint) -> None:
         """A piece of an answer came."""
-        now = self._loop.time()
+        now = now_s()
         if now - self._good_at.get(entrypoint.key, -_GOOD_NEWS_EACH_S) >= _GOOD_NEWS_EACH_S:
             self._good_at[entrypoint.key] = now
             self._fleet.note_success(*entrypoint.key)
@@ -307,9 +307,8 @@ class _Passage:
         except (RequestPayloadError, aiohttp.ClientError) as error:
             return bad(f"the body can't be read: {error}")
         session = session_of(self._request.headers, self._body)
-        limits, loop = self._shared.limits, asyncio.get_running_loop()
-        give_up_at, why = None, ""
-        tries = 0
+        limits = self._shared.limits
+        give_up_at, why, tries = None, "", 0
         while tries < limits.tries:
             tries += 1
             try:
@@ -323,10 +322,10 @@ class _Passage:
                 self._shared.line.give_back(entrypoint)
             if answer is not None:
                 return answer
-            give_up_at = give_up_at or loop.time() + limits.retry_for_s
+            give_up_at = give_up_at or now_s() + limits.retry_for_s
             if self._shared.is_over is not None:
                 return nobody(self._shared.is_over, is_draining=True)
-            if not may_go_on or loop.time() > give_up_at:
+            if not may_go_on or now_s() > give_up_at:
                 break
             self._tried.add(entrypoint.rank)
         return lost(f"no answer, tries: {tries} of {limits.tries}, the last one: {why}")

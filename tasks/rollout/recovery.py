@@ -465,11 +465,9 @@ class Recovery:
     async def _new_slots(self, group: int) -> tuple[ServerSlot, ...] | None:
         """None: the addresses it has are good."""
         taken = await self.starter.ports_taken(group)
-        if not taken and group not in self._without_ports:
+        if not taken and (self._rebind is None or group not in self._without_ports):
             return None
         if self._rebind is None:
-            if not taken:
-                return None
             raise StartFailed(
                 f"another process listens on the port of rank {commas(sorted(taken))}: end it, or "
                 "give the fleet another port"
