@@ -33,8 +33,6 @@ _KEEPALIVE = [
 #: As many entries as the state API lists at most.
 _LIMIT = 10_000
 
-FINAL = frozenset({"STOPPED", "SUCCEEDED", "FAILED"})
-
 
 class NoAnswer(Exception):
     """The cluster was not reached, or could not say: ask again."""
@@ -58,10 +56,6 @@ class LiveNode:
     def gpus(self) -> float:
         return self.resources_total.get("GPU", 0.0)
 
-    @property
-    def cpus(self) -> float:
-        return self.resources_total.get("CPU", 0.0)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobState:
@@ -82,7 +76,7 @@ class JobState:
 
     @property
     def is_final(self) -> bool:
-        return self.status in FINAL
+        return self.status in ("STOPPED", "SUCCEEDED", "FAILED")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +103,10 @@ class PlacementGroup:
 
 
 class Dashboard:
-    """One cluster, by the URL of its dashboard. Use it in one asyncio loop, and `close` it."""
+    """One cluster, by the URL of its dashboard. Use it in one asyncio loop, and `close` it.
+
+    Each question may raise NoAnswer and Denied.
+    """
 
     def __init__(self, address: str, *, within_s: float = ASK_WITHIN_S) -> None:
         self.address = address.rstrip("/")
@@ -128,14 +125,11 @@ class Dashboard:
         await self._client.aclose()
 
     async def session(self) -> str:
-        """The name of the cluster's session: another one after a restart of its head.
-
-        Raises: NoAnswer, Denied.
-        """
+        """The name of the cluster's session: another one after a restart of its head."""
         return str((await self._json("/api/version"))["session_name"])
 
     async def nodes(self) -> list[LiveNode]:
-        """The living nodes, the head among them. Raises: NoAnswer, Denied."""
+        """The living nodes, the head among them."""
         return [
             LiveNode(
                 node_id=entry["node_id"],
@@ -148,7 +142,7 @@ class Dashboard:
         ]
 
     async def gcs_address(self) -> str:
-        """`host:port` of the cluster's control store. Raises: NoAnswer, Denied."""
+        """`host:port` of the cluster's control store."""
         answer = await self._json("/nodes", view="summary")
         for node in answer["data"]["summary"]:
             if node["raylet"].get("isHeadNode"):
@@ -159,10 +153,7 @@ class Dashboard:
         raise NoAnswer(f"the dashboard at {self.address} does not name its control store yet")
 
     async def job(self, submission_id: str) -> JobState | None:
-        """What is known of a submission, None where the cluster does not know it.
-
-        Raises: NoAnswer, Denied.
-        """
+        """What is known of a submission, None where the cluster does not know it."""
         response = await self._request("GET", f"/api/jobs/{submission_id}")
         if response.status_code == 404:
             return None
@@ -180,22 +171,22 @@ class Dashboard:
         )
 
     async def stop(self, submission_id: str) -> None:
-        """Ask Ray to stop a job; it does nothing for a pending one. Raises: NoAnswer, Denied."""
+        """Ask Ray to stop a job; it does nothing for a pending one."""
         response = await self._request("POST", f"/api/jobs/{submission_id}/stop")
         if response.status_code != 404:
             _checked(response)
 
     async def actors_of(self, ray_job_id: str) -> list[Actor]:
-        """The actors of a driver that are not dead. Raises: NoAnswer, Denied."""
+        """The actors of a driver that are not dead."""
         return await self._actors(job_id=ray_job_id)
 
     async def supervisor_of(self, submission_id: str) -> Actor | None:
-        """Ray's actor that runs a submission, None where it is dead. Raises: NoAnswer, Denied."""
+        """Ray's actor that runs a submission, None where it is dead."""
         found = await self._actors(name=f"_ray_internal_job_actor_{submission_id}")
         return found[0] if found else None
 
     async def groups_of(self, ray_job_id: str) -> list[PlacementGroup]:
-        """The placement groups of a driver that are not removed. Raises: NoAnswer, Denied."""
+        """The placement groups of a driver that are not removed."""
         groups = []
         for entry in await self._state("placement_groups", creator_job_id=ray_job_id):
             if entry["state"] == "REMOVED":
@@ -212,7 +203,7 @@ class Dashboard:
         return groups
 
     async def gpus_of_tasks(self, ray_job_id: str) -> float:
-        """GPUs that running tasks of a driver hold. Raises: NoAnswer, Denied."""
+        """GPUs that running tasks of a driver hold."""
         tasks = await self._state("tasks", job_id=ray_job_id, state="RUNNING")
         return sum(
             float((task.get("required_resources") or {}).get("GPU", 0.0))
@@ -227,8 +218,6 @@ class Dashboard:
 
         Args:
             node_id: The driver's node.
-
-        Raises: NoAnswer, Denied.
         """
         kind = "stream" if follow else "file"
         query = {"submission_id": submission_id, "node_id": node_id, "lines": "-1"}
@@ -344,35 +333,29 @@ def ready_driver(gcs_address: str) -> None:
     ray_constants.ENABLE_RAY_CLUSTER = False
 
 
+@dataclass(slots=True)
 class Contact:
     """The owner of what is known of the contact with one cluster."""
 
-    def __init__(
-        self, address: str, emit: Emit, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._address = address
-        self._emit = emit
-        self._clock = clock
-        self._lost_at: float | None = None
-        #: What the last unanswered question met.
-        self.problem = ""
+    address: str
+    emit: Emit
+    clock: Callable[[], float] = time.monotonic
+    _lost_at: float | None = None
+    #: What the last unanswered question met.
+    problem: str = ""
 
     @property
     def lost_for_s(self) -> float:
         """Since when it does not answer, 0 while it does."""
-        return 0.0 if self._lost_at is None else self._clock() - self._lost_at
-
-    @property
-    def is_lost(self) -> bool:
-        return self._lost_at is not None
+        return 0.0 if self._lost_at is None else self.clock() - self._lost_at
 
     def answered(self) -> None:
         if self._lost_at is not None:
             lost_for_s, self._lost_at = self.lost_for_s, None
-            self._emit("contact.back", address=self._address, after_s=round(lost_for_s, 1))
+            self.emit("contact.back", address=self.address, after_s=round(lost_for_s, 1))
 
     def failed(self, problem: str) -> None:
         self.problem = problem
         if self._lost_at is None:
-            self._lost_at = self._clock()
-            self._emit("contact.lost", address=self._address, message=problem)
+            self._lost_at = self.clock()
+            self.emit("contact.lost", address=self.address, message=problem)

@@ -26,6 +26,7 @@ from tasks.ray.dashboard import (
 )
 from tasks.ray.submission import SETTLES_WITHIN_S, SubmissionFile
 from tasks.record.outcome import Exit
+from tasks.spec.words import commas
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,14 +85,12 @@ async def gpus_of(dashboard: Dashboard, ray_job_ids: Iterable[str]) -> float:
 
 def room_in_words(nodes: Sequence[LiveNode], free: Mapping[str, float]) -> str:
     """`127.0.0.1: 3 of 8 free, ...`, of the nodes that have GPUs."""
-    return (
-        ", ".join(
-            f"{node.ip}: {free.get(node.node_id, 0):g} of {node.gpus:g} free"
-            for node in nodes
-            if node.gpus
-        )
-        or "no node has GPUs"
+    room = commas(
+        f"{node.ip}: {free.get(node.node_id, 0):g} of {node.gpus:g} free"
+        for node in nodes
+        if node.gpus
     )
+    return room or "no node has GPUs"
 
 
 #: How long Ray needs to notice that the driver has ended.
@@ -128,9 +127,10 @@ def exit_of(
             signal=-code if code < 0 else None,
             at_monotonic_s=at_monotonic_s,
         )
-    if job.status == "STOPPED":
-        by_us = "stopped as asked"
-        note = by_us if was_stopped_by_us else "stopped from outside (ray job stop, the dashboard)"
+    if job.status == "STOPPED" and was_stopped_by_us:
+        note = "stopped as asked"
+    elif job.status == "STOPPED":
+        note = "stopped from outside (ray job stop, the dashboard)"
     else:
         note = reason_of(job)
         if lost_node:
@@ -226,31 +226,19 @@ class Ended:
     is_known: bool = True
 
 
+@dataclass(slots=True, kw_only=True)
 class TakeDown:
     """The end of one submission. Holds nothing that would have to be closed."""
 
-    def __init__(
-        self,
-        dashboard: Dashboard,
-        submission_id: str,
-        *,
-        grace_s: float,
-        sweep: Sweep,
-        on_state: Callable[[JobState], None] = lambda state: None,
-        unknown_after_s: float = UNKNOWN_AFTER_S,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """
-        Args:
-            on_state: told each state that is seen on the way.
-        """
-        self._dashboard = dashboard
-        self._submission_id = submission_id
-        self._grace_s = grace_s
-        self._sweep = sweep
-        self._on_state = on_state
-        self._unknown_after_s = unknown_after_s
-        self._clock = clock
+    dashboard: Dashboard
+    submission_id: str
+    grace_s: float
+    sweep: Sweep
+    #: Told each state that is seen on the way.
+    on_state: Callable[[JobState], None] = lambda state: None
+    #: For how long a cluster that does not answer is asked again.
+    unknown_after_s: float = UNKNOWN_AFTER_S
+    clock: Callable[[], float] = time.monotonic
 
     async def run(self, file: SubmissionFile) -> Ended:
         """End the job that a file tells of, and note there what came of it."""
@@ -263,7 +251,7 @@ class TakeDown:
         except OutOfReach as error:
             file.note(status="unknown", message=str(error))
             left = (
-                f"job {self._submission_id}: its cluster does not answer, so nobody can say what "
+                f"job {self.submission_id}: its cluster does not answer, so nobody can say what "
                 f"is left of it: {error}"
             )
             return Ended(state=None, left=(left,), is_known=False)
@@ -275,18 +263,17 @@ class TakeDown:
         state = await self.make_final(settles_within_s=0.0 if was_known else SETTLES_WITHIN_S)
         if state is None and not was_known:
             return Ended(state=None, left=())
-        if state is None:
-            # A restarted cluster; what ran on its nodes may run there still.
-            gcs_address = await self.ask(self._dashboard.gcs_address)
-            return Ended(state=None, left=await self._swept(gcs_address))
         left: list[str] = []
-        if not state.is_final:
-            left.append(f"{self._place(state)}: job {self._submission_id} is {state.status} still")
-        gcs_address = await self.ask(self._dashboard.gcs_address)
-        drivers = known_drivers | {state.ray_job_id} - {""}
-        with contextlib.suppress(NoAnswer):
-            drivers |= await control_store.drivers_of(gcs_address, self._submission_id)
-        left += await self._free(gcs_address, drivers)
+        gcs_address = await self.ask(self.dashboard.gcs_address)
+        # Of a restarted cluster, only what ran on its nodes may run there still.
+        if state is not None:
+            if not state.is_final:
+                place = f"node {state.driver_ip or 'unknown'}"
+                left.append(f"{place}: job {self.submission_id} is {state.status} still")
+            drivers = known_drivers | {state.ray_job_id} - {""}
+            with contextlib.suppress(NoAnswer, Denied):
+                drivers |= await control_store.drivers_of(gcs_address, self.submission_id)
+            left += await self._free(gcs_address, drivers)
         left += await self._swept(gcs_address)
         return Ended(state=state, left=tuple(left))
 
@@ -298,95 +285,86 @@ class TakeDown:
 
         Returns: None where the cluster does not know it. Raises: OutOfReach.
         """
-        began = self._clock()
+        began = self.clock()
         asked_at: float | None = None
         killed_at: float | None = None
-        patience_s = self._grace_s + _STOP_MARGIN_S
+        patience_s = self.grace_s + _STOP_MARGIN_S
         while True:
-            state = await self.ask(lambda: self._dashboard.job(self._submission_id))
-            now = self._clock()
-            if state is None and now - began < settles_within_s:
+            state = await self.ask(lambda: self.dashboard.job(self.submission_id))
+            now = self.clock()
+            if state is None:
+                if now - began >= settles_within_s:
+                    return None
                 await asyncio.sleep(_ASK_EACH_S)
                 continue
-            if state is None:
-                return None
-            self._on_state(state)
-            if state.is_final:
-                return state
-            if killed_at is not None and now - killed_at > _KILL_WITHIN_S:
+            self.on_state(state)
+            if state.is_final or (killed_at is not None and now - killed_at > _KILL_WITHIN_S):
                 return state
             if state.status == "PENDING" or (asked_at and now - asked_at > patience_s):
                 # Ray's own stop does nothing for a pending job. Source: ray#58353.
-                if await self.ask(self.kill_supervisor) or killed_at is None:
-                    killed_at = killed_at or now
+                await self.ask(self.kill_supervisor)
+                killed_at = killed_at or now
             elif asked_at is None:
-                await self.ask(lambda: self._dashboard.stop(self._submission_id))
+                await self.ask(lambda: self.dashboard.stop(self.submission_id))
                 asked_at = now
             await asyncio.sleep(_ASK_EACH_S)
 
     async def ask_to_end(self) -> None:
         """Have it end in its grace period, without a wait for it. Raises: OutOfReach."""
-        state = await self.ask(lambda: self._dashboard.job(self._submission_id))
+        state = await self.ask(lambda: self.dashboard.job(self.submission_id))
         if state is None or state.is_final:
             return
         if state.status == "PENDING":
             await self.ask(self.kill_supervisor)
         else:
-            await self.ask(lambda: self._dashboard.stop(self._submission_id))
+            await self.ask(lambda: self.dashboard.stop(self.submission_id))
 
-    async def kill_supervisor(self) -> bool:
+    async def kill_supervisor(self) -> None:
         """End Ray's supervisor of the job; the wrapper of a driver that runs kills its tree then.
 
-        Returns: whether there was one. Raises: NoAnswer, Denied.
+        Raises: NoAnswer, Denied.
         """
-        supervisor = await self._dashboard.supervisor_of(self._submission_id)
-        if supervisor is None:
-            return False
-        gcs_address = await self._dashboard.gcs_address()
-        await control_store.kill_actors(gcs_address, [supervisor.actor_id])
-        return True
+        supervisor = await self.dashboard.supervisor_of(self.submission_id)
+        if supervisor is not None:
+            gcs_address = await self.dashboard.gcs_address()
+            await control_store.kill_actors(gcs_address, [supervisor.actor_id])
 
     async def ask(self, question: Callable[[], Awaitable[_T]]) -> _T:
         """Ask until there is an answer. Raises: OutOfReach."""
-        deadline = self._clock() + self._unknown_after_s
+        deadline = self.clock() + self.unknown_after_s
         while True:
             try:
                 return await question()
             except (NoAnswer, Denied) as error:
-                if self._clock() > deadline:
+                if self.clock() > deadline:
                     raise OutOfReach(str(error)) from error
             await asyncio.sleep(_ASK_EACH_S * 2)
 
     async def _free(self, gcs_address: str, drivers: frozenset[str]) -> tuple[str, ...]:
-        since = self._clock()
+        since = self.clock()
         while True:
-            held = await self.ask(lambda: usage_of(self._dashboard, drivers))
+            held = await self.ask(lambda: usage_of(self.dashboard, drivers))
             if held.is_empty:
                 return ()
-            waited_s = self._clock() - since
+            waited_s = self.clock() - since
             if waited_s > _FREE_WITHIN_S:
-                return held.in_words(await self.ask(self._dashboard.nodes))
+                return held.in_words(await self.ask(self.dashboard.nodes))
             if waited_s > _GOES_BY_ITSELF_S:
-                await self._take_away(gcs_address, held)
+                with contextlib.suppress(NoAnswer, Denied):
+                    await control_store.kill_actors(gcs_address, [a.actor_id for a in held.actors])
+                    groups = [group.group_id for group in held.groups]
+                    await control_store.remove_groups(gcs_address, groups)
             await asyncio.sleep(_ASK_EACH_S)
-
-    async def _take_away(self, gcs_address: str, held: JobUsage) -> None:
-        with contextlib.suppress(NoAnswer):
-            await control_store.kill_actors(gcs_address, [a.actor_id for a in held.actors])
-            await control_store.remove_groups(gcs_address, [g.group_id for g in held.groups])
 
     async def _swept(self, gcs_address: str) -> tuple[str, ...]:
         try:
             async with asyncio.timeout(_SWEEP_WITHIN_S):
-                return tuple(await self._sweep(gcs_address))
+                return tuple(await self.sweep(gcs_address))
         except TimeoutError:
             problem = f"no end within {_SWEEP_WITHIN_S:g} s"
         except Exception as error:  # Whatever a cluster in trouble makes of it.
             problem = str(error) or type(error).__name__
         return (f"the nodes could not be swept for processes of the job: {problem}",)
-
-    def _place(self, state: JobState) -> str:
-        return f"node {state.driver_ip or 'unknown'}"
 
 
 def stop_submission(
@@ -394,7 +372,7 @@ def stop_submission(
     *,
     sweep: Sweep,
     grace_s: float,
-    unknown_after_s: float = 60.0,
+    unknown_after_s: float = UNKNOWN_AFTER_S,
     on_state: Callable[[JobState], None] = lambda state: None,
 ) -> tuple[str, ...]:
     """End the job that a `submission.json` names, in whatever phase it is, and wait until nothing
@@ -418,8 +396,8 @@ def stop_submission(
     async def stop() -> tuple[str, ...]:
         dashboard = Dashboard(submission.content.address)
         take_down = TakeDown(
-            dashboard,
-            submission.content.submission_id,
+            dashboard=dashboard,
+            submission_id=submission.content.submission_id,
             grace_s=grace_s,
             sweep=sweep,
             on_state=note,

@@ -12,6 +12,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,16 +40,16 @@ _AGAIN_AFTER_S = 0.5
 _TRIES = 5
 
 
+@dataclass(slots=True)
 class LogCopy:
     """Ray offers a log from its first byte on. The local file says how much of it is there
     already, so neither a lost connection nor a new process leaves a gap or a repeat in it.
     """
 
-    def __init__(self, dashboard: Dashboard, submission_id: str, path: Path) -> None:
-        self._dashboard = dashboard
-        self._submission_id = submission_id
-        self._path = path
-        self._is_writing = asyncio.Lock()
+    _dashboard: Dashboard
+    _submission_id: str
+    _path: Path
+    _is_writing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def follow(self, node_id: str) -> None:
         """Copy while the job runs, for ever; a cancel ends it.
@@ -171,8 +172,8 @@ class RayJob(Member):
         self._contact = Contact(job.address, self._say, clock)
         self._log = LogCopy(self._dashboard, job.submission_id, plan.command.log)
         self._take_down = TakeDown(
-            self._dashboard,
-            job.submission_id,
+            dashboard=self._dashboard,
+            submission_id=job.submission_id,
             grace_s=plan.command.grace_s,
             sweep=sweep,
             on_state=self._saw,
@@ -321,9 +322,8 @@ class RayJob(Member):
                 return ()
             if self._submitter is not None:
                 await self._submitter.settle()
-            self._file = self._file or await asyncio.to_thread(
-                SubmissionFile.read, self._job.submission_file
-            )
+            file = self._job.submission_file
+            self._file = self._file or await asyncio.to_thread(SubmissionFile.read, file)
             if self._file is None or self._file.content.submit_began_at is None:
                 return await self._cleared()
             self._note_stop()
@@ -370,11 +370,12 @@ class RayJob(Member):
         self._begin(name, run())
 
     def _note_stop(self) -> None:
-        if self._state is None or not self._state.is_final:
-            if not self._was_stopped:
-                self._was_stopped, self._stopped_s = True, self._clock()
-            if self._file is not None and self._file.content.stop_asked_at is None:
-                self._file.note(stop_asked_at=self._wall_clock())
+        if self._state is not None and self._state.is_final:
+            return
+        if not self._was_stopped:
+            self._was_stopped, self._stopped_s = True, self._clock()
+        if self._file is not None and self._file.content.stop_asked_at is None:
+            self._file.note(stop_asked_at=self._wall_clock())
 
     async def _watch(self) -> None:
         """Ask for its state until it is final, tell each change, and then its end."""

@@ -102,13 +102,18 @@ class NodeVisitor:
         return Visited(answers=answer["answers"], unreached=answer["unreached"])
 
     async def connect(self, gcs_address: str, within_s: float) -> None:
-        hello = {"gcs_address": gcs_address, "flow_run": _flow_run()}
+        context, flow_run = FlowRunContext.get(), None
+        if context is not None and context.flow_run is not None:
+            flow_run = context.flow_run.model_dump(mode="json", include={"id", "flow_id", "name"})
+        hello = {"gcs_address": gcs_address, "flow_run": flow_run}
         answer = await self._ask(hello, within_s)
         shared = [entry["ip"] for entry in answer["nodes"] if entry["is_alive"]]
         self.nodes = tuple(
             Node(
                 node_id=entry["node_id"],
-                name=_name(entry, is_alone=shared.count(entry["ip"]) == 1),
+                name=entry["ip"]
+                if shared.count(entry["ip"]) == 1
+                else f"{entry['ip']}/{entry['node_id'][:8]}",
                 is_alive=entry["is_alive"],
                 gpus=entry["gpus"],
                 ray_dir=entry["ray_dir"],
@@ -193,18 +198,6 @@ def _environment(gcs_address: str) -> dict[str, str]:
     return {**inherited, **settings, **more, **driver_env(gcs_address)}
 
 
-def _flow_run() -> dict[str, str] | None:
-    context = FlowRunContext.get()
-    if context is None or context.flow_run is None:
-        return None
-    run = context.flow_run
-    return {"id": str(run.id), "flow_id": str(run.flow_id), "name": run.name}
-
-
-def _name(entry: Mapping[str, Any], *, is_alone: bool) -> str:
-    return entry["ip"] if is_alone else f"{entry['ip']}/{entry['node_id'][:8]}"
-
-
 SWEEP_WITHIN_S = 60.0
 EXIT_CLEAN, EXIT_LEFT = 0, 1
 
@@ -262,11 +255,8 @@ async def sweep(
 
     Raises: nothing of its own.
     """
-    wanted = {"MUSTER_RUN_ID": run_id}
-    if attempt is not None:
-        wanted["MUSTER_ATTEMPT"] = str(attempt)
-    if component is not None:
-        wanted["MUSTER_COMPONENT"] = component
+    named = {"RUN_ID": run_id, "ATTEMPT": attempt, "COMPONENT": component}
+    wanted = {f"MUSTER_{name}": str(value) for name, value in named.items() if value is not None}
     deadline = time.monotonic() + within_s
     try:
         async with visiting(gcs_address, within_s=within_s) as visitor:
@@ -314,10 +304,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     try:
-        report = asyncio.run(_sweep_at(options.address, options.run_id, options.within_s))
+        gcs_address = asyncio.run(gcs_address_of(options.address))
     except (NoAnswer, Denied) as error:
         print(error, file=sys.stderr)
         return EXIT_LEFT
+    report = asyncio.run(sweep(gcs_address, run_id=options.run_id, within_s=options.within_s))
     for swept in report.killed:
         print(f"ended: {swept}")
     for swept in report.left:
@@ -327,11 +318,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if report.is_clean and not report.killed:
         print("nothing was there")
     return EXIT_CLEAN if report.is_clean else EXIT_LEFT
-
-
-async def _sweep_at(address: str, run_id: str, within_s: float) -> SweepReport:
-    gcs_address = await gcs_address_of(address)
-    return await sweep(gcs_address, run_id=run_id, within_s=within_s)
 
 
 async def gcs_address_of(address: str) -> str:
@@ -356,25 +342,19 @@ def sweep_of(
 
     async def swept(gcs_address: str) -> tuple[str, ...]:
         sweeping = sweep(gcs_address, run_id=run_id, attempt=attempt, component=component)
-        return _told(await asyncio.create_task(sweeping, context=context), emit)
+        report = await asyncio.create_task(sweeping, context=context)
+        # A node that could not be asked is told and does not count as left: it may be any of the
+        # cluster's, and one that was lost with the job is out of reach for good.
+        if report.killed or not report.is_clean:
+            emit(
+                "job.swept",
+                killed=[str(swept) for swept in report.killed],
+                left=[str(swept) for swept in report.left],
+                unreached=dict(report.unreached),
+            )
+        return tuple(f"{swept}, which outlived SIGKILL" for swept in report.left)
 
     return swept
-
-
-def _told(report: SweepReport, emit: Emit) -> tuple[str, ...]:
-    """What is left, once all that was found is told.
-
-    A node that could not be asked is told and does not count as left: it may be any of the
-    cluster's, and one that was lost with the job is out of reach for good.
-    """
-    if report.killed or not report.is_clean:
-        emit(
-            "job.swept",
-            killed=[str(swept) for swept in report.killed],
-            left=[str(swept) for swept in report.left],
-            unreached=dict(report.unreached),
-        )
-    return tuple(f"{swept}, which outlived SIGKILL" for swept in report.left)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import shlex
 import signal
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,12 +44,12 @@ _EXCLUDES = (
 #: For each request of a submit; the package itself may be hundreds of MB.
 _REQUEST_WITHIN_S = 60.0
 _PACKAGE = "muster_driver"
-#: What tells each upload to the terminal, where a run's own view stands.
-_TALKERS = (
-    "ray.dashboard.modules.dashboard_sdk",
-    "ray._private.runtime_env.packaging",
-    "ray._private.runtime_env.working_dir",
-)
+#: They tell each upload to the terminal, where a run's own view stands.
+_TALKERS = {
+    "ray.dashboard.modules.dashboard_sdk": logging.WARNING,
+    "ray._private.runtime_env.packaging": logging.WARNING,
+    "ray._private.runtime_env.working_dir": logging.ERROR,
+}
 #: Runs the shipped package. Not by `-m`: that would put the working directory first on the path,
 #: where a `queue.py` or `signal.py` of the user's hides the standard library's.
 _BOOTSTRAP = (
@@ -196,15 +197,12 @@ def _client(address: str) -> JobSubmissionClient:
     Raises: ConnectionError, RuntimeError.
     """
     import ray
-
-    for name in _TALKERS:
-        logging.getLogger(name).setLevel(logging.ERROR)
     from ray.dashboard.modules.dashboard_sdk import SubmissionClient
     from ray.job_submission import JobSubmissionClient
 
-    # What it uploads is no news for the terminal of a run; they set their own level when imported.
-    for name in ("ray.dashboard.modules.dashboard_sdk", "ray._private.runtime_env.packaging"):
-        logging.getLogger(name).setLevel(logging.WARNING)
+    # Once they are imported, where they set a level themselves.
+    for name, level in _TALKERS.items():
+        logging.getLogger(name).setLevel(level)
 
     class Client(JobSubmissionClient):
         def __init__(self) -> None:
@@ -228,25 +226,17 @@ _SUBMITS = 3
 _ASK_EACH_S = 0.5
 
 
+@dataclass(slots=True)
 class Submitter:
     """One submission's way to the cluster. Its outcome is asked for by id, never guessed."""
 
-    def __init__(
-        self,
-        plan: JobPlan,
-        dashboard: Dashboard,
-        file: SubmissionFile,
-        emit: Emit,
-        clock: Callable[[], float],
-        wall_clock: Callable[[], float],
-    ) -> None:
-        self._plan = plan
-        self._dashboard = dashboard
-        self._file = file
-        self._emit = emit
-        self._clock = clock
-        self._wall_clock = wall_clock
-        self._sending: asyncio.Task[None] | None = None
+    _plan: JobPlan
+    _dashboard: Dashboard
+    _file: SubmissionFile
+    _emit: Emit
+    _clock: Callable[[], float]
+    _wall_clock: Callable[[], float]
+    _sending: asyncio.Task[None] | None = None
 
     async def run(self) -> JobState | None:
         """Submit the job, or find that it was.
@@ -346,28 +336,27 @@ class Submitter:
             except Denied as error:
                 raise self._refused(FailureKind.USER_ERROR, "job-refused", str(error)) from error
             except NoAnswer as error:
-                if self._clock() - (last_answer_s or began) > patience_s:
-                    raise self._unanswered(was_begun, patience_s, error) from error
+                if self._clock() - (last_answer_s or began) <= patience_s:
+                    pass
+                elif was_begun:
+                    raise self._refused(
+                        FailureKind.LOST_CONTACT,
+                        "contact-lost",
+                        f"whether {self._plan.address} has job {self._plan.submission_id} is not "
+                        f"known, asked for {patience_s:g} s: {error}",
+                    ) from error
+                else:
+                    raise self._refused(
+                        FailureKind.NETWORK,
+                        "cluster-unreachable",
+                        f"no Ray dashboard answers at {self._plan.address}, asked for "
+                        f"{patience_s:g} s; nothing was submitted: {error}",
+                    ) from error
             else:
                 last_answer_s = self._clock()
                 if state is not None or not settle or last_answer_s - began > SETTLES_WITHIN_S:
                     return state
             await asyncio.sleep(_ASK_EACH_S)
-
-    def _unanswered(self, was_begun: bool, patience_s: float, error: NoAnswer) -> JobRefused:
-        if was_begun:
-            return self._refused(
-                FailureKind.LOST_CONTACT,
-                "contact-lost",
-                f"whether {self._plan.address} has job {self._plan.submission_id} is not known, "
-                f"asked for {patience_s:g} s: {error}",
-            )
-        return self._refused(
-            FailureKind.NETWORK,
-            "cluster-unreachable",
-            f"no Ray dashboard answers at {self._plan.address}, asked for {patience_s:g} s; "
-            f"nothing was submitted: {error}",
-        )
 
 
 def _unknown(plan: JobPlan, remark: str) -> JobLoss:

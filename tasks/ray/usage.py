@@ -17,13 +17,13 @@ import importlib
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from tasks.ray.control_store import messages, open_channel, service
-from tasks.ray.dashboard import Dashboard, Denied, NoAnswer
+from tasks.ray.control_store import answering, open_channel, question
+from tasks.ray.dashboard import Dashboard, NoAnswer
 
 #: What Ray calls accelerators that are counted whole, the first that any node has.
 #: Source: ray/_private/accelerators/*.py, get_resource_name.
@@ -115,15 +115,6 @@ class Cluster:
     accelerator: str = ACCELERATORS[0]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Use:
-    """What one bundle or one actor has on one node."""
-
-    submission_id: str
-    gpus: float
-    cpus: float
-
-
 def run_of(submission_id: str) -> str:
     """The id of the run that made the submission; empty where it is none of ours."""
     match = _SUBMISSION.fullmatch(submission_id)
@@ -147,25 +138,23 @@ def use_of(
         submissions: `submissions[job id]`: the id of the submission that the driver belongs to;
             empty, or missing, where it belongs to none.
     """
-    accelerator = _accelerator(nodes)
-    uses: dict[str, list[_Use]] = defaultdict(list)
-    for actor in actors:
-        if use := _actor_use(actor, accelerator, submissions):
-            uses[actor.node_id].append(use)
-    for node in nodes:
-        uses[node.node_id] += _bundle_uses(node, accelerator, submissions)
-    names = _names(nodes)
+    there = {name for node in nodes for name in ACCELERATORS if node.own.get(name)}
+    accelerator = next((name for name in ACCELERATORS if name in there), ACCELERATORS[0])
+    count = Counter(node.name for node in nodes)
+    names = {
+        node.node_id: node.name if count[node.name] == 1 else f"{node.name}/{node.node_id[:8]}"
+        for node in nodes
+    }
+    #: `ours[node id][resource]`: what our submissions have there.
+    ours: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     taken: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    found = []
-    for node in nodes:
-        name = names[node.node_id]
-        gpus = cpus = 0.0
-        for use in uses[node.node_id]:
-            if (run_id := run_of(use.submission_id)) and use.gpus:
-                taken[run_id][name] += use.gpus
-                gpus += use.gpus
-                cpus += use.cpus
-        found.append(_node(node, name, accelerator, gpus, cpus))
+    for node_id, submission_id, has in _uses(nodes, actors, submissions):
+        run_id = run_of(submission_id)
+        if run_id and node_id in names and has.get(accelerator):
+            taken[run_id][names[node_id]] += has[accelerator]
+            for resource in (accelerator, "CPU"):
+                ours[node_id][resource] += has.get(resource, 0.0)
+    found = [_node(node, names[node.node_id], accelerator, ours[node.node_id]) for node in nodes]
     return Cluster(
         nodes=tuple(sorted(found, key=lambda node: node.name)),
         taken={run_id: dict(on) for run_id, on in taken.items()},
@@ -173,47 +162,22 @@ def use_of(
     )
 
 
-def _accelerator(nodes: Iterable[NodeReport]) -> str:
-    there = {name for node in nodes for name in ACCELERATORS if node.own.get(name)}
-    return next((name for name in ACCELERATORS if name in there), ACCELERATORS[0])
-
-
-def _names(nodes: Sequence[NodeReport]) -> dict[str, str]:
-    count = Counter(node.name for node in nodes)
-    return {
-        node.node_id: node.name if count[node.name] == 1 else f"{node.name}/{node.node_id[:8]}"
-        for node in nodes
-    }
-
-
-def _actor_use(actor: ActorReport, accelerator: str, submissions: Mapping[str, str]) -> _Use | None:
-    gpus = actor.resources.get(accelerator, 0.0)
-    if not gpus:
-        return None
-    # A supervisor is an actor of the dashboard's own driver.
-    is_supervisor = actor.name.startswith(_SUPERVISOR)
-    submission_id = actor.name.removeprefix(_SUPERVISOR) if is_supervisor else ""
-    return _Use(
-        submission_id=submission_id or submissions.get(actor.job_id, ""),
-        gpus=gpus,
-        cpus=actor.resources.get("CPU", 0.0),
-    )
-
-
-def _bundle_uses(node: NodeReport, accelerator: str, submissions: Mapping[str, str]) -> list[_Use]:
-    bundles: dict[tuple[str, str], dict[str, float]] = defaultdict(dict)
-    for key, amount in node.grouped.items():
-        if of := _of_bundle(key):
-            resource, index, group = of
-            bundles[group, index][resource] = amount
-    return [
-        _Use(
-            submission_id=submissions.get(_job_of(group), ""),
-            gpus=has.get(accelerator, 0.0),
-            cpus=has.get("CPU", 0.0),
-        )
-        for (group, _), has in bundles.items()
-    ]
+def _uses(
+    nodes: Iterable[NodeReport], actors: Iterable[ActorReport], submissions: Mapping[str, str]
+) -> Iterator[tuple[str, str, Mapping[str, float]]]:
+    """Of each actor and each bundle: its node, its submission, and what it has."""
+    for actor in actors:
+        # A supervisor is an actor of the dashboard's own driver.
+        own = actor.name.removeprefix(_SUPERVISOR) if actor.name.startswith(_SUPERVISOR) else ""
+        yield actor.node_id, own or submissions.get(actor.job_id, ""), actor.resources
+    for node in nodes:
+        bundles: dict[tuple[str, str], dict[str, float]] = defaultdict(dict)
+        for key, amount in node.grouped.items():
+            if of := _of_bundle(key):
+                resource, index, group = of
+                bundles[group, index][resource] = amount
+        for (group, _), has in bundles.items():
+            yield node.node_id, submissions.get(_job_of(group), ""), has
 
 
 # A large cluster has thousands of these, the same in each reading.
@@ -228,12 +192,11 @@ def _job_of(group_id: str) -> str:
     return group_id[-8:]
 
 
-def _node(
-    node: NodeReport, name: str, accelerator: str, our_gpus: float, our_cpus: float
-) -> ClusterNode:
-    def others(resource: str, ours: float) -> float:
+def _node(node: NodeReport, name: str, accelerator: str, ours: Mapping[str, float]) -> ClusterNode:
+    def others(resource: str) -> float:
         # A node that has just come may not have told yet what it has free: all of it is in use.
-        used = node.own.get(resource, 0.0) - node.available.get(resource, 0.0) - ours
+        used = node.own.get(resource, 0.0) - node.available.get(resource, 0.0)
+        used -= ours.get(resource, 0.0)
         return used if used > _SLACK else 0.0
 
     own = {accelerator, "CPU", *_MEMORY}
@@ -241,8 +204,8 @@ def _node(
         name=name,
         gpus=math.floor(node.own.get(accelerator, 0.0)),
         cpus=node.own.get("CPU", 0.0),
-        others_gpus=others(accelerator, our_gpus),
-        others_cpus=others("CPU", our_cpus),
+        others_gpus=others(accelerator),
+        others_cpus=others("CPU"),
         resources={key: amount for key, amount in node.own.items() if key not in own},
         is_drained=node.is_draining,
     )
@@ -251,8 +214,6 @@ def _node(
 #: States of actors that may have their place: PENDING_CREATION (its constructor runs), ALIVE,
 #: RESTARTING. Source: ray/protobuf/gcs.proto, ActorTableData.ActorState.
 _PLACED = (1, 2, 3)
-#: Asking again does not help.
-_DENIALS = frozenset({"UNAUTHENTICATED", "PERMISSION_DENIED", "UNIMPLEMENTED"})
 #: How much longer than the look its questions may take: the look is to end first, and tells of it.
 _LONGER_S = 1.0
 
@@ -331,10 +292,10 @@ class _ControlStore:
     def __init__(self, gcs_address: str) -> None:
         self._gcs_address = gcs_address
         self._channel = open_channel(gcs_address)
-        self._usage = service().NodeResourceInfoGcsServiceStub(self._channel).GetAllResourceUsage
-        self._nodes = service().NodeInfoGcsServiceStub(self._channel).GetAllNodeInfo
-        self._actors = service().ActorInfoGcsServiceStub(self._channel).GetAllActorInfo
-        self._jobs = service().JobInfoGcsServiceStub(self._channel).GetAllJobInfo
+        self._usage = question(self._channel, "NodeResourceInfo", "GetAllResourceUsage")
+        self._nodes = question(self._channel, "NodeInfo", "GetAllNodeInfo")
+        self._actors = question(self._channel, "ActorInfo", "GetAllActorInfo")
+        self._jobs = question(self._channel, "JobInfo", "GetAllJobInfo")
         self._infos: dict[bytes, Any] = {}
         self._head = ""
         #: `[job id]`, empty where the driver belongs to no submission.
@@ -351,31 +312,14 @@ class _ControlStore:
 
         Raises: NoAnswer, Denied.
         """
-        grpc: Any = importlib.import_module("grpc")
-        try:
+        with answering(self._gcs_address):
             return self._read(within_s)
-        except (grpc.RpcError, grpc.FutureCancelledError) as error:
-            code = error.code().name if isinstance(error, grpc.Call) else type(error).__name__
-            if code in _DENIALS:
-                raise Denied(
-                    f"the control store at {self._gcs_address} refuses: {code}, {error.details()}"
-                ) from error
-            raise NoAnswer(
-                f"no answer from the control store at {self._gcs_address}: {code}"
-            ) from error
 
     def _read(self, within_s: float) -> Cluster:
-        asking = self._usage.future(messages().GetAllResourceUsageRequest(), timeout=within_s)
+        asking = self._usage(within_s)
         # The actors after the nodes, and all of it at once: what comes in between counts as used
         # by others for one look, which promises nothing that is not there.
-        filters = messages().GetAllActorInfoRequest.Filters
-        of_states = [
-            self._actors.future(
-                messages().GetAllActorInfoRequest(filters=filters(state=state)),
-                timeout=within_s,
-            )
-            for state in _PLACED
-        ]
+        of_states = [self._actors(within_s, filters={"state": state}) for state in _PLACED]
         nodes = self._reports(asking.result().resource_usage_data.batch, within_s)
         actors = [
             ActorReport(
@@ -396,7 +340,7 @@ class _ControlStore:
     def _reports(self, usages: Iterable[Any], within_s: float) -> list[NodeReport]:
         usages = list(usages)
         if any(usage.node_id not in self._infos for usage in usages):
-            answer = self._nodes(messages().GetAllNodeInfoRequest(), timeout=within_s)
+            answer = self._nodes(within_s).result()
             there = {usage.node_id for usage in usages}
             self._infos = {
                 info.node_id: info for info in answer.node_info_list if info.node_id in there
@@ -426,14 +370,12 @@ class _ControlStore:
 
     def _learn_jobs(self, job_ids: Iterable[str], within_s: float) -> None:
         asking = {
-            job_id: self._jobs.future(
-                messages().GetAllJobInfoRequest(
-                    job_or_submission_id=job_id,
-                    skip_submission_job_info_field=True,
-                    # For this one the control store asks each driver.
-                    skip_is_running_tasks_field=True,
-                ),
-                timeout=within_s,
+            job_id: self._jobs(
+                within_s,
+                job_or_submission_id=job_id,
+                skip_submission_job_info_field=True,
+                # For this one the control store asks each driver.
+                skip_is_running_tasks_field=True,
             )
             for job_id in job_ids
             if job_id not in self._submissions
@@ -446,6 +388,9 @@ class _ControlStore:
 
 def _load() -> None:
     """Import what takes long, where nobody waits for it."""
-    service()
-    importlib.import_module("ray._private.grpc_utils")
-    importlib.import_module("ray._private.authentication.http_token_authentication")
+    for name in (
+        "ray.core.generated.gcs_service_pb2_grpc",
+        "ray._private.grpc_utils",
+        "ray._private.authentication.http_token_authentication",
+    ):
+        importlib.import_module(name)

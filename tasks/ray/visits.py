@@ -14,7 +14,6 @@ temporary server on each node.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
@@ -22,8 +21,8 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 from uuid import UUID
 
@@ -46,30 +45,6 @@ from tasks.processes.ending import end_carriers
 from tasks.processes.machine import forget, look, names_unseen
 
 
-@task(name="sweep", persist_result=False, cache_policy=NO_CACHE)
-def sweep_node(wanted: Mapping[str, str]) -> dict[str, Any]:
-    """End what escaped; see `end_carriers`."""
-    return end_carriers(wanted)
-
-
-@task(name="look", persist_result=False, cache_policy=NO_CACHE)
-def look_at_node(shared: str, folder: str, name: str, ray_dir: str) -> dict[str, Any]:
-    """See `machine.look`."""
-    return look(shared, folder, name, ray_dir)
-
-
-@task(name="compare", persist_result=False, cache_policy=NO_CACHE)
-def compare_shared(folder: str, names: Sequence[str]) -> dict[str, Any]:
-    """See `names_unseen`."""
-    return names_unseen(folder, names)
-
-
-@task(name="tidy", persist_result=False, cache_policy=NO_CACHE)
-def tidy_node(folder: str) -> dict[str, Any]:
-    """See `forget`."""
-    return forget(folder)
-
-
 def clock() -> float:
     """UTC epoch seconds by the node's clock. No task: its overhead would be the measurement."""
     return time.time()
@@ -77,7 +52,13 @@ def clock() -> float:
 
 #: By the name that a visitor asks for.
 VISITS: Mapping[str, Task[..., dict[str, Any]]] = {
-    each.name: each for each in (sweep_node, look_at_node, compare_shared, tidy_node)
+    name: task(name=name, persist_result=False, cache_policy=NO_CACHE)(function)
+    for name, function in (
+        ("sweep", end_carriers),
+        ("look", look),
+        ("compare", names_unseen),
+        ("tidy", forget),
+    )
 }
 
 
@@ -87,79 +68,75 @@ _PREFECT_SHARE = 0.7
 _PINGS = 4
 
 
-class _Visits:
-    """Visits to the nodes of one cluster, which this process is a driver of."""
+def _visit(
+    runner: RayTaskRunner[Any] | None, what: str, each: Mapping[str, Any], within_s: float
+) -> dict[str, Any]:
+    """
+    Args:
+        each: `arguments[node id]`.
 
-    def __init__(self, runner: RayTaskRunner[Any] | None) -> None:
-        self._runner = runner
+    Returns: `{"answers": {node id: ...}, "unreached": {node id: why}}`.
+    """
+    deadline = time.monotonic() + within_s
+    answers: dict[str, Any] = {}
+    unreached: dict[str, str] = {}
+    if runner is not None:
+        answers = _by_prefect(runner, what, each, time.monotonic() + within_s * _PREFECT_SHARE)
+    rest = {node: given for node, given in each.items() if node not in answers}
+    function = VISITS[what].fn
+    refs = {
+        _pinned(function, node).options(name=what).remote(**given): node
+        for node, given in rest.items()
+    }
+    for ref, node in _ended(refs, deadline):
+        answer, why = _answer_of(ref)
+        if why:
+            unreached[node] = why
+        else:
+            answers[node] = answer
+    for node in rest.keys() - answers.keys() - unreached.keys():
+        unreached[node] = f"no answer within {within_s:g} s"
+    return {"answers": answers, "unreached": unreached}
 
-    def visit(self, what: str, each: Mapping[str, Any], within_s: float) -> dict[str, Any]:
-        """
-        Args:
-            each: `arguments[node id]`.
 
-        Returns: `{"answers": {node id: ...}, "unreached": {node id: why}}`.
-        """
-        deadline = time.monotonic() + within_s
-        answers: dict[str, Any] = {}
-        unreached: dict[str, str] = {}
-        if self._runner is not None:
-            soon = time.monotonic() + within_s * _PREFECT_SHARE
-            answers = self._by_prefect(self._runner, what, each, soon)
-        rest = {node: given for node, given in each.items() if node not in answers}
-        function = VISITS[what].fn
-        refs = {
-            _pinned(function, node).options(name=what).remote(**given): node
-            for node, given in rest.items()
-        }
-        for ref, node in _ended(refs, deadline):
-            answer, why = _answer_of(ref)
-            if why:
-                unreached[node] = why
-            else:
-                answers[node] = answer
-        for node in rest.keys() - answers.keys() - unreached.keys():
-            unreached[node] = f"no answer within {within_s:g} s"
-        return {"answers": answers, "unreached": unreached}
+def _clocks(nodes: Iterable[str], within_s: float) -> dict[str, Any]:
+    """`{"answers": {node id: [skew, error]}}` against this machine's clock, in seconds."""
+    deadline = time.monotonic() + within_s
+    best: dict[str, tuple[float, float]] = {}
+    for node in nodes:
+        ping = _pinned(clock, node)
+        for _ in range(_PINGS):
+            began = time.time()
+            began_s = time.monotonic()
+            ref = ping.remote()
+            for _ in _ended({ref: node}, deadline):
+                there, why = _answer_of(ref)
+                error_s = (time.monotonic() - began_s) / 2
+                if not why and (node not in best or error_s < best[node][1]):
+                    best[node] = (there - began - error_s, error_s)
+    return {"answers": best, "unreached": {}}
 
-    def clocks(self, nodes: list[str], within_s: float) -> dict[str, Any]:
-        """`{"answers": {node id: [skew, error]}}` against this machine's clock, in seconds."""
-        deadline = time.monotonic() + within_s
-        best: dict[str, tuple[float, float]] = {}
-        for node in nodes:
-            ping = _pinned(clock, node)
-            for _ in range(_PINGS):
-                began = time.time()
-                began_s = time.monotonic()
-                ref = ping.remote()
-                for _ in _ended({ref: node}, deadline):
-                    there, why = _answer_of(ref)
-                    error_s = (time.monotonic() - began_s) / 2
-                    if not why and (node not in best or error_s < best[node][1]):
-                        best[node] = (there - began - error_s, error_s)
-        return {"answers": best, "unreached": {}}
 
-    def _by_prefect(
-        self, runner: RayTaskRunner[Any], what: str, each: Mapping[str, Any], deadline: float
-    ) -> dict[str, Any]:
-        """The answers; a node that gave none is missing, and its task run is closed."""
-        futures = {}
-        for node, given in each.items():
-            named = VISITS[what].with_options(task_run_name=f"{what} {node[:8]}")
-            with remote_options(**_options(node)):
-                future = runner.submit(named, parameters=dict(given))
-            futures[future.wrapped_future] = (future, node)
-        answers: dict[str, Any] = {}
-        why_not = {ref: "no answer in time" for ref in futures}
-        for ref, _ in _ended({ref: node for ref, (_, node) in futures.items()}, deadline):
-            future, node = futures[ref]
-            try:
-                answers[node] = future.result(timeout=1.0)
-                del why_not[ref]
-            except Exception as error:
-                why_not[ref] = _words(error)
-        _close_task_runs({futures[ref][0].task_run_id: why for ref, why in why_not.items()})
-        return answers
+def _by_prefect(
+    runner: RayTaskRunner[Any], what: str, each: Mapping[str, Any], deadline: float
+) -> dict[str, Any]:
+    """The answers; a node that gave none is missing, and its task run is closed."""
+    futures = {}
+    for node, given in each.items():
+        named = VISITS[what].with_options(task_run_name=f"{what} {node[:8]}")
+        with remote_options(**_options(node)):
+            future = runner.submit(named, parameters=dict(given))
+        futures[future.wrapped_future] = (future, node)
+    answers: dict[str, Any] = {}
+    why_not = {ref: "no answer in time" for ref in futures}
+    for ref, node in _ended({ref: node for ref, (_, node) in futures.items()}, deadline):
+        try:
+            answers[node] = futures[ref][0].result(timeout=1.0)
+            del why_not[ref]
+        except Exception as error:
+            why_not[ref] = _words(error)
+    _close_task_runs({futures[ref][0].task_run_id: why for ref, why in why_not.items()})
+    return answers
 
 
 def main() -> int:
@@ -170,8 +147,7 @@ def main() -> int:
     threading.Thread(target=_read, args=(questions,), daemon=True).start()
 
     def say(answer: Mapping[str, Any]) -> None:
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
+        print(json.dumps(answer), file=answers, flush=True)
 
     hello = questions.get()
     cloudpickle.register_pickle_by_value(tasks)  # type: ignore[no-untyped-call]
@@ -179,13 +155,12 @@ def main() -> int:
     with _runner(hello["flow_run"]) as runner:
         nodes = ray.nodes()  # type: ignore[no-untyped-call]
         say({"nodes": [_node(node) for node in nodes]})
-        visits = _Visits(runner)
         while True:
             ask = questions.get()
             if ask["visit"] == "clock":
-                say(visits.clocks(list(ask["each"]), ask["within_s"]))
+                say(_clocks(ask["each"], ask["within_s"]))
             else:
-                say(visits.visit(ask["visit"], ask["each"], ask["within_s"]))
+                say(_visit(runner, ask["visit"], ask["each"], ask["within_s"]))
 
 
 def _read(questions: queue.Queue[dict[str, Any]]) -> None:
@@ -201,17 +176,13 @@ def _runner(flow_run: Mapping[str, str] | None) -> Iterator[RayTaskRunner[Any] |
     if not PREFECT_API_URL.value():
         yield None
         return
-    with contextlib.ExitStack() as stack:
+    with ExitStack() as stack:
         runner = stack.enter_context(RayTaskRunner())
         if flow_run is not None:
             context = FlowRunContext(
                 # Not the flow that asks: the nodes need not have its code.
                 flow=Flow(_nothing, name="visit", validate_parameters=False),
-                flow_run=FlowRun(
-                    id=UUID(flow_run["id"]),
-                    flow_id=UUID(flow_run["flow_id"]),
-                    name=flow_run["name"],
-                ),
+                flow_run=FlowRun.model_validate(flow_run),
                 task_runner=runner,
                 client=stack.enter_context(get_client(sync_client=True)),
                 result_store=ResultStore(),

@@ -57,7 +57,7 @@ async def test_a_cut_that_lasts_is_lost_contact_and_ended_once_it_is_mended(
     jobs: Jobs, wire: Wire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan, job = await jobs.launched("sleep", "3600", lost_after_s=1.0)
-    monkeypatch.setattr(job._take_down, "_unknown_after_s", 1.0)
+    monkeypatch.setattr(job._take_down, "unknown_after_s", 1.0)
 
     await wire.cut()
     loss = await asyncio.wait_for(job.until_job_lost(), WITHIN_S)
