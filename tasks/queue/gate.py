@@ -59,38 +59,6 @@ NAME: Final = "muster.queue"
 _KEPT_AT_MOST = 500
 #: Of one request: what is told of the queue next waits for it.
 _WITHIN_S = 10.0
-
-
-class RunLogs:
-    """Lines of flow runs, kept until they are sent in one request.
-
-    What they tell is in the states, too: a line that is lost changes nothing.
-    """
-
-    def __init__(self, client: PrefectClient) -> None:
-        self._client = client
-        self._lines: deque[LogCreate] = deque(maxlen=_KEPT_AT_MOST)
-
-    def note(self, flow_run_id: UUID, text: str, level: int = logging.INFO) -> None:
-        """Returns at once; the line has the time of now."""
-        now = datetime.now(UTC)
-        self._lines.append(
-            LogCreate(name=NAME, level=level, message=text, timestamp=now, flow_run_id=flow_run_id)
-        )
-
-    async def send(self) -> None:
-        """Send what was noted; a failure costs a warning, and the lines."""
-        lines = [*self._lines]
-        self._lines.clear()
-        if not lines or not PREFECT_LOGGING_TO_API_ENABLED.value():
-            return
-        try:
-            async with asyncio.timeout(_WITHIN_S):
-                await self._client.create_logs(lines)
-        except (TimeoutError, httpx.HTTPError, PrefectException) as error:
-            _log.warning("%d log lines of flow runs are lost: %r", len(lines), error)
-
-
 #: Another gate has decided by then, as long as it is alive.
 _LEASE_WITHIN_S = 5.0
 #: So many states are rewritten at a time: what can start must not wait for words.
@@ -118,7 +86,9 @@ class Gate:
         self._announce = announce
         self._reader = QueueReader(client, pool=pool, capacity=capacity, giver=self.giver)
         self._lease = GateLease(client, home=home or muster_home())
-        self._logs = RunLogs(client)
+        #: Lines of flow runs, until they are sent in one request. What they tell is in the states,
+        #: too: a line that is lost changes nothing.
+        self._lines: deque[LogCreate] = deque(maxlen=_KEPT_AT_MOST)
         #: What each waiting run was told last: the state, and the key of its message.
         self._told: dict[UUID, tuple[UUID, str]] = {}
 
@@ -180,8 +150,7 @@ class Gate:
             or look.cancelled
             or look.moved
             or any(not one.entry.waits_in_process for one in look.doomed)
-            or any(may_start(entry) for entry in look.resumed)
-            or any(may_start(entry) for entry, _gpus in look.admitted)
+            or any(map(may_start, (*look.resumed, *(entry for entry, _gpus in look.admitted))))
         )
 
     def _left_over(
@@ -202,27 +171,19 @@ class Gate:
     async def _grant(
         self, entry: QueueEntry, gpus: Mapping[str, int], holding: LeaseHeld
     ) -> QueueEntry:
-        state = entry.flow_run.state
-        grant = Grant(
-            nodes=dict(gpus),
-            state_id=str(state.id) if state is not None else "",
-            at=time.time(),
-            by=self.giver,
-        )
+        state, nodes, now = entry.flow_run.state, dict(gpus), time.time()
+        state_id = str(state.id) if state is not None else ""
+        grant = Grant(nodes=nodes, state_id=state_id, at=now, by=self.giver)
         holding.check()
         await self._client.update_flow_run_labels(entry.id, grant.labels())
-        self._tell_of(
-            entry,
-            "muster.run.admitted",
-            nodes=dict(gpus),
-            gpus=sum(gpus.values()),
-            waited_s=round(max(0.0, grant.at - _due(entry)), 1),
-        )
+        due = entry.flow_run.expected_start_time or entry.since
+        waited_s = max(0.0, now - due.timestamp())
+        known = {"nodes": nodes, "gpus": sum(gpus.values()), "waited_s": round(waited_s, 1)}
+        self._tell_of(entry, "muster.run.admitted", **known)
         if entry.is_scheduled and not entry.goes_on:
             # How long it has waited since it was sent back, nobody has noted.
             is_first = not entry.flow_run.run_count
-            waited_s = max(0.0, grant.at - _due(entry)) if is_first else None
-            self._logs.note(entry.id, admission_of(gpus, waited_s))
+            self._note(entry.id, admission_of(gpus, waited_s if is_first else None))
         return replace(entry, grant=grant)
 
     async def _take_back(self, entry: QueueEntry) -> None:
@@ -235,17 +196,16 @@ class Gate:
             return
         _log.warning("%s was given its gang, and did not start: it waits again", entry.request.name)
         if not entry.is_scheduled:
-            message = "its worker was lost before it could start it"
             if not await is_unchanged(self._client, entry.flow_run):
                 return
             await forget_process(self._client, entry.flow_run)
+            message = "its worker was lost before it could start it"
             waiting = waiting_state(entry.flow_run, message)
             if await set_state(self._client, entry.flow_run, waiting) is None:
                 return
-            self._announce(
-                "muster.run.requeued", entry.flow_run, entry.request.name, message=message
-            )
-            self._logs.note(entry.id, f"waits again in its place: {message}", logging.WARNING)
+            name = entry.request.name
+            self._announce("muster.run.requeued", entry.flow_run, name, message=message)
+            self._note(entry.id, f"waits again in its place: {message}", logging.WARNING)
         await self._client.update_flow_run_labels(entry.id, no_grant())
 
     async def _fail(self, doomed: Doomed) -> None:
@@ -257,7 +217,7 @@ class Gate:
         if await set_state(self._client, entry.flow_run, Failed(message=why)):
             known = {"kind": kind, "message": doomed.message}
             self._announce("muster.run.failed", entry.flow_run, name, **known)
-            self._logs.note(entry.id, f"refused, and never started: {why}", logging.ERROR)
+            self._note(entry.id, f"refused, and never started: {why}", logging.ERROR)
 
     def _tell_of(self, entry: QueueEntry, name: str, **known: Any) -> None:
         where = {"pool": entry.pool or None, "queue": entry.queue or None}
@@ -278,8 +238,23 @@ class Gate:
             await self.send_logs()
 
     async def send_logs(self) -> None:
-        """Tell the logs of flow runs what was decided, where `tell` is not called."""
-        await self._logs.send()
+        """Tell the logs of flow runs what was decided, where `tell` is not called; a failure costs
+        a warning, and the lines."""
+        lines = [*self._lines]
+        self._lines.clear()
+        if not lines or not PREFECT_LOGGING_TO_API_ENABLED.value():
+            return
+        try:
+            async with asyncio.timeout(_WITHIN_S):
+                await self._client.create_logs(lines)
+        except (TimeoutError, httpx.HTTPError, PrefectException) as error:
+            _log.warning("%d log lines of flow runs are lost: %r", len(lines), error)
+
+    def _note(self, flow_run_id: UUID, text: str, level: int = logging.INFO) -> None:
+        now = datetime.now(UTC)
+        self._lines.append(
+            LogCreate(name=NAME, level=level, message=text, timestamp=now, flow_run_id=flow_run_id)
+        )
 
     async def _tell_all(self, look: Look) -> bool:
         waiting = {entry.id for entry in look.line}
@@ -313,23 +288,16 @@ class Gate:
         return True
 
     async def _tell(self, entry: QueueEntry, message: Message, place: str) -> None:
-        state = waiting_state(entry.flow_run, message.text)
+        before, state = entry.flow_run.state, waiting_state(entry.flow_run, message.text)
         after = await set_state(self._client, entry.flow_run, state)
-        if after is None:
+        if after is None or before is None:
             return
         self._told[entry.id] = (after.id, message.key)
-        before = entry.flow_run.state
-        has_waited = before is not None and before.name == PENDING_RESOURCES
+        has_waited = before.name == PENDING_RESOURCES
         if not has_waited:
             self._tell_of(entry, "muster.run.waiting", message=message.text)
         # By the state that the server has: another gate, or an earlier one, may have told it.
-        if before is None or not has_waited or kind_of(before.message) != kind_of(message.text):
-            self._logs.note(entry.id, f"waits, {place}: {message.text}")
+        if not has_waited or kind_of(before.message) != kind_of(message.text):
+            self._note(entry.id, f"waits, {place}: {message.text}")
         if entry.flow_run.name != entry.request.name:
             await self._client.update_flow_run(entry.id, name=entry.request.name)
-
-
-def _due(entry: QueueEntry) -> float:
-    """UTC epoch seconds."""
-    due = entry.flow_run.expected_start_time or entry.since
-    return due.timestamp()

@@ -7,6 +7,8 @@ For states Prefect has no compare-and-set: whatever comes between a look at a fl
 state is written over, and the server lets a cancelled run of a deployment wait again. So the
 history is read after each write, and what was passed over is put back. A gate that is killed
 between the two leaves a trace on the flow run: the next look goes by that.
+
+Whatever asks the server may raise httpx.HTTPError and PrefectException.
 """
 
 from __future__ import annotations
@@ -183,8 +185,6 @@ async def set_state(
         flow_run: as it was looked at.
 
     Returns: the state, as the server has it; None where the flow run has another one.
-
-    Raises: httpx.HTTPError, PrefectException.
     """
     before = flow_run.state
     try:
@@ -227,10 +227,7 @@ def may_have_been_cancelled(flow_run: FlowRun) -> bool:
 
 
 async def lost_cancel(client: PrefectClient, flow_run: FlowRun) -> State[Any] | None:
-    """The cancel that a gate has written over, and did not put back; None for none.
-
-    Raises: httpx.HTTPError, PrefectException.
-    """
+    """The cancel that a gate has written over, and did not put back; None for none."""
     try:
         history = _in_order(await client.read_flow_run_states(flow_run.id))
     except ObjectNotFound:
@@ -245,10 +242,7 @@ async def lost_cancel(client: PrefectClient, flow_run: FlowRun) -> State[Any] | 
 
 
 async def put_back(client: PrefectClient, flow_run: FlowRun, end: State[Any]) -> None:
-    """Give a flow run the end that it had, unless it has left the state that was looked at.
-
-    Raises: httpx.HTTPError, PrefectException.
-    """
+    """Give a flow run the end that it had, unless it has left the state that was looked at."""
     if await is_unchanged(client, flow_run):
         await client.set_flow_run_state(flow_run.id, end, force=True)
 
@@ -270,10 +264,7 @@ def waiting_state(flow_run: FlowRun, message: str) -> State[Any]:
 
 
 async def is_unchanged(client: PrefectClient, flow_run: FlowRun) -> bool:
-    """Whether a flow run has the state still that was looked at.
-
-    Raises: httpx.HTTPError, PrefectException.
-    """
+    """Whether a flow run has the state still that was looked at."""
     try:
         now = (await client.read_flow_run(flow_run.id)).state
     except ObjectNotFound:

@@ -80,19 +80,16 @@ class Lease:
     who: str
 
 
+@dataclass(slots=True)
 class GateVariable:
-    """Prefect has no compare-and-set, but of several who create one name the server lets one."""
+    """The lease's place on the server. Each verb may raise httpx.HTTPError, whatever came of it."""
 
-    def __init__(self, client: PrefectClient, name: str) -> None:
-        self._client = client
-        self._name = name
+    _client: PrefectClient
+    _name: str
 
     async def create(self, holder: str, lock: str | None) -> Lease | None:
         """The lease as it is then: with this holder, or another's; None where that one has just
-        given it back.
-
-        Raises: httpx.HTTPError. It may have been created even so, or may still be.
-        """
+        given it back."""
         value = {
             "note": _NOTE,
             "holder": holder,
@@ -109,15 +106,11 @@ class GateVariable:
             return await self.read()
 
     async def read(self) -> Lease | None:
-        """Raises: httpx.HTTPError."""
         variable = await self._client.read_variable_by_name(self._name)
         return _lease(variable) if variable is not None else None
 
     async def delete(self, lease: Lease) -> bool:
-        """Whether it was there. A lease that was taken since is left alone.
-
-        Raises: httpx.HTTPError. It may have been deleted even so.
-        """
+        """Whether it was there. A lease that was taken since is left alone."""
         # By its id, which the client's own method cannot: the name may be another's by now.
         ids = {"id": str(lease.id)}
         try:
@@ -139,22 +132,16 @@ def _lease(variable: Variable) -> Lease:
     )
 
 
+@dataclass(slots=True)
 class HostLock:
     """The lock of one file."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._fd: int | None = None
-        self._mark: str | None = None
-
-    @property
-    def mark(self) -> str | None:
-        """Names the locked file among all of all hosts; None while it is not locked by us.
-
-        Whoever has the lock and reads the same mark somewhere else knows that the one who wrote it
-        there has the lock no more: it has unlocked it, or is dead.
-        """
-        return self._mark
+    path: Path
+    _fd: int | None = None
+    #: Names the locked file among all of all hosts; None while it is not locked by us. Whoever has
+    #: the lock and reads the same mark somewhere else knows that the one who wrote it there has
+    #: the lock no more: it has unlocked it, or is dead.
+    mark: str | None = None
 
     def try_lock(self) -> bool:
         """Whether it is ours now. Never waits for another's.
@@ -168,19 +155,17 @@ class HostLock:
         fd = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._mark = _mark(fd)
+            self._fd, self.mark = fd, _mark(fd)
         except BlockingIOError:
-            os.close(fd)
             return False
-        except BaseException:
-            os.close(fd)
-            raise
-        self._fd = fd
+        finally:
+            if self._fd is None:
+                os.close(fd)
         return True
 
     def unlock(self) -> None:
         """Nothing where it is not ours."""
-        fd, self._fd, self._mark = self._fd, None, None
+        fd, self._fd, self.mark = self._fd, None, None
         if fd is None:
             return
         try:
@@ -216,24 +201,21 @@ def _since_boot() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
+@dataclass(slots=True, kw_only=True)
 class LeaseHeld:
     """The lease, taken."""
 
-    def __init__(
-        self, lease: Lease, *, began: float, hold_s: float, clock: Callable[[], float]
-    ) -> None:
-        self.lease = lease
-        self._began = began
-        self._hold_s = hold_s
-        self._clock = clock
-        self._is_over = False
+    lease: Lease
+    #: By the clock.
+    began: float
+    hold_s: float
+    clock: Callable[[], float]
+    is_over: bool = False
 
     @property
     def left_s(self) -> float:
         """Seconds in which to write; 0 when it is over."""
-        if self._is_over:
-            return 0.0
-        return max(0.0, self._began + self._hold_s - self._clock())
+        return 0.0 if self.is_over else max(0.0, self.began + self.hold_s - self.clock())
 
     def check(self) -> None:
         """Call it right before each write, with no await between.
@@ -244,16 +226,12 @@ class LeaseHeld:
             raise self.lost()
 
     def lost(self) -> LeaseLost:
-        if self._is_over:
+        if self.is_over:
             return LeaseLost("the gate's lease was given back: nothing may be written by it")
-        held_s = self._clock() - self._began
         return LeaseLost(
-            f"the gate's lease was asked for {held_s:.1f} s ago, and is safe for "
-            f"{self._hold_s:g} s: another gate may decide by now"
+            f"the gate's lease was asked for {self.clock() - self.began:.1f} s ago, and is safe "
+            f"for {self.hold_s:g} s: another gate may decide by now"
         )
-
-    def end(self) -> None:
-        self._is_over = True
 
 
 class GateLease:
@@ -322,7 +300,7 @@ class GateLease:
                     raise holding.lost() from error
                 raise
             finally:
-                holding.end()
+                holding.is_over = True
                 await _in_any_case(self._give_back(holding))
         finally:
             lock.unlock()
@@ -379,12 +357,11 @@ class GateLease:
         now = self._clock()
         if self._seen is None or self._seen[0] != lease.id:
             self._seen = (lease.id, now)
-        if now - self._seen[1] < self._expire_s:
-            return False
-        _log.warning(
-            "the gate is taken over: %s has it for more than %g s", lease.who, self._expire_s
-        )
-        return True
+        is_expired = now - self._seen[1] >= self._expire_s
+        if is_expired:
+            told = "the gate is taken over: %s has it for more than %g s"
+            _log.warning(told, lease.who, self._expire_s)
+        return is_expired
 
     async def _create(self, lock: HostLock) -> tuple[LeaseHeld | None, Lease | None]:
         """The lease as ours, or as another's; neither where that one has just given it back."""
@@ -401,7 +378,8 @@ class GateLease:
         if lease is None or lease.holder != holder:
             return None, lease
         self._ghosts.clear()
-        return LeaseHeld(lease, began=began, hold_s=self._hold_s, clock=self._clock), lease
+        held = LeaseHeld(lease=lease, began=began, hold_s=self._hold_s, clock=self._clock)
+        return held, lease
 
     async def _undo(self, creation: asyncio.Task[Lease | None], holder: str) -> None:
         with suppress(TimeoutError, httpx.HTTPError):

@@ -13,7 +13,6 @@ import logging
 import math
 from collections import deque
 from collections.abc import Awaitable, Callable
-from types import TracebackType
 from typing import Any
 from uuid import UUID
 
@@ -83,12 +82,7 @@ class Waker:
         self._tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._work())]
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         if self._timer is not None:
             self._timer.cancel()
         for task in self._tasks:
@@ -210,8 +204,8 @@ class GangWorker(ProcessWorker):
         if state is None or not state.is_pending() or not may_send_back:
             return False
         await forget_process(self.client, flow_run)
-        message = "the Prefect server was away when its process began: it waits again"
-        back = waiting_state(flow_run, message)
+        why = "the Prefect server was away when its process began: it waits again"
+        back = waiting_state(flow_run, why)
         answer = await self.client.set_flow_run_state(flow_run.id, back)
         if answer.status is SetStateStatus.ACCEPT:
             return True
@@ -248,12 +242,8 @@ class GangWorker(ProcessWorker):
         capacity = Capacity()
         self._exit_stack.push_async_callback(capacity.close)
         announcer = self._exit_stack.enter_context(Announcer(str(self.client.api_url)))
-        self._gate = Gate(
-            self.client,
-            pool=self._work_pool_name,
-            capacity=capacity,
-            announce=announcer.tell_run,
-        )
+        pool, announce = self._work_pool_name, announcer.tell_run
+        self._gate = Gate(self.client, pool=pool, capacity=capacity, announce=announce)
         self._waker = Waker(self.get_and_submit_flow_runs)
         await self._exit_stack.enter_async_context(self._waker)
         self._exit_stack.push_async_callback(self._stop_telling)
