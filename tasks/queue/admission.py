@@ -16,7 +16,6 @@ from uuid import UUID
 
 import httpx
 from prefect.client.orchestration import PrefectClient, get_client
-from prefect.client.schemas.filters import WorkPoolFilter, WorkPoolFilterType
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.exceptions import PrefectException
 from prefect.states import Running
@@ -26,7 +25,7 @@ from tasks.queue.decision import Look
 from tasks.queue.gate import Gate
 from tasks.queue.grants import PENDING_RESOURCES, Grant, grant_of
 from tasks.queue.lease import LeaseLost
-from tasks.queue.ledger import TYPE, QueueEntry
+from tasks.queue.ledger import GANG_POOLS, QueueEntry
 from tasks.server.events import tell_here
 from tasks.spec.failure_kinds import FailureKind
 
@@ -91,31 +90,24 @@ class _Line:
     _is_in_line: bool = False
 
     async def wait(self) -> Admitted | Refused | None:
+        began = time.monotonic()
         try:
-            return await self._wait_in_line()
+            while True:
+                try:
+                    async with get_client() as client:
+                        return await self._in_line(client, began)
+                except (httpx.HTTPError, PrefectException, LeaseLost) as error:
+                    self._tell(f"waits for the Prefect server, which does not answer: {error!r}")
+                if not await asyncio.to_thread(self._wait, _LOOK_EVERY_S):
+                    return None
         finally:
             if self._capacity is not None:
                 await self._capacity.close()
 
-    async def _wait_in_line(self) -> Admitted | Refused | None:
-        began = time.monotonic()
-        while True:
-            try:
-                async with get_client() as client:
-                    result = await self._in_line(client, began)
-            except (httpx.HTTPError, PrefectException, LeaseLost) as error:
-                self._tell(f"waits for the Prefect server, which does not answer: {error!r}")
-            else:
-                return result
-            if not await asyncio.to_thread(self._wait, _LOOK_EVERY_S):
-                return None
-
     async def _in_line(self, client: PrefectClient, began: float) -> Admitted | Refused | None:
         flow_run = await client.read_flow_run(self._id)
-        grant = None
-        if not self._is_anew and not self._is_in_line:
-            grant = await _grant_of_worker(client, flow_run)
-        if grant is not None:
+        may_be_given = not self._is_anew and not self._is_in_line
+        if may_be_given and (grant := await _grant_of_worker(client, flow_run)) is not None:
             return Admitted(nodes=dict(grant.nodes), waited_s=0.0)
         pool = await _pool_of(client, flow_run)
         self._capacity = self._capacity or Capacity(here=not flow_run.work_pool_name)
@@ -134,8 +126,7 @@ class _Line:
             grant = grant_of(await client.read_flow_run(self._id))
             if grant is not None:
                 await self._set(client, "Running", f"admitted on {grant}")
-                waited_s = time.monotonic() - began
-                return Admitted(nodes=dict(grant.nodes), waited_s=waited_s)
+                return Admitted(nodes=dict(grant.nodes), waited_s=time.monotonic() - began)
             await self._show(client, look)
             if not await asyncio.to_thread(self._wait, _LOOK_EVERY_S):
                 return None
@@ -150,15 +141,13 @@ class _Line:
         places = [entry.id for entry in look.line]
         place = places.index(self._id) + 1 if self._id in places else 1
         is_news = message.key != self._said
-        if not is_news and place == self._place:
-            return
-        self._said, self._place = message.key, place
-        self._say(f"place {place} of {len(places)} in line; {message.text}")
-        if not is_news:
-            return
-        # The state that it waits in changes with that, and a grant is bound to a state: never
-        # while one may be on its way.
-        await self._set(client, PENDING_RESOURCES, message.text)
+        if is_news or place != self._place:
+            self._said, self._place = message.key, place
+            self._say(f"place {place} of {len(places)} in line; {message.text}")
+        if is_news:
+            # The state that it waits in changes with that, and a grant is bound to a state: never
+            # while one may be on its way.
+            await self._set(client, PENDING_RESOURCES, message.text)
 
     async def _set(self, client: PrefectClient, name: str, message: str) -> None:
         await client.set_flow_run_state(self._id, Running(name=name, message=message))
@@ -171,10 +160,7 @@ class _Line:
 
 async def _pool_of(client: PrefectClient, flow_run: FlowRun) -> str:
     """The pool in whose line the run waits: its own, where that is one of gangs."""
-    pools = await client.read_work_pools(
-        work_pool_filter=WorkPoolFilter(type=WorkPoolFilterType(any_=[TYPE]))
-    )
-    names = [pool.name for pool in pools]
+    names = [pool.name for pool in await client.read_work_pools(work_pool_filter=GANG_POOLS)]
     return flow_run.work_pool_name if flow_run.work_pool_name in names else POOL
 
 

@@ -18,11 +18,13 @@ from tasks.queue import reasons
 from tasks.queue.capacity import RunningGang, shares_of
 from tasks.queue.grants import not_before
 from tasks.queue.ledger import Ledger, Pool, QueueEntry
-from tasks.queue.policy import Held, NodeFree, Plan, Waiting, estimate_s, plan
+from tasks.queue.policy import Held, NodeFree, Plan, Waiting, class_s, plan
 from tasks.queue.reasons import Message
 from tasks.queue.settings import PoolSettings
 from tasks.ray.usage import Cluster
 from tasks.spec.failure_kinds import FailureKind
+
+_HOUR_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,15 +193,11 @@ class Look:
             # A run that began past the gate has no gang, until the cluster shows what it has taken.
             and (entry.grant is not None or key)
         }
-        shares = shares_of(
-            replace(self.clusters[key], nodes=nodes),
-            [
-                RunningGang(
-                    run_id=name, demand=demand, promised=entry.grant.nodes if entry.grant else {}
-                )
-                for name, (entry, demand) in here.items()
-            ],
-        )
+        gangs = [
+            RunningGang(run_id=name, demand=demand, promised=one.grant.nodes if one.grant else {})
+            for name, (one, demand) in here.items()
+        ]
+        shares = shares_of(replace(self.clusters[key], nodes=nodes), gangs)
         self.moved.extend((here[name][0], on) for name, on in shares.moved.items())
         self.held.update((entry.id, shares.held[name]) for name, (entry, _) in here.items())
         held = [
@@ -222,30 +220,38 @@ class Look:
             id=str(entry.id),
             demand=request.demand,
             place=entry.place,
-            estimate_s=estimate_s(request.hours),
+            estimate_s=class_s(request.hours * _HOUR_S),
             not_before=not_before(entry.flow_run, is_live=bool(request.cluster)),
             tags=request.tags,
         )
 
     def _ends_at(self, entry: QueueEntry) -> float:
         since = entry.since.timestamp()
-        return since + estimate_s(entry.request.hours, max(0.0, self.at - since))
+        return since + class_s(entry.request.hours * _HOUR_S, max(0.0, self.at - since))
 
     def _explain(
         self, entry: QueueEntry, number: int, plan: Plan, names: Mapping[str, str]
     ) -> None:
         reason = plan.reasons[str(entry.id)]
         key = entry.request.cluster
+        nodes = self.clusters[key].nodes
         limit = None
         if reason.tag:
             limit = (self.used(reason.tag), self.settings.limits.get(reason.tag, 0))
+        held = Counter[str]()
+        for gpus in self.held.values():
+            held.update(gpus)
         self.messages[entry.id] = reasons.message_of(
             entry.request.demand,
             reason,
             names,
             free=plan.free,
-            drained=self._drained(key),
-            others=sum(node.others_gpus for node in self.clusters[key].nodes),
+            drained={
+                node.name: max(0, int(node.gpus - node.others_gpus) - held[node.name])
+                for node in nodes
+                if node.is_drained
+            },
+            others=sum(node.others_gpus for node in nodes),
             now=self.at,
             number=number,
             limit=limit,
@@ -253,14 +259,3 @@ class Look:
         )
         if reason.starts_at is not None:
             self.starts_at[entry.id] = reason.starts_at
-
-    def _drained(self, key: str) -> dict[str, int]:
-        """GPUs that would be free on each drained node."""
-        return {
-            node.name: max(0, int(node.gpus - node.others_gpus) - self._held_on(node.name))
-            for node in self.clusters[key].nodes
-            if node.is_drained
-        }
-
-    def _held_on(self, node: str) -> int:
-        return sum(gpus.get(node, 0) for gpus in self.held.values())

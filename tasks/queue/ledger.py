@@ -43,6 +43,7 @@ from tasks.spec.run import Gang
 
 #: The type of the work pools, and of their workers.
 TYPE = "gang"
+GANG_POOLS = WorkPoolFilter(type=WorkPoolFilterType(any_=[TYPE]))
 #: The flow of runs that are started directly.
 _FLOW = "train"
 #: Of what waits in one queue of a pool, no more is looked at: as many as one request gives.
@@ -242,7 +243,8 @@ class Ledger:
 
 
 class LedgerReader:
-    """Reads the ledger; keeps what of it never changes."""
+    """Reads the ledger; keeps what of it never changes. It may raise httpx.HTTPError and
+    PrefectException."""
 
     def __init__(self, client: PrefectClient) -> None:
         self._client = client
@@ -254,8 +256,6 @@ class LedgerReader:
         Args:
             carefully: Read what waits twice, so that a run which is sent back in between keeps
                 its place before others.
-
-        Raises: httpx.HTTPError, PrefectException.
         """
         pools = await self._pools()
         waiting, is_cut = await self._scheduled(pools.values())
@@ -276,11 +276,8 @@ class LedgerReader:
         )
 
     async def _pools(self) -> dict[str, Pool]:
-        pools = await self._client.read_work_pools(
-            work_pool_filter=WorkPoolFilter(type=WorkPoolFilterType(any_=[TYPE]))
-        )
         found = {}
-        for pool in pools:
+        for pool in await self._client.read_work_pools(work_pool_filter=GANG_POOLS):
             queues = await self._client.read_work_queues(work_pool_name=pool.name)
             found[pool.name] = Pool(work_pool=pool, queues={queue.id: queue for queue in queues})
         return found
@@ -319,14 +316,13 @@ class LedgerReader:
             state=FlowRunFilterState(type=FlowRunFilterStateType(any_=list(HELD)))
         )
         ours = FlowFilter(name=FlowFilterName(any_=[_FLOW]))
-        in_pools = WorkPoolFilter(type=WorkPoolFilterType(any_=[TYPE]))
         going_on = FlowRunFilter(
             state=FlowRunFilterState(name=FlowRunFilterStateName(any_=[JOBS_GO_ON]))
         )
         # One after the other, as all of it: a server on SQLite has few connections, and a line of
         # requests before them can hold up everybody.
         of_flow = await self._pages(flow_run_filter=holding, flow_filter=ours)
-        of_pools = await self._pages(flow_run_filter=holding, work_pool_filter=in_pools)
+        of_pools = await self._pages(flow_run_filter=holding, work_pool_filter=GANG_POOLS)
         # One of these may be due only later, and holds all the same.
         left = await self._pages(flow_run_filter=going_on, flow_filter=ours)
         return [*of_flow, *of_pools, *(run for run in left if goes_on(run))]

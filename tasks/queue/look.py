@@ -1,6 +1,7 @@
 """Looks at the queue of a work pool: what the ledger, the clusters and the policy say together.
 
-A look changes nothing. A gate decides by it; `QueueView` is the same as plain data, for people.
+A look changes nothing; it may raise httpx.HTTPError and PrefectException. A gate decides by it;
+`QueueView` is the same as plain data, for people.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _CHECKED_AT_ONCE = 20
 
 
 class QueueReader:
-    """Looks at the queue of one work pool. It changes nothing."""
+    """Looks at the queue of one work pool."""
 
     def __init__(
         self, client: PrefectClient, *, pool: str, capacity: Capacity, giver: Giver
@@ -69,8 +70,6 @@ class QueueReader:
             carefully: As it must be before anything is decided.
             in_flight: What this process is submitting: never stuck.
             patient: What waits for nodes that have gone to come back.
-
-        Raises: httpx.HTTPError, PrefectException.
         """
         ledger = await self._reader.read(carefully=carefully)
         pool = ledger.pools.get(self._pool)
@@ -177,8 +176,8 @@ class QueueReader:
         self, line: Sequence[QueueEntry], clusters: Mapping[str, Cluster]
     ) -> list[Doomed]:
         doomed = [one for entry in line if (one := self._why_never(entry, clusters)) is not None]
-        found = {one.entry.id for one in doomed}
-        unchecked = [e for e in line if e.id not in self._checked and e.id not in found]
+        known = self._checked | {one.entry.id for one in doomed}
+        unchecked = [entry for entry in line if entry.id not in known]
         for entry in unchecked[:_CHECKED_AT_ONCE]:
             if fault := await asyncio.to_thread(fault_of, entry.flow_run):
                 doomed.append(Doomed(entry=entry, kind=FailureKind.USER_ERROR, message=fault))
@@ -199,9 +198,7 @@ class QueueReader:
         why = why_never(request.demand, cluster, entrypoint=request.entrypoint) or _over_a_limit(
             request, self._settings
         )
-        if not why:
-            return None
-        return Doomed(entry=entry, kind=FailureKind.INFEASIBLE, message=why)
+        return Doomed(entry=entry, kind=FailureKind.INFEASIBLE, message=why) if why else None
 
 
 def _over_a_limit(request: Request, settings: PoolSettings) -> str:
@@ -356,10 +353,7 @@ class QueueViewer:
         self._readers: dict[str, QueueReader] = {}
 
     async def __call__(self, client: PrefectClient, pool: str) -> QueueView:
-        """The queue of a work pool, or of the runs without one where there is no such pool.
-
-        Raises: httpx.HTTPError, PrefectException.
-        """
+        """The queue of a work pool, or of the runs without one where there is no such pool."""
         if pool not in self._readers:
             self._readers[pool] = QueueReader(
                 client, pool=pool, capacity=Capacity(), giver=Giver.me()

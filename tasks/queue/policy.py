@@ -348,22 +348,17 @@ class _Pass:
         return _Reservation(head=head, at=at, nodes=ahead, quota=quota, waits_for=waits_for)
 
 
-def estimate_s(hours: float, elapsed_s: float = 0.0) -> float:
-    """How long a gang is expected to hold its GPUs, in seconds from its start.
+def class_s(asked_s: float, elapsed_s: float = 0.0) -> float:
+    """How long a gang is expected to hold its GPUs, in seconds from its start: a class.
 
     Args:
-        hours: what the run's spec says.
+        asked_s: what the run's spec says.
         elapsed_s: for how long it has held them. One that has outrun its class is in the next one
             up, so that its end is never in the past.
     """
-    return class_s(hours * _HOUR_S, elapsed_s)
-
-
-def class_s(seconds: float, elapsed_s: float = 0.0) -> float:
-    """The class that so many seconds are in, as `estimate_s`."""
     for limit_s in CLASSES_S:
-        if seconds <= limit_s and elapsed_s < limit_s:
+        if asked_s <= limit_s and elapsed_s < limit_s:
             return limit_s
     # Whole days, so that what is shown of the end changes once a day, not with each look.
-    asked_s = math.ceil(seconds / _DAY_S) * _DAY_S
-    return asked_s if elapsed_s < asked_s else (elapsed_s // _DAY_S + 2) * _DAY_S
+    days_s = math.ceil(asked_s / _DAY_S) * _DAY_S
+    return days_s if elapsed_s < days_s else (elapsed_s // _DAY_S + 2) * _DAY_S

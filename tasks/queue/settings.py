@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import getpass
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from copy import deepcopy
 from typing import Any, get_args
 
 from prefect.client.orchestration import PrefectClient
@@ -20,6 +21,7 @@ from tasks.processes.identity import host_name
 from tasks.queue.policy import Policy
 from tasks.server.events import of_pool, told_at_once
 from tasks.spec.errors import MusterError
+from tasks.spec.words import commas
 
 
 class TableNode(BaseModel):
@@ -74,7 +76,7 @@ class PoolSettings(BaseModel):
     def _unique(cls, nodes: tuple[TableNode, ...]) -> tuple[TableNode, ...]:
         names = [node.name for node in nodes]
         if doubles := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(f"names of nodes are not unique: {', '.join(doubles)}")
+            raise ValueError(f"names of nodes are not unique: {commas(doubles)}")
         return nodes
 
 
@@ -96,12 +98,10 @@ def settings_of(base_job_template: Mapping[str, Any]) -> PoolSettings:
 
 def with_settings(base_job_template: Mapping[str, Any], settings: PoolSettings) -> dict[str, Any]:
     """The template with other settings; all else is left as it is."""
-    template = dict(base_job_template)
-    variables = dict(template.get("variables", {}))
-    properties = dict(variables.get("properties", {}))
-    variable = dict(properties.get(VARIABLE, {"type": "object", "title": "Gang queue"}))
+    template = deepcopy(dict(base_job_template))
+    properties = template.setdefault("variables", {}).setdefault("properties", {})
+    variable = properties.setdefault(VARIABLE, {"type": "object", "title": "Gang queue"})
     variable["default"] = settings.model_dump(mode="json")
-    template["variables"] = {**variables, "properties": {**properties, VARIABLE: variable}}
     return template
 
 
@@ -122,9 +122,9 @@ async def pool_of(client: PrefectClient, name: str) -> WorkPool:
     try:
         return await client.read_work_pool(name)
     except ObjectNotFound:
-        there = ", ".join(sorted(pool.name for pool in await client.read_work_pools()))
+        there = _names(pool.name for pool in await client.read_work_pools())
         raise NotThere(
-            f"the Prefect server has no work pool {name}; it has: {there or 'none'}. "
+            f"the Prefect server has no work pool {name}; it has: {there}. "
             f"`make up` makes the pool gang, `prefect work-pool create {name} --type gang` this "
             "one, --pool names another"
         ) from None
@@ -178,9 +178,8 @@ def with_drained(
     unknown = [name for name in names if seen is not None and name not in known]
     if unknown:
         raise NotThere(
-            f"no node is called {', '.join(unknown)}; there are: "
-            f"{', '.join(sorted(known)) or 'none'}. Nothing was changed; --force takes any name, "
-            "for a node that is away"
+            f"no node is called {commas(unknown)}; there are: {_names(known)}. Nothing was "
+            "changed; --force takes any name, for a node that is away"
         )
     left = (name for name in settings.drained if is_drained or name not in names)
     drained = tuple(dict.fromkeys((*left, *(names if is_drained else ()))))
@@ -212,7 +211,7 @@ def without_values(settings: PoolSettings, keys: Sequence[str]) -> PoolSettings:
         if key == _POLICY:
             del values["policy"]
         elif values["limits"].pop(_tag_of(key), None) is None:
-            limited = ", ".join(sorted(settings.limits)) or "none"
+            limited = _names(settings.limits)
             raise BadSetting(f"{key}: that tag has no limit; tags that have one: {limited}")
     return PoolSettings.model_validate(values)
 
@@ -228,17 +227,17 @@ async def pause(client: PrefectClient, pool: WorkPool, queue: str, *, is_paused:
     """Pause a work pool, or with a name one of its queues; or resume it. Raises: NotThere."""
     name = "muster.gang.paused" if is_paused else "muster.gang.resumed"
     event = of_pool(name, pool, queue=queue or None, by=_who())
-    if not queue:
+    if queue:
+        try:
+            found = await client.read_work_queue_by_name(queue, work_pool_name=pool.name)
+        except ObjectNotFound:
+            queues = await client.read_work_queues(work_pool_name=pool.name)
+            there = _names(one.name for one in queues)
+            why = f"the work pool {pool.name} has no queue {queue}; it has: {there}"
+            raise NotThere(why) from None
+        await client.update_work_queue(found.id, is_paused=is_paused)
+    else:
         await client.update_work_pool(pool.name, WorkPoolUpdate(is_paused=is_paused))
-        await told_at_once(client, event)
-        return
-    try:
-        found = await client.read_work_queue_by_name(queue, work_pool_name=pool.name)
-    except ObjectNotFound:
-        queues = await client.read_work_queues(work_pool_name=pool.name)
-        there = ", ".join(sorted(one.name for one in queues))
-        raise NotThere(f"the work pool {pool.name} has no queue {queue}; it has: {there}") from None
-    await client.update_work_queue(found.id, is_paused=is_paused)
     await told_at_once(client, event)
 
 
@@ -247,6 +246,10 @@ def faults_of(error: ValidationError) -> str:
     return "; ".join(
         f"{'.'.join(map(str, fault['loc'])) or 'gang'}: {fault['msg']}" for fault in error.errors()
     )
+
+
+def _names(names: Iterable[str]) -> str:
+    return commas(sorted(names)) or "none"
 
 
 def _who() -> str:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasks.queue.policy import CLASSES_S, class_s, estimate_s
+from tasks.queue.policy import CLASSES_S, class_s
 
 MINUTE, HOUR, DAY = 60.0, 3600.0, 86400.0
 
@@ -34,7 +34,7 @@ MINUTE, HOUR, DAY = 60.0, 3600.0, 86400.0
     ],
 )
 def test_hours_are_rounded_up_to_a_class(hours: float, expected_s: float) -> None:
-    assert estimate_s(hours) == expected_s
+    assert class_s(hours * HOUR) == expected_s
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_hours_are_rounded_up_to_a_class(hours: float, expected_s: float) -> Non
 def test_a_gang_that_has_outrun_its_class_is_in_the_next_one_up(
     hours: float, elapsed_s: float, expected_s: float
 ) -> None:
-    assert estimate_s(hours, elapsed_s) == expected_s
+    assert class_s(hours * HOUR, elapsed_s) == expected_s
 
 
 @given(seconds=st.floats(0.1, 1e8), elapsed_s=st.floats(0, 1e8))
