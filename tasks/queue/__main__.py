@@ -24,12 +24,14 @@ from rich.live import Live
 from rich.text import Text
 
 from tasks.queue import settings
+from tasks.queue.ledger import TYPE
 from tasks.queue.look import QueueView, QueueViewer
 from tasks.queue.reasons import one_line
 from tasks.queue.settings import BadSetting, NotThere
 from tasks.queue.tables import as_json, as_plain, as_rich, explain
 from tasks.server.flow_runs import why_refused
 from tasks.server.server import NoServer, quieten_prefect
+from tasks.spec.words import commas
 
 EXIT_DONE, EXIT_NOT_THERE, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 
@@ -62,16 +64,12 @@ async def connected() -> AsyncIterator[PrefectClient]:
             async with get_client(httpx_settings={"timeout": _TIMEOUT_S}) as client:
                 yield client
         except httpx.HTTPStatusError as error:
-            has_one = bool(PREFECT_API_AUTH_STRING.value())
-            if refusal := why_refused(url, error, is_set=has_one):
-                raise NoServer(refusal) from error
             why = f"HTTP {error.response.status_code} to {error.request.url.path}"
-            raise NoServer(f"the Prefect server at {url} refused: {why}") from error
+            refusal = why_refused(url, error, is_set=bool(PREFECT_API_AUTH_STRING.value()))
+            raise NoServer(refusal or f"the Prefect server at {url} refused: {why}") from error
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            why = one_line(error) or type(error).__name__
-            raise NoServer(
-                f"no Prefect server answers at PREFECT_API_URL={url} ({why}): {_REMEDY}"
-            ) from error
+            where = f"PREFECT_API_URL={url} ({one_line(error) or type(error).__name__})"
+            raise NoServer(f"no Prefect server answers at {where}: {_REMEDY}") from error
 
 
 def main(
@@ -131,7 +129,7 @@ async def _status(client: PrefectClient, options: argparse.Namespace, look: Look
     view = await look(client, options.pool)
     console = Console(highlight=False)
     if options.watch:
-        await _watch(client, options, look, console, view)
+        await _watch(lambda: look(client, options.pool), options.every_s, console, view)
     elif options.json:
         print(as_json(view))
     elif console.is_terminal:
@@ -141,11 +139,7 @@ async def _status(client: PrefectClient, options: argparse.Namespace, look: Look
 
 
 async def _watch(
-    client: PrefectClient,
-    options: argparse.Namespace,
-    look: Look,
-    console: Console,
-    view: QueueView,
+    look: Callable[[], Awaitable[QueueView]], every_s: float, console: Console, view: QueueView
 ) -> None:
     """Show look after look, until it is cancelled; an answer that does not come is told."""
     live = Live(console=console, screen=True, auto_refresh=False, vertical_overflow="crop")
@@ -159,9 +153,9 @@ async def _watch(
                 live.update(Group(as_rich(view, rows), Text(trouble, style="red")), refresh=True)
             else:
                 print(trouble or as_plain(view), end="\n\n", flush=True)
-            await asyncio.sleep(options.every_s)
+            await asyncio.sleep(every_s)
             try:
-                view, trouble = await look(client, options.pool), ""
+                view, trouble = await look(), ""
             except (httpx.HTTPError, PrefectException) as error:
                 trouble = f"no answer, so this is as it was: {one_line(error) or repr(error)}"
     finally:
@@ -169,7 +163,7 @@ async def _watch(
 
 
 async def _drain(client: PrefectClient, options: argparse.Namespace, look: Look) -> None:
-    pool = await settings.pool_of(client, options.pool)
+    await settings.pool_of(client, options.pool)
     #: By node, of whatever cluster: several may have one of the same name.
     runs: dict[str, set[str]] = defaultdict(set)
     for node in (await look(client, options.pool)).nodes:
@@ -181,10 +175,9 @@ async def _drain(client: PrefectClient, options: argparse.Namespace, look: Look)
     changed = settings.with_drained(before, options.node, known, is_drained=is_drained)
     await settings.change(client, pool, changed)
     for name in options.node:
-        held = ", ".join(sorted(runs[name]))
+        held = commas(sorted(runs[name]))
         goes_on = f" {held} goes on there." if held else ""
-        said = f"gets no new gang.{goes_on}" if is_drained else "may get new gangs."
-        print(f"{name} {said}")
+        print(name, f"gets no new gang.{goes_on}" if is_drained else "may get new gangs.")
     _note_type(pool.type)
 
 
@@ -198,7 +191,7 @@ async def _set(client: PrefectClient, options: argparse.Namespace) -> None:
 
 
 def _note_type(kind: str) -> None:
-    if kind != "gang":
+    if kind != TYPE:
         print(
             f"Note: the pool is of type {kind}, and only one of type gang obeys.", file=sys.stderr
         )

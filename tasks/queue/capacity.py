@@ -26,7 +26,7 @@ from tasks.queue.policy import NodeFree
 from tasks.queue.settings import PoolSettings
 from tasks.ray.dashboard import Denied, NoAnswer
 from tasks.ray.usage import Cluster, ClusterLook, ClusterNode
-from tasks.spec.words import counted
+from tasks.spec.words import commas, counted
 
 #: Ray counts in ten-thousandths.
 _SLACK = 1e-4
@@ -131,10 +131,8 @@ def _held(
     if _has_all(demand, taken):
         return whole
     # It may still take the rest where it was promised.
-    return {
-        name: max(promised.get(name, 0), whole.get(name, 0))
-        for name in dict.fromkeys((*promised, *whole))
-    }
+    names = dict.fromkeys((*promised, *whole))
+    return {name: max(promised.get(name, 0), whole.get(name, 0)) for name in names}
 
 
 def _has_all(demand: Demand, taken: Mapping[str, float]) -> bool:
@@ -222,14 +220,13 @@ def _why_no_driver(entrypoint: Mapping[str, float], cluster: Cluster) -> str:
 
 def _grouped(shapes: Iterable[str]) -> str:
     """`2 with 8 GPUs and 32 CPUs, 1 with 0 GPUs and 0 CPUs`."""
-    return ", ".join(f"{n} with {shape}" for shape, n in Counter(shapes).items()) or "none"
+    return commas(f"{n} with {shape}" for shape, n in Counter(shapes).items()) or "none"
 
 
 def _amounts(resources: Mapping[str, float]) -> str:
-    return ", ".join(f"{amount:g} {name}" for name, amount in resources.items())
+    return commas(f"{amount:g} {name}" for name, amount in resources.items())
 
 
-#: How long one look at a cluster may take.
 LOOK_WITHIN_S = 5.0
 #: A cluster that let a look wait for so long is asked in the background until it answers: it would
 #: hold up the gangs of all the others.
@@ -241,32 +238,21 @@ class NoCapacity(Exception):
     """Nobody can say now what there is; the message says why, and what helps. Ask again."""
 
 
+@dataclass(slots=True, kw_only=True)
 class Capacity:
-    """What there is, cluster by cluster. Use it in one asyncio loop, and `close` it.
+    """What there is, cluster by cluster. Use it in one asyncio loop, and `close` it."""
 
-    Args:
-        here: a run that names no cluster, in a pool without a table of nodes, is placed on this
-            machine.
-        within_s: for one look at a cluster.
-        look: at the cluster of an address.
-    """
-
-    def __init__(
-        self,
-        *,
-        here: bool = False,
-        within_s: float = LOOK_WITHIN_S,
-        look: Callable[[str], ClusterLook] = ClusterLook,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._here = here
-        self._within_s = within_s
-        self._make_look = look
-        self._clock = clock
-        self._looks: dict[str, ClusterLook] = {}
-        #: `[address]`: what was said of it, until the task has ended.
-        self._silent: dict[str, tuple[str, asyncio.Task[None]]] = {}
-        self._local: Cluster | None = None
+    #: A run that names no cluster, in a pool without a table of nodes, is placed on this machine.
+    here: bool = False
+    #: For one look at a cluster.
+    within_s: float = LOOK_WITHIN_S
+    #: At the cluster of an address.
+    look: Callable[[str], ClusterLook] = ClusterLook
+    clock: Callable[[], float] = time.monotonic
+    _looks: dict[str, ClusterLook] = field(default_factory=dict)
+    #: `[address]`: what was said of it, until the task has ended.
+    _silent: dict[str, tuple[str, asyncio.Task[None]]] = field(default_factory=dict)
+    _local: Cluster | None = None
 
     async def of(self, key: str, settings: PoolSettings) -> Cluster:
         """The cluster as it is now.
@@ -284,7 +270,7 @@ class Capacity:
             cluster = Cluster(
                 nodes=tuple(ClusterNode(name=n.name, gpus=n.gpus, cpus=n.cpus) for n in table)
             )
-        elif self._here:
+        elif self.here:
             # The GPUs of a machine stay the same.
             cluster = self._local = self._local or await local_cluster()
         else:
@@ -295,12 +281,10 @@ class Capacity:
         return _drained(cluster, settings)
 
     async def close(self) -> None:
-        silent, self._silent = self._silent, {}
-        for _, task in silent.values():
-            task.cancel()
-        looks, self._looks = self._looks, {}
-        for look in looks.values():
-            await look.close()
+        while self._silent:
+            self._silent.popitem()[1][1].cancel()
+        while self._looks:
+            await self._looks.popitem()[1].close()
 
     async def _look(self, address: str) -> Cluster:
         if address in self._silent:
@@ -309,13 +293,13 @@ class Capacity:
                 raise NoCapacity(why)
             del self._silent[address]
         if address not in self._looks:
-            self._looks[address] = self._make_look(address)
+            self._looks[address] = self.look(address)
         look = self._looks[address]
-        began = self._clock()
+        began = self.clock()
         try:
-            return await look.look(within_s=self._within_s)
+            return await look.look(within_s=self.within_s)
         except (NoAnswer, Denied) as error:
-            if self._clock() - began >= self._within_s and address not in self._silent:
+            if self.clock() - began >= self.within_s and address not in self._silent:
                 self._silent[address] = str(error), asyncio.create_task(_answered(look))
             raise NoCapacity(str(error)) from error
         except Exception as error:  # An address is a user's: whatever stands there may answer.
@@ -356,8 +340,8 @@ def _drained(cluster: Cluster, settings: PoolSettings) -> Cluster:
     drained = set(settings.drained)
     if not drained:
         return cluster
-    nodes = tuple(
+    nodes = (
         replace(node, is_drained=True) if {node.name, bare_name(node.name)} & drained else node
         for node in cluster.nodes
     )
-    return replace(cluster, nodes=nodes)
+    return replace(cluster, nodes=tuple(nodes))

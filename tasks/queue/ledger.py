@@ -17,17 +17,9 @@ from uuid import UUID
 from prefect.client.orchestration import PrefectClient
 from prefect.client.schemas.filters import (
     FlowFilter,
-    FlowFilterName,
     FlowRunFilter,
-    FlowRunFilterNextScheduledStartTime,
-    FlowRunFilterState,
-    FlowRunFilterStateName,
-    FlowRunFilterStateType,
     WorkPoolFilter,
-    WorkPoolFilterName,
-    WorkPoolFilterType,
     WorkQueueFilter,
-    WorkQueueFilterName,
 )
 from prefect.client.schemas.objects import FlowRun, StateType, WorkPool, WorkQueue
 from prefect.client.schemas.sorting import FlowRunSort
@@ -43,7 +35,7 @@ from tasks.spec.run import Gang
 
 #: The type of the work pools, and of their workers.
 TYPE = "gang"
-GANG_POOLS = WorkPoolFilter(type=WorkPoolFilterType(any_=[TYPE]))
+GANG_POOLS = WorkPoolFilter.model_validate({"type": {"any_": [TYPE]}})
 #: The flow of runs that are started directly.
 _FLOW = "train"
 #: Of what waits in one queue of a pool, no more is looked at: as many as one request gives.
@@ -120,12 +112,11 @@ def fault_of(flow_run: FlowRun) -> str:
 def name_where_refused(flow_run: FlowRun, request: Request) -> str:
     """What the flow run of a refused run is called: the run id; where the spec says no workload,
     one of the same form; where it has no fit name either, as Prefect has called it."""
-    name = (_spec_of(flow_run) or {}).get("name")
-    if request.name != flow_run.name or not isinstance(name, str) or not _NAME.fullmatch(name):
+    spec = _spec_of(flow_run) or {}
+    is_named = request.name != flow_run.name or flow_run.name.startswith(f"{spec.get('name')}-")
+    if is_named or not _has_fit_name(spec):
         return request.name
-    if flow_run.name.startswith(f"{name}-"):
-        return request.name
-    return make_run_id(name, "invalid", flow_run.id, flow_run.created or datetime.now(UTC))
+    return _run_id(flow_run, {**spec, "workload": "invalid"})
 
 
 def _spec_of(flow_run: FlowRun) -> Mapping[str, Any] | None:
@@ -137,9 +128,12 @@ def _spec_of(flow_run: FlowRun) -> Mapping[str, Any] | None:
 def _called(spec: Mapping[str, Any]) -> str:
     """What a person calls a spec that may be faulty. Prefect's name of its flow run is not known
     to whoever wrote it."""
+    return f"the spec of {spec['name']}" if _has_fit_name(spec) else "the spec"
+
+
+def _has_fit_name(spec: Mapping[str, Any]) -> bool:
     name = spec.get("name")
-    fits = isinstance(name, str) and _NAME.fullmatch(name)
-    return f"the spec of {name}" if fits else "the spec"
+    return isinstance(name, str) and _NAME.fullmatch(name) is not None
 
 
 def _run_id(flow_run: FlowRun, spec: Mapping[str, Any]) -> str:
@@ -296,29 +290,23 @@ class LedgerReader:
         return found, is_cut
 
     async def _due(self, pool: str, queue: str | None = None) -> list[FlowRun]:
-        now = datetime.now(UTC)
-        of_queue: dict[str, Any] = {}
-        if queue is not None:
-            of_queue["work_queue_filter"] = WorkQueueFilter(name=WorkQueueFilterName(any_=[queue]))
+        due = {
+            "state": {"type": {"any_": [StateType.SCHEDULED]}},
+            "next_scheduled_start_time": {"before_": datetime.now(UTC)},
+        }
+        of_queue = WorkQueueFilter.model_validate({"name": {"any_": [queue]}}) if queue else None
         return await self._client.read_flow_runs(
-            work_pool_filter=WorkPoolFilter(name=WorkPoolFilterName(any_=[pool])),
-            flow_run_filter=FlowRunFilter(
-                state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.SCHEDULED])),
-                next_scheduled_start_time=FlowRunFilterNextScheduledStartTime(before_=now),
-            ),
+            work_pool_filter=WorkPoolFilter.model_validate({"name": {"any_": [pool]}}),
+            work_queue_filter=of_queue,
+            flow_run_filter=FlowRunFilter.model_validate(due),
             sort=FlowRunSort.EXPECTED_START_TIME_ASC,
             limit=WINDOW,
-            **of_queue,
         )
 
     async def _holding(self) -> list[FlowRun]:
-        holding = FlowRunFilter(
-            state=FlowRunFilterState(type=FlowRunFilterStateType(any_=list(HELD)))
-        )
-        ours = FlowFilter(name=FlowFilterName(any_=[_FLOW]))
-        going_on = FlowRunFilter(
-            state=FlowRunFilterState(name=FlowRunFilterStateName(any_=[JOBS_GO_ON]))
-        )
+        holding = FlowRunFilter.model_validate({"state": {"type": {"any_": HELD}}})
+        going_on = FlowRunFilter.model_validate({"state": {"name": {"any_": [JOBS_GO_ON]}}})
+        ours = FlowFilter.model_validate({"name": {"any_": [_FLOW]}})
         # One after the other, as all of it: a server on SQLite has few connections, and a line of
         # requests before them can hold up everybody.
         of_flow = await self._pages(flow_run_filter=holding, flow_filter=ours)

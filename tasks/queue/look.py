@@ -105,13 +105,12 @@ class QueueReader:
         ).decided()
 
     def _read_settings(self, pool: Pool | None) -> list[str]:
-        if pool is None:
-            return []
         try:
-            self._settings = settings_of(pool.work_pool.base_job_template)
+            if pool is not None:
+                self._settings = settings_of(pool.work_pool.base_job_template)
         except ValidationError as error:
             # The last good ones stay: a slip of the pen must not let a drained node be used.
-            return [f"the settings of the work pool {pool.name} can't be read: {one_line(error)}"]
+            return [f"the settings of the work pool {self._pool} can't be read: {one_line(error)}"]
         return []
 
     async def _cancelled(self, line: Sequence[QueueEntry]) -> list[tuple[QueueEntry, State[Any]]]:
@@ -148,9 +147,8 @@ class QueueReader:
             return age_s > GIVEN_BACK_AFTER_S and not entry.flow_run.infrastructure_pid
         # Its process may have been started by a worker that was killed before it could say so; and
         # one that is on record may have gone with its worker.
-        return age_s > _SPAWNED_WITHIN_S and not holders_of(FLOW_RUN_VARIABLE).pids.get(
-            str(entry.id)
-        )
+        id = str(entry.id)
+        return age_s > _SPAWNED_WITHIN_S and not holders_of(FLOW_RUN_VARIABLE).pids.get(id)
 
     async def _clusters(
         self, entries: Sequence[QueueEntry]
@@ -280,6 +278,7 @@ class QueueView:
 def view_of(look: Look, pool: str) -> QueueView:
     """The line and the nodes of a work pool."""
     work_pool = look.pool.work_pool if look.pool else None
+    queues = look.pool.queues.values() if look.pool else ()
     return QueueView(
         at=look.at,
         pool=pool if work_pool else "",
@@ -292,11 +291,7 @@ def view_of(look: Look, pool: str) -> QueueView:
         ),
         nodes=tuple(node for key in sorted(look.clusters) for node in _nodes(look, key)),
         tags={tag: (look.used(tag), most) for tag, most in sorted(look.settings.limits.items())},
-        paused_queues=tuple(
-            sorted(queue.name for queue in look.pool.queues.values() if queue.is_paused)
-            if look.pool
-            else ()
-        ),
+        paused_queues=tuple(sorted(queue.name for queue in queues if queue.is_paused)),
         troubles=tuple(look.troubles),
     )
 

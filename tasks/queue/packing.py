@@ -36,19 +36,10 @@ class Demand:
         return self.gpus_per_node * self.cpus_per_gpu
 
     def in_words(self, accelerator: str = "GPU") -> str:
-        """`2 nodes with 8 GPUs and 24 CPUs each`.
-
-        Args:
-            accelerator: what the cluster calls them.
-        """
+        """`2 nodes with 8 GPUs and 24 CPUs each`; `accelerator` is what the cluster calls them."""
         gpus = counted(self.gpus_per_node, accelerator)
         of_node = f"{gpus} and {counted(self.cpus_per_node, 'CPU')}"
-        if self.nodes == 1:
-            return f"1 node with {of_node}"
-        return f"{self.nodes} nodes with {of_node} each"
-
-    def __str__(self) -> str:
-        return self.in_words()
+        return f"{counted(self.nodes, 'node')} with {of_node}{'' if self.nodes == 1 else ' each'}"
 
 
 class FreeNodes:

@@ -6,7 +6,7 @@ rewrite is one more state in the history of its flow run.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from tasks.queue.packing import Demand
@@ -85,8 +85,7 @@ def message_of(
     first = next((names.get(id, id) for id in reason.waits_for), "")
     match reason.why:
         case Why.GPUS:
-            text = _first(demand, reason, names, free, drained or {}, others, now)
-            return _message(demand, text)
+            return _message(demand, _first(demand, reason, names, free, drained or {}, others, now))
         case Why.LIMIT:
             has = f"{limit[0]} of its limit of {limit[1]}" if limit else "reached its limit"
             text = f"waits for GPUs of the tag {reason.tag}, which has {has}"
@@ -135,10 +134,8 @@ def paused(demand: Demand | None, pool: str, queue: str = "") -> Message:
 
 def at_pool_limit(demand: Demand | None, pool: str, limit: int) -> Message:
     """Why a run waits whose pool runs as many as it may."""
-    runs = counted(limit, "run")
-    return _message(
-        demand, f"waits for a run to end: the work pool {pool} is at its limit of {runs}"
-    )
+    at_limit = f"the work pool {pool} is at its limit of {counted(limit, 'run')}"
+    return _message(demand, f"waits for a run to end: {at_limit}")
 
 
 def no_answer(demand: Demand | None, address: str, error: object) -> Message:
@@ -192,9 +189,8 @@ def one_line(error: object) -> str:
 
 
 def _message(demand: Demand | None, reason: str, key: str = "") -> Message:
-    return Message(
-        text=f"{_ASKS}{gang_in_words(demand)}; {reason}", key=key or reason, reason=reason
-    )
+    text = f"{_ASKS}{gang_in_words(demand)}; {reason}"
+    return Message(text=text, key=key or reason, reason=reason)
 
 
 def _first(
@@ -209,8 +205,11 @@ def _first(
     """Why the first of the line does not fit."""
     parts = []
     if reason.waits_for:
-        ended = _names(reason.waits_for, names)
-        parts.append(f"waits for {ended} to end, {_expected(reason.starts_at, now)}")
+        ended, at = _listed(names.get(id, id) for id in reason.waits_for), reason.starts_at
+        expected = "nobody can say when"
+        if at is not None:
+            expected = f"expected {SOON if is_soon(at, now) else f'{minute_seen(at, now)} UTC'}"
+        parts.append(f"waits for {ended} to end, {expected}")
     if demand is not None and _fits(demand, free):
         parts.append(f"too few nodes have {demand.cpus_per_node:g} CPUs free with the GPUs")
     elif demand is not None and _fits(demand, {**free, **drained}):
@@ -224,16 +223,6 @@ def _first(
 
 def _fits(demand: Demand, free: Mapping[str, int]) -> bool:
     return sum(gpus >= demand.gpus_per_node for gpus in free.values()) >= demand.nodes
-
-
-def _expected(at: float | None, now: float) -> str:
-    if at is None:
-        return "nobody can say when"
-    return f"expected {SOON if is_soon(at, now) else f'{minute_seen(at, now)} UTC'}"
-
-
-def _names(ids: Sequence[str], names: Mapping[str, str]) -> str:
-    return _listed(names.get(id, id) for id in ids)
 
 
 def _listed(items: Iterable[object]) -> str:

@@ -193,14 +193,14 @@ def with_values(settings: PoolSettings, assignments: Sequence[str]) -> PoolSetti
         key, equals, value = assignment.rpartition("=")
         if not equals:
             raise BadSetting(f"{assignment}: write {assignment}=VALUE")
+        if key == _POLICY and value not in get_args(Policy):
+            raise BadSetting(f"policy={value}: it is {' or '.join(get_args(Policy))}")
         if key == _POLICY:
-            if value not in get_args(Policy):
-                raise BadSetting(f"policy={value}: it is {' or '.join(get_args(Policy))}")
             values["policy"] = value
-        else:
-            if not value.isdecimal():
-                raise BadSetting(f"{assignment}: a limit is a number of GPUs, 0 or more")
+        elif value.isdecimal():
             values["limits"][_tag_of(key)] = int(value)
+        else:
+            raise BadSetting(f"{assignment}: a limit is a number of GPUs, 0 or more")
     return PoolSettings.model_validate(values)
 
 

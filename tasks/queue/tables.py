@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import re
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict
 from datetime import datetime
 from hashlib import sha256
@@ -21,12 +22,7 @@ from uuid import UUID
 import httpx
 from prefect.client.orchestration import PrefectClient
 from prefect.client.schemas.actions import ArtifactCreate
-from prefect.client.schemas.filters import (
-    ArtifactCollectionFilter,
-    ArtifactCollectionFilterKey,
-    FlowRunFilter,
-    FlowRunFilterName,
-)
+from prefect.client.schemas.filters import ArtifactCollectionFilter, FlowRunFilter
 from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.client.schemas.sorting import FlowRunSort
 from prefect.exceptions import ObjectNotFound
@@ -40,14 +36,12 @@ from tasks.queue.packing import Demand
 from tasks.queue.reasons import SOON, gang_in_words, is_soon, one_line
 from tasks.queue.settings import NotThere
 from tasks.server.flow_runs import HELD, SILENT_AFTER_S, worker_of
-from tasks.spec.words import counted, lasting, minute, minute_seen, moment
+from tasks.spec.words import commas, counted, lasting, minute, minute_seen, moment
 
 _log = logging.getLogger(__name__)
 
 #: A table on the server shows no more rows.
 ROWS_AT_MOST = 200
-_TABLE = "table"
-_NOT_FOUND = 404
 #: Of the names of what is said of one run.
 _WIDTH = 10
 
@@ -76,12 +70,12 @@ def summary_of(view: QueueView) -> tuple[str, ...]:
     if view.is_paused:
         lines.append("paused: no run starts until the pool is resumed")
     if view.paused_queues:
-        lines.append(f"paused queues: {', '.join(view.paused_queues)}")
+        lines.append(f"paused queues: {commas(view.paused_queues)}")
     if view.tags:
         used = (f"{tag} {has} of {most} GPUs" for tag, (has, most) in sorted(view.tags.items()))
-        lines.append(f"tags: {', '.join(used)}")
+        lines.append(f"tags: {commas(used)}")
     if drained := [node.name for node in view.nodes if node.is_drained]:
-        lines.append(f"drained: {', '.join(drained)}")
+        lines.append(f"drained: {commas(drained)}")
     return (*lines, *(f"{_TROUBLE} {trouble}" for trouble in view.troubles))
 
 
@@ -116,12 +110,9 @@ def as_json(view: QueueView) -> str:
 
 def as_plain(view: QueueView) -> str:
     """For a file or a pipe: no colours, no wrapped lines."""
-    queue, nodes = queue_rows(view, for_a_look=True), node_rows(view)
-    parts = ["\n".join(summary_of(view))]
-    parts.append("\n".join(_aligned(queue)) if queue else _EMPTY)
-    if nodes:
-        parts.append("\n".join(_aligned(nodes)))
-    return "\n\n".join(parts)
+    queue = _aligned(queue_rows(view, for_a_look=True)) or [_EMPTY]
+    parts = (summary_of(view), queue, _aligned(node_rows(view)))
+    return "\n\n".join("\n".join(lines) for lines in parts if lines)
 
 
 def as_rich(view: QueueView, at_most: int | None = None) -> RenderableType:
@@ -175,7 +166,7 @@ def _queue_row(run: QueuedRun, now: float, for_a_look: bool) -> Row:
         "cluster": run.cluster or "-",
         **times,
         "queue": run.queue or "-",
-        "tags": ", ".join(run.tags) or "-",
+        "tags": commas(run.tags) or "-",
         "reason": run.reason,
     }
 
@@ -242,10 +233,8 @@ class QueueArtifacts:
         self._every_s = every_s
         self._renewed_every_s = renewed_every_s
         self._clock = clock
-        self._ids: dict[str, UUID] = {}
-        #: What each artifact shows, but for the time.
-        self._shown: dict[str, dict[str, str]] = {}
-        self._written_at: dict[str, float] = {}
+        #: By key: the artifact, what it shows but for the time, and when that was written.
+        self._kept: dict[str, tuple[UUID, dict[str, str], float]] = {}
         self._has_failed = False
 
     async def show(self, view: QueueView) -> None:
@@ -267,41 +256,35 @@ class QueueArtifacts:
 
     async def _keep(self, key: str, shown: dict[str, str], at: float) -> None:
         now = self._clock()
-        is_same = self._shown.get(key) == shown
-        if now - self._written_at.get(key, -1e9) < (
-            self._renewed_every_s if is_same else self._every_s
-        ):
+        found, before, written_at = self._kept.get(key, (None, None, -math.inf))
+        if now - written_at < (self._renewed_every_s if before == shown else self._every_s):
             return
-        said = f"{shown['description']}\n\nAs of {moment(at)}; "
-        said += "rewritten when it changes, and each minute."
-        content = {**shown, "description": said}
-        found = self._ids.get(key)
+        as_of = f"As of {moment(at)}; rewritten when it changes, and each minute."
+        content = {**shown, "description": f"{shown['description']}\n\n{as_of}"}
         if found is None or not await self._updated(found, content):
             # Not made yet, or made by an earlier gate, or deleted by somebody meanwhile.
             found = await self._find(key)
             if found is None or not await self._updated(found, content):
-                new = ArtifactCreate(key=key, type=_TABLE, **content)
+                new = ArtifactCreate(key=key, type="table", **content)
                 found = (await self._client.create_artifact(new)).id
-        self._ids[key], self._shown[key], self._written_at[key] = found, shown, now
+        self._kept[key] = found, shown, now
 
     async def _find(self, key: str) -> UUID | None:
-        of_key = ArtifactCollectionFilter(key=ArtifactCollectionFilterKey(any_=[key]))
+        of_key = ArtifactCollectionFilter.model_validate({"key": {"any_": [key]}})
         latest = await self._client.read_latest_artifacts(artifact_filter=of_key, limit=1)
-        return latest[0].latest_id if latest and latest[0].type == _TABLE else None
+        return latest[0].latest_id if latest and latest[0].type == "table" else None
 
-    async def _updated(self, artifact: UUID, content: Mapping[str, str]) -> bool:
+    async def _updated(self, artifact: UUID, content: dict[str, str]) -> bool:
         """Whether it was still there to be updated."""
         # Prefect's `update_artifact` would send the whole table once more, as an event that the
         # server keeps for days.
         place = {"id": artifact}
         try:
-            await self._client.request(
-                "PATCH", "/artifacts/{id}", path_params=place, json=dict(content)
-            )
+            await self._client.request("PATCH", "/artifacts/{id}", path_params=place, json=content)
         except httpx.HTTPStatusError as error:
-            if error.response.status_code == _NOT_FOUND:
-                return False
-            raise
+            if error.response.status_code != httpx.codes.NOT_FOUND:
+                raise
+            return False
         return True
 
 
@@ -353,8 +336,8 @@ async def explain(
             )
         found = [await client.read_flow_run(UUID(named[0]))]
     lines = told(found[0], view) + await _silence(client, found[0], view.at)
-    if others := [str(run.id) for run in found[1:]]:
-        lines.append(_field("others", f"of that name, older: {', '.join(others)}"))
+    if others := commas(run.id for run in found[1:]):
+        lines.append(_field("others", f"of that name, older: {others}"))
     return "\n".join(lines)
 
 
@@ -420,21 +403,19 @@ def _what(flow_run: FlowRun, state: State[Any], now: float, *, has_gang: bool) -
 
 
 def _waiting(run: QueuedRun, view: QueueView) -> list[str]:
+    waited = lasting(view.at - run.waiting_since)
     where = f"of the work pool {view.pool}" if view.pool else "of the runs started directly"
     lines = [
         f"{run.name} waits, number {run.number} of {len(view.line)} in the line {where}.",
         _field("asks for", gang_in_words(run.demand)),
-        _field(
-            "since", f"{minute(run.waiting_since)}, {lasting(view.at - run.waiting_since)} by now"
-        ),
+        _field("since", f"{minute(run.waiting_since)}, {waited} by now"),
         _field("reason", run.reason),
     ]
     if run.starts_at is not None:
         soon = is_soon(run.starts_at, view.at)
         lines.append(_field("expected", SOON if soon else f"to start at {minute(run.starts_at)}"))
-    lines += [_field("queue", run.queue)] if run.queue else []
-    lines += [_field("cluster", run.cluster)] if run.cluster else []
-    lines += [_field("tags", ", ".join(run.tags))] if run.tags else []
+    more = {"queue": run.queue, "cluster": run.cluster, "tags": commas(run.tags)}
+    lines += [_field(name, text) for name, text in more.items() if text]
     return lines + [_field("trouble", trouble) for trouble in view.troubles]
 
 
@@ -445,7 +426,7 @@ async def _found(client: PrefectClient, asked: str) -> list[FlowRun]:
     except (ValueError, ObjectNotFound):
         pass
     return await client.read_flow_runs(
-        flow_run_filter=FlowRunFilter(name=FlowRunFilterName(any_=[asked])),
+        flow_run_filter=FlowRunFilter.model_validate({"name": {"any_": [asked]}}),
         sort=FlowRunSort.EXPECTED_START_TIME_DESC,
         limit=5,
     )

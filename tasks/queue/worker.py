@@ -46,13 +46,9 @@ _log = logging.getLogger(__name__)
 
 #: Of flow runs: they have ended, or are there to be started. That of a waiting run whose message
 #: was rewritten is among them; rewrites are rare.
-_EVENTS = [
-    f"prefect.flow-run.{name}"
-    for name in (
-        *("Completed", "Failed", "Crashed", "Cancelled", "TimedOut"),
-        *("Scheduled", "Late", "PendingResources", "AwaitingRetry"),
-    )
-]
+_ENDED = ("Completed", "Failed", "Crashed", "Cancelled", "TimedOut")
+_SCHEDULED = ("Scheduled", "Late", "PendingResources", "AwaitingRetry")
+_EVENTS = [f"prefect.flow-run.{name}" for name in (*_ENDED, *_SCHEDULED)]
 #: Events that come together are worth one look.
 _SETTLE_S = 0.03
 #: The stream was cut: it is opened again after so long, at most.
@@ -254,7 +250,7 @@ class GangWorker(ProcessWorker):
             look, granted = await gate.decide(self._may_start, self._submitting_flow_run_ids)
             self._granted.extend(granted)
             self._tell(gate, look)
-        if self._limiter is not None and self._limiter.available_tokens < 1:
+        if self._is_full():
             self._again(_AGAIN_S)
             return []
         if not self._granted:
@@ -282,11 +278,12 @@ class GangWorker(ProcessWorker):
                     await asyncio.sleep(_ASKED_EVERY_S)
 
     def _may_start(self, entry: QueueEntry) -> bool:
-        if entry.pool != self._work_pool_name or not entry.is_scheduled:
-            return False
-        if self._limiter is not None and self._limiter.available_tokens < 1:
+        if entry.pool != self._work_pool_name or not entry.is_scheduled or self._is_full():
             return False
         return not self._work_queues or entry.queue in self._work_queues
+
+    def _is_full(self) -> bool:
+        return self._limiter is not None and self._limiter.available_tokens < 1
 
     def _again(self, delay_s: float) -> None:
         if self._waker is not None:
@@ -315,7 +312,6 @@ class GangWorker(ProcessWorker):
 
 def _response(entry: QueueEntry) -> WorkerFlowRunResponse:
     run = entry.flow_run
-    assert run.work_pool_id is not None and run.work_queue_id is not None
-    return WorkerFlowRunResponse(
-        work_pool_id=run.work_pool_id, work_queue_id=run.work_queue_id, flow_run=run
-    )
+    pool, queue = run.work_pool_id, run.work_queue_id
+    assert pool is not None and queue is not None
+    return WorkerFlowRunResponse(work_pool_id=pool, work_queue_id=queue, flow_run=run)

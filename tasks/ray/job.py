@@ -208,8 +208,11 @@ class RayJob(Member):
 
     def last_words(self) -> str:
         """The end of its log without what Ray itself wrote there, and Ray's word on the end."""
-        state = self._state if self._state is not None and self._state.is_final else None
-        return last_words(super().last_words(), state)
+        return last_words(super().last_words(), self._state if self._is_final else None)
+
+    @property
+    def _is_final(self) -> bool:
+        return self._state is not None and self._state.is_final
 
     async def launch(self) -> None:
         """Have it submitted, or attached to where it was before; `until_running` tells what came
@@ -325,7 +328,7 @@ class RayJob(Member):
             file = self._job.submission_file
             self._file = self._file or await asyncio.to_thread(SubmissionFile.read, file)
             if self._file is None or self._file.content.submit_began_at is None:
-                return await self._cleared()
+                return await self._cleared(())
             self._note_stop()
             ended = await self._take_down.run(self._file)
             if not ended.is_known:
@@ -349,7 +352,7 @@ class RayJob(Member):
             await self._drop(name)
         await self._dashboard.close()
 
-    async def _cleared(self, left: tuple[str, ...] = ()) -> tuple[str, ...]:
+    async def _cleared(self, left: tuple[str, ...]) -> tuple[str, ...]:
         if not left:
             self._is_clear = True
             await self._close()
@@ -370,7 +373,7 @@ class RayJob(Member):
         self._begin(name, run())
 
     def _note_stop(self) -> None:
-        if self._state is not None and self._state.is_final:
+        if self._is_final:
             return
         if not self._was_stopped:
             self._was_stopped, self._stopped_s = True, self._clock()
@@ -394,16 +397,15 @@ class RayJob(Member):
                 if state is not None:
                     self._asked_s = asked_s
                     self._saw(state)
-            if self._state is None or not self._state.is_final:
+            if not self._is_final:
                 await asyncio.sleep(_POLL_EACH_S)
         await self._tell_end(self._state)
 
     def _saw(self, state: JobState) -> None:
         """Take in an answer of the cluster, whoever asked for it. A final one stays."""
-        before = self._state
-        if before is not None and before.is_final:
+        if self._is_final:
             return
-        self._state = state
+        before, self._state = self._state, state
         if not state.is_final:
             self._seen_running_s = self._asked_s
         assert self._file is not None
@@ -411,8 +413,7 @@ class RayJob(Member):
         if state.driver_ip:
             known |= {"driver_ip": state.driver_ip, "driver_node_id": state.driver_node_id}
         if state.ray_job_id:
-            ids = {*self._file.content.ray_job_ids, state.ray_job_id}
-            known["ray_job_ids"] = sorted(ids)
+            known["ray_job_ids"] = sorted({*self._file.content.ray_job_ids, state.ray_job_id})
         if state.status == "RUNNING" and self._file.content.running_at is None:
             known["running_at"] = self._wall_clock()
         self._file.note_state(state, **known)
@@ -432,7 +433,7 @@ class RayJob(Member):
                 nodes = await self._dashboard.nodes()
                 if state.driver_node_id not in {node.node_id for node in nodes}:
                     lost_node = self._place()
-        at_monotonic_s = earliest_end(
+        at_s = earliest_end(
             state,
             wall_s=self._wall_clock(),
             monotonic_s=self._clock(),
@@ -440,19 +441,15 @@ class RayJob(Member):
             wrapper_s=STRAGGLERS_S,
             is_node_lost=bool(lost_node),
         )
-        if self._was_stopped and state.driver_exit_code is None:
+        by_us = self._was_stopped
+        if by_us and state.driver_exit_code is None:
             # It is our doing, so nothing else can have come of it.
-            at_monotonic_s = max(at_monotonic_s, self._stopped_s)
+            at_s = max(at_s, self._stopped_s)
         await self._drop("follow")
         if state.driver_node_id:
             self._begin("last", self._log.complete(state.driver_node_id))
             await asyncio.wait([self._tasks["last"]], timeout=_LAST_LINES_WITHIN_S)
-        exit_ = exit_of(
-            state,
-            at_monotonic_s=at_monotonic_s,
-            was_stopped_by_us=self._was_stopped,
-            lost_node=lost_node,
-        )
+        exit_ = exit_of(state, at_monotonic_s=at_s, was_stopped_by_us=by_us, lost_node=lost_node)
         assert self._file is not None
         self._file.note(exit_code=exit_.exit_code, signal=exit_.signal)
         self._say("job.final", status=state.status, message=str(exit_))
@@ -472,13 +469,12 @@ class RayJob(Member):
 
     async def _loss(self) -> JobLoss | None:
         if self._contact.lost_for_s > self._job.lost_after_s:
-            return JobLoss(
-                kind=FailureKind.LOST_CONTACT,
-                rule="contact-lost",
-                message=f"{self._job.address} has not answered for "
-                f"{self._contact.lost_for_s:.0f} s: {self._contact.problem}; what became of job "
-                f"{self._job.submission_id} is not known",
+            message = (
+                f"{self._job.address} has not answered for {self._contact.lost_for_s:.0f} s: "
+                f"{self._contact.problem}; what became of job {self._job.submission_id} is not "
+                "known"
             )
+            return JobLoss(kind=FailureKind.LOST_CONTACT, rule="contact-lost", message=message)
         if not self._is_forgotten or self._submitter is None:
             return None
         return await self._submitter.forgotten()
@@ -493,11 +489,9 @@ class RayJob(Member):
             if held >= self._job.gpus:
                 self._has_gpus = True
                 self._file.note(gpus_taken_at=self._wall_clock())
+            if self._has_gpus or ran_for_s <= self._job.start_within_s:
                 return None
-            if ran_for_s <= self._job.start_within_s:
-                return None
-            gcs_address = await self._dashboard.gcs_address()
-            free = await control_store.free_gpus(gcs_address)
+            free = await control_store.free_gpus(await self._dashboard.gcs_address())
             room = room_in_words(await self._dashboard.nodes(), free)
         except (NoAnswer, Denied):
             return None
@@ -510,12 +504,11 @@ class RayJob(Member):
         )
 
     async def _never_started(self) -> JobLoss:
-        reason = self._state.message if self._state else ""
-        left = await self._end()
+        reason = " ".join((self._state.message if self._state else "").split())[:500]
         message = f"job {self._job.submission_id} was pending for {self._job.start_within_s:g} s: "
-        message += " ".join(reason.split())[:500] or "the cluster gives no reason"
+        message += reason or "the cluster gives no reason"
         kind = FailureKind.START_TIMEOUT
-        if left:
+        if left := await self._end():
             message += f"; not all of it is gone: {'; '.join(left)}"
             kind = FailureKind.LOST_CONTACT
         return JobLoss(kind=kind, rule="start-deadline", message=message)

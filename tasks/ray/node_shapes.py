@@ -83,9 +83,8 @@ def try_shape(node_id: str, shape: str, within_s: float) -> ShapeEnding:
     Args:
         within_s: What lives so long after is a leak.
     """
-    mark = os.urandom(8).hex()
+    mark, pid = os.urandom(8).hex(), 0
     actor = _spawner(node_id)
-    pid = 0
     try:
         pid = ray.get(actor.spawn.remote(SHAPES[shape], mark), timeout=2 * _STARTED_WITHIN_S)
     finally:
@@ -100,8 +99,7 @@ def exit_code_in_worker(node_id: str) -> int:
     """Of `exit 7`, as a Ray worker of a node sees it."""
     actor = _spawner(node_id)
     try:
-        code: int = ray.get(actor.exit_code_seen.remote(), timeout=_STARTED_WITHIN_S)
-        return code
+        return int(ray.get(actor.exit_code_seen.remote(), timeout=_STARTED_WITHIN_S))
     finally:
         ray.kill(actor)
 
@@ -112,19 +110,15 @@ def _spawner(node_id: str) -> Any:
 
 
 def _pinned(node_id: str) -> dict[str, Any]:
-    return {
-        "num_cpus": 0,
-        "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False),
-    }
+    strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    return {"num_cpus": 0, "scheduling_strategy": strategy}
 
 
 def _kill_and_watch(actor_pid: int, mark: str, within_s: float) -> tuple[float | None, list[int]]:
     if actor_pid:
         os.kill(actor_pid, signal.SIGKILL)
     began = time.monotonic()
-    while left := _marked(mark):
-        if time.monotonic() - began > within_s:
-            break
+    while (left := _marked(mark)) and time.monotonic() - began <= within_s:
         time.sleep(0.01)
     took_s = time.monotonic() - began
     for pid in left:

@@ -76,14 +76,14 @@ class Visited:
     unreached: Mapping[str, str]
 
 
+@dataclass(slots=True)
 class NodeVisitor:
     """A driver in a child process; `visiting` gives one."""
 
-    def __init__(self, process: asyncio.subprocess.Process, errors: IO[bytes]) -> None:
-        self._process = process
-        self._errors = errors
-        #: Dead ones too.
-        self.nodes: tuple[Node, ...] = ()
+    _process: asyncio.subprocess.Process
+    _errors: IO[bytes]
+    #: Dead ones too.
+    nodes: tuple[Node, ...] = ()
 
     @property
     def alive(self) -> tuple[Node, ...]:
@@ -108,18 +108,12 @@ class NodeVisitor:
         hello = {"gcs_address": gcs_address, "flow_run": flow_run}
         answer = await self._ask(hello, within_s)
         shared = [entry["ip"] for entry in answer["nodes"] if entry["is_alive"]]
-        self.nodes = tuple(
-            Node(
-                node_id=entry["node_id"],
-                name=entry["ip"]
-                if shared.count(entry["ip"]) == 1
-                else f"{entry['ip']}/{entry['node_id'][:8]}",
-                is_alive=entry["is_alive"],
-                gpus=entry["gpus"],
-                ray_dir=entry["ray_dir"],
-            )
-            for entry in answer["nodes"]
-        )
+        nodes = []
+        for entry in answer["nodes"]:
+            ip = entry.pop("ip")
+            name = ip if shared.count(ip) == 1 else f"{ip}/{entry['node_id'][:8]}"
+            nodes.append(Node(name=name, **entry))
+        self.nodes = tuple(nodes)
 
     async def _ask(self, question: Mapping[str, Any], within_s: float) -> dict[str, Any]:
         assert self._process.stdin is not None and self._process.stdout is not None

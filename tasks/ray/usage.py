@@ -218,23 +218,21 @@ _PLACED = (1, 2, 3)
 _LONGER_S = 1.0
 
 
+@dataclass(slots=True)
 class ClusterLook:
     """One cluster, by the URL of its dashboard. Use it in one asyncio loop, and `close` it.
 
     The dashboard is asked for the control store's address; all else is asked of that one, over a
     channel that is kept until a look fails.
-
-    Args:
-        dashboard: makes the dashboard of an address.
     """
 
-    def __init__(self, address: str, *, dashboard: Callable[[str], Dashboard] = Dashboard) -> None:
-        self._address = address
-        self._make_dashboard = dashboard
-        self._dashboard: Dashboard | None = None
-        self._store: _ControlStore | None = None
-        self._lock = asyncio.Lock()
-        self._asked = ""
+    _address: str
+    #: Makes the dashboard of an address.
+    dashboard: Callable[[str], Dashboard] = Dashboard
+    _dashboard: Dashboard | None = None
+    _store: _ControlStore | None = None
+    _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _asked: str = ""
 
     async def look(self, *, within_s: float) -> Cluster:
         """Who uses what now.
@@ -266,7 +264,7 @@ class ClusterLook:
                 return await self._read(self._store, within_s)
         self._asked = "the dashboard"
         if self._dashboard is None:
-            self._dashboard = await asyncio.to_thread(self._make_dashboard, self._address)
+            self._dashboard = await asyncio.to_thread(self.dashboard, self._address)
         gcs_address = await self._dashboard.gcs_address()
         self._store = await asyncio.to_thread(_ControlStore, gcs_address)
         return await self._read(self._store, within_s)
