@@ -21,13 +21,12 @@ from prefect.exceptions import PrefectException
 from prefect.states import Running
 
 from tasks.queue.capacity import Capacity
-from tasks.queue.decision import Look
+from tasks.queue.decision import Look, Refused
 from tasks.queue.gate import Gate
 from tasks.queue.grants import PENDING_RESOURCES, Grant, grant_of
 from tasks.queue.lease import LeaseLost
 from tasks.queue.ledger import GANG_POOLS, QueueEntry
 from tasks.server.events import tell_here
-from tasks.spec.failure_kinds import FailureKind
 
 _log = logging.getLogger(__name__)
 
@@ -43,14 +42,6 @@ class Admitted:
     nodes: dict[str, int]
     #: Seconds that were waited for it here.
     waited_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Refused:
-    """The run can never start."""
-
-    kind: FailureKind
-    message: str
 
 
 def admitted(
@@ -109,7 +100,10 @@ class _Line:
         may_be_given = not self._is_anew and not self._is_in_line
         if may_be_given and (grant := await _grant_of_worker(client, flow_run)) is not None:
             return Admitted(nodes=dict(grant.nodes), waited_s=0.0)
-        pool = await _pool_of(client, flow_run)
+        # Its own pool's line, where that is one of gangs.
+        pools = await client.read_work_pools(work_pool_filter=GANG_POOLS)
+        own = (pool.name for pool in pools if pool.name == flow_run.work_pool_name)
+        pool = next(own, POOL)
         self._capacity = self._capacity or Capacity(here=not flow_run.work_pool_name)
         gate = Gate(client, pool=pool, capacity=self._capacity, announce=tell_here)
         if not self._is_in_line:
@@ -119,9 +113,9 @@ class _Line:
         while True:
             look, _others = await gate.decide(self._is_mine, patient=patient)
             await gate.send_logs()
-            refused = [one for one in look.doomed if one.entry.id == self._id]
-            if refused:
-                return Refused(kind=refused[0].kind, message=refused[0].message)
+            refused = next((one for one in look.doomed if one.entry.id == self._id), None)
+            if refused is not None:
+                return refused
             patient = (self._id,)
             grant = grant_of(await client.read_flow_run(self._id))
             if grant is not None:
@@ -158,12 +152,6 @@ class _Line:
             self._say(text)
 
 
-async def _pool_of(client: PrefectClient, flow_run: FlowRun) -> str:
-    """The pool in whose line the run waits: its own, where that is one of gangs."""
-    names = [pool.name for pool in await client.read_work_pools(work_pool_filter=GANG_POOLS)]
-    return flow_run.work_pool_name if flow_run.work_pool_name in names else POOL
-
-
 async def _grant_of_worker(client: PrefectClient, flow_run: FlowRun) -> Grant | None:
     """The grant with which a worker has started this process; None where there is none.
 
@@ -172,7 +160,7 @@ async def _grant_of_worker(client: PrefectClient, flow_run: FlowRun) -> Grant | 
     grant = grant_of(flow_run)
     if grant is None:
         return None
-    history = await client.read_flow_run_states(flow_run.id)
-    scheduled: list[State[Any]] = [state for state in history if state.is_scheduled()]
+    history: list[State[Any]] = await client.read_flow_run_states(flow_run.id)
+    scheduled = (state for state in history if state.is_scheduled())
     last = max(scheduled, key=lambda state: state.timestamp, default=None)
     return grant if last is not None and grant.state_id == str(last.id) else None

@@ -266,10 +266,8 @@ class Capacity:
         if key:
             cluster = await self._look(key)
         elif settings.nodes:
-            table = settings.nodes
-            cluster = Cluster(
-                nodes=tuple(ClusterNode(name=n.name, gpus=n.gpus, cpus=n.cpus) for n in table)
-            )
+            table = (ClusterNode(**node.model_dump()) for node in settings.nodes)
+            cluster = Cluster(nodes=tuple(table))
         elif self.here:
             # The GPUs of a machine stay the same.
             cluster = self._local = self._local or await local_cluster()

@@ -28,7 +28,7 @@ _HOUR_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Doomed:
+class Refused:
     """A run that can never start."""
 
     entry: QueueEntry
@@ -52,7 +52,7 @@ class Look:
     clusters: Mapping[str, Cluster]
     #: By key, why the others could not.
     silent: Mapping[str, str] = field(default_factory=dict)
-    doomed: Sequence[Doomed] = ()
+    doomed: Sequence[Refused] = ()
     #: They were cancelled, and a gate that was lost has written over it: the cancel each.
     cancelled: Sequence[tuple[QueueEntry, State[Any]]] = ()
     #: Granted or submitted by a worker that has not come further with them.
@@ -138,20 +138,20 @@ class Look:
     def _is_barred(self, entry: QueueEntry) -> bool:
         """Whether it can't start whatever is free; says why, and holds up nobody."""
         demand, pool, key = entry.request.demand, self.pool, entry.request.cluster
-        message: Message | None = None
         if demand is not None and key not in self.clusters:
             message = reasons.no_answer(demand, key, self.silent.get(key, ""))
-        elif pool is not None and entry.pool == pool.name and entry.is_scheduled:
-            queue = pool.queue_of(entry.flow_run)
-            if pool.work_pool.is_paused:
-                message = reasons.paused(demand, pool.name)
-            elif queue is not None and queue.is_paused:
-                message = reasons.paused(demand, pool.name, queue.name)
-            else:
-                message = self._full(entry, Counter())
-        if message is not None:
-            self.messages[entry.id] = message
-        return message is not None
+        elif pool is None or entry.pool != pool.name or not entry.is_scheduled:
+            return False
+        elif pool.work_pool.is_paused:
+            message = reasons.paused(demand, pool.name)
+        elif (queue := pool.queue_of(entry.flow_run)) is not None and queue.is_paused:
+            message = reasons.paused(demand, pool.name, queue.name)
+        elif (full := self._full(entry, Counter())) is not None:
+            message = full
+        else:
+            return False
+        self.messages[entry.id] = message
+        return True
 
     def _full(self, entry: QueueEntry, taken: Counter[str | None]) -> Message | None:
         """Why a run waits whose pool, or whose queue of the pool, runs as many as it may.
@@ -164,8 +164,7 @@ class Look:
         limits: dict[str | None, int | None] = {None: self.pool.work_pool.concurrency_limit}
         limits |= {one.name: one.concurrency_limit for one in self.pool.queues.values()}
         for queue in (None, entry.queue):
-            limit = limits.get(queue)
-            if limit is None:
+            if (limit := limits.get(queue)) is None:
                 continue
             if self.ledger.running_in(self.pool.name, queue) + taken[queue] >= limit:
                 name = self.pool.name if queue is None else f"{self.pool.name}/{queue}"

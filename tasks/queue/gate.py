@@ -31,7 +31,7 @@ from prefect.settings import PREFECT_LOGGING_TO_API_ENABLED
 from prefect.states import Cancelled, Failed
 
 from tasks.queue.capacity import Capacity
-from tasks.queue.decision import Doomed, Look
+from tasks.queue.decision import Look, Refused
 from tasks.queue.grants import (
     PENDING_RESOURCES,
     Giver,
@@ -208,7 +208,7 @@ class Gate:
             self._note(entry.id, f"waits again in its place: {message}", logging.WARNING)
         await self._client.update_flow_run_labels(entry.id, no_grant())
 
-    async def _fail(self, doomed: Doomed) -> None:
+    async def _fail(self, doomed: Refused) -> None:
         entry, kind = doomed.entry, doomed.kind.value
         name, why = name_where_refused(entry.flow_run, entry.request), f"{kind}: {doomed.message}"
         # Before the state: whoever is notified of that goes by the name.

@@ -107,32 +107,21 @@ def on_nodes(nodes: Mapping[str, int]) -> dict[str, Any]:
 
 def grant_of(flow_run: FlowRun) -> Grant | None:
     """The gang that the flow run has; None where it has none, or none any more."""
-    noted = _noted(flow_run)
-    state = flow_run.state
-    if noted is None or state is None:
+    labels, state = flow_run.labels, flow_run.state
+    noted, given_in = str(labels.get(NODES) or ""), str(labels.get(_STATE) or "")
+    if not noted or state is None:
         return None
     waits = state.type is StateType.SCHEDULED or state.name == PENDING_RESOURCES
-    if waits and noted.state_id != str(state.id) and not goes_on(flow_run):
-        return None
-    return noted
-
-
-def _noted(flow_run: FlowRun) -> Grant | None:
-    text = str(flow_run.labels.get(NODES) or "")
-    if not text:
+    if waits and given_in != str(state.id) and not goes_on(flow_run):
         return None
     nodes: dict[str, int] = {}
-    for part in text.split(","):
+    for part in noted.split(","):
         # A node's name may hold colons, as an IPv6 address does.
         name, _, gpus = part.rpartition(":")
         if name and gpus.isdecimal():
             nodes[name] = int(gpus)
-    return Grant(
-        nodes=nodes,
-        state_id=str(flow_run.labels.get(_STATE) or ""),
-        at=_number(flow_run.labels.get(_AT)),
-        by=Giver.parsed(str(flow_run.labels.get(_BY) or "")),
-    )
+    by = Giver.parsed(str(labels.get(_BY) or ""))
+    return Grant(nodes=nodes, state_id=given_in, at=_number(labels.get(_AT)), by=by)
 
 
 def no_grant() -> dict[str, Any]:

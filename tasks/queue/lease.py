@@ -30,7 +30,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
@@ -234,42 +234,33 @@ class LeaseHeld:
         )
 
 
+@dataclass(slots=True)
 class GateLease:
     """Takes the lease, again and again, for one gate.
 
     Several tasks of an event loop may use it: they get it one after the other, as others do.
     """
 
-    def __init__(
-        self,
-        client: PrefectClient,
-        *,
-        home: Path,
-        name: str = NAME,
-        hold_s: float = HOLD_S,
-        expire_s: float = EXPIRE_S,
-        clock: Callable[[], float] = _since_boot,
-        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-    ) -> None:
-        """
-        Args:
-            client: entered, of this event loop.
-            home: MUSTER_HOME, below which the lock of this host lies.
-            hold_s: the same for all gates of a server, as is `expire_s`, which is well above it.
-        """
-        self._variable = GateVariable(client, name)
-        self._hold_s = hold_s
-        self._expire_s = expire_s
-        self._clock = clock
-        self._sleep = sleep
-        digest = hashlib.sha256(str(client.api_url).encode()).hexdigest()[:16]
-        self._lock_path = home / "gate" / f"{digest}.lock"
-        self._said_no_locks = False
-        self._locked_out_since: float | None = None
-        #: Another's lease, and since when we see it.
-        self._seen: tuple[UUID, float] | None = None
-        #: Takings of ours that are over, though the server may not know.
-        self._ghosts: set[str] = set()
+    #: Entered, of this event loop.
+    client: PrefectClient
+    #: MUSTER_HOME, below which the lock of this host lies.
+    home: Path
+    name: str = NAME
+    #: The same for all gates of a server, as is `expire_s`, which is well above it.
+    hold_s: float = HOLD_S
+    expire_s: float = EXPIRE_S
+    clock: Callable[[], float] = _since_boot
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+    _said_no_locks: bool = False
+    _locked_out_since: float | None = None
+    #: Another's lease, and since when we see it.
+    _seen: tuple[UUID, float] | None = None
+    #: Takings of ours that are over, though the server may not know.
+    _ghosts: set[str] = field(default_factory=set)
+
+    @property
+    def _variable(self) -> GateVariable:
+        return GateVariable(self.client, self.name)
 
     @asynccontextmanager
     async def held(self, *, within_s: float = 10.0) -> AsyncIterator[LeaseHeld | None]:
@@ -285,9 +276,10 @@ class GateLease:
             the body's own check or by the cancel. What the body raises passes through. That the
             lease could not be given back is only logged.
         """
-        lock = HostLock(self._lock_path)
+        server = hashlib.sha256(str(self.client.api_url).encode()).hexdigest()[:16]
+        lock = HostLock(self.home / "gate" / f"{server}.lock")
         try:
-            holding = await self._take(lock, self._clock() + within_s)
+            holding = await self._take(lock, self.clock() + within_s)
             if holding is None:
                 lock.unlock()
                 yield None
@@ -320,14 +312,14 @@ class GateLease:
                     await self._asked(self._variable.delete(lease))
                     lease = None
                     continue
-            if self._clock() >= deadline:
+            if self.clock() >= deadline:
                 who = lease.who if lease is not None else "another process of this host"
                 _log.info("the gate is left to %s, which decides right now", who)
                 return None
             if lease is None:
-                await self._sleep(_LOCK_EVERY_S)
+                await self.sleep(_LOCK_EVERY_S)
             else:
-                await self._sleep(pause_s * random.uniform(0.8, 1.2))
+                await self.sleep(pause_s * random.uniform(0.8, 1.2))
                 pause_s = min(1.5 * pause_s, longest_s)
 
     def _is_locked_out(self, lock: HostLock) -> bool:
@@ -343,8 +335,8 @@ class GateLease:
             self._locked_out_since = None
             return False
         if self._locked_out_since is None:
-            self._locked_out_since = self._clock()
-        return self._clock() - self._locked_out_since < _LOCKED_OUT_FOR_S
+            self._locked_out_since = self.clock()
+        return self.clock() - self._locked_out_since < _LOCKED_OUT_FOR_S
 
     async def _is_over(self, lease: Lease, lock: HostLock) -> bool:
         """Whether a lease's holder holds it no more, and so did not give it back."""
@@ -352,21 +344,21 @@ class GateLease:
             return True
         if lease.lock and lease.lock == lock.mark:
             _log.warning("the gate is taken over: %s has gone without giving it back", lease.who)
-            await self._sleep(_SETTLE_S)
+            await self.sleep(_SETTLE_S)
             return True
-        now = self._clock()
+        now = self.clock()
         if self._seen is None or self._seen[0] != lease.id:
             self._seen = (lease.id, now)
-        is_expired = now - self._seen[1] >= self._expire_s
+        is_expired = now - self._seen[1] >= self.expire_s
         if is_expired:
             told = "the gate is taken over: %s has it for more than %g s"
-            _log.warning(told, lease.who, self._expire_s)
+            _log.warning(told, lease.who, self.expire_s)
         return is_expired
 
     async def _create(self, lock: HostLock) -> tuple[LeaseHeld | None, Lease | None]:
         """The lease as ours, or as another's; neither where that one has just given it back."""
         holder = uuid4().hex
-        began = self._clock()
+        began = self.clock()
         creation = asyncio.create_task(self._variable.create(holder, lock.mark))
         try:
             lease = await self._asked(asyncio.shield(creation))
@@ -378,7 +370,7 @@ class GateLease:
         if lease is None or lease.holder != holder:
             return None, lease
         self._ghosts.clear()
-        held = LeaseHeld(lease=lease, began=began, hold_s=self._hold_s, clock=self._clock)
+        held = LeaseHeld(lease=lease, began=began, hold_s=self.hold_s, clock=self.clock)
         return held, lease
 
     async def _undo(self, creation: asyncio.Task[Lease | None], holder: str) -> None:
@@ -401,10 +393,10 @@ class GateLease:
     async def _asked(self, answer: Awaitable[T]) -> T:
         """An answer that comes later than the holding would end is of no use."""
         try:
-            async with asyncio.timeout(self._hold_s):
+            async with asyncio.timeout(self.hold_s):
                 return await answer
         except TimeoutError as error:
-            reason = f"the gate's lease: no answer within {self._hold_s:g} s"
+            reason = f"the gate's lease: no answer within {self.hold_s:g} s"
             raise httpx.ReadTimeout(reason) from error
 
 

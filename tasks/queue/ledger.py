@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 from uuid import UUID
@@ -191,8 +191,7 @@ class QueueEntry:
     @property
     def since(self) -> datetime:
         """When it came into the state that it has."""
-        state = self.flow_run.state
-        return state.timestamp if state is not None else datetime.now(UTC)
+        return self.flow_run.state.timestamp if self.flow_run.state else datetime.now(UTC)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,13 +235,13 @@ class Ledger:
         )
 
 
+@dataclass(slots=True)
 class LedgerReader:
     """Reads the ledger; keeps what of it never changes. It may raise httpx.HTTPError and
     PrefectException."""
 
-    def __init__(self, client: PrefectClient) -> None:
-        self._client = client
-        self._requests: dict[UUID, Request] = {}
+    _client: PrefectClient
+    _requests: dict[UUID, Request] = field(default_factory=dict)
 
     async def read(self, *, carefully: bool = False) -> Ledger:
         """The ledger now.
@@ -316,15 +315,11 @@ class LedgerReader:
         return [*of_flow, *of_pools, *(run for run in left if goes_on(run))]
 
     async def _pages(self, **filters: Any) -> list[FlowRun]:
+        # A run that leaves in between shifts the pages: by its id, the others stay.
+        filters |= {"sort": FlowRunSort.ID_DESC, "limit": _PAGE}
         found: list[FlowRun] = []
         while True:
-            page = await self._client.read_flow_runs(
-                **filters,
-                # A run that leaves in between shifts the pages: by its id, the others stay.
-                sort=FlowRunSort.ID_DESC,
-                limit=_PAGE,
-                offset=len(found),
-            )
+            page = await self._client.read_flow_runs(**filters, offset=len(found))
             found += page
             if len(page) < _PAGE:
                 return found

@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 from uuid import UUID
@@ -21,7 +22,7 @@ from pydantic import ValidationError
 
 from tasks.processes.ending import holders_of
 from tasks.queue.capacity import Capacity, NoCapacity, why_never
-from tasks.queue.decision import Doomed, Look
+from tasks.queue.decision import Look, Refused
 from tasks.queue.grants import PENDING_RESOURCES, Giver, lost_cancel, may_have_been_cancelled
 from tasks.queue.ledger import WINDOW, LedgerReader, Pool, QueueEntry, Request, fault_of
 from tasks.queue.packing import Demand
@@ -172,21 +173,21 @@ class QueueReader:
 
     async def _doomed(
         self, line: Sequence[QueueEntry], clusters: Mapping[str, Cluster]
-    ) -> list[Doomed]:
+    ) -> list[Refused]:
         doomed = [one for entry in line if (one := self._why_never(entry, clusters)) is not None]
         known = self._checked | {one.entry.id for one in doomed}
         unchecked = [entry for entry in line if entry.id not in known]
         for entry in unchecked[:_CHECKED_AT_ONCE]:
             if fault := await asyncio.to_thread(fault_of, entry.flow_run):
-                doomed.append(Doomed(entry=entry, kind=FailureKind.USER_ERROR, message=fault))
+                doomed.append(Refused(entry=entry, kind=FailureKind.USER_ERROR, message=fault))
             else:
                 self._checked.add(entry.id)
         return doomed
 
-    def _why_never(self, entry: QueueEntry, clusters: Mapping[str, Cluster]) -> Doomed | None:
+    def _why_never(self, entry: QueueEntry, clusters: Mapping[str, Cluster]) -> Refused | None:
         request = entry.request
         if request.fault:
-            return Doomed(entry=entry, kind=FailureKind.USER_ERROR, message=request.fault)
+            return Refused(entry=entry, kind=FailureKind.USER_ERROR, message=request.fault)
         cluster = clusters.get(request.cluster)
         state = entry.flow_run.state
         has_waited = state is not None and state.name == PENDING_RESOURCES
@@ -196,15 +197,16 @@ class QueueReader:
         why = why_never(request.demand, cluster, entrypoint=request.entrypoint) or _over_a_limit(
             request, self._settings
         )
-        return Doomed(entry=entry, kind=FailureKind.INFEASIBLE, message=why) if why else None
+        return Refused(entry=entry, kind=FailureKind.INFEASIBLE, message=why) if why else None
 
 
 def _over_a_limit(request: Request, settings: PoolSettings) -> str:
+    gpus = request.demand.gpus if request.demand is not None else 0
     for tag in sorted(request.tags & settings.limits.keys()):
-        if request.demand is not None and request.demand.gpus > settings.limits[tag]:
+        if gpus > (limit := settings.limits[tag]):
             return (
-                f"the run asks for {request.demand.gpus} GPUs in all, and its tag {tag} may have "
-                f"{settings.limits[tag]} at once. Ask for less, or have the limit raised"
+                f"the run asks for {gpus} GPUs in all, and its tag {tag} may have {limit} at once. "
+                "Ask for less, or have the limit raised"
             )
     return ""
 
@@ -354,7 +356,10 @@ class QueueViewer:
                 client, pool=pool, capacity=Capacity(), giver=Giver.me()
             )
         view = view_of(await self._readers[pool].look(), pool)
-        if not view.pool or await _has_worker(client, pool):
+        workers = []
+        with suppress(ObjectNotFound):
+            workers = await client.read_workers_for_work_pool(pool) if view.pool else []
+        if not view.pool or any(worker.status is WorkerStatus.ONLINE for worker in workers):
             return view
         # What could start is not in the line: without this it would seem to be on its way.
         trouble = (
@@ -362,11 +367,3 @@ class QueueViewer:
             f"start one with `prefect worker start --pool {pool}`"
         )
         return replace(view, troubles=(*view.troubles, trouble))
-
-
-async def _has_worker(client: PrefectClient, pool: str) -> bool:
-    try:
-        workers = await client.read_workers_for_work_pool(pool)
-    except ObjectNotFound:
-        return False
-    return any(worker.status is WorkerStatus.ONLINE for worker in workers)

@@ -46,9 +46,8 @@ class Quota:
 
     def exceeded(self, tags: Iterable[str], gpus: int) -> str:
         """The tag that would go over its limit with so many more, the first by name; or empty."""
-        over = (
-            tag for tag in self._limits.keys() & tags if self._used[tag] + gpus > self._limits[tag]
-        )
+        limited = self._limits.keys() & tags
+        over = (tag for tag in limited if self._used[tag] + gpus > self._limits[tag])
         return min(over, default="")
 
     def take(self, tags: Iterable[str], gpus: int) -> None:
@@ -238,9 +237,8 @@ class _Pass:
                 self._backfill(line, reservation)
             else:
                 self._hold_back(line, head)
-        free = {
-            name: max(0, gpus) for name, gpus in zip(self._names, self._nodes.gpus, strict=True)
-        }
+        gpus = zip(self._names, self._nodes.gpus, strict=True)
+        free = {name: max(0, free) for name, free in gpus}
         return Plan(admitted=self._admitted, reasons=self._reasons, free=free)
 
     def _within_limits(self, line: Sequence[Waiting]) -> Iterator[Waiting]:

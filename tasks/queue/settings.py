@@ -135,8 +135,12 @@ def settings_in(pool: WorkPool) -> PoolSettings:
     try:
         return settings_of(pool.base_job_template)
     except ValidationError as error:
+        faults = "; ".join(
+            f"{'.'.join(map(str, fault['loc'])) or 'gang'}: {fault['msg']}"
+            for fault in error.errors()
+        )
         raise NotThere(
-            f"the settings of the work pool {pool.name} can't be read: {faults_of(error)}; mend "
+            f"the settings of the work pool {pool.name} can't be read: {faults}; mend "
             "them in the UI (the pool, Edit, Advanced: variables.properties.gang.default)"
         ) from None
 
@@ -155,12 +159,12 @@ async def change(client: PrefectClient, pool: WorkPool, settings: PoolSettings) 
             f"start its worker once (`prefect worker start --pool {pool.name}`), which gives it one"
         )
     template = with_settings(pool.base_job_template, settings)
-    before = settings_of(pool.base_job_template).drained
+    before, after = settings_of(pool.base_job_template).drained, settings.drained
     await client.update_work_pool(pool.name, WorkPoolUpdate(base_job_template=template))
-    news = [(node, "muster.node.drained") for node in settings.drained if node not in before]
-    news += [(node, "muster.node.undrained") for node in before if node not in settings.drained]
+    news = [("muster.node.drained", node) for node in after if node not in before]
+    news += [("muster.node.undrained", node) for node in before if node not in after]
     who = _who()
-    await told_at_once(client, *(of_pool(name, pool, node=node, by=who) for node, name in news))
+    await told_at_once(client, *(of_pool(name, pool, node=node, by=who) for name, node in news))
 
 
 def with_drained(
@@ -239,13 +243,6 @@ async def pause(client: PrefectClient, pool: WorkPool, queue: str, *, is_paused:
     else:
         await client.update_work_pool(pool.name, WorkPoolUpdate(is_paused=is_paused))
     await told_at_once(client, event)
-
-
-def faults_of(error: ValidationError) -> str:
-    """What is wrong, by its place in the settings."""
-    return "; ".join(
-        f"{'.'.join(map(str, fault['loc'])) or 'gang'}: {fault['msg']}" for fault in error.errors()
-    )
 
 
 def _names(names: Iterable[str]) -> str:

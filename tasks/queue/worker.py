@@ -210,7 +210,11 @@ class GangWorker(ProcessWorker):
 
     async def _get_scheduled_flow_runs(self) -> list[WorkerFlowRunResponse]:
         """What is to be started now: the one place where this differs from a process worker."""
-        await self._count_as_served()
+        now = asyncio.get_running_loop().time()
+        if now - self._served_at >= _SERVED_EVERY_S:
+            # The server takes queues as served that somebody asks for their runs.
+            self._served_at = now
+            await super()._get_scheduled_flow_runs()
         if self._gate is None:
             await self._open()
         assert self._gate is not None
@@ -220,13 +224,6 @@ class GangWorker(ProcessWorker):
             except (httpx.HTTPError, PrefectException, LeaseLost) as error:
                 self._logger.warning("The queue can't be looked at: %r", error)
                 return []
-
-    async def _count_as_served(self) -> None:
-        """The server takes queues as served that somebody asks for their runs."""
-        now = asyncio.get_running_loop().time()
-        if now - self._served_at >= _SERVED_EVERY_S:
-            self._served_at = now
-            await super()._get_scheduled_flow_runs()
 
     async def _open(self) -> None:
         self._deciding = asyncio.Lock()

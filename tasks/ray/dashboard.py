@@ -97,7 +97,6 @@ class PlacementGroup:
     """One placement group that is not removed."""
 
     group_id: str
-    state: str
     #: `gpus_on[node id]`, of bundles that have their place.
     gpus_on: Mapping[str, float] = field(default_factory=dict)
 
@@ -195,11 +194,7 @@ class Dashboard:
             for bundle in entry["bundles"] or () if entry["state"] == "CREATED" else ():
                 gpus = bundle["unit_resources"].get("GPU", 0.0)
                 gpus_on[bundle["node_id"]] = gpus_on.get(bundle["node_id"], 0.0) + gpus
-            groups.append(
-                PlacementGroup(
-                    group_id=entry["placement_group_id"], state=entry["state"], gpus_on=gpus_on
-                )
-            )
+            groups.append(PlacementGroup(group_id=entry["placement_group_id"], gpus_on=gpus_on))
         return groups
 
     async def gpus_of_tasks(self, ray_job_id: str) -> float:

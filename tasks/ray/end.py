@@ -37,10 +37,6 @@ class JobUsage:
     groups: tuple[PlacementGroup, ...]
 
     @property
-    def is_empty(self) -> bool:
-        return not self.actors and not self.groups
-
-    @property
     def gpus(self) -> float:
         """What they have of GPUs; what only waits for some has none."""
         grouped = sum(sum(group.gpus_on.values()) for group in self.groups)
@@ -132,17 +128,13 @@ def exit_of(
     elif job.status == "STOPPED":
         note = "stopped from outside (ray job stop, the dashboard)"
     else:
-        note = reason_of(job)
+        # The first line of Ray's own reason.
+        lines = [line.strip() for line in job.message.splitlines() if line.strip()]
+        note = lines[0][:500] if lines else f"{job.status} without a reason"
+        note += f" ({job.error_type})" if job.error_type else ""
         if lost_node:
             note = f"{lost_node} has left the cluster; {note}"
     return Exit(exit_code=None, signal=None, at_monotonic_s=at_monotonic_s, note=note)
-
-
-def reason_of(job: JobState) -> str:
-    """Ray's own reason in one line."""
-    lines = [line.strip() for line in job.message.splitlines() if line.strip()]
-    first = lines[0][:500] if lines else f"{job.status} without a reason"
-    return f"{first} ({job.error_type})" if job.error_type else first
 
 
 def last_words(log_end: str, job: JobState | None) -> str:
@@ -184,11 +176,10 @@ def earliest_end(
     if job.status == "FAILED" and job.driver_exit_code is None:
         # Nobody saw the driver end, and Ray called it running until it noticed.
         late_s += _NODE_LATE_S if is_node_lost else _SUPERVISOR_LATE_S
-    floor = None if seen_running_s is None else seen_running_s - late_s
-    if job.ended_at is None:
-        return monotonic_s if floor is None else min(floor, monotonic_s)
-    at = monotonic_s - (wall_s - job.ended_at) - late_s
-    return min(at if floor is None else max(at, floor), monotonic_s)
+    not_before = [] if seen_running_s is None else [seen_running_s - late_s]
+    if job.ended_at is not None:
+        not_before.append(monotonic_s - (wall_s - job.ended_at) - late_s)
+    return min(max(not_before, default=monotonic_s), monotonic_s)
 
 
 #: How long a cluster that does not answer is asked again before it is called unknown.
@@ -344,7 +335,7 @@ class TakeDown:
         since = self.clock()
         while True:
             held = await self.ask(lambda: usage_of(self.dashboard, drivers))
-            if held.is_empty:
+            if not held.actors and not held.groups:
                 return ()
             waited_s = self.clock() - since
             if waited_s > _FREE_WITHIN_S:

@@ -246,8 +246,6 @@ async def sweep(
         attempt: Only what also has this MUSTER_ATTEMPT.
         component: Only what also has this MUSTER_COMPONENT.
         within_s: For all of it. What has not answered by then is `unreached`.
-
-    Raises: nothing of its own.
     """
     named = {"RUN_ID": run_id, "ATTEMPT": attempt, "COMPONENT": component}
     wanted = {f"MUSTER_{name}": str(value) for name, value in named.items() if value is not None}

@@ -160,18 +160,19 @@ def _judge(error: RuntimeError, plan: JobPlan) -> None:
     if "already exists" in text and plan.submission_id in text:
         return
     _, found, rest = text.partition("Request failed with status code ")
-    if found and rest.startswith("413"):
+    unfit = f"{plan.command.cwd} can't be shipped as it is"
+    if not found:
+        raise Denied(f"{unfit}: {text[:2000]}") from error
+    if rest.startswith("413"):
         # The dashboard's own limit, which is below that of Ray's packages.
         raise Denied(
-            f"{plan.command.cwd} can't be shipped as it is: packed, it is larger than the "
-            f"dashboard at {plan.address} takes ({rest[5:].strip(' .')}); exclude what the job "
-            "does not need, or put it where the nodes can read it"
+            f"{unfit}: packed, it is larger than the dashboard at {plan.address} takes "
+            f"({rest[5:].strip(' .')}); exclude what the job does not need, or put it where the "
+            "nodes can read it"
         ) from error
-    if found and rest.startswith("4"):
+    if rest.startswith("4"):
         raise Denied(f"{plan.address} refuses the job: {text[:2000]}") from error
-    if found:
-        raise NoAnswer(f"{plan.address}: {text[:2000]}") from error
-    raise Denied(f"{plan.command.cwd} can't be shipped as it is: {text[:2000]}") from error
+    raise NoAnswer(f"{plan.address}: {text[:2000]}") from error
 
 
 def wrapper_sources() -> dict[str, str]:
@@ -266,9 +267,8 @@ class Submitter:
                 f"does not know the job: {problem}",
             )
         self._known()
-        self._emit(
-            "job.submitted", submission_id=self._plan.submission_id, address=self._plan.address
-        )
+        plan = self._plan
+        self._emit("job.submitted", submission_id=plan.submission_id, address=plan.address)
         return state
 
     async def settle(self) -> None:
@@ -284,12 +284,11 @@ class Submitter:
             return None
         before = self._file.content.session
         if before is not None and session != before:
-            return JobLoss(
-                kind=FailureKind.NODE_LOST,
-                rule="cluster-restarted",
-                message=f"the cluster at {self._plan.address} was restarted and knows nothing of "
-                f"job {self._plan.submission_id}: it was {before}, it is {session}",
+            message = (
+                f"the cluster at {self._plan.address} was restarted and knows nothing of job "
+                f"{self._plan.submission_id}: it was {before}, it is {session}"
             )
+            return JobLoss(kind=FailureKind.NODE_LOST, rule="cluster-restarted", message=message)
         return _unknown(self._plan, "somebody may have deleted it there")
 
     async def _send(self) -> str:
@@ -298,9 +297,8 @@ class Submitter:
             nodes = await self._dashboard.nodes()
             session = await self._dashboard.session()
             gcs_address = await self._dashboard.gcs_address()
-            self._file.note(
-                submit_began_at=self._wall_clock(), session=session, gcs_address=gcs_address
-            )
+            began_at = self._wall_clock()
+            self._file.note(submit_began_at=began_at, session=session, gcs_address=gcs_address)
             self._sending = asyncio.create_task(asyncio.to_thread(submit, self._plan, nodes))
             await asyncio.shield(self._sending)
         except NoAnswer as error:

@@ -60,10 +60,6 @@ class NodeReport:
     #: It is to go: nothing new is placed on it.
     is_draining: bool = False
 
-    @property
-    def is_head(self) -> bool:
-        return _HEAD in self.own
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActorReport:
@@ -123,8 +119,8 @@ def run_of(submission_id: str) -> str:
 
 def jobs_of(nodes: Iterable[NodeReport], actors: Iterable[ActorReport]) -> set[str]:
     """The ids, in hex, of the jobs that have actors or placement groups."""
-    groups = {of[2] for node in nodes for key in node.grouped if (of := _of_bundle(key))}
-    return {_job_of(group) for group in groups} | {actor.job_id for actor in actors}
+    grouped = {of[2][-8:] for node in nodes for key in node.grouped if (of := _of_bundle(key))}
+    return grouped | {actor.job_id for actor in actors}
 
 
 def use_of(
@@ -177,7 +173,7 @@ def _uses(
                 resource, index, group = of
                 bundles[group, index][resource] = amount
         for (group, _), has in bundles.items():
-            yield node.node_id, submissions.get(_job_of(group), ""), has
+            yield node.node_id, submissions.get(group[-8:], ""), has
 
 
 # A large cluster has thousands of these, the same in each reading.
@@ -186,10 +182,6 @@ def _of_bundle(key: str) -> tuple[str, str, str] | None:
     """Resource, index and group."""
     match = _OF_BUNDLE.fullmatch(key)
     return (match[1], match[2], match[3]) if match else None
-
-
-def _job_of(group_id: str) -> str:
-    return group_id[-8:]
 
 
 def _node(node: NodeReport, name: str, accelerator: str, ours: Mapping[str, float]) -> ClusterNode:
@@ -359,7 +351,7 @@ class _ControlStore:
             for usage in usages
             if (info := self._infos.get(usage.node_id)) is not None
         ]
-        head = next((report.node_id for report in reports if report.is_head), "")
+        head = next((report.node_id for report in reports if _HEAD in report.own), "")
         if head != self._head:
             # Another cluster at the same address: its jobs are counted from 1 again.
             self._head = head
@@ -386,9 +378,6 @@ class _ControlStore:
 
 def _load() -> None:
     """Import what takes long, where nobody waits for it."""
-    for name in (
-        "ray.core.generated.gcs_service_pb2_grpc",
-        "ray._private.grpc_utils",
-        "ray._private.authentication.http_token_authentication",
-    ):
-        importlib.import_module(name)
+    importlib.import_module("ray.core.generated.gcs_service_pb2_grpc")
+    importlib.import_module("ray._private.grpc_utils")
+    importlib.import_module("ray._private.authentication.http_token_authentication")

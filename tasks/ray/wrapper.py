@@ -307,9 +307,8 @@ def main() -> None:
     end = sys.argv.index("--")
     own, argv = sys.argv[1:end], sys.argv[end + 1 :]
     parser = argparse.ArgumentParser()
-    parser.add_argument("--grace", type=float, required=True)
-    parser.add_argument("--signal", type=int, required=True)
-    parser.add_argument("--stragglers", type=float, required=True)
+    for name, kind in (("--grace", float), ("--signal", int), ("--stragglers", float)):
+        parser.add_argument(name, type=kind, required=True)
     options = parser.parse_args(own)
     # Given to runpy as a directory, it finds its own modules there first.
     run_front(options, argv, command_environment(sys.path[0]))

@@ -107,7 +107,8 @@ def _admit(run: RunSession) -> State[None]:
     if run.adopts and run.record.adoptable() is not None:
         return Completed(message="admitted: its jobs go on, on the GPUs that they have")
     # Here, since it takes a tenth of a second, which a run without a gang need not wait.
-    from tasks.queue.admission import Admitted, Refused, admitted
+    from tasks.queue.admission import Admitted, admitted
+    from tasks.queue.decision import Refused
 
     outcome = admitted(
         run.flow_run_id,

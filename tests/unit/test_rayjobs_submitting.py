@@ -176,8 +176,8 @@ def test_contact_is_told_once_when_it_is_lost_and_once_when_it_is_back() -> None
 
 def test_what_is_held_is_counted_and_named_by_node_and_pid() -> None:
     actor = Actor(actor_id="x", class_name="Worker", state="ALIVE", node_id="a-id", pid=7, gpus=2.0)
-    group = PlacementGroup(group_id="0123456789", state="CREATED", gpus_on={"b-id": 4.0})
-    waiting = PlacementGroup(group_id="abcdefghij", state="PENDING")
+    group = PlacementGroup(group_id="0123456789", gpus_on={"b-id": 4.0})
+    waiting = PlacementGroup(group_id="abcdefghij")
     held = JobUsage(actors=(actor,), groups=(group, waiting))
 
     words = held.in_words([node("a"), node("b")])
