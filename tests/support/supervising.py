@@ -22,10 +22,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tasks.processes import registry
 from tasks.processes.component import AttemptPlan
 from tasks.processes.containment import Level, allowed_level, probe
 from tasks.processes.ports import PortsReserved
-from tasks.processes.registry import RegisterEntry, RunRegister, remove_unused
+from tasks.processes.registry import JobEntry, RegisterEntry, RunRegister, remove_unused
 from tasks.processes.supervisor import Supervisor
 from tasks.record.events import EventLog
 from tasks.spec.errors import RunEnded
@@ -175,14 +176,14 @@ def have_a_child_of_ones_own(run: Callable[[], None]) -> None:
 
 def die_before_registering(run: Callable[[], None], at: str) -> None:
     """SIGKILL between the fork of a component and its entry in the registry."""
-    enter = RunRegister.enter
+    enter = registry.enter
 
-    def die(self: RunRegister, entry: RegisterEntry) -> None:
+    def die(directory: Path, entry: RegisterEntry | JobEntry) -> None:
         if entry.component == at:
             os.kill(os.getpid(), signal.SIGKILL)
-        enter(self, entry)
+        enter(directory, entry)
 
-    RunRegister.enter = die  # type: ignore[method-assign]
+    registry.enter = die
     run()
 
 
