@@ -89,7 +89,7 @@ test: install  ## lint, types and tests [ARGS='-k name']
 	$(if $(findstring tests/,$(ARGS)),exec $(PY) -m pytest $(ARGS))
 	# pytest exits 5 where it finds no test, as one of the parts may with `-k name`.
 	exited=5
-	for part in "tests/unit -n 2" "tests --ignore=tests/unit"; do
+	for part in "tests/unit -n 2" "tests --ignore=tests/unit -n 2 --dist loadgroup"; do
 		code=0
 		$(PY) -m pytest $$part $(ARGS) || code=$$?
 		[ $$code -le 1 ] || [ $$code = 5 ] || exit $$code
