@@ -2,17 +2,17 @@ r"""What a right implementation of a rollout fleet does, by the numbers of `fact
 
 | nr | test |
 | --- | --- |
-| 1 | test_a_group_that_fails_during_generation_is_stopped_at_once_not_at_the_next_barrier |
+| 1 | test_a_group_that_fails_while_generating_is_stopped_before_the_next_barrier |
 | 2 | test_all_groups_down_recover_at_once, test_all_groups_down_without_budget_is_fatal_at_once |
 | 3 | test_a_failed_server_has_left_the_router_before_anything_else_is_done; test_gateway.py, \
 test_every_request_gets_one_end_that_it_can_tell_whatever_the_servers_do |
-| 4 | test_stop_in_a_recovery_returns_within_its_bound |
+| 4 | test_stop_in_a_recovery_is_bounded |
 | 5 | test_stop_that_times_out_then_stop_then_start_leaves_one_loop_each |
 | 6 | test_many_hung_probes_take_one_timeout |
 | 7 | test_gateway.py, test_an_order_forwards_its_arguments |
 | 8, 9 | test_a_rank_or_a_group_that_is_not_in_the_plan_raises |
 | 10 | test_an_engine_that_is_dead_behind_a_live_http_server_is_caught |
-| 11 | test_a_backend_without_a_deep_probe_is_asked_whether_it_is_ready_with_one_warning |
+| 11 | test_a_backend_without_a_deep_probe_is_asked_for_readiness_with_one_warning |
 | 12 | test_a_restarted_group_generates_a_token_before_it_is_active |
 | 13 | test_the_barrier_fails_a_group_at_the_first_bad_probe |
 | 14 | test_the_result_of_the_barrier_names_what_failed_and_what_is_active |
@@ -41,61 +41,55 @@ With real processes: test_fleet_servers.py, test_fleet_process.py.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from tasks.record.states import GroupState
-from tasks.rollout.topology import ServerSlot
-from tests.support.fleet_clock import now_s, run
+from tests.support.fleet_clock import in_virtual_time, now_s, run
 from tests.support.fleet_fakes import TOKEN, Stage, loops, plan_of, ports_from
 
 A, X, R, S = GroupState.ACTIVE, GroupState.INACTIVE, GroupState.RECOVERING, GroupState.STALE
 
 
-def test_a_group_that_fails_during_generation_is_stopped_at_once_not_at_the_next_barrier() -> None:
-    async def history() -> tuple[float, Stage]:
-        stage = Stage(plan_of(2, servers=2))
-        await stage.fleet.start()
-        began_s = now_s()
-        stage.host.die(0)
-        await stage.until(lambda: not stage.host[1].is_alive)
-        return now_s() - began_s, stage
+@in_virtual_time
+async def test_a_group_that_fails_while_generating_is_stopped_before_the_next_barrier() -> None:
+    stage = Stage(plan_of(2, servers=2))
+    await stage.fleet.start()
+    began_s = now_s()
+    stage.host.die(0)
+    await stage.until(lambda: not stage.host[1].is_alive)
 
-    took_s, stage = run(history())
-
-    assert took_s < 0.1
+    assert now_s() - began_s < 0.1
     [stopped, *_] = [ranks for _, verb, ranks in stage.host.log if verb == "stop"]
     assert stopped == (0, 1)
 
 
-def test_all_groups_down_recover_at_once() -> None:
-    async def history() -> float:
-        stage = Stage(plan_of(3), backoff_s=50.0, parallel=3)
-        await stage.fleet.start()
-        for rank in range(3):
-            stage.host.die(rank)
-        assert stage.routed() == []
-        return await stage.until_active()
+@in_virtual_time
+async def test_all_groups_down_recover_at_once() -> None:
+    stage = Stage(plan_of(3), backoff_s=50.0, parallel=3)
+    await stage.fleet.start()
+    for rank in range(3):
+        stage.host.die(rank)
+    assert stage.routed() == []
 
-    assert run(history()) < 1.0
+    assert await stage.until_active() < 1.0
 
 
-def test_all_groups_down_without_budget_is_fatal_at_once() -> None:
-    async def history() -> tuple[float, str]:
-        stage = Stage(plan_of(2), budget=1, parallel=2)
-        await stage.fleet.start()
-        for rank in range(2):
-            stage.host.die(rank)
-        await stage.until_active()
-        await asyncio.sleep(10.0)
-        began_s = now_s()
-        for rank in range(2):
-            stage.host.die(rank, "killed by SIGKILL", last_words="CUDA error")
-        return now_s() - began_s, await stage.fleet.fatal
+@in_virtual_time
+async def test_all_groups_down_without_budget_is_fatal_at_once() -> None:
+    stage = Stage(plan_of(2), budget=1, parallel=2)
+    await stage.fleet.start()
+    for rank in range(2):
+        stage.host.die(rank)
+    await stage.until_active()
+    await asyncio.sleep(10.0)
+    began_s = now_s()
+    for rank in range(2):
+        stage.host.die(rank, "killed by SIGKILL", last_words="CUDA error")
 
-    took_s, reason = run(history())
+    took_s, reason = now_s() - began_s, await stage.fleet.fatal
 
     assert took_s == 0
     assert reason.startswith("0 of 2 engines are left, 1 are needed: ranks 0: the budget of 1")
@@ -103,130 +97,109 @@ def test_all_groups_down_without_budget_is_fatal_at_once() -> None:
     assert reason.endswith("last lines of rank 0:\nCUDA error")
 
 
-def test_a_failed_server_has_left_the_router_before_anything_else_is_done() -> None:
-    async def history() -> list[int]:
-        stage = Stage(plan_of(2))
-        await stage.fleet.start()
-        seen: list[int] = []
-        stage.fleet.registry.listen(lambda before, after: seen.extend(stage.routed()))
-        stage.host.die(0)
-        return seen
+@in_virtual_time
+async def test_a_failed_server_has_left_the_router_before_anything_else_is_done() -> None:
+    stage = Stage(plan_of(2))
+    await stage.fleet.start()
+    seen: list[int] = []
+    stage.fleet.registry.listen(lambda before, after: seen.extend(stage.routed()))
+    stage.host.die(0)
 
-    assert run(history()) == [1]
+    assert seen == [1]
 
 
 @pytest.mark.parametrize("is_deaf", [False, True])
 @pytest.mark.parametrize("stop_takes_s", [0.0, 1e6])
-def test_stop_in_a_recovery_returns_within_its_bound(stop_takes_s: float, is_deaf: bool) -> None:
-    async def history() -> tuple[float, list[GroupState], list[str]]:
-        stage = Stage(plan_of(3))
-        await stage.fleet.start()
-        stage.host[1].hangs_in_start = True
-        stage.host.die(1)
-        await stage.until(lambda: len(stage.host.times("start", 1)) == 2)
-        stage.host.stop_takes_s, stage.host.is_deaf = stop_takes_s, is_deaf
-        began_s = now_s()
-        await stage.fleet.stop()
-        return now_s() - began_s - stage.settings.stop_within_s, stage.states(), loops()
+@in_virtual_time
+async def test_stop_in_a_recovery_is_bounded(stop_takes_s: float, is_deaf: bool) -> None:
+    stage = Stage(plan_of(3))
+    await stage.fleet.start()
+    stage.host[1].hangs_in_start = True
+    stage.host.die(1)
+    await stage.until(lambda: len(stage.host.times("start", 1)) == 2)
+    stage.host.stop_takes_s, stage.host.is_deaf = stop_takes_s, is_deaf
+    began_s = now_s()
+    await stage.fleet.stop()
 
-    over_s, states, left = run(history())
-
-    assert over_s < 2.0
-    assert states == [X, X, X]
-    assert left == []
+    assert now_s() - began_s < stage.settings.stop_within_s + 2.0
+    assert stage.states() == [X, X, X]
+    assert loops() == []
 
 
-def test_stop_that_times_out_then_stop_then_start_leaves_one_loop_each() -> None:
-    async def history() -> tuple[list[str], list[str], Stage]:
-        stage = Stage(plan_of(2))
-        await stage.fleet.start()
-        one_each = loops()
-        stage.host.die(0)
-        stage.host.stop_takes_s = 1e6
-        assert "no end after" in await stage.fleet.stop()
-        stage.host.stop_takes_s = 0.0
-        assert await stage.fleet.stop() == ""
-        await stage.fleet.start()
-        return one_each, loops(), stage
-
-    one_each, after, stage = run(history())
+@in_virtual_time
+async def test_stop_that_times_out_then_stop_then_start_leaves_one_loop_each() -> None:
+    stage = Stage(plan_of(2))
+    await stage.fleet.start()
+    one_each = loops()
+    stage.host.die(0)
+    stage.host.stop_takes_s = 1e6
+    assert "no end after" in await stage.fleet.stop()
+    stage.host.stop_takes_s = 0.0
+    assert await stage.fleet.stop() == ""
+    await stage.fleet.start()
 
     assert one_each == ["rollout-health-0", "rollout-health-1"]
-    assert after == one_each
+    assert loops() == one_each
     assert stage.routed() == [0, 1]
 
 
 @pytest.mark.parametrize("at_home", ["yes", "hang"])
-def test_many_hung_probes_take_one_timeout(at_home: str) -> None:
-    async def history() -> tuple[float, Stage]:
-        stage = Stage(plan_of(100), timeout_s=15.0)
-        await stage.fleet.start()
-        for rank in range(100):
-            stage.host[rank].answers, stage.host[rank].at_home = "hang", at_home
-        began_s = now_s()
-        await stage.fleet.barrier()
-        return now_s() - began_s, stage
+@in_virtual_time
+async def test_many_hung_probes_take_one_timeout(at_home: str) -> None:
+    stage = Stage(plan_of(100), timeout_s=15.0)
+    await stage.fleet.start()
+    for rank in range(100):
+        stage.host[rank].answers, stage.host[rank].at_home = "hang", at_home
+    began_s = now_s()
+    await stage.fleet.barrier()
 
-    took_s, stage = run(history())
-
-    assert 15.0 <= took_s < 15.0 * 1.1
+    assert 15.0 <= now_s() - began_s < 15.0 * 1.1
     assert stage.states() == [A if at_home == "yes" else X] * 100
 
 
-def test_a_rank_or_a_group_that_is_not_in_the_plan_raises() -> None:
-    async def history() -> None:
-        registry = Stage(plan_of(2)).fleet.registry
-        with pytest.raises(KeyError, match="rank 7 has no server; those that have: 0, 1"):
-            registry.fail(7, 1, "gone")
-        with pytest.raises(KeyError, match="the fleet has no group 2: it has 2"):
-            registry.begin(2)
-
-    run(history())
+@in_virtual_time
+async def test_a_rank_or_a_group_that_is_not_in_the_plan_raises() -> None:
+    registry = Stage(plan_of(2)).fleet.registry
+    with pytest.raises(KeyError, match="rank 7 has no server; those that have: 0, 1"):
+        registry.fail(7, 1, "gone")
+    with pytest.raises(KeyError, match="the fleet has no group 2: it has 2"):
+        registry.begin(2)
 
 
 @pytest.mark.parametrize("servers", [1, 2])
-def test_an_engine_that_is_dead_behind_a_live_http_server_is_caught(servers: int) -> None:
-    async def history() -> Stage:
-        stage = Stage(plan_of(1, servers=servers), interval_s=10.0, misses=3)
-        await stage.fleet.start()
-        stage.prober.deaf_paths = {TOKEN.path}
-        await stage.until_out(within_s=31.0)
-        return stage
-
-    stage = run(history())
+@in_virtual_time
+async def test_an_engine_that_is_dead_behind_a_live_http_server_is_caught(servers: int) -> None:
+    stage = Stage(plan_of(1, servers=servers), interval_s=10.0, misses=3)
+    await stage.fleet.start()
+    stage.prober.deaf_paths = {TOKEN.path}
+    await stage.until_out(within_s=31.0)
 
     assert stage.cause_of() == "rank 0 does not work: 503 Scheduler is dead"
     # The servers that say 200 whatever happens were not asked: their engine answers for them.
     assert stage.prober.times(1) == []
 
 
-def test_a_backend_without_a_deep_probe_is_asked_whether_it_is_ready_with_one_warning() -> None:
-    async def history() -> Stage:
-        stage = Stage(plan_of(3, token=None), interval_s=10.0)
-        await stage.fleet.start()
-        await asyncio.sleep(100.0)
-        return stage
-
-    stage = run(history())
+@in_virtual_time
+async def test_a_backend_without_a_deep_probe_is_asked_for_readiness_with_one_warning() -> None:
+    stage = Stage(plan_of(3, token=None), interval_s=10.0)
+    await stage.fleet.start()
+    await asyncio.sleep(100.0)
 
     assert {path for _, _, path in stage.prober.asked} == {"/health"}
     [warning] = stage.told("rollout.warning")
     assert "no question that generates a token" in warning["message"]
 
 
-def test_a_restarted_group_generates_a_token_before_it_is_active() -> None:
-    async def history() -> tuple[float, Stage]:
-        stage = Stage(plan_of(2))
-        await stage.fleet.start()
-        stage.host[0].loads_for_s = 40.0
-        began_s = now_s()
-        stage.host.die(0)
-        await stage.until(lambda: stage.host[0].is_alive)
-        assert stage.states() == [R, A]
-        await stage.until_active()
-        return began_s, stage
-
-    began_s, stage = run(history())
+@in_virtual_time
+async def test_a_restarted_group_generates_a_token_before_it_is_active() -> None:
+    stage = Stage(plan_of(2))
+    await stage.fleet.start()
+    stage.host[0].loads_for_s = 40.0
+    began_s = now_s()
+    stage.host.die(0)
+    await stage.until(lambda: stage.host[0].is_alive)
+    assert stage.states() == [R, A]
+    await stage.until_active()
 
     became_active_s = stage.when("rollout.group.state", group=0, before="recovering")
     answered = [(at, path) for at, rank, path in stage.prober.asked if rank == 0 and at > began_s]
@@ -236,28 +209,24 @@ def test_a_restarted_group_generates_a_token_before_it_is_active() -> None:
 
 
 @pytest.mark.parametrize("misses", [0, 3, 50])
-def test_the_barrier_fails_a_group_at_the_first_bad_probe(misses: int) -> None:
-    async def history() -> tuple[dict[str, Any], Stage]:
-        stage = Stage(plan_of(2), misses=misses)
-        await stage.fleet.start()
-        stage.host[1].answers = "503"
-        return await stage.fleet.barrier(), stage
+@in_virtual_time
+async def test_the_barrier_fails_a_group_at_the_first_bad_probe(misses: int) -> None:
+    stage = Stage(plan_of(2), misses=misses)
+    await stage.fleet.start()
+    stage.host[1].answers = "503"
 
-    answer, stage = run(history())
+    answer = await stage.fleet.barrier()
 
     assert stage.states() == [A, X]
     assert [one["ranks"] for one in answer["failed"]] == [[1]]
 
 
-def test_the_result_of_the_barrier_names_what_failed_and_what_is_active() -> None:
-    async def history() -> tuple[dict[str, Any], Stage]:
-        stage = Stage(plan_of(3, servers=2))
-        await stage.fleet.start()
-        stage.host[2].answers = stage.host[2].at_home = "hang"
-        answer = await stage.fleet.barrier()
-        return answer, stage
-
-    answer, stage = run(history())
+@in_virtual_time
+async def test_the_result_of_the_barrier_names_what_failed_and_what_is_active() -> None:
+    stage = Stage(plan_of(3, servers=2))
+    await stage.fleet.start()
+    stage.host[2].answers = stage.host[2].at_home = "hang"
+    answer = await stage.fleet.barrier()
 
     cause = "rank 2 does not answer: no answer within 15 s"
     assert answer == {
@@ -271,20 +240,17 @@ def test_the_result_of_the_barrier_names_what_failed_and_what_is_active() -> Non
     assert not stage.host[3].is_alive
 
 
-def test_after_restore_the_first_check_waits_a_whole_interval() -> None:
-    async def history() -> tuple[float, Stage]:
-        stage = Stage(plan_of(3), interval_s=30.0)
-        await stage.fleet.start()
-        await asyncio.sleep(29.0)
-        await stage.fleet.barrier()
-        # A training step.
-        await asyncio.sleep(1000.0)
-        await stage.fleet.restore()
-        restored_s = now_s()
-        await asyncio.sleep(100.0)
-        return restored_s, stage
-
-    restored_s, stage = run(history())
+@in_virtual_time
+async def test_after_restore_the_first_check_waits_a_whole_interval() -> None:
+    stage = Stage(plan_of(3), interval_s=30.0)
+    await stage.fleet.start()
+    await asyncio.sleep(29.0)
+    await stage.fleet.barrier()
+    # A training step.
+    await asyncio.sleep(1000.0)
+    await stage.fleet.restore()
+    restored_s = now_s()
+    await asyncio.sleep(100.0)
 
     for rank in range(3):
         [*_, at_barrier, first, _, _] = stage.prober.times(rank)
@@ -309,49 +275,42 @@ def test_the_text_of_an_answer_that_is_not_200_is_told() -> None:
     ]
 
 
-def test_one_failed_rank_removes_and_restores_its_whole_group() -> None:
-    async def history() -> Stage:
-        stage = Stage(plan_of(2, servers=4, are_experts=True))
-        await stage.fleet.start()
-        assert stage.routed() == [0, 1, 2, 3, 4, 5, 6, 7]
-        stage.host.die(6)
-        assert stage.routed() == [0, 1, 2, 3]
-        await stage.until_active()
-        return stage
-
-    stage = run(history())
+@in_virtual_time
+async def test_one_failed_rank_removes_and_restores_its_whole_group() -> None:
+    stage = Stage(plan_of(2, servers=4, are_experts=True))
+    await stage.fleet.start()
+    assert stage.routed() == [0, 1, 2, 3, 4, 5, 6, 7]
+    stage.host.die(6)
+    assert stage.routed() == [0, 1, 2, 3]
+    await stage.until_active()
 
     assert stage.routed() == [0, 1, 2, 3, 4, 5, 6, 7]
     assert [len(stage.host.times("start", rank)) for rank in range(8)] == [1, 1, 1, 1, 2, 2, 2, 2]
 
 
-def test_only_entrypoints_get_requests() -> None:
-    async def history() -> list[list[int]]:
-        # Ranks 0 and 2 speak for engines of two servers each.
-        stage = Stage(plan_of(2, servers=2))
-        await stage.fleet.start()
-        routed = [stage.routed()]
-        stage.host.die(3)
-        routed.append(stage.routed())
-        await stage.until_active()
-        return [*routed, stage.routed()]
+@in_virtual_time
+async def test_only_entrypoints_get_requests() -> None:
+    # Ranks 0 and 2 speak for engines of two servers each.
+    stage = Stage(plan_of(2, servers=2))
+    await stage.fleet.start()
+    routed = [stage.routed()]
+    stage.host.die(3)
+    routed.append(stage.routed())
+    await stage.until_active()
 
-    assert run(history()) == [[0, 2], [0], [0, 2]]
+    assert [*routed, stage.routed()] == [[0, 2], [0], [0, 2]]
 
 
-def test_a_restart_reuses_addresses_and_bundles() -> None:
-    async def history() -> tuple[ServerSlot, ServerSlot]:
-        stage = Stage(plan_of(2), rebind=ports_from(9000))
-        await stage.fleet.start()
-        before = stage.host.slots[0]
-        stage.host.die(0)
-        await stage.until(lambda: stage.states()[0] is R)
-        await stage.until_active()
-        return before, stage.host.slots[0]
+@in_virtual_time
+async def test_a_restart_reuses_addresses_and_bundles() -> None:
+    stage = Stage(plan_of(2), rebind=ports_from(9000))
+    await stage.fleet.start()
+    before = stage.host.slots[0]
+    stage.host.die(0)
+    await stage.until(lambda: stage.states()[0] is R)
+    await stage.until_active()
 
-    before, after = run(history())
-
-    assert after == before
+    assert stage.host.slots[0] == before
 
 
 @pytest.mark.parametrize(
@@ -361,18 +320,15 @@ def test_a_restart_reuses_addresses_and_bundles() -> None:
         pytest.param(False, id="it dies of it"),
     ],
 )
-def test_a_port_conflict_gets_new_ports(is_seen_before: bool) -> None:
-    async def history() -> Stage:
-        stage = Stage(plan_of(2), rebind=ports_from(9000))
-        await stage.fleet.start()
-        if is_seen_before:
-            stage.host.foreign_ports.add(8000)
-        stage.host.die(0, "exit 1", is_port_conflict=not is_seen_before)
-        await stage.until(lambda: stage.states()[0] is R)
-        await stage.until_active()
-        return stage
-
-    stage = run(history())
+@in_virtual_time
+async def test_a_port_conflict_gets_new_ports(is_seen_before: bool) -> None:
+    stage = Stage(plan_of(2), rebind=ports_from(9000))
+    await stage.fleet.start()
+    if is_seen_before:
+        stage.host.foreign_ports.add(8000)
+    stage.host.die(0, "exit 1", is_port_conflict=not is_seen_before)
+    await stage.until(lambda: stage.states()[0] is R)
+    await stage.until_active()
 
     assert stage.host.slots[0].port == 9000
     assert stage.fleet.registry.view.servers[0].url == "http://10.0.0.1:9000"
@@ -383,28 +339,26 @@ def test_a_port_conflict_gets_new_ports(is_seen_before: bool) -> None:
     assert len(stage.host.times("start", 0)) == 2
 
 
-def test_the_trainer_reads_one_consistent_snapshot() -> None:
-    async def history() -> None:
-        stage = Stage(plan_of(3, servers=2))
-        await stage.fleet.start()
-        stage.fleet.weights(1)
-        stage.host.die(3)
-        await stage.until(lambda: stage.states() == [A, S, A])
-        snapshot = stage.fleet.snapshot()
-        metadata = stage.fleet.registry.training_metadata()
+@in_virtual_time
+async def test_the_trainer_reads_one_consistent_snapshot() -> None:
+    stage = Stage(plan_of(3, servers=2))
+    await stage.fleet.start()
+    stage.fleet.weights(1)
+    stage.host.die(3)
+    await stage.until(lambda: stage.states() == [A, S, A])
+    snapshot = stage.fleet.snapshot()
+    metadata = stage.fleet.registry.training_metadata()
 
-        stage.host.die(0)
+    stage.host.die(0)
 
-        assert metadata.mesh == ((0, 1), (2, 3), (4, 5))
-        assert metadata.epochs == {0: 1, 2: 2, 4: 1}
-        assert metadata.weight_ranks == {0: (0, 1), 2: (2, 3), 4: (4, 5)}
-        assert snapshot["epoch"] == metadata.epoch == snapshot["training"]["epoch"]
-        assert stage.fleet.registry.training_metadata().epoch > metadata.epoch
-        # What was synced to the incarnation that has died since is not what runs there.
-        synced = stage.fleet.registry.weights_synced(2, epochs=metadata.epochs)
-        assert synced == (1, 2)
-
-    run(history())
+    assert metadata.mesh == ((0, 1), (2, 3), (4, 5))
+    assert metadata.epochs == {0: 1, 2: 2, 4: 1}
+    assert metadata.weight_ranks == {0: (0, 1), 2: (2, 3), 4: (4, 5)}
+    assert snapshot["epoch"] == metadata.epoch == snapshot["training"]["epoch"]
+    assert stage.fleet.registry.training_metadata().epoch > metadata.epoch
+    # What was synced to the incarnation that has died since is not what runs there.
+    synced = stage.fleet.registry.weights_synced(2, epochs=metadata.epochs)
+    assert synced == (1, 2)
 
 
 def _raises(*_: Any, **__: Any) -> Any:
@@ -426,25 +380,22 @@ async def _raises_later(*_: Any, **__: Any) -> Any:
         pytest.param(lambda stage: setattr(stage, "_emit", _raises), id="emit"),
     ],
 )
-def test_every_claimed_group_ends_in_a_final_state_whatever_is_raised(
+@in_virtual_time
+async def test_every_claimed_group_ends_in_a_final_state_whatever_is_raised(
     break_it: Callable[[Stage], None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def history() -> tuple[list[GroupState], Collection[int]]:
-        stage = Stage(plan_of(2), budget=3, backoff_s=0.1, rebind=_raises)
-        await stage.fleet.start()
-        claimed: set[int] = set()
-        stage.fleet.registry.listen(
-            lambda before, after: claimed.add(after.index) if after.state is R else None
-        )
-        break_it(stage)
-        stage.host.die(0)
-        await asyncio.sleep(1000.0)
-        return stage.states(), claimed
-
-    states, claimed = run(history())
+    stage = Stage(plan_of(2), budget=3, backoff_s=0.1, rebind=_raises)
+    await stage.fleet.start()
+    claimed: set[int] = set()
+    stage.fleet.registry.listen(
+        lambda before, after: claimed.add(after.index) if after.state is R else None
+    )
+    break_it(stage)
+    stage.host.die(0)
+    await asyncio.sleep(1000.0)
 
     assert claimed == {0}
-    assert states in ([A, A], [GroupState.RETIRED, A])
+    assert stage.states() in ([A, A], [GroupState.RETIRED, A])
 
 
 def test_the_death_of_the_hosting_actor_is_recovered_like_any_other() -> None:

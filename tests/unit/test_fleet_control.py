@@ -9,7 +9,7 @@ import pytest
 
 from tasks.record.states import GroupState
 from tasks.rollout.topology import Ask
-from tests.support.fleet_clock import now_s, run
+from tests.support.fleet_clock import in_virtual_time, now_s
 from tests.support.fleet_fakes import Stage, plan_of
 
 A, X, R, S = GroupState.ACTIVE, GroupState.INACTIVE, GroupState.RECOVERING, GroupState.STALE
@@ -21,49 +21,42 @@ async def serving(engines: int = 2, servers: int = 1, **settings: Any) -> Stage:
     return stage
 
 
-def test_nothing_is_started_between_barrier_and_restore() -> None:
-    async def history() -> tuple[list[GroupState], Stage]:
-        stage = await serving(3)
-        stage.host[0].answers = "503"
-        await stage.fleet.barrier()
-        stage.host.die(1)
-        await asyncio.sleep(3600.0)
-        held = stage.states()
-        answer = await stage.fleet.restore()
-        assert sorted(answer["restored"]) == [[0], [1]]
-        return held, stage
-
-    held, stage = run(history())
+@in_virtual_time
+async def test_nothing_is_started_between_barrier_and_restore() -> None:
+    stage = await serving(3)
+    stage.host[0].answers = "503"
+    await stage.fleet.barrier()
+    stage.host.die(1)
+    await asyncio.sleep(3600.0)
+    held = stage.states()
+    answer = await stage.fleet.restore()
+    assert sorted(answer["restored"]) == [[0], [1]]
 
     assert held == [X, X, A]
     assert stage.states() == [A, A, A]
 
 
-def test_what_dies_between_barrier_and_restore_is_stopped_whole_at_once() -> None:
-    async def history() -> float:
-        stage = await serving(2, servers=2)
-        await stage.fleet.barrier()
-        stage.host.die(0)
-        return await stage.until(lambda: not stage.host[1].is_alive)
+@in_virtual_time
+async def test_what_dies_between_barrier_and_restore_is_stopped_whole_at_once() -> None:
+    stage = await serving(2, servers=2)
+    await stage.fleet.barrier()
+    stage.host.die(0)
 
-    assert run(history()) < 0.1
+    assert await stage.until(lambda: not stage.host[1].is_alive) < 0.1
 
 
-def test_a_recovery_under_way_at_a_barrier_is_given_up_and_frees_its_gpus() -> None:
-    async def history() -> Stage:
-        stage = await serving(2, budget=1)
-        stage.host[0].loads_for_s = 50.0
-        stage.host.die(0)
-        await stage.until(lambda: stage.host[0].is_alive)
-        answer = await stage.fleet.barrier()
-        assert answer["failed"] == []
-        assert answer["inactive"] == [[0]]
-        assert not stage.host[0].is_alive
-        assert stage.states() == [X, A]
-        await stage.fleet.restore()
-        return stage
-
-    stage = run(history())
+@in_virtual_time
+async def test_a_recovery_under_way_at_a_barrier_is_given_up_and_frees_its_gpus() -> None:
+    stage = await serving(2, budget=1)
+    stage.host[0].loads_for_s = 50.0
+    stage.host.die(0)
+    await stage.until(lambda: stage.host[0].is_alive)
+    answer = await stage.fleet.barrier()
+    assert answer["failed"] == []
+    assert answer["inactive"] == [[0]]
+    assert not stage.host[0].is_alive
+    assert stage.states() == [X, A]
+    await stage.fleet.restore()
 
     # Given up without fault of its own, so it does not count against the budget.
     assert stage.states() == [A, A]
@@ -74,36 +67,32 @@ def test_a_recovery_under_way_at_a_barrier_is_given_up_and_frees_its_gpus() -> N
     ]
 
 
-def test_a_recovery_that_pauses_at_a_barrier_does_not_begin_after_its_pause() -> None:
-    async def history() -> Stage:
-        stage = await serving(2, backoff_s=10.0)
-        stage.host[0].start_errors = ["no GPU"] * 2
-        stage.host.die(0)
-        await stage.until(lambda: len(stage.told("rollout.recovery.begun")) == 2)
-        await stage.fleet.barrier()
-        starts = len(stage.host.times("start", 0))
-        await asyncio.sleep(1000.0)
-        assert len(stage.host.times("start", 0)) == starts
-        return stage
+@in_virtual_time
+async def test_a_recovery_that_pauses_at_a_barrier_does_not_begin_after_its_pause() -> None:
+    stage = await serving(2, backoff_s=10.0)
+    stage.host[0].start_errors = ["no GPU"] * 2
+    stage.host.die(0)
+    await stage.until(lambda: len(stage.told("rollout.recovery.begun")) == 2)
+    await stage.fleet.barrier()
+    starts = len(stage.host.times("start", 0))
+    await asyncio.sleep(1000.0)
+    assert len(stage.host.times("start", 0)) == starts
 
-    assert run(history()).states() == [X, A]
+    assert stage.states() == [X, A]
 
 
-def test_restore_waits_until_each_group_is_up_or_has_failed_once() -> None:
-    async def history() -> tuple[float, dict[str, Any], Stage]:
-        stage = await serving(4, parallel=2)
-        for rank in range(3):
-            stage.host[rank].answers = "503"
-            stage.host[rank].loads_for_s = 20.0
-        stage.host[2].start_errors = ["no GPU"]
-        await stage.fleet.barrier()
-        began_s = now_s()
-        answer = await stage.fleet.restore()
-        took_s = now_s() - began_s
-        await stage.until_active()
-        return took_s, answer, stage
-
-    took_s, answer, _ = run(history())
+@in_virtual_time
+async def test_restore_waits_until_each_group_is_up_or_has_failed_once() -> None:
+    stage = await serving(4, parallel=2)
+    for rank in range(3):
+        stage.host[rank].answers = "503"
+        stage.host[rank].loads_for_s = 20.0
+    stage.host[2].start_errors = ["no GPU"]
+    await stage.fleet.barrier()
+    began_s = now_s()
+    answer = await stage.fleet.restore()
+    took_s = now_s() - began_s
+    await stage.until_active()
 
     assert 20.0 <= took_s < 22.0
     assert sorted(answer["restored"]) == [[0], [1]]
@@ -112,80 +101,71 @@ def test_restore_waits_until_each_group_is_up_or_has_failed_once() -> None:
     assert answer["metadata"]["mesh"] == [[0], [1], [3]]
 
 
-def test_restore_without_a_barrier_hurries_what_is_down() -> None:
-    async def history() -> float:
-        stage = await serving(2, backoff_s=500.0, max_backoff_s=1000.0)
-        stage.host[0].start_errors = ["no GPU"]
-        stage.host.die(0)
-        await stage.until(lambda: len(stage.told("rollout.recovery.begun")) == 2)
-        began_s = now_s()
-        await stage.fleet.restore()
-        assert stage.states() == [A, A]
-        return now_s() - began_s
+@in_virtual_time
+async def test_restore_without_a_barrier_hurries_what_is_down() -> None:
+    stage = await serving(2, backoff_s=500.0, max_backoff_s=1000.0)
+    stage.host[0].start_errors = ["no GPU"]
+    stage.host.die(0)
+    await stage.until(lambda: len(stage.told("rollout.recovery.begun")) == 2)
+    began_s = now_s()
+    await stage.fleet.restore()
+    assert stage.states() == [A, A]
 
-    assert run(history()) < 1.0
-
-
-def test_a_restored_group_serves_only_once_its_weights_are_synced() -> None:
-    async def history() -> Stage:
-        stage = await serving(2)
-        stage.fleet.weights(4)
-        stage.host[0].answers = "503"
-        await stage.fleet.barrier()
-        answer = await stage.fleet.restore()
-        assert answer["stale"] == [[0]]
-        assert stage.routed() == [1]
-        epochs = {int(rank): epoch for rank, epoch in answer["metadata"]["epochs"].items()}
-        assert stage.fleet.weights(5, None, epochs) == {
-            "version": 5,
-            "active": [[0], [1]],
-            "stale": [],
-        }
-        return stage
-
-    assert run(history()).routed() == [0, 1]
+    assert now_s() - began_s < 1.0
 
 
-def test_a_floor_is_not_looked_at_while_the_trainer_has_the_gpus_and_is_after_that() -> None:
-    async def history() -> str:
-        stage = await serving(2, min_active=2)
-        await stage.fleet.barrier()
-        stage.host.die(0)
-        await asyncio.sleep(1000.0)
-        assert not stage.fleet.fatal.done()
-        stage.host[0].start_errors = ["no GPU"]
-        await stage.fleet.restore()
-        return stage.fleet.fatal.result()
+@in_virtual_time
+async def test_a_restored_group_serves_only_once_its_weights_are_synced() -> None:
+    stage = await serving(2)
+    stage.fleet.weights(4)
+    stage.host[0].answers = "503"
+    await stage.fleet.barrier()
+    answer = await stage.fleet.restore()
+    assert answer["stale"] == [[0]]
+    assert stage.routed() == [1]
+    epochs = {int(rank): epoch for rank, epoch in answer["metadata"]["epochs"].items()}
+    assert stage.fleet.weights(5, None, epochs) == {
+        "version": 5,
+        "active": [[0], [1]],
+        "stale": [],
+    }
 
-    assert run(history()) == "1 of 2 engines serve, min_active is 2: ranks 0: no GPU"
+    assert stage.routed() == [0, 1]
 
 
-def test_a_barrier_is_bounded_when_a_server_cannot_be_ended() -> None:
-    async def history() -> tuple[float, Stage]:
-        stage = await serving(2)
-        stage.host[0].answers = stage.host[0].at_home = "hang"
-        stage.host.stop_takes_s = 1e6
-        began_s = now_s()
-        await stage.fleet.barrier()
-        return now_s() - began_s, stage
+@in_virtual_time
+async def test_a_floor_is_not_looked_at_while_the_trainer_has_the_gpus_and_is_after_that() -> None:
+    stage = await serving(2, min_active=2)
+    await stage.fleet.barrier()
+    stage.host.die(0)
+    await asyncio.sleep(1000.0)
+    assert not stage.fleet.fatal.done()
+    stage.host[0].start_errors = ["no GPU"]
+    await stage.fleet.restore()
 
-    took_s, stage = run(history())
+    assert stage.fleet.fatal.result() == "1 of 2 engines serve, min_active is 2: ranks 0: no GPU"
 
-    assert took_s <= 15.0 + 15.0 + stage.settings.stop_within_s + 0.1
+
+@in_virtual_time
+async def test_a_barrier_is_bounded_when_a_server_cannot_be_ended() -> None:
+    stage = await serving(2)
+    stage.host[0].answers = stage.host[0].at_home = "hang"
+    stage.host.stop_takes_s = 1e6
+    began_s = now_s()
+    await stage.fleet.barrier()
+
+    assert now_s() - began_s <= 15.0 + 15.0 + stage.settings.stop_within_s + 0.1
     assert "could not be ended" in stage.told("rollout.warning")[0]["message"]
 
 
-def test_a_server_that_only_the_network_hides_is_not_ended_by_a_barrier() -> None:
-    async def history() -> tuple[dict[str, Any], Stage]:
-        stage = await serving(2)
-        stage.host[0].answers = "hang"
-        answer = await stage.fleet.barrier()
-        stage.host[0].answers = "yes"
-        await stage.fleet.restore()
-        await stage.until(lambda: stage.routed() == [0, 1], within_s=31.0)
-        return answer, stage
-
-    answer, stage = run(history())
+@in_virtual_time
+async def test_a_server_that_only_the_network_hides_is_not_ended_by_a_barrier() -> None:
+    stage = await serving(2)
+    stage.host[0].answers = "hang"
+    answer = await stage.fleet.barrier()
+    stage.host[0].answers = "yes"
+    await stage.fleet.restore()
+    await stage.until(lambda: stage.routed() == [0, 1], within_s=31.0)
 
     assert answer["failed"] == []
     assert answer["active"] == [1]
@@ -193,47 +173,44 @@ def test_a_server_that_only_the_network_hides_is_not_ended_by_a_barrier() -> Non
     assert len(stage.host.times("start", 0)) == 1
 
 
-def test_orders_are_obeyed_one_after_the_other() -> None:
-    async def history() -> list[str]:
-        stage = await serving(2)
-        stage.host[0].answers = "503"
-        await asyncio.gather(stage.fleet.barrier(), stage.fleet.restore(), stage.fleet.barrier())
-        return [
-            name for _, name, _ in stage.events if name in ("rollout.barrier", "rollout.restore")
-        ]
+@in_virtual_time
+async def test_orders_are_obeyed_one_after_the_other() -> None:
+    stage = await serving(2)
+    stage.host[0].answers = "503"
+    await asyncio.gather(stage.fleet.barrier(), stage.fleet.restore(), stage.fleet.barrier())
 
-    assert run(history()) == ["rollout.barrier", "rollout.restore", "rollout.barrier"]
+    assert [
+        name for _, name, _ in stage.events if name in ("rollout.barrier", "rollout.restore")
+    ] == ["rollout.barrier", "rollout.restore", "rollout.barrier"]
 
 
 @pytest.mark.parametrize(
     ("done_after_s", "answer"),
     [(None, {"drained": False, "outstanding": 1}), (2.0, {"drained": True, "outstanding": 0})],
 )
-def test_a_drain_takes_no_new_requests_and_waits_for_those_that_are_there(
+@in_virtual_time
+async def test_a_drain_takes_no_new_requests_and_waits_for_those_that_are_there(
     done_after_s: float | None, answer: dict[str, Any]
 ) -> None:
-    async def history() -> dict[str, Any]:
-        stage = await serving(2)
-        taken = stage.fleet.router.pick(None)
-        if done_after_s is not None:
-            loop = asyncio.get_running_loop()
-            loop.call_later(done_after_s, lambda: stage.fleet.router.done(taken))
-        found = await stage.fleet.drain(5.0)
-        assert stage.fleet.state == "draining"
-        stage.fleet.weights(1)
-        assert stage.fleet.state == "serving"
-        return found
+    stage = await serving(2)
+    taken = stage.fleet.router.pick(None)
+    if done_after_s is not None:
+        loop = asyncio.get_running_loop()
+        loop.call_later(done_after_s, lambda: stage.fleet.router.done(taken))
+    found = await stage.fleet.drain(5.0)
+    assert stage.fleet.state == "draining"
+    stage.fleet.weights(1)
+    assert stage.fleet.state == "serving"
 
-    assert run(history()) == answer
+    assert found == answer
 
 
-def test_a_broadcast_reaches_every_entrypoint_with_its_arguments() -> None:
-    async def history() -> tuple[dict[int, dict[str, Any]], Stage]:
-        stage = await serving(2, servers=2)
-        ask = Ask(method="POST", path="/pause", body={"level": 2})
-        return await stage.fleet.broadcast(ask, 5.0), stage
+@in_virtual_time
+async def test_a_broadcast_reaches_every_entrypoint_with_its_arguments() -> None:
+    stage = await serving(2, servers=2)
+    ask = Ask(method="POST", path="/pause", body={"level": 2})
 
-    answers, stage = run(history())
+    answers = await stage.fleet.broadcast(ask, 5.0)
 
     assert answers == {0: {"status": 200, "body": "ok"}, 2: {"status": 200, "body": "ok"}}
     assert {(url, ask.method, ask.path, str(ask.body)) for url, ask in stage.prober.calls} == {
@@ -242,16 +219,15 @@ def test_a_broadcast_reaches_every_entrypoint_with_its_arguments() -> None:
     }
 
 
-def test_the_snapshot_says_everything_of_every_server() -> None:
-    async def history() -> dict[str, Any]:
-        stage = await serving(2, servers=2, concurrency=8)
-        stage.fleet.url = "http://127.0.0.1:9"
-        stage.fleet.router.pick(None)
-        stage.host[2].answers = "503"
-        await stage.until(lambda: stage.fleet.snapshot()["servers"][2]["misses"] == 1)
-        return stage.fleet.snapshot()
+@in_virtual_time
+async def test_the_snapshot_says_everything_of_every_server() -> None:
+    stage = await serving(2, servers=2, concurrency=8)
+    stage.fleet.url = "http://127.0.0.1:9"
+    stage.fleet.router.pick(None)
+    stage.host[2].answers = "503"
+    await stage.until(lambda: stage.fleet.snapshot()["servers"][2]["misses"] == 1)
 
-    snapshot = run(history())
+    snapshot = stage.fleet.snapshot()
 
     assert {key: snapshot[key] for key in ("ready", "state", "reason", "url", "concurrency")} == {
         "ready": True,

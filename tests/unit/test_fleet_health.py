@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tasks.record.states import GroupState
-from tests.support.fleet_clock import now_s, run
+from tests.support.fleet_clock import in_virtual_time, now_s, run
 from tests.support.fleet_fakes import Stage, plan_of
 
 A, U, X, R = GroupState.ACTIVE, GroupState.SUSPECT, GroupState.INACTIVE, GroupState.RECOVERING
@@ -60,14 +60,11 @@ def test_a_server_that_hangs_is_out_of_routing_within_misses_intervals_and_a_tim
     assert latest_s <= misses * 30.0 + timeout_s + 0.02
 
 
-def test_a_server_that_hangs_is_stopped_after_it_was_asked_from_its_own_machine() -> None:
-    async def history() -> Stage:
-        stage = await serving()
-        hang(stage, 0)
-        await stage.until_out()
-        return stage
-
-    stage = run(history())
+@in_virtual_time
+async def test_a_server_that_hangs_is_stopped_after_it_was_asked_from_its_own_machine() -> None:
+    stage = await serving()
+    hang(stage, 0)
+    await stage.until_out()
 
     assert stage.cause_of() == "rank 0 does not answer: no answer within 15 s"
     assert stage.host.times("stop", 0)
@@ -82,162 +79,113 @@ def test_a_server_that_hangs_is_stopped_after_it_was_asked_from_its_own_machine(
         (300.0, 300.0),
     ],
 )
-def test_the_first_question_is_after_the_grace(first_after_s: float | None, first_s: float) -> None:
-    async def history() -> list[float]:
-        stage = await serving(engines=5, interval_s=30.0, first_after_s=first_after_s)
-        active_s = stage.when("rollout.group.state", group=3, after="active")
-        asked = len(stage.prober.times(3))
-        await asyncio.sleep(first_s + 100.0)
-        return [at - active_s for at in stage.prober.times(3)[asked:]]
+@in_virtual_time
+async def test_the_grace_comes_first(first_after_s: float | None, first_s: float) -> None:
+    stage = await serving(engines=5, interval_s=30.0, first_after_s=first_after_s)
+    active_s = stage.when("rollout.group.state", group=3, after="active")
+    asked = len(stage.prober.times(3))
+    await asyncio.sleep(first_s + 100.0)
 
-    first, second, third, *_ = run(history())
+    first, second, third, *_ = [at - active_s for at in stage.prober.times(3)[asked:]]
 
     assert first == pytest.approx(first_s)
     assert 15.0 <= second - first <= 30.0
     assert third - second == pytest.approx(30.0)
 
 
-def test_servers_that_began_together_are_asked_at_different_times_later() -> None:
-    async def history() -> list[float]:
-        stage = await serving(engines=20)
-        await asyncio.sleep(200.0)
-        return [stage.prober.times(rank)[-1] for rank in range(20)]
+@in_virtual_time
+async def test_servers_that_began_together_are_asked_at_different_times_later() -> None:
+    stage = await serving(engines=20)
+    await asyncio.sleep(200.0)
 
-    last = run(history())
-
-    assert len({round(at, 3) for at in last}) == 20
+    assert len({round(at, 3) for at in [stage.prober.times(rank)[-1] for rank in range(20)]}) == 20
 
 
-def test_a_miss_makes_a_group_suspect_and_a_good_answer_clears_it() -> None:
-    async def history() -> list[GroupState]:
-        stage = await serving()
-        stage.host[0].answers = "503"
-        await stage.until(lambda: stage.states() == [U, A])
-        assert stage.routed() == [0, 1]
-        preferred = {one.rank: one.is_preferred for one in stage.fleet.router.entrypoints}
-        assert preferred == {0: False, 1: True}
-        stage.host[0].answers = "yes"
-        await stage.until_active()
-        await asyncio.sleep(1000.0)
-        return stage.states()
+@in_virtual_time
+async def test_a_miss_makes_a_group_suspect_and_a_good_answer_clears_it() -> None:
+    stage = await serving()
+    stage.host[0].answers = "503"
+    await stage.until(lambda: stage.states() == [U, A])
+    assert stage.routed() == [0, 1]
+    preferred = {one.rank: one.is_preferred for one in stage.fleet.router.entrypoints}
+    assert preferred == {0: False, 1: True}
+    stage.host[0].answers = "yes"
+    await stage.until_active()
+    await asyncio.sleep(1000.0)
 
-    assert run(history()) == [A, A]
-
-
-def test_misses_that_are_not_in_a_row_are_forgotten() -> None:
-    async def history() -> tuple[list[GroupState], int]:
-        stage = await serving()
-        for _ in range(10):
-            stage.host[0].answers = "503"
-            await stage.until(lambda: stage.states()[0] is U)
-            stage.host[0].answers = "yes"
-            await stage.until_active()
-        return stage.states(), len(stage.host.times("start", 0))
-
-    assert run(history()) == ([A, A], 1)
+    assert stage.states() == [A, A]
 
 
-def test_without_misses_nobody_is_asked_but_by_barriers_and_deaths_are_seen() -> None:
-    async def history() -> tuple[int, Stage]:
-        stage = await serving(misses=0)
-        asked = len(stage.prober.asked)
-        await asyncio.sleep(1000.0)
-        asked_since = len(stage.prober.asked) - asked
-        stage.fleet.note_failure(0, 1, "500")
-        stage.host.die(0)
-        await stage.until_active()
-        stage.host[1].answers = "503"
-        await stage.fleet.barrier()
-        return asked_since, stage
+@in_virtual_time
+async def test_without_misses_nobody_is_asked_but_by_barriers_and_deaths_are_seen() -> None:
+    stage = await serving(misses=0)
+    asked = len(stage.prober.asked)
+    await asyncio.sleep(1000.0)
+    asked_since = len(stage.prober.asked) - asked
+    stage.fleet.note_failure(0, 1, "500")
+    stage.host.die(0)
+    await stage.until_active()
+    stage.host[1].answers = "503"
+    await stage.fleet.barrier()
 
-    asked, stage = run(history())
-
-    assert asked == 0
+    assert asked_since == 0
     assert stage.states() == [A, X]
 
 
-def test_a_slow_probe_is_excused_where_a_request_was_answered_meanwhile() -> None:
-    async def history() -> Stage:
-        stage = await serving()
-        stage.host[0].answers = "hang"
-        for _ in range(1000):
-            await asyncio.sleep(1.0)
-            stage.fleet.note_success(0, 1)
-        return stage
-
-    stage = run(history())
+@in_virtual_time
+async def test_a_slow_probe_is_excused_where_a_request_was_answered_meanwhile() -> None:
+    stage = await serving()
+    stage.host[0].answers = "hang"
+    for _ in range(1000):
+        await asyncio.sleep(1.0)
+        stage.fleet.note_success(0, 1)
 
     assert stage.states() == [A, A]
     assert stage.told("rollout.probe.failed") == []
 
 
-def test_a_bad_answer_is_not_excused_by_requests_that_are_answered() -> None:
-    async def history() -> float:
-        stage = await serving()
-        stage.host[0].answers = "503"
+@in_virtual_time
+async def test_a_failed_request_brings_a_probe_at_once() -> None:
+    stage = await serving()
+    await asyncio.sleep(100.0)
+    hang(stage, 0)
+    stage.host[0].answers = "refuse"
+    began_s = now_s()
+    while 0 in stage.routed():
+        stage.fleet.note_failure(0, 1, "connection reset")
+        await asyncio.sleep(0.1)
 
-        async def requests() -> None:
-            while True:
-                await asyncio.sleep(0.5)
-                stage.fleet.note_success(0, 1)
-
-        busy = asyncio.create_task(requests())
-        took_s = await stage.until_out()
-        busy.cancel()
-        return took_s
-
-    assert run(history()) <= 3 * 30.0 + 0.1
+    assert now_s() - began_s < 3.0
 
 
-def test_a_failed_request_brings_a_probe_at_once() -> None:
-    async def history() -> float:
-        stage = await serving()
-        await asyncio.sleep(100.0)
-        hang(stage, 0)
-        stage.host[0].answers = "refuse"
-        began_s = now_s()
-        while 0 in stage.routed():
-            stage.fleet.note_failure(0, 1, "connection reset")
-            await asyncio.sleep(0.1)
-        return now_s() - began_s
-
-    assert run(history()) < 3.0
-
-
-def test_a_server_that_fails_some_of_many_requests_is_suspect_and_not_told_each_time() -> None:
-    async def history() -> tuple[Stage, list[GroupState]]:
-        stage = await serving()
-        seen = []
-        for _ in range(1000):
-            stage.fleet.note_failure(0, 1, "it answered 503")
-            stage.fleet.note_success(0, 1)
-            seen.append(stage.states()[0])
-            await asyncio.sleep(0.001)
-        return stage, seen
-
-    stage, seen = run(history())
+@in_virtual_time
+async def test_a_server_that_fails_some_requests_is_suspect_and_not_told_each_time() -> None:
+    stage = await serving()
+    seen = []
+    for _ in range(1000):
+        stage.fleet.note_failure(0, 1, "it answered 503")
+        stage.fleet.note_success(0, 1)
+        seen.append(stage.states()[0])
+        await asyncio.sleep(0.001)
 
     assert set(seen) == {GroupState.SUSPECT}
     assert len(stage.told("rollout.group.state")) < 10
 
 
-def test_a_server_whose_requests_all_fail_is_sick_whatever_it_says_to_probes() -> None:
-    async def history() -> tuple[Stage, float]:
-        stage = await serving(engines=3, misses=3, interval_s=30.0)
-        began_s = now_s()
-        while not stage.host.times("stop", 0) and now_s() < began_s + 500.0:
-            stage.fleet.note_failure(0, 1, "it answered 500")
-            stage.fleet.note_success(1, 1)
-            stage.fleet.note_success(2, 1)
-            await asyncio.sleep(1.0)
-        return stage, now_s() - began_s
-
-    stage, took_s = run(history())
+@in_virtual_time
+async def test_a_server_whose_requests_all_fail_is_sick_whatever_it_says_to_probes() -> None:
+    stage = await serving(engines=3, misses=3, interval_s=30.0)
+    began_s = now_s()
+    while not stage.host.times("stop", 0) and now_s() < began_s + 500.0:
+        stage.fleet.note_failure(0, 1, "it answered 500")
+        stage.fleet.note_success(1, 1)
+        stage.fleet.note_success(2, 1)
+        await asyncio.sleep(1.0)
 
     [begun] = stage.told("rollout.recovery.begun")
     assert begun["ranks"] == [0]
     assert begun["cause"].endswith("2 of 2 others answer theirs; the last one: it answered 500")
-    assert 90.0 <= took_s <= 92.0
+    assert 90.0 <= now_s() - began_s <= 92.0
 
 
 @pytest.mark.parametrize(
@@ -249,62 +197,52 @@ def test_a_server_whose_requests_all_fail_is_sick_whatever_it_says_to_probes() -
         {0, 1},
     ],
 )
-def test_requests_that_fail_in_most_places_are_no_servers_fault(failing: set[int]) -> None:
-    async def history() -> Stage:
-        stage = await serving(engines=3)
-        for _ in range(500):
-            for rank in range(3):
-                if rank in failing:
-                    stage.fleet.note_failure(rank, 1, "it answered 500")
-                else:
-                    stage.fleet.note_success(rank, 1)
-            await asyncio.sleep(1.0)
-        return stage
-
-    stage = run(history())
+@in_virtual_time
+async def test_requests_that_fail_in_most_places_are_no_servers_fault(failing: set[int]) -> None:
+    stage = await serving(engines=3)
+    for _ in range(500):
+        for rank in range(3):
+            if rank in failing:
+                stage.fleet.note_failure(rank, 1, "it answered 500")
+            else:
+                stage.fleet.note_success(rank, 1)
+        await asyncio.sleep(1.0)
 
     assert stage.routed() == [0, 1, 2]
     assert all(len(stage.host.times("start", rank)) == 1 for rank in range(3))
 
 
-def test_a_server_that_answers_now_and_then_is_kept() -> None:
-    async def history() -> Stage:
-        stage = await serving(engines=2)
-        for second in range(500):
-            stage.fleet.note_failure(0, 1, "it answered 500")
-            if second % 50 == 0:
-                stage.fleet.note_success(0, 1)
-            stage.fleet.note_success(1, 1)
-            await asyncio.sleep(1.0)
-        return stage
+@in_virtual_time
+async def test_a_server_that_answers_now_and_then_is_kept() -> None:
+    stage = await serving(engines=2)
+    for second in range(500):
+        stage.fleet.note_failure(0, 1, "it answered 500")
+        if second % 50 == 0:
+            stage.fleet.note_success(0, 1)
+        stage.fleet.note_success(1, 1)
+        await asyncio.sleep(1.0)
 
-    assert run(history()).routed() == [0, 1]
+    assert stage.routed() == [0, 1]
 
 
-def test_a_slow_server_whose_timeout_is_longer_than_the_interval_has_all_of_it() -> None:
-    async def history() -> Stage:
-        stage = await serving(interval_s=1.0, timeout_s=5.0, misses=2)
-        stage.host[0].answers = "slow"
-        await asyncio.sleep(300.0)
-        return stage
-
-    stage = run(history())
+@in_virtual_time
+async def test_a_slow_server_whose_timeout_is_longer_than_the_interval_has_all_of_it() -> None:
+    stage = await serving(interval_s=1.0, timeout_s=5.0, misses=2)
+    stage.host[0].answers = "slow"
+    await asyncio.sleep(300.0)
 
     assert stage.states() == [A, A]
     assert stage.told("rollout.probe.failed") == []
 
 
-def test_a_burst_of_failed_requests_does_not_end_a_server_that_answers_probes() -> None:
-    async def history() -> Stage:
-        stage = await serving()
-        for _ in range(100):
-            for _ in range(50):
-                stage.fleet.note_failure(0, 1, "connection reset")
-            await asyncio.sleep(0.3)
-        await asyncio.sleep(100.0)
-        return stage
-
-    stage = run(history())
+@in_virtual_time
+async def test_a_burst_of_failed_requests_does_not_end_a_server_that_answers_probes() -> None:
+    stage = await serving()
+    for _ in range(100):
+        for _ in range(50):
+            stage.fleet.note_failure(0, 1, "connection reset")
+        await asyncio.sleep(0.3)
+    await asyncio.sleep(100.0)
 
     assert stage.states() == [A, A]
     assert len(stage.host.times("start", 0)) == 1
@@ -313,61 +251,53 @@ def test_a_burst_of_failed_requests_does_not_end_a_server_that_answers_probes() 
     assert len(stage.prober.times(0)) < 60
 
 
-def test_what_is_noted_of_an_old_incarnation_or_an_unwatched_server_changes_nothing() -> None:
-    async def history() -> list[GroupState]:
-        stage = await serving()
-        stage.host.die(0)
-        await stage.until(lambda: stage.states() == [R, A])
-        for _ in range(10):
-            stage.fleet.note_failure(0, 1, "connection reset")
-            stage.fleet.note_success(0, 1)
-        await stage.until_active()
+@in_virtual_time
+async def test_what_is_noted_of_an_old_incarnation_or_an_unwatched_server_changes_nothing() -> None:
+    stage = await serving()
+    stage.host.die(0)
+    await stage.until(lambda: stage.states() == [R, A])
+    for _ in range(10):
         stage.fleet.note_failure(0, 1, "connection reset")
-        return stage.states()
+        stage.fleet.note_success(0, 1)
+    await stage.until_active()
+    stage.fleet.note_failure(0, 1, "connection reset")
 
-    assert run(history()) == [A, A]
+    assert stage.states() == [A, A]
 
 
-def test_an_answer_that_comes_after_a_restart_is_of_the_old_incarnation_and_ignored() -> None:
-    async def history() -> Stage:
-        stage = await serving(misses=1, timeout_s=15.0)
-        asked = len(stage.prober.times(0))
-        hang(stage, 0)
-        await stage.until(lambda: len(stage.prober.times(0)) > asked)
-        stage.host.die(0)
-        await stage.until(lambda: stage.states() == [R, A])
-        await stage.until_active()
-        await asyncio.sleep(300.0)
-        return stage
-
-    stage = run(history())
+@in_virtual_time
+async def test_an_answer_that_comes_after_a_restart_is_of_the_old_incarnation_and_ignored() -> None:
+    stage = await serving(misses=1, timeout_s=15.0)
+    asked = len(stage.prober.times(0))
+    hang(stage, 0)
+    await stage.until(lambda: len(stage.prober.times(0)) > asked)
+    stage.host.die(0)
+    await stage.until(lambda: stage.states() == [R, A])
+    await stage.until_active()
+    await asyncio.sleep(300.0)
 
     assert stage.states() == [A, A]
     assert len(stage.host.times("start", 0)) == 2
 
 
-def test_a_process_that_is_gone_without_a_word_is_found_at_the_next_look() -> None:
-    async def history() -> Stage:
-        stage = await serving(engines=1, servers=2)
-        stage.host[1].is_alive = False
-        await stage.until_out(within_s=31.0)
-        return stage
+@in_virtual_time
+async def test_a_process_that_is_gone_without_a_word_is_found_at_the_next_look() -> None:
+    stage = await serving(engines=1, servers=2)
+    stage.host[1].is_alive = False
+    await stage.until_out(within_s=31.0)
 
-    assert run(history()).cause_of() == "rank 1: its process does not run"
+    assert stage.cause_of() == "rank 1: its process does not run"
 
 
-def test_a_server_behind_a_cut_network_is_not_restarted_and_comes_back() -> None:
-    async def history() -> Stage:
-        stage = await serving()
-        cut(stage, 0)
-        await stage.until(lambda: stage.routed() == [1], within_s=106.0)
-        await asyncio.sleep(3600.0)
-        assert stage.fleet.snapshot()["servers"][0]["reachable"] is False
-        stage.host[0].answers = "yes"
-        await stage.until_active()
-        return stage
-
-    stage = run(history())
+@in_virtual_time
+async def test_a_server_behind_a_cut_network_is_not_restarted_and_comes_back() -> None:
+    stage = await serving()
+    cut(stage, 0)
+    await stage.until(lambda: stage.routed() == [1], within_s=106.0)
+    await asyncio.sleep(3600.0)
+    assert stage.fleet.snapshot()["servers"][0]["reachable"] is False
+    stage.host[0].answers = "yes"
+    await stage.until_active()
 
     assert stage.routed() == [0, 1]
     assert len(stage.host.times("start", 0)) == 1
@@ -377,18 +307,15 @@ def test_a_server_behind_a_cut_network_is_not_restarted_and_comes_back() -> None
     assert ended["ranks"] == [0]
 
 
-def test_a_switch_that_cuts_the_network_restarts_nobody_and_is_one_incident() -> None:
-    async def history() -> Stage:
-        stage = await serving(engines=8)
-        cut(stage, *range(8))
-        await stage.until(lambda: stage.routed() == [], within_s=106.0)
-        await asyncio.sleep(600.0)
-        for rank in range(8):
-            stage.host[rank].answers = "yes"
-        await stage.until_active()
-        return stage
-
-    stage = run(history())
+@in_virtual_time
+async def test_a_switch_that_cuts_the_network_restarts_nobody_and_is_one_incident() -> None:
+    stage = await serving(engines=8)
+    cut(stage, *range(8))
+    await stage.until(lambda: stage.routed() == [], within_s=106.0)
+    await asyncio.sleep(600.0)
+    for rank in range(8):
+        stage.host[rank].answers = "yes"
+    await stage.until_active()
 
     assert stage.routed() == list(range(8))
     assert [verb for _, verb, _ in stage.host.log] == ["start"] * 8
@@ -397,14 +324,14 @@ def test_a_switch_that_cuts_the_network_restarts_nobody_and_is_one_incident() ->
     assert ended["ranks"] == list(range(8))
 
 
-def test_clients_are_told_that_nobody_can_be_reached() -> None:
-    async def history() -> str:
-        stage = await serving(engines=1)
-        cut(stage, 0)
-        await stage.until(lambda: stage.routed() == [])
-        return str(stage.fleet.snapshot()["reason"])
+@in_virtual_time
+async def test_clients_are_told_that_nobody_can_be_reached() -> None:
+    stage = await serving(engines=1)
+    cut(stage, 0)
+    await stage.until(lambda: stage.routed() == [])
 
-    assert run(history()) == ("ranks 0 are suspect and cannot be reached (no answer within 15 s)")
+    why = stage.fleet.snapshot()["reason"]
+    assert why == "ranks 0 are suspect and cannot be reached (no answer within 15 s)"
 
 
 @pytest.mark.parametrize(
@@ -418,55 +345,46 @@ def test_clients_are_told_that_nobody_can_be_reached() -> None:
         pytest.param(5, False, id="all"),
     ],
 )
-def test_machines_that_cannot_be_asked_are_a_cut_if_most(lost: int, is_restarted: bool) -> None:
-    async def history() -> Stage:
-        stage = await serving(engines=5)
-        for rank in range(lost):
-            stage.host[rank].answers, stage.host[rank].at_home = "hang", "lost"
-        await asyncio.sleep(200.0)
-        return stage
-
-    stage = run(history())
+@in_virtual_time
+async def test_machines_not_to_be_asked_are_a_cut_if_most(lost: int, is_restarted: bool) -> None:
+    stage = await serving(engines=5)
+    for rank in range(lost):
+        stage.host[rank].answers, stage.host[rank].at_home = "hang", "lost"
+    await asyncio.sleep(200.0)
 
     assert bool(stage.host.times("stop", 0)) is is_restarted
     assert stage.routed() == list(range(5) if is_restarted else range(lost, 5))
 
 
-def test_a_cut_server_that_dies_meanwhile_is_recovered() -> None:
-    async def history() -> Stage:
-        stage = await serving()
-        cut(stage, 0)
-        await stage.until(lambda: stage.routed() == [1])
-        await asyncio.sleep(60.0)
-        stage.host[0].at_home = "hang"
-        await stage.until_out()
-        await stage.until_active()
-        return stage
-
-    stage = run(history())
+@in_virtual_time
+async def test_a_cut_server_that_dies_meanwhile_is_recovered() -> None:
+    stage = await serving()
+    cut(stage, 0)
+    await stage.until(lambda: stage.routed() == [1])
+    await asyncio.sleep(60.0)
+    stage.host[0].at_home = "hang"
+    await stage.until_out()
+    await stage.until_active()
 
     assert stage.routed() == [0, 1]
     assert len(stage.told("rollout.incident.ended")) == 1
 
 
-def test_a_fault_of_our_own_ends_no_watch(
+@in_virtual_time
+async def test_a_fault_of_our_own_ends_no_watch(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def history() -> Stage:
-        stage = await serving()
-        asked = stage.prober.ask
-        monkeypatch.setattr(stage.prober, "ask", _breaks)
-        await asyncio.sleep(100.0)
-        monkeypatch.setattr(stage.prober, "ask", asked)
-        assert stage.states() == [A, A]
-        hang(stage, 0)
-        await stage.until_out()
-        await stage.until_active()
-        monkeypatch.setattr(stage.prober, "ask", _breaks)
-        assert (await stage.fleet.barrier())["failed"] == []
-        return stage
-
-    run(history())
+    stage = await serving()
+    asked = stage.prober.ask
+    monkeypatch.setattr(stage.prober, "ask", _breaks)
+    await asyncio.sleep(100.0)
+    monkeypatch.setattr(stage.prober, "ask", asked)
+    assert stage.states() == [A, A]
+    hang(stage, 0)
+    await stage.until_out()
+    await stage.until_active()
+    monkeypatch.setattr(stage.prober, "ask", _breaks)
+    assert (await stage.fleet.barrier())["failed"] == []
 
     assert "rank 0, epoch 1: not asked" in caplog.text
 

@@ -11,7 +11,7 @@ from tasks.record.states import GroupState
 from tasks.rollout.fleet import FleetFailed
 from tasks.rollout.probing import Death
 from tasks.spec.errors import IllegalTransition
-from tests.support.fleet_clock import now_s, run
+from tests.support.fleet_clock import in_virtual_time, now_s, run
 from tests.support.fleet_fakes import Stage, loops, plan_of
 
 A, X, R, S = GroupState.ACTIVE, GroupState.INACTIVE, GroupState.RECOVERING, GroupState.STALE
@@ -26,16 +26,13 @@ async def flap(stage: Stage, rank: int, times: int, every_s: float = 10.0) -> No
         await asyncio.sleep(every_s)
 
 
-def test_a_recovery_is_told_with_its_id_cause_try_and_time() -> None:
-    async def history() -> Stage:
-        stage = Stage(plan_of(2))
-        await stage.fleet.start()
-        stage.host[0].start_errors = ["no GPU"]
-        stage.host.die(0, "exit 7")
-        await stage.until(lambda: len(stage.told("rollout.recovery.ended")) == 2)
-        return stage
-
-    stage = run(history())
+@in_virtual_time
+async def test_a_recovery_is_told_with_its_id_cause_try_and_time() -> None:
+    stage = Stage(plan_of(2))
+    await stage.fleet.start()
+    stage.host[0].start_errors = ["no GPU"]
+    stage.host.die(0, "exit 7")
+    await stage.until(lambda: len(stage.told("rollout.recovery.ended")) == 2)
 
     begun, ended = stage.told("rollout.recovery.begun"), stage.told("rollout.recovery.ended")
     place = {"group": 0, "ranks": [0]}
@@ -52,17 +49,16 @@ def test_a_recovery_is_told_with_its_id_cause_try_and_time() -> None:
     assert 0.5 <= took_s[1] < 1.1
 
 
-def test_the_pauses_between_tries_grow_up_to_the_longest() -> None:
-    async def history() -> list[float]:
-        stage = Stage(plan_of(2), backoff_s=1.0, max_backoff_s=8.0)
-        await stage.fleet.start()
-        stage.host[0].start_errors = ["no GPU"] * 9
-        stage.host.die(0)
-        await stage.until(lambda: stage.states()[0] is R)
-        await stage.until_active()
-        return stage.host.times("start", 0)[1:]
+@in_virtual_time
+async def test_the_pauses_between_tries_grow_up_to_the_longest() -> None:
+    stage = Stage(plan_of(2), backoff_s=1.0, max_backoff_s=8.0)
+    await stage.fleet.start()
+    stage.host[0].start_errors = ["no GPU"] * 9
+    stage.host.die(0)
+    await stage.until(lambda: stage.states()[0] is R)
+    await stage.until_active()
 
-    starts = run(history())
+    starts = stage.host.times("start", 0)[1:]
 
     pauses = [after - before for before, after in itertools.pairwise(starts)]
     longest = [1, 2, 4, 8, 8, 8, 8, 8, 8]
@@ -70,35 +66,31 @@ def test_the_pauses_between_tries_grow_up_to_the_longest() -> None:
         assert most / 2 <= pause <= most + 0.1
 
 
-def test_a_group_that_flaps_waits_longer_each_time_until_it_has_served_for_long() -> None:
-    async def history() -> tuple[float, float]:
-        stage = Stage(plan_of(2), backoff_s=4.0, max_backoff_s=60.0)
-        await stage.fleet.start()
-        await flap(stage, 0, times=3)
-        stage.host.die(0)
-        await stage.until(lambda: stage.states()[0] is R)
-        slow_s = await stage.until_active()
-        await asyncio.sleep(61.0)
-        stage.host.die(0)
-        await stage.until(lambda: stage.states()[0] is R)
-        return slow_s, await stage.until_active()
+@in_virtual_time
+async def test_a_group_that_flaps_waits_longer_each_time_until_it_has_served_for_long() -> None:
+    stage = Stage(plan_of(2), backoff_s=4.0, max_backoff_s=60.0)
+    await stage.fleet.start()
+    await flap(stage, 0, times=3)
+    stage.host.die(0)
+    await stage.until(lambda: stage.states()[0] is R)
+    slow_s = await stage.until_active()
+    await asyncio.sleep(61.0)
+    stage.host.die(0)
+    await stage.until(lambda: stage.states()[0] is R)
 
-    slow_s, quick_s = run(history())
+    quick_s = await stage.until_active()
 
     assert slow_s >= 8.0
     assert quick_s < 0.5
 
 
-def test_the_budget_is_spent_by_recoveries_and_then_the_group_is_retired() -> None:
-    async def history() -> Stage:
-        stage = Stage(plan_of(2), budget=3)
-        await stage.fleet.start()
-        await flap(stage, 0, times=3)
-        stage.host.die(0)
-        await asyncio.sleep(1000.0)
-        return stage
-
-    stage = run(history())
+@in_virtual_time
+async def test_the_budget_is_spent_by_recoveries_and_then_the_group_is_retired() -> None:
+    stage = Stage(plan_of(2), budget=3)
+    await stage.fleet.start()
+    await flap(stage, 0, times=3)
+    stage.host.die(0)
+    await asyncio.sleep(1000.0)
 
     assert stage.states() == [GONE, A]
     assert len(stage.host.times("start", 0)) == 4
@@ -110,30 +102,26 @@ def test_the_budget_is_spent_by_recoveries_and_then_the_group_is_retired() -> No
     )
 
 
-def test_tries_that_fail_spend_the_budget_too() -> None:
-    async def history() -> Stage:
-        stage = Stage(plan_of(2), budget=3)
-        await stage.fleet.start()
-        stage.host[0].start_errors = ["no GPU"] * 100
-        stage.host.die(0)
-        await stage.until(lambda: stage.states() == [GONE, A])
-        return stage
+@in_virtual_time
+async def test_tries_that_fail_spend_the_budget_too() -> None:
+    stage = Stage(plan_of(2), budget=3)
+    await stage.fleet.start()
+    stage.host[0].start_errors = ["no GPU"] * 100
+    stage.host.die(0)
+    await stage.until(lambda: stage.states() == [GONE, A])
 
-    assert len(run(history()).told("rollout.recovery.begun")) == 3
+    assert len(stage.told("rollout.recovery.begun")) == 3
 
 
-def test_deaths_within_seconds_are_one_incident_and_cost_one() -> None:
-    async def history() -> Stage:
-        stage = Stage(plan_of(9), budget=1, parallel=8)
-        await stage.fleet.start()
-        for rank in range(8):
-            stage.host.die(rank, "exit 1" if rank == 0 else "killed by SIGABRT")
-            await asyncio.sleep(0.2)
-        await stage.until_active()
-        await asyncio.sleep(100.0)
-        return stage
-
-    stage = run(history())
+@in_virtual_time
+async def test_deaths_within_seconds_are_one_incident_and_cost_one() -> None:
+    stage = Stage(plan_of(9), budget=1, parallel=8)
+    await stage.fleet.start()
+    for rank in range(8):
+        stage.host.die(rank, "exit 1" if rank == 0 else "killed by SIGABRT")
+        await asyncio.sleep(0.2)
+    await stage.until_active()
+    await asyncio.sleep(100.0)
 
     assert stage.states() == [A] * 9
     [begun], [ended] = stage.told("rollout.incident.begun"), stage.told("rollout.incident.ended")
@@ -141,159 +129,137 @@ def test_deaths_within_seconds_are_one_incident_and_cost_one() -> None:
     assert ended == {"ranks": list(range(8)), "why": "rank 0 died: exit 1"}
 
 
-def test_servers_that_hang_at_one_time_are_one_incident_too() -> None:
-    async def history() -> Stage:
-        stage = Stage(plan_of(4), budget=1)
-        await stage.fleet.start()
-        await asyncio.sleep(100.0)
-        for rank in range(3):
-            stage.host[rank].answers = stage.host[rank].at_home = "hang"
-        await stage.until(lambda: len(stage.told("rollout.recovery.ended")) == 3)
-        return stage
+@in_virtual_time
+async def test_servers_that_hang_at_one_time_are_one_incident_too() -> None:
+    stage = Stage(plan_of(4), budget=1)
+    await stage.fleet.start()
+    await asyncio.sleep(100.0)
+    for rank in range(3):
+        stage.host[rank].answers = stage.host[rank].at_home = "hang"
+    await stage.until(lambda: len(stage.told("rollout.recovery.ended")) == 3)
 
-    assert run(history()).states() == [A] * 4
+    assert stage.states() == [A] * 4
 
 
-def test_deaths_further_apart_are_incidents_of_their_own() -> None:
-    async def history() -> Stage:
-        stage = Stage(plan_of(3), budget=1)
-        await stage.fleet.start()
-        stage.host.die(0)
-        await asyncio.sleep(2.1)
-        stage.host.die(1)
-        await asyncio.sleep(10.0)
-        return stage
-
-    stage = run(history())
+@in_virtual_time
+async def test_deaths_further_apart_are_incidents_of_their_own() -> None:
+    stage = Stage(plan_of(3), budget=1)
+    await stage.fleet.start()
+    stage.host.die(0)
+    await asyncio.sleep(2.1)
+    stage.host.die(1)
+    await asyncio.sleep(10.0)
 
     assert stage.states() == [A, GONE, A]
     assert stage.told("rollout.incident.begun") == []
 
 
-def test_no_more_groups_start_at_once_than_may() -> None:
-    async def history() -> list[int]:
-        stage = Stage(plan_of(10), parallel=3)
-        await stage.fleet.start()
-        for rank in range(10):
-            stage.host[rank].loads_for_s = 20.0
-        for rank in range(9):
-            stage.host.die(rank)
-        loading = []
-        while set(stage.states()) != {A}:
-            await asyncio.sleep(1.0)
-            loading.append(sum(server.is_alive for server in stage.host.servers.values()) - 1)
-        return [after - before for before, after in itertools.pairwise([0, *loading])]
+@in_virtual_time
+async def test_no_more_groups_start_at_once_than_may() -> None:
+    stage = Stage(plan_of(10), parallel=3)
+    await stage.fleet.start()
+    for rank in range(10):
+        stage.host[rank].loads_for_s = 20.0
+    for rank in range(9):
+        stage.host.die(rank)
+    loading = []
+    while set(stage.states()) != {A}:
+        await asyncio.sleep(1.0)
+        loading.append(sum(server.is_alive for server in stage.host.servers.values()) - 1)
 
-    assert max(run(history())) == 3
+    assert max([after - before for before, after in itertools.pairwise([0, *loading])]) == 3
 
 
-def test_below_the_floor_the_run_fails_by_name() -> None:
-    async def history() -> str:
-        stage = Stage(plan_of(3), min_active=2)
-        await stage.fleet.start()
-        stage.host.die(0)
-        assert not stage.fleet.fatal.done()
-        stage.host.die(1, "exit 1", last_words="CUDA out of memory")
-        reason = await stage.fleet.fatal
-        assert stage.told("rollout.failed") == [{"reason": reason}]
-        return reason
-
-    reason = run(history())
+@in_virtual_time
+async def test_below_the_floor_the_run_fails_by_name() -> None:
+    stage = Stage(plan_of(3), min_active=2)
+    await stage.fleet.start()
+    stage.host.die(0)
+    assert not stage.fleet.fatal.done()
+    stage.host.die(1, "exit 1", last_words="CUDA out of memory")
+    reason = await stage.fleet.fatal
+    assert stage.told("rollout.failed") == [{"reason": reason}]
 
     assert reason.startswith("1 of 3 engines serve, min_active is 2: ranks 0: rank 0 died: ")
     assert reason.endswith("last lines of rank 1:\nCUDA out of memory")
 
 
-def test_engines_that_are_retired_count_against_the_floor_even_while_it_starts() -> None:
-    async def history() -> None:
-        stage = Stage(plan_of(3), min_active=3, budget=1)
-        stage.host[1].start_errors = ["no GPU"] * 9
-        with pytest.raises(FleetFailed, match="2 of 3 engines are left, 3 are needed"):
-            await stage.fleet.start()
-
-    run(history())
-
-
-def test_a_group_that_fails_at_first_is_recovered_before_the_fleet_is_up() -> None:
-    async def history() -> Stage:
-        stage = Stage(plan_of(3), min_active=3)
-        stage.host[1].start_errors = ["no GPU"]
-        stage.host[2].dies_after_s = [0.005]
+@in_virtual_time
+async def test_engines_that_are_retired_count_against_the_floor_even_while_it_starts() -> None:
+    stage = Stage(plan_of(3), min_active=3, budget=1)
+    stage.host[1].start_errors = ["no GPU"] * 9
+    with pytest.raises(FleetFailed, match="2 of 3 engines are left, 3 are needed"):
         await stage.fleet.start()
-        return stage
 
-    stage = run(history())
+
+@in_virtual_time
+async def test_a_group_that_fails_at_first_is_recovered_before_the_fleet_is_up() -> None:
+    stage = Stage(plan_of(3), min_active=3)
+    stage.host[1].start_errors = ["no GPU"]
+    stage.host[2].dies_after_s = [0.005]
+    await stage.fleet.start()
 
     assert stage.states() == [A, A, A]
     assert [group.recoveries for group in stage.fleet.registry.view.groups] == [0, 1, 1]
 
 
-def test_a_fleet_that_goes_on_without_a_retired_group_is_up() -> None:
-    async def history() -> Stage:
-        stage = Stage(plan_of(3), min_active=1, budget=1)
-        stage.host[1].start_errors = ["no GPU"] * 9
-        await stage.fleet.start()
-        return stage
-
-    stage = run(history())
+@in_virtual_time
+async def test_a_fleet_that_goes_on_without_a_retired_group_is_up() -> None:
+    stage = Stage(plan_of(3), min_active=1, budget=1)
+    stage.host[1].start_errors = ["no GPU"] * 9
+    await stage.fleet.start()
 
     assert stage.states() == [A, GONE, A]
     assert stage.fleet.snapshot()["ready"] is True
     assert stage.routed() == [0, 2]
 
 
-def test_only_failures_in_a_row_fail_the_start() -> None:
-    async def history() -> Stage:
-        stage = Stage(plan_of(2), backoff_s=0.1)
-        stage.host[0].start_errors = ["no GPU"] * 2
-        stage.host[1].loads_for_s = 50.0
-        starting = asyncio.create_task(stage.fleet.start())
-        await stage.until(lambda: stage.states()[0] is A)
-        stage.host[0].start_errors = ["no GPU"] * 2
-        stage.host.die(0)
-        await starting
-        return stage
+@in_virtual_time
+async def test_only_failures_in_a_row_fail_the_start() -> None:
+    stage = Stage(plan_of(2), backoff_s=0.1)
+    stage.host[0].start_errors = ["no GPU"] * 2
+    stage.host[1].loads_for_s = 50.0
+    starting = asyncio.create_task(stage.fleet.start())
+    await stage.until(lambda: stage.states()[0] is A)
+    stage.host[0].start_errors = ["no GPU"] * 2
+    stage.host.die(0)
+    await starting
 
-    assert run(history()).states() == [A, A]
+    assert stage.states() == [A, A]
 
 
-def test_without_a_back_off_what_fails_at_once_is_not_tried_without_end() -> None:
-    async def history() -> Stage:
-        stage = Stage(plan_of(2), backoff_s=0.0, max_backoff_s=0.0)
+@in_virtual_time
+async def test_without_a_back_off_what_fails_at_once_is_not_tried_without_end() -> None:
+    stage = Stage(plan_of(2), backoff_s=0.0, max_backoff_s=0.0)
+    await stage.fleet.start()
+    stage.host.foreign_ports.add(8000)
+    stage.host.die(0)
+    await asyncio.sleep(10.0)
+
+    assert len(stage.told("rollout.recovery.begun")) <= 201
+
+
+@in_virtual_time
+async def test_a_group_that_fails_three_times_in_a_row_at_first_fails_the_fleet() -> None:
+    stage = Stage(plan_of(3))
+    stage.host[1].start_errors = ["no such file: serve"] * 9
+    with pytest.raises(FleetFailed, match="ranks 1 failed to start 3 times: no such file"):
         await stage.fleet.start()
-        stage.host.foreign_ports.add(8000)
-        stage.host.die(0)
-        await asyncio.sleep(10.0)
-        return stage
-
-    assert len(run(history()).told("rollout.recovery.begun")) <= 201
-
-
-def test_a_group_that_fails_three_times_in_a_row_at_first_fails_the_fleet() -> None:
-    async def history() -> Stage:
-        stage = Stage(plan_of(3))
-        stage.host[1].start_errors = ["no such file: serve"] * 9
-        with pytest.raises(FleetFailed, match="ranks 1 failed to start 3 times: no such file"):
-            await stage.fleet.start()
-        assert await stage.fleet.stop() == ""
-        return stage
-
-    stage = run(history())
+    assert await stage.fleet.stop() == ""
 
     assert len(stage.host.times("start", 1)) == 3
     assert not any(server.is_alive for server in stage.host.servers.values())
 
 
-def test_a_group_that_never_generates_fails_in_time_and_says_what_it_answered() -> None:
-    async def history() -> str:
-        stage = Stage(plan_of(2), start_within_s=50.0)
-        await stage.fleet.start()
-        stage.host[0].loads_for_s = 1e6
-        stage.host.die(0)
-        await stage.until(lambda: stage.told("rollout.recovery.ended"))
-        return str(stage.told("rollout.recovery.ended")[0]["message"])
+@in_virtual_time
+async def test_a_group_that_never_generates_fails_in_time_and_says_what_it_answered() -> None:
+    stage = Stage(plan_of(2), start_within_s=50.0)
+    await stage.fleet.start()
+    stage.host[0].loads_for_s = 1e6
+    stage.host.die(0)
+    await stage.until(lambda: stage.told("rollout.recovery.ended"))
 
-    assert run(history()) == (
+    assert str(stage.told("rollout.recovery.ended")[0]["message"]) == (
         "did not serve within 50 s (start_within_s); rank 0: 503 Scheduler is dead"
     )
 
@@ -314,18 +280,15 @@ def test_a_group_does_not_serve_with_a_server_that_went_without_a_word_while_it_
     assert [one["message"] for one in ended] == ["rank 1: its process does not run", ""]
 
 
-def test_what_could_not_be_ended_keeps_its_group_from_starting_and_is_ended_again() -> None:
-    async def history() -> Stage:
-        stage = Stage(plan_of(2, servers=2))
-        await stage.fleet.start()
-        stage.host[1].is_stuck = True
-        stage.host.die(0)
-        await asyncio.sleep(5.0)
-        stage.host[1].is_stuck = False
-        await stage.until_active()
-        return stage
-
-    stage = run(history())
+@in_virtual_time
+async def test_what_could_not_be_ended_keeps_its_group_from_starting_and_is_ended_again() -> None:
+    stage = Stage(plan_of(2, servers=2))
+    await stage.fleet.start()
+    stage.host[1].is_stuck = True
+    stage.host.die(0)
+    await asyncio.sleep(5.0)
+    stage.host[1].is_stuck = False
+    await stage.until_active()
 
     assert stage.host.faults == []
     assert stage.told("rollout.warning")[0] == {"message": "could not be ended: pid 1"}
@@ -349,115 +312,99 @@ def test_a_port_that_is_taken_without_another_to_go_to_is_named() -> None:
     assert first["message"].startswith("another process listens on the port of rank 0: end it")
 
 
-def test_two_ranks_of_a_group_that_die_together_are_one_failure() -> None:
-    async def history() -> Stage:
-        stage = Stage(plan_of(2, servers=2))
-        await stage.fleet.start()
-        stage.host.die(0)
-        stage.host.die(1)
-        await stage.until_active()
-        await asyncio.sleep(100.0)
-        return stage
-
-    stage = run(history())
+@in_virtual_time
+async def test_two_ranks_of_a_group_that_die_together_are_one_failure() -> None:
+    stage = Stage(plan_of(2, servers=2))
+    await stage.fleet.start()
+    stage.host.die(0)
+    stage.host.die(1)
+    await stage.until_active()
+    await asyncio.sleep(100.0)
 
     assert len(stage.told("rollout.recovery.begun")) == 1
     assert len(stage.host.times("start", 0)) == 2
 
 
-def test_a_death_of_an_old_incarnation_that_is_told_late_is_nobodys_news() -> None:
-    async def history() -> Stage:
-        stage = Stage(plan_of(2))
-        await stage.fleet.start()
-        stage.host.die(0)
-        await stage.until(lambda: stage.states()[0] is R)
-        await stage.until_active()
-        stage.host.on_death(Death(rank=0, epoch=1, why="exit 1", is_port_conflict=True))
-        await asyncio.sleep(10.0)
-        return stage
-
-    stage = run(history())
+@in_virtual_time
+async def test_a_death_of_an_old_incarnation_that_is_told_late_is_nobodys_news() -> None:
+    stage = Stage(plan_of(2))
+    await stage.fleet.start()
+    stage.host.die(0)
+    await stage.until(lambda: stage.states()[0] is R)
+    await stage.until_active()
+    stage.host.on_death(Death(rank=0, epoch=1, why="exit 1", is_port_conflict=True))
+    await asyncio.sleep(10.0)
 
     assert stage.states() == [A, A]
     assert [one["epoch"] for one in stage.told("rollout.server.died")] == [1]
     assert len(stage.host.times("start", 0)) == 2
 
 
-def test_a_recovered_group_has_the_first_weights_and_waits_for_the_fleets() -> None:
-    async def history() -> Stage:
-        stage = Stage(plan_of(2))
-        await stage.fleet.start()
-        stage.fleet.weights(1)
-        stage.host.die(0)
-        await stage.until(lambda: stage.states() == [S, A])
-        assert stage.routed() == [1]
-        stage.fleet.weights(2)
-        return stage
-
-    stage = run(history())
+@in_virtual_time
+async def test_a_recovered_group_has_the_first_weights_and_waits_for_the_fleets() -> None:
+    stage = Stage(plan_of(2))
+    await stage.fleet.start()
+    stage.fleet.weights(1)
+    stage.host.die(0)
+    await stage.until(lambda: stage.states() == [S, A])
+    assert stage.routed() == [1]
+    stage.fleet.weights(2)
 
     assert stage.states() == [A, A]
     assert stage.routed() == [0, 1]
 
 
-def test_a_stale_group_that_hangs_is_recovered_too() -> None:
-    async def history() -> Stage:
-        stage = Stage(plan_of(2))
-        await stage.fleet.start()
-        stage.fleet.weights(1)
-        stage.host.die(0)
-        await stage.until(lambda: stage.states() == [S, A])
-        stage.host[0].answers = stage.host[0].at_home = "hang"
-        await stage.until_out()
-        await stage.until(lambda: stage.states() == [S, A])
-        return stage
+@in_virtual_time
+async def test_a_stale_group_that_hangs_is_recovered_too() -> None:
+    stage = Stage(plan_of(2))
+    await stage.fleet.start()
+    stage.fleet.weights(1)
+    stage.host.die(0)
+    await stage.until(lambda: stage.states() == [S, A])
+    stage.host[0].answers = stage.host[0].at_home = "hang"
+    await stage.until_out()
+    await stage.until(lambda: stage.states() == [S, A])
 
-    assert len(run(history()).host.times("start", 0)) == 3
+    assert len(stage.host.times("start", 0)) == 3
 
 
-def test_stop_leaves_nothing_and_restarts_nothing() -> None:
-    async def history() -> tuple[Stage, list[str], int]:
-        stage = Stage(plan_of(4))
-        await stage.fleet.start()
-        stage.host.die(0)
-        stage.host[1].answers = "hang"
-        await asyncio.sleep(50.0)
-        assert await stage.fleet.stop() == ""
-        starts = len(stage.host.log)
-        left = loops()
-        await asyncio.sleep(1000.0)
-        return stage, left, len(stage.host.log) - starts
-
-    stage, left, later = run(history())
+@in_virtual_time
+async def test_stop_leaves_nothing_and_restarts_nothing() -> None:
+    stage = Stage(plan_of(4))
+    await stage.fleet.start()
+    stage.host.die(0)
+    stage.host[1].answers = "hang"
+    await asyncio.sleep(50.0)
+    assert await stage.fleet.stop() == ""
+    starts = len(stage.host.log)
+    left = loops()
+    await asyncio.sleep(1000.0)
 
     assert left == []
-    assert later == 0
+    assert len(stage.host.log) - starts == 0
     assert stage.routed() == []
     assert not any(server.is_alive for server in stage.host.servers.values())
     assert stage.fleet.snapshot()["state"] == "stopping"
 
 
-def test_stop_while_it_starts_ends_the_start() -> None:
-    async def history() -> float:
-        stage = Stage(plan_of(2))
-        stage.host[0].loads_for_s = 1e6
-        starting = asyncio.create_task(stage.fleet.start())
-        await asyncio.sleep(10.0)
-        began_s = now_s()
-        await stage.fleet.stop()
-        with pytest.raises(FleetFailed, match="is stopped"):
-            await starting
-        assert loops() == []
-        return now_s() - began_s
+@in_virtual_time
+async def test_stop_while_it_starts_ends_the_start() -> None:
+    stage = Stage(plan_of(2))
+    stage.host[0].loads_for_s = 1e6
+    starting = asyncio.create_task(stage.fleet.start())
+    await asyncio.sleep(10.0)
+    began_s = now_s()
+    await stage.fleet.stop()
+    with pytest.raises(FleetFailed, match="is stopped"):
+        await starting
+    assert loops() == []
 
-    assert run(history()) < 2.0
+    assert now_s() - began_s < 2.0
 
 
-def test_a_fleet_that_runs_cannot_be_started_again() -> None:
-    async def history() -> None:
-        stage = Stage(plan_of(1))
+@in_virtual_time
+async def test_a_fleet_that_runs_cannot_be_started_again() -> None:
+    stage = Stage(plan_of(1))
+    await stage.fleet.start()
+    with pytest.raises(IllegalTransition, match="a fleet that is running"):
         await stage.fleet.start()
-        with pytest.raises(IllegalTransition, match="a fleet that is running"):
-            await stage.fleet.start()
-
-    run(history())
