@@ -212,17 +212,6 @@ def test_a_server_that_dies_is_started_again_and_told_to_the_run(fleet: FleetPro
     assert told[1]["outcome"] == "recovered"
 
 
-def test_a_server_whose_guardian_is_killed_is_started_again(fleet: FleetProcess) -> None:
-    fleet.start(fleet.plan())
-    fleet.until_ready()
-    server = fleet.pids()[0]
-
-    os.kill(tree.parent_of(server), signal.SIGKILL)
-    fleet.until_ready(epoch=2)
-
-    assert not is_alive(server)
-
-
 def test_a_server_whose_port_is_taken_gets_another_one(fleet: FleetProcess) -> None:
     with socket.create_server(("127.0.0.1", 0)) as thief:
         taken = thief.getsockname()[1]

@@ -7,10 +7,11 @@ import errno
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 
 from tasks.processes import tree
 from tasks.processes.guarded import Forked
@@ -19,6 +20,8 @@ from tasks.rollout.local_host import LocalHost
 from tasks.rollout.probing import Death, StartFailed
 from tasks.rollout.topology import Answers, Ask, ServerSlot
 from tests.support.stage import DEADLINE_S, RUN_ID, Stage, free_port, is_alive
+
+pytestmark = pytest.mark.asyncio
 
 #: Answers 200 on /health and 503 with a reason on anything else, until it is told to end.
 SERVER = """
@@ -42,6 +45,7 @@ class Hosts:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.deaths: list[Death] = []
+        self.made: list[LocalHost] = []
 
     def __call__(
         self,
@@ -60,6 +64,7 @@ class Hosts:
             unregister=unregister,
         )
         host.on_death = self.deaths.append
+        self.made.append(host)
         return host
 
     def log_of(self, rank: int) -> Path:
@@ -73,10 +78,13 @@ class Hosts:
         await until(lambda: len(self.deaths) == count, f"death {count} is told")
 
 
-@pytest.fixture
-def hosts(tmp_path: Path, stage: Stage) -> Iterator[Hosts]:
+@pytest_asyncio.fixture
+async def hosts(tmp_path: Path, stage: Stage) -> AsyncIterator[Hosts]:
     tree.become_subreaper()
-    yield Hosts(tmp_path)
+    hosts = Hosts(tmp_path)
+    yield hosts
+    for host in hosts.made:
+        await host.close()
     assert stage.left() == []
 
 
@@ -107,30 +115,14 @@ async def until(is_so: Callable[[], object], what: str) -> None:
     assert is_so(), what
 
 
-def running(host: LocalHost, act: Awaitable[None]) -> None:
-    """Do it in a loop, and end what it has left."""
-
-    async def whole() -> None:
-        try:
-            await act
-        finally:
-            await host.close()
-
-    asyncio.run(whole())
-
-
-def test_server_runs_its_slots_program_with_both_environments(hosts: Hosts) -> None:
+async def test_server_runs_its_slots_program_with_both_environments(hosts: Hosts) -> None:
     host = hosts()
     slot = slot_of(3, "sh", "-c", "echo $FROM $TO; exec sleep 600", TO="the slot")
-
-    async def act() -> None:
-        await host.start(slot, 1)
-        assert host.is_alive(3)
-        await until(lambda: hosts.said(3, "the run the slot"), "it has said")
-        assert await host.stop([3], grace_s=1.0) == ()
-        assert not host.is_alive(3)
-
-    running(host, act())
+    await host.start(slot, 1)
+    assert host.is_alive(3)
+    await until(lambda: hosts.said(3, "the run the slot"), "it has said")
+    assert await host.stop([3], grace_s=1.0) == ()
+    assert not host.is_alive(3)
 
     assert hosts.deaths == []
 
@@ -145,14 +137,10 @@ def test_server_runs_its_slots_program_with_both_environments(hosts: Hosts) -> N
         ("echo no memory", "exit code 0"),
     ],
 )
-def test_death_is_told_with_its_epoch_and_last_words(hosts: Hosts, script: str, why: str) -> None:
+async def test_death_has_its_epoch_and_last_words(hosts: Hosts, script: str, why: str) -> None:
     host = hosts()
-
-    async def act() -> None:
-        await host.start(slot_of(1, "sh", "-c", script), 7)
-        await hosts.until_deaths(1)
-
-    running(host, act())
+    await host.start(slot_of(1, "sh", "-c", script), 7)
+    await hosts.until_deaths(1)
 
     [death] = hosts.deaths
     assert (death.rank, death.epoch, death.why) == (1, 7, why)
@@ -160,135 +148,106 @@ def test_death_is_told_with_its_epoch_and_last_words(hosts: Hosts, script: str, 
     assert not death.is_port_conflict
 
 
-def test_last_words_are_those_of_this_incarnation_only(hosts: Hosts) -> None:
+async def test_last_words_are_those_of_this_incarnation_only(hosts: Hosts) -> None:
     host = hosts()
-
-    async def act() -> None:
-        for epoch, word in enumerate(("first", "second"), start=1):
-            await host.start(slot_of(0, "sh", "-c", f"echo {word}; exit 1"), epoch)
-            await hosts.until_deaths(epoch)
-            await host.stop([0], grace_s=0.0)
-
-    running(host, act())
+    for epoch, word in enumerate(("first", "second"), start=1):
+        await host.start(slot_of(0, "sh", "-c", f"echo {word}; exit 1"), epoch)
+        await hosts.until_deaths(epoch)
+        await host.stop([0], grace_s=0.0)
 
     words = [death.last_words for death in hosts.deaths]
     assert words == ["first", "second"]
 
 
-def test_server_whose_port_is_taken_dies_of_a_port_conflict(hosts: Hosts) -> None:
+async def test_server_whose_port_is_taken_dies_of_a_port_conflict(hosts: Hosts) -> None:
     host = hosts()
     port = free_port()
-
-    async def act() -> None:
-        await host.start(server_on(port, 0), 1)
-        await until(lambda: is_listened(port), "it listens")
-        assert await host.ports_taken([server_on(port, 0)]) == frozenset()
-        assert await host.ports_taken([server_on(port, 1)]) == {1}
-        await host.start(server_on(port, 1), 1)
-        await hosts.until_deaths(1)
-
-    running(host, act())
+    await host.start(server_on(port, 0), 1)
+    await until(lambda: is_listened(port), "it listens")
+    assert await host.ports_taken([server_on(port, 0)]) == frozenset()
+    assert await host.ports_taken([server_on(port, 1)]) == {1}
+    await host.start(server_on(port, 1), 1)
+    await hosts.until_deaths(1)
 
     [death] = hosts.deaths
     assert death.rank == 1 and death.is_port_conflict
 
 
-def test_program_that_is_not_there_is_named_and_nothing_is_left(hosts: Hosts) -> None:
+async def test_program_that_is_not_there_is_named_and_nothing_is_left(hosts: Hosts) -> None:
     host = hosts()
-
-    async def act() -> None:
-        with pytest.raises(StartFailed, match="no-such-program: No such file"):
-            await host.start(slot_of(0, "no-such-program"), 1)
-        assert not host.is_alive(0)
-        await host.start(slot_of(0), 2)
-        assert host.is_alive(0)
-
-    running(host, act())
+    with pytest.raises(StartFailed, match="no-such-program: No such file"):
+        await host.start(slot_of(0, "no-such-program"), 1)
+    assert not host.is_alive(0)
+    await host.start(slot_of(0), 2)
+    assert host.is_alive(0)
 
     assert hosts.deaths == []
 
 
-def test_server_that_cannot_be_registered_does_not_start(hosts: Hosts) -> None:
+async def test_server_that_cannot_be_registered_does_not_start(hosts: Hosts) -> None:
     def full(rank: int, forked: Forked) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     host = hosts(register=full)
-
-    async def act() -> None:
-        with pytest.raises(StartFailed, match="No space left"):
-            await host.start(slot_of(0, "sh", "-c", "touch ran; sleep 600"), 1)
-
-    running(host, act())
+    with pytest.raises(StartFailed, match="No space left"):
+        await host.start(slot_of(0, "sh", "-c", "touch ran; sleep 600"), 1)
 
     assert not (hosts.directory / "ran").exists()
 
 
-def test_server_is_registered_before_it_runs_and_until_nothing_of_it_is_left(hosts: Hosts) -> None:
+async def test_server_is_registered_until_nothing_of_it_is_left(
+    hosts: Hosts,
+) -> None:
     registered: dict[int, int] = {}
     host = hosts(
         register=lambda rank, forked: registered.update({rank: forked.pid}),
         unregister=lambda rank: registered.pop(rank),  # type: ignore[arg-type]
     )
 
-    async def act() -> None:
-        await host.start(slot_of(4), 1)
-        assert registered == {4: host.pid_of(4)}
-        await host.stop([4], grace_s=1.0)
-        assert registered == {}
-
-    running(host, act())
+    await host.start(slot_of(4), 1)
+    assert registered == {4: host.pid_of(4)}
+    await host.stop([4], grace_s=1.0)
+    assert registered == {}
 
 
-def test_stop_ends_all_side_by_side_and_kills_what_ignores_it(hosts: Hosts) -> None:
+async def test_stop_ends_all_side_by_side_and_kills_what_ignores_it(hosts: Hosts) -> None:
     host = hosts(grace_s=60.0)
     slots = [slot_of(rank, "sh", "-c", STUBBORN) for rank in range(3)]
-
-    async def act() -> None:
-        for slot in slots:
-            await host.start(slot, 1)
-        pids = [host.pid_of(rank) for rank in range(3)]
-        # Said once the signal is ignored.
-        await until(lambda: all(hosts.said(rank, "up") for rank in range(3)), "they are deaf")
-        assert await host.stop(range(3), grace_s=0.2) == ()
-        assert not any(is_alive(pid) for pid in pids if pid)
-
-    running(host, act())
+    for slot in slots:
+        await host.start(slot, 1)
+    pids = [host.pid_of(rank) for rank in range(3)]
+    # Said once the signal is ignored.
+    await until(lambda: all(hosts.said(rank, "up") for rank in range(3)), "they are deaf")
+    assert await host.stop(range(3), grace_s=0.2) == ()
+    assert not any(is_alive(pid) for pid in pids if pid)
 
     assert hosts.deaths == []
 
 
-def test_server_with_a_killed_guardian_is_a_death_and_ends(hosts: Hosts) -> None:
+async def test_server_with_a_killed_guardian_is_a_death_and_ends(hosts: Hosts) -> None:
     host = hosts()
-
-    async def act() -> None:
-        await host.start(slot_of(0, "sh", "-c", "sleep 600 & sleep 600"), 1)
-        pid = host.pid_of(0)
-        assert pid is not None
-        os.kill(tree.parent_of(pid), signal.SIGKILL)
-        await hosts.until_deaths(1)
-        assert await host.stop([0], grace_s=0.0) == ()
-        assert not is_alive(pid)
-
-    running(host, act())
+    await host.start(slot_of(0, "sh", "-c", "sleep 600 & sleep 600"), 1)
+    pid = host.pid_of(0)
+    assert pid is not None
+    os.kill(tree.parent_of(pid), signal.SIGKILL)
+    await hosts.until_deaths(1)
+    assert await host.stop([0], grace_s=0.0) == ()
+    assert not is_alive(pid)
 
     [death] = hosts.deaths
     assert "guardian" in death.why
 
 
-def test_a_question_is_answered_by_the_server_itself(hosts: Hosts) -> None:
+async def test_a_question_is_answered_by_the_server_itself(hosts: Hosts) -> None:
     host = hosts()
     port = free_port()
-
-    async def act() -> None:
-        assert await host.ask(0, HEALTH, 1.0) == "rank 0 has no address to be asked at"
-        await host.start(server_on(port), 1)
-        await until(lambda: is_listened(port), "it listens")
-        assert await host.ask(0, HEALTH, DEADLINE_S) is None
-        why = await host.ask(0, Ask(method="GET", path="/generate"), DEADLINE_S)
-        assert why == "GET /generate: 503 the engine is dead"
-        pid = host.pid_of(0)
-        assert pid is not None
-        os.kill(pid, signal.SIGSTOP)
-        assert await host.ask(0, HEALTH, 0.05) == "GET /health: no answer within 0.05 s"
-
-    running(host, act())
+    assert await host.ask(0, HEALTH, 1.0) == "rank 0 has no address to be asked at"
+    await host.start(server_on(port), 1)
+    await until(lambda: is_listened(port), "it listens")
+    assert await host.ask(0, HEALTH, DEADLINE_S) is None
+    why = await host.ask(0, Ask(method="GET", path="/generate"), DEADLINE_S)
+    assert why == "GET /generate: 503 the engine is dead"
+    pid = host.pid_of(0)
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    assert await host.ask(0, HEALTH, 0.05) == "GET /health: no answer within 0.05 s"

@@ -85,15 +85,6 @@ def test_all_that_carries_the_mark_is_ended(tmp_path: Path, marked: Marked) -> N
     assert remains.is_clean
 
 
-def test_finishing_again_finds_nothing_to_do(tmp_path: Path, marked: Marked) -> None:
-    run = lost_run(tmp_path, entry(mark=marked[0]))
-    finish(run)
-
-    again = finish(run)
-
-    assert again == Remains(killed=(), left={}, waiting={}, removed=())
-
-
 def test_process_with_a_known_pid_is_left(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
     """The pid was re-used: everything but the start is what the registry says."""
     before = ProcessId.of(sleeper.pid).model_copy(update={"start_ticks": 1})

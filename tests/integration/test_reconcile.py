@@ -70,6 +70,7 @@ def label(ground: Ground, flow_run_id: str, worker: str) -> None:
 
 
 def test_a_run_whose_flow_process_was_killed_comes_to_a_true_end(ground: Ground) -> None:
+    before = len(ground.artifacts())
     run = ground.start_run(sleepers("api", "trainer")).until_running()
     pid = run.flow_pid()
 
@@ -88,36 +89,15 @@ def test_a_run_whose_flow_process_was_killed_comes_to_a_true_end(ground: Ground)
     assert f"the flow process (pid {pid}) of this run was killed or lost" in message
     assert [e["event"] for e in run.events()][-3:] == ["reconcile.ended", "run.state", "run.state"]
     assert not (ground.home / "live" / run.name).exists()
-
-
-def test_what_was_done_is_told_by_an_artifact_and_an_event(ground: Ground) -> None:
-    before = len(ground.artifacts())
-    run = ground.start_run(sleepers()).until_running()
-
-    run.kill_flow()
-    ground.reconcile()
-
+    # What was done is told by an artifact and an event.
     artifacts = ground.artifacts()
     assert len(artifacts) == before + 1
     assert f"| {run.name} |" in artifacts[-1]["data"]
     (event,) = until(lambda: ground.events(run.flow_run_id), "the event")
-    assert event["payload"]["record"] == "failed"
-    assert event["payload"]["server"] == "Crashed"
-
-
-def test_a_second_time_there_is_nothing_to_do(ground: Ground) -> None:
-    run = ground.start_run(sleepers()).until_running()
-    run.kill_flow()
-    ground.reconcile_without_flow()
-    artifacts, record = ground.artifacts(), run.record_path().read_bytes()
-    events = run.events()
-
-    said = ground.reconcile_without_flow()
-
-    assert said == "nothing to do"
-    assert ground.artifacts() == artifacts
-    assert run.record_path().read_bytes() == record
-    assert run.events() == events
+    assert (event["payload"]["record"], event["payload"]["server"]) == ("failed", "Crashed")
+    # A second time there is nothing to do.
+    assert ground.reconcile_without_flow() == "nothing to do"
+    assert ground.artifacts() == artifacts and run.record() == record
 
 
 def test_two_at_once_do_it_once(ground: Ground) -> None:

@@ -8,7 +8,6 @@ import subprocess
 
 import pytest
 
-from tasks.record.states import RunState
 from tasks.spec.probes import ReadyProbe
 from tests.support.shapes import SHAPES
 from tests.support.stage import DEADLINE_S, Stage, is_alive, sh, wait_until
@@ -26,30 +25,6 @@ def test_nothing_of_a_tree_is_left_after_its_guardian_is_killed(stage: Stage, sh
     assert verdict.failure is not None and verdict.failure.component == "trainer"
     assert "its guardian" in verdict.message
     assert verdict.left == {}
-
-
-def test_guardian_that_is_stopped_is_given_up_and_its_tree_ended(stage: Stage) -> None:
-    supervisor = stage.running(stage.component("trainer", SHAPES["double-fork-daemon"], ready=UP))
-
-    os.kill(stage.guardian_of("trainer"), signal.SIGSTOP)
-    os.kill(stage.pid_of("trainer"), signal.SIGKILL)
-    verdict = stage.verdict_of(supervisor)
-
-    assert verdict.failure is not None and verdict.failure.component == "trainer"
-    assert verdict.left == {}
-
-
-def test_hurry_cuts_every_grace_period_short(stage: Stage) -> None:
-    stubborn = SHAPES["leader-ignores-term"]
-    supervisor = stage.running(
-        *(stage.component(name, stubborn, ready=UP, grace_s=600.0) for name in ("api", "trainer"))
-    )
-
-    supervisor.interrupt("enough")
-    supervisor.hurry()
-    verdict = stage.end(supervisor)
-
-    assert verdict.state is RunState.CANCELLED
 
 
 def test_stop_signal_is_the_one_that_was_asked_for(stage: Stage) -> None:

@@ -162,7 +162,8 @@ def test_worker_that_is_killed_is_an_alarm_though_its_service_answers(
     assert "live" not in [event.fields.get("probe") for event in stage.seen("probe.failed")]
 
 
-def test_second_crash_leaves_one_root_cause(stage: Stage) -> None:
+def test_second_crash_leaves_one_root_cause_and_no_descriptor(stage: Stage) -> None:
+    before = len(pidfds())
     rollout = service(until_told("die", 42), until_told("die", 43))
     supervisor = stage.running(
         stage.component("rollout", rollout, ready=UP, live=WATCHED), stage.component("trainer")
@@ -174,6 +175,7 @@ def test_second_crash_leaves_one_root_cause(stage: Stage) -> None:
 
     assert verdict.failure is not None and verdict.failure.exit_code in (42, 43)
     assert verdict.message.count("lost its process") == 1
+    assert len(pidfds()) == before
     assert stage.story().count("teardown.begun") == 1
 
 
@@ -231,15 +233,3 @@ def test_fork_that_becomes_another_program_is_not_watched(stage: Stage) -> None:
 
     assert stage.end(supervisor).state is RunState.CANCELLED
     assert len(watched) == 1
-
-
-def test_watch_leaves_no_file_descriptor_open(stage: Stage) -> None:
-    before = len(pidfds())
-    rollout = service(until_told("die", 42), "sleep 600; exit")
-    supervisor = stage.running(stage.component("rollout", rollout, ready=UP, live=WATCHED))
-    watched_pids(stage, 2)
-
-    (stage.directory / "die").touch()
-    stage.verdict_of(supervisor)
-
-    assert len(pidfds()) == before

@@ -16,6 +16,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from tests.support.typed import make_targets
+
 ROOT = Path(__file__).resolve().parents[2]
 CONFTEST = ROOT / "tests" / "conftest.py"
 
@@ -89,11 +91,6 @@ def marked(pattern: re.Pattern[str], text: str) -> list[int]:
     return [number for number, line in lines if pattern.search(line)]
 
 
-def make_targets() -> set[str]:
-    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    return set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
-
-
 def test_no_file_names_a_registry_or_this_checkout() -> None:
     pattern = forbidden(ROOT)
 
@@ -162,7 +159,7 @@ def test_make_lists_every_target() -> None:
         ("make", "--no-print-directory"), cwd=ROOT, capture_output=True, text=True, timeout=60
     ).stdout
 
-    assert set(re.findall(r"^  make ([a-z-]+)", listed, re.MULTILINE)) == make_targets()
+    assert set(re.findall(r"^  make ([a-z-]+)", listed, re.MULTILINE)) == {*make_targets()}
 
 
 @pytest.mark.parametrize("workers", ["-n0", "-n1"])
