@@ -330,3 +330,17 @@ def ports_from(first: int) -> Rebind:
         return [slot_of(group, group, port=next(ports))]
 
     return rebind
+
+
+async def serving(
+    engines: int = 2,
+    servers: int = 1,
+    *,
+    token: Ask | None = TOKEN,
+    are_experts: bool = False,
+    **settings: Any,
+) -> Stage:
+    """A fleet that has just begun to serve."""
+    stage = Stage(plan_of(engines, servers, token=token, are_experts=are_experts), **settings)
+    await stage.fleet.start()
+    return stage

@@ -47,16 +47,15 @@ from typing import Any
 import pytest
 
 from tasks.record.states import GroupState
-from tests.support.fleet_clock import in_virtual_time, now_s, run
-from tests.support.fleet_fakes import TOKEN, Stage, loops, plan_of, ports_from
+from tests.support.fleet_clock import in_virtual_time, now_s
+from tests.support.fleet_fakes import TOKEN, Stage, loops, plan_of, ports_from, serving
 
 A, X, R, S = GroupState.ACTIVE, GroupState.INACTIVE, GroupState.RECOVERING, GroupState.STALE
 
 
 @in_virtual_time
 async def test_a_group_that_fails_while_generating_is_stopped_before_the_next_barrier() -> None:
-    stage = Stage(plan_of(2, servers=2))
-    await stage.fleet.start()
+    stage = await serving(servers=2)
     began_s = now_s()
     stage.host.die(0)
     await stage.until(lambda: not stage.host[1].is_alive)
@@ -68,8 +67,7 @@ async def test_a_group_that_fails_while_generating_is_stopped_before_the_next_ba
 
 @in_virtual_time
 async def test_all_groups_down_recover_at_once() -> None:
-    stage = Stage(plan_of(3), backoff_s=50.0, parallel=3)
-    await stage.fleet.start()
+    stage = await serving(3, backoff_s=50.0, parallel=3)
     for rank in range(3):
         stage.host.die(rank)
     assert stage.routed() == []
@@ -79,8 +77,7 @@ async def test_all_groups_down_recover_at_once() -> None:
 
 @in_virtual_time
 async def test_all_groups_down_without_budget_is_fatal_at_once() -> None:
-    stage = Stage(plan_of(2), budget=1, parallel=2)
-    await stage.fleet.start()
+    stage = await serving(budget=1, parallel=2)
     for rank in range(2):
         stage.host.die(rank)
     await stage.until_active()
@@ -99,8 +96,7 @@ async def test_all_groups_down_without_budget_is_fatal_at_once() -> None:
 
 @in_virtual_time
 async def test_a_failed_server_has_left_the_router_before_anything_else_is_done() -> None:
-    stage = Stage(plan_of(2))
-    await stage.fleet.start()
+    stage = await serving()
     seen: list[int] = []
     stage.fleet.registry.listen(lambda before, after: seen.extend(stage.routed()))
     stage.host.die(0)
@@ -112,8 +108,7 @@ async def test_a_failed_server_has_left_the_router_before_anything_else_is_done(
 @pytest.mark.parametrize("stop_takes_s", [0.0, 1e6])
 @in_virtual_time
 async def test_stop_in_a_recovery_is_bounded(stop_takes_s: float, is_deaf: bool) -> None:
-    stage = Stage(plan_of(3))
-    await stage.fleet.start()
+    stage = await serving(3)
     stage.host[1].hangs_in_start = True
     stage.host.die(1)
     await stage.until(lambda: len(stage.host.times("start", 1)) == 2)
@@ -128,8 +123,7 @@ async def test_stop_in_a_recovery_is_bounded(stop_takes_s: float, is_deaf: bool)
 
 @in_virtual_time
 async def test_stop_that_times_out_then_stop_then_start_leaves_one_loop_each() -> None:
-    stage = Stage(plan_of(2))
-    await stage.fleet.start()
+    stage = await serving()
     one_each = loops()
     stage.host.die(0)
     stage.host.stop_takes_s = 1e6
@@ -146,8 +140,7 @@ async def test_stop_that_times_out_then_stop_then_start_leaves_one_loop_each() -
 @pytest.mark.parametrize("at_home", ["yes", "hang"])
 @in_virtual_time
 async def test_many_hung_probes_take_one_timeout(at_home: str) -> None:
-    stage = Stage(plan_of(100), timeout_s=15.0)
-    await stage.fleet.start()
+    stage = await serving(100, timeout_s=15.0)
     for rank in range(100):
         stage.host[rank].answers, stage.host[rank].at_home = "hang", at_home
     began_s = now_s()
@@ -169,8 +162,7 @@ async def test_a_rank_or_a_group_that_is_not_in_the_plan_raises() -> None:
 @pytest.mark.parametrize("servers", [1, 2])
 @in_virtual_time
 async def test_an_engine_that_is_dead_behind_a_live_http_server_is_caught(servers: int) -> None:
-    stage = Stage(plan_of(1, servers=servers), interval_s=10.0, misses=3)
-    await stage.fleet.start()
+    stage = await serving(1, servers=servers, interval_s=10.0, misses=3)
     stage.prober.deaf_paths = {TOKEN.path}
     await stage.until_out(within_s=31.0)
 
@@ -181,8 +173,7 @@ async def test_an_engine_that_is_dead_behind_a_live_http_server_is_caught(server
 
 @in_virtual_time
 async def test_a_backend_without_a_deep_probe_is_asked_for_readiness_with_one_warning() -> None:
-    stage = Stage(plan_of(3, token=None), interval_s=10.0)
-    await stage.fleet.start()
+    stage = await serving(3, token=None, interval_s=10.0)
     await asyncio.sleep(100.0)
 
     assert {path for _, _, path in stage.prober.asked} == {"/health"}
@@ -192,8 +183,7 @@ async def test_a_backend_without_a_deep_probe_is_asked_for_readiness_with_one_wa
 
 @in_virtual_time
 async def test_a_restarted_group_generates_a_token_before_it_is_active() -> None:
-    stage = Stage(plan_of(2))
-    await stage.fleet.start()
+    stage = await serving()
     stage.host[0].loads_for_s = 40.0
     began_s = now_s()
     stage.host.die(0)
@@ -211,8 +201,7 @@ async def test_a_restarted_group_generates_a_token_before_it_is_active() -> None
 @pytest.mark.parametrize("misses", [0, 3, 50])
 @in_virtual_time
 async def test_the_barrier_fails_a_group_at_the_first_bad_probe(misses: int) -> None:
-    stage = Stage(plan_of(2), misses=misses)
-    await stage.fleet.start()
+    stage = await serving(misses=misses)
     stage.host[1].answers = "503"
 
     answer = await stage.fleet.barrier()
@@ -223,8 +212,7 @@ async def test_the_barrier_fails_a_group_at_the_first_bad_probe(misses: int) -> 
 
 @in_virtual_time
 async def test_the_result_of_the_barrier_names_what_failed_and_what_is_active() -> None:
-    stage = Stage(plan_of(3, servers=2))
-    await stage.fleet.start()
+    stage = await serving(3, servers=2)
     stage.host[2].answers = stage.host[2].at_home = "hang"
     answer = await stage.fleet.barrier()
 
@@ -242,8 +230,7 @@ async def test_the_result_of_the_barrier_names_what_failed_and_what_is_active() 
 
 @in_virtual_time
 async def test_after_restore_the_first_check_waits_a_whole_interval() -> None:
-    stage = Stage(plan_of(3), interval_s=30.0)
-    await stage.fleet.start()
+    stage = await serving(3, interval_s=30.0)
     await asyncio.sleep(29.0)
     await stage.fleet.barrier()
     # A training step.
@@ -258,16 +245,13 @@ async def test_after_restore_the_first_check_waits_a_whole_interval() -> None:
         assert first == pytest.approx(restored_s + 30.0)
 
 
-def test_the_text_of_an_answer_that_is_not_200_is_told() -> None:
-    async def history() -> Stage:
-        stage = Stage(plan_of(1), interval_s=10.0)
-        await stage.fleet.start()
-        stage.host[0].answers = "503"
-        await stage.until_out()
-        return stage
+@in_virtual_time
+async def test_the_text_of_an_answer_that_is_not_200_is_told() -> None:
+    stage = await serving(1, interval_s=10.0)
+    stage.host[0].answers = "503"
+    await stage.until_out()
 
-    told = run(history()).told("rollout.probe.failed")
-
+    told = stage.told("rollout.probe.failed")
     assert [(one["misses"], one["reason"]) for one in told] == [
         (1, "503 Scheduler is dead"),
         (2, "503 Scheduler is dead"),
@@ -277,8 +261,7 @@ def test_the_text_of_an_answer_that_is_not_200_is_told() -> None:
 
 @in_virtual_time
 async def test_one_failed_rank_removes_and_restores_its_whole_group() -> None:
-    stage = Stage(plan_of(2, servers=4, are_experts=True))
-    await stage.fleet.start()
+    stage = await serving(servers=4, are_experts=True)
     assert stage.routed() == [0, 1, 2, 3, 4, 5, 6, 7]
     stage.host.die(6)
     assert stage.routed() == [0, 1, 2, 3]
@@ -291,8 +274,7 @@ async def test_one_failed_rank_removes_and_restores_its_whole_group() -> None:
 @in_virtual_time
 async def test_only_entrypoints_get_requests() -> None:
     # Ranks 0 and 2 speak for engines of two servers each.
-    stage = Stage(plan_of(2, servers=2))
-    await stage.fleet.start()
+    stage = await serving(servers=2)
     routed = [stage.routed()]
     stage.host.die(3)
     routed.append(stage.routed())
@@ -303,8 +285,7 @@ async def test_only_entrypoints_get_requests() -> None:
 
 @in_virtual_time
 async def test_a_restart_reuses_addresses_and_bundles() -> None:
-    stage = Stage(plan_of(2), rebind=ports_from(9000))
-    await stage.fleet.start()
+    stage = await serving(rebind=ports_from(9000))
     before = stage.host.slots[0]
     stage.host.die(0)
     await stage.until(lambda: stage.states()[0] is R)
@@ -322,8 +303,7 @@ async def test_a_restart_reuses_addresses_and_bundles() -> None:
 )
 @in_virtual_time
 async def test_a_port_conflict_gets_new_ports(is_seen_before: bool) -> None:
-    stage = Stage(plan_of(2), rebind=ports_from(9000))
-    await stage.fleet.start()
+    stage = await serving(rebind=ports_from(9000))
     if is_seen_before:
         stage.host.foreign_ports.add(8000)
     stage.host.die(0, "exit 1", is_port_conflict=not is_seen_before)
@@ -341,8 +321,7 @@ async def test_a_port_conflict_gets_new_ports(is_seen_before: bool) -> None:
 
 @in_virtual_time
 async def test_the_trainer_reads_one_consistent_snapshot() -> None:
-    stage = Stage(plan_of(3, servers=2))
-    await stage.fleet.start()
+    stage = await serving(3, servers=2)
     stage.fleet.weights(1)
     stage.host.die(3)
     await stage.until(lambda: stage.states() == [A, S, A])
@@ -384,8 +363,7 @@ async def _raises_later(*_: Any, **__: Any) -> Any:
 async def test_every_claimed_group_ends_in_a_final_state_whatever_is_raised(
     break_it: Callable[[Stage], None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    stage = Stage(plan_of(2), budget=3, backoff_s=0.1, rebind=_raises)
-    await stage.fleet.start()
+    stage = await serving(budget=3, backoff_s=0.1, rebind=_raises)
     claimed: set[int] = set()
     stage.fleet.registry.listen(
         lambda before, after: claimed.add(after.index) if after.state is R else None
@@ -398,15 +376,12 @@ async def test_every_claimed_group_ends_in_a_final_state_whatever_is_raised(
     assert stage.states() in ([A, A], [GroupState.RETIRED, A])
 
 
-def test_the_death_of_the_hosting_actor_is_recovered_like_any_other() -> None:
-    async def history() -> Stage:
-        stage = Stage(plan_of(2))
-        await stage.fleet.start()
-        stage.host.die(0, "its actor died: node 10.0.0.7 is gone")
-        await stage.until(lambda: stage.states()[0] is R)
-        await stage.until_active()
-        return stage
+@in_virtual_time
+async def test_the_death_of_the_hosting_actor_is_recovered_like_any_other() -> None:
+    stage = await serving()
+    stage.host.die(0, "its actor died: node 10.0.0.7 is gone")
+    await stage.until(lambda: stage.states()[0] is R)
+    await stage.until_active()
 
-    [begun] = run(history()).told("rollout.recovery.begun")
-
+    [begun] = stage.told("rollout.recovery.begun")
     assert begun["cause"] == "rank 0 died: its actor died: node 10.0.0.7 is gone"

@@ -10,15 +10,9 @@ import pytest
 from tasks.record.states import GroupState
 from tasks.rollout.topology import Ask
 from tests.support.fleet_clock import in_virtual_time, now_s
-from tests.support.fleet_fakes import Stage, plan_of
+from tests.support.fleet_fakes import serving
 
 A, X, R, S = GroupState.ACTIVE, GroupState.INACTIVE, GroupState.RECOVERING, GroupState.STALE
-
-
-async def serving(engines: int = 2, servers: int = 1, **settings: Any) -> Stage:
-    stage = Stage(plan_of(engines, servers), **settings)
-    await stage.fleet.start()
-    return stage
 
 
 @in_virtual_time

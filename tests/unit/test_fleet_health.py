@@ -4,22 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from random import Random
-from typing import Any
 
 import pytest
 
 from tasks.record.states import GroupState
 from tests.support.fleet_clock import in_virtual_time, now_s, run
-from tests.support.fleet_fakes import Stage, plan_of
+from tests.support.fleet_fakes import Stage, serving
 
 A, U, X, R = GroupState.ACTIVE, GroupState.SUSPECT, GroupState.INACTIVE, GroupState.RECOVERING
-
-
-async def serving(engines: int = 2, servers: int = 1, **settings: Any) -> Stage:
-    """A fleet that has just begun to serve."""
-    stage = Stage(plan_of(engines, servers), **settings)
-    await stage.fleet.start()
-    return stage
 
 
 def hang(stage: Stage, *ranks: int) -> None:

@@ -11,8 +11,8 @@ from tasks.record.states import GroupState
 from tasks.rollout.fleet import FleetFailed
 from tasks.rollout.probing import Death
 from tasks.spec.errors import IllegalTransition
-from tests.support.fleet_clock import in_virtual_time, now_s, run
-from tests.support.fleet_fakes import Stage, loops, plan_of
+from tests.support.fleet_clock import in_virtual_time, now_s
+from tests.support.fleet_fakes import Stage, loops, plan_of, serving
 
 A, X, R, S = GroupState.ACTIVE, GroupState.INACTIVE, GroupState.RECOVERING, GroupState.STALE
 GONE = GroupState.RETIRED
@@ -28,8 +28,7 @@ async def flap(stage: Stage, rank: int, times: int, every_s: float = 10.0) -> No
 
 @in_virtual_time
 async def test_a_recovery_is_told_with_its_id_cause_try_and_time() -> None:
-    stage = Stage(plan_of(2))
-    await stage.fleet.start()
+    stage = await serving()
     stage.host[0].start_errors = ["no GPU"]
     stage.host.die(0, "exit 7")
     await stage.until(lambda: len(stage.told("rollout.recovery.ended")) == 2)
@@ -51,8 +50,7 @@ async def test_a_recovery_is_told_with_its_id_cause_try_and_time() -> None:
 
 @in_virtual_time
 async def test_the_pauses_between_tries_grow_up_to_the_longest() -> None:
-    stage = Stage(plan_of(2), backoff_s=1.0, max_backoff_s=8.0)
-    await stage.fleet.start()
+    stage = await serving(backoff_s=1.0, max_backoff_s=8.0)
     stage.host[0].start_errors = ["no GPU"] * 9
     stage.host.die(0)
     await stage.until(lambda: stage.states()[0] is R)
@@ -68,8 +66,7 @@ async def test_the_pauses_between_tries_grow_up_to_the_longest() -> None:
 
 @in_virtual_time
 async def test_a_group_that_flaps_waits_longer_each_time_until_it_has_served_for_long() -> None:
-    stage = Stage(plan_of(2), backoff_s=4.0, max_backoff_s=60.0)
-    await stage.fleet.start()
+    stage = await serving(backoff_s=4.0, max_backoff_s=60.0)
     await flap(stage, 0, times=3)
     stage.host.die(0)
     await stage.until(lambda: stage.states()[0] is R)
@@ -86,8 +83,7 @@ async def test_a_group_that_flaps_waits_longer_each_time_until_it_has_served_for
 
 @in_virtual_time
 async def test_the_budget_is_spent_by_recoveries_and_then_the_group_is_retired() -> None:
-    stage = Stage(plan_of(2), budget=3)
-    await stage.fleet.start()
+    stage = await serving(budget=3)
     await flap(stage, 0, times=3)
     stage.host.die(0)
     await asyncio.sleep(1000.0)
@@ -104,8 +100,7 @@ async def test_the_budget_is_spent_by_recoveries_and_then_the_group_is_retired()
 
 @in_virtual_time
 async def test_tries_that_fail_spend_the_budget_too() -> None:
-    stage = Stage(plan_of(2), budget=3)
-    await stage.fleet.start()
+    stage = await serving(budget=3)
     stage.host[0].start_errors = ["no GPU"] * 100
     stage.host.die(0)
     await stage.until(lambda: stage.states() == [GONE, A])
@@ -115,8 +110,7 @@ async def test_tries_that_fail_spend_the_budget_too() -> None:
 
 @in_virtual_time
 async def test_deaths_within_seconds_are_one_incident_and_cost_one() -> None:
-    stage = Stage(plan_of(9), budget=1, parallel=8)
-    await stage.fleet.start()
+    stage = await serving(9, budget=1, parallel=8)
     for rank in range(8):
         stage.host.die(rank, "exit 1" if rank == 0 else "killed by SIGABRT")
         await asyncio.sleep(0.2)
@@ -131,8 +125,7 @@ async def test_deaths_within_seconds_are_one_incident_and_cost_one() -> None:
 
 @in_virtual_time
 async def test_servers_that_hang_at_one_time_are_one_incident_too() -> None:
-    stage = Stage(plan_of(4), budget=1)
-    await stage.fleet.start()
+    stage = await serving(4, budget=1)
     await asyncio.sleep(100.0)
     for rank in range(3):
         stage.host[rank].answers = stage.host[rank].at_home = "hang"
@@ -143,8 +136,7 @@ async def test_servers_that_hang_at_one_time_are_one_incident_too() -> None:
 
 @in_virtual_time
 async def test_deaths_further_apart_are_incidents_of_their_own() -> None:
-    stage = Stage(plan_of(3), budget=1)
-    await stage.fleet.start()
+    stage = await serving(3, budget=1)
     stage.host.die(0)
     await asyncio.sleep(2.1)
     stage.host.die(1)
@@ -156,8 +148,7 @@ async def test_deaths_further_apart_are_incidents_of_their_own() -> None:
 
 @in_virtual_time
 async def test_no_more_groups_start_at_once_than_may() -> None:
-    stage = Stage(plan_of(10), parallel=3)
-    await stage.fleet.start()
+    stage = await serving(10, parallel=3)
     for rank in range(10):
         stage.host[rank].loads_for_s = 20.0
     for rank in range(9):
@@ -172,8 +163,7 @@ async def test_no_more_groups_start_at_once_than_may() -> None:
 
 @in_virtual_time
 async def test_below_the_floor_the_run_fails_by_name() -> None:
-    stage = Stage(plan_of(3), min_active=2)
-    await stage.fleet.start()
+    stage = await serving(3, min_active=2)
     stage.host.die(0)
     assert not stage.fleet.fatal.done()
     stage.host.die(1, "exit 1", last_words="CUDA out of memory")
@@ -230,8 +220,7 @@ async def test_only_failures_in_a_row_fail_the_start() -> None:
 
 @in_virtual_time
 async def test_without_a_back_off_what_fails_at_once_is_not_tried_without_end() -> None:
-    stage = Stage(plan_of(2), backoff_s=0.0, max_backoff_s=0.0)
-    await stage.fleet.start()
+    stage = await serving(backoff_s=0.0, max_backoff_s=0.0)
     stage.host.foreign_ports.add(8000)
     stage.host.die(0)
     await asyncio.sleep(10.0)
@@ -253,8 +242,7 @@ async def test_a_group_that_fails_three_times_in_a_row_at_first_fails_the_fleet(
 
 @in_virtual_time
 async def test_a_group_that_never_generates_fails_in_time_and_says_what_it_answered() -> None:
-    stage = Stage(plan_of(2), start_within_s=50.0)
-    await stage.fleet.start()
+    stage = await serving(start_within_s=50.0)
     stage.host[0].loads_for_s = 1e6
     stage.host.die(0)
     await stage.until(lambda: stage.told("rollout.recovery.ended"))
@@ -264,26 +252,22 @@ async def test_a_group_that_never_generates_fails_in_time_and_says_what_it_answe
     )
 
 
-def test_a_group_does_not_serve_with_a_server_that_went_without_a_word_while_it_started() -> None:
-    async def history() -> Stage:
-        stage = Stage(plan_of(1, servers=2))
-        await stage.fleet.start()
-        stage.host[0].loads_for_s = 10.0
-        stage.host.die(0)
-        await stage.until(lambda: stage.host[1].epoch == 2)
-        stage.host[1].is_alive = False
-        await stage.until(lambda: len(stage.told("rollout.recovery.ended")) == 2)
-        return stage
+@in_virtual_time
+async def test_a_group_does_not_serve_with_a_server_that_went_while_it_started() -> None:
+    stage = await serving(1, servers=2)
+    stage.host[0].loads_for_s = 10.0
+    stage.host.die(0)
+    await stage.until(lambda: stage.host[1].epoch == 2)
+    stage.host[1].is_alive = False
+    await stage.until(lambda: len(stage.told("rollout.recovery.ended")) == 2)
 
-    ended = run(history()).told("rollout.recovery.ended")
-
+    ended = stage.told("rollout.recovery.ended")
     assert [one["message"] for one in ended] == ["rank 1: its process does not run", ""]
 
 
 @in_virtual_time
 async def test_what_could_not_be_ended_keeps_its_group_from_starting_and_is_ended_again() -> None:
-    stage = Stage(plan_of(2, servers=2))
-    await stage.fleet.start()
+    stage = await serving(servers=2)
     stage.host[1].is_stuck = True
     stage.host.die(0)
     await asyncio.sleep(5.0)
@@ -296,26 +280,22 @@ async def test_what_could_not_be_ended_keeps_its_group_from_starting_and_is_ende
     assert first["message"] == "what ran there could not be ended: pid 1"
 
 
-def test_a_port_that_is_taken_without_another_to_go_to_is_named() -> None:
-    async def history() -> Stage:
-        stage = Stage(plan_of(2))
-        await stage.fleet.start()
-        stage.host.foreign_ports.add(8000)
-        stage.host.die(0)
-        await asyncio.sleep(1.0)
-        stage.host.foreign_ports.clear()
-        await stage.until_active()
-        return stage
+@in_virtual_time
+async def test_a_port_that_is_taken_without_another_to_go_to_is_named() -> None:
+    stage = await serving()
+    stage.host.foreign_ports.add(8000)
+    stage.host.die(0)
+    await asyncio.sleep(1.0)
+    stage.host.foreign_ports.clear()
+    await stage.until_active()
 
-    [first, *_] = run(history()).told("rollout.recovery.ended")
-
+    [first, *_] = stage.told("rollout.recovery.ended")
     assert first["message"].startswith("another process listens on the port of rank 0: end it")
 
 
 @in_virtual_time
 async def test_two_ranks_of_a_group_that_die_together_are_one_failure() -> None:
-    stage = Stage(plan_of(2, servers=2))
-    await stage.fleet.start()
+    stage = await serving(servers=2)
     stage.host.die(0)
     stage.host.die(1)
     await stage.until_active()
@@ -327,8 +307,7 @@ async def test_two_ranks_of_a_group_that_die_together_are_one_failure() -> None:
 
 @in_virtual_time
 async def test_a_death_of_an_old_incarnation_that_is_told_late_is_nobodys_news() -> None:
-    stage = Stage(plan_of(2))
-    await stage.fleet.start()
+    stage = await serving()
     stage.host.die(0)
     await stage.until(lambda: stage.states()[0] is R)
     await stage.until_active()
@@ -342,8 +321,7 @@ async def test_a_death_of_an_old_incarnation_that_is_told_late_is_nobodys_news()
 
 @in_virtual_time
 async def test_a_recovered_group_has_the_first_weights_and_waits_for_the_fleets() -> None:
-    stage = Stage(plan_of(2))
-    await stage.fleet.start()
+    stage = await serving()
     stage.fleet.weights(1)
     stage.host.die(0)
     await stage.until(lambda: stage.states() == [S, A])
@@ -356,8 +334,7 @@ async def test_a_recovered_group_has_the_first_weights_and_waits_for_the_fleets(
 
 @in_virtual_time
 async def test_a_stale_group_that_hangs_is_recovered_too() -> None:
-    stage = Stage(plan_of(2))
-    await stage.fleet.start()
+    stage = await serving()
     stage.fleet.weights(1)
     stage.host.die(0)
     await stage.until(lambda: stage.states() == [S, A])
@@ -370,8 +347,7 @@ async def test_a_stale_group_that_hangs_is_recovered_too() -> None:
 
 @in_virtual_time
 async def test_stop_leaves_nothing_and_restarts_nothing() -> None:
-    stage = Stage(plan_of(4))
-    await stage.fleet.start()
+    stage = await serving(4)
     stage.host.die(0)
     stage.host[1].answers = "hang"
     await asyncio.sleep(50.0)
@@ -404,7 +380,6 @@ async def test_stop_while_it_starts_ends_the_start() -> None:
 
 @in_virtual_time
 async def test_a_fleet_that_runs_cannot_be_started_again() -> None:
-    stage = Stage(plan_of(1))
-    await stage.fleet.start()
+    stage = await serving(1)
     with pytest.raises(IllegalTransition, match="a fleet that is running"):
         await stage.fleet.start()

@@ -575,6 +575,3 @@ async def test_mark_names_one_file(tmp_path: Path) -> None:
     assert mark(copy) != first
     one.unlink()
     assert mark(one) != first
-
-
-# the referee of the tests with real processes
