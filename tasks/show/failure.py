@@ -78,26 +78,28 @@ def card_of(attempt: AttemptRecord, failure: Failure) -> Iterator[str]:
     yield "next: not tried again" if attempt.is_last else f"next: {_sequel(attempt)}"
 
 
-def block_of(failure: Failure, place: AttemptPlace) -> Iterator[tuple[str, str]]:
-    """The answers for the end of a run in a terminal: a word for each, empty where it goes on."""
+def block_of(
+    failure: Failure, place: AttemptPlace, *, is_last: bool = True
+) -> Iterator[tuple[str, str]]:
+    """The answers in a terminal: a word for each, empty where it goes on.
+
+    Args:
+        is_last: no other attempt follows, so there is something for a person to do.
+    """
     name = failure.component
     if name:
         how = f", {ending_text(failure.exit_code, failure.signal)}" if failure.has_ended else ""
         yield "first", f"{name}, {failure.written('kind')}{how}"
     if failure.hint:
         yield "hint", failure.hint
-    yield "to do", REMEDIES[failure.kind]
+    if is_last:
+        yield "to do", REMEDIES[failure.kind]
     if name:
         yield "log", str(log := place.log(name))
         if (hang := log.with_suffix(".hang.txt")).exists():
             yield "hung in", str(hang)
-        if tail := tail_of(failure):
+        if tail := failure.log_tail.splitlines()[-_TAIL_LINES:]:
             yield from (("", line) for line in ("its last lines:", *(f"| {one}" for one in tail)))
-
-
-def tail_of(failure: Failure) -> list[str]:
-    """The last lines of the log, as many as are shown."""
-    return failure.log_tail.splitlines()[-_TAIL_LINES:]
 
 
 def in_a_line(message: str, place: RunPlace, attempt: AttemptRecord | None) -> str:

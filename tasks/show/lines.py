@@ -8,15 +8,12 @@ from contextlib import suppress
 from pathlib import Path
 
 from tasks.record.events import Event
-from tasks.record.places import RunPlace
+from tasks.record.places import AttemptPlace, RunPlace
 from tasks.record.run_json import RunJson
-from tasks.show.failure import block_of, remedy_of, tail_of
+from tasks.show.failure import block_of, remedy_of
 from tasks.show.screen import Line
 from tasks.show.view import RunSeen, ending_text, job_text
 from tasks.spec.words import stopwatch
-
-#: Before what belongs to the line above it.
-_INDENT = " " * 9
 
 
 def lines_of(event: Event) -> Iterator[Line]:
@@ -82,12 +79,9 @@ def failed_attempt(seen: RunSeen) -> Iterator[Line]:
     if not failure or seen.directory is None:
         return
     yield Line(text=f"attempt {seen.attempt} failed: {failure}", style="red")
-    if failure.hint:
-        yield Line(text=f"hint: {failure.hint}")
-    if failure.component:
-        log = seen.directory / f"{failure.component}.log"
-        last = "".join(f"\n{_INDENT}| {line}" for line in tail_of(failure))
-        yield Line(text=f"log {log}; its last lines:{last}" if last else f"log {log}")
+    place = AttemptPlace(directory=seen.directory, number=seen.attempt)
+    for name, text in block_of(failure, place, is_last=False):
+        yield _field(name, text)
 
 
 _STYLES = {"completed": "bold green", "failed": "bold red", "crashed": "bold red"}

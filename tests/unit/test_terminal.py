@@ -140,9 +140,10 @@ def test_an_attempt_that_another_one_follows_says_why_it_failed(tmp_path: Path) 
 
     text = out.emulator.text
     assert "attempt 1 failed: NODE_LOST: trainer lost its node" in text
-    assert "hint: see the node's kernel log" in text
-    assert f"log {tmp_path}/attempt-01/trainer.log; its last lines:" in text
-    assert "         | loading\n         | lost\n" in text
+    assert "hint     see the node's kernel log" in text
+    assert f"log      {tmp_path}/attempt-01/trainer.log" in text
+    assert "| loading\n" in text and "| lost\n" in text
+    assert "to do" not in text
     assert text.splitlines()[-1].endswith(f"waiting: {waiting}")
 
 
