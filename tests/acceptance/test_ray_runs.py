@@ -94,6 +94,7 @@ def helpers_of(run: Any) -> list[str]:
     return found
 
 
+@pytest.mark.thorough
 def test_a_job_that_ends_well_completes_the_run(
     start_run: Callable, job_of: Callable, ray_cluster: RayCluster
 ) -> None:
@@ -113,6 +114,7 @@ def test_a_job_that_ends_well_completes_the_run(
     assert run.pids() == []
 
 
+@pytest.mark.thorough
 def test_a_users_error_fails_the_run_with_its_line(start_run: Callable, job_of: Callable) -> None:
     run = start_run(job_of("raise KeyError('actor.optim.lr')"))
 

@@ -89,6 +89,7 @@ def ports_of(run: Run, attempt: int) -> set[str]:
     return set(line.split()[1:])
 
 
+@pytest.mark.thorough
 def test_run_without_room_is_tried_again_until_there_is(ground: Ground, room: Path) -> None:
     run = ground.submit(waiting_for(room, delay_s=3))
     state = until_parked(run)
@@ -119,6 +120,7 @@ def test_run_without_room_is_tried_again_until_there_is(ground: Ground, room: Pa
     assert not ports_of(run, last["number"] - 1) & ports_of(run, last["number"])
 
 
+@pytest.mark.thorough
 def test_run_takes_its_record_to_another_host(ground: Ground, room: Path, tmp_path: Path) -> None:
     run = ground.submit(waiting_for(room, delay_s=3))
     until_parked(run)

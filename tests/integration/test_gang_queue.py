@@ -87,6 +87,7 @@ def states(run: Run) -> list[str]:
     return [state["type"] for state in sorted(found, key=lambda state: state["timestamp"])]
 
 
+@pytest.mark.thorough
 def test_gang_that_can_never_fit_fails_at_once_with_the_numbers(pool: GangPool) -> None:
     run = pool.submit(pool.spec(nodes=3, gpus=8))
 
@@ -154,6 +155,7 @@ def test_cancel_of_a_waiting_run_sticks(pool: GangPool) -> None:
     assert "PENDING" not in states(run) + states(behind)
 
 
+@pytest.mark.thorough
 def test_run_of_a_higher_queue_goes_first(pool: GangPool) -> None:
     holder = pool.hold(ALL)
     idle = pool.submit(pool.spec(nodes=2, gpus=8), queue="idle")

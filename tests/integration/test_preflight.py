@@ -26,6 +26,7 @@ def command(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.thorough
 def test_fit_nodes_pass_and_nothing_stays_in_the_shared_directory(
     ray_cluster: RayCluster, muster_home: Path, tmp_path: Path
 ) -> None:
@@ -70,6 +71,7 @@ def test_wrong_arguments_are_said_before_anything_starts(arguments: tuple[str, .
     assert command("flows.preflight", *arguments).returncode == 2
 
 
+@pytest.mark.thorough
 def test_a_cluster_that_does_not_answer_is_a_failure_with_its_address(muster_home: Path) -> None:
     done = command("flows.preflight", "--address", "http://127.0.0.1:9")
 

@@ -127,6 +127,7 @@ def stack(start_stack: Callable[[], Stack]) -> Stack:
     return start_stack()
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_ended_training_can_be_resumed(start_stack: Callable[[], Stack], tmp_path: Path) -> None:
     out = tmp_path / "out"

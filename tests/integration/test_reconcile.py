@@ -100,6 +100,7 @@ def test_a_run_whose_flow_process_was_killed_comes_to_a_true_end(ground: Ground)
     assert ground.artifacts() == artifacts and run.record() == record
 
 
+@pytest.mark.thorough
 def test_two_at_once_do_it_once(ground: Ground) -> None:
     run = ground.start_run(sleepers()).until_running()
     run.kill_flow()
@@ -113,6 +114,7 @@ def test_two_at_once_do_it_once(ground: Ground) -> None:
     assert run.state()[0] == "CRASHED"
 
 
+@pytest.mark.thorough
 def test_a_live_run_is_not_touched(ground: Ground) -> None:
     run = ground.start_run(sleepers()).until_running()
     before, record = run.flow_run(), run.record_path().read_bytes()
@@ -126,6 +128,7 @@ def test_a_live_run_is_not_touched(ground: Ground) -> None:
     assert run.pids() == pids
 
 
+@pytest.mark.thorough
 def test_a_run_that_was_being_cancelled_is_cancelled(ground: Ground) -> None:
     run = ground.start_run(sleepers()).until_running()
     # The process first: alive, it would see the cancel itself.
@@ -138,6 +141,7 @@ def test_a_run_that_was_being_cancelled_is_cancelled(ground: Ground) -> None:
     assert run.record()["state"] == "cancelled"
 
 
+@pytest.mark.thorough
 def test_a_parked_run_is_not_touched(ground: Ground) -> None:
     """Its process is gone, as it should be: it left its entry, and a state to be waited in."""
     run = ground.start_run(sleepers()).until_running()
@@ -173,6 +177,7 @@ def test_with_the_server_away_the_run_is_finished_and_kept_in_mind(ground: Groun
     assert not owner.exists()
 
 
+@pytest.mark.thorough
 def test_a_pending_flow_run_without_a_process_is_scheduled_again(
     ground: Ground, pending: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -208,6 +213,7 @@ except Abort as error:
 """
 
 
+@pytest.mark.thorough
 def test_a_flow_run_that_is_started_twice_is_left_to_the_first(ground: Ground) -> None:
     run = ground.start_run(sleepers("api", "trainer")).until_running()
     first = run.flow_pid()
@@ -222,6 +228,7 @@ def test_a_flow_run_that_is_started_twice_is_left_to_the_first(ground: Ground) -
     run.until_state("CANCELLED")
 
 
+@pytest.mark.thorough
 def test_a_run_of_another_host_is_left_to_it(ground: Ground, pending: Callable[..., Run]) -> None:
     """Each has a MUSTER_HOME of its own; this one comes back, and finds what it had begun."""
     run = pending(worker=host_name())

@@ -75,6 +75,7 @@ def test_a_sweep_ends_what_escaped_and_counts_it_once(
     assert drivers() == []
 
 
+@pytest.mark.thorough
 def test_a_sweep_within_a_flow_run_is_seen_on_it_node_by_node(
     ray_cluster: RayCluster,
     prefect_url: str,
