@@ -24,6 +24,7 @@ from deployments.stack.env import (
     NODES_PAGE,
     PIPELINES_POOL,
     POOL,
+    PROJECT_FILE,
     QUEUE_PAGE,
     RAY_VARIABLE,
     ROOT,
@@ -123,15 +124,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     # What an earlier stack was lost with would hold its places in the pool for ever.
     publish(reconcile_host())
-    deploy = (sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all")
-    # Prefect finds prefect.yaml, and the paths in it, from its working directory.
+    file = f"--prefect-file={PROJECT_FILE}"
+    deploy = (sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all", file)
+    # The paths in it start from its working directory.
     code = subprocess.run(deploy, cwd=ROOT, stdin=subprocess.DEVNULL).returncode
     if code != 0:
         print(f"`prefect deploy --all` exited {code}; it says above why.", file=sys.stderr)
         return 1
     with get_client(sync_client=True) as client:
         ensure_quick_runs(client)
-    print(f"{SET_UP} work pool {POOL}, deployments of {ROOT / 'prefect.yaml'}")
+    print(f"{SET_UP} work pool {POOL}, deployments of {PROJECT_FILE}")
     return 0
 
 

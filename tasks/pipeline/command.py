@@ -1,8 +1,7 @@
-"""The command `python -m flows.pipeline`: one pipeline, whose stages go through the queue."""
+"""The verb `muster pipeline`: one pipeline, whose stages go through the queue."""
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Sequence
@@ -25,15 +24,9 @@ from prefect.settings import PREFECT_API_URL
 
 from tasks.pipeline.pipeline import on_word
 from tasks.pipeline.stage_runs import CannotBegin, spec_of_deployment
-from tasks.server.flow_process import (
-    EXIT_FAILED,
-    EXIT_INTERRUPTED,
-    EXIT_INVALID,
-    end_on_signals,
-    exit_code_of,
-)
+from tasks.record.places import enter_project_of
+from tasks.server.flow_process import EXIT_INTERRUPTED, end_on_signals, exit_code_of
 from tasks.server.flow_runs import (
-    ServerAway,
     clear_process,
     has_lost_its_process,
     process_tag,
@@ -41,37 +34,38 @@ from tasks.server.flow_runs import (
     talking_to,
 )
 from tasks.server.server import NoServer, prefect_server, quieten_prefect
-from tasks.spec.errors import InvalidSpec, MusterError
+from tasks.spec.errors import MusterError
 from tasks.spec.pipeline import PipelineSpec, load_pipeline, parse_pipeline, with_specs
 
 _NO_QUEUE = """\
 A pipeline's runs go through the queue of a Prefect server, and PREFECT_API_URL names none.
-Start one with `make up`, and then: export PREFECT_API_URL=http://127.0.0.1:4200/api
-A single run needs none: python -m flows.train SPEC.yaml"""
+Start one: muster up
+A single run needs none: muster train SPEC.yaml"""
 
 
 class CannotResume(MusterError):
     """The flow run can't be gone on with, now or at all; its message says what to do instead."""
 
 
-def main(pipeline: Flow[..., State[Any]], arguments: Sequence[str] | None = None) -> int:
+def run_pipeline(
+    pipeline: Flow[..., State[Any]],
+    path: Path | None,
+    overrides: Sequence[str] = (),
+    resume: str = "",
+) -> int:
     """Run a pipeline file, or go on with a flow run of one, and show what happens.
 
-    Returns: 0 completed, 1 failed, 2 the spec is invalid and nothing was started, 3 a stage can
-        never fit, 130 interrupted.
+    Returns: 0 completed, 1 failed, 3 a stage can never fit, 130 interrupted.
+
+    Raises: InvalidSpec, NoServer, CannotResume, ServerAway.
     """
-    parser = _parser()
-    options = parser.parse_args(arguments)
-    if options.spec is None and options.resume is None:
-        parser.error("name a PIPELINE.yaml, or a flow run with --resume")
-    try:
-        spec = load_pipeline(Path(options.spec), options.set) if options.spec else None
-    except InvalidSpec as error:
-        print(f"{error}\nNothing was started.", file=sys.stderr)
-        return EXIT_INVALID
+    if path is None and not resume:
+        raise CannotResume("name a PIPELINE.yaml, or a flow run with --resume")
+    spec = load_pipeline(path, overrides) if path else None
     if not (api_url := PREFECT_API_URL.value()):
-        print(_NO_QUEUE, file=sys.stderr)
-        return EXIT_FAILED
+        raise NoServer(_NO_QUEUE)
+    if path:
+        enter_project_of(path)
     quieten_prefect()
     end_on_signals()
     began = time.monotonic()
@@ -83,9 +77,9 @@ def main(pipeline: Flow[..., State[Any]], arguments: Sequence[str] | None = None
     try:
         with prefect_server() as url:
             say(f"Prefect server {url}")
-            flow_run = _to_resume(api_url, options.resume) if options.resume else None
+            flow_run = _to_resume(api_url, resume) if resume else None
             if spec is None and flow_run is not None:
-                spec = parse_pipeline(flow_run.parameters.get("spec"), options.set)
+                spec = parse_pipeline(flow_run.parameters.get("spec"), overrides)
             assert spec is not None
             _check(api_url, spec)
             if flow_run is not None:
@@ -93,12 +87,6 @@ def main(pipeline: Flow[..., State[Any]], arguments: Sequence[str] | None = None
             else:
                 with tags(*spec.tags, process_tag()):
                     state = pipeline(spec, return_state=True)
-    except InvalidSpec as error:
-        print(f"{error}\nNothing was started.", file=sys.stderr)
-        return EXIT_INVALID
-    except (NoServer, CannotResume, ServerAway) as error:
-        print(error, file=sys.stderr)
-        return EXIT_FAILED
     except (KeyboardInterrupt, TerminationSignal):
         print("Interrupted.", file=sys.stderr)
         return EXIT_INTERRUPTED
@@ -173,34 +161,3 @@ def _check(api_url: str, spec: PipelineSpec) -> None:
     except CannotBegin as error:
         raise NoServer(str(error)) from error
     with_specs(spec, specs)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m flows.pipeline",
-        description="Run a pipeline to its end: its stages one after the other, each through the "
-        "queue of the Prefect server of PREFECT_API_URL as a run of its own.",
-        epilog="Exit: 0 completed, 1 failed, 2 the spec is invalid (nothing was started), 3 a "
-        "stage can never fit the cluster, 130 interrupted (after its stage's end).",
-    )
-    parser.add_argument(
-        "spec",
-        metavar="PIPELINE.yaml",
-        nargs="?",
-        help="the pipeline spec; left out with --resume, the one that the flow run has",
-    )
-    parser.add_argument(
-        "--set",
-        metavar="STAGE.a.b=c",
-        action="append",
-        default=[],
-        help="change a value of a stage's spec, for example --set grpo.progress.total=20; "
-        "repeatable",
-    )
-    parser.add_argument(
-        "--resume",
-        metavar="FLOW_RUN",
-        help="go on with this flow run of a pipeline, by its id or name: what is complete is not "
-        "repeated, what is on its way is taken up, what failed is tried anew",
-    )
-    return parser

@@ -116,6 +116,8 @@ class NotThere(MusterError):
 class BadSetting(MusterError):
     """There is no such setting, or no such value of it: nothing was changed."""
 
+    exit_code = 2
+
 
 async def pool_of(client: PrefectClient, name: str) -> WorkPool:
     """The work pool. Raises: NotThere."""
@@ -225,24 +227,6 @@ def told(settings: PoolSettings) -> str:
     limits = ", ".join(f"{tag} {gpus} GPUs" for tag, gpus in sorted(settings.limits.items()))
     out = ", ".join(settings.drained)
     return f"policy {settings.policy}; limits: {limits or 'none'}; drained: {out or 'none'}"
-
-
-async def pause(client: PrefectClient, pool: WorkPool, queue: str, *, is_paused: bool) -> None:
-    """Pause a work pool, or with a name one of its queues; or resume it. Raises: NotThere."""
-    name = "muster.gang.paused" if is_paused else "muster.gang.resumed"
-    event = of_pool(name, pool, queue=queue or None, by=_who())
-    if queue:
-        try:
-            found = await client.read_work_queue_by_name(queue, work_pool_name=pool.name)
-        except ObjectNotFound:
-            queues = await client.read_work_queues(work_pool_name=pool.name)
-            there = _names(one.name for one in queues)
-            why = f"the work pool {pool.name} has no queue {queue}; it has: {there}"
-            raise NotThere(why) from None
-        await client.update_work_queue(found.id, is_paused=is_paused)
-    else:
-        await client.update_work_pool(pool.name, WorkPoolUpdate(is_paused=is_paused))
-    await told_at_once(client, event)
 
 
 def _names(names: Iterable[str]) -> str:

@@ -43,6 +43,7 @@ from tasks.processes.ending import Holders
 from tasks.processes.identity import ProcessId, boot_id, host_name
 from tasks.record.closing import Closed
 from tasks.record.states import RunState
+from tasks.spec.errors import MusterError
 from tasks.spec.placeholders import mapping
 
 _REFUSALS = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
@@ -95,7 +96,7 @@ _TIMEOUT_S = 10.0
 _PAGE = 200
 
 
-class ServerAway(Exception):
+class ServerAway(MusterError):
     """A Prefect server did not answer, or with an error of its own: ask it again later."""
 
 

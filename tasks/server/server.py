@@ -121,7 +121,7 @@ def server_command(
     return Command(
         # The server without Prefect's command line, which takes seconds to load.
         argv=(
-            *(sys.executable, "-m", "tasks.server.sqlite_server", "--factory"),
+            *(sys.executable, "-P", "-m", "tasks.server.sqlite_server", "--factory"),
             "prefect.server.api.server:create_app",
             *("--host", address, "--port", str(port)),
             *("--log-level", "warning", "--timeout-keep-alive", "30"),

@@ -98,8 +98,13 @@ def block_of(
         yield "log", str(log := place.log(name))
         if (hang := log.with_suffix(".hang.txt")).exists():
             yield "hung in", str(hang)
-        if tail := failure.log_tail.splitlines()[-_TAIL_LINES:]:
+        if tail := tail_of(failure):
             yield from (("", line) for line in ("its last lines:", *(f"| {one}" for one in tail)))
+
+
+def tail_of(failure: Failure) -> list[str]:
+    """The last lines of the log, as many as are shown."""
+    return failure.log_tail.splitlines()[-_TAIL_LINES:]
 
 
 def in_a_line(message: str, place: RunPlace, attempt: AttemptRecord | None) -> str:

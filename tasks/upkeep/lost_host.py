@@ -22,14 +22,17 @@ from tasks.server.flow_runs import (
     talking_to,
     upkeep_of,
 )
+from tasks.spec.errors import MusterError
 from tasks.upkeep.reconcile import reconcile_host
 from tasks.upkeep.report import Report
 
 _PAGE = 200
 
 
-class NotLost(Exception):
-    """The host can't be given up; the message says why, and what to do."""
+class NotLost(MusterError):
+    """The host can't be given up; the message says why, and what to do. Nothing was done."""
+
+    exit_code = 2
 
 
 def give_up_host(name: str) -> Report:

@@ -18,8 +18,8 @@ from prefect.client.schemas.actions import WorkPoolUpdate
 from prefect.client.schemas.objects import FlowRun, State, StateType, WorkPool
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_API_URL, temporary_settings
-
 from tasks.queue.__main__ import main
+
 from tasks.queue.look import NodeUse, QueuedRun, QueueView
 from tasks.queue.packing import Demand
 from tasks.queue.settings import PoolSettings, TableNode, settings_of, with_settings

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
+from tasks.queue.__main__ import main as gang
 
 from deployments import worker
 from deployments.stack.env import auth_string, client_env
-from tasks.queue.__main__ import main as gang
 from tasks.server.flow_runs import ServerAway, ServerRefuses, talking_to
 from tasks.server.server import NoServer, prefect_server
 from tasks.spec.run import RunSpec
