@@ -85,7 +85,7 @@ _LOCAL_TYPES = ("process", "gang")
 #: The work pools of our runs and pipelines.
 _POOLS = ("gang", "pipelines")
 #: In the command line of a flow run's process. Source: prefect/runner/_workspace_starter.py.
-_ENGINES = ("prefect.engine", "prefect.flow_engine", "_workspace_")
+_ENGINES = ("prefect.engine", "prefect.flow_engine", "_workspace_", "-m flows")
 _OPEN = (*HELD, StateType.SCHEDULED, StateType.PAUSED)
 _TRAINING_FLOWS = ("train", "pipeline")
 #: The process of a flow run that was just submitted needs some seconds to appear.

@@ -120,16 +120,21 @@ class PipelineSpec(Document):
         return {stage.name: stage for stage in self.stages}[name]
 
 
-def load_pipeline(path: Path, overrides: Sequence[str] = ()) -> PipelineSpec:
+def load_pipeline(
+    path: Path, overrides: Sequence[str] = (), root: Path | None = None
+) -> PipelineSpec:
     """The pipeline spec of a YAML file, with the run specs of the files that it names, and the
     overrides, `STAGE.a.b=c` each, applied in order.
+
+    Args:
+        root: That the names of files start from; None: that of the file's project.
 
     Raises: InvalidSpec, with every fault of the file, of those it names and of the overrides.
     """
     data, faults = parse(read_text(path))
     if data is None and faults:
         raise InvalidSpec(faults, str(path))
-    places = (project_of(path), path.parent)
+    places = (root or project_of(path), path.parent)
     return _checked(data, overrides, str(path), faults, places)
 
 

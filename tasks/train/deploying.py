@@ -63,7 +63,7 @@ def load_pipeline_spec(path: str) -> dict[str, Any]:
 
     Raises: InvalidSpec, with every fault of all of them.
     """
-    return {"spec": load_pipeline(Path(path)).written()}
+    return {"spec": load_pipeline(Path(path), root=Path.cwd()).written()}
 
 
 def submit(
