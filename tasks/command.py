@@ -51,6 +51,8 @@ _VERBS = {
         ("prune", "tasks.upkeep.commands:prune", "show what may go of ended runs, and remove it"),
     ),
 }
+#: What `muster` alone does.
+_ALONE = "overview"
 
 
 def _app() -> App:
@@ -61,21 +63,14 @@ def _app() -> App:
         "last. Completion for your shell: `muster --install-completion`.",
         help_flags=("--help", "-h"),
         version=lambda: version("muster"),
-        default_command=overview,
     )
     for group, verbs in _VERBS.items():
         for name, function, text in verbs:
             # The help of a verb's own is its function's.
             app.command(function, name=name, help=text, group=group)
+    app.command("tasks.train.runs:overview", name=_ALONE, show=False)
     app.register_install_completion_command(help="Set up completion for your shell.")
     return app
-
-
-def overview() -> int:
-    """What runs, waits and failed last, and what one needs most."""
-    from tasks.train.runs import overview as shown
-
-    return shown()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -92,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # A project may have folders of our packages' names.
     os.environ.setdefault("PYTHONSAFEPATH", "1")
     _find_server()
-    return run(_app(), words)
+    return run(_app(), words or [_ALONE])
 
 
 def _find_server() -> None:

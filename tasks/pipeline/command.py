@@ -24,8 +24,12 @@ from prefect.settings import PREFECT_API_URL
 
 from tasks.pipeline.pipeline import on_word
 from tasks.pipeline.stage_runs import CannotBegin, spec_of_deployment
-from tasks.record.places import enter_project_of
-from tasks.server.flow_process import EXIT_INTERRUPTED, end_on_signals, exit_code_of
+from tasks.server.flow_process import (
+    EXIT_INTERRUPTED,
+    end_on_signals,
+    enter_project_of,
+    exit_code_of,
+)
 from tasks.server.flow_runs import (
     clear_process,
     has_lost_its_process,

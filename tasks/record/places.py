@@ -8,21 +8,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from uuid import UUID
 
-from tasks.spec.loading import project_of
-
 
 def muster_home() -> Path:
     """`$MUSTER_HOME`, by default `~/.muster`; absolute."""
     return Path(os.environ.get("MUSTER_HOME") or "~/.muster").expanduser().absolute()
-
-
-def enter_project_of(file: Path) -> None:
-    """Work in the project that a file lies in, as the process of a run does.
-
-    Paths that were given relative to the directory before are none any more.
-    """
-    os.environ["MUSTER_HOME"] = str(muster_home())
-    os.chdir(project_of(file))
 
 
 def make_run_id(name: str, workload: str, flow_run_id: UUID, created: datetime) -> str:

@@ -12,8 +12,12 @@ from prefect.client.schemas.objects import State
 from prefect.exceptions import TerminationSignal
 from prefect.utilities.urls import url_for
 
-from tasks.record.places import enter_project_of
-from tasks.server.flow_process import EXIT_INTERRUPTED, end_on_signals, exit_code_of
+from tasks.server.flow_process import (
+    EXIT_INTERRUPTED,
+    end_on_signals,
+    enter_project_of,
+    exit_code_of,
+)
 from tasks.server.flow_runs import process_tag
 from tasks.server.server import lasting_api_url, prefect_server, quieten_prefect
 from tasks.show.terminal import Terminal

@@ -42,6 +42,12 @@ class CannotSubmit(MusterError):
     """The server does not take the run, or the deployment: its message says what to do."""
 
 
+class BadCron(MusterError):
+    """It is no cron line, or there is no such timezone."""
+
+    exit_code = 2
+
+
 def load_run_spec(path: str) -> dict[str, Any]:
     """A build step of prefect.yaml: `{{ ID.spec }}` then stands for the content of a spec file.
 
@@ -143,7 +149,8 @@ def deploy(
     try:
         schedule = CronSchedule(cron=cron, timezone=timezone) if cron else None
     except ValueError as error:
-        raise CannotSubmit(f"--cron {cron!r}: {error}") from error
+        why = str(error).splitlines()[2].partition("[type=")[0].strip()
+        raise BadCron(f'--cron "{cron}" --timezone {timezone}: {why}') from error
     with _server() as client:
         model = _any(client)
         _say_project(loaded, root)

@@ -60,7 +60,7 @@ class _Opened:
     def _copied(self) -> bytes:
         """What the file got between the last look and the moment it was copied and cut: it is in
         the copy, the youngest file beside it that is long enough and reads the same there."""
-        for copy in sorted(self.path.parent.glob(f"{self.path.name}[.-]*"), key=_age):
+        for copy in _copies(self.path):
             with suppress(OSError), copy.open("rb") as f:
                 f.seek(self._at - len(self._tail))
                 if f.read(len(self._tail)) == self._tail:
@@ -68,8 +68,14 @@ class _Opened:
         return b""
 
 
-def _age(path: Path) -> float:
-    return -path.stat().st_mtime
+def _copies(log: Path) -> list[Path]:
+    """What a log was rotated to: `trainer.log.1`, `trainer.log-20260102`; the youngest first."""
+    found = {}
+    for path in log.parent.glob(f"{log.name}[.-]*"):
+        with suppress(OSError):
+            if path.suffix != ".gz":
+                found[path] = path.stat().st_mtime
+    return sorted(found, key=lambda path: -found[path])
 
 
 class LogFile:
@@ -87,10 +93,11 @@ class LogFile:
         Args:
             is_last: nothing more is written, so that the last line needs no end.
         """
-        with suppress(OSError):
-            stat = self._path.stat()
-            if (stat.st_dev, stat.st_ino) not in self._opened:
-                self._opened[stat.st_dev, stat.st_ino] = _Opened(self._path)
+        if not self._opened:
+            # What was rotated before the first look.
+            for older in reversed(_copies(self._path)):
+                self._open(older)
+        self._open(self._path)
         # Whoever wrote to one that was moved may still do so.
         data = b"".join(opened.look() for opened in self._opened.values())
         if not self._opened and not self._is_compressed:
@@ -103,6 +110,12 @@ class LogFile:
             self._partial = b""
         for line in lines:
             yield line.removesuffix(b"\r").decode("utf-8", errors="replace")
+
+    def _open(self, path: Path) -> None:
+        with suppress(OSError):
+            stat = path.stat()
+            if (stat.st_dev, stat.st_ino) not in self._opened:
+                self._opened[stat.st_dev, stat.st_ino] = _Opened(path)
 
     def close(self) -> None:
         for opened in self._opened.values():

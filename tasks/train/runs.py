@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from json import dumps
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 from uuid import UUID
 
 from cyclopts import Parameter
@@ -52,6 +52,18 @@ _STATES = {
 _WAITS = {"PendingResources": "pending_resources", "AwaitingRetry": "pending_resources"}
 #: The states of runs that have ended.
 ENDED = ("completed", "failed", "crashed", "cancelled")
+StateWord = Literal[
+    "queued",
+    "pending_resources",
+    "admitted",
+    "starting",
+    "running",
+    "stopping",
+    "completed",
+    "failed",
+    "crashed",
+    "cancelled",
+]
 
 
 class NoRun(MusterError):
@@ -196,7 +208,7 @@ def find(name: str) -> Run:
 def ls(
     *,
     limit: int = _LISTED,
-    state: Annotated[tuple[str, ...], Parameter(negative=(), show_default=False)] = (),
+    state: Annotated[tuple[StateWord, ...], Parameter(negative=(), show_default=False)] = (),
     json: AsJson = False,
 ) -> int:
     """List runs, newest first: those of the Prefect server, and those that only this machine has on
