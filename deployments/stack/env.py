@@ -37,7 +37,7 @@ _OWN = frozenset(
 _FOREIGN = ("PREFECT_", "RAY_")
 _LOOPBACK = ("127.0.0.1", "localhost")
 #: The password of the Prefect server, `user:password`: as its clients have it, and as it has it
-#: itself. Either, in the environment of `make up`, gives the stack one.
+#: itself. Either, in the environment of `muster up`, gives the stack one.
 AUTH, SERVER_AUTH = "PREFECT_API_AUTH_STRING", "PREFECT_SERVER_API_AUTH_STRING"
 
 

@@ -262,8 +262,8 @@ def _deployment(client: SyncPrefectClient, name: str) -> Any:
         return client.read_deployment_by_name(name)
     except ObjectNotFound:
         raise CannotBegin(
-            f"the Prefect server has no deployment {name}: apply those of the project by `make up` "
-            "or `prefect --no-prompt deploy --all`, or name another one"
+            f"the Prefect server has no deployment {name}: Muster's own are made by `muster up` or "
+            "`python -m deployments.stack.setup`, one of a spec of yours by `muster deploy SPEC`"
         ) from None
 
 

@@ -127,7 +127,7 @@ async def pool_of(client: PrefectClient, name: str) -> WorkPool:
         there = _names(pool.name for pool in await client.read_work_pools())
         raise NotThere(
             f"the Prefect server has no work pool {name}; it has: {there}. "
-            f"`make up` makes the pool gang, `prefect work-pool create {name} --type gang` this "
+            f"`muster up` makes the pool gang, `prefect work-pool create {name} --type gang` this "
             "one, --pool names another"
         ) from None
 

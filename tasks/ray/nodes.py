@@ -4,8 +4,7 @@ a run has left on them.
 The driver is a child process, `visits`; whatever becomes of it or of its cluster, the process
 that asks has an answer by its deadline, or an error.
 
-As a command, for what a preflight has found:
-`python -m tasks.ray.nodes --address URL --run-id ID`.
+As a command, for what a preflight has found: `muster sweep --address URL --run-id ID`.
 """
 
 from __future__ import annotations

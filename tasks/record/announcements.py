@@ -20,7 +20,7 @@ _ENGINE = (*_RUN, "component", "engine", "ranks")
 _FLEET = (*_RUN, "component", "serving", "engines", "min_active")
 _POOL = ("pool", "by")
 
-GATE, RUN, OPERATOR, RECONCILE = "the gate", "the run", "`python -m tasks.queue`", "reconcile"
+GATE, RUN, OPERATOR, RECONCILE = "the gate", "the run", "`muster queue`", "reconcile"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -312,7 +312,7 @@ def state_of_lost(run: FlowRun, host: Host, now: datetime) -> State[Any] | None:
 def _state_of_lost_pipeline(run: FlowRun, host: Host, cause: str) -> State[Any]:
     """Its stage goes on without it, and any process of it goes on where the last one was."""
     if run.deployment_id is None or _process_of(run, host.name) is not None:
-        remedy = f"python -m flows.pipeline --resume {run.id}"
+        remedy = f"muster pipeline --resume {run.id}"
         return Crashed(message=f"{cause}; the run of its stage goes on: {remedy}")
     return Scheduled(name=JOBS_GO_ON, message=f"{cause}; its next process goes on where it was")
 

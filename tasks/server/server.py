@@ -179,7 +179,7 @@ def _check(url: str) -> None:
         problem = str(error).removeprefix(f"{url}: ")
         raise NoServer(
             f"no Prefect server answers at PREFECT_API_URL={url} ({problem}): start it "
-            "(`make up`), or unset PREFECT_API_URL to run on a temporary one"
+            "(`muster up`), or unset PREFECT_API_URL to run on a temporary one"
         ) from None
 
 

@@ -174,7 +174,8 @@ def deploy(
         )
         print(f"The deployment train/{called} is there.")
         print(f"  page  {url_for('deployment', obj_id=deployment_id)}")
-        print(f"  run   prefect deployment run 'train/{called}'")
+        server = f"PREFECT_API_URL={PREFECT_API_URL.value()}"
+        print(f"  run   {server} prefect deployment run 'train/{called}'")
     return EXIT_DONE
 
 

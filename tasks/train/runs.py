@@ -76,16 +76,22 @@ class NoRun(MusterError):
 class Run:
     """One run, as `muster ls --json` shows it. Times are UTC epoch seconds."""
 
+    #: Its name, and that of its flow run.
     run_id: str
     #: Empty where its record does not say.
     flow_run_id: str
     #: As in `run.json`: queued, pending_resources, admitted, starting, running, stopping,
     #: completed, failed, cancelled; or crashed: its process was lost.
     state: str
+    #: Of that state: what it waits for, how it ended.
     message: str
+    #: Of its spec, and of its flow run.
     tags: tuple[str, ...]
+    #: Where no server knows it, `started_at`.
     created_at: float | None
+    #: None where it has not begun.
     started_at: float | None
+    #: None where it has not ended.
     ended_at: float | None
     #: None where only its own host knows.
     attempts: int | None

@@ -42,7 +42,7 @@ def give_up_host(name: str) -> Report:
     Raises: NotLost, before anything is changed; ServerAway.
     """
     if name == host_name():
-        raise NotLost(f"{name} is this host: `python -m flows.reconcile` looks after its runs")
+        raise NotLost(f"{name} is this host: `muster reconcile` looks after its runs")
     api_url = PREFECT_API_URL.value()
     if not api_url:
         raise NotLost("PREFECT_API_URL is not set: only a server knows what a host had")

@@ -232,8 +232,7 @@ def _leftovers(node: NodeSeen, survey: Survey, limits: Limits) -> _Faults:
     for run_id, pids in dead.items():
         yield (
             f"run {run_id} has ended, and pid {commas(sorted(pids))} of it lives",
-            "`python -m flows.reconcile` where it ran, or "
-            f"`python -m tasks.ray.nodes --address ... --run-id {run_id}`",
+            f"`muster reconcile` where it ran, or `muster sweep --address URL --run-id {run_id}`",
         )
 
 
