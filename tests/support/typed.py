@@ -263,15 +263,18 @@ def about_prefect(arguments: Sequence[str]) -> str:
 
 
 def muster_verbs() -> frozenset[str]:
-    from tasks.command import _app
+    from tasks.command import _VERBS
 
-    return frozenset(name for name in _app() if not name.startswith("-"))
+    return frozenset(name for verbs in _VERBS.values() for name, *_ in verbs)
 
 
 def about_muster(arguments: Sequence[str]) -> str:
     """What is wrong with `muster ARGUMENT...`."""
     from tasks.command import _app
 
+    verb = next(iter(arguments), "--help")
+    if not verb.startswith("-") and verb not in muster_verbs():
+        return f"muster has no verb {verb!r}"
     complaint = _about_app(_app(), arguments)
     return f"muster: {complaint}" if complaint else ""
 

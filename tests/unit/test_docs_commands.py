@@ -88,7 +88,7 @@ def test_every_command_that_the_code_names_exists() -> None:
         ("cp deployments/runs/quack*.yaml /tmp", "there is no deployments/runs/quack*.yaml"),
         (".venv/bin/muster submit SPEC.yaml --watch --set a.b=c", ""),
         ("muster logs latest -f", ""),
-        ("muster stop", "Unused Tokens: ['stop']"),
+        ("muster stop", "muster has no verb 'stop'"),
         ("muster queue set policy=fifo --pol gang", "muster: Unknown option: --pol"),
         ("muster cancel", "requires an argument"),
         ("muster ls --limit many", "many"),
