@@ -34,12 +34,27 @@ class NoLog(MusterError):
     exit_code = EXIT_INVALID
 
 
+class _Lines:
+    """Lines of what comes piece by piece."""
+
+    def __init__(self) -> None:
+        self._begun = b""
+
+    def of(self, data: bytes, *, is_last: bool) -> list[str]:
+        *lines, self._begun = (self._begun + data).split(b"\n")
+        if is_last and self._begun:
+            lines.append(self._begun)
+            self._begun = b""
+        return [line.removesuffix(b"\r").decode("utf-8", errors="replace") for line in lines]
+
+
 class _Opened:
     """One file, whatever it is called by now; of it the bytes that were not read yet."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.file = path.open("rb", buffering=0)
+        self.lines = _Lines()
         self._at = 0
         #: What was read last: a file that was cut and has grown beyond it reads otherwise there.
         self._tail = b""
@@ -68,6 +83,10 @@ class _Opened:
         return b""
 
 
+def _number(stat: os.stat_result) -> tuple[int, int]:
+    return stat.st_dev, stat.st_ino
+
+
 def _copies(log: Path) -> list[Path]:
     """What a log was rotated to: `trainer.log.1`, `trainer.log-20260102`; the youngest first."""
     found = {}
@@ -85,8 +104,7 @@ class LogFile:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._opened: dict[tuple[int, int], _Opened] = {}
-        self._partial = b""
-        self._is_compressed = False
+        self._unpacked: _Lines | None = None
 
     def look(self, *, is_last: bool = False) -> Iterator[str]:
         """
@@ -98,24 +116,27 @@ class LogFile:
             for older in reversed(_copies(self._path)):
                 self._open(older)
         self._open(self._path)
-        # Whoever wrote to one that was moved may still do so.
-        data = b"".join(opened.look() for opened in self._opened.values())
-        if not self._opened and not self._is_compressed:
+        # Whoever wrote to one that was moved may still do so, and end a line that is begun there.
+        for opened in self._opened.values():
+            yield from opened.lines.of(opened.look(), is_last=is_last)
+        if self._opened:
+            return
+        data = b""
+        if self._unpacked is None:
             # As `muster prune` leaves it.
             with suppress(OSError), gzip.open(f"{self._path}.gz", "rb") as f:
-                data, self._is_compressed = f.read(), True
-        *lines, self._partial = (self._partial + data).split(b"\n")
-        if is_last and self._partial:
-            lines.append(self._partial)
-            self._partial = b""
-        for line in lines:
-            yield line.removesuffix(b"\r").decode("utf-8", errors="replace")
+                data, self._unpacked = f.read(), _Lines()
+        if self._unpacked is not None:
+            yield from self._unpacked.of(data, is_last=is_last)
 
     def _open(self, path: Path) -> None:
         with suppress(OSError):
-            stat = path.stat()
-            if (stat.st_dev, stat.st_ino) not in self._opened:
-                self._opened[stat.st_dev, stat.st_ino] = _Opened(path)
+            if _number(path.stat()) not in self._opened:
+                opened = _Opened(path)
+                # It may be another one by now.
+                number = _number(os.fstat(opened.file.fileno()))
+                if self._opened.setdefault(number, opened) is not opened:
+                    opened.file.close()
 
     def close(self) -> None:
         for opened in self._opened.values():
@@ -161,6 +182,8 @@ def logs(
     attempt: int | None = None,
 ) -> int:
     """Show what a run's components have written in its last attempt, side by side.
+
+    Exit: 0 shown; 2 there is no such run, or no such log here.
 
     Args:
         component: Only this one's.
