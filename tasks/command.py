@@ -51,23 +51,31 @@ _VERBS = {
         ("prune", "tasks.upkeep.commands:prune", "show what may go of ended runs, and remove it"),
     ),
 }
+#: By name, in the order of the list.
+NAMES = tuple(name for verbs in _VERBS.values() for name, *_ in verbs)
 #: What `muster` alone does.
 _ALONE = "overview"
 
 
-def _app() -> App:
+def _app(called: str = "") -> App:
+    """
+    Args:
+        called: The first word. Where it is a verb, the help of that is its function's.
+    """
     app = App(
         name="muster",
         help="RL post-training on shared machines: runs, their queue, and what keeps them true.",
-        help_epilogue="`muster VERB --help` says more. Without a verb: what runs, waits and failed "
+        help_epilogue=""
+        if called in NAMES
+        else "`muster VERB --help` says more. Without a verb: what runs, waits and failed "
         "last. Completion for your shell: `muster --install-completion`.",
         help_flags=("--help", "-h"),
         version=lambda: version("muster"),
     )
     for group, verbs in _VERBS.items():
         for name, function, text in verbs:
-            # The help of a verb's own is its function's.
-            app.command(function, name=name, help=text, group=group)
+            text_of_list = None if name == called else text
+            app.command(function, name=name, help=text_of_list, group=group)
     app.command("tasks.train.runs:overview", name=_ALONE, show=False)
     app.register_install_completion_command(help="Set up completion for your shell.")
     return app
@@ -77,9 +85,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Returns: the exit code of the verb; 2 where there is no such verb, or it can't read what it
     was given."""
     words = [*(sys.argv[1:] if arguments is None else arguments)]
-    verbs = [name for group in _VERBS.values() for name, *_ in group]
-    if words and not words[0].startswith("-") and words[0] not in verbs:
-        meant = did_you_mean(words[0], verbs) or f"they are {', '.join(verbs)}"
+    if words and not words[0].startswith("-") and words[0] not in NAMES:
+        meant = did_you_mean(words[0], NAMES) or f"they are {', '.join(NAMES)}"
         print(f"muster has no verb {words[0]!r}: {meant}", file=sys.stderr)
         return EXIT_INVALID
     # Prefect reads it when it is imported, and would report to its makers and say so.
@@ -87,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # A project may have folders of our packages' names.
     os.environ.setdefault("PYTHONSAFEPATH", "1")
     _find_server()
-    return run(_app(), words or [_ALONE])
+    return run(_app(words[0] if words else ""), words or [_ALONE])
 
 
 def _find_server() -> None:

@@ -98,7 +98,10 @@ def up(
 
 
 def down(*, port: Port = None) -> int:
-    """Stop the stack and what runs in it, until nothing is left."""
+    """Stop the stack and what runs in it, until nothing is left.
+
+    Exit: 0 nothing is left, 1 something may be, 2 wrong options, 130 interrupted.
+    """
     place = _place()
     with place.locked(_say_waiting, _OTHER_COMMAND_WITHIN_S):
         stack = place.load()
@@ -121,7 +124,10 @@ def down(*, port: Port = None) -> int:
 
 
 def status(*, port: Port = None) -> int:
-    """Say what of the stack runs where; 0 only if all of it answers."""
+    """Say what of the stack runs where.
+
+    Exit: 0 all of it answers, 1 not, 2 wrong options.
+    """
     place = _place()
     stack = place.load()
     if stack is None:

@@ -38,6 +38,7 @@ from tasks.server.flow_runs import (
     talking_to,
 )
 from tasks.server.server import NoServer, prefect_server, quieten_prefect
+from tasks.show.arguments import EXIT_INVALID
 from tasks.spec.errors import MusterError
 from tasks.spec.pipeline import PipelineSpec, load_pipeline, parse_pipeline, with_specs
 
@@ -45,6 +46,12 @@ _NO_QUEUE = """\
 A pipeline's runs go through the queue of a Prefect server, and PREFECT_API_URL names none.
 Start one: muster up
 A single run needs none: muster train SPEC.yaml"""
+
+
+class NoPipeline(MusterError):
+    """None is named."""
+
+    exit_code = EXIT_INVALID
 
 
 class CannotResume(MusterError):
@@ -61,10 +68,10 @@ def run_pipeline(
 
     Returns: 0 completed, 1 failed, 3 a stage can never fit, 130 interrupted.
 
-    Raises: InvalidSpec, NoServer, CannotResume, ServerAway.
+    Raises: InvalidSpec, NoPipeline, NoServer, CannotResume, ServerAway.
     """
     if path is None and not resume:
-        raise CannotResume("name a PIPELINE.yaml, or a flow run with --resume")
+        raise NoPipeline("name a PIPELINE.yaml, or a flow run with --resume")
     spec = load_pipeline(path, overrides) if path else None
     if not (api_url := PREFECT_API_URL.value()):
         raise NoServer(_NO_QUEUE)

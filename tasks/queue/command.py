@@ -68,9 +68,14 @@ async def connected() -> AsyncIterator[PrefectClient]:
             raise NoServer(f"no Prefect server answers at {where}: {_REMEDY}") from error
 
 
-app = App(name="queue", help="Who waits for which GPUs and why; what an operator does about it.")
+app = App(
+    name="queue",
+    help="Who waits for which GPUs and why; what an operator does about it.\n\n"
+    "Exit: 0 done; 1 the server does not answer, or has nothing of the name that was given; 2 the "
+    "arguments are wrong and nothing was done; 130 interrupted.",
+)
 
-Node = Annotated[str, Parameter(name="NODE", help="Name of a node.")]
+Node = Annotated[str, Parameter(name="NODE", required=True, help="Name of a node.")]
 Force = Annotated[bool, Parameter(name="--force", negative=(), help="Also a node nobody knows.")]
 
 
@@ -133,7 +138,9 @@ def undrain(*node: Node, pool: Pool = _POOL, force: Force = False) -> int:
 
 
 @app.command(name="set")
-def set_(*setting: Annotated[str, Parameter(name="KEY=VALUE")], pool: Pool = _POOL) -> int:
+def set_(
+    *setting: Annotated[str, Parameter(name="KEY=VALUE", required=True)], pool: Pool = _POOL
+) -> int:
     """Change settings of the pool.
 
     Args:
@@ -144,7 +151,9 @@ def set_(*setting: Annotated[str, Parameter(name="KEY=VALUE")], pool: Pool = _PO
 
 
 @app.command
-def unset(*setting: Annotated[str, Parameter(name="KEY")], pool: Pool = _POOL) -> int:
+def unset(
+    *setting: Annotated[str, Parameter(name="KEY", required=True)], pool: Pool = _POOL
+) -> int:
     """Take settings of the pool back.
 
     Args:
@@ -155,14 +164,17 @@ def unset(*setting: Annotated[str, Parameter(name="KEY")], pool: Pool = _POOL) -
 
 
 def _do(what: Callable[[PrefectClient], Awaitable[None]]) -> int:
-    """Do it with a client of the server. Raises: MusterError, PrefectException."""
+    """Do it with a client of the server. Raises: MusterError."""
 
     async def run() -> None:
         async with connected() as client:
             await what(client)
 
     quieten_prefect()
-    asyncio.run(run())
+    try:
+        asyncio.run(run())
+    except PrefectException as error:
+        raise NoServer(f"the Prefect server did not do it: {one_line(error)}") from error
     return EXIT_DONE
 
 

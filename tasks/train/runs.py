@@ -220,6 +220,8 @@ def ls(
     """List runs, newest first: those of the Prefect server, and those that only this machine has on
     record.
 
+    Exit: 0 listed, also where there is none.
+
     Args:
         limit: At most so many.
         state: Only those in this state; repeatable.
@@ -262,6 +264,8 @@ def _age(run: Run, now: float) -> str:
 def show(run: RunName = "latest", /, *, json: AsJson = False) -> int:
     """Show a run: what it does, or what it died of; its components and attempts.
 
+    Exit: 0 shown; 2 there is no such run.
+
     Args:
         json: Its run.json.
     """
@@ -302,7 +306,10 @@ def _record_of(run: Run) -> tuple[RunJson | None, list[str]]:
 
 
 def why(run: RunName = "latest", /, *, pool: Pool = "gang") -> int:
-    """Say why a run waits, or what has become of it."""
+    """Say why a run waits, or what has become of it.
+
+    Exit: 0 said; 1 the server does not answer; 2 there is no such run.
+    """
     meant = find(run)
     record, _pages = _record_of(meant)
     attempt = record.attempt if record is not None else None
@@ -316,7 +323,10 @@ def why(run: RunName = "latest", /, *, pool: Pool = "gang") -> int:
 
 
 def cancel(run: RunName, /) -> int:
-    """End a run: its components are stopped in reverse, and nothing of it is left."""
+    """End a run: its components are stopped in reverse, and nothing of it is left.
+
+    Exit: 0 it is being cancelled; 1 it can't be from here; 2 there is no such run, or it has ended.
+    """
     meant = find(run)
     if meant.state in ENDED:
         raise NoRun(f"{meant.run_id} has ended: it is {meant.state}")
