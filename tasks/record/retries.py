@@ -180,7 +180,9 @@ def _of_attempt(place: RunPlace, number: int, component: str) -> Path | None:
     try:
         spec = _spec_of(place, number)
         part = spec["components"][component]
-        return latest_checkpoint(part["checkpoints"], Path(part.get("cwd") or spec["cwd"]))
+        # One of a Muster before has no absolute `cwd`, and none where the default was meant.
+        root = Path.cwd() / (part.get("cwd") or spec.get("cwd") or ".")
+        return latest_checkpoint(part["checkpoints"], root)
     except (OSError, yaml.YAMLError, KeyError, TypeError):
         return None
 
