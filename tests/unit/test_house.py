@@ -21,7 +21,7 @@ def test_the_house_keeps_its_measure() -> None:
 
     assert found.circles == ()
     assert found.folders == 11
-    assert found.modules <= 125
+    assert found.modules <= 128
     assert len(found.longest_chain) <= 15
     assert found.names_borne_twice == ()
 
@@ -40,6 +40,7 @@ def test_what_runs_alone_is_there(path: str) -> None:
         ("tasks/record/a.py", "def f():\n    from ..show import page"),
         ("tasks/record/a.py", "import importlib\nimportlib.import_module('tasks.show')"),
         ("deployments/stack.py", "import tests.unit"),
+        ("tasks/train/a.py", "from tasks.command import main"),
         # a sibling
         ("tasks/show/a.py", "from tasks.processes import tree"),
         # a folder that has no place
