@@ -1,4 +1,4 @@
-"""`python -m flows.reconcile`: what it says, and its exit code."""
+"""`muster reconcile`: what it says, and its exit code."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_each_run_is_told_and_the_exit_code_says_whether_all_is_done(
     monkeypatch.setattr(commands, "reconcile_host", lambda: report)
     monkeypatch.setattr(commands, "publish", lambda report: None)
 
-    assert commands.reconcile_main([]) == code
+    assert commands.reconcile() == code
 
     *told, summary = capsys.readouterr().out.splitlines()
     assert told == [str(run) for run in runs]
