@@ -18,7 +18,7 @@ _LIKELY = ("rl", "train", *_WORKLOADS, "run", "main")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
+class Way:
     """A way to train."""
 
     name: str
@@ -47,8 +47,8 @@ _SAVED = '    checkpoints: "${run.dir}/checkpoints"\n'
 _SHELL = "[bash, FILE]"
 
 #: The first that fits.
-KINDS = (
-    Kind(
+WAYS = (
+    Way(
         name="prime-rl",
         pattern=re.compile(r"^\[(?:orchestrator|inference|trainer)[.\]]", re.MULTILINE),
         # It starts inference, orchestrator and trainer by itself.
@@ -56,7 +56,7 @@ KINDS = (
         text=_GANG + _ONE + _SAVED + _STEPS,
         workload="grpo",
     ),
-    Kind(
+    Way(
         name="verl",
         pattern=re.compile(r"^actor_rollout_ref:|verl\.trainer\.main_ppo", re.MULTILINE),
         commands={
@@ -76,7 +76,7 @@ env: {VERL_FILE_LOGGER_PATH: "${attempt.dir}/metrics.jsonl"}
         + 'progress: {jsonl: "${attempt.dir}/metrics.jsonl", step: step}\n',
         workload="grpo",
     ),
-    Kind(
+    Way(
         name="slime",
         pattern=re.compile(r"--rollout-num-gpus|--actor-num-nodes"),
         commands={".sh": _SHELL},
@@ -86,7 +86,7 @@ env: {VERL_FILE_LOGGER_PATH: "${attempt.dir}/metrics.jsonl"}
         + _STEPS,
         workload="grpo",
     ),
-    Kind(
+    Way(
         name="TRL",
         pattern=re.compile(
             r"\b(?:from|import) trl\b|\btrl (?:sft|grpo)\b|^model_name_or_path:", re.MULTILINE
@@ -98,13 +98,13 @@ env: {VERL_FILE_LOGGER_PATH: "${attempt.dir}/metrics.jsonl"}
         },
         text=_GANG + _ONE + _SAVED + _STEPS,
     ),
-    Kind(
+    Way(
         name="torchrun",
         pattern=re.compile(r"\btorchrun\b|torch\.distributed|init_process_group"),
         commands={".sh": _SHELL, ".py": "[torchrun, --standalone, --nproc-per-node=8, FILE]"},
         text=_GANG + _ONE + _STEPS,
     ),
-    Kind(
+    Way(
         name="a script",
         pattern=re.compile(r"\S"),
         commands={".py": "[python, FILE]", ".sh": _SHELL},
@@ -125,11 +125,11 @@ def draft_of(directory: Path) -> tuple[str, str]:
     Raises: InvalidSpec, where nothing is there that could be started.
     """
     files = sorted(_files(directory), key=_likelihood)
-    for kind in KINDS:
+    for way in WAYS:
         for file in files:
-            said = _read(directory / file) if file.suffix in kind.commands else ""
-            if kind.pattern.search(said):
-                return f"{kind.name} ({file})", _spec(directory, kind, file, said)
+            said = _read(directory / file) if file.suffix in way.commands else ""
+            if way.pattern.search(said):
+                return f"{way.name} ({file})", _spec(directory, way, file, said)
     problem = "no script is in it, and no configuration of verl, TRL, slime or prime-rl"
     remedy = "go where the training lies, or name that directory"
     raise InvalidSpec((Fault(path="", problem=problem, remedy=remedy),), str(directory))
@@ -157,10 +157,10 @@ def _read(path: Path) -> str:
         return ""
 
 
-def _spec(directory: Path, kind: Kind, file: Path, said: str) -> str:
+def _spec(directory: Path, way: Way, file: Path, said: str) -> str:
     name = re.sub(r"[^a-z0-9]+", "-", directory.absolute().name.lower()).lstrip("-0123456789")
     told = f"{file} {said}".lower()
-    workload = next((one for one in _WORKLOADS if one in told), kind.workload)
+    workload = next((one for one in _WORKLOADS if one in told), way.workload)
     path = (directory / file).absolute()
     values = {
         "OVERRIDES": _OVERRIDES,
@@ -169,13 +169,13 @@ def _spec(directory: Path, kind: Kind, file: Path, said: str) -> str:
         "STEM": file.stem,
         "WORKLOAD": workload if workload != "ppo" else "grpo",
     }
-    command = re.sub("[A-Z]{4,}", lambda m: values.get(m[0], m[0]), kind.commands[file.suffix])
+    command = re.sub("[A-Z]{4,}", lambda m: values.get(m[0], m[0]), way.commands[file.suffix])
     cwd = directory.absolute().relative_to(project_of(directory.absolute() / "muster.yaml"))
     return f"""\
-# A run of {kind.name}, by {file}. Its keys are explained in docs/run-spec.md.
+# A run of {way.name}, by {file}. Its keys are explained in docs/run-spec.md.
 name: {name[:32].strip("-") or "training"}
 workload: {workload}  # ppo | grpo | sft
 # Relative paths start from the project's root, the nearest folder above with .git or
 # pyproject.toml; `python` is that of its .venv, where there is one.
 cwd: {cwd}
-{kind.text.replace("COMMAND", command)}"""
+{way.text.replace("COMMAND", command)}"""
