@@ -26,7 +26,7 @@ from tasks.queue.ledger import request_of
 from tasks.server.flow_process import EXIT_INTERRUPTED, exit_code_of
 from tasks.server.flow_runs import talking_to
 from tasks.server.server import NoServer, quieten_prefect
-from tasks.show.arguments import EXIT_DONE, EXIT_INVALID, Overrides, SpecFile
+from tasks.show.arguments import EXIT_DONE, Overrides, SpecFile
 from tasks.spec.draft import draft_of
 from tasks.spec.errors import MusterError
 from tasks.spec.loading import load_spec, project_of

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tasks.record.places import enter_project_of, muster_home
+from tasks.record.places import muster_home
+from tasks.server.flow_process import enter_project_of
 from tasks.spec.loading import project_of, resolve
 from tasks.spec.programs import python_of
 from tasks.spec.run import RunSpec
