@@ -7,6 +7,7 @@ automation, and no run that only its record says is alive.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import os
 import subprocess
 import sys
@@ -30,8 +31,9 @@ from deployments.stack.env import (
     ROOT,
     SET_UP,
 )
+from tasks.queue.capacity import local_cluster
 from tasks.queue.ledger import TYPE
-from tasks.queue.settings import settings_of, with_settings
+from tasks.queue.settings import TableNode, settings_of, with_settings
 from tasks.queue.worker import GangWorker
 from tasks.upkeep.reconcile import publish, reconcile_host
 
@@ -63,8 +65,12 @@ def ensure_pool(client: SyncPrefectClient) -> None:
         base_job_template=GangWorker.get_default_base_job_template(),
         concurrency_limit=POOL_LIMIT,
     )
+    table: tuple[TableNode, ...] = ()
     try:
         client.create_work_pool(pool)
+        # Runs of processes find this machine's GPUs; on a cluster, Ray says which there are.
+        here = asyncio.run(local_cluster()).nodes
+        table = tuple(TableNode(name=node.name, gpus=node.gpus) for node in here if node.gpus)
     except ObjectAlreadyExists:
         print(f"The work pool {POOL} is there already, and left as it is.", flush=True)
         if (found := client.read_work_pool(POOL).type) != TYPE:
@@ -73,8 +79,11 @@ def ensure_pool(client: SyncPrefectClient) -> None:
                 f"queue. Delete it, then try again: prefect work-pool delete {POOL}"
             ) from None
     there = client.read_work_pool(POOL)
+    changes: dict[str, object] = {"nodes": table} if table else {}
     if address := os.environ.get(RAY_VARIABLE):
-        settings = settings_of(there.base_job_template).model_copy(update={"ray": address})
+        changes["ray"] = address
+    if changes:
+        settings = settings_of(there.base_job_template).model_copy(update=changes)
         template = with_settings(there.base_job_template, settings)
         client.update_work_pool(POOL, WorkPoolUpdate(base_job_template=template))
     known = {queue.name for queue in client.read_work_queues(work_pool_name=POOL)}

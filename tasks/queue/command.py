@@ -144,8 +144,8 @@ def set_(
     """Change settings of the pool.
 
     Args:
-        setting: policy=fifo, policy=backfill, or limit.TAG=N: at most N GPUs at once for the runs
-            with that tag.
+        setting: policy=fifo, policy=backfill; limit.TAG=N: at most N GPUs at once for the runs
+            with that tag; or node.NAME=N: a host of processes, with N GPUs.
     """
     return _do(lambda client: _change(client, pool, lambda old: settings.with_values(old, setting)))
 
@@ -157,7 +157,7 @@ def unset(
     """Take settings of the pool back.
 
     Args:
-        setting: policy (fifo again), or limit.TAG.
+        setting: policy (fifo again), limit.TAG or node.NAME.
     """
     edit = partial(settings.without_values, keys=setting)
     return _do(lambda client: _change(client, pool, edit))

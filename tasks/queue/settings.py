@@ -105,7 +105,7 @@ def with_settings(base_job_template: Mapping[str, Any], settings: PoolSettings) 
     return template
 
 
-_POLICY, _LIMIT = "policy", "limit."
+_POLICY, _LIMIT, _NODE = "policy", "limit.", "node."
 
 
 class NotThere(MusterError):
@@ -193,7 +193,10 @@ def with_drained(
 
 
 def with_values(settings: PoolSettings, assignments: Sequence[str]) -> PoolSettings:
-    """The settings with `policy=backfill` and `limit.TAG=16` applied. Raises: BadSetting."""
+    """The settings with `policy=backfill`, `limit.TAG=16` and `node.NAME=8` applied.
+
+    Raises: BadSetting.
+    """
     values: dict[str, Any] = settings.model_dump()
     for assignment in assignments:
         key, equals, value = assignment.rpartition("=")
@@ -203,19 +206,31 @@ def with_values(settings: PoolSettings, assignments: Sequence[str]) -> PoolSetti
             raise BadSetting(f"policy={value}: it is {' or '.join(get_args(Policy))}")
         if key == _POLICY:
             values["policy"] = value
-        elif value.isdecimal():
-            values["limits"][_tag_of(key)] = int(value)
+        elif not value.isdecimal():
+            raise BadSetting(f"{assignment}: its value is a number of GPUs, 0 or more")
+        elif name := _name_after(_NODE, key):
+            others = [node for node in values["nodes"] if node["name"] != name]
+            values["nodes"] = [*others, {"name": name, "gpus": int(value)}]
         else:
-            raise BadSetting(f"{assignment}: a limit is a number of GPUs, 0 or more")
+            values["limits"][_tag_of(key)] = int(value)
     return PoolSettings.model_validate(values)
 
 
 def without_values(settings: PoolSettings, keys: Sequence[str]) -> PoolSettings:
-    """The settings with `policy` as it is by default, and `limit.TAG` gone. Raises: BadSetting."""
+    """The settings with `policy` as it is by default, and `limit.TAG` or `node.NAME` gone.
+
+    Raises: BadSetting.
+    """
     values: dict[str, Any] = settings.model_dump()
     for key in keys:
         if key == _POLICY:
             del values["policy"]
+        elif name := _name_after(_NODE, key):
+            left = [node for node in values["nodes"] if node["name"] != name]
+            if len(left) == len(values["nodes"]):
+                there = _names(node["name"] for node in values["nodes"])
+                raise BadSetting(f"{key}: the pool has no such node; it has: {there}")
+            values["nodes"] = left
         elif values["limits"].pop(_tag_of(key), None) is None:
             limited = _names(settings.limits)
             raise BadSetting(f"{key}: that tag has no limit; tags that have one: {limited}")
@@ -226,7 +241,9 @@ def told(settings: PoolSettings) -> str:
     """The settings in one line."""
     limits = ", ".join(f"{tag} {gpus} GPUs" for tag, gpus in sorted(settings.limits.items()))
     out = ", ".join(settings.drained)
-    return f"policy {settings.policy}; limits: {limits or 'none'}; drained: {out or 'none'}"
+    nodes = ", ".join(f"{node.name} {node.gpus} GPUs" for node in settings.nodes)
+    said = f"policy {settings.policy}; limits: {limits or 'none'}; drained: {out or 'none'}"
+    return f"{said}; nodes: {nodes}" if nodes else said
 
 
 def _names(names: Iterable[str]) -> str:
@@ -240,6 +257,10 @@ def _who() -> str:
         # A user id without a name, as in some containers.
         user = f"uid {os.getuid()}"
     return f"{user}@{host_name()}"
+
+
+def _name_after(prefix: str, key: str) -> str:
+    return key.removeprefix(prefix) if key.startswith(prefix) else ""
 
 
 def _tag_of(key: str) -> str:

@@ -66,7 +66,8 @@ WAYS = (
         },
         text=_GANG
         + """\
-# The cluster that verl runs on. On one machine: leave out `ray` and `launcher`.
+# The dashboard of the cluster that verl runs on; `muster status` says that of this machine's
+# stack. On one machine without Ray: leave out `ray` and `launcher`.
 ray: {address: "http://127.0.0.1:8265"}
 env: {VERL_FILE_LOGGER_PATH: "${attempt.dir}/metrics.jsonl"}
 """
@@ -81,9 +82,8 @@ env: {VERL_FILE_LOGGER_PATH: "${attempt.dir}/metrics.jsonl"}
         pattern=re.compile(r"--rollout-num-gpus|--actor-num-nodes"),
         commands={".sh": _SHELL},
         text=_GANG
-        + "# Take `ray start` and `pkill` out of the script: Muster ends what it has started.\n"
-        + _ONE
-        + _STEPS,
+        + "# Take `ray start`, `ray job submit` and `pkill` out of the script, and start slime's\n"
+        "# train.py in it: Muster ends what it has started, and nothing else.\n" + _ONE + _STEPS,
         workload="grpo",
     ),
     Way(

@@ -150,6 +150,7 @@ def deploy(
         schedule = CronSchedule(cron=cron, timezone=timezone) if cron else None
     except ValueError as error:
         why = str(error).splitlines()[2].partition("[type=")[0].strip()
+        why = why.removeprefix("Value error, ")
         raise BadCron(f'--cron "{cron}" --timezone {timezone}: {why}') from error
     with _server() as client:
         model = _any(client)

@@ -23,7 +23,8 @@ from tasks.upkeep.reconcile import publish, reconcile_host
 from tasks.upkeep.retention import Retention, variable_of
 
 LimitOptions = Annotated[Limits, Parameter(name="*")]
-Rule = Annotated[str | None, Parameter(show_default=False, help="A number, or `never`.")]
+#: A number, or `never`.
+Rule = Annotated[str | None, Parameter(show_default=False)]
 
 
 def reconcile(*, lost_host: str | None = None) -> int:
