@@ -118,7 +118,7 @@ def test_a_name_that_nobody_knows_is_refused_with_those_that_are_known(server: S
 
 
 def test_this_host_is_refused(server: Server) -> None:
-    with pytest.raises(NotLost, match=r"is this host: `python -m flows.reconcile`"):
+    with pytest.raises(NotLost, match=r"is this host: `muster reconcile`"):
         give_up_host(host_name())
 
 
