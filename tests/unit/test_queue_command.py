@@ -375,6 +375,9 @@ def test_an_unknown_node_is_drained_by_force(command: Command, server: Server) -
         # a tag may hold dots and signs
         (("set", "limit.a.b=c=4"), {"limits": {"team-a": 8, "a.b=c": 4}}),
         (("unset", "limit.team-a", "policy"), {"limits": {}}),
+        (("set", "node.gpu-1=4"), {"nodes": (TableNode(name="gpu-1", gpus=4),)}),
+        (("set", "node.a.b=2"), {"nodes": (*SET.nodes, TableNode(name="a.b", gpus=2))}),
+        (("unset", "node.gpu-1"), {"nodes": ()}),
     ],
 )
 def test_settings_are_changed_and_told(
@@ -391,9 +394,12 @@ def test_settings_are_changed_and_told(
     ("arguments", "said"),
     [
         (("set", "policy=lifo"), "policy=lifo: it is fifo or backfill"),
-        (("set", "limit.team-a=many"), "a limit is a number of GPUs"),
-        (("set", "limit.team-a=-1"), "a limit is a number of GPUs"),
+        (("set", "limit.team-a=many"), "its value is a number of GPUs"),
+        (("set", "limit.team-a=-1"), "its value is a number of GPUs"),
         (("set", "limit.=1"), "limit.: no such setting"),
+        (("set", "node.gpu-1=some"), "its value is a number of GPUs"),
+        (("set", "node.=1"), "node.: no such setting"),
+        (("unset", "node.gpu-7"), "the pool has no such node; it has: gpu-1"),
         (("set", "colour=3"), "colour: no such setting; there are: policy, limit.TAG"),
         (("set", "policy"), "write policy=VALUE"),
         (("unset", "limit.team-b"), "that tag has no limit; tags that have one: team-a"),
