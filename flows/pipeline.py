@@ -5,8 +5,7 @@ from __future__ import annotations
 from prefect import flow
 from prefect.client.schemas.objects import State
 
-from tasks.pipeline.command import run_pipeline
-from tasks.pipeline.pipeline import open_pipeline, pipeline_id_of_flow_run
+from tasks.pipeline.pipeline import open_pipeline, pipeline_id_of_flow_run, run_pipeline
 from tasks.show.arguments import PipelineFile, StageOverrides, run_alone
 from tasks.spec.pipeline import PipelineSpec
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 from prefect import flow
 from prefect.client.schemas.objects import State
 
-from tasks.upkeep.commands import LimitOptions, run_preflight
 from tasks.upkeep.preflight import (
     DEFAULT_LIMITS,
     LOOK_WITHIN_S,
+    LimitOptions,
     Limits,
     PreflightVerdict,
     conclude_preflight,
     judge_nodes,
     publish_verdict,
+    run_preflight,
     survey_cluster,
 )
 

@@ -34,7 +34,7 @@ _VERBS = {
         ("ls", "tasks.train.runs:ls", "list runs, newest first"),
         ("show", "tasks.train.runs:show", "show a run: what it does, or what it died of"),
         ("why", "tasks.train.runs:why", "say why a run waits, or what has become of it"),
-        ("logs", "tasks.train.logs:logs", "show what a run's components have written"),
+        ("logs", "tasks.train.runs:logs", "show what a run's components have written"),
         ("cancel", "tasks.train.runs:cancel", "end a run"),
     ),
     _QUEUE: (
@@ -47,8 +47,8 @@ _VERBS = {
         ("up", "deployments.stack.command:up", "start the lasting stack of this machine"),
         ("status", "deployments.stack.command:status", "say what of the stack answers"),
         ("down", "deployments.stack.command:down", "stop the stack and its runs"),
-        ("reconcile", "tasks.upkeep.commands:reconcile", "finish what killed runs have left here"),
-        ("prune", "tasks.upkeep.commands:prune", "show what may go of ended runs, and remove it"),
+        ("reconcile", "tasks.upkeep.lost_host:reconcile", "finish what killed runs have left here"),
+        ("prune", "tasks.upkeep.prune:prune", "show what may go of ended runs, and remove it"),
     ),
 }
 #: By name, in the order of the list.

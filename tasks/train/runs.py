@@ -1,5 +1,5 @@
 """Runs as a person names them, from their Prefect server and from the records of this machine: the
-verbs `muster ls`, `show`, `why` and `cancel`, and what `muster` alone says."""
+verbs `muster ls`, `show`, `why`, `logs` and `cancel`, and what `muster` alone says."""
 
 from __future__ import annotations
 
@@ -22,16 +22,18 @@ from prefect.states import Cancelling
 from rich.console import Console
 from rich.markdown import Markdown
 from rich.table import Table
+from rich.text import Text
 
 from tasks.processes.identity import host_name
 from tasks.queue.command import why as why_waiting
 from tasks.queue.ledger import request_of
-from tasks.record.places import RunPlace, muster_home
+from tasks.record.growing import LogFile
+from tasks.record.places import AttemptPlace, RunPlace, muster_home
 from tasks.record.run_json import RunJson
 from tasks.server.artifacts import COMPONENTS, RECORD, SUMMARY, artifacts_of
 from tasks.server.flow_runs import ServerAway, host_of, talking_to
 from tasks.server.server import quieten_prefect
-from tasks.show.arguments import EXIT_DONE, AsJson, Pool, RunName
+from tasks.show.arguments import EXIT_DONE, EXIT_INVALID, AsJson, Pool, RunName
 from tasks.show.failure import as_text
 from tasks.show.lines import end_block
 from tasks.show.page import record_read
@@ -360,3 +362,124 @@ def overview() -> int:
         "muster --help         everything else"
     )
     return EXIT_DONE
+
+
+_LOOK_EVERY_S, _ASK_EVERY_S = 0.2, 5.0
+_COLORS = ("cyan", "magenta", "yellow", "green", "blue", "red")
+
+
+class NoLog(MusterError):
+    """There is no such log here: the message says where it is, or which there are."""
+
+    exit_code = EXIT_INVALID
+
+
+class _AttemptLogs:
+    """The logs of one attempt, or of one component of it, and how their lines are shown."""
+
+    def __init__(self, place: AttemptPlace, component: str, console: Console) -> None:
+        self._place, self._component, self._console = place, component, console
+        self._logs: dict[str, LogFile] = {}
+
+    def names(self) -> list[str]:
+        found = self._place.directory.glob("*.log*")
+        return sorted({path.name.partition(".log")[0] for path in found})
+
+    def look(self, *, is_last: bool = False) -> None:
+        for name in [self._component] if self._component else self.names():
+            if name not in self._logs:
+                self._logs[name] = LogFile(self._place.log(name))
+        width = max(map(len, self._logs), default=0)
+        for index, (name, log) in enumerate(self._logs.items()):
+            for line in log.look(is_last=is_last):
+                self._show(name.ljust(width), _COLORS[index % len(_COLORS)], line)
+            if is_last:
+                log.close()
+
+    def _show(self, name: str, color: str, line: str) -> None:
+        if not self._console.is_terminal:
+            print(line if self._component else f"{name} | {line}")
+            return
+        head = Text() if self._component else Text(f"{name} | ", style=color)
+        self._console.print(head + Text.from_ansi(line), soft_wrap=True)
+
+
+def logs(
+    run: RunName = "latest",
+    component: str = "",
+    /,
+    *,
+    follow: Annotated[bool, Parameter(name=("--follow", "-f"), negative=())] = False,
+    attempt: int | None = None,
+) -> int:
+    """Show what a run's components have written in its last attempt, side by side.
+
+    Exit: 0 shown; 2 there is no such run, or no such log here.
+
+    Args:
+        component: Only this one's.
+        follow: Go on with what is written, over all further attempts, until the run has ended.
+        attempt: Of this one; left out, the last.
+    """
+    meant = find(run)
+    place, console = RunPlace.of(meant.run_id), Console(highlight=False)
+    try:
+        number = attempt or _wait_for_attempt(meant, place, follow=follow)
+        while True:
+            shown = _AttemptLogs(place.attempt(number), component, console)
+            if not follow and component and component not in shown.names():
+                there = commas(shown.names()) or "none"
+                raise NoLog(
+                    f"attempt {number} of {meant.run_id} has no log of {component}: {there}"
+                )
+            while follow and not _has_ended(meant, place, number):
+                shown.look()
+                sys.stdout.flush()
+                time.sleep(_LOOK_EVERY_S)
+            shown.look(is_last=True)
+            if not follow or not place.attempt(number + 1).directory.exists():
+                return EXIT_DONE
+            number += 1
+            print(f"attempt {number}", file=sys.stderr)
+    except KeyboardInterrupt:
+        # The way out of --follow.
+        return EXIT_DONE
+
+
+def _attempts(place: RunPlace) -> int:
+    numbers = (path.name.removeprefix("attempt-") for path in place.directory.glob("attempt-*"))
+    return max((int(number) for number in numbers if number.isdecimal()), default=0)
+
+
+def _wait_for_attempt(run: Run, place: RunPlace, *, follow: bool) -> int:
+    """The number of its last attempt; where it is followed, once it has one.
+
+    Raises: NoLog.
+    """
+    said = ""
+    while not (number := _attempts(place)):
+        if run.host not in ("", host_name()) and run.started_at is not None:
+            raise NoLog(
+                f"the logs of {run.run_id} are on {run.host}: {place.directory}/attempt-*/*.log "
+                f"there, if its MUSTER_HOME is {place.directory.parents[1]}"
+            )
+        if not follow or run.state in ENDED:
+            raise NoLog(f"{run.run_id} has no logs: it is {run.state}, {run.message or 'no more'}")
+        if run.state != said:
+            print(f"{run.run_id} has not begun: {run.state} {run.message}", file=sys.stderr)
+            said = run.state
+        time.sleep(_ASK_EVERY_S if said else _LOOK_EVERY_S)
+        run = find(run.run_id)
+    return number
+
+
+def _has_ended(run: Run, place: RunPlace, number: int) -> bool:
+    """The attempt has, or its run."""
+    with suppress(OSError, ValueError):
+        record = RunJson.read(place.record)
+        attempts = [one for one in record.attempts if one.number == number]
+        if any(one.ended_at is not None for one in attempts):
+            # What follows it is decided after its end.
+            return record.ended_at is not None or place.attempt(number + 1).directory.exists()
+        return record.ended_at is not None
+    return False

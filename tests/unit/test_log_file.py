@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tasks.train.logs import LogFile
+from tasks.record.growing import LogFile
 
 Script = list[tuple[str, ...]]
 

@@ -17,7 +17,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from tasks.processes.identity import host_name
 from tasks.show.arguments import run
-from tasks.upkeep import commands, lost_host
+from tasks.upkeep import lost_host
 from tasks.upkeep.lost_host import NotLost, give_up_host
 from tasks.upkeep.report import Report
 
@@ -131,7 +131,7 @@ def test_without_a_server_nothing_is_known() -> None:
 
 
 def test_the_command_says_why_with_2(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
-    code = run(App(default_command=commands.reconcile), ["--lost-host", "their"])
+    code = run(App(default_command=lost_host.reconcile), ["--lost-host", "their"])
 
     said = capsys.readouterr().err
     assert code == 2
