@@ -122,17 +122,17 @@ mutants: install  ## small faults in the code, and which the unit tests notice [
 	exec $(PY) -m tests.mutants $(ARGS)
 
 up: install  ## start the lasting stack: Prefect, Ray, pool, worker, deployments [PORT=n] [GPUS=2x8]
-	@exec $(PY) -m deployments.stack up $(if $(PORT),--port $(PORT)) $(if $(GPUS),--gpus $(GPUS))
+	@exec $(VENV)/bin/muster up $(if $(PORT),--port $(PORT)) $(if $(GPUS),--gpus $(GPUS))
 
 down:  ## stop all of the lasting stack [PORT=n]
 	@if [ ! -x $(PY) ]; then
 		echo "Nothing is installed in $(VENV), so no stack was started from here." >&2
 		exit 0
 	fi
-	exec $(PY) -m deployments.stack down $(if $(PORT),--port $(PORT))
+	exec $(VENV)/bin/muster down $(if $(PORT),--port $(PORT))
 
 prune: install  ## what may go of what ended runs have left here [ARGS=--yes]
-	@exec $(PY) -m flows.prune $(ARGS)
+	@exec $(VENV)/bin/muster prune $(ARGS)
 
 bench: install  ## measure Muster against other ways, into BENCHMARKS.md [ARGS='crash --quick']
 	@if ! $(PY) -c 'import circus, honcho, supervisor' 2>/dev/null; then

@@ -23,7 +23,6 @@ from ray.job_submission import JobStatus, JobSubmissionClient
 import tasks
 from tasks.ray.dashboard import Dashboard, Denied, LiveNode, NoAnswer, ready_driver
 from tasks.ray.node_shapes import SHAPES, ShapeEnding, exit_code_in_worker, try_shape
-from tasks.show.help import HelpFormatter
 
 EXIT_HOLDS, EXIT_LEAKS, EXIT_INVALID = 0, 1, 2
 #: The deprecated subreaper takes 13 s for a grandchild.
@@ -145,7 +144,7 @@ def _parser() -> argparse.ArgumentParser:
         "to set on it. Starts a few sleeps on each node and ends what leaks.",
         epilog="Exit: 0 what Ray can hold is held and exit codes are seen, 1 not so, 2 the cluster "
         "can't be asked, or the arguments are wrong.",
-        formatter_class=HelpFormatter,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--address", required=True, metavar="URL", help="of the Ray dashboard")
     parser.add_argument(

@@ -24,6 +24,8 @@ def main() -> None:
     else:
         _refuse_wrong_password()
         publish(reconcile_host())
+    # A run works in its project, which may have folders of our packages' names.
+    os.environ["PYTHONSAFEPATH"] = "1"
     # A shell without job control starts what it puts in the background with SIGINT ignored. Prefect
     # ends a worker by a SIGINT to itself, also at SIGTERM: it would never leave.
     signal.signal(signal.SIGINT, signal.SIG_DFL)

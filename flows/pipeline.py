@@ -5,7 +5,8 @@ from __future__ import annotations
 from prefect import flow
 from prefect.client.schemas.objects import State
 
-from tasks.pipeline.pipeline import open_pipeline, pipeline_id_of_flow_run
+from tasks.pipeline.pipeline import open_pipeline, pipeline_id_of_flow_run, run_pipeline
+from tasks.show.arguments import PipelineFile, StageOverrides, run_alone
 from tasks.spec.pipeline import PipelineSpec
 
 
@@ -27,7 +28,19 @@ def pipeline(spec: PipelineSpec) -> State[None]:
         return line.conclude()
 
 
-if __name__ == "__main__":
-    from tasks.pipeline.command import main
+def command(spec: PipelineFile = None, /, *, set: StageOverrides = (), resume: str = "") -> int:
+    """Run a pipeline to its end: its stages one after the other, each through the queue of the
+    Prefect server as a run of its own.
 
-    raise SystemExit(main(pipeline))
+    Exit: 0 completed, 1 failed, 2 the spec is invalid (nothing was started), 3 a stage can never
+    fit the cluster, 130 interrupted (after its stage's end).
+
+    Args:
+        resume: Go on with this flow run of a pipeline, by its id or name: what is complete is not
+            repeated, what is on its way is taken up, what failed is tried anew.
+    """
+    return run_pipeline(pipeline, spec, set, resume)
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_alone(command, "python -m flows.pipeline"))

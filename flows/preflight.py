@@ -8,11 +8,13 @@ from prefect.client.schemas.objects import State
 from tasks.upkeep.preflight import (
     DEFAULT_LIMITS,
     LOOK_WITHIN_S,
+    LimitOptions,
     Limits,
     PreflightVerdict,
     conclude_preflight,
     judge_nodes,
     publish_verdict,
+    run_preflight,
     survey_cluster,
 )
 
@@ -38,7 +40,24 @@ def preflight(
     return conclude_preflight(verdict)
 
 
-if __name__ == "__main__":
-    from tasks.upkeep.commands import preflight_main
+def command(
+    *,
+    address: str,
+    shared: str | None = None,
+    limits: LimitOptions = DEFAULT_LIMITS,
+    within_s: float = LOOK_WITHIN_S,
+) -> int:
+    """Look at every node of a Ray cluster.
 
-    raise SystemExit(preflight_main(preflight))
+    Is Muster's code there, is the shared directory the same everywhere, is there disk, is the clock
+    right, is something left of runs that have ended, are the GPUs there and free.
+
+    Exit: 0 every node is fit; 1 one is not, or the cluster can't be asked; 2 the arguments are
+    wrong; 130 interrupted.
+
+    Args:
+        address: The URL of the Ray dashboard.
+        shared: The shared directory; else MUSTER_HOME.
+        within_s: For each step, in seconds.
+    """
+    return run_preflight(preflight, address, shared, limits, within_s)

@@ -22,9 +22,3 @@ def prune(keep: Retention | None = None, dry_run: bool = False) -> State[None]:
     publish(pruned)
     conclude = Failed if pruned.has_problem else Completed
     return conclude(message=pruned.summary)
-
-
-if __name__ == "__main__":
-    from tasks.upkeep.commands import prune_main
-
-    raise SystemExit(prune_main())

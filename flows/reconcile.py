@@ -19,9 +19,3 @@ def reconcile() -> State[None]:
     publish(report)
     dismiss_overdue()
     return Completed(message=report.summary)
-
-
-if __name__ == "__main__":
-    from tasks.upkeep.commands import reconcile_main
-
-    raise SystemExit(reconcile_main())

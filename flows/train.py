@@ -5,7 +5,9 @@ from __future__ import annotations
 from prefect import flow
 from prefect.client.schemas.objects import State
 
+from tasks.show.arguments import Overrides, SpecFile, run_alone
 from tasks.spec.run import RunSpec
+from tasks.train.command import run_here
 from tasks.train.session import RunSession
 from tasks.train.tasks import (
     admit,
@@ -42,7 +44,15 @@ def attempt(run: RunSession) -> None:
         teardown(run)
 
 
-if __name__ == "__main__":
-    from tasks.train.command import main
+def command(spec: SpecFile, /, *, set: Overrides = ()) -> int:
+    """Run one training to its end, here, on the Prefect server of PREFECT_API_URL or on a temporary
+    one.
 
-    raise SystemExit(main(train))
+    Exit: 0 completed, 1 failed, 2 the spec is invalid (nothing was started), 3 it can never fit the
+    cluster, 130 interrupted (after teardown).
+    """
+    return run_here(train, spec, set)
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_alone(command, "python -m flows.train"))

@@ -159,7 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if not (url := PREFECT_API_URL.value()):
         print(
-            "no Prefect server is set: start one (`make up`, which says its address), and set "
+            "no Prefect server is set: start one (`muster up`, which says its address), and set "
             "PREFECT_API_URL to that",
             file=sys.stderr,
         )

@@ -6,7 +6,7 @@
 #                                     the server may run meanwhile
 #   backup.sh restore FILE            into the database of the URL, which must not be in use
 #
-# SQLite, as `make up` has it: PREFECT_SERVER_DATABASE_CONNECTION_URL=sqlite+aiosqlite:////PATH/prefect.db
+# SQLite, as `muster up` has it: PREFECT_SERVER_DATABASE_CONNECTION_URL=sqlite+aiosqlite:////PATH/prefect.db
 set -euo pipefail
 
 url="${PREFECT_SERVER_DATABASE_CONNECTION_URL:?is not set: source secrets.env}"

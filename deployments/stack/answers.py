@@ -116,7 +116,7 @@ def _ask(client: httpx.Client, method: str, url: str, **more: Any) -> httpx.Resp
     except httpx.HTTPError as error:
         status = error.response.status_code if isinstance(error, httpx.HTTPStatusError) else 0
         if status == httpx.codes.UNAUTHORIZED:
-            raise _NoAnswer(f"{_REFUSED}: set {AUTH} as it was for `make up`") from None
+            raise _NoAnswer(f"{_REFUSED}: set {AUTH} as it was for `muster up`") from None
         raise _NoAnswer(_silence(method, url, error)) from None
 
 

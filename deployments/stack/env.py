@@ -9,7 +9,12 @@ from pathlib import Path
 
 from tasks.spec.programs import component_path
 
+#: The checkout; in a wheel, where its packages lie.
 ROOT = Path(__file__).resolve().parents[2]
+#: Of the deployments: in a wheel it lies with the package.
+PROJECT_FILE = next(
+    (file for file in (ROOT / "prefect.yaml",) if file.exists()), ROOT / "deployments/prefect.yaml"
+)
 HOST = "127.0.0.1"
 #: In place of a run's id, in the environment of the parts.
 RUN_ID = "stack"
@@ -32,7 +37,7 @@ _OWN = frozenset(
 _FOREIGN = ("PREFECT_", "RAY_")
 _LOOPBACK = ("127.0.0.1", "localhost")
 #: The password of the Prefect server, `user:password`: as its clients have it, and as it has it
-#: itself. Either, in the environment of `make up`, gives the stack one.
+#: itself. Either, in the environment of `muster up`, gives the stack one.
 AUTH, SERVER_AUTH = "PREFECT_API_AUTH_STRING", "PREFECT_SERVER_API_AUTH_STRING"
 
 

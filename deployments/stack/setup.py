@@ -7,6 +7,7 @@ automation, and no run that only its record says is alive.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import os
 import subprocess
 import sys
@@ -24,13 +25,15 @@ from deployments.stack.env import (
     NODES_PAGE,
     PIPELINES_POOL,
     POOL,
+    PROJECT_FILE,
     QUEUE_PAGE,
     RAY_VARIABLE,
     ROOT,
     SET_UP,
 )
+from tasks.queue.capacity import local_cluster
 from tasks.queue.ledger import TYPE
-from tasks.queue.settings import settings_of, with_settings
+from tasks.queue.settings import TableNode, settings_of, with_settings
 from tasks.queue.worker import GangWorker
 from tasks.upkeep.reconcile import publish, reconcile_host
 
@@ -62,8 +65,12 @@ def ensure_pool(client: SyncPrefectClient) -> None:
         base_job_template=GangWorker.get_default_base_job_template(),
         concurrency_limit=POOL_LIMIT,
     )
+    table: tuple[TableNode, ...] = ()
     try:
         client.create_work_pool(pool)
+        # Runs of processes find this machine's GPUs; on a cluster, Ray says which there are.
+        here = asyncio.run(local_cluster()).nodes
+        table = tuple(TableNode(name=node.name, gpus=node.gpus) for node in here if node.gpus)
     except ObjectAlreadyExists:
         print(f"The work pool {POOL} is there already, and left as it is.", flush=True)
         if (found := client.read_work_pool(POOL).type) != TYPE:
@@ -72,8 +79,11 @@ def ensure_pool(client: SyncPrefectClient) -> None:
                 f"queue. Delete it, then try again: prefect work-pool delete {POOL}"
             ) from None
     there = client.read_work_pool(POOL)
+    changes: dict[str, object] = {"nodes": table} if table else {}
     if address := os.environ.get(RAY_VARIABLE):
-        settings = settings_of(there.base_job_template).model_copy(update={"ray": address})
+        changes["ray"] = address
+    if changes:
+        settings = settings_of(there.base_job_template).model_copy(update=changes)
         template = with_settings(there.base_job_template, settings)
         client.update_work_pool(POOL, WorkPoolUpdate(base_job_template=template))
     known = {queue.name for queue in client.read_work_queues(work_pool_name=POOL)}
@@ -123,15 +133,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     # What an earlier stack was lost with would hold its places in the pool for ever.
     publish(reconcile_host())
-    deploy = (sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all")
-    # Prefect finds prefect.yaml, and the paths in it, from its working directory.
+    file = f"--prefect-file={PROJECT_FILE}"
+    deploy = (sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all", file)
+    # The paths in it start from its working directory.
     code = subprocess.run(deploy, cwd=ROOT, stdin=subprocess.DEVNULL).returncode
     if code != 0:
         print(f"`prefect deploy --all` exited {code}; it says above why.", file=sys.stderr)
         return 1
     with get_client(sync_client=True) as client:
         ensure_quick_runs(client)
-    print(f"{SET_UP} work pool {POOL}, deployments of {ROOT / 'prefect.yaml'}")
+    print(f"{SET_UP} work pool {POOL}, deployments of {PROJECT_FILE}")
     return 0
 
 

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from enum import Enum
+from pathlib import Path
 from typing import Any
 from uuid import UUID
 
@@ -208,6 +209,8 @@ def create_stage_run(
             parameters={"spec": dict(spec)},
             state=Scheduled(),
             tags=tags,
+            # What a deployment of its own says stays as it is.
+            job_variables=None if stage.deployment else {"working_dir": str(Path.cwd())},
             idempotency_key=idempotency_key(str(pipeline), stage.name, number),
             parent_task_run_id=task_run.id,
         )
@@ -259,8 +262,8 @@ def _deployment(client: SyncPrefectClient, name: str) -> Any:
         return client.read_deployment_by_name(name)
     except ObjectNotFound:
         raise CannotBegin(
-            f"the Prefect server has no deployment {name}: apply those of the project by `make up` "
-            "or `prefect --no-prompt deploy --all`, or name another one"
+            f"the Prefect server has no deployment {name}: Muster's own are made by `muster up` or "
+            "`python -m deployments.stack.setup`, one of a spec of yours by `muster deploy SPEC`"
         ) from None
 
 

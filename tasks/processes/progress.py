@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 
 from tasks.record.events import Emit
-from tasks.record.metrics import MetricsFile
+from tasks.record.growing import MetricsFile
 from tasks.spec.probes import number_at
 from tasks.spec.run import Progress
 

@@ -274,7 +274,7 @@ class Capacity:
         else:
             raise NoCapacity(
                 "the work pool lists none: a run without a Ray cluster (ray.address) is placed on "
-                "the nodes in the settings of its pool"
+                "the nodes in the settings of its pool: muster queue set node.NAME=GPUS"
             )
         return _drained(cluster, settings)
 

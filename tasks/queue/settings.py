@@ -105,7 +105,7 @@ def with_settings(base_job_template: Mapping[str, Any], settings: PoolSettings) 
     return template
 
 
-_POLICY, _LIMIT = "policy", "limit."
+_POLICY, _LIMIT, _NODE = "policy", "limit.", "node."
 
 
 class NotThere(MusterError):
@@ -116,6 +116,8 @@ class NotThere(MusterError):
 class BadSetting(MusterError):
     """There is no such setting, or no such value of it: nothing was changed."""
 
+    exit_code = 2
+
 
 async def pool_of(client: PrefectClient, name: str) -> WorkPool:
     """The work pool. Raises: NotThere."""
@@ -125,7 +127,7 @@ async def pool_of(client: PrefectClient, name: str) -> WorkPool:
         there = _names(pool.name for pool in await client.read_work_pools())
         raise NotThere(
             f"the Prefect server has no work pool {name}; it has: {there}. "
-            f"`make up` makes the pool gang, `prefect work-pool create {name} --type gang` this "
+            f"`muster up` makes the pool gang, `prefect work-pool create {name} --type gang` this "
             "one, --pool names another"
         ) from None
 
@@ -191,7 +193,10 @@ def with_drained(
 
 
 def with_values(settings: PoolSettings, assignments: Sequence[str]) -> PoolSettings:
-    """The settings with `policy=backfill` and `limit.TAG=16` applied. Raises: BadSetting."""
+    """The settings with `policy=backfill`, `limit.TAG=16` and `node.NAME=8` applied.
+
+    Raises: BadSetting.
+    """
     values: dict[str, Any] = settings.model_dump()
     for assignment in assignments:
         key, equals, value = assignment.rpartition("=")
@@ -201,19 +206,31 @@ def with_values(settings: PoolSettings, assignments: Sequence[str]) -> PoolSetti
             raise BadSetting(f"policy={value}: it is {' or '.join(get_args(Policy))}")
         if key == _POLICY:
             values["policy"] = value
-        elif value.isdecimal():
-            values["limits"][_tag_of(key)] = int(value)
+        elif not value.isdecimal():
+            raise BadSetting(f"{assignment}: its value is a number of GPUs, 0 or more")
+        elif name := _name_after(_NODE, key):
+            others = [node for node in values["nodes"] if node["name"] != name]
+            values["nodes"] = [*others, {"name": name, "gpus": int(value)}]
         else:
-            raise BadSetting(f"{assignment}: a limit is a number of GPUs, 0 or more")
+            values["limits"][_tag_of(key)] = int(value)
     return PoolSettings.model_validate(values)
 
 
 def without_values(settings: PoolSettings, keys: Sequence[str]) -> PoolSettings:
-    """The settings with `policy` as it is by default, and `limit.TAG` gone. Raises: BadSetting."""
+    """The settings with `policy` as it is by default, and `limit.TAG` or `node.NAME` gone.
+
+    Raises: BadSetting.
+    """
     values: dict[str, Any] = settings.model_dump()
     for key in keys:
         if key == _POLICY:
             del values["policy"]
+        elif name := _name_after(_NODE, key):
+            left = [node for node in values["nodes"] if node["name"] != name]
+            if len(left) == len(values["nodes"]):
+                there = _names(node["name"] for node in values["nodes"])
+                raise BadSetting(f"{key}: the pool has no such node; it has: {there}")
+            values["nodes"] = left
         elif values["limits"].pop(_tag_of(key), None) is None:
             limited = _names(settings.limits)
             raise BadSetting(f"{key}: that tag has no limit; tags that have one: {limited}")
@@ -224,25 +241,9 @@ def told(settings: PoolSettings) -> str:
     """The settings in one line."""
     limits = ", ".join(f"{tag} {gpus} GPUs" for tag, gpus in sorted(settings.limits.items()))
     out = ", ".join(settings.drained)
-    return f"policy {settings.policy}; limits: {limits or 'none'}; drained: {out or 'none'}"
-
-
-async def pause(client: PrefectClient, pool: WorkPool, queue: str, *, is_paused: bool) -> None:
-    """Pause a work pool, or with a name one of its queues; or resume it. Raises: NotThere."""
-    name = "muster.gang.paused" if is_paused else "muster.gang.resumed"
-    event = of_pool(name, pool, queue=queue or None, by=_who())
-    if queue:
-        try:
-            found = await client.read_work_queue_by_name(queue, work_pool_name=pool.name)
-        except ObjectNotFound:
-            queues = await client.read_work_queues(work_pool_name=pool.name)
-            there = _names(one.name for one in queues)
-            why = f"the work pool {pool.name} has no queue {queue}; it has: {there}"
-            raise NotThere(why) from None
-        await client.update_work_queue(found.id, is_paused=is_paused)
-    else:
-        await client.update_work_pool(pool.name, WorkPoolUpdate(is_paused=is_paused))
-    await told_at_once(client, event)
+    nodes = ", ".join(f"{node.name} {node.gpus} GPUs" for node in settings.nodes)
+    said = f"policy {settings.policy}; limits: {limits or 'none'}; drained: {out or 'none'}"
+    return f"{said}; nodes: {nodes}" if nodes else said
 
 
 def _names(names: Iterable[str]) -> str:
@@ -256,6 +257,10 @@ def _who() -> str:
         # A user id without a name, as in some containers.
         user = f"uid {os.getuid()}"
     return f"{user}@{host_name()}"
+
+
+def _name_after(prefix: str, key: str) -> str:
+    return key.removeprefix(prefix) if key.startswith(prefix) else ""
 
 
 def _tag_of(key: str) -> str:

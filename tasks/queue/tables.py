@@ -352,7 +352,7 @@ async def _silence(client: PrefectClient, flow_run: FlowRun, now: float) -> list
     if silent_s < SILENT_AFTER_S:
         return []
     said = f"its worker {name} was last heard of {lasting(silent_s)} ago"
-    remedy = f"if that host is off for good: python -m flows.reconcile --lost-host {name}"
+    remedy = f"if that host is off for good: muster reconcile --lost-host {name}"
     return [_field("host", f"{said}; {remedy}")]
 
 

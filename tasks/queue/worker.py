@@ -11,18 +11,25 @@ import asyncio
 import contextlib
 import logging
 import math
+import sys
 from collections import deque
 from collections.abc import Awaitable, Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from uuid import UUID
 
+import anyio
 import httpx
 from prefect.client.schemas.objects import FlowRun
 from prefect.client.schemas.responses import SetStateStatus, WorkerFlowRunResponse
 from prefect.events.clients import get_events_subscriber
 from prefect.events.filters import EventFilter, EventNameFilter
 from prefect.exceptions import PrefectException
+from prefect.runner._flow_run_executor import FlowRunExecutorContext
+from prefect.runner._starter_engine import EngineCommandStarter
 from prefect.states import Cancelled
+from prefect.utilities.processutils import command_to_string
 from prefect.workers.process import (
     ProcessJobConfiguration,
     ProcessVariables,
@@ -150,6 +157,14 @@ class GangVariables(ProcessVariables):
     )
 
 
+class _NoHooks:
+    """Our flows have none, and to look for them would import the flow into the worker."""
+
+    async def run_cancellation_hooks(self, *_: object) -> None: ...
+
+    async def run_crashed_hooks(self, *_: object) -> None: ...
+
+
 class GangWorker(ProcessWorker):
     """Starts the runs of a work pool, each when its whole gang of GPUs is free."""
 
@@ -174,7 +189,7 @@ class GangWorker(ProcessWorker):
     ) -> ProcessWorkerResult:
         """Run a flow run's process to its end, and leave no flow run that only seems to hold."""
         began = asyncio.get_running_loop().time()
-        result = await super().run(flow_run, configuration, task_status)
+        result = await self._run_here(flow_run, configuration, task_status)
         is_cut = self._waker is not None and self._waker.was_cut_since(began - _CUT_BEFORE_S)
         for _try in range(_SETTLED_AFTER_TRIES):
             try:
@@ -185,6 +200,46 @@ class GangWorker(ProcessWorker):
                 self._logger.debug("%s is not settled: %r", flow_run.id, error)
                 await asyncio.sleep(_AGAIN_S)
         return result
+
+    async def _run_here(
+        self, flow_run: FlowRun, configuration: ProcessJobConfiguration, task_status: Any
+    ) -> ProcessWorkerResult:
+        """One process, which imports Prefect once and does the pull steps itself.
+
+        That of Prefect's own worker prepares a workspace first, in a process before it, and puts
+        the working directory on the path: a project's `tasks.py` would be taken for Muster's.
+        """
+        own = [sys.executable, "-P", "-m", "flows"]
+        command = configuration.command if configuration._command_configured else None
+        with contextlib.ExitStack() as stack:
+            place = configuration.working_dir or stack.enter_context(TemporaryDirectory())
+            async with FlowRunExecutorContext() as context:
+                starter = EngineCommandStarter(
+                    command=command or command_to_string(own),
+                    cwd=Path(place).resolve(),
+                    env=configuration.env,
+                    stream_output=configuration.stream_output,
+                    control_channel=context.control_channel,
+                    # A signal to the worker's group is none to its runs.
+                    isolate_process_group=True,
+                    env_overrides_settings=True,
+                )
+                executor = context.create_executor(
+                    flow_run, starter, hook_runner=_NoHooks(), propose_submitting=False
+                )
+                done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+
+                async def execute(*, task_status: Any) -> None:
+                    done.set_result(await executor.submit(task_status=task_status))
+
+                async with anyio.create_task_group() as group:
+                    handle = await group.start(execute)
+                    if task_status is not None:
+                        task_status.started(handle.pid)
+        code = done.result().status_code
+        if code is None:
+            raise RuntimeError("the flow run's process was not started")
+        return ProcessWorkerResult(status_code=code, identifier=str(handle.pid))
 
     async def _settle(self, flow_run: FlowRun, *, may_send_back: bool) -> bool:
         """Whether a flow run whose process has ended was sent back, because that could not begin.

@@ -1,7 +1,7 @@
 """Questions to a Ray cluster over the HTTP of its dashboard: no driver, no raylet near by.
 
 Whether a cluster answers is told once each time that it changes. A cluster that listens on loopback
-only, as `make up` starts one, needs a switch in the environment of its drivers: Ray replaces a
+only, as `muster up` starts one, needs a switch in the environment of its drivers: Ray replaces a
 loopback address by the machine's address in its network, where such a cluster does not listen, and
 looks for it there for minutes.
 """

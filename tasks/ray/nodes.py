@@ -4,13 +4,11 @@ a run has left on them.
 The driver is a child process, `visits`; whatever becomes of it or of its cluster, the process
 that asks has an answer by its deadline, or an error.
 
-As a command, for what a preflight has found:
-`python -m tasks.ray.nodes --address URL --run-id ID`.
+As a command, for what a preflight has found: `muster sweep --address URL --run-id ID`.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextvars
 import json
@@ -19,7 +17,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,7 +29,7 @@ from prefect.settings import get_current_settings
 from tasks.processes import tree
 from tasks.ray.dashboard import Dashboard, Denied, NoAnswer, driver_env
 from tasks.record.events import Emit
-from tasks.show.help import HelpFormatter
+from tasks.show.arguments import EXIT_DONE, EXIT_FAILED
 from tasks.spec.errors import MusterError
 
 #: An answer may be late by so much: the driver keeps the deadline itself.
@@ -165,7 +163,7 @@ async def visiting(gcs_address: str, *, within_s: float) -> AsyncIterator[NodeVi
     """
     with tempfile.TemporaryFile() as errors:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "tasks.ray.visits"),
+            *(sys.executable, "-P", "-m", "tasks.ray.visits"),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=errors,
@@ -193,7 +191,6 @@ def _environment(gcs_address: str) -> dict[str, str]:
 
 
 SWEEP_WITHIN_S = 60.0
-EXIT_CLEAN, EXIT_LEFT = 0, 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -276,31 +273,24 @@ def _once(answers: Mapping[str, Any], key: str) -> tuple[Swept, ...]:
     return tuple(found.values())
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Sweep after one run, and say what was found.
+def sweep_run(*, address: str, run_id: str, within_s: float = SWEEP_WITHIN_S) -> int:
+    """End what a run that has ended has left on the nodes of a Ray cluster: every process that was
+    started with its MUSTER_RUN_ID, by SIGKILL. The run must have ended.
 
-    Returns: 0, or 1 where something is left or could not be asked.
+    Exit: 0 nothing is left; 1 something is, or a node could not be asked; 2 the arguments are
+    wrong.
+
+    Args:
+        address: The URL of the Ray dashboard.
+        run_id: Of the run.
+        within_s: For all of it, in seconds.
     """
-    parser = argparse.ArgumentParser(
-        prog="python -m tasks.ray.nodes",
-        description="End what a run that has ended has left on the nodes of a Ray cluster: every "
-        "process that was started with its MUSTER_RUN_ID, by SIGKILL. The run must have ended.",
-        epilog="Exit: 0 nothing is left; 1 something is, or a node could not be asked; 2 the "
-        "arguments are wrong.",
-        formatter_class=HelpFormatter,
-    )
-    parser.add_argument("--address", required=True, metavar="URL", help="of the Ray dashboard")
-    parser.add_argument("--run-id", required=True, metavar="ID", help="of the run")
-    parser.add_argument(
-        "--within-s", type=float, default=SWEEP_WITHIN_S, metavar="S", help="for all of it"
-    )
-    options = parser.parse_args(arguments)
     try:
-        gcs_address = asyncio.run(gcs_address_of(options.address))
+        gcs_address = asyncio.run(gcs_address_of(address))
     except (NoAnswer, Denied) as error:
         print(error, file=sys.stderr)
-        return EXIT_LEFT
-    report = asyncio.run(sweep(gcs_address, run_id=options.run_id, within_s=options.within_s))
+        return EXIT_FAILED
+    report = asyncio.run(sweep(gcs_address, run_id=run_id, within_s=within_s))
     for swept in report.killed:
         print(f"ended: {swept}")
     for swept in report.left:
@@ -309,7 +299,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"not reached: {node}: {why}")
     if report.is_clean and not report.killed:
         print("nothing was there")
-    return EXIT_CLEAN if report.is_clean else EXIT_LEFT
+    return EXIT_DONE if report.is_clean else EXIT_FAILED
 
 
 async def gcs_address_of(address: str) -> str:
@@ -347,7 +337,3 @@ def sweep_of(
         return tuple(f"{swept}, which outlived SIGKILL" for swept in report.left)
 
     return swept
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

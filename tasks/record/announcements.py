@@ -20,7 +20,7 @@ _ENGINE = (*_RUN, "component", "engine", "ranks")
 _FLEET = (*_RUN, "component", "serving", "engines", "min_active")
 _POOL = ("pool", "by")
 
-GATE, RUN, OPERATOR, RECONCILE = "the gate", "the run", "`python -m tasks.queue`", "reconcile"
+GATE, RUN, OPERATOR, RECONCILE = "the gate", "the run", "`muster queue`", "reconcile"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,8 +154,6 @@ TABLE: tuple[Announcement, ...] = (
     _one("rollout.engine.failed", "an engine has failed", *_ENGINE, "cause"),
     _one("rollout.engine.recovered", "it was started again, and works", *_ENGINE, "took_s"),
     _one("rollout.engine.retired", "it is not started again", *_ENGINE, "cause"),
-    _one("gang.paused", "a work pool, or a queue of it, was paused", *_POOL, "queue", by=OPERATOR),
-    _one("gang.resumed", "it was resumed", *_POOL, "queue", by=OPERATOR),
     _one("node.drained", "a node gets no new gang", "node", *_POOL, by=OPERATOR),
     _one("node.undrained", "a node may get gangs again", "node", *_POOL, by=OPERATOR),
 )

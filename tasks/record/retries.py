@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from enum import Enum
 from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -22,7 +23,6 @@ from tasks.record.places import RunPlace
 from tasks.record.run_json import AttemptRecord, JobRecord, RunJson
 from tasks.record.states import RunState
 from tasks.spec.failure_kinds import REQUEUED, FailureKind
-from tasks.spec.loading import project_root
 from tasks.spec.placeholders import substituted
 from tasks.spec.run import Retry, RunSpec
 from tasks.spec.words import moment
@@ -177,14 +177,22 @@ def resume_point(spec: RunSpec, place: RunPlace, attempts: int) -> Path | None:
 
 
 def _of_attempt(place: RunPlace, number: int, component: str) -> Path | None:
-    """By the spec that the attempt was run with, in which the names are filled in."""
     try:
-        spec = yaml.safe_load(place.attempt(number).spec.read_text(encoding="utf-8"))
+        spec = _spec_of(place, number)
         part = spec["components"][component]
-        root = project_root() / (part.get("cwd") or spec.get("cwd") or ".")
+        # One of a Muster before has no absolute `cwd`, and none where the default was meant.
+        root = Path.cwd() / (part.get("cwd") or spec.get("cwd") or ".")
         return latest_checkpoint(part["checkpoints"], root)
     except (OSError, yaml.YAMLError, KeyError, TypeError):
         return None
+
+
+def _spec_of(place: RunPlace, number: int) -> Any:
+    """The spec that an attempt was run with: its names are filled in, its `cwd` is absolute.
+
+    Raises: OSError, yaml.YAMLError.
+    """
+    return yaml.safe_load(place.attempt(number).spec.read_text(encoding="utf-8"))
 
 
 def latest_checkpoint(written: str, root: Path) -> Path | None:
@@ -266,4 +274,8 @@ def handed_on(checkpoint: str | None, spec: RunSpec, place: RunPlace) -> Path | 
         "attempt.number": str(attempts),
         "attempt.dir": str(place.attempt(attempts).directory),
     }
-    return latest_checkpoint(substituted(checkpoint, names.__getitem__), project_root() / spec.cwd)
+    try:
+        root = Path(_spec_of(place, attempts)["cwd"])
+    except (OSError, yaml.YAMLError, KeyError, TypeError):
+        root = Path(spec.cwd)
+    return latest_checkpoint(substituted(checkpoint, names.__getitem__), root)

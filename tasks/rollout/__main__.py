@@ -1,44 +1,39 @@
-"""The command `python -m tasks.rollout`: the plan of a run's fleet, without starting anything."""
+"""The verb `muster plan`: the plan of a run's fleet, without starting anything."""
 
 from __future__ import annotations
 
-import argparse
-import json
 import shlex
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
+from json import dumps
 
-from tasks.rollout.building import FIRST_PORT, planned
+from cyclopts import App
+
+from tasks.rollout.building import planned
 from tasks.rollout.component import node_gpus
 from tasks.rollout.topology import ServerSlot, TopologyPlan
+from tasks.show.arguments import EXIT_DONE, AsJson, Overrides, SpecFile, run
 from tasks.spec.errors import Fault, InvalidSpec
 from tasks.spec.loading import load_spec
 from tasks.spec.run import RunSpec
 from tasks.spec.secrets import mask_text, masked, secret_values
 
-EXIT_PLANNED, EXIT_INVALID = 0, 2
 _ARGUMENT_AT_MOST = 60
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the plan of the fleet of a spec.
+def plan(spec: SpecFile, /, *, set: Overrides = (), json: AsJson = False) -> int:
+    """Show which inference servers a run would start, and where: engines, servers with their
+    commands, groups that live and die together, the training mesh. Nothing is started.
 
-    Returns: 0 printed, 2 the spec is invalid, or has no fleet.
+    Hosts and ports stand in for those of a run: node-0 and so on, and ports in a row; local servers
+    are on 127.0.0.1. ${run.dir} and the like stay as they are, variables that look secret are
+    masked.
+
+    Exit: 0 printed, 2 the spec is invalid or has no fleet.
     """
-    options = _parser().parse_args(arguments)
-    try:
-        spec = load_spec(Path(options.spec), options.set)
-        plan = _without_secrets(plan_of(spec, options.spec))
-    except InvalidSpec as error:
-        print(error, file=sys.stderr)
-        return EXIT_INVALID
-    if options.json:
-        print(json.dumps(plan.as_json(), indent=2))
-    else:
-        print("\n".join(_in_words(plan)))
-    return EXIT_PLANNED
+    found = _without_secrets(plan_of(load_spec(spec, set), str(spec)))
+    print(dumps(found.as_json(), indent=2) if json else "\n".join(_in_words(found)))
+    return EXIT_DONE
 
 
 def plan_of(spec: RunSpec, source: str) -> TopologyPlan:
@@ -110,35 +105,7 @@ def _span(numbers: Sequence[int]) -> str:
     return f"{numbers[0]}-{numbers[-1]}" if is_run else ", ".join(map(str, numbers))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m tasks.rollout",
-        description="The fleet of inference servers of a run.",
-        epilog="Exit: 0 printed, 2 the arguments are wrong, or the spec is.",
-    )
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    plan = commands.add_parser(
-        "plan",
-        help="print which servers a run would start, and where",
-        description="Print the plan of a spec's fleet: engines, servers with their commands, "
-        "groups that live and die together, the training mesh. Nothing is started. Hosts and "
-        f"ports stand in for those of a run: node-0 and so on, ports from {FIRST_PORT} on; local "
-        "servers are on 127.0.0.1. ${run.dir} and the like stay as they are, variables that look "
-        "secret are masked.",
-        epilog="Exit: 0 printed, 2 the spec is invalid or has no fleet.",
-    )
-    plan.add_argument("spec", metavar="SPEC.yaml", help="the run spec")
-    plan.add_argument(
-        "--set",
-        metavar="a.b=c",
-        action="append",
-        default=[],
-        help="change a value of the spec, for example --set components.rollout.engines=4; "
-        "repeatable",
-    )
-    plan.add_argument("--json", action="store_true", help="as JSON, with every word of it")
-    return parser
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    app = App(name="python -m tasks.rollout", help="The same as `muster plan SPEC`.")
+    app.command(plan)
+    raise SystemExit(run(app))

@@ -20,7 +20,6 @@ from tasks.rollout.building import LOOPBACK, is_loopback, planned, ports_needed
 from tasks.rollout.plan import SERVERS_ENV, FleetPlan
 from tasks.rollout.topology import TopologyPlan
 from tasks.spec.errors import Fault
-from tasks.spec.loading import project_root
 from tasks.spec.probes import LiveProbe, ReadyProbe
 from tasks.spec.rollout import Rollout
 from tasks.spec.run import FLEET, OnExitZero, RunSpec
@@ -134,7 +133,7 @@ def prepare_fleet(
         },
         node_gpus=node_gpus(spec),
         ray=spec.ray.address if spec.ray is not None and is_on_ray else None,
-        cwd=project_root() / (fleet.cwd or spec.cwd),
+        cwd=Path(fleet.cwd or spec.cwd),
         directory=place.directory,
         register_at=register_at if is_registered else None,
         level=containment.level.value,

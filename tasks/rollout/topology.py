@@ -129,7 +129,7 @@ class TopologyPlan:
         return tuple(engine.ranks for engine in self.engines)
 
     def as_json(self) -> dict[str, Any]:
-        """Plain data, as `python -m tasks.rollout plan --json` prints it."""
+        """Plain data, as `muster plan --json` prints it."""
         return {
             "engines": [
                 {"ranks": list(engine.ranks), "nodes": list(engine.nodes)}

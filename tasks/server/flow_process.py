@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 from uuid import UUID
 
@@ -25,8 +26,9 @@ from prefect.client.schemas.responses import SetStateStatus
 from prefect.context import FlowRunContext
 from pydantic import BaseModel
 
-from tasks.record.places import make_run_id
+from tasks.record.places import make_run_id, muster_home
 from tasks.server.flow_runs import FLOW_RUN_VARIABLE, clear_process, thread_here
+from tasks.spec.loading import project_of
 
 _log = logging.getLogger(__name__)
 _POLL_EVERY_S = 2.0
@@ -137,6 +139,15 @@ def end_on_signals() -> None:
     in the background would have SIGINT ignored."""
     for signum in _ENDING_SIGNALS:
         signals.signal(signum, signals.default_int_handler)
+
+
+def enter_project_of(file: Path) -> None:
+    """Work in the project that a file lies in, as the process of a run does.
+
+    Paths that were given relative to the directory before are none any more.
+    """
+    os.environ["MUSTER_HOME"] = str(muster_home())
+    os.chdir(project_of(file))
 
 
 def exit_code_of(state: State[Any]) -> int:

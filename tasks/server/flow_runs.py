@@ -43,6 +43,7 @@ from tasks.processes.ending import Holders
 from tasks.processes.identity import ProcessId, boot_id, host_name
 from tasks.record.closing import Closed
 from tasks.record.states import RunState
+from tasks.spec.errors import MusterError
 from tasks.spec.placeholders import mapping
 
 _REFUSALS = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
@@ -84,7 +85,7 @@ _LOCAL_TYPES = ("process", "gang")
 #: The work pools of our runs and pipelines.
 _POOLS = ("gang", "pipelines")
 #: In the command line of a flow run's process. Source: prefect/runner/_workspace_starter.py.
-_ENGINES = ("prefect.engine", "prefect.flow_engine", "_workspace_")
+_ENGINES = ("prefect.engine", "prefect.flow_engine", "_workspace_", "-m flows")
 _OPEN = (*HELD, StateType.SCHEDULED, StateType.PAUSED)
 _TRAINING_FLOWS = ("train", "pipeline")
 #: The process of a flow run that was just submitted needs some seconds to appear.
@@ -95,7 +96,7 @@ _TIMEOUT_S = 10.0
 _PAGE = 200
 
 
-class ServerAway(Exception):
+class ServerAway(MusterError):
     """A Prefect server did not answer, or with an error of its own: ask it again later."""
 
 
@@ -311,7 +312,7 @@ def state_of_lost(run: FlowRun, host: Host, now: datetime) -> State[Any] | None:
 def _state_of_lost_pipeline(run: FlowRun, host: Host, cause: str) -> State[Any]:
     """Its stage goes on without it, and any process of it goes on where the last one was."""
     if run.deployment_id is None or _process_of(run, host.name) is not None:
-        remedy = f"python -m flows.pipeline --resume {run.id}"
+        remedy = f"muster pipeline --resume {run.id}"
         return Crashed(message=f"{cause}; the run of its stage goes on: {remedy}")
     return Scheduled(name=JOBS_GO_ON, message=f"{cause}; its next process goes on where it was")
 

@@ -121,7 +121,7 @@ def server_command(
     return Command(
         # The server without Prefect's command line, which takes seconds to load.
         argv=(
-            *(sys.executable, "-m", "tasks.server.sqlite_server", "--factory"),
+            *(sys.executable, "-P", "-m", "tasks.server.sqlite_server", "--factory"),
             "prefect.server.api.server:create_app",
             *("--host", address, "--port", str(port)),
             *("--log-level", "warning", "--timeout-keep-alive", "30"),
@@ -179,7 +179,7 @@ def _check(url: str) -> None:
         problem = str(error).removeprefix(f"{url}: ")
         raise NoServer(
             f"no Prefect server answers at PREFECT_API_URL={url} ({problem}): start it "
-            "(`make up`), or unset PREFECT_API_URL to run on a temporary one"
+            "(`muster up`), or unset PREFECT_API_URL to run on a temporary one"
         ) from None
 
 

@@ -14,7 +14,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 from xml.sax.saxutils import escape, quoteattr
 
-from tasks.record.metrics import MetricsFile
+from tasks.record.growing import MetricsFile
 from tasks.record.run_json import AttemptRecord
 from tasks.show.view import RunView, Shown, end_of
 from tasks.spec.probes import number_at

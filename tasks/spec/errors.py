@@ -6,6 +6,7 @@ Every class survives pickle: a task run may hand it to another process.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from tasks.spec.words import counted
 
@@ -30,12 +31,17 @@ class Fault:
 class MusterError(Exception):
     """Any error that Muster raises on purpose; catch a subclass to know what to do."""
 
+    #: Of a command that ends with it.
+    exit_code: ClassVar[int] = 1
+
 
 class InvalidSpec(MusterError):
     """The input must be mended: nothing was started and nothing was written.
 
     Raised for every fault of a spec at once.
     """
+
+    exit_code = 2
 
     def __init__(self, faults: tuple[Fault, ...], source: str = "the run spec") -> None:
         super().__init__(faults, source)

@@ -63,14 +63,14 @@ REQUEUED = frozenset({FailureKind.INSUFFICIENT_RESOURCES, FailureKind.START_TIME
 _K = FailureKind
 #: What a person does about each, where the failure has no hint that says what comes next.
 REMEDIES: Mapping[FailureKind, str] = {
-    _K.INSUFFICIENT_RESOURCES: "start it again once the GPUs are free: `python -m tasks.queue` "
-    "shows who has them",
+    _K.INSUFFICIENT_RESOURCES: "start it again once the GPUs are free: `muster queue` shows "
+    "who has them",
     _K.START_TIMEOUT: "look at what the nodes have free; too few CPUs for their GPUs "
     "(gang.cpus_per_gpu) is the usual cause",
     _K.INFEASIBLE: "ask for less, or name a larger cluster, or have the limit of the tag raised",
     _K.NOT_READY: "read its log: it still loads (raise ready.within_s), listens elsewhere, or "
     "waits for another",
-    _K.GPU_HARDWARE: "drain the node (`python -m tasks.queue drain NODE`), then start it again",
+    _K.GPU_HARDWARE: "drain the node (`muster queue drain NODE`), then start it again",
     _K.NODE_LOST: "start it again; list NODE_LOST in `retry` to have that done for you",
     _K.HOST_OOM: "use fewer workers, a smaller batch or less offloading; the same would be killed "
     "again",
@@ -84,7 +84,7 @@ REMEDIES: Mapping[FailureKind, str] = {
     _K.STALLED: "see what it hung in: its .hang.txt, beside its log",
     _K.USER_ERROR: "mend what the message names, then start it again",
     _K.RUNTIME_ERROR: "read the line that it names, and the log before it",
-    _K.LOST_CONTACT: "wait until the cluster answers: `python -m flows.reconcile` asks it about "
+    _K.LOST_CONTACT: "wait until the cluster answers: `muster reconcile` asks it about "
     "the job; start nothing before",
     _K.UNKNOWN: "read its log; what comes from outside, as a bare SIGKILL, is in dmesg",
 }

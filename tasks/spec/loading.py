@@ -331,13 +331,21 @@ def _masked(written: dict[str, Any]) -> dict[str, Any]:
     return texts
 
 
-def project_root() -> Path:
-    """The directory that relative paths of a spec start from; absolute.
+#: What lies in the root of a project.
+_ROOT_MARKS = (".git", "pyproject.toml")
 
-    The checkout that Muster runs from; where it runs installed, the current directory.
+
+def project_of(file: Path) -> Path:
+    """The root of the project that a file lies in, from which the relative paths of a spec start:
+    the nearest folder above with `.git` or `pyproject.toml`, else the file's own; absolute.
+
+    The process of a run works there, so within it the root is the working directory.
     """
-    checkout = Path(__file__).parents[2]
-    return checkout if (checkout / "prefect.yaml").exists() else Path.cwd()
+    own = file.absolute().parent
+    for folder in (own, *own.parents):
+        if any((folder / mark).exists() for mark in _ROOT_MARKS):
+            return folder
+    return own
 
 
 def ports_needed(spec: RunSpec) -> tuple[str, ...]:
@@ -357,8 +365,8 @@ def ports_needed(spec: RunSpec) -> tuple[str, ...]:
     return tuple(needed)
 
 
-def resolve(spec: RunSpec, names: Mapping[str, str]) -> RunSpec:
-    """The spec with every placeholder filled in and each `$${` made `${`.
+def resolve(spec: RunSpec, names: Mapping[str, str], root: Path) -> RunSpec:
+    """The spec with every placeholder filled in, each `$${` made `${`, and each `cwd` absolute.
 
     What is filled in is not looked at again, so do not resolve the result a second time.
 
@@ -366,6 +374,7 @@ def resolve(spec: RunSpec, names: Mapping[str, str]) -> RunSpec:
         spec: As loaded, without unknown names.
         names: A value for each name that the spec uses; `progress.total` and `success.step` it
             has itself. In a regular expression a value is matched literally.
+        root: Of the project; absolute.
 
     Raises:
         KeyError: A name has no value.
@@ -377,4 +386,9 @@ def resolve(spec: RunSpec, names: Mapping[str, str]) -> RunSpec:
     }
     values.update(names)
 
-    return RunSpec.model_validate(placeholders.run_filled_in(written, values.__getitem__))
+    filled: Any = placeholders.run_filled_in(written, values.__getitem__)
+    filled["cwd"] = str(root / filled.get("cwd", "."))
+    for part in filled["components"].values():
+        if part.get("cwd") is not None:
+            part["cwd"] = str(root / part["cwd"])
+    return RunSpec.model_validate(filled)

@@ -20,7 +20,7 @@ from tasks.spec.loading import (
     as_mapping,
     parse,
     parse_spec,
-    project_root,
+    project_of,
     read_override,
     read_text,
 )
@@ -41,7 +41,7 @@ from tasks.spec.values import (
 from tasks.spec.words import did_you_mean
 
 #: Through which a stage's run is created where the stage names no other.
-STAGE_DEPLOYMENT = "train/stage"
+STAGE_DEPLOYMENT = "train/any"
 
 _DEPLOYMENT = Worded(r"train/[^/\s]+", "a deployment of the flow train, such as train/quickstart")
 
@@ -55,7 +55,7 @@ class Stage(Model):
     deployment: Annotated[Text, _DEPLOYMENT] | None = Field(
         None,
         description="Through which its run is created, and whose spec it has unless one stands "
-        "here; left out: train/stage.",
+        "here; left out: train/any.",
         examples=["train/verl-sft"],
     )
     spec: Mapping[str, Any] | None = Field(
@@ -120,16 +120,22 @@ class PipelineSpec(Document):
         return {stage.name: stage for stage in self.stages}[name]
 
 
-def load_pipeline(path: Path, overrides: Sequence[str] = ()) -> PipelineSpec:
+def load_pipeline(
+    path: Path, overrides: Sequence[str] = (), root: Path | None = None
+) -> PipelineSpec:
     """The pipeline spec of a YAML file, with the run specs of the files that it names, and the
     overrides, `STAGE.a.b=c` each, applied in order.
+
+    Args:
+        root: That the names of files start from; None: that of the file's project.
 
     Raises: InvalidSpec, with every fault of the file, of those it names and of the overrides.
     """
     data, faults = parse(read_text(path))
     if data is None and faults:
         raise InvalidSpec(faults, str(path))
-    return _checked(data, overrides, str(path), faults, beside=path.parent)
+    places = (root or project_of(path), path.parent)
+    return _checked(data, overrides, str(path), faults, places)
 
 
 def parse_pipeline(
@@ -166,7 +172,7 @@ def _checked(
     overrides: Sequence[str],
     source: str,
     found: Sequence[Fault],
-    beside: Path | None = None,
+    places: Sequence[Path] = (Path(),),
 ) -> PipelineSpec:
     written = as_mapping(data, source, found)
     faults = list(found)
@@ -176,7 +182,7 @@ def _checked(
     stages = _stages(written)
     unread = set()
     for index, stage in stages.items():
-        if of_file := _read_in(stage, f"stages.{index}.spec", beside):
+        if of_file := _read_in(stage, f"stages.{index}.spec", places):
             unread.add(index)
             faults += of_file
     for override in overrides:
@@ -209,13 +215,13 @@ def _stages(written: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
     return {index: stage for index, stage in found if isinstance(stage, dict)}
 
 
-def _read_in(stage: dict[str, Any], path: str, beside: Path | None) -> tuple[Fault, ...]:
-    """Puts the run spec of a file in the place of its name."""
+def _read_in(stage: dict[str, Any], path: str, places: Sequence[Path]) -> tuple[Fault, ...]:
+    """Puts the run spec of a file, in the first of the places that has it, for its name."""
     name = stage.get("spec")
     if not isinstance(name, str):
         return ()
-    places = [project_root() / name, *([beside / name] if beside is not None else [])]
-    file = next((place for place in places if place.exists()), places[0])
+    files = [place / name for place in places]
+    file = next((file for file in files if file.exists()), files[0])
     try:
         data, faults = parse(read_text(file))
     except InvalidSpec as error:

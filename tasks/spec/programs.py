@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -40,14 +41,21 @@ _CONFIG_FILE = re.compile(r"[\w./+@ -]*\.(?:yaml|yml|json|toml|env|py)")
 
 
 def component_path(python: str, path: str) -> str:
-    """The PATH that components get: the interpreter's own directory comes first.
+    """The PATH that components get: the directory of their interpreter comes first.
 
-    So `python` and `run-api` are those of the virtual environment that Muster itself runs in,
-    activated or not. Its symbolic link is not followed, since it leads out of there.
+    So `python` and `run-api` are those of one virtual environment, activated or not. Its symbolic
+    link is not followed, since it leads out of there.
     """
     first = str(Path(python).parent)
     is_first = path.split(os.pathsep)[0] == first
     return path if is_first else os.pathsep.join(filter(None, (first, path)))
+
+
+def python_of(root: Path) -> str:
+    """The interpreter of a project's components: that of its `.venv` where there is one, else the
+    one that Muster itself runs in."""
+    own = root / ".venv" / "bin" / "python"
+    return str(own) if os.access(own, os.X_OK) else sys.executable
 
 
 def lookup_faults(spec: RunSpec, *, root: Path, path: str) -> tuple[Fault, ...]:

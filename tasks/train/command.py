@@ -1,4 +1,4 @@
-"""The command `python -m flows.train`: one run in this process."""
+"""The verb `muster train`: one run in this process."""
 
 from __future__ import annotations
 
@@ -13,40 +13,29 @@ from prefect.exceptions import TerminationSignal
 from prefect.utilities.urls import url_for
 
 from tasks.server.flow_process import (
-    EXIT_FAILED,
     EXIT_INTERRUPTED,
-    EXIT_INVALID,
     end_on_signals,
+    enter_project_of,
     exit_code_of,
 )
 from tasks.server.flow_runs import process_tag
-from tasks.server.server import NoServer, lasting_api_url, prefect_server, quieten_prefect
+from tasks.server.server import lasting_api_url, prefect_server, quieten_prefect
 from tasks.show.terminal import Terminal
-from tasks.spec.errors import InvalidSpec
 from tasks.spec.loading import load_spec
-from tasks.train.deploying import parser_of_spec
+from tasks.spec.programs import python_of
 from tasks.train.session import check_spec
 
 
-def main(train: Callable[..., State[Any]], arguments: Sequence[str] | None = None) -> int:
+def run_here(train: Callable[..., State[Any]], path: Path, overrides: Sequence[str] = ()) -> int:
     """Run a spec file and show what happens.
 
-    Returns: 0 completed, 1 failed, 2 the spec is invalid and nothing was started, 130 interrupted.
+    Returns: 0 completed, 1 failed, 3 it can never fit, 130 interrupted.
+
+    Raises: InvalidSpec, NoServer; nothing was started.
     """
-    parser = parser_of_spec(
-        "python -m flows.train",
-        "Run one training to its end, on the Prefect server of PREFECT_API_URL or on a temporary "
-        "one.",
-        "Exit: 0 completed, 1 failed, 2 the spec is invalid (nothing was started), 3 it can never "
-        "fit the cluster, 130 interrupted (after teardown).",
-    )
-    options = parser.parse_args(arguments)
-    try:
-        spec = load_spec(Path(options.spec), options.set)
-        check_spec(spec)
-    except InvalidSpec as error:
-        print(f"{error}\nNothing was started.", file=sys.stderr)
-        return EXIT_INVALID
+    spec = load_spec(path, overrides)
+    enter_project_of(path)
+    check_spec(spec)
     quieten_prefect()
     end_on_signals()
     try:
@@ -54,13 +43,12 @@ def main(train: Callable[..., State[Any]], arguments: Sequence[str] | None = Non
             terminal.say("connecting to Prefect")
             with prefect_server() as url:
                 terminal.say(f"Prefect server {url}")
+                root = Path.cwd()
+                terminal.say(f"project {root}, python {python_of(root)}")
                 with tags(*spec.tags, process_tag()):
                     state = train(spec, return_state=True)
                 page = _page_of(state)
             terminal.end(state.type.value.lower(), state.message or "", page)
-    except NoServer as error:
-        print(error, file=sys.stderr)
-        return EXIT_FAILED
     except (KeyboardInterrupt, TerminationSignal):
         print("Interrupted; nothing is left running.", file=sys.stderr)
         return EXIT_INTERRUPTED

@@ -1,19 +1,51 @@
-"""A run spec as a deployment's parameter: for `prefect deploy`, and for `--param` of one run."""
+"""A run spec on a Prefect server: as the parameter of a deployment, or of one run of it; the verbs
+`muster submit` and `muster deploy`."""
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from tasks.spec.errors import InvalidSpec
-from tasks.spec.loading import load_spec, project_root
-from tasks.spec.pipeline import load_pipeline
+import httpx
+from cyclopts import Parameter
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.actions import DeploymentScheduleCreate
+from prefect.client.schemas.objects import FlowRun
+from prefect.client.schemas.responses import DeploymentResponse
+from prefect.client.schemas.schedules import CronSchedule
+from prefect.exceptions import ObjectNotFound
+from prefect.settings import PREFECT_API_URL
+from prefect.states import Scheduled
+from prefect.utilities.urls import url_for
 
-EXIT_PRINTED, EXIT_INVALID = 0, 2
+from tasks.queue.ledger import request_of
+from tasks.server.flow_process import EXIT_INTERRUPTED, exit_code_of
+from tasks.server.flow_runs import talking_to
+from tasks.server.server import NoServer, quieten_prefect
+from tasks.show.arguments import EXIT_DONE, Overrides, SpecFile
+from tasks.spec.draft import draft_of
+from tasks.spec.errors import MusterError
+from tasks.spec.loading import load_spec, project_of
+from tasks.spec.pipeline import STAGE_DEPLOYMENT, load_pipeline
+from tasks.spec.programs import lookup_faults, python_of
+from tasks.spec.run import RunSpec
+from tasks.train.plan import component_search_path
+
+_ASKED_EVERY_S = 1.0
+
+
+class CannotSubmit(MusterError):
+    """The server does not take the run, or the deployment: its message says what to do."""
+
+
+class BadCron(MusterError):
+    """It is no cron line, or there is no such timezone."""
+
+    exit_code = 2
 
 
 def load_run_spec(path: str) -> dict[str, Any]:
@@ -22,13 +54,13 @@ def load_run_spec(path: str) -> dict[str, Any]:
     A faulty file fails the deploy, with every fault, and not the first run that a schedule starts.
 
     Args:
-        path: The file, relative to the project's root.
+        path: The file, relative to that of prefect.yaml.
 
     Returns: `{"spec": ...}`, plain data that says the order of the file in `start_order` too.
 
     Raises: InvalidSpec, with every fault of the file.
     """
-    return {"spec": load_spec(project_root() / path).for_server()}
+    return {"spec": load_spec(Path(path)).for_server()}
 
 
 def load_pipeline_spec(path: str) -> dict[str, Any]:
@@ -37,43 +69,171 @@ def load_pipeline_spec(path: str) -> dict[str, Any]:
 
     Raises: InvalidSpec, with every fault of all of them.
     """
-    return {"spec": load_pipeline(project_root() / path).written()}
+    return {"spec": load_pipeline(Path(path), root=Path.cwd()).written()}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the spec of a file as JSON, with values changed.
+def submit(
+    spec: SpecFile,
+    /,
+    *,
+    set: Overrides = (),
+    queue: str | None = None,
+    watch: Annotated[bool, Parameter(negative=())] = False,
+) -> int:
+    """Queue a run of a spec on the Prefect server: it starts once its whole gang of GPUs is free.
 
-    Returns: 0, or 2 where the spec is invalid.
+    Exit: 0 queued; with --watch that of the run: 0 completed, 1 failed, 3 it can never fit, 130
+    cancelled. 2 the spec is invalid, and nothing was queued.
+
+    Args:
+        queue: The queue of the work pool: urgent, default or idle.
+        watch: Show its states until it has ended. Ctrl-C leaves it to itself.
     """
-    parser = parser_of_spec(
-        "python -m tasks.train.deploying",
-        "Print a run spec as JSON, for the parameter `spec` of one run: prefect deployment run "
-        "'train/NAME' --param \"spec=$(python -m tasks.train.deploying SPEC.yaml)\"",
-        "Exit: 0 printed, 2 the arguments are wrong, or the spec is.",
-    )
-    options = parser.parse_args(arguments)
+    loaded, root = load_spec(spec, set), project_of(spec)
+    with _server() as client:
+        deployment = _any(client)
+        _say_project(loaded, root)
+        flow_run = client.create_flow_run_from_deployment(
+            deployment.id,
+            parameters={"spec": loaded.for_server()},
+            state=Scheduled(),
+            tags=loaded.tags,
+            work_queue_name=queue,
+            job_variables={"working_dir": str(root)},
+        )
+        run_id = request_of(flow_run).name
+        print(f"{run_id} is queued\n  page    {url_for('flow-run', obj_id=flow_run.id)}")
+        if not watch:
+            print(f"  follow  muster logs {run_id} -f\n  end     muster cancel {run_id}")
+            return EXIT_DONE
+        try:
+            return _watch(client, flow_run)
+        except KeyboardInterrupt:
+            print(f"It goes on without you; to end it: muster cancel {run_id}", file=sys.stderr)
+            return EXIT_INTERRUPTED
+
+
+def _watch(client: SyncPrefectClient, flow_run: FlowRun) -> int:
+    shown = None
+    while True:
+        state = client.read_flow_run(flow_run.id).state
+        if state is not None:
+            said = f"{state.name}: {state.message}" if state.message else f"{state.name}"
+            if said != shown:
+                print(f"{time.strftime('%H:%M:%S')} {said}", flush=True)
+            shown = said
+            if state.is_final():
+                return exit_code_of(state)
+        time.sleep(_ASKED_EVERY_S)
+
+
+def deploy(
+    spec: SpecFile,
+    /,
+    *,
+    set: Overrides = (),
+    name: str | None = None,
+    cron: str | None = None,
+    timezone: str = "UTC",
+) -> int:
+    """Make a deployment of a spec, or renew it: the Prefect UI starts runs of it, and a schedule.
+
+    Exit: 0 done; 2 the spec is invalid, and nothing was changed.
+
+    Args:
+        name: Of the deployment; else the spec's.
+        cron: Start a run at these times, for example "0 3 * * *"; left out: no change.
+        timezone: Of the cron line, by its IANA name.
+    """
+    loaded, root = load_spec(spec, set), project_of(spec)
     try:
-        spec = load_spec(Path(options.spec), options.set)
-    except InvalidSpec as error:
-        print(error, file=sys.stderr)
-        return EXIT_INVALID
-    print(json.dumps(spec.for_server()))
-    return EXIT_PRINTED
+        schedule = CronSchedule(cron=cron, timezone=timezone) if cron else None
+    except ValueError as error:
+        why = str(error).splitlines()[2].partition("[type=")[0].strip()
+        why = why.removeprefix("Value error, ")
+        raise BadCron(f'--cron "{cron}" --timezone {timezone}: {why}') from error
+    with _server() as client:
+        model = _any(client)
+        _say_project(loaded, root)
+        called = name or loaded.name
+        deployment_id = client.create_deployment(
+            flow_id=model.flow_id,
+            name=called,
+            entrypoint=model.entrypoint,
+            work_pool_name=model.work_pool_name,
+            parameters={"spec": loaded.for_server()},
+            # With a value for it, *Quick run* needs no form.
+            parameter_openapi_schema={**(model.parameter_openapi_schema or {}), "required": []},
+            enforce_parameter_schema=True,
+            tags=[*loaded.tags],
+            description=f"{spec.absolute()}, of the project {root}.",
+            pull_steps=[],
+            job_variables={"working_dir": str(root)},
+            schedules=[DeploymentScheduleCreate(schedule=schedule, slug="cron")]
+            if schedule
+            else None,
+        )
+        print(f"The deployment train/{called} is there.")
+        print(f"  page  {url_for('deployment', obj_id=deployment_id)}")
+        server = f"PREFECT_API_URL={PREFECT_API_URL.value()}"
+        print(f"  run   {server} prefect deployment run 'train/{called}'")
+    return EXIT_DONE
 
 
-def parser_of_spec(prog: str, description: str, epilog: str) -> argparse.ArgumentParser:
-    """Of a command that takes a spec file, with changes to it."""
-    parser = argparse.ArgumentParser(prog=prog, description=description, epilog=epilog)
-    parser.add_argument("spec", metavar="SPEC.yaml", help="the run spec")
-    parser.add_argument(
-        "--set",
-        metavar="a.b=c",
-        action="append",
-        default=[],
-        help="change a value of the spec, for example --set progress.total=20; repeatable",
-    )
-    return parser
+@contextmanager
+def _server() -> Iterator[SyncPrefectClient]:
+    """Raises: NoServer, CannotSubmit."""
+    if not (api_url := PREFECT_API_URL.value()):
+        raise NoServer("no Prefect server is set: start one (muster up), or set PREFECT_API_URL")
+    quieten_prefect()
+    with talking_to(api_url) as client:
+        try:
+            yield client
+        except httpx.HTTPStatusError as error:
+            if error.response.is_server_error:
+                raise
+            try:
+                why = str(error.response.json()["detail"])
+            except (ValueError, KeyError, TypeError):
+                why = f"HTTP {error.response.status_code}"
+            raise CannotSubmit(f"the Prefect server does not take it: {why}") from error
 
 
-if __name__ == "__main__":
-    raise SystemExit(main())
+def _any(client: SyncPrefectClient) -> DeploymentResponse:
+    """The deployment of any spec. Raises: CannotSubmit."""
+    try:
+        return client.read_deployment_by_name(STAGE_DEPLOYMENT)
+    except ObjectNotFound:
+        raise CannotSubmit(
+            f"the Prefect server has no deployment {STAGE_DEPLOYMENT}, through which runs are "
+            "queued: muster up makes it, and so does python -m deployments.stack.setup"
+        ) from None
+
+
+def _say_project(spec: RunSpec, root: Path) -> None:
+    print(f"  project {root}, python {python_of(root)}")
+    # The worker's host may have what this one has not.
+    for fault in lookup_faults(spec, root=root, path=component_search_path(root)):
+        print(f"  not here, so it must be on the worker's host: {fault}", file=sys.stderr)
+
+
+def init(
+    directory: Path = Path(), /, *, force: Annotated[bool, Parameter(negative=())] = False
+) -> int:
+    """Write a commented run spec, muster.yaml, for the training in a directory: a plain script,
+    torchrun, verl, TRL, slime or prime-rl, told by their own files.
+
+    Exit: 0 written; 1 there is one already; 2 nothing is there that could be started.
+
+    Args:
+        directory: Where the training lies; left out, here.
+        force: Replace a muster.yaml that is there.
+    """
+    found, text = draft_of(directory)
+    path = directory / "muster.yaml"
+    if path.exists() and not force:
+        raise CannotSubmit(f"{path} is there already: --force replaces it")
+    path.write_text(text, encoding="utf-8")
+    load_spec(path)
+    print(f"Found {found}. Wrote {path}: look through it, then try it:\n  muster train {path}")
+    return EXIT_DONE

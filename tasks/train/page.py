@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from uuid import UUID
 
 from prefect.client.orchestration import get_client
@@ -37,7 +38,6 @@ from tasks.show.page import (
 )
 from tasks.show.pictures import Figures, timeline_of
 from tasks.show.view import RunSeen, RunView, Shown
-from tasks.spec.loading import project_root
 from tasks.train.session import RunSession
 
 
@@ -231,7 +231,7 @@ class RunPage:
             return None
         if self._figures is None:
             written = progress.jsonl if progress else None
-            path = project_root() / view.spec.cwd / (written or place.directory / "metrics.jsonl")
+            path = Path(view.spec.cwd) / (written or place.directory / "metrics.jsonl")
             self._figures = Figures(path, progress.step if progress and written else "step")
         self._figures.look()
         count = len(self._figures.points)

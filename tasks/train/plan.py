@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextvars
 import os
 import signal as signals
-import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 from tasks.processes.component import AttemptContext, AttemptPlan, ComponentPlan, Member
 from tasks.processes.containment import Containment, Level, allowed_level, probe
@@ -21,19 +21,21 @@ from tasks.record.run_json import AttemptRecord
 from tasks.rollout.component import fleet_component
 from tasks.rollout.plan import FleetPlan
 from tasks.spec.errors import Fault
-from tasks.spec.loading import project_root
-from tasks.spec.programs import component_path
+from tasks.spec.programs import component_path, python_of
 from tasks.spec.run import RunSpec
 from tasks.spec.secrets import looks_secret
 
 #: Variables of this process that are about this process, and no component's business.
-_PRIVATE_ENV = ("NOTIFY_SOCKET", "LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES", "MUSTER_ROLE")
+_PRIVATE_ENV = (
+    *("NOTIFY_SOCKET", "LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES", "MUSTER_ROLE"),
+    "PYTHONSAFEPATH",
+)
 _PYTHON_ENV = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
 
 
-def component_search_path() -> str:
-    """Where the commands of processes are looked for: this program's own environment first."""
-    return component_path(sys.executable, os.environ.get("PATH", os.defpath))
+def component_search_path(root: Path | None = None) -> str:
+    """Where the commands of processes are looked for: the project's own environment first."""
+    return component_path(python_of(root or Path.cwd()), os.environ.get("PATH", os.defpath))
 
 
 def containment_of(spec: RunSpec) -> Containment:
@@ -78,7 +80,7 @@ def plan_of(
     return AttemptPlan(
         run_id=run_id,
         number=place.number,
-        cwd=project_root() / spec.cwd,
+        cwd=Path(spec.cwd),
         components=tuple(
             _component_plan(spec, name, run_id, place, fleet, adopted) for name in spec.components
         ),
@@ -107,7 +109,7 @@ def _component_plan(
     command = Command(
         argv=component.command,
         env={**env, **(fleet.env if fleet is not None else {})},
-        cwd=project_root() / (component.cwd or spec.cwd),
+        cwd=Path(component.cwd or spec.cwd),
         log=place.log(name),
         stop_signal=signals.Signals[component.stop.signal],
         grace_s=component.stop.grace_s,

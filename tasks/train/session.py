@@ -24,7 +24,7 @@ from tasks.rollout.component import FleetTail, fleet_faults, fleet_names, fleet_
 from tasks.spec import secrets
 from tasks.spec.errors import InvalidSpec
 from tasks.spec.failure_kinds import FailureKind
-from tasks.spec.loading import ports_needed, project_root, resolve, spec_as_yaml
+from tasks.spec.loading import ports_needed, resolve, spec_as_yaml
 from tasks.spec.placeholders import faults_in
 from tasks.spec.programs import lookup_faults
 from tasks.spec.run import RunSpec
@@ -48,7 +48,7 @@ def check_spec(spec: RunSpec) -> None:
     faults = [
         *faults_in(spec.written()),
         *(fleet_faults(spec, spec.fleet) if spec.fleet is not None else ()),
-        *lookup_faults(spec, root=project_root(), path=component_search_path()),
+        *lookup_faults(spec, root=Path.cwd(), path=component_search_path()),
         *containment_faults(spec),
     ]
     if faults:
@@ -171,7 +171,7 @@ class RunSession:
                 **{name: str(port) for name, port in ports.numbers.items()},
                 **fleet_names(self.spec, ports.numbers),
             }
-            spec = self.resolved = resolve(self.spec, names)
+            spec = self.resolved = resolve(self.spec, names, Path.cwd())
             # Of an attempt that was begun on another host it may not be here.
             if before is None or not place.spec.exists():
                 place.spec.write_text(spec_as_yaml(spec, mask_secrets=True), encoding="utf-8")

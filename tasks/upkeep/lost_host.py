@@ -6,6 +6,7 @@ GPUs. So nothing is concluded from silence; a host that is not even silent is re
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from datetime import UTC, datetime
 
@@ -22,14 +23,18 @@ from tasks.server.flow_runs import (
     talking_to,
     upkeep_of,
 )
-from tasks.upkeep.reconcile import reconcile_host
+from tasks.show.arguments import EXIT_DONE, EXIT_FAILED
+from tasks.spec.errors import MusterError
+from tasks.upkeep.reconcile import publish, reconcile_host
 from tasks.upkeep.report import Report
 
 _PAGE = 200
 
 
-class NotLost(Exception):
-    """The host can't be given up; the message says why, and what to do."""
+class NotLost(MusterError):
+    """The host can't be given up; the message says why, and what to do. Nothing was done."""
+
+    exit_code = 2
 
 
 def give_up_host(name: str) -> Report:
@@ -39,7 +44,7 @@ def give_up_host(name: str) -> Report:
     Raises: NotLost, before anything is changed; ServerAway.
     """
     if name == host_name():
-        raise NotLost(f"{name} is this host: `python -m flows.reconcile` looks after its runs")
+        raise NotLost(f"{name} is this host: `muster reconcile` looks after its runs")
     api_url = PREFECT_API_URL.value()
     if not api_url:
         raise NotLost("PREFECT_API_URL is not set: only a server knows what a host had")
@@ -73,3 +78,25 @@ def _heard(client: SyncPrefectClient, name: str) -> Iterator[tuple[str, datetime
     for deployment, found in upkeep_of(client, name):
         if found.last_polled is not None:
             yield f"its upkeep (`{deployment}`)", found.last_polled
+
+
+def reconcile(*, lost_host: str | None = None) -> int:
+    """Finish what killed runs have left on this host and close their records, here and on the
+    Prefect server. Safe at any time.
+
+    Exit: 0 done, or nothing to do; 1 something could not be finished yet; 2 the host is not lost.
+
+    Args:
+        lost_host: Finish the runs of another host from here, which is gone for good: their GPUs are
+            given to other runs. Say so only of a host that is off: what still runs on one that is
+            only cut off would share its GPUs. Refused for a host that was heard of in the last two
+            minutes.
+    """
+    # What it would log is printed here.
+    logging.getLogger("tasks.upkeep.reconcile").setLevel(logging.ERROR)
+    report = give_up_host(lost_host) if lost_host else reconcile_host()
+    publish(report)
+    for run in report.runs:
+        print(run)
+    print(report.summary)
+    return EXIT_FAILED if any(run.open for run in report.runs) else EXIT_DONE

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import sys
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from cyclopts import Parameter
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
@@ -25,6 +27,8 @@ from tasks.ray.dashboard import Dashboard, Denied, NoAnswer
 from tasks.ray.nodes import NodeVisitor, NotVisited, visiting
 from tasks.record.places import muster_home
 from tasks.server.artifacts import leave_report
+from tasks.server.server import prefect_server, quieten_prefect
+from tasks.show.arguments import EXIT_DONE, EXIT_FAILED, EXIT_INVALID
 from tasks.spec.words import commas, table
 
 _GIB = 1 << 30
@@ -232,8 +236,7 @@ def _leftovers(node: NodeSeen, survey: Survey, limits: Limits) -> _Faults:
     for run_id, pids in dead.items():
         yield (
             f"run {run_id} has ended, and pid {commas(sorted(pids))} of it lives",
-            "`python -m flows.reconcile` where it ran, or "
-            f"`python -m tasks.ray.nodes --address ... --run-id {run_id}`",
+            f"`muster reconcile` where it ran, or `muster sweep --address URL --run-id {run_id}`",
         )
 
 
@@ -400,3 +403,36 @@ def _has_owner(run_id: str) -> bool:
     """A process of another host, in a registry that hosts share, can't be asked: it may live."""
     owner = owner_of(run_id)
     return owner is not None and (owner.host != host_name() or owner.process.is_alive())
+
+
+LimitOptions = Annotated[Limits, Parameter(name="*")]
+
+
+def run_preflight(
+    flow: Callable[..., State[Any]],
+    address: str,
+    shared: str | None = None,
+    limits: Limits = DEFAULT_LIMITS,
+    within_s: float = LOOK_WITHIN_S,
+) -> int:
+    """Run the flow, and print what it found.
+
+    Returns: 0 every node is fit, 1 one is not or can't be asked, 2 the arguments are wrong.
+    """
+    problems = []
+    if not address.startswith(("http://", "https://")):
+        problems.append(f"--address {address}: the dashboard's URL is needed")
+    if within_s <= 0:
+        problems.append(f"--within-s {within_s:g}: must be more than 0")
+    if problems:
+        print(*problems, "Nothing was done.", sep="\n", file=sys.stderr)
+        return EXIT_INVALID
+    quieten_prefect()
+    with prefect_server():
+        state = flow(address, shared, limits, within_s, return_state=True)
+    found, said = state.result(raise_on_failure=False), state.message
+    if isinstance(found, PreflightVerdict):
+        print(found.as_markdown())
+        said = found.summary.splitlines()[0]
+    print(said)
+    return EXIT_DONE if state.is_completed() else EXIT_FAILED

@@ -13,16 +13,19 @@ import logging
 import math
 import os
 import shutil
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from cyclopts import Parameter
 from prefect.client.schemas.filters import FlowFilter, FlowFilterName
 from prefect.client.schemas.objects import StateType
 from prefect.settings import PREFECT_API_URL
+from pydantic import ValidationError
 
 from tasks.processes.identity import host_name
 from tasks.processes.registry import registered_runs
@@ -36,6 +39,7 @@ from tasks.server.flow_runs import (
     open_flow_runs,
     talking_to,
 )
+from tasks.show.arguments import EXIT_DONE, EXIT_FAILED, EXIT_INVALID
 from tasks.upkeep.parked import parked_runs
 from tasks.upkeep.report import Done, Pruned
 from tasks.upkeep.retention import (
@@ -52,6 +56,7 @@ from tasks.upkeep.retention import (
     remove,
     run_ids_in,
     sizes,
+    variable_of,
 )
 
 _log = logging.getLogger(__name__)
@@ -239,3 +244,64 @@ def _delete_upkeep(keep: Retention) -> int:
     except ServerAway as error:
         _log.warning("flow runs of the upkeep were not deleted: %s", error)
     return count
+
+
+#: A number, or `never`.
+Rule = Annotated[str | None, Parameter(show_default=False)]
+
+
+def prune(
+    *,
+    yes: Annotated[bool, Parameter(negative=())] = False,
+    compress_after_days: Rule = None,
+    days: Rule = None,
+    runs: Rule = None,
+    gib: Rule = None,
+    outputs: Annotated[bool | None, Parameter(negative=())] = None,
+    upkeep_days: Rule = None,
+) -> int:
+    """Show what may go of what ended runs have left in MUSTER_HOME, and with --yes remove it.
+
+    run.json and the specs of a run always stay; what its own programs wrote stays unless --outputs
+    says otherwise; a run that has not ended, waits, or that another one has started from is left as
+    it is. A rule that is left out is that of the environment, MUSTER_PRUNE_DAYS and so on, or the
+    default.
+
+    Exit: 0 done, or shown; 1 something could not be done; 2 a rule is wrong.
+
+    Args:
+        yes: Do it; else it is only shown.
+        compress_after_days: Logs are compressed so many days after a run's end; by default 7.
+        days: A run's files are removed so many days after its end; by default 60.
+        runs: Of the runs that have ended, at most so many keep files.
+        gib: All runs together keep at most so many GiB.
+        outputs: What a run's own programs wrote into its directory is removed with Muster's files.
+        upkeep_days: Flow runs of `reconcile` and `prune` that completed are deleted from the
+            Prefect server after so many days; by default 2.
+    """
+    rules = {
+        "compress_after_days": compress_after_days,
+        "days": days,
+        "runs": runs,
+        "gib": gib,
+        "outputs": outputs,
+        "upkeep_days": upkeep_days,
+    }
+    # What it would log is printed here.
+    logging.getLogger("tasks.upkeep.prune").setLevel(logging.ERROR)
+    said = {variable_of(name): str(value) for name, value in rules.items() if value is not None}
+    try:
+        keep = Retention.of_environment({**os.environ, **said})
+    except ValidationError as error:
+        for fault in error.errors():
+            name = str(fault["loc"][0])
+            option = f"--{name}".replace("_", "-")
+            print(f"{variable_of(name)} or {option}: {fault['msg']}", file=sys.stderr)
+        print("Nothing was done.", file=sys.stderr)
+        return EXIT_INVALID
+    pruned = prune_host(keep, dry_run=not yes)
+    for line in pruned.lines():
+        print(line)
+    if not yes and pruned.plan.steps:
+        print("Nothing was done. To do it: muster prune --yes")
+    return EXIT_FAILED if pruned.has_problem else EXIT_DONE

@@ -106,7 +106,7 @@ def start_run(api: str, tmp_path: Path) -> Iterator[Callable[..., Run]]:
     ) -> Run:
         number = len(runs)
         home, path = tmp_path / f"home-{number}", tmp_path / f"spec-{number}.yaml"
-        path.write_text(yaml.safe_dump(spec, sort_keys=False))
+        path.write_text(yaml.safe_dump({"cwd": str(ROOT), **spec}, sort_keys=False))
         output = tmp_path / f"output-{number}.txt"
         env = {**os.environ, "MUSTER_HOME": str(home), **environ}
         if server:

@@ -25,7 +25,7 @@ from tests.support.documents import ROOT, Block, Document, documents
 NOT_TYPED: dict[tuple[str, str], str] = {
     (
         "docs/ray.md",
-        ".venv/bin/python -m flows.train deployments/runs/verl-grpo.yaml",
+        ".venv/bin/muster train deployments/runs/verl-grpo.yaml",
     ): "wants a cluster with GPUs and verl",
     ("docs/events.md", ".venv/bin/python -c"): "asks for the address of a webhook",
     ("README.md", "make test"): "is what runs this very test",
@@ -95,7 +95,8 @@ class Reader:
         """With the ports and the names of this stack, and a run in place of RUN."""
         command = command.replace("127.0.0.1:4200", f"127.0.0.1:{self.port}")
         command = command.replace("http://127.0.0.1:8265", self.dashboard)
-        command = re.sub(r"^make (up|down)\b", rf"make \1 PORT={self.port}", command)
+        command = re.sub(r"^(make (?:up|down))\b", rf"\1 PORT={self.port}", command)
+        command = re.sub(r"^(\S*muster (?:up|down))\b", rf"\1 --port {self.port}", command)
         if "runs/quickstart-ray.yaml" in command:
             command += f" --set ray.address={self.dashboard}"
         if re.search(r"\bRUN\b", command):

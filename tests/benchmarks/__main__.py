@@ -17,10 +17,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tasks.show.help import HelpFormatter
 from tests.benchmarks import limits_page, page, records
 from tests.benchmarks.report import Machine, NotHere, Result, say, table, write_json
 from tests.benchmarks.stage import settle_environment
+from tests.support.help import HelpFormatter
 
 NAMES = (
     "crash",

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from tasks.server.server import prefect_server
-from tasks.spec.loading import project_root
 from tasks.spec.probes import LiveProbe, ReadyProbe
 from tests.benchmarks import models, peers, sglang_watchdog
 from tests.benchmarks.part import wait as wait_for_sigterm
@@ -214,7 +213,7 @@ def _by_watchdog(source: Path) -> float:
     with folder() as place:
         host = subprocess.Popen(
             [sys.executable, "-m", "tests.benchmarks.sglang_watchdog", str(source), str(place)],
-            cwd=project_root(),
+            cwd=Path.cwd(),
             stdin=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,

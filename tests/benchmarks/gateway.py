@@ -29,7 +29,6 @@ from pathlib import Path
 import psutil
 
 from tasks.rollout.router import Entrypoint, Router
-from tasks.spec.loading import project_root
 from tests.benchmarks.gateway_load import load
 from tests.benchmarks.report import Missing, Result, Row, say
 from tests.benchmarks.stage import folder, wait_until
@@ -160,7 +159,7 @@ def _running(log: Path, argv: Sequence[str]) -> Iterator[subprocess.Popen[bytes]
     with log.open("wb") as output:
         process = subprocess.Popen(
             argv,
-            cwd=project_root(),
+            cwd=Path.cwd(),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

@@ -10,8 +10,8 @@ import time
 import urllib.request
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from pathlib import Path
 
-from tasks.spec.loading import project_root
 from tests.benchmarks.fleet import asking_one, dummy_running, swept
 from tests.benchmarks.footprint import fds, memory_mb
 from tests.benchmarks.limits_series import By
@@ -47,7 +47,7 @@ def _gateway(urls: list[str]) -> Iterator[tuple[int, int]]:
     """Its pid and its port."""
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.benchmarks.gateway_process", *urls],
-        cwd=project_root(),
+        cwd=Path.cwd(),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

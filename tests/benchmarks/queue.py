@@ -19,11 +19,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tasks.queue.policy import NodeFree
-from tasks.show.help import HelpFormatter
 from tests.benchmarks.queue_passes import measure
 from tests.benchmarks.queue_replay import Replay, replay
 from tests.benchmarks.queue_trace import BadTrace, read_trace
 from tests.benchmarks.report import Row
+from tests.support.help import HelpFormatter
 
 __all__ = ["main", "measure"]
 

@@ -22,7 +22,6 @@ from tasks.processes.guarded import Command
 from tasks.processes.ports import PortsReserved
 from tasks.processes.supervisor import Supervisor
 from tasks.record.events import EventLog
-from tasks.spec.loading import project_root
 from tasks.spec.probes import LiveProbe, ReadyProbe
 
 #: In the order of their start.
@@ -144,7 +143,7 @@ class FlowProcess:
         with self._output.open("wb") as output:
             self._popen = subprocess.Popen(
                 [sys.executable, "-m", "flows.train", str(path)],
-                cwd=project_root(),
+                cwd=Path.cwd(),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -12,9 +12,9 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 from tasks.processes import tree
-from tasks.spec.loading import project_root
 from tests.benchmarks import peers
 from tests.benchmarks.footprint import cpu_percent, memory_mb, program, shared_memory_mb
 from tests.benchmarks.report import Missing, Result, Row, say
@@ -102,7 +102,7 @@ def _watcher(way: str, count: int) -> Iterator[tuple[int, float]]:
         began = time.monotonic()
         popen = subprocess.Popen(
             [sys.executable, "-m", "tests.benchmarks.watched", way, str(count), str(place)],
-            cwd=project_root(),
+            cwd=Path.cwd(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )

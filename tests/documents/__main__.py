@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tasks.spec.pipeline import PipelineSpec
 from tasks.spec.run import RunSpec
-from tests.documents import failures, spec_reference
+from tests.documents import failures, listed_runs, spec_reference
 from tests.documents.blocks import filled
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,6 +20,7 @@ MAKERS: Mapping[str, Callable[[], str]] = {
     "moves": failures.moves,
     "failure-kinds": failures.kinds,
     "cause-rules": failures.rules,
+    "listed-runs": listed_runs.keys,
 }
 EXIT_OK, EXIT_STALE = 0, 1
 
@@ -50,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m tests.documents",
         description="Write the parts of docs/*.md that are made from the code: the references of "
-        "the specs, states, kinds of failure and the rules that tell them.",
+        "the specs, states, kinds of failure and the rules that tell them, the JSON of runs.",
         epilog="Exit: 0 done, or all is current; 1 with --check, something is not.",
     )
     parser.add_argument(

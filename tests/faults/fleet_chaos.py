@@ -34,8 +34,8 @@ import aiohttp
 from tasks.processes import tree
 from tasks.processes.ports import listeners
 from tasks.rollout.plan import FleetPlan
-from tasks.show.help import HelpFormatter
 from tasks.spec.rollout import Rollout
+from tests.support.help import HelpFormatter
 from tests.support.stage import free_port
 
 _ENGINES = 8

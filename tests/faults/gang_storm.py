@@ -33,12 +33,12 @@ from typing import Any
 
 import httpx
 
-from tasks.show.help import HelpFormatter
 from tests.support.gang_hosts import OtherHost, other_host
 from tests.support.gang_networks import HERE, Cable, cables, why_no_networks
 from tests.support.gang_pool import GangPool, Host, gang_pool, left_of
 from tests.support.gang_referee import FINAL, judge
 from tests.support.ground import Ground, Run, Server, until
+from tests.support.help import HelpFormatter
 from tests.support.postgres import Postgres, postgres, why_no_postgres
 from tests.support.production import migrate, settings_of
 from tests.support.ray_cluster import RAY_ENV, RayCluster

@@ -31,8 +31,8 @@ from typing import Any
 import httpx
 import yaml
 
-from tasks.show.help import HelpFormatter
 from tests.support.ground import FINAL, Ground, Server, until
+from tests.support.help import HelpFormatter
 from tests.support.ray_cluster import RAY_ENV, RayCluster
 from tests.support.stage import came, processes_with
 

@@ -31,7 +31,7 @@ from typing import Any
 import httpx
 import yaml
 
-from tasks.show.help import HelpFormatter
+from tests.support.help import HelpFormatter
 from tests.support.prefect_api import ask
 from tests.support.stage import came, processes_with
 

@@ -10,7 +10,20 @@ import pytest
 pytest.register_assert_rewrite("tests.support.stage", "tests.support.witness")
 
 from tests.support.stage import Stage, stage_in  # noqa: E402
+from tests.support.wheel import built_wheel, program_in_venv  # noqa: E402
 from tests.support.witness import Witness  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of the checkout."""
+    return built_wheel(tmp_path_factory.mktemp("dist"))
+
+
+@pytest.fixture(scope="session")
+def muster(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The program `muster` of a venv that has the wheel."""
+    return program_in_venv(wheel, tmp_path_factory.mktemp("muster") / "venv")
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ import httpx
 import pytest
 from prefect.client.orchestration import PrefectClient, get_client
 from prefect.settings import PREFECT_API_URL, temporary_settings
-
 from tasks.queue.__main__ import main
+
 from tasks.queue.look import NodeUse, QueuedRun, QueueView
 from tasks.queue.packing import Demand
 from tasks.queue.settings import settings_of

@@ -1,4 +1,5 @@
-"""The stack as a user has it: `up`, runs of `train/quickstart`, a cancel, `down`.
+"""The stack as a user has it, with Muster from a wheel and a project of his own: `muster up`, runs,
+a cancel, `muster down`.
 
 One stack, on ports and in a MUSTER_HOME of its own, serves the tests in the order of this file.
 """
@@ -24,12 +25,33 @@ import pytest
 from deployments.stack.env import NODES_PAGE, QUEUE_PAGE
 from deployments.stack.state import Stack, processes_of
 from tasks.processes.ports import PortsReserved
+from tasks.spec.loading import load_spec
 from tests.support.ground import until
 from tests.support.prefect_api import ask
 from tests.support.stage import processes_with
 
 ROOT = Path(__file__).resolve().parents[2]
 PREFECT = str(Path(sys.executable).parent / "prefect")
+QUICKSTART = str(ROOT / "deployments/runs/quickstart.yaml")
+#: A training of somebody's own, which takes steps until it is ended, or a few.
+SCRIPT = """
+import itertools, json, os, sys, time
+steps = int(sys.argv[1])
+print("python", sys.executable, "in", os.getcwd(), flush=True)
+with open(os.environ["METRICS"], "a", buffering=1) as f:
+    for step in range(1, steps + 1):
+        print(json.dumps({"step": step, "reward": step / steps}), file=f)
+        print("step", step, flush=True)
+        time.sleep(0.02)
+"""
+SPEC = """
+name: own
+workload: sft
+env: {METRICS: "${attempt.dir}/metrics.jsonl"}
+components:
+  trainer: {command: [python, train.py, "${progress.total}"]}
+progress: {jsonl: "${attempt.dir}/metrics.jsonl", step: step, total: 20}
+"""
 #: `up` starts Ray three times over.
 COMMAND_WITHIN_S = 250.0
 
@@ -41,12 +63,18 @@ class Home:
     """A MUSTER_HOME and the stack of it."""
 
     directory: Path
+    #: A project that has nothing to do with Muster's sources, but for names.
+    project: Path
+    #: The program, installed from a wheel.
+    program: Path
     #: Of the Prefect server.
     port: int
 
     @property
     def env(self) -> dict[str, str]:
-        own = {"MUSTER_HOME": str(self.directory), "PREFECT_API_URL": self.api_url}
+        # Programs of the quickstart's dependencies are in the tests' own venv.
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        own = {"MUSTER_HOME": str(self.directory), "PREFECT_API_URL": self.api_url, "PATH": path}
         return {**os.environ, **own}
 
     @property
@@ -59,23 +87,25 @@ class Home:
 
     def command(self, *words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            words, cwd=ROOT, env=self.env, capture_output=True, text=True, timeout=COMMAND_WITHIN_S
+            words,
+            cwd=self.project,
+            env=self.env,
+            capture_output=True,
+            text=True,
+            timeout=COMMAND_WITHIN_S,
         )
 
-    def run_stack(self, *words: str) -> subprocess.CompletedProcess[str]:
-        return self.command(sys.executable, "-m", "deployments.stack", *words)
+    def muster(self, *words: str) -> subprocess.CompletedProcess[str]:
+        return self.command(str(self.program), *words)
 
     def up(self, *nodes: str) -> subprocess.CompletedProcess[str]:
         # 8265 is left to a stack of the user's.
-        return self.run_stack("up", "--ray-dashboard", "0", *nodes)
+        return self.muster("up", "--ray-dashboard", "0", *nodes)
 
     def spec(self, steps: int) -> str:
         """That of the quickstart with another number of steps, as JSON."""
-        values = ("--set", f"progress.total={steps}", "--set", f"success.step={steps}")
-        file = "deployments/runs/quickstart.yaml"
-        return self.command(
-            sys.executable, "-m", "tasks.train.deploying", file, *values
-        ).stdout.strip()
+        values = (f"progress.total={steps}", f"success.step={steps}")
+        return json.dumps(load_spec(Path(QUICKSTART), values).for_server())
 
     def api(self, method: str, path: str, content: Any = None) -> Any:
         """Ask the Prefect server."""
@@ -137,21 +167,28 @@ def ray_nodes(stack: Stack) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Home]:
+def home(muster: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Home]:
     """A stack that is up."""
     with closing(PortsReserved(["server"])) as ports:
         port = ports.numbers["server"]
-    home = Home(directory=tmp_path_factory.mktemp("home"), port=port)
+    project = tmp_path_factory.mktemp("project")
+    (project / "pyproject.toml").touch()
+    (project / "train.py").write_text(SCRIPT)
+    (project / "own.yaml").write_text(SPEC)
+    for name in ("tasks.py", "flows.py", "deployments.py"):
+        (project / name).write_text("raise SystemExit('this is not Muster')")
+    directory = tmp_path_factory.mktemp("home")
+    home = Home(directory=directory, project=project, program=muster, port=port)
     try:
         done = home.up("--gpus", "2x8")
         assert done.returncode == 0, done.stdout + done.stderr
         yield home
     finally:
-        home.run_stack("down")
+        home.muster("down")
 
 
 def test_up_says_what_runs_where(home: Home) -> None:
-    done = home.run_stack("status")
+    done = home.muster("status")
 
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("  answers") == 6
@@ -161,7 +198,7 @@ def test_up_says_what_runs_where(home: Home) -> None:
 
 def test_up_and_the_pool_say_where_the_queue_and_the_nodes_are_seen(home: Home) -> None:
     pool = ask("GET", f"{home.api_url}/work_pools/gang")
-    again = home.run_stack("up")
+    again = home.muster("up")
 
     for page in (QUEUE_PAGE, NODES_PAGE):
         assert f"http://127.0.0.1:{home.port}{page}\n" in again.stdout
@@ -229,7 +266,7 @@ def test_a_node_that_dies_is_replaced_and_the_stack_goes_on(home: Home) -> None:
         return states == ["ALIVE", "ALIVE", "ALIVE", "DEAD"]
 
     until(replaced, "the node is replaced")
-    until(lambda: home.run_stack("status").returncode == 0, "the stack answers")
+    until(lambda: home.muster("status").returncode == 0, "the stack answers")
     assert home.stack == stack
 
 
@@ -253,6 +290,74 @@ def test_a_run_through_the_queue_completes(home: Home) -> None:
     assert record["state"] == "completed"
     assert record["flow_run_id"] == flow_run["id"]
     until(lambda: not processes_with("MUSTER_RUN_ID", flow_run["name"]), "nothing is left")
+
+
+def test_a_run_of_ones_own_is_submitted_followed_and_shown(home: Home) -> None:
+    python = home.project / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.symlink_to(sys.executable)
+
+    done = home.muster("submit", "own.yaml", "--watch")
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"python {python}" in done.stdout
+    [run, *others] = json.loads(home.muster("ls", "--json").stdout)
+    assert run["run_id"].startswith("own-sft-")
+    assert (run["state"], run["attempts"]) == ("completed", 1)
+    assert [one["created_at"] for one in others] == sorted(
+        (one["created_at"] for one in others), reverse=True
+    )
+    logs = home.muster("logs", run["run_id"], "trainer").stdout.splitlines()
+    assert logs == [f"python {python} in {home.project}", *(f"step {n}" for n in range(1, 21))]
+    assert home.muster("show").stdout.startswith("### Completed")
+    assert json.loads(home.muster("show", "latest", "--json").stdout)["run_id"] == run["run_id"]
+    assert "Completed" in home.muster("why", "own-sft").stdout
+    assert home.muster("cancel", run["run_id"]).returncode == 2
+
+
+def test_a_deployment_of_ones_own_is_started_and_cancelled(home: Home) -> None:
+    made = home.muster(
+        "deploy", "own.yaml", "--set", "progress.total=100000", "--cron", "0 3 * * *"
+    )
+
+    assert made.returncode == 0, made.stdout + made.stderr
+    assert home.command(PREFECT, "deployment", "run", "train/own").returncode == 0
+    flow_run = until(
+        lambda: next(
+            (
+                one
+                for one in json.loads(home.muster("ls", "--json", "--state", "running").stdout)
+                if one["run_id"].startswith("own-")
+            ),
+            None,
+        ),
+        "it runs",
+    )
+    assert home.muster("cancel", flow_run["run_id"]).returncode == 0
+    home.wait_for(flow_run["flow_run_id"], "", state="CANCELLED")
+    until(lambda: not processes_with("MUSTER_RUN_ID", flow_run["run_id"]), "nothing is left")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), "Waits: none"),
+        (("queue",), "No run waits."),
+        (("queue", "drain", "ray-node-2"), "ray-node-2 gets no new gang."),
+        (("queue", "undrain", "ray-node-2"), "ray-node-2 may get new gangs."),
+        (("queue", "set", "limit.demo=8"), "limits: demo 8 GPUs"),
+        (("queue", "unset", "limit.demo"), "limits: none"),
+        (("reconcile",), "nothing to do"),
+        (("prune",), ""),
+    ],
+)
+def test_an_operator_asks_and_changes_the_queue(
+    home: Home, words: tuple[str, ...], said: str
+) -> None:
+    done = home.muster(*words)
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert said in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -313,7 +418,7 @@ def test_a_killed_supervisor_leaves_nothing_and_no_run_stays_running(home: Home)
     stack = home.stack
 
     os.kill(stack.supervisor.pid, signal.SIGKILL)
-    done = home.run_stack("down")
+    done = home.muster("down")
 
     assert done.returncode == 0, done.stdout + done.stderr
     assert processes_of(stack.stack_id) == []
@@ -327,7 +432,7 @@ def test_down_ends_a_run_under_way_and_leaves_nothing(home: Home) -> None:
     flow_run = home.wait_for(home.trigger(steps=100_000), "running: api, trainer, environment")
     stack = home.stack
 
-    done = home.run_stack("down")
+    done = home.muster("down")
 
     assert done.returncode == 0, done.stdout + done.stderr
     assert processes_of(stack.stack_id) == []

@@ -19,16 +19,22 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
+from cyclopts import App, CoercionError, CycloptsError, ValidationError
+
 from tests.support.documents import ROOT
 
 #: The project's own packages: what their modules take is known.
 _OWN = ("flows", "tasks", "deployments", "tests")
 _TOPS = tuple(f"{name}/" for name in (*_OWN, "docs"))
 _FILES = (".yaml", ".yml", ".py", ".md", ".json", ".csv", ".sh", ".toml")
+#: What a command of the documents writes in the reader's own project.
+_OF_THE_READER = ("muster.yaml",)
 #: What stands for something that the reader knows: HEAD, RUN, SPEC.yaml.
 _STANDS_FOR = re.compile(r"\b[A-Z][A-Z0-9_]+\b|\$|<|\.\.\.")
 _OPERATORS = frozenset(("|", "||", "&&", ";", "&", ">", ">>", "<", "2>", "2>>", "(", ")"))
 _REDIRECTIONS = frozenset((">", ">>", "<", "2>", "2>>"))
+#: What a recipe of the Makefile starts, a module or a program, and with which arguments.
+_STARTED = re.compile(r"\$\((?:PY\) -m |VENV\)/bin/)([\w.]+)([^\n;]*)")
 #: They run another program.
 _BEFORE = ("sudo", "exec", "time", "nohup")
 #: Programs of others whose arguments are theirs to judge.
@@ -45,6 +51,10 @@ _OTHERS = frozenset(
 
 class _Read(Exception):
     """The arguments were read, and are good."""
+
+
+class _Complaint(Exception):
+    """The arguments were read, and this is what is wrong with them; empty: nothing."""
 
 
 def complaint_about(command: str) -> str:
@@ -97,11 +107,15 @@ def _about_simple(words: list[str]) -> str:
         return _about_python(arguments)
     if name == "prefect":
         return about_prefect(arguments)
+    if name == "muster":
+        return about_muster(arguments)
     return "" if name in _OTHERS else f"no test knows the program {name}"
 
 
 def _is_path(word: str) -> bool:
     if _STANDS_FOR.search(word) or word.startswith(("-", "/", "~")) or "=" in word or ":" in word:
+        return False
+    if word in _OF_THE_READER:
         return False
     return word.startswith(_TOPS) or ("/" not in word and word.endswith(_FILES))
 
@@ -127,13 +141,14 @@ def _about_make(arguments: Sequence[str]) -> str:
     for target in targets:
         if target not in recipes:
             return f"there is no `make {target}`"
-        for module, rest in re.findall(r"\$\(PY\) -m ([\w.]+)([^\n;]*)", recipes[target]):
-            if "$(ARGS)" not in rest or module.partition(".")[0] not in _OWN:
+        for name, rest in _STARTED.findall(recipes[target]):
+            if "$(ARGS)" not in rest or name.partition(".")[0] not in (*_OWN, "muster"):
                 continue
             rest = re.sub(r"\$\(if [^()]*\([^()]*\)[^()]*(?:\([^()]*\))?\)", "", rest)
             rest = rest.replace("$(SPEC)", variables.get("SPEC", "spec.yaml"))
             rest = rest.replace("$(ARGS)", variables.get("ARGS", ""))
-            if complaint := about_module(module, shlex.split(rest)):
+            words = shlex.split(rest)
+            if complaint := about_muster(words) if name == "muster" else about_module(name, words):
                 return complaint
     return ""
 
@@ -147,13 +162,27 @@ def _about_python(arguments: Sequence[str]) -> str:
     return ""
 
 
-def module_file(module: str) -> Path | None:
-    """What `python -m MODULE` of the project runs."""
+def program_file(module: str) -> Path | None:
+    """What `python -m MODULE` of the project runs; None where it would do nothing."""
+    file = _module_file(module)
+    return file if file and (file.stem == "__main__" or _entry(file)) else None
+
+
+def _module_file(module: str) -> Path | None:
     place = ROOT / module.replace(".", "/")
     for path in (place.with_suffix(".py"), place / "__main__.py"):
         if path.exists():
             return path
     return None
+
+
+def _entry(file: Path) -> list[ast.stmt]:
+    """What it does only as a program."""
+    body = ast.parse(file.read_text(encoding="utf-8")).body
+    ifs = [
+        node for node in body if isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)
+    ]
+    return [statement for node in ifs for statement in node.body]
 
 
 def about_module(module: str, arguments: Sequence[str]) -> str:
@@ -163,9 +192,9 @@ def about_module(module: str, arguments: Sequence[str]) -> str:
             return "" if find_spec(module) else f"there is no module {module}"
         except ImportError as error:
             return str(error)
-    file = module_file(module)
+    file = program_file(module)
     if file is None:
-        return f"there is no module {module}"
+        return f"there is no program {module}"
     if module == "deployments.worker":
         return about_prefect(["worker", "start", *arguments])
     if not _reads_arguments(file):
@@ -176,15 +205,11 @@ def about_module(module: str, arguments: Sequence[str]) -> str:
 def _reads_arguments(file: Path) -> bool:
     """Whether it reads its arguments as soon as it is run: what does not must not be run here."""
     source = file.read_text(encoding="utf-8")
-    if "parse_args(" in source:
+    if any(one in source for one in ("parse_args(", "run_alone(", "App(")):
         return True
-    tree = ast.parse(source)
-    entry: list[ast.stmt] = tree.body if file.name == "__main__.py" else []
-    for node in tree.body:
-        if isinstance(node, ast.If) and "__name__" in ast.unparse(node.test):
-            entry = [*entry, *node.body]
+    entry = [*(ast.parse(source).body if file.name == "__main__.py" else ()), *_entry(file)]
     modules = {node.module for node in entry if isinstance(node, ast.ImportFrom) and node.module}
-    files = [module_file(name) for name in modules if name.partition(".")[0] in _OWN]
+    files = [_module_file(name) for name in modules if name.partition(".")[0] in _OWN]
     return any("parse_args(" in one.read_text(encoding="utf-8") for one in files if one)
 
 
@@ -195,8 +220,13 @@ def _read_by(module: str, arguments: Sequence[str]) -> str:
         original(self, args, *more)
         raise _Read
 
+    def call(self: App, *_tokens: Any, **_options: Any) -> NoReturn:
+        raise _Complaint(_about_app(self, arguments))
+
     said = io.StringIO()
+    called = App.__call__
     argparse.ArgumentParser.parse_args = parse_args  # type: ignore[method-assign,assignment]
+    App.__call__ = call  # type: ignore[method-assign,assignment]
     sys.argv = [module, *arguments]
     try:
         with (
@@ -209,6 +239,8 @@ def _read_by(module: str, arguments: Sequence[str]) -> str:
             runpy.run_module(module, run_name="__main__")
     except _Read:
         return ""
+    except _Complaint as complaint:
+        return str(complaint)
     except SystemExit as error:
         if not error.code:  # --help
             return ""
@@ -216,6 +248,7 @@ def _read_by(module: str, arguments: Sequence[str]) -> str:
         return last[-1] if last else f"{module} exits {error.code}"
     finally:
         argparse.ArgumentParser.parse_args = original  # type: ignore[method-assign]
+        App.__call__ = called  # type: ignore[method-assign]
         sys.argv = before
     return f"{module} did not read its arguments"
 
@@ -225,13 +258,33 @@ def about_prefect(arguments: Sequence[str]) -> str:
     from prefect.cli._app import _app
 
     words = [word for word in arguments if word not in ("--no-prompt", "--prompt")]
+    complaint = _about_app(_app, words)
+    return f"prefect: {complaint}" if complaint else ""
+
+
+def muster_verbs() -> frozenset[str]:
+    from tasks.command import _VERBS
+
+    return frozenset(name for verbs in _VERBS.values() for name, *_ in verbs)
+
+
+def about_muster(arguments: Sequence[str]) -> str:
+    """What is wrong with `muster ARGUMENT...`."""
+    from tasks.command import _app
+
+    verb = next(iter(arguments), "--help")
+    if not verb.startswith("-") and verb not in muster_verbs():
+        return f"muster has no verb {verb!r}"
+    complaint = _about_app(_app(), arguments)
+    return f"muster: {complaint}" if complaint else ""
+
+
+def _about_app(app: App, words: Sequence[str]) -> str:
     try:
-        _app.parse_args(words, exit_on_error=False, print_error=False)
-    except Exception as error:
-        kind = type(error).__name__
-        if kind in ("CoercionError", "ValidationError") and any(map(_STANDS_FOR.search, words)):
-            return ""
-        return f"prefect: {error}"
+        app.parse_args([*words], exit_on_error=False, print_error=False)
+    except CycloptsError as error:
+        is_for_reader = isinstance(error, CoercionError | ValidationError)
+        return "" if is_for_reader and any(map(_STANDS_FOR.search, words)) else str(error)
     except SystemExit:
         pass
     return ""

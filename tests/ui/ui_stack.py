@@ -128,7 +128,7 @@ def stack_up(home: Path) -> Iterator[UiStack]:
 
 def _command(home: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        (sys.executable, "-m", "deployments.stack", *words),
+        (sys.executable, "-m", "tasks.command", *words),
         cwd=ROOT,
         env={**os.environ, "MUSTER_HOME": str(home)},
         capture_output=True,

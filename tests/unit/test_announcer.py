@@ -137,29 +137,29 @@ def test_events_that_the_server_could_not_take_are_told_once_it_can(server: Pref
     server.answers = [503, 500, 429]
 
     with Announcer(server.api, again_s=0.01) as announcer:
-        announcer.tell(named("muster.gang.paused"))
-        announcer.tell(named("muster.gang.resumed"))
+        announcer.tell(named("muster.node.drained"))
+        announcer.tell(named("muster.node.undrained"))
         until_told(server, 2)
 
-    assert server.names() == ["muster.gang.paused", "muster.gang.resumed"]
+    assert server.names() == ["muster.node.drained", "muster.node.undrained"]
 
 
 def test_an_event_that_the_server_refuses_does_not_keep_the_others(server: PrefectServer) -> None:
-    server.answers, server.refused = [503], "muster.gang.paused"
+    server.answers, server.refused = [503], "muster.node.drained"
 
     with Announcer(server.api, again_s=0.3) as announcer:
-        for name in ("muster.gang.resumed", "muster.gang.paused", "muster.gang.resumed"):
+        for name in ("muster.node.undrained", "muster.node.drained", "muster.node.undrained"):
             announcer.tell(named(name))
         until_told(server, 2)
 
-    assert server.names() == ["muster.gang.resumed", "muster.gang.resumed"]
+    assert server.names() == ["muster.node.undrained", "muster.node.undrained"]
 
 
 def test_nobody_waits_for_a_server_that_is_away(caplog: pytest.LogCaptureFixture) -> None:
     announcer = Announcer("http://127.0.0.1:9/api")
 
     with announcer:
-        announcer.tell(named("muster.gang.paused"))
+        announcer.tell(named("muster.node.drained"))
     announcer._thread.join(WITHIN_S)
 
     assert not announcer._thread.is_alive()
@@ -173,7 +173,7 @@ def test_the_end_waits_for_a_slow_server_no_longer_than_it_is_told_to(
     announcer = Announcer(server.api)
     announcer.__enter__()
 
-    announcer.tell(named("muster.gang.paused"))
+    announcer.tell(named("muster.node.drained"))
     announcer.close(within_s=0.1)
 
     assert announcer._thread.is_alive()
@@ -187,12 +187,12 @@ def test_while_the_server_is_away_the_oldest_are_dropped_first(
     server.answers = [503]
     announcer = Announcer(server.api, again_s=0.05)
 
-    for name in ("muster.gang.paused", "muster.gang.resumed", "muster.gang.paused"):
+    for name in ("muster.node.drained", "muster.node.undrained", "muster.node.drained"):
         announcer.tell(named(name))
     with announcer:
         until_told(server, 2)
 
-    assert server.names() == ["muster.gang.resumed", "muster.gang.paused"]
+    assert server.names() == ["muster.node.undrained", "muster.node.drained"]
 
 
 def test_an_event_of_a_node_is_about_the_node_and_names_its_pool() -> None:

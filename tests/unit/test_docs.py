@@ -26,9 +26,10 @@ from tasks.spec.loading import parse_spec
 from tasks.spec.pipeline import PipelineSpec, load_pipeline
 from tasks.spec.rollout import Rollout
 from tasks.spec.run import RunSpec
-from tests.documents import spec_reference
+from tests.documents import listed_runs, spec_reference
 from tests.documents.__main__ import documents as made_documents
 from tests.support.documents import ROOT, Block, Document, documents
+from tests.support.typed import muster_verbs
 
 DOCUMENTS = documents()
 DOCS = ROOT / "docs"
@@ -124,6 +125,8 @@ def test_an_example_of_a_run_spec_is_valid(block: Block) -> None:
 def test_an_example_of_a_pipeline_is_valid(block: Block, tmp_path: Path) -> None:
     path = tmp_path / "pipeline.yaml"
     path.write_text(block.text, encoding="utf-8")
+    # The files that it names start from its project.
+    (tmp_path / "deployments").symlink_to(ROOT / "deployments")
 
     load_pipeline(path)
 
@@ -217,6 +220,17 @@ def test_every_key_has_a_meaning(model: type[RunSpec | PipelineSpec]) -> None:
     ]
 
     assert not silent
+
+
+def test_every_key_of_a_listed_run_has_a_meaning() -> None:
+    assert not re.findall(r"^.*\| +\|$", listed_runs.keys(), re.MULTILINE)
+
+
+def test_every_verb_of_the_command_is_in_its_page() -> None:
+    page = document("docs/commands.md")
+    named = re.findall(r"^\| `muster ([a-z]+)", page.text, re.MULTILINE)
+
+    assert sorted({*named}) == sorted(muster_verbs())
 
 
 def test_every_state_and_every_kind_of_failure_is_explained() -> None:

@@ -6,10 +6,12 @@ import re
 
 import pytest
 
-from tests.support.documents import Document, Said, documents
-from tests.support.typed import complaint_about, make_targets, module_file
+from tests.support.documents import ROOT, Document, Said, documents
+from tests.support.typed import complaint_about, make_targets, muster_verbs, program_file
 
 DOCUMENTS = documents()
+#: What may tell somebody to type a command.
+SOURCES = frozenset((".py", ".yaml", ".service", ".timer", ".sh", ".env"))
 
 #: Languages of blocks. `console` and `sh` are commands, of which the first is run by a test.
 LANGUAGES = frozenset(
@@ -40,11 +42,33 @@ def test_every_command_within_a_sentence_exists(document: Document) -> None:
     wrong = []
     for line, code in document.codes:
         for module in re.findall(r"\bpython -m ((?:flows|tasks|deployments|tests)[\w.]*)", code):
-            if module_file(module.rstrip(".")) is None:
-                wrong.append(f"line {line}: there is no module {module}")
+            if program_file(module.rstrip(".")) is None:
+                wrong.append(f"line {line}: there is no program {module}")
         for target in re.findall(r"^make ([a-z-]+)", code):
             if target not in make_targets():
                 wrong.append(f"line {line}: there is no `make {target}`")
+        if code.startswith("muster "):
+            # One that only names a verb may leave out what that needs.
+            complaint = complaint_about(code)
+            if complaint and not ("--" not in code and "requires an argument" in complaint):
+                wrong.append(f"line {line}: {complaint}")
+
+    assert not wrong
+
+
+def test_every_command_that_the_code_names_exists() -> None:
+    tops = [ROOT / name for name in ("tasks", "flows", "deployments")]
+    files = [path for top in tops for path in top.rglob("*") if path.suffix in SOURCES]
+
+    wrong = []
+    for path in (*files, ROOT / "prefect.yaml"):
+        text = path.read_text(encoding="utf-8")
+        for module in re.findall(r"\bpython -m ((?:flows|tasks|deployments)[\w.]*\w)", text):
+            if program_file(module) is None:
+                wrong.append(f"{path.relative_to(ROOT)}: there is no program {module}")
+        for verb in re.findall(r"`muster ([a-z]+)", text):
+            if verb not in muster_verbs():
+                wrong.append(f"{path.relative_to(ROOT)}: there is no `muster {verb}`")
 
     assert not wrong
 
@@ -55,12 +79,21 @@ def test_every_command_within_a_sentence_exists(document: Document) -> None:
         ("make trian", "there is no `make trian`"),
         ("make soak ARGS='--no-such 1'", "unrecognized arguments: --no-such 1"),
         ("python -m flows.train deployments/runs/quickstart.yaml --set a.b=c", ""),
-        ("python -m tasks.queue stop", "invalid choice: 'stop'"),
+        ("python -m flows.train --st a.b=c SPEC.yaml", "Unknown option: --st"),
+        ("python -m flows.prune", "there is no program flows.prune"),
+        ("python -m tests.documents stop", "unrecognized arguments: stop"),
         ("python -m deployments.worker --pol gang", "Unknown option"),
         ("prefect deployment runn x", "Unknown command"),
         ("MUSTER_HOME=/tmp/x make up && make downn", "there is no `make downn`"),
         ("cp deployments/runs/quack*.yaml /tmp", "there is no deployments/runs/quack*.yaml"),
-        ("muster up", "no test knows the program muster"),
+        (".venv/bin/muster submit SPEC.yaml --watch --set a.b=c", ""),
+        ("muster logs latest -f", ""),
+        ("muster stop", "muster has no verb 'stop'"),
+        ("muster queue set policy=fifo --pol gang", "muster: Unknown option: --pol"),
+        ("muster cancel", "requires an argument"),
+        ("muster ls --limit many", "many"),
+        ("make prune ARGS=--no-such", "muster: Unknown option: --no-such"),
+        ("mustard up", "no test knows the program mustard"),
     ],
 )
 def test_a_command_that_would_not_be_understood_is_found(command: str, complaint: str) -> None:

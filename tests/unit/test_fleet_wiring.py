@@ -19,7 +19,7 @@ from tasks.rollout.plan import TOKEN_ENV, BadPlan, FleetPlan
 from tasks.rollout.process import devices_of
 from tasks.show.view import RunSeen
 from tasks.spec.errors import Fault
-from tasks.spec.loading import ports_needed, project_root
+from tasks.spec.loading import ports_needed
 from tasks.spec.run import RunSpec
 from tasks.spec.secrets import looks_secret
 from tasks.train.plan import plan_of
@@ -229,7 +229,7 @@ def test_the_fleets_process_is_told_where_its_servers_are(place: AttemptPlace) -
 
     assert (fleet.run_id, fleet.attempt, fleet.port) == ("a-run", 2, 15000)
     assert fleet.ports == {"server.0": 15001, "server.1": 15002}
-    assert fleet.cwd == project_root() / "deployments"
+    assert fleet.cwd == Path("deployments")
     assert fleet.log_of(1) == place.directory / "rollout-r1.log"
 
 

@@ -13,28 +13,15 @@ from typing import Any
 import pytest
 
 from deployments import worker
+from tasks.command import NAMES, main
 
 ROOT = Path(__file__).parents[2]
-#: What people run. `python -m deployments.worker` has a test of its own: its options are Prefect's.
+#: What people run beside `muster`, and verbs that are programs too. `python -m deployments.worker`
+#: has a test of its own: its options are Prefect's.
 COMMANDS = (
     "flows.train",
-    "flows.reconcile",
-    "flows.preflight",
     "flows.pipeline",
-    "flows.prune",
-    "tasks.queue",
-    "tasks.queue status",
-    "tasks.queue why",
-    "tasks.queue drain",
-    "tasks.queue set",
-    "tasks.rollout",
     "tasks.rollout plan",
-    "tasks.ray.nodes",
-    "tasks.train.deploying",
-    "deployments.stack",
-    "deployments.stack up",
-    "deployments.stack down",
-    "deployments.stack status",
     "deployments.stack.setup",
     "deployments.upkeep",
     "deployments.cluster_check",
@@ -49,9 +36,11 @@ COMMANDS = (
     "tests.faults.ray_kills",
     "tests.faults.fleet_chaos",
 )
+#: Verbs of verbs; what goes for them all stands with `muster queue`.
+PARTS = ("queue drain", "queue undrain", "queue set", "queue unset")
 #: What other programs of the project start, and nobody else.
 INTERNAL = {
-    *("tasks.rollout.process", "tasks.server.sqlite_server", "tasks.ray.visits"),
+    *("flows", "tasks.rollout.process", "tasks.server.sqlite_server", "tasks.ray.visits"),
     *("tasks.processes.guardian", "tasks.processes.namespace_init"),
     *("tasks.ray.wrapper", "tasks.rollout.lmdeploy_replica"),
     *("deployments.stack.supervisor", "deployments.stack.node", "deployments.stack.ray_node"),
@@ -70,6 +59,8 @@ def run(command: str, *arguments: str, monkeypatch: pytest.MonkeyPatch) -> int |
     with warnings.catch_warnings():
         # That another test has imported it.
         warnings.simplefilter("ignore", RuntimeWarning)
+        # That cyclopts reads sys.argv in a test.
+        warnings.simplefilter("ignore", UserWarning)
         with pytest.raises(SystemExit) as ended:
             runpy.run_module(module, run_name="__main__")
     return ended.value.code
@@ -83,18 +74,53 @@ def test_help_says_what_it_does_its_options_and_its_exit_codes(
 
     said = capsys.readouterr().out
     assert code == 0
-    assert said.startswith(f"usage: python -m {command.split()[0]}")
-    is_part = len(command.split()) > 1 and command.split()[0] == "tasks.queue"
-    assert is_part or re.search(r"\bExit: 0 ", said), said
+    assert said.lower().startswith(f"usage: python -m {command.split()[0]}")
+    assert re.search(r"\bExit: 0 ", said), said
     # Between the usage and the arguments stands what it is for.
     assert re.search(r"\n\n[A-Z][^\n]{20,}", said), said
     without_words = re.findall(r"^  (--?[\w-]+(?: [A-Z]\w*)?)\n(?!  {6,})", said, re.MULTILINE)
     assert not without_words, said
 
 
+@pytest.mark.parametrize("verb", [*NAMES, *PARTS])
+def test_a_verb_s_help_says_what_it_does_its_options_and_its_exit_codes(
+    verb: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("PYTHONSAFEPATH", "")
+
+    code = main([*verb.split(), "--help"])
+
+    said = capsys.readouterr().out
+    assert code == 0
+    assert said.startswith(f"Usage: muster {verb}")
+    assert verb in PARTS or re.search(r"\bExit: 0 ", said), said
+    # Between the usage and the arguments stands what it is for.
+    assert re.search(r"\n\n[A-Z][^\n]{20,}", said), said
+    row = r"^│ (?:[* ] {2})?(--[\w-]+|[A-Z][A-Z=]+)(?: [A-Z.]+)? *(?:\[.*)?│$"
+    without_words = re.findall(row, said, re.MULTILINE)
+    assert not without_words, said
+
+
+def test_the_list_of_verbs_says_what_each_does(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("PYTHONSAFEPATH", "")
+
+    code = main(["--help"])
+
+    said = capsys.readouterr().out
+    assert code == 0
+    texts = dict(re.findall(r"^│ ([a-z]+) {2,}([a-z].{10,}?) *│$", said, re.MULTILINE))
+    assert texts.keys() == {*NAMES}
+    assert "muster VERB --help" in said
+
+
 def test_a_worker_s_help_says_what_it_adds_to_prefect_s_and_reconciles_nothing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setenv("PYTHONSAFEPATH", "")
     became: list[Any] = []
     monkeypatch.setattr(os, "execv", lambda *words: became.append(words))
     monkeypatch.setattr(worker, "reconcile_host", lambda: pytest.fail("it reconciles"))
@@ -118,6 +144,6 @@ def test_no_command_is_forgotten() -> None:
         and "quickstart" not in path.parts
     }
 
-    known = {command.split()[0] for command in COMMANDS} | INTERNAL | {"deployments.worker"}
+    known = {command.split()[0] for command in COMMANDS} | INTERNAL
 
-    assert not programs - known
+    assert not programs - known - {"deployments.worker", "tasks.command"}

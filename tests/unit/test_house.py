@@ -40,6 +40,7 @@ def test_what_runs_alone_is_there(path: str) -> None:
         ("tasks/record/a.py", "def f():\n    from ..show import page"),
         ("tasks/record/a.py", "import importlib\nimportlib.import_module('tasks.show')"),
         ("deployments/stack.py", "import tests.unit"),
+        ("tasks/train/a.py", "from tasks.command import main"),
         # a sibling
         ("tasks/show/a.py", "from tasks.processes import tree"),
         # a folder that has no place

@@ -10,12 +10,14 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
+from cyclopts import App
 from prefect.client.schemas.objects import FlowRun
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from tasks.processes.identity import host_name
-from tasks.upkeep import commands, lost_host
+from tasks.show.arguments import run
+from tasks.upkeep import lost_host
 from tasks.upkeep.lost_host import NotLost, give_up_host
 from tasks.upkeep.report import Report
 
@@ -116,7 +118,7 @@ def test_a_name_that_nobody_knows_is_refused_with_those_that_are_known(server: S
 
 
 def test_this_host_is_refused(server: Server) -> None:
-    with pytest.raises(NotLost, match=r"is this host: `python -m flows.reconcile`"):
+    with pytest.raises(NotLost, match=r"is this host: `muster reconcile`"):
         give_up_host(host_name())
 
 
@@ -129,8 +131,9 @@ def test_without_a_server_nothing_is_known() -> None:
 
 
 def test_the_command_says_why_with_2(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        commands.reconcile_main(["--lost-host", "their"])
+    code = run(App(default_command=lost_host.reconcile), ["--lost-host", "their"])
 
-    assert ended.value.code == 2
-    assert "nobody knows a host 'their'" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert code == 2
+    assert "nobody knows a host 'their'" in said
+    assert said.endswith("Nothing was done.\n")

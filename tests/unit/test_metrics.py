@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tasks.processes.progress import JsonlProgress
-from tasks.record.metrics import MetricsFile
+from tasks.record.growing import MetricsFile
 from tasks.spec.probes import number_at
 
 

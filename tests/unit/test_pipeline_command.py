@@ -1,4 +1,4 @@
-"""`python -m flows.pipeline`: what it says and how it exits before anything is started."""
+"""`muster pipeline`: what it says and how it exits before anything is started."""
 
 from __future__ import annotations
 
@@ -7,32 +7,34 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
+from cyclopts import App
 from prefect.client.schemas.objects import State, StateType
 from prefect.states import Cancelled, Completed, Crashed, Failed
 
-from flows.pipeline import pipeline
-from tasks.pipeline import command as pipeline_command
+from flows.pipeline import command
 from tasks.pipeline.pipeline import Pipeline
 from tasks.pipeline.stage_runs import Conclude, Ending, StageRun
 from tasks.server.flow_process import exit_code_of
+from tasks.show.arguments import run
 from tasks.spec.pipeline import parse_pipeline
 
 ROOT = Path(__file__).resolve().parents[2]
+PIPELINE = App(name="pipeline", default_command=command)
 QUICKSTART = str(ROOT / "deployments/pipelines/quickstart-sft-then-grpo.yaml")
 
 
 def test_without_a_server_it_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
-    code = pipeline_command.main(pipeline, [QUICKSTART])
+    code = run(PIPELINE, [QUICKSTART])
 
     assert code == 1
     said = capsys.readouterr().err
-    assert "`make up`" in said and "PREFECT_API_URL" in said and "flows.train" in said
+    assert "muster up" in said and "PREFECT_API_URL" in said and "muster train" in said
 
 
 def test_an_invalid_pipeline_exits_2_with_every_fault(capsys: pytest.CaptureFixture[str]) -> None:
     faults = ["--set", "grpo.workload=dance", "--set", "sfd.tags=[x]"]
 
-    code = pipeline_command.main(pipeline, [QUICKSTART, *faults])
+    code = run(PIPELINE, [QUICKSTART, *faults])
 
     assert code == 2
     said = capsys.readouterr().err
@@ -41,14 +43,21 @@ def test_an_invalid_pipeline_exits_2_with_every_fault(capsys: pytest.CaptureFixt
     assert said.endswith("Nothing was started.\n")
 
 
-@pytest.mark.parametrize(("arguments", "code"), [(["--help"], 0), ([], 2), (["a", "b"], 2)])
-def test_its_arguments(arguments: list[str], code: int, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        pipeline_command.main(pipeline, arguments)
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["--help"], 0, "--resume"),
+        ([], 2, "name a PIPELINE.yaml, or a flow run with --resume\nNothing was done.\n"),
+        (["a", "b"], 2, "b"),
+    ],
+)
+def test_its_arguments(
+    arguments: list[str], code: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(PIPELINE, arguments) == code
 
-    assert ended.value.code == code
     out, err = capsys.readouterr()
-    assert "--resume FLOW_RUN" in out + err
+    assert said in out + err
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from tasks.spec.errors import InvalidSpec
-from tasks.spec.loading import parse_spec, project_root
+from tasks.spec.loading import parse_spec
 from tasks.spec.pipeline import load_pipeline, parse_pipeline, with_specs
 from tasks.spec.placeholders import filled_in, uses_in
 from tasks.train.deploying import load_pipeline_spec
@@ -216,7 +216,7 @@ def test_an_override_is_of_one_stage_and_comes_after_its_own_changes() -> None:
 
 
 def test_a_loaded_pipeline_is_plain_data_and_loads_to_itself() -> None:
-    loaded = load_pipeline(project_root() / QUICKSTART)
+    loaded = load_pipeline(Path(QUICKSTART))
 
     again = parse_pipeline(yaml.safe_load(yaml.safe_dump(loaded.written())))
 
@@ -225,7 +225,7 @@ def test_a_loaded_pipeline_is_plain_data_and_loads_to_itself() -> None:
 
 
 def test_the_quickstart_s_grpo_is_given_the_checkpoint_of_its_sft() -> None:
-    loaded = load_pipeline(project_root() / QUICKSTART)
+    loaded = load_pipeline(Path(QUICKSTART))
 
     uses = uses_in(loaded.stage("grpo").spec)
 

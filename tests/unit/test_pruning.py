@@ -13,11 +13,12 @@ from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
 import pytest
+from cyclopts import App
 
 from flows.prune import prune
 from tasks.processes.registry import RunRegister
 from tasks.server.flow_runs import ServerAway
-from tasks.upkeep import commands
+from tasks.show.arguments import run as run_verb
 from tasks.upkeep import prune as pruning
 from tasks.upkeep.parked import note_parked
 from tasks.upkeep.prune import prune_host
@@ -204,7 +205,7 @@ def test_nothing_is_removed_while_the_server_does_not_answer(
 
     monkeypatch.setattr(pruning, "_wanted_on_server", away)
 
-    code = commands.prune_main(["--yes"])
+    code = pruning.prune(yes=True)
 
     assert code == 1
     assert files(run) == before
@@ -252,12 +253,12 @@ def test_the_command_asks_for_yes(muster_home: Path, capsys: pytest.CaptureFixtu
     run = make(muster_home, OLD)
     before = files(run)
 
-    assert commands.prune_main([]) == 0
+    assert pruning.prune() == 0
     shown = capsys.readouterr().out
     assert files(run) == before
     assert OLD in shown and "--yes" in shown
 
-    assert commands.prune_main(["--yes", "--outputs"]) == 0
+    assert pruning.prune(yes=True, outputs=True) == 0
     assert "removed the files of 1 run" in capsys.readouterr().out
     assert files(run) == {"run.json", "attempt-01/spec.yaml"}
 
@@ -269,7 +270,7 @@ def test_a_rule_that_is_none_does_nothing(
     run = make(muster_home, OLD)
     before = files(run)
 
-    assert commands.prune_main(["--yes", *option]) == 2
+    assert run_verb(App(default_command=pruning.prune), ["--yes", *option]) == 2
 
     assert files(run) == before
     assert option[0] in capsys.readouterr().err

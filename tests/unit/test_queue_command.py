@@ -1,4 +1,5 @@
-"""`python -m tasks.queue`: what it says, what it changes on the server, and its exit codes."""
+"""`muster queue`, and what `muster why` asks of it: what they say, what they change on the server,
+and their exit codes."""
 
 from __future__ import annotations
 
@@ -7,24 +8,23 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from uuid import UUID, uuid4
 
 import httpx
 import pytest
+from cyclopts import App
 from prefect.client.schemas.actions import WorkPoolUpdate
 from prefect.client.schemas.objects import FlowRun, State, StateType, WorkPool
-from prefect.exceptions import ObjectNotFound
+from prefect.exceptions import ObjectNotFound, PrefectException
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from tasks.queue.__main__ import main
+from tasks.queue import command as queue_command
 from tasks.queue.look import NodeUse, QueuedRun, QueueView
 from tasks.queue.packing import Demand
 from tasks.queue.settings import PoolSettings, TableNode, settings_of, with_settings
+from tasks.show.arguments import run
 
-ROOT = Path(__file__).resolve().parents[2]
 NOW = datetime(2026, 1, 2, 13, 5, 30, tzinfo=UTC)
 WAITING, RUNNING, NOBODY = (UUID(int=number) for number in (1, 2, 3))
 
@@ -75,11 +75,10 @@ class Server:
         self.pool = WorkPool(
             name="gang", type="gang", base_job_template=with_settings(TEMPLATE, SET)
         )
-        self.queues = {"default": SimpleNamespace(id=uuid4(), name="default", is_paused=False)}
         self.flow_runs: dict[UUID, FlowRun] = {}
         self.view = VIEW
-        #: `(event, node or queue, pool, who)` each.
-        self.told: list[tuple[str, str | None, str, str]] = []
+        #: `(event, node, pool, who)` each.
+        self.told: list[tuple[str, str, str, str]] = []
         self.takes_events = True
 
     @property
@@ -107,26 +106,13 @@ class Server:
         assert name == self.pool.name
         self.pool = self.pool.model_copy(update=update.model_dump(exclude_unset=True))
 
-    async def read_work_queue_by_name(self, name: str, work_pool_name: str) -> SimpleNamespace:
-        if name not in self.queues:
-            raise gone()
-        return self.queues[name]
-
-    async def read_work_queues(self, work_pool_name: str) -> list[SimpleNamespace]:
-        return list(self.queues.values())
-
-    async def update_work_queue(self, id: UUID, is_paused: bool) -> None:
-        queue = next(queue for queue in self.queues.values() if queue.id == id)
-        queue.is_paused = is_paused
-
     async def request(self, method: str, path: str, json: list[dict[str, Any]]) -> None:
         assert (method, path) == ("POST", "/events")
         if not self.takes_events:
             raise httpx.ReadTimeout("no answer")
         for event in json:
             said = event["payload"]
-            what = said["node"] if "node" in said else said["queue"]
-            self.told.append((event["event"], what, said["pool"], said["by"]))
+            self.told.append((event["event"], said["node"], said["pool"], said["by"]))
 
     async def read_flow_run(self, id: UUID) -> FlowRun:
         if id not in self.flow_runs:
@@ -144,27 +130,32 @@ def server() -> Server:
 
 
 @pytest.fixture
-def command(server: Server, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
-    """Runs the command against the server: its exit code, and all that it printed."""
+def command(
+    server: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str]]:
+    """Runs a verb against the server: its exit code, and all that it printed."""
+    why = App(name="why", default_command=queue_command.why)
 
     @asynccontextmanager
     async def connect() -> AsyncIterator[Any]:
         yield server
 
-    def run(*arguments: str) -> tuple[int, str]:
-        code = main(arguments, look=server.look, connect=connect)
+    monkeypatch.setattr(queue_command, "connected", connect)
+    monkeypatch.setattr(queue_command, "QueueViewer", lambda: server.look)
+
+    def command(*arguments: str) -> tuple[int, str]:
+        is_why = arguments[:1] == ("why",)
+        code = run(why, arguments[1:]) if is_why else run(queue_command.app, arguments)
         said = capsys.readouterr()
         return code, said.out + said.err
 
-    return run
+    return command
 
 
 Command = Callable[..., tuple[int, str]]
 
 
-@pytest.mark.parametrize(
-    "arguments", [(), ("status",), ("--pool", "gang"), ("status", "--pool=gang")]
-)
+@pytest.mark.parametrize("arguments", [(), ("--pool", "gang"), ("--pool=gang",)])
 def test_queue_and_nodes_are_shown_plainly_where_there_is_no_terminal(
     command: Command, arguments: tuple[str, ...]
 ) -> None:
@@ -177,7 +168,7 @@ def test_queue_and_nodes_are_shown_plainly_where_there_is_no_terminal(
     assert "\x1b" not in said
 
 
-@pytest.mark.parametrize("arguments", [("--json",), ("status", "--json"), ("--json", "status")])
+@pytest.mark.parametrize("arguments", [("--json",), ("--json", "--pool", "gang")])
 def test_programs_get_json(command: Command, arguments: tuple[str, ...]) -> None:
     code, said = command(*arguments)
 
@@ -329,8 +320,6 @@ def test_what_an_operator_does_is_told_as_events(command: Command, server: Serve
     for arguments in (
         ("drain", "gpu-1", "gpu-9"),
         ("undrain", "gpu-1"),
-        ("pause",),
-        ("resume", "--queue", "default"),
         ("set", "policy=backfill"),
     ):
         command(*arguments)
@@ -339,8 +328,6 @@ def test_what_an_operator_does_is_told_as_events(command: Command, server: Serve
         # gpu-9 was drained before
         ("muster.node.drained", "gpu-1", "gang"),
         ("muster.node.undrained", "gpu-1", "gang"),
-        ("muster.gang.paused", None, "gang"),
-        ("muster.gang.resumed", "default", "gang"),
     ]
     assert all("@" in who for *_, who in server.told)
 
@@ -379,34 +366,6 @@ def test_an_unknown_node_is_drained_by_force(command: Command, server: Server) -
     assert server.settings.drained == ("gpu-9", "gpu-7")
 
 
-def test_the_pool_is_paused_and_resumed(command: Command, server: Server) -> None:
-    paused = command("pause")
-    was_paused = server.pool.is_paused
-    resumed = command("resume")
-
-    assert paused == (0, "The work pool gang is paused.\n")
-    assert was_paused
-    assert resumed == (0, "The work pool gang is resumed.\n")
-    assert not server.pool.is_paused
-    assert server.settings == SET
-
-
-def test_one_queue_of_the_pool_is_paused(command: Command, server: Server) -> None:
-    code, said = command("pause", "--queue", "default")
-
-    assert code == 0
-    assert server.queues["default"].is_paused
-    assert not server.pool.is_paused
-    assert said == "The queue default of the work pool gang is paused.\n"
-
-
-def test_a_queue_that_is_not_there(command: Command) -> None:
-    code, said = command("pause", "--queue", "high")
-
-    assert code == 1
-    assert "no queue high; it has: default" in said
-
-
 @pytest.mark.parametrize(
     ("arguments", "after"),
     [
@@ -416,6 +375,9 @@ def test_a_queue_that_is_not_there(command: Command) -> None:
         # a tag may hold dots and signs
         (("set", "limit.a.b=c=4"), {"limits": {"team-a": 8, "a.b=c": 4}}),
         (("unset", "limit.team-a", "policy"), {"limits": {}}),
+        (("set", "node.gpu-1=4"), {"nodes": (TableNode(name="gpu-1", gpus=4),)}),
+        (("set", "node.a.b=2"), {"nodes": (*SET.nodes, TableNode(name="a.b", gpus=2))}),
+        (("unset", "node.gpu-1"), {"nodes": ()}),
     ],
 )
 def test_settings_are_changed_and_told(
@@ -432,9 +394,12 @@ def test_settings_are_changed_and_told(
     ("arguments", "said"),
     [
         (("set", "policy=lifo"), "policy=lifo: it is fifo or backfill"),
-        (("set", "limit.team-a=many"), "a limit is a number of GPUs"),
-        (("set", "limit.team-a=-1"), "a limit is a number of GPUs"),
+        (("set", "limit.team-a=many"), "its value is a number of GPUs"),
+        (("set", "limit.team-a=-1"), "its value is a number of GPUs"),
         (("set", "limit.=1"), "limit.: no such setting"),
+        (("set", "node.gpu-1=some"), "its value is a number of GPUs"),
+        (("set", "node.=1"), "node.: no such setting"),
+        (("unset", "node.gpu-7"), "the pool has no such node; it has: gpu-1"),
         (("set", "colour=3"), "colour: no such setting; there are: policy, limit.TAG"),
         (("set", "policy"), "write policy=VALUE"),
         (("unset", "limit.team-b"), "that tag has no limit; tags that have one: team-a"),
@@ -485,9 +450,11 @@ def test_settings_that_are_spoilt_are_not_overwritten(command: Command, server: 
 @pytest.mark.parametrize(
     "arguments",
     [
-        *(("status", "--pool", "other"), ("drain", "gpu-1", "--pool", "other")),
-        # what stands before the command counts too
-        *(("--pool", "other", "pause"), ("--pool", "gang", "status", "--pool", "other")),
+        ("--pool", "other"),
+        ("drain", "gpu-1", "--pool", "other"),
+        ("undrain", "--pool=other", "gpu-1"),
+        ("set", "policy=fifo", "--pool", "other"),
+        ("unset", "policy", "--pool", "other"),
     ],
 )
 def test_an_unknown_pool_is_told_the_remedy(command: Command, arguments: tuple[str, ...]) -> None:
@@ -506,22 +473,53 @@ def test_an_unknown_pool_is_told_the_remedy(command: Command, arguments: tuple[s
         ("nonsense", "PREFECT_API_URL=nonsense"),
     ],
 )
+@pytest.mark.parametrize("arguments", [[], ["drain", "gpu-1"], ["set", "policy=fifo"]])
 def test_without_a_server_it_says_so(
-    capsys: pytest.CaptureFixture[str], url: str | None, said: str
+    capsys: pytest.CaptureFixture[str], arguments: list[str], url: str | None, said: str
 ) -> None:
     with temporary_settings({PREFECT_API_URL: url}):
-        code = main(["status"], look=Server().look)
+        code = run(queue_command.app, arguments)
 
     told = capsys.readouterr().err
     assert code == 1
     assert said in told
-    assert "make up" in told
+    assert "muster up" in told
     assert len(told.splitlines()) == 1
 
 
+def test_what_the_server_does_not_do_is_told_in_a_line(
+    command: Command, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(name: str, update: WorkPoolUpdate) -> None:
+        raise PrefectException("the pool is\nbeing deleted")
+
+    monkeypatch.setattr(server, "update_work_pool", refuse)
+
+    code, said = command("set", "policy=backfill")
+
+    assert code == 1
+    assert said == "the Prefect server did not do it: the pool is being deleted\n"
+
+
 @pytest.mark.parametrize(
-    "arguments", [("drain",), ("why",), ("set",), ("--json", "--watch"), ("dance",)]
+    ("arguments", "said"),
+    [
+        (("drain",), "NODE requires an argument"),
+        (("undrain", "--force"), "NODE requires an argument"),
+        (("set",), "KEY=VALUE requires an argument"),
+        (("unset",), "KEY requires an argument"),
+        (("--json", "--watch"), "leave out --watch"),
+        (("--every-s", "soon"), "--every-s"),
+        (("dran", "gpu-1"), "no verb 'dran': did you mean `drain`?"),
+        (("sideways",), "no verb 'sideways': they are drain, undrain, set, unset"),
+        (("why",), "RUN requires an argument"),
+    ],
 )
-def test_wrong_arguments(command: Command, arguments: tuple[str, ...]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        command(*arguments)
+def test_wrong_arguments(
+    command: Command, server: Server, arguments: tuple[str, ...], said: str
+) -> None:
+    code, told = command(*arguments)
+
+    assert code == 2
+    assert said in told
+    assert server.settings == SET

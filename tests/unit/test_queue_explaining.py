@@ -18,7 +18,7 @@ from tasks.queue.tables import explain
 NOW = datetime(2026, 11, 22, 12, tzinfo=UTC)
 SILENT = (
     "  host       its worker there was last heard of 14 min ago; if that host is off for good: "
-    "python -m flows.reconcile --lost-host there"
+    "muster reconcile --lost-host there"
 )
 
 

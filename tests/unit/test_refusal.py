@@ -11,12 +11,13 @@ from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary
 
 from deployments import worker
 from deployments.stack.env import auth_string, client_env
-from tasks.queue.__main__ import main as gang
+from tasks.queue.command import app as queue
 from tasks.server.flow_runs import ServerAway, ServerRefuses, talking_to
 from tasks.server.server import NoServer, prefect_server
+from tasks.show.arguments import run
 from tasks.spec.run import RunSpec
 from tasks.train.plan import component_env
-from tasks.upkeep import commands
+from tasks.upkeep import lost_host
 from tasks.upkeep.prune import prune_host
 from tests.support.web import serving
 
@@ -59,7 +60,7 @@ def test_a_run_is_told_what_to_set(refusing: str, password: str | None, who: str
 
 
 def test_the_queue_s_command_says_so(refusing: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert gang([]) == 1
+    assert run(queue, []) == 1
 
     assert REMEDY in capsys.readouterr().err
 
@@ -67,7 +68,7 @@ def test_the_queue_s_command_says_so(refusing: str, capsys: pytest.CaptureFixtur
 def test_a_reconcile_says_that_it_saw_no_flow_runs(
     refusing: str, muster_home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert commands.reconcile_main([]) == 1
+    assert lost_host.reconcile() == 1
 
     assert REMEDY in capsys.readouterr().out
 

@@ -1,4 +1,4 @@
-"""`python -m tasks.rollout plan SPEC.yaml`: the plan of a fleet, without starting anything."""
+"""`muster plan SPEC.yaml`: the plan of a fleet, without starting anything."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from typing import Any
 
 import pytest
 import yaml
+from cyclopts import App
 
-from tasks.rollout.__main__ import main
+from tasks.rollout.__main__ import plan as plan_verb
+from tasks.show.arguments import run
 
+PLAN = App(name="plan", default_command=plan_verb)
 FLEET = {"backend": "sglang", "model": "m", "tensor_parallel": 16, "nodes_per_engine": 2}
 RAY = {"address": "http://127.0.0.1:8265"}
 
@@ -34,7 +37,7 @@ def written(folder: Path, fleet: dict[str, Any] | None, **more: Any) -> Path:
 
 
 def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
-    assert main(["plan", *arguments, "--json"]) == 0
+    assert run(PLAN, [*arguments, "--json"]) == 0
     plan: dict[str, Any] = json.loads(capsys.readouterr().out)
     return plan
 
@@ -82,7 +85,7 @@ def test_a_secret_is_not_printed(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_a_person_reads_what_is_where(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code = main(["plan", str(spec)])
+    code = run(PLAN, [str(spec)])
 
     lines = capsys.readouterr().out.splitlines()
     assert code == 0
@@ -121,7 +124,7 @@ def test_what_cannot_be_planned_exits_2_and_says_why(
 ) -> None:
     spec = written(tmp_path, fleet, **({"gang": gang} if gang else {}))
 
-    code = main(["plan", str(spec)])
+    code = run(PLAN, [str(spec)])
 
     captured = capsys.readouterr()
     assert (code, captured.out) == (2, "")

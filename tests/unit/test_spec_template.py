@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from tasks.spec.loading import parse_spec, ports_needed, resolve
 from tasks.spec.placeholders import faults_in, is_templated, names_in, substituted
 from tasks.spec.run import RunSpec
 
+ROOT = Path("/project")
 ALWAYS = {"run.id", "run.dir", "attempt.number", "attempt.dir", "attempt.resume_from"}
 
 
@@ -91,7 +93,7 @@ def test_texts_of_a_fleet_know_the_run_and_leave_the_servers_names_to_it() -> No
     }
     spec = spec_of(components={"api": {"command": ["a"]}, "rollout": fleet})
 
-    filled = resolve(spec, {"run.dir": "/runs/x", "api.port": "15000"}).fleet
+    filled = resolve(spec, {"run.dir": "/runs/x", "api.port": "15000"}, ROOT).fleet
 
     assert faults_in(spec.written()) == ()
     assert filled is not None
@@ -236,7 +238,7 @@ def test_resolving_fills_every_place_in() -> None:
         "attempt.dir": "/runs/a/attempt-01",
     }
 
-    trainer = resolve(spec, names).processes["trainer"]
+    trainer = resolve(spec, names, ROOT).processes["trainer"]
 
     assert trainer.command == ("python", "--port", "8123", "--steps=60", "${A}")
     assert trainer.env == {"DIR": "/runs/a/attempt-01/x"}
@@ -245,7 +247,7 @@ def test_resolving_fills_every_place_in() -> None:
     assert trainer.ready.http == "http://127.0.0.1:8123/"
     assert trainer.ready.json_ == {"id": "a-grpo", "n": {"not": -1}}
     assert trainer.live.address == ("127.0.0.1", 8123)
-    resolved = resolve(spec, names)
+    resolved = resolve(spec, names, ROOT)
     assert (resolved.env, resolved.cwd) == ({"RUN": "a-grpo"}, "/runs/a")
     assert resolved.progress is not None
     assert resolved.progress.jsonl == "/runs/a/attempt-01/m.jsonl"
@@ -254,7 +256,7 @@ def test_resolving_fills_every_place_in() -> None:
 def test_in_a_regular_expression_a_value_is_matched_literally() -> None:
     spec = spec_of({"ready": {"log": r"^saved in ${run.dir}/\d+$"}})
 
-    ready = resolve(spec, {"run.dir": "/runs/a+b (1)"}).processes["trainer"].ready
+    ready = resolve(spec, {"run.dir": "/runs/a+b (1)"}, ROOT).processes["trainer"].ready
 
     assert ready is not None and ready.log is not None
     assert re.search(ready.log, "saved in /runs/a+b (1)/42")
@@ -264,15 +266,15 @@ def test_resolving_without_a_value_or_with_one_that_does_not_fit_raises() -> Non
     spec = spec_of({"ready": {"tcp": "${trainer.port}"}})
 
     with pytest.raises(KeyError, match=r"trainer\.port"):
-        resolve(spec, {})
+        resolve(spec, {}, ROOT)
     with pytest.raises(InvalidSpec, match=r"components\.trainer\.ready\.tcp"):
-        resolve(spec, {"trainer.port": "none"})
+        resolve(spec, {"trainer.port": "none"}, ROOT)
 
 
 def test_keys_that_were_left_out_stay_out() -> None:
     spec = spec_of()
 
-    assert resolve(spec, {}).written() == spec.written()
+    assert resolve(spec, {}, ROOT).written() == {**spec.written(), "cwd": str(ROOT)}
 
 
 texts = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=20)

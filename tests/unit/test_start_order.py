@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from tasks.spec.pipeline import parse_pipeline, with_specs
 from tasks.spec.run import RunSpec
 from tasks.train import deploying
 from tasks.train.deploying import load_pipeline_spec, load_run_spec
+from tests.support.submitting import SubmitServer
 
 #: PostgreSQL would have them as judge, sandbox, trainer, environment.
 NAMES = ["environment", "sandbox", "judge", "trainer"]
@@ -57,10 +58,15 @@ def test_a_deployment_s_run_starts_in_the_order_of_its_file(file: Path) -> None:
     assert order_of(kept) == NAMES
 
 
-def test_a_spec_that_is_printed_keeps_order(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    deploying.main([str(file), "--set", "components.api.command=[run-api]"])
+def test_a_run_that_is_submitted_starts_in_the_order_of_its_file(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = SubmitServer()
+    monkeypatch.setattr(deploying, "_server", lambda: nullcontext(server))
 
-    kept = through_jsonb(json.loads(capsys.readouterr().out))
+    deploying.submit(file, set=("components.api.command=[run-api]",))
+
+    kept = through_jsonb(server.created[0]["parameters"]["spec"])
     assert order_of(kept) == [*NAMES, "api"]
 
 
@@ -117,7 +123,7 @@ def test_the_order_outlives_each_rewriting_of_the_spec() -> None:
     written = yaml.safe_load(spec_as_yaml(loaded))
 
     assert list(written["components"]) == written["start_order"] == order
-    assert list(resolve(loaded, {}).components) == order
+    assert list(resolve(loaded, {}, Path("/project")).components) == order
     assert parse_spec(through_jsonb(written)) == parse_spec(loaded) == loaded
 
 

@@ -19,11 +19,11 @@ from pathlib import Path
 
 import yaml
 
-from tasks.show.help import HelpFormatter
 from tasks.spec.errors import InvalidSpec
 from tasks.spec.run import RunSpec
 from tests.peers import pip
 from tests.peers.verl import facts, rules, wheel
+from tests.support.help import HelpFormatter
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import yaml
@@ -98,7 +98,7 @@ def _filled(spec: RunSpec) -> RunSpec:
     known = names_in(spec.written())
     names = {name: str(at) for at, name in enumerate(sorted(known - own), start=1)}
     names |= {"run.id": "example", "run.dir": run, "attempt.dir": f"{run}/attempt-01"}
-    return resolve(spec, names)
+    return resolve(spec, names, Path.cwd())
 
 
 def _override_fault(

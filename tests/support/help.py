@@ -1,4 +1,4 @@
-"""How every command of Muster shows its `--help`."""
+"""How the commands of the tests show their `--help`."""
 
 from __future__ import annotations
 

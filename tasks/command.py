@@ -1,0 +1,129 @@
+"""The command `muster`: its verbs, by the name of the function that does each.
+
+A verb's module is imported once it is called: a typing error costs nothing, and `--help` little.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tomllib
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+from cyclopts import App, Group
+
+from tasks.record.places import muster_home
+from tasks.show.arguments import EXIT_INVALID, run
+from tasks.spec.words import did_you_mean
+
+_RUNS, _QUEUE, _MACHINE = (
+    Group(name, sort_key=index)
+    for index, name in enumerate(("Runs", "Queue and cluster", "This machine"))
+)
+
+#: Verb, where its function is, what it does.
+_VERBS = {
+    _RUNS: (
+        ("init", "tasks.train.deploying:init", "write a run spec for the training in a directory"),
+        ("train", "flows.train:command", "run a spec here, to its end"),
+        ("submit", "tasks.train.deploying:submit", "queue a run of a spec"),
+        ("deploy", "tasks.train.deploying:deploy", "have a spec started from the UI, or by a cron"),
+        ("pipeline", "flows.pipeline:command", "run several specs in sequence"),
+        ("ls", "tasks.train.runs:ls", "list runs, newest first"),
+        ("show", "tasks.train.runs:show", "show a run: what it does, or what it died of"),
+        ("why", "tasks.train.runs:why", "say why a run waits, or what has become of it"),
+        ("logs", "tasks.train.runs:logs", "show what a run's components have written"),
+        ("cancel", "tasks.train.runs:cancel", "end a run"),
+    ),
+    _QUEUE: (
+        ("queue", "tasks.queue.command:app", "who waits for which GPUs; drain nodes, set limits"),
+        ("plan", "tasks.rollout.__main__:plan", "show the layout of a spec's inference servers"),
+        ("sweep", "tasks.ray.nodes:sweep_run", "end what a run has left on a Ray cluster"),
+        ("preflight", "flows.preflight:command", "look at every node of a Ray cluster"),
+    ),
+    _MACHINE: (
+        ("up", "deployments.stack.command:up", "start the lasting stack of this machine"),
+        ("status", "deployments.stack.command:status", "say what of the stack answers"),
+        ("down", "deployments.stack.command:down", "stop the stack and its runs"),
+        ("reconcile", "tasks.upkeep.lost_host:reconcile", "finish what killed runs have left here"),
+        ("prune", "tasks.upkeep.prune:prune", "show what may go of ended runs, and remove it"),
+    ),
+}
+#: By name, in the order of the list.
+NAMES = tuple(name for verbs in _VERBS.values() for name, *_ in verbs)
+#: What `muster` alone does.
+_ALONE = "overview"
+
+
+def _app(called: str = "") -> App:
+    """
+    Args:
+        called: The first word. Where it is a verb, the help of that is its function's.
+    """
+    app = App(
+        name="muster",
+        help="RL post-training on shared machines: runs, their queue, and what keeps them true.",
+        help_epilogue=""
+        if called in NAMES
+        else "`muster VERB --help` says more. Without a verb: what runs, waits and failed "
+        "last. Completion for your shell: `muster --install-completion`.",
+        help_flags=("--help", "-h"),
+        version=lambda: version("muster"),
+    )
+    for group, verbs in _VERBS.items():
+        for name, function, text in verbs:
+            text_of_list = None if name == called else text
+            app.command(function, name=name, help=text_of_list, group=group)
+    app.command("tasks.train.runs:overview", name=_ALONE, show=False)
+    app.register_install_completion_command(help="Set up completion for your shell.")
+    return app
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns: the exit code of the verb; 2 where there is no such verb, or it can't read what it
+    was given."""
+    words = [*(sys.argv[1:] if arguments is None else arguments)]
+    if words and not words[0].startswith("-") and words[0] not in NAMES:
+        meant = did_you_mean(words[0], NAMES) or f"they are {', '.join(NAMES)}"
+        print(f"muster has no verb {words[0]!r}: {meant}", file=sys.stderr)
+        return EXIT_INVALID
+    # Prefect reads it when it is imported, and would report to its makers and say so.
+    os.environ.setdefault("DO_NOT_TRACK", "1")
+    # A project may have folders of our packages' names.
+    os.environ.setdefault("PYTHONSAFEPATH", "1")
+    _find_server()
+    return run(_app(words[0] if words else ""), words or [_ALONE])
+
+
+def _find_server() -> None:
+    """Where no PREFECT_API_URL is set, the server is that of the stack that runs in this
+    MUSTER_HOME."""
+    if not (muster_home() / "stack" / "stack.json").exists() or _is_server_set():
+        return
+    from deployments.stack.state import StackError, StackPlace
+
+    try:
+        stack = StackPlace.of_home().load()
+    except StackError:
+        return
+    if stack is not None and stack.is_running:
+        os.environ["PREFECT_API_URL"] = stack.api_url
+
+
+def _is_server_set() -> bool:
+    """In the environment or in Prefect's profile; Prefect itself would read both for good."""
+    if "PREFECT_API_URL" in os.environ:
+        return True
+    home = Path(os.environ.get("PREFECT_HOME") or "~/.prefect").expanduser()
+    try:
+        profiles = tomllib.loads((home / "profiles.toml").read_text(encoding="utf-8"))
+        active = os.environ.get("PREFECT_PROFILE") or profiles["active"]
+        return "PREFECT_API_URL" in profiles["profiles"][active]
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

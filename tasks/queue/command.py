@@ -1,0 +1,237 @@
+"""`muster queue`: the queue for people at a terminal, and what an operator does to it; and
+`muster why`, which asks it about one run."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Annotated
+
+import httpx
+from cyclopts import App, Parameter
+from prefect.client.orchestration import PrefectClient, get_client
+from prefect.exceptions import PrefectException
+from prefect.settings import (
+    PREFECT_API_AUTH_STRING,
+    PREFECT_API_URL,
+    PREFECT_CLIENT_MAX_RETRIES,
+    temporary_settings,
+)
+from rich.console import Console, Group
+from rich.live import Live
+from rich.text import Text
+
+from tasks.queue import settings
+from tasks.queue.ledger import TYPE
+from tasks.queue.look import QueueView, QueueViewer
+from tasks.queue.reasons import one_line
+from tasks.queue.settings import BadSetting, PoolSettings
+from tasks.queue.tables import as_json, as_plain, as_rich, explain
+from tasks.server.flow_runs import why_refused
+from tasks.server.server import NoServer, quieten_prefect
+from tasks.show.arguments import EXIT_DONE, EXIT_INTERRUPTED, AsJson, Pool, RunName
+from tasks.spec.words import commas
+
+_POOL = "gang"
+_TIMEOUT_S = 10.0
+_REMEDY = "start it (`muster up`), or set PREFECT_API_URL to that of one that runs"
+#: Lines of a terminal that are not the queue's.
+_FRAME = 8
+
+
+@asynccontextmanager
+async def connected() -> AsyncIterator[PrefectClient]:
+    """A client of the Prefect server of PREFECT_API_URL, which soon gives up.
+
+    Raises: NoServer, for any call within that fails for want of an answer.
+    """
+    url = PREFECT_API_URL.value()
+    if not url:
+        raise NoServer(
+            "no Prefect server is set, so there is no queue to look at: start one (`muster up`), "
+            "or set PREFECT_API_URL to that of one that runs"
+        )
+    with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 1}):
+        try:
+            async with get_client(httpx_settings={"timeout": _TIMEOUT_S}) as client:
+                yield client
+        except httpx.HTTPStatusError as error:
+            why = f"HTTP {error.response.status_code} to {error.request.url.path}"
+            refusal = why_refused(url, error, is_set=bool(PREFECT_API_AUTH_STRING.value()))
+            raise NoServer(refusal or f"the Prefect server at {url} refused: {why}") from error
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            where = f"PREFECT_API_URL={url} ({one_line(error) or type(error).__name__})"
+            raise NoServer(f"no Prefect server answers at {where}: {_REMEDY}") from error
+
+
+app = App(
+    name="queue",
+    help="Who waits for which GPUs and why; what an operator does about it.\n\n"
+    "Exit: 0 done; 1 the server does not answer, or has nothing of the name that was given; 2 the "
+    "arguments are wrong and nothing was done; 130 interrupted.",
+)
+
+Node = Annotated[str, Parameter(name="NODE", required=True, help="Name of a node.")]
+Force = Annotated[bool, Parameter(name="--force", negative=(), help="Also a node nobody knows.")]
+
+
+@app.default
+def status(
+    *,
+    pool: Pool = _POOL,
+    json: AsJson = False,
+    watch: Annotated[bool, Parameter(name="--watch", negative=())] = False,
+    every_s: float = 2.0,
+) -> int:
+    """Show the queue and the nodes.
+
+    Args:
+        watch: Look again and again, until Ctrl-C.
+        every_s: With --watch, in seconds.
+    """
+    if json and watch:
+        raise BadSetting("--json shows one look: leave out --watch")
+
+    async def show(client: PrefectClient) -> None:
+        await settings.pool_of(client, pool)
+        look = QueueViewer()
+        view = await look(client, pool)
+        console = Console(highlight=False)
+        if watch:
+            await _watch(lambda: look(client, pool), every_s, console, view)
+        elif json:
+            print(as_json(view))
+        else:
+            console.print(as_rich(view)) if console.is_terminal else print(as_plain(view))
+
+    try:
+        return _do(show)
+    except KeyboardInterrupt:
+        # The way out of --watch.
+        return EXIT_DONE if watch else EXIT_INTERRUPTED
+
+
+def why(run: RunName, /, *, pool: Pool = _POOL) -> int:
+    """Say why a run waits, or what has become of it."""
+
+    async def say(client: PrefectClient) -> None:
+        look = QueueViewer()
+        print(await explain(client, run, pool, lambda name: look(client, name)))
+
+    return _do(say)
+
+
+@app.command
+def drain(*node: Node, pool: Pool = _POOL, force: Force = False) -> int:
+    """Give no new gang to nodes; what runs there goes on."""
+    return _do(lambda client: _drain(client, node, pool, is_drained=True, force=force))
+
+
+@app.command
+def undrain(*node: Node, pool: Pool = _POOL, force: Force = False) -> int:
+    """Give gangs to drained nodes again."""
+    return _do(lambda client: _drain(client, node, pool, is_drained=False, force=force))
+
+
+@app.command(name="set")
+def set_(
+    *setting: Annotated[str, Parameter(name="KEY=VALUE", required=True)], pool: Pool = _POOL
+) -> int:
+    """Change settings of the pool.
+
+    Args:
+        setting: policy=fifo, policy=backfill; limit.TAG=N: at most N GPUs at once for the runs
+            with that tag; or node.NAME=N: a host of processes, with N GPUs.
+    """
+    return _do(lambda client: _change(client, pool, lambda old: settings.with_values(old, setting)))
+
+
+@app.command
+def unset(
+    *setting: Annotated[str, Parameter(name="KEY", required=True)], pool: Pool = _POOL
+) -> int:
+    """Take settings of the pool back.
+
+    Args:
+        setting: policy (fifo again), limit.TAG or node.NAME.
+    """
+    edit = partial(settings.without_values, keys=setting)
+    return _do(lambda client: _change(client, pool, edit))
+
+
+def _do(what: Callable[[PrefectClient], Awaitable[None]]) -> int:
+    """Do it with a client of the server. Raises: MusterError."""
+
+    async def run() -> None:
+        async with connected() as client:
+            await what(client)
+
+    quieten_prefect()
+    try:
+        asyncio.run(run())
+    except PrefectException as error:
+        raise NoServer(f"the Prefect server did not do it: {one_line(error)}") from error
+    return EXIT_DONE
+
+
+async def _watch(
+    look: Callable[[], Awaitable[QueueView]], every_s: float, console: Console, view: QueueView
+) -> None:
+    """Show look after look, until it is cancelled; an answer that does not come is told."""
+    live = Live(console=console, screen=True, auto_refresh=False, vertical_overflow="crop")
+    trouble = ""
+    if console.is_terminal:
+        live.start()
+    try:
+        while True:
+            if live.is_started:
+                rows = max(3, (console.height - len(view.nodes) - _FRAME) // 2)
+                live.update(Group(as_rich(view, rows), Text(trouble, style="red")), refresh=True)
+            else:
+                print(trouble or as_plain(view), end="\n\n", flush=True)
+            await asyncio.sleep(every_s)
+            try:
+                view, trouble = await look(), ""
+            except (httpx.HTTPError, PrefectException) as error:
+                trouble = f"no answer, so this is as it was: {one_line(error) or repr(error)}"
+    finally:
+        live.stop()
+
+
+async def _drain(
+    client: PrefectClient, nodes: Sequence[str], name: str, *, is_drained: bool, force: bool
+) -> None:
+    await settings.pool_of(client, name)
+    #: By node, of whatever cluster: several may have one of the same name.
+    runs: dict[str, set[str]] = defaultdict(set)
+    for node in (await QueueViewer()(client, name)).nodes:
+        runs[node.name] |= node.held.keys()
+    known = None if force else [*runs]
+    # The pool is read again just before it is written: the look takes its time.
+    edit = partial(settings.with_drained, names=nodes, seen=known, is_drained=is_drained)
+    await _change(client, name, edit, say=False)
+    for one in nodes:
+        held = commas(sorted(runs[one]))
+        goes_on = f" {held} goes on there." if held else ""
+        print(one, f"gets no new gang.{goes_on}" if is_drained else "may get new gangs.")
+
+
+async def _change(
+    client: PrefectClient,
+    name: str,
+    edit: Callable[[PoolSettings], PoolSettings],
+    *,
+    say: bool = True,
+) -> None:
+    pool = await settings.pool_of(client, name)
+    changed = edit(settings.settings_in(pool))
+    await settings.change(client, pool, changed)
+    if say:
+        print(f"The work pool {pool.name}: {settings.told(changed)}.")
+    if pool.type != TYPE:
+        note = f"Note: the pool is of type {pool.type}, and only one of type gang obeys."
+        print(note, file=sys.stderr)

@@ -1,0 +1,185 @@
+"""Files that a run's programs write, as they grow: figures, a JSON object a line, and logs.
+
+The one reader of figures: the verdict, the progress and the curve have the same of them.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+#: A file that grows faster than it is looked at is read in pieces of this size.
+_PIECE_BYTES = 1 << 22
+#: Of a log; and what is remembered of what was read last.
+_READ_BYTES, _TAIL_BYTES = 1 << 20, 64
+
+
+class MetricsFile:
+    """Reads what was added since the last look, lines of any length.
+
+    A file that was truncated, or replaced by another (it has another inode), is read from its
+    beginning: no clock tells the old one from the new one, since it may be another machine's.
+    """
+
+    def __init__(self, path: Path, *, from_now: bool = False) -> None:
+        """
+        Args:
+            from_now: leave out what is there already: it tells of an earlier attempt.
+        """
+        self.path = path
+        #: How often the file was begun anew: what was read before then is not in it.
+        self.begun = 0
+        #: There is more than the last look has read.
+        self.is_behind = False
+        self._inode = 0
+        self._read_bytes = 0
+        #: What was read of a line without its end.
+        self._partial = b""
+        if from_now:
+            with suppress(OSError):
+                stat = path.stat()
+                self._inode, self._read_bytes = stat.st_ino, stat.st_size
+
+    def look(self) -> list[dict[str, Any]]:
+        """The objects that were added; none of a file that is not there.
+
+        The last line needs no end, since a part of an object is no JSON; it comes again then.
+        """
+        try:
+            with self.path.open("rb") as f:
+                stat = os.fstat(f.fileno())
+                if stat.st_ino != self._inode or stat.st_size < self._read_bytes:
+                    self.begun += bool(self._inode)
+                    self._inode, self._read_bytes = stat.st_ino, 0
+                    self._partial = b""
+                f.seek(self._read_bytes)
+                data = f.read(_PIECE_BYTES)
+        except OSError:
+            self.is_behind = False
+            return []
+        self.is_behind = len(data) == _PIECE_BYTES
+        self._read_bytes += len(data)
+        *lines, self._partial = (self._partial + data).split(b"\n")
+        return [figures for line in (*lines, self._partial) if (figures := _parsed(line))]
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    try:
+        content = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+class _Lines:
+    """Lines of what comes piece by piece."""
+
+    def __init__(self) -> None:
+        self._begun = b""
+
+    def of(self, data: bytes, *, is_last: bool) -> list[str]:
+        *lines, self._begun = (self._begun + data).split(b"\n")
+        if is_last and self._begun:
+            lines.append(self._begun)
+            self._begun = b""
+        return [line.removesuffix(b"\r").decode("utf-8", errors="replace") for line in lines]
+
+
+class _Opened:
+    """One file, whatever it is called by now; of it the bytes that were not read yet."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.file = path.open("rb", buffering=0)
+        self.lines = _Lines()
+        self._at = 0
+        #: What was read last: a file that was cut and has grown beyond it reads otherwise there.
+        self._tail = b""
+
+    def look(self) -> bytes:
+        rest = b""
+        fd = self.file.fileno()
+        before = os.pread(fd, len(self._tail), self._at - len(self._tail))
+        if before != self._tail:
+            rest, self._at, self._tail = self._copied(), 0, b""
+        read = [rest]
+        while data := os.pread(fd, _READ_BYTES, self._at):
+            self._at += len(data)
+            self._tail = (self._tail + data)[-_TAIL_BYTES:]
+            read.append(data)
+        return b"".join(read)
+
+    def _copied(self) -> bytes:
+        """What the file got between the last look and the moment it was copied and cut: it is in
+        the copy, the youngest file beside it that is long enough and reads the same there."""
+        for copy in _copies(self.path):
+            with suppress(OSError), copy.open("rb") as f:
+                f.seek(self._at - len(self._tail))
+                if f.read(len(self._tail)) == self._tail:
+                    return f.read()
+        return b""
+
+
+def _number(stat: os.stat_result) -> tuple[int, int]:
+    return stat.st_dev, stat.st_ino
+
+
+def _copies(log: Path) -> list[Path]:
+    """What a log was rotated to: `trainer.log.1`, `trainer.log-20260102`; the youngest first."""
+    found = {}
+    for path in log.parent.glob(f"{log.name}[.-]*"):
+        with suppress(OSError):
+            if path.suffix != ".gz":
+                found[path] = path.stat().st_mtime
+    return sorted(found, key=lambda path: -found[path])
+
+
+class LogFile:
+    """Reads the lines that a log has got since the last look; none is lost or comes twice when it
+    is rotated, be it moved away, and another one begun, or copied and cut."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._opened: dict[tuple[int, int], _Opened] = {}
+        self._unpacked: _Lines | None = None
+
+    def look(self, *, is_last: bool = False) -> Iterator[str]:
+        """
+        Args:
+            is_last: nothing more is written, so that the last line needs no end.
+        """
+        if not self._opened:
+            # What was rotated before the first look.
+            for older in reversed(_copies(self._path)):
+                self._open(older)
+        self._open(self._path)
+        # Whoever wrote to one that was moved may still do so, and end a line that is begun there.
+        for opened in self._opened.values():
+            yield from opened.lines.of(opened.look(), is_last=is_last)
+        if self._opened:
+            return
+        data = b""
+        if self._unpacked is None:
+            # As `muster prune` leaves it.
+            with suppress(OSError), gzip.open(f"{self._path}.gz", "rb") as f:
+                data, self._unpacked = f.read(), _Lines()
+        if self._unpacked is not None:
+            yield from self._unpacked.of(data, is_last=is_last)
+
+    def _open(self, path: Path) -> None:
+        with suppress(OSError):
+            if _number(path.stat()) not in self._opened:
+                opened = _Opened(path)
+                # It may be another one by now.
+                number = _number(os.fstat(opened.file.fileno()))
+                if self._opened.setdefault(number, opened) is not opened:
+                    opened.file.close()
+
+    def close(self) -> None:
+        for opened in self._opened.values():
+            opened.file.close()

@@ -1,0 +1,105 @@
+"""What the verbs of the command `muster` have in common: their arguments, and how they end."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import App, CycloptsError, CycloptsPanel, Parameter, UnusedCliTokensError
+from pydantic import ValidationError
+from rich.panel import Panel
+
+from tasks.spec.errors import InvalidSpec, MusterError
+from tasks.spec.words import did_you_mean
+
+EXIT_DONE, EXIT_FAILED, EXIT_INVALID, EXIT_INTERRUPTED = 0, 1, 2, 130
+
+SpecFile = Annotated[Path, Parameter(name="SPEC", help="The run spec, a YAML file.")]
+Overrides = Annotated[
+    tuple[str, ...],
+    Parameter(
+        name="--set",
+        negative=(),
+        show_default=False,
+        help="Change a value of the spec, for example `--set progress.total=20`; repeatable.",
+    ),
+]
+StageOverrides = Annotated[
+    tuple[str, ...],
+    Parameter(
+        name="--set",
+        negative=(),
+        show_default=False,
+        help="Change a value of a stage's spec, for example `--set grpo.progress.total=20`; "
+        "repeatable.",
+    ),
+]
+PipelineFile = Annotated[
+    Path | None,
+    Parameter(
+        name="PIPELINE",
+        help="The pipeline spec; left out with --resume: the one that the flow run has.",
+    ),
+]
+RunName = Annotated[
+    str, Parameter(name="RUN", help="Its id, a unique beginning of that, or `latest`.")
+]
+AsJson = Annotated[
+    bool, Parameter(name="--json", negative=(), help="For programs; times are UTC epoch seconds.")
+]
+Pool = Annotated[str, Parameter(name="--pool", help="The work pool.")]
+
+
+def run_alone(verb: Callable[..., int], name: str) -> int:
+    """A verb as a program of its own, which is called by that name."""
+    return run(App(name=name, default_command=verb))
+
+
+def run(app: App, arguments: Sequence[str] | None = None) -> int:
+    """Do what the arguments say; of an error only its message is shown.
+
+    Returns: the exit code: that of the verb, or of its error; 2 for arguments that are wrong; 130
+        where it was interrupted.
+    """
+    try:
+        code = app(arguments, result_action="return_value", error_formatter=_told)
+        # Within reach of the handler below, not at the interpreter's end.
+        sys.stdout.flush()
+    except MusterError as error:
+        print(error, file=sys.stderr)
+        if error.exit_code == EXIT_INVALID:
+            started = isinstance(error, InvalidSpec)
+            print(f"Nothing was {'started' if started else 'done'}.", file=sys.stderr)
+        return error.exit_code
+    except SystemExit as error:
+        if error.code == EXIT_INTERRUPTED:
+            print("Interrupted.", file=sys.stderr)
+        return error.code if isinstance(error.code, int) else EXIT_FAILED
+    except BrokenPipeError:
+        # `muster ls | head`: that nobody reads on is no fault.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_DONE
+    except OSError as error:
+        # A disk that is full, a file of somebody else.
+        print(error, file=sys.stderr)
+        return EXIT_FAILED
+    return code if isinstance(code, int) else EXIT_DONE
+
+
+def _told(error: CycloptsError) -> Panel:
+    """What is wrong with the arguments; where cyclopts' own words say too little, ours."""
+    if isinstance(error.__cause__, ValidationError):
+        faults = error.__cause__.errors()
+        options = [f"--{fault['loc'][0]}".replace("_", "-") for fault in faults]
+        told = "\n".join(f"{name}: {f['msg']}" for name, f in zip(options, faults, strict=True))
+        return CycloptsPanel(told)
+    if isinstance(error, UnusedCliTokensError) and error.unused_tokens and error.app is not None:
+        # A group of verbs that does something by itself too.
+        word, verbs = error.unused_tokens[0], [one for one in error.app if not one.startswith("-")]
+        if verbs:
+            meant = did_you_mean(word, verbs) or f"they are {', '.join(verbs)}"
+            return CycloptsPanel(f"{error.app.name[0]} has no verb {word!r}: {meant}")
+    return CycloptsPanel(error)

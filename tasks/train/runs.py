@@ -1,0 +1,485 @@
+"""Runs as a person names them, from their Prefect server and from the records of this machine: the
+verbs `muster ls`, `show`, `why`, `logs` and `cancel`, and what `muster` alone says."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from json import dumps
+from typing import Annotated, Any, Literal
+from uuid import UUID
+
+from cyclopts import Parameter
+from prefect.client.schemas.filters import FlowFilter, FlowFilterName
+from prefect.client.schemas.objects import FlowRun, State, StateType
+from prefect.client.schemas.sorting import FlowRunSort
+from prefect.settings import PREFECT_API_URL
+from prefect.states import Cancelling
+from rich.console import Console
+from rich.markdown import Markdown
+from rich.table import Table
+from rich.text import Text
+
+from tasks.processes.identity import host_name
+from tasks.queue.command import why as why_waiting
+from tasks.queue.ledger import request_of
+from tasks.record.growing import LogFile
+from tasks.record.places import AttemptPlace, RunPlace, muster_home
+from tasks.record.run_json import RunJson
+from tasks.server.artifacts import COMPONENTS, RECORD, SUMMARY, artifacts_of
+from tasks.server.flow_runs import ServerAway, host_of, talking_to
+from tasks.server.server import quieten_prefect
+from tasks.show.arguments import EXIT_DONE, EXIT_INVALID, AsJson, Pool, RunName
+from tasks.show.failure import as_text
+from tasks.show.lines import end_block
+from tasks.show.page import record_read
+from tasks.spec.errors import MusterError
+from tasks.spec.words import commas, lasting
+
+#: A list shows so many of them, newest first, until more are asked for.
+_LISTED = 20
+#: Among so many the one that is meant is looked for.
+_SEARCHED = 1000
+_PAGE = 200
+_STAMP = re.compile(r"-(\d{8}-\d{6})-[0-9a-f]+$")
+_STATES = {
+    StateType.SCHEDULED: "queued",
+    StateType.PENDING: "admitted",
+    StateType.CANCELLING: "stopping",
+}
+_WAITS = {"PendingResources": "pending_resources", "AwaitingRetry": "pending_resources"}
+#: The states of runs that have ended.
+ENDED = ("completed", "failed", "crashed", "cancelled")
+StateWord = Literal[
+    "queued",
+    "pending_resources",
+    "admitted",
+    "starting",
+    "running",
+    "stopping",
+    "completed",
+    "failed",
+    "crashed",
+    "cancelled",
+]
+
+
+class NoRun(MusterError):
+    """There is no run of that name, or there are several."""
+
+    exit_code = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One run, as `muster ls --json` shows it. Times are UTC epoch seconds."""
+
+    #: Its name, and that of its flow run.
+    run_id: str
+    #: Empty where its record does not say.
+    flow_run_id: str
+    #: As in `run.json`: queued, pending_resources, admitted, starting, running, stopping,
+    #: completed, failed, cancelled; or crashed: its process was lost.
+    state: str
+    #: Of that state: what it waits for, how it ended.
+    message: str
+    #: Of its spec, and of its flow run.
+    tags: tuple[str, ...]
+    #: Where no server knows it, `started_at`.
+    created_at: float | None
+    #: None where it has not begun.
+    started_at: float | None
+    #: None where it has not ended.
+    ended_at: float | None
+    #: None where only its own host knows.
+    attempts: int | None
+    #: That has or had its process; empty where it has had none.
+    host: str
+
+    @staticmethod
+    def of_flow_run(run: FlowRun, record: RunJson | None) -> Run:
+        state, started, ended = run.state, run.start_time, run.end_time
+        return Run(
+            run_id=request_of(run).name,
+            flow_run_id=str(run.id),
+            state=_state_word(state, record),
+            message=(state.message if state else None) or "",
+            tags=tuple(sorted(tag for tag in run.tags if not tag.startswith("process:"))),
+            created_at=run.created.timestamp() if run.created else None,
+            started_at=started.timestamp() if started else None,
+            ended_at=ended.timestamp() if ended and state and state.is_final() else None,
+            attempts=len(record.attempts) if record else None,
+            host=host_of(run) or "",
+        )
+
+    @staticmethod
+    def of_record(record: RunJson) -> Run:
+        return Run(
+            run_id=record.run_id,
+            flow_run_id=record.flow_run_id,
+            state=str(record.written("state")),
+            message=record.message,
+            tags=record.tags,
+            created_at=record.started_at,
+            started_at=record.started_at,
+            ended_at=record.ended_at,
+            attempts=len(record.attempts),
+            host=host_name(),
+        )
+
+
+def _state_word(state: State[Any] | None, record: RunJson | None) -> str:
+    if state is None:
+        return "queued"
+    if state.is_running() and record is not None:
+        # The record tells starting and stopping from running.
+        return str(record.written("state"))
+    return _WAITS.get(state.name or "") or _STATES.get(state.type, state.type.value.lower())
+
+
+def runs(at_most: int = _SEARCHED) -> list[Run]:
+    """Those of the Prefect server, where one is set, and of the records of this machine, newest
+    first. A server that does not answer costs a line on stderr."""
+    records = {record.run_id: record for record in _records(at_most)}
+    found: dict[str, Run] = {}
+    if api_url := PREFECT_API_URL.value():
+        try:
+            for run in _flow_runs(api_url, at_most):
+                one = Run.of_flow_run(run, records.get(request_of(run).name))
+                found[one.run_id] = one
+        except ServerAway as error:
+            print(f"{error}\nThese are the records of this machine.", file=sys.stderr)
+    for run_id, record in records.items():
+        found.setdefault(run_id, Run.of_record(record))
+    newest = sorted(found.values(), key=lambda one: one.created_at or 0.0, reverse=True)
+    return newest[:at_most]
+
+
+def _flow_runs(api_url: str, at_most: int) -> list[FlowRun]:
+    quieten_prefect()
+    ours = FlowFilter(name=FlowFilterName(any_=["train"]))
+    found: list[FlowRun] = []
+    with talking_to(api_url) as client:
+        while len(found) < at_most:
+            page = client.read_flow_runs(
+                flow_filter=ours,
+                sort=FlowRunSort.EXPECTED_START_TIME_DESC,
+                limit=min(_PAGE, at_most - len(found)),
+                offset=len(found),
+            )
+            # What a schedule will start some day is no run yet.
+            found += [run for run in page if not (run.auto_scheduled and run.start_time is None)]
+            if len(page) < _PAGE:
+                break
+    return found
+
+
+def _records(at_most: int) -> Iterator[RunJson]:
+    """The newest ones, by the time in their names."""
+
+    def stamp(name: str) -> str:
+        found = _STAMP.search(name)
+        return found[1] if found else ""
+
+    with suppress(OSError):
+        names = [path.name for path in (muster_home() / "runs").iterdir()]
+        for name in sorted(names, key=stamp, reverse=True)[:at_most]:
+            with suppress(OSError, ValueError):
+                yield RunJson.read(RunPlace.of(name).record)
+
+
+def find(name: str) -> Run:
+    """The run of that id, of a unique beginning of its id or its flow run's; or the `latest`.
+
+    Raises: NoRun.
+    """
+    known = runs()
+    if name == "latest" and known:
+        return known[0]
+    exact = [run for run in known if name in (run.run_id, run.flow_run_id)]
+    meant = exact or [
+        run for run in known if run.run_id.startswith(name) or run.flow_run_id.startswith(name)
+    ]
+    if len(meant) == 1:
+        return meant[0]
+    if not known:
+        raise NoRun("there is no run yet: muster train SPEC starts one")
+    if not meant:
+        raise NoRun(f"there is no run {name}: muster ls shows those that are there")
+    raise NoRun(f"{name} can be {commas(run.run_id for run in meant[:5])}: write more of it")
+
+
+def ls(
+    *,
+    limit: int = _LISTED,
+    state: Annotated[tuple[StateWord, ...], Parameter(negative=(), show_default=False)] = (),
+    json: AsJson = False,
+) -> int:
+    """List runs, newest first: those of the Prefect server, and those that only this machine has on
+    record.
+
+    Exit: 0 listed, also where there is none.
+
+    Args:
+        limit: At most so many.
+        state: Only those in this state; repeatable.
+    """
+    found = [run for run in runs() if not state or run.state in state][:limit]
+    if json:
+        print(dumps([asdict(run) for run in found], indent=2))
+    elif found:
+        _print_table(found)
+    else:
+        print("There is no run yet: muster train SPEC starts one.", file=sys.stderr)
+    return EXIT_DONE
+
+
+def _print_table(found: Sequence[Run]) -> None:
+    console, now = Console(highlight=False), time.time()
+    rows = [(run.run_id, run.state, _age(run, now), run.host, _brief(run.message)) for run in found]
+    if not console.is_terminal:
+        # One a line, whole, for grep and cut.
+        for row in rows:
+            print("\t".join(row))
+        return
+    shown = Table("run", "state", "age", "host", "message", box=None, padding=(0, 2, 0, 0))
+    for row in rows:
+        shown.add_row(*row)
+    for column in shown.columns[:3]:
+        column.no_wrap, column.overflow = True, "fold"
+    shown.columns[4].no_wrap = True
+    console.print(shown)
+
+
+def _brief(message: str) -> str:
+    return message.splitlines()[0] if message else ""
+
+
+def _age(run: Run, now: float) -> str:
+    return lasting(now - run.created_at) if run.created_at else ""
+
+
+def show(run: RunName = "latest", /, *, json: AsJson = False) -> int:
+    """Show a run: what it does, or what it died of; its components and attempts.
+
+    Exit: 0 shown; 2 there is no such run.
+
+    Args:
+        json: Its run.json.
+    """
+    meant = find(run)
+    record, pages = _record_of(meant)
+    if json:
+        if record is None:
+            raise NoRun(f"{meant.run_id} has no record yet: it has not begun")
+        print(dumps(record.as_json(), indent=2))
+        return EXIT_DONE
+    console = Console(highlight=False)
+    if pages:
+        for page in pages:
+            console.print(Markdown(page)) if console.is_terminal else print(page, end="\n\n")
+    elif record is not None:
+        place = RunPlace.of(record.run_id)
+        for line in end_block(meant.state, meant.message, place.record):
+            print(line.text)
+    else:
+        print(f"{meant.run_id}: {meant.state}\n{meant.message}".rstrip())
+    return EXIT_DONE
+
+
+def _record_of(run: Run) -> tuple[RunJson | None, list[str]]:
+    """The record of a run and its pages, of this machine or of the server."""
+    record, pages = None, []
+    with suppress(OSError, ValueError):
+        record = RunJson.read(RunPlace.of(run.run_id).record)
+    api_url = PREFECT_API_URL.value()
+    if api_url and run.flow_run_id:
+        with suppress(ServerAway), talking_to(api_url) as client:
+            found = artifacts_of(client, UUID(run.flow_run_id), [SUMMARY, COMPONENTS, RECORD])
+            data = {str(one.key): str(one.data) for one in reversed(found)}
+            pages = [data[key] for key in (SUMMARY, COMPONENTS) if key in data]
+            if record is None and RECORD in data:
+                record = record_read(data[RECORD])
+    return record, pages
+
+
+def why(run: RunName = "latest", /, *, pool: Pool = "gang") -> int:
+    """Say why a run waits, or what has become of it.
+
+    Exit: 0 said; 1 the server does not answer; 2 there is no such run.
+    """
+    meant = find(run)
+    record, _pages = _record_of(meant)
+    attempt = record.attempt if record is not None else None
+    if record is not None and attempt is not None and attempt.failure is not None:
+        print(as_text(RunPlace.of(record.run_id), attempt, attempt.failure))
+    elif PREFECT_API_URL.value() and meant.flow_run_id:
+        return why_waiting(meant.flow_run_id, pool=pool)
+    else:
+        print(f"{meant.run_id}: {meant.state}\n{meant.message}".rstrip())
+    return EXIT_DONE
+
+
+def cancel(run: RunName, /) -> int:
+    """End a run: its components are stopped in reverse, and nothing of it is left.
+
+    Exit: 0 it is being cancelled; 1 it can't be from here; 2 there is no such run, or it has ended.
+    """
+    meant = find(run)
+    if meant.state in ENDED:
+        raise NoRun(f"{meant.run_id} has ended: it is {meant.state}")
+    api_url = PREFECT_API_URL.value()
+    if not api_url or not meant.flow_run_id:
+        raise MusterError(
+            f"{meant.run_id} has a Prefect server of its own: end it where it was started, by "
+            "Ctrl-C, or end its process by SIGTERM"
+        )
+    with talking_to(api_url) as client:
+        said: State[Any] = Cancelling(message=f"cancelled by muster on {host_name()}")
+        client.set_flow_run_state(UUID(meant.flow_run_id), said)
+    print(f"{meant.run_id} is being cancelled. To see its end: muster show {meant.run_id}")
+    return EXIT_DONE
+
+
+def overview() -> int:
+    """What runs, waits and failed last, and what one needs most."""
+    known = runs(_PAGE)
+    running = [run for run in known if run.state not in (*ENDED, "queued", "pending_resources")]
+    waiting = [run for run in known if run.state in ("queued", "pending_resources")]
+    failed = [run for run in known if run.state in ("failed", "crashed")][:3]
+    for head, found in (("Runs:", running), ("Waits:", waiting), ("Failed last:", failed)):
+        print(head if found else f"{head} none")
+        for run in found:
+            print(f"  {run.run_id}  {run.state}  {_brief(run.message)}".rstrip())
+    print(
+        "\nmuster train SPEC     run a spec here (muster init writes one)\n"
+        "muster show RUN       what a run does, or what it died of\n"
+        "muster logs RUN -f    what its components write\n"
+        "muster --help         everything else"
+    )
+    return EXIT_DONE
+
+
+_LOOK_EVERY_S, _ASK_EVERY_S = 0.2, 5.0
+_COLORS = ("cyan", "magenta", "yellow", "green", "blue", "red")
+
+
+class NoLog(MusterError):
+    """There is no such log here: the message says where it is, or which there are."""
+
+    exit_code = EXIT_INVALID
+
+
+class _AttemptLogs:
+    """The logs of one attempt, or of one component of it, and how their lines are shown."""
+
+    def __init__(self, place: AttemptPlace, component: str, console: Console) -> None:
+        self._place, self._component, self._console = place, component, console
+        self._logs: dict[str, LogFile] = {}
+
+    def names(self) -> list[str]:
+        found = self._place.directory.glob("*.log*")
+        return sorted({path.name.partition(".log")[0] for path in found})
+
+    def look(self, *, is_last: bool = False) -> None:
+        for name in [self._component] if self._component else self.names():
+            if name not in self._logs:
+                self._logs[name] = LogFile(self._place.log(name))
+        width = max(map(len, self._logs), default=0)
+        for index, (name, log) in enumerate(self._logs.items()):
+            for line in log.look(is_last=is_last):
+                self._show(name.ljust(width), _COLORS[index % len(_COLORS)], line)
+            if is_last:
+                log.close()
+
+    def _show(self, name: str, color: str, line: str) -> None:
+        if not self._console.is_terminal:
+            print(line if self._component else f"{name} | {line}")
+            return
+        head = Text() if self._component else Text(f"{name} | ", style=color)
+        self._console.print(head + Text.from_ansi(line), soft_wrap=True)
+
+
+def logs(
+    run: RunName = "latest",
+    component: str = "",
+    /,
+    *,
+    follow: Annotated[bool, Parameter(name=("--follow", "-f"), negative=())] = False,
+    attempt: int | None = None,
+) -> int:
+    """Show what a run's components have written in its last attempt, side by side.
+
+    Exit: 0 shown; 2 there is no such run, or no such log here.
+
+    Args:
+        component: Only this one's.
+        follow: Go on with what is written, over all further attempts, until the run has ended.
+        attempt: Of this one; left out, the last.
+    """
+    meant = find(run)
+    place, console = RunPlace.of(meant.run_id), Console(highlight=False)
+    try:
+        number = attempt or _wait_for_attempt(meant, place, follow=follow)
+        while True:
+            shown = _AttemptLogs(place.attempt(number), component, console)
+            if not follow and component and component not in shown.names():
+                there = commas(shown.names()) or "none"
+                raise NoLog(
+                    f"attempt {number} of {meant.run_id} has no log of {component}: {there}"
+                )
+            while follow and not _has_ended(meant, place, number):
+                shown.look()
+                sys.stdout.flush()
+                time.sleep(_LOOK_EVERY_S)
+            shown.look(is_last=True)
+            if not follow or not place.attempt(number + 1).directory.exists():
+                return EXIT_DONE
+            number += 1
+            print(f"attempt {number}", file=sys.stderr)
+    except KeyboardInterrupt:
+        # The way out of --follow.
+        return EXIT_DONE
+
+
+def _attempts(place: RunPlace) -> int:
+    numbers = (path.name.removeprefix("attempt-") for path in place.directory.glob("attempt-*"))
+    return max((int(number) for number in numbers if number.isdecimal()), default=0)
+
+
+def _wait_for_attempt(run: Run, place: RunPlace, *, follow: bool) -> int:
+    """The number of its last attempt; where it is followed, once it has one.
+
+    Raises: NoLog.
+    """
+    said = ""
+    while not (number := _attempts(place)):
+        if run.host not in ("", host_name()) and run.started_at is not None:
+            raise NoLog(
+                f"the logs of {run.run_id} are on {run.host}: {place.directory}/attempt-*/*.log "
+                f"there, if its MUSTER_HOME is {place.directory.parents[1]}"
+            )
+        if not follow or run.state in ENDED:
+            raise NoLog(f"{run.run_id} has no logs: it is {run.state}, {run.message or 'no more'}")
+        if run.state != said:
+            print(f"{run.run_id} has not begun: {run.state} {run.message}", file=sys.stderr)
+            said = run.state
+        time.sleep(_ASK_EVERY_S if said else _LOOK_EVERY_S)
+        run = find(run.run_id)
+    return number
+
+
+def _has_ended(run: Run, place: RunPlace, number: int) -> bool:
+    """The attempt has, or its run."""
+    with suppress(OSError, ValueError):
+        record = RunJson.read(place.record)
+        attempts = [one for one in record.attempts if one.number == number]
+        if any(one.ended_at is not None for one in attempts):
+            # What follows it is decided after its end.
+            return record.ended_at is not None or place.attempt(number + 1).directory.exists()
+        return record.ended_at is not None
+    return False

@@ -1,0 +1,289 @@
+"""The command `muster`: its verbs, what it says of others, how a verb ends, and the server that is
+found."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+from cyclopts import App
+
+from deployments.stack.state import Stack, StackPlace
+from tasks import command
+from tasks.command import NAMES, main
+from tasks.processes.identity import ProcessId
+from tasks.show.arguments import run
+from tasks.spec.errors import Fault, InvalidSpec, MusterError
+
+STACK_URL = "http://127.0.0.1:4321/api"
+
+
+@pytest.fixture(autouse=True)
+def restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the command sets for its verbs is undone."""
+    for name in ("PYTHONSAFEPATH", "PREFECT_API_URL"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["trian", "spec.yaml"], "muster has no verb 'trian': did you mean `train`?"),
+        (["log"], "muster has no verb 'log': did you mean `logs`?"),
+        (["sideways"], "muster has no verb 'sideways': they are init, train, submit, "),
+        # not a verb of its own
+        (["drain", "gpu-1"], "muster has no verb 'drain': "),
+    ],
+)
+def test_an_unknown_verb_is_told_the_nearest(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = main(words)
+
+    out, err = capsys.readouterr()
+    assert (code, out) == (2, "")
+    assert err.startswith(said)
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("words", [["trian"], ["--help"], ["-h"], ["--version"]])
+def test_a_word_that_calls_no_verb_costs_no_import_of_one(words: list[str]) -> None:
+    program = (
+        "import sys\n"
+        "from tasks.command import main\n"
+        f"code = main({words!r})\n"
+        "heavy = {name.partition('.')[0] for name in sys.modules} & {'prefect', 'ray', 'httpx'}\n"
+        "verbs = [name for name in sys.modules if name.startswith(('flows', 'tasks.train.'))]\n"
+        "print(code, sorted(heavy), verbs, file=sys.stderr)\n"
+    )
+
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+
+    code = 2 if words == ["trian"] else 0
+    assert done.stderr.splitlines()[-1] == f"{code} [] []", done.stderr
+
+
+@pytest.mark.parametrize(
+    "place", [function for verbs in command._VERBS.values() for _, function, _ in verbs]
+)
+def test_each_verb_is_there(place: str) -> None:
+    module, name = place.split(":")
+
+    assert callable(getattr(import_module(module), name))
+
+
+def test_no_verb_is_called_as_another(capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(["--version"])
+
+    assert len({*NAMES}) == len(NAMES)
+    assert (code, capsys.readouterr().out) == (0, version("muster") + "\n")
+
+
+class Gone(MusterError):
+    """Something is not there."""
+
+
+class Wrong(MusterError):
+    """The arguments are wrong."""
+
+    exit_code = 2
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "said"),
+    [
+        (0, 0, ""),
+        (3, 3, ""),
+        (None, 0, ""),
+        (Gone("it is gone"), 1, "it is gone\n"),
+        (Wrong("no such name"), 2, "no such name\nNothing was done.\n"),
+        (
+            InvalidSpec((Fault(path="gang", problem="must be a mapping"),), "spec.yaml"),
+            2,
+            "Nothing was started.\n",
+        ),
+        (OSError(28, "No space left on device"), 1, "[Errno 28] No space left on device\n"),
+        (KeyboardInterrupt(), 130, "Interrupted.\n"),
+        (SystemExit(4), 4, ""),
+    ],
+)
+def test_a_verb_ends_as_its_error_says_and_shows_only_its_message(
+    end: BaseException | int | None, code: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def verb() -> int | None:
+        if isinstance(end, BaseException):
+            raise end
+        return end
+
+    assert run(App(name="verb", default_command=verb), []) == code
+
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err == said if not isinstance(end, InvalidSpec) else err.endswith(said)
+    assert "Traceback" not in err
+
+
+def test_a_reader_that_has_read_enough_is_no_failure() -> None:
+    program = (
+        "import sys\n"
+        "from cyclopts import App\n"
+        "from tasks.show.arguments import run\n"
+        "def verb() -> int:\n"
+        "    for number in range(100_000):\n"
+        "        print(number)\n"
+        "    return 0\n"
+        "sys.exit(run(App(default_command=verb), []))\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None and process.stderr is not None
+
+    first = process.stdout.readline()
+    process.stdout.close()
+    said = process.stderr.read()
+    process.stderr.close()
+
+    assert (first, process.wait(), said) == ("0\n", 0, "")
+
+
+@pytest.fixture
+def stack(muster_home: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Writes what a stack of this MUSTER_HOME has written down; its supervisor is this process."""
+    monkeypatch.setenv("PREFECT_HOME", str(muster_home / "prefect"))
+
+    def write(*, is_running: bool = True) -> None:
+        supervisor = ProcessId.of(os.getpid())
+        if not is_running:
+            supervisor = supervisor.model_copy(update={"start_ticks": 1})
+        place = StackPlace.of_home()
+        place.directory.mkdir()
+        place.save(
+            Stack(
+                stack_id="0" * 32,
+                state="up",
+                started_at=0.0,
+                supervisor=supervisor,
+                port=4321,
+                api_url=STACK_URL,
+                ui_url="http://127.0.0.1:4321",
+                ray_dashboard="http://127.0.0.1:8265",
+                ray_address="127.0.0.1:6379",
+                ray_temp=Path("/nowhere"),
+                worker="here",
+                worker_health="http://127.0.0.1:8080/health",
+            )
+        )
+
+    return write
+
+
+def profiles(home: Path, *, active: str, **urls: str) -> None:
+    lines = [f'active = "{active}"']
+    lines += [f'[profiles.{name}]\nPREFECT_API_URL = "{url}"' for name, url in urls.items()]
+    lines += ["[profiles.local]", 'PREFECT_LOGGING_LEVEL = "INFO"']
+    (home / "prefect").mkdir()
+    (home / "prefect" / "profiles.toml").write_text("\n".join(lines))
+
+
+def found() -> str | None:
+    command._find_server()
+    return os.environ.get("PREFECT_API_URL")
+
+
+def test_where_none_is_set_the_server_is_that_of_the_stack_that_runs(
+    stack: Callable[..., None],
+) -> None:
+    stack()
+
+    assert found() == STACK_URL
+
+
+def test_without_a_stack_no_server_is_found(stack: Callable[..., None]) -> None:
+    assert found() is None
+
+
+def test_a_stack_that_does_not_run_has_no_server(stack: Callable[..., None]) -> None:
+    stack(is_running=False)
+
+    assert found() is None
+
+
+@pytest.mark.parametrize("text", ["", "{", json.dumps({"port": 1})])
+def test_a_stack_of_which_nothing_can_be_read_hinders_no_verb(muster_home: Path, text: str) -> None:
+    (muster_home / "stack").mkdir()
+    (muster_home / "stack" / "stack.json").write_text(text)
+
+    assert found() is None
+
+
+@pytest.mark.parametrize("url", ["http://prefect.example:4200/api", ""])
+def test_a_server_that_the_environment_names_stays(
+    stack: Callable[..., None], monkeypatch: pytest.MonkeyPatch, url: str
+) -> None:
+    stack()
+    monkeypatch.setenv("PREFECT_API_URL", url)
+
+    assert found() == url
+
+
+@pytest.mark.parametrize(
+    ("active", "asked", "is_set"),
+    [
+        ("far", None, True),
+        ("local", None, False),
+        # as PREFECT_PROFILE says, whichever is active
+        ("local", "far", True),
+        ("far", "local", False),
+        # none of that name
+        ("gone", None, False),
+    ],
+)
+def test_a_server_that_the_profile_names_is_not_passed_over(
+    stack: Callable[..., None],
+    muster_home: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    active: str,
+    asked: str | None,
+    is_set: bool,
+) -> None:
+    stack()
+    profiles(muster_home, active=active, far="http://prefect.example:4200/api")
+    if asked is not None:
+        monkeypatch.setenv("PREFECT_PROFILE", asked)
+
+    assert found() == (None if is_set else STACK_URL)
+
+
+@pytest.mark.parametrize("text", ["not toml", "", "active = 3", "profiles = 3\nactive = 'a'"])
+def test_profiles_that_cannot_be_read_name_no_server(
+    stack: Callable[..., None], muster_home: Path, text: str
+) -> None:
+    stack()
+    (muster_home / "prefect").mkdir()
+    (muster_home / "prefect" / "profiles.toml").write_text(text)
+
+    assert found() == STACK_URL
+
+
+def test_the_server_of_the_stack_is_the_one_that_a_verb_asks(stack: Callable[..., None]) -> None:
+    stack()
+    program = (
+        "from tasks.command import main\n"
+        "code = main(['down', '--help'])\n"
+        "from prefect.settings import PREFECT_API_URL\n"
+        "print('asks', PREFECT_API_URL.value())\n"
+    )
+
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+
+    # The supervisor is this process: it runs for that one too.
+    assert done.stdout.splitlines()[-1] == f"asks {STACK_URL}", done.stderr

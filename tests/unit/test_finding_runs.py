@@ -1,0 +1,192 @@
+"""Runs by the names that people give them, and their list, from the records of one machine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cyclopts import App
+
+from tasks.processes.identity import host_name
+from tasks.record.places import RunPlace
+from tasks.show.arguments import run as run_verb
+from tasks.train import runs
+from tasks.train.runs import NoRun, find
+
+#: Each with when it began, and its state; the last one is the newest.
+OLD, FAILED, LIVE = (
+    "sft-20260101-000000-aaaa",
+    "trial-grpo-20260102-000000-bbbb",
+    "trial-grpo-20260102-000000-bbcc",
+)
+FLOW_RUNS = {
+    OLD: "11111111-0000-4000-8000-000000000000",
+    FAILED: "22222222-0000-4000-8000-000000000000",
+    LIVE: "22333333-0000-4000-8000-000000000000",
+}
+STATES = {OLD: "completed", FAILED: "failed", LIVE: "running"}
+
+LS = App(name="ls", default_command=runs.ls)
+
+
+def write(run_id: str, /, **changes: Any) -> None:
+    number = [*FLOW_RUNS].index(run_id)
+    record = {
+        "run_id": run_id,
+        "flow_run_id": FLOW_RUNS[run_id],
+        "state": STATES[run_id],
+        "message": f"it is {STATES[run_id]}\nand more",
+        "tags": ["demo"],
+        "started_at": 1000.0 + number,
+        "ended_at": None if STATES[run_id] == "running" else 2000.0,
+        "attempts": [{"number": one, "state": "failed"} for one in range(1, number + 2)],
+        **changes,
+    }
+    place = RunPlace.of(record["run_id"])
+    place.directory.mkdir(parents=True)
+    place.record.write_text(json.dumps(record))
+
+
+@pytest.fixture
+def records(muster_home: Path) -> Path:
+    """Three runs, and what is no record of one."""
+    for run_id in FLOW_RUNS:
+        write(run_id)
+    (muster_home / "runs" / "no-record").mkdir()
+    (muster_home / "runs" / "torn-20260103-000000-dddd").mkdir()
+    (muster_home / "runs" / "torn-20260103-000000-dddd" / "run.json").write_text("{")
+    return muster_home
+
+
+@pytest.mark.parametrize(
+    ("name", "run_id"),
+    [
+        (OLD, OLD),
+        # a unique beginning of its id
+        ("sft", OLD),
+        ("trial-grpo-20260102-000000-bbb", FAILED),
+        # of its flow run, whole or its beginning
+        (FLOW_RUNS[LIVE], LIVE),
+        ("1", OLD),
+        ("223", LIVE),
+        ("latest", LIVE),
+    ],
+)
+def test_a_run_is_found_by_what_names_it_alone(records: Path, name: str, run_id: str) -> None:
+    found = find(name)
+
+    assert (found.run_id, found.flow_run_id) == (run_id, FLOW_RUNS[run_id])
+    assert found.state == STATES[run_id]
+
+
+def test_a_whole_id_is_meant_where_another_one_begins_with_it(muster_home: Path) -> None:
+    for run_id in (OLD, LIVE):
+        write(run_id)
+    write(FAILED, run_id=OLD + "-again")
+
+    assert find(OLD).run_id == OLD
+
+
+@pytest.mark.parametrize("name", ["trial", "trial-grpo-20260102-000000-bb", "22"])
+def test_a_beginning_of_several_names_them_all(records: Path, name: str) -> None:
+    with pytest.raises(NoRun, match=f"^{name} can be ") as refused:
+        find(name)
+
+    assert FAILED in str(refused.value) and LIVE in str(refused.value)
+    assert OLD not in str(refused.value)
+    assert refused.value.exit_code == 2
+
+
+@pytest.mark.parametrize("name", ["nobody", "bbbb", "last", OLD + "x", "no-record", "torn"])
+def test_what_names_no_run_is_told_where_they_are_listed(records: Path, name: str) -> None:
+    with pytest.raises(NoRun, match=f"there is no run {name}: muster ls"):
+        find(name)
+
+
+@pytest.mark.parametrize("name", ["latest", "any"])
+def test_without_a_run_it_says_how_to_start_one(muster_home: Path, name: str) -> None:
+    with pytest.raises(NoRun, match="there is no run yet: muster train SPEC"):
+        find(name)
+
+
+def test_programs_get_the_list_newest_first(
+    records: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = run_verb(LS, ["--json"])
+
+    listed = json.loads(capsys.readouterr().out)
+    assert code == 0
+    assert [one["run_id"] for one in listed] == [LIVE, FAILED, OLD]
+    assert listed[1] == {
+        "run_id": FAILED,
+        "flow_run_id": FLOW_RUNS[FAILED],
+        "state": "failed",
+        "message": "it is failed\nand more",
+        "tags": ["demo"],
+        "created_at": 1001.0,
+        "started_at": 1001.0,
+        "ended_at": 2000.0,
+        "attempts": 2,
+        "host": host_name(),
+    }
+    assert listed[0]["ended_at"] is None
+    assert all(one.keys() == listed[1].keys() for one in listed)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "listed"),
+    [
+        (["--limit", "2"], [LIVE, FAILED]),
+        (["--state", "completed"], [OLD]),
+        (["--state", "completed", "--state", "running"], [LIVE, OLD]),
+        # the limit is of what is asked for
+        (["--state", "completed", "--limit", "1"], [OLD]),
+        (["--state", "cancelled"], []),
+    ],
+)
+def test_a_list_is_of_what_is_asked_for(
+    records: Path, arguments: list[str], listed: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = run_verb(LS, [*arguments, "--json"])
+
+    assert code == 0
+    assert [one["run_id"] for one in json.loads(capsys.readouterr().out)] == listed
+
+
+def test_the_newest_of_many_are_read(records: Path) -> None:
+    assert [run.run_id for run in runs.runs(at_most=3)] == [LIVE, FAILED]
+
+
+def test_where_there_is_no_terminal_a_run_is_a_line_of_whole_words(
+    records: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_verb(LS, [])
+
+    rows = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
+    assert [(row[0], row[1], row[4]) for row in rows] == [
+        (run_id, STATES[run_id], f"it is {STATES[run_id]}") for run_id in (LIVE, FAILED, OLD)
+    ]
+
+
+def test_an_empty_list_is_no_failure(muster_home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    codes = [run_verb(LS, []), run_verb(LS, ["--json"])]
+
+    out, err = capsys.readouterr()
+    assert codes == [0, 0]
+    assert out == "[]\n"
+    assert "muster train SPEC starts one" in err
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [(OLD, "has ended: it is completed"), ("trial", "can be"), (LIVE, "Ctrl-C")],
+)
+def test_what_cannot_be_cancelled_from_here_is_told(
+    records: Path, name: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = run_verb(App(name="cancel", default_command=runs.cancel), [name])
+
+    assert code == (1 if name == LIVE else 2)
+    assert said in capsys.readouterr().err

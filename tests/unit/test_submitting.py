@@ -1,0 +1,207 @@
+"""`muster submit` and `muster deploy`: what they ask of the Prefect server, and what they say."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from cyclopts import App
+from prefect.client.schemas.objects import State
+from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.states import Cancelled, Completed, Failed, Running, Scheduled
+
+from tasks.show.arguments import run
+from tasks.spec.loading import load_spec
+from tasks.train import deploying
+from tests.support.submitting import SubmitServer
+from tests.support.web import serving
+
+MUSTER = App(name="muster")
+for verb in (deploying.submit, deploying.deploy):
+    MUSTER.command(verb)
+
+SPEC = {
+    "name": "trial",
+    "workload": "sft",
+    "tags": ["demo"],
+    "components": {"trainer": {"command": ["python", "none.py"]}},
+}
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> SubmitServer:
+    server = SubmitServer()
+    monkeypatch.setattr(deploying, "_server", lambda: nullcontext(server))
+    monkeypatch.setattr(deploying, "_ASKED_EVERY_S", 0)
+    return server
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> Path:
+    """A spec in a folder of a project."""
+    (tmp_path / ".git").mkdir()
+    (tmp_path / "runs").mkdir()
+    path = tmp_path / "runs" / "spec.yaml"
+    path.write_text(yaml.safe_dump(SPEC))
+    return path
+
+
+def test_a_run_is_queued_with_its_whole_spec_and_works_in_its_project(
+    server: SubmitServer, spec: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = run(MUSTER, ["submit", str(spec), "--set", "tags=[other]", "--queue", "urgent"])
+
+    [created] = server.created
+    state = created.pop("state")
+    out, err = capsys.readouterr()
+    assert code == 0
+    assert state.is_scheduled()
+    assert created == {
+        "parameters": {"spec": load_spec(spec, ["tags=[other]"]).for_server()},
+        "tags": ("other",),
+        "work_queue_name": "urgent",
+        "job_variables": {"working_dir": str(spec.parents[1])},
+    }
+    assert "is queued" in out and "muster logs trial-sft-" in out and "muster cancel trial" in out
+    assert f"project {spec.parents[1]}, python " in out
+    # The worker's host may have it.
+    assert "must be on the worker's host: components.trainer.command.1: there is no such" in err
+
+
+@pytest.mark.parametrize(
+    ("end", "code"), [(Completed(), 0), (Failed(message="CUDA_OOM: x"), 1), (Cancelled(), 130)]
+)
+def test_a_run_that_is_watched_gives_its_exit_code(
+    server: SubmitServer,
+    spec: Path,
+    capsys: pytest.CaptureFixture[str],
+    end: State[Any],
+    code: int,
+) -> None:
+    server.states = [Scheduled(), Running(), Running(), Running(message="trainer"), end]
+
+    found = run(MUSTER, ["submit", str(spec), "--watch"])
+
+    shown = [line.split(" ", 1)[1] for line in capsys.readouterr().out.splitlines()[-4:]]
+    assert found == code
+    # A state that stays is told once.
+    assert shown[:3] == ["Scheduled", "Running", "Running: trainer"]
+
+
+@pytest.mark.parametrize("verb", ["submit", "deploy"])
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--set", "workload=dance"], "workload: must be ppo, grpo or sft"),
+        (["--set", "nonsense"], "nonsense"),
+    ],
+)
+def test_an_invalid_spec_reaches_no_server(
+    server: SubmitServer,
+    spec: Path,
+    verb: str,
+    arguments: list[str],
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code = run(MUSTER, [verb, str(spec), *arguments])
+
+    out, err = capsys.readouterr()
+    assert (code, out) == (2, "")
+    assert said in err
+    assert err.endswith("Nothing was started.\n")
+    assert (server.created, server.deployed) == ([], [])
+
+
+@pytest.mark.parametrize("verb", ["submit", "deploy"])
+def test_a_server_without_the_deployment_of_any_spec_is_told_what_makes_it(
+    spec: Path, verb: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = SubmitServer(has_any=False)
+    monkeypatch.setattr(deploying, "_server", lambda: nullcontext(server))
+
+    code = run(MUSTER, [verb, str(spec)])
+
+    err = capsys.readouterr().err
+    assert code == 1
+    assert "no deployment train/any" in err and "muster up makes it" in err
+
+
+def test_a_deployment_has_the_spec_and_is_started_with_no_form(
+    server: SubmitServer, spec: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = ["--cron", "0 3 * * *", "--timezone", "Europe/Berlin"]
+
+    code = run(MUSTER, ["deploy", str(spec), "--name", "nightly", *line])
+
+    [deployed] = server.deployed
+    [schedule] = deployed["schedules"]
+    assert code == 0
+    assert deployed["name"] == "nightly"
+    assert deployed["parameters"] == {"spec": load_spec(spec).for_server()}
+    assert deployed["parameter_openapi_schema"]["required"] == []
+    assert deployed["job_variables"] == {"working_dir": str(spec.parents[1])}
+    assert (schedule.schedule.cron, schedule.schedule.timezone) == ("0 3 * * *", "Europe/Berlin")
+    assert "prefect deployment run 'train/nightly'" in capsys.readouterr().out
+
+
+def test_a_deployment_without_a_cron_line_keeps_its_schedules(
+    server: SubmitServer, spec: Path
+) -> None:
+    code = run(MUSTER, ["deploy", str(spec)])
+
+    assert code == 0
+    assert (server.deployed[0]["name"], server.deployed[0]["schedules"]) == ("trial", None)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (["--cron", "at night"], 'Invalid cron string: "at night"'),
+        (
+            ["--cron", "0 3 * * *", "--timezone", "Mars/Olympus"],
+            'Invalid timezone: "Mars/Olympus"',
+        ),
+    ],
+)
+def test_a_time_that_is_none_deploys_nothing(
+    server: SubmitServer,
+    spec: Path,
+    line: list[str],
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code = run(MUSTER, ["deploy", str(spec), *line])
+
+    err = capsys.readouterr().err
+    assert code == 2
+    assert err.startswith("--cron") and said in err
+    assert len(err.splitlines()) == 2 and err.endswith("Nothing was done.\n")
+    assert server.deployed == []
+
+
+@pytest.mark.parametrize("verb", ["submit", "deploy"])
+def test_without_a_server_it_says_how_to_start_one(
+    spec: Path, verb: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with temporary_settings(restore_defaults={PREFECT_API_URL}):
+        code = run(MUSTER, [verb, str(spec)])
+
+    assert code == 1
+    assert "muster up" in capsys.readouterr().err
+
+
+def test_what_the_server_refuses_is_told_in_its_words(
+    spec: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with (
+        serving(lambda *_: (422, {"detail": "no such queue: urgentt"})) as url,
+        temporary_settings({PREFECT_API_URL: f"{url}/api"}),
+    ):
+        code = run(MUSTER, ["submit", str(spec), "--queue", "urgentt"])
+
+    assert code == 1
+    assert "does not take it: no such queue: urgentt" in capsys.readouterr().err
