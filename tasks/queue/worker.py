@@ -189,7 +189,8 @@ class GangWorker(ProcessWorker):
     ) -> ProcessWorkerResult:
         """Run a flow run's process to its end, and leave no flow run that only seems to hold."""
         began = asyncio.get_running_loop().time()
-        result = await self._run_here(flow_run, configuration, task_status)
+        one = self._run_here if await self._is_by_module(flow_run) else super().run
+        result = await one(flow_run, configuration, task_status)
         is_cut = self._waker is not None and self._waker.was_cut_since(began - _CUT_BEFORE_S)
         for _try in range(_SETTLED_AFTER_TRIES):
             try:
@@ -200,6 +201,13 @@ class GangWorker(ProcessWorker):
                 self._logger.debug("%s is not settled: %r", flow_run.id, error)
                 await asyncio.sleep(_AGAIN_S)
         return result
+
+    async def _is_by_module(self, flow_run: FlowRun) -> bool:
+        """Whether its code is where the deployment's steps go, or is installed: nothing is to be
+        fetched before."""
+        assert flow_run.deployment_id is not None
+        deployment = await self.client.read_deployment(flow_run.deployment_id)
+        return bool(deployment.pull_steps) or ":" not in (deployment.entrypoint or ":")
 
     async def _run_here(
         self, flow_run: FlowRun, configuration: ProcessJobConfiguration, task_status: Any

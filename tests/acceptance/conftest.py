@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.support.ground import until
+from tests.support.ground import in_checkout, until
 from tests.support.prefect_api import ask
 from tests.support.pseudo_terminal import PseudoTerminal
 from tests.support.stage import processes_with
@@ -106,7 +106,7 @@ def start_run(api: str, tmp_path: Path) -> Iterator[Callable[..., Run]]:
     ) -> Run:
         number = len(runs)
         home, path = tmp_path / f"home-{number}", tmp_path / f"spec-{number}.yaml"
-        path.write_text(yaml.safe_dump({"cwd": str(ROOT), **spec}, sort_keys=False))
+        path.write_text(yaml.safe_dump(in_checkout(spec), sort_keys=False))
         output = tmp_path / f"output-{number}.txt"
         env = {**os.environ, "MUSTER_HOME": str(home), **environ}
         if server:

@@ -23,6 +23,7 @@ from tasks.processes.ports import PortsReserved
 from tasks.processes.supervisor import Supervisor
 from tasks.record.events import EventLog
 from tasks.spec.probes import LiveProbe, ReadyProbe
+from tests.support.ground import in_checkout
 
 #: In the order of their start.
 NAMES = ("api", "trainer", "environment")
@@ -139,7 +140,7 @@ class FlowProcess:
         self._home = place / "muster"
         self._output = place / "flow.out"
         path = place / "spec.yaml"
-        path.write_text(yaml.safe_dump(dict(spec), sort_keys=False))
+        path.write_text(yaml.safe_dump(in_checkout(spec), sort_keys=False))
         with self._output.open("wb") as output:
             self._popen = subprocess.Popen(
                 [sys.executable, "-m", "flows.train", str(path)],

@@ -31,7 +31,7 @@ from typing import Any
 import httpx
 import yaml
 
-from tests.support.ground import FINAL, Ground, Server, until
+from tests.support.ground import FINAL, Ground, Server, in_checkout, until
 from tests.support.help import HelpFormatter
 from tests.support.ray_cluster import RAY_ENV, RayCluster
 from tests.support.stage import came, processes_with
@@ -207,7 +207,7 @@ def begin(trial: Trial) -> None:
         trial.flow_run_id = trial.ground.submit(trial.spec()).flow_run_id
         return
     path = trial.ground.home / f"spec-{trial.number}.yaml"
-    path.write_text(yaml.safe_dump(trial.spec(), sort_keys=False))
+    path.write_text(yaml.safe_dump(in_checkout(trial.spec()), sort_keys=False))
     process = trial.ground.start("-m", "flows.train", str(path), log=f"train-{trial.number}")
     trial.pid = process.pid
 

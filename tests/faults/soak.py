@@ -31,6 +31,7 @@ from typing import Any
 import httpx
 import yaml
 
+from tests.support.ground import in_checkout
 from tests.support.help import HelpFormatter
 from tests.support.prefect_api import ask
 from tests.support.stage import came, processes_with
@@ -178,7 +179,7 @@ def kill(pid: int) -> None:
 def run_trial(trial: Trial, api_url: str) -> Trial:
     """Start the run, do to it what was drawn, and hold its record against the truth."""
     spec = trial.home / f"spec-{trial.number}.yaml"
-    spec.write_text(yaml.safe_dump(trial.spec(), sort_keys=False))
+    spec.write_text(yaml.safe_dump(in_checkout(trial.spec()), sort_keys=False))
     env = {**os.environ, "MUSTER_HOME": str(trial.home), "PREFECT_API_URL": api_url}
     with (trial.home / f"output-{trial.number}.txt").open("wb") as output:
         trial.process = subprocess.Popen(

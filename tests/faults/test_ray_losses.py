@@ -19,7 +19,7 @@ import pytest_asyncio
 import yaml
 
 from tasks.ray.dashboard import Dashboard
-from tests.support.ground import Ground, Run, Server, until
+from tests.support.ground import Ground, Run, Server, in_checkout, until
 from tests.support.ray_cluster import RayCluster
 from tests.support.ray_jobs import Wire, wire_to
 
@@ -122,7 +122,7 @@ def spec_of(address: str, directory: Path, code: str, *arguments: str, **more: A
 def start_impatient(ground: Ground, spec: dict[str, Any]) -> subprocess.Popen[bytes]:
     ground.home.mkdir(parents=True, exist_ok=True)
     path = ground.home / "spec.yaml"
-    path.write_text(yaml.safe_dump(spec, sort_keys=False))
+    path.write_text(yaml.safe_dump(in_checkout(spec), sort_keys=False))
     return ground.start("-c", IMPATIENT, str(path), log="train")
 
 

@@ -277,7 +277,7 @@ def test_a_fleet_under_its_floor_is_notified(scene: Scene) -> None:
 
 
 def test_a_node_that_is_drained_by_the_command_is_notified(scene: Scene) -> None:
-    command = [sys.executable, "-m", "tasks.queue", "drain", "n1"]
+    command = [sys.executable, "-m", "tasks.command", "queue", "drain", "n1"]
     done = subprocess.run(
         command, cwd=ROOT, env=scene.pool.ground.env, capture_output=True, text=True
     )
@@ -333,7 +333,7 @@ def test_without_a_block_the_firing_is_in_the_feed_and_with_one_it_notifies(
         ).json()["id"]
         client.delete_block_document(block)
         created = [one.what for one in apply(client, tmp_path)]
-        command = [sys.executable, "-m", "tasks.queue", "drain", "n2"]
+        command = [sys.executable, "-m", "tasks.command", "queue", "drain", "n2"]
         subprocess.run(command, cwd=ROOT, env=scene.pool.ground.env, check=True)
         fired = scene.until_fired("theirs", "muster.node.n2")
         save_block(api, scene.url)

@@ -1,4 +1,4 @@
-"""The command `python -m flows.preflight`, and what a cluster is found to do with orphans."""
+"""The command `muster preflight`, and what a cluster is found to do with orphans."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tasks.command import main
 from tests.support.ray_cluster import RAY_ENV, ROOT, RayCluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
@@ -34,7 +35,8 @@ def test_fit_nodes_pass_and_nothing_stays_in_the_shared_directory(
     shared.mkdir()
 
     done = command(
-        "flows.preflight",
+        "tasks.command",
+        "preflight",
         *("--address", ray_cluster.address, "--shared", str(shared)),
         # Other tests of this machine may have runs.
         *("--free-gib", "0.001", "--ray-free-gib", "0.001"),
@@ -51,7 +53,9 @@ def test_an_unfit_node_is_named_with_the_remedy(ray_cluster: RayCluster, muster_
     name = f"127.0.0.1/{ray_cluster.nodes[0].node_id[:8]}"
 
     done = command(
-        "flows.preflight", *("--address", ray_cluster.address, "--gpus", "real", "--skew-s", "60")
+        "tasks.command",
+        "preflight",
+        *("--address", ray_cluster.address, "--gpus", "real", "--skew-s", "60"),
     )
 
     assert done.returncode == 1
@@ -68,12 +72,12 @@ def test_an_unfit_node_is_named_with_the_remedy(ray_cluster: RayCluster, muster_
     ],
 )
 def test_wrong_arguments_are_said_before_anything_starts(arguments: tuple[str, ...]) -> None:
-    assert command("flows.preflight", *arguments).returncode == 2
+    assert main(["preflight", *arguments]) == 2
 
 
 @pytest.mark.thorough
 def test_a_cluster_that_does_not_answer_is_a_failure_with_its_address(muster_home: Path) -> None:
-    done = command("flows.preflight", "--address", "http://127.0.0.1:9")
+    done = command("tasks.command", "preflight", "--address", "http://127.0.0.1:9")
 
     assert done.returncode == 1
     assert "http://127.0.0.1:9" in done.stdout + done.stderr

@@ -161,7 +161,7 @@ def test_jobs_of_a_host_that_is_given_up_are_ended_from_another_one(
     there = {"host": "lost-host", "process": here["process"] | {"boot_id": "another"}}
     owner.write_text(json.dumps(here | there))
 
-    said = ground.ask("flows.reconcile", "--lost-host", "lost-host")
+    said = ground.ask("tasks.command", "reconcile", "--lost-host", "lost-host")
 
     assert said.splitlines()[-1] == "lost-host: 1 of 1 lost runs reconciled"
     assert status_of(ray_cluster, submission_id) == "STOPPED"

@@ -272,7 +272,7 @@ def test_the_runs_of_a_host_that_is_given_up_are_finished_from_another_one(
     owner.write_text(json.dumps(here | there))
 
     of_this_host = ground.reconcile_without_flow()
-    said = ground.ask("flows.reconcile", "--lost-host", "lost-host")
+    said = ground.ask("tasks.command", "reconcile", "--lost-host", "lost-host")
 
     assert of_this_host == "nothing to do"
     assert said.splitlines()[-1] == "lost-host: 1 of 1 lost runs reconciled"

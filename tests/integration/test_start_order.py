@@ -10,7 +10,7 @@ import yaml
 
 from tasks.train.deploying import load_run_spec
 from tests.support.gang_pool import GangPool, gang_pool
-from tests.support.ground import Run, Server
+from tests.support.ground import Run, Server, in_checkout
 from tests.support.postgres import postgres, why_no_postgres
 from tests.support.prefect_api import ask
 from tests.support.production import migrate, settings_of
@@ -35,7 +35,7 @@ def test_a_deployment_s_run_starts_in_the_order_of_its_file_on_postgresql(tmp_pa
     components = {name: serves for name in names} | {"trainer": {"command": ["true"]}}
     spec = tmp_path / "spec.yaml"
     written = {"name": "x", "workload": "grpo", "components": components}
-    spec.write_text(yaml.safe_dump(written, sort_keys=False))
+    spec.write_text(yaml.safe_dump(in_checkout(written), sort_keys=False))
 
     with postgres() as database:
         settings = {

@@ -17,7 +17,7 @@ import yaml
 from tasks.processes.identity import host_name
 from tests.support.gang_evidence import PART, Asked, history_of
 from tests.support.gang_referee import FINAL, History
-from tests.support.ground import ROOT, Ground, Run, Server, until
+from tests.support.ground import ROOT, Ground, Run, Server, in_checkout, until
 from tests.support.prefect_api import ask
 
 POOL = "gang"
@@ -171,7 +171,7 @@ class GangPool:
     def start(self, spec: Mapping[str, Any]) -> tuple[Popen[bytes], Run]:
         """Directly: `python -m flows.train`."""
         path = self.ground.home / f"spec-{len(self.asked)}.yaml"
-        path.write_text(yaml.safe_dump(dict(spec), sort_keys=False))
+        path.write_text(yaml.safe_dump(in_checkout(spec), sort_keys=False))
         seen = {run["id"] for run in self.ground.flow_runs()}
         process = self.ground.start("-m", "flows.train", str(path), log="train")
 

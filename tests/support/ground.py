@@ -35,6 +35,11 @@ FINAL = frozenset({"COMPLETED", "FAILED", "CRASHED", "CANCELLED"})
 T = TypeVar("T")
 
 
+def in_checkout(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """The spec, wherever its file is written, with the checkout as what `cwd` starts from."""
+    return {**spec, "cwd": str(ROOT / spec.get("cwd", "."))}
+
+
 def until(found: Callable[[], T], what: str, within_s: float = DEADLINE_S) -> T:
     """What is found, once it is something. Raises: AssertionError, when it is not in time."""
     deadline = time.monotonic() + within_s
@@ -139,7 +144,7 @@ class Ground:
         """Directly, without a worker."""
         path = self.home / "spec.yaml"
         self.home.mkdir(parents=True, exist_ok=True)
-        path.write_text(yaml.safe_dump(dict(spec), sort_keys=False))
+        path.write_text(yaml.safe_dump(in_checkout(spec), sort_keys=False))
         seen = {run["id"] for run in self.flow_runs()}
         self.start("-m", "flows.train", str(path), log="train")
 

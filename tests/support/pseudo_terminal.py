@@ -56,6 +56,11 @@ class PseudoTerminal:
     def text(self) -> str:
         return self.emulator().text
 
+    @property
+    def written(self) -> str:
+        """All of it, with what a terminal does not show."""
+        return self._written.decode(errors="replace")
+
     def until_read(self, within_s: float = 30.0) -> None:
         """Wait until the last process on it has ended and all is read."""
         self._thread.join(within_s)
