@@ -129,6 +129,16 @@ def _number(stat: os.stat_result) -> tuple[int, int]:
     return stat.st_dev, stat.st_ino
 
 
+def _begins_with(log: Path, copy: Path) -> bool:
+    """Whether a log was copied and is not cut yet."""
+    with suppress(OSError), log.open("rb") as mine, copy.open("rb") as its:
+        while data := its.read(_READ_BYTES):
+            if mine.read(len(data)) != data:
+                return False
+        return its.tell() > 0
+    return False
+
+
 def _copies(log: Path) -> list[Path]:
     """What a log was rotated to: `trainer.log.1`, `trainer.log-20260102`; the youngest first."""
     found = {}
@@ -156,7 +166,8 @@ class LogFile:
         if not self._opened:
             # What was rotated before the first look.
             for older in reversed(_copies(self._path)):
-                self._open(older)
+                if not _begins_with(self._path, older):
+                    self._open(older)
         self._open(self._path)
         # Whoever wrote to one that was moved may still do so, and end a line that is begun there.
         for opened in self._opened.values():

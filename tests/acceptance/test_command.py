@@ -193,5 +193,5 @@ def test_a_server_that_does_not_answer_is_named(start_run: Callable, gang_of: Ca
     run = start_run(gang_of(STAY), server="http://127.0.0.1:9/api")
 
     assert run.wait() == 1
-    assert "http://127.0.0.1:9/api" in run.text() and "make up" in run.text()
+    assert "http://127.0.0.1:9/api" in run.text() and "muster up" in run.text()
     assert not (run.home / "runs").exists()

@@ -71,7 +71,12 @@ def test_an_unfit_node_is_named_with_the_remedy(ray_cluster: RayCluster, muster_
         (),
     ],
 )
-def test_wrong_arguments_are_said_before_anything_starts(arguments: tuple[str, ...]) -> None:
+def test_wrong_arguments_are_said_before_anything_starts(
+    arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # It sets it for itself, and must not for the tests after this one.
+    monkeypatch.setenv("PYTHONSAFEPATH", "1")
+
     assert main(["preflight", *arguments]) == 2
 
 

@@ -13,12 +13,13 @@ import httpx
 import pytest
 from prefect.client.orchestration import PrefectClient, get_client
 from prefect.settings import PREFECT_API_URL, temporary_settings
-from tasks.queue.__main__ import main
 
+from tasks.queue import command
 from tasks.queue.look import NodeUse, QueuedRun, QueueView
 from tasks.queue.packing import Demand
 from tasks.queue.settings import settings_of
 from tasks.queue.tables import ROWS_AT_MOST, QueueArtifacts, keys_of
+from tasks.show.arguments import run
 from tests.support.ground import sleepers
 from tests.support.prefect_api import ask
 
@@ -239,26 +240,22 @@ def pool(api: str) -> Iterator[str]:
     ask("DELETE", f"{api}/work_pools/operated")
 
 
-def test_an_operator_changes_the_pool_and_nothing_else_of_it(api: str, pool: str) -> None:
+def test_an_operator_changes_the_pool_and_nothing_else_of_it(
+    api: str, pool: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "QueueViewer", lambda: no_look)
     before = ask("GET", f"{api}/work_pools/{pool}")
 
     codes = [
-        main([*words, "--pool", pool], look=no_look)
-        for words in (
-            ["drain", "gpu-1"],
-            ["set", "policy=backfill", "limit.team-a=16"],
-            ["pause"],
-            ["pause", "--queue", "low"],
-        )
+        run(command.app, [*words, "--pool", pool])
+        for words in (["drain", "gpu-1"], ["set", "policy=backfill", "limit.team-a=16"])
     ]
 
     after = ask("GET", f"{api}/work_pools/{pool}")
     settings = settings_of(after["base_job_template"])
-    assert codes == [0, 0, 0, 0]
+    assert codes == [0, 0]
     assert (settings.drained, settings.policy) == (("gpu-1",), "backfill")
     assert settings.limits == {"team-a": 16}
-    assert after["is_paused"]
-    assert ask("GET", f"{api}/work_pools/{pool}/queues/low")["is_paused"]
     after["base_job_template"]["variables"]["properties"].pop("gang")
     assert after["base_job_template"] == before["base_job_template"]
 
@@ -286,7 +283,7 @@ def test_an_onlooker_sees_what_a_gate_would_do_and_does_nothing(
 ) -> None:
     before = ask("POST", f"{api}/flow_runs/filter", {"work_pools": {"name": {"any_": [unserved]}}})
 
-    code = main(["--pool", unserved])
+    code = run(command.app, ["--pool", unserved])
 
     after = ask("POST", f"{api}/flow_runs/filter", {"work_pools": {"name": {"any_": [unserved]}}})
     told = capsys.readouterr().out
