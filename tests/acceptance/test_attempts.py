@@ -70,6 +70,7 @@ def test_ctrl_c_ends_the_wait_for_the_next_attempt(start_run: Callable, gang_of:
         (["STORAGE", "FULL", "FULL", "STORAGE"], ["STORAGE", "FULL", "FULL", "STORAGE"]),
     ],
 )
+@pytest.mark.thorough
 def test_kind_has_as_many_attempts_as_the_spec_lists(
     start_run: Callable, gang_of: Callable, kinds: list[str], attempts: list[str]
 ) -> None:

@@ -144,6 +144,7 @@ def test_run_takes_its_record_to_another_host(ground: Ground, room: Path, tmp_pa
     assert json.loads(artifacts(run)["attempts"]["data"])[-1]["state"] == "completed"
 
 
+@pytest.mark.thorough
 def test_run_that_waits_has_no_process_and_can_be_cancelled(ground: Ground, room: Path) -> None:
     run = ground.submit(waiting_for(room, delay_s=600))
     state = until_parked(run)

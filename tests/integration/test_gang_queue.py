@@ -255,6 +255,7 @@ def test_run_past_the_gate_waits_in_its_own_process(server: Server, tmp_path: Pa
         ground.clear()
 
 
+@pytest.mark.thorough
 def test_a_stage_of_a_pipeline_has_one_run_however_often_it_is_created(pool: GangPool) -> None:
     """Its process may be killed between creating and noting, and two may do it at once."""
     pool.patch(is_paused=True)

@@ -49,6 +49,7 @@ def test_fit_nodes_pass_and_nothing_stays_in_the_shared_directory(
     assert done.returncode == (1 if wrong else 0)
 
 
+@pytest.mark.thorough
 def test_an_unfit_node_is_named_with_the_remedy(ray_cluster: RayCluster, muster_home: Path) -> None:
     name = f"127.0.0.1/{ray_cluster.nodes[0].node_id[:8]}"
 

@@ -115,6 +115,7 @@ def until_finished(run: Run) -> None:
     until(is_gone, "nothing of the run is registered")
 
 
+@pytest.mark.thorough
 def test_jobs_of_a_killed_flow_go_on_and_its_next_process_attaches_to_them(
     ground: Ground, ray_cluster: RayCluster, finished: Path
 ) -> None:
