@@ -69,8 +69,7 @@ install:  ## install into .venv what is needed, unless that is done
 	stopped=
 	trap 'stopped=1' INT TERM
 	touch $(VENV)/.installing
-	# What is never imported need not be compiled: that is most of it, and a third of the time.
-	if $(PY) -m pip install -qq --no-compile --disable-pip-version-check --no-input -c constraints.txt -e '.[quickstart,dev]' 9<&-; then
+	if $(PY) -m pip install -qq --disable-pip-version-check --no-input -c constraints.txt -e '.[quickstart,dev]' 9<&-; then
 		echo "$$wanted" >$(VENV)/.installed
 		rm $(VENV)/.installing
 	else

@@ -35,7 +35,7 @@ _QUIET = {
     "NO_PROXY": "127.0.0.1,localhost",
     "no_proxy": "127.0.0.1,localhost",
 }
-#: They lead to a server, a cluster or a run that is not the test's own.
+#: They lead to a server, a cluster or a run that is not the test's own, or make all of it slow.
 _FOREIGN = (
     "PREFECT_API_URL",
     "PREFECT_API_KEY",
@@ -47,6 +47,8 @@ _FOREIGN = (
     "MUSTER_RUN_ID",
     "MUSTER_ATTEMPT",
     "MUSTER_COMPONENT",
+    # Each process that a test starts would compile our sources anew.
+    "PYTHONDONTWRITEBYTECODE",
 )
 #: What is ending anyway may take this long after the last test.
 _LEFTOVERS_WITHIN_S = 10.0

@@ -149,7 +149,7 @@ class RunRegister:
     def __init__(self, owner: Owner, home: Path | None = None) -> None:
         """Waits for somebody who is finishing an earlier process of the run.
 
-        Raises: RunHeld; OSError, where it can't be written.
+        Raises: RunHeld; OSError, where it can't be written, or is another flow run's.
         """
         #: Where it is on disk; gone once the run is forgotten.
         self.directory = _live(home) / owner.run_id
@@ -161,6 +161,9 @@ class RunRegister:
             self._lock_fd = _try_lock(self.directory)
             if self._lock_fd is None:
                 other = _read(self.directory / _OWNER, Owner)
+                if other and other.flow_run_id != owner.flow_run_id:
+                    why = f"{self.directory} is flow run {other.flow_run_id}'s"
+                    raise FileExistsError(errno.EEXIST, f"{why}, not {owner.flow_run_id}'s")
                 if (other and other.process.is_alive()) or time.monotonic() > deadline:
                     who = f"another process of this machine runs {owner.run_id}"
                     raise RunHeld(errno.EBUSY, who)

@@ -33,7 +33,7 @@ ACCELERATORS = ("GPU", "NPU", "HPU", "TPU")
 _OF_BUNDLE = re.compile(rf"({'|'.join(ACCELERATORS)}|CPU)_group_(\d+)_([0-9a-f]{{36}})")
 #: `<run id>--aNN` and maybe `-<component>`, of `tasks.record.places.make_run_id` and
 #: `tasks.ray.submission.submission_id`.
-_SUBMISSION = re.compile(r"(.+-\d{8}-\d{6}-[0-9a-f]{4})--a\d{2,}(-.+)?")
+_SUBMISSION = re.compile(r"(.+-\d{8}-\d{6}-[0-9a-f]{8})--a\d{2,}(-.+)?")
 #: The name of Ray's actor that runs a submission. Source: ray/dashboard/modules/job/common.py.
 _SUPERVISOR = "_ray_internal_job_actor_"
 #: What every node has; a driver can't ask for them by `entrypoint_resources`.

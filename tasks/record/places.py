@@ -15,12 +15,12 @@ def muster_home() -> Path:
 
 
 def make_run_id(name: str, workload: str, flow_run_id: UUID, created: datetime) -> str:
-    """`<name>-<workload>-<YYYYMMDD>-<HHMMSS>-<4 hex>`, the same each time for one flow run.
+    """`<name>-<workload>-<YYYYMMDD>-<HHMMSS>-<8 hex>`, the same each time for one flow run.
 
     Args:
         created: when the flow run was created, aware; written in UTC.
     """
-    return f"{name}-{workload}-{created.astimezone(UTC):%Y%m%d-%H%M%S}-{flow_run_id.hex[:4]}"
+    return f"{name}-{workload}-{created.astimezone(UTC):%Y%m%d-%H%M%S}-{flow_run_id.hex[-8:]}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ change replaces the file atomically.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -189,6 +190,23 @@ class RunJson(Recorded):
         """Raises: OSError, ValueError."""
         return RunJson.parse(path.read_bytes())
 
+    @staticmethod
+    def of_flow_run(path: Path, flow_run_id: str) -> RunJson | None:
+        """What is on record of a run; None for nothing.
+
+        Raises: FileExistsError, where it is another flow run's; OSError, ValueError.
+        """
+        if not path.exists():
+            return None
+        found = RunJson.read(path)
+        if found.flow_run_id not in ("", flow_run_id):
+            why = (
+                f"{path.parent} has the record of flow run {found.flow_run_id}: flow run "
+                f"{flow_run_id} does not go on with it; move that directory away, and retry"
+            )
+            raise FileExistsError(errno.EEXIST, why)
+        return found.known()
+
     def known(self) -> RunJson:
         """The same, for whoever decides by its state.
 
@@ -319,7 +337,7 @@ class RunRecord:
             adopts: its jobs outlive its processes, on any host.
             more: further keys of the file.
 
-        Raises: OSError, ValueError, when the file can't be read.
+        Raises: OSError, ValueError, when the file can't be read, or is of another flow run.
         """
         self._path = path
         self._clock = clock
@@ -335,7 +353,7 @@ class RunRecord:
             "containment": None,
             "attempts": (),
         }
-        here = RunJson.read(path).known() if path.exists() else None
+        here = RunJson.of_flow_run(path, flow_run_id)
         content |= here.as_json() if here else {}
         if earlier is not None and len(earlier.attempts) > len(here.attempts if here else ()):
             content |= earlier.taken_over(clock(), adopts=adopts).as_json()

@@ -83,6 +83,8 @@ class RunSession:
         self.resolved = spec
         self.flow_run_id = flow_run_id
         self.place = RunPlace.of(run_id)
+        # Before anything of it is ended, or changed.
+        RunJson.of_flow_run(self.place.record, str(flow_run_id))
         #: The run's jobs outlive its processes.
         self.adopts = spec.on_lost_flow == "adopt"
         finish_predecessor(run_id, adopts=self.adopts)

@@ -183,7 +183,7 @@ _OWN = re.compile(
     r"|attempt-\d+/(events\.jsonl|rollout\.jsonl|rollout-plan\.json|submission[^/]*\.json)"
 )
 _LOG = re.compile(r"attempt-\d+/[^/]*\.log")
-_RUN_ID = re.compile(r"[a-z][a-z0-9-]*-(?:ppo|grpo|sft)-\d{8}-\d{6}-[0-9a-f]{4}")
+_RUN_ID = re.compile(r"[a-z][a-z0-9-]*-(?:ppo|grpo|sft)-\d{8}-\d{6}-[0-9a-f]{8}")
 
 
 def sizes(directory: Path) -> dict[str, int]:

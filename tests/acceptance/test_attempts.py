@@ -45,6 +45,7 @@ def test_quickstart_that_is_killed_goes_on_from_its_checkpoint(start_run: Callab
     assert f"registered for steps {step + 1} to 40" in log
 
 
+@pytest.mark.thorough
 def test_ctrl_c_ends_the_wait_for_the_next_attempt(start_run: Callable, gang_of: Callable) -> None:
     retry = {"INSUFFICIENT_RESOURCES": {"delay_s": 3600, "max_delay_s": 3600}}
     run = start_run(gang_of(NO_ROOM, retry=retry))

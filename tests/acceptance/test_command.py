@@ -31,7 +31,7 @@ def test_a_run_that_did_its_work_completes(start_run: Callable, gang_of: Callabl
     assert run.wait() == 0, run.text()
     record, flow_run = run.record(), run.flow_run()
     assert record["state"] == "completed"
-    assert re.fullmatch(r"trial-grpo-\d{8}-\d{6}-[0-9a-f]{4}", record["run_id"])
+    assert re.fullmatch(r"trial-grpo-\d{8}-\d{6}-[0-9a-f]{8}", record["run_id"])
     assert flow_run["name"] == record["run_id"] == run.directory.name
     assert flow_run["state"]["type"] == "COMPLETED"
     assert [attempt["state"] for attempt in record["attempts"]] == ["completed"]
@@ -41,6 +41,7 @@ def test_a_run_that_did_its_work_completes(start_run: Callable, gang_of: Callabl
     assert run.pids() == []
 
 
+@pytest.mark.thorough
 def test_a_limit_of_one_of_its_tags_keeps_none_of_its_steps_waiting(
     api: str, start_run: Callable, gang_of: Callable
 ) -> None:
@@ -108,6 +109,7 @@ def test_an_invalid_spec_starts_nothing(start_run: Callable, gang_of: Callable) 
     assert not run.home.exists()
 
 
+@pytest.mark.thorough
 def test_a_missing_program_is_found_at_first(start_run: Callable, gang_of: Callable) -> None:
     spec = gang_of(STAY)
     spec["components"]["environment"]["command"] = ["python", "no/such/environment.py", "serve"]
@@ -119,7 +121,14 @@ def test_a_missing_program_is_found_at_first(start_run: Callable, gang_of: Calla
     assert not run.home.exists()
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "signum",
+    [
+        pytest.param(signal.SIGINT, marks=pytest.mark.thorough),
+        signal.SIGTERM,
+        pytest.param(signal.SIGHUP, marks=pytest.mark.thorough),
+    ],
+)
 def test_a_signal_ends_the_run_as_cancelled(
     start_run: Callable, gang_of: Callable, signum: signal.Signals
 ) -> None:
@@ -135,6 +144,7 @@ def test_a_signal_ends_the_run_as_cancelled(
     assert run.pids() == []
 
 
+@pytest.mark.thorough
 def test_a_second_interrupt_waits_for_no_grace(start_run: Callable, gang_of: Callable) -> None:
     spec = gang_of(STUBBORN)
     spec["components"]["trainer"] |= {"ready": {"log": "up"}, "stop": {"grace_s": 600}}

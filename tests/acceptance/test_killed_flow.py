@@ -106,6 +106,7 @@ def test_nothing_is_left_of(
     assert bystander.poll() is None
 
 
+@pytest.mark.thorough
 def test_nothing_is_left_of_a_temporary_server(gang_of: Callable, tmp_path: Path) -> None:
     spec = gang_of("import time; time.sleep(600)")
 

@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.thorough
 def test_quick_benchmarks_print_a_table_and_write_every_figure(tmp_path: Path) -> None:
     written = tmp_path / "figures.json"
     page = (ROOT / "BENCHMARKS.md").read_bytes()

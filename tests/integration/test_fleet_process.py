@@ -212,6 +212,7 @@ def test_a_server_that_dies_is_started_again_and_told_to_the_run(fleet: FleetPro
     assert told[1]["outcome"] == "recovered"
 
 
+@pytest.mark.thorough
 def test_a_server_whose_port_is_taken_gets_another_one(fleet: FleetProcess) -> None:
     with socket.create_server(("127.0.0.1", 0)) as thief:
         taken = thief.getsockname()[1]
@@ -271,6 +272,7 @@ def test_a_gateway_whose_port_is_taken_is_exit_2_and_starts_nothing(fleet: Fleet
     assert not (fleet.directory / "rollout-r0.log").exists()
 
 
+@pytest.mark.thorough
 def test_it_can_be_told_to_end_while_servers_load(fleet: FleetProcess) -> None:
     fleet.start(fleet.plan(fleet={"command": [*COMMAND, "--up-after-s", "600"]}))
     wait_until(lambda: "server.started rank=1" in fleet.tail(), "both are started")
@@ -304,6 +306,7 @@ def test_a_process_killed_at_this_moment_leaves_nothing(fleet: FleetProcess, mom
     # The fixture waits until nothing is left.
 
 
+@pytest.mark.thorough
 def test_a_request_under_way_at_the_end_gets_an_error_to_retry_on(fleet: FleetProcess) -> None:
     fleet.start(fleet.plan())
     for server in fleet.until_ready()["servers"]:
@@ -326,6 +329,7 @@ def test_a_request_under_way_at_the_end_gets_an_error_to_retry_on(fleet: FleetPr
     assert fleet.wait() == 0
 
 
+@pytest.mark.thorough
 def test_a_killed_guardian_takes_the_whole_fleet_with_it(fleet: FleetProcess, stage: Stage) -> None:
     health = f"http://127.0.0.1:{fleet.port}/muster/health"
     ready = ReadyProbe.model_validate({"http": health, "json": {"ready": True}})

@@ -203,7 +203,15 @@ def test_all_killed_without_budget_is_fatal(play: Callable[..., None]) -> None:
     play(history, budget=1)
 
 
-@pytest.mark.parametrize("kind", ["status", "hang", "garbage", "reset"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("status", marks=pytest.mark.thorough),
+        "hang",
+        "garbage",
+        pytest.param("reset", marks=pytest.mark.thorough),
+    ],
+)
 def test_an_engine_that_is_dead_behind_a_live_server_is_restarted(
     play: Callable[..., None], kind: str
 ) -> None:

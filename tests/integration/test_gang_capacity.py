@@ -85,10 +85,11 @@ def of_all(cluster: Cluster) -> dict[str, float]:
     }
 
 
+@pytest.mark.thorough
 async def test_what_a_run_of_ours_has_taken_is_told_from_what_others_use(
     jobs: Jobs, ray_cluster: RayCluster, capacity: Capacity
 ) -> None:
-    run_id = f"trial-sft-20260102-030405-{uuid.uuid4().hex[:4]}"
+    run_id = f"trial-sft-20260102-030405-{uuid.uuid4().hex[-8:]}"
     (_, ours), (_, theirs) = await asyncio.gather(
         jobs.launched("python", "-c", GANG, run_id=run_id),
         # Its id is none that a run has.

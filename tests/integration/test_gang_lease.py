@@ -69,6 +69,7 @@ def test_killed_gate_is_followed_at_once_on_its_host(gates: Gates) -> None:
     assert overlaps(gates.lines()) == []
 
 
+@pytest.mark.thorough
 def test_killed_gate_is_followed_by_another_hosts(gates: Gates) -> None:
     first = gates.start("here", **SOON)
     gates.until_decided_without()
@@ -98,6 +99,7 @@ def test_suspended_gate_writes_nothing_once_another_may_decide(gates: Gates, hos
     assert overlaps(gates.lines()) == []
 
 
+@pytest.mark.thorough
 def test_gate_that_is_ended_gives_it_back(gates: Gates, api: str) -> None:
     first = gates.start("here", **NEVER, writes=1000, pause_s=0.1)
     assert gates.holder() == first

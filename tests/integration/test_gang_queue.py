@@ -106,6 +106,7 @@ def logged(run: Run) -> list[tuple[int, str]]:
     return [(line["level"], line["message"]) for line in found if line["name"] == "muster.queue"]
 
 
+@pytest.mark.thorough
 def test_logs_say_why_a_run_waits_where_it_goes_or_why_it_is_refused(pool: GangPool) -> None:
     holder = pool.hold(ALL)
     run = pool.submit(pool.spec(nodes=2, gpus=8))
@@ -216,6 +217,7 @@ def give(run: Run, nodes: dict[str, int], *, by: ProcessId) -> None:
     ask("PATCH", f"{run.ground.api}/flow_runs/{run.flow_run_id}/labels", grant.labels())
 
 
+@pytest.mark.thorough
 def test_run_that_is_started_directly_waits_in_line(pool: GangPool) -> None:
     pool.hold(ALL)
     first = pool.submit(pool.spec(nodes=2, gpus=8))

@@ -15,7 +15,7 @@ from tests.support.ground import Ground, Server, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.thorough, pytest.mark.timeout(600)]
 
-OLD, WANTED = (f"{name}-grpo-20260101-000000-abcd" for name in ("old", "wanted"))
+OLD, WANTED = (f"{name}-grpo-20260101-000000-abcd91c2" for name in ("old", "wanted"))
 
 
 @pytest.fixture(scope="module")

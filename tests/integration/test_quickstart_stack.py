@@ -155,6 +155,7 @@ def test_ended_training_can_be_resumed(start_stack: Callable[[], Stack], tmp_pat
     assert steps_in(out) == list(range(1, last_step + 1))
 
 
+@pytest.mark.thorough
 def test_trainer_and_environment_fail_when_the_api_dies(stack: Stack, tmp_path: Path) -> None:
     stack.start_api()
     stack.start_trainer(steps=100_000, out=tmp_path / "out")

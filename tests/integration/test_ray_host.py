@@ -37,7 +37,7 @@ http.server.ThreadingHTTPServer(("", int(sys.argv[1])), Handler).serve_forever()
 """
 _HEALTH = Ask(method="GET", path="/health")
 _WITHIN_S = 60.0
-_RUN = "fleet-grpo-20260101-120000-abcd"
+_RUN = "fleet-grpo-20260101-120000-abcd91c2"
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.slow]
 
@@ -170,6 +170,7 @@ async def test_a_death_is_told_with_its_last_words(ray_cluster: RayCluster, tmp_
         await fleet.serving(slot, epoch=8)
 
 
+@pytest.mark.thorough
 async def test_the_death_of_an_actor_ends_its_server_and_can_be_recovered(
     ray_cluster: RayCluster, tmp_path: Path
 ) -> None:
@@ -197,6 +198,7 @@ async def test_what_has_no_room_is_said(ray_cluster: RayCluster, tmp_path: Path)
             raise AssertionError("three nodes of 8 GPUs are not there")
 
 
+@pytest.mark.thorough
 async def test_a_missing_program_is_refused(ray_cluster: RayCluster, tmp_path: Path) -> None:
     async with fleet_on(ray_cluster, tmp_path, bundles=1) as fleet:
         slot = await fleet.slot(0, node=0)

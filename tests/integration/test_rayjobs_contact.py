@@ -33,6 +33,7 @@ async def jobs(wire: Wire, tmp_path: Path, muster_home: Path) -> AsyncIterator[J
     assert jobs.marked() == []
 
 
+@pytest.mark.thorough
 async def test_a_cut_that_is_mended_costs_neither_job_nor_log(jobs: Jobs, wire: Wire) -> None:
     program = "import time\nfor i in range(80): print(i, flush=True); time.sleep(0.1)"
     plan, job = await jobs.launched("python", "-c", program)
@@ -133,6 +134,7 @@ async def test_a_server_that_is_no_dashboard_is_the_users_error(tmp_path: Path) 
     assert (refused.value.loss.kind, left) == (FailureKind.USER_ERROR, ())
 
 
+@pytest.mark.thorough
 async def test_a_directory_that_is_too_large_to_ship_is_the_users_error(jobs: Jobs) -> None:
     with (jobs.working_dir / "weights.bin").open("wb") as f:
         f.truncate(110 * 1024 * 1024)

@@ -73,6 +73,7 @@ async def test_the_driver_gets_its_words_its_environment_and_the_programs_of_ray
     assert (known["status"], known["exit_code"], known["left"]) == ("succeeded", 0, [])
 
 
+@pytest.mark.thorough
 async def test_its_end_is_told_by_code_or_signal(jobs: Jobs) -> None:
     segfault = "import ctypes; ctypes.string_at(0)"
 
@@ -142,6 +143,7 @@ async def test_a_stop_ends_the_whole_tree_with_its_grace_period(jobs: Jobs) -> N
     assert jobs.told.swept
 
 
+@pytest.mark.thorough
 async def test_a_stop_from_outside_is_said_to_be_one(jobs: Jobs, ray_cluster: RayCluster) -> None:
     plan, job = await jobs.launched("sleep", "3600")
     dashboard = Dashboard(ray_cluster.address)
@@ -201,6 +203,7 @@ async def test_a_second_process_attaches_without_a_gap_or_repeat_in_the_log(jobs
     assert jobs.told.names.count("job.attached") == 1
 
 
+@pytest.mark.thorough
 async def test_a_job_without_a_process_of_ours_is_ended_by_its_file(jobs: Jobs) -> None:
     plan, job = await jobs.launched("sh", "-c", f"{_TREE} exec sleep 3600")
     await job.let_go()
@@ -216,6 +219,7 @@ async def test_a_job_without_a_process_of_ours_is_ended_by_its_file(jobs: Jobs) 
     assert json.loads(plan.submission_file.read_text())["status"] == "stopped"
 
 
+@pytest.mark.thorough
 async def test_gpus_that_are_not_taken_by_the_deadline_are_named(jobs: Jobs) -> None:
     program = (
         "import ray, time; from ray.util.placement_group import placement_group as pg\n"

@@ -69,6 +69,7 @@ def label(ground: Ground, flow_run_id: str, worker: str) -> None:
     ask("PATCH", url, {"prefect.worker.name": worker})
 
 
+@pytest.mark.thorough
 def test_a_run_whose_flow_process_was_killed_comes_to_a_true_end(ground: Ground) -> None:
     before = len(ground.artifacts())
     run = ground.start_run(sleepers("api", "trainer")).until_running()
@@ -157,6 +158,7 @@ def test_a_parked_run_is_not_touched(ground: Ground) -> None:
     assert run.record()["state"] == "pending_resources"
 
 
+@pytest.mark.thorough
 def test_with_the_server_away_the_run_is_finished_and_kept_in_mind(ground: Ground) -> None:
     run = ground.start_run(sleepers()).until_running()
     run.kill_flow()
@@ -258,6 +260,7 @@ def test_a_run_of_another_host_is_left_to_it(ground: Ground, pending: Callable[.
     assert list(ground.home.glob("live/*")) == list(ground.home.glob("parked/*")) == []
 
 
+@pytest.mark.thorough
 def test_the_runs_of_a_host_that_is_given_up_are_finished_from_another_one(
     ground: Ground, pending: Callable[..., Run]
 ) -> None:

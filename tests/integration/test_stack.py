@@ -270,6 +270,7 @@ def test_a_node_that_dies_is_replaced_and_the_stack_goes_on(home: Home) -> None:
     assert home.stack == stack
 
 
+@pytest.mark.thorough
 def test_a_second_up_applies_the_deployments_and_leaves_the_pool_s_limit(home: Home) -> None:
     before = home.stack
     home.api("PATCH", "/work_pools/gang", {"concurrency_limit": 3})
@@ -282,10 +283,11 @@ def test_a_second_up_applies_the_deployments_and_leaves_the_pool_s_limit(home: H
     assert home.api("GET", "/work_pools/gang")["concurrency_limit"] == 3
 
 
+@pytest.mark.thorough
 def test_a_run_through_the_queue_completes(home: Home) -> None:
     flow_run = home.wait_for(home.trigger(steps=5), "", state="COMPLETED")
 
-    assert re.fullmatch(r"quickstart-grpo-\d{8}-\d{6}-[0-9a-f]{4}", flow_run["name"])
+    assert re.fullmatch(r"quickstart-grpo-\d{8}-\d{6}-[0-9a-f]{8}", flow_run["name"])
     record = home.record(flow_run)
     assert record["state"] == "completed"
     assert record["flow_run_id"] == flow_run["id"]
@@ -402,6 +404,7 @@ def test_a_schedule_starts_a_run_with_the_values_it_names(home: Home) -> None:
     assert flow_run["state"]["message"] == "step 5 of 5"
 
 
+@pytest.mark.thorough
 def test_a_cancel_leaves_nothing_of_the_run(home: Home) -> None:
     flow_run = home.wait_for(home.trigger(steps=100_000), "running: api, trainer, environment")
     assert len(processes_with("MUSTER_RUN_ID", flow_run["name"])) >= 3

@@ -110,6 +110,7 @@ def test_a_sweep_within_a_flow_run_is_seen_on_it_node_by_node(
     assert {run.state_name for run in found} == {"Completed"}
 
 
+@pytest.mark.thorough
 def test_a_cluster_that_is_away_is_said_by_the_deadline(run_id: str) -> None:
     report = asyncio.run(sweep("127.0.0.1:9", run_id=run_id, within_s=8))
 

@@ -132,6 +132,7 @@ def test_signal_that_comes_while_it_is_left_wins(
     assert notes(muster_home) == []
 
 
+@pytest.mark.thorough
 def test_run_waits_with_its_process_while_the_server_is_away(
     refused: Refused, muster_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -148,6 +149,7 @@ def test_run_waits_with_its_process_while_the_server_is_away(
     assert notes(muster_home) == []
 
 
+@pytest.mark.thorough
 def test_state_whose_answer_is_lost(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else two processes would go on with one run."""
     session, run = refused()

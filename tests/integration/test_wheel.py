@@ -55,6 +55,7 @@ def test_wheel_holds_the_packages_and_nothing_else(wheel: Path) -> None:
     assert "deployments/prefect.yaml" in names
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_every_module_imports_outside_the_checkout(installed: Path, tmp_path: Path) -> None:
     # The quickstart's programs find each other in their own folder.

@@ -37,7 +37,7 @@ def test_a_newcomer_finds_a_deployment_and_starts_it(stack: UiStack, ui: Ui) -> 
     ended = stack.until_state(id, "Completed", "Failed", "Crashed")
     ui.open_run(id, "TaskRuns")
     ui.sees("Completed", *TASKS)
-    assert re.match(r"quickstart-grpo-\d{8}-\d{6}-[0-9a-f]{4}$", ended["name"])
+    assert re.match(r"quickstart-grpo-\d{8}-\d{6}-[0-9a-f]{8}$", ended["name"])
     assert ended["name"] in ui.text()
 
 

@@ -26,7 +26,7 @@ from tasks.train.announced import RunAnnouncements
 from tasks.upkeep.report import Reconciled
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMON = {"run_id": "trial-grpo-20260101-000000-abcd", "workload": "grpo", "host": "gpu-1"}
+COMMON = {"run_id": "trial-grpo-20260101-000000-abcd91c2", "workload": "grpo", "host": "gpu-1"}
 FAILURE = Failure(
     kind=FailureKind.CUDA_OOM,
     component="trainer",

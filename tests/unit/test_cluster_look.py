@@ -17,7 +17,7 @@ from ray.core.generated import gcs_service_pb2_grpc as services
 from tasks.ray.dashboard import Denied, NoAnswer
 from tasks.ray.usage import ActorReport, Cluster, ClusterLook, NodeReport, run_of, use_of
 
-RUN = "trial-sft-20260102-030405-0a1b"
+RUN = "trial-sft-20260102-030405-0a1b91c2"
 ONE, TWO = "0a1b2c3d" * 7, "4e5f6071" * 7
 JOB, FOREIGN_JOB = "01000000", "02000000"
 SUBMISSIONS = {JOB: f"{RUN}--a01", FOREIGN_JOB: ""}

@@ -38,7 +38,7 @@ def run_record(tmp_path: Path) -> Path:
 def written(folder: Path, *attempts: dict[str, Any]) -> Path:
     path = folder / "run.json"
     content = {
-        "run_id": "x-grpo-20260102-030405-abcd",
+        "run_id": "x-grpo-20260102-030405-abcd91c2",
         "state": "failed",
         "started_at": 1000.0,
         "ended_at": 1081.5,
@@ -61,7 +61,7 @@ def test_a_failure_says_what_failed_first_what_to_do_and_where_to_read(run_recor
     assert shown == [
         "",
         "failed: RUNTIME_ERROR: trainer (pid 8) killed by SIGSEGV after 3.1 s",
-        "  run      x-grpo-20260102-030405-abcd",
+        "  run      x-grpo-20260102-030405-abcd91c2",
         "  took     1:21, 1 attempt",
         "  first    trainer, RUNTIME_ERROR, SIGSEGV",
         "  hint     native code crashed",
@@ -104,7 +104,7 @@ def test_a_completed_run_names_nothing_that_failed_before(tmp_path: Path) -> Non
     assert block(state="completed", message="step 60 of 60", record_path=record) == [
         "",
         "completed: step 60 of 60",
-        "  run      x-grpo-20260102-030405-abcd",
+        "  run      x-grpo-20260102-030405-abcd91c2",
         "  took     1:21, 2 attempts (NODE_LOST, completed)",
         f"  record   {record}",
     ]

@@ -17,9 +17,9 @@ from tasks.train.runs import NoRun, find
 
 #: Each with when it began, and its state; the last one is the newest.
 OLD, FAILED, LIVE = (
-    "sft-20260101-000000-aaaa",
-    "trial-grpo-20260102-000000-bbbb",
-    "trial-grpo-20260102-000000-bbcc",
+    "sft-20260101-000000-aaaa91c2",
+    "trial-grpo-20260102-000000-bbbb91c2",
+    "trial-grpo-20260102-000000-bbcc91c2",
 )
 FLOW_RUNS = {
     OLD: "11111111-0000-4000-8000-000000000000",

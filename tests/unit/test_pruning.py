@@ -26,7 +26,7 @@ from tasks.upkeep.retention import Act, Retention
 from tests.support.ground import ROOT
 
 DAY_S = 24 * 3600.0
-OLD, NEW, OTHER = (f"{name}-grpo-20260101-000000-abcd" for name in ("old", "new", "other"))
+OLD, NEW, OTHER = (f"{name}-grpo-20260101-000000-abcd91c2" for name in ("old", "new", "other"))
 ALL = Retention(days=0, outputs=True)
 
 

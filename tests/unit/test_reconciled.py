@@ -9,7 +9,7 @@ import pytest
 from tasks.upkeep.report import Reconciled, Report
 
 LOST = Reconciled(
-    name="quickstart-grpo-20260101-000000-abcd",
+    name="quickstart-grpo-20260101-000000-abcd91c2",
     flow_run_id="1b4e28ba-2fa1-4d3b-a3f5-ef19b5a7633b",
     found="its process (pid 812) was gone",
     killed=(813, 814),
@@ -41,7 +41,7 @@ def test_what_counts_as_done(run: Reconciled, has_acted: bool) -> None:
 
 def test_a_line_tells_the_whole_story() -> None:
     assert str(LOST) == (
-        "quickstart-grpo-20260101-000000-abcd: its process (pid 812) was gone; "
+        "quickstart-grpo-20260101-000000-abcd91c2: its process (pid 812) was gone; "
         "ended 2 processes (pid 813, 814); removed /dev/shm/a, /tmp/b; "
         "run.json: failed; Prefect: Crashed"
     )
@@ -68,8 +68,8 @@ def test_the_table_holds_what_was_done_only() -> None:
         "",
         "| run | found | ended | removed | run.json | Prefect | still open |",
         "| --- | --- | --- | --- | --- | --- | --- |",
-        "| quickstart-grpo-20260101-000000-abcd | its process (pid 812) was gone | pid 813, 814 "
-        "| `/dev/shm/a`, `/tmp/b` | failed | Crashed |  |",
+        "| quickstart-grpo-20260101-000000-abcd91c2 | its process (pid 812) was gone | pid 813, "
+        "814 | `/dev/shm/a`, `/tmp/b` | failed | Crashed |  |",
     ]
 
 
