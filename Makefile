@@ -11,6 +11,10 @@ MAKEFLAGS += --no-builtin-rules
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
+# What most processes import, that it is compiled before the first does.
+IMPORTED := import deployments.stack.command, deployments.worker, flows.pipeline, prefect.cli.deployment, \
+	prefect.cli.server, prefect.cli.worker, prefect.server.api.server, ray.dashboard.agent, \
+	ray.dashboard.dashboard, ray.scripts.scripts
 SPEC ?= deployments/runs/quickstart.yaml
 
 # No program started from here reports to anybody or downloads a model.
@@ -69,7 +73,10 @@ install:  ## install into .venv what is needed, unless that is done
 	stopped=
 	trap 'stopped=1' INT TERM
 	touch $(VENV)/.installing
-	if $(PY) -m pip install -qq --disable-pip-version-check --no-input -c constraints.txt -e '.[quickstart,dev]' 9<&-; then
+	if $(PY) -m pip install -qq --no-compile --disable-pip-version-check --no-input -c constraints.txt -e '.[quickstart,dev]' 9<&-; then
+		# Only what is imported: all of it would take a minute. Not left to the first import, which may
+		# be forbidden to write: each process would then take seconds longer.
+		env -u PYTHONDONTWRITEBYTECODE $(PY) -c '$(IMPORTED)'
 		echo "$$wanted" >$(VENV)/.installed
 		rm $(VENV)/.installing
 	else
@@ -89,7 +96,7 @@ test: install  ## lint, types and tests [ARGS='-k name']
 	$(if $(findstring tests/,$(ARGS)),exec $(PY) -m pytest $(ARGS))
 	# pytest exits 5 where it finds no test, as one of the parts may with `-k name`.
 	exited=5
-	for part in "tests/unit -n 2" "tests --ignore=tests/unit -n 2 --dist loadgroup"; do
+	for part in "tests/unit -n 2" "tests --ignore=tests/unit -n 2 --dist loadgroup --no-loadscope-reorder"; do
 		code=0
 		$(PY) -m pytest $$part $(ARGS) || code=$$?
 		[ $$code -le 1 ] || [ $$code = 5 ] || exit $$code

@@ -12,6 +12,7 @@ import shutil
 import tempfile
 import time
 import uuid
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,14 +115,21 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With `--dist loadgroup` a file stays on one worker, and so do all that share the Ray cluster.
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With `--dist loadgroup` a file stays on one worker, and so do all that share the Ray cluster;
+    the groups with the most slow tests begin, so that no worker has one of them left at the end.
 
     First, since the plugin reads the groups at this moment too.
     """
+    slow = Counter[str]()
+    groups: dict[pytest.Item, str] = {}
     for item in items:
         shares = "ray_cluster" in getattr(item, "fixturenames", ())
-        item.add_marker(pytest.mark.xdist_group("ray" if shares else str(item.path)))
+        groups[item] = group = "ray" if shares else str(item.path)
+        item.add_marker(pytest.mark.xdist_group(group))
+        slow[group] += item.get_closest_marker("slow") is not None
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: -slow[groups[item]])
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
