@@ -21,8 +21,9 @@ from ray import cloudpickle
 from ray.job_submission import JobStatus, JobSubmissionClient
 
 import tasks
+from deployments import node_shapes
+from deployments.node_shapes import SHAPES, ShapeEnding, exit_code_in_worker, try_shape
 from tasks.ray.dashboard import Dashboard, Denied, LiveNode, NoAnswer, ready_driver
-from tasks.ray.node_shapes import SHAPES, ShapeEnding, exit_code_in_worker, try_shape
 
 EXIT_HOLDS, EXIT_LEAKS, EXIT_INVALID = 0, 1, 2
 #: The deprecated subreaper takes 13 s for a grandchild.
@@ -50,7 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"no such node; there are {known}", file=sys.stderr)
         return EXIT_INVALID
     ready_driver(gcs_address)
-    cloudpickle.register_pickle_by_value(tasks)  # type: ignore[no-untyped-call]
+    for sent in (tasks, node_shapes):
+        cloudpickle.register_pickle_by_value(sent)  # type: ignore[no-untyped-call]
     ray.init(gcs_address, log_to_driver=False, logging_level=logging.ERROR)
     endings: list[ShapeEnding] = []
     codes: list[int] = []

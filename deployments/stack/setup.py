@@ -31,7 +31,8 @@ from deployments.stack.env import (
     ROOT,
     SET_UP,
 )
-from tasks.queue.capacity import local_cluster
+from tasks.processes.identity import host_name
+from tasks.queue.capacity import devices_here
 from tasks.queue.ledger import TYPE
 from tasks.queue.settings import TableNode, settings_of, with_settings
 from tasks.queue.worker import GangWorker
@@ -69,8 +70,8 @@ def ensure_pool(client: SyncPrefectClient) -> None:
     try:
         client.create_work_pool(pool)
         # Runs of processes find this machine's GPUs; on a cluster, Ray says which there are.
-        here = asyncio.run(local_cluster()).nodes
-        table = tuple(TableNode(name=node.name, gpus=node.gpus) for node in here if node.gpus)
+        gpus = len(asyncio.run(devices_here()).indices)
+        table = (TableNode(name=host_name(), gpus=gpus),) if gpus else ()
     except ObjectAlreadyExists:
         print(f"The work pool {POOL} is there already, and left as it is.", flush=True)
         if (found := client.read_work_pool(POOL).type) != TYPE:

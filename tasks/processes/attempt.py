@@ -198,6 +198,8 @@ class SupervisedAttempt:
             await self._context.close()
             raise
         self._watch(self._follow_progress())
+        if self._plan.time_limit_s is not None:
+            self._watch(self._follow_clock(self._plan.time_limit_s))
 
     async def start(self, name: str) -> None:
         """Start one component and wait until it is ready.
@@ -463,6 +465,14 @@ class SupervisedAttempt:
     async def _follow_progress(self) -> None:
         why = await self._progress.until_stalled()
         self._fail(self._stalled_member(), why, "stall", kind=FailureKind.STALLED)
+
+    async def _follow_clock(self, limit_s: float) -> None:
+        # That of another process of the run, where this one goes on with its jobs.
+        had_s = time.time() - self._plan.began_at if self._plan.began_at is not None else 0.0
+        await asyncio.sleep(max(0.0, limit_s - had_s))
+        message = f"it has run for its gang.max_hours, {limit_s / 3600:g}"
+        failure = Failure(kind=FailureKind.TIME_LIMIT, message=message, rule="time-limit")
+        self._decide(Decision.of(Verdict.failed(failure, time.monotonic())))
 
     def _is_quiet(self) -> bool:
         """Nothing can be expected to move: nothing is started, or a job has not begun."""

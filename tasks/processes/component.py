@@ -61,6 +61,8 @@ class AttemptPlan:
     success_step: float | None = None
     #: Seconds without progress and output after which the run has failed; None: never.
     stall_after_s: float | None = None
+    #: Seconds from its beginning to its end as TIME_LIMIT; None: it may take any time.
+    time_limit_s: float | None = None
     #: When it began, UTC epoch seconds; None: now.
     began_at: float | None = None
     #: What holds the attempt's processes.

@@ -29,6 +29,10 @@ from tasks.processes.ending import (
 )
 from tasks.record.outcome import Exit
 
+#: What each guardian keeps open as long as it lives: the locks of what its component was given, so
+#: that what a killed process leaves running has that until it, too, has ended.
+kept_fds: set[int] = set()
+
 _GUARDIAN = (sys.executable, "-I", "-S", str(Path(__file__).with_name("guardian.py")))
 #: A guardian reports its component's end in milliseconds; one that is stopped or hung never does.
 _REPORT_WITHIN_S = 2.0
@@ -130,7 +134,11 @@ class GuardedProcess:
             with guardians_lock:
                 popen = subprocess.Popen(
                     [*_GUARDIAN, *numbers, name, *map(str, inside)],
-                    pass_fds=[theirs.fileno(), me, *(fd for fd in inside if fd >= 0)],
+                    pass_fds=[
+                        *(theirs.fileno(), me),
+                        *(fd for fd in inside if fd >= 0),
+                        *kept_fds,
+                    ],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,

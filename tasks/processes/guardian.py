@@ -260,7 +260,10 @@ def main() -> None:
     for signum in _IGNORED:
         signal.signal(signum, signal.SIG_IGN)
     fd, supervisor, mark = map(int, sys.argv[1:4])
-    os.set_inheritable(supervisor, False)
+    # What it was given, the locks of devices among it, is not for what it guards.
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            os.set_inheritable(int(name), int(name) <= 2)
     is_marked = tree.mark_own(mark)
     channel = Channel(fd)
     if inside := [int(text) for text in sys.argv[5:]]:

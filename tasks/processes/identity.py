@@ -13,8 +13,11 @@ from tasks.processes import tree
 
 
 def host_name() -> str:
-    """This machine's name: what is recorded under another name is another machine's business."""
-    return socket.gethostname()
+    """This machine's name: what is recorded under another name is another machine's business.
+
+    MUSTER_HOST is it where set: a container has a name of its own, and its node another one.
+    """
+    return os.environ.get("MUSTER_HOST") or socket.gethostname()
 
 
 @cache

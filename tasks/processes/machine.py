@@ -1,8 +1,8 @@
-"""What can be told of one machine before a run is sent to it, its NVIDIA GPUs among it: how many
-there are, and who has memory of them.
+"""What can be told of one machine before a run is sent to it.
 
-Sent to nodes by value, as `sweep`: the standard library only, plain data out.
-Source: nvidia-smi --help-query-gpu and --help-query-compute-apps.
+Sent to nodes by value, as `sweep`: the standard library only, plain data out. NVML is asked where
+its bindings are there.
+Source: NVML API Reference Guide, nvmlDeviceGet*.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import importlib.util
 import os
 import platform
 import shutil
-import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -24,74 +23,88 @@ from typing import Any
 from tasks.processes.ending import environments, shown_command
 from tasks.processes.tree import machine, parent_of
 
-_WITHIN_S = 20.0
-_DRIVER = Path("/proc/driver/nvidia/version")
+#: Where there is a driver of NVIDIA.
+DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def gpus_seen() -> dict[str, Any]:
-    """What the driver sees.
+    """What NVIDIA's driver sees.
 
-    Returns: `{"driver": bool, "problem": str, "gpus": [{"uuid", "used_mib"}], "processes":
-    [{"uuid", "pid", "used_mib", "alive"}]}`. Without a driver, `driver` is false; with one that
-    does not answer, `problem` says what it does. `used_mib` is None where the driver does not tell.
+    Returns: `{"driver": bool, "problem": str, "gpus": [{"index", "uuid", "used_mib", "problem"}],
+        "processes": [{"uuid", "pid", "used_mib", "alive"}]}`. Without a driver, `driver` is false;
+        with one that does not answer, `problem` says what it does. A GPU with a `problem` is to get
+        no run. `used_mib` is None where the driver does not tell.
     """
     answer: dict[str, Any] = {"driver": False, "problem": "", "gpus": [], "processes": []}
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        if _DRIVER.exists():
-            answer |= {"driver": True, "problem": "there is a driver, but no nvidia-smi on PATH"}
-        return answer
+    try:
+        nvml = importlib.import_module("pynvml")
+    except ImportError:
+        why = "there is a driver, and no nvidia-ml-py to ask it with"
+        return answer | ({"driver": True, "problem": why} if DRIVER.exists() else {})
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError as error:
+        is_there = DRIVER.exists() or not isinstance(error, nvml.NVMLError_LibraryNotFound)
+        return answer | ({"driver": True, "problem": f"NVML: {error}"} if is_there else {})
     answer["driver"] = True
     try:
-        gpus = _query(program, "--query-gpu=uuid,memory.used")
-        processes = _query(program, "--query-compute-apps=gpu_uuid,pid,used_gpu_memory")
-    except (OSError, subprocess.SubprocessError, ValueError) as error:
-        return answer | {"problem": _why(error)}
-    answer["gpus"] = [{"uuid": uuid, "used_mib": _mib(used)} for uuid, used in gpus]
-    answer["processes"] = [
-        {"uuid": uuid, "pid": int(pid), "used_mib": _mib(used), "alive": _is_alive(pid)}
-        for uuid, pid, used in processes
-    ]
+        for index in range(nvml.nvmlDeviceGetCount()):
+            gpu, processes = _gpu(nvml, index)
+            answer["gpus"].append(gpu)
+            answer["processes"] += processes
+    except nvml.NVMLError as error:
+        answer["problem"] = f"NVML: {error}"
+    finally:
+        with suppress(nvml.NVMLError):
+            nvml.nvmlShutdown()
     return answer
 
 
-def _query(program: str, query: str) -> list[list[str]]:
-    """Rows of what the driver tells.
-
-    Raises: OSError, CalledProcessError, TimeoutExpired.
-    """
-    done = subprocess.run(
-        [program, query, "--format=csv,noheader,nounits"],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=_WITHIN_S,
-        # Ray's workers may ignore SIGCHLD, and every exit code is 0 then; what went wrong is
-        # told from the output too.
-        check=True,
-        start_new_session=True,
-    )
-    rows = [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines() if line]
-    width = query.count(",") + 1
-    if any(len(row) != width for row in rows):
-        raise subprocess.SubprocessError(f"nvidia-smi: {done.stdout.strip()[:200]}")
-    return rows
-
-
-def _mib(text: str) -> int | None:
-    """None for `[N/A]`, `[Not Supported]` and the like."""
-    return int(text) if text.isdigit() else None
+def _gpu(nvml: Any, index: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    gpu: dict[str, Any] = {"index": index, "uuid": "", "used_mib": None, "problem": ""}
+    try:
+        handle = nvml.nvmlDeviceGetHandleByIndex(index)
+        gpu["uuid"] = uuid = _text(nvml.nvmlDeviceGetUUID(handle))
+        memory = nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
+        gpu["used_mib"] = _mib(memory.used)
+        running = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
+    except nvml.NVMLError as error:
+        # Fallen off the bus, for example: the others go on.
+        return gpu | {"problem": str(error)}, []
+    gpu["problem"] = _problem(nvml, handle)
+    return gpu, [
+        {
+            "uuid": uuid,
+            "pid": one.pid,
+            "used_mib": _mib(one.usedGpuMemory),
+            "alive": Path(f"/proc/{one.pid}").exists(),
+        }
+        for one in running
+    ]
 
 
-def _is_alive(pid: str) -> bool:
-    return Path(f"/proc/{pid}").exists()
+def _problem(nvml: Any, handle: Any) -> str:
+    """Why a GPU should get no run; empty for nothing. What its model does not know is none."""
+    with suppress(nvml.NVMLError):
+        if nvml.nvmlDeviceGetMigMode(handle)[0] == nvml.NVML_DEVICE_MIG_ENABLE:
+            return "MIG is on, and Muster gives whole GPUs only"
+    with suppress(nvml.NVMLError):
+        uncorrected, volatile = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
+        if errors := nvml.nvmlDeviceGetTotalEccErrors(handle, uncorrected, volatile):
+            return f"{errors} uncorrectable ECC errors since its driver was loaded"
+    with suppress(nvml.NVMLError):
+        *_, is_pending, has_failed = nvml.nvmlDeviceGetRemappedRows(handle)
+        if has_failed or is_pending:
+            return "it has rows of memory to be remapped: reset it"
+    return ""
 
 
-def _why(error: Exception) -> str:
-    if isinstance(error, subprocess.CalledProcessError):
-        words = " ".join(f"{error.stdout} {error.stderr}".split())[:300]
-        return f"nvidia-smi failed (exit {error.returncode}): {words}"
-    return f"nvidia-smi: {error}"
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def _mib(used_bytes: int | None) -> int | None:
+    return None if used_bytes is None else used_bytes // 2**20
 
 
 #: A network file system may show a new file so much later.

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 from uuid import UUID
 
@@ -20,10 +20,19 @@ from prefect.client.schemas.objects import FlowRun, State
 from prefect.exceptions import PrefectException
 from prefect.states import Running
 
+from tasks.processes.devices import DeviceHeld, DeviceLease, Devices, listed
+from tasks.processes.identity import host_name
 from tasks.queue.capacity import Capacity
 from tasks.queue.decision import Look, Refused
 from tasks.queue.gate import Gate
-from tasks.queue.grants import PENDING_RESOURCES, Grant, grant_of
+from tasks.queue.grants import (
+    BEAT_EVERY_S,
+    PENDING_RESOURCES,
+    Grant,
+    grant_of,
+    no_grant,
+    waits_here,
+)
 from tasks.queue.lease import LeaseLost
 from tasks.queue.ledger import GANG_POOLS, QueueEntry
 from tasks.server.events import tell_here
@@ -40,8 +49,14 @@ class Admitted:
     """The gang of a run."""
 
     nodes: dict[str, int]
+    #: Of this host, where the run is one of processes. Close it once the attempt has ended.
+    devices: DeviceLease | None
     #: Seconds that were waited for it here.
     waited_s: float
+
+    def __str__(self) -> str:
+        seen = f", GPU {listed(self.devices.indices)}" if self.devices is not None else ""
+        return ", ".join(self.nodes) + seen
 
 
 def admitted(
@@ -79,6 +94,7 @@ class _Line:
     _said: str = ""
     _place: int = 0
     _is_in_line: bool = False
+    _beat_at: float = 0.0
 
     async def wait(self) -> Admitted | Refused | None:
         began = time.monotonic()
@@ -98,8 +114,9 @@ class _Line:
     async def _in_line(self, client: PrefectClient, began: float) -> Admitted | Refused | None:
         flow_run = await client.read_flow_run(self._id)
         may_be_given = not self._is_anew and not self._is_in_line
-        if may_be_given and (grant := await _grant_of_worker(client, flow_run)) is not None:
-            return Admitted(nodes=dict(grant.nodes), waited_s=0.0)
+        granted = await _grant_of_worker(client, flow_run) if may_be_given else None
+        if granted is not None and (given := await self._taken(client, granted)) is not None:
+            return given
         # Its own pool's line, where that is one of gangs.
         pools = await client.read_work_pools(work_pool_filter=GANG_POOLS)
         own = (pool.name for pool in pools if pool.name == flow_run.work_pool_name)
@@ -107,6 +124,7 @@ class _Line:
         self._capacity = self._capacity or Capacity(here=not flow_run.work_pool_name)
         gate = Gate(client, pool=pool, capacity=self._capacity, announce=tell_here)
         if not self._is_in_line:
+            await self._beat(client)
             await self._set(client, PENDING_RESOURCES, "waits for its gang of GPUs")
             self._is_in_line = True
         patient: tuple[UUID, ...] = () if self._is_first else (self._id,)
@@ -118,14 +136,35 @@ class _Line:
                 return refused
             patient = (self._id,)
             grant = grant_of(await client.read_flow_run(self._id))
-            if grant is not None:
+            if grant is not None and (given := await self._taken(client, grant)) is not None:
                 await self._set(client, "Running", f"admitted on {grant}")
-                return Admitted(nodes=dict(grant.nodes), waited_s=time.monotonic() - began)
+                return replace(given, waited_s=time.monotonic() - began)
             await self._show(client, look)
+            if time.monotonic() - self._beat_at >= BEAT_EVERY_S:
+                await self._beat(client)
             if not await asyncio.to_thread(self._wait, _LOOK_EVERY_S):
                 return None
 
-    def _is_mine(self, entry: QueueEntry) -> bool:
+    async def _beat(self, client: PrefectClient) -> None:
+        await client.update_flow_run_labels(self._id, waits_here())
+        self._beat_at = time.monotonic()
+
+    async def _taken(self, client: PrefectClient, grant: Grant) -> Admitted | None:
+        """What was granted, with its devices leased; None where somebody else has them, whom the
+        ledger does not know: then it waits on."""
+        indices = grant.devices.get(host_name(), ())
+        lease = None
+        if indices:
+            try:
+                here = await asyncio.to_thread(Devices.here)
+                lease = DeviceLease(here, indices, str(self._id))
+            except DeviceHeld as error:
+                self._tell(f"waits: {error.strerror}")
+                await client.update_flow_run_labels(self._id, no_grant())
+                return None
+        return Admitted(nodes=dict(grant.nodes), devices=lease, waited_s=0.0)
+
+    def _is_mine(self, entry: QueueEntry, _nodes: Mapping[str, int]) -> bool:
         return entry.id == self._id and entry.waits_in_process
 
     async def _show(self, client: PrefectClient, look: Look) -> None:

@@ -19,11 +19,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
+from tasks.processes.devices import BadDevices, Devices, leased
 from tasks.processes.identity import host_name
-from tasks.processes.machine import gpus_seen
 from tasks.queue.packing import Demand
 from tasks.queue.policy import NodeFree
-from tasks.queue.settings import PoolSettings
+from tasks.queue.settings import PoolSettings, TableNode
 from tasks.ray.dashboard import Denied, NoAnswer
 from tasks.ray.usage import Cluster, ClusterLook, ClusterNode
 from tasks.spec.words import commas, counted
@@ -40,6 +40,9 @@ _Number = TypeVar("_Number", int, float)
 class RunningGang:
     """A run of ours that was given a gang."""
 
+    #: Of its flow run.
+    id: str
+    #: By which the cluster knows it.
     run_id: str
     demand: Demand
     #: `promised[node name]` GPUs; empty where nobody promised it anything.
@@ -53,11 +56,11 @@ class Shares:
     #: What each node has for gangs, as if none held anything: nothing on a drained one, so that
     #: what ends there does not make room.
     nodes: tuple[NodeFree, ...]
-    #: `held[run id][node name]` GPUs. A promise on a node that is not there any more stays: it
+    #: `held[flow run id][node name]` GPUs. A promise on a node that is not there any more stays: it
     #: takes no room, and counts for limits.
     held: Mapping[str, Mapping[str, int]]
-    #: `moved[run id][node name]` GPUs: runs that are wholly elsewhere than they were promised, as
-    #: soon as their promise can be changed to that without promising any GPU twice.
+    #: `moved[flow run id][node name]` GPUs: runs that are wholly elsewhere than they were promised,
+    #: as soon as their promise can be changed to that without promising any GPU twice.
     moved: Mapping[str, Mapping[str, int]]
 
 
@@ -72,12 +75,13 @@ def shares_of(cluster: Cluster, gangs: Sequence[RunningGang]) -> Shares:
     Until the first one has ended, both count.
     """
     names = [node.name for node in cluster.nodes]
-    promised = {gang.run_id: _present(gang.promised, names) for gang in gangs}
+    promised = {gang.id: _present(gang.promised, names) for gang in gangs}
     held = {
-        gang.run_id: _held(gang.demand, promised[gang.run_id], cluster.taken.get(gang.run_id, {}))
+        gang.id: _held(gang.demand, promised[gang.id], cluster.taken.get(gang.run_id, {}))
         for gang in gangs
     }
-    foreign = _sum(taken for run_id, taken in cluster.taken.items() if run_id not in promised)
+    ours = {gang.run_id for gang in gangs}
+    foreign = _sum(taken for run_id, taken in cluster.taken.items() if run_id not in ours)
     promised_on, held_on = _sum(promised.values()), _sum(held.values())
     nodes = tuple(
         NodeFree(
@@ -103,13 +107,13 @@ def _moved(
     promises = dict(promised)
     found: dict[str, Mapping[str, int]] = {}
     for gang in gangs:
-        now = held[gang.run_id]
+        now = held[gang.id]
         is_whole = _has_all(gang.demand, cluster.taken.get(gang.run_id, {}))
-        if not gang.promised or not is_whole or now == promises[gang.run_id]:
+        if not gang.promised or not is_whole or now == promises[gang.id]:
             continue
-        others = _sum(one for run_id, one in promises.items() if run_id != gang.run_id)
+        others = _sum(one for id, one in promises.items() if id != gang.id)
         if all(others.get(name, 0) + gpus <= total.get(name, 0) for name, gpus in now.items()):
-            found[gang.run_id] = promises[gang.run_id] = now
+            found[gang.id] = promises[gang.id] = now
     return found
 
 
@@ -170,7 +174,11 @@ def _present(promised: Mapping[str, int], names: Iterable[str]) -> dict[str, int
 
 
 def why_never(
-    demand: Demand, cluster: Cluster, *, entrypoint: Mapping[str, float] | None = None
+    demand: Demand,
+    cluster: Cluster,
+    *,
+    entrypoint: Mapping[str, float] | None = None,
+    only: str = "",
 ) -> str:
     """Why the demand can't be met even by a cluster that is free; empty where it can.
 
@@ -180,7 +188,18 @@ def why_never(
     Args:
         entrypoint: resources that one node must have for the driver of the run's job. Ignored
             where nobody knows such resources of the nodes.
+        only: the name of the one node that it can have, the host of its process.
     """
+    if only:
+        nodes = tuple(node for node in cluster.nodes if node.name == only)
+        if not nodes:
+            there = commas(node.name for node in cluster.nodes) or "none"
+            return (
+                f"the run was started on {only}, which is none of the nodes of its work pool: "
+                f"{there}. Start it there, or with `muster submit`; `muster queue set "
+                f"node.{only}=GPUS` adds this one"
+            )
+        cluster = replace(cluster, nodes=nodes)
     return _why_no_gang(demand, cluster) or _why_no_driver(entrypoint or {}, cluster)
 
 
@@ -252,7 +271,7 @@ class Capacity:
     _looks: dict[str, ClusterLook] = field(default_factory=dict)
     #: `[address]`: what was said of it, until the task has ended.
     _silent: dict[str, tuple[str, asyncio.Task[None]]] = field(default_factory=dict)
-    _local: Cluster | None = None
+    _local: Devices | None = None
 
     async def of(self, key: str, settings: PoolSettings) -> Cluster:
         """The cluster as it is now.
@@ -266,17 +285,32 @@ class Capacity:
         if key:
             cluster = await self._look(key)
         elif settings.nodes:
-            table = (ClusterNode(**node.model_dump()) for node in settings.nodes)
-            cluster = Cluster(nodes=tuple(table))
+            cluster = Cluster(nodes=tuple([await self._of_table(node) for node in settings.nodes]))
         elif self.here:
-            # The GPUs of a machine stay the same.
-            cluster = self._local = self._local or await local_cluster()
+            cluster = Cluster(nodes=(await self._here(),))
         else:
             raise NoCapacity(
                 "the work pool lists none: a run without a Ray cluster (ray.address) is placed on "
                 "the nodes in the settings of its pool: muster queue set node.NAME=GPUS"
             )
         return _drained(cluster, settings)
+
+    async def _of_table(self, node: TableNode) -> ClusterNode:
+        known = ClusterNode(**node.model_dump(), devices=tuple(range(node.gpus)))
+        if node.name != host_name():
+            return known
+        here = await self._here()
+        # A table stands in for GPUs where nobody sees any.
+        devices = (here.devices or known.devices)[: node.gpus]
+        return replace(known, gpus=len(devices), devices=devices, leased=here.leased)
+
+    async def _here(self) -> ClusterNode:
+        # The GPUs of a machine stay the same.
+        self._local = self._local or await devices_here()
+        devices = self._local.indices
+        return ClusterNode(
+            name=host_name(), gpus=len(devices), devices=devices, leased=leased(self._local)
+        )
 
     async def close(self) -> None:
         while self._silent:
@@ -316,20 +350,20 @@ async def _answered(look: ClusterLook) -> None:
             return
 
 
-async def local_cluster() -> Cluster:
-    """This machine as one node, with the GPUs that NVIDIA's driver sees; without one, with none.
+async def devices_here() -> Devices:
+    """The devices of this machine that may be given.
 
-    Who uses them is not told, and CPUs are not counted.
-
-    Raises: NoCapacity, where there is a driver that does not answer.
+    Raises: NoCapacity, where a driver does not answer, or MUSTER_GPUS can't be read.
     """
-    seen = await asyncio.to_thread(gpus_seen)
-    if seen["problem"]:
+    try:
+        return await asyncio.to_thread(Devices.here)
+    except BadDevices as error:
+        raise NoCapacity(str(error)) from error
+    except OSError as error:
         raise NoCapacity(
-            f"the GPUs of this machine can't be counted: {seen['problem']}. "
-            "Mend the driver, or list the machine in the nodes of the work pool"
-        )
-    return Cluster(nodes=(ClusterNode(name=host_name(), gpus=len(seen["gpus"])),))
+            f"{error.strerror}: {error.filename}. Mend the driver, or say in MUSTER_GPUS which "
+            "devices Muster may give"
+        ) from error
 
 
 def _drained(cluster: Cluster, settings: PoolSettings) -> Cluster:

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from uuid import UUID
 
-from prefect.client.schemas.objects import State
+from prefect.client.schemas.objects import State, WorkQueueStatus
 
 from tasks.queue import reasons
 from tasks.queue.capacity import RunningGang, shares_of
 from tasks.queue.grants import not_before
-from tasks.queue.ledger import Ledger, Pool, QueueEntry
+from tasks.queue.ledger import Ledger, Pool, QueueEntry, Request
 from tasks.queue.policy import Held, NodeFree, Plan, Waiting, class_s, plan
 from tasks.queue.reasons import Message
 from tasks.queue.settings import PoolSettings
@@ -58,12 +58,16 @@ class Look:
     #: Granted or submitted by a worker that has not come further with them.
     stuck: Sequence[QueueEntry] = ()
     troubles: Sequence[str] = ()
+    #: The hosts that have a worker, which starts processes there; None: nobody can say.
+    served: frozenset[str] | None = None
     #: What the runs of ours hold: `held[flow run id][node name]` GPUs.
     held: dict[UUID, Mapping[str, int]] = field(default_factory=dict, init=False)
     #: GPUs free on each node after this look's admissions, by cluster and node.
     free: dict[str, Mapping[str, int]] = field(default_factory=dict, init=False)
     #: To start now, in this order: `gpus[node name]` each.
     admitted: list[tuple[QueueEntry, Mapping[str, int]]] = field(default_factory=list, init=False)
+    #: `devices[flow run id][node name]` of those, where nobody else gives them.
+    devices: dict[UUID, Mapping[str, tuple[int, ...]]] = field(default_factory=dict, init=False)
     #: They have taken their GPUs elsewhere than they were granted them: `gpus[node name]` each.
     moved: list[tuple[QueueEntry, Mapping[str, int]]] = field(default_factory=list, init=False)
     #: Why each of the others waits, by flow run id.
@@ -93,6 +97,13 @@ class Look:
             and (due := entry.flow_run.next_scheduled_start_time) is not None
             and due.timestamp() <= self.at
         ]
+
+    def may_start(self) -> int:
+        """How many of the line start, or would if there were room: what holds others back does not
+        pass with an end of some run."""
+        told = (self.messages.get(entry.id) for entry in self.line)
+        kinds = Counter(reasons.kind_of(one.text) for one in told if one is not None)
+        return len(self.line) - sum(kinds[kind] for kind in reasons.HELD_BACK)
 
     def used(self, tag: str) -> int:
         """GPUs of the runs with a tag, those that start now included."""
@@ -128,6 +139,7 @@ class Look:
             self.free[key] = plans[key].free
         start.sort(key=lambda one: one[0].place)
         self._take_places(start)
+        self._number_devices()
         names = {str(e.id): e.request.name for e in (*self.waiting, *self.holding)}
         for number, entry in enumerate(able, start=1):
             key = entry.request.cluster
@@ -146,6 +158,8 @@ class Look:
             message = reasons.paused(demand, pool.name)
         elif (queue := pool.queue_of(entry.flow_run)) is not None and queue.is_paused:
             message = reasons.paused(demand, pool.name, queue.name)
+        elif queue is not None and queue.status is WorkQueueStatus.NOT_READY:
+            message = reasons.unserved(demand, pool.name, queue.name)
         elif (full := self._full(entry, Counter())) is not None:
             message = full
         else:
@@ -181,11 +195,38 @@ class Look:
                 taken.update((None, entry.queue))
             self.admitted.append((entry, gpus))
 
+    def _number_devices(self) -> None:
+        """Give those that start the lowest devices that nobody has."""
+        cluster = self.clusters.get("")
+        nodes = cluster.nodes if cluster is not None else ()
+        free = {node.name: set(node.devices) - node.leased.keys() for node in nodes if node.devices}
+        for entry in self.holding:
+            for name, has in (entry.grant.devices if entry.grant else {}).items():
+                free.get(name, set()).difference_update(has)
+        for entry, gpus in self.admitted:
+            if entry.request.cluster or not entry.request.demand:
+                continue
+            given = {
+                name: tuple(sorted(free[name])[:count])
+                for name, count in gpus.items()
+                if name in free
+            }
+            for name, has in given.items():
+                free[name].difference_update(has)
+            self.devices[entry.id] = given
+
     def _nodes_of(self, key: str) -> tuple[tuple[NodeFree, ...], list[Held]]:
         # A head without GPUs is no place for a gang, and nothing to show.
-        nodes = tuple(node for node in self.clusters[key].nodes if node.gpus)
+        ours = {str(entry.id) for entry in self.holding}
+        nodes = tuple(
+            replace(node, others_gpus=sum(owner not in ours for owner in node.leased.values()))
+            if node.leased
+            else node
+            for node in self.clusters[key].nodes
+            if node.gpus
+        )
         here = {
-            entry.request.name: (entry, demand)
+            str(entry.id): (entry, demand)
             for entry in self.holding
             if entry.request.cluster == key
             and (demand := entry.request.demand) is not None
@@ -193,22 +234,27 @@ class Look:
             and (entry.grant is not None or key)
         }
         gangs = [
-            RunningGang(run_id=name, demand=demand, promised=one.grant.nodes if one.grant else {})
-            for name, (one, demand) in here.items()
+            RunningGang(
+                id=id,
+                run_id=one.request.name,
+                demand=demand,
+                promised=one.grant.nodes if one.grant else {},
+            )
+            for id, (one, demand) in here.items()
         ]
         shares = shares_of(replace(self.clusters[key], nodes=nodes), gangs)
-        self.moved.extend((here[name][0], on) for name, on in shares.moved.items())
-        self.held.update((entry.id, shares.held[name]) for name, (entry, _) in here.items())
+        self.moved.extend((here[id][0], on) for id, on in shares.moved.items())
+        self.held.update((here[id][0].id, gpus) for id, gpus in shares.held.items())
         held = [
             Held(
-                id=str(entry.id),
-                gpus=shares.held[name],
+                id=id,
+                gpus=shares.held[id],
                 cpus_per_gpu=demand.cpus_per_gpu,
                 place=entry.place,
                 ends_at=self._ends_at(entry),
                 tags=entry.request.tags,
             )
-            for name, (entry, demand) in here.items()
+            for id, (entry, demand) in here.items()
         ]
         return shares.nodes, held
 
@@ -219,14 +265,24 @@ class Look:
             id=str(entry.id),
             demand=request.demand,
             place=entry.place,
-            estimate_s=class_s(request.hours * _HOUR_S),
+            estimate_s=_estimate_s(request),
             not_before=not_before(entry.flow_run, is_live=bool(request.cluster)),
             tags=request.tags,
+            among=self._among(entry),
         )
 
+    def _among(self, entry: QueueEntry) -> frozenset[str] | None:
+        """The nodes whose hosts can start it; None: any."""
+        if not entry.is_of_processes:
+            return None
+        return frozenset((entry.only,)) if entry.only else self.served
+
     def _ends_at(self, entry: QueueEntry) -> float:
-        since = entry.since.timestamp()
-        return since + class_s(entry.request.hours * _HOUR_S, max(0.0, self.at - since))
+        # From its start, whatever states it has had since; one that outruns its estimate, or is
+        # being cancelled, is expected to end now: the head's reservation never moves back.
+        granted = entry.grant.at if entry.grant is not None else 0.0
+        began = granted or (entry.flow_run.start_time or entry.since).timestamp()
+        return max(self.at, began + _estimate_s(entry.request))
 
     def _explain(
         self, entry: QueueEntry, number: int, plan: Plan, names: Mapping[str, str]
@@ -234,7 +290,7 @@ class Look:
         reason = plan.reasons[str(entry.id)]
         key = entry.request.cluster
         nodes = self.clusters[key].nodes
-        limit = None
+        limit, among = None, self._among(entry)
         if reason.tag:
             limit = (self.used(reason.tag), self.settings.limits.get(reason.tag, 0))
         held = Counter[str]()
@@ -244,7 +300,12 @@ class Look:
             entry.request.demand,
             reason,
             names,
-            free=plan.free,
+            free={name: gpus for name, gpus in plan.free.items() if among is None or name in among},
+            unserved={
+                name: gpus
+                for name, gpus in plan.free.items()
+                if among is not None and name not in among and not entry.only
+            },
             drained={
                 node.name: max(0, int(node.gpus - node.others_gpus) - held[node.name])
                 for node in nodes
@@ -258,3 +319,9 @@ class Look:
         )
         if reason.starts_at is not None:
             self.starts_at[entry.id] = reason.starts_at
+
+
+def _estimate_s(request: Request) -> float:
+    """How long a run is expected to have its gang, in seconds."""
+    expected_s = class_s(request.hours * _HOUR_S)
+    return expected_s if request.max_hours is None else min(expected_s, request.max_hours * _HOUR_S)

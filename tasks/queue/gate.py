@@ -65,6 +65,10 @@ _LEASE_WITHIN_S = 5.0
 _WRITES_AT_ONCE = 10
 
 
+#: Whether a run is somebody's to start on these nodes: `gpus[node name]`.
+MayStart = Callable[[QueueEntry, Mapping[str, int]], bool]
+
+
 class Gate:
     """The gate of one work pool, in one process. Use it in one asyncio loop."""
 
@@ -94,15 +98,15 @@ class Gate:
 
     async def decide(
         self,
-        may_start: Callable[[QueueEntry], bool],
+        may_start: MayStart,
         in_flight: Collection[UUID] = (),
         patient: Collection[UUID] = (),
     ) -> tuple[Look, list[QueueEntry]]:
         """Admit what can start, refuse what never can, and take back what got stuck.
 
         Args:
-            may_start: Whether the run is this process's to start. The GPUs of another one are
-                kept for it.
+            may_start: Whether the run is this process's to start on these nodes. The GPUs of
+                another one are kept for it.
             in_flight: What this process is submitting.
             patient: What is not refused, should its nodes have gone meanwhile.
 
@@ -140,21 +144,25 @@ class Gate:
             started = self._left_over(look, may_start, in_flight)
             again = [(entry, entry.grant.nodes) for entry in look.resumed if entry.grant]
             for entry, gpus in (*again, *look.admitted):
-                if may_start(entry):
-                    started.append(await self._grant(entry, gpus, holding))
+                if may_start(entry, gpus):
+                    devices = look.devices.get(entry.id) or (
+                        entry.grant.devices if entry.grant else {}
+                    )
+                    started.append(await self._grant(entry, gpus, devices, holding))
         return look, started
 
-    def _has_work(self, look: Look, may_start: Callable[[QueueEntry], bool]) -> bool:
+    def _has_work(self, look: Look, may_start: MayStart) -> bool:
         return bool(
             look.stuck
             or look.cancelled
             or look.moved
             or any(not one.entry.waits_in_process for one in look.doomed)
-            or any(map(may_start, (*look.resumed, *(entry for entry, _gpus in look.admitted))))
+            or any(may_start(entry, gpus) for entry, gpus in look.admitted)
+            or any(one.grant and may_start(one, one.grant.nodes) for one in look.resumed)
         )
 
     def _left_over(
-        self, look: Look, may_start: Callable[[QueueEntry], bool], in_flight: Collection[UUID]
+        self, look: Look, may_start: MayStart, in_flight: Collection[UUID]
     ) -> list[QueueEntry]:
         """What was granted by this process, or goes on, and has no process yet."""
         return [
@@ -165,15 +173,19 @@ class Gate:
             and entry.grant is not None
             and entry.grant.by == self.giver
             and not entry.goes_on
-            and may_start(entry)
+            and may_start(entry, entry.grant.nodes)
         ]
 
     async def _grant(
-        self, entry: QueueEntry, gpus: Mapping[str, int], holding: LeaseHeld
+        self,
+        entry: QueueEntry,
+        gpus: Mapping[str, int],
+        devices: Mapping[str, tuple[int, ...]],
+        holding: LeaseHeld,
     ) -> QueueEntry:
         state, nodes, now = entry.flow_run.state, dict(gpus), time.time()
         state_id = str(state.id) if state is not None else ""
-        grant = Grant(nodes=nodes, state_id=state_id, at=now, by=self.giver)
+        grant = Grant(nodes=nodes, devices=devices, state_id=state_id, at=now, by=self.giver)
         holding.check()
         await self._client.update_flow_run_labels(entry.id, grant.labels())
         due = entry.flow_run.expected_start_time or entry.since

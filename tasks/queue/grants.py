@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from prefect.client.orchestration import PrefectClient
@@ -25,10 +26,17 @@ from prefect.client.schemas.responses import SetStateStatus
 from prefect.exceptions import ObjectNotFound
 from prefect.states import Scheduled
 
+from tasks.processes.devices import listed
 from tasks.processes.identity import ProcessId, host_name
 
 #: `node-1:8,node-2:8`: the gang that the flow run was given; empty for none.
 NODES = "muster.gang.nodes"
+#: `node-1:0,1,2,3;node-2:4,5`: the devices of it, where nobody else gives them.
+DEVICES = "muster.gang.devices"
+#: The host of the process that waits for it, and so the one that it can start on.
+_HOST = "muster.gang.host"
+#: What that process changes as long as it lives.
+_BEAT = "muster.gang.beat"
 #: The id of the state in which it was given.
 _STATE = "muster.gang.state"
 #: UTC epoch seconds.
@@ -41,6 +49,9 @@ _NOT_BEFORE = "muster.gang.not_before"
 _NOT_BEFORE_WITH_ROOM = "muster.gang.not_before_with_room"
 #: How many processes the flow run has had when the last one left with its jobs running.
 _GOES_ON = "muster.gang.goes_on"
+
+#: How often the process of a run that waits says that it lives.
+BEAT_EVERY_S = 10.0
 
 #: The name of the state of a run that waits for its gang.
 PENDING_RESOURCES = "PendingResources"
@@ -81,6 +92,8 @@ class Grant:
 
     #: `gpus[node name]`.
     nodes: Mapping[str, int]
+    #: `devices[node name]`, as the driver there numbers them; empty where Ray gives them.
+    devices: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     state_id: str
     #: UTC epoch seconds.
     at: float
@@ -93,6 +106,7 @@ class Grant:
         """What is noted on the flow run."""
         return {
             **on_nodes(self.nodes),
+            DEVICES: ";".join(f"{node}:{listed(some)}" for node, some in self.devices.items()),
             _STATE: self.state_id,
             _AT: self.at,
             _BY: str(self.by or ""),
@@ -120,13 +134,34 @@ def grant_of(flow_run: FlowRun) -> Grant | None:
         name, _, gpus = part.rpartition(":")
         if name and gpus.isdecimal():
             nodes[name] = int(gpus)
+    devices: dict[str, tuple[int, ...]] = {}
+    for part in str(labels.get(DEVICES) or "").split(";"):
+        name, _, some = part.rpartition(":")
+        if name and name in nodes:
+            devices[name] = tuple(int(one) for one in some.split(",") if one.isdecimal())
     by = Giver.parsed(str(labels.get(_BY) or ""))
-    return Grant(nodes=nodes, state_id=given_in, at=_number(labels.get(_AT)), by=by)
+    at = _number(labels.get(_AT))
+    return Grant(nodes=nodes, devices=devices, state_id=given_in, at=at, by=by)
 
 
 def no_grant() -> dict[str, Any]:
     """The labels of a flow run whose grant is taken back."""
-    return {NODES: "", _STATE: "", _GOES_ON: ""}
+    return {NODES: "", DEVICES: "", _STATE: "", _GOES_ON: ""}
+
+
+def waits_here() -> dict[str, Any]:
+    """The labels of a flow run whose process waits for its gang on this host, and lives now."""
+    return {_HOST: host_name(), _BEAT: time.time()}
+
+
+def beat_of(flow_run: FlowRun) -> object:
+    """Another one each BEAT_EVERY_S, by the clock of the process that waits."""
+    return flow_run.labels.get(_BEAT)
+
+
+def waits_on(flow_run: FlowRun) -> str:
+    """The host of the process that waits; empty where nobody has said."""
+    return str(flow_run.labels.get(_HOST) or "")
 
 
 def sent_back(*, not_before: float = 0.0, not_before_with_room: float = 0.0) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from prefect.client.schemas.objects import FlowRun, StateType, WorkPool, WorkQue
 from prefect.client.schemas.sorting import FlowRunSort
 from pydantic import ValidationError
 
-from tasks.queue.grants import PENDING_RESOURCES, Grant, goes_on, grant_of
+from tasks.queue.grants import PENDING_RESOURCES, Grant, goes_on, grant_of, waits_on
 from tasks.queue.packing import Demand
 from tasks.record.places import make_run_id
 from tasks.server.flow_runs import HELD, JOBS_GO_ON
@@ -38,7 +38,8 @@ TYPE = "gang"
 GANG_POOLS = WorkPoolFilter.model_validate({"type": {"any_": [TYPE]}})
 #: The flow of runs that are started directly.
 _FLOW = "train"
-#: Of what waits in one queue of a pool, no more is looked at: as many as one request gives.
+#: Of what waits in one queue of a pool, so many are looked at, and as many more while too few of
+#: them may start: as many as one request gives.
 WINDOW = 200
 _PAGE = 200
 #: The name of a run, as its spec has to give it.
@@ -55,6 +56,8 @@ class Request:
     demand: Demand | None = None
     #: The estimate of its user.
     hours: float = 24.0
+    #: By then an attempt is ended; None: it may take any time.
+    max_hours: float | None = None
     #: The address of its Ray cluster; empty where it names none.
     cluster: str = ""
     #: Resources that the driver of its job asks for.
@@ -85,6 +88,7 @@ def request_of(flow_run: FlowRun) -> Request:
             nodes=gang.nodes, gpus_per_node=gang.gpus_per_node, cpus_per_gpu=gang.cpus_per_gpu
         ),
         hours=gang.hours,
+        max_hours=gang.max_hours,
         cluster=str(ray.get("address") or "").rstrip("/"),
         entrypoint=_amounts(ray.get("entrypoint_resources")),
         tags=tags,
@@ -180,6 +184,17 @@ class QueueEntry:
         return state is not None and state.is_running() and state.name == PENDING_RESOURCES
 
     @property
+    def is_of_processes(self) -> bool:
+        """Its gang is of the GPUs of one host, which start its processes."""
+        return self.request.demand is not None and not self.request.cluster
+
+    @property
+    def only(self) -> str:
+        """The name of the one node that it can start on, where it is that of its process."""
+        is_here = self.waits_in_process and self.is_of_processes
+        return waits_on(self.flow_run) if is_here else ""
+
+    @property
     def is_scheduled(self) -> bool:
         return self.flow_run.state is not None and self.flow_run.state.is_scheduled()
 
@@ -242,6 +257,8 @@ class LedgerReader:
 
     _client: PrefectClient
     _requests: dict[UUID, Request] = field(default_factory=dict)
+    #: So many of WINDOW runs each are looked at, of what waits in one queue of a pool.
+    windows: int = 1
 
     async def read(self, *, carefully: bool = False) -> Ledger:
         """The ledger now.
@@ -279,28 +296,37 @@ class LedgerReader:
         found: list[FlowRun] = []
         is_cut = False
         for pool in pools:
-            due = await self._due(pool.name)
-            if len(due) == WINDOW:
+            due, is_more = await self._due(pool.name)
+            if is_more:
                 # Those of a queue that comes first may stand behind many of another one.
-                is_cut = True
-                names = [queue.name for queue in pool.queues.values()]
-                due = [run for name in names for run in await self._due(pool.name, name)]
+                due, is_cut = [], True
+                for queue in pool.queues.values():
+                    due += (await self._due(pool.name, queue.name))[0]
             found += due
         return found, is_cut
 
-    async def _due(self, pool: str, queue: str | None = None) -> list[FlowRun]:
+    async def _due(self, pool: str, queue: str | None = None) -> tuple[list[FlowRun], bool]:
+        """The first of what waits, and whether there is more."""
         due = {
             "state": {"type": {"any_": [StateType.SCHEDULED]}},
             "next_scheduled_start_time": {"before_": datetime.now(UTC)},
         }
         of_queue = WorkQueueFilter.model_validate({"name": {"any_": [queue]}}) if queue else None
-        return await self._client.read_flow_runs(
-            work_pool_filter=WorkPoolFilter.model_validate({"name": {"any_": [pool]}}),
-            work_queue_filter=of_queue,
-            flow_run_filter=FlowRunFilter.model_validate(due),
-            sort=FlowRunSort.EXPECTED_START_TIME_ASC,
-            limit=WINDOW,
-        )
+        found: dict[UUID, FlowRun] = {}
+        for window in range(self.windows):
+            page = await self._client.read_flow_runs(
+                work_pool_filter=WorkPoolFilter.model_validate({"name": {"any_": [pool]}}),
+                work_queue_filter=of_queue,
+                flow_run_filter=FlowRunFilter.model_validate(due),
+                sort=FlowRunSort.EXPECTED_START_TIME_ASC,
+                limit=WINDOW,
+                offset=window * WINDOW,
+            )
+            # One that started in between shifts the pages.
+            found |= {run.id: run for run in page}
+            if len(page) < WINDOW:
+                return list(found.values()), False
+        return list(found.values()), True
 
     async def _holding(self) -> list[FlowRun]:
         holding = FlowRunFilter.model_validate({"state": {"type": {"any_": HELD}}})

@@ -23,20 +23,34 @@ from pydantic import ValidationError
 from tasks.processes.ending import holders_of
 from tasks.queue.capacity import Capacity, NoCapacity, why_never
 from tasks.queue.decision import Look, Refused
-from tasks.queue.grants import PENDING_RESOURCES, Giver, lost_cancel, may_have_been_cancelled
-from tasks.queue.ledger import WINDOW, LedgerReader, Pool, QueueEntry, Request, fault_of
+from tasks.queue.grants import (
+    BEAT_EVERY_S,
+    PENDING_RESOURCES,
+    Giver,
+    beat_of,
+    lost_cancel,
+    may_have_been_cancelled,
+)
+from tasks.queue.ledger import WINDOW, Ledger, LedgerReader, Pool, QueueEntry, Request, fault_of
 from tasks.queue.packing import Demand
 from tasks.queue.reasons import one_line
 from tasks.queue.settings import PoolSettings, settings_of
 from tasks.ray.usage import Cluster
-from tasks.server.flow_runs import FLOW_RUN_VARIABLE
+from tasks.server.flow_runs import FLOW_RUN_VARIABLE, host_of_worker
 from tasks.spec.failure_kinds import FailureKind
+from tasks.spec.words import commas
 
 #: What was granted, or submitted, and has not come further by then is given back, wherever its
 #: worker may be.
 GIVEN_BACK_AFTER_S = 60.0
 #: A process that a killed worker has just spawned is to be seen by then.
 _SPAWNED_WITHIN_S = 2.0
+#: A run that waits in a process says so each BEAT_EVERY_S.
+_SILENT_AFTER_S = 4 * BEAT_EVERY_S
+#: Where more wait than were looked at: so many of those that may start are enough.
+_ENOUGH = 50
+#: So long a line is looked at, whatever keeps it.
+_WINDOWS = 50
 #: Specs are checked as a whole before they are admitted; of what waits, so many in one look.
 _CHECKED_AT_ONCE = 20
 
@@ -55,6 +69,8 @@ class QueueReader:
         self._settings = PoolSettings()
         #: Flow runs whose spec was found in order.
         self._checked: set[UUID] = set()
+        #: The last beat of each run that waits in its process, and when it was new here.
+        self._beats: dict[UUID, tuple[object, float]] = {}
         #: Flow runs that have come back from their end, and the state in which that was in order.
         self._came_back: dict[UUID, UUID] = {}
 
@@ -72,6 +88,19 @@ class QueueReader:
             in_flight: What this process is submitting: never stuck.
             patient: What waits for nodes that have gone to come back.
         """
+        while True:
+            look = await self._looked(carefully, in_flight, patient)
+            if not look.ledger.is_cut:
+                # Of a line that has become shorter, no more is read than there is.
+                self._reader.windows = 1 + len(look.line) // WINDOW
+                return look
+            if look.may_start() >= _ENOUGH or self._reader.windows >= _WINDOWS:
+                return look
+            self._reader.windows += 1
+
+    async def _looked(
+        self, carefully: bool, in_flight: frozenset[UUID], patient: frozenset[UUID]
+    ) -> Look:
         ledger = await self._reader.read(carefully=carefully)
         pool = ledger.pools.get(self._pool)
         troubles = self._read_settings(pool)
@@ -86,11 +115,18 @@ class QueueReader:
         cancelled = await self._cancelled(line)
         for entry, _cancel in cancelled:
             line.remove(entry)
-        line.sort(key=lambda entry: entry.place)
+        gone = [entry for entry in line if self._is_silent(entry)]
+        line = sorted((e for e in line if e not in gone), key=lambda entry: entry.place)
         clusters, silent = await self._clusters([*line, *ledger.holding])
         troubles += [f"{key or 'the nodes'}: {error}" for key, error in silent.items()]
+        if gone:
+            names = commas(entry.request.name for entry in gone)
+            troubles.append(
+                f"nothing is kept for runs whose process has not been heard of: {names}"
+            )
         if ledger.is_cut:
-            troubles.append(f"of each queue only the first {WINDOW} that wait are looked at")
+            seen = WINDOW * self._reader.windows
+            troubles.append(f"of each queue only the first {seen} that wait are looked at")
         return Look(
             at=now,
             ledger=ledger,
@@ -103,7 +139,32 @@ class QueueReader:
             cancelled=cancelled,
             stuck=stuck,
             troubles=troubles,
+            served=await self._served(ledger),
         ).decided()
+
+    def _is_silent(self, entry: QueueEntry) -> bool:
+        """Whether it waits in a process of which nothing was heard for long: it may never start."""
+        if not entry.waits_in_process or (beat := beat_of(entry.flow_run)) is None:
+            return False
+        now = time.monotonic()
+        heard, since = self._beats.get(entry.id, (None, now))
+        if heard != beat:
+            since = now
+        self._beats[entry.id] = beat, since
+        return now - since > _SILENT_AFTER_S
+
+    async def _served(self, ledger: Ledger) -> frozenset[str] | None:
+        """The hosts with a worker of the pool, where the pool has a table of nodes.
+
+        None where there is no worker, or one that is named by no node: nobody knows its host then.
+        """
+        table = {node.name for node in self._settings.nodes}
+        if not table or self._pool not in ledger.pools:
+            return None
+        workers = await self._client.read_workers_for_work_pool(self._pool)
+        online = (one.name for one in workers if one.status is WorkerStatus.ONLINE)
+        hosts = frozenset(map(host_of_worker, online))
+        return hosts if hosts and hosts <= table else None
 
     def _read_settings(self, pool: Pool | None) -> list[str]:
         try:
@@ -194,9 +255,9 @@ class QueueReader:
         if request.demand is None or cluster is None or (has_waited and not entry.waits_in_process):
             # What could start when it came waits for nodes that have gone to come back.
             return None
-        why = why_never(request.demand, cluster, entrypoint=request.entrypoint) or _over_a_limit(
-            request, self._settings
-        )
+        why = why_never(
+            request.demand, cluster, entrypoint=request.entrypoint, only=entry.only
+        ) or _over_a_limit(request, self._settings)
         return Refused(entry=entry, kind=FailureKind.INFEASIBLE, message=why) if why else None
 
 

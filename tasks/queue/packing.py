@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -67,11 +67,14 @@ class FreeNodes:
             more += len(self._nodes[free])
             self._at_least[free] = more
 
-    def find(self, demand: Demand) -> list[int] | None:
+    def find(self, demand: Demand, among: Collection[int] | None = None) -> list[int] | None:
         """The nodes that the gang gets now, by free GPUs and index; None where it does not fit.
 
         They are the nodes with the fewest free GPUs that suffice, so that the large gaps are left
         for large gangs.
+
+        Args:
+            among: the nodes that it may have; None: any.
         """
         wanted, least = demand.nodes, demand.gpus_per_node
         if least > self._most or self._at_least[least] < wanted:
@@ -80,6 +83,8 @@ class FreeNodes:
         free_cpus, cpus = self.cpus, demand.cpus_per_node
         for free in range(least, self._most + 1):
             nodes: Iterable[int] = self._nodes[free]
+            if among is not None:
+                nodes = (node for node in nodes if node in among)
             if self._counts_cpus:
                 nodes = (node for node in nodes if free_cpus[node] >= cpus)
             found += islice(nodes, wanted - len(found))
@@ -108,9 +113,17 @@ class NodesAhead:
     It is filled by the ends of other gangs, and thinned by those that are let in before it.
     """
 
-    def __init__(self, nodes: FreeNodes, demand: Demand) -> None:
-        """What is free now, for the gang of this demand."""
-        self._gpus, self._cpus = list(nodes.gpus), list(nodes.cpus)
+    def __init__(
+        self, nodes: FreeNodes, demand: Demand, among: Collection[int] | None = None
+    ) -> None:
+        """What is free now, for the gang of this demand, which may have those nodes only."""
+        self._gpus: list[float] = list(nodes.gpus)
+        self._cpus = list(nodes.cpus)
+        if among is not None:
+            # No end makes room for it elsewhere, and nobody takes any from it there.
+            self._gpus = [
+                gpus if index in among else -math.inf for index, gpus in enumerate(self._gpus)
+            ]
         self._least, self._least_cpus = demand.gpus_per_node, demand.cpus_per_node
         #: So many nodes more than it needs suffice for the gang; below 0 it does not fit.
         self._spare = sum(map(self._suffices, self._gpus, self._cpus)) - demand.nodes
@@ -150,5 +163,5 @@ class NodesAhead:
         for node in nodes:
             self.give_back(node, -demand.gpus_per_node, -demand.cpus_per_node)
 
-    def _suffices(self, gpus: int, cpus: float) -> bool:
+    def _suffices(self, gpus: float, cpus: float) -> bool:
         return gpus >= self._least and cpus >= self._least_cpus

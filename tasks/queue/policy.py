@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from operator import attrgetter
 from typing import Literal
@@ -71,6 +71,8 @@ class Waiting:
     not_before: float = 0.0
     #: Its teams; each may have a limit of GPUs.
     tags: frozenset[str] = frozenset()
+    #: The names of the nodes that it may have; None: any.
+    among: frozenset[str] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +130,8 @@ class Reason:
     starts_at: float | None = None
     #: The tag whose limit is reached.
     tag: str = ""
+    #: All may pass it.
+    is_passed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +158,8 @@ def plan(
     """Which gangs start now and where, and why each other one waits.
 
     They are looked at in the order of the line. Those at its front start while they fit; the first
-    that does not is the head. With `fifo` nobody passes it. With `backfill` it has a reservation,
+    that does not is the head. With `fifo` nobody passes it, unless the nodes that are there could
+    not hold it even if they were empty. With `backfill` it has a reservation,
     the earliest time at which it fits by the estimates, and a later gang that fits now may start if
     it ends by then, or if the head still fits then beside it.
 
@@ -224,8 +229,7 @@ class _Pass:
 
     def over(self, waiting: Sequence[Waiting], policy: Policy) -> Plan:
         line = self._within_limits(sorted(waiting, key=attrgetter("place")))
-        head = self._start_front(line)
-        if head is not None:
+        while (head := self._start_front(line)) is not None:
             reservation = self._reserve(head)
             starts_at = None if math.isinf(reservation.at) else max(reservation.at, self._now)
             self._reasons[head.id] = Reason(
@@ -235,6 +239,9 @@ class _Pass:
             )
             if policy == "backfill":
                 self._backfill(line, reservation)
+            elif starts_at is None:
+                # The nodes that are there could not hold it if they were empty: nobody delays it.
+                self._reasons[head.id] = replace(self._reasons[head.id], is_passed=True)
             else:
                 self._hold_back(line, head)
         gpus = zip(self._names, self._nodes.gpus, strict=True)
@@ -258,7 +265,7 @@ class _Pass:
     def _start_front(self, line: Iterator[Waiting]) -> Waiting | None:
         """Start gangs until one does not fit; that one."""
         for run in line:
-            nodes = self._nodes.find(run.demand) if run.not_before <= self._now else None
+            nodes = self._find(run) if run.not_before <= self._now else None
             if nodes is None:
                 return run
             self._start(run, nodes)
@@ -274,20 +281,20 @@ class _Pass:
         would_delay = Reason(why=Why.WOULD_DELAY, waits_for=(reservation.head.id,))
         # A long line asks for few demands, and room only shrinks: what did not fit will not, and
         # what would have delayed the head still would until another gang has started.
-        too_large: set[tuple[int, int, float]] = set()
-        delaying: set[tuple[int, int, float]] = set()
+        too_large: set[object] = set()
+        delaying: set[object] = set()
         for run in line:
             if run.not_before > self._now:
                 self._reasons[run.id] = _RETRY
                 continue
             demand = run.demand
-            shape = (demand.nodes, demand.gpus_per_node, demand.cpus_per_gpu)
+            shape = (demand.nodes, demand.gpus_per_node, demand.cpus_per_gpu, run.among)
             is_short = self._now + run.estimate_s <= reservation.at
             if shape in too_large:
                 self._reasons[run.id] = behind
             elif not is_short and shape in delaying:
                 self._reasons[run.id] = would_delay
-            elif (nodes := self._nodes.find(demand)) is None:
+            elif (nodes := self._find(run)) is None:
                 too_large.add(shape)
                 self._reasons[run.id] = behind
             elif not is_short and not reservation.nodes.allows(nodes, demand):
@@ -301,6 +308,14 @@ class _Pass:
                 if not is_short:
                     reservation.nodes.take(nodes, demand)
                     reservation.quota.take(run.tags, demand.gpus)
+
+    def _find(self, run: Waiting) -> list[int] | None:
+        return self._nodes.find(run.demand, self._among(run))
+
+    def _among(self, run: Waiting) -> set[int] | None:
+        if run.among is None:
+            return None
+        return {self._index[name] for name in run.among if name in self._index}
 
     def _start(self, run: Waiting, nodes: Sequence[int]) -> None:
         self._nodes.take(nodes, run.demand)
@@ -320,7 +335,7 @@ class _Pass:
 
     def _reserve(self, head: Waiting) -> _Reservation:
         """Add back what runs, in the order of its ends, until the head fits and may start."""
-        ahead, quota = NodesAhead(self._nodes, head.demand), self._quota.copy()
+        ahead, quota = NodesAhead(self._nodes, head.demand, self._among(head)), self._quota.copy()
         quota.take(head.tags, head.demand.gpus)
         short = {index for index in self._index.values() if not ahead.suffices(index)}
         not_before = head.not_before if head.not_before > self._now else -math.inf
@@ -346,17 +361,12 @@ class _Pass:
         return _Reservation(head=head, at=at, nodes=ahead, quota=quota, waits_for=waits_for)
 
 
-def class_s(asked_s: float, elapsed_s: float = 0.0) -> float:
+def class_s(asked_s: float) -> float:
     """How long a gang is expected to hold its GPUs, in seconds from its start: a class.
 
     Args:
         asked_s: what the run's spec says.
-        elapsed_s: for how long it has held them. One that has outrun its class is in the next one
-            up, so that its end is never in the past.
     """
-    for limit_s in CLASSES_S:
-        if asked_s <= limit_s and elapsed_s < limit_s:
-            return limit_s
-    # Whole days, so that what is shown of the end changes once a day, not with each look.
-    days_s = math.ceil(asked_s / _DAY_S) * _DAY_S
-    return days_s if elapsed_s < days_s else (elapsed_s // _DAY_S + 2) * _DAY_S
+    return next(
+        (limit for limit in CLASSES_S if asked_s <= limit), math.ceil(asked_s / _DAY_S) * _DAY_S
+    )

@@ -33,9 +33,14 @@ _KINDS = {
     "; would fit, but delay ": "behind",
     " is at its limit of ": "full",
     " is paused": "paused",
+    "; waits for a worker: ": "no worker",
     "; waits for nodes to come back": "nodes",
     "; would fit but for what is drained": "drained",
+    "; would fit where no worker runs: ": "no worker",
 }
+
+#: What keeps a run whatever ends: runs behind it are looked for.
+HELD_BACK = ("limit", "no answer", "no worker")
 
 #: How many names, numbers or groups of nodes a line lists.
 _LISTED = 4
@@ -63,6 +68,7 @@ def message_of(
     free: Mapping[str, int],
     now: float,
     drained: Mapping[str, int] | None = None,
+    unserved: Mapping[str, int] | None = None,
     others: float = 0.0,
     number: int = 1,
     limit: tuple[int, int] | None = None,
@@ -76,6 +82,7 @@ def message_of(
         free: GPUs free on each node of its cluster after the pass; 0 on a drained one.
         now: UTC epoch seconds, as are the times of `reason`.
         drained: GPUs that would be free on each drained node.
+        unserved: GPUs that are free on each node whose host has no worker to start the run.
         others: GPUs in use by others than our runs, on all nodes.
         number: Its place in the line, from 1 on. It is not shown.
         limit: GPUs that its tag has, and may have, where that is the reason.
@@ -85,7 +92,10 @@ def message_of(
     first = next((names.get(id, id) for id in reason.waits_for), "")
     match reason.why:
         case Why.GPUS:
-            return _message(demand, _first(demand, reason, names, free, drained or {}, others, now))
+            return _message(
+                demand,
+                _first(demand, reason, names, free, drained or {}, unserved or {}, others, now),
+            )
         case Why.LIMIT:
             has = f"{limit[0]} of its limit of {limit[1]}" if limit else "reached its limit"
             text = f"waits for GPUs of the tag {reason.tag}, which has {has}"
@@ -130,6 +140,12 @@ def paused(demand: Demand | None, pool: str, queue: str = "") -> Message:
     """Why a run waits whose pool, or whose queue of the pool, is paused."""
     what = f"the queue {queue} of the work pool {pool}" if queue else f"the work pool {pool}"
     return _message(demand, f"waits, as {what} is paused")
+
+
+def unserved(demand: Demand | None, pool: str, queue: str) -> Message:
+    """Why a run waits in a queue of the pool that no worker takes runs from."""
+    what = f"the queue {queue} of the work pool {pool}"
+    return _message(demand, f"waits for a worker: none serves {what} (prefect worker start)")
 
 
 def at_pool_limit(demand: Demand | None, pool: str, limit: int) -> Message:
@@ -199,6 +215,7 @@ def _first(
     names: Mapping[str, str],
     free: Mapping[str, int],
     drained: Mapping[str, int],
+    unserved: Mapping[str, int],
     others: float,
     now: float,
 ) -> str:
@@ -212,12 +229,17 @@ def _first(
         parts.append(f"waits for {ended} to end, {expected}")
     if demand is not None and _fits(demand, free):
         parts.append(f"too few nodes have {demand.cpus_per_node:g} CPUs free with the GPUs")
+    elif demand is not None and _fits(demand, {**free, **unserved}):
+        there = _listed(sorted(name for name, gpus in unserved.items() if gpus))
+        parts.append(f"would fit where no worker runs: {there} (prefect worker start on it)")
     elif demand is not None and _fits(demand, {**free, **drained}):
         parts.append(f"would fit but for what is drained: {_listed(sorted(drained))}")
     elif not reason.waits_for and others:
         parts.append(f"others than the runs of this queue have {others:g} GPUs")
     elif not reason.waits_for:
         parts.append("waits for nodes to come back: no run's end makes room enough")
+    if reason.is_passed:
+        parts.append("others pass it meanwhile")
     return "; ".join(parts) + f"{FREE_NOW}{free_on(free)}"
 
 

@@ -13,7 +13,7 @@ import logging
 import math
 import sys
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -38,6 +38,7 @@ from prefect.workers.process import (
 )
 from pydantic import Field
 
+from tasks.processes.identity import host_name
 from tasks.queue.capacity import Capacity
 from tasks.queue.decision import Look
 from tasks.queue.gate import Gate
@@ -180,6 +181,10 @@ class GangWorker(ProcessWorker):
     _gate: Gate | None = None
     _waker: Waker | None = None
     _served_at = -math.inf
+
+    def __init__(self, work_pool_name: str, name: str | None = None, **more: Any) -> None:
+        # By it others know which host has a worker, and whose runs are whose.
+        super().__init__(work_pool_name, name=name or host_name(), **more)
 
     async def run(
         self,
@@ -337,7 +342,10 @@ class GangWorker(ProcessWorker):
                         return
                     await asyncio.sleep(_ASKED_EVERY_S)
 
-    def _may_start(self, entry: QueueEntry) -> bool:
+    def _may_start(self, entry: QueueEntry, nodes: Mapping[str, int]) -> bool:
+        if entry.is_of_processes and {*nodes} - {host_name()}:
+            # Where its GPUs are is where its processes start: that host's worker does it.
+            return False
         if entry.pool != self._work_pool_name or not entry.is_scheduled or self._is_full():
             return False
         return not self._work_queues or entry.queue in self._work_queues

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from tasks.ray.dashboard import Denied, NoAnswer
+from tasks.ray.dashboard import Denied, NoAnswer, accelerators
 
 _WITHIN_S = 5.0
 #: A cluster that is up for months keeps a line for each of its jobs; gRPC's own limit is 4 MiB.
@@ -51,12 +51,12 @@ async def drivers_of(gcs_address: str, submission_id: str) -> frozenset[str]:
 
 
 async def free_gpus(gcs_address: str) -> dict[str, float]:
-    """`free[node id]`, of nodes that have any free."""
+    """`free[node id]` accelerators, of nodes that have any free."""
     (reply,) = await _call(gcs_address, "NodeResourceInfo", "GetAllResourceUsage", [{}])
     return {
-        node.node_id.hex(): node.resources_available["GPU"]
+        node.node_id.hex(): free
         for node in reply.resource_usage_data.batch
-        if "GPU" in node.resources_available
+        if (free := accelerators(node.resources_available))
     }
 
 

@@ -42,6 +42,16 @@ class Denied(Exception):
     """The cluster answered, and will not do this however often it is asked."""
 
 
+#: What Ray calls accelerators that are counted whole; a cluster has the first that any node has.
+#: Source: ray/_private/accelerators/*.py, get_resource_name.
+ACCELERATORS = ("GPU", "NPU", "HPU", "TPU")
+
+
+def accelerators(resources: Mapping[str, float] | None) -> float:
+    """What a node, a bundle, an actor or a task has of them."""
+    return next((float(n) for kind in ACCELERATORS if (n := (resources or {}).get(kind))), 0.0)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveNode:
     """One living node."""
@@ -54,7 +64,7 @@ class LiveNode:
 
     @property
     def gpus(self) -> float:
-        return self.resources_total.get("GPU", 0.0)
+        return accelerators(self.resources_total)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,7 +202,7 @@ class Dashboard:
                 continue
             gpus_on: dict[str, float] = {}
             for bundle in entry["bundles"] or () if entry["state"] == "CREATED" else ():
-                gpus = bundle["unit_resources"].get("GPU", 0.0)
+                gpus = accelerators(bundle["unit_resources"])
                 gpus_on[bundle["node_id"]] = gpus_on.get(bundle["node_id"], 0.0) + gpus
             groups.append(PlacementGroup(group_id=entry["placement_group_id"], gpus_on=gpus_on))
         return groups
@@ -201,7 +211,7 @@ class Dashboard:
         """GPUs that running tasks of a driver hold."""
         tasks = await self._state("tasks", job_id=ray_job_id, state="RUNNING")
         return sum(
-            float((task.get("required_resources") or {}).get("GPU", 0.0))
+            accelerators(task.get("required_resources"))
             for task in tasks
             if task["type"] == "NORMAL_TASK" and not task.get("placement_group_id")
         )
@@ -241,7 +251,7 @@ class Dashboard:
                 pid=int(entry["pid"] or 0),
                 gpus=0.0
                 if entry["placement_group_id"] or entry["state"] != "ALIVE"
-                else entry["required_resources"].get("GPU", 0.0),
+                else accelerators(entry["required_resources"]),
             )
             for entry in await self._state("actors", **equal)
             if entry["state"] != "DEAD"

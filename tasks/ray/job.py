@@ -499,14 +499,19 @@ class RayJob(Member):
             kind=FailureKind.START_TIMEOUT,
             rule="gpus-not-taken",
             message=f"job {self._job.submission_id} runs since {ran_for_s:.0f} s and has {held:g} "
-            f"of the {self._job.gpus:g} GPUs that it is to take (ray.start_within_s is "
-            f"{self._job.start_within_s:g}); {room}",
+            f"of the {self._job.gpus:g} GPUs that it is to take; {room}. {self._raise_key()}",
+        )
+
+    def _raise_key(self) -> str:
+        return (
+            f"Where it needs longer, to copy its model for example, raise ray.start_within_s "
+            f"({self._job.start_within_s:g} s): meanwhile its gang stands idle"
         )
 
     async def _never_started(self) -> JobLoss:
         reason = " ".join((self._state.message if self._state else "").split())[:500]
         message = f"job {self._job.submission_id} was pending for {self._job.start_within_s:g} s: "
-        message += reason or "the cluster gives no reason"
+        message += f"{reason or 'the cluster gives no reason'}. {self._raise_key()}"
         kind = FailureKind.START_TIMEOUT
         if left := await self._end():
             message += f"; not all of it is gone: {'; '.join(left)}"

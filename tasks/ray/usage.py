@@ -23,11 +23,7 @@ from functools import lru_cache
 from typing import Any
 
 from tasks.ray.control_store import answering, open_channel, question
-from tasks.ray.dashboard import Dashboard, NoAnswer
-
-#: What Ray calls accelerators that are counted whole, the first that any node has.
-#: Source: ray/_private/accelerators/*.py, get_resource_name.
-ACCELERATORS = ("GPU", "NPU", "HPU", "TPU")
+from tasks.ray.dashboard import ACCELERATORS, Dashboard, NoAnswer
 
 #: Of a bundle: resource, index, group. Without the index: that of all bundles of a group.
 _OF_BUNDLE = re.compile(rf"({'|'.join(ACCELERATORS)}|CPU)_group_(\d+)_([0-9a-f]{{36}})")
@@ -94,6 +90,10 @@ class ClusterNode:
     others_cpus: float = 0.0
     #: Other resources, all of each: `{"worker_node": 100}`.
     resources: Mapping[str, float] = field(default_factory=dict)
+    #: What the queue gives of it, as its driver numbers them; empty where Ray gives them.
+    devices: tuple[int, ...] = ()
+    #: `leased[device]`: the flow run that has it, or whoever else says so.
+    leased: Mapping[int, str] = field(default_factory=dict)
     #: Nothing new is placed on it: Ray is about to remove it, or an operator wants no gang there.
     is_drained: bool = False
 

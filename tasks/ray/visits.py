@@ -43,6 +43,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 import tasks
 from tasks.processes.ending import end_carriers
 from tasks.processes.machine import forget, look, names_unseen
+from tasks.ray.dashboard import accelerators
 
 
 def clock() -> float:
@@ -202,7 +203,7 @@ def _node(node: Mapping[str, Any]) -> dict[str, Any]:
         "node_id": node["NodeID"],
         "ip": node["NodeManagerAddress"],
         "is_alive": node["Alive"],
-        "gpus": node["Resources"].get("GPU", 0.0),
+        "gpus": accelerators(node["Resources"]),
         # .../session_2026-.../sockets/raylet
         "ray_dir": os.path.dirname(os.path.dirname(node["RayletSocketName"])),
     }

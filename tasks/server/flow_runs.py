@@ -195,6 +195,11 @@ def worker_of(run: FlowRun) -> str | None:
     return str(name) if name and _is_local(run) else None
 
 
+def host_of_worker(name: str) -> str:
+    """The host of a worker, which is called after it: `HOST`, or a second one there `NAME@HOST`."""
+    return name.rpartition("@")[2]
+
+
 def _is_local(run: FlowRun) -> bool:
     return run.labels.get(TYPE_LABEL, _LOCAL_TYPES[0]) in _LOCAL_TYPES
 
@@ -202,7 +207,8 @@ def _is_local(run: FlowRun) -> bool:
 def host_of(run: FlowRun) -> str | None:
     """The host that has it, as far as the server knows."""
     tagged = (tag.removeprefix(_PROCESS_TAG).partition(":")[0] for tag in process_tags_of(run.tags))
-    return worker_of(run) or next(tagged, None)
+    worker = worker_of(run)
+    return host_of_worker(worker) if worker else next(tagged, None)
 
 
 def has_gone_to(run: FlowRun, host: str, worker: str | None) -> str:
@@ -213,7 +219,7 @@ def has_gone_to(run: FlowRun, host: str, worker: str | None) -> str:
         worker: of that host, by which it had been started, where that is known.
     """
     now = worker_of(run)
-    return now if now and now not in (worker, host) else ""
+    return now if now and now != worker and host_of_worker(now) != host else ""
 
 
 def server_now(client: SyncPrefectClient) -> datetime | None:

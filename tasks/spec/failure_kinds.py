@@ -20,7 +20,7 @@ class FailureKind(StrEnum):
     #: satisfied in this ray cluster`, vLLM's and NeMo-RL's texts. Back to the queue, without limit.
     INSUFFICIENT_RESOURCES = "INSUFFICIENT_RESOURCES"
     #: The job was accepted but did not take its GPUs by our deadline, or Ray's job supervisor did
-    #: not start. Back to the queue, without limit.
+    #: not start. Back to the queue, five times.
     START_TIMEOUT = "START_TIMEOUT"
     #: The gang is larger than the cluster can ever be. Failed, with the numbers.
     INFEASIBLE = "INFEASIBLE"
@@ -46,6 +46,8 @@ class FailureKind(StrEnum):
     COLLECTIVE_TIMEOUT = "COLLECTIVE_TIMEOUT"
     #: Missed `live` probes, or neither progress nor output for `stall_after_s`. Failed.
     STALLED = "STALLED"
+    #: It has run for `gang.max_hours`. Failed; worth another try where it has checkpoints.
+    TIME_LIMIT = "TIME_LIMIT"
     #: A file, module, key, type or value that the user can mend. Failed.
     USER_ERROR = "USER_ERROR"
     #: Any other traceback, or a loss that is not finite. Failed.
@@ -56,8 +58,10 @@ class FailureKind(StrEnum):
     UNKNOWN = "UNKNOWN"
 
 
-#: Tried again without limit and without being listed: the run did nothing wrong.
+#: Tried again without being listed: the run did nothing wrong.
 REQUEUED = frozenset({FailureKind.INSUFFICIENT_RESOURCES, FailureKind.START_TIMEOUT})
+#: The tries in all, where the spec says nothing, of what holds its gang idle each time.
+TRIES = {FailureKind.START_TIMEOUT: 6}
 
 
 _K = FailureKind
@@ -65,8 +69,8 @@ _K = FailureKind
 REMEDIES: Mapping[FailureKind, str] = {
     _K.INSUFFICIENT_RESOURCES: "start it again once the GPUs are free: `muster queue` shows "
     "who has them",
-    _K.START_TIMEOUT: "look at what the nodes have free; too few CPUs for their GPUs "
-    "(gang.cpus_per_gpu) is the usual cause",
+    _K.START_TIMEOUT: "raise ray.start_within_s where it needs longer; else look at what the nodes "
+    "have free: too few CPUs for their GPUs (gang.cpus_per_gpu) is the usual cause",
     _K.INFEASIBLE: "ask for less, or name a larger cluster, or have the limit of the tag raised",
     _K.NOT_READY: "read its log: it still loads (raise ready.within_s), listens elsewhere, or "
     "waits for another",
@@ -82,6 +86,8 @@ REMEDIES: Mapping[FailureKind, str] = {
     _K.COLLECTIVE_TIMEOUT: "look for the rank that stopped first: its own log, and dmesg on its "
     "node",
     _K.STALLED: "see what it hung in: its .hang.txt, beside its log",
+    _K.TIME_LIMIT: "raise gang.max_hours, or list TIME_LIMIT in `retry` to have it go on from its "
+    "checkpoint",
     _K.USER_ERROR: "mend what the message names, then start it again",
     _K.RUNTIME_ERROR: "read the line that it names, and the log before it",
     _K.LOST_CONTACT: "wait until the cluster answers: `muster reconcile` asks it about "

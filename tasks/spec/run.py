@@ -17,10 +17,10 @@ from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from tasks.spec.failure_kinds import REQUEUED, FailureKind
+from tasks.spec.failure_kinds import REQUEUED, TRIES, FailureKind
 from tasks.spec.placeholders import mapping
 from tasks.spec.probes import LiveProbe, ReadyProbe, Url
-from tasks.spec.rollout import Rollout
+from tasks.spec.rollout import Rollout, Sizes
 from tasks.spec.values import (
     LAST,
     PART_NAME,
@@ -30,6 +30,7 @@ from tasks.spec.values import (
     DottedKey,
     Env,
     Model,
+    NoneOrMore,
     PartName,
     Positive,
     Refusal,
@@ -72,6 +73,13 @@ class Component(Model):
         None,
         title="Working directory",
         description="Relative to the project's root; left out: the run's.",
+    )
+    gpus: NoneOrMore | None = Field(
+        None,
+        title="GPUs",
+        description="Of the gang's, so many are this process's own. Left out: it sees those that "
+        "no other one has for itself, or all where none is left.",
+        examples=[4],
     )
     ports: Annotated[tuple[PartName, ...], Unique] = Field(
         (),
@@ -228,7 +236,9 @@ _ON_EXIT_ZERO: dict[str, OnExitZero] = {"trainer": "complete", "environment": "c
 class Gang(Model):
     """The GPUs that the run needs all at once, or not at all."""
 
-    nodes: Count = Field(1, description="Nodes that the run spans.", examples=[2])
+    nodes: Count = Field(
+        1, description="Nodes that the run spans; more than one on Ray only.", examples=[1]
+    )
     gpus_per_node: Count = Field(
         title="GPUs per node", description="GPUs on each of them.", examples=[8]
     )
@@ -237,6 +247,13 @@ class Gang(Model):
     )
     hours: Positive = Field(
         24, description="An estimate, by which shorter runs may pass; it never ends a run."
+    )
+    max_hours: Positive | None = Field(
+        None,
+        title="Longest hours",
+        description="An attempt that runs for longer is ended as TIME_LIMIT, which `retry` may "
+        "list; others are planned by it.",
+        examples=[12],
     )
 
 
@@ -393,7 +410,8 @@ class RunSpec(Document):
     retry: Mapping[FailureKind, Retry] = Field(
         default_factory=dict,
         description="Kinds of failure that are tried again, each with attempts, delay_s and "
-        "max_delay_s. INSUFFICIENT_RESOURCES and START_TIMEOUT are, without limit, listed or not.",
+        "max_delay_s. INSUFFICIENT_RESOURCES is, without limit, listed or not, and START_TIMEOUT "
+        "five times.",
         examples=[{"NODE_LOST": {"attempts": 3}}],
     )
 
@@ -404,6 +422,7 @@ class RunSpec(Document):
             yield ("success",), refused("needs `progress`: nothing would show the step", remedy)
         yield from refusals_of_order(written)
         yield from _rules_of_jobs(written)
+        yield from _rules_of_devices(written)
         for kind, policy in mapping(written.get("retry")).items():
             listed = set(FailureKind) - REQUEUED
             if kind in listed and isinstance(policy, Mapping) and policy.get("attempts") is None:
@@ -429,6 +448,14 @@ class RunSpec(Document):
         fleet = self.components.get(FLEET)
         return fleet if isinstance(fleet, Rollout) else None
 
+    def own_gpus(self, name: str) -> int | None:
+        """GPUs of this machine that a component has for itself; None where it does not say."""
+        component = self.components[name]
+        if isinstance(component, Component):
+            return component.gpus
+        is_local = component.placement == "local"
+        return (component.engines * component.sizes.gpus or None) if is_local else None
+
     def on_exit_zero(self, name: str) -> OnExitZero:
         """What an exit 0 of this component means: as written, else as its name says."""
         component = self.components[name]
@@ -437,7 +464,10 @@ class RunSpec(Document):
 
     def retry_of(self, kind: FailureKind) -> Retry | None:
         """How a kind of failure is tried again; None where it is final."""
-        return self.retry.get(kind) or (Retry() if kind in REQUEUED else None)
+        policy = self.retry.get(kind) or (Retry() if kind in REQUEUED else None)
+        if policy is None or policy.attempts is not None:
+            return policy
+        return policy.model_copy(update={"attempts": TRIES.get(kind)})
 
     def for_server(self) -> dict[str, Any]:
         """What `written` gives, with `start_order`: a server may keep no order of keys."""
@@ -468,3 +498,55 @@ def _rules_of_jobs(written: Mapping[str, Any]) -> Iterator[Refusal]:
         problem = f"{other} is a process, which ends with the flow process of its run"
         remedy = "write stop, or launcher: ray_job for every component"
         yield ("on_lost_flow",), refused(problem, remedy)
+
+
+def _rules_of_devices(written: Mapping[str, Any]) -> Iterator[Refusal]:
+    """What goes with the GPUs of one machine, which its processes are shown."""
+    named = mapping(written.get("components"))
+    components = {name: one for name, one in named.items() if isinstance(one, Mapping)}
+    asked: dict[str, int] = {}
+    for name, one in components.items():
+        is_own = type(one.get("gpus")) is int and name != FLEET
+        if is_own and one.get("launcher") == "ray_job":
+            problem = "Ray gives a job its GPUs"
+            yield ("components", name, "gpus"), refused(problem, "ask Ray for them in its program")
+        elif is_own:
+            asked[name] = one["gpus"]
+    needs = ", ".join(f"{name} asks for {gpus}" for name, gpus in asked.items() if gpus)
+    fleet = components.get(FLEET, {})
+    engines = fleet.get("engines", 1)
+    if fleet.get("placement", "local") == "local" and type(engines) is int:
+        sizes = Sizes.of(fleet)
+        asked[FLEET] = engines * sizes.gpus if sizes is not None else 0
+    if needs and written.get("gang") is None:
+        remedy = f"write gang: {{gpus_per_node: {sum(asked.values())}}}"
+        yield ("gang",), refused(f"missing: {needs} GPUs, and the run has none", remedy)
+    gang = mapping(written.get("gang"))
+    if not gang or written.get("ray") is not None:
+        return
+    has, nodes = gang.get("gpus_per_node"), gang.get("nodes", 1)
+    if type(nodes) is int and nodes > 1:
+        problem = f"processes start on one host, and the gang is of {nodes}"
+        remedy = "write 1, or run it on Ray: launcher: ray_job, and ray: {address: ...}"
+        yield ("gang", "nodes"), refused(problem, remedy)
+    elif needs and type(has) is int and sum(asked.values()) > has:
+        problem = f"{has} are too few: {_sum_in_words(asked)}"
+        remedy = f"write {sum(asked.values())}, or have them ask for less"
+        yield ("gang", "gpus_per_node"), refused(problem, remedy)
+    for path, env in (
+        (("env",), written.get("env")),
+        *((("components", name, "env"), one.get("env")) for name, one in components.items()),
+    ):
+        for variable in _VISIBLE & mapping(env).keys():
+            problem = "the queue says which GPUs the run has, and Muster sets it"
+            remedy = "leave it out; a process that is to have some for itself says gpus: 2"
+            yield (*path, variable), refused(problem, remedy)
+
+
+def _sum_in_words(asked: Mapping[str, int]) -> str:
+    parts = [f"{name} {gpus}" for name, gpus in asked.items() if gpus]
+    return f"{' + '.join(parts)} = {sum(asked.values())}"
+
+
+#: By which programs are shown their accelerators.
+_VISIBLE = {"CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES"}

@@ -318,6 +318,7 @@ Words = Annotated[tuple[Word, ...], BeforeValidator(_is_list_of_words)]
 Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
 Seconds = Positive
 Count = Annotated[int, Field(strict=True, ge=1)]
+NoneOrMore = Annotated[int, Field(strict=True, ge=0)]
 Unique = AfterValidator(_unique)
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextvars
 import os
 import signal as signals
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from tasks.processes.component import AttemptContext, AttemptPlan, ComponentPlan, Member
 from tasks.processes.containment import Containment, Level, allowed_level, probe
+from tasks.processes.devices import VISIBLE, listed
 from tasks.processes.guarded import Command
 from tasks.processes.identity import host_name
 from tasks.ray.job import RayJob
@@ -69,6 +71,7 @@ def plan_of(
     containment: Containment,
     adopted: AttemptRecord | None = None,
     fleet: FleetPlan | None = None,
+    given: Given | None = None,
 ) -> AttemptPlan:
     """One attempt at a run.
 
@@ -82,11 +85,13 @@ def plan_of(
         number=place.number,
         cwd=Path(spec.cwd),
         components=tuple(
-            _component_plan(spec, name, run_id, place, fleet, adopted) for name in spec.components
+            _component_plan(spec, name, run_id, place, fleet, adopted, given)
+            for name in spec.components
         ),
         progress=spec.progress,
         success_step=spec.success.step if spec.success else None,
         stall_after_s=spec.stall_after_s,
+        time_limit_s=spec.gang.max_hours * 3600 if spec.gang and spec.gang.max_hours else None,
         containment=containment,
         began_at=adopted.started_at if adopted is not None else None,
     )
@@ -99,8 +104,9 @@ def _component_plan(
     place: AttemptPlace,
     fleet: FleetPlan | None,
     adopted: AttemptRecord | None,
+    given: Given | None,
 ) -> ComponentPlan:
-    env = component_env(spec, name, run_id, place.number)
+    env = component_env(spec, name, run_id, place.number, given)
     component = spec.processes.get(name)
     if component is None:
         assert fleet is not None
@@ -163,7 +169,41 @@ def _job_maker(
     return make
 
 
-def component_env(spec: RunSpec, name: str, run_id: str, attempt: int) -> dict[str, str]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """What the queue has given a run for an attempt."""
+
+    #: `gpus[node name]`.
+    nodes: Mapping[str, int]
+    #: Of this host, as its driver numbers them; empty where Ray gives them.
+    devices: tuple[int, ...] = ()
+    #: nvidia | amd | ascend
+    kind: str = "nvidia"
+
+    def env(self, spec: RunSpec, name: str) -> dict[str, str]:
+        """By which a component knows, and sees, what is its own."""
+        nodes = {"MUSTER_NODES": ",".join(self.nodes)}
+        if not self.devices:
+            return nodes
+        seen = listed(self.shares(spec)[name])
+        # As the driver numbers them, and not by their speed.
+        order = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if self.kind == "nvidia" else {}
+        return {**nodes, **order, "MUSTER_DEVICES": seen, VISIBLE[self.kind]: seen}
+
+    def shares(self, spec: RunSpec) -> dict[str, tuple[int, ...]]:
+        """`devices[component]`: those that say how many they need have them for themselves; the
+        others see what is left, or all where nothing is."""
+        left, own = list(self.devices), dict[str, tuple[int, ...]]()
+        for name in spec.components:
+            if (count := spec.own_gpus(name)) is not None:
+                own[name], left = tuple(left[:count]), left[count:]
+        rest = tuple(left) or self.devices
+        return {name: own.get(name, rest) for name in spec.components}
+
+
+def component_env(
+    spec: RunSpec, name: str, run_id: str, attempt: int, given: Given | None = None
+) -> dict[str, str]:
     """The variables of a component: all of them, or those that its job adds to its node's."""
     component = spec.processes.get(name)
     # A job runs on another machine: nothing of this one's environment is true there.
@@ -174,6 +214,7 @@ def component_env(spec: RunSpec, name: str, run_id: str, attempt: int) -> dict[s
         **spec.env,
         # A fleet's are its servers', and come to them by another way.
         **(component.env if component is not None else {}),
+        **(given.env(spec, name) if given is not None else {}),
         "MUSTER_RUN_ID": run_id,
         "MUSTER_ATTEMPT": str(attempt),
         "MUSTER_COMPONENT": name,

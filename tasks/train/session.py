@@ -6,10 +6,12 @@ import atexit
 import logging
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from uuid import UUID
 
+from tasks.processes.devices import DeviceLease
 from tasks.processes.identity import host_name
 from tasks.processes.ports import PortsReserved
 from tasks.processes.registry import RunRegister, remove_unused
@@ -29,6 +31,7 @@ from tasks.spec.placeholders import faults_in
 from tasks.spec.programs import lookup_faults
 from tasks.spec.run import RunSpec
 from tasks.train.plan import (
+    Given,
     component_search_path,
     containment_faults,
     containment_of,
@@ -112,6 +115,9 @@ class RunSession:
         self._verdict: Verdict | None = None
         self._woken = threading.Event()
         self._is_left = False
+        #: What the queue has given it for its attempt.
+        self.given: Given | None = None
+        self._lease: DeviceLease | None = None
         self.record = RunRecord(
             self.place.record,
             run_id=run_id,
@@ -198,7 +204,7 @@ class RunSession:
             )
             if fleet is not None:
                 self._secrets |= secrets.secret_values(fleet.env)
-            plan = plan_of(spec, self.run_id, place, containment, before, fleet)
+            plan = plan_of(spec, self.run_id, place, containment, before, fleet, self.given)
             plan = replace(plan, mask=self.mask)
             self._supervisor = Supervisor(plan, ports, self._events.emit, self._register)
             if fleet is not None:
@@ -220,6 +226,17 @@ class RunSession:
         elif self.left_by:
             self._supervisor.let_go(self.left_by)
 
+    def take(self, nodes: Mapping[str, int], lease: DeviceLease | None) -> None:
+        """Have this for the next attempt, until that has ended."""
+        self._lease = lease
+        devices, kind = (lease.indices, lease.kind) if lease is not None else ((), "nvidia")
+        self.given = Given(nodes=nodes, devices=devices, kind=kind)
+
+    def _give_back(self) -> None:
+        lease, self._lease, self.given = self._lease, None, None
+        if lease is not None:
+            lease.close()
+
     def end_attempt(self) -> Verdict:
         """Take down what runs, and note the verdict on the attempt; any number of times."""
         with self.supervisor:
@@ -230,6 +247,7 @@ class RunSession:
             self._verdict = verdict
         elif self._verdict is not verdict:
             self._verdict = verdict
+            self._give_back()
             self.record.end_attempt(verdict)
             if self._events is not None:
                 self._events.emit(
@@ -272,6 +290,7 @@ class RunSession:
     def close(self) -> Verdict:
         """Give the run its final state, which its verdict says."""
         verdict = self.verdict
+        self._give_back()
         if self._is_left:
             return verdict
         if self.interrupted_by and self.record.state is RunState.PENDING_RESOURCES:

@@ -119,7 +119,8 @@ def _admit(run: RunSession) -> State[None]:
     )
     match outcome:
         case Admitted():
-            return Completed(message=f"admitted on {', '.join(outcome.nodes)}")
+            run.take(outcome.nodes, outcome.devices)
+            return Completed(message=f"admitted on {outcome}")
         case Refused():
             return Failed(message=run.fail(outcome.kind, outcome.message).message)
         case None:

@@ -175,11 +175,11 @@ async def _looked(pool: GangPool, looks: int) -> tuple[list[float], float]:
     capacity = Capacity()
     async with get_client() as client:
         gate = Gate(client, pool=pool.name, capacity=capacity, home=pool.ground.home)
-        await gate.decide(lambda entry: True)
+        await gate.decide(lambda entry, nodes: True)
         used_before = time.process_time()
         for _ in range(looks):
             began = time.perf_counter()
-            look, granted = await gate.decide(lambda entry: True)
+            look, granted = await gate.decide(lambda entry, nodes: True)
             each_ms.append(1000 * (time.perf_counter() - began))
             assert look.line and not granted, (len(look.line), granted)
         own_ms = 1000 * (time.process_time() - used_before) / looks

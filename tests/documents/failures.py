@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tasks.record.causes import RULES
 from tasks.record.states import LEGAL_MOVES, RunState
-from tasks.spec.failure_kinds import REMEDIES, REQUEUED, FailureKind
+from tasks.spec.failure_kinds import REMEDIES, REQUEUED, TRIES, FailureKind
 from tasks.spec.words import table
 
 
@@ -37,6 +37,8 @@ def rules() -> str:
 
 
 def _what_follows(kind: FailureKind) -> tuple[str, str]:
+    if kind in TRIES:
+        return f"requeued, {TRIES[kind] - 1} times", "`attempts` counts the tries in all"
     if kind in REQUEUED:
         return "requeued, without limit", "`attempts` caps it"
     if kind is FailureKind.INFEASIBLE:

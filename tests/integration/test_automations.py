@@ -24,8 +24,8 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from deployments.automations.apply import FOLDER, apply
 from tasks.processes.ports import listeners
-from tests.support.gang_pool import GangPool
-from tests.support.ground import ROOT, Ground, Run, Server, until
+from tests.support.gang_pool import GangPool, host
+from tests.support.ground import ROOT, Run, Server, until
 from tests.support.web import serving
 
 pytestmark = [pytest.mark.slow, pytest.mark.thorough, pytest.mark.timeout(240)]
@@ -128,7 +128,7 @@ def scene(
     client_of: Callable[[str], SyncPrefectClient],
 ) -> Iterator[Scene]:
     server = Server(tmp_path_factory.mktemp("server"))
-    ground = Ground(home=tmp_path_factory.mktemp("home"), api=server.api)
+    ground = host("n1", tmp_path_factory.mktemp("home"), server.api)
     pool = GangPool(ground=ground, server=server)
     sink = Sink()
     with serving(sink.answer) as url:

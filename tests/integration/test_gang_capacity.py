@@ -97,7 +97,7 @@ async def test_what_a_run_of_ours_has_taken_is_told_from_what_others_use(
     )
 
     found = await seen(capacity, ray_cluster, lambda now: of_all(now) == {"taken": 7, "others": 2})
-    known = shares_of(found, [RunningGang(run_id=run_id, demand=GANG_OF_3)])
+    known = shares_of(found, [RunningGang(id=run_id, run_id=run_id, demand=GANG_OF_3)])
     unknown = shares_of(found, [])
 
     names = {f"127.0.0.1/{node.node_id[:8]}" for node in ray_cluster.nodes}

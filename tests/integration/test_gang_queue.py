@@ -12,17 +12,17 @@ from uuid import UUID
 import pytest
 
 from tasks.pipeline.stage_runs import Ending, cancel_stage_run, create_stage_run, stage_runs
-from tasks.processes.identity import ProcessId, host_name
+from tasks.processes.identity import ProcessId
 from tasks.queue.grants import Giver, Grant
 from tasks.server.flow_runs import talking_to
 from tasks.spec.pipeline import Stage
-from tests.support.gang_pool import POOL, GangPool
-from tests.support.ground import Ground, Run, Server, until
+from tests.support.gang_pool import POOL, GangPool, host
+from tests.support.ground import Run, Server, until
 from tests.support.prefect_api import ask
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
-ALL = {"n1": 8, "n2": 8}
+ALL = {"n1": 16}
 #: No answer of the gate takes longer, unless it never comes.
 WITHIN_S = 60.0
 
@@ -40,9 +40,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def served(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[GangPool]:
-    """A pool with two nodes of 8 GPUs, and its worker."""
+    """A pool with a node of 16 GPUs, and its worker."""
     home = tmp_path_factory.mktemp("served")
-    pool = GangPool(ground=Ground(home=home, api=server.api), server=server)
+    pool = GangPool(ground=host("n1", home, server.api), server=server)
     try:
         pool.set_up()
         pool.start_worker()
@@ -89,12 +89,12 @@ def states(run: Run) -> list[str]:
 
 @pytest.mark.thorough
 def test_gang_that_can_never_fit_fails_at_once_with_the_numbers(pool: GangPool) -> None:
-    run = pool.submit(pool.spec(nodes=3, gpus=8))
+    run = pool.submit(pool.spec(gpus=24))
 
     message = run.until_state("FAILED")
 
     assert message.startswith("INFEASIBLE: ")
-    assert "3 nodes with 8 GPUs" in message and "2 with 8 GPUs" in message
+    assert "1 node with 24 GPUs" in message and "1 with 16 GPUs" in message
     assert states(run) == ["SCHEDULED", "FAILED"]
     assert run.processes() == []
 
@@ -109,8 +109,8 @@ def logged(run: Run) -> list[tuple[int, str]]:
 @pytest.mark.thorough
 def test_logs_say_why_a_run_waits_where_it_goes_or_why_it_is_refused(pool: GangPool) -> None:
     holder = pool.hold(ALL)
-    run = pool.submit(pool.spec(nodes=2, gpus=8))
-    says(run, "waits for holder-n1-n2 to end")
+    run = pool.submit(pool.spec(gpus=16))
+    says(run, "waits for holder-n1 to end")
     refused = pool.submit({"colour": "red"})
     pool.set_state(holder, "COMPLETED")
     given(run)
@@ -118,22 +118,22 @@ def test_logs_say_why_a_run_waits_where_it_goes_or_why_it_is_refused(pool: GangP
     until(lambda: len(logged(run)) > 1 and logged(refused), "they are logged", WITHIN_S)
 
     [(_info, waits), (_too, admitted)] = logged(run)
-    assert waits.startswith("waits, place 1 of 1 in line: asks for 2 nodes with 8 GPUs each; ")
-    assert admitted.startswith("admitted on n1 (8 GPUs), n2 (8 GPUs) after ")
+    assert waits.startswith("waits, place 1 of 1 in line: asks for 1 node with 16 GPUs; ")
+    assert admitted.startswith("admitted on n1 (16 GPUs) after ")
     [(error, text)] = logged(refused)
     assert error == 40 and "the spec has " in text
     assert "workload" in text and "colour" in text
 
 
 def test_waiting_run_says_what_it_asks_what_is_free_and_what_it_waits_for(pool: GangPool) -> None:
-    holder = pool.hold({"n1": 8, "n2": 3})
-    run = pool.submit(pool.spec(nodes=2, gpus=6))
+    holder = pool.hold({"n1": 11})
+    run = pool.submit(pool.spec(gpus=12))
     behind = pool.submit(pool.spec(gpus=1))
 
     first, second = says(run, "free now"), says(behind, "behind")
 
-    assert first.startswith("asks for 2 nodes with 6 GPUs each; waits for holder-n1-n2 to end")
-    assert "free now: 5 and 0 on 2 nodes" in first
+    assert first.startswith("asks for 1 node with 12 GPUs; waits for holder-n1 to end")
+    assert "free now: 5 on 1 node" in first
     assert f"waits behind {run.name}" in second
     assert run.processes() == behind.processes() == []
     assert holder.state()[0] == "RUNNING"
@@ -159,16 +159,16 @@ def test_cancel_of_a_waiting_run_sticks(pool: GangPool) -> None:
 @pytest.mark.thorough
 def test_run_of_a_higher_queue_goes_first(pool: GangPool) -> None:
     holder = pool.hold(ALL)
-    idle = pool.submit(pool.spec(nodes=2, gpus=8), queue="idle")
-    usual = pool.submit(pool.spec(nodes=2, gpus=8))
-    urgent = pool.submit(pool.spec(nodes=2, gpus=8, lasts_s=60), queue="urgent")
+    idle = pool.submit(pool.spec(gpus=16), queue="idle")
+    usual = pool.submit(pool.spec(gpus=16))
+    urgent = pool.submit(pool.spec(gpus=16, lasts_s=60), queue="urgent")
     says(urgent, "waits for holder")
     says(usual, f"behind {urgent.name}")
     says(idle, f"behind {urgent.name}")
 
     pool.set_state(holder, "COMPLETED")
 
-    assert given(urgent) == "n1:8,n2:8"
+    assert given(urgent) == "n1:16"
     says(usual, f"waits for {urgent.name} to end")
     says(idle, f"behind {usual.name}")
 
@@ -183,7 +183,7 @@ def test_run_of_a_higher_queue_goes_first(pool: GangPool) -> None:
 )
 def test_run_whose_worker_was_killed_keeps_its_place(pool: GangPool, has_begun: bool) -> None:
     gone = killed_process()
-    pool.hold({"n2": 8})
+    pool.hold({"n1": 8})
     pool.patch(is_paused=True)
     run, younger = pool.submit(pool.spec(gpus=8, lasts_s=60)), pool.submit(pool.spec(gpus=8))
     says(run, "paused")
@@ -199,7 +199,7 @@ def test_run_whose_worker_was_killed_keeps_its_place(pool: GangPool, has_begun: 
     until(lambda: states(run).count("PENDING") > 1, "it is admitted again", WITHIN_S)
     assert "PENDING" not in states(younger)
     assert given(run) == "n1:8"
-    says(younger, "waits for holder-n2 to end")
+    says(younger, "waits for holder-n1 to end")
 
 
 def killed_process() -> ProcessId:
@@ -211,7 +211,7 @@ def killed_process() -> ProcessId:
 
 def give(run: Run, nodes: dict[str, int], *, by: ProcessId) -> None:
     """A grant, as that process would have noted it."""
-    giver = Giver(host=host_name(), process=by)
+    giver = Giver(host="n1", process=by)
     state = run.flow_run()["state"]["id"]
     grant = Grant(nodes=nodes, state_id=state, at=time.time(), by=giver)
     ask("PATCH", f"{run.ground.api}/flow_runs/{run.flow_run_id}/labels", grant.labels())
@@ -220,7 +220,7 @@ def give(run: Run, nodes: dict[str, int], *, by: ProcessId) -> None:
 @pytest.mark.thorough
 def test_run_that_is_started_directly_waits_in_line(pool: GangPool) -> None:
     pool.hold(ALL)
-    first = pool.submit(pool.spec(nodes=2, gpus=8))
+    first = pool.submit(pool.spec(gpus=16))
     says(first, "waits for holder")
     process, run = pool.start(pool.spec())
     says(run, f"behind {first.name}")
@@ -237,7 +237,7 @@ def test_run_that_is_started_directly_waits_in_line(pool: GangPool) -> None:
 @pytest.mark.thorough
 def test_run_past_the_gate_waits_in_its_own_process(server: Server, tmp_path: Path) -> None:
     """A worker of another type serves the pool: it starts whatever is due."""
-    ground = Ground(home=tmp_path, api=server.api)
+    ground = host("p1", tmp_path, server.api)
     pool = GangPool(ground=ground, server=server, name="past", nodes={"p1": 8})
     pool.set_up()
     try:

@@ -19,7 +19,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from tasks.processes.identity import host_name
 from tasks.server import flow_runs
 from tasks.upkeep.reconcile import reconcile_host
-from tests.support.gang_pool import GangPool, left_of
+from tests.support.gang_pool import GangPool, host, left_of
 from tests.support.ground import FINAL, ROOT, Ground, Run, Server
 from tests.support.ground import until as until_within
 from tests.support.prefect_api import ask
@@ -171,7 +171,7 @@ class Pipelines:
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GangPool]:
     """A server with both pools, and a worker for runs."""
     server = Server(tmp_path_factory.mktemp("server"))
-    ground = Ground(home=tmp_path_factory.mktemp("home"), api=server.api)
+    ground = host("n1", tmp_path_factory.mktemp("home"), server.api)
     pool = GangPool(ground=ground, server=server)
     try:
         server.start()
@@ -336,7 +336,7 @@ def cancel(pipelines: Pipelines, flow_run_id: str) -> None:
 
 
 def test_a_cancel_while_it_waits_cancels_both(pipelines: Pipelines, worker: Popen[bytes]) -> None:
-    pipelines.pool.hold({"n1": 8, "n2": 8})
+    pipelines.pool.hold({"n1": 16})
     first = pipelines.stage("first", gang={"nodes": 1, "gpus_per_node": 8})
     flow_run_id = pipelines.submit(first, pipelines.stage("second"))
     until(lambda: "PendingResources" in pipelines.state(flow_run_id)[1], "its stage waits")

@@ -21,7 +21,7 @@ from tests.support.ground import ROOT, Ground, Run, Server, in_checkout, until
 from tests.support.prefect_api import ask
 
 POOL = "gang"
-NODES: Mapping[str, int] = {"n1": 8, "n2": 8}
+NODES: Mapping[str, int] = {"n1": 16}
 
 
 @dataclass(kw_only=True)
@@ -33,6 +33,11 @@ class Host(Ground):
     @property
     def env(self) -> dict[str, str]:
         return {**super().env, **self.variables}
+
+
+def host(name: str, home: Path, api: str) -> Host:
+    """One of a name of its own, on this machine."""
+    return Host(home=home, api=api, variables={"MUSTER_HOST": name})
 
 
 @dataclass(kw_only=True)
@@ -108,8 +113,9 @@ class GangPool:
             on: its host; else the pool's own.
             type: of the worker, where it is another than the pool's.
         """
-        name = name or host_name()
-        ground, log = on or self.ground, f"worker-{name}"
+        ground = on or self.ground
+        name = name or ground.env.get("MUSTER_HOST") or host_name()
+        log = f"worker-{name}"
         before = ground.log(log).count("started!")
         worker = ground.start(*self.worker_arguments(name, type), log=log)
 
@@ -315,7 +321,7 @@ def gang_pool(
         server: one that is not started yet; by default on SQLite and loopback.
     """
     server = server or Server(directory / "server")
-    ground = Ground(home=directory / "home", api=server.api)
+    ground = host(next(iter(nodes), host_name()), directory / "home", server.api)
     pool = GangPool(ground=ground, type=type, server=server, nodes=nodes)
     try:
         server.start()

@@ -116,6 +116,9 @@ class ScriptedPrefect:
         self._ask("read_work_pools")
         return [self._pool]
 
+    async def read_workers_for_work_pool(self, work_pool_name: str) -> list[Any]:
+        return []
+
     async def read_work_queues(self, **_filters: Any) -> list[WorkQueue]:
         self._ask("read_work_queues")
         return [_QUEUE]

@@ -50,7 +50,7 @@ def slow_plan(
     head: Waiting | None = None
     for run in sorted(waiting, key=lambda run: run.place):
         free = free_now(nodes, running)
-        chosen = choose(free, run.demand)
+        chosen = choose(free, run)
         tag = limit_reached(run, running, limits or {})
         if tag:
             reasons[run.id] = Reason(why=Why.LIMIT, tag=tag)
@@ -60,7 +60,12 @@ def slow_plan(
             shadow, ahead, still, waits_for = reserve(head, running, free, now)
             why = Why.RETRY if run.not_before > now else Why.GPUS
             starts_at = None if shadow is None else max(shadow, now)
-            reasons[run.id] = Reason(why=why, waits_for=waits_for, starts_at=starts_at)
+            is_passed = policy == "fifo" and shadow is None
+            reasons[run.id] = Reason(
+                why=why, waits_for=waits_for, starts_at=starts_at, is_passed=is_passed
+            )
+            if is_passed:
+                head = None
             continue
         if head is not None:
             if run.not_before > now:
@@ -75,7 +80,7 @@ def slow_plan(
                 still_with_it = [*still, granted(run, chosen, now)]
                 if (
                     is_negative
-                    or not choose(after, head.demand)
+                    or not choose(after, head)
                     or limit_reached(head, still_with_it, limits or {})
                 ):
                     reasons[run.id] = Reason(why=Why.WOULD_DELAY, waits_for=(head.id,))
@@ -96,11 +101,13 @@ def free_now(nodes: Sequence[NodeFree], running: Sequence[Held]) -> Vector:
     return free
 
 
-def choose(free: Vector, demand: Demand) -> list[str]:
+def choose(free: Vector, run: Waiting) -> list[str]:
     """The nodes it gets; none where it does not fit."""
-    fitting = [name for name, node in free.items() if node.suffices(demand)]
+    fitting = [name for name, node in free.items() if node.suffices(run.demand)]
+    if run.among is not None:
+        fitting = [name for name in fitting if name in run.among]
     fitting.sort(key=lambda name: (free[name].gpus, free[name].index))
-    return fitting[: demand.nodes] if len(fitting) >= demand.nodes else []
+    return fitting[: run.demand.nodes] if len(fitting) >= run.demand.nodes else []
 
 
 def limit_reached(run: Waiting, running: Sequence[Held], limits: Mapping[str, int]) -> str:
@@ -124,7 +131,7 @@ def reserve(
     shadow = head.not_before if head.not_before > now else None
     before_it_fitted = 0
     while still:
-        does_fit = bool(choose(ahead, head.demand))
+        does_fit = bool(choose(ahead, head))
         is_gone_by_then = head.not_before > now and still[0].ends_at <= head.not_before
         if does_fit and not is_gone_by_then:
             break
@@ -135,9 +142,11 @@ def reserve(
             if name in ahead:
                 ahead[name].add(gpus, gang.cpus_per_gpu)
         shadow = gang.ends_at if shadow is None else max(shadow, gang.ends_at)
-    if not choose(ahead, head.demand):
+    if not choose(ahead, head):
         return None, ahead, still, ()
     large = {name for name, node in ahead.items() if node.suffices(head.demand)}
+    if head.among is not None:
+        large &= head.among
     small_now = {name for name, node in free.items() if not node.suffices(head.demand)}
     waits_for = [g.id for g in ended[:before_it_fitted] if large & small_now & set(g.gpus)]
     return shadow, ahead, still, tuple(waits_for)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
 
+from tasks.processes import devices
+from tasks.processes.devices import DeviceLease, Devices
 from tasks.processes.identity import host_name
-from tasks.queue.capacity import Capacity, NoCapacity, local_cluster
+from tasks.queue.capacity import Capacity, NoCapacity
 from tasks.queue.settings import PoolSettings, TableNode
 from tasks.ray.dashboard import Denied, NoAnswer
 from tasks.ray.usage import Cluster, ClusterNode
+from tests.support.fake_nvml import FakeNvml, Gpu
 
 pytestmark = pytest.mark.asyncio
 
@@ -112,8 +114,8 @@ async def test_runs_without_a_cluster_are_placed_on_the_pools_table(capacity: Ca
 
     assert cluster == Cluster(
         nodes=(
-            ClusterNode(name="n1", gpus=8),
-            ClusterNode(name="n2", gpus=4, cpus=16.0, is_drained=True),
+            ClusterNode(name="n1", gpus=8, devices=tuple(range(8))),
+            ClusterNode(name="n2", gpus=4, cpus=16.0, devices=tuple(range(4)), is_drained=True),
         )
     )
 
@@ -171,54 +173,54 @@ async def _answer(capacity: Capacity) -> Cluster:
                 await asyncio.sleep(0)
 
 
-NVIDIA_SMI = """#!/bin/sh
-case "$1" in
---query-gpu*) printf 'GPU-a, 10\\nGPU-b, 20\\n' ;;
-esac
-"""
-BROKEN = "#!/bin/sh\necho 'Failed to initialize NVML: Driver/library version mismatch'; exit 18\n"
-
-
 @pytest.fixture
-def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The only folder of PATH where a driver's program is looked for."""
-    monkeypatch.setenv("PATH", str(tmp_path))
-    return tmp_path
+def nvml(monkeypatch: pytest.MonkeyPatch, muster_home: Path) -> FakeNvml:
+    """A driver with two GPUs."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.delenv("MUSTER_GPUS", raising=False)
+    monkeypatch.setattr(devices, "_SHARED", muster_home / "shared")
+    return FakeNvml.installed(monkeypatch, [Gpu(), Gpu()])
 
 
-def install(programs: Path, text: str) -> None:
-    program = programs / "nvidia-smi"
-    program.write_text(text)
-    program.chmod(0o755)
-
-
-async def test_this_machine_is_a_node_with_the_gpus_of_its_driver(programs: Path) -> None:
-    install(programs, NVIDIA_SMI)
+async def test_this_machine_is_a_node_with_the_gpus_of_its_driver(nvml: FakeNvml) -> None:
     capacity = Capacity(here=True)
 
     cluster = await capacity.of("", PoolSettings(drained=("other",)))
 
-    assert cluster == Cluster(nodes=(ClusterNode(name=host_name(), gpus=2),))
+    assert cluster == Cluster(nodes=(ClusterNode(name=host_name(), gpus=2, devices=(0, 1)),))
 
 
-async def test_a_table_goes_before_this_machine(programs: Path) -> None:
-    install(programs, NVIDIA_SMI)
+async def test_a_table_goes_before_this_machine(nvml: FakeNvml) -> None:
     capacity = Capacity(here=True)
 
     cluster = await capacity.of("", PoolSettings(nodes=(TableNode(name="n1", gpus=8),)))
 
-    assert [node.name for node in cluster.nodes] == ["n1"]
+    assert [(node.name, node.devices) for node in cluster.nodes] == [("n1", tuple(range(8)))]
 
 
-@pytest.mark.skipif(os.path.exists("/proc/driver/nvidia/version"), reason="it has a driver")
-async def test_a_machine_without_a_driver_has_no_gpus(programs: Path) -> None:
-    cluster = await local_cluster()
+async def test_of_this_machine_in_a_table_only_what_may_be_given_counts(
+    nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MUSTER_GPUS", "1")
+    table = PoolSettings(nodes=(TableNode(name=host_name(), gpus=8),))
 
-    assert [node.gpus for node in cluster.nodes] == [0]
+    [node] = (await Capacity().of("", table)).nodes
+
+    assert (node.gpus, node.devices) == (1, (1,))
 
 
-async def test_a_driver_that_does_not_answer_is_no_machine_without_gpus(programs: Path) -> None:
-    install(programs, BROKEN)
+async def test_what_another_run_of_this_machine_has_leased_is_told(nvml: FakeNvml) -> None:
+    lease = DeviceLease(Devices.here(), (1,), "somebody")
+    try:
+        [node] = (await Capacity(here=True).of("", PoolSettings())).nodes
+    finally:
+        lease.close()
 
-    with pytest.raises(NoCapacity, match=r"version mismatch.*list the machine"):
-        await local_cluster()
+    assert node.leased == {1: "somebody"}
+
+
+async def test_a_driver_that_does_not_answer_is_no_machine_without_gpus(nvml: FakeNvml) -> None:
+    nvml.is_silent = True
+
+    with pytest.raises(NoCapacity, match=r"can't be counted: NVML: Driver Not Loaded"):
+        await Capacity(here=True).of("", PoolSettings())

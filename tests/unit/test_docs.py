@@ -167,6 +167,7 @@ SPECS: Mapping[str, Mapping[str, Any]] = {
     "components.NAME.live": {"components": {"trainer": {"live": {}}}},
     "ray": {"ray": {"address": "http://10.0.0.1:8265"}},
     "gang": {"gang": {"gpus_per_node": 8}},
+    "components.NAME": {"gang": {"gpus_per_node": 8}},
 }
 SGLANG = {"components": {"rollout": {"backend": "sglang", "model": "M", "tensor_parallel": 8}}}
 COMMAND = {

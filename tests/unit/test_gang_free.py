@@ -21,7 +21,7 @@ def cluster(*nodes: ClusterNode, **taken: Mapping[str, float]) -> Cluster:
 
 def gang(run_id: str, nodes: int, gpus: int, **promised: int) -> RunningGang:
     demand = Demand(nodes=nodes, gpus_per_node=gpus, cpus_per_gpu=3)
-    return RunningGang(run_id=run_id, demand=demand, promised=promised)
+    return RunningGang(id=run_id, run_id=run_id, demand=demand, promised=promised)
 
 
 def gpus_of(nodes: tuple[NodeFree, ...]) -> dict[str, int]:
@@ -180,7 +180,7 @@ def two_nodes(taken: dict[str, dict[str, float]]) -> Cluster:
 def promise(run_id: str, gpus: dict[str, int]) -> RunningGang:
     wide = max(gpus.values())
     demand = Demand(nodes=len(gpus), gpus_per_node=wide, cpus_per_gpu=1)
-    return RunningGang(run_id=run_id, demand=demand, promised=gpus)
+    return RunningGang(id=run_id, run_id=run_id, demand=demand, promised=gpus)
 
 
 ENDING, NEXT = promise("ending", {"n1": 6}), promise("next", {"n2": 7})

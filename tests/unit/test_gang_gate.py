@@ -84,7 +84,7 @@ def looks(server: ScriptedPrefect, count: int = 1, one: Gate | None = None) -> l
         it = one or Gate(client, pool="gang", capacity=capacity)
         started: list[QueueEntry] = []
         for _ in range(count):
-            seen, found = await it.decide(lambda entry: True)
+            seen, found = await it.decide(lambda entry, nodes: True)
             started += found
             await it.tell(seen)
         await capacity.close()
@@ -99,7 +99,7 @@ def lines(server: ScriptedPrefect, id: UUID) -> list[tuple[int, str]]:
 
 def test_the_logs_tell_why_a_run_waits_and_is_admitted(server: ScriptedPrefect) -> None:
     holder = hold(server, n1=8, n2=8)
-    first, second = server.submit(spec(nodes=2)), server.submit(spec())
+    first, second = server.submit(spec()), server.submit(spec())
     looks(server, 2)
     server.cancel(first)
     looks(server, 2)
@@ -118,10 +118,11 @@ def test_the_logs_tell_why_a_run_waits_and_is_admitted(server: ScriptedPrefect) 
     assert {line.name for line in server.logs} == {"muster.queue"}
 
 
-def test_whom_it_waits_for_may_change_without_a_line(server: ScriptedPrefect) -> None:
-    hold(server, n1=8)
-    other = hold(server, n2=8)
-    run = server.submit(spec(nodes=2))
+def test_whom_it_waits_for_may_change_without_a_line() -> None:
+    server = ScriptedPrefect(template(8))
+    hold(server, n1=4)
+    other = hold(server, n1=4)
+    run = server.submit(spec())
     looks(server)
     before = server.history(run)
     server.set(other, State(type=StateType.COMPLETED))
@@ -352,9 +353,9 @@ def test_a_message_ends_no_grant_of_another_gate(server: ScriptedPrefect) -> Non
     async def two_gates() -> None:
         capacity, client = Capacity(), server
         slow, fast = (Gate(client, pool="gang", capacity=capacity) for _ in range(2))  # type: ignore[arg-type]
-        seen, _none = await slow.decide(lambda entry: True)
+        seen, _none = await slow.decide(lambda entry, nodes: True)
         server.set(holder, State(type=StateType.COMPLETED))
-        _look, started = await fast.decide(lambda entry: True)
+        _look, started = await fast.decide(lambda entry, nodes: True)
         assert [entry.id for entry in started] == [run]
         await slow.tell(seen)
         await capacity.close()

@@ -25,6 +25,7 @@ def pass_of(seed: int, nodes: int, held: int, waiting: int) -> dict[str, Any]:
     roll = random.Random(seed)
     tags = ["red", "blue"] if roll.random() < 0.3 else []
     counts_cpus, sends_back, is_sane = (roll.random() < share for share in (0.3, 0.1, 0.9))
+    is_pinned = roll.random() < 0.3
     cluster = [
         NodeFree(
             name=f"n{index}",
@@ -67,6 +68,9 @@ def pass_of(seed: int, nodes: int, held: int, waiting: int) -> dict[str, Any]:
             estimate_s=roll.choice([1.0, 2.0, 6.0, 9.0]),
             not_before=roll.choice([0.0, NOW, NOW + 1, NOW + 2]) if sends_back else 0.0,
             tags=frozenset(tag for tag in tags if roll.random() < 0.5),
+            among=frozenset(roll.sample([*left, "gone"], roll.randint(1, len(left))))
+            if is_pinned and roll.random() < 0.4
+            else None,
         )
         for number in range(waiting)
     ]

@@ -1,4 +1,4 @@
-"""What one machine tells of itself: its GPUs by a recorded nvidia-smi, its share, its code."""
+"""What one machine tells of itself: its GPUs by a stand-in of the driver, its share, its code."""
 
 from __future__ import annotations
 
@@ -11,62 +11,37 @@ from pathlib import Path
 import pytest
 
 from tasks.processes.machine import code_here, forget, gpus_seen, look, names_unseen
-
-#: As `nvidia-smi --query-gpu=uuid,memory.used --format=csv,noheader,nounits` prints it.
-_GPUS = "GPU-6f1c, 40321\nGPU-9a02, 3\n"
+from tests.support.fake_nvml import FakeNvml, Gpu
 
 
-def install_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> None:
-    program = tmp_path / "bin" / "nvidia-smi"
-    program.parent.mkdir()
-    program.write_text(f"#!/bin/bash\n{body}\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
-
-
-def smi(apps: str) -> str:
-    return f"case $1 in\n--query-gpu*) printf '{_GPUS}' ;;\n*) printf '{apps}' ;;\nesac"
-
-
-def test_gpus_and_their_holders_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install_smi(tmp_path, monkeypatch, smi(f"GPU-6f1c, {os.getpid()}, 40318\n"))
+def test_gpus_and_their_holders_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = Gpu(used_mib=40321, processes=[(os.getpid(), 40318)])
+    FakeNvml.installed(monkeypatch, [held, Gpu(used_mib=3)])
 
     seen = gpus_seen()
 
     assert (seen["driver"], seen["problem"]) == (True, "")
     assert [gpu["used_mib"] for gpu in seen["gpus"]] == [40321, 3]
-    [held] = seen["processes"]
-    assert held == {"uuid": "GPU-6f1c", "pid": os.getpid(), "used_mib": 40318, "alive": True}
+    [holder] = seen["processes"]
+    assert holder == {"uuid": "GPU-0", "pid": os.getpid(), "used_mib": 40318, "alive": True}
 
 
-def test_a_dead_process_is_known_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dead_process_is_known_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
     ended = subprocess.Popen(["true"])
     ended.wait()
-    install_smi(tmp_path, monkeypatch, smi(f"GPU-6f1c, {ended.pid}, [N/A]\n"))
+    FakeNvml.installed(monkeypatch, [Gpu(processes=[(ended.pid, None)])])
 
     [held] = gpus_seen()["processes"]
 
     assert (held["alive"], held["used_mib"]) == (False, None)
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        'echo "NVIDIA-SMI has failed because it couldn\'t communicate with the NVIDIA driver."; '
-        "exit 9",
-        # the same where SIGCHLD is ignored, so that its exit code is lost
-        'echo "NVIDIA-SMI has failed because it couldn\'t communicate with the NVIDIA driver."',
-    ],
-)
-def test_a_driver_that_is_silent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str
-) -> None:
-    install_smi(tmp_path, monkeypatch, body)
+def test_a_driver_that_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeNvml.installed(monkeypatch, [Gpu()]).is_silent = True
 
     seen = gpus_seen()
 
-    assert seen["driver"] is True
-    assert "couldn't communicate" in seen["problem"]
+    assert (seen["driver"], seen["problem"]) == (True, "NVML: Driver Not Loaded")
 
 
 def test_a_look_leaves_its_name_and_others_read_it(tmp_path: Path) -> None:

@@ -112,7 +112,8 @@ def test_exit_zero_means_what_the_spec_says_where_it_says_so() -> None:
     ("retry", "kind", "policy"),
     [
         ({}, "INSUFFICIENT_RESOURCES", Retry()),  # requeued without limit, listed or not
-        ({}, "START_TIMEOUT", Retry()),
+        ({}, "START_TIMEOUT", Retry(attempts=6)),
+        ({"START_TIMEOUT": {"delay_s": 1}}, "START_TIMEOUT", Retry(attempts=6, delay_s=1)),
         ({}, "NODE_LOST", None),  # final unless it is listed
         ({"NODE_LOST": {"attempts": 3}}, "NODE_LOST", Retry(attempts=3)),
         ({"START_TIMEOUT": {"attempts": 2}}, "START_TIMEOUT", Retry(attempts=2)),
@@ -162,7 +163,7 @@ def test_a_number_will_do_for_a_text_in_commands_and_variables(written: object, 
         ("name", "a-1-b"),
         ("workload", "sft"),
         ("tags", ["demo", "two words"]),
-        ("gang", {"nodes": 2, "gpus_per_node": 8, "cpus_per_gpu": 3, "hours": 24}),
+        ("gang", {"nodes": 1, "gpus_per_node": 8, "cpus_per_gpu": 3, "hours": 24}),
         ("gang", {"gpus_per_node": 1, "hours": 0.5}),
         ("ray", {"address": "http://127.0.0.1:8265"}),
         (
@@ -398,7 +399,7 @@ def test_an_unknown_key_names_what_was_probably_meant_and_what_is_known() -> Non
     assert fault == (
         "components.trainer.redy",
         "unknown key",
-        "did you mean `ready`? known are launcher, command, env, cwd, ports, ready, live, "
+        "did you mean `ready`? known are launcher, command, env, cwd, gpus, ports, ready, live, "
         "on_exit_zero, stop, checkpoints",
     )
 
@@ -407,7 +408,11 @@ def test_an_unknown_key_names_what_was_probably_meant_and_what_is_known() -> Non
     ("path", "value", "known"),
     [
         ("nme", "x", "name, workload, tags"),
-        ("gang", {"gpus_per_node": 1, "x": 1}, "nodes, gpus_per_node, cpus_per_gpu, hours"),
+        (
+            "gang",
+            {"gpus_per_node": 1, "x": 1},
+            "nodes, gpus_per_node, cpus_per_gpu, hours, max_hours",
+        ),
         ("trainer.ready", {"tcp": 1, "x": 1}, "http, json, tcp, log, file, notify, alive_s"),
         ("trainer.stop", {"x": 1}, "signal, grace_s"),
         ("components.rollout", {**FLEET, "health": {"x": 1}}, "interval_s, timeout_s, misses"),

@@ -1,0 +1,90 @@
+"""A stand-in for `pynvml`, with as much of it as Muster asks."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+
+class NVMLError(Exception):
+    """As NVML's."""
+
+
+class NVMLError_LibraryNotFound(NVMLError):
+    """There is no driver."""
+
+
+@dataclass(kw_only=True)
+class Gpu:
+    """One GPU of the driver."""
+
+    used_mib: int = 3
+    is_mig: bool = False
+    ecc_errors: int = 0
+    has_failed_rows: bool = False
+    is_lost: bool = False
+    #: `(pid, MiB)`; None: the driver does not tell.
+    processes: Sequence[tuple[int, int | None]] = ()
+
+
+@dataclass
+class FakeNvml:
+    """A driver; without `gpus` there is none."""
+
+    gpus: list[Gpu] | None
+    is_silent: bool = False
+    NVMLError: type = field(default=NVMLError, init=False)
+    NVMLError_LibraryNotFound: type = field(default=NVMLError_LibraryNotFound, init=False)
+    NVML_DEVICE_MIG_ENABLE: int = 1
+    NVML_MEMORY_ERROR_TYPE_UNCORRECTED: int = 1
+    NVML_VOLATILE_ECC: int = 0
+    nvmlMemory_v2: int = 2
+
+    @staticmethod
+    def installed(monkeypatch: pytest.MonkeyPatch, gpus: list[Gpu] | None) -> FakeNvml:
+        nvml = FakeNvml(gpus)
+        monkeypatch.setitem(sys.modules, "pynvml", nvml)  # type: ignore[arg-type]
+        return nvml
+
+    def nvmlInit(self) -> None:
+        if self.gpus is None:
+            raise NVMLError_LibraryNotFound("NVML Shared Library Not Found")
+        if self.is_silent:
+            raise NVMLError("Driver Not Loaded")
+
+    def nvmlShutdown(self) -> None: ...
+
+    def nvmlDeviceGetCount(self) -> int:
+        return len(self.gpus or ())
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> tuple[int, Gpu]:
+        gpu = (self.gpus or [])[index]
+        if gpu.is_lost:
+            raise NVMLError("GPU is lost")
+        return index, gpu
+
+    def nvmlDeviceGetUUID(self, handle: tuple[int, Gpu]) -> str:
+        return f"GPU-{handle[0]}"
+
+    def nvmlDeviceGetMemoryInfo(self, handle: tuple[int, Gpu], version: int) -> Any:
+        return SimpleNamespace(used=handle[1].used_mib * 2**20)
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle: tuple[int, Gpu]) -> list[Any]:
+        return [
+            SimpleNamespace(pid=pid, usedGpuMemory=None if mib is None else mib * 2**20)
+            for pid, mib in handle[1].processes
+        ]
+
+    def nvmlDeviceGetMigMode(self, handle: tuple[int, Gpu]) -> list[int]:
+        return [int(handle[1].is_mig)] * 2
+
+    def nvmlDeviceGetTotalEccErrors(self, handle: tuple[int, Gpu], kind: int, which: int) -> int:
+        return handle[1].ecc_errors
+
+    def nvmlDeviceGetRemappedRows(self, handle: tuple[int, Gpu]) -> tuple[int, int, int, int]:
+        return 0, 0, 0, int(handle[1].has_failed_rows)
