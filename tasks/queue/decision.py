@@ -217,14 +217,7 @@ class Look:
 
     def _nodes_of(self, key: str) -> tuple[tuple[NodeFree, ...], list[Held]]:
         # A head without GPUs is no place for a gang, and nothing to show.
-        ours = {str(entry.id) for entry in self.holding}
-        nodes = tuple(
-            replace(node, others_gpus=sum(owner not in ours for owner in node.leased.values()))
-            if node.leased
-            else node
-            for node in self.clusters[key].nodes
-            if node.gpus
-        )
+        nodes = tuple(node for node in self.clusters[key].nodes if node.gpus)
         here = {
             str(entry.id): (entry, demand)
             for entry in self.holding

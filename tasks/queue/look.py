@@ -118,6 +118,8 @@ class QueueReader:
         gone = [entry for entry in line if self._is_silent(entry)]
         line = sorted((e for e in line if e not in gone), key=lambda entry: entry.place)
         clusters, silent = await self._clusters([*line, *ledger.holding])
+        if "" in clusters:
+            clusters[""] = _with_leases(clusters[""], {str(entry.id) for entry in ledger.holding})
         troubles += [f"{key or 'the nodes'}: {error}" for key, error in silent.items()]
         if gone:
             names = commas(entry.request.name for entry in gone)
@@ -259,6 +261,17 @@ class QueueReader:
             request.demand, cluster, entrypoint=request.entrypoint, only=entry.only
         ) or _over_a_limit(request, self._settings)
         return Refused(entry=entry, kind=FailureKind.INFEASIBLE, message=why) if why else None
+
+
+def _with_leases(cluster: Cluster, holding: set[str]) -> Cluster:
+    """With what those have leased who are not in the ledger among what others use."""
+    nodes = (
+        replace(
+            node, others_gpus=float(sum(owner not in holding for owner in node.leased.values()))
+        )
+        for node in cluster.nodes
+    )
+    return replace(cluster, nodes=tuple(nodes))
 
 
 def _over_a_limit(request: Request, settings: PoolSettings) -> str:

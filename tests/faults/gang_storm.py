@@ -1,11 +1,11 @@
 """A line of random gangs under everything that may go wrong: `python -m tests.faults.gang_storm`.
 
-A hundred real runs a variant, on two nodes of 8 GPUs, on a real Prefect server with real workers:
-undisturbed; with the worker killed; with two workers; with the server killed and started again;
-with random cancels; with runs that are sent back; with two hosts of which one is lost; on
-PostgreSQL with two hosts on networks of their own, every part of which is killed and started
-again; and, fewer, on a real Ray cluster. The referee has the server's history and the components'
-own word.
+A hundred real runs a variant, on three hosts of 8 GPUs, each with a name and processes of its own
+and a real worker, on a real Prefect server: undisturbed; with workers killed; with two workers a
+host; with the server killed and started again; with random cancels; with runs that are sent back;
+with a host that is lost; on PostgreSQL with hosts on networks of their own, every part of which is
+killed and started again; and, fewer, on a real Ray cluster. The referee has the server's history
+and the components' own word: where they ran, and which devices they saw.
 
 The seed is printed, and repeats the draw; the machine's timing can't be repeated.
 """
@@ -26,9 +26,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from random import Random, SystemRandom
-from subprocess import Popen
 from typing import Any
 
 import httpx
@@ -82,11 +82,16 @@ remove_placement_group(group)
 """
 
 
+#: `gpus[host]`.
+_NODES = {"host-a": 8, "host-b": 8, "host-c": 8}
+
+
 @dataclass(kw_only=True)
 class Storm:
     """One variant under way."""
 
     pool: GangPool
+    hosts: Sequence[WorkingHost] = ()
     random: Random
     runs: int
     #: How a run may end, by flow run id, where not as completed.
@@ -103,7 +108,9 @@ class Storm:
             failing_share: of the runs whose first attempts find that their GPUs are not there.
         """
         for number in range(self.runs):
-            nodes, gpus = self.random.choice((1, 1, 2)), self.random.randint(1, 8)
+            # More than one node is Ray's business.
+            nodes = 1 if self.hosts else self.random.choice((1, 1, 2))
+            gpus = self.random.randint(1, 8)
             lasts_s = self.random.uniform(0.3, 2.5)
             is_failing = self.random.random() < failing_share
             fails = self.random.choice((1, 1, 2)) if is_failing else 0
@@ -155,19 +162,21 @@ class Storm:
 
 
 def nothing(storm: Storm) -> None:
-    storm.pool.start_worker()
+    """Undisturbed."""
 
 
 def kill_worker(storm: Storm) -> None:
-    worker = storm.pool.start_worker()
+    # What it had been given waits until its host has a worker again.
+    storm.late_s = 60.0
     moments = [_granted, _pending, None]
     for number in range(_KILLS):
         storm.until_ended((number + 1) / (_KILLS + 2))
-        kill_at(storm, worker, moments[number % len(moments)])
-        worker = storm.pool.start_worker()
+        host = storm.random.choice(storm.hosts)
+        kill_at(storm, host, moments[number % len(moments)])
+        host.start_worker()
 
 
-def kill_at(storm: Storm, worker: Popen[bytes], moment: Callable[[Storm], str] | None) -> None:
+def kill_at(storm: Storm, host: WorkingHost, moment: Callable[[Storm], str] | None) -> None:
     """SIGKILL in a tender moment, or in any."""
     met = "any moment"
     if moment is None:
@@ -177,9 +186,8 @@ def kill_at(storm: Storm, worker: Popen[bytes], moment: Callable[[Storm], str] |
             deadline = time.monotonic() + 30
             while not (met := moment(storm)):
                 assert time.monotonic() < deadline
-    worker.kill()
-    worker.wait()
-    storm.done.append(f"worker killed: {met or 'not met'}")
+    host.kill_worker()
+    storm.done.append(f"the worker of {host.name} killed: {met or 'not met'}")
 
 
 def _granted(storm: Storm) -> str:
@@ -195,12 +203,11 @@ def _pending(storm: Storm) -> str:
 
 
 def two_workers(storm: Storm) -> None:
-    storm.pool.start_worker()
-    storm.pool.start_worker("second")
+    for host in storm.hosts:
+        host.start_worker("second")
 
 
 def restart_server(storm: Storm) -> None:
-    storm.pool.start_worker()
     for number in range(_RESTARTS):
         storm.until_ended((number + 1) / (_RESTARTS + 1))
         away_s = storm.random.uniform(0, 5)
@@ -211,7 +218,6 @@ def restart_server(storm: Storm) -> None:
 
 
 def cancel_some(storm: Storm) -> None:
-    storm.pool.start_worker()
     wanted = storm.runs // 4
     kinds = ("SCHEDULED", "PENDING", "RUNNING")
     while len(storm.may_end) < wanted and storm.ended() < storm.runs * 0.9:
@@ -244,15 +250,20 @@ class WorkingHost:
     def name(self) -> str:
         return self.host.name
 
-    def start_worker(self) -> None:
-        """Returns: once it takes runs."""
-        name = f"worker-{self.name}"
+    def start_worker(self, further: str = "") -> None:
+        """Returns: once it takes runs.
+
+        Args:
+            further: the name of one beside the host's own.
+        """
+        name = f"worker-{further or self.name}"
         before = self.ground.log(name).count("started!")
-        self.pid = self.host.start(
-            *self.pool.worker_arguments(self.name),
+        pid = self.host.start(
+            *self.pool.worker_arguments(f"{further}@{self.name}" if further else self.name),
             env=self.ground.env,
             log=self.ground.home / f"{name}.log",
         )
+        self.pid = self.pid if further else pid
         until(lambda: self.ground.log(name).count("started!") > before, f"a worker on {self.name}")
 
     def kill_worker(self) -> None:
@@ -262,7 +273,7 @@ class WorkingHost:
 @contextlib.contextmanager
 def _hosts(
     pool: GangPool,
-    laid: Sequence[Cable | None] = (None, None),
+    laid: Sequence[Cable | None] = (),
     settings: Mapping[str, str] | None = None,
     *,
     is_shared: bool = False,
@@ -278,7 +289,7 @@ def _hosts(
     """
     with contextlib.ExitStack() as stack:
         hosts = []
-        for name, cable in zip(("host-a", "host-b"), laid, strict=True):
+        for name, cable in zip_longest(pool.nodes, laid):
             home = pool.ground.home.parent / ("shared" if is_shared else name)
             home.mkdir(exist_ok=True)
             host = stack.enter_context(other_host(name, pool.ground.home.parent / name, cable))
@@ -292,18 +303,13 @@ def _hosts(
 
 
 def lose_host(storm: Storm) -> None:
-    """One of two workers is killed, the one that has just been given a run."""
-    # What a worker that is lost had begun is taken back by the other host's only later.
-    storm.late_s = 60.0
-    with _hosts(storm.pool) as hosts:
-        storm.until_ended(1 / 3)
-        name = until(lambda: _starting_host(storm), "one is pending")
-        next(host for host in hosts if host.name == name).kill_worker()
-        storm.done.append(f"the worker of {name} killed")
-        # The hosts last as long as there is something on them.
-        with contextlib.suppress(AssertionError):
-            storm.until_ended(1.0)
-    storm.done += _counts_by_host(storm)
+    """The worker that has just been given a run is killed, and not started again."""
+    # What it had begun is taken back only later, and its host counts until its silence is noticed.
+    storm.late_s = 150.0
+    storm.until_ended(1 / 3)
+    name = until(lambda: _starting_host(storm), "one is pending")
+    next(host for host in storm.hosts if host.name == name).kill_worker()
+    storm.done.append(f"the worker of {name} killed")
 
 
 def _counts_by_host(storm: Storm) -> list[str]:
@@ -329,7 +335,7 @@ _VARIANTS: dict[str, Callable[[Storm], None]] = {
     "server-restarted": restart_server,
     "cancels": cancel_some,
     "requeues": nothing,
-    "two-hosts": lose_host,
+    "host-lost": lose_host,
 }
 _POSTGRES, _RAY = "postgresql", "ray"
 
@@ -337,13 +343,14 @@ _POSTGRES, _RAY = "postgresql", "ray"
 def run_variant(name: str, runs: int, seed: int, directory: Path) -> list[str]:
     """Runs one variant, and says what became of it; the faults."""
     began = time.monotonic()
-    with gang_pool(directory) as pool:
-        storm = Storm(pool=pool, random=Random(f"{seed} {name}"), runs=runs)
+    with gang_pool(directory, nodes=_NODES) as pool, _hosts(pool) as hosts:
+        storm = Storm(pool=pool, hosts=hosts, random=Random(f"{seed} {name}"), runs=runs)
         # Drawn before anything is timed, so that the seed repeats it.
         specs = list(storm.specs(failing_share=0.3 if name == "requeues" else 0.0))
         with storm.submitting(iter(specs)):
             _VARIANTS[name](storm)
         faults = verdict_of(storm, storm.pool.nodes)
+        storm.done += _counts_by_host(storm)
     print(f"{name}: {time.monotonic() - began:.0f} s; {', '.join(storm.done) or 'undisturbed'}")
     return faults
 
@@ -361,7 +368,8 @@ def verdict_of(storm: Storm, nodes: Mapping[str, int], *, by_states: bool = True
     faults += judgement.faults
     with contextlib.suppress(AssertionError):
         until(lambda: not left_of(storm.pool), "nothing is left", _LEFT_WITHIN_S)
-    return faults + left_of(storm.pool)
+    left = [f"left on {host.name}: {name}" for host in storm.hosts for name in _registered(host)]
+    return faults + left_of(storm.pool) + left
 
 
 def run_on_postgres(runs: int, seed: int, directory: Path) -> list[str]:
@@ -370,23 +378,22 @@ def run_on_postgres(runs: int, seed: int, directory: Path) -> list[str]:
     began = time.monotonic()
     with contextlib.ExitStack() as stack:
         database = stack.enter_context(postgres())
-        laid = stack.enter_context(cables(2))
+        laid = stack.enter_context(cables(len(_NODES)))
         # As operators have them.
         settings = settings_of("server.env")
         settings["PREFECT_SERVER_DATABASE_CONNECTION_URL"] = database.url
         migrate(settings, directory / "server")
         server = Server(directory / "server", address=HERE, settings=settings)
-        pool = stack.enter_context(gang_pool(directory, server=server))
+        pool = stack.enter_context(gang_pool(directory, nodes=_NODES, server=server))
         print(f"  {database.query('show server_version')}", flush=True)
-        storm = Storm(pool=pool, random=Random(f"{seed} {_POSTGRES}"), runs=runs)
+        hosts = stack.enter_context(_hosts(pool, laid, settings_of("muster.env"), is_shared=True))
+        storm = Storm(pool=pool, hosts=hosts, random=Random(f"{seed} {_POSTGRES}"), runs=runs)
         # What a worker that was killed had begun is taken back only later.
         storm.late_s = 60.0
         specs = list(storm.specs(failing_share=0.1))
-        hosts = stack.enter_context(_hosts(pool, laid, settings_of("muster.env"), is_shared=True))
         with storm.submitting(iter(specs)):
             _restart_each_part(storm, hosts, database)
         faults = verdict_of(storm, pool.nodes)
-        faults += [f"left on {host.name}: {name}" for host in hosts for name in _registered(host)]
         faults += _lost_rows(database, runs)
         storm.done += _counts_by_host(storm)
     print(f"{_POSTGRES}: {time.monotonic() - began:.0f} s; {', '.join(storm.done)}")
@@ -446,6 +453,7 @@ def run_on_ray(runs: int, seed: int, directory: Path) -> list[str]:
     os.environ.update(RAY_ENV)
     with RayCluster.started() as cluster, gang_pool(directory, nodes={}) as pool:
         storm = Storm(pool=pool, random=Random(f"{seed} {_RAY}"), runs=runs)
+        pool.start_worker()
         with storm.submitting(_ray_specs(storm, cluster, directory)):
             nothing(storm)
         # As the queue calls two nodes of one address.

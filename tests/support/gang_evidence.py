@@ -41,7 +41,8 @@ def placed():
     return json.loads(answer.partition(b"\\r\\n\\r\\n")[2])["labels"].get("muster.gang.nodes", "")
 
 signal.signal(signal.SIGTERM, lambda *_: leave(0))
-note("start", began)
+note("start", began, host=os.environ.get("MUSTER_HOST") or socket.gethostname(),
+     devices=os.environ.get("CUDA_VISIBLE_DEVICES"))
 print("up", flush=True)
 asked = False
 while True:
@@ -132,6 +133,12 @@ def _parts(lines: Sequence[Mapping[str, Any]]) -> list[Part]:
             began=life["start"]["at"],
             ended=life["end"]["at"] if "end" in life else None,
             nodes=nodes_of(life["placed"]["nodes"]) if "placed" in life else None,
+            host=life["start"].get("host", ""),
+            devices=_devices(life["start"].get("devices")),
         )
         for (attempt, pid), life in lives.items()
     ]
+
+
+def _devices(seen: str | None) -> tuple[str, ...] | None:
+    return None if seen is None else tuple(filter(None, seen.split(",")))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 WAITING = "PendingResources"
@@ -48,6 +48,10 @@ class Part:
     ended: float | None = None
     #: `gpus[node]` that its run had by then; None where it did not come to ask.
     nodes: Mapping[str, int] | None = None
+    #: Where it ran.
+    host: str = ""
+    #: What it saw of the GPUs there; None: nobody has said which it may see.
+    devices: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,12 +140,15 @@ def judge(
     peak, too_much = _peaks(map(_taken, everything), limits) if by_states else ({}, [])
     peak_of_parts, too_much_by_parts = _peaks(_taken_by_parts(runs, holds), nodes)
     known = nodes if by_states else None
+    twice = _seen_twice(runs, holds) if by_states else []
     late, passed = _passing(runs, holds, known, late_s) if in_order else ([], [])
     sorts = (
         [fault for run in runs for fault in _endings(run)],
         [fault for run in runs for fault in _doubles(run, holds[run.name])],
         [f"by their states: {fault}" for fault in too_much],
         [f"by the components: {fault}" for fault in too_much_by_parts],
+        [fault for run in runs for fault in _strays(run)] if by_states else [],
+        [f"by what they saw: {fault}" for fault in twice],
         passed,
     )
     return Judgement(
@@ -234,6 +241,26 @@ class _Taken:
 def _taken(hold: Hold) -> _Taken:
     what = {"GPUs": hold.gpus, "runs": 1, **(hold.nodes or {})}
     return _Taken(who=hold.run, since=hold.since, until=hold.until, what=what)
+
+
+def _strays(run: History) -> Iterator[str]:
+    """Components that ran elsewhere than was granted, or saw too many devices or too few."""
+    for part in run.parts:
+        if part.devices is None or len(set(part.devices)) != run.gpus:
+            yield f"{run.name} has {run.gpus} GPUs, and its component saw {part.devices}"
+        if part.nodes is not None and part.host not in part.nodes:
+            yield f"{run.name} was granted {dict(part.nodes)}, and ran on {part.host}"
+
+
+def _seen_twice(runs: Iterable[History], holds: Mapping[str, Sequence[Hold]]) -> list[str]:
+    """The devices that two components saw at one time."""
+    seen = [
+        replace(one, what={f"device {device} of {part.host}": 1 for device in part.devices or ()})
+        for run in runs
+        for part, one in zip(run.parts, _taken_by_parts([run], holds), strict=True)
+    ]
+    limits = {what: 1.0 for one in seen for what in one.what}
+    return _peaks(seen, limits)[1]
 
 
 def _taken_by_parts(

@@ -21,12 +21,21 @@ def run(
     on: Sequence[str] = ("n1",),
     rank: int = 1,
     end: str = "COMPLETED",
+    seen: str = "",
     **changes: Any,
 ) -> History:
     """A run that was submitted at `number` / 100 s and admitted at `pending`, whose one component
     wrote down all it should."""
     placed = dict.fromkeys(on, gpus)
-    life = Part(attempt=1, pid=100 + number, began=pending + 1, ended=ends - 0.5, nodes=placed)
+    life = Part(
+        attempt=1,
+        pid=100 + number,
+        began=pending + 1,
+        ended=ends - 0.5,
+        nodes=placed,
+        host=next(iter(on)),
+        devices=tuple(seen) or tuple(f"{number}.{device}" for device in range(gpus)),
+    )
     states = [
         State(at=number / 100, type="SCHEDULED", name="Scheduled"),
         State(at=number / 100 + 0.5, type="SCHEDULED", name="PendingResources"),
@@ -57,6 +66,11 @@ def with_state(at: float, type: str, name: str) -> History:
 
 def with_part(attempt: int, began: float, ended: float) -> History:
     return replace(ONE, parts=[*ONE.parts, Part(attempt=attempt, pid=7, began=began, ended=ended)])
+
+
+def seeing(*devices: str | None, host: str = "n1") -> History:
+    seen = None if None in devices else devices
+    return replace(ONE, parts=[replace(ONE.parts[0], devices=seen, host=host)])
 
 
 @pytest.mark.parametrize(
@@ -111,6 +125,14 @@ def test_a_line_that_was_kept_has_no_fault(runs: list[History], nodes: dict[str,
         # an end that never came, or another one
         ([replace(ONE, states=ONE.states[:5])], "r1 never ended: it is RUNNING Running"),
         ([run(1, 1, 5, end="CRASHED")], "r1 ended as CRASHED"),
+        # what it saw, and where: not what was granted, or another's
+        ([seeing("0", "1")], "r1 has 8 GPUs, and its component saw ('0', '1')"),
+        ([seeing(None)], "r1 has 8 GPUs, and its component saw None"),
+        ([seeing(*"01234567", host="n2")], "r1 was granted {'n1': 8}, and ran on n2"),
+        (
+            [run(1, 1, 5, 1, seen="3"), run(2, 2, 6, 1, seen="3")],
+            "by what they saw: 2 of 1 device 3 of n1 at 3.000: r1, r2",
+        ),
         # another shape
         ([replace(ONE, nodes=2, gpus=4)], "r1 asks for 2 x 4 GPUs and was given {'n1': 8}"),
     ],
