@@ -183,9 +183,15 @@ def _carriers() -> list[dict[str, Any]]:
         while above and guarded.get(above) != run_id:
             above = parent_of(above)
         if run_id and not above:
-            attempt = variables.get(f"{_PREFIX}ATTEMPT", "")
-            command = shown_command(pid)
-            carriers.append({"pid": pid, "run_id": run_id, "attempt": attempt, "command": command})
+            carriers.append(
+                {
+                    "pid": pid,
+                    "run_id": run_id,
+                    "attempt": variables.get(f"{_PREFIX}ATTEMPT", ""),
+                    "component": variables.get(f"{_PREFIX}COMPONENT", ""),
+                    "command": shown_command(pid),
+                }
+            )
     return carriers
 
 

@@ -132,6 +132,7 @@ class Look:
                 self.at,
                 policy=self.settings.policy,
                 limits=self.settings.limits,
+                used=self._used_beside(key, start),
             )
             for id, places in plans[key].admitted.items():
                 entry, demand = here[id]
@@ -146,6 +147,18 @@ class Look:
             if key in plans and str(entry.id) in plans[key].reasons:
                 self._explain(entry, number, plans[key], names)
         return self
+
+    def _used_beside(
+        self, key: str, start: Sequence[tuple[QueueEntry, Mapping[str, int]]]
+    ) -> dict[str, int]:
+        """GPUs of each limited tag on the other clusters, with what starts there now."""
+        have = [(entry, self.held.get(entry.id, {})) for entry in self.holding]
+        used = dict.fromkeys(self.settings.limits, 0)
+        for entry, gpus in (*have, *start):
+            if entry.request.cluster != key:
+                for tag in used.keys() & entry.request.tags:
+                    used[tag] += sum(gpus.values())
+        return used
 
     def _is_barred(self, entry: QueueEntry) -> bool:
         """Whether it can't start whatever is free; says why, and holds up nobody."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 from uuid import UUID
@@ -165,6 +165,12 @@ class QueueEntry:
     def id(self) -> UUID:
         return self.flow_run.id
 
+    def with_cluster(self, names: Mapping[str, str]) -> QueueEntry:
+        """The same, where its cluster goes by another of its addresses: `names[address]`."""
+        if (name := names.get(self.request.cluster)) is None:
+            return self
+        return replace(self, request=replace(self.request, cluster=name))
+
     @property
     def place(self) -> tuple[float | int | str, ...]:
         """Where it stands in the line: the same for all its attempts."""
@@ -238,6 +244,12 @@ class Ledger:
     holding: tuple[QueueEntry, ...]
     #: There are more that wait than were looked at.
     is_cut: bool
+
+    def with_clusters(self, names: Mapping[str, str]) -> Ledger:
+        """The same, with each cluster by one of its addresses."""
+        waiting = tuple(entry.with_cluster(names) for entry in self.waiting)
+        holding = tuple(entry.with_cluster(names) for entry in self.holding)
+        return replace(self, waiting=waiting, holding=holding) if names else self
 
     def running_in(self, pool: str, queue: str | None = None) -> int:
         """How many runs take a place in a pool, or in one of its queues."""

@@ -118,14 +118,15 @@ class QueueReader:
         gone = [entry for entry in line if self._is_silent(entry)]
         line = sorted((e for e in line if e not in gone), key=lambda entry: entry.place)
         clusters, silent = await self._clusters([*line, *ledger.holding])
+        names = _one_name_each(clusters)
+        ledger, line = ledger.with_clusters(names), [one.with_cluster(names) for one in line]
+        stuck = [one.with_cluster(names) for one in stuck]
         if "" in clusters:
             clusters[""] = _with_leases(clusters[""], {str(entry.id) for entry in ledger.holding})
         troubles += [f"{key or 'the nodes'}: {error}" for key, error in silent.items()]
         if gone:
-            names = commas(entry.request.name for entry in gone)
-            troubles.append(
-                f"nothing is kept for runs whose process has not been heard of: {names}"
-            )
+            who = commas(entry.request.name for entry in gone)
+            troubles.append(f"nothing is kept for runs whose process has not been heard of: {who}")
         if ledger.is_cut:
             seen = WINDOW * self._reader.windows
             troubles.append(f"of each queue only the first {seen} that wait are looked at")
@@ -261,6 +262,17 @@ class QueueReader:
             request.demand, cluster, entrypoint=request.entrypoint, only=entry.only
         ) or _over_a_limit(request, self._settings)
         return Refused(entry=entry, kind=FailureKind.INFEASIBLE, message=why) if why else None
+
+
+def _one_name_each(clusters: dict[str, Cluster]) -> dict[str, str]:
+    """Leaves each cluster in there by one of its addresses; which, for the others."""
+    known: dict[str, str] = {}
+    names: dict[str, str] = {}
+    for key in sorted(clusters):
+        if (id := clusters[key].id) and known.setdefault(id, key) != key:
+            names[key] = known[id]
+            del clusters[key]
+    return names
 
 
 def _with_leases(cluster: Cluster, holding: set[str]) -> Cluster:

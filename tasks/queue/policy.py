@@ -41,6 +41,10 @@ class Quota:
         self._limits = dict(limits)
         self._used = dict.fromkeys(limits, 0) | dict(used or {})
 
+    @property
+    def has_limits(self) -> bool:
+        return bool(self._limits)
+
     def copy(self) -> Quota:
         return Quota(self._limits, self._used)
 
@@ -154,6 +158,7 @@ def plan(
     *,
     policy: Policy = "fifo",
     limits: Mapping[str, int] | None = None,
+    used: Mapping[str, int] | None = None,
 ) -> Plan:
     """Which gangs start now and where, and why each other one waits.
 
@@ -175,10 +180,11 @@ def plan(
             that suffice, the first of equal ones. CPUs count where they are known.
         now: by the clock of `ends_at` and `not_before` (s).
         limits: `limits[tag]` GPUs at once for the gangs with a tag; a tag that is missing has none.
+        used: `used[tag]` GPUs of the gangs that are elsewhere, and count for the limits.
 
     Source: EASY, D. Lifka, The ANL/IBM SP Scheduling System, JSSPP 1995.
     """
-    return _Pass(held, nodes, now, limits or {}).over(waiting, policy)
+    return _Pass(held, nodes, now, Quota(limits or {}, used)).over(waiting, policy)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,14 +213,13 @@ class _Pass:
         held: Sequence[Held],
         nodes: Sequence[NodeFree],
         now: float,
-        limits: Mapping[str, int],
+        quota: Quota,
     ) -> None:
         self._now = now
         self._names = [node.name for node in nodes]
         self._index = {name: index for index, name in enumerate(self._names)}
         self._running = list(held)
-        self._quota = Quota(limits)
-        self._has_limits = bool(limits)
+        self._quota = quota
         gpus, cpus = [node.gpus for node in nodes], [node.cpus for node in nodes]
         for gang in held:
             self._quota.take(gang.tags, sum(gang.gpus.values()))
@@ -250,7 +255,7 @@ class _Pass:
 
     def _within_limits(self, line: Sequence[Waiting]) -> Iterator[Waiting]:
         """Pass over those that a limit holds back, by what is used when it is their turn."""
-        if not self._has_limits:
+        if not self._quota.has_limits:
             yield from line
             return
         over_limit: dict[str, Reason] = {}

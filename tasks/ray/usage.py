@@ -18,7 +18,7 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -104,6 +104,8 @@ class Cluster:
 
     #: By name.
     nodes: tuple[ClusterNode, ...]
+    #: Ray's own, the same at whichever address it is asked; empty for a table.
+    id: str = ""
     #: `taken[run id][node name]` GPUs, of runs of ours that have any. A run that has not taken its
     #: GPUs yet is missing, or has too few. Empty for a table.
     taken: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
@@ -286,6 +288,8 @@ class _ControlStore:
         self._nodes = question(self._channel, "NodeInfo", "GetAllNodeInfo")
         self._actors = question(self._channel, "ActorInfo", "GetAllActorInfo")
         self._jobs = question(self._channel, "JobInfo", "GetAllJobInfo")
+        self._cluster = question(self._channel, "NodeInfo", "GetClusterId")
+        self._id = ""
         self._infos: dict[bytes, Any] = {}
         self._head = ""
         #: `[job id]`, empty where the driver belongs to no submission.
@@ -325,7 +329,7 @@ class _ControlStore:
             and actor.address.node_id
         ]
         self._learn_jobs(jobs_of(nodes, actors), within_s)
-        return use_of(nodes, actors, self._submissions)
+        return replace(use_of(nodes, actors, self._submissions), id=self._id)
 
     def _reports(self, usages: Iterable[Any], within_s: float) -> list[NodeReport]:
         usages = list(usages)
@@ -352,9 +356,9 @@ class _ControlStore:
             if (info := self._infos.get(usage.node_id)) is not None
         ]
         head = next((report.node_id for report in reports if _HEAD in report.own), "")
-        if head != self._head:
+        if head != self._head or not self._id:
             # Another cluster at the same address: its jobs are counted from 1 again.
-            self._head = head
+            self._head, self._id = head, self._cluster(within_s).result().cluster_id.hex()
             self._submissions.clear()
         return reports
 

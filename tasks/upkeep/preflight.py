@@ -25,6 +25,7 @@ from tasks.processes.machine import code_here, look, names_unseen
 from tasks.processes.registry import owner_of
 from tasks.ray.dashboard import Dashboard, Denied, NoAnswer
 from tasks.ray.nodes import NodeVisitor, NotVisited, visiting
+from tasks.ray.submission import submission_id
 from tasks.record.places import muster_home
 from tasks.server.artifacts import leave_report
 from tasks.server.server import prefect_server, quieten_prefect
@@ -387,13 +388,23 @@ def _blamed(unseen: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
 
 async def _live_runs(dashboard: Dashboard, nodes: Sequence[NodeSeen]) -> dict[str, bool]:
     """Of the runs that have processes on nodes, those that are meant to."""
-    attempts: dict[str, set[str]] = {}
-    for node in nodes:
-        for carrier in node.look.get("carriers", ()):
-            attempts.setdefault(carrier["run_id"], set()).add(carrier["attempt"])
+    submitted: dict[str, set[str]] = {}
+    for carrier in (one for node in nodes for one in node.look.get("carriers", ())):
+        ids = submitted.setdefault(carrier["run_id"], set())
+        if carrier["attempt"].isdigit():
+            # Nobody here knows whether its run has one job or several.
+            ids |= {
+                submission_id(
+                    carrier["run_id"],
+                    int(carrier["attempt"]),
+                    carrier.get("component", ""),
+                    is_only=is_only,
+                )
+                for is_only in (True, False)
+            }
     found = {}
-    for run_id, numbers in attempts.items():
-        jobs = [await dashboard.job(f"{run_id}--a{int(n):02d}") for n in numbers if n.isdigit()]
+    for run_id, ids in submitted.items():
+        jobs = [await dashboard.job(id) for id in sorted(ids)]
         has_job = any(job is not None and not job.is_final for job in jobs)
         found[run_id] = has_job or _has_owner(run_id)
     return found

@@ -197,6 +197,10 @@ class Store(
         entry.resources_available.update({"GPU": 6})
         return reply
 
+    def GetClusterId(self, request: Any, context: grpc.ServicerContext) -> Any:
+        self._note("id", context)
+        return messages.GetClusterIdReply(cluster_id=bytes.fromhex(self.head))
+
     def GetAllNodeInfo(self, request: Any, context: grpc.ServicerContext) -> Any:
         self._note("nodes", context)
         reply = messages.GetAllNodeInfoReply()

@@ -1,0 +1,108 @@
+"""What of its gang each component of a run of processes sees."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tasks.spec.errors import InvalidSpec
+from tasks.spec.loading import parse_spec
+from tasks.train.plan import Given, component_env
+
+FLEET = {"backend": "command", "command": ["serve", "${server.port}"], "gpus_per_node": 2}
+
+
+def spec(gang: dict[str, Any] | None = None, **components: Any) -> Any:
+    written = {"name": "x", "workload": "sft", "components": components}
+    return parse_spec({**written, **({"gang": gang} if gang else {})})
+
+
+def program(**more: Any) -> dict[str, Any]:
+    return {"command": ["run"], **more}
+
+
+@pytest.mark.parametrize(
+    ("components", "shares"),
+    [
+        # who says nothing sees all
+        ({"api": program(), "trainer": program()}, {"api": "4567", "trainer": "4567"}),
+        # who says how many has them alone, in the order of the start
+        ({"api": program(gpus=1), "trainer": program(gpus=3)}, {"api": "4", "trainer": "567"}),
+        ({"api": program(gpus=0), "trainer": program()}, {"api": "", "trainer": "4567"}),
+        # a fleet on this machine says so by its sizes
+        ({"rollout": FLEET, "trainer": program()}, {"rollout": "45", "trainer": "67"}),
+        # where nothing is left, they share
+        (
+            {"rollout": {**FLEET, "engines": 2}, "trainer": program()},
+            {"rollout": "4567", "trainer": "4567"},
+        ),
+    ],
+)
+def test_components_share_what_the_run_was_given(
+    components: dict[str, Any], shares: dict[str, str]
+) -> None:
+    given = Given(nodes={"n1": 4}, devices=(4, 5, 6, 7))
+
+    found = given.shares(spec({"gpus_per_node": 4}, **components))
+
+    assert {name: "".join(map(str, own)) for name, own in found.items()} == shares
+
+
+@pytest.mark.parametrize(
+    ("kind", "variable"),
+    [
+        ("nvidia", "CUDA_VISIBLE_DEVICES"),
+        ("amd", "HIP_VISIBLE_DEVICES"),
+        ("ascend", "ASCEND_RT_VISIBLE_DEVICES"),
+    ],
+)
+def test_each_kind_of_accelerator_has_its_variable(kind: str, variable: str) -> None:
+    given = Given(nodes={"n1": 2}, devices=(1, 3), kind=kind)
+
+    env = component_env(spec({"gpus_per_node": 2}, trainer=program()), "trainer", "x-sft", 1, given)
+
+    assert (env[variable], env["MUSTER_DEVICES"], env["MUSTER_NODES"]) == ("1,3", "1,3", "n1")
+    assert env.get("CUDA_DEVICE_ORDER") == ("PCI_BUS_ID" if kind == "nvidia" else None)
+
+
+def test_on_ray_a_component_knows_its_nodes_and_ray_gives_the_devices() -> None:
+    env = Given(nodes={"n1": 8, "n2": 8}).env(spec(trainer=program()), "trainer")
+
+    assert env == {"MUSTER_NODES": "n1,n2"}
+
+
+@pytest.mark.parametrize(
+    ("gang", "components", "fault"),
+    [
+        (
+            {"gpus_per_node": 4},
+            {"rollout": FLEET, "trainer": program(gpus=3)},
+            "gang.gpus_per_node: 4 are too few: trainer 3 + rollout 2 = 5",
+        ),
+        (
+            {"gpus_per_node": 1},
+            {"api": program(gpus=1), "trainer": program(gpus=1)},
+            "api 1 + trainer 1 = 2",
+        ),
+        (None, {"trainer": program(gpus=2)}, "gang: missing: trainer asks for 2 GPUs"),
+        (
+            {"nodes": 2, "gpus_per_node": 8},
+            {"trainer": program()},
+            "gang.nodes: processes start on one host, and the gang is of 2",
+        ),
+        (
+            {"gpus_per_node": 2},
+            {"trainer": program(env={"CUDA_VISIBLE_DEVICES": "0"})},
+            "components.trainer.env.CUDA_VISIBLE_DEVICES: the queue says which GPUs",
+        ),
+        (None, {"trainer": program(gpus=-1)}, "components.trainer.gpus: must be at least 0"),
+    ],
+)
+def test_what_does_not_add_up_is_refused(
+    gang: dict[str, Any] | None, components: dict[str, Any], fault: str
+) -> None:
+    with pytest.raises(InvalidSpec) as refused:
+        spec(gang, **components)
+
+    assert fault in str(refused.value)
