@@ -255,6 +255,9 @@ def _gpus(node: NodeSeen, survey: Survey, limits: Limits) -> _Faults:
         problem = f"Ray counts {node.gpus:g} GPUs, the driver sees {len(seen['gpus'])}"
         yield problem, "reset what fell off, restart its raylet"
     for gpu in seen["gpus"]:
+        if gpu.get("problem"):
+            problem = f"GPU {gpu['index']} gets no run: {gpu['problem']}"
+            yield problem, "mend or reset it; until then, drain the node"
         held = _held_mib(gpu, seen["processes"])
         if held > limits.gpu_held_mib:
             problem = f"{held} MiB of {gpu['uuid']} are held by no process that lives here"

@@ -139,6 +139,19 @@ def test_run_that_neither_moves_nor_speaks_is_stalled(stage: Stage) -> None:
     assert verdict.failure.component == "trainer"
 
 
+def test_run_at_its_time_limit_is_asked_to_end_and_says_so(stage: Stage) -> None:
+    trainer = sh("trap 'echo saved; exit 0' TERM; echo up; while :; do sleep 0.1; done")
+
+    verdict = stage.run(
+        stage.component("trainer", trainer, ready=UP, on_exit_zero="complete"), time_limit_s=1.0
+    )
+
+    assert verdict.state is RunState.FAILED
+    assert verdict.failure is not None and verdict.failure.kind is FailureKind.TIME_LIMIT
+    assert "gang.max_hours" in verdict.message
+    assert "saved" in stage.text_of("trainer")
+
+
 def test_answers_to_our_own_questions_are_no_sign_of_life(stage: Stage) -> None:
     port = free_port()
     api = python(SERVER % port)

@@ -124,7 +124,7 @@ class ScriptedPrefect:
         return [_QUEUE]
 
     async def read_flow_runs(
-        self, *, flow_run_filter: Any, offset: int = 0, **_filters: Any
+        self, *, flow_run_filter: Any, offset: int = 0, limit: int = 200, **_filters: Any
     ) -> list[FlowRun]:
         self._ask("read_flow_runs")
         wanted = flow_run_filter.state
@@ -136,7 +136,7 @@ class ScriptedPrefect:
             if run.state is not None
             and run.state.type in types
             and (names is None or run.state.name in names)
-        ][offset:]
+        ][offset : offset + limit]
 
     async def read_flow_run(self, id: UUID) -> FlowRun:
         self._ask("read_flow_run")

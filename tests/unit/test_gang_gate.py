@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from uuid import UUID
 
 import httpx
@@ -34,10 +34,10 @@ class Killed(BaseException):
     """The process of a gate was killed."""
 
 
-def template(*gpus: int) -> dict[str, Any]:
+def template(*gpus: int, **settings: Any) -> dict[str, Any]:
     table = tuple(TableNode(name=f"n{n}", gpus=g) for n, g in enumerate(gpus, start=1))
     job = GangWorker.get_default_base_job_template()
-    return with_settings(job, PoolSettings(nodes=table))
+    return with_settings(job, PoolSettings(nodes=table, **settings))
 
 
 TWO_NODES = template(8, 8)
@@ -398,3 +398,41 @@ def test_cancel_of_a_run_that_its_worker_sends_back_is_kept_whenever_it_comes() 
         ended.append(server.history(run)[-1])
 
     assert ended == ["Cancelled"] * 5
+
+
+def test_a_long_line_at_its_limit_hides_nobody_behind_it() -> None:
+    server = ScriptedPrefect(template(8, 8, limits={"red": 8}))
+    held = server.submit(spec(tags=["red"]), labels=granted(n1=8), run_count=1)
+    server.set(held, State(type=StateType.RUNNING))
+    for _ in range(450):
+        server.submit(spec(tags=["red"]))
+    free = server.submit(spec())
+
+    assert [entry.id for entry in looks(server)] == [free]
+
+
+def test_nothing_is_kept_for_a_run_whose_process_is_not_heard_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    server = ScriptedPrefect(template(8))
+    clock = [1000.0]
+    monkeypatch.setattr(look.time, "monotonic", lambda: clock[0])
+    gone = server.submit(spec(), labels={"muster.gang.beat": 1.0, "muster.gang.host": "n1"})
+    server.set(gone, State(type=StateType.RUNNING, name="PendingResources"))
+    later = server.submit(spec())
+
+    async def started(one: Gate) -> list[UUID]:
+        _seen, found = await one.decide(lambda entry, nodes: entry.id == later)
+        return [entry.id for entry in found]
+
+    async def passes() -> list[list[UUID]]:
+        capacity, client = Capacity(), cast(Any, server)
+        one = Gate(client, pool="gang", capacity=capacity)
+        found = [await started(one)]
+        clock[0] += 30
+        server.patch(gone, labels={"muster.gang.beat": 2.0, "muster.gang.host": "n1"})
+        found.append(await started(one))
+        clock[0] += 41
+        return [*found, await started(one)]
+
+    assert asyncio.run(passes()) == [[], [], [later]]

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 from uuid import UUID, uuid4
 
 import pytest
-from prefect.client.schemas.objects import FlowRun, State, StateType, WorkPool, WorkQueue
+from prefect.client.schemas.objects import (
+    FlowRun,
+    State,
+    StateType,
+    WorkPool,
+    WorkQueue,
+    WorkQueueStatus,
+)
 
 from tasks.queue.decision import Look
 from tasks.queue.grants import (
@@ -97,6 +105,8 @@ def decided(
         ClusterNode(name="n1", gpus=8),
         ClusterNode(name="n2", gpus=8),
     ),
+    served: frozenset[str] | None = None,
+    clusters: dict[str, Cluster] | None = None,
     **settings: Any,
 ) -> Look:
     holding = holding or []
@@ -113,7 +123,8 @@ def decided(
         pool=pool,
         settings=PoolSettings(**settings),
         line=waiting,
-        clusters={"": Cluster(nodes=nodes)},
+        clusters=clusters or {"": Cluster(nodes=nodes)},
+        served=served,
     ).decided()
 
 
@@ -177,6 +188,95 @@ def test_a_full_pool_does_not_hold_up_a_run_that_has_a_process_already() -> None
     look = decided(waiting, [holder({"n1": 8}, 0)], limit=2)
 
     assert started(look) == ["run2"]
+
+
+def test_only_hosts_with_a_worker_get_runs_of_processes() -> None:
+    waiting = [entry(flow_run(5, number=number)) for number in (1, 2)]
+
+    look = decided(waiting, served=frozenset({"n2"}))
+
+    assert [dict(gpus) for _entry, gpus in look.admitted] == [{"n2": 5}]
+    text = look.messages[waiting[1].id].text
+    assert "would fit where no worker runs: n1 (prefect worker start on it)" in text
+
+
+def test_a_run_that_waits_in_its_process_starts_on_its_host_only() -> None:
+    here = {"type": StateType.RUNNING, "name": "PendingResources"}
+    labels = {"muster.gang.host": "n2"}
+    waiting = [entry(flow_run(4, number=number, labels=labels, **here)) for number in (1, 2, 3)]
+
+    look = decided(waiting, served=frozenset({"n1"}))
+
+    assert [dict(gpus) for _entry, gpus in look.admitted] == [{"n2": 4}] * 2
+
+
+def test_runs_of_a_host_get_devices_that_nobody_has() -> None:
+    node = ClusterNode(name="n1", gpus=8, devices=tuple(range(8)), leased={2: "somebody"})
+    grant = Grant(nodes={"n1": 2}, devices={"n1": (0, 5)}, state_id="", at=NOW, by=None)
+    other = replace(holder({"n1": 2}, 0), grant=grant)
+    waiting = [entry(flow_run(2, number=1)), entry(flow_run(3, number=2))]
+
+    look = decided(waiting, [other], nodes=(node,))
+
+    assert [dict(look.devices[one.id]) for one in waiting] == [{"n1": (1, 3)}, {"n1": (4, 6, 7)}]
+
+
+def test_a_grant_is_read_as_it_was_written() -> None:
+    grant = Grant(
+        nodes={"fe80::1": 2, "n2": 1},
+        devices={"fe80::1": (0, 5), "n2": (3,)},
+        state_id="",
+        at=NOW,
+        by=None,
+    )
+
+    read = grant_of(flow_run(2, labels=grant.labels(), type=StateType.RUNNING, name="Running"))
+
+    assert read == grant
+
+
+def test_a_queue_that_no_worker_serves_keeps_nothing() -> None:
+    waiting = [entry(flow_run(8, nodes=2, number=1))]
+    queue = QUEUE.model_copy(update={"status": WorkQueueStatus.NOT_READY})
+
+    look = decided(waiting, queue=queue)
+
+    assert started(look) == []
+    assert "none serves the queue default of the work pool gang" in (
+        look.messages[waiting[0].id].text
+    )
+
+
+def test_a_limit_counts_over_all_clusters() -> None:
+    spec = {"tags": ["red"], "ray": {"address": "http://a:8265"}}
+    other = {"tags": ["red"], "ray": {"address": "http://b:8265"}}
+    waiting = [
+        entry(flow_run(4, number=1, spec=spec)),
+        entry(flow_run(4, number=2, spec=other)),
+        entry(flow_run(4, number=3, spec={**other, "tags": []})),
+    ]
+    clusters = {f"http://{name}:8265": Cluster(nodes=TWO_NODES) for name in "ab"}
+
+    look = decided(waiting, clusters=clusters, limits={"red": 6})
+
+    assert started(look) == ["run1", "run3"]
+    assert "GPUs of the tag red, which has 4 of its limit of 6" in look.messages[waiting[1].id].text
+
+
+def test_estimates_count_from_the_grant_and_an_overrun_is_expected_to_end_now() -> None:
+    def first_start(at: float, **gang: Any) -> float | None:
+        grant = Grant(nodes={"n1": 8}, state_id="", at=at, by=None)
+        running = flow_run(number=0, type=StateType.RUNNING, labels=grant.labels(), spec=gang)
+        waiting = entry(flow_run(8, number=1))
+        look = decided([waiting], [entry(running)], nodes=TWO_NODES[:1])
+        return look.starts_at.get(waiting.id)
+
+    hour = {"gang": {"gpus_per_node": 8, "hours": 1}}
+    limited = {"gang": {"gpus_per_node": 8, "hours": 4, "max_hours": 2}}
+    # Its state is an hour old.
+    assert first_start(NOW - 60, **hour) == NOW - 60 + 3600
+    assert first_start(NOW - 60, **limited) == NOW - 60 + 7200
+    assert first_start(NOW - 3 * 3600, **hour) == NOW
 
 
 def test_a_paused_pool_starts_nothing_and_says_so() -> None:
