@@ -23,7 +23,7 @@ export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export RAY_USAGE_STATS_ENABLED := 0
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help install train test thorough faults soak ray-kills gang-storm fleet-chaos mutants up down prune bench verl-check backends-check house docs ui-test screenshots constraints
+.PHONY: help install train test thorough faults soak ray-kills gang-storm fleet-chaos gpu-check mutants up down prune bench verl-check backends-check house docs ui-test screenshots constraints
 
 # What drives a browser; the browser itself is the system's (apt-get install chromium).
 define with-browser
@@ -121,6 +121,9 @@ gang-storm: install  ## the gang queue under kills, cancels and requeues [ARGS='
 
 fleet-chaos: install  ## a rollout fleet under faults drawn at random [ARGS='--minutes 10 --seed 1']
 	@exec $(PY) -m tests.faults.fleet_chaos $(ARGS)
+
+gpu-check: install  ## what only a real GPU can show; without one it says so
+	@exec $(PY) -m tests.gpu_check
 
 mutants: install  ## small faults in the code, and which the unit tests notice [ARGS='--seed 1']
 	@if ! $(PY) -c 'import cosmic_ray, coverage' 2>/dev/null; then
