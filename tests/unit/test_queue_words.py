@@ -80,6 +80,11 @@ def test_when_the_first_is_expected_to_start(in_s: float | None, said: str) -> N
         # it fits where the drained nodes are counted
         (first(drained={"n3": 8}), "would fit but for what is drained: n3; free now: 8, 3"),
         (first("1", drained={"n3": 8}), "to end, nobody can say when; would fit but for what is"),
+        # where nobody would start it
+        (
+            first(unserved={"n3": 8}),
+            "would fit where no worker runs: n3 (prefect worker start on it)",
+        ),
         # it does not
         (first(drained={"n3": 7}), "waits for nodes to come back: no run's end makes room"),
         # others have taken what it needs
