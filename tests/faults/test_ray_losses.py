@@ -32,9 +32,9 @@ from tasks.ray import job
 from tasks.train import plan
 plan.JobPlan = functools.partial(plan.JobPlan, lost_after_s=5.0)
 job.TakeDown = functools.partial(job.TakeDown, unknown_after_s=5.0)
-from flows.train import train
-from tasks.train.command import main
-raise SystemExit(main(train, sys.argv[1:]))
+from flows.train import command
+from tasks.show.arguments import run_alone
+raise SystemExit(run_alone(command, "train"))
 """
 #: Counts until a file is there.
 COUNTING = """
