@@ -192,6 +192,7 @@ def test_secrets_appear_in_no_file_of_ours(start_run: Callable, gang_of: Callabl
     assert secret not in str(run.flow_run()["state"])
 
 
+@pytest.mark.thorough
 def test_without_a_server_a_temporary_one_serves(start_run: Callable, gang_of: Callable) -> None:
     run = start_run(gang_of("print('trained')"), server=None)
 

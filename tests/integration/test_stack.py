@@ -416,6 +416,7 @@ def test_a_cancel_leaves_nothing_of_the_run(home: Home) -> None:
     assert home.record(flow_run)["state"] == "cancelled"
 
 
+@pytest.mark.thorough
 def test_a_killed_supervisor_leaves_nothing_and_no_run_stays_running(home: Home) -> None:
     flow_run = home.wait_for(home.trigger(steps=100_000), "running: api, trainer, environment")
     stack = home.stack
