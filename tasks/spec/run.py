@@ -515,7 +515,7 @@ def _rules_of_devices(written: Mapping[str, Any]) -> Iterator[Refusal]:
     needs = ", ".join(f"{name} asks for {gpus}" for name, gpus in asked.items() if gpus)
     fleet = components.get(FLEET, {})
     engines = fleet.get("engines", 1)
-    if fleet.get("placement", "local") == "local" and type(engines) is int:
+    if fleet and fleet.get("placement", "local") == "local" and type(engines) is int:
         sizes = Sizes.of(fleet)
         asked[FLEET] = engines * sizes.gpus if sizes is not None else 0
     if needs and written.get("gang") is None:

@@ -288,10 +288,9 @@ def test_an_onlooker_sees_what_a_gate_would_do_and_does_nothing(
     after = ask("POST", f"{api}/flow_runs/filter", {"work_pools": {"name": {"any_": [unserved]}}})
     told = capsys.readouterr().out
     assert code == 0
-    assert "work pool alone, fifo: 0 running, 2 waiting; 0 of 8 GPUs are free on 1 node" in told
-    assert "starts now, on " in told
+    assert "work pool alone, fifo: 0 running, 2 waiting; 8 of 8 GPUs are free on 1 node" in told
     assert "no worker serves the pool" in told
-    assert "free now: 0 on 1 node" in told
+    assert told.count("none serves the queue default of the work pool alone") == 2
     assert len(before) == 2
     assert [(run["state"]["id"], run["labels"]) for run in before] == [
         (run["state"]["id"], run["labels"]) for run in after
