@@ -80,15 +80,19 @@ class Gate:
         capacity: Capacity,
         home: Path | None = None,
         announce: Tell = lambda *what, **known: None,
+        host: str = "",
     ) -> None:
         """
         Args:
+            host: of the worker whose gate it is.
             announce: tells an event of a flow run; returns at once.
         """
         self.giver = Giver.me()
         self._client = client
         self._announce = announce
-        self._reader = QueueReader(client, pool=pool, capacity=capacity, giver=self.giver)
+        self._reader = QueueReader(
+            client, pool=pool, capacity=capacity, giver=self.giver, host=host
+        )
         self._lease = GateLease(client, home=home or muster_home())
         #: Lines of flow runs, until they are sent in one request. What they tell is in the states,
         #: too: a line that is lost changes nothing.

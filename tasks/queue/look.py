@@ -59,13 +59,24 @@ class QueueReader:
     """Looks at the queue of one work pool."""
 
     def __init__(
-        self, client: PrefectClient, *, pool: str, capacity: Capacity, giver: Giver
+        self,
+        client: PrefectClient,
+        *,
+        pool: str,
+        capacity: Capacity,
+        giver: Giver,
+        host: str = "",
     ) -> None:
+        """
+        Args:
+            host: of the worker that looks, whatever it is called.
+        """
         self._client = client
         self._reader = LedgerReader(client)
         self._pool = pool
         self._capacity = capacity
         self._giver = giver
+        self._host = host
         self._settings = PoolSettings()
         #: Flow runs whose spec was found in order.
         self._checked: set[UUID] = set()
@@ -157,17 +168,14 @@ class QueueReader:
         return now - since > _SILENT_AFTER_S
 
     async def _served(self, ledger: Ledger) -> frozenset[str] | None:
-        """The hosts with a worker of the pool, where the pool has a table of nodes.
-
-        None where there is no worker, or one that is named by no node: nobody knows its host then.
-        """
-        table = {node.name for node in self._settings.nodes}
-        if not table or self._pool not in ledger.pools:
+        """The hosts with a worker of the pool, by what their workers are called, where the pool has
+        a table of nodes; None where it has no worker."""
+        if not self._settings.nodes or self._pool not in ledger.pools:
             return None
         workers = await self._client.read_workers_for_work_pool(self._pool)
         online = (one.name for one in workers if one.status is WorkerStatus.ONLINE)
-        hosts = frozenset(map(host_of_worker, online))
-        return hosts if hosts and hosts <= table else None
+        hosts = frozenset(filter(None, (self._host, *map(host_of_worker, online))))
+        return hosts or None
 
     def _read_settings(self, pool: Pool | None) -> list[str]:
         try:

@@ -304,7 +304,9 @@ class GangWorker(ProcessWorker):
         self._exit_stack.push_async_callback(capacity.close)
         announcer = self._exit_stack.enter_context(Announcer(str(self.client.api_url)))
         pool, announce = self._work_pool_name, announcer.tell_run
-        self._gate = Gate(self.client, pool=pool, capacity=capacity, announce=announce)
+        self._gate = Gate(
+            self.client, pool=pool, capacity=capacity, announce=announce, host=host_name()
+        )
         self._waker = Waker(self.get_and_submit_flow_runs)
         await self._exit_stack.enter_async_context(self._waker)
         self._exit_stack.push_async_callback(self._stop_telling)
