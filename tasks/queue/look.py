@@ -82,6 +82,8 @@ class QueueReader:
         self._checked: set[UUID] = set()
         #: The last beat of each run that waits in its process, and when it was new here.
         self._beats: dict[UUID, tuple[object, float]] = {}
+        #: By address, each cluster when it had the most GPUs.
+        self._largest_seen: dict[str, Cluster] = {}
         #: Flow runs that have come back from their end, and the state in which that was in order.
         self._came_back: dict[UUID, UUID] = {}
 
@@ -256,11 +258,24 @@ class QueueReader:
                 self._checked.add(entry.id)
         return doomed
 
+    def _largest(self, key: str, cluster: Cluster) -> Cluster | None:
+        """A cluster as it was when it had the most GPUs: a node that reboots will be back.
+
+        None where none with GPUs has joined its head yet.
+        """
+        if not key:
+            return cluster
+        most = max(self._largest_seen.get(key, cluster), cluster, key=_gpus)
+        self._largest_seen[key] = most
+        return most if _gpus(most) else None
+
     def _why_never(self, entry: QueueEntry, clusters: Mapping[str, Cluster]) -> Refused | None:
         request = entry.request
         if request.fault:
             return Refused(entry=entry, kind=FailureKind.USER_ERROR, message=request.fault)
         cluster = clusters.get(request.cluster)
+        if cluster is not None:
+            cluster = self._largest(request.cluster, cluster)
         state = entry.flow_run.state
         has_waited = state is not None and state.name == PENDING_RESOURCES
         if request.demand is None or cluster is None or (has_waited and not entry.waits_in_process):
@@ -281,6 +296,10 @@ def _one_name_each(clusters: dict[str, Cluster]) -> dict[str, str]:
             names[key] = known[id]
             del clusters[key]
     return names
+
+
+def _gpus(cluster: Cluster) -> int:
+    return sum(node.gpus for node in cluster.nodes)
 
 
 def _with_leases(cluster: Cluster, holding: set[str]) -> Cluster:

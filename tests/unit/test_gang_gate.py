@@ -25,6 +25,7 @@ from tasks.queue.grants import Giver, Grant
 from tasks.queue.ledger import QueueEntry
 from tasks.queue.settings import PoolSettings, TableNode, with_settings
 from tasks.queue.worker import GangWorker
+from tasks.ray.usage import Cluster, ClusterNode
 from tests.support.scripted_prefect import FreeLease, ScriptedPrefect
 
 GONE = Giver(host=host_name(), process=ProcessId(pid=2**22, start_ticks=1, boot_id=boot_id()))
@@ -436,3 +437,30 @@ def test_nothing_is_kept_for_a_run_whose_process_is_not_heard_of(
         return [*found, await started(one)]
 
     assert asyncio.run(passes()) == [[], [], [later]]
+
+
+def test_only_what_the_largest_cluster_seen_could_never_hold_is_refused() -> None:
+    server = ScriptedPrefect(template(8))
+    run = server.submit(spec(nodes=2, ray={"address": "http://ray:8265"}))
+    nodes = [(), ("n1", "n2"), ("n1",), ()]
+
+    class Growing:
+        def __init__(self, _address: str) -> None: ...
+
+        async def look(self, *, within_s: float) -> Cluster:
+            return Cluster(nodes=tuple(ClusterNode(name=name, gpus=8) for name in nodes.pop(0)))
+
+        async def close(self) -> None: ...
+
+    async def passes(count: int) -> list[str]:
+        client: Any = server
+        one = Gate(client, pool="gang", capacity=Capacity(look=Growing))  # type: ignore[arg-type]
+        for _ in range(count):
+            await one.decide(lambda entry, nodes: False)
+        return server.history(run)
+
+    assert asyncio.run(passes(4)) == ["Scheduled"]
+
+    nodes = [("n1",)] * 3
+
+    assert asyncio.run(passes(1)) == ["Scheduled", "Failed"]
