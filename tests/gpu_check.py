@@ -160,7 +160,8 @@ def main() -> int:
             faults += [
                 f"{end.__name__}: {one}" for one in check(Path(directory) / end.__name__, end)
             ]
-    print(*(f"  fault: {fault}" for fault in faults), sep="\n", end="")
+    for fault in faults:
+        print(f"  fault: {fault}")
     print("FAULTS" if faults else "all is well")
     return int(bool(faults))
 

@@ -19,15 +19,10 @@ from tasks.processes.identity import host_name
 from tasks.processes.machine import DRIVER, gpus_seen
 from tasks.record.places import muster_home
 from tasks.spec.errors import MusterError
+from tasks.spec.run import VISIBLE
 
 #: Which devices Muster may give, `0,1,4-7`; it stands in for GPUs where there are none.
 MUSTER_GPUS = "MUSTER_GPUS"
-#: By which each kind of accelerator is shown to a program.
-VISIBLE = {
-    "nvidia": "CUDA_VISIBLE_DEVICES",
-    "amd": "HIP_VISIBLE_DEVICES",
-    "ascend": "ASCEND_RT_VISIBLE_DEVICES",
-}
 #: Of whatever user: a device is one for all of them.
 _SHARED = Path("/tmp/muster-devices")
 _TRIES, _AGAIN_S = 5, 0.01
@@ -172,7 +167,11 @@ def _locked(path: Path, owner: str, index: int) -> int:
     if path.parent == _SHARED:
         with suppress(PermissionError):
             path.parent.chmod(0o1777)
-    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        # Where it is another user's, O_CREAT would be refused in a sticky directory.
+        fd = os.open(path, os.O_RDWR)
+    except FileNotFoundError:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         if stat.S_IMODE(os.fstat(fd).st_mode) != 0o666:
             with suppress(PermissionError):

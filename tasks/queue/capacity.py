@@ -361,8 +361,7 @@ async def devices_here() -> Devices:
         raise NoCapacity(str(error)) from error
     except OSError as error:
         raise NoCapacity(
-            f"{error.strerror}: {error.filename}. Mend the driver, or say in MUSTER_GPUS which "
-            "devices Muster may give"
+            f"{error.strerror}: {error.filename}. Mend the driver: nvidia-smi says more"
         ) from error
 
 

@@ -537,7 +537,7 @@ def _rules_of_devices(written: Mapping[str, Any]) -> Iterator[Refusal]:
         (("env",), written.get("env")),
         *((("components", name, "env"), one.get("env")) for name, one in components.items()),
     ):
-        for variable in _VISIBLE & mapping(env).keys():
+        for variable in sorted({*VISIBLE.values()} & mapping(env).keys()):
             problem = "the queue says which GPUs the run has, and Muster sets it"
             remedy = "leave it out; a process that is to have some for itself says gpus: 2"
             yield (*path, variable), refused(problem, remedy)
@@ -548,5 +548,9 @@ def _sum_in_words(asked: Mapping[str, int]) -> str:
     return f"{' + '.join(parts)} = {sum(asked.values())}"
 
 
-#: By which programs are shown their accelerators.
-_VISIBLE = {"CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES"}
+#: By kind of accelerator, the variable by which it is shown to a program.
+VISIBLE = {
+    "nvidia": "CUDA_VISIBLE_DEVICES",
+    "amd": "HIP_VISIBLE_DEVICES",
+    "ascend": "ASCEND_RT_VISIBLE_DEVICES",
+}

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tasks.processes.component import AttemptContext, AttemptPlan, ComponentPlan, Member
 from tasks.processes.containment import Containment, Level, allowed_level, probe
-from tasks.processes.devices import VISIBLE, listed
+from tasks.processes.devices import listed
 from tasks.processes.guarded import Command
 from tasks.processes.identity import host_name
 from tasks.ray.job import RayJob
@@ -24,7 +24,7 @@ from tasks.rollout.component import fleet_component
 from tasks.rollout.plan import FleetPlan
 from tasks.spec.errors import Fault
 from tasks.spec.programs import component_path, python_of
-from tasks.spec.run import RunSpec
+from tasks.spec.run import VISIBLE, RunSpec
 from tasks.spec.secrets import looks_secret
 
 #: Variables of this process that are about this process, and no component's business.
