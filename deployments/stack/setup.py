@@ -36,6 +36,7 @@ from tasks.queue.capacity import devices_here
 from tasks.queue.ledger import TYPE
 from tasks.queue.settings import TableNode, settings_of, with_settings
 from tasks.queue.worker import GangWorker
+from tasks.ray.access import ListedCluster
 from tasks.upkeep.reconcile import publish, reconcile_host
 
 #: How many runs the pool lets run at once, until somebody changes it.
@@ -81,11 +82,14 @@ def ensure_pool(client: SyncPrefectClient) -> None:
             ) from None
     there = client.read_work_pool(POOL)
     changes: dict[str, object] = {"nodes": table} if table else {}
-    if address := os.environ.get(RAY_VARIABLE):
-        changes["ray"] = address
+    settings = settings_of(there.base_job_template)
+    address = os.environ.get(RAY_VARIABLE, "")
+    if address and address not in {one.address for one in settings.clusters}:
+        # Each stack may have another port; a cluster on loopback was that of an earlier one.
+        others = (one for one in settings.clusters if "//127.0.0.1:" not in one.address)
+        changes["clusters"] = (*others, ListedCluster(address=address))
     if changes:
-        settings = settings_of(there.base_job_template).model_copy(update=changes)
-        template = with_settings(there.base_job_template, settings)
+        template = with_settings(there.base_job_template, settings.model_copy(update=changes))
         client.update_work_pool(POOL, WorkPoolUpdate(base_job_template=template))
     known = {queue.name for queue in client.read_work_queues(work_pool_name=POOL)}
     for name, priority in QUEUES.items():

@@ -145,7 +145,8 @@ def set_(
 
     Args:
         setting: policy=fifo, policy=backfill; limit.TAG=N: at most N GPUs at once for the runs
-            with that tag; or node.NAME=N: a host of processes, with N GPUs.
+            with that tag; node.NAME=N: a host of processes, with N GPUs; or cluster.URL=N: a Ray
+            cluster, of whose autoscaler N nodes may be had, 0: those that are there.
     """
     return _do(lambda client: _change(client, pool, lambda old: settings.with_values(old, setting)))
 
@@ -157,7 +158,7 @@ def unset(
     """Take settings of the pool back.
 
     Args:
-        setting: policy (fifo again), limit.TAG or node.NAME.
+        setting: policy (fifo again), limit.TAG, node.NAME or cluster.URL.
     """
     edit = partial(settings.without_values, keys=setting)
     return _do(lambda client: _change(client, pool, edit))

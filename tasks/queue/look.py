@@ -231,8 +231,7 @@ class QueueReader:
         keys = {entry.request.cluster for entry in entries if entry.request.demand is not None}
         if self._settings.nodes:
             keys.add("")
-        if self._settings.ray:
-            keys.add(self._settings.ray.rstrip("/"))
+        keys.update(one.address for one in self._settings.clusters)
         clusters: dict[str, Cluster] = {}
         silent: dict[str, str] = {}
 

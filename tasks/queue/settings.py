@@ -1,4 +1,4 @@
-"""What an operator sets on a work pool: its policy, its nodes where there is no Ray, its limits.
+"""What an operator sets on a work pool: its policy, its clusters and nodes, its limits.
 
 They stand in the pool's base job template; the verbs change them there and announce it.
 """
@@ -9,16 +9,17 @@ import getpass
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
-from typing import Any, get_args
+from typing import Any, Self, get_args
 
 from prefect.client.orchestration import PrefectClient
 from prefect.client.schemas.actions import WorkPoolUpdate
 from prefect.client.schemas.objects import WorkPool
 from prefect.exceptions import ObjectNotFound
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from tasks.processes.identity import host_name
 from tasks.queue.policy import Policy
+from tasks.ray.access import ListedCluster
 from tasks.server.events import of_pool, told_at_once
 from tasks.spec.errors import MusterError
 from tasks.spec.words import commas
@@ -54,11 +55,11 @@ class PoolSettings(BaseModel):
         title="Nodes",
         description="For runs that name no Ray cluster: the nodes there are.",
     )
-    ray: str = Field(
-        "",
-        title="Ray cluster",
-        description="Address of the dashboard of a cluster whose nodes are shown even while no "
-        "run is on it.",
+    clusters: tuple[ListedCluster, ...] = Field(
+        (),
+        title="Ray clusters",
+        description="Those that runs may use: asked with their headers and Ray's token, and shown "
+        "even while no run is on them. Of one alone, runs need not write the address.",
     )
     limits: dict[str, int] = Field(
         default_factory=dict,
@@ -71,13 +72,25 @@ class PoolSettings(BaseModel):
         description="Names of nodes that get no new gang; what runs there goes on.",
     )
 
-    @field_validator("nodes")
+    @model_validator(mode="before")
     @classmethod
-    def _unique(cls, nodes: tuple[TableNode, ...]) -> tuple[TableNode, ...]:
-        names = [node.name for node in nodes]
-        if doubles := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(f"names of nodes are not unique: {commas(doubles)}")
-        return nodes
+    def _without_ray(cls, data: object) -> object:
+        if isinstance(data, Mapping) and "ray" in data:
+            raise ValueError('`ray` is no setting; write clusters: [{"address": URL}]')
+        return data
+
+    @model_validator(mode="after")
+    def _unique(self) -> Self:
+        names = [node.name for node in self.nodes], [one.address for one in self.clusters]
+        for what, known in zip(("names of nodes", "addresses of clusters"), names, strict=True):
+            if doubles := sorted({name for name in known if known.count(name) > 1}):
+                raise ValueError(f"{what} are not unique: {commas(doubles)}")
+        return self
+
+    @property
+    def only_cluster(self) -> str:
+        """The address of its one cluster; empty where it has none, or several."""
+        return self.clusters[0].address if len(self.clusters) == 1 else ""
 
 
 #: Where the settings stand among the variables of a pool's base job template.
@@ -105,7 +118,7 @@ def with_settings(base_job_template: Mapping[str, Any], settings: PoolSettings) 
     return template
 
 
-_POLICY, _LIMIT, _NODE = "policy", "limit.", "node."
+_POLICY, _LIMIT, _NODE, _CLUSTER = "policy", "limit.", "node.", "cluster."
 
 
 class NotThere(MusterError):
@@ -137,14 +150,16 @@ def settings_in(pool: WorkPool) -> PoolSettings:
     try:
         return settings_of(pool.base_job_template)
     except ValidationError as error:
-        faults = "; ".join(
-            f"{'.'.join(map(str, fault['loc'])) or 'gang'}: {fault['msg']}"
-            for fault in error.errors()
-        )
         raise NotThere(
-            f"the settings of the work pool {pool.name} can't be read: {faults}; mend "
+            f"the settings of the work pool {pool.name} can't be read: {_faults(error)}; mend "
             "them in the UI (the pool, Edit, Advanced: variables.properties.gang.default)"
         ) from None
+
+
+def _faults(error: ValidationError) -> str:
+    return "; ".join(
+        f"{'.'.join(map(str, fault['loc'])) or 'gang'}: {fault['msg']}" for fault in error.errors()
+    )
 
 
 async def change(client: PrefectClient, pool: WorkPool, settings: PoolSettings) -> None:
@@ -193,7 +208,8 @@ def with_drained(
 
 
 def with_values(settings: PoolSettings, assignments: Sequence[str]) -> PoolSettings:
-    """The settings with `policy=backfill`, `limit.TAG=16` and `node.NAME=8` applied.
+    """The settings with `policy=backfill`, `limit.TAG=16`, `node.NAME=8` and `cluster.URL=4`
+    applied.
 
     Raises: BadSetting.
     """
@@ -207,17 +223,25 @@ def with_values(settings: PoolSettings, assignments: Sequence[str]) -> PoolSetti
         if key == _POLICY:
             values["policy"] = value
         elif not value.isdecimal():
-            raise BadSetting(f"{assignment}: its value is a number of GPUs, 0 or more")
+            raise BadSetting(f"{assignment}: its value is a number of GPUs, or nodes, 0 or more")
         elif name := _name_after(_NODE, key):
             others = [node for node in values["nodes"] if node["name"] != name]
             values["nodes"] = [*others, {"name": name, "gpus": int(value)}]
+        elif address := _name_after(_CLUSTER, key).rstrip("/"):
+            old = {one["address"]: one for one in values["clusters"]}
+            new = {**old.pop(address, {"address": address}), "max_nodes": int(value) or None}
+            values["clusters"] = [*old.values(), new]
         else:
             values["limits"][_tag_of(key)] = int(value)
-    return PoolSettings.model_validate(values)
+    try:
+        return PoolSettings.model_validate(values)
+    except ValidationError as error:
+        raise BadSetting(_faults(error)) from error
 
 
 def without_values(settings: PoolSettings, keys: Sequence[str]) -> PoolSettings:
-    """The settings with `policy` as it is by default, and `limit.TAG` or `node.NAME` gone.
+    """The settings with `policy` as it is by default, and `limit.TAG`, `node.NAME` or `cluster.URL`
+    gone.
 
     Raises: BadSetting.
     """
@@ -226,15 +250,23 @@ def without_values(settings: PoolSettings, keys: Sequence[str]) -> PoolSettings:
         if key == _POLICY:
             del values["policy"]
         elif name := _name_after(_NODE, key):
-            left = [node for node in values["nodes"] if node["name"] != name]
-            if len(left) == len(values["nodes"]):
-                there = _names(node["name"] for node in values["nodes"])
-                raise BadSetting(f"{key}: the pool has no such node; it has: {there}")
-            values["nodes"] = left
+            values["nodes"] = _without(values["nodes"], "name", name, "node")
+        elif name := _name_after(_CLUSTER, key).rstrip("/"):
+            values["clusters"] = _without(values["clusters"], "address", name, "cluster")
         elif values["limits"].pop(_tag_of(key), None) is None:
             limited = _names(settings.limits)
             raise BadSetting(f"{key}: that tag has no limit; tags that have one: {limited}")
     return PoolSettings.model_validate(values)
+
+
+def _without(
+    listed: Sequence[Mapping[str, Any]], by: str, name: str, what: str
+) -> list[Mapping[str, Any]]:
+    left = [one for one in listed if one[by] != name]
+    if len(left) == len(listed):
+        there = _names(one[by] for one in listed)
+        raise BadSetting(f"{what}.{name}: the pool has no such {what}; it has: {there}")
+    return left
 
 
 def told(settings: PoolSettings) -> str:
@@ -242,8 +274,10 @@ def told(settings: PoolSettings) -> str:
     limits = ", ".join(f"{tag} {gpus} GPUs" for tag, gpus in sorted(settings.limits.items()))
     out = ", ".join(settings.drained)
     nodes = ", ".join(f"{node.name} {node.gpus} GPUs" for node in settings.nodes)
+    clusters = ", ".join(one.address for one in settings.clusters)
     said = f"policy {settings.policy}; limits: {limits or 'none'}; drained: {out or 'none'}"
-    return f"{said}; nodes: {nodes}" if nodes else said
+    said += f"; nodes: {nodes}" if nodes else ""
+    return f"{said}; clusters: {clusters}" if clusters else said
 
 
 def _names(names: Iterable[str]) -> str:
@@ -266,5 +300,7 @@ def _name_after(prefix: str, key: str) -> str:
 def _tag_of(key: str) -> str:
     tag = key.removeprefix(_LIMIT)
     if not key.startswith(_LIMIT) or not tag:
-        raise BadSetting(f"{key}: no such setting; there are: policy, limit.TAG")
+        raise BadSetting(
+            f"{key}: no such setting; there are: policy, limit.TAG, node.NAME, cluster.URL"
+        )
     return tag

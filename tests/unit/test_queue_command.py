@@ -23,6 +23,7 @@ from tasks.queue import command as queue_command
 from tasks.queue.look import NodeUse, QueuedRun, QueueView
 from tasks.queue.packing import Demand
 from tasks.queue.settings import PoolSettings, TableNode, settings_of, with_settings
+from tasks.ray.access import ListedCluster
 from tasks.show.arguments import run
 
 NOW = datetime(2026, 1, 2, 13, 5, 30, tzinfo=UTC)
@@ -55,8 +56,13 @@ VIEW = QueueView(
     ),
 )
 
+RAY = "http://10.0.0.1:8265"
+KNOWN = ListedCluster(address="http://known:8265", headers={"X-Key": "${env.KEY}"})
 SET = PoolSettings(
-    nodes=(TableNode(name="gpu-1", gpus=8),), limits={"team-a": 8}, drained=("gpu-9",)
+    nodes=(TableNode(name="gpu-1", gpus=8),),
+    clusters=(KNOWN,),
+    limits={"team-a": 8},
+    drained=("gpu-9",),
 )
 TEMPLATE = {
     "job_configuration": {"env": "{{ env }}"},
@@ -378,6 +384,13 @@ def test_an_unknown_node_is_drained_by_force(command: Command, server: Server) -
         (("set", "node.gpu-1=4"), {"nodes": (TableNode(name="gpu-1", gpus=4),)}),
         (("set", "node.a.b=2"), {"nodes": (*SET.nodes, TableNode(name="a.b", gpus=2))}),
         (("unset", "node.gpu-1"), {"nodes": ()}),
+        (("set", f"cluster.{RAY}/=0"), {"clusters": (KNOWN, ListedCluster(address=RAY))}),
+        # its headers stay
+        (
+            ("set", "cluster.http://known:8265=4"),
+            {"clusters": (KNOWN.model_copy(update={"max_nodes": 4}),)},
+        ),
+        (("unset", "cluster.http://known:8265"), {"clusters": ()}),
     ],
 )
 def test_settings_are_changed_and_told(
@@ -388,6 +401,7 @@ def test_settings_are_changed_and_told(
     assert code == 0
     assert server.settings == SET.model_copy(update=after)
     assert said.startswith(f"The work pool gang: policy {server.settings.policy}; limits: ")
+    assert "KEY" not in said
 
 
 @pytest.mark.parametrize(
@@ -404,6 +418,8 @@ def test_settings_are_changed_and_told(
         (("set", "policy"), "write policy=VALUE"),
         (("unset", "limit.team-b"), "that tag has no limit; tags that have one: team-a"),
         (("unset", "nodes"), "nodes: no such setting"),
+        (("set", "cluster.head:8265=0"), "clusters.1.address: not an http address"),
+        (("unset", f"cluster.{RAY}"), "the pool has no such cluster; it has: http://known:8265"),
     ],
 )
 def test_a_setting_that_cannot_be_is_refused(
@@ -436,15 +452,26 @@ def test_a_pool_of_another_type_is_pointed_out(command: Command, server: Server)
     assert "the pool is of type process" in said
 
 
-def test_settings_that_are_spoilt_are_not_overwritten(command: Command, server: Server) -> None:
-    spoilt = {"variables": {"properties": {"gang": {"default": {"policy": "lifo"}}}}}
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"policy": "lifo"}, "policy:"),
+        ({"ray": RAY}, '`ray` is no setting; write clusters: [{"address": URL}]'),
+        ({"clusters": [{"address": RAY}, {"address": f"{RAY}/"}]}, "clusters are not unique"),
+    ],
+)
+def test_settings_that_are_spoilt_are_not_overwritten(
+    command: Command, server: Server, settings: dict[str, Any], said: str
+) -> None:
+    spoilt = {"variables": {"properties": {"gang": {"default": settings}}}}
     server.pool = server.pool.model_copy(update={"base_job_template": spoilt})
 
-    code, said = command("drain", "gpu-1")
+    code, lines = command("drain", "gpu-1")
 
     assert code == 1
     assert server.pool.base_job_template == spoilt
-    assert "settings of the work pool gang can't be read: policy:" in said
+    assert "settings of the work pool gang can't be read: " in lines
+    assert said in " ".join(lines.split())
 
 
 @pytest.mark.parametrize(
