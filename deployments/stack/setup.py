@@ -36,7 +36,7 @@ from tasks.queue.capacity import devices_here
 from tasks.queue.ledger import TYPE
 from tasks.queue.settings import TableNode, settings_of, with_settings
 from tasks.queue.worker import GangWorker
-from tasks.ray.access import ListedCluster
+from tasks.ray.dashboard import ListedCluster
 from tasks.upkeep.reconcile import publish, reconcile_host
 
 #: How many runs the pool lets run at once, until somebody changes it.

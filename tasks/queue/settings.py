@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from tasks.processes.identity import host_name
 from tasks.queue.policy import Policy
-from tasks.ray.access import ListedCluster
+from tasks.ray.dashboard import ListedCluster
 from tasks.server.events import of_pool, told_at_once
 from tasks.spec.errors import MusterError
 from tasks.spec.words import commas

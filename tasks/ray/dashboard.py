@@ -4,21 +4,30 @@ Whether a cluster answers is told once each time that it changes. A cluster that
 only, as `muster up` starts one, needs a switch in the environment of its drivers: Ray replaces a
 loopback address by the machine's address in its network, where such a cluster does not listen, and
 looks for it there for minutes.
+
+Anybody may write any address into a spec, and whoever looks at the queue asks it. So Ray's token and
+headers go to clusters that an operator has listed; and the token besides to that of the run whose
+process asks.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import socket
+import ssl
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from tasks.record.events import Emit
+from tasks.spec.placeholders import substituted
+from tasks.spec.probes import Url
 
 #: How long one question may take.
 ASK_WITHIN_S = 10.0
@@ -50,6 +59,106 @@ ACCELERATORS = ("GPU", "NPU", "HPU", "TPU")
 def accelerators(resources: Mapping[str, float] | None) -> float:
     """What a node, a bundle, an actor or a task has of them."""
     return next((float(n) for kind in ACCELERATORS if (n := (resources or {}).get(kind))), 0.0)
+
+
+_ENV = "env."
+#: A JSON list of `ListedCluster`, for this process and those of Muster's own that it starts.
+VARIABLE = "MUSTER_RAY_CLUSTERS"
+
+
+class ListedCluster(BaseModel):
+    """A Ray cluster that an operator lets be asked."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    address: Url = Field(title="Address", description="Of its dashboard: http://10.0.0.1:8265.")
+    headers: dict[str, str] = Field(
+        default_factory=dict,
+        title="Headers",
+        description="Go along with each question to the dashboard. ${env.NAME} in a value is "
+        "filled in by the process that asks, from its environment: a secret need not stand here.",
+    )
+    ca: str | None = Field(
+        None,
+        min_length=1,
+        title="Certificates",
+        description="The file, on each host, of those that vouch for an https address; left out: "
+        "public ones.",
+    )
+    max_nodes: int | None = Field(
+        None,
+        ge=1,
+        title="Most nodes",
+        description="An autoscaler may have so many nodes with GPUs: what fits them waits, and is "
+        "shown to it. Left out: what is there is all there will be.",
+    )
+
+    @field_validator("address")
+    @classmethod
+    def _without_slash(cls, address: str) -> str:
+        return address.rstrip("/")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Credentials:
+    """What goes along with the questions to one cluster; Denied, once it can't be had."""
+
+    #: As they are listed.
+    headers: Mapping[str, str] = field(default_factory=dict)
+    #: A file; None: public certificates.
+    ca: str | None = None
+    #: Ray's own token goes along, where its authentication is on.
+    has_token: bool
+
+    @staticmethod
+    def of(address: str, listed: Iterable[ListedCluster], *, is_own: bool = False) -> Credentials:
+        """
+        Args:
+            is_own: of the run whose process asks.
+        """
+        found = next((one for one in listed if one.address == address.rstrip("/")), None)
+        if found is None:
+            return Credentials(has_token=is_own)
+        return Credentials(headers=found.headers, ca=found.ca, has_token=True)
+
+    def sent(self) -> dict[str, str]:
+        """The headers, filled in, without the token."""
+        return {name: substituted(value, _variable) for name, value in self.headers.items()}
+
+    def verify(self) -> ssl.SSLContext | bool:
+        """What an https address has to prove."""
+        try:
+            return ssl.create_default_context(cafile=self.ca) if self.ca else True
+        except OSError as error:
+            raise Denied(f"its certificates can't be read from {self.ca}: {error}") from error
+
+
+def _variable(name: str) -> str:
+    if not name.startswith(_ENV):
+        raise Denied(f"its headers name ${{{name}}}: write ${{env.NAME}}, or `$${{` for a `${{`")
+    if (value := os.environ.get(name.removeprefix(_ENV))) is None:
+        variable = name.removeprefix(_ENV)
+        raise Denied(f"its headers name the environment variable {variable}, which is not set here")
+    return value
+
+
+def known() -> dict[str, ListedCluster]:
+    """By address, those that this process was told of. What can't be read counts as none."""
+    try:
+        listed = [ListedCluster.model_validate(one) for one in json.loads(os.environ[VARIABLE])]
+    except (KeyError, ValueError, TypeError):
+        return {}
+    return {one.address: one for one in listed}
+
+
+def know(clusters: Iterable[Mapping[str, Any]]) -> None:
+    """Have this process, and those of Muster's own that it starts, know more listed clusters."""
+    found = known()
+    for one in clusters:
+        cluster = ListedCluster.model_validate(one)
+        found[cluster.address] = cluster
+    if found:
+        os.environ[VARIABLE] = json.dumps([one.model_dump() for one in found.values()])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,7 +23,7 @@ from tasks.queue import command as queue_command
 from tasks.queue.look import NodeUse, QueuedRun, QueueView
 from tasks.queue.packing import Demand
 from tasks.queue.settings import PoolSettings, TableNode, settings_of, with_settings
-from tasks.ray.access import ListedCluster
+from tasks.ray.dashboard import ListedCluster
 from tasks.show.arguments import run
 
 NOW = datetime(2026, 1, 2, 13, 5, 30, tzinfo=UTC)
