@@ -15,7 +15,7 @@ from pathlib import Path
 from cyclopts import App, Group
 
 from tasks.record.places import muster_home
-from tasks.show.arguments import EXIT_INVALID, run
+from tasks.show.arguments import DEFAULT, EXIT_INVALID, run
 from tasks.spec.words import did_you_mean
 
 _RUNS, _QUEUE, _MACHINE = (
@@ -71,6 +71,7 @@ def _app(called: str = "") -> App:
         "last. Completion for your shell: `muster --install-completion`.",
         help_flags=("--help", "-h"),
         version=lambda: version("muster"),
+        default_parameter=DEFAULT,
     )
     for group, verbs in _VERBS.items():
         for name, function, text in verbs:

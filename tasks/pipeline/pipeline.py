@@ -77,9 +77,8 @@ from tasks.server.flow_runs import (
     talking_to,
 )
 from tasks.server.server import NoServer, prefect_server, quieten_prefect
-from tasks.show.arguments import EXIT_INVALID
 from tasks.show.view import Shown
-from tasks.spec.errors import InvalidSpec, MusterError
+from tasks.spec.errors import BadArgument, InvalidSpec, MusterError
 from tasks.spec.loading import parse_spec
 from tasks.spec.pipeline import PipelineSpec, load_pipeline, parse_pipeline, with_specs
 from tasks.spec.placeholders import RUN_DIR, RUN_ID, filled_in
@@ -432,16 +431,6 @@ Start one: muster up
 A single run needs none: muster train SPEC.yaml"""
 
 
-class NoPipeline(MusterError):
-    """None is named."""
-
-    exit_code = EXIT_INVALID
-
-
-class CannotResume(MusterError):
-    """The flow run can't be gone on with, now or at all; its message says what to do instead."""
-
-
 def run_pipeline(
     pipeline: Flow[..., State[Any]],
     path: Path | None,
@@ -452,10 +441,10 @@ def run_pipeline(
 
     Returns: 0 completed, 1 failed, 3 a stage can never fit, 130 interrupted.
 
-    Raises: InvalidSpec, NoPipeline, NoServer, CannotResume, ServerAway.
+    Raises: InvalidSpec, BadArgument, NoServer, MusterError, ServerAway.
     """
     if path is None and not resume:
-        raise NoPipeline("name a PIPELINE.yaml, or a flow run with --resume")
+        raise BadArgument("name a PIPELINE.yaml, or a flow run with --resume")
     spec = load_pipeline(path, overrides) if path else None
     if not (api_url := PREFECT_API_URL.value()):
         raise NoServer(_NO_QUEUE)
@@ -508,14 +497,14 @@ def _resumed(
 def _to_resume(api_url: str, name: str) -> FlowRun:
     """The flow run that is to be gone on with.
 
-    Raises: CannotResume, ServerAway.
+    Raises: MusterError, where it can't now or at all: what to do instead.
     """
     with talking_to(api_url) as client:
         flow_run = _find(client, name)
         state = flow_run.state
     if state is None or state.is_final() or has_lost_its_process(flow_run):
         return flow_run
-    raise CannotResume(
+    raise MusterError(
         f"{flow_run.name} is {state.name} and may have a process: cancel it first "
         f"(prefect flow-run cancel {flow_run.id}). Where that was killed, the reconcile of its "
         "host says so within a minute, and goes on with it itself where it is a deployment's"
@@ -523,7 +512,7 @@ def _to_resume(api_url: str, name: str) -> FlowRun:
 
 
 def _find(client: SyncPrefectClient, name: str) -> FlowRun:
-    """By id or name. Raises: CannotResume."""
+    """By id or name. Raises: MusterError."""
     try:
         id_ = UUID(name)
     except ValueError:
@@ -536,7 +525,7 @@ def _find(client: SyncPrefectClient, name: str) -> FlowRun:
         except ObjectNotFound:
             found = []
     if not found or client.read_flow(found[0].flow_id).name != "pipeline":
-        raise CannotResume(f"the Prefect server has no flow run {name} of a pipeline")
+        raise MusterError(f"the Prefect server has no flow run {name} of a pipeline")
     return found[0]
 
 

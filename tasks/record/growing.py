@@ -10,13 +10,14 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import suppress
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
 #: A file that grows faster than it is looked at is read in pieces of this size.
 _PIECE_BYTES = 1 << 22
-#: Of a log; and what is remembered of what was read last.
-_READ_BYTES, _TAIL_BYTES = 1 << 20, 64
+#: What is remembered of what was read last of a log.
+_TAIL_BYTES = 64
 
 
 class MetricsFile:
@@ -76,66 +77,52 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
     return content if isinstance(content, dict) else None
 
 
-class _Lines:
-    """Lines of what comes piece by piece."""
-
-    def __init__(self) -> None:
-        self._begun = b""
-
-    def of(self, data: bytes, *, is_last: bool) -> list[str]:
-        *lines, self._begun = (self._begun + data).split(b"\n")
-        if is_last and self._begun:
-            lines.append(self._begun)
-            self._begun = b""
-        return [line.removesuffix(b"\r").decode("utf-8", errors="replace") for line in lines]
-
-
 class _Opened:
-    """One file, whatever it is called by now; of it the bytes that were not read yet."""
+    """One file, whatever it is called by now; of it the lines that were not read yet."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self.file = path.open("rb", buffering=0)
-        self.lines = _Lines()
+        self._path = path
+        self.file = gzip.GzipFile(path) if path.suffix == ".gz" else FileIO(path)
+        stat = os.fstat(self.file.fileno())
+        self.number = stat.st_dev, stat.st_ino
         self._at = 0
         #: What was read last: a file that was cut and has grown beyond it reads otherwise there.
         self._tail = b""
+        #: Of a line without its end.
+        self._partial = b""
 
-    def look(self) -> bytes:
-        rest = b""
-        fd = self.file.fileno()
-        before = os.pread(fd, len(self._tail), self._at - len(self._tail))
-        if before != self._tail:
-            rest, self._at, self._tail = self._copied(), 0, b""
-        read = [rest]
-        while data := os.pread(fd, _READ_BYTES, self._at):
-            self._at += len(data)
-            self._tail = (self._tail + data)[-_TAIL_BYTES:]
-            read.append(data)
-        return b"".join(read)
+    def look(self, *, is_last: bool) -> list[str]:
+        copied, read = b"", self._read(self.file)
+        if read is None:
+            found = map(self._read_of, _copies(self._path))
+            copied = next((data for data in found if data is not None), b"")
+            self._at, self._tail = 0, b""
+            read = self._read(self.file) or b""
+        self._at, self._tail = self._at + len(read), (self._tail + read)[-_TAIL_BYTES:]
+        *lines, self._partial = (self._partial + copied + read).split(b"\n")
+        if is_last:
+            self.file.close()
+            lines += filter(None, [self._partial])
+        return [line.removesuffix(b"\r").decode("utf-8", errors="replace") for line in lines]
 
-    def _copied(self) -> bytes:
-        """What the file got between the last look and the moment it was copied and cut: it is in
-        the copy, the youngest file beside it that is long enough and reads the same there."""
-        for copy in _copies(self.path):
-            with suppress(OSError), copy.open("rb") as f:
-                f.seek(self._at - len(self._tail))
-                if f.read(len(self._tail)) == self._tail:
-                    return f.read()
-        return b""
+    def _read(self, file: FileIO | gzip.GzipFile) -> bytes | None:
+        """What comes after what was read; None of a file that reads otherwise there."""
+        file.seek(self._at - len(self._tail))
+        data = file.read()
+        return data[len(self._tail) :] if data.startswith(self._tail) else None
 
-
-def _number(stat: os.stat_result) -> tuple[int, int]:
-    return stat.st_dev, stat.st_ino
+    def _read_of(self, copy: Path) -> bytes | None:
+        """What the file got between the last look and the moment it was copied and cut."""
+        with suppress(OSError), FileIO(copy) as file:
+            return self._read(file)
+        return None
 
 
 def _begins_with(log: Path, copy: Path) -> bool:
     """Whether a log was copied and is not cut yet."""
-    with suppress(OSError), log.open("rb") as mine, copy.open("rb") as its:
-        while data := its.read(_READ_BYTES):
-            if mine.read(len(data)) != data:
-                return False
-        return its.tell() > 0
+    with suppress(OSError), log.open("rb") as mine:
+        copied = copy.read_bytes()
+        return copied != b"" and mine.read(len(copied)) == copied
     return False
 
 
@@ -156,7 +143,6 @@ class LogFile:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._opened: dict[tuple[int, int], _Opened] = {}
-        self._unpacked: _Lines | None = None
 
     def look(self, *, is_last: bool = False) -> Iterator[str]:
         """
@@ -169,28 +155,15 @@ class LogFile:
                 if not _begins_with(self._path, older):
                     self._open(older)
         self._open(self._path)
+        if not self._opened:
+            # As `muster prune` leaves it.
+            self._open(self._path.with_name(f"{self._path.name}.gz"))
         # Whoever wrote to one that was moved may still do so, and end a line that is begun there.
         for opened in self._opened.values():
-            yield from opened.lines.of(opened.look(), is_last=is_last)
-        if self._opened:
-            return
-        data = b""
-        if self._unpacked is None:
-            # As `muster prune` leaves it.
-            with suppress(OSError), gzip.open(f"{self._path}.gz", "rb") as f:
-                data, self._unpacked = f.read(), _Lines()
-        if self._unpacked is not None:
-            yield from self._unpacked.of(data, is_last=is_last)
+            yield from opened.look(is_last=is_last)
 
     def _open(self, path: Path) -> None:
         with suppress(OSError):
-            if _number(path.stat()) not in self._opened:
-                opened = _Opened(path)
-                # It may be another one by now.
-                number = _number(os.fstat(opened.file.fileno()))
-                if self._opened.setdefault(number, opened) is not opened:
-                    opened.file.close()
-
-    def close(self) -> None:
-        for opened in self._opened.values():
-            opened.file.close()
+            opened = _Opened(path)
+            if self._opened.setdefault(opened.number, opened) is not opened:
+                opened.file.close()

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from email.utils import parsedate_to_datetime
 from http import HTTPStatus
+from itertools import count
 from typing import Any
 from uuid import UUID
 
@@ -30,6 +31,7 @@ from prefect.client.schemas.filters import (
 )
 from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.client.schemas.responses import DeploymentResponse, SetStateStatus
+from prefect.client.schemas.sorting import FlowRunSort
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import (
     PREFECT_API_AUTH_STRING,
@@ -163,22 +165,24 @@ def _flow_runs(
     client: SyncPrefectClient, flows: Sequence[str], types: Sequence[StateType]
 ) -> list[FlowRun]:
     states = FlowRunFilterState(type=FlowRunFilterStateType(any_=list(types)))
-    return flow_runs_of(client, FlowRunFilter(state=states), flows)
+    return list(flow_runs_of(client, FlowRunFilter(state=states), flows))
 
 
 def flow_runs_of(
-    client: SyncPrefectClient, which: FlowRunFilter, flows: Sequence[str] = ()
-) -> list[FlowRun]:
-    """All of them; of these flows, where any are named."""
+    client: SyncPrefectClient,
+    which: FlowRunFilter | None = None,
+    flows: Sequence[str] = (),
+    sort: FlowRunSort | None = None,
+) -> Iterator[FlowRun]:
+    """All of them, asked for as they are taken; of these flows, where any are named."""
     flow = FlowFilter(name=FlowFilterName(any_=list(flows))) if flows else None
-    found: list[FlowRun] = []
-    while True:
+    for offset in count(step=_PAGE):
         page = client.read_flow_runs(
-            flow_filter=flow, flow_run_filter=which, limit=_PAGE, offset=len(found)
+            flow_filter=flow, flow_run_filter=which, sort=sort, limit=_PAGE, offset=offset
         )
-        found += page
+        yield from page
         if len(page) < _PAGE:
-            return found
+            return
 
 
 def upkeep_of(client: SyncPrefectClient, host: str) -> Iterator[tuple[str, DeploymentResponse]]:

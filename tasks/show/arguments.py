@@ -18,23 +18,20 @@ from tasks.spec.words import did_you_mean
 EXIT_DONE, EXIT_FAILED, EXIT_INVALID, EXIT_INTERRUPTED = 0, 1, 2, 130
 
 SpecFile = Annotated[Path, Parameter(name="SPEC", help="The run spec, a YAML file.")]
+_Set = Parameter(name="--set", show_default=False)
 Overrides = Annotated[
     tuple[str, ...],
+    _Set,
     Parameter(
-        name="--set",
-        negative=(),
-        show_default=False,
-        help="Change a value of the spec, for example `--set progress.total=20`; repeatable.",
+        help="Change a value of the spec, for example `--set progress.total=20`; repeatable."
     ),
 ]
 StageOverrides = Annotated[
     tuple[str, ...],
+    _Set,
     Parameter(
-        name="--set",
-        negative=(),
-        show_default=False,
         help="Change a value of a stage's spec, for example `--set grpo.progress.total=20`; "
-        "repeatable.",
+        "repeatable."
     ),
 ]
 PipelineFile = Annotated[
@@ -48,14 +45,16 @@ RunName = Annotated[
     str, Parameter(name="RUN", help="Its id, a unique beginning of that, or `latest`.")
 ]
 AsJson = Annotated[
-    bool, Parameter(name="--json", negative=(), help="For programs; times are UTC epoch seconds.")
+    bool, Parameter(name="--json", help="For programs; times are UTC epoch seconds.")
 ]
 Pool = Annotated[str, Parameter(name="--pool", help="The work pool.")]
+#: A flag has no `--no-` of it.
+DEFAULT = Parameter(negative=())
 
 
 def run_alone(verb: Callable[..., int], name: str) -> int:
     """A verb as a program of its own, which is called by that name."""
-    return run(App(name=name, default_command=verb))
+    return run(App(name=name, default_command=verb, default_parameter=DEFAULT))
 
 
 def run(app: App, arguments: Sequence[str] | None = None) -> int:

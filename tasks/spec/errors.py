@@ -35,6 +35,12 @@ class MusterError(Exception):
     exit_code: ClassVar[int] = 1
 
 
+class BadArgument(MusterError):
+    """What was asked for can't be, or names nothing: ask for something else. Nothing was done."""
+
+    exit_code = 2
+
+
 class InvalidSpec(MusterError):
     """The input must be mended: nothing was started and nothing was written.
 

@@ -8,10 +8,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import httpx
-from cyclopts import Parameter
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.actions import DeploymentScheduleCreate
 from prefect.client.schemas.objects import FlowRun
@@ -21,6 +20,7 @@ from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_API_URL
 from prefect.states import Scheduled
 from prefect.utilities.urls import url_for
+from pydantic import ValidationError
 
 from tasks.queue.ledger import request_of
 from tasks.server.flow_process import EXIT_INTERRUPTED, exit_code_of
@@ -28,7 +28,7 @@ from tasks.server.flow_runs import talking_to
 from tasks.server.server import NoServer, quieten_prefect
 from tasks.show.arguments import EXIT_DONE, Overrides, SpecFile
 from tasks.spec.draft import draft_of
-from tasks.spec.errors import MusterError
+from tasks.spec.errors import BadArgument, MusterError
 from tasks.spec.loading import load_spec, project_of
 from tasks.spec.pipeline import STAGE_DEPLOYMENT, load_pipeline
 from tasks.spec.programs import lookup_faults, python_of
@@ -36,16 +36,6 @@ from tasks.spec.run import RunSpec
 from tasks.train.plan import component_search_path
 
 _ASKED_EVERY_S = 1.0
-
-
-class CannotSubmit(MusterError):
-    """The server does not take the run, or the deployment: its message says what to do."""
-
-
-class BadCron(MusterError):
-    """It is no cron line, or there is no such timezone."""
-
-    exit_code = 2
 
 
 def load_run_spec(path: str) -> dict[str, Any]:
@@ -78,7 +68,7 @@ def submit(
     *,
     set: Overrides = (),
     queue: str | None = None,
-    watch: Annotated[bool, Parameter(negative=())] = False,
+    watch: bool = False,
 ) -> int:
     """Queue a run of a spec on the Prefect server: it starts once its whole gang of GPUs is free.
 
@@ -147,11 +137,10 @@ def deploy(
     """
     loaded, root = load_spec(spec, set), project_of(spec)
     try:
-        schedule = CronSchedule(cron=cron, timezone=timezone) if cron else None
-    except ValueError as error:
-        why = str(error).splitlines()[2].partition("[type=")[0].strip()
-        why = why.removeprefix("Value error, ")
-        raise BadCron(f'--cron "{cron}" --timezone {timezone}: {why}') from error
+        times = [CronSchedule(cron=cron, timezone=timezone)] if cron else []
+    except ValidationError as error:
+        why = error.errors()[0]["msg"].removeprefix("Value error, ")
+        raise BadArgument(f'--cron "{cron}" --timezone {timezone}: {why}') from error
     with _server() as client:
         model = _any(client)
         _say_project(loaded, root)
@@ -169,9 +158,7 @@ def deploy(
             description=f"{spec.absolute()}, of the project {root}.",
             pull_steps=[],
             job_variables={"working_dir": str(root)},
-            schedules=[DeploymentScheduleCreate(schedule=schedule, slug="cron")]
-            if schedule
-            else None,
+            schedules=[DeploymentScheduleCreate(schedule=at, slug="cron") for at in times] or None,
         )
         print(f"The deployment train/{called} is there.")
         print(f"  page  {url_for('deployment', obj_id=deployment_id)}")
@@ -182,7 +169,7 @@ def deploy(
 
 @contextmanager
 def _server() -> Iterator[SyncPrefectClient]:
-    """Raises: NoServer, CannotSubmit."""
+    """Raises: NoServer, MusterError."""
     if not (api_url := PREFECT_API_URL.value()):
         raise NoServer("no Prefect server is set: start one (muster up), or set PREFECT_API_URL")
     quieten_prefect()
@@ -196,15 +183,15 @@ def _server() -> Iterator[SyncPrefectClient]:
                 why = str(error.response.json()["detail"])
             except (ValueError, KeyError, TypeError):
                 why = f"HTTP {error.response.status_code}"
-            raise CannotSubmit(f"the Prefect server does not take it: {why}") from error
+            raise MusterError(f"the Prefect server does not take it: {why}") from error
 
 
 def _any(client: SyncPrefectClient) -> DeploymentResponse:
-    """The deployment of any spec. Raises: CannotSubmit."""
+    """The deployment of any spec. Raises: MusterError."""
     try:
         return client.read_deployment_by_name(STAGE_DEPLOYMENT)
     except ObjectNotFound:
-        raise CannotSubmit(
+        raise MusterError(
             f"the Prefect server has no deployment {STAGE_DEPLOYMENT}, through which runs are "
             "queued: muster up makes it, and so does python -m deployments.stack.setup"
         ) from None
@@ -217,9 +204,7 @@ def _say_project(spec: RunSpec, root: Path) -> None:
         print(f"  not here, so it must be on the worker's host: {fault}", file=sys.stderr)
 
 
-def init(
-    directory: Path = Path(), /, *, force: Annotated[bool, Parameter(negative=())] = False
-) -> int:
+def init(directory: Path = Path(), /, *, force: bool = False) -> int:
     """Write a commented run spec, muster.yaml, for the training in a directory: a plain script,
     torchrun, verl, TRL, slime or prime-rl, told by their own files.
 
@@ -232,7 +217,7 @@ def init(
     found, text = draft_of(directory)
     path = directory / "muster.yaml"
     if path.exists() and not force:
-        raise CannotSubmit(f"{path} is there already: --force replaces it")
+        raise MusterError(f"{path} is there already: --force replaces it")
     path.write_text(text, encoding="utf-8")
     load_spec(path)
     print(f"Found {found}. Wrote {path}: look through it, then try it:\n  muster train {path}")

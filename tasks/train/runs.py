@@ -9,19 +9,20 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import cycle, islice
 from json import dumps
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 from uuid import UUID
 
 from cyclopts import Parameter
-from prefect.client.schemas.filters import FlowFilter, FlowFilterName
-from prefect.client.schemas.objects import FlowRun, State, StateType
+from prefect.client.schemas.objects import FlowRun, State
 from prefect.client.schemas.sorting import FlowRunSort
 from prefect.settings import PREFECT_API_URL
 from prefect.states import Cancelling
 from rich.console import Console
 from rich.markdown import Markdown
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from tasks.processes.identity import host_name
@@ -31,47 +32,32 @@ from tasks.record.growing import LogFile
 from tasks.record.places import AttemptPlace, RunPlace, muster_home
 from tasks.record.run_json import RunJson
 from tasks.server.artifacts import COMPONENTS, RECORD, SUMMARY, artifacts_of
-from tasks.server.flow_runs import ServerAway, host_of, talking_to
+from tasks.server.flow_runs import ServerAway, flow_runs_of, host_of, talking_to
 from tasks.server.server import quieten_prefect
-from tasks.show.arguments import EXIT_DONE, EXIT_INVALID, AsJson, Pool, RunName
+from tasks.show.arguments import EXIT_DONE, AsJson, Pool, RunName
 from tasks.show.failure import as_text
 from tasks.show.lines import end_block
 from tasks.show.page import record_read
-from tasks.spec.errors import MusterError
+from tasks.spec.errors import BadArgument, MusterError
 from tasks.spec.words import commas, lasting
 
 #: A list shows so many of them, newest first, until more are asked for.
 _LISTED = 20
 #: Among so many the one that is meant is looked for.
 _SEARCHED = 1000
-_PAGE = 200
 _STAMP = re.compile(r"-(\d{8}-\d{6})-[0-9a-f]+$")
+#: By the name of a Prefect state, or its type where only that counts.
 _STATES = {
-    StateType.SCHEDULED: "queued",
-    StateType.PENDING: "admitted",
-    StateType.CANCELLING: "stopping",
+    "PendingResources": "pending_resources",
+    "AwaitingRetry": "pending_resources",
+    "SCHEDULED": "queued",
+    "PENDING": "admitted",
+    "CANCELLING": "stopping",
 }
-_WAITS = {"PendingResources": "pending_resources", "AwaitingRetry": "pending_resources"}
+_Open = Literal["queued", "pending_resources", "admitted", "starting", "running", "stopping"]
+_Ended = Literal["completed", "failed", "crashed", "cancelled"]
 #: The states of runs that have ended.
-ENDED = ("completed", "failed", "crashed", "cancelled")
-StateWord = Literal[
-    "queued",
-    "pending_resources",
-    "admitted",
-    "starting",
-    "running",
-    "stopping",
-    "completed",
-    "failed",
-    "crashed",
-    "cancelled",
-]
-
-
-class NoRun(MusterError):
-    """There is no run of that name, or there are several."""
-
-    exit_code = 2
+ENDED = get_args(_Ended)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +85,11 @@ class Run:
     attempts: int | None
     #: That has or had its process; empty where it has had none.
     host: str
+
+    @property
+    def brief(self) -> str:
+        """The first line of its message."""
+        return self.message.partition("\n")[0]
 
     @staticmethod
     def of_flow_run(run: FlowRun, record: RunJson | None) -> Run:
@@ -138,7 +129,8 @@ def _state_word(state: State[Any] | None, record: RunJson | None) -> str:
     if state.is_running() and record is not None:
         # The record tells starting and stopping from running.
         return str(record.written("state"))
-    return _WAITS.get(state.name or "") or _STATES.get(state.type, state.type.value.lower())
+    said = state.type.value
+    return _STATES.get(state.name or "") or _STATES.get(said, said.lower())
 
 
 def runs(at_most: int = _SEARCHED) -> list[Run]:
@@ -161,41 +153,30 @@ def runs(at_most: int = _SEARCHED) -> list[Run]:
 
 def _flow_runs(api_url: str, at_most: int) -> list[FlowRun]:
     quieten_prefect()
-    ours = FlowFilter(name=FlowFilterName(any_=["train"]))
-    found: list[FlowRun] = []
     with talking_to(api_url) as client:
-        while len(found) < at_most:
-            page = client.read_flow_runs(
-                flow_filter=ours,
-                sort=FlowRunSort.EXPECTED_START_TIME_DESC,
-                limit=min(_PAGE, at_most - len(found)),
-                offset=len(found),
-            )
-            # What a schedule will start some day is no run yet.
-            found += [run for run in page if not (run.auto_scheduled and run.start_time is None)]
-            if len(page) < _PAGE:
-                break
-    return found
+        newest = flow_runs_of(client, flows=["train"], sort=FlowRunSort.EXPECTED_START_TIME_DESC)
+        # What a schedule will start some day is no run yet.
+        begun = (run for run in newest if not (run.auto_scheduled and run.start_time is None))
+        return list(islice(begun, at_most))
 
 
 def _records(at_most: int) -> Iterator[RunJson]:
     """The newest ones, by the time in their names."""
+    names = (path.name for path in (muster_home() / "runs").glob("*"))
+    newest = sorted(names, key=_STAMP.findall, reverse=True)[:at_most]
+    return filter(None, (_record(RunPlace.of(name)) for name in newest))
 
-    def stamp(name: str) -> str:
-        found = _STAMP.search(name)
-        return found[1] if found else ""
 
-    with suppress(OSError):
-        names = [path.name for path in (muster_home() / "runs").iterdir()]
-        for name in sorted(names, key=stamp, reverse=True)[:at_most]:
-            with suppress(OSError, ValueError):
-                yield RunJson.read(RunPlace.of(name).record)
+def _record(place: RunPlace) -> RunJson | None:
+    with suppress(OSError, ValueError):
+        return RunJson.read(place.record)
+    return None
 
 
 def find(name: str) -> Run:
     """The run of that id, of a unique beginning of its id or its flow run's; or the `latest`.
 
-    Raises: NoRun.
+    Raises: BadArgument.
     """
     known = runs()
     if name == "latest" and known:
@@ -207,16 +188,16 @@ def find(name: str) -> Run:
     if len(meant) == 1:
         return meant[0]
     if not known:
-        raise NoRun("there is no run yet: muster train SPEC starts one")
+        raise BadArgument("there is no run yet: muster train SPEC starts one")
     if not meant:
-        raise NoRun(f"there is no run {name}: muster ls shows those that are there")
-    raise NoRun(f"{name} can be {commas(run.run_id for run in meant[:5])}: write more of it")
+        raise BadArgument(f"there is no run {name}: muster ls shows those that are there")
+    raise BadArgument(f"{name} can be {commas(run.run_id for run in meant[:5])}: write more of it")
 
 
 def ls(
     *,
     limit: int = _LISTED,
-    state: Annotated[tuple[StateWord, ...], Parameter(negative=(), show_default=False)] = (),
+    state: Annotated[tuple[Literal[_Open, _Ended], ...], Parameter(show_default=False)] = (),
     json: AsJson = False,
 ) -> int:
     """List runs, newest first: those of the Prefect server, and those that only this machine has on
@@ -240,27 +221,19 @@ def ls(
 
 def _print_table(found: Sequence[Run]) -> None:
     console, now = Console(highlight=False), time.time()
-    rows = [(run.run_id, run.state, _age(run, now), run.host, _brief(run.message)) for run in found]
+    ages = {run.run_id: lasting(now - run.created_at) if run.created_at else "" for run in found}
+    rows = [(run.run_id, run.state, ages[run.run_id], run.host, run.brief) for run in found]
     if not console.is_terminal:
         # One a line, whole, for grep and cut.
         for row in rows:
             print("\t".join(row))
         return
-    shown = Table("run", "state", "age", "host", "message", box=None, padding=(0, 2, 0, 0))
+    whole = partial(Column, no_wrap=True, overflow="fold")
+    columns = whole("run"), whole("state"), whole("age"), "host", Column("message", no_wrap=True)
+    shown = Table(*columns, box=None, padding=(0, 2, 0, 0))
     for row in rows:
         shown.add_row(*row)
-    for column in shown.columns[:3]:
-        column.no_wrap, column.overflow = True, "fold"
-    shown.columns[4].no_wrap = True
     console.print(shown)
-
-
-def _brief(message: str) -> str:
-    return message.splitlines()[0] if message else ""
-
-
-def _age(run: Run, now: float) -> str:
-    return lasting(now - run.created_at) if run.created_at else ""
 
 
 def show(run: RunName = "latest", /, *, json: AsJson = False) -> int:
@@ -275,7 +248,7 @@ def show(run: RunName = "latest", /, *, json: AsJson = False) -> int:
     record, pages = _record_of(meant)
     if json:
         if record is None:
-            raise NoRun(f"{meant.run_id} has no record yet: it has not begun")
+            raise BadArgument(f"{meant.run_id} has no record yet: it has not begun")
         print(dumps(record.as_json(), indent=2))
         return EXIT_DONE
     console = Console(highlight=False)
@@ -283,8 +256,7 @@ def show(run: RunName = "latest", /, *, json: AsJson = False) -> int:
         for page in pages:
             console.print(Markdown(page)) if console.is_terminal else print(page, end="\n\n")
     elif record is not None:
-        place = RunPlace.of(record.run_id)
-        for line in end_block(meant.state, meant.message, place.record):
+        for line in end_block(meant.state, meant.message, RunPlace.of(record.run_id).record):
             print(line.text)
     else:
         print(f"{meant.run_id}: {meant.state}\n{meant.message}".rstrip())
@@ -293,9 +265,7 @@ def show(run: RunName = "latest", /, *, json: AsJson = False) -> int:
 
 def _record_of(run: Run) -> tuple[RunJson | None, list[str]]:
     """The record of a run and its pages, of this machine or of the server."""
-    record, pages = None, []
-    with suppress(OSError, ValueError):
-        record = RunJson.read(RunPlace.of(run.run_id).record)
+    record, pages = _record(RunPlace.of(run.run_id)), []
     api_url = PREFECT_API_URL.value()
     if api_url and run.flow_run_id:
         with suppress(ServerAway), talking_to(api_url) as client:
@@ -331,7 +301,7 @@ def cancel(run: RunName, /) -> int:
     """
     meant = find(run)
     if meant.state in ENDED:
-        raise NoRun(f"{meant.run_id} has ended: it is {meant.state}")
+        raise BadArgument(f"{meant.run_id} has ended: it is {meant.state}")
     api_url = PREFECT_API_URL.value()
     if not api_url or not meant.flow_run_id:
         raise MusterError(
@@ -339,22 +309,22 @@ def cancel(run: RunName, /) -> int:
             "Ctrl-C, or end its process by SIGTERM"
         )
     with talking_to(api_url) as client:
-        said: State[Any] = Cancelling(message=f"cancelled by muster on {host_name()}")
-        client.set_flow_run_state(UUID(meant.flow_run_id), said)
+        said = f"cancelled by muster on {host_name()}"
+        client.set_flow_run_state(UUID(meant.flow_run_id), Cancelling(message=said))
     print(f"{meant.run_id} is being cancelled. To see its end: muster show {meant.run_id}")
     return EXIT_DONE
 
 
 def overview() -> int:
     """What runs, waits and failed last, and what one needs most."""
-    known = runs(_PAGE)
+    known = runs(200)
     running = [run for run in known if run.state not in (*ENDED, "queued", "pending_resources")]
     waiting = [run for run in known if run.state in ("queued", "pending_resources")]
     failed = [run for run in known if run.state in ("failed", "crashed")][:3]
     for head, found in (("Runs:", running), ("Waits:", waiting), ("Failed last:", failed)):
         print(head if found else f"{head} none")
         for run in found:
-            print(f"  {run.run_id}  {run.state}  {_brief(run.message)}".rstrip())
+            print(f"  {run.run_id}  {run.state}  {run.brief}".rstrip())
     print(
         "\nmuster train SPEC     run a spec here (muster init writes one)\n"
         "muster show RUN       what a run does, or what it died of\n"
@@ -368,40 +338,25 @@ _LOOK_EVERY_S, _ASK_EVERY_S = 0.2, 5.0
 _COLORS = ("cyan", "magenta", "yellow", "green", "blue", "red")
 
 
-class NoLog(MusterError):
-    """There is no such log here: the message says where it is, or which there are."""
-
-    exit_code = EXIT_INVALID
+def _logs_in(place: AttemptPlace) -> list[str]:
+    return sorted({path.name.partition(".log")[0] for path in place.directory.glob("*.log*")})
 
 
-class _AttemptLogs:
-    """The logs of one attempt, or of one component of it, and how their lines are shown."""
-
-    def __init__(self, place: AttemptPlace, component: str, console: Console) -> None:
-        self._place, self._component, self._console = place, component, console
-        self._logs: dict[str, LogFile] = {}
-
-    def names(self) -> list[str]:
-        found = self._place.directory.glob("*.log*")
-        return sorted({path.name.partition(".log")[0] for path in found})
-
-    def look(self, *, is_last: bool = False) -> None:
-        for name in [self._component] if self._component else self.names():
-            if name not in self._logs:
-                self._logs[name] = LogFile(self._place.log(name))
-        width = max(map(len, self._logs), default=0)
-        for index, (name, log) in enumerate(self._logs.items()):
-            for line in log.look(is_last=is_last):
-                self._show(name.ljust(width), _COLORS[index % len(_COLORS)], line)
-            if is_last:
-                log.close()
-
-    def _show(self, name: str, color: str, line: str) -> None:
-        if not self._console.is_terminal:
-            print(line if self._component else f"{name} | {line}")
-            return
-        head = Text() if self._component else Text(f"{name} | ", style=color)
-        self._console.print(head + Text.from_ansi(line), soft_wrap=True)
+def _show_new(
+    place: AttemptPlace, component: str, logs: dict[str, LogFile], *, is_last: bool = False
+) -> None:
+    """Of all components of an attempt, or of one, the lines that were not shown yet."""
+    for name in [component] if component else _logs_in(place):
+        logs.setdefault(name, LogFile(place.log(name)))
+    console, width = Console(highlight=False), max(map(len, logs), default=0)
+    for color, (name, log) in zip(cycle(_COLORS), logs.items()):
+        head = "" if component else f"{name:{width}} | "
+        for line in log.look(is_last=is_last):
+            if console.is_terminal:
+                console.print(Text(head, style=color) + Text.from_ansi(line), soft_wrap=True)
+            else:
+                print(head + line)
+    sys.stdout.flush()
 
 
 def logs(
@@ -409,7 +364,7 @@ def logs(
     component: str = "",
     /,
     *,
-    follow: Annotated[bool, Parameter(name=("--follow", "-f"), negative=())] = False,
+    follow: Annotated[bool, Parameter(alias="-f")] = False,
     attempt: int | None = None,
 ) -> int:
     """Show what a run's components have written in its last attempt, side by side.
@@ -422,24 +377,22 @@ def logs(
         attempt: Of this one; left out, the last.
     """
     meant = find(run)
-    place, console = RunPlace.of(meant.run_id), Console(highlight=False)
+    place = RunPlace.of(meant.run_id)
     try:
         number = attempt or _wait_for_attempt(meant, place, follow=follow)
         while True:
-            shown = _AttemptLogs(place.attempt(number), component, console)
-            if not follow and component and component not in shown.names():
-                there = commas(shown.names()) or "none"
-                raise NoLog(
-                    f"attempt {number} of {meant.run_id} has no log of {component}: {there}"
-                )
-            while follow and not _has_ended(meant, place, number):
-                shown.look()
-                sys.stdout.flush()
+            its, shown = place.attempt(number), dict[str, LogFile]()
+            if not follow and component and component not in (names := _logs_in(its)):
+                there = commas(names) or "none"
+                said = f"attempt {number} of {meant.run_id} has no log of {component}: {there}"
+                raise BadArgument(said)
+            while follow and not _has_ended(place, number):
+                _show_new(its, component, shown)
                 time.sleep(_LOOK_EVERY_S)
-            shown.look(is_last=True)
-            if not follow or not place.attempt(number + 1).directory.exists():
-                return EXIT_DONE
+            _show_new(its, component, shown, is_last=True)
             number += 1
+            if not follow or not place.attempt(number).directory.exists():
+                return EXIT_DONE
             print(f"attempt {number}", file=sys.stderr)
     except KeyboardInterrupt:
         # The way out of --follow.
@@ -454,17 +407,19 @@ def _attempts(place: RunPlace) -> int:
 def _wait_for_attempt(run: Run, place: RunPlace, *, follow: bool) -> int:
     """The number of its last attempt; where it is followed, once it has one.
 
-    Raises: NoLog.
+    Raises: BadArgument.
     """
     said = ""
     while not (number := _attempts(place)):
         if run.host not in ("", host_name()) and run.started_at is not None:
-            raise NoLog(
+            raise BadArgument(
                 f"the logs of {run.run_id} are on {run.host}: {place.directory}/attempt-*/*.log "
                 f"there, if its MUSTER_HOME is {place.directory.parents[1]}"
             )
         if not follow or run.state in ENDED:
-            raise NoLog(f"{run.run_id} has no logs: it is {run.state}, {run.message or 'no more'}")
+            raise BadArgument(
+                f"{run.run_id} has no logs: it is {run.state}, {run.message or 'no more'}"
+            )
         if run.state != said:
             print(f"{run.run_id} has not begun: {run.state} {run.message}", file=sys.stderr)
             said = run.state
@@ -473,13 +428,8 @@ def _wait_for_attempt(run: Run, place: RunPlace, *, follow: bool) -> int:
     return number
 
 
-def _has_ended(run: Run, place: RunPlace, number: int) -> bool:
-    """The attempt has, or its run."""
-    with suppress(OSError, ValueError):
-        record = RunJson.read(place.record)
-        attempts = [one for one in record.attempts if one.number == number]
-        if any(one.ended_at is not None for one in attempts):
-            # What follows it is decided after its end.
-            return record.ended_at is not None or place.attempt(number + 1).directory.exists()
-        return record.ended_at is not None
-    return False
+def _has_ended(place: RunPlace, number: int) -> bool:
+    """The attempt has, and what follows it is decided; or its run."""
+    record = _record(place)
+    has_next = place.attempt(number + 1).directory.exists()
+    return has_next or (record is not None and record.ended_at is not None)

@@ -24,30 +24,24 @@ from tasks.server.flow_runs import (
     upkeep_of,
 )
 from tasks.show.arguments import EXIT_DONE, EXIT_FAILED
-from tasks.spec.errors import MusterError
+from tasks.spec.errors import BadArgument
 from tasks.upkeep.reconcile import publish, reconcile_host
 from tasks.upkeep.report import Report
 
 _PAGE = 200
 
 
-class NotLost(MusterError):
-    """The host can't be given up; the message says why, and what to do. Nothing was done."""
-
-    exit_code = 2
-
-
 def give_up_host(name: str) -> Report:
     """Finish every run that a host had, and close its record, on the Prefect server of
     PREFECT_API_URL and in this MUSTER_HOME.
 
-    Raises: NotLost, before anything is changed; ServerAway.
+    Raises: BadArgument, before anything is changed; ServerAway.
     """
     if name == host_name():
-        raise NotLost(f"{name} is this host: `muster reconcile` looks after its runs")
+        raise BadArgument(f"{name} is this host: `muster reconcile` looks after its runs")
     api_url = PREFECT_API_URL.value()
     if not api_url:
-        raise NotLost("PREFECT_API_URL is not set: only a server knows what a host had")
+        raise BadArgument("PREFECT_API_URL is not set: only a server knows what a host had")
     with talking_to(api_url) as client:
         _check(client, name)
     return reconcile_host(lost=name)
@@ -58,7 +52,7 @@ def _check(client: SyncPrefectClient, name: str) -> None:
     now = server_now(client) or datetime.now(UTC)
     for what, when in heard.items():
         if (age_s := (now - when).total_seconds()) < SILENT_AFTER_S:
-            raise NotLost(
+            raise BadArgument(
                 f"{what} was heard of {max(0.0, age_s):.0f} s ago, so {name} is not lost: cancel "
                 f"its runs; or switch it off, and ask again after {SILENT_AFTER_S:.0f} s"
             )
@@ -66,7 +60,7 @@ def _check(client: SyncPrefectClient, name: str) -> None:
     known = {owner.host for owner in owners} | {host_of(run) for run in held_flow_runs(client)}
     if not heard and name not in known:
         others = ", ".join(sorted(filter(None, known - {host_name()}))) or "no other host"
-        raise NotLost(f"nobody knows a host {name!r}; runs are on record of {others}")
+        raise BadArgument(f"nobody knows a host {name!r}; runs are on record of {others}")
 
 
 def _heard(client: SyncPrefectClient, name: str) -> Iterator[tuple[str, datetime]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import sys
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,7 +28,8 @@ from tasks.ray.submission import submission_id
 from tasks.record.places import muster_home
 from tasks.server.artifacts import leave_report
 from tasks.server.server import prefect_server, quieten_prefect
-from tasks.show.arguments import EXIT_DONE, EXIT_FAILED, EXIT_INVALID
+from tasks.show.arguments import EXIT_DONE, EXIT_FAILED
+from tasks.spec.errors import BadArgument
 from tasks.spec.words import commas, table
 
 _GIB = 1 << 30
@@ -439,8 +439,7 @@ def run_preflight(
     if within_s <= 0:
         problems.append(f"--within-s {within_s:g}: must be more than 0")
     if problems:
-        print(*problems, "Nothing was done.", sep="\n", file=sys.stderr)
-        return EXIT_INVALID
+        raise BadArgument("\n".join(problems))
     quieten_prefect()
     with prefect_server():
         state = flow(address, shared, limits, within_s, return_state=True)

@@ -13,7 +13,6 @@ import logging
 import math
 import os
 import shutil
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -39,7 +38,8 @@ from tasks.server.flow_runs import (
     open_flow_runs,
     talking_to,
 )
-from tasks.show.arguments import EXIT_DONE, EXIT_FAILED, EXIT_INVALID
+from tasks.show.arguments import EXIT_DONE, EXIT_FAILED
+from tasks.spec.errors import BadArgument
 from tasks.upkeep.parked import parked_runs
 from tasks.upkeep.report import Done, Pruned
 from tasks.upkeep.retention import (
@@ -252,12 +252,12 @@ Rule = Annotated[str | None, Parameter(show_default=False)]
 
 def prune(
     *,
-    yes: Annotated[bool, Parameter(negative=())] = False,
+    yes: bool = False,
     compress_after_days: Rule = None,
     days: Rule = None,
     runs: Rule = None,
     gib: Rule = None,
-    outputs: Annotated[bool | None, Parameter(negative=())] = None,
+    outputs: bool | None = None,
     upkeep_days: Rule = None,
 ) -> int:
     """Show what may go of what ended runs have left in MUSTER_HOME, and with --yes remove it.
@@ -279,26 +279,16 @@ def prune(
         upkeep_days: Flow runs of `reconcile` and `prune` that completed are deleted from the
             Prefect server after so many days; by default 2.
     """
-    rules = {
-        "compress_after_days": compress_after_days,
-        "days": days,
-        "runs": runs,
-        "gib": gib,
-        "outputs": outputs,
-        "upkeep_days": upkeep_days,
-    }
+    rules = {name: value for name, value in locals().items() if name in Retention.model_fields}
     # What it would log is printed here.
     logging.getLogger("tasks.upkeep.prune").setLevel(logging.ERROR)
-    said = {variable_of(name): str(value) for name, value in rules.items() if value is not None}
+    rules = {variable_of(name): str(value) for name, value in rules.items() if value is not None}
     try:
-        keep = Retention.of_environment({**os.environ, **said})
+        keep = Retention.of_environment({**os.environ, **rules})
     except ValidationError as error:
-        for fault in error.errors():
-            name = str(fault["loc"][0])
-            option = f"--{name}".replace("_", "-")
-            print(f"{variable_of(name)} or {option}: {fault['msg']}", file=sys.stderr)
-        print("Nothing was done.", file=sys.stderr)
-        return EXIT_INVALID
+        wrong = [(str(fault["loc"][0]), fault["msg"]) for fault in error.errors()]
+        said = [f"{variable_of(x)} or --{x.replace('_', '-')}: {why}" for x, why in wrong]
+        raise BadArgument("\n".join(said)) from error
     pruned = prune_host(keep, dry_run=not yes)
     for line in pruned.lines():
         print(line)

@@ -289,7 +289,7 @@ def dismiss_overdue() -> int:
                 expected_start_time=FlowRunFilterExpectedStartTime(before_=datetime.now(UTC)),
             )
             state: State[None] = Cancelled(message=f"not needed any more: {flow_run.name} did it")
-            for one in flow_runs_of(client, overdue):
+            for one in list(flow_runs_of(client, overdue)):
                 # What somebody has asked for by hand is done.
                 if one.id != flow_run.id and one.auto_scheduled:
                     client.set_flow_run_state(one.id, state)

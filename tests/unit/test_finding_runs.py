@@ -12,8 +12,9 @@ from cyclopts import App
 from tasks.processes.identity import host_name
 from tasks.record.places import RunPlace
 from tasks.show.arguments import run as run_verb
+from tasks.spec.errors import BadArgument
 from tasks.train import runs
-from tasks.train.runs import NoRun, find
+from tasks.train.runs import find
 
 #: Each with when it began, and its state; the last one is the newest.
 OLD, FAILED, LIVE = (
@@ -91,7 +92,7 @@ def test_a_whole_id_is_meant_where_another_one_begins_with_it(muster_home: Path)
 
 @pytest.mark.parametrize("name", ["trial", "trial-grpo-20260102-000000-bb", "22"])
 def test_a_beginning_of_several_names_them_all(records: Path, name: str) -> None:
-    with pytest.raises(NoRun, match=f"^{name} can be ") as refused:
+    with pytest.raises(BadArgument, match=f"^{name} can be ") as refused:
         find(name)
 
     assert FAILED in str(refused.value) and LIVE in str(refused.value)
@@ -101,13 +102,13 @@ def test_a_beginning_of_several_names_them_all(records: Path, name: str) -> None
 
 @pytest.mark.parametrize("name", ["nobody", "bbbb", "last", OLD + "x", "no-record", "torn"])
 def test_what_names_no_run_is_told_where_they_are_listed(records: Path, name: str) -> None:
-    with pytest.raises(NoRun, match=f"there is no run {name}: muster ls"):
+    with pytest.raises(BadArgument, match=f"there is no run {name}: muster ls"):
         find(name)
 
 
 @pytest.mark.parametrize("name", ["latest", "any"])
 def test_without_a_run_it_says_how_to_start_one(muster_home: Path, name: str) -> None:
-    with pytest.raises(NoRun, match="there is no run yet: muster train SPEC"):
+    with pytest.raises(BadArgument, match="there is no run yet: muster train SPEC"):
         find(name)
 
 

@@ -74,7 +74,6 @@ def read(folder: Path, script: Script) -> list[str]:
         else:
             getattr(rotated, act)(*words)
     found += log.look(is_last=True)
-    log.close()
     rotated.close()
     return found
 
@@ -230,7 +229,6 @@ def test_a_log_that_is_compressed_after_it_was_read_does_not_come_again(tmp_path
 
     second = [*log.look(), *log.look(is_last=True)]
 
-    log.close()
     assert (first, second) == (["a"], [])
 
 
@@ -245,5 +243,4 @@ def test_bytes_that_are_no_text_are_shown_as_well_as_they_can(tmp_path: Path) ->
 
     second = [*log.look(is_last=True)]
 
-    log.close()
     assert (first, second) == ([], ["ä", "\N{REPLACEMENT CHARACTER}"])

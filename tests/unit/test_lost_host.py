@@ -17,8 +17,9 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from tasks.processes.identity import host_name
 from tasks.show.arguments import run
+from tasks.spec.errors import BadArgument
 from tasks.upkeep import lost_host
-from tasks.upkeep.lost_host import NotLost, give_up_host
+from tasks.upkeep.lost_host import give_up_host
 from tasks.upkeep.report import Report
 
 NOW = datetime(2026, 11, 22, 12, tzinfo=UTC)
@@ -103,7 +104,7 @@ def test_a_host_that_was_heard_of_is_not_lost(
 ) -> None:
     server.workers, server.upkeeps = workers, upkeeps
 
-    with pytest.raises(NotLost) as refused:
+    with pytest.raises(BadArgument) as refused:
         give_up_host("there")
 
     assert said in str(refused.value)
@@ -113,19 +114,21 @@ def test_a_host_that_was_heard_of_is_not_lost(
 def test_a_name_that_nobody_knows_is_refused_with_those_that_are_known(server: Server) -> None:
     server.hosts_of_runs = ["b", "a", host_name()]
 
-    with pytest.raises(NotLost, match=r"nobody knows a host 'their'; runs are on record of a, b$"):
+    with pytest.raises(
+        BadArgument, match=r"nobody knows a host 'their'; runs are on record of a, b$"
+    ):
         give_up_host("their")
 
 
 def test_this_host_is_refused(server: Server) -> None:
-    with pytest.raises(NotLost, match=r"is this host: `muster reconcile`"):
+    with pytest.raises(BadArgument, match=r"is this host: `muster reconcile`"):
         give_up_host(host_name())
 
 
 def test_without_a_server_nothing_is_known() -> None:
     with (
         temporary_settings(restore_defaults={PREFECT_API_URL}),
-        pytest.raises(NotLost, match="PREFECT_API_URL is not set"),
+        pytest.raises(BadArgument, match="PREFECT_API_URL is not set"),
     ):
         give_up_host("there")
 
