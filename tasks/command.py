@@ -9,6 +9,7 @@ import os
 import sys
 import tomllib
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 
@@ -105,12 +106,10 @@ def _find_server() -> None:
         return
     from deployments.stack.state import StackError, StackPlace
 
-    try:
+    with suppress(StackError):
         stack = StackPlace.of_home().load()
-    except StackError:
-        return
-    if stack is not None and stack.is_running:
-        os.environ["PREFECT_API_URL"] = stack.api_url
+        if stack is not None and stack.is_running:
+            os.environ["PREFECT_API_URL"] = stack.api_url
 
 
 def _is_server_set() -> bool:
@@ -118,12 +117,11 @@ def _is_server_set() -> bool:
     if "PREFECT_API_URL" in os.environ:
         return True
     home = Path(os.environ.get("PREFECT_HOME") or "~/.prefect").expanduser()
-    try:
+    with suppress(OSError, ValueError, KeyError, TypeError):
         profiles = tomllib.loads((home / "profiles.toml").read_text(encoding="utf-8"))
         active = os.environ.get("PREFECT_PROFILE") or profiles["active"]
         return "PREFECT_API_URL" in profiles["profiles"][active]
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
+    return False
 
 
 if __name__ == "__main__":

@@ -21,14 +21,9 @@ from uuid import UUID
 
 from prefect import Flow, get_run_logger, tags
 from prefect.client.orchestration import SyncPrefectClient
-from prefect.client.schemas.filters import (
-    FlowFilter,
-    FlowFilterName,
-    FlowRunFilter,
-    FlowRunFilterName,
-)
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId, FlowRunFilterName
 from prefect.client.schemas.objects import FlowRun, State
-from prefect.exceptions import ObjectNotFound, Pause, TerminationSignal
+from prefect.exceptions import Pause, TerminationSignal
 from prefect.flow_engine import run_flow
 from prefect.settings import PREFECT_API_URL
 from prefect.states import Cancelled, Completed, Failed, Running
@@ -70,6 +65,7 @@ from tasks.server.flow_process import (
 from tasks.server.flow_runs import (
     ServerAway,
     clear_process,
+    flow_runs_of,
     goes_on,
     has_lost_its_process,
     process_tag,
@@ -170,14 +166,7 @@ class Pipeline:
         self._try(self._tag)
         try:
             spec = parse_pipeline(self.spec)
-            bare = [stage for stage in spec.stages if stage.spec is None]
-            named = {stage.name: stage.deployment for stage in bare if stage.deployment}
-            specs = self._ask(
-                lambda client: {
-                    name: spec_of_deployment(client, deployment)
-                    for name, deployment in named.items()
-                }
-            )
+            specs = self._ask(lambda client: _specs_of_deployments(client, spec))
             self.spec = with_specs(spec, specs)
         except (InvalidSpec, CannotBegin) as error:
             self.refused = f"USER_ERROR: {error}"
@@ -465,7 +454,8 @@ def run_pipeline(
             if spec is None and flow_run is not None:
                 spec = parse_pipeline(flow_run.parameters.get("spec"), overrides)
             assert spec is not None
-            _check(api_url, spec)
+            with talking_to(api_url) as client:
+                with_specs(spec, _specs_of_deployments(client, spec))
             if flow_run is not None:
                 state = _resumed(pipeline, api_url, flow_run, spec)
             else:
@@ -514,34 +504,18 @@ def _to_resume(api_url: str, name: str) -> FlowRun:
 def _find(client: SyncPrefectClient, name: str) -> FlowRun:
     """By id or name. Raises: MusterError."""
     try:
-        id_ = UUID(name)
+        which = FlowRunFilter(id=FlowRunFilterId(any_=[UUID(name)]))
     except ValueError:
-        flow = FlowFilter(name=FlowFilterName(any_=["pipeline"]))
-        run = FlowRunFilter(name=FlowRunFilterName(any_=[name]))
-        found = client.read_flow_runs(flow_filter=flow, flow_run_filter=run, limit=1)
-    else:
-        try:
-            found = [client.read_flow_run(id_)]
-        except ObjectNotFound:
-            found = []
-    if not found or client.read_flow(found[0].flow_id).name != "pipeline":
-        raise MusterError(f"the Prefect server has no flow run {name} of a pipeline")
-    return found[0]
+        which = FlowRunFilter(name=FlowRunFilterName(any_=[name]))
+    for flow_run in flow_runs_of(client, which, ["pipeline"]):
+        return flow_run
+    raise MusterError(f"the Prefect server has no flow run {name} of a pipeline")
 
 
-def _check(api_url: str, spec: PipelineSpec) -> None:
-    """What only the server knows of the stages is there.
-
-    Raises: InvalidSpec, ServerAway.
-    """
-    bare = {stage.name: stage.deployment for stage in spec.stages if stage.spec is None}
-    try:
-        with talking_to(api_url) as client:
-            specs = {
-                name: spec_of_deployment(client, deployment)
-                for name, deployment in bare.items()
-                if deployment is not None
-            }
-    except CannotBegin as error:
-        raise NoServer(str(error)) from error
-    with_specs(spec, specs)
+def _specs_of_deployments(client: SyncPrefectClient, spec: PipelineSpec) -> dict[str, Any]:
+    """Of the stages that have no spec of their own. Raises: CannotBegin."""
+    return {
+        stage.name: spec_of_deployment(client, stage.deployment)
+        for stage in spec.stages
+        if stage.spec is None and stage.deployment
+    }
