@@ -16,7 +16,7 @@ from uuid import UUID
 
 import httpx
 from prefect.client.orchestration import PrefectClient, get_client
-from prefect.client.schemas.objects import FlowRun, State
+from prefect.client.schemas.objects import FlowRun, State, WorkPool
 from prefect.exceptions import PrefectException
 from prefect.states import Running
 
@@ -35,6 +35,7 @@ from tasks.queue.grants import (
 )
 from tasks.queue.lease import LeaseLost
 from tasks.queue.ledger import GANG_POOLS, QueueEntry
+from tasks.queue.settings import LEFT_OUT, NotThere, PoolSettings, settings_in
 from tasks.server.events import tell_here
 
 _log = logging.getLogger(__name__)
@@ -49,6 +50,8 @@ class Admitted:
     """The gang of a run."""
 
     nodes: dict[str, int]
+    #: The address of their Ray cluster; empty for none.
+    cluster: str
     #: Of this host, where the run is one of processes. Close it once the attempt has ended.
     devices: DeviceLease | None
     #: Seconds that were waited for it here.
@@ -117,10 +120,8 @@ class _Line:
         granted = await _grant_of_worker(client, flow_run) if may_be_given else None
         if granted is not None and (given := await self._taken(client, granted)) is not None:
             return given
-        # Its own pool's line, where that is one of gangs.
-        pools = await client.read_work_pools(work_pool_filter=GANG_POOLS)
-        own = (pool.name for pool in pools if pool.name == flow_run.work_pool_name)
-        pool = next(own, POOL)
+        found = await _pool_of(client, flow_run)
+        pool = found.name if found is not None else POOL
         self._capacity = self._capacity or Capacity(here=not flow_run.work_pool_name)
         gate = Gate(client, pool=pool, capacity=self._capacity, announce=tell_here)
         if not self._is_in_line:
@@ -162,7 +163,8 @@ class _Line:
                 self._tell(f"waits: {error.strerror}")
                 await client.update_flow_run_labels(self._id, no_grant())
                 return None
-        return Admitted(nodes=dict(grant.nodes), devices=lease, waited_s=0.0)
+        nodes = dict(grant.nodes)
+        return Admitted(nodes=nodes, cluster=grant.cluster, devices=lease, waited_s=0.0)
 
     def _is_mine(self, entry: QueueEntry, _nodes: Mapping[str, int]) -> bool:
         return entry.id == self._id and entry.waits_in_process
@@ -189,6 +191,33 @@ class _Line:
         if text != self._said:
             self._said = text
             self._say(text)
+
+
+def cluster_of(flow_run_id: UUID) -> str:
+    """The address of the Ray cluster of a run that waits for no gang, and leaves that to its pool.
+
+    Raises: NotThere.
+    """
+
+    async def found() -> str:
+        async with get_client() as client:
+            flow_run = await client.read_flow_run(flow_run_id)
+            if (grant := grant_of(flow_run)) is not None and grant.cluster:
+                return grant.cluster
+            pool = await _pool_of(client, flow_run)
+        settings = settings_in(pool) if pool is not None else PoolSettings()
+        if not settings.left_out:
+            raise NotThere(settings.why_no_cluster())
+        return settings.left_out[LEFT_OUT]
+
+    return asyncio.run(found())
+
+
+async def _pool_of(client: PrefectClient, flow_run: FlowRun) -> WorkPool | None:
+    """Its own, where that is one of gangs; else the one in whose line it stands."""
+    pools = await client.read_work_pools(work_pool_filter=GANG_POOLS)
+    there = {pool.name: pool for pool in pools}
+    return there.get(flow_run.work_pool_name or "") or there.get(POOL)
 
 
 async def _grant_of_worker(client: PrefectClient, flow_run: FlowRun) -> Grant | None:

@@ -23,7 +23,7 @@ from tasks.processes.devices import BadDevices, Devices, leased
 from tasks.processes.identity import host_name
 from tasks.queue.packing import Demand
 from tasks.queue.policy import NodeFree
-from tasks.queue.settings import PoolSettings, TableNode
+from tasks.queue.settings import LEFT_OUT, PoolSettings, TableNode
 from tasks.ray.dashboard import Denied, NoAnswer
 from tasks.ray.usage import Cluster, ClusterLook, ClusterNode
 from tasks.spec.words import commas, counted
@@ -282,6 +282,8 @@ class Capacity:
 
         Raises: NoCapacity.
         """
+        if key == LEFT_OUT:
+            raise NoCapacity(settings.why_no_cluster())
         if key:
             cluster = await self._look(key)
         elif settings.nodes:

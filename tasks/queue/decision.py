@@ -20,7 +20,7 @@ from tasks.queue.grants import not_before
 from tasks.queue.ledger import Ledger, Pool, QueueEntry, Request
 from tasks.queue.policy import Held, NodeFree, Plan, Waiting, class_s, plan
 from tasks.queue.reasons import Message
-from tasks.queue.settings import PoolSettings
+from tasks.queue.settings import LEFT_OUT, PoolSettings
 from tasks.ray.usage import Cluster
 from tasks.spec.failure_kinds import FailureKind
 
@@ -163,7 +163,7 @@ class Look:
     def _is_barred(self, entry: QueueEntry) -> bool:
         """Whether it can't start whatever is free; says why, and holds up nobody."""
         demand, pool, key = entry.request.demand, self.pool, entry.request.cluster
-        if demand is not None and key not in self.clusters:
+        if key not in self.clusters and (demand is not None or key == LEFT_OUT):
             message = reasons.no_answer(demand, key, self.silent.get(key, ""))
         elif pool is None or entry.pool != pool.name or not entry.is_scheduled:
             return False

@@ -189,7 +189,14 @@ class Gate:
     ) -> QueueEntry:
         state, nodes, now = entry.flow_run.state, dict(gpus), time.time()
         state_id = str(state.id) if state is not None else ""
-        grant = Grant(nodes=nodes, devices=devices, state_id=state_id, at=now, by=self.giver)
+        grant = Grant(
+            nodes=nodes,
+            devices=devices,
+            cluster=entry.request.cluster,
+            state_id=state_id,
+            at=now,
+            by=self.giver,
+        )
         holding.check()
         await self._client.update_flow_run_labels(entry.id, grant.labels())
         due = entry.flow_run.expected_start_time or entry.since

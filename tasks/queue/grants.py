@@ -33,6 +33,8 @@ from tasks.processes.identity import ProcessId, host_name
 NODES = "muster.gang.nodes"
 #: `node-1:0,1,2,3;node-2:4,5`: the devices of it, where nobody else gives them.
 DEVICES = "muster.gang.devices"
+#: The address of the Ray cluster that it is on; empty for none.
+_CLUSTER = "muster.gang.cluster"
 #: The host of the process that waits for it, and so the one that it can start on.
 _HOST = "muster.gang.host"
 #: What that process changes as long as it lives.
@@ -94,6 +96,8 @@ class Grant:
     nodes: Mapping[str, int]
     #: `devices[node name]`, as the driver there numbers them; empty where Ray gives them.
     devices: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    #: The address of their Ray cluster; empty for none.
+    cluster: str = ""
     state_id: str
     #: UTC epoch seconds.
     at: float
@@ -107,6 +111,7 @@ class Grant:
         return {
             **on_nodes(self.nodes),
             DEVICES: ";".join(f"{node}:{listed(some)}" for node, some in self.devices.items()),
+            _CLUSTER: self.cluster,
             _STATE: self.state_id,
             _AT: self.at,
             _BY: str(self.by or ""),
@@ -140,8 +145,8 @@ def grant_of(flow_run: FlowRun) -> Grant | None:
         if name and name in nodes:
             devices[name] = tuple(int(one) for one in some.split(",") if one.isdecimal())
     by = Giver.parsed(str(labels.get(_BY) or ""))
-    at = _number(labels.get(_AT))
-    return Grant(nodes=nodes, devices=devices, state_id=given_in, at=at, by=by)
+    at, cluster = _number(labels.get(_AT)), str(labels.get(_CLUSTER) or "")
+    return Grant(nodes=nodes, devices=devices, cluster=cluster, state_id=given_in, at=at, by=by)
 
 
 def no_grant() -> dict[str, Any]:

@@ -27,10 +27,12 @@ from pydantic import ValidationError
 
 from tasks.queue.grants import PENDING_RESOURCES, Grant, goes_on, grant_of, waits_on
 from tasks.queue.packing import Demand
+from tasks.queue.settings import LEFT_OUT
 from tasks.record.places import make_run_id
 from tasks.server.flow_runs import HELD, JOBS_GO_ON
 from tasks.spec.errors import InvalidSpec
 from tasks.spec.loading import parse_spec
+from tasks.spec.placeholders import mapping
 from tasks.spec.run import Gang
 
 #: The type of the work pools, and of their workers.
@@ -58,7 +60,7 @@ class Request:
     hours: float = 24.0
     #: By then an attempt is ended; None: it may take any time.
     max_hours: float | None = None
-    #: The address of its Ray cluster; empty where it names none.
+    #: The address of its Ray cluster; empty where it has none, LEFT_OUT where its pool says which.
     cluster: str = ""
     #: Resources that the driver of its job asks for.
     entrypoint: Mapping[str, float] | None = None
@@ -73,15 +75,14 @@ def request_of(flow_run: FlowRun) -> Request:
     if spec is None:
         return Request(name=flow_run.name, tags=tags)
     tags |= {tag for tag in spec.get("tags") or () if isinstance(tag, str)}
-    name = _run_id(flow_run, spec)
+    name, ray = _run_id(flow_run, spec), spec.get("ray")
+    cluster = str(ray.get("address") or LEFT_OUT).rstrip("/") if isinstance(ray, Mapping) else ""
     if spec.get("gang") is None:
-        return Request(name=name, tags=tags)
+        return Request(name=name, tags=tags, cluster=cluster)
     try:
         gang = Gang.model_validate(spec["gang"])
     except (ValidationError, InvalidSpec):
         return Request(name=name, tags=tags, fault=fault_of(flow_run) or "its gang can't be read")
-    ray = spec.get("ray")
-    ray = ray if isinstance(ray, Mapping) else {}
     return Request(
         name=name,
         demand=Demand(
@@ -89,8 +90,8 @@ def request_of(flow_run: FlowRun) -> Request:
         ),
         hours=gang.hours,
         max_hours=gang.max_hours,
-        cluster=str(ray.get("address") or "").rstrip("/"),
-        entrypoint=_amounts(ray.get("entrypoint_resources")),
+        cluster=cluster,
+        entrypoint=_amounts(mapping(ray).get("entrypoint_resources")),
         tags=tags,
     )
 
@@ -366,16 +367,19 @@ class LedgerReader:
         if run.id not in self._requests:
             self._requests[run.id] = request_of(run)
         pool = pools.get(run.work_pool_name or "")
-        queue = pool.queue_of(run) if pool else None
-        return QueueEntry(
+        queue, grant = pool.queue_of(run) if pool else None, grant_of(run)
+        entry = QueueEntry(
             flow_run=run,
             request=self._requests[run.id],
-            grant=grant_of(run),
+            grant=grant,
             pool=run.work_pool_name or "",
             queue=queue.name if queue else "",
             # Between the queues of a pool, a run that was started directly is in the default one.
             priority=queue.priority if queue and queue.priority else _default_priority(pools),
         )
+        # Whatever its pool lists by now.
+        on = {LEFT_OUT: grant.cluster} if grant is not None and grant.cluster else {}
+        return entry.with_cluster(on)
 
 
 def _default_priority(pools: Mapping[str, Pool]) -> int:

@@ -34,7 +34,7 @@ from tasks.queue.grants import (
 from tasks.queue.ledger import WINDOW, Ledger, LedgerReader, Pool, QueueEntry, Request, fault_of
 from tasks.queue.packing import Demand
 from tasks.queue.reasons import one_line
-from tasks.queue.settings import PoolSettings, settings_of
+from tasks.queue.settings import LEFT_OUT, PoolSettings, settings_of
 from tasks.ray.usage import Cluster
 from tasks.server.flow_runs import FLOW_RUN_VARIABLE, host_of_worker
 from tasks.spec.failure_kinds import FailureKind
@@ -78,6 +78,8 @@ class QueueReader:
         self._giver = giver
         self._host = host
         self._settings = PoolSettings()
+        #: They are those that the pool has now.
+        self._is_read = False
         #: Flow runs whose spec was found in order.
         self._checked: set[UUID] = set()
         #: The last beat of each run that waits in its process, and when it was new here.
@@ -117,6 +119,7 @@ class QueueReader:
         ledger = await self._reader.read(carefully=carefully)
         pool = ledger.pools.get(self._pool)
         troubles = self._read_settings(pool)
+        ledger = ledger.with_clusters(self._settings.left_out)
         now = time.time()
         stuck = [entry for entry in ledger.holding if self._is_stuck(entry, in_flight, now)]
         line = [
@@ -183,7 +186,9 @@ class QueueReader:
         try:
             if pool is not None:
                 self._settings = settings_of(pool.work_pool.base_job_template)
+            self._is_read = True
         except ValidationError as error:
+            self._is_read = False
             # The last good ones stay: a slip of the pen must not let a drained node be used.
             return [f"the settings of the work pool {self._pool} can't be read: {one_line(error)}"]
         return []
@@ -228,7 +233,11 @@ class QueueReader:
     async def _clusters(
         self, entries: Sequence[QueueEntry]
     ) -> tuple[dict[str, Cluster], dict[str, str]]:
-        keys = {entry.request.cluster for entry in entries if entry.request.demand is not None}
+        keys = {
+            entry.request.cluster
+            for entry in entries
+            if entry.request.demand is not None or entry.request.cluster == LEFT_OUT
+        }
         if self._settings.nodes:
             keys.add("")
         keys.update(one.address for one in self._settings.clusters)
@@ -277,7 +286,11 @@ class QueueReader:
             cluster = self._largest(request.cluster, cluster)
         state = entry.flow_run.state
         has_waited = state is not None and state.name == PENDING_RESOURCES
-        if request.demand is None or cluster is None or (has_waited and not entry.waits_in_process):
+        has_waited = has_waited and not entry.waits_in_process
+        if request.cluster == LEFT_OUT and self._is_read and not has_waited:
+            why = self._settings.why_no_cluster()
+            return Refused(entry=entry, kind=FailureKind.USER_ERROR, message=why)
+        if request.demand is None or cluster is None or has_waited:
             # What could start when it came waits for nodes that have gone to come back.
             return None
         why = why_never(

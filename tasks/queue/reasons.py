@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from tasks.queue.packing import Demand
 from tasks.queue.policy import Reason, Why
+from tasks.queue.settings import LEFT_OUT
 from tasks.spec.words import clock, commas, counted, lasting, listed, minute_seen
 
 #: Only so many of the line are told who is first: all the others would be told anew each time that
@@ -158,6 +159,8 @@ def no_answer(demand: Demand | None, address: str, error: object) -> Message:
     """Why a run waits whose cluster, or where it names none whose pool's nodes, can't be seen."""
     why = one_line(error)
     text = f"waits for its cluster, {address}, which does not answer{f' ({why})' if why else ''}"
+    if address == LEFT_OUT:
+        text = f"waits for its cluster, as {why}"
     if not address:
         text = f"waits for nodes: {why or 'there are none'}"
     return _message(demand, text, key=f"no answer {address}")

@@ -88,11 +88,22 @@ class PoolSettings(BaseModel):
         return self
 
     @property
-    def only_cluster(self) -> str:
-        """The address of its one cluster; empty where it has none, or several."""
-        return self.clusters[0].address if len(self.clusters) == 1 else ""
+    def left_out(self) -> dict[str, str]:
+        """`address[LEFT_OUT]`, where the pool has one cluster."""
+        return {LEFT_OUT: self.clusters[0].address} if len(self.clusters) == 1 else {}
+
+    def why_no_cluster(self) -> str:
+        """Why a run that leaves its cluster to its pool has none, where that is so."""
+        there = f"{len(self.clusters)}: {commas(one.address for one in self.clusters)}"
+        return (
+            f"ray.address is left out, and the work pool lists {there if self.clusters else 'none'}"
+            "; write ray: {address: URL}"
+            + ("" if self.clusters else ", or list it: muster queue set cluster.URL=0")
+        )
 
 
+#: Stands for the address of a cluster that a spec leaves to its pool, until that is known.
+LEFT_OUT = "the pool's cluster"
 #: Where the settings stand among the variables of a pool's base job template.
 VARIABLE = "gang"
 

@@ -226,7 +226,7 @@ def _wandb(env: Mapping[str, str], settings: Mapping[str, str], logs: list[Path]
 
 
 def _ray(view: RunView) -> Iterator[Elsewhere]:
-    if view.spec.ray is None:
+    if view.spec.ray is None or view.spec.ray.address is None:
         return
     address = _without_user(view.spec.ray.address.rstrip("/"))
     jobs = view.record.attempt.jobs.values() if view.record.attempt else ()

@@ -260,8 +260,10 @@ class Gang(Model):
 class Ray(Model):
     """The Ray cluster, where something of the run uses Ray."""
 
-    address: Url = Field(
-        description="The dashboard's address, to which jobs are submitted.",
+    address: Url | None = Field(
+        None,
+        description="The dashboard's address, to which jobs are submitted. Left out: that of the "
+        "one cluster that the work pool lists.",
         examples=["http://127.0.0.1:8265"],
     )
     start_within_s: Seconds = Field(
@@ -468,6 +470,13 @@ class RunSpec(Document):
         if policy is None or policy.attempts is not None:
             return policy
         return policy.model_copy(update={"attempts": TRIES.get(kind)})
+
+    def on_cluster(self, address: str) -> RunSpec:
+        """The spec with the address of its Ray cluster, where it leaves that to its pool."""
+        if self.ray is None or self.ray.address is not None:
+            return self
+        ray = self.ray.model_copy(update={"address": address})
+        return self.model_copy(update={"ray": ray})
 
     def for_server(self) -> dict[str, Any]:
         """What `written` gives, with `start_order`: a server may keep no order of keys."""

@@ -139,7 +139,7 @@ def _job_maker(
     adopted: AttemptRecord | None,
 ) -> Callable[[ComponentPlan, AttemptContext], Member]:
     """Makes the member of a component that is a Ray job; its command's directory is sent along."""
-    assert spec.ray is not None
+    assert spec.ray is not None and spec.ray.address is not None
     jobs = [other for other, c in spec.processes.items() if c.launcher == "ray_job"]
     is_only, gang = len(jobs) == 1, spec.gang
     takes_all = is_only and spec.fleet is None

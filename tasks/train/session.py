@@ -115,6 +115,8 @@ class RunSession:
         self._verdict: Verdict | None = None
         self._woken = threading.Event()
         self._is_left = False
+        #: The address of its Ray cluster, where its spec leaves that to its pool.
+        self.cluster = ""
         #: What the queue has given it for its attempt.
         self.given: Given | None = None
         self._lease: DeviceLease | None = None
@@ -179,7 +181,8 @@ class RunSession:
                 **{name: str(port) for name, port in ports.numbers.items()},
                 **fleet_names(self.spec, ports.numbers),
             }
-            spec = self.resolved = resolve(self.spec, names, Path.cwd())
+            spec = resolve(self.spec.on_cluster(self.cluster), names, Path.cwd())
+            self.resolved = spec
             # Of an attempt that was begun on another host it may not be here.
             if before is None or not place.spec.exists():
                 place.spec.write_text(spec_as_yaml(spec, mask_secrets=True), encoding="utf-8")

@@ -102,13 +102,23 @@ def _admit(run: RunSession) -> State[None]:
         check_spec(run.spec)
     except InvalidSpec as error:
         return Failed(message=run.fail(FailureKind.USER_ERROR, str(error)).message)
-    if run.spec.gang is None:
-        return Completed(message="admitted: no GPUs are asked for")
+    why = "no GPUs are asked for" if run.spec.gang is None else ""
     if run.adopts and run.record.adoptable() is not None:
-        return Completed(message="admitted: its jobs go on, on the GPUs that they have")
-    # Here, since it takes a tenth of a second, which a run without a gang need not wait.
-    from tasks.queue.admission import Admitted, admitted
+        why = "its jobs go on, on the GPUs that they have"
+    at_once: State[None] | None = Completed(message=f"admitted: {why}") if why else None
+    if at_once is not None and (run.spec.ray is None or run.spec.ray.address is not None):
+        return at_once
+    # Here, since it takes a tenth of a second, which a run without either need not wait.
+    from tasks.queue.admission import Admitted, admitted, cluster_of
     from tasks.queue.decision import Refused
+    from tasks.queue.settings import NotThere
+
+    if at_once is not None:
+        try:
+            run.cluster = cluster_of(run.flow_run_id)
+        except NotThere as error:
+            return Failed(message=run.fail(FailureKind.USER_ERROR, str(error)).message)
+        return at_once
 
     outcome = admitted(
         run.flow_run_id,
@@ -120,6 +130,7 @@ def _admit(run: RunSession) -> State[None]:
     match outcome:
         case Admitted():
             run.take(outcome.nodes, outcome.devices)
+            run.cluster = outcome.cluster
             return Completed(message=f"admitted on {outcome}")
         case Refused():
             return Failed(message=run.fail(outcome.kind, outcome.message).message)

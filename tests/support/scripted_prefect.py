@@ -49,6 +49,10 @@ class ScriptedPrefect:
         #: As `create_logs`.
         self.asked: list[str] = []
 
+    def change(self, template: dict[str, Any]) -> None:
+        """Another one, as an operator sets it."""
+        self._pool = self._pool.model_copy(update={"base_job_template": template})
+
     def submit(self, spec: Any, **known: Any) -> UUID:
         id, due = uuid4(), _BEGAN + timedelta(seconds=len(self._runs))
         self._runs[id] = FlowRun(
