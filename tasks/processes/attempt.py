@@ -431,7 +431,9 @@ class SupervisedAttempt:
             left[self._launched[-1].name if self._launched else "run"] = pids
         self._emit("teardown.ended", left=left or None)
         verdict = (self.earliest.decision or decision).make_verdict()
-        return verdict.with_remains(left) if left else verdict
+        if left:
+            verdict = verdict.with_remains(left)
+        return verdict.with_unseen({m.name: m.unseen for m in self._launched if m.unseen})
 
     async def _hand_over(self, decision: Decision) -> Verdict:
         self._emit("attempt.left", reason=decision.reason)

@@ -234,6 +234,8 @@ class Member(ABC):
         #: The run stalled by it, and it is examined before it is ended.
         self.is_hung = False
         self.exit: Exit | None = None
+        #: Of which machines nobody can say what it has left there, in words, once it has ended.
+        self.unseen: tuple[str, ...] = ()
         self._context = context
         self._emit = context.emit
         self._launched_at = 0.0

@@ -39,6 +39,9 @@ _KEEPALIVE = [
     (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4),
 ]
+#: How Ray begins the reason where a node was taken out, idle or with its processes told to end.
+#: Source: ray 2.60, ray/dashboard/utils.py, compose_state_message.
+_PLANNED = ("Expected termination", "Terminated due to idle")
 #: As many entries as the state API lists at most.
 _LIMIT = 10_000
 
@@ -177,6 +180,16 @@ class LiveNode:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LostNode:
+    """One node that has left the cluster."""
+
+    node_id: str
+    ip: str
+    #: Ray's own reason, in words.
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JobState:
     """What the cluster says of a submission."""
 
@@ -257,6 +270,19 @@ class Dashboard:
                 resources_total=entry["resources_total"],
             )
             for entry in await self._state("nodes", state="ALIVE")
+        ]
+
+    async def lost_nodes(self, since: float) -> list[LostNode]:
+        """The nodes that have left the cluster, but for those that were taken out as planned.
+
+        Args:
+            since: UTC epoch seconds; those that had left before are not listed.
+        """
+        return [
+            LostNode(node_id=entry["node_id"], ip=entry["node_ip"], why=why)
+            for entry in await self._state("nodes", state="DEAD")
+            if (entry["end_time_ms"] or 0) / 1000 >= since
+            and not (why := entry["state_message"] or "").startswith(_PLANNED)
         ]
 
     async def gcs_address(self) -> str:

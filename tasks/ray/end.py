@@ -1,7 +1,7 @@
 """How a job ended, from what Ray says of it; and how it is ended, in whatever phase it is.
 
-What did not come free then is said: what the drivers of the job still use of the cluster, and what
-runs on of it on some node.
+What did not come free then is said: what the drivers of the job still use of the cluster, what runs
+on of it on some node, and of which nodes nobody knows.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from tasks.ray.dashboard import (
     NoAnswer,
     PlacementGroup,
 )
-from tasks.ray.submission import SETTLES_WITHIN_S, SubmissionFile
+from tasks.ray.nodes import SweepReport, told_apart
+from tasks.ray.submission import SETTLES_WITHIN_S, SubmissionFile, UnseenNote, unseen_file
 from tasks.record.outcome import Exit
 from tasks.spec.words import commas
 
@@ -195,8 +196,8 @@ _SWEEP_WITHIN_S = 120.0
 _ASK_EACH_S = 0.25
 
 #: Ends the processes of the job on every node of the cluster whose control store is at the
-#: address; returns what is left, by node and pid.
-Sweep = Callable[[str], Awaitable[tuple[str, ...]]]
+#: address.
+Sweep = Callable[[str], Awaitable[SweepReport]]
 
 _T = TypeVar("_T")
 
@@ -213,6 +214,9 @@ class Ended:
     state: JobState | None
     #: What did not come free, by node and pid.
     left: tuple[str, ...]
+    #: Nodes that were not seen, each in words: those to be asked again, and those that have left
+    #: the cluster.
+    unseen: tuple[str, ...] = ()
     #: The cluster said so; otherwise it did not answer.
     is_known: bool = True
 
@@ -234,11 +238,7 @@ class TakeDown:
     async def run(self, file: SubmissionFile) -> Ended:
         """End the job that a file tells of, and note there what came of it."""
         try:
-            ended = await self._run(
-                frozenset(file.content.ray_job_ids),
-                # If the cluster has never said that it has the job, a submit may be on its way.
-                was_known=file.content.submitted_at is not None,
-            )
+            ended = await self._run(file)
         except OutOfReach as error:
             file.note(status="unknown", message=str(error))
             left = (
@@ -246,11 +246,13 @@ class TakeDown:
                 f"is left of it: {error}"
             )
             return Ended(state=None, left=(left,), is_known=False)
-        file.note(left=list(ended.left))
+        file.note(left=list(ended.left), unseen=list(ended.unseen))
         return ended
 
-    async def _run(self, known_drivers: frozenset[str], *, was_known: bool) -> Ended:
+    async def _run(self, file: SubmissionFile) -> Ended:
         """Raises: OutOfReach; then it is to be asked again."""
+        # If the cluster has never said that it has the job, a submit may be on its way.
+        was_known = file.content.submitted_at is not None
         state = await self.make_final(settles_within_s=0.0 if was_known else SETTLES_WITHIN_S)
         if state is None and not was_known:
             return Ended(state=None, left=())
@@ -261,12 +263,12 @@ class TakeDown:
             if not state.is_final:
                 place = f"node {state.driver_ip or 'unknown'}"
                 left.append(f"{place}: job {self.submission_id} is {state.status} still")
-            drivers = known_drivers | {state.ray_job_id} - {""}
+            drivers = frozenset({*file.content.ray_job_ids, state.ray_job_id}) - {""}
             with contextlib.suppress(NoAnswer, Denied):
                 drivers |= await control_store.drivers_of(gcs_address, self.submission_id)
             left += await self._free(gcs_address, drivers)
-        left += await self._swept(gcs_address)
-        return Ended(state=state, left=tuple(left))
+        stuck, unseen = await self._swept(gcs_address, file)
+        return Ended(state=state, left=(*left, *stuck), unseen=unseen)
 
     async def make_final(self, *, settles_within_s: float = 0.0) -> JobState | None:
         """Stop the job, with its grace period, and wait until Ray calls it final.
@@ -347,15 +349,28 @@ class TakeDown:
                     await control_store.remove_groups(gcs_address, groups)
             await asyncio.sleep(_ASK_EACH_S)
 
-    async def _swept(self, gcs_address: str) -> tuple[str, ...]:
+    async def _swept(
+        self, gcs_address: str, file: SubmissionFile
+    ) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """What outlived SIGKILL, and which nodes were not seen, in words; those that are to be
+        asked again are noted."""
         try:
             async with asyncio.timeout(_SWEEP_WITHIN_S):
-                return tuple(await self.sweep(gcs_address))
+                report = await self.sweep(gcs_address)
         except TimeoutError:
             problem = f"no end within {_SWEEP_WITHIN_S:g} s"
         except Exception as error:  # Whatever a cluster in trouble makes of it.
             problem = str(error) or type(error).__name__
-        return (f"the nodes could not be swept for processes of the job: {problem}",)
+        else:
+            since = file.content.submit_began_at
+            not_seen = await told_apart(self.dashboard, report.unreached, since=since)
+            if not_seen.unseen:
+                UnseenNote.of(file, not_seen.asked_again).write()
+            else:
+                unseen_file(self.submission_id).unlink(missing_ok=True)
+            left = tuple(f"{one}, which outlived SIGKILL" for one in report.left)
+            return left, not_seen.in_words()
+        return (f"the nodes could not be swept for processes of the job: {problem}",), ()
 
 
 def stop_submission(
@@ -365,7 +380,7 @@ def stop_submission(
     grace_s: float,
     unknown_after_s: float = UNKNOWN_AFTER_S,
     on_state: Callable[[JobState], None] = lambda state: None,
-) -> tuple[str, ...]:
+) -> Ended:
     """End the job that a `submission.json` names, in whatever phase it is, and wait until nothing
     of it is left; `RayJob.end` for a job whose own process is gone. It opens a loop of its own: use
     it from a plain thread.
@@ -373,18 +388,18 @@ def stop_submission(
     Args:
         unknown_after_s: for how long a cluster that does not answer is asked again.
 
-    Returns: what did not come free, by node and pid, or that it can't be known; the file says so
-    too. Raises: OSError, ValueError when the file can't be read.
+    Returns: what became of it; the file says so too. Raises: OSError, ValueError when the file
+    can't be read.
     """
     submission = SubmissionFile.read(file)
     if submission is None or submission.content.submit_began_at is None:
-        return ()
+        return Ended(state=None, left=())
 
     def note(state: JobState) -> None:
         submission.note_state(state)
         on_state(state)
 
-    async def stop() -> tuple[str, ...]:
+    async def stop() -> Ended:
         dashboard = Dashboard(submission.content.address)
         take_down = TakeDown(
             dashboard=dashboard,
@@ -395,7 +410,7 @@ def stop_submission(
             unknown_after_s=unknown_after_s,
         )
         try:
-            return (await take_down.run(submission)).left
+            return await take_down.run(submission)
         finally:
             await dashboard.close()
 

@@ -160,7 +160,7 @@ class RayJob(Member):
     ) -> None:
         """
         Args:
-            sweep: ends the processes of the job on every node; returns what is left.
+            sweep: ends the processes of the job on every node.
         """
         super().__init__(plan, context)
         self.exited = asyncio.get_running_loop().create_future()
@@ -305,8 +305,9 @@ class RayJob(Member):
         """Stop it and wait until it is final, its actors are gone, its GPUs are free, no process
         of it is left on any node, and its log is whole.
 
-        Returns: what did not come free in time, by node and pid; empty when all is free. Safe
-        after a launch that failed or was cancelled, and before any.
+        Returns: what did not come free in time, by node and pid; empty when all is free, as far as
+        its nodes were seen (`unseen`). Safe after a launch that failed or was cancelled, and before
+        any.
         """
         if not self.is_launched:
             await self._close()
@@ -339,7 +340,13 @@ class RayJob(Member):
                 await asyncio.wait([self._tasks["watch"]], timeout=_TOLD_WITHIN_S)
                 if problem := await self._whole_log():
                     self._say("log.incomplete", message=problem)
-            self._say("job.ended", submission_id=self._job.submission_id, left=list(ended.left))
+            self.unseen = ended.unseen
+            self._say(
+                "job.ended",
+                submission_id=self._job.submission_id,
+                left=list(ended.left),
+                unseen=list(ended.unseen),
+            )
             return await self._cleared(ended.left)
 
     async def let_go(self) -> None:

@@ -17,9 +17,9 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -28,9 +28,11 @@ from prefect.settings import get_current_settings
 
 from tasks.processes import tree
 from tasks.ray.dashboard import Dashboard, Denied, NoAnswer, driver_env
-from tasks.record.events import Emit
+from tasks.ray.submission import UnseenNote, unseen_file
+from tasks.record.events import Emit, EventLog
 from tasks.show.arguments import EXIT_DONE, EXIT_FAILED
 from tasks.spec.errors import MusterError
+from tasks.spec.words import commas, listed
 
 #: An answer may be late by so much: the driver keeps the deadline itself.
 _LATE_S = 5.0
@@ -208,14 +210,27 @@ class Swept:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class UnseenNode:
+    """A node, or all of a cluster, of which nobody can say what runs there."""
+
+    #: Ray's, in hex; empty for every node of the cluster.
+    node_id: str
+    #: Of the node; the control store's address for all of them.
+    name: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"node {self.name} was not seen" if self.node_id else "no node was seen"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SweepReport:
     """What a sweep of a cluster came to."""
 
     killed: tuple[Swept, ...] = ()
     #: They outlived SIGKILL.
     left: tuple[Swept, ...] = ()
-    #: `why[node]`; the control store's address in the place of a node where none could be asked.
-    unreached: Mapping[str, str] = field(default_factory=dict)
+    unreached: tuple[UnseenNode, ...] = ()
 
     @property
     def is_clean(self) -> bool:
@@ -229,6 +244,7 @@ async def sweep(
     run_id: str,
     attempt: int | None = None,
     component: str | None = None,
+    only: Collection[str] = (),
     within_s: float = SWEEP_WITHIN_S,
 ) -> SweepReport:
     """End, on every living node, what was started with MUSTER_RUN_ID of this run and lives.
@@ -242,6 +258,7 @@ async def sweep(
         gcs_address: `HOST:PORT` of the cluster's control store.
         attempt: Only what also has this MUSTER_ATTEMPT.
         component: Only what also has this MUSTER_COMPONENT.
+        only: Only these nodes, by their ids; empty: all.
         within_s: For all of it. What has not answered by then is `unreached`.
     """
     named = {"RUN_ID": run_id, "ATTEMPT": attempt, "COMPONENT": component}
@@ -249,17 +266,22 @@ async def sweep(
     deadline = time.monotonic() + within_s
     try:
         async with visiting(gcs_address, within_s=within_s) as visitor:
-            each = {node.node_id: {"wanted": wanted} for node in visitor.alive}
+            asked = [node for node in visitor.alive if not only or node.node_id in only]
+            each = {node.node_id: {"wanted": wanted} for node in asked}
             left_s = max(1.0, deadline - time.monotonic())
             visited = await visitor.visit("sweep", each, left_s)
             names = {node.node_id: node.name for node in visitor.nodes}
     except NotVisited as error:
-        return SweepReport(unreached={gcs_address: str(error)})
+        return SweepReport(unreached=(UnseenNode(node_id="", name=gcs_address, why=str(error)),))
+    left_out = dict.fromkeys({*only} - each.keys(), "it is not of the cluster")
     answers = {names[node]: answer for node, answer in sorted(visited.answers.items())}
     return SweepReport(
         killed=_once(answers, "killed"),
         left=_once(answers, "left"),
-        unreached={names[node]: why for node, why in visited.unreached.items()},
+        unreached=tuple(
+            UnseenNode(node_id=node, name=names.get(node, node[:8]), why=why)
+            for node, why in sorted({**visited.unreached, **left_out}.items())
+        ),
     )
 
 
@@ -295,8 +317,8 @@ def sweep_run(*, address: str, run_id: str, within_s: float = SWEEP_WITHIN_S) ->
         print(f"ended: {swept}")
     for swept in report.left:
         print(f"outlived SIGKILL: {swept}")
-    for node, why in report.unreached.items():
-        print(f"not reached: {node}: {why}")
+    for node in report.unreached:
+        print(f"not reached: {node.name}: {node.why}")
     if report.is_clean and not report.killed:
         print("nothing was there")
     return EXIT_DONE if report.is_clean else EXIT_FAILED
@@ -312,28 +334,194 @@ async def gcs_address_of(address: str) -> str:
 
 
 def sweep_of(
-    run_id: str, attempt: int, component: str, *, emit: Emit
-) -> Callable[[str], Awaitable[tuple[str, ...]]]:
+    run_id: str, attempt: int, component: str, *, emit: Emit, within_s: float = SWEEP_WITHIN_S
+) -> Callable[[str], Awaitable[SweepReport]]:
     """The sweep after a job: told the address of a cluster's control store, it ends what is left
-    of the job on every node, and returns what can't be ended, by node and pid.
+    of the job on every node.
 
     Args:
         emit: told what was found.
     """
     context = contextvars.copy_context()
 
-    async def swept(gcs_address: str) -> tuple[str, ...]:
-        sweeping = sweep(gcs_address, run_id=run_id, attempt=attempt, component=component)
+    async def swept(gcs_address: str) -> SweepReport:
+        sweeping = sweep(
+            gcs_address, run_id=run_id, attempt=attempt, component=component, within_s=within_s
+        )
         report = await asyncio.create_task(sweeping, context=context)
-        # A node that could not be asked is told and does not count as left: it may be any of the
-        # cluster's, and one that was lost with the job is out of reach for good.
         if report.killed or not report.is_clean:
             emit(
                 "job.swept",
                 killed=[str(swept) for swept in report.killed],
                 left=[str(swept) for swept in report.left],
-                unreached=dict(report.unreached),
+                unreached={node.name: node.why for node in report.unreached},
             )
-        return tuple(f"{swept}, which outlived SIGKILL" for swept in report.left)
+        return report
 
     return swept
+
+
+#: What is to be done about nodes that were not seen.
+ASKS_AGAIN = "`muster reconcile` asks again"
+_SHOWN_NODES = 5
+_SHOWN_CHARACTERS = 200
+#: For one more question: a node that answers at all does so in a few seconds.
+_AGAIN_WITHIN_S = 20.0
+#: A cluster of which no node could be asked for so long is not asked any more.
+_GIVES_UP_AFTER_S = 24 * 3600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NotSeen:
+    """The nodes that were not seen after a job's end."""
+
+    #: Of the cluster still: they are to be asked again.
+    unseen: tuple[UnseenNode, ...] = ()
+    #: They have left the cluster, which can't reach them any more.
+    lost: tuple[UnseenNode, ...] = ()
+
+    @property
+    def asked_again(self) -> dict[str, str]:
+        """`name[node id]` of those to be asked again; empty for every node of the cluster."""
+        if any(not node.node_id for node in self.unseen):
+            return {}
+        return {node.node_id: node.name for node in self.unseen}
+
+    def in_words(self) -> tuple[str, ...]:
+        """What is to be said of them; nothing of none."""
+        unseen = [f"{node} ({node.why[:_SHOWN_CHARACTERS]})" for node in self.unseen]
+        said = [f"{listed(unseen, at_most=_SHOWN_NODES)}; {ASKS_AGAIN}"] if unseen else []
+        return (*said, *self.lost_in_words())
+
+    def lost_in_words(self) -> tuple[str, ...]:
+        lost = [
+            f"node {node.name} has left the cluster"
+            + (f" ({node.why[:_SHOWN_CHARACTERS]})" if node.why else "")
+            for node in self.lost
+        ]
+        return (listed(lost, at_most=_SHOWN_NODES),) if lost else ()
+
+
+async def told_apart(
+    dashboard: Dashboard, unreached: Sequence[UnseenNode], *, since: float | None = None
+) -> NotSeen:
+    """Which of the nodes that were not reached are of the cluster still, by its own word.
+
+    Args:
+        since: the nodes that it has lost since then, UTC epoch seconds, count as well.
+    """
+    try:
+        living = {node.node_id for node in await dashboard.nodes()}
+        gone = [] if since is None else await dashboard.lost_nodes(since)
+    except (NoAnswer, Denied):
+        return NotSeen(unseen=tuple(unreached))
+    lost = {
+        node.node_id: UnseenNode(
+            node_id=node.node_id, name=f"{node.ip}/{node.node_id[:8]}", why=node.why
+        )
+        for node in gone
+    }
+    unseen = []
+    for node in unreached:
+        if not node.node_id or node.node_id in living:
+            unseen.append(node)
+        else:
+            lost.setdefault(node.node_id, replace(node, why=""))
+    return NotSeen(unseen=tuple(unseen), lost=tuple(lost.values()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskedAgain:
+    """What asking again came to."""
+
+    #: By node, in words; empty while nothing new is known.
+    found: tuple[str, ...] = ()
+    #: Why it is to be asked once more, in words; empty where it is not.
+    open: str = ""
+    #: Why no node of the cluster could be asked; empty where one was.
+    away: str = ""
+
+
+def ask_again(note: UnseenNote) -> AskedAgain:
+    """End what the noted nodes still run of the job, where they answer now. Those that do, and
+    those that have left the cluster, are noted no more."""
+    return asyncio.run(_ask_again(note))
+
+
+async def _ask_again(note: UnseenNote) -> AskedAgain:
+    dashboard = Dashboard(note.address)
+    noted = [UnseenNode(node_id=one, name=name, why="") for one, name in note.nodes.items()]
+    try:
+        gcs_address = await dashboard.gcs_address()
+        before = await told_apart(dashboard, noted)
+        asked = {node.node_id for node in before.unseen}
+        report = SweepReport()
+        if asked or not noted:
+            report = await sweep(
+                gcs_address,
+                run_id=note.run_id,
+                attempt=note.attempt,
+                component=note.component,
+                only=asked,
+                within_s=_AGAIN_WITHIN_S,
+            )
+        after = await told_apart(dashboard, report.unreached)
+    except (NoAnswer, Denied) as error:
+        return not_asked(note, str(error))
+    finally:
+        await dashboard.close()
+    if away := [node for node in report.unreached if not node.node_id]:
+        return not_asked(note, away[0].why)
+    now = NotSeen(unseen=after.unseen, lost=(*before.lost, *after.lost))
+    _tell(note, report)
+    if report.left:
+        open = f"outlived SIGKILL: {commas(_pids(report.left))}"
+    elif now.unseen:
+        open = commas(f"{node} ({node.why})" for node in now.unseen)
+        note.model_copy(update={"nodes": now.asked_again}).write()
+    else:
+        open = ""
+        unseen_file(note.submission_id).unlink(missing_ok=True)
+    return AskedAgain(found=_found(asked, noted, report, now), open=open)
+
+
+def _found(
+    asked: Collection[str], noted: Sequence[UnseenNode], report: SweepReport, now: NotSeen
+) -> tuple[str, ...]:
+    """What is known now, and was not before."""
+    silent = {node.node_id for node in (*now.unseen, *now.lost)}
+    seen = [f"node {node.name}" for node in noted if node.node_id in {*asked} - silent]
+    if not noted and not silent:
+        seen = ["every node"]
+    ended = [f"ended {one}" for one in _pids(report.killed)]
+    if seen and not ended:
+        ended = ["nothing of the job was left there"]
+    return (*((f"{commas(seen)} was seen",) if seen else ()), *ended, *now.lost_in_words())
+
+
+def _tell(note: UnseenNote, report: SweepReport) -> None:
+    """Add to the events of the attempt."""
+    if not report.killed:
+        return
+    EventLog(note.events).emit(
+        "job.swept",
+        note.component,
+        killed=_pids(report.killed),
+        left=_pids(report.left),
+        unreached={node.name: node.why for node in report.unreached},
+    )
+
+
+def _pids(swept: Sequence[Swept]) -> list[str]:
+    """Without their command lines, in which secrets may stand."""
+    return [f"node {one.node}: pid {one.pid}" for one in swept]
+
+
+def not_asked(note: UnseenNote, why: str) -> AskedAgain:
+    """What is to be said where no node of the cluster could be asked."""
+    if time.time() - note.since < _GIVES_UP_AFTER_S:
+        return AskedAgain(open=f"no node was seen ({why})", away=why)
+    unseen_file(note.submission_id).unlink(missing_ok=True)
+    by_hand = f"muster sweep --address {note.address} --run-id {note.run_id}"
+    said = f"no node was seen for a day ({why}), and none is asked any more: `{by_hand}` does"
+    return AskedAgain(found=(said,), away=why)

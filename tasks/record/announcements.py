@@ -125,7 +125,7 @@ TABLE: tuple[Announcement, ...] = (
     _one(
         "run.reconciled",
         "a run whose process was lost was finished",
-        *("found", "killed", "jobs", "removed", "record", "server", "open"),
+        *("found", "killed", "jobs", "nodes", "removed", "record", "server", "open"),
         by=RECONCILE,
     ),
     _one("component.started", "a component's process or job was started", *_COMPONENT),

@@ -48,6 +48,8 @@ class Loss:
     jobs: tuple[str, ...] = ()
     #: What of its jobs is left, or not known, in words.
     jobs_left: str = ""
+    #: The nodes that were not seen after the end of its jobs, in words.
+    unseen: str = ""
 
     @property
     def cause(self) -> str:
@@ -60,6 +62,8 @@ class Loss:
             left = "none of its processes was left"
         if self.jobs_left:
             left = f"{left}; {self.jobs_left}, and is asked about again each minute"
+        if self.unseen:
+            left = f"{left}; not every node was seen to be free ({self.unseen})"
         return f"the flow process (pid {self.pid}) of this run was killed or lost; {left}"
 
     @property

@@ -64,7 +64,7 @@ CATALOGUE: Mapping[str, tuple[str, ...]] = {
     "job.attached": ("submission_id",),
     "job.state": ("status", "place"),
     "job.final": ("status", "message"),
-    "job.ended": ("submission_id", "left"),
+    "job.ended": ("submission_id", "left", "unseen"),
     "job.swept": ("killed", "left", "unreached"),
     "log.incomplete": ("message",),
     "contact.lost": ("address", "message"),
@@ -164,6 +164,8 @@ class Event:
     took_s = _Field(0.0, float)
     #: The number of a try, from 1.
     tried = _Field(1, int, "try")
+    #: Machines of which nobody can say what a component has left there.
+    unseen = _Field[tuple[str, ...]]((), tuple)
     url = _Field("", str)
     why = _Field("", str)
 

@@ -178,6 +178,8 @@ class Verdict:
     #: `left[component] ->` what could not be ended: pids of this machine that outlived SIGKILL,
     #: and words for what is on others.
     left: Mapping[str, tuple[int | str, ...]] = field(default_factory=dict)
+    #: `unseen[component] ->` words for the machines of which nobody can say what it has left there.
+    unseen: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @staticmethod
     def failed(failure: Failure, at_monotonic_s: float) -> Verdict:
@@ -201,6 +203,18 @@ class Verdict:
                 rule="teardown-incomplete",
             )
         return replace(Verdict.failed(failure, self.at_monotonic_s), left=left)
+
+    def with_unseen(self, unseen: Mapping[str, tuple[str, ...]]) -> Verdict:
+        """The verdict with what could not be seen of the attempt's end, which changes none."""
+        if not unseen:
+            return self
+        said = "; ".join(f"{name}: {'; '.join(words)}" for name, words in unseen.items())
+        said = f"not every node was seen to be free ({said})"
+        failure = self.failure
+        if failure is not None:
+            failure = failure.but(message=f"{failure.message}; {said}")
+        message = f"{self.message}; {said}" if failure is None else str(failure)
+        return replace(self, message=message, failure=failure, unseen=unseen)
 
 
 def _remains(left: Mapping[str, tuple[int | str, ...]]) -> Iterator[str]:

@@ -37,7 +37,7 @@ _STATE_AFTER = {
 }
 _SAVED = ("component.spawned", "component.ready", "component.exited")
 #: What of a job's events is kept.
-_OF_JOBS = ("submission_id", "address", "status", "nodes", "gpus")
+_OF_JOBS = ("submission_id", "address", "status", "nodes", "gpus", "unseen")
 _OPEN = (RunState.ADMITTED, RunState.STARTING, RunState.RUNNING)
 
 
@@ -92,6 +92,8 @@ class JobRecord(Recorded):
     status: str = ""
     #: Where its driver runs.
     nodes: tuple[str, ...] = ()
+    #: Nodes that were not seen after its end, in words.
+    unseen: tuple[str, ...] = ()
 
 
 class AttemptRecord(Recorded):
@@ -304,6 +306,8 @@ class SubmissionJson(Recorded):
     signal: int | None = None
     #: What was not freed; None until that is known.
     left: Sequence[int | str] | None = None
+    #: Nodes that were not seen after its end; None until that is known.
+    unseen: Sequence[str] | None = None
 
     @staticmethod
     def read(path: Path) -> SubmissionJson:

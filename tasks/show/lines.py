@@ -36,6 +36,8 @@ def lines_of(event: Event) -> Iterator[Line]:
         case "job.swept" if event.killed or event.left:
             ended = "; ".join(event.killed)
             yield Line(text=f"{name}: ended what its job had left: {ended}", style="yellow")
+        case "job.ended" if event.unseen:
+            yield Line(text=f"{name}: {'; '.join(event.unseen)}", style="yellow")
         case "contact.lost":
             yield Line(text=f"{name}: no answer: {event.message}", style="yellow")
         case "contact.back":
@@ -103,7 +105,8 @@ def end_block(
         record = RunJson.read(record_path) if record_path is not None else None
     attempt = record.attempt if record is not None else None
     failure = attempt.failure if attempt is not None and state == "failed" else None
-    left = "; nothing is left running" if state == "cancelled" else ""
+    is_seen = attempt is None or not any(job.unseen for job in attempt.jobs.values())
+    left = "; nothing is left running" if state == "cancelled" and is_seen else ""
     yield Line(text="")
     # The message of the flow run says where to look, too, which stands below here.
     said = str(failure) if failure else message

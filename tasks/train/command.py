@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,6 +13,8 @@ from prefect.client.schemas.objects import State
 from prefect.exceptions import TerminationSignal
 from prefect.utilities.urls import url_for
 
+from tasks.processes.identity import ProcessId
+from tasks.processes.registry import owner_of, registered_runs
 from tasks.server.flow_process import (
     EXIT_INTERRUPTED,
     end_on_signals,
@@ -23,6 +26,7 @@ from tasks.server.server import lasting_api_url, prefect_server, quieten_prefect
 from tasks.show.terminal import Terminal
 from tasks.spec.loading import load_spec
 from tasks.spec.programs import python_of
+from tasks.spec.words import commas
 from tasks.train.session import check_spec
 
 
@@ -50,9 +54,19 @@ def run_here(train: Callable[..., State[Any]], path: Path, overrides: Sequence[s
                 page = _page_of(state)
             terminal.end(state.type.value.lower(), state.message or "", page)
     except (KeyboardInterrupt, TerminationSignal):
-        print("Interrupted; nothing is left running.", file=sys.stderr)
+        print(f"Interrupted; {_left_running()}.", file=sys.stderr)
         return EXIT_INTERRUPTED
     return exit_code_of(state)
+
+
+def _left_running() -> str:
+    """What this process has left, by its own registry."""
+    me = ProcessId.of(os.getpid())
+    owners = filter(None, map(owner_of, registered_runs()))
+    left = [owner.run_id for owner in owners if owner.process == me]
+    if not left:
+        return "nothing is left running"
+    return f"`muster reconcile` ends what {commas(left)} may have left running"
 
 
 def _page_of(state: State[Any]) -> str:

@@ -163,6 +163,8 @@ def _teardown(run: RunSession) -> State[None]:
         return Failed(message=verdict.message)
     if not verdict.state.is_final:
         return Completed(message="its jobs go on, for its next process")
+    if verdict.unseen:
+        return Completed(message=f"nothing is left where it was seen: {verdict.message}")
     return Completed(message="nothing is left of the run's processes")
 
 

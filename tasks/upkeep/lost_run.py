@@ -22,7 +22,7 @@ from tasks.processes import registry
 from tasks.processes.ending import holders_of
 from tasks.processes.registry import JobEntry, LostRun, Remains, claimed
 from tasks.ray.dashboard import JobState
-from tasks.ray.end import stop_submission
+from tasks.ray.end import Ended, stop_submission
 from tasks.ray.nodes import sweep_of
 from tasks.record.closing import Closed, Loss, close_record
 from tasks.record.places import AttemptPlace, RunPlace
@@ -76,22 +76,22 @@ def stop_jobs(lost: LostRun, loss: Loss, *, unknown_after_s: float) -> Loss:
     """
     ended: list[str] = []
     left: list[str] = []
+    unseen: list[str] = []
     for entry in reversed(lost.jobs):
         seen: list[JobState] = []
-        problems = _stop(entry, unknown_after_s, seen.append)
-        left += problems
-        if not problems:
+        done = _stop(entry, unknown_after_s, seen.append)
+        left += done.left
+        unseen += done.unseen
+        if not done.left:
             ended += [entry.submission_id] if seen and not seen[0].is_final else []
             lost.forget_job(entry.component)
-    return replace(loss, jobs=tuple(ended), jobs_left="; ".join(left))
+    return replace(loss, jobs=tuple(ended), jobs_left="; ".join(left), unseen="; ".join(unseen))
 
 
-def _stop(
-    entry: JobEntry, unknown_after_s: float, on_state: Callable[[JobState], None]
-) -> tuple[str, ...]:
+def _stop(entry: JobEntry, unknown_after_s: float, on_state: Callable[[JobState], None]) -> Ended:
     """What is left of a job, in words."""
     if (file := _file_of(entry)) is None:
-        return ()
+        return Ended(state=None, left=())
     try:
         sweeping = sweep_of(entry.run_id, entry.attempt, entry.component, emit=_log_event)
         return stop_submission(
@@ -104,7 +104,8 @@ def _stop(
     except Exception as error:
         # Whatever a cluster in trouble makes of it: nothing is known then.
         _log.exception("job %s could not be ended", entry.submission_id)
-        return (f"job {entry.submission_id} could not be ended: {error!r}",)
+        left = f"job {entry.submission_id} could not be ended: {error!r}"
+        return Ended(state=None, left=(left,))
 
 
 def _file_of(entry: JobEntry) -> Path | None:
@@ -200,7 +201,7 @@ def reconciled(
         removed=loss.removed,
         record=record.state.value if record is not None and record.is_changed else "",
         server=server,
-        open=" and ".join(filter(None, (open, loss.jobs_left))),
+        open=" and ".join(filter(None, (open, loss.jobs_left, loss.unseen))),
     )
 
 

@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 
@@ -38,6 +38,10 @@ from tasks.processes import registry
 from tasks.processes.ending import holders_of
 from tasks.processes.identity import host_name
 from tasks.processes.registry import claimed, owner_of, registered_runs
+from tasks.ray.nodes import AskedAgain, ask_again, not_asked
+from tasks.ray.submission import unseen_notes
+from tasks.record.places import RunPlace
+from tasks.record.run_json import RunJson
 from tasks.server.artifacts import leave_report, run_log
 from tasks.server.flow_runs import (
     FLOW_RUN_VARIABLE,
@@ -81,6 +85,8 @@ def reconcile_host(lost: str | None = None) -> Report:
 
     So are the records closed of runs that were cancelled while they waited without a process.
 
+    Nodes of Ray clusters that could not be asked what a job has left there are asked again.
+
     Flow runs of the server of PREFECT_API_URL, where it is set, that this host was given, that are
     in no registry and that have no process, get the state that is true of them.
 
@@ -89,7 +95,12 @@ def reconcile_host(lost: str | None = None) -> Report:
             can see, its processes above all, is gone with it.
     """
     host = lost or host_name()
-    runs = (*_finish_lost_runs(host), *close_ended_parked(), *_close_lost_flow_runs(host))
+    runs = (
+        *_unseen_asked_again(host),
+        *_finish_lost_runs(host),
+        *close_ended_parked(),
+        *_close_lost_flow_runs(host),
+    )
     return Report(host=host, runs=runs)
 
 
@@ -114,6 +125,35 @@ def publish(report: Report) -> None:
 def _resource(run: Reconciled) -> dict[str, str]:
     kind = f"flow-run.{run.flow_run_id}" if run.flow_run_id else f"muster.run.{run.name}"
     return {"prefect.resource.id": f"prefect.{kind}", "prefect.resource.name": run.name}
+
+
+def _unseen_asked_again(host: str) -> Iterator[Reconciled]:
+    """Runs after whose end not every node was seen, whether or not they go on since."""
+    away: dict[str, str] = {}
+    for note in unseen_notes(host):
+        try:
+            # It takes a while to find that a cluster is away, which every job there would wait for.
+            why = away.get(note.address)
+            asked = not_asked(note, why) if why else ask_again(note)
+        except Exception as error:
+            # The others shall not wait for this one; the note is kept.
+            _log.exception("%s: its nodes could not be asked", note.submission_id)
+            asked = AskedAgain(open=repr(error))
+        if asked.away:
+            away[note.address] = asked.away
+        yield Reconciled(
+            name=note.run_id,
+            flow_run_id=_flow_run_of(note.run_id),
+            found=f"nodes were not seen after the end of {note.submission_id}",
+            nodes=asked.found,
+            open=asked.open,
+        )
+
+
+def _flow_run_of(run_id: str) -> str | None:
+    with suppress(OSError, ValueError):
+        return RunJson.read(RunPlace.of(run_id).record).flow_run_id
+    return None
 
 
 def _finish_lost_runs(host: str) -> list[Reconciled]:

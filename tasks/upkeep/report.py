@@ -24,6 +24,8 @@ class Reconciled:
     killed: tuple[int, ...] = ()
     #: Jobs on a cluster that were ended.
     jobs: tuple[str, ...] = ()
+    #: What is known by now of nodes that were not seen after a job's end.
+    nodes: tuple[str, ...] = ()
     #: Files, directories and cgroups.
     removed: tuple[Path, ...] = ()
     #: The state that `run.json` was given; empty where it was left as it is.
@@ -38,7 +40,8 @@ class Reconciled:
     @property
     def has_acted(self) -> bool:
         """Something was changed."""
-        return bool(self.killed or self.jobs or self.removed or self.record or self.server)
+        changed = (self.killed, self.jobs, self.nodes, self.removed, self.record, self.server)
+        return any(changed)
 
     def as_payload(self) -> dict[str, object]:
         """Of an event."""
@@ -46,6 +49,7 @@ class Reconciled:
             "found": self.found,
             "killed": list(self.killed),
             "jobs": list(self.jobs),
+            "nodes": list(self.nodes),
             "removed": [str(path) for path in self.removed],
             "record": self.record,
             "server": self.server,
@@ -56,6 +60,7 @@ class Reconciled:
         done = [
             f"ended {len(self.killed)} processes ({_pids(self.killed)})" if self.killed else "",
             f"ended {', '.join(self.jobs)}" if self.jobs else "",
+            f"asked again: {', '.join(self.nodes)}" if self.nodes else "",
             f"removed {', '.join(map(str, self.removed))}" if self.removed else "",
             f"run.json: {self.record}" if self.record else "",
             f"Prefect: {self.server}" if self.server else "",
@@ -91,7 +96,7 @@ class Report:
         rows = (
             (
                 *(run.name, run.found),
-                "; ".join(filter(None, (_pids(run.killed), *run.jobs))),
+                "; ".join(filter(None, (_pids(run.killed), *run.jobs, *run.nodes))),
                 commas(f"`{path}`" for path in run.removed),
                 *(run.record, run.server, run.open),
             )

@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import pytest_asyncio
 import yaml
 
 from tasks.ray.dashboard import Dashboard
-from tests.support.ground import Ground, Run, Server, in_checkout, until
+from tests.support.ground import ROOT, Ground, Run, Server, in_checkout, until
 from tests.support.ray_cluster import RayCluster
 from tests.support.ray_jobs import Wire, wire_to
 
@@ -31,6 +32,7 @@ import functools, sys
 from tasks.ray import job
 from tasks.train import plan
 plan.JobPlan = functools.partial(plan.JobPlan, lost_after_s=5.0)
+plan.sweep_of = functools.partial(plan.sweep_of, within_s=30.0)
 job.TakeDown = functools.partial(job.TakeDown, unknown_after_s=5.0)
 from flows.train import command
 from tasks.show.arguments import run_alone
@@ -89,6 +91,14 @@ def ground(server: Server, tmp_path: Path) -> Iterator[Ground]:
 def own_cluster() -> Iterator[RayCluster]:
     """One that a test may break."""
     with RayCluster.started(is_fast_to_notice=True) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def patient_cluster() -> Iterator[RayCluster]:
+    """One that a test may break, and that counts no node as dead while it does."""
+    patience = {"RAY_health_check_failure_threshold": "100"}
+    with RayCluster.started(head_env=patience) as cluster:
         yield cluster
 
 
@@ -184,8 +194,25 @@ def supervisor_of(cluster: RayCluster, submission_id: str) -> int:
     return asyncio.run(ask())
 
 
+def reconciled(ground: Ground) -> tuple[int, str]:
+    """The exit status of `muster reconcile`, and what it says."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tasks.command", "reconcile"],
+        cwd=ROOT,
+        env=ground.env,
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
 def living(pids: list[int]) -> list[int]:
     return [pid for pid in pids if Path(f"/proc/{pid}/exe").exists()]
+
+
+def is_stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].startswith("T")
 
 
 async def until_so(is_so: Any, what: str) -> None:
@@ -236,10 +263,56 @@ def test_a_node_that_is_killed_is_named_and_nothing_of_the_job_is_left(
     failure = failure_of(run)
     assert failure["kind"] == "NODE_LOST", failure
     assert "has left the cluster" in failure["message"], failure
+    assert f"node 127.0.0.1/{driver[:8]} has left the cluster" in failure["message"], failure
     assert jobs_of(own_cluster) == {f"{run.name}--a01": "FAILED"}
     assert living(helpers) == []
     run.until_gone()
     until(lambda: not (ground.home / "live" / run.name).exists(), "the registry is empty")
+
+
+def test_a_node_that_does_not_answer_the_sweep_is_named_and_asked_again_until_it_does(
+    ground: Ground, patient_cluster: RayCluster, tmp_path: Path
+) -> None:
+    finished = tmp_path / "finished"
+    spec = spec_of(patient_cluster.address, tmp_path, COUNTING, str(finished))
+    process = start_impatient(ground, spec)
+    run = only_run(ground).until_running()
+    driver = submission_of(run)["driver_node_id"]
+    [silent] = [node for node in patient_cluster.nodes if node.node_id != driver]
+    named = f"node 127.0.0.1/{silent.node_id[:8]} was not seen"
+
+    os.kill(silent.raylet, signal.SIGSTOP)
+    try:
+        finished.touch()
+        exit_code = process.wait(180)
+        meanwhile = reconciled(ground)
+        still_stopped = is_stopped(silent.raylet)
+    finally:
+        os.kill(silent.raylet, signal.SIGCONT)
+    # What it may have gone on to run there.
+    tag = {"MUSTER_RUN_ID": run.name, "MUSTER_ATTEMPT": "1", "MUSTER_COMPONENT": "trainer"}
+    with subprocess.Popen(["sleep", "600"], env={**os.environ, **tag}) as straggler:
+        try:
+            at_last = reconciled(ground)
+            ended_by = straggler.wait(30)
+        finally:
+            straggler.kill()
+    after = reconciled(ground)
+
+    assert still_stopped
+    kind, message = run.state()
+    assert (exit_code, kind) == (0, "COMPLETED"), ground.log("train")
+    assert named in message and "`muster reconcile` asks again" in message, message
+    assert run.record()["message"] == message
+    [attempt] = run.record()["attempts"]
+    assert named in attempt["ray"]["unseen"][0]
+    assert named in ground.log("train")
+    assert (meanwhile[0], named in meanwhile[1]) == (1, True), meanwhile
+    assert at_last[0] == 0, at_last
+    assert f"node 127.0.0.1/{silent.node_id[:8]} was seen" in at_last[1]
+    assert f"pid {straggler.pid}" in at_last[1]
+    assert ended_by == -signal.SIGKILL
+    assert after == (0, "nothing to do\n")
 
 
 def test_a_job_supervisor_that_is_killed_fails_the_run_with_rays_own_reason(

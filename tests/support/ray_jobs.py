@@ -20,6 +20,7 @@ from tasks.processes.ports import PortsReserved
 from tasks.ray.dashboard import Dashboard, JobState
 from tasks.ray.end import Sweep
 from tasks.ray.job import RayJob
+from tasks.ray.nodes import SweepReport
 from tasks.ray.submission import JobPlan
 from tasks.record.outcome import Exit
 
@@ -37,9 +38,9 @@ class Told:
     def emit(self, name: str, **fields: object) -> None:
         self.events.append((name, fields))
 
-    async def sweep(self, gcs_address: str) -> tuple[str, ...]:
+    async def sweep(self, gcs_address: str) -> SweepReport:
         self.swept.append(gcs_address)
-        return ()
+        return SweepReport()
 
     @property
     def names(self) -> list[str]:

@@ -358,6 +358,18 @@ async def test_tree_that_cannot_be_ended_is_told_and_no_clean_verdict(
     assert ("component.stuck", "trainer") in events
 
 
+async def test_machines_that_were_not_seen_are_named_in_the_verdict(begin: MakeAttempt) -> None:
+    attempt = await begin(trainer="complete")
+    attempt.members["trainer"].unseen = ("node 10.0.0.5 was not seen",)
+
+    process("trainer").ends(1.0, code=0)
+    verdict = await verdict_of(attempt)
+
+    assert verdict.state is RunState.COMPLETED
+    assert "trainer: node 10.0.0.5 was not seen" in verdict.message
+    assert verdict.unseen == {"trainer": ("node 10.0.0.5 was not seen",)}
+
+
 async def test_time_before_a_components_start_is_no_silence_of_it(
     begin: MakeAttempt, monkeypatch: pytest.MonkeyPatch
 ) -> None:

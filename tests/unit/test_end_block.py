@@ -154,3 +154,20 @@ def test_without_a_record_the_outcome_is_told_even_so(tmp_path: Path, content: s
 @pytest.mark.parametrize("kind", FailureKind)
 def test_for_each_kind_of_failure_there_is_something_to_do(kind: FailureKind) -> None:
     assert REMEDIES[kind]
+
+
+@pytest.mark.parametrize(
+    ("unseen", "said"),
+    [
+        ([], "cancelled: SIGINT; nothing is left running"),
+        # a node that was not seen may run something still
+        (["node 10.0.0.5 was not seen"], "cancelled: SIGINT"),
+    ],
+)
+def test_nothing_is_said_to_be_left_only_where_all_was_seen(
+    tmp_path: Path, unseen: list[str], said: str
+) -> None:
+    ray = {"submission_id": "x--a01", "component": "trainer", "unseen": unseen}
+    record = written(tmp_path, attempt(1, None, "cancelled") | {"ray": ray})
+
+    assert said in block(state="cancelled", message="SIGINT", record_path=record)

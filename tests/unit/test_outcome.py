@@ -63,6 +63,23 @@ def test_verdict_with_something_left_is_a_failure_whatever_it_was(state: RunStat
     assert verdict.left == {"trainer": (7, 8)}
 
 
+@pytest.mark.parametrize("state", [RunState.COMPLETED, RunState.CANCELLED])
+def test_verdict_names_the_nodes_that_were_not_seen_and_stays_what_it_was(state: RunState) -> None:
+    verdict = Verdict(state=state, message="step 60").with_unseen({"trainer": ("node 7 gone",)})
+
+    assert (verdict.state, verdict.failure) == (state, None)
+    assert verdict.message == "step 60; not every node was seen to be free (trainer: node 7 gone)"
+
+
+def test_failure_names_the_nodes_that_were_not_seen_too() -> None:
+    verdict = Verdict.failed(FAILURE, 1.0).with_unseen({"trainer": ("node 7 gone",)})
+
+    assert verdict.failure is not None and verdict.failure.kind is FailureKind.CUDA_OOM
+    assert verdict.message == str(verdict.failure)
+    assert verdict.message.endswith("not every node was seen to be free (trainer: node 7 gone)")
+    assert Verdict.failed(FAILURE, 1.0).with_unseen({}) == Verdict.failed(FAILURE, 1.0)
+
+
 def test_failure_keeps_its_cause_when_something_is_left() -> None:
     verdict = Verdict.failed(FAILURE, 1.0).with_remains({"api": (7,)})
 

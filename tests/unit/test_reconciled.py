@@ -28,6 +28,7 @@ WAITING = Reconciled(name="b", found="its process (pid 9) was gone", open="guard
         (WAITING, False),
         # any one change counts
         (Reconciled(name="a", found="x", killed=(1,)), True),
+        (Reconciled(name="a", found="x", nodes=("node b was seen",)), True),
         (Reconciled(name="a", found="x", removed=(Path("/tmp/a"),)), True),
         (Reconciled(name="a", found="x", record="failed"), True),
         (Reconciled(name="a", found="x", server="Crashed"), True),
@@ -86,6 +87,7 @@ def test_a_payload_is_plain_data() -> None:
         "found": "its process (pid 812) was gone",
         "killed": [813, 814],
         "jobs": [],
+        "nodes": [],
         "removed": ["/dev/shm/a", "/tmp/b"],
         "record": "failed",
         "server": "Crashed",

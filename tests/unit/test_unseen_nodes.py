@@ -1,0 +1,327 @@
+"""Nodes that do not answer after a job's end; the cluster here is scripted."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tasks.processes.identity import host_name
+from tasks.ray import control_store, nodes
+from tasks.ray.dashboard import Dashboard, JobState, LiveNode, LostNode, NoAnswer
+from tasks.ray.end import Ended, TakeDown
+from tasks.ray.nodes import SweepReport, Swept, UnseenNode, ask_again
+from tasks.ray.submission import SubmissionFile, unseen_notes
+from tasks.record.run_json import SubmissionJson
+from tasks.upkeep import reconcile
+
+ADDRESS = "http://10.0.0.1:8265"
+BEGAN_AT = 1000.0
+SILENT = UnseenNode(node_id="bb", name="10.0.0.5", why="no answer within 60 s")
+NO_NODE = UnseenNode(node_id="", name="10.0.0.1:6379", why="the driver has ended")
+FOUND = Swept(node="10.0.0.5", pid=812, command="train --token s3cret")
+
+
+class Cluster:
+    """What a cluster says of itself, and its sweeps."""
+
+    def __init__(self) -> None:
+        self.living = ["aa", "bb"]
+        self.lost: list[tuple[str, float]] = []
+        self.is_away = False
+        self.report = SweepReport()
+        #: The nodes that each sweep was for; empty for all.
+        self.swept: list[set[str]] = []
+        self.asked: list[str] = []
+
+    def dashboard(self, address: str) -> Any:
+        self.asked.append(address)
+        return self
+
+    async def close(self) -> None: ...
+
+    async def gcs_address(self) -> str:
+        if self.is_away:
+            raise NoAnswer("no answer from http://10.0.0.1:8265")
+        return "10.0.0.1:6379"
+
+    async def job(self, submission_id: str) -> JobState:
+        return JobState(status="SUCCEEDED", ray_job_id="01")
+
+    async def actors_of(self, ray_job_id: str) -> list[Any]:
+        return []
+
+    async def groups_of(self, ray_job_id: str) -> list[Any]:
+        return []
+
+    async def nodes(self) -> list[LiveNode]:
+        return [
+            LiveNode(node_id=one, ip="10.0.0.5", name=one, is_head=False, resources_total={})
+            for one in self.living
+        ]
+
+    async def lost_nodes(self, since: float) -> list[LostNode]:
+        why = "Unexpected termination: health check failed"
+        return [
+            LostNode(node_id=one, ip="10.0.0.7", why=why) for one, at in self.lost if at >= since
+        ]
+
+    async def sweep(self, gcs_address: str, **how: Any) -> SweepReport:
+        self.swept.append(set(how.get("only", ())))
+        return self.report
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    cluster = Cluster()
+
+    async def drivers_of(*_: object) -> frozenset[str]:
+        raise NoAnswer("")
+
+    monkeypatch.setattr(control_store, "drivers_of", drivers_of)
+    monkeypatch.setattr(nodes, "Dashboard", cluster.dashboard)
+    monkeypatch.setattr(nodes, "sweep", cluster.sweep)
+    return cluster
+
+
+@pytest.fixture
+def end(cluster: Cluster, tmp_path: Path, muster_home: Path) -> Callable[..., Ended]:
+    """Ends a job whose sweep comes to a report."""
+    content = SubmissionJson(
+        address=ADDRESS,
+        submission_id="r--a01",
+        run_id="r",
+        attempt=1,
+        component="trainer",
+        submit_began_at=BEGAN_AT,
+        submitted_at=BEGAN_AT,
+    )
+
+    def ended(*unreached: UnseenNode) -> Ended:
+        cluster.report = SweepReport(unreached=unreached)
+        dashboard: Any = cluster
+        down = TakeDown(
+            dashboard=dashboard, submission_id="r--a01", grace_s=0.0, sweep=cluster.sweep
+        )
+        return asyncio.run(down.run(SubmissionFile(tmp_path / "submission.json", content)))
+
+    return ended
+
+
+def noted() -> dict[str, dict[str, str]]:
+    return {note.submission_id: dict(note.nodes) for note in unseen_notes(host_name())}
+
+
+def test_a_job_whose_nodes_were_all_seen_leaves_no_note(end: Callable[..., Ended]) -> None:
+    ended = end()
+
+    assert (ended.left, ended.unseen, noted()) == ((), (), {})
+
+
+def test_a_node_that_did_not_answer_is_named_with_the_reason_and_the_command(
+    end: Callable[..., Ended], tmp_path: Path
+) -> None:
+    ended = end(SILENT)
+
+    said = "node 10.0.0.5 was not seen (no answer within 60 s); `muster reconcile` asks again"
+    assert (ended.left, ended.unseen) == ((), (said,))
+    assert noted() == {"r--a01": {"bb": "10.0.0.5"}}
+    assert json.loads((tmp_path / "submission.json").read_text())["unseen"] == [said]
+
+
+def test_a_sweep_that_reached_no_node_is_said_to_have_seen_none(
+    end: Callable[..., Ended],
+) -> None:
+    ended = end(NO_NODE)
+
+    assert ended.unseen == (
+        "no node was seen (the driver has ended); `muster reconcile` asks again",
+    )
+    assert noted() == {"r--a01": {}}
+
+
+def test_a_node_that_has_left_the_cluster_is_lost_and_not_asked_again(
+    end: Callable[..., Ended], cluster: Cluster
+) -> None:
+    cluster.living = ["aa"]
+    cluster.lost = [("cc", BEGAN_AT + 5), ("dd", BEGAN_AT - 5)]
+
+    ended = end(SILENT)
+
+    health = "Unexpected termination: health check failed"
+    assert ended.unseen == (
+        f"node 10.0.0.7/cc has left the cluster ({health}) and node 10.0.0.5 has left the cluster",
+    )
+    assert noted() == {}
+
+
+def test_a_later_end_in_which_all_were_seen_clears_the_note(end: Callable[..., Ended]) -> None:
+    end(SILENT)
+
+    end()
+
+    assert noted() == {}
+
+
+def test_of_many_nodes_the_first_are_named(end: Callable[..., Ended], cluster: Cluster) -> None:
+    silent = [UnseenNode(node_id=f"n{n}", name=f"n{n}", why="gone") for n in range(100)]
+    cluster.living = [node.node_id for node in silent]
+
+    [said] = end(*silent).unseen
+
+    assert "n0 was not seen (gone)" in said and "and 96 more" in said
+    assert len(noted()["r--a01"]) == 100
+
+
+@pytest.mark.parametrize(
+    ("report", "found"),
+    [
+        (SweepReport(), ("node 10.0.0.5 was seen", "nothing of the job was left there")),
+        # without the command, in which a secret may stand
+        (
+            SweepReport(killed=(FOUND,)),
+            ("node 10.0.0.5 was seen", "ended node 10.0.0.5: pid 812"),
+        ),
+    ],
+)
+def test_a_node_that_answers_at_last_is_told_of_and_forgotten(
+    end: Callable[..., Ended], cluster: Cluster, report: SweepReport, found: tuple[str, ...]
+) -> None:
+    end(SILENT)
+    cluster.report = report
+
+    [run] = reconcile.reconcile_host().runs
+
+    assert (run.name, run.nodes, run.open) == ("r", found, "")
+    assert run.has_acted
+    assert cluster.swept[-1] == {"bb"}
+    assert noted() == {}
+
+
+def test_a_node_that_is_silent_still_stays_noted_and_open(
+    end: Callable[..., Ended], cluster: Cluster
+) -> None:
+    end(SILENT)
+
+    [run] = reconcile.reconcile_host().runs
+
+    assert run.open == "node 10.0.0.5 was not seen (no answer within 60 s)"
+    assert not run.has_acted
+    assert noted() == {"r--a01": {"bb": "10.0.0.5"}}
+
+
+def test_a_node_that_is_gone_by_then_is_said_to_be_and_not_asked(
+    end: Callable[..., Ended], cluster: Cluster
+) -> None:
+    end(SILENT)
+    sweeps = len(cluster.swept)
+    cluster.living = ["aa"]
+
+    [run] = reconcile.reconcile_host().runs
+
+    assert (run.nodes, run.open) == (("node 10.0.0.5 has left the cluster",), "")
+    assert len(cluster.swept) == sweeps
+    assert noted() == {}
+
+
+def test_what_outlives_sigkill_there_is_asked_about_again(
+    end: Callable[..., Ended], cluster: Cluster
+) -> None:
+    end(SILENT)
+    cluster.report = SweepReport(left=(FOUND,))
+
+    [run] = reconcile.reconcile_host().runs
+
+    assert run.open == "outlived SIGKILL: node 10.0.0.5: pid 812"
+    assert noted() == {"r--a01": {"bb": "10.0.0.5"}}
+
+
+def test_where_no_node_was_seen_all_are_asked_and_those_that_answer_are_done(
+    end: Callable[..., Ended], cluster: Cluster
+) -> None:
+    end(NO_NODE)
+    cluster.report = SweepReport(unreached=(SILENT,))
+
+    ask_again(next(unseen_notes(host_name())))
+
+    assert cluster.swept[-1] == set()
+    assert noted() == {"r--a01": {"bb": "10.0.0.5"}}
+
+
+def test_a_cluster_that_is_away_is_asked_once_for_all_its_jobs(
+    end: Callable[..., Ended], cluster: Cluster, muster_home: Path
+) -> None:
+    end(SILENT)
+    note = muster_home / "unseen" / "r--a01.json"
+    other = json.loads(note.read_text()) | {"submission_id": "s--a01", "run_id": "s"}
+    (muster_home / "unseen" / "s--a01.json").write_text(json.dumps(other))
+    cluster.is_away = True
+
+    runs = reconcile.reconcile_host().runs
+
+    assert [run.name for run in runs] == ["r", "s"]
+    assert all("no node was seen (no answer from" in run.open for run in runs)
+    assert len(cluster.asked) == 1
+    assert noted().keys() == {"r--a01", "s--a01"}
+
+
+def test_a_cluster_that_is_away_for_a_day_is_given_up_with_the_command_to_ask_by_hand(
+    end: Callable[..., Ended], cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end(SILENT)
+    cluster.is_away = True
+    monkeypatch.setattr(nodes, "_GIVES_UP_AFTER_S", 0.0)
+
+    [run] = reconcile.reconcile_host().runs
+
+    assert f"`muster sweep --address {ADDRESS} --run-id r` does" in run.nodes[0]
+    assert (run.open, noted()) == ("", {})
+
+
+def test_a_note_of_another_host_is_that_hosts(
+    end: Callable[..., Ended], cluster: Cluster, muster_home: Path
+) -> None:
+    end(SILENT)
+    note = muster_home / "unseen" / "r--a01.json"
+    note.write_text(json.dumps(json.loads(note.read_text()) | {"host": "another"}))
+
+    assert reconcile.reconcile_host().runs == ()
+    assert note.exists()
+
+
+def test_nodes_that_were_taken_out_as_planned_are_not_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def entry(node_id: str, at_s: float, why: str | None) -> dict[str, Any]:
+        return {
+            "node_id": node_id,
+            "node_ip": "10.0.0.7",
+            "end_time_ms": at_s * 1000,
+            "state_message": why,
+        }
+
+    async def state(*_: object, **equal: str) -> list[dict[str, Any]]:
+        assert equal == {"state": "DEAD"}
+        return [
+            entry("aa", 10, "Unexpected termination: health check failed"),
+            entry("bb", 10, "Expected termination: received SIGTERM"),
+            entry("cc", 10, "Terminated due to idle (no Ray activity)"),
+            entry("dd", 10, "Terminated due to preemption"),
+            entry("ee", 10, None),
+            # before the job
+            entry("ff", 9, None),
+        ]
+
+    async def lost() -> list[LostNode]:
+        dashboard = Dashboard(ADDRESS)
+        monkeypatch.setattr(dashboard, "_state", state)
+        try:
+            return await dashboard.lost_nodes(10.0)
+        finally:
+            await dashboard.close()
+
+    assert [node.node_id for node in asyncio.run(lost())] == ["aa", "dd", "ee"]
