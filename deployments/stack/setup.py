@@ -32,8 +32,8 @@ from deployments.stack.env import (
     SET_UP,
 )
 from tasks.processes.identity import host_name
-from tasks.queue.capacity import devices_here
 from tasks.queue.ledger import TYPE
+from tasks.queue.nodes import devices_here
 from tasks.queue.settings import TableNode, settings_of, with_settings
 from tasks.queue.worker import GangWorker
 from tasks.ray.dashboard import ListedCluster

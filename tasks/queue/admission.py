@@ -22,7 +22,6 @@ from prefect.states import Running
 
 from tasks.processes.devices import DeviceHeld, DeviceLease, Devices, listed
 from tasks.processes.identity import host_name
-from tasks.queue.capacity import Capacity
 from tasks.queue.decision import Look, Refused
 from tasks.queue.gate import Gate
 from tasks.queue.grants import (
@@ -35,13 +34,12 @@ from tasks.queue.grants import (
 )
 from tasks.queue.lease import LeaseLost
 from tasks.queue.ledger import GANG_POOLS, QueueEntry
-from tasks.queue.settings import LEFT_OUT, NotThere, PoolSettings, settings_in
+from tasks.queue.nodes import Capacity
+from tasks.queue.settings import DEFAULT_POOL, LEFT_OUT, NotThere, PoolSettings, settings_in
 from tasks.server.events import tell_here
 
 _log = logging.getLogger(__name__)
 
-#: The work pool in whose line a run waits that is of none.
-POOL = "gang"
 _LOOK_EVERY_S = 1.0
 
 
@@ -120,10 +118,8 @@ class _Line:
         granted = await _grant_of_worker(client, flow_run) if may_be_given else None
         if granted is not None and (given := await self._taken(client, granted)) is not None:
             return given
-        found = await _pool_of(client, flow_run)
-        pool = found.name if found is not None else POOL
         self._capacity = self._capacity or Capacity(here=not flow_run.work_pool_name)
-        gate = Gate(client, pool=pool, capacity=self._capacity, announce=tell_here)
+        gate = Gate(client, capacity=self._capacity, announce=tell_here)
         if not self._is_in_line:
             await self._beat(client)
             await self._set(client, PENDING_RESOURCES, "waits for its gang of GPUs")
@@ -217,7 +213,7 @@ async def _pool_of(client: PrefectClient, flow_run: FlowRun) -> WorkPool | None:
     """Its own, where that is one of gangs; else the one in whose line it stands."""
     pools = await client.read_work_pools(work_pool_filter=GANG_POOLS)
     there = {pool.name: pool for pool in pools}
-    return there.get(flow_run.work_pool_name or "") or there.get(POOL)
+    return there.get(flow_run.work_pool_name or "") or there.get(DEFAULT_POOL)
 
 
 async def _grant_of_worker(client: PrefectClient, flow_run: FlowRun) -> Grant | None:

@@ -6,8 +6,9 @@ No I/O: `look` reads what is decided on, and `gate` writes what was decided.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 from uuid import UUID
@@ -15,13 +16,14 @@ from uuid import UUID
 from prefect.client.schemas.objects import State, WorkQueueStatus
 
 from tasks.queue import reasons
-from tasks.queue.capacity import RunningGang, shares_of
 from tasks.queue.grants import not_before
-from tasks.queue.ledger import Ledger, Pool, QueueEntry, Request
-from tasks.queue.policy import Held, NodeFree, Plan, Waiting, class_s, plan
+from tasks.queue.ledger import Ledger, QueueEntry, Request
+from tasks.queue.nodes import NO_TABLE, RunningGang, shares_of
+from tasks.queue.packing import Demand
+from tasks.queue.policy import Held, Plan, Waiting, class_s, plan
 from tasks.queue.reasons import Message
-from tasks.queue.settings import LEFT_OUT, PoolSettings
-from tasks.ray.usage import Cluster
+from tasks.queue.settings import DEFAULT_POOL, LEFT_OUT, PoolSettings
+from tasks.ray.usage import Cluster, ClusterNode
 from tasks.spec.failure_kinds import FailureKind
 
 _HOUR_S = 3600.0
@@ -43,10 +45,11 @@ class Look:
     #: UTC epoch seconds.
     at: float
     ledger: Ledger
-    #: None where the server has no such pool.
-    pool: Pool | None
-    settings: PoolSettings
-    #: Every run of this pool that waits, in the order of the line.
+    #: By pool.
+    settings: Mapping[str, PoolSettings]
+    #: By cluster: what the pools say that use it.
+    rules: Mapping[str, PoolSettings]
+    #: Every run that waits, in the order of the line, whatever its pool.
     line: Sequence[QueueEntry]
     #: By key, the address or nothing: those that could be looked at.
     clusters: Mapping[str, Cluster]
@@ -58,12 +61,10 @@ class Look:
     #: Granted or submitted by a worker that has not come further with them.
     stuck: Sequence[QueueEntry] = ()
     troubles: Sequence[str] = ()
-    #: The hosts that have a worker, which starts processes there; None: nobody can say.
-    served: frozenset[str] | None = None
     #: What the runs of ours hold: `held[flow run id][node name]` GPUs.
     held: dict[UUID, Mapping[str, int]] = field(default_factory=dict, init=False)
-    #: GPUs free on each node after this look's admissions, by cluster and node.
-    free: dict[str, Mapping[str, int]] = field(default_factory=dict, init=False)
+    #: Those with GPUs, by cluster, with what each run has of them, those that start now included.
+    nodes: dict[str, Sequence[ClusterNode]] = field(default_factory=dict, init=False)
     #: To start now, in this order: `gpus[node name]` each.
     admitted: list[tuple[QueueEntry, Mapping[str, int]]] = field(default_factory=list, init=False)
     #: `devices[flow run id][node name]` of those, where nobody else gives them.
@@ -107,37 +108,34 @@ class Look:
 
     def used(self, tag: str) -> int:
         """GPUs of the runs with a tag, those that start now included."""
-        held = (self.held.get(one.id, {}) for one in self.holding if tag in one.request.tags)
-        starting = (gpus for entry, gpus in self.admitted if tag in entry.request.tags)
-        return sum(sum(gpus.values()) for gpus in (*held, *starting))
+        return self._used((tag,), self.admitted)[tag]
 
     def decided(self) -> Look:
         """The same look, with what is to be done."""
         able = [entry for entry in self.waiting if not self._is_barred(entry)]
-        nodes = {key: self._nodes_of(key) for key in self.clusters}
+        here = {key: self._shares_on(key) for key in self.clusters}
         start: list[tuple[QueueEntry, Mapping[str, int]]] = [
             (entry, {}) for entry in able if entry.request.demand is None
         ]
         plans: dict[str, Plan] = {}
-        for key, (free, held) in nodes.items():
-            here = {
+        for key, held in here.items():
+            gangs = {
                 str(entry.id): (entry, demand)
                 for entry in able
                 if entry.request.cluster == key and (demand := entry.request.demand) is not None
             }
             plans[key] = plan(
-                [self._waiting(entry) for entry, _demand in here.values()],
+                [self._waiting(entry, demand) for entry, demand in gangs.values()],
                 held,
-                free,
+                self.nodes[key],
                 self.at,
-                policy=self.settings.policy,
-                limits=self.settings.limits,
-                used=self._used_beside(key, start),
+                policy=self.rules[key].policy,
+                limits=self.rules[key].limits,
+                used=self._used(self.rules[key].limits, start, beside=key),
             )
             for id, places in plans[key].admitted.items():
-                entry, demand = here[id]
+                entry, demand = gangs[id]
                 start.append((entry, dict.fromkeys(places, demand.gpus_per_node)))
-            self.free[key] = plans[key].free
         start.sort(key=lambda one: one[0].place)
         self._take_places(start)
         self._number_devices()
@@ -146,26 +144,42 @@ class Look:
             key = entry.request.cluster
             if key in plans and str(entry.id) in plans[key].reasons:
                 self._explain(entry, number, plans[key], names)
+        for key in self.nodes:
+            self._note_holders(key)
         return self
 
-    def _used_beside(
-        self, key: str, start: Sequence[tuple[QueueEntry, Mapping[str, int]]]
+    def _used(
+        self,
+        tags: Iterable[str],
+        start: Iterable[tuple[QueueEntry, Mapping[str, int]]],
+        *,
+        beside: str | None = None,
     ) -> dict[str, int]:
-        """GPUs of each limited tag on the other clusters, with what starts there now."""
-        have = [(entry, self.held.get(entry.id, {})) for entry in self.holding]
-        used = dict.fromkeys(self.settings.limits, 0)
+        """GPUs of each tag.
+
+        Args:
+            start: What starts now, beside what holds.
+            beside: Not of the runs on this cluster.
+        """
+        used = dict.fromkeys(tags, 0)
+        have = ((entry, self.held.get(entry.id, {})) for entry in self.holding)
         for entry, gpus in (*have, *start):
-            if entry.request.cluster != key:
+            if entry.request.cluster != beside:
                 for tag in used.keys() & entry.request.tags:
                     used[tag] += sum(gpus.values())
         return used
 
     def _is_barred(self, entry: QueueEntry) -> bool:
         """Whether it can't start whatever is free; says why, and holds up nobody."""
-        demand, pool, key = entry.request.demand, self.pool, entry.request.cluster
-        if key not in self.clusters and (demand is not None or key == LEFT_OUT):
+        demand, key = entry.request.demand, entry.request.cluster
+        pool = self.ledger.pools.get(entry.pool)
+        if key == LEFT_OUT:
+            message = reasons.no_answer(
+                demand, "", own_settings(entry, self.settings).why_no_cluster()
+            )
+        elif demand is not None and key not in self.clusters:
             message = reasons.no_answer(demand, key, self.silent.get(key, ""))
-        elif pool is None or entry.pool != pool.name or not entry.is_scheduled:
+        elif pool is None or not entry.is_scheduled:
             return False
         elif pool.work_pool.is_paused:
             message = reasons.paused(demand, pool.name)
@@ -175,49 +189,50 @@ class Look:
             message = reasons.unserved(demand, pool.name, queue.name)
         elif (full := self._full(entry, Counter())) is not None:
             message = full
+        elif entry.is_of_processes and not self.settings[pool.name].nodes:
+            message = reasons.no_answer(demand, key, NO_TABLE)
         else:
             return False
         self.messages[entry.id] = message
         return True
 
-    def _full(self, entry: QueueEntry, taken: Counter[str | None]) -> Message | None:
+    def _full(self, entry: QueueEntry, taken: Counter[tuple[str, str | None]]) -> Message | None:
         """Why a run waits whose pool, or whose queue of the pool, runs as many as it may.
 
         Args:
-            taken: places that runs of this look take, by queue; None: of the pool in all.
+            taken: places that runs of this look take, by pool and queue; None: of the pool in all.
         """
-        if self.pool is None:
+        if (pool := self.ledger.pools.get(entry.pool)) is None:
             return None
-        limits: dict[str | None, int | None] = {None: self.pool.work_pool.concurrency_limit}
-        limits |= {one.name: one.concurrency_limit for one in self.pool.queues.values()}
+        limits: dict[str | None, int | None] = {None: pool.work_pool.concurrency_limit}
+        limits |= {one.name: one.concurrency_limit for one in pool.queues.values()}
         for queue in (None, entry.queue):
             if (limit := limits.get(queue)) is None:
                 continue
-            if self.ledger.running_in(self.pool.name, queue) + taken[queue] >= limit:
-                name = self.pool.name if queue is None else f"{self.pool.name}/{queue}"
+            if self.ledger.running_in(pool.name, queue) + taken[pool.name, queue] >= limit:
+                name = pool.name if queue is None else f"{pool.name}/{queue}"
                 return reasons.at_pool_limit(entry.request.demand, name, limit)
         return None
 
     def _take_places(self, start: Sequence[tuple[QueueEntry, Mapping[str, int]]]) -> None:
-        taken: Counter[str | None] = Counter()
+        taken: Counter[tuple[str, str | None]] = Counter()
         for entry, gpus in start:
             if entry.is_scheduled:
                 if (full := self._full(entry, taken)) is not None:
                     self.messages[entry.id] = full
                     continue
-                taken.update((None, entry.queue))
+                taken.update(((entry.pool, None), (entry.pool, entry.queue)))
             self.admitted.append((entry, gpus))
 
     def _number_devices(self) -> None:
         """Give those that start the lowest devices that nobody has."""
-        cluster = self.clusters.get("")
-        nodes = cluster.nodes if cluster is not None else ()
+        nodes = self.nodes.get("", ())
         free = {node.name: set(node.devices) - node.leased.keys() for node in nodes if node.devices}
         for entry in self.holding:
             for name, has in (entry.grant.devices if entry.grant else {}).items():
                 free.get(name, set()).difference_update(has)
         for entry, gpus in self.admitted:
-            if entry.request.cluster or not entry.request.demand:
+            if not entry.is_of_processes:
                 continue
             given = {
                 name: tuple(sorted(free[name])[:count])
@@ -228,9 +243,8 @@ class Look:
                 free[name].difference_update(has)
             self.devices[entry.id] = given
 
-    def _nodes_of(self, key: str) -> tuple[tuple[NodeFree, ...], list[Held]]:
-        # A head without GPUs is no place for a gang, and nothing to show.
-        nodes = tuple(node for node in self.clusters[key].nodes if node.gpus)
+    def _shares_on(self, key: str) -> list[Held]:
+        """Who has what of a cluster; its nodes as they are beside that are noted."""
         here = {
             str(entry.id): (entry, demand)
             for entry in self.holding
@@ -248,10 +262,13 @@ class Look:
             )
             for id, (one, demand) in here.items()
         ]
+        # A head without GPUs is no place for a gang, and nothing to show.
+        nodes = tuple(node for node in self.clusters[key].nodes if node.gpus)
         shares = shares_of(replace(self.clusters[key], nodes=nodes), gangs)
+        self.nodes[key] = shares.nodes
         self.moved.extend((here[id][0], on) for id, on in shares.moved.items())
         self.held.update((here[id][0].id, gpus) for id, gpus in shares.held.items())
-        held = [
+        return [
             Held(
                 id=id,
                 gpus=shares.held[id],
@@ -262,26 +279,43 @@ class Look:
             )
             for id, (entry, demand) in here.items()
         ]
-        return shares.nodes, held
 
-    def _waiting(self, entry: QueueEntry) -> Waiting:
-        request = entry.request
-        assert request.demand is not None
+    def _note_holders(self, key: str) -> None:
+        held: dict[str, dict[str, int]] = defaultdict(dict)
+        have = ((entry, self.held.get(entry.id, {})) for entry in self.ledger.holding)
+        for entry, given in (*have, *self.admitted):
+            if entry.request.cluster == key:
+                for name, gpus in given.items():
+                    held[name] |= {entry.request.name: gpus} if gpus else {}
+        self.nodes[key] = [
+            replace(node, cluster=key, held=held[node.name]) for node in self.nodes[key]
+        ]
+
+    def _waiting(self, entry: QueueEntry, demand: Demand) -> Waiting:
         return Waiting(
             id=str(entry.id),
-            demand=request.demand,
+            demand=demand,
             place=entry.place,
-            estimate_s=_estimate_s(request),
-            not_before=not_before(entry.flow_run, is_live=bool(request.cluster)),
-            tags=request.tags,
+            estimate_s=_estimate_s(entry.request),
+            not_before=not_before(entry.flow_run, is_live=bool(entry.request.cluster)),
+            tags=entry.request.tags,
             among=self._among(entry),
         )
 
     def _among(self, entry: QueueEntry) -> frozenset[str] | None:
         """The nodes whose hosts can start it; None: any."""
-        if not entry.is_of_processes:
+        if entry.only:
+            return frozenset((entry.only,))
+        if not entry.is_of_processes or (pool := self.ledger.pools.get(entry.pool)) is None:
             return None
-        return frozenset((entry.only,)) if entry.only else self.served
+        table = self._table_of(entry)
+        return table & pool.hosts if pool.hosts else table
+
+    def _table_of(self, entry: QueueEntry) -> frozenset[str]:
+        """The nodes that its pool has for processes like its own."""
+        has_any = entry.is_of_processes and not entry.only and entry.pool in self.settings
+        table = self.settings[entry.pool].nodes if has_any else ()
+        return frozenset(node.name for node in table)
 
     def _ends_at(self, entry: QueueEntry) -> float:
         # From its start, whatever states it has had since; one that outruns its estimate, or is
@@ -293,31 +327,27 @@ class Look:
     def _explain(
         self, entry: QueueEntry, number: int, plan: Plan, names: Mapping[str, str]
     ) -> None:
-        reason = plan.reasons[str(entry.id)]
-        key = entry.request.cluster
-        nodes = self.clusters[key].nodes
-        limit, among = None, self._among(entry)
+        reason, key, among = plan.reasons[str(entry.id)], entry.request.cluster, self._among(entry)
+        limit = None
         if reason.tag:
-            limit = (self.used(reason.tag), self.settings.limits.get(reason.tag, 0))
+            limit = (self.used(reason.tag), self.rules[key].limits.get(reason.tag, 0))
         held = Counter[str]()
         for gpus in self.held.values():
             held.update(gpus)
+        free = {name: gpus for name, gpus in plan.free.items() if among is None or name in among}
+        table = self._table_of(entry) - free.keys()
         self.messages[entry.id] = reasons.message_of(
             entry.request.demand,
             reason,
             names,
-            free={name: gpus for name, gpus in plan.free.items() if among is None or name in among},
-            unserved={
-                name: gpus
-                for name, gpus in plan.free.items()
-                if among is not None and name not in among and not entry.only
-            },
+            free=free,
+            unserved={name: gpus for name, gpus in plan.free.items() if name in table},
             drained={
-                node.name: max(0, int(node.gpus - node.others_gpus) - held[node.name])
-                for node in nodes
+                node.name: max(0, math.floor(node.gpus - node.others_gpus) - held[node.name])
+                for node in self.nodes[key]
                 if node.is_drained
             },
-            others=sum(node.others_gpus for node in nodes),
+            others=sum(node.others_gpus for node in self.nodes[key]),
             now=self.at,
             number=number,
             limit=limit,
@@ -325,6 +355,39 @@ class Look:
         )
         if reason.starts_at is not None:
             self.starts_at[entry.id] = reason.starts_at
+
+
+def pool_of(entry: QueueEntry, settings: Mapping[str, PoolSettings]) -> str:
+    """The pool by whose settings a run waits."""
+    return entry.pool if entry.pool in settings else DEFAULT_POOL
+
+
+def own_settings(entry: QueueEntry, settings: Mapping[str, PoolSettings]) -> PoolSettings:
+    return settings.get(pool_of(entry, settings), PoolSettings())
+
+
+def overgranted(holding: Iterable[QueueEntry], clusters: Mapping[str, Cluster]) -> list[QueueEntry]:
+    """The runs without a process yet whose grant promises what another one has: it came late to the
+    ledger, when its gate had lost the lease."""
+    room = {(key, one.name): one.gpus for key in clusters for one in clusters[key].nodes}
+    devices: set[tuple[str, int]] = set()
+    over = []
+    granted = [(entry, entry.grant) for entry in holding if entry.grant is not None]
+    for entry, grant in sorted(granted, key=lambda one: (_is_to_start(one[0]), one[1].at)):
+        wants = {(entry.request.cluster, name): gpus for name, gpus in grant.nodes.items()}
+        numbered = {(name, one) for name, some in grant.devices.items() for one in some}
+        too_much = any(gpus > room.get(node, gpus) for node, gpus in wants.items())
+        if _is_to_start(entry) and (too_much or not devices.isdisjoint(numbered)):
+            over.append(entry)
+            continue
+        devices |= numbered
+        for node in wants.keys() & room.keys():
+            room[node] -= wants[node]
+    return over
+
+
+def _is_to_start(entry: QueueEntry) -> bool:
+    return entry.is_scheduled and not entry.goes_on
 
 
 def _estimate_s(request: Request) -> float:

@@ -30,13 +30,13 @@ from prefect.exceptions import ObjectNotFound, PrefectException
 from prefect.settings import PREFECT_LOGGING_TO_API_ENABLED
 from prefect.states import Cancelled, Failed
 
-from tasks.queue.capacity import Capacity
 from tasks.queue.decision import Look, Refused
 from tasks.queue.grants import (
     PENDING_RESOURCES,
     Giver,
     Grant,
     forget_process,
+    grant_of,
     is_unchanged,
     no_grant,
     on_nodes,
@@ -47,6 +47,7 @@ from tasks.queue.grants import (
 from tasks.queue.lease import GateLease, LeaseHeld
 from tasks.queue.ledger import QueueEntry, name_where_refused
 from tasks.queue.look import QueueReader
+from tasks.queue.nodes import Capacity
 from tasks.queue.reasons import FREE_NOW, Message, admission_of, kind_of
 from tasks.record.places import muster_home
 from tasks.server.events import Tell
@@ -70,29 +71,26 @@ MayStart = Callable[[QueueEntry, Mapping[str, int]], bool]
 
 
 class Gate:
-    """The gate of one work pool, in one process. Use it in one asyncio loop."""
+    """The gate of a Prefect server, in one process. Use it in one asyncio loop."""
 
     def __init__(
         self,
         client: PrefectClient,
         *,
-        pool: str,
         capacity: Capacity,
         home: Path | None = None,
         announce: Tell = lambda *what, **known: None,
-        host: str = "",
+        worker: tuple[str, str] = ("", ""),
     ) -> None:
         """
         Args:
-            host: of the worker whose gate it is.
+            worker: whose gate it is: its pool and its name.
             announce: tells an event of a flow run; returns at once.
         """
         self.giver = Giver.me()
         self._client = client
         self._announce = announce
-        self._reader = QueueReader(
-            client, pool=pool, capacity=capacity, giver=self.giver, host=host
-        )
+        self._reader = QueueReader(client, capacity=capacity, giver=self.giver, worker=worker)
         self._lease = GateLease(client, home=home or muster_home())
         #: Lines of flow runs, until they are sent in one request. What they tell is in the states,
         #: too: a line that is lost changes nothing.
@@ -199,6 +197,8 @@ class Gate:
         )
         holding.check()
         await self._client.update_flow_run_labels(entry.id, grant.labels())
+        # What was late may promise what was given to others since: the next look sees it.
+        holding.check()
         due = entry.flow_run.expected_start_time or entry.since
         waited_s = max(0.0, now - due.timestamp())
         known = {"nodes": nodes, "gpus": sum(gpus.values()), "waited_s": round(waited_s, 1)}
@@ -208,6 +208,20 @@ class Gate:
             is_first = not entry.flow_run.run_count
             self._note(entry.id, admission_of(gpus, waited_s if is_first else None))
         return replace(entry, grant=grant)
+
+    async def is_granted(self, entry: QueueEntry) -> bool:
+        """Whether the ledger has a run as it was granted: it may have ended, or been taken back,
+        since. Ask just before it is handed over.
+
+        Raises: httpx.HTTPError, PrefectException.
+        """
+        try:
+            found = await self._client.read_flow_run(entry.id)
+        except ObjectNotFound:
+            return False
+        before, now = entry.flow_run.state, found.state
+        is_same = before is not None and now is not None and before.id == now.id
+        return is_same and grant_of(found) == entry.grant
 
     async def _take_back(self, entry: QueueEntry) -> None:
         """What a worker has not come further with waits again, in its place; or has ended, where

@@ -7,8 +7,10 @@ then, before anything is decided, once more what waits.
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
@@ -21,15 +23,16 @@ from prefect.client.schemas.filters import (
     WorkPoolFilter,
     WorkQueueFilter,
 )
-from prefect.client.schemas.objects import FlowRun, StateType, WorkPool, WorkQueue
+from prefect.client.schemas.objects import FlowRun, StateType, WorkerStatus, WorkPool, WorkQueue
 from prefect.client.schemas.sorting import FlowRunSort
 from pydantic import ValidationError
 
+from tasks.processes.identity import host_name
 from tasks.queue.grants import PENDING_RESOURCES, Grant, goes_on, grant_of, waits_on
 from tasks.queue.packing import Demand
 from tasks.queue.settings import LEFT_OUT
 from tasks.record.places import make_run_id
-from tasks.server.flow_runs import HELD, JOBS_GO_ON
+from tasks.server.flow_runs import HELD, JOBS_GO_ON, host_of_worker
 from tasks.spec.errors import InvalidSpec
 from tasks.spec.loading import parse_spec
 from tasks.spec.placeholders import mapping
@@ -44,6 +47,8 @@ _FLOW = "train"
 #: them may start: as many as one request gives.
 WINDOW = 200
 _PAGE = 200
+#: The server itself takes longer to see that one has gone.
+_WORKERS_EVERY_S = 10.0
 #: The name of a run, as its spec has to give it.
 _NAME = re.compile(r"[a-z][a-z0-9-]{0,31}")
 
@@ -222,6 +227,10 @@ class Pool:
 
     work_pool: WorkPool
     queues: Mapping[UUID, WorkQueue]
+    #: The names of those that are online.
+    workers: frozenset[str] = frozenset()
+    #: Where they start processes.
+    hosts: frozenset[str] = frozenset()
 
     @property
     def name(self) -> str:
@@ -246,11 +255,18 @@ class Ledger:
     #: There are more that wait than were looked at.
     is_cut: bool
 
-    def with_clusters(self, names: Mapping[str, str]) -> Ledger:
-        """The same, with each cluster by one of its addresses."""
-        waiting = tuple(entry.with_cluster(names) for entry in self.waiting)
-        holding = tuple(entry.with_cluster(names) for entry in self.holding)
-        return replace(self, waiting=waiting, holding=holding) if names else self
+    @property
+    def looker(self) -> tuple[str, str] | None:
+        """The pool and the name of the worker that looks for all of them: the first that is online;
+        None where none is."""
+        online = ((pool.name, name) for pool in self.pools.values() for name in pool.workers)
+        return min(online, default=None)
+
+    def with_clusters(self, names: Callable[[QueueEntry], Mapping[str, str]]) -> Ledger:
+        """The same, where clusters go by other names: `names(entry)[address]`."""
+        waiting = tuple(entry.with_cluster(names(entry)) for entry in self.waiting)
+        holding = tuple(entry.with_cluster(names(entry)) for entry in self.holding)
+        return replace(self, waiting=waiting, holding=holding)
 
     def running_in(self, pool: str, queue: str | None = None) -> int:
         """How many runs take a place in a pool, or in one of its queues."""
@@ -269,7 +285,11 @@ class LedgerReader:
     PrefectException."""
 
     _client: PrefectClient
+    #: The pool and the name of the worker that reads.
+    _reader: tuple[str, str] = ("", "")
     _requests: dict[UUID, Request] = field(default_factory=dict)
+    #: By pool: its workers that are online, and when that was read.
+    _workers: dict[str, tuple[frozenset[str], float]] = field(default_factory=dict)
     #: So many of WINDOW runs each are looked at, of what waits in one queue of a pool.
     windows: int = 1
 
@@ -302,8 +322,25 @@ class LedgerReader:
         found = {}
         for pool in await self._client.read_work_pools(work_pool_filter=GANG_POOLS):
             queues = await self._client.read_work_queues(work_pool_name=pool.name)
-            found[pool.name] = Pool(work_pool=pool, queues={queue.id: queue for queue in queues})
+            workers = await self._online(pool.name)
+            # The one that reads is online, whatever the server has seen and whatever it is called.
+            is_own = pool.name == self._reader[0]
+            found[pool.name] = Pool(
+                work_pool=pool,
+                queues={queue.id: queue for queue in queues},
+                workers=workers | {self._reader[1]} if is_own else workers,
+                hosts=frozenset((*map(host_of_worker, workers), *[host_name()] * is_own)),
+            )
         return found
+
+    async def _online(self, pool: str) -> frozenset[str]:
+        names, read_at = self._workers.get(pool, (frozenset[str](), -math.inf))
+        if time.monotonic() - read_at < _WORKERS_EVERY_S:
+            return names
+        workers = await self._client.read_workers_for_work_pool(pool)
+        names = frozenset(one.name for one in workers if one.status is WorkerStatus.ONLINE)
+        self._workers[pool] = names, time.monotonic()
+        return names
 
     async def _scheduled(self, pools: Iterable[Pool]) -> tuple[list[FlowRun], bool]:
         found: list[FlowRun] = []

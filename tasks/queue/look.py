@@ -8,21 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 from uuid import UUID
 
 from prefect.client.orchestration import PrefectClient
-from prefect.client.schemas.objects import State, StateType, WorkerStatus
-from prefect.exceptions import ObjectNotFound
+from prefect.client.schemas.objects import State, StateType
 from pydantic import ValidationError
 
 from tasks.processes.ending import holders_of
-from tasks.queue.capacity import Capacity, NoCapacity, why_never
-from tasks.queue.decision import Look, Refused
+from tasks.queue.decision import Look, Refused, overgranted, own_settings, pool_of
 from tasks.queue.grants import (
     BEAT_EVERY_S,
     PENDING_RESOURCES,
@@ -32,11 +28,12 @@ from tasks.queue.grants import (
     may_have_been_cancelled,
 )
 from tasks.queue.ledger import WINDOW, Ledger, LedgerReader, Pool, QueueEntry, Request, fault_of
+from tasks.queue.nodes import Capacity, NoCapacity, why_never, with_drained
 from tasks.queue.packing import Demand
 from tasks.queue.reasons import one_line
-from tasks.queue.settings import LEFT_OUT, PoolSettings, settings_of
-from tasks.ray.usage import Cluster
-from tasks.server.flow_runs import FLOW_RUN_VARIABLE, host_of_worker
+from tasks.queue.settings import LEFT_OUT, PoolSettings, merged, settings_of
+from tasks.ray.usage import Cluster, ClusterNode
+from tasks.server.flow_runs import FLOW_RUN_VARIABLE
 from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.words import commas
 
@@ -56,30 +53,27 @@ _CHECKED_AT_ONCE = 20
 
 
 class QueueReader:
-    """Looks at the queue of one work pool."""
+    """Looks at the queue of a Prefect server: the line of all of its work pools."""
 
     def __init__(
         self,
         client: PrefectClient,
         *,
-        pool: str,
         capacity: Capacity,
         giver: Giver,
-        host: str = "",
+        worker: tuple[str, str] = ("", ""),
     ) -> None:
         """
         Args:
-            host: of the worker that looks, whatever it is called.
+            worker: the pool and the name of the worker that looks.
         """
         self._client = client
-        self._reader = LedgerReader(client)
-        self._pool = pool
+        self._reader = LedgerReader(client, worker)
         self._capacity = capacity
         self._giver = giver
-        self._host = host
-        self._settings = PoolSettings()
-        #: They are those that the pool has now.
-        self._is_read = False
+        #: By pool, the last ones that could be read; and those where that was not the last time.
+        self._settings: dict[str, PoolSettings] = {}
+        self._unread: set[str] = set()
         #: Flow runs whose spec was found in order.
         self._checked: set[UUID] = set()
         #: The last beat of each run that waits in its process, and when it was new here.
@@ -117,28 +111,26 @@ class QueueReader:
         self, carefully: bool, in_flight: frozenset[UUID], patient: frozenset[UUID]
     ) -> Look:
         ledger = await self._reader.read(carefully=carefully)
-        pool = ledger.pools.get(self._pool)
-        troubles = self._read_settings(pool)
-        ledger = ledger.with_clusters(self._settings.left_out)
+        settings, troubles = self._read_settings(ledger.pools)
+        ledger = ledger.with_clusters(lambda one: own_settings(one, settings).left_out)
         now = time.time()
-        stuck = [entry for entry in ledger.holding if self._is_stuck(entry, in_flight, now)]
-        line = [
-            entry
-            for entry in (*ledger.waiting, *(entry for entry in stuck if entry.is_scheduled))
-            # A run of another sort of pool waits in its own process.
-            if entry.pool == self._pool or entry.pool not in ledger.pools
-        ]
+        stuck = [one for one in ledger.holding if self._is_stuck(one, ledger, in_flight, now)]
+        line = [*ledger.waiting, *(entry for entry in stuck if entry.is_scheduled)]
         cancelled = await self._cancelled(line)
         for entry, _cancel in cancelled:
             line.remove(entry)
         gone = [entry for entry in line if self._is_silent(entry)]
         line = sorted((e for e in line if e not in gone), key=lambda entry: entry.place)
-        clusters, silent = await self._clusters([*line, *ledger.holding])
+        clusters, silent = await self._clusters([*line, *ledger.holding], settings)
         names = _one_name_each(clusters)
-        ledger, line = ledger.with_clusters(names), [one.with_cluster(names) for one in line]
+        ledger, line = (
+            ledger.with_clusters(lambda _one: names),
+            [one.with_cluster(names) for one in line],
+        )
         stuck = [one.with_cluster(names) for one in stuck]
-        if "" in clusters:
-            clusters[""] = _with_leases(clusters[""], {str(entry.id) for entry in ledger.holding})
+        stuck += [one for one in overgranted(ledger.holding, clusters) if one not in stuck]
+        rules = _rules([*line, *ledger.holding], settings, clusters, names)
+        clusters = {key: with_drained(one, rules[key].drained) for key, one in clusters.items()}
         troubles += [f"{key or 'the nodes'}: {error}" for key, error in silent.items()]
         if gone:
             who = commas(entry.request.name for entry in gone)
@@ -146,19 +138,19 @@ class QueueReader:
         if ledger.is_cut:
             seen = WINDOW * self._reader.windows
             troubles.append(f"of each queue only the first {seen} that wait are looked at")
+        waits = [entry for entry in line if entry.id not in patient]
         return Look(
             at=now,
             ledger=ledger,
-            pool=pool,
-            settings=self._settings,
+            settings=settings,
+            rules=rules,
             line=line,
             clusters=clusters,
             silent=silent,
-            doomed=await self._doomed([e for e in line if e.id not in patient], clusters),
+            doomed=await self._doomed(waits, clusters, settings, rules),
             cancelled=cancelled,
             stuck=stuck,
             troubles=troubles,
-            served=await self._served(ledger),
         ).decided()
 
     def _is_silent(self, entry: QueueEntry) -> bool:
@@ -172,26 +164,21 @@ class QueueReader:
         self._beats[entry.id] = beat, since
         return now - since > _SILENT_AFTER_S
 
-    async def _served(self, ledger: Ledger) -> frozenset[str] | None:
-        """The hosts with a worker of the pool, by what their workers are called, where the pool has
-        a table of nodes; None where it has no worker."""
-        if not self._settings.nodes or self._pool not in ledger.pools:
-            return None
-        workers = await self._client.read_workers_for_work_pool(self._pool)
-        online = (one.name for one in workers if one.status is WorkerStatus.ONLINE)
-        hosts = frozenset(filter(None, (self._host, *map(host_of_worker, online))))
-        return hosts or None
-
-    def _read_settings(self, pool: Pool | None) -> list[str]:
-        try:
-            if pool is not None:
-                self._settings = settings_of(pool.work_pool.base_job_template)
-            self._is_read = True
-        except ValidationError as error:
-            self._is_read = False
-            # The last good ones stay: a slip of the pen must not let a drained node be used.
-            return [f"the settings of the work pool {self._pool} can't be read: {one_line(error)}"]
-        return []
+    def _read_settings(
+        self, pools: Mapping[str, Pool]
+    ) -> tuple[dict[str, PoolSettings], list[str]]:
+        """Of each pool, and what can't be read."""
+        troubles = []
+        self._unread.clear()
+        for name, pool in pools.items():
+            try:
+                self._settings[name] = settings_of(pool.work_pool.base_job_template)
+            except ValidationError as error:
+                self._unread.add(name)
+                # The last good ones stay: a slip of the pen must not let a drained node be used.
+                why = one_line(error)
+                troubles.append(f"the settings of the work pool {name} can't be read: {why}")
+        return {name: self._settings.get(name, PoolSettings()) for name in pools}, troubles
 
     async def _cancelled(self, line: Sequence[QueueEntry]) -> list[tuple[QueueEntry, State[Any]]]:
         found = []
@@ -207,7 +194,9 @@ class QueueReader:
                 self._came_back[entry.id] = state.id
         return found
 
-    def _is_stuck(self, entry: QueueEntry, in_flight: frozenset[UUID], now: float) -> bool:
+    def _is_stuck(
+        self, entry: QueueEntry, ledger: Ledger, in_flight: frozenset[UUID], now: float
+    ) -> bool:
         state = entry.flow_run.state
         if state is None or entry.goes_on or entry.id in in_flight:
             return False
@@ -220,7 +209,7 @@ class QueueReader:
         is_gone = giver is not None and (giver == self._giver or giver.is_surely_gone())
         if entry.is_scheduled and entry.grant is not None:
             return is_gone or now - entry.grant.at > GIVEN_BACK_AFTER_S
-        if not (state.type is StateType.PENDING or is_cancelled) or entry.pool != self._pool:
+        if not (state.type is StateType.PENDING or is_cancelled) or entry.pool not in ledger.pools:
             return False
         age_s = now - entry.since.timestamp()
         if not is_gone:
@@ -231,22 +220,17 @@ class QueueReader:
         return age_s > _SPAWNED_WITHIN_S and not holders_of(FLOW_RUN_VARIABLE).pids.get(id)
 
     async def _clusters(
-        self, entries: Sequence[QueueEntry]
+        self, entries: Sequence[QueueEntry], settings: Mapping[str, PoolSettings]
     ) -> tuple[dict[str, Cluster], dict[str, str]]:
-        keys = {
-            entry.request.cluster
-            for entry in entries
-            if entry.request.demand is not None or entry.request.cluster == LEFT_OUT
-        }
-        if self._settings.nodes:
-            keys.add("")
-        keys.update(one.address for one in self._settings.clusters)
+        keys = {entry.request.cluster for entry in entries if entry.request.demand is not None}
+        keys = {key for key in keys if key != LEFT_OUT}
+        keys |= {key for one in settings.values() for key in one.keys}
         clusters: dict[str, Cluster] = {}
         silent: dict[str, str] = {}
 
         async def look(key: str) -> None:
             try:
-                clusters[key] = await self._capacity.of(key, self._settings)
+                clusters[key] = await self._capacity.of(key, settings)
             except NoCapacity as error:
                 silent[key] = str(error)
 
@@ -254,9 +238,17 @@ class QueueReader:
         return clusters, silent
 
     async def _doomed(
-        self, line: Sequence[QueueEntry], clusters: Mapping[str, Cluster]
+        self,
+        line: Sequence[QueueEntry],
+        clusters: Mapping[str, Cluster],
+        settings: Mapping[str, PoolSettings],
+        rules: Mapping[str, PoolSettings],
     ) -> list[Refused]:
-        doomed = [one for entry in line if (one := self._why_never(entry, clusters)) is not None]
+        doomed = []
+        for entry in line:
+            kind, why = self._why_never(entry, clusters, settings, rules)
+            if why:
+                doomed.append(Refused(entry=entry, kind=kind, message=why))
         known = self._checked | {one.entry.id for one in doomed}
         unchecked = [entry for entry in line if entry.id not in known]
         for entry in unchecked[:_CHECKED_AT_ONCE]:
@@ -266,37 +258,54 @@ class QueueReader:
                 self._checked.add(entry.id)
         return doomed
 
-    def _largest(self, key: str, cluster: Cluster) -> Cluster | None:
-        """A cluster as it was when it had the most GPUs: a node that reboots will be back.
-
-        None where none with GPUs has joined its head yet.
-        """
-        if not key:
-            return cluster
-        most = max(self._largest_seen.get(key, cluster), cluster, key=_gpus)
-        self._largest_seen[key] = most
-        return most if _gpus(most) else None
-
-    def _why_never(self, entry: QueueEntry, clusters: Mapping[str, Cluster]) -> Refused | None:
-        request = entry.request
+    def _why_never(
+        self,
+        entry: QueueEntry,
+        clusters: Mapping[str, Cluster],
+        settings: Mapping[str, PoolSettings],
+        rules: Mapping[str, PoolSettings],
+    ) -> tuple[FailureKind, str]:
+        """Why a run can never start; empty where it can, or nobody can say."""
+        request, state = entry.request, entry.flow_run.state
         if request.fault:
-            return Refused(entry=entry, kind=FailureKind.USER_ERROR, message=request.fault)
-        cluster = clusters.get(request.cluster)
-        if cluster is not None:
-            cluster = self._largest(request.cluster, cluster)
-        state = entry.flow_run.state
+            return FailureKind.USER_ERROR, request.fault
         has_waited = state is not None and state.name == PENDING_RESOURCES
-        has_waited = has_waited and not entry.waits_in_process
-        if request.cluster == LEFT_OUT and self._is_read and not has_waited:
-            why = self._settings.why_no_cluster()
-            return Refused(entry=entry, kind=FailureKind.USER_ERROR, message=why)
-        if request.demand is None or cluster is None or has_waited:
+        if has_waited and not entry.waits_in_process:
             # What could start when it came waits for nodes that have gone to come back.
-            return None
+            return FailureKind.INFEASIBLE, ""
+        if request.cluster == LEFT_OUT and pool_of(entry, settings) not in self._unread:
+            return FailureKind.USER_ERROR, own_settings(entry, settings).why_no_cluster()
+        cluster = self._largest(entry, clusters, settings)
+        if request.demand is None or cluster is None:
+            return FailureKind.INFEASIBLE, ""
         why = why_never(
             request.demand, cluster, entrypoint=request.entrypoint, only=entry.only
-        ) or _over_a_limit(request, self._settings)
-        return Refused(entry=entry, kind=FailureKind.INFEASIBLE, message=why) if why else None
+        ) or _over_a_limit(request, rules[request.cluster])
+        return FailureKind.INFEASIBLE, why
+
+    def _largest(
+        self,
+        entry: QueueEntry,
+        clusters: Mapping[str, Cluster],
+        settings: Mapping[str, PoolSettings],
+    ) -> Cluster | None:
+        """What there is for a run at most: of a Ray cluster what it was when it had the most GPUs,
+        as a node that reboots will be back; else the table of its pool.
+
+        None where nobody can say, or none with GPUs has joined its head yet.
+        """
+        key = entry.request.cluster
+        if (cluster := clusters.get(key)) is None:
+            return None
+        if key:
+            cluster = max(self._largest_seen.get(key, cluster), cluster, key=_gpus)
+            self._largest_seen[key] = cluster
+        elif entry.pool in settings:
+            table = {node.name for node in settings[entry.pool].nodes}
+            cluster = replace(
+                cluster, nodes=tuple(node for node in cluster.nodes if node.name in table)
+            )
+        return cluster if _gpus(cluster) or (not key and cluster.nodes) else None
 
 
 def _one_name_each(clusters: dict[str, Cluster]) -> dict[str, str]:
@@ -314,15 +323,23 @@ def _gpus(cluster: Cluster) -> int:
     return sum(node.gpus for node in cluster.nodes)
 
 
-def _with_leases(cluster: Cluster, holding: set[str]) -> Cluster:
-    """With what those have leased who are not in the ledger among what others use."""
-    nodes = (
-        replace(
-            node, others_gpus=float(sum(owner not in holding for owner in node.leased.values()))
-        )
-        for node in cluster.nodes
-    )
-    return replace(cluster, nodes=tuple(nodes))
+def _rules(
+    entries: Iterable[QueueEntry],
+    settings: Mapping[str, PoolSettings],
+    clusters: Iterable[str],
+    names: Mapping[str, str],
+) -> dict[str, PoolSettings]:
+    """What holds on each cluster, by the pools that list it, or have a run for it."""
+    users: dict[str, set[str]] = {key: set() for key in clusters}
+    for entry in entries:
+        users.setdefault(entry.request.cluster, set()).add(pool_of(entry, settings))
+    for pool, one in settings.items():
+        for key in one.keys:
+            users.setdefault(names.get(key, key), set()).add(pool)
+    return {
+        key: merged(settings[pool] for pool in sorted(pools) if pool in settings)
+        for key, pools in users.items()
+    }
 
 
 def _over_a_limit(request: Request, settings: PoolSettings) -> str:
@@ -361,24 +378,6 @@ class QueuedRun:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodeUse:
-    """One node, and who holds what of it."""
-
-    cluster: str
-    name: str
-    gpus: int
-    #: For new gangs; 0 on a drained node.
-    free: int
-    #: `held[name of the flow run]` GPUs.
-    held: Mapping[str, int] = field(default_factory=dict)
-    #: In use by others than our runs.
-    others: float = 0.0
-    is_drained: bool = False
-    cpus: float | None = None
-    resources: Mapping[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class QueueView:
     """The line and the nodes of a work pool."""
 
@@ -393,7 +392,7 @@ class QueueView:
     #: How many do: pending and running.
     running: int
     line: tuple[QueuedRun, ...]
-    nodes: tuple[NodeUse, ...]
+    nodes: tuple[ClusterNode, ...]
     #: `used[tag]` and the limit of each tag that has one: `(used, limit)` GPUs.
     tags: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     #: Names of the pool's queues that are paused.
@@ -402,23 +401,29 @@ class QueueView:
     troubles: tuple[str, ...] = ()
 
 
-def view_of(look: Look, pool: str) -> QueueView:
+def view_of(look: Look, name: str) -> QueueView:
     """The line and the nodes of a work pool."""
-    work_pool = look.pool.work_pool if look.pool else None
-    queues = look.pool.queues.values() if look.pool else ()
+    pool = look.ledger.pools.get(name)
+    settings = look.settings.get(name, PoolSettings())
+    waiting = [
+        (number, entry)
+        for number, entry in enumerate(look.waiting, start=1)
+        # Those of another sort of pool, or of none, are shown with each.
+        if entry.pool == name or entry.pool not in look.ledger.pools
+    ]
     return QueueView(
         at=look.at,
-        pool=pool if work_pool else "",
-        policy=look.settings.policy,
-        is_paused=bool(work_pool and work_pool.is_paused),
-        limit=work_pool.concurrency_limit if work_pool else None,
-        running=look.ledger.running_in(pool),
-        line=tuple(
-            _queued(look, entry, number) for number, entry in enumerate(look.waiting, start=1)
+        pool=name if pool else "",
+        policy=settings.policy,
+        is_paused=bool(pool and pool.work_pool.is_paused),
+        limit=pool.work_pool.concurrency_limit if pool else None,
+        running=look.ledger.running_in(name),
+        line=tuple(_queued(look, entry, number) for number, entry in waiting),
+        nodes=tuple(node for _key, nodes in sorted(look.nodes.items()) for node in nodes),
+        tags={tag: (look.used(tag), most) for tag, most in sorted(settings.limits.items())},
+        paused_queues=tuple(
+            sorted(queue.name for queue in pool.queues.values() if queue.is_paused) if pool else ()
         ),
-        nodes=tuple(node for key in sorted(look.clusters) for node in _nodes(look, key)),
-        tags={tag: (look.used(tag), most) for tag, most in sorted(look.settings.limits.items())},
-        paused_queues=tuple(sorted(queue.name for queue in queues if queue.is_paused)),
         troubles=tuple(look.troubles),
     )
 
@@ -442,49 +447,19 @@ def _queued(look: Look, entry: QueueEntry, number: int) -> QueuedRun:
     )
 
 
-def _nodes(look: Look, key: str) -> list[NodeUse]:
-    held: dict[str, dict[str, int]] = defaultdict(dict)
-    have = ((entry, look.held.get(entry.id, {})) for entry in look.ledger.holding)
-    for entry, given in (*have, *look.admitted):
-        if entry.request.cluster == key:
-            for name, gpus in given.items():
-                held[name][entry.request.name] = gpus
-    free = look.free.get(key, {})
-    return [
-        NodeUse(
-            cluster=key,
-            name=node.name,
-            gpus=node.gpus,
-            free=0 if node.is_drained else max(0, free.get(node.name, 0)),
-            held={run: gpus for run, gpus in held[node.name].items() if gpus},
-            others=node.others_gpus,
-            is_drained=node.is_drained,
-            cpus=node.cpus,
-            resources=node.resources,
-        )
-        for node in look.clusters[key].nodes
-        if node.gpus
-    ]
-
-
 class QueueViewer:
     """Looks at the queues of one Prefect server. Use it with one client, in one asyncio loop."""
 
     def __init__(self) -> None:
-        #: What a reader has found out once, it does not ask again.
-        self._readers: dict[str, QueueReader] = {}
+        #: What it has found out once, it does not ask again.
+        self._reader: QueueReader | None = None
 
     async def __call__(self, client: PrefectClient, pool: str) -> QueueView:
         """The queue of a work pool, or of the runs without one where there is no such pool."""
-        if pool not in self._readers:
-            self._readers[pool] = QueueReader(
-                client, pool=pool, capacity=Capacity(), giver=Giver.me()
-            )
-        view = view_of(await self._readers[pool].look(), pool)
-        workers = []
-        with suppress(ObjectNotFound):
-            workers = await client.read_workers_for_work_pool(pool) if view.pool else []
-        if not view.pool or any(worker.status is WorkerStatus.ONLINE for worker in workers):
+        self._reader = self._reader or QueueReader(client, capacity=Capacity(), giver=Giver.me())
+        look = await self._reader.look()
+        view = view_of(look, pool)
+        if not view.pool or look.ledger.pools[pool].workers:
             return view
         # What could start is not in the line: without this it would seem to be on its way.
         trouble = (

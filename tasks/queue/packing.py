@@ -11,8 +11,12 @@ from bisect import bisect_left, insort
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import Literal
 
 from tasks.spec.words import counted
+
+#: How gangs pass each other: not at all; or where the first of the line is not delayed by that.
+Policy = Literal["fifo", "backfill"]
 
 #: Fractions of CPUs do not add up exactly: 0.1 + 0.2 > 0.3.
 _CPU_SLACK = 1e-6

@@ -14,12 +14,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from operator import attrgetter
-from typing import Literal
 
-from tasks.queue.packing import Demand, FreeNodes, NodesAhead
-
-#: How gangs pass each other: not at all; or where the first of the line is not delayed by that.
-Policy = Literal["fifo", "backfill"]
+from tasks.queue.packing import Demand, FreeNodes, NodesAhead, Policy
+from tasks.ray.usage import ClusterNode
 
 _MINUTE_S, _HOUR_S, _DAY_S = 60.0, 3600.0, 86400.0
 
@@ -94,20 +91,6 @@ class Held:
     tags: frozenset[str] = frozenset()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeFree:
-    """What is there for gangs on one node, as if none of ours held anything.
-
-    A drained node has none. Nodes are told apart by name; their index in the sequence is that of
-    the packing rule.
-    """
-
-    name: str
-    gpus: int
-    #: None: CPUs are not counted.
-    cpus: float | None = None
-
-
 class Why(Enum):
     """Why a gang does not start now."""
 
@@ -153,7 +136,7 @@ class Plan:
 def plan(
     waiting: Sequence[Waiting],
     held: Sequence[Held],
-    nodes: Sequence[NodeFree],
+    nodes: Sequence[ClusterNode],
     now: float,
     *,
     policy: Policy = "fifo",
@@ -176,8 +159,9 @@ def plan(
         waiting: in any order; it is sorted by `place`.
         held: what has been given, in any order. On a node that is not among `nodes` it takes no
             room, and still counts for the limits.
-        nodes: in the order of the packing rule: a gang gets the nodes with the fewest free GPUs
-            that suffice, the first of equal ones. CPUs count where they are known.
+        nodes: told apart by name, in the order of the packing rule: a gang gets the nodes with the
+            fewest free GPUs that suffice, the first of equal ones. CPUs count where they are known.
+            What they say is held is not looked at.
         now: by the clock of `ends_at` and `not_before` (s).
         limits: `limits[tag]` GPUs at once for the gangs with a tag; a tag that is missing has none.
         used: `used[tag]` GPUs of the gangs that are elsewhere, and count for the limits.
@@ -211,7 +195,7 @@ class _Pass:
     def __init__(
         self,
         held: Sequence[Held],
-        nodes: Sequence[NodeFree],
+        nodes: Sequence[ClusterNode],
         now: float,
         quota: Quota,
     ) -> None:
@@ -220,7 +204,7 @@ class _Pass:
         self._index = {name: index for index, name in enumerate(self._names)}
         self._running = list(held)
         self._quota = quota
-        gpus, cpus = [node.gpus for node in nodes], [node.cpus for node in nodes]
+        gpus, cpus = [node.usable_gpus for node in nodes], [node.usable_cpus for node in nodes]
         for gang in held:
             self._quota.take(gang.tags, sum(gang.gpus.values()))
             for name, taken in gang.gpus.items():

@@ -9,6 +9,7 @@ import getpass
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
+from operator import attrgetter
 from typing import Any, Self, get_args
 
 from prefect.client.orchestration import PrefectClient
@@ -18,7 +19,7 @@ from prefect.exceptions import ObjectNotFound
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from tasks.processes.identity import host_name
-from tasks.queue.policy import Policy
+from tasks.queue.packing import Policy
 from tasks.ray.dashboard import ListedCluster
 from tasks.server.events import of_pool, told_at_once
 from tasks.spec.errors import MusterError
@@ -72,6 +73,12 @@ class PoolSettings(BaseModel):
         description="Names of nodes that get no new gang; what runs there goes on.",
     )
 
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The clusters that it names: by address; empty for its table of nodes."""
+        listed = tuple(one.address for one in self.clusters)
+        return (*listed, "") if self.nodes else listed
+
     @model_validator(mode="before")
     @classmethod
     def _without_ray(cls, data: object) -> object:
@@ -104,6 +111,32 @@ class PoolSettings(BaseModel):
 
 #: Stands for the address of a cluster that a spec leaves to its pool, until that is known.
 LEFT_OUT = "the pool's cluster"
+#: The pool by whose settings runs wait that are of none.
+DEFAULT_POOL = "gang"
+
+
+def merged(settings: Iterable[PoolSettings]) -> PoolSettings:
+    """What holds on a cluster that several pools use: the nodes of all of their tables, the drains
+    of each, the smaller limit of a tag; and the line is passed only where all of them let it."""
+    every = list(settings)
+    nodes: dict[str, TableNode] = {}
+    limits: dict[str, int] = {}
+    clusters: dict[str, ListedCluster] = {}
+    for one in every:
+        clusters = {listed.address: listed for listed in one.clusters} | clusters
+        for node in one.nodes:
+            nodes[node.name] = max(node, nodes.get(node.name, node), key=attrgetter("gpus"))
+        for tag, most in one.limits.items():
+            limits[tag] = min(most, limits.get(tag, most))
+    return PoolSettings(
+        policy="backfill" if every and all(one.policy == "backfill" for one in every) else "fifo",
+        nodes=tuple(nodes.values()),
+        clusters=tuple(clusters.values()),
+        limits=limits,
+        drained=tuple(dict.fromkeys(name for one in every for name in one.drained)),
+    )
+
+
 #: Where the settings stand among the variables of a pool's base job template.
 VARIABLE = "gang"
 

@@ -31,10 +31,11 @@ from rich.padding import Padding
 from rich.text import Text
 
 from tasks.queue.ledger import request_of
-from tasks.queue.look import NodeUse, QueuedRun, QueueView
+from tasks.queue.look import QueuedRun, QueueView
 from tasks.queue.packing import Demand
 from tasks.queue.reasons import SOON, gang_in_words, is_soon, one_line
 from tasks.queue.settings import NotThere
+from tasks.ray.usage import ClusterNode
 from tasks.server.flow_runs import HELD, SILENT_AFTER_S, worker_of
 from tasks.spec.words import commas, counted, lasting, minute, minute_seen, moment
 
@@ -59,7 +60,7 @@ _INDENT = 7
 def summary_of(view: QueueView) -> tuple[str, ...]:
     """The state of the pool, a line each thing to say."""
     limit = "" if view.limit is None else f" of at most {view.limit}"
-    free = sum(node.free for node in view.nodes)
+    free = sum(node.free_gpus for node in view.nodes)
     gpus = sum(node.gpus for node in view.nodes)
     nodes = counted(len(view.nodes), "node")
     there = f"{free} of {gpus} GPUs are free on {nodes}" if view.nodes else "no node is seen"
@@ -105,7 +106,8 @@ def gang_in_short(demand: Demand | None) -> str:
 
 def as_json(view: QueueView) -> str:
     """The whole look, for programs; times are UTC epoch seconds."""
-    return json.dumps(asdict(view), indent=2, default=dict)
+    nodes = [{**asdict(node), "free": node.free_gpus} for node in view.nodes]
+    return json.dumps({**asdict(view), "nodes": nodes}, indent=2, default=dict)
 
 
 def as_plain(view: QueueView) -> str:
@@ -171,13 +173,13 @@ def _queue_row(run: QueuedRun, now: float, for_a_look: bool) -> Row:
     }
 
 
-def _node_row(node: NodeUse) -> Row:
+def _node_row(node: ClusterNode) -> Row:
     return {
         "cluster": node.cluster or "-",
         "node": f"{node.name} (drained)" if node.is_drained else node.name,
         "GPUs": node.gpus,
-        "free": node.free,
-        "others": f"{node.others:g}",
+        "free": node.free_gpus,
+        "others": f"{node.others_gpus:g}",
         "CPUs": "-" if node.cpus is None else f"{node.cpus:g}",
         "held by": ", ".join(f"{run}: {gpus}" for run, gpus in sorted(node.held.items())) or "-",
     }

@@ -39,13 +39,13 @@ from prefect.workers.process import (
 from pydantic import Field
 
 from tasks.processes.identity import host_name
-from tasks.queue.capacity import Capacity
 from tasks.queue.decision import Look
 from tasks.queue.gate import Gate
 from tasks.queue.grants import forget_process, waiting_state
 from tasks.queue.lease import LeaseLost
 from tasks.queue.ledger import TYPE, QueueEntry
 from tasks.queue.look import view_of
+from tasks.queue.nodes import Capacity
 from tasks.queue.settings import PoolSettings
 from tasks.queue.tables import QueueArtifacts
 from tasks.server.events import Announcer
@@ -56,7 +56,9 @@ _log = logging.getLogger(__name__)
 #: was rewritten is among them; rewrites are rare.
 _ENDED = ("Completed", "Failed", "Crashed", "Cancelled", "TimedOut")
 _SCHEDULED = ("Scheduled", "Late", "PendingResources", "AwaitingRetry")
-_EVENTS = [f"prefect.flow-run.{name}" for name in (*_ENDED, *_SCHEDULED)]
+#: The worker that looks for all has found room for a run that another one is to start.
+_OFFERED = "muster.run.offered"
+_EVENTS = [_OFFERED, *(f"prefect.flow-run.{name}" for name in (*_ENDED, *_SCHEDULED))]
 #: Events that come together are worth one look.
 _SETTLE_S = 0.03
 #: The stream was cut: it is opened again after so long, at most.
@@ -66,8 +68,13 @@ _WAKE_AGAIN_S, _WAKE_AGAIN_AT_MOST_S = 1.0, 30.0
 class Waker:
     """Calls `wake` after events, and when `again_in` says so; one call at a time."""
 
-    def __init__(self, wake: Callable[[], Awaitable[object]]) -> None:
+    def __init__(self, wake: Callable[[], Awaitable[object]], hears: Callable[[str], bool]) -> None:
+        """
+        Args:
+            hears: Whether an event of that name is worth a call.
+        """
         self._wake = wake
+        self._hears = hears
         self._woken = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._timer: asyncio.TimerHandle | None = None
@@ -126,8 +133,9 @@ class Waker:
                     again_s = _WAKE_AGAIN_S
                     # What happened while nobody listened.
                     self._woken.set()
-                    async for _event in subscriber:
-                        self._woken.set()
+                    async for event in subscriber:
+                        if self._hears(event.event):
+                            self._woken.set()
             except Exception as error:
                 self._cut_at = asyncio.get_running_loop().time()
                 _log.debug("no events, again in %.0f s: %r", again_s, error)
@@ -144,7 +152,11 @@ _ASKED_EVERY_S = 0.02
 _CUT_BEFORE_S = 10.0
 _SETTLED_AFTER_TRIES = 15
 #: Each time is a write for the server, which counts a queue as served for 60 s after.
-_SERVED_EVERY_S = 10.0
+_SERVED_EVERY_S = 25.0
+#: A worker that another one looks for looks as seldom as that, should that one have gone.
+_LOOK_ANYWAY_S = 30.0
+#: What was offered, and not taken, is offered again after so long.
+_OFFERED_AGAIN_S = 10.0
 
 
 class GangVariables(ProcessVariables):
@@ -181,6 +193,10 @@ class GangWorker(ProcessWorker):
     _gate: Gate | None = None
     _waker: Waker | None = None
     _served_at = -math.inf
+    #: Whether it is this worker that looks for all workers of the server.
+    _is_looker = True
+    #: Not to look before, by the loop's clock.
+    _look_at = -math.inf
 
     def __init__(self, work_pool_name: str, name: str | None = None, **more: Any) -> None:
         # By it others know which host has a worker, and whose runs are whose.
@@ -303,30 +319,73 @@ class GangWorker(ProcessWorker):
         capacity = Capacity()
         self._exit_stack.push_async_callback(capacity.close)
         announcer = self._exit_stack.enter_context(Announcer(str(self.client.api_url)))
-        pool, announce = self._work_pool_name, announcer.tell_run
+        self._announce = announcer.tell_run
+        #: By flow run: when it was last offered to other workers.
+        self._offered: dict[UUID, float] = {}
         self._gate = Gate(
-            self.client, pool=pool, capacity=capacity, announce=announce, host=host_name()
+            self.client,
+            capacity=capacity,
+            announce=self._announce,
+            worker=(self._work_pool_name, self.name),
         )
-        self._waker = Waker(self.get_and_submit_flow_runs)
+        self._waker = Waker(self._woken, self._hears)
         await self._exit_stack.enter_async_context(self._waker)
         self._exit_stack.push_async_callback(self._stop_telling)
+
+    async def _woken(self) -> None:
+        self._look_at = -math.inf
+        await self.get_and_submit_flow_runs()
+
+    def _hears(self, event: str) -> bool:
+        return self._is_looker != (event == _OFFERED)
 
     async def _next(self, gate: Gate) -> list[WorkerFlowRunResponse]:
         await self._handed_over()
         if not self._granted:
-            look, granted = await gate.decide(self._may_start, self._submitting_flow_run_ids)
-            self._granted.extend(granted)
-            self._tell(gate, look)
+            await self._look(gate)
         if self._is_full():
             self._again(_AGAIN_S)
             return []
-        if not self._granted:
-            return []
-        entry = self._granted.popleft()
-        self._last = entry.id
-        # The next one, as soon as this one is on its way; or what the next look finds.
-        self._again(0.0)
-        return [_response(entry)]
+        while self._granted:
+            entry = self._granted.popleft()
+            if await gate.is_granted(entry):
+                self._last = entry.id
+                # The next one, as soon as this one is on its way; or what the next look finds.
+                self._again(0.0)
+                return [_response(entry)]
+        return []
+
+    async def _look(self, gate: Gate) -> None:
+        """Of the workers of a server one looks for all, and offers the others what is theirs to
+        start: they know the devices of their hosts, and grant it. The server's load does not grow
+        with their number."""
+        now = asyncio.get_running_loop().time()
+        if now < self._look_at or (self._is_full() and not self._is_looker):
+            return
+        look, granted = await gate.decide(self._may_start, self._submitting_flow_run_ids)
+        self._granted.extend(granted)
+        me = (self._work_pool_name, self.name)
+        self._is_looker = look.ledger.looker in (None, me)
+        if self._is_looker:
+            self._offer(look, now)
+            self._tell(gate, look)
+        else:
+            self._look_at = now + _LOOK_ANYWAY_S
+            self._again(_LOOK_ANYWAY_S)
+
+    def _offer(self, look: Look, now: float) -> None:
+        theirs = [
+            (entry, nodes)
+            for entry, nodes in look.admitted
+            if entry.is_scheduled and not self._may_start(entry, nodes)
+        ]
+        ids = {entry.id for entry, _nodes in theirs}
+        self._offered = {id: at for id, at in self._offered.items() if id in ids}
+        for entry, nodes in theirs:
+            if now - self._offered.get(entry.id, -math.inf) >= _OFFERED_AGAIN_S:
+                self._offered[entry.id] = now
+                where = {"pool": entry.pool, "queue": entry.queue, "nodes": dict(nodes)}
+                self._announce(_OFFERED, entry.flow_run, entry.request.name, **where)
 
     async def _handed_over(self) -> None:
         """The run that was handed over last has left its Scheduled state.
@@ -370,7 +429,8 @@ class GangWorker(ProcessWorker):
         try:
             if await gate.tell(look):
                 self._again(0.1)
-            await self._artifacts.show(view_of(look, self._work_pool_name))
+            for pool in look.ledger.pools:
+                await self._artifacts.show(view_of(look, pool))
         except (httpx.HTTPError, PrefectException, LeaseLost) as error:
             self._logger.debug("The queue is not shown: %r", error)
 

@@ -5,9 +5,9 @@ only, as `muster up` starts one, needs a switch in the environment of its driver
 loopback address by the machine's address in its network, where such a cluster does not listen, and
 looks for it there for minutes.
 
-Anybody may write any address into a spec, and whoever looks at the queue asks it. So Ray's
-token and headers go to clusters that an operator has listed; and the token besides to that of the
-run whose process asks.
+Anybody may write any address into a spec, and whoever looks at the queue asks it. So Ray's token
+and headers go to clusters that an operator has listed; and the token besides to that of the run
+whose process asks.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ class ClusterNode:
     gpus: int
     #: None where nobody says.
     cpus: float | None = None
-    #: In use by others than submissions of ours.
+    #: In use by others than runs of ours.
     others_gpus: float = 0.0
     #: In use beside the GPUs of our submissions, be it by others or by an actor of ours that has
     #: none.
@@ -96,6 +96,25 @@ class ClusterNode:
     leased: Mapping[int, str] = field(default_factory=dict)
     #: Nothing new is placed on it: Ray is about to remove it, or an operator wants no gang there.
     is_drained: bool = False
+    #: Its cluster, as the queue calls it.
+    cluster: str = ""
+    #: `held[run]`: the GPUs that the queue has given.
+    held: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def usable_gpus(self) -> int:
+        """What gangs may have of it, as if none held anything; none where it is drained, so that
+        what ends there makes no room."""
+        return 0 if self.is_drained else max(0, math.floor(self.gpus - self.others_gpus + _SLACK))
+
+    @property
+    def usable_cpus(self) -> float | None:
+        return None if self.cpus is None else max(0.0, self.cpus - self.others_cpus)
+
+    @property
+    def free_gpus(self) -> int:
+        """For new gangs."""
+        return max(0, self.usable_gpus - sum(self.held.values()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -101,6 +101,12 @@ TABLE: tuple[Announcement, ...] = (
         *(*_QUEUED, "nodes", "gpus", "waited_s"),
         by=GATE,
     ),
+    _one(
+        "run.offered",
+        "there is room for a run, which a worker other than the one that looks is to start",
+        *(*_QUEUED, "nodes"),
+        by=GATE,
+    ),
     _one("run.started", "an attempt has begun", *_RUN, "directory", "resume_from", "is_adopted"),
     _one("run.ready", "every component is ready", *_RUN),
     _one(

@@ -20,8 +20,8 @@ from prefect import get_client
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from tasks.processes import tree
-from tasks.queue.capacity import Capacity
 from tasks.queue.gate import Gate
+from tasks.queue.nodes import Capacity
 from tests.benchmarks.footprint import cpu_ns, cpu_percent, memory_mb
 from tests.benchmarks.limits_series import By, database_mb, server_pid
 from tests.benchmarks.report import Missing, Row, say
@@ -174,7 +174,7 @@ async def _looked(pool: GangPool, looks: int) -> tuple[list[float], float]:
     each_ms = []
     capacity = Capacity()
     async with get_client() as client:
-        gate = Gate(client, pool=pool.name, capacity=capacity, home=pool.ground.home)
+        gate = Gate(client, capacity=capacity, home=pool.ground.home)
         await gate.decide(lambda entry, nodes: True)
         used_before = time.process_time()
         for _ in range(looks):

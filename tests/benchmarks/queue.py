@@ -18,7 +18,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tasks.queue.policy import NodeFree
+from tasks.ray.usage import ClusterNode
 from tests.benchmarks.queue_passes import measure
 from tests.benchmarks.queue_replay import Replay, replay
 from tests.benchmarks.queue_trace import BadTrace, read_trace
@@ -33,7 +33,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns: 0; 2 if the trace can't be read or the starts can't be written. Bad options exit 2.
     """
     options = _parser().parse_args(arguments)
-    cluster = [NodeFree(name=f"node-{i}", gpus=options.gpus_per_node) for i in range(options.nodes)]
+    cluster = [
+        ClusterNode(name=f"node-{i}", gpus=options.gpus_per_node) for i in range(options.nodes)
+    ]
     try:
         jobs = read_trace(
             options.trace, gpus_per_node=options.gpus_per_node, compress=options.compress

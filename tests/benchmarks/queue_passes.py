@@ -7,8 +7,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tasks.queue.packing import Demand
-from tasks.queue.policy import Held, NodeFree, Plan, Policy, Waiting, plan
+from tasks.queue.packing import Demand, Policy
+from tasks.queue.policy import Held, Plan, Waiting, plan
+from tasks.ray.usage import ClusterNode
 from tests.benchmarks.report import Result, Row, Sample, interleaved
 from tests.support.slow_plan import slow_plan
 
@@ -24,7 +25,7 @@ class Line:
     policy: Policy
     waiting: Sequence[Waiting]
     held: Sequence[Held]
-    nodes: Sequence[NodeFree]
+    nodes: Sequence[ClusterNode]
 
 
 def measure(*, quick: bool) -> Result:
@@ -58,8 +59,8 @@ def _sample(way: Callable[..., Plan], line: Line) -> Sample:
 
 def _lines(count: int) -> list[Line]:
     """Lines that are hard on a pass: nobody passes the head, or each is a case of its own."""
-    nodes = [NodeFree(name=f"node-{i}", gpus=_GPUS) for i in range(_NODES)]
-    with_cpus = [NodeFree(name=node.name, gpus=node.gpus, cpus=64.0) for node in nodes]
+    nodes = [ClusterNode(name=f"node-{i}", gpus=_GPUS) for i in range(_NODES)]
+    with_cpus = [ClusterNode(name=node.name, gpus=node.gpus, cpus=64.0) for node in nodes]
     one_taken = [_held(node.name, 0) for node in nodes]
     one_left = [_held(node.name, i) for node in nodes for i in range(_GPUS - 1)]
     size = f"{count:,} waiting"

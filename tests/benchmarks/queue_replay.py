@@ -11,8 +11,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tasks.queue.capacity import why_never
-from tasks.queue.policy import Held, NodeFree, Plan, Policy, Waiting, class_s, plan
+from tasks.queue.nodes import why_never
+from tasks.queue.packing import Policy
+from tasks.queue.policy import Held, Plan, Waiting, class_s, plan
 from tasks.ray.usage import Cluster, ClusterNode
 from tests.benchmarks.queue_trace import Job
 
@@ -48,7 +49,7 @@ class Replay:
 
 def replay(
     jobs: Sequence[Job],
-    nodes: Sequence[NodeFree],
+    nodes: Sequence[ClusterNode],
     policy: Policy,
     *,
     estimate_s: Callable[[Job], float] = lambda job: class_s(job.duration_s),

@@ -148,11 +148,12 @@ def _served(directory: Path) -> Iterator[Mapping[str, tuple[GangPool, subprocess
         server.start()
         pools = {}
         for number, way in enumerate(_WAYS):
-            polling = {"PREFECT_WORKER_QUERY_SECONDS": str(way.poll_s)}
+            name = f"{way.type}-{number}"
+            variables = {"PREFECT_WORKER_QUERY_SECONDS": str(way.poll_s), "MUSTER_HOST": name}
             home = directory / f"home-{number}"
-            host = Host(home=home, api=server.api, variables=polling)
+            host = Host(home=home, api=server.api, variables=variables)
             stack.callback(host.clear)
-            nodes = {f"{way.type}-{number}": 8}
+            nodes = {name: 8}
             pool = GangPool(
                 ground=host, server=server, type=way.type, name=f"pool-{number}", nodes=nodes
             )

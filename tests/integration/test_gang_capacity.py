@@ -14,9 +14,8 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from tasks.queue.capacity import Capacity, NoCapacity, RunningGang, shares_of
+from tasks.queue.nodes import Capacity, NoCapacity, RunningGang, shares_of
 from tasks.queue.packing import Demand
-from tasks.queue.settings import PoolSettings
 from tasks.ray.usage import Cluster
 from tests.support import keeper
 from tests.support.ray_cluster import RayCluster
@@ -46,7 +45,6 @@ class Stranger:
 stranger = Stranger.remote()
 time.sleep(3600)
 """
-SETTINGS = PoolSettings()
 GANG_OF_3 = Demand(nodes=2, gpus_per_node=3, cpus_per_gpu=3)
 
 
@@ -70,7 +68,7 @@ async def seen(
     """The first look that shows it."""
     deadline = time.monotonic() + WITHIN_S
     while True:
-        found = await capacity.of(cluster.address, SETTINGS)
+        found = await capacity.of(cluster.address, {})
         if is_so(found):
             return found
         assert time.monotonic() < deadline, f"not in time: {found}"
@@ -106,12 +104,12 @@ async def test_what_a_run_of_ours_has_taken_is_told_from_what_others_use(
     assert sum(node.others_cpus for node in found.nodes) == 1
     assert {node.resources.get("worker_node") for node in found.nodes if node.gpus} == {100}
     assert known.held[run_id] == found.taken[run_id]
-    assert sum(node.gpus for node in known.nodes) == 14
-    assert sum(node.gpus for node in unknown.nodes) == 7
+    assert sum(node.usable_gpus for node in known.nodes) == 14
+    assert sum(node.usable_gpus for node in unknown.nodes) == 7
 
     assert await ours.end() == await theirs.end() == ()
     freed = await seen(capacity, ray_cluster, lambda now: of_all(now) == {"taken": 0, "others": 0})
-    assert sorted(node.gpus for node in shares_of(freed, []).nodes) == [0, 8, 8]
+    assert sorted(node.usable_gpus for node in shares_of(freed, []).nodes) == [0, 8, 8]
 
 
 @contextlib.contextmanager
@@ -142,13 +140,13 @@ async def test_a_head_that_stands_still_is_no_answer_in_time_and_answers_when_it
                 # The second time it holds nobody up.
                 for _ in range(2):
                     with pytest.raises(NoCapacity, match=r"the control store of \S+ within 1 s"):
-                        await capacity.of(cluster.address, SETTINGS)
+                        await capacity.of(cluster.address, {})
             await answers(capacity, cluster)
 
             with suspended(cluster, "dashboard.py"):
-                assert (await capacity.of(cluster.address, SETTINGS)).nodes
+                assert (await capacity.of(cluster.address, {})).nodes
                 with pytest.raises(NoCapacity, match=r"the dashboard of \S+ within 1 s"):
-                    await fresh.of(cluster.address, SETTINGS)
+                    await fresh.of(cluster.address, {})
             await answers(fresh, cluster)
         finally:
             await capacity.close()
@@ -160,7 +158,7 @@ async def answers(capacity: Capacity, cluster: RayCluster) -> None:
     deadline = time.monotonic() + WITHIN_S
     while True:
         try:
-            assert (await capacity.of(cluster.address, SETTINGS)).nodes
+            assert (await capacity.of(cluster.address, {})).nodes
             return
         except NoCapacity:
             assert time.monotonic() < deadline

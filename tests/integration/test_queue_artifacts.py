@@ -15,10 +15,11 @@ from prefect.client.orchestration import PrefectClient, get_client
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from tasks.queue import command
-from tasks.queue.look import NodeUse, QueuedRun, QueueView
+from tasks.queue.look import QueuedRun, QueueView
 from tasks.queue.packing import Demand
 from tasks.queue.settings import settings_of
 from tasks.queue.tables import ROWS_AT_MOST, QueueArtifacts, keys_of
+from tasks.ray.usage import ClusterNode
 from tasks.show.arguments import run
 from tests.support.ground import sleepers
 from tests.support.prefect_api import ask
@@ -56,7 +57,7 @@ def queued(number: int, reason: str = "waits behind earlier runs of the line") -
 
 
 def view(pool: str, *line: QueuedRun, at: float = 1_767_359_130.0, running: int = 1) -> QueueView:
-    node = NodeUse(cluster="", name="gpu-1", gpus=8, free=0, held={"run-0": 8})
+    node = ClusterNode(cluster="", name="gpu-1", gpus=8, held={"run-0": 8})
     return QueueView(
         at=at,
         pool=pool,

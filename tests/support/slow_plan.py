@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from tasks.queue.packing import Demand
-from tasks.queue.policy import Held, NodeFree, Plan, Policy, Reason, Waiting, Why
+from tasks.queue.packing import Demand, Policy
+from tasks.queue.policy import Held, Plan, Reason, Waiting, Why
+from tasks.ray.usage import ClusterNode
 
 
 @dataclass
@@ -37,7 +38,7 @@ Vector = dict[str, Free]
 def slow_plan(
     waiting: Sequence[Waiting],
     held: Sequence[Held],
-    nodes: Sequence[NodeFree],
+    nodes: Sequence[ClusterNode],
     now: float,
     *,
     policy: Policy = "fifo",
@@ -92,7 +93,7 @@ def slow_plan(
     return Plan(admitted=admitted, reasons=reasons, free=left)
 
 
-def free_now(nodes: Sequence[NodeFree], running: Sequence[Held]) -> Vector:
+def free_now(nodes: Sequence[ClusterNode], running: Sequence[Held]) -> Vector:
     free = {node.name: Free(i, node.gpus, node.cpus) for i, node in enumerate(nodes)}
     for gang in running:
         for name, gpus in gang.gpus.items():

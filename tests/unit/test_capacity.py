@@ -12,7 +12,7 @@ import pytest_asyncio
 from tasks.processes import devices
 from tasks.processes.devices import DeviceLease, Devices
 from tasks.processes.identity import host_name
-from tasks.queue.capacity import Capacity, NoCapacity
+from tasks.queue.nodes import Capacity, NoCapacity, with_drained
 from tasks.queue.settings import PoolSettings, TableNode
 from tasks.ray.dashboard import Denied, NoAnswer
 from tasks.ray.usage import Cluster, ClusterNode
@@ -82,7 +82,7 @@ async def capacity(look: FakeLook) -> AsyncIterator[Capacity]:
 
 
 async def test_a_cluster_is_told_with_what_is_used_of_it(capacity: Capacity) -> None:
-    cluster = await capacity.of(RAY, PoolSettings())
+    cluster = await capacity.of(RAY, {})
 
     assert cluster == USE
 
@@ -102,7 +102,7 @@ async def test_a_cluster_is_told_with_what_is_used_of_it(capacity: Capacity) -> 
 async def test_nodes_are_drained_by_their_names_and_by_their_hosts(
     capacity: Capacity, drained: tuple[str, ...], found: set[str]
 ) -> None:
-    cluster = await capacity.of(RAY, PoolSettings(drained=drained))
+    cluster = with_drained(await capacity.of(RAY, {}), drained)
 
     assert {node.name for node in cluster.nodes if node.is_drained} == found
 
@@ -110,19 +110,19 @@ async def test_nodes_are_drained_by_their_names_and_by_their_hosts(
 async def test_runs_without_a_cluster_are_placed_on_the_pools_table(capacity: Capacity) -> None:
     table = (TableNode(name="n1", gpus=8), TableNode(name="n2", gpus=4, cpus=16))
 
-    cluster = await capacity.of("", PoolSettings(nodes=table, drained=("n2",)))
+    cluster = await capacity.of("", {"gang": PoolSettings(nodes=table)})
 
     assert cluster == Cluster(
         nodes=(
             ClusterNode(name="n1", gpus=8, devices=tuple(range(8))),
-            ClusterNode(name="n2", gpus=4, cpus=16.0, devices=tuple(range(4)), is_drained=True),
+            ClusterNode(name="n2", gpus=4, cpus=16.0, devices=tuple(range(4))),
         )
     )
 
 
 async def test_a_pool_without_a_table_says_what_is_missing(capacity: Capacity) -> None:
     with pytest.raises(NoCapacity, match="the work pool lists none"):
-        await capacity.of("", PoolSettings())
+        await capacity.of("", {})
 
 
 @pytest.mark.parametrize(
@@ -140,10 +140,10 @@ async def test_a_cluster_that_can_not_be_looked_at_is_told_with_the_reason(
     look.answer = error
 
     with pytest.raises(NoCapacity, match=words):
-        await capacity.of(RAY, PoolSettings())
+        await capacity.of(RAY, {})
     look.answer = USE
 
-    assert await capacity.of(RAY, PoolSettings()) == USE
+    assert await capacity.of(RAY, {}) == USE
 
 
 async def test_a_silent_cluster_holds_up_a_caller_once_and_is_there_when_it_answers(
@@ -153,7 +153,7 @@ async def test_a_silent_cluster_holds_up_a_caller_once_and_is_there_when_it_answ
 
     for _ in range(3):
         with pytest.raises(NoCapacity, match="no answer in time"):
-            await capacity.of(RAY, PoolSettings())
+            await capacity.of(RAY, {})
         await asyncio.sleep(0)
     looks_while_silent = look.looks
     look.answers.set()
@@ -168,7 +168,7 @@ async def _answer(capacity: Capacity) -> Cluster:
     async with asyncio.timeout(WITHIN_S):
         while True:
             try:
-                return await capacity.of(RAY, PoolSettings())
+                return await capacity.of(RAY, {})
             except NoCapacity:
                 await asyncio.sleep(0)
 
@@ -185,7 +185,7 @@ def nvml(monkeypatch: pytest.MonkeyPatch, muster_home: Path) -> FakeNvml:
 async def test_this_machine_is_a_node_with_the_gpus_of_its_driver(nvml: FakeNvml) -> None:
     capacity = Capacity(here=True)
 
-    cluster = await capacity.of("", PoolSettings(drained=("other",)))
+    cluster = await capacity.of("", {"gang": PoolSettings(drained=("other",))})
 
     assert cluster == Cluster(nodes=(ClusterNode(name=host_name(), gpus=2, devices=(0, 1)),))
 
@@ -193,7 +193,7 @@ async def test_this_machine_is_a_node_with_the_gpus_of_its_driver(nvml: FakeNvml
 async def test_a_table_goes_before_this_machine(nvml: FakeNvml) -> None:
     capacity = Capacity(here=True)
 
-    cluster = await capacity.of("", PoolSettings(nodes=(TableNode(name="n1", gpus=8),)))
+    cluster = await capacity.of("", {"gang": PoolSettings(nodes=(TableNode(name="n1", gpus=8),))})
 
     assert [(node.name, node.devices) for node in cluster.nodes] == [("n1", tuple(range(8)))]
 
@@ -204,7 +204,7 @@ async def test_of_this_machine_in_a_table_only_what_may_be_given_counts(
     monkeypatch.setenv("MUSTER_GPUS", "1")
     table = PoolSettings(nodes=(TableNode(name=host_name(), gpus=8),))
 
-    [node] = (await Capacity().of("", table)).nodes
+    [node] = (await Capacity().of("", {"gang": table})).nodes
 
     assert (node.gpus, node.devices) == (1, (1,))
 
@@ -212,7 +212,7 @@ async def test_of_this_machine_in_a_table_only_what_may_be_given_counts(
 async def test_what_another_run_of_this_machine_has_leased_is_told(nvml: FakeNvml) -> None:
     lease = DeviceLease(Devices.here(), (1,), "somebody")
     try:
-        [node] = (await Capacity(here=True).of("", PoolSettings())).nodes
+        [node] = (await Capacity(here=True).of("", {})).nodes
     finally:
         lease.close()
 
@@ -223,4 +223,4 @@ async def test_a_driver_that_does_not_answer_is_no_machine_without_gpus(nvml: Fa
     nvml.is_silent = True
 
     with pytest.raises(NoCapacity, match=r"can't be counted: NVML: Driver Not Loaded"):
-        await Capacity(here=True).of("", PoolSettings())
+        await Capacity(here=True).of("", {})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tasks.queue.capacity import why_never
+from tasks.queue.nodes import why_never
 from tasks.queue.packing import Demand
 from tasks.ray.usage import Cluster, ClusterNode
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 import pytest
 
-from tasks.queue.capacity import RunningGang, shares_of
+from tasks.queue.nodes import RunningGang, shares_of
 from tasks.queue.packing import Demand
-from tasks.queue.policy import Held, NodeFree, Waiting, plan
+from tasks.queue.policy import Held, Waiting, plan
 from tasks.ray.usage import Cluster, ClusterNode
 
 A = ClusterNode(name="a", gpus=8, cpus=32)
@@ -24,8 +24,8 @@ def gang(run_id: str, nodes: int, gpus: int, **promised: int) -> RunningGang:
     return RunningGang(id=run_id, run_id=run_id, demand=demand, promised=promised)
 
 
-def gpus_of(nodes: tuple[NodeFree, ...]) -> dict[str, int]:
-    return {node.name: node.gpus for node in nodes}
+def gpus_of(nodes: tuple[ClusterNode, ...]) -> dict[str, int]:
+    return {node.name: node.usable_gpus for node in nodes}
 
 
 def left(cluster: Cluster, *running: RunningGang) -> dict[str, int]:
@@ -42,8 +42,8 @@ def test_all_of_a_free_cluster_is_there_in_the_order_of_its_nodes() -> None:
     shares = shares_of(cluster(B, A), [])
 
     assert shares.nodes == (
-        NodeFree(name="b", gpus=8, cpus=32),
-        NodeFree(name="a", gpus=8, cpus=32),
+        ClusterNode(name="b", gpus=8, cpus=32),
+        ClusterNode(name="a", gpus=8, cpus=32),
     )
     assert shares.held == {}
 
@@ -106,7 +106,7 @@ def test_cpus_that_others_use_are_not_there_and_unknown_ones_stay_unknown() -> N
 
     shares = shares_of(cluster(node, ClusterNode(name="b", gpus=8)), [])
 
-    assert [node.cpus for node in shares.nodes] == [24.5, None]
+    assert [node.usable_cpus for node in shares.nodes] == [24.5, None]
 
 
 def test_a_run_of_ours_that_the_ledger_does_not_know_is_one_of_the_others() -> None:
@@ -193,7 +193,7 @@ def test_a_run_that_ends_and_the_one_that_took_its_place_both_count() -> None:
     on = {
         node.name: sum(h.get(node.name, 0) for h in shares.held.values()) for node in shares.nodes
     }
-    assert [node.gpus - on[node.name] for node in shares.nodes] == [-5, 1]
+    assert [node.usable_gpus - on[node.name] for node in shares.nodes] == [-5, 1]
 
 
 def test_a_promise_follows_a_run_as_soon_as_nobody_else_was_promised_that() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -19,10 +20,10 @@ from prefect.settings import PREFECT_LOGGING_TO_API_ENABLED, temporary_settings
 
 from tasks.processes.identity import ProcessId, boot_id, host_name
 from tasks.queue import gate, look
-from tasks.queue.capacity import Capacity
 from tasks.queue.gate import Gate
-from tasks.queue.grants import Giver, Grant
+from tasks.queue.grants import Giver, Grant, grant_of, no_grant
 from tasks.queue.ledger import QueueEntry
+from tasks.queue.nodes import Capacity
 from tasks.queue.settings import PoolSettings, TableNode, with_settings
 from tasks.queue.worker import GangWorker
 from tasks.ray.usage import Cluster, ClusterNode
@@ -82,7 +83,7 @@ def looks(server: ScriptedPrefect, count: int = 1, one: Gate | None = None) -> l
     async def look_on() -> list[QueueEntry]:
         capacity = Capacity()
         client: Any = server
-        it = one or Gate(client, pool="gang", capacity=capacity)
+        it = one or Gate(client, capacity=capacity)
         started: list[QueueEntry] = []
         for _ in range(count):
             seen, found = await it.decide(lambda entry, nodes: True)
@@ -353,7 +354,7 @@ def test_a_message_ends_no_grant_of_another_gate(server: ScriptedPrefect) -> Non
 
     async def two_gates() -> None:
         capacity, client = Capacity(), server
-        slow, fast = (Gate(client, pool="gang", capacity=capacity) for _ in range(2))  # type: ignore[arg-type]
+        slow, fast = (Gate(client, capacity=capacity) for _ in range(2))  # type: ignore[arg-type]
         seen, _none = await slow.decide(lambda entry, nodes: True)
         server.set(holder, State(type=StateType.COMPLETED))
         _look, started = await fast.decide(lambda entry, nodes: True)
@@ -428,7 +429,7 @@ def test_nothing_is_kept_for_a_run_whose_process_is_not_heard_of(
 
     async def passes() -> list[list[UUID]]:
         capacity, client = Capacity(), cast(Any, server)
-        one = Gate(client, pool="gang", capacity=capacity)
+        one = Gate(client, capacity=capacity)
         found = [await started(one)]
         clock[0] += 30
         server.patch(gone, labels={"muster.gang.beat": 2.0, "muster.gang.host": "n1"})
@@ -454,7 +455,7 @@ def test_only_what_the_largest_cluster_seen_could_never_hold_is_refused() -> Non
 
     async def passes(count: int) -> list[str]:
         client: Any = server
-        one = Gate(client, pool="gang", capacity=Capacity(look=Growing))  # type: ignore[arg-type]
+        one = Gate(client, capacity=Capacity(look=Growing))  # type: ignore[arg-type]
         for _ in range(count):
             await one.decide(lambda entry, nodes: False)
         return server.history(run)
@@ -464,3 +465,49 @@ def test_only_what_the_largest_cluster_seen_could_never_hold_is_refused() -> Non
     nodes = [("n1",)] * 3
 
     assert asyncio.run(passes(1)) == ["Scheduled", "Failed"]
+
+
+def test_a_grant_that_was_written_late_promises_nothing_twice() -> None:
+    server = ScriptedPrefect(template(8))
+    early, late = server.submit(spec()), server.submit(spec())
+    client: Any = server
+
+    async def passes() -> list[UUID]:
+        capacity = Capacity()
+        slow, fast = (Gate(client, capacity=capacity) for _ in range(2))
+        _look, granted = await fast.decide(lambda entry, nodes: True)
+        assert [entry.id for entry in granted] == [early]
+        # The other gate has lost the lease, and its label comes now.
+        state = server.run(late).state
+        assert state is not None
+        written = Grant(
+            nodes={"n1": 8},
+            devices={"n1": tuple(range(8))},
+            state_id=str(state.id),
+            at=time.time() + 1,
+            by=slow.giver,
+        )
+        server.patch(late, labels=written.labels())
+        started = []
+        for gate_ in (slow, fast, slow):
+            _look, found = await gate_.decide(lambda entry, nodes: True, in_flight=[early])
+            started += [entry.id for entry in found]
+        return started
+
+    assert asyncio.run(passes()) == []
+    assert grant_of(server.run(late)) is None
+    assert grant_of(server.run(early)) is not None
+
+
+def test_a_run_is_not_handed_over_once_its_grant_is_gone(server: ScriptedPrefect) -> None:
+    client: Any = server
+    kept, cancelled, sent_back = (server.submit(spec(gpus=2)) for _ in range(3))
+
+    async def handed_over() -> list[UUID]:
+        one = Gate(client, capacity=Capacity())
+        _look, granted = await one.decide(lambda entry, nodes: True)
+        server.cancel(cancelled)
+        server.patch(sent_back, labels=no_grant())
+        return [entry.id for entry in granted if await one.is_granted(entry)]
+
+    assert asyncio.run(handed_over()) == [kept]

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from tasks.queue.packing import Demand
-from tasks.queue.policy import Held, NodeFree, Policy, Reason, Waiting, Why, plan
+from tasks.queue.packing import Demand, Policy
+from tasks.queue.policy import Held, Reason, Waiting, Why, plan
+from tasks.ray.usage import ClusterNode
 from tests.support.slow_plan import slow_plan
 
 NOW = 1000.0
@@ -25,9 +26,9 @@ GPUS, BEHIND, WOULD_DELAY, LIMIT, RETRY = (
 )
 
 
-def cluster(*gpus: int, cpus: float | None = None) -> tuple[NodeFree, ...]:
+def cluster(*gpus: int, cpus: float | None = None) -> tuple[ClusterNode, ...]:
     """Nodes a, b, c, ... with so many GPUs each."""
-    return tuple(NodeFree(name="abcdefgh"[i], gpus=n, cpus=cpus) for i, n in enumerate(gpus))
+    return tuple(ClusterNode(name="abcdefgh"[i], gpus=n, cpus=cpus) for i, n in enumerate(gpus))
 
 
 def held(
@@ -78,7 +79,7 @@ class Case:
     admitted: Mapping[str, str] = field(default_factory=dict)
     #: Of each other one, all of it or what kind it is.
     reasons: Mapping[str, Reason | Why] = field(default_factory=dict)
-    nodes: tuple[NodeFree, ...] = cluster(8, 8)
+    nodes: tuple[ClusterNode, ...] = cluster(8, 8)
     limits: Mapping[str, int] | None = None
     free: Mapping[str, int] | None = None
 
@@ -133,8 +134,8 @@ def check(case: Case, policy: Policy) -> None:
             [held("h", b=1, cpus=1)],
             {"w1": "c"},
             nodes=(
-                *(*cluster(8, cpus=7.9), NodeFree(name="b", gpus=8, cpus=8.0)),
-                NodeFree(name="c", gpus=8),
+                *(*cluster(8, cpus=7.9), ClusterNode(name="b", gpus=8, cpus=8.0)),
+                ClusterNode(name="c", gpus=8),
             ),
         ),
         # CPUs are counted while gangs start

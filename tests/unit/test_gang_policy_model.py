@@ -9,8 +9,9 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tasks.queue.packing import Demand
-from tasks.queue.policy import Held, NodeFree, Plan, Policy, Waiting, Why, plan
+from tasks.queue.packing import Demand, Policy
+from tasks.queue.policy import Held, Plan, Waiting, Why, plan
+from tasks.ray.usage import ClusterNode
 from tests.benchmarks.queue_replay import replay
 from tests.benchmarks.queue_trace import Job
 from tests.support.slow_plan import slow_plan
@@ -27,7 +28,7 @@ def pass_of(seed: int, nodes: int, held: int, waiting: int) -> dict[str, Any]:
     counts_cpus, sends_back, is_sane = (roll.random() < share for share in (0.3, 0.1, 0.9))
     is_pinned = roll.random() < 0.3
     cluster = [
-        NodeFree(
+        ClusterNode(
             name=f"n{index}",
             gpus=roll.choice([2, 4, 4, 8]),
             cpus=roll.choice([None, 0.3, 4.0, 12.0]) if counts_cpus else None,
@@ -152,12 +153,12 @@ def test_no_node_and_no_limit_is_overcommitted(arguments: dict[str, Any]) -> Non
         assert used <= arguments["limits"][tag]
 
 
-def trace_of(seed: int, nodes: int, jobs: int) -> tuple[list[NodeFree], list[Job]]:
+def trace_of(seed: int, nodes: int, jobs: int) -> tuple[list[ClusterNode], list[Job]]:
     """A cluster and jobs for it, some of which may never fit; several come and end at once."""
     roll = random.Random(seed)
     counts_cpus = roll.random() < 0.3
     cluster = [
-        NodeFree(name=f"n{i}", gpus=roll.choice([2, 4, 4, 8]), cpus=8.0 if counts_cpus else None)
+        ClusterNode(name=f"n{i}", gpus=roll.choice([2, 4, 4, 8]), cpus=8.0 if counts_cpus else None)
         for i in range(nodes)
     ]
     line = [
@@ -190,7 +191,7 @@ policies = st.sampled_from(["fifo", "backfill"])
 @hundreds
 @given(traces, policies)
 def test_every_feasible_run_starts_in_its_order_and_when_it_was_promised(
-    trace: tuple[list[NodeFree], list[Job]], policy: Policy
+    trace: tuple[list[ClusterNode], list[Job]], policy: Policy
 ) -> None:
     cluster, jobs = trace
     promised: dict[str, float] = {}

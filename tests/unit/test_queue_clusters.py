@@ -11,9 +11,9 @@ import pytest
 from prefect.client.schemas.objects import State, StateType
 
 from tasks.queue import gate, look
-from tasks.queue.capacity import Capacity
 from tasks.queue.gate import Gate
 from tasks.queue.ledger import QueueEntry
+from tasks.queue.nodes import Capacity
 from tasks.queue.settings import PoolSettings, with_settings
 from tasks.queue.worker import GangWorker
 from tasks.ray.dashboard import ListedCluster
@@ -63,7 +63,7 @@ def started(server: ScriptedPrefect, count: int = 1) -> list[QueueEntry]:
 
     async def look_on() -> list[QueueEntry]:
         client: Any = server
-        one = Gate(client, pool="gang", capacity=Capacity(look=OneNode))  # type: ignore[arg-type]
+        one = Gate(client, capacity=Capacity(look=OneNode))  # type: ignore[arg-type]
         found: list[QueueEntry] = []
         for _ in range(count):
             seen, entries = await one.decide(lambda entry, nodes: True)

@@ -20,10 +20,11 @@ from prefect.exceptions import ObjectNotFound, PrefectException
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from tasks.queue import command as queue_command
-from tasks.queue.look import NodeUse, QueuedRun, QueueView
+from tasks.queue.look import QueuedRun, QueueView
 from tasks.queue.packing import Demand
 from tasks.queue.settings import PoolSettings, TableNode, settings_of, with_settings
 from tasks.ray.dashboard import ListedCluster
+from tasks.ray.usage import ClusterNode
 from tasks.show.arguments import run
 
 NOW = datetime(2026, 1, 2, 13, 5, 30, tzinfo=UTC)
@@ -51,8 +52,8 @@ VIEW = QueueView(
         ),
     ),
     nodes=(
-        NodeUse(cluster="", name="gpu-1", gpus=8, free=0, held={"running-run": 8}),
-        NodeUse(cluster="", name="gpu-2", gpus=8, free=8),
+        ClusterNode(cluster="", name="gpu-1", gpus=8, held={"running-run": 8}),
+        ClusterNode(cluster="", name="gpu-2", gpus=8),
     ),
 )
 
@@ -313,8 +314,8 @@ def test_draining_keeps_all_else_and_says_what_goes_on(command: Command, server:
 
 
 def test_draining_names_what_goes_on_in_each_cluster(command: Command, server: Server) -> None:
-    others = NodeUse(cluster="http://ray", name="gpu-1", gpus=8, free=4, held={"another-run": 4})
-    idle = NodeUse(cluster="http://ray-2", name="gpu-1", gpus=8, free=8)
+    others = ClusterNode(cluster="http://ray", name="gpu-1", gpus=8, held={"another-run": 4})
+    idle = ClusterNode(cluster="http://ray-2", name="gpu-1", gpus=8)
     server.view = replace(VIEW, nodes=(*VIEW.nodes, others, idle))
 
     _code, said = command("drain", "gpu-1")

@@ -29,7 +29,7 @@ from tasks.queue.grants import (
     sent_back,
 )
 from tasks.queue.ledger import Ledger, Pool, QueueEntry, fault_of, request_of
-from tasks.queue.settings import PoolSettings
+from tasks.queue.settings import PoolSettings, merged
 from tasks.ray.usage import Cluster, ClusterNode
 
 BEGAN = datetime(2026, 1, 2, 12, tzinfo=UTC)
@@ -105,7 +105,7 @@ def decided(
         ClusterNode(name="n1", gpus=8),
         ClusterNode(name="n2", gpus=8),
     ),
-    served: frozenset[str] | None = None,
+    hosts: frozenset[str] = frozenset(),
     clusters: dict[str, Cluster] | None = None,
     **settings: Any,
 ) -> Look:
@@ -113,18 +113,20 @@ def decided(
     work_pool = WorkPool(
         id=uuid4(), name="gang", type="gang", concurrency_limit=limit, is_paused=paused
     )
-    pool = Pool(work_pool=work_pool, queues={queue.id: queue})
+    pool = Pool(work_pool=work_pool, queues={queue.id: queue}, hosts=hosts)
     ledger = Ledger(
         pools={"gang": pool}, waiting=tuple(waiting), holding=tuple(holding), is_cut=False
     )
+    table = [{"name": one.name, "gpus": one.gpus} for one in nodes]
+    of_pool = PoolSettings.model_validate({"nodes": table, **settings})
+    clusters = clusters or {"": Cluster(nodes=nodes)}
     return Look(
         at=NOW,
         ledger=ledger,
-        pool=pool,
-        settings=PoolSettings(**settings),
+        settings={"gang": of_pool},
+        rules=dict.fromkeys(clusters, of_pool),
         line=waiting,
-        clusters=clusters or {"": Cluster(nodes=nodes)},
-        served=served,
+        clusters=clusters,
     ).decided()
 
 
@@ -138,7 +140,7 @@ def test_runs_start_in_order_on_the_nodes_that_they_fit() -> None:
     look = decided(waiting)
 
     assert [dict(gpus) for _entry, gpus in look.admitted] == [{"n1": 8}, {"n2": 5}]
-    assert look.free == {"": {"n1": 0, "n2": 3}}
+    assert {node.name: node.free_gpus for node in look.nodes[""]} == {"n1": 0, "n2": 3}
 
 
 def test_nobody_passes_the_first_of_the_line() -> None:
@@ -193,7 +195,7 @@ def test_a_full_pool_does_not_hold_up_a_run_that_has_a_process_already() -> None
 def test_only_hosts_with_a_worker_get_runs_of_processes() -> None:
     waiting = [entry(flow_run(5, number=number)) for number in (1, 2)]
 
-    look = decided(waiting, served=frozenset({"n2"}))
+    look = decided(waiting, hosts=frozenset({"n2"}))
 
     assert [dict(gpus) for _entry, gpus in look.admitted] == [{"n2": 5}]
     text = look.messages[waiting[1].id].text
@@ -205,7 +207,7 @@ def test_a_run_that_waits_in_its_process_starts_on_its_host_only() -> None:
     labels = {"muster.gang.host": "n2"}
     waiting = [entry(flow_run(4, number=number, labels=labels, **here)) for number in (1, 2, 3)]
 
-    look = decided(waiting, served=frozenset({"n1"}))
+    look = decided(waiting, hosts=frozenset({"n1"}))
 
     assert [dict(gpus) for _entry, gpus in look.admitted] == [{"n2": 4}] * 2
 
@@ -261,6 +263,28 @@ def test_a_limit_counts_over_all_clusters() -> None:
 
     assert started(look) == ["run1", "run3"]
     assert "GPUs of the tag red, which has 4 of its limit of 6" in look.messages[waiting[1].id].text
+
+
+def test_two_pools_on_one_cluster_share_its_line_its_drains_and_the_smaller_limit() -> None:
+    one = PoolSettings(policy="backfill", drained=("n1",), limits={"red": 8})
+    other = PoolSettings(policy="fifo", drained=("n2",), limits={"red": 4, "blue": 2})
+
+    both = merged([one, other])
+
+    assert (both.policy, both.drained, both.limits) == ("fifo", ("n1", "n2"), {"red": 4, "blue": 2})
+    assert merged([one, one]).policy == "backfill"
+
+
+def test_the_tables_of_pools_are_one_by_the_names_of_hosts() -> None:
+    tables = [{"n1": 4, "n2": 8}, {"n1": 8, "n3": 2}]
+    settings = [
+        PoolSettings.model_validate({"nodes": [{"name": n, "gpus": g} for n, g in one.items()]})
+        for one in tables
+    ]
+
+    found = {node.name: node.gpus for node in merged(settings).nodes}
+
+    assert found == {"n1": 8, "n2": 8, "n3": 2}
 
 
 def test_estimates_count_from_the_grant_and_an_overrun_is_expected_to_end_now() -> None:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tasks.queue.policy import NodeFree, Policy
+from tasks.queue.packing import Policy
+from tasks.ray.usage import ClusterNode
 from tests.benchmarks import queue
 from tests.benchmarks.queue_replay import Replay, replay
 from tests.benchmarks.queue_trace import read_trace
@@ -19,7 +20,7 @@ PHILLY, KALOS = TRACES / "philly_vc_ee9e8c.csv", TRACES / "acme_kalos_completed.
 
 
 def replayed(trace: Path, nodes: int, policy: Policy, compress: float = 1.0) -> Replay:
-    cluster = [NodeFree(name=f"n{i}", gpus=8) for i in range(nodes)]
+    cluster = [ClusterNode(name=f"n{i}", gpus=8) for i in range(nodes)]
     return replay(read_trace(trace, gpus_per_node=8, compress=compress), cluster, policy)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from tasks.queue.look import NodeUse, QueuedRun, QueueView
+from tasks.queue.look import QueuedRun, QueueView
 from tasks.queue.packing import Demand
 from tasks.queue.tables import (
     as_json,
@@ -22,6 +22,7 @@ from tasks.queue.tables import (
     queue_rows,
     summary_of,
 )
+from tasks.ray.usage import ClusterNode
 
 NOW = datetime(2026, 1, 2, 13, 5, 30, tzinfo=UTC).timestamp()
 
@@ -45,11 +46,11 @@ def queued(number: int = 1, **more: Any) -> QueuedRun:
     return QueuedRun(**given)
 
 
-def node(name: str, free: int = 0, **more: Any) -> NodeUse:
-    return NodeUse(**{"cluster": "", "name": name, "gpus": 8, "free": free, **more})
+def node(name: str, **more: Any) -> ClusterNode:
+    return ClusterNode(**{"name": name, "gpus": 8, **more})
 
 
-def view(*line: QueuedRun, nodes: tuple[NodeUse, ...] = (), **more: Any) -> QueueView:
+def view(*line: QueuedRun, nodes: tuple[ClusterNode, ...] = (), **more: Any) -> QueueView:
     given: dict[str, Any] = {
         "at": NOW,
         "pool": "gang",
@@ -67,7 +68,7 @@ BUSY = view(
     queued(2, demand=demand(1, 4), queue="low", waiting_since=NOW - 86400),
     nodes=(
         node("gpu-1", held={"run-0": 8}, cpus=32.0),
-        node("gpu-2", free=3, held={"run-9": 3}, others=2.0),
+        node("gpu-2", held={"run-9": 3}, others_gpus=2.0),
         node("gpu-3", is_drained=True),
     ),
     tags={"team-a": (8, 16)},

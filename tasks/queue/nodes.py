@@ -1,4 +1,4 @@
-"""What the queue places gangs on: Ray clusters, a pool's table of nodes, or this machine.
+"""The nodes that the queue places gangs on: of Ray clusters, of a pool's table, or this machine.
 
 `shares_of` tells what the nodes of a cluster have for gangs, by what the ledger grants and what the
 cluster shows; `why_never` whether a cluster could ever hold one; `Capacity` looks at the clusters.
@@ -15,15 +15,14 @@ import math
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from tasks.processes.devices import BadDevices, Devices, leased
 from tasks.processes.identity import host_name
 from tasks.queue.packing import Demand
-from tasks.queue.policy import NodeFree
-from tasks.queue.settings import LEFT_OUT, PoolSettings, TableNode
+from tasks.queue.settings import DEFAULT_POOL, PoolSettings, TableNode, merged
 from tasks.ray.dashboard import Denied, NoAnswer
 from tasks.ray.usage import Cluster, ClusterLook, ClusterNode
 from tasks.spec.words import commas, counted
@@ -53,9 +52,8 @@ class RunningGang:
 class Shares:
     """Who has what of a cluster, as `plan` takes it."""
 
-    #: What each node has for gangs, as if none held anything: nothing on a drained one, so that
-    #: what ends there does not make room.
-    nodes: tuple[NodeFree, ...]
+    #: With all that gangs can't have among what others use.
+    nodes: tuple[ClusterNode, ...]
     #: `held[flow run id][node name]` GPUs. A promise on a node that is not there any more stays: it
     #: takes no room, and counts for limits.
     held: Mapping[str, Mapping[str, int]]
@@ -67,8 +65,8 @@ class Shares:
 def shares_of(cluster: Cluster, gangs: Sequence[RunningGang]) -> Shares:
     """Who has what of a cluster.
 
-    A run of ours that is none of `gangs` is one of the others: it belongs to another server, or
-    has left something behind.
+    A run of ours that is none of `gangs` is one of the others, with what it has taken or leased: it
+    belongs to another server, or has left something behind.
 
     No node has more free than by the promises alone. A run that is being taken down has given its
     GPUs back to Ray already, and Ray may have put a later run there, which was promised others.
@@ -83,17 +81,13 @@ def shares_of(cluster: Cluster, gangs: Sequence[RunningGang]) -> Shares:
     ours = {gang.run_id for gang in gangs}
     foreign = _sum(taken for run_id, taken in cluster.taken.items() if run_id not in ours)
     promised_on, held_on = _sum(promised.values()), _sum(held.values())
-    nodes = tuple(
-        NodeFree(
-            name=node.name,
-            gpus=min(
-                _free_gpus(node, foreign.get(node.name, 0.0)),
-                node.gpus - promised_on.get(node.name, 0) + held_on.get(node.name, 0),
-            ),
-            cpus=None if node.cpus is None else max(0.0, node.cpus - node.others_cpus),
-        )
-        for node in cluster.nodes
-    )
+
+    def others_on(node: ClusterNode) -> float:
+        leased = sum(owner not in promised for owner in node.leased.values())
+        used = node.others_gpus + foreign.get(node.name, 0.0) + leased
+        return max(used, promised_on.get(node.name, 0) - held_on.get(node.name, 0))
+
+    nodes = tuple(replace(node, others_gpus=others_on(node)) for node in cluster.nodes)
     return Shares(nodes=nodes, held=held, moved=_moved(cluster, gangs, promised, held))
 
 
@@ -120,12 +114,6 @@ def _moved(
 def bare_name(name: str) -> str:
     """A node's name without what tells it from others of the same name."""
     return _SUFFIX.sub("", name)
-
-
-def _free_gpus(node: ClusterNode, foreign: float) -> int:
-    if node.is_drained:
-        return 0
-    return max(0, math.floor(node.gpus - node.others_gpus - foreign + _SLACK))
 
 
 def _held(
@@ -253,6 +241,12 @@ _PATIENT_S = 30.0
 _ASK_EACH_S = 1.0
 
 
+NO_TABLE = (
+    "the work pool lists none: a run without a Ray cluster (ray.address) is placed on the nodes in "
+    "the settings of its pool: muster queue set node.NAME=GPUS"
+)
+
+
 class NoCapacity(Exception):
     """Nobody can say now what there is; the message says why, and what helps. Ask again."""
 
@@ -273,29 +267,23 @@ class Capacity:
     _silent: dict[str, tuple[str, asyncio.Task[None]]] = field(default_factory=dict)
     _local: Devices | None = None
 
-    async def of(self, key: str, settings: PoolSettings) -> Cluster:
-        """The cluster as it is now.
+    async def of(self, key: str, settings: Mapping[str, PoolSettings]) -> Cluster:
+        """The cluster as it is now, whatever is drained.
 
         Args:
             key: the address of its dashboard; empty for the nodes of runs that name none.
-            settings: of the work pool: its table of nodes, and which nodes are drained.
+            settings: of the work pools, with their tables of nodes.
 
         Raises: NoCapacity.
         """
-        if key == LEFT_OUT:
-            raise NoCapacity(settings.why_no_cluster())
         if key:
-            cluster = await self._look(key)
-        elif settings.nodes:
-            cluster = Cluster(nodes=tuple([await self._of_table(node) for node in settings.nodes]))
-        elif self.here:
-            cluster = Cluster(nodes=(await self._here(),))
-        else:
-            raise NoCapacity(
-                "the work pool lists none: a run without a Ray cluster (ray.address) is placed on "
-                "the nodes in the settings of its pool: muster queue set node.NAME=GPUS"
-            )
-        return _drained(cluster, settings)
+            return await self._look(key)
+        nodes = [await self._of_table(node) for node in merged(settings.values()).nodes]
+        if self.here and not settings.get(DEFAULT_POOL, PoolSettings()).nodes:
+            nodes = [*(node for node in nodes if node.name != host_name()), await self._here()]
+        if not nodes:
+            raise NoCapacity(NO_TABLE)
+        return Cluster(nodes=tuple(nodes))
 
     async def _of_table(self, node: TableNode) -> ClusterNode:
         known = ClusterNode(**node.model_dump(), devices=tuple(range(node.gpus)))
@@ -367,12 +355,12 @@ async def devices_here() -> Devices:
         ) from error
 
 
-def _drained(cluster: Cluster, settings: PoolSettings) -> Cluster:
-    """With the nodes marked that an operator has drained; the name of a host stands for all of its
+def with_drained(cluster: Cluster, names: Collection[str]) -> Cluster:
+    """With the nodes marked that operators have drained; the name of a host stands for all of its
     nodes."""
-    drained = set(settings.drained)
-    if not drained:
+    if not names:
         return cluster
+    drained = {*names}
     nodes = (
         replace(node, is_drained=True) if {node.name, bare_name(node.name)} & drained else node
         for node in cluster.nodes
