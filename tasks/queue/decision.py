@@ -175,7 +175,7 @@ class Look:
         pool = self.ledger.pools.get(entry.pool)
         if key == LEFT_OUT:
             message = reasons.no_answer(
-                demand, "", own_settings(entry, self.settings).why_no_cluster()
+                demand, key, own_settings(entry, self.settings).why_no_cluster()
             )
         elif demand is not None and key not in self.clusters:
             message = reasons.no_answer(demand, key, self.silent.get(key, ""))
