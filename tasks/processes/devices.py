@@ -68,7 +68,9 @@ class Devices:
             indices = [one for one in wanted if one not in problems]
         else:
             indices = sorted(wanted or ())
-        return Devices(kind=_kind(), indices=tuple(sorted(indices)), uuids=uuids, problems=problems)
+        return Devices(
+            kind=kind_here(), indices=tuple(sorted(indices)), uuids=uuids, problems=problems
+        )
 
     def lease_file(self, index: int) -> Path:
         """Whoever has a lock on it has the device."""
@@ -79,7 +81,7 @@ class Devices:
 
 def _visible(uuids: Mapping[int, str]) -> tuple[int, ...]:
     """What an outer scheduler lets this process see; by its order where it is numbers."""
-    written = os.environ.get(VISIBLE["nvidia"])
+    written = os.environ.get(*VISIBLE["nvidia"])
     if written is None:
         return tuple(uuids)
     words = [word.strip() for word in written.split(",") if word.strip()]
@@ -88,7 +90,8 @@ def _visible(uuids: Mapping[int, str]) -> tuple[int, ...]:
     return tuple(one for one in found if one in uuids)
 
 
-def _kind() -> str:
+def kind_here() -> str:
+    """Of this machine's accelerators, by their drivers: nvidia | amd | ascend."""
     if Path("/dev/davinci_manager").exists():
         return "ascend"
     return "amd" if Path("/dev/kfd").exists() and not DRIVER.exists() else "nvidia"

@@ -5,18 +5,19 @@ which ports they need, and what each runs. Pure: the same spec gives the same pl
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from ipaddress import ip_address
+from itertools import chain
 
 from tasks.rollout.backends import Backend, Place, backend_of
 from tasks.rollout.topology import Answers, Engine, ServerSlot, TopologyPlan
 from tasks.spec.rollout import Rollout
+from tasks.spec.run import VISIBLE
 
 #: The first of the ports that stand in for others.
 FIRST_PORT = 30000
 #: Where servers of this machine are.
 LOOPBACK = "127.0.0.1"
-_DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
 def is_loopback(host: str) -> bool:
@@ -49,7 +50,9 @@ class Addresses:
     #: By the name of the need.
     ports: Mapping[str, int]
     #: Of the GPUs that a local fleet may use, in the order of its ranks; empty: 0, 1, 2 and so on.
-    devices: tuple[str, ...] = field(default=())
+    devices: tuple[str, ...] = ()
+    #: Of the accelerators of a local fleet's machine: nvidia | amd | ascend.
+    kind: str = "nvidia"
 
 
 def ports_needed(
@@ -110,7 +113,7 @@ def build(fleet: Rollout, addresses: Addresses, node_gpus: int | None = None) ->
         hosts or devices; KeyError, when a port that is needed is not there.
     """
     backend = backend_of(fleet)
-    devices = _devices(fleet, addresses)
+    shown = _shown(fleet, addresses)
     engines: list[Engine] = []
     for index in range(fleet.engines):
         nodes = nodes_of(fleet, index, node_gpus)
@@ -135,7 +138,7 @@ def build(fleet: Rollout, addresses: Addresses, node_gpus: int | None = None) ->
                 ranks=tuple(rank for place in places for rank in place.ranks),
                 nodes=nodes,
                 dist_init=None if meeting is None else f"{meeting[0]}:{meeting[1]}",
-                servers=tuple(_slot(backend, place, places, devices) for place in places),
+                servers=tuple(_slot(backend, place, places, shown) for place in places),
             )
         )
     return TopologyPlan(
@@ -174,12 +177,16 @@ def _places(fleet: Rollout, engine: int, nodes: Sequence[int]) -> tuple[Place, .
 
 
 def _slot(
-    backend: Backend, place: Place, engine: Sequence[Place], devices: Sequence[str]
+    backend: Backend, place: Place, engine: Sequence[Place], shown: Mapping[str, Sequence[str]]
 ) -> ServerSlot:
+    """
+    Args:
+        shown: `devices[variable]`, of the fleet's ranks.
+    """
     fleet = backend.fleet
     env = {**fleet.env, **backend.env(place)}
-    if devices:
-        env[_DEVICES] = ",".join(devices[rank] for rank in place.ranks)
+    for variable, devices in shown.items():
+        env[variable] = ",".join(devices[rank] for rank in place.ranks)
     is_entrypoint = backend.is_entrypoint(place.index)
     # An entrypoint stands for its own ranks and for those of the servers that have none.
     others = [one for one in engine if not backend.is_entrypoint(one.index)]
@@ -200,15 +207,27 @@ def _slot(
     )
 
 
-def _devices(fleet: Rollout, addresses: Addresses) -> tuple[str, ...]:
-    """The GPU of each rank of a local fleet; empty where no GPUs are asked for, and on Ray, which
-    gives an actor its GPUs itself."""
+def names_devices(env: Mapping[str, str]) -> bool:
+    """Whether variables say which accelerators of a machine are to be used."""
+    return any(variable in env for variable in chain(*VISIBLE.values()))
+
+
+def _shown(fleet: Rollout, addresses: Addresses) -> dict[str, tuple[str, ...]]:
+    """`devices[variable]`: the GPU of each rank of a local fleet, by each variable that shows it;
+    empty where no GPUs are asked for, and on Ray, which gives an actor its GPUs itself."""
     needed = fleet.engines * fleet.sizes.gpus
     if fleet.placement != "local" or not needed:
-        return ()
-    written = tuple(one for one in fleet.env.get(_DEVICES, "").split(",") if one)
-    devices = addresses.devices or written or tuple(map(str, range(needed)))
+        return {}
+    variables = VISIBLE[addresses.kind]
+    devices = addresses.devices
+    if not devices and names_devices(fleet.env):
+        # By the accelerators of this machine, unless the fleet means others.
+        kinds = (addresses.kind, *VISIBLE)
+        variables = next(v for v in map(VISIBLE.__getitem__, kinds) if {*v} & fleet.env.keys())
+        written = next(fleet.env[one] for one in variables if one in fleet.env)
+        devices = tuple(one for one in written.split(",") if one)
+    devices = devices or tuple(map(str, range(needed)))
     if len(devices) < needed:
-        found = f"{_DEVICES} names {len(devices)}: {', '.join(devices)}"
+        found = f"{variables[0]} names {len(devices)}: {', '.join(devices)}"
         raise ValueError(f"the fleet needs {needed} GPUs, and {found}")
-    return devices
+    return dict.fromkeys(variables, devices)

@@ -201,13 +201,21 @@ class Places:
     """Where the servers of a fleet are. A cluster moves them from a lost node.
 
     Args:
-        devices: as those of `Addresses`.
+        devices, kind: as those of `Addresses`.
     """
 
-    def __init__(self, plan: FleetPlan, nodes: Nodes, *, devices: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        plan: FleetPlan,
+        nodes: Nodes,
+        *,
+        devices: tuple[str, ...] = (),
+        kind: str = "nvidia",
+    ) -> None:
         self._plan = plan
         self._nodes = nodes
         self._devices = devices
+        self._kind = kind
         self._ports = dict(plan.ports)
 
     async def found(self) -> TopologyPlan:
@@ -224,7 +232,9 @@ class Places:
     async def _topology(self) -> TopologyPlan:
         # On a cluster after ports were asked for there, which waits until the node is there.
         hosts = await self._nodes.hosts()
-        addresses = Addresses(hosts=hosts, ports=self._ports, devices=self._devices)
+        addresses = Addresses(
+            hosts=hosts, ports=self._ports, devices=self._devices, kind=self._kind
+        )
         return build(self._plan.fleet, addresses, self._plan.node_gpus)
 
     async def _take_ports(self, groups: Collection[int]) -> None:

@@ -20,12 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from tasks.processes import tree
+from tasks.processes.devices import kind_here
 from tasks.processes.guarded import Forked
 from tasks.processes.identity import ProcessId
 from tasks.processes.ports import PortsReserved
 from tasks.processes.registry import RegisterEntry, enter, leave
 from tasks.record.events import Event, EventLog
-from tasks.rollout.building import LOOPBACK, nodes_needed
+from tasks.rollout.building import LOOPBACK, names_devices, nodes_needed
 from tasks.rollout.fleet import Fleet, FleetFailed
 from tasks.rollout.gateway import Gateway
 from tasks.rollout.local_host import LocalHost
@@ -33,9 +34,8 @@ from tasks.rollout.plan import SERVERS_ENV, BadPlan, FleetPlan
 from tasks.rollout.probing import HttpProber, NoHost, OpenedHost, Places
 from tasks.rollout.topology import settings_of
 from tasks.spec.rollout import Rollout
-from tasks.spec.run import FLEET
+from tasks.spec.run import FLEET, VISIBLE
 
-_DEVICES = "CUDA_VISIBLE_DEVICES"
 #: Of this process only.
 _OWN_ENV = (SERVERS_ENV, "NOTIFY_SOCKET")
 
@@ -94,7 +94,8 @@ async def _on_this_machine(plan: FleetPlan) -> OpenedHost:
         unregister=unregister,
     )
     nodes = _ThisMachine(nodes_needed(plan.fleet, plan.node_gpus))
-    places = Places(plan, nodes, devices=devices_of(plan.fleet, os.environ))
+    kind = kind_here()
+    places = Places(plan, nodes, devices=devices_of(plan.fleet, os.environ, kind), kind=kind)
     topology = await places.found()
     return OpenedHost(host=host, topology=topology, rebind=places.rebound, close=host.close)
 
@@ -118,13 +119,15 @@ class _ThisMachine:
         return list(reserved.numbers.values())
 
 
-def devices_of(fleet: Rollout, env: Mapping[str, str]) -> tuple[str, ...]:
+def devices_of(fleet: Rollout, env: Mapping[str, str], kind: str) -> tuple[str, ...]:
     """The GPUs that this process may use, and so its servers; empty: any, or as the fleet says.
 
     Args:
         env: of this process.
+        kind: nvidia | amd | ascend.
     """
-    written = "" if _DEVICES in fleet.env else env.get(_DEVICES, "")
+    shown = () if names_devices(fleet.env) else VISIBLE[kind]
+    written = next((env[variable] for variable in shown if env.get(variable)), "")
     return tuple(device.strip() for device in written.split(",") if device.strip())
 
 

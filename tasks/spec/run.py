@@ -11,6 +11,7 @@ order everywhere: hence `start_order`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler
@@ -546,7 +547,7 @@ def _rules_of_devices(written: Mapping[str, Any]) -> Iterator[Refusal]:
         (("env",), written.get("env")),
         *((("components", name, "env"), one.get("env")) for name, one in components.items()),
     ):
-        for variable in sorted({*VISIBLE.values()} & mapping(env).keys()):
+        for variable in sorted({*chain(*VISIBLE.values())} & mapping(env).keys()):
             problem = "the queue says which GPUs the run has, and Muster sets it"
             remedy = "leave it out; a process that is to have some for itself says gpus: 2"
             yield (*path, variable), refused(problem, remedy)
@@ -557,9 +558,11 @@ def _sum_in_words(asked: Mapping[str, int]) -> str:
     return f"{' + '.join(parts)} = {sum(asked.values())}"
 
 
-#: By kind of accelerator, the variable by which it is shown to a program.
+#: By kind of accelerator, the variables by which it is shown to a program. ROCm's engines read
+#: CUDA's as well, and refuse to start where the two differ.
+#: Source: vllm/platforms/rocm.py; verl/single_controller/base/worker.py.
 VISIBLE = {
-    "nvidia": "CUDA_VISIBLE_DEVICES",
-    "amd": "HIP_VISIBLE_DEVICES",
-    "ascend": "ASCEND_RT_VISIBLE_DEVICES",
+    "nvidia": ("CUDA_VISIBLE_DEVICES",),
+    "amd": ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"),
+    "ascend": ("ASCEND_RT_VISIBLE_DEVICES",),
 }

@@ -188,7 +188,8 @@ class Given:
         seen = listed(self.shares(spec)[name])
         # As the driver numbers them, and not by their speed.
         order = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if self.kind == "nvidia" else {}
-        return {**nodes, **order, "MUSTER_DEVICES": seen, VISIBLE[self.kind]: seen}
+        shown = dict.fromkeys(VISIBLE[self.kind], seen)
+        return {**nodes, **order, "MUSTER_DEVICES": seen, **shown}
 
     def shares(self, spec: RunSpec) -> dict[str, tuple[int, ...]]:
         """`devices[component]`: those that say how many they need have them for themselves; the

@@ -348,20 +348,27 @@ def test_one_server_for_several_nodes_of_a_ray_cluster_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("of_process", "of_fleet", "devices"),
+    ("kind", "of_process", "of_fleet", "devices"),
     [
         # nothing is said: as many as are needed, from 0 on
-        ({}, {}, ()),
+        ("nvidia", {}, {}, ()),
         # what the run was given, in its order
-        ({"CUDA_VISIBLE_DEVICES": "3, 5"}, {}, ("3", "5")),
+        ("nvidia", {"CUDA_VISIBLE_DEVICES": "3, 5"}, {}, ("3", "5")),
+        ("amd", {"HIP_VISIBLE_DEVICES": "3,5"}, {}, ("3", "5")),
+        ("ascend", {"ASCEND_RT_VISIBLE_DEVICES": "3,5"}, {}, ("3", "5")),
+        # ROCm reads CUDA's where its own is not set
+        ("amd", {"CUDA_VISIBLE_DEVICES": "3,5"}, {}, ("3", "5")),
+        # of another kind than this machine's
+        ("nvidia", {"HIP_VISIBLE_DEVICES": "3,5"}, {}, ()),
         # the fleet's own word wins
-        ({"CUDA_VISIBLE_DEVICES": "3,5"}, {"CUDA_VISIBLE_DEVICES": "1"}, ()),
+        ("nvidia", {"CUDA_VISIBLE_DEVICES": "3,5"}, {"CUDA_VISIBLE_DEVICES": "1"}, ()),
+        ("amd", {"HIP_VISIBLE_DEVICES": "3,5"}, {"HIP_VISIBLE_DEVICES": "1"}, ()),
     ],
 )
 def test_servers_of_this_machine_share_the_gpus_that_the_run_may_use(
-    of_process: dict[str, str], of_fleet: dict[str, str], devices: tuple[str, ...]
+    kind: str, of_process: dict[str, str], of_fleet: dict[str, str], devices: tuple[str, ...]
 ) -> None:
     fleet = spec_of(env=of_fleet).fleet
 
     assert fleet is not None
-    assert devices_of(fleet, of_process) == devices
+    assert devices_of(fleet, of_process, kind) == devices

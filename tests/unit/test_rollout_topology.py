@@ -244,6 +244,64 @@ def test_local_servers_each_see_the_gpus_of_their_ranks(
     assert [server.env["CUDA_VISIBLE_DEVICES"] for server in plan.servers] == seen
 
 
+@pytest.mark.parametrize(
+    ("kind", "env", "devices", "seen"),
+    [
+        # what the run was given, by the variable of its kind
+        (
+            "amd",
+            {},
+            ("4", "5"),
+            [
+                {"HIP_VISIBLE_DEVICES": "4", "CUDA_VISIBLE_DEVICES": "4"},
+                {"HIP_VISIBLE_DEVICES": "5", "CUDA_VISIBLE_DEVICES": "5"},
+            ],
+        ),
+        (
+            "ascend",
+            {},
+            ("4", "5"),
+            [{"ASCEND_RT_VISIBLE_DEVICES": "4"}, {"ASCEND_RT_VISIBLE_DEVICES": "5"}],
+        ),
+        # from 0 on
+        (
+            "ascend",
+            {},
+            (),
+            [{"ASCEND_RT_VISIBLE_DEVICES": "0"}, {"ASCEND_RT_VISIBLE_DEVICES": "1"}],
+        ),
+        # those that the user names, by whichever variable
+        (
+            "amd",
+            {"CUDA_VISIBLE_DEVICES": "6,7"},
+            (),
+            [
+                {"HIP_VISIBLE_DEVICES": "6", "CUDA_VISIBLE_DEVICES": "6"},
+                {"HIP_VISIBLE_DEVICES": "7", "CUDA_VISIBLE_DEVICES": "7"},
+            ],
+        ),
+        (
+            "nvidia",
+            {"ASCEND_RT_VISIBLE_DEVICES": "6,7"},
+            (),
+            [{"ASCEND_RT_VISIBLE_DEVICES": "6"}, {"ASCEND_RT_VISIBLE_DEVICES": "7"}],
+        ),
+    ],
+)
+def test_a_local_server_sees_its_gpus_by_the_variables_of_their_kind(
+    kind: str, env: dict[str, str], devices: tuple[str, ...], seen: list[dict[str, str]]
+) -> None:
+    fleet = fleet_of(backend="vllm", engines=2, env=env)
+
+    plan = build(fleet, replace(addresses_of(fleet), devices=devices, kind=kind))
+
+    shown = [
+        {name: text for name, text in server.env.items() if name.endswith("VISIBLE_DEVICES")}
+        for server in plan.servers
+    ]
+    assert shown == seen
+
+
 def test_too_few_devices_are_refused() -> None:
     fleet = fleet_of(backend="vllm", tensor_parallel=2, env={"CUDA_VISIBLE_DEVICES": "3"})
 
