@@ -63,7 +63,7 @@ class Devices:
             if wanted is None:
                 wanted = _visible(uuids)
             if missing := [one for one in wanted if one not in uuids]:
-                there = f"this machine has {len(uuids)} GPUs"
+                there = f"this machine has {len(uuids)} GPUs: write some of {listed(uuids)}"
                 raise BadDevices(f"{MUSTER_GPUS}={named}: there is no GPU {missing[0]}: {there}")
             indices = [one for one in wanted if one not in problems]
         else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from prefect.client.schemas.objects import State
 from prefect.exceptions import TerminationSignal
 from prefect.utilities.urls import url_for
 
+from tasks.processes.devices import Devices
 from tasks.processes.identity import ProcessId
 from tasks.processes.registry import owner_of, registered_runs
 from tasks.server.flow_process import (
@@ -26,6 +28,7 @@ from tasks.server.server import lasting_api_url, prefect_server, quieten_prefect
 from tasks.show.terminal import Terminal
 from tasks.spec.loading import load_spec
 from tasks.spec.programs import python_of
+from tasks.spec.run import RunSpec
 from tasks.spec.words import commas
 from tasks.train.session import check_spec
 
@@ -35,11 +38,12 @@ def run_here(train: Callable[..., State[Any]], path: Path, overrides: Sequence[s
 
     Returns: 0 completed, 1 failed, 3 it can never fit, 130 interrupted.
 
-    Raises: InvalidSpec, NoServer; nothing was started.
+    Raises: InvalidSpec, BadDevices, NoServer; nothing was started.
     """
     spec = load_spec(path, overrides)
     enter_project_of(path)
     check_spec(spec)
+    _check_devices(spec)
     quieten_prefect()
     end_on_signals()
     try:
@@ -57,6 +61,17 @@ def run_here(train: Callable[..., State[Any]], path: Path, overrides: Sequence[s
         print(f"Interrupted; {_left_running()}.", file=sys.stderr)
         return EXIT_INTERRUPTED
     return exit_code_of(state)
+
+
+def _check_devices(spec: RunSpec) -> None:
+    """A run that is placed on this machine would wait for ever for devices that nobody can name.
+
+    Raises: BadDevices.
+    """
+    if spec.gang is not None and spec.ray is None:
+        # A driver that does not answer may do so while the run waits, and its state says so.
+        with suppress(OSError):
+            Devices.here()
 
 
 def _left_running() -> str:

@@ -19,6 +19,7 @@ from prefect.logging import get_run_logger
 from prefect.states import Completed, Failed
 from pydantic import BaseModel, ConfigDict, Field
 
+from tasks.processes.devices import BadDevices, Devices
 from tasks.processes.identity import host_name
 from tasks.processes.machine import code_here, look, names_unseen
 from tasks.processes.registry import owner_of
@@ -71,8 +72,8 @@ class NodeSeen:
     gpus: float = 0.0
     #: Why it could not be looked at; empty where it was.
     unreached: str = ""
-    #: See `machine.look`; of the caller at most what stands in the way of its own file, and
-    #: empty for a node that was not reached.
+    #: See `machine.look`; of the caller at most what stands in the way of its own file and of
+    #: giving its devices, and empty for a node that was not reached.
     look: Mapping[str, Any]
     #: Names of nodes whose file in the shared directory it can't read.
     unseen: tuple[str, ...] = ()
@@ -87,7 +88,7 @@ class Finding:
     """One thing that is wrong with a node, and what to do about it."""
 
     node: str
-    #: `code`, `shared`, `disk`, `clock`, `leftovers`, `gpus` or `reach`.
+    #: `code`, `shared`, `disk`, `clock`, `leftovers`, `gpus`, `devices` or `reach`.
     check: str
     problem: str
     remedy: str
@@ -156,7 +157,7 @@ def judge_nodes(survey: Survey, limits: Limits) -> PreflightVerdict:
     found: list[Finding] = []
     machines: set[str] = set()
     for node in survey.nodes:
-        checks: dict[str, _Check] = {"shared": _shared, "clock": _clock}
+        checks: dict[str, _Check] = {"shared": _shared, "clock": _clock, "devices": _devices}
         if node.unreached:
             checks = {"reach": _reach}
         elif "machine" in node.look:
@@ -264,6 +265,11 @@ def _gpus(node: NodeSeen, survey: Survey, limits: Limits) -> _Faults:
             yield problem, "`nvidia-smi --gpu-reset`, or end what holds it from another container"
 
 
+def _devices(node: NodeSeen, survey: Survey, limits: Limits) -> _Faults:
+    if problem := node.look.get("devices_problem"):
+        yield problem, "mend it where runs and workers of this machine are started"
+
+
 def _held_mib(gpu: Mapping[str, Any], processes: Sequence[Mapping[str, Any]]) -> int:
     """What living processes do not account for; 0 where one of them does not tell its share."""
     alive = [p["used_mib"] for p in processes if p["uuid"] == gpu["uuid"] and p["alive"]]
@@ -357,8 +363,9 @@ async def _nodes_seen(visitor: NodeVisitor, shared: Path, within_s: float) -> tu
     unreached = {**looked.unreached, **compared.unreached}
     shown = {node.node_id: node.name for node in nodes} | {CALLER: CALLER}
     blamed = {node: tuple(shown[id] for id in ids) for node, ids in _blamed(unseen).items()}
-    problem = {"shared_problem": caller["shared_problem"]} if caller["shared_problem"] else {}
-    seen = [NodeSeen(name=CALLER, look=problem, unseen=blamed[CALLER])]
+    problems = {"shared_problem": caller["shared_problem"], "devices_problem": _bad_devices()}
+    problems = {name: problem for name, problem in problems.items() if problem}
+    seen = [NodeSeen(name=CALLER, look=problems, unseen=blamed[CALLER])]
     for node in nodes:
         skew_s, error_s = clocks.answers.get(node.node_id, (None, 0.0))
         seen.append(
@@ -373,6 +380,15 @@ async def _nodes_seen(visitor: NodeVisitor, shared: Path, within_s: float) -> tu
             )
         )
     return tuple(seen)
+
+
+def _bad_devices() -> str:
+    """Why nobody can say which devices of this machine may be given; empty where it is known."""
+    try:
+        Devices.here()
+    except (BadDevices, OSError) as error:
+        return str(error)
+    return ""
 
 
 def _alike(unseen: Mapping[str, Sequence[str]]) -> list[str]:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tasks.processes.devices import DeviceLease, Devices, leased
 from tests.acceptance.conftest import Run
-from tests.support.ground import until
+from tests.support.ground import ROOT, in_checkout, until
 
 pytestmark = pytest.mark.slow
 
@@ -60,6 +63,30 @@ def test_a_run_sees_what_nobody_else_has_and_its_programs_share_it(
     assert run.wait() == 130
     assert leased(here) == {1: "somebody else"}
     other.close()
+
+
+@pytest.mark.parametrize(
+    "command", [("flows.train",), ("tasks.command", "train")], ids=["flows.train", "muster"]
+)
+def test_devices_that_nobody_can_name_end_a_direct_run_before_anything_starts(
+    command: tuple[str, ...], tmp_path: Path
+) -> None:
+    path, home = tmp_path / "spec.yaml", tmp_path / "home"
+    path.write_text(yaml.safe_dump(in_checkout(spec(1, trainer=program()))))
+    env = os.environ | {"MUSTER_GPUS": "0;1", "MUSTER_HOME": str(home)}
+
+    done = subprocess.run(
+        [sys.executable, "-m", *command, str(path)],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "MUSTER_GPUS=0;1: '0;1' is no device: write MUSTER_GPUS=0,1,4-7" in done.stderr
+    assert not home.exists()
 
 
 def test_a_run_waits_for_devices_that_another_one_has(

@@ -149,3 +149,9 @@ def test_the_verdict_names_node_problem_and_remedy() -> None:
         "(mount it at /shared, writable)",
     ]
     assert "| 10.0.0.2 | shared |" in verdict.as_markdown()
+
+
+def test_devices_that_the_caller_cannot_name_are_its_own_fault() -> None:
+    caller = NodeSeen(name=CALLER, look={"devices_problem": "MUSTER_GPUS=a: 'a' is no device"})
+
+    assert checks(caller, node()) == [f"{CALLER} devices"]
