@@ -322,14 +322,15 @@ class LedgerReader:
         found = {}
         for pool in await self._client.read_work_pools(work_pool_filter=GANG_POOLS):
             queues = await self._client.read_work_queues(work_pool_name=pool.name)
-            workers = await self._online(pool.name)
             # The one that reads is online, whatever the server has seen and whatever it is called.
             is_own = pool.name == self._reader[0]
+            workers = await self._online(pool.name) | ({self._reader[1]} if is_own else set())
             found[pool.name] = Pool(
                 work_pool=pool,
                 queues={queue.id: queue for queue in queues},
-                workers=workers | {self._reader[1]} if is_own else workers,
-                hosts=frozenset((*map(host_of_worker, workers), *[host_name()] * is_own)),
+                workers=workers,
+                hosts=frozenset(map(host_of_worker, workers))
+                | ({host_name()} if is_own else set()),
             )
         return found
 

@@ -1,7 +1,7 @@
 """The queue on a real server: a gate's look, and what the server and a worker take meanwhile.
 
-The line does not move: one run holds a node, and the first of the line asks for all nodes. On
-SQLite, and where it is installed on PostgreSQL.
+The line does not move: one run holds the only node whose host has workers. On SQLite, and where it
+is installed on PostgreSQL.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ _WAITING, _QUICK_WAITING = (200, 1_000, 5_000), (20, 60)
 _RUNNING, _QUICK_RUNNING = (10, 100, 500), (5, 20)
 _LOOKS, _QUICK_LOOKS = 20, 3
 _NODES = 512
+_SERVED = "n000"
+_WORKERS = 4
 _GPUS = 8
 #: By then a worker has told the runs that are looked at why they wait.
 _SETTLE_S, _QUICK_SETTLE_S = 60.0, 5.0
@@ -94,7 +96,7 @@ def _on(database: str, *, quick: bool) -> Iterator[Row]:
 
 
 def _series(stage: _Stage, line: _Line) -> Iterator[Row]:
-    line.hold("n000")
+    line.hold(_SERVED)
     for count in _QUICK_WAITING if stage.quick else _WAITING:
         say(f"    {count:,} waiting, {stage.database}")
         by = By(what=f"runs waiting on {stage.database}", count=count)
@@ -102,7 +104,7 @@ def _series(stage: _Stage, line: _Line) -> Iterator[Row]:
         yield from _looks(stage, by)
         yield by.row("server, RSS", memory_mb(stage.server_pid)[0], "MB")
         yield by.row("server, database", stage.database_mb(), "MB")
-        yield from _worker(stage, by)
+        yield from _workers(stage, by)
     held = 1
     for count in _QUICK_RUNNING if stage.quick else _RUNNING:
         say(f"    {count:,} running, {stage.database}")
@@ -119,7 +121,7 @@ class _Line:
         self._client = client
         self._flow = self._ask("POST", "/flows/", {"name": "train"})["id"]
         self._deployment = self._ask("GET", f"/deployments/name/train/{pool.name}")["id"]
-        self._spec = pool.spec(nodes=_NODES, gpus=_GPUS)
+        self._spec = pool.spec(gpus=_GPUS)
         self._count = 0
 
     def grown_to(self, count: int) -> float:
@@ -174,7 +176,8 @@ async def _looked(pool: GangPool, looks: int) -> tuple[list[float], float]:
     each_ms = []
     capacity = Capacity()
     async with get_client() as client:
-        gate = Gate(client, capacity=capacity, home=pool.ground.home)
+        worker = (pool.name, _SERVED)
+        gate = Gate(client, capacity=capacity, home=pool.ground.home, worker=worker)
         await gate.decide(lambda entry, nodes: True)
         used_before = time.process_time()
         for _ in range(looks):
@@ -187,19 +190,23 @@ async def _looked(pool: GangPool, looks: int) -> tuple[list[float], float]:
     return each_ms, own_ms
 
 
-def _worker(stage: _Stage, by: By) -> Iterator[Row]:
-    """What a worker takes of a line that does not move, and the server because of it."""
-    worker = stage.pool.start_worker(f"worker-{by.count}")
-    try:
-        time.sleep(_QUICK_SETTLE_S if stage.quick else _SETTLE_S)
-        groups = {"worker": _tree_of(worker.pid), "server": _tree_of(stage.server_pid)}
-        used = cpu_percent(groups, _QUICK_WINDOW_S if stage.quick else _WINDOW_S)
-        yield by.row("worker, CPU of a line that does not move", used["worker"], "%")
-        yield by.row("server, CPU of a line that does not move", used["server"], "%")
-        yield by.row("worker, RSS", memory_mb(worker.pid)[0], "MB")
-    finally:
-        worker.terminate()
-        worker.wait()
+def _workers(stage: _Stage, by: By) -> Iterator[Row]:
+    """What workers take of a line that does not move, and the server because of them."""
+    with ExitStack() as stack:
+        for number in range(1, _WORKERS + 1):
+            worker = stage.pool.start_worker(f"worker-{by.count}-{number}@{_SERVED}")
+            stack.callback(worker.wait)
+            stack.callback(worker.terminate)
+            if number not in (1, _WORKERS):
+                continue
+            time.sleep(_QUICK_SETTLE_S if stage.quick else _SETTLE_S)
+            groups = {"worker": _tree_of(worker.pid), "server": _tree_of(stage.server_pid)}
+            used = cpu_percent(groups, _QUICK_WINDOW_S if stage.quick else _WINDOW_S)
+            if number == 1:
+                yield by.row("worker, CPU of a line that does not move", used["worker"], "%")
+                yield by.row("worker, RSS", memory_mb(worker.pid)[0], "MB")
+            of_more = f", {number} workers" if number > 1 else ""
+            yield by.row(f"server, CPU of a line that does not move{of_more}", used["server"], "%")
 
 
 def _tree_of(pid: int) -> list[int]:
