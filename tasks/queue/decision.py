@@ -342,6 +342,7 @@ class Look:
             names,
             free=free,
             unserved={name: gpus for name, gpus in plan.free.items() if name in table},
+            pool=entry.pool,
             drained={
                 node.name: max(0, math.floor(node.gpus - node.others_gpus) - held[node.name])
                 for node in self.nodes[key]

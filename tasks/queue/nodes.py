@@ -11,6 +11,7 @@ two differ, more is counted as held rather than less: no GPU is promised twice.
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import re
 import time
@@ -26,6 +27,8 @@ from tasks.queue.settings import DEFAULT_POOL, PoolSettings, TableNode, merged
 from tasks.ray.dashboard import Denied, NoAnswer
 from tasks.ray.usage import Cluster, ClusterLook, ClusterNode
 from tasks.spec.words import commas, counted
+
+_log = logging.getLogger(__name__)
 
 #: Ray counts in ten-thousandths.
 _SLACK = 1e-4
@@ -289,7 +292,12 @@ class Capacity:
         known = ClusterNode(**node.model_dump(), devices=tuple(range(node.gpus)))
         if node.name != host_name():
             return known
-        here = await self._here()
+        try:
+            here = await self._here()
+        except NoCapacity as error:
+            # The other hosts of the table are as good as before.
+            _log.warning("nothing of %s is given: %s", node.name, error)
+            return replace(known, others_gpus=float(node.gpus))
         # A table stands in for GPUs where nobody sees any.
         devices = (here.devices or known.devices)[: node.gpus]
         return replace(known, gpus=len(devices), devices=devices, leased=here.leased)

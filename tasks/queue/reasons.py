@@ -35,6 +35,7 @@ _KINDS = {
     " is at its limit of ": "full",
     " is paused": "paused",
     "; waits for a worker: ": "no worker",
+    " to start it; that worker's log says ": "its worker",
     "; waits for nodes to come back": "nodes",
     "; would fit but for what is drained": "drained",
     "; would fit where no worker runs: ": "no worker",
@@ -70,6 +71,7 @@ def message_of(
     now: float,
     drained: Mapping[str, int] | None = None,
     unserved: Mapping[str, int] | None = None,
+    pool: str = "",
     others: float = 0.0,
     number: int = 1,
     limit: tuple[int, int] | None = None,
@@ -83,7 +85,7 @@ def message_of(
         free: GPUs free on each node of its cluster after the pass; 0 on a drained one.
         now: UTC epoch seconds, as are the times of `reason`.
         drained: GPUs that would be free on each drained node.
-        unserved: GPUs that are free on each node whose host has no worker to start the run.
+        unserved: GPUs that are free on each node whose host has no worker of its pool to start it.
         others: GPUs in use by others than our runs, on all nodes.
         number: Its place in the line, from 1 on. It is not shown.
         limit: GPUs that its tag has, and may have, where that is the reason.
@@ -95,7 +97,9 @@ def message_of(
         case Why.GPUS:
             return _message(
                 demand,
-                _first(demand, reason, names, free, drained or {}, unserved or {}, others, now),
+                _first(
+                    demand, reason, names, free, drained or {}, unserved or {}, pool, others, now
+                ),
             )
         case Why.LIMIT:
             has = f"{limit[0]} of its limit of {limit[1]}" if limit else "reached its limit"
@@ -145,8 +149,19 @@ def paused(demand: Demand | None, pool: str, queue: str = "") -> Message:
 
 def unserved(demand: Demand | None, pool: str, queue: str) -> Message:
     """Why a run waits in a queue of the pool that no worker takes runs from."""
-    what = f"the queue {queue} of the work pool {pool}"
-    return _message(demand, f"waits for a worker: none serves {what} (prefect worker start)")
+    what, start = (
+        f"the queue {queue} of the work pool {pool}",
+        f"prefect worker start --pool {pool}",
+    )
+    return _message(demand, f"waits for a worker: none serves {what} ({start})")
+
+
+def offered(demand: Demand | None, gpus: Mapping[str, int]) -> Message:
+    """Why a run waits for which there is room, where that is another worker's to give."""
+    where = f"the worker of {_listed(gpus)}" if gpus else "a worker of its pool"
+    return _message(
+        demand, f"waits for {where} to start it; that worker's log says why it does not"
+    )
 
 
 def at_pool_limit(demand: Demand | None, pool: str, limit: int) -> Message:
@@ -219,6 +234,7 @@ def _first(
     free: Mapping[str, int],
     drained: Mapping[str, int],
     unserved: Mapping[str, int],
+    pool: str,
     others: float,
     now: float,
 ) -> str:
@@ -234,7 +250,8 @@ def _first(
         parts.append(f"too few nodes have {demand.cpus_per_node:g} CPUs free with the GPUs")
     elif demand is not None and _fits(demand, {**free, **unserved}):
         there = _listed(sorted(name for name, gpus in unserved.items() if gpus))
-        parts.append(f"would fit where no worker runs: {there} (prefect worker start on it)")
+        start = f"prefect worker start --pool {pool}"
+        parts.append(f"would fit where no worker runs: {there} (run there: {start})")
     elif demand is not None and _fits(demand, {**free, **drained}):
         parts.append(f"would fit but for what is drained: {_listed(sorted(drained))}")
     elif not reason.waits_for and others:

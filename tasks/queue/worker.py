@@ -45,6 +45,7 @@ from tasks.queue.grants import forget_process, waiting_state
 from tasks.queue.lease import LeaseLost
 from tasks.queue.ledger import TYPE, QueueEntry
 from tasks.queue.look import view_of
+from tasks.queue.reasons import offered
 from tasks.queue.nodes import Capacity
 from tasks.queue.settings import PoolSettings
 from tasks.queue.tables import QueueArtifacts
@@ -383,6 +384,8 @@ class GangWorker(ProcessWorker):
         self._offered = {id: at for id, at in self._offered.items() if id in ids}
         for entry, nodes in theirs:
             if now - self._offered.get(entry.id, -math.inf) >= _OFFERED_AGAIN_S:
+                if entry.id in self._offered:
+                    look.messages[entry.id] = offered(entry.request.demand, nodes)
                 self._offered[entry.id] = now
                 where = {"pool": entry.pool, "queue": entry.queue, "nodes": dict(nodes)}
                 self._announce(_OFFERED, entry.flow_run, entry.request.name, **where)

@@ -199,7 +199,9 @@ def test_only_hosts_with_a_worker_get_runs_of_processes() -> None:
 
     assert [dict(gpus) for _entry, gpus in look.admitted] == [{"n2": 5}]
     text = look.messages[waiting[1].id].text
-    assert "would fit where no worker runs: n1 (prefect worker start on it)" in text
+    assert (
+        "would fit where no worker runs: n1 (run there: prefect worker start --pool gang)" in text
+    )
 
 
 def test_a_run_that_waits_in_its_process_starts_on_its_host_only() -> None:

@@ -82,8 +82,8 @@ def test_when_the_first_is_expected_to_start(in_s: float | None, said: str) -> N
         (first("1", drained={"n3": 8}), "to end, nobody can say when; would fit but for what is"),
         # where nobody would start it
         (
-            first(unserved={"n3": 8}),
-            "would fit where no worker runs: n3 (prefect worker start on it)",
+            first(unserved={"n3": 8}, pool="gang"),
+            "would fit where no worker runs: n3 (run there: prefect worker start --pool gang)",
         ),
         # it does not
         (first(drained={"n3": 7}), "waits for nodes to come back: no run's end makes room"),
