@@ -45,8 +45,8 @@ from tasks.queue.grants import forget_process, waiting_state
 from tasks.queue.lease import LeaseLost
 from tasks.queue.ledger import TYPE, QueueEntry
 from tasks.queue.look import view_of
-from tasks.queue.reasons import offered
 from tasks.queue.nodes import Capacity
+from tasks.queue.reasons import offered
 from tasks.queue.settings import PoolSettings
 from tasks.queue.tables import QueueArtifacts
 from tasks.server.events import Announcer
