@@ -27,6 +27,21 @@ from tasks.processes.tree import machine, parent_of
 DRIVER = Path("/proc/driver/nvidia/version")
 
 
+#: What a GPU needs after its last error, by its driver's own account of its Xids; one that a
+#: process has met and that its end has cured is none. Drivers before 570 do not tell.
+#: Source: nvml.h, NVML_FI_DEV_GET_GPU_RECOVERY_ACTION and nvmlDeviceGpuRecoveryAction_t.
+_RECOVERY_ACTION = 230
+_RECOVERIES = {
+    1: "a reset",
+    2: "a reboot of the machine",
+    3: "an end of all traffic between it and other GPUs",
+    4: "an end of all traffic between it and other GPUs, and a reset",
+    5: "a recovery of its IMEX domain",
+    6: "a reset of its PCIe bus",
+    7: "a reboot of the system",
+}
+
+
 def gpus_seen() -> dict[str, Any]:
     """What NVIDIA's driver sees.
 
@@ -96,6 +111,11 @@ def _problem(nvml: Any, handle: Any) -> str:
         *_, is_pending, has_failed = nvml.nvmlDeviceGetRemappedRows(handle)
         if has_failed or is_pending:
             return "it has rows of memory to be remapped: reset it"
+    with suppress(nvml.NVMLError):
+        [found] = nvml.nvmlDeviceGetFieldValues(handle, [_RECOVERY_ACTION])
+        if found.nvmlReturn == nvml.NVML_SUCCESS and (action := found.value.uiVal):
+            wanted = _RECOVERIES.get(action, f"recovery action {action}")
+            return f"after an error its driver asks for {wanted}"
     return ""
 
 

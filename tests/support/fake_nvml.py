@@ -28,6 +28,8 @@ class Gpu:
     ecc_errors: int = 0
     has_failed_rows: bool = False
     is_lost: bool = False
+    #: What the driver says is to be done; None: it is too old to say.
+    recovery_action: int | None = 0
     #: `(pid, MiB)`; None: the driver does not tell.
     processes: Sequence[tuple[int, int | None]] = ()
 
@@ -44,6 +46,7 @@ class FakeNvml:
     NVML_MEMORY_ERROR_TYPE_UNCORRECTED: int = 1
     NVML_VOLATILE_ECC: int = 0
     nvmlMemory_v2: int = 2
+    NVML_SUCCESS: int = 0
 
     @staticmethod
     def installed(monkeypatch: pytest.MonkeyPatch, gpus: list[Gpu] | None) -> FakeNvml:
@@ -88,3 +91,14 @@ class FakeNvml:
 
     def nvmlDeviceGetRemappedRows(self, handle: tuple[int, Gpu]) -> tuple[int, int, int, int]:
         return 0, 0, 0, int(handle[1].has_failed_rows)
+
+    def nvmlDeviceGetFieldValues(self, handle: tuple[int, Gpu], fields: list[int]) -> list[Any]:
+        assert fields == [230]
+        action = handle[1].recovery_action
+        not_supported = 3
+        return [
+            SimpleNamespace(
+                nvmlReturn=self.NVML_SUCCESS if action is not None else not_supported,
+                value=SimpleNamespace(uiVal=action or 0),
+            )
+        ]

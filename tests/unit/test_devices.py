@@ -74,6 +74,11 @@ def test_what_an_outer_scheduler_gave_is_all_there_is(
         (Gpu(ecc_errors=2), "2 uncorrectable ECC errors"),
         (Gpu(has_failed_rows=True), "rows of memory"),
         (Gpu(is_lost=True), "GPU is lost"),
+        # by an Xid that its driver does not recover from
+        (Gpu(recovery_action=1), "asks for a reset"),
+        (Gpu(recovery_action=2), "asks for a reboot of the machine"),
+        # one that is not known yet
+        (Gpu(recovery_action=99), "asks for recovery action 99"),
     ],
 )
 def test_an_unfit_one_is_not_given_and_the_others_are(nvml: FakeNvml, gpu: Gpu, why: str) -> None:
@@ -83,6 +88,14 @@ def test_an_unfit_one_is_not_given_and_the_others_are(nvml: FakeNvml, gpu: Gpu, 
 
     assert here.indices == (0, 2, 3)
     assert why in here.problems[1]
+
+
+def test_a_driver_too_old_to_say_what_a_gpu_needs_gives_all(nvml: FakeNvml) -> None:
+    nvml.gpus = [Gpu(recovery_action=None)]
+
+    here = Devices.here()
+
+    assert (here.indices, here.problems) == ((0,), {})
 
 
 def test_a_driver_that_does_not_answer_is_said(nvml: FakeNvml) -> None:
