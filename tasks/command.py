@@ -19,14 +19,9 @@ from tasks.record.places import muster_home
 from tasks.show.arguments import DEFAULT, EXIT_INVALID, run
 from tasks.spec.words import did_you_mean
 
-_RUNS, _QUEUE, _MACHINE = (
-    Group(name, sort_key=index)
-    for index, name in enumerate(("Runs", "Queue and cluster", "This machine"))
-)
-
-#: Verb, where its function is, what it does.
+#: By group: verb, where its function is, what it does.
 _VERBS = {
-    _RUNS: (
+    "Runs": (
         ("init", "tasks.train.deploying:init", "write a run spec for the training in a directory"),
         ("train", "flows.train:command", "run a spec here, to its end"),
         ("submit", "tasks.train.deploying:submit", "queue a run of a spec"),
@@ -38,13 +33,13 @@ _VERBS = {
         ("logs", "tasks.train.runs:logs", "show what a run's components have written"),
         ("cancel", "tasks.train.runs:cancel", "end a run"),
     ),
-    _QUEUE: (
+    "Queue and cluster": (
         ("queue", "tasks.queue.command:app", "who waits for which GPUs; drain nodes, set limits"),
         ("plan", "tasks.rollout.__main__:plan", "show the layout of a spec's inference servers"),
         ("sweep", "tasks.ray.nodes:sweep_run", "end what a run has left on a Ray cluster"),
         ("preflight", "flows.preflight:command", "look at every node of a Ray cluster"),
     ),
-    _MACHINE: (
+    "This machine": (
         ("up", "deployments.stack.command:up", "start the lasting stack of this machine"),
         ("status", "deployments.stack.command:status", "say what of the stack answers"),
         ("down", "deployments.stack.command:down", "stop the stack and its runs"),
@@ -74,10 +69,10 @@ def _app(called: str = "") -> App:
         version=lambda: version("muster"),
         default_parameter=DEFAULT,
     )
-    for group, verbs in _VERBS.items():
+    for index, (title, verbs) in enumerate(_VERBS.items()):
+        group = Group(title, sort_key=index)
         for name, function, text in verbs:
-            text_of_list = None if name == called else text
-            app.command(function, name=name, help=text_of_list, group=group)
+            app.command(function, name=name, help=None if name == called else text, group=group)
     app.command("tasks.train.runs:overview", name=_ALONE, show=False)
     app.register_install_completion_command(help="Set up completion for your shell.")
     return app

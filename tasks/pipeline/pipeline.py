@@ -8,7 +8,6 @@ table on its flow run.
 from __future__ import annotations
 
 import logging
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -51,7 +50,6 @@ from tasks.record.places import RunPlace
 from tasks.record.retries import handed_on
 from tasks.server.artifacts import FlowArtifacts
 from tasks.server.flow_process import (
-    EXIT_INTERRUPTED,
     end_on_signals,
     ended_from_outside,
     enter_project_of,
@@ -111,7 +109,7 @@ def link_of(run: StageRun) -> str:
 _log = logging.getLogger(__name__)
 
 #: Told, in words, what happens to the pipelines of this context; the terminal listens here.
-on_word: ContextVar[Callable[[str], None] | None] = ContextVar("on_word", default=None)
+on_word: ContextVar[Callable[[str], None]] = ContextVar("on_word", default=lambda words: None)
 
 _LOOK_EVERY_S = 2.0
 #: The wait for the end of a run that was cancelled: longer than its components' grace periods.
@@ -261,8 +259,7 @@ class Pipeline:
     def say(self, words: str) -> None:
         """Tell whoever listens, and the flow run's log."""
         get_run_logger().info(words)
-        if (listener := on_word.get()) is not None:
-            listener(words)
+        on_word.get()(words)
 
     def _tag(self, client: SyncPrefectClient) -> None:
         """Its own tags, beside those of its deployment; a worker's process is not the one of which
@@ -289,8 +286,7 @@ class Pipeline:
         message = f"stage {run.stage} ({place} of {len(self.spec.stages)}): {said}"
         if message == self._told or run.ending is not None:
             return
-        if (listener := on_word.get()) is not None:
-            listener(message)
+        on_word.get()(message)
         self._told = message
 
         def say_state(client: SyncPrefectClient) -> None:
@@ -332,11 +328,11 @@ class Pipeline:
         assert run is not None, f"stage {stage} has not completed"
         if key == RUN_ID:
             return run.name
+        place = RunPlace.of(run.name).directory
         if key == RUN_DIR:
-            return str(RunPlace.of(run.name).directory)
+            return str(place)
         if (found := self._ask(lambda client: self._checkpoint(client, run))) is not None:
             return str(found)
-        place = RunPlace.of(run.name).directory
         raise CannotBegin(
             f"stage {stage} has completed and no checkpoint of it is there: looked for by "
             f"{place}; that folder must be seen by this host, and `checkpoints` or `checkpoint` "
@@ -421,10 +417,7 @@ A single run needs none: muster train SPEC.yaml"""
 
 
 def run_pipeline(
-    pipeline: Flow[..., State[Any]],
-    path: Path | None,
-    overrides: Sequence[str] = (),
-    resume: str = "",
+    pipeline: Flow[..., State[Any]], path: Path | None, overrides: Sequence[str], resume: str
 ) -> int:
     """Run a pipeline file, or go on with a flow run of one, and show what happens.
 
@@ -461,9 +454,8 @@ def run_pipeline(
             else:
                 with tags(*spec.tags, process_tag()):
                     state = pipeline(spec, return_state=True)
-    except (KeyboardInterrupt, TerminationSignal):
-        print("Interrupted.", file=sys.stderr)
-        return EXIT_INTERRUPTED
+    except TerminationSignal as error:
+        raise KeyboardInterrupt from error
     finally:
         on_word.reset(token)
     say(f"{(state.name or '').lower()}: {state.message}")

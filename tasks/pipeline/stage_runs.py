@@ -26,7 +26,7 @@ from prefect.client.schemas.objects import FlowRun, State
 from prefect.exceptions import ObjectNotFound
 from prefect.states import Cancelling, Failed, Pending, Scheduled
 
-from tasks.server.flow_runs import flow_runs_of
+from tasks.server.flow_runs import flow_runs_of, refusal_of
 from tasks.spec.errors import MusterError
 from tasks.spec.pipeline import STAGE_DEPLOYMENT, Stage
 
@@ -217,7 +217,7 @@ def create_stage_run(
     except httpx.HTTPStatusError as error:
         if error.response.is_server_error:
             raise
-        message = f"{name} refuses it: {_reason(error.response)}"
+        message = f"{name} refuses it: {refusal_of(error.response)}"
         client.set_task_run_state(task_run.id, Failed(message=message), force=True)
         raise CannotBegin(message) from error
     return _stage_run(stage.name, number, run)
@@ -265,13 +265,6 @@ def _deployment(client: SyncPrefectClient, name: str) -> Any:
             f"the Prefect server has no deployment {name}: Muster's own are made by `muster up` or "
             "`python -m deployments.stack.setup`, one of a spec of yours by `muster deploy SPEC`"
         ) from None
-
-
-def _reason(answer: httpx.Response) -> str:
-    try:
-        return str(answer.json()["detail"])
-    except (ValueError, KeyError, TypeError):
-        return f"HTTP {answer.status_code}"
 
 
 def _nothing() -> None:

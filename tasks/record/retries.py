@@ -9,7 +9,8 @@ from __future__ import annotations
 import glob
 import random
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from itertools import takewhile
@@ -23,7 +24,7 @@ from tasks.record.places import RunPlace
 from tasks.record.run_json import AttemptRecord, JobRecord, RunJson
 from tasks.record.states import RunState
 from tasks.spec.failure_kinds import REQUEUED, FailureKind
-from tasks.spec.placeholders import substituted
+from tasks.spec.placeholders import mapping, substituted
 from tasks.spec.run import Retry, RunSpec
 from tasks.spec.words import moment
 
@@ -177,22 +178,19 @@ def resume_point(spec: RunSpec, place: RunPlace, attempts: int) -> Path | None:
 
 
 def _of_attempt(place: RunPlace, number: int, component: str) -> Path | None:
-    try:
-        spec = _spec_of(place, number)
-        part = spec["components"][component]
-        # One of a Muster before has no absolute `cwd`, and none where the default was meant.
-        root = Path.cwd() / (part.get("cwd") or spec.get("cwd") or ".")
-        return latest_checkpoint(part["checkpoints"], root)
-    except (OSError, yaml.YAMLError, KeyError, TypeError):
-        return None
+    spec = _spec_of(place, number)
+    part = mapping(mapping(spec.get("components")).get(component))
+    # One of a Muster before has no absolute `cwd`, and none where the default was meant.
+    root = Path.cwd() / (part.get("cwd") or spec.get("cwd") or ".")
+    return latest_checkpoint(part["checkpoints"], root) if part.get("checkpoints") else None
 
 
-def _spec_of(place: RunPlace, number: int) -> Any:
-    """The spec that an attempt was run with: its names are filled in, its `cwd` is absolute.
-
-    Raises: OSError, yaml.YAMLError.
-    """
-    return yaml.safe_load(place.attempt(number).spec.read_text(encoding="utf-8"))
+def _spec_of(place: RunPlace, number: int) -> Mapping[str, Any]:
+    """The spec that an attempt was run with: its names are filled in, its `cwd` is absolute. Empty
+    where it can't be read."""
+    with suppress(OSError, yaml.YAMLError):
+        return mapping(yaml.safe_load(place.attempt(number).spec.read_text(encoding="utf-8")))
+    return {}
 
 
 def latest_checkpoint(written: str, root: Path) -> Path | None:
@@ -274,8 +272,5 @@ def handed_on(checkpoint: str | None, spec: RunSpec, place: RunPlace) -> Path | 
         "attempt.number": str(attempts),
         "attempt.dir": str(place.attempt(attempts).directory),
     }
-    try:
-        root = Path(_spec_of(place, attempts)["cwd"])
-    except (OSError, yaml.YAMLError, KeyError, TypeError):
-        root = Path(spec.cwd)
+    root = Path(_spec_of(place, attempts).get("cwd") or spec.cwd)
     return latest_checkpoint(substituted(checkpoint, names.__getitem__), root)

@@ -62,6 +62,14 @@ def why_refused(url: str, error: Exception, *, is_set: bool) -> str:
     return f"the Prefect server at {url} does not let in {what} (HTTP {status:d}): {_REMEDY}"
 
 
+def refusal_of(answer: httpx.Response) -> str:
+    """Why a server did not do what it was asked, in its words."""
+    try:
+        return str(answer.json()["detail"])
+    except (ValueError, KeyError, TypeError):
+        return f"HTTP {answer.status_code}"
+
+
 #: In the environment of a flow run's process. Source: prefect/runner/_starter_engine.py.
 FLOW_RUN_VARIABLE = "PREFECT__FLOW_RUN_ID"
 #: The state of a flow run without a process whose jobs go on. Its name is that of a retry, with
@@ -88,6 +96,8 @@ _LOCAL_TYPES = ("process", "gang")
 _POOLS = ("gang", "pipelines")
 #: In the command line of a flow run's process. Source: prefect/runner/_workspace_starter.py.
 _ENGINES = ("prefect.engine", "prefect.flow_engine", "_workspace_", "-m flows")
+#: By that of a run which has ended and has not failed.
+STATE_OF = {RunState.COMPLETED: Completed, RunState.CANCELLED: Cancelled}
 _OPEN = (*HELD, StateType.SCHEDULED, StateType.PAUSED)
 _TRAINING_FLOWS = ("train", "pipeline")
 #: The process of a flow run that was just submitted needs some seconds to appear.
@@ -151,21 +161,18 @@ def state_of(client: SyncPrefectClient, flow_run_id: str) -> State[Any] | None:
     return flow_run.state if flow_run is not None else None
 
 
+def _in_states(types: Iterable[StateType]) -> FlowRunFilter:
+    return FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=list(types))))
+
+
 def held_flow_runs(client: SyncPrefectClient) -> list[FlowRun]:
     """Our flow runs that should have a process, or are about to get one."""
-    return _flow_runs(client, OUR_FLOWS, HELD)
+    return list(flow_runs_of(client, _in_states(HELD), OUR_FLOWS))
 
 
 def open_flow_runs(client: SyncPrefectClient) -> list[FlowRun]:
     """Trainings, and pipelines of them, that have not ended."""
-    return _flow_runs(client, _TRAINING_FLOWS, _OPEN)
-
-
-def _flow_runs(
-    client: SyncPrefectClient, flows: Sequence[str], types: Sequence[StateType]
-) -> list[FlowRun]:
-    states = FlowRunFilterState(type=FlowRunFilterStateType(any_=list(types)))
-    return list(flow_runs_of(client, FlowRunFilter(state=states), flows))
+    return list(flow_runs_of(client, _in_states(_OPEN), _TRAINING_FLOWS))
 
 
 def flow_runs_of(
@@ -345,8 +352,7 @@ def state_of_closed(state: State[Any] | None, run: Closed | None, cause: str) ->
         return Cancelled(message=f"cancelled; {cause}")
     if run is None or run.by_loss or not run.state.is_final:
         return Crashed(message=cause)
-    make = {RunState.COMPLETED: Completed, RunState.CANCELLED: Cancelled}.get(run.state, Failed)
-    return make(message=run.message)
+    return STATE_OF.get(run.state, Failed)(message=run.message)
 
 
 def propose(

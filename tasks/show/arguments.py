@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -18,18 +19,14 @@ from tasks.spec.words import did_you_mean
 EXIT_DONE, EXIT_FAILED, EXIT_INVALID, EXIT_INTERRUPTED = 0, 1, 2, 130
 
 SpecFile = Annotated[Path, Parameter(name="SPEC", help="The run spec, a YAML file.")]
-_Set = Parameter(name="--set", show_default=False)
+_Set = partial(Parameter, name="--set", show_default=False)
 Overrides = Annotated[
     tuple[str, ...],
-    _Set,
-    Parameter(
-        help="Change a value of the spec, for example `--set progress.total=20`; repeatable."
-    ),
+    _Set(help="Change a value of the spec, for example `--set progress.total=20`; repeatable."),
 ]
 StageOverrides = Annotated[
     tuple[str, ...],
-    _Set,
-    Parameter(
+    _Set(
         help="Change a value of a stage's spec, for example `--set grpo.progress.total=20`; "
         "repeatable."
     ),
@@ -67,12 +64,6 @@ def run(app: App, arguments: Sequence[str] | None = None) -> int:
         code = app(arguments, result_action="return_value", error_formatter=_told)
         # Within reach of the handler below, not at the interpreter's end.
         sys.stdout.flush()
-    except MusterError as error:
-        print(error, file=sys.stderr)
-        if error.exit_code == EXIT_INVALID:
-            started = isinstance(error, InvalidSpec)
-            print(f"Nothing was {'started' if started else 'done'}.", file=sys.stderr)
-        return error.exit_code
     except SystemExit as error:
         if error.code == EXIT_INTERRUPTED:
             print("Interrupted.", file=sys.stderr)
@@ -81,10 +72,14 @@ def run(app: App, arguments: Sequence[str] | None = None) -> int:
         # `muster ls | head`: that nobody reads on is no fault.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_DONE
-    except OSError as error:
+    except (MusterError, OSError) as error:
         # A disk that is full, a file of somebody else.
         print(error, file=sys.stderr)
-        return EXIT_FAILED
+        exit_code = error.exit_code if isinstance(error, MusterError) else EXIT_FAILED
+        if exit_code == EXIT_INVALID:
+            started = isinstance(error, InvalidSpec)
+            print(f"Nothing was {'started' if started else 'done'}.", file=sys.stderr)
+        return exit_code
     return code if isinstance(code, int) else EXIT_DONE
 
 

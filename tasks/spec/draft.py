@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from itertools import product
 from pathlib import Path
@@ -34,8 +34,9 @@ def draft_of(directory: Path) -> tuple[str, str]:
         if re.search(way["pattern"], said, re.MULTILINE):
             text = "".join(known["parts"][part] for part in ("head", *way["parts"]))
             text = text.replace("COMMAND", command).replace("OVERRIDES", known["overrides"])
-            words = _words(directory.absolute(), file, said, way["name"], way["workload"])
-            return f"{way['name']} ({file})", _filled_in(text, words)
+            training, workload = way["name"], way.get("workload", "sft")
+            text = _filled_in(text, directory.absolute(), file, said, training, workload)
+            return f"{training} ({file})", text
     problem = "no script is in it, and no configuration of verl, TRL, slime or prime-rl"
     remedy = "go where the training lies, or name that directory"
     raise InvalidSpec((Fault(path="", problem=problem, remedy=remedy),), str(directory))
@@ -61,16 +62,14 @@ def _read(path: Path) -> str:
     return ""
 
 
-def _filled_in(text: str, words: Mapping[str, str]) -> str:
-    return _IN_CAPITALS.sub(lambda found: words.get(found[0], found[0]), text)
-
-
-def _words(directory: Path, file: Path, said: str, training: str, workload: str) -> dict[str, str]:
-    """What is filled in, by the words in capitals that stand for it."""
+def _filled_in(
+    text: str, directory: Path, file: Path, said: str, training: str, workload: str
+) -> str:
+    """The text with what the words in capitals stand for."""
     name = re.sub(r"[^a-z0-9]+", "-", directory.name.lower()).lstrip("-0123456789")
     told = f"{file} {said}".lower()
     workload = next((one for one in _WORKLOADS if one in told), workload)
-    return {
+    words = {
         "TRAINING": training,
         "FILE": str(file),
         "FOLDER": str((directory / file).parent),
@@ -80,3 +79,4 @@ def _words(directory: Path, file: Path, said: str, training: str, workload: str)
         "METHOD": workload if workload != "ppo" else "grpo",
         "HERE": str(directory.relative_to(project_of(directory / "muster.yaml"))),
     }
+    return _IN_CAPITALS.sub(lambda found: words.get(found[0], found[0]), text)

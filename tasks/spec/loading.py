@@ -204,8 +204,6 @@ def load_spec(path: Path, overrides: Sequence[str] = ()) -> RunSpec:
     Raises: InvalidSpec, with every fault of the file and of the overrides, in file order.
     """
     data, faults = parse(read_text(path))
-    if data is None and faults:
-        raise InvalidSpec(faults, str(path))
     return _checked(data, overrides, str(path), faults)
 
 
@@ -277,6 +275,8 @@ def as_mapping(data: object, source: str, found: Sequence[Fault]) -> dict[str, A
 
     Raises: InvalidSpec, they are no mapping; with the faults that were found before.
     """
+    if data is None and found:
+        raise InvalidSpec(tuple(found), source)
     written = data.written() if isinstance(data, Document) else copy.deepcopy(data)
     if not isinstance(written, dict):
         problem = f"must be a mapping, found {shown(written)}"

@@ -132,8 +132,6 @@ def load_pipeline(
     Raises: InvalidSpec, with every fault of the file, of those it names and of the overrides.
     """
     data, faults = parse(read_text(path))
-    if data is None and faults:
-        raise InvalidSpec(faults, str(path))
     places = (root or project_of(path), path.parent)
     return _checked(data, overrides, str(path), faults, places)
 

@@ -158,7 +158,13 @@ def announced(run: RunSession, flow_run: FlowRun) -> Iterator[None]:
     if not (api_url := lasting_api_url()):
         yield
         return
-    announcements = _announcements_of(run)
+    announcements = RunAnnouncements(
+        common={"run_id": run.run_id, "workload": run.spec.workload, "host": host_name()},
+        log_of=lambda name: str(run.attempt.log(name)) if run.attempt is not None else None,
+        failure_of=lambda: run.verdict.failure,
+        attempt=run.record.attempts,
+        fleet=run.spec.fleet,
+    )
     with Announcer(api_url) as announcer:
 
         def tell(one: Event) -> None:
@@ -181,16 +187,3 @@ def announced(run: RunSession, flow_run: FlowRun) -> Iterator[None]:
             announcer_here.reset(own_token)
             if run.record.state.is_final and not announcements.has_ended:
                 tell(announcements.ended(run.record.state, run.verdict.message, time.time()))
-
-
-def _announcements_of(run: RunSession) -> RunAnnouncements:
-    def log_of(component: str) -> str | None:
-        return str(run.attempt.log(component)) if run.attempt is not None else None
-
-    return RunAnnouncements(
-        common={"run_id": run.run_id, "workload": run.spec.workload, "host": host_name()},
-        log_of=log_of,
-        failure_of=lambda: run.verdict.failure,
-        attempt=run.record.attempts,
-        fleet=run.spec.fleet,
-    )

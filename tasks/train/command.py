@@ -55,8 +55,10 @@ def run_here(train: Callable[..., State[Any]], path: Path, overrides: Sequence[s
                 terminal.say(f"project {root}, python {python_of(root)}")
                 with tags(*spec.tags, process_tag()):
                     state = train(spec, return_state=True)
-                page = _page_of(state)
-            terminal.end(state.type.value.lower(), state.message or "", page)
+                id = state.state_details.flow_run_id
+                # No page of a server that ends with this process.
+                page = url_for("flow-run", obj_id=id) if id and lasting_api_url() else ""
+            terminal.end(state.type.value.lower(), state.message or "", page or "")
     except (KeyboardInterrupt, TerminationSignal):
         print(f"Interrupted; {_left_running()}.", file=sys.stderr)
         return EXIT_INTERRUPTED
@@ -82,11 +84,3 @@ def _left_running() -> str:
     if not left:
         return "nothing is left running"
     return f"`muster reconcile` ends what {commas(left)} may have left running"
-
-
-def _page_of(state: State[Any]) -> str:
-    """The flow run's page in the UI; empty where its server ends with this process."""
-    flow_run_id = state.state_details.flow_run_id
-    if lasting_api_url() is None or flow_run_id is None:
-        return ""
-    return url_for("flow-run", obj_id=flow_run_id) or ""

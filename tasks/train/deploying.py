@@ -24,7 +24,7 @@ from pydantic import ValidationError
 
 from tasks.queue.ledger import request_of
 from tasks.server.flow_process import EXIT_INTERRUPTED, exit_code_of
-from tasks.server.flow_runs import talking_to
+from tasks.server.flow_runs import refusal_of, talking_to
 from tasks.server.server import NoServer, quieten_prefect
 from tasks.show.arguments import EXIT_DONE, Overrides, SpecFile
 from tasks.spec.draft import draft_of
@@ -63,12 +63,7 @@ def load_pipeline_spec(path: str) -> dict[str, Any]:
 
 
 def submit(
-    spec: SpecFile,
-    /,
-    *,
-    set: Overrides = (),
-    queue: str | None = None,
-    watch: bool = False,
+    spec: SpecFile, /, *, set: Overrides = (), queue: str | None = None, watch: bool = False
 ) -> int:
     """Queue a run of a spec on the Prefect server: it starts once its whole gang of GPUs is free.
 
@@ -125,7 +120,7 @@ def deploy(
     name: str | None = None,
     cron: str | None = None,
     timezone: str = "UTC",
-) -> int:
+) -> None:
     """Make a deployment of a spec, or renew it: the Prefect UI starts runs of it, and a schedule.
 
     Exit: 0 done; 2 the spec is invalid, and nothing was changed.
@@ -164,7 +159,6 @@ def deploy(
         print(f"  page  {url_for('deployment', obj_id=deployment_id)}")
         server = f"PREFECT_API_URL={PREFECT_API_URL.value()}"
         print(f"  run   {server} prefect deployment run 'train/{called}'")
-    return EXIT_DONE
 
 
 @contextmanager
@@ -179,10 +173,7 @@ def _server() -> Iterator[SyncPrefectClient]:
         except httpx.HTTPStatusError as error:
             if error.response.is_server_error:
                 raise
-            try:
-                why = str(error.response.json()["detail"])
-            except (ValueError, KeyError, TypeError):
-                why = f"HTTP {error.response.status_code}"
+            why = refusal_of(error.response)
             raise MusterError(f"the Prefect server does not take it: {why}") from error
 
 
@@ -204,7 +195,7 @@ def _say_project(spec: RunSpec, root: Path) -> None:
         print(f"  not here, so it must be on the worker's host: {fault}", file=sys.stderr)
 
 
-def init(directory: Path = Path(), /, *, force: bool = False) -> int:
+def init(directory: Path = Path(), /, *, force: bool = False) -> None:
     """Write a commented run spec, muster.yaml, for the training in a directory: a plain script,
     torchrun, verl, TRL, slime or prime-rl, told by their own files.
 
@@ -221,4 +212,3 @@ def init(directory: Path = Path(), /, *, force: bool = False) -> int:
     path.write_text(text, encoding="utf-8")
     load_spec(path)
     print(f"Found {found}. Wrote {path}: look through it, then try it:\n  muster train {path}")
-    return EXIT_DONE

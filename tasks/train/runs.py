@@ -199,7 +199,7 @@ def ls(
     limit: int = _LISTED,
     state: Annotated[tuple[Literal[_Open, _Ended], ...], Parameter(show_default=False)] = (),
     json: AsJson = False,
-) -> int:
+) -> None:
     """List runs, newest first: those of the Prefect server, and those that only this machine has on
     record.
 
@@ -216,7 +216,6 @@ def ls(
         _print_table(found)
     else:
         print("There is no run yet: muster train SPEC starts one.", file=sys.stderr)
-    return EXIT_DONE
 
 
 def _print_table(found: Sequence[Run]) -> None:
@@ -236,7 +235,7 @@ def _print_table(found: Sequence[Run]) -> None:
     console.print(shown)
 
 
-def show(run: RunName = "latest", /, *, json: AsJson = False) -> int:
+def show(run: RunName = "latest", /, *, json: AsJson = False) -> None:
     """Show a run: what it does, or what it died of; its components and attempts.
 
     Exit: 0 shown; 2 there is no such run.
@@ -250,7 +249,7 @@ def show(run: RunName = "latest", /, *, json: AsJson = False) -> int:
         if record is None:
             raise BadArgument(f"{meant.run_id} has no record yet: it has not begun")
         print(dumps(record.as_json(), indent=2))
-        return EXIT_DONE
+        return
     console = Console(highlight=False)
     if pages:
         for page in pages:
@@ -260,7 +259,6 @@ def show(run: RunName = "latest", /, *, json: AsJson = False) -> int:
             print(line.text)
     else:
         print(f"{meant.run_id}: {meant.state}\n{meant.message}".rstrip())
-    return EXIT_DONE
 
 
 def _record_of(run: Run) -> tuple[RunJson | None, list[str]]:
@@ -294,7 +292,7 @@ def why(run: RunName = "latest", /, *, pool: Pool = "gang") -> int:
     return EXIT_DONE
 
 
-def cancel(run: RunName, /) -> int:
+def cancel(run: RunName, /) -> None:
     """End a run: its components are stopped in reverse, and nothing of it is left.
 
     Exit: 0 it is being cancelled; 1 it can't be from here; 2 there is no such run, or it has ended.
@@ -312,10 +310,9 @@ def cancel(run: RunName, /) -> int:
         said = f"cancelled by muster on {host_name()}"
         client.set_flow_run_state(UUID(meant.flow_run_id), Cancelling(message=said))
     print(f"{meant.run_id} is being cancelled. To see its end: muster show {meant.run_id}")
-    return EXIT_DONE
 
 
-def overview() -> int:
+def overview() -> None:
     """What runs, waits and failed last, and what one needs most."""
     known = runs(200)
     running = [run for run in known if run.state not in (*ENDED, "queued", "pending_resources")]
@@ -331,7 +328,6 @@ def overview() -> int:
         "muster logs RUN -f    what its components write\n"
         "muster --help         everything else"
     )
-    return EXIT_DONE
 
 
 _LOOK_EVERY_S, _ASK_EVERY_S = 0.2, 5.0
@@ -366,7 +362,7 @@ def logs(
     *,
     follow: Annotated[bool, Parameter(alias="-f")] = False,
     attempt: int | None = None,
-) -> int:
+) -> None:
     """Show what a run's components have written in its last attempt, side by side.
 
     Exit: 0 shown; 2 there is no such run, or no such log here.
@@ -392,11 +388,10 @@ def logs(
             _show_new(its, component, shown, is_last=True)
             number += 1
             if not follow or not place.attempt(number).directory.exists():
-                return EXIT_DONE
+                return
             print(f"attempt {number}", file=sys.stderr)
     except KeyboardInterrupt:
-        # The way out of --follow.
-        return EXIT_DONE
+        pass  # The way out of --follow.
 
 
 def _attempts(place: RunPlace) -> int:

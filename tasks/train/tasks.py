@@ -26,7 +26,7 @@ from tasks.server.flow_process import (
     spec_here,
     started_by_others,
 )
-from tasks.server.flow_runs import worker_of
+from tasks.server.flow_runs import STATE_OF, worker_of
 from tasks.server.server import lasting_api_url
 from tasks.show.failure import in_a_line
 from tasks.show.terminal import outlive_readers
@@ -170,14 +170,9 @@ def _teardown(run: RunSession) -> State[None]:
 
 def _ended(run: RunSession) -> State[None]:
     decision = run.supervisor.decision
-    match decision.state if decision else None:
-        case RunState.COMPLETED:
-            make = Completed
-        case RunState.CANCELLED | RunState.RUNNING:
-            # Of a run that goes on without this process, this process's part is over.
-            make = Cancelled
-        case _:
-            make = Failed
+    state = decision.state if decision else RunState.FAILED
+    # Of a run that goes on without this process, this process's part is over.
+    make = Cancelled if state is RunState.RUNNING else STATE_OF.get(state, Failed)
     return make(message=decision.reason if decision else "")
 
 
@@ -240,11 +235,7 @@ def open_run(spec: RunSpec) -> Iterator[RunSession]:
 def conclude(run: RunSession) -> State[Any]:
     """The Prefect state that fits how the run ended."""
     verdict = run.close()
-    match verdict.state:
-        case RunState.COMPLETED:
-            return Completed(message=verdict.message)
-        case RunState.CANCELLED:
-            return Cancelled(message=verdict.message)
-        case _:
-            last = run.record.content.attempt
-            return Failed(message=run.mask(in_a_line(verdict.message, run.place, last)))
+    if make := STATE_OF.get(verdict.state):
+        return make(message=verdict.message)
+    last = run.record.content.attempt
+    return Failed(message=run.mask(in_a_line(verdict.message, run.place, last)))

@@ -28,8 +28,6 @@ from tasks.spec.errors import BadArgument
 from tasks.upkeep.reconcile import publish, reconcile_host
 from tasks.upkeep.report import Report
 
-_PAGE = 200
-
 
 def give_up_host(name: str) -> Report:
     """Finish every run that a host had, and close its record, on the Prefect server of
@@ -65,8 +63,8 @@ def _check(client: SyncPrefectClient, name: str) -> None:
 
 def _heard(client: SyncPrefectClient, name: str) -> Iterator[tuple[str, datetime]]:
     """What runs on the host for Muster, and when the server has heard of it last."""
-    for pool in client.read_work_pools(limit=_PAGE):
-        for worker in client.read_workers_for_work_pool(pool.name, limit=_PAGE):
+    for pool in client.read_work_pools():
+        for worker in client.read_workers_for_work_pool(pool.name):
             if worker.name == name and worker.last_heartbeat_time is not None:
                 yield f"its worker of the pool {pool.name}", worker.last_heartbeat_time
     for deployment, found in upkeep_of(client, name):

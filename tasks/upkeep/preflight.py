@@ -412,15 +412,8 @@ async def _live_runs(dashboard: Dashboard, nodes: Sequence[NodeSeen]) -> dict[st
         ids = submitted.setdefault(carrier["run_id"], set())
         if carrier["attempt"].isdigit():
             # Nobody here knows whether its run has one job or several.
-            ids |= {
-                submission_id(
-                    carrier["run_id"],
-                    int(carrier["attempt"]),
-                    carrier.get("component", ""),
-                    is_only=is_only,
-                )
-                for is_only in (True, False)
-            }
+            its = carrier["run_id"], int(carrier["attempt"]), carrier.get("component", "")
+            ids |= {submission_id(*its, is_only=is_only) for is_only in (True, False)}
     found = {}
     for run_id, ids in submitted.items():
         jobs = [await dashboard.job(id) for id in sorted(ids)]
@@ -441,9 +434,9 @@ LimitOptions = Annotated[Limits, Parameter(name="*")]
 def run_preflight(
     flow: Callable[..., State[Any]],
     address: str,
-    shared: str | None = None,
-    limits: Limits = DEFAULT_LIMITS,
-    within_s: float = LOOK_WITHIN_S,
+    shared: str | None,
+    limits: Limits,
+    within_s: float,
 ) -> int:
     """Run the flow, and print what it found.
 

@@ -34,10 +34,10 @@ class Server:
         self.upkeeps: dict[str, float] = {}
         self.hosts_of_runs: list[str] = []
 
-    def read_work_pools(self, limit: int) -> list[Any]:
+    def read_work_pools(self) -> list[Any]:
         return [SimpleNamespace(name=name) for name in self.workers]
 
-    def read_workers_for_work_pool(self, pool: str, limit: int) -> list[Any]:
+    def read_workers_for_work_pool(self, pool: str) -> list[Any]:
         return [
             SimpleNamespace(name=name, last_heartbeat_time=NOW - timedelta(seconds=age_s))
             for name, age_s in self.workers[pool]
