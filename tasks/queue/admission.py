@@ -33,7 +33,7 @@ from tasks.queue.grants import (
     waits_here,
 )
 from tasks.queue.lease import LeaseLost
-from tasks.queue.ledger import GANG_POOLS, QueueEntry
+from tasks.queue.ledger import GANG_POOLS, QueueEntry, request_of
 from tasks.queue.nodes import Capacity
 from tasks.queue.settings import DEFAULT_POOL, LEFT_OUT, NotThere, PoolSettings, settings_in
 from tasks.server.events import tell_here
@@ -118,7 +118,9 @@ class _Line:
         granted = await _grant_of_worker(client, flow_run) if may_be_given else None
         if granted is not None and (given := await self._taken(client, granted)) is not None:
             return given
-        self._capacity = self._capacity or Capacity(here=not flow_run.work_pool_name)
+        if self._capacity is None:
+            own = request_of(flow_run).cluster
+            self._capacity = Capacity(here=not flow_run.work_pool_name, own=own)
         gate = Gate(client, capacity=self._capacity, announce=tell_here)
         if not self._is_in_line:
             await self._beat(client)

@@ -24,7 +24,7 @@ from tasks.processes.devices import BadDevices, Devices, leased
 from tasks.processes.identity import host_name
 from tasks.queue.packing import Demand
 from tasks.queue.settings import DEFAULT_POOL, PoolSettings, TableNode, merged
-from tasks.ray.dashboard import Denied, NoAnswer
+from tasks.ray.dashboard import Credentials, Denied, NoAnswer
 from tasks.ray.usage import Cluster, ClusterLook, ClusterNode
 from tasks.spec.words import commas, counted
 
@@ -262,8 +262,10 @@ class Capacity:
     here: bool = False
     #: For one look at a cluster.
     within_s: float = LOOK_WITHIN_S
+    #: The address of the cluster of this process's own run; empty where it has none.
+    own: str = ""
     #: At the cluster of an address.
-    look: Callable[[str], ClusterLook] = ClusterLook
+    look: Callable[[str, Credentials], ClusterLook] = ClusterLook
     clock: Callable[[], float] = time.monotonic
     _looks: dict[str, ClusterLook] = field(default_factory=dict)
     #: `[address]`: what was said of it, until the task has ended.
@@ -279,14 +281,23 @@ class Capacity:
 
         Raises: NoCapacity.
         """
+        every = merged(settings.values())
         if key:
-            return await self._look(key)
-        nodes = [await self._of_table(node) for node in merged(settings.values()).nodes]
+            is_own = key == self.own
+            return await self._look(key, Credentials.of(key, every.clusters, is_own=is_own))
+        nodes = [await self._of_table(node) for node in every.nodes]
         if self.here and not settings.get(DEFAULT_POOL, PoolSettings()).nodes:
             nodes = [*(node for node in nodes if node.name != host_name()), await self._here()]
         if not nodes:
             raise NoCapacity(NO_TABLE)
         return Cluster(nodes=tuple(nodes))
+
+    async def show_demand(self, address: str, bundles: Sequence[Mapping[str, float]]) -> None:
+        """Have the autoscaler of a cluster see what its nodes are to hold in all.
+
+        Raises: NoAnswer, Denied.
+        """
+        await self._looks[address].show_demand(bundles, within_s=self.within_s)
 
     async def _of_table(self, node: TableNode) -> ClusterNode:
         known = ClusterNode(**node.model_dump(), devices=tuple(range(node.gpus)))
@@ -316,19 +327,27 @@ class Capacity:
         while self._looks:
             await self._looks.popitem()[1].close()
 
-    async def _look(self, address: str) -> Cluster:
+    async def _look(self, address: str, credentials: Credentials) -> Cluster:
         if address in self._silent:
             why, task = self._silent[address]
             if not task.done():
                 raise NoCapacity(why)
             del self._silent[address]
-        if address not in self._looks:
-            self._looks[address] = self.look(address)
-        look = self._looks[address]
+        look = self._looks.get(address)
+        if look is None or look.credentials != credentials:
+            if look is not None:
+                await look.close()
+            look = self._looks[address] = self.look(address, credentials)
         began = self.clock()
         try:
             return await look.look(within_s=self.within_s)
-        except (NoAnswer, Denied) as error:
+        except Denied as error:
+            unlisted = (
+                "it gets no token and no headers, as the work pool does not list it (muster queue "
+                f"set cluster.{address}=0): "
+            )
+            raise NoCapacity(f"{'' if credentials.has_token else unlisted}{error}") from error
+        except NoAnswer as error:
             if self.clock() - began >= self.within_s and address not in self._silent:
                 self._silent[address] = str(error), asyncio.create_task(_answered(look))
             raise NoCapacity(str(error)) from error

@@ -22,6 +22,7 @@ from tasks.processes.identity import host_name
 from tasks.queue.packing import Policy
 from tasks.ray.dashboard import ListedCluster
 from tasks.server.events import of_pool, told_at_once
+from tasks.server.flow_runs import POOL_VARIABLE, settings_data
 from tasks.spec.errors import MusterError
 from tasks.spec.words import commas
 
@@ -137,10 +138,6 @@ def merged(settings: Iterable[PoolSettings]) -> PoolSettings:
     )
 
 
-#: Where the settings stand among the variables of a pool's base job template.
-VARIABLE = "gang"
-
-
 def settings_of(base_job_template: Mapping[str, Any]) -> PoolSettings:
     """The settings of a work pool; the defaults where its template has none.
 
@@ -149,15 +146,14 @@ def settings_of(base_job_template: Mapping[str, Any]) -> PoolSettings:
 
     Raises: pydantic.ValidationError, where somebody has spoilt them.
     """
-    properties = base_job_template.get("variables", {}).get("properties", {})
-    return PoolSettings.model_validate(properties.get(VARIABLE, {}).get("default") or {})
+    return PoolSettings.model_validate(settings_data(base_job_template))
 
 
 def with_settings(base_job_template: Mapping[str, Any], settings: PoolSettings) -> dict[str, Any]:
     """The template with other settings; all else is left as it is."""
     template = deepcopy(dict(base_job_template))
     properties = template.setdefault("variables", {}).setdefault("properties", {})
-    variable = properties.setdefault(VARIABLE, {"type": "object", "title": "Gang queue"})
+    variable = properties.setdefault(POOL_VARIABLE, {"type": "object", "title": "Gang queue"})
     variable["default"] = settings.model_dump(mode="json")
     return template
 

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-from collections.abc import Callable, Iterable, Iterator
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -78,8 +80,8 @@ async def _call(
 
 
 # What is imported by name has no types, and takes most of a second: only whoever asks has it.
-def open_channel(gcs_address: str) -> Any:
-    """A channel to a control store, with Ray's own authentication and TLS; the caller closes it."""
+def open_channel(gcs_address: str, *, has_token: bool = True) -> Any:
+    """A channel to a control store, with Ray's own TLS, and its token; the caller closes it."""
     constants: Any = importlib.import_module("ray._private.ray_constants")
     utils: Any = importlib.import_module("ray._private.grpc_utils")
     options = (
@@ -89,7 +91,13 @@ def open_channel(gcs_address: str) -> Any:
         # one does before it tries again.
         ("grpc.use_local_subchannel_pool", 1),
     )
-    return utils.init_grpc_channel(gcs_address, options=options)
+    if has_token:
+        return utils.init_grpc_channel(gcs_address, options=options)
+    if os.environ.get("RAY_USE_TLS", "0").lower() not in ("1", "true"):
+        return utils.grpc.insecure_channel(gcs_address, options=options)
+    chain, key, root = utils.load_certs_from_env()
+    credentials = utils.grpc.ssl_channel_credentials(root, key, chain)
+    return utils.grpc.secure_channel(gcs_address, credentials, options=options)
 
 
 def question(channel: Any, service: str, method: str) -> Callable[..., Any]:
@@ -100,6 +108,32 @@ def question(channel: Any, service: str, method: str) -> Callable[..., Any]:
     ask = getattr(getattr(stubs, f"{service}GcsServiceStub")(channel), method)
     request = getattr(messages, f"{method}Request")
     return lambda within_s, **fields: ask.future(request(**fields), timeout=within_s)
+
+
+def show_demand(channel: Any, bundles: Sequence[Mapping[str, float]], within_s: float) -> None:
+    """Have the autoscaler of a cluster see to it that all of these fit at once, whatever is in use;
+    none: nothing of it any more. What others have asked for in this way is forgotten.
+
+    It goes to both versions of the autoscaler, of which one looks.
+
+    Source: ray/autoscaler/v2/sdk.py, request_cluster_resources;
+    ray/autoscaler/_private/commands.py, request_resources.
+    """
+    stubs: Any = importlib.import_module("ray.core.generated.autoscaler_pb2_grpc")
+    messages: Any = importlib.import_module("ray.core.generated.autoscaler_pb2")
+    constraint = messages.ClusterResourceConstraint()
+    for bundle in bundles:
+        wanted = constraint.resource_requests.add(count=1)
+        wanted.request.resources_bundle.update(bundle)
+    request = messages.RequestClusterResourceConstraintRequest(
+        cluster_resource_constraint=constraint
+    )
+    ask = stubs.AutoscalerStateServiceStub(channel).RequestClusterResourceConstraint
+    answer = ask.future(request, timeout=within_s)
+    put = question(channel, "InternalKV", "InternalKVPut")
+    text = json.dumps([dict(bundle) for bundle in bundles])
+    put(within_s, key=b"autoscaler_resource_request", value=text.encode(), overwrite=True).result()
+    answer.result()
 
 
 @contextmanager

@@ -12,6 +12,7 @@ whose process asks.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -19,6 +20,7 @@ import ssl
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -66,7 +68,7 @@ def accelerators(resources: Mapping[str, float] | None) -> float:
 
 _ENV = "env."
 #: A JSON list of `ListedCluster`, for this process and those of Muster's own that it starts.
-VARIABLE = "MUSTER_RAY_CLUSTERS"
+CLUSTERS_VARIABLE = "MUSTER_RAY_CLUSTERS"
 
 
 class ListedCluster(BaseModel):
@@ -119,14 +121,20 @@ class Credentials:
         Args:
             is_own: of the run whose process asks.
         """
-        found = next((one for one in listed if one.address == address.rstrip("/")), None)
-        if found is None:
-            return Credentials(has_token=is_own)
-        return Credentials(headers=found.headers, ca=found.ca, has_token=True)
+        for one in listed:
+            if one.address == address.rstrip("/"):
+                return Credentials(headers=one.headers, ca=one.ca, has_token=True)
+        return Credentials(has_token=is_own)
+
+    @staticmethod
+    def own(address: str) -> Credentials:
+        """By what this process was told of the cluster of its run."""
+        return Credentials.of(address, _known().values(), is_own=True)
 
     def sent(self) -> dict[str, str]:
-        """The headers, filled in, without the token."""
-        return {name: substituted(value, _variable) for name, value in self.headers.items()}
+        """All headers, filled in."""
+        headers = {name: substituted(value, _variable) for name, value in self.headers.items()}
+        return headers | (_auth_headers(headers) if self.has_token else {})
 
     def verify(self) -> ssl.SSLContext | bool:
         """What an https address has to prove."""
@@ -137,31 +145,36 @@ class Credentials:
 
 
 def _variable(name: str) -> str:
-    if not name.startswith(_ENV):
+    variable = name.removeprefix(_ENV)
+    if variable == name:
         raise Denied(f"its headers name ${{{name}}}: write ${{env.NAME}}, or `$${{` for a `${{`")
-    if (value := os.environ.get(name.removeprefix(_ENV))) is None:
-        variable = name.removeprefix(_ENV)
+    if (value := os.environ.get(variable)) is None:
         raise Denied(f"its headers name the environment variable {variable}, which is not set here")
     return value
 
 
-def known() -> dict[str, ListedCluster]:
-    """By address, those that this process was told of. What can't be read counts as none."""
+def know(clusters: Iterable[object]) -> None:
+    """Have this process, and those of Muster's own that it starts, know more listed clusters; what
+    is none is left out."""
+    known = _known() | _read(clusters)
+    if known:
+        os.environ[CLUSTERS_VARIABLE] = json.dumps([one.model_dump() for one in known.values()])
+
+
+def _known() -> dict[str, ListedCluster]:
     try:
-        listed = [ListedCluster.model_validate(one) for one in json.loads(os.environ[VARIABLE])]
-    except (KeyError, ValueError, TypeError):
+        return _read(json.loads(os.environ.get(CLUSTERS_VARIABLE) or "[]"))
+    except (ValueError, TypeError):
         return {}
-    return {one.address: one for one in listed}
 
 
-def know(clusters: Iterable[Mapping[str, Any]]) -> None:
-    """Have this process, and those of Muster's own that it starts, know more listed clusters."""
-    found = known()
+def _read(clusters: Iterable[object]) -> dict[str, ListedCluster]:
+    found = {}
     for one in clusters:
-        cluster = ListedCluster.model_validate(one)
-        found[cluster.address] = cluster
-    if found:
-        os.environ[VARIABLE] = json.dumps([one.model_dump() for one in found.values()])
+        with contextlib.suppress(ValueError):
+            cluster = ListedCluster.model_validate(one)
+            found[cluster.address] = cluster
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,21 +252,40 @@ class Dashboard:
     Each question may raise NoAnswer and Denied.
     """
 
-    def __init__(self, address: str, *, within_s: float = ASK_WITHIN_S) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        credentials: Credentials | None = None,
+        within_s: float = ASK_WITHIN_S,
+    ) -> None:
+        """
+        Args:
+            credentials: None: those of the cluster of this process's run.
+        """
         self.address = address.rstrip("/")
+        self._credentials = credentials or Credentials.own(address)
+        self._within_s = within_s
+
+    @cached_property
+    def _client(self) -> httpx.AsyncClient:
         transport = httpx.AsyncHTTPTransport(
-            trust_env=False, socket_options=_KEEPALIVE, limits=httpx.Limits(max_connections=20)
+            verify=self._credentials.verify(),
+            trust_env=False,
+            socket_options=_KEEPALIVE,
+            limits=httpx.Limits(max_connections=20),
         )
-        self._client = httpx.AsyncClient(
+        return httpx.AsyncClient(
             base_url=self.address,
             trust_env=False,
             transport=transport,
-            timeout=within_s,
-            headers=_auth_headers(),
+            timeout=self._within_s,
+            headers=self._credentials.sent(),
         )
 
     async def close(self) -> None:
-        await self._client.aclose()
+        if "_client" in vars(self):
+            await self._client.aclose()
 
     async def session(self) -> str:
         """The name of the cluster's session: another one after a restart of its head."""
@@ -440,13 +472,13 @@ def _words(error: httpx.HTTPError, address: str) -> str:
     return f"no answer from {address}: {str(error) or type(error).__name__}"
 
 
-def _auth_headers() -> dict[str, str]:
-    """Ray's own, where its authentication is on."""
+def _auth_headers(headers: dict[str, str]) -> dict[str, str]:
+    """Ray's own, where its authentication is on and these have none."""
     from ray._private.authentication.http_token_authentication import (
         get_auth_headers_if_auth_enabled,
     )
 
-    return dict(get_auth_headers_if_auth_enabled({}))
+    return dict(get_auth_headers_if_auth_enabled(headers))
 
 
 #: Source: ray/_private/ray_constants.py, ENABLE_RAY_CLUSTERS_ENV_VAR.

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from tasks.processes import tree
 from tasks.ray import wrapper
-from tasks.ray.dashboard import Dashboard, Denied, JobState, LiveNode, NoAnswer
+from tasks.ray.dashboard import Credentials, Dashboard, Denied, JobState, LiveNode, NoAnswer
 from tasks.ray.submission import SETTLES_WITHIN_S, JobPlan, SubmissionFile
 from tasks.record.events import Emit
 from tasks.record.outcome import JobLoss, JobRefused
@@ -205,10 +205,14 @@ def _client(address: str) -> JobSubmissionClient:
     for name, level in _TALKERS.items():
         logging.getLogger(name).setLevel(level)
 
+    credentials = Credentials.own(address)
+
     class Client(JobSubmissionClient):
         def __init__(self) -> None:
             # Its own constructor would have RAY_ADDRESS in our environment replace the address.
-            SubmissionClient.__init__(self, address)
+            SubmissionClient.__init__(
+                self, address, headers=credentials.sent(), verify=credentials.ca or True
+            )
             self._client_ray_version = ray.__version__
             self._check_connection_and_version()
 

@@ -22,8 +22,8 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
-from tasks.ray.control_store import answering, open_channel, question
-from tasks.ray.dashboard import ACCELERATORS, Dashboard, NoAnswer
+from tasks.ray.control_store import answering, open_channel, question, show_demand
+from tasks.ray.dashboard import ACCELERATORS, Credentials, Dashboard, NoAnswer
 
 #: Of a bundle: resource, index, group. Without the index: that of all bundles of a group.
 _OF_BUNDLE = re.compile(rf"({'|'.join(ACCELERATORS)}|CPU)_group_(\d+)_([0-9a-f]{{36}})")
@@ -240,8 +240,9 @@ class ClusterLook:
     """
 
     _address: str
+    credentials: Credentials
     #: Makes the dashboard of an address.
-    dashboard: Callable[[str], Dashboard] = Dashboard
+    dashboard: Callable[..., Dashboard] = Dashboard
     _dashboard: Dashboard | None = None
     _store: _ControlStore | None = None
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -265,6 +266,16 @@ class ClusterLook:
                 f"no answer from {self._asked} of {self._address} within {within_s:g} s"
             ) from error
 
+    async def show_demand(self, bundles: Sequence[Mapping[str, float]], *, within_s: float) -> None:
+        """Have its autoscaler see what its nodes are to hold; see `control_store.show_demand`. Only
+        where the last look was answered.
+
+        Raises: NoAnswer, Denied.
+        """
+        async with self._lock:
+            if self._store is not None:
+                await asyncio.to_thread(self._store.show_demand, bundles, within_s)
+
     async def close(self) -> None:
         self._forget()
         if self._dashboard is not None:
@@ -277,9 +288,10 @@ class ClusterLook:
                 return await self._read(self._store, within_s)
         self._asked = "the dashboard"
         if self._dashboard is None:
-            self._dashboard = await asyncio.to_thread(self.dashboard, self._address)
+            self._dashboard = self.dashboard(self._address, credentials=self.credentials)
         gcs_address = await self._dashboard.gcs_address()
-        self._store = await asyncio.to_thread(_ControlStore, gcs_address)
+        has_token = self.credentials.has_token
+        self._store = await asyncio.to_thread(_ControlStore, gcs_address, has_token=has_token)
         return await self._read(self._store, within_s)
 
     async def _read(self, store: _ControlStore, within_s: float) -> Cluster:
@@ -300,9 +312,9 @@ class ClusterLook:
 class _ControlStore:
     """One connection, and what was learnt over it that does not change. Its calls block."""
 
-    def __init__(self, gcs_address: str) -> None:
+    def __init__(self, gcs_address: str, *, has_token: bool) -> None:
         self._gcs_address = gcs_address
-        self._channel = open_channel(gcs_address)
+        self._channel = open_channel(gcs_address, has_token=has_token)
         self._usage = question(self._channel, "NodeResourceInfo", "GetAllResourceUsage")
         self._nodes = question(self._channel, "NodeInfo", "GetAllNodeInfo")
         self._actors = question(self._channel, "ActorInfo", "GetAllActorInfo")
@@ -327,6 +339,10 @@ class _ControlStore:
         """
         with answering(self._gcs_address):
             return self._read(within_s)
+
+    def show_demand(self, bundles: Sequence[Mapping[str, float]], within_s: float) -> None:
+        with answering(self._gcs_address):
+            show_demand(self._channel, bundles, within_s)
 
     def _read(self, within_s: float) -> Cluster:
         asking = self._usage(within_s)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import secrets
 import sys
 import threading
@@ -14,6 +15,7 @@ from pathlib import Path
 from tasks.processes.component import ComponentPlan
 from tasks.processes.containment import Containment, Level
 from tasks.processes.guarded import Command
+from tasks.ray.dashboard import CLUSTERS_VARIABLE
 from tasks.record.events import Emit, Event
 from tasks.record.places import AttemptPlace
 from tasks.rollout.building import LOOPBACK, is_loopback, planned, ports_needed
@@ -154,6 +156,8 @@ def fleet_component(
     fleet, place = plan.fleet, plan.place
     health = f"{gateway_url(fleet.host, plan.port)}/muster/health"
     is_on_ray = plan.ray is not None
+    # Other components are not told.
+    known = {CLUSTERS_VARIABLE: os.environ.get(CLUSTERS_VARIABLE, "")}
     within_s = fleet.start_within_s + (_RAY_MARGIN_S if is_on_ray else _START_MARGIN_S)
     return ComponentPlan(
         name=FLEET,
@@ -163,7 +167,7 @@ def fleet_component(
             env={
                 **env,
                 **plan.env,
-                **(_QUIET_RAY if is_on_ray else {}),
+                **(_QUIET_RAY | known if is_on_ray else {}),
                 SERVERS_ENV: json.dumps(fleet.env),
             },
             cwd=place.directory,

@@ -8,9 +8,10 @@ end, or that somebody began to cancel, between our look and our word is left as 
 from __future__ import annotations
 
 import contextvars
+import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -107,6 +108,8 @@ _UNLABELLED_AFTER = timedelta(seconds=60)
 _TIMEOUT_S = 10.0
 _PAGE = 200
 
+_log = logging.getLogger(__name__)
+
 
 class ServerAway(MusterError):
     """A Prefect server did not answer, or with an error of its own: ask it again later."""
@@ -138,6 +141,32 @@ def talking_to(api_url: str) -> Iterator[SyncPrefectClient]:
         if refusal := why_refused(api_url, error, is_set=bool(PREFECT_API_AUTH_STRING.value())):
             raise ServerRefuses(refusal) from error
         raise ServerAway(f"{api_url}: {error or type(error).__name__}") from error
+
+
+#: Among the variables of a work pool's base job template: what an operator sets on the queue.
+POOL_VARIABLE = "gang"
+
+
+def settings_data(base_job_template: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What is set there on the queue of a work pool."""
+    properties = base_job_template.get("variables", {}).get("properties", {})
+    found: Mapping[str, Any] = properties.get(POOL_VARIABLE, {}).get("default") or {}
+    return found
+
+
+def listed_clusters(api_url: str | None) -> list[object]:
+    """What the work pools of a server list as Ray clusters, each as it is written there; nothing
+    without a server, or where it does not answer."""
+    if api_url is None:
+        return []
+    try:
+        with talking_to(api_url) as client:
+            pools = client.read_work_pools(limit=_PAGE)
+    except ServerAway as error:
+        _log.warning("what is listed of Ray clusters is not known: %s", error)
+        return []
+    found = (settings_data(pool.base_job_template).get("clusters") for pool in pools)
+    return [one for listed in found if isinstance(listed, list) for one in listed]
 
 
 def thread_here(name: str, target: Callable[..., object], *given: object) -> threading.Thread:

@@ -15,6 +15,7 @@ from tasks.processes.containment import Containment, Level, allowed_level, probe
 from tasks.processes.devices import listed
 from tasks.processes.guarded import Command
 from tasks.processes.identity import host_name
+from tasks.ray.dashboard import CLUSTERS_VARIABLE
 from tasks.ray.job import RayJob
 from tasks.ray.nodes import sweep_of
 from tasks.ray.submission import JobPlan, submission_file, submission_id
@@ -30,7 +31,7 @@ from tasks.spec.secrets import looks_secret
 #: Variables of this process that are about this process, and no component's business.
 _PRIVATE_ENV = (
     *("NOTIFY_SOCKET", "LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES", "MUSTER_ROLE"),
-    "PYTHONSAFEPATH",
+    *("PYTHONSAFEPATH", CLUSTERS_VARIABLE),
 )
 _PYTHON_ENV = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
 

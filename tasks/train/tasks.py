@@ -18,6 +18,7 @@ from prefect.exceptions import Abort
 from prefect.states import Cancelled, Completed, Failed
 
 from tasks.processes.registry import RunHeld
+from tasks.ray.dashboard import know
 from tasks.record.states import RunState
 from tasks.server.flow_process import (
     ended_from_outside,
@@ -26,7 +27,7 @@ from tasks.server.flow_process import (
     spec_here,
     started_by_others,
 )
-from tasks.server.flow_runs import STATE_OF, worker_of
+from tasks.server.flow_runs import STATE_OF, listed_clusters, worker_of
 from tasks.server.server import lasting_api_url
 from tasks.show.failure import in_a_line
 from tasks.show.terminal import outlive_readers
@@ -199,6 +200,8 @@ def open_run(spec: RunSpec) -> Iterator[RunSession]:
     """
     flow_run, api_url = flow_run_here(), lasting_api_url()
     flow_run_id = flow_run.id
+    if spec.ray is not None:
+        know(listed_clusters(api_url))
     # Only where others start it can it have been on another host.
     others = started_by_others()
     try:

@@ -21,7 +21,7 @@ from prefect.client.schemas.objects import FlowRun, State
 from tasks.processes import registry
 from tasks.processes.ending import holders_of
 from tasks.processes.registry import JobEntry, LostRun, Remains, claimed
-from tasks.ray.dashboard import JobState
+from tasks.ray.dashboard import JobState, know
 from tasks.ray.end import Ended, stop_submission
 from tasks.ray.nodes import sweep_of
 from tasks.record.closing import Closed, Loss, close_record
@@ -35,6 +35,7 @@ from tasks.server.flow_runs import (
     find_flow_run,
     goes_on,
     has_gone_to,
+    listed_clusters,
     propose,
     state_of_closed,
     talking_to,
@@ -77,6 +78,8 @@ def stop_jobs(lost: LostRun, loss: Loss, *, unknown_after_s: float) -> Loss:
     ended: list[str] = []
     left: list[str] = []
     unseen: list[str] = []
+    if lost.jobs:
+        know(listed_clusters(lost.owner.api_url))
     for entry in reversed(lost.jobs):
         seen: list[JobState] = []
         done = _stop(entry, unknown_after_s, seen.append)

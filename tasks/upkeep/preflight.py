@@ -16,6 +16,7 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 from prefect.logging import get_run_logger
+from prefect.settings import PREFECT_API_URL
 from prefect.states import Completed, Failed
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -23,11 +24,12 @@ from tasks.processes.devices import BadDevices, Devices
 from tasks.processes.identity import host_name
 from tasks.processes.machine import code_here, look, names_unseen
 from tasks.processes.registry import owner_of
-from tasks.ray.dashboard import Dashboard, Denied, NoAnswer
+from tasks.ray.dashboard import Dashboard, Denied, NoAnswer, know
 from tasks.ray.nodes import NodeVisitor, NotVisited, visiting
 from tasks.ray.submission import submission_id
 from tasks.record.places import muster_home
 from tasks.server.artifacts import leave_report
+from tasks.server.flow_runs import listed_clusters
 from tasks.server.server import prefect_server, quieten_prefect
 from tasks.show.arguments import EXIT_DONE, EXIT_FAILED
 from tasks.spec.errors import BadArgument
@@ -297,6 +299,7 @@ def survey_cluster(address: str, shared: str | None, within_s: float) -> Survey:
     Raises: NotVisited, where the cluster can't be asked at all; OSError, where there can be no
     MUSTER_HOME.
     """
+    know(listed_clusters(PREFECT_API_URL.value()))
     place = Path(shared) if shared else muster_home()
     if not shared:
         # As the first run does.

@@ -16,6 +16,7 @@ import psutil
 import pytest
 import ray
 
+from tasks.ray.dashboard import Credentials
 from tasks.ray.submit import wrapper_sources
 from tasks.ray.usage import ClusterLook
 from tasks.rollout.probing import Death, NoHost, StartFailed
@@ -140,7 +141,7 @@ async def test_a_server_runs_as_planned_with_gpus(ray_cluster: RayCluster, tmp_p
 
 
 async def test_what_a_fleet_holds_is_its_runs(ray_cluster: RayCluster, tmp_path: Path) -> None:
-    cluster = ClusterLook(ray_cluster.address)
+    cluster = ClusterLook(ray_cluster.address, Credentials(has_token=False))
     async with fleet_on(ray_cluster, tmp_path):
 
         async def is_seen() -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -14,7 +15,7 @@ from tasks.processes.devices import DeviceLease, Devices
 from tasks.processes.identity import host_name
 from tasks.queue.nodes import Capacity, NoCapacity, with_drained
 from tasks.queue.settings import PoolSettings, TableNode
-from tasks.ray.dashboard import Denied, NoAnswer
+from tasks.ray.dashboard import Credentials, Denied, ListedCluster, NoAnswer
 from tasks.ray.usage import Cluster, ClusterNode
 from tests.support.fake_nvml import FakeNvml, Gpu
 
@@ -48,6 +49,7 @@ class FakeLook:
     """It answers with what it is told to."""
 
     def __init__(self) -> None:
+        self.credentials = Credentials(has_token=False)
         self.answer: Cluster | Exception = USE
         #: Cleared: it answers nobody, until it is set or the time is over.
         self.answers = asyncio.Event()
@@ -76,7 +78,7 @@ async def look() -> FakeLook:
 
 @pytest_asyncio.fixture
 async def capacity(look: FakeLook) -> AsyncIterator[Capacity]:
-    capacity = Capacity(within_s=0.05, look=lambda _: look)  # type: ignore[arg-type, return-value]
+    capacity = Capacity(within_s=0.05, look=lambda *_: look)  # type: ignore[arg-type, return-value]
     yield capacity
     await capacity.close()
 
@@ -144,6 +146,48 @@ async def test_a_cluster_that_can_not_be_looked_at_is_told_with_the_reason(
     look.answer = USE
 
     assert await capacity.of(RAY, {}) == USE
+
+
+@pytest.mark.parametrize(
+    ("listed", "own", "said"),
+    [
+        ((), "", "pool does not list it .muster queue set cluster.http://ray:8265=0.: 401"),
+        ((), RAY, "^401"),
+        ((RAY,), "", "^401"),
+    ],
+)
+async def test_a_cluster_that_refuses_is_to_be_listed_where_it_is_not(
+    look: FakeLook, listed: tuple[str, ...], own: str, said: str
+) -> None:
+    look.answer = Denied("401")
+    asked: list[Credentials] = []
+
+    def make(_address: str, credentials: Credentials) -> Any:
+        asked.append(credentials)
+        return look
+
+    clusters = tuple(ListedCluster(address=address, headers={"X": "1"}) for address in listed)
+    with pytest.raises(NoCapacity, match=said):
+        await Capacity(look=make, own=own).of(RAY, PoolSettings(clusters=clusters))
+
+    assert [one.has_token for one in asked] == [bool(listed or own)]
+    assert [dict(one.headers) for one in asked] == [{"X": "1"} if listed else {}]
+
+
+async def test_other_credentials_are_those_of_the_next_look(look: FakeLook) -> None:
+    asked: list[bool] = []
+
+    def make(_address: str, credentials: Credentials) -> Any:
+        asked.append(credentials.has_token)
+        look.credentials = credentials
+        return look
+
+    capacity = Capacity(look=make)
+    listed = PoolSettings(clusters=(ListedCluster(address=RAY),))
+    for settings in (PoolSettings(), PoolSettings(), listed, listed):
+        await capacity.of(RAY, settings)
+
+    assert asked == [False, True]
 
 
 async def test_a_silent_cluster_holds_up_a_caller_once_and_is_there_when_it_answers(

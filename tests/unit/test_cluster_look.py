@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,14 +12,20 @@ from typing import Any
 import grpc
 import pytest
 import pytest_asyncio
+from ray._private.authentication import authentication_utils
+from ray._private.authentication import grpc_authentication_client_interceptor as interceptor
+from ray.core.generated import autoscaler_pb2 as autoscaler_messages
+from ray.core.generated import autoscaler_pb2_grpc as autoscaler_services
 from ray.core.generated import gcs_service_pb2 as messages
 from ray.core.generated import gcs_service_pb2_grpc as services
 
-from tasks.ray.dashboard import Denied, NoAnswer
+from tasks.ray.dashboard import Credentials, Denied, NoAnswer
 from tasks.ray.usage import ActorReport, Cluster, ClusterLook, NodeReport, run_of, use_of
 
 RUN = "trial-sft-20260102-030405-0a1b91c2"
 ONE, TWO = "0a1b2c3d" * 7, "4e5f6071" * 7
+#: The name of what Ray sends its token as.
+TOKEN = "authorization"
 JOB, FOREIGN_JOB = "01000000", "02000000"
 SUBMISSIONS = {JOB: f"{RUN}--a01", FOREIGN_JOB: ""}
 #: Long enough that a loaded machine answers; a look at what is silent lasts for SHORT_S.
@@ -166,11 +173,18 @@ class Store(
     services.NodeResourceInfoGcsServiceServicer,
     services.ActorInfoGcsServiceServicer,
     services.JobInfoGcsServiceServicer,
+    services.InternalKVGcsServiceServicer,
+    autoscaler_services.AutoscalerStateServiceServicer,
 ):
     """A control store with one node, on which a job of ours has an actor with 2 GPUs."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
+        #: What is asked of an autoscaler of version 1, and of version 2 with how many of each.
+        self.keys: dict[bytes, Any] = {}
+        self.constraints: list[tuple[dict[str, float], int]] = []
+        #: The tokens that came along.
+        self.told: list[str] = []
         #: Cleared: it does not answer.
         self.answers = threading.Event()
         self.answers.set()
@@ -182,6 +196,8 @@ class Store(
         services.add_NodeResourceInfoGcsServiceServicer_to_server(self, self._server)
         services.add_ActorInfoGcsServiceServicer_to_server(self, self._server)
         services.add_JobInfoGcsServiceServicer_to_server(self, self._server)
+        services.add_InternalKVGcsServiceServicer_to_server(self, self._server)
+        autoscaler_services.add_AutoscalerStateServiceServicer_to_server(self, self._server)
         self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
         self._server.start()
 
@@ -228,8 +244,21 @@ class Store(
         job.config.metadata["job_submission_id"] = f"{self.run_id}--a01"
         return reply
 
+    def InternalKVPut(self, request: Any, context: grpc.ServicerContext) -> Any:
+        self._note("put", context)
+        self.keys[request.key] = json.loads(request.value)
+        assert request.overwrite
+        return messages.InternalKVPutReply()
+
+    def RequestClusterResourceConstraint(self, request: Any, context: grpc.ServicerContext) -> Any:
+        self._note("constraint", context)
+        requests = request.cluster_resource_constraint.resource_requests
+        self.constraints = [(dict(one.request.resources_bundle), one.count) for one in requests]
+        return autoscaler_messages.RequestClusterResourceConstraintReply()
+
     def _note(self, what: str, context: grpc.ServicerContext) -> None:
         self.asked.append(what)
+        self.told += [str(value) for key, value in context.invocation_metadata() if key == TOKEN]
         self.answers.wait()
         if self.refuses is not None:
             context.abort(self.refuses, "no")
@@ -273,9 +302,17 @@ def dashboard(store: Store) -> FakeDashboard:
     return FakeDashboard(store.address)
 
 
+def look_of(dashboard: FakeDashboard, *, has_token: bool) -> ClusterLook:
+    return ClusterLook(
+        "http://ray:8265",
+        Credentials(has_token=has_token),
+        dashboard=lambda *_, **__: dashboard,  # type: ignore[arg-type, return-value]
+    )
+
+
 @pytest_asyncio.fixture
 async def look(dashboard: FakeDashboard) -> AsyncIterator[ClusterLook]:
-    look = ClusterLook("http://ray:8265", dashboard=lambda _: dashboard)  # type: ignore[arg-type, return-value]
+    look = look_of(dashboard, has_token=True)
     yield look
     await look.close()
 
@@ -283,6 +320,47 @@ async def look(dashboard: FakeDashboard) -> AsyncIterator[ClusterLook]:
 def expect_two_taken(use: Cluster, run_id: str = RUN) -> None:
     assert use.taken == {run_id: {"n1": 2}}
     assert [(one.gpus, one.others_gpus) for one in use.nodes] == [(8, 0)]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("is_listed", "told"), [(True, {"Bearer the-token-of-ours"}), (False, set())]
+)
+async def test_a_control_store_is_told_the_token_only_of_a_cluster_that_may_have_it(
+    dashboard: FakeDashboard,
+    store: Store,
+    monkeypatch: pytest.MonkeyPatch,
+    is_listed: bool,
+    told: set[str],
+) -> None:
+    monkeypatch.setattr(authentication_utils, "is_token_auth_enabled", lambda: True)
+    monkeypatch.setattr(
+        interceptor,
+        "_get_authentication_metadata_tuple",
+        lambda: ((TOKEN, "Bearer the-token-of-ours"),),
+    )
+    look = look_of(dashboard, has_token=is_listed)
+
+    use = await look.look(within_s=LONG_S)
+    await look.close()
+
+    expect_two_taken(use)
+    assert set(store.told) == told
+
+
+@pytest.mark.asyncio
+async def test_both_versions_of_the_autoscaler_are_shown_what_is_wanted(
+    look: ClusterLook, store: Store
+) -> None:
+    await look.look(within_s=LONG_S)
+    wanted: list[dict[str, float]] = [{"GPU": 8.0}, {"GPU": 8.0, "CPU": 24.0}]
+
+    await look.show_demand(wanted, within_s=LONG_S)
+    shown = store.keys[b"autoscaler_resource_request"], store.constraints
+    await look.show_demand([], within_s=LONG_S)
+
+    assert shown == (wanted, [(bundle, 1) for bundle in wanted])
+    assert (store.keys[b"autoscaler_resource_request"], store.constraints) == ([], [])
 
 
 @pytest.mark.asyncio

@@ -26,6 +26,7 @@ from tasks.queue.ledger import QueueEntry
 from tasks.queue.nodes import Capacity
 from tasks.queue.settings import PoolSettings, TableNode, with_settings
 from tasks.queue.worker import GangWorker
+from tasks.ray.dashboard import Credentials
 from tasks.ray.usage import Cluster, ClusterNode
 from tests.support.scripted_prefect import FreeLease, ScriptedPrefect
 
@@ -446,7 +447,8 @@ def test_only_what_the_largest_cluster_seen_could_never_hold_is_refused() -> Non
     nodes = [(), ("n1", "n2"), ("n1",), ()]
 
     class Growing:
-        def __init__(self, _address: str) -> None: ...
+        def __init__(self, _address: str, credentials: Credentials) -> None:
+            self.credentials = credentials
 
         async def look(self, *, within_s: float) -> Cluster:
             return Cluster(nodes=tuple(ClusterNode(name=name, gpus=8) for name in nodes.pop(0)))

@@ -1,0 +1,121 @@
+"""A dashboard behind a proxy of its own, which wants a header, may speak TLS, and writes down
+what it was sent."""
+
+from __future__ import annotations
+
+import ssl
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from ipaddress import ip_address
+from pathlib import Path
+
+import httpx
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+_HOST = "127.0.0.1"
+_OWN = {"host", "connection", "authorization", "transfer-encoding", "content-length"}
+
+
+@dataclass(kw_only=True)
+class GuardedDashboard:
+    """What stands before a dashboard."""
+
+    address: str
+    #: The headers of each request, their names in lower case.
+    sent: list[Mapping[str, str]] = field(default_factory=list)
+
+    def values(self, header: str) -> set[str]:
+        """All that it was sent by that name; empty for a request without it."""
+        return {headers.get(header, "") for headers in self.sent}
+
+
+@contextmanager
+def guarded(
+    target: str, *, wants: tuple[str, str] | None = None, certificate: Path | None = None
+) -> Iterator[GuardedDashboard]:
+    """
+    Args:
+        target: the dashboard's own address.
+        wants: the name and the value of a header, without which it answers 403.
+        certificate: with its key, for https.
+    """
+
+    class Handler(BaseHTTPRequestHandler):
+        def _pass_on(self) -> None:
+            headers = {name.lower(): value for name, value in self.headers.items()}
+            seen.sent.append(headers)
+            body = self.rfile.read(int(headers.get("content-length", "0")))
+            if wants is not None and headers.get(wants[0].lower()) != wants[1]:
+                self.send_error(403)
+                return
+            passed = {name: value for name, value in headers.items() if name not in _OWN}
+            # A log that is followed lasts as long as its job.
+            with (
+                suppress(OSError, httpx.HTTPError),
+                httpx.Client(trust_env=False, timeout=None) as client,
+                client.stream(
+                    self.command, f"{target}{self.path}", headers=passed, content=body
+                ) as answer,
+            ):
+                self.send_response(answer.status_code)
+                for name in ("content-type", "content-encoding"):
+                    if name in answer.headers:
+                        self.send_header(name, answer.headers[name])
+                self.end_headers()
+                for chunk in answer.iter_raw():
+                    self.wfile.write(chunk)
+                    self.wfile.flush()
+
+        do_GET = do_POST = do_PUT = do_DELETE = _pass_on
+
+        def log_message(self, *_: object) -> None: ...
+
+    server = ThreadingHTTPServer((_HOST, 0), Handler)
+    if certificate is not None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(certificate)
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+    scheme = "http" if certificate is None else "https"
+    seen = GuardedDashboard(address=f"{scheme}://{_HOST}:{server.server_port}")
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield seen
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def own_certificate(directory: Path) -> tuple[Path, Path]:
+    """One for this machine that no public authority knows: with its key, and to be trusted by."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "our own")])
+    now = datetime.now(UTC)
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - timedelta(days=1))
+        .not_valid_after(now + timedelta(days=1))
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ip_address(_HOST))]), False)
+        .sign(key, hashes.SHA256())
+    )
+    public = certificate.public_bytes(serialization.Encoding.PEM)
+    private = key.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),
+    )
+    whole, trusted = directory / "server.pem", directory / "ca.pem"
+    whole.write_bytes(private + public)
+    trusted.write_bytes(public)
+    return whole, trusted

@@ -1,0 +1,128 @@
+"""What goes along with questions to a Ray cluster, and with those to another one."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from ray._private.authentication import http_token_authentication
+
+from tasks.ray.dashboard import (
+    CLUSTERS_VARIABLE,
+    Credentials,
+    Dashboard,
+    Denied,
+    ListedCluster,
+    NoAnswer,
+    know,
+)
+from tasks.spec.run import RunSpec
+from tasks.train.plan import component_env
+from tests.support.guarded_dashboard import guarded, own_certificate
+
+ADDRESS = "https://ray:8265"
+TOKEN = {"authorization": "Bearer of-ray"}
+LISTED = ListedCluster(address=f"{ADDRESS}/", headers={"X-Key": "Basic ${env.OUR_KEY}"}, ca="/ca")
+
+
+@pytest.fixture(autouse=True)
+def with_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's authentication is on, and this process has been told of no cluster."""
+
+    def token(headers: dict[str, str]) -> dict[str, str]:
+        return {} if "authorization" in map(str.lower, headers) else TOKEN
+
+    monkeypatch.setattr(http_token_authentication, "get_auth_headers_if_auth_enabled", token)
+    monkeypatch.setenv("OUR_KEY", "a4711")
+    monkeypatch.setenv(CLUSTERS_VARIABLE, "")
+
+
+def test_a_listed_cluster_gets_its_headers_and_the_token() -> None:
+    credentials = Credentials.of(ADDRESS, [LISTED])
+
+    assert credentials.sent() == {"X-Key": "Basic a4711", **TOKEN}
+    assert credentials.ca == "/ca"
+
+
+def test_another_one_gets_nothing_but_the_token_where_it_is_that_of_ones_own_run() -> None:
+    other = "https://other:8265"
+
+    assert Credentials.of(other, [LISTED]).sent() == {}
+    assert Credentials.of(other, [LISTED], is_own=True).sent() == TOKEN
+
+
+def test_an_own_authorization_stands_in_place_of_the_token() -> None:
+    listed = ListedCluster(address=ADDRESS, headers={"Authorization": "Bearer of-the-proxy"})
+
+    assert Credentials.of(ADDRESS, [listed]).sent() == {"Authorization": "Bearer of-the-proxy"}
+
+
+@pytest.mark.parametrize(
+    ("value", "sent", "why"),
+    [
+        ("plain", "plain", ""),
+        ("$${env.OUR_KEY}", "${env.OUR_KEY}", ""),
+        ("${env.NOT_SET}", "", "the environment variable NOT_SET, which is not set here"),
+        ("${run.id}", "", r"its headers name \$\{run.id\}: write \$\{env.NAME\}"),
+    ],
+)
+def test_a_header_is_filled_in_from_the_environment(value: str, sent: str, why: str) -> None:
+    listed = ListedCluster(address=ADDRESS, headers={"X-Key": value})
+    credentials = Credentials.of(ADDRESS, [listed])
+
+    if why:
+        with pytest.raises(Denied, match=why):
+            credentials.sent()
+    else:
+        assert credentials.sent()["X-Key"] == sent
+
+
+def test_what_a_process_is_told_comes_on_top_of_what_it_knows() -> None:
+    first = {"address": "http://a:8265", "headers": {"X": "1"}}
+
+    know([first, {"address": "no url"}, "nothing"])
+    know([{"address": "http://b:8265"}, {**first, "headers": {"X": "2"}}])
+    know([])
+
+    assert Credentials.own("http://a:8265/").sent() == {"X": "2", **TOKEN}
+    told = {one["address"] for one in json.loads(os.environ[CLUSTERS_VARIABLE])}
+    assert told == {"http://a:8265", "http://b:8265"}
+
+
+def test_a_component_is_told_nothing_of_clusters() -> None:
+    know([{"address": ADDRESS, "headers": {"X": "1"}}])
+    trainer = {"command": ["true"]}
+    spec = RunSpec.model_validate(
+        {"name": "trial", "workload": "sft", "components": {"trainer": trainer}}
+    )
+
+    env = component_env(spec, "trainer", "trial-sft", 1)
+
+    assert "OUR_KEY" in env
+    assert CLUSTERS_VARIABLE not in env
+
+
+@pytest.mark.asyncio
+async def test_an_address_has_to_prove_itself_by_the_certificates_that_are_listed(
+    tmp_path: Path,
+) -> None:
+    whole, trusted = own_certificate(tmp_path)
+    with guarded("http://127.0.0.1:9", certificate=whole) as proxy:
+
+        async def ask(ca: str | None) -> str:
+            dashboard = Dashboard(proxy.address, credentials=Credentials(ca=ca, has_token=False))
+            try:
+                await dashboard.session()
+            except (NoAnswer, Denied) as error:
+                return str(error)
+            finally:
+                await dashboard.close()
+            return ""
+
+        assert "CERTIFICATE_VERIFY_FAILED" in await ask(None)
+        assert proxy.sent == []
+        assert "certificates can't be read from /none" in await ask("/none")
+        await ask(str(trusted))
+        assert len(proxy.sent) == 1
