@@ -20,7 +20,7 @@ from tasks.queue.grants import not_before
 from tasks.queue.ledger import Ledger, QueueEntry, Request
 from tasks.queue.nodes import NO_TABLE, RunningGang, shares_of
 from tasks.queue.packing import Demand
-from tasks.queue.policy import Held, Plan, Waiting, class_s, plan
+from tasks.queue.policy import Held, Plan, Waiting, Why, class_s, plan
 from tasks.queue.reasons import Message
 from tasks.queue.settings import DEFAULT_POOL, LEFT_OUT, PoolSettings
 from tasks.ray.usage import Cluster, ClusterNode
@@ -71,6 +71,8 @@ class Look:
     devices: dict[UUID, Mapping[str, tuple[int, ...]]] = field(default_factory=dict, init=False)
     #: They have taken their GPUs elsewhere than they were granted them: `gpus[node name]` each.
     moved: list[tuple[QueueEntry, Mapping[str, int]]] = field(default_factory=list, init=False)
+    #: By cluster, what the first asks for that waits for GPUs.
+    heads: dict[str, Demand] = field(default_factory=dict, init=False)
     #: Why each of the others waits, by flow run id.
     messages: dict[UUID, Message] = field(default_factory=dict, init=False)
     #: UTC epoch seconds, by flow run id, where somebody can say.
@@ -136,6 +138,9 @@ class Look:
             for id, places in plans[key].admitted.items():
                 entry, demand = gangs[id]
                 start.append((entry, dict.fromkeys(places, demand.gpus_per_node)))
+            for id, reason in plans[key].reasons.items():
+                if reason.why is Why.GPUS:
+                    self.heads.setdefault(key, gangs[id][1])
         start.sort(key=lambda one: one[0].place)
         self._take_places(start)
         self._number_devices()
@@ -168,6 +173,22 @@ class Look:
                 for tag in used.keys() & entry.request.tags:
                     used[tag] += sum(gpus.values())
         return used
+
+    def wanted(self, key: str, most: int) -> list[dict[str, float]]:
+        """What the nodes of a cluster are to have, a bundle a node: those that gangs are on; and
+        where one waits for GPUs, all of them, and as many more as it lacks.
+
+        Args:
+            most: so many nodes with GPUs there may be.
+        """
+        nodes, head = self.nodes[key], self.heads.get(key)
+        kind = self.clusters[key].accelerator
+        wanted = [{kind: float(node.gpus)} for node in nodes if head or node.held]
+        if head is not None:
+            fit = sum(node.free_gpus >= head.gpus_per_node for node in nodes)
+            new = {kind: float(head.gpus_per_node), "CPU": float(head.cpus_per_node)}
+            wanted += [new] * min(head.nodes - fit, most - len(nodes))
+        return wanted
 
     def _is_barred(self, entry: QueueEntry) -> bool:
         """Whether it can't start whatever is free; says why, and holds up nobody."""

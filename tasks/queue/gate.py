@@ -49,6 +49,7 @@ from tasks.queue.ledger import QueueEntry, name_where_refused
 from tasks.queue.look import QueueReader
 from tasks.queue.nodes import Capacity
 from tasks.queue.reasons import FREE_NOW, Message, admission_of, kind_of
+from tasks.ray.dashboard import Denied, NoAnswer
 from tasks.record.places import muster_home
 from tasks.server.events import Tell
 
@@ -62,6 +63,8 @@ _KEPT_AT_MOST = 500
 _WITHIN_S = 10.0
 #: Another gate has decided by then, as long as it is alive.
 _LEASE_WITHIN_S = 5.0
+#: A head that was started anew has forgotten it.
+_SHOWN_FOR_S = 30.0
 #: So many states are rewritten at a time: what can start must not wait for words.
 _WRITES_AT_ONCE = 10
 
@@ -95,6 +98,9 @@ class Gate:
         #: Lines of flow runs, until they are sent in one request. What they tell is in the states,
         #: too: a line that is lost changes nothing.
         self._lines: deque[LogCreate] = deque(maxlen=_KEPT_AT_MOST)
+        self._capacity = capacity
+        #: What each autoscaler was shown last, and when, by a monotonic clock.
+        self._demands: dict[str, tuple[list[dict[str, float]], float]] = {}
         #: What each waiting run was told last: the state, and the key of its message.
         self._told: dict[UUID, tuple[UUID, str]] = {}
 
@@ -269,10 +275,28 @@ class Gate:
         Raises: httpx.HTTPError, PrefectException, LeaseLost.
         """
         try:
+            await self._show_demands(look)
             return await self._tell_all(look)
         finally:
             # After the states, and beside no lease.
             await self.send_logs()
+
+    async def _show_demands(self, look: Look) -> None:
+        """Have autoscalers see what waits, which submits nothing before its GPUs are there."""
+        now = time.monotonic()
+        for address in look.clusters:
+            most = look.rules[address].max_nodes(address)
+            shown, at = self._demands.get(address, (None, 0.0))
+            if not most and not shown:
+                continue
+            wanted = look.wanted(address, most) if most else []
+            if wanted == shown and (not wanted or now - at < _SHOWN_FOR_S):
+                continue
+            try:
+                await self._capacity.show_demand(address, wanted)
+                self._demands[address] = wanted, now
+            except (NoAnswer, Denied) as error:
+                _log.warning("the autoscaler of %s is not told what waits: %s", address, error)
 
     async def send_logs(self) -> None:
         """Tell the logs of flow runs what was decided, where `tell` is not called; a failure costs

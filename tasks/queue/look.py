@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 from uuid import UUID
@@ -122,7 +122,7 @@ class QueueReader:
         gone = [entry for entry in line if self._is_silent(entry)]
         line = sorted((e for e in line if e not in gone), key=lambda entry: entry.place)
         clusters, silent = await self._clusters([*line, *ledger.holding], settings)
-        names = _one_name_each(clusters)
+        names = _one_name_each(clusters, {key for one in settings.values() for key in one.keys})
         ledger, line = (
             ledger.with_clusters(lambda _one: names),
             [one.with_cluster(names) for one in line],
@@ -276,6 +276,8 @@ class QueueReader:
         if request.cluster == LEFT_OUT and pool_of(entry, settings) not in self._unread:
             return FailureKind.USER_ERROR, own_settings(entry, settings).why_no_cluster()
         cluster = self._largest(entry, clusters, settings)
+        if cluster is not None and (most := rules[request.cluster].max_nodes(request.cluster)):
+            cluster = _grown(cluster, most)
         if request.demand is None or cluster is None:
             return FailureKind.INFEASIBLE, ""
         why = why_never(
@@ -308,15 +310,23 @@ class QueueReader:
         return cluster if _gpus(cluster) or (not key and cluster.nodes) else None
 
 
-def _one_name_each(clusters: dict[str, Cluster]) -> dict[str, str]:
-    """Leaves each cluster in there by one of its addresses; which, for the others."""
+def _one_name_each(clusters: dict[str, Cluster], listed: Collection[str]) -> dict[str, str]:
+    """Leaves each cluster in there by one of its addresses, a listed one where there is one; which,
+    for the others."""
     known: dict[str, str] = {}
     names: dict[str, str] = {}
-    for key in sorted(clusters):
+    for key in sorted(clusters, key=lambda key: (key not in listed, key)):
         if (id := clusters[key].id) and known.setdefault(id, key) != key:
             names[key] = known[id]
             del clusters[key]
     return names
+
+
+def _grown(cluster: Cluster, most: int) -> Cluster:
+    """With so many nodes with GPUs, each new one like its largest."""
+    there = [node for node in cluster.nodes if node.gpus]
+    largest = max(there, key=lambda node: (node.gpus, node.cpus or 0))
+    return replace(cluster, nodes=(*cluster.nodes, *[largest] * (most - len(there))))
 
 
 def _gpus(cluster: Cluster) -> int:

@@ -95,6 +95,10 @@ class PoolSettings(BaseModel):
                 raise ValueError(f"{what} are not unique: {commas(doubles)}")
         return self
 
+    def max_nodes(self, address: str) -> int:
+        """How many nodes with GPUs the autoscaler of a cluster may have; 0 where nobody says."""
+        return next((one.max_nodes or 0 for one in self.clusters if one.address == address), 0)
+
     @property
     def left_out(self) -> dict[str, str]:
         """`address[LEFT_OUT]`, where the pool has one cluster."""

@@ -168,7 +168,7 @@ async def test_a_cluster_that_refuses_is_to_be_listed_where_it_is_not(
 
     clusters = tuple(ListedCluster(address=address, headers={"X": "1"}) for address in listed)
     with pytest.raises(NoCapacity, match=said):
-        await Capacity(look=make, own=own).of(RAY, PoolSettings(clusters=clusters))
+        await Capacity(look=make, own=own).of(RAY, {"gang": PoolSettings(clusters=clusters)})
 
     assert [one.has_token for one in asked] == [bool(listed or own)]
     assert [dict(one.headers) for one in asked] == [{"X": "1"} if listed else {}]
@@ -185,7 +185,7 @@ async def test_other_credentials_are_those_of_the_next_look(look: FakeLook) -> N
     capacity = Capacity(look=make)
     listed = PoolSettings(clusters=(ListedCluster(address=RAY),))
     for settings in (PoolSettings(), PoolSettings(), listed, listed):
-        await capacity.of(RAY, settings)
+        await capacity.of(RAY, {"gang": settings})
 
     assert asked == [False, True]
 

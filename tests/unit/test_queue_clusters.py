@@ -1,10 +1,11 @@
-"""Which Ray cluster a run is on whose spec leaves that to its pool, by the gate."""
+"""The Ray clusters of a pool as its gate sees them: which one a run is on whose spec leaves that to
+the pool, and what an autoscaler is shown."""
 
 from __future__ import annotations
 
 import asyncio
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from uuid import UUID
 
 import pytest
@@ -16,24 +17,24 @@ from tasks.queue.ledger import QueueEntry
 from tasks.queue.nodes import Capacity
 from tasks.queue.settings import PoolSettings, with_settings
 from tasks.queue.worker import GangWorker
-from tasks.ray.dashboard import ListedCluster
+from tasks.ray.dashboard import Credentials, ListedCluster
 from tasks.ray.usage import Cluster, ClusterNode
 from tests.support.scripted_prefect import FreeLease, ScriptedPrefect
 
 A, B = "http://a:8265", "http://b:8265"
 
 
-def template(*addresses: str) -> dict[str, Any]:
-    clusters = tuple(ListedCluster(address=address) for address in addresses)
+def template(*addresses: str, **more: Any) -> dict[str, Any]:
+    clusters = tuple(ListedCluster(address=address, **more) for address in addresses)
     job = GangWorker.get_default_base_job_template()
     return with_settings(job, PoolSettings(clusters=clusters))
 
 
-def spec(gpus: int | None = 8, **ray: Any) -> dict[str, Any]:
+def spec(gpus: int | None = 8, nodes: int = 1, **ray: Any) -> dict[str, Any]:
     return {
         "name": "trial",
         "workload": "grpo",
-        **({"gang": {"gpus_per_node": gpus}} if gpus else {}),
+        **({"gang": {"gpus_per_node": gpus, "nodes": nodes}} if gpus else {}),
         "ray": ray,
         "components": {"trainer": {"command": ["true"]}},
     }
@@ -49,7 +50,8 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 class OneNode:
     """A cluster with 8 GPUs."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, credentials: Credentials) -> None:
+        self.credentials = credentials
         self._name = f"node-of-{address[7]}"
 
     async def look(self, *, within_s: float) -> Cluster:
@@ -154,3 +156,67 @@ def test_settings_that_can_not_be_read_refuse_no_run() -> None:
     server.change(template(A))
 
     assert [entry.id for entry in started(server)] == [run]
+
+
+class Autoscaled:
+    """A cluster to which nodes come, and what its autoscaler is shown."""
+
+    def __init__(self, *nodes: str) -> None:
+        self.nodes = [*nodes]
+        self.shown: list[list[dict[str, float]]] = []
+        self.credentials = Credentials(has_token=True)
+
+    async def look(self, *, within_s: float) -> Cluster:
+        nodes = (ClusterNode(name=name, gpus=8, cpus=32.0) for name in self.nodes)
+        return Cluster(nodes=tuple(nodes))
+
+    async def show_demand(self, bundles: Any, *, within_s: float) -> None:
+        self.shown.append(bundles)
+
+    async def close(self) -> None: ...
+
+
+NODE, NEW = {"GPU": 8.0}, {"GPU": 8.0, "CPU": 24.0}
+
+
+def test_an_autoscaler_is_shown_what_waits_until_nothing_does() -> None:
+    server, cluster = ScriptedPrefect(template(A, max_nodes=3)), Autoscaled("n1")
+    run = server.submit(spec(nodes=3))
+
+    async def passes() -> list[str]:
+        client, capacity = cast(Any, server), Capacity(look=lambda *_: cast(Any, cluster))
+        one = Gate(client, capacity=capacity)
+        for _ in range(2):
+            await one.tell((await one.decide(lambda entry, nodes: True))[0])
+        before = message(server, run)
+        cluster.nodes += ["n2", "n3"]
+        seen, started = await one.decide(lambda entry, nodes: True)
+        await one.tell(seen)
+        server.set(run, State(type=StateType.COMPLETED))
+        await one.tell((await one.decide(lambda entry, nodes: True))[0])
+        return [before, *(entry.request.name for entry in started)]
+
+    before, name = asyncio.run(passes())
+
+    assert before.startswith("PendingResources: asks for 3 nodes with 8 GPUs each; waits for nodes")
+    assert name.startswith("trial-grpo-")
+    # What it holds is kept until it has ended.
+    assert cluster.shown == [[NODE, NEW, NEW], [NODE, NODE, NODE], []]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "most", "is_refused"), [(3, 3, False), (4, 3, True), (2, None, True)]
+)
+def test_what_fits_the_most_nodes_that_an_autoscaler_may_have_waits(
+    nodes: int, most: int | None, is_refused: bool
+) -> None:
+    server, cluster = ScriptedPrefect(template(A, max_nodes=most)), Autoscaled("n1")
+    run = server.submit(spec(nodes=nodes))
+
+    async def one_pass() -> None:
+        client, capacity = cast(Any, server), Capacity(look=lambda *_: cast(Any, cluster))
+        await Gate(client, capacity=capacity).decide(lambda entry, nodes: True)
+
+    asyncio.run(one_pass())
+
+    assert ("INFEASIBLE" in message(server, run)) is is_refused
