@@ -209,12 +209,12 @@ async def test_a_job_without_a_process_of_ours_is_ended_by_its_file(jobs: Jobs) 
     await job.let_go()
 
     before = await jobs.state_of(plan)
-    left = await asyncio.to_thread(
+    ended = await asyncio.to_thread(
         stop_submission, plan.submission_file, sweep=jobs.told.sweep, grace_s=1.0
     )
 
     assert before is not None and before.status == "RUNNING"
-    assert left == ()
+    assert (ended.left, ended.unseen) == ((), ())
     assert jobs.marked() == []
     assert json.loads(plan.submission_file.read_text())["status"] == "stopped"
 
