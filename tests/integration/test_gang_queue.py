@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import time
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from subprocess import Popen
 from uuid import UUID
@@ -285,3 +287,52 @@ def test_a_stage_of_a_pipeline_has_one_run_however_often_it_is_created(pool: Gan
         ("sft", "CANCELLED"),
         ("sft, try 2", "SCHEDULED"),
     }
+
+
+def test_another_pools_worker_starts_what_the_worker_that_looks_has_found(
+    pool: GangPool, tmp_path: Path
+) -> None:
+    """`n1` of the pool `gang` is the first by pool and name: it looks for this host too."""
+    there = host("n9", tmp_path, pool.ground.api)
+    other = GangPool(ground=there, server=pool.server, name="other", nodes={"n9": 2})
+    other.set_up()
+    try:
+        other.start_worker()
+        run = other.submit(other.spec(gpus=2, lasts_s=0.2))
+
+        run.until_state("COMPLETED")
+
+        assert [line["host"] for line in other.noted(run) if line["what"] == "start"] == ["n9"]
+        assert there.events(run.flow_run_id, "muster.run.offered")
+    finally:
+        other.empty()
+        there.clear()
+
+
+def test_runs_that_the_scheduler_makes_in_one_go_have_ids_and_records_of_their_own(
+    pool: GangPool,
+) -> None:
+    """Their flow runs' ids begin alike: they are made in one go, and a clock comes first."""
+    deployment = pool.ground.get(f"/deployments/name/train/{pool.name}")["id"]
+    spec, api = pool.spec(lasts_s=0.2), f"{pool.ground.api}/deployments/{deployment}"
+    schedule = {"interval": 3600, "anchor_date": "2026-01-01T00:00:00Z"}
+    known, now = {run["id"] for run in pool.ground.flow_runs()}, datetime.now(UTC)
+    schedules = [{"active": True, "schedule": schedule, "parameters": {"spec": spec}}]
+    [made] = ask("POST", f"{api}/schedules", schedules)
+    try:
+        span = {"start_time": str(now - timedelta(hours=5)), "end_time": str(now)}
+        ask("POST", f"{api}/schedule", {**span, "min_runs": 4, "max_runs": 4})
+        ids = {run["id"] for run in pool.ground.flow_runs()} - known
+        for id_ in ids:
+            pool.note(id_, spec)
+        pool.until_all_end(WITHIN_S)
+    finally:
+        ask("DELETE", f"{api}/schedules/{made['id']}")
+
+    runs = [Run(ground=pool.ground, flow_run_id=id_) for id_ in ids]
+    assert len(ids) >= 4 and len({id_[:8] for id_ in ids}) == 1
+    records = [json.loads(run.record_path().read_text()) for run in runs]
+    assert {record["flow_run_id"] for record in records} == ids
+    assert [len(record["attempts"]) for record in records] == [1] * len(ids)
+    started = [line["run"] for run in runs for line in pool.noted(run) if line["what"] == "start"]
+    assert len(started) == len(set(started)) == len(ids)

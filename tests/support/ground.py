@@ -234,10 +234,10 @@ class Ground:
         found = self.post("/artifacts/filter", artifacts={"key": {"any_": ["reconcile"]}})
         return sorted(found, key=lambda artifact: artifact["created"])
 
-    def events(self, flow_run_id: str) -> list[dict[str, Any]]:
-        """`muster.run.reconciled` of a flow run."""
+    def events(self, flow_run_id: str, name: str = "muster.run.reconciled") -> list[dict[str, Any]]:
+        """Those of this name that the server was told of a flow run."""
         wanted = {
-            "event": {"name": ["muster.run.reconciled"]},
+            "event": {"name": [name]},
             "resource": {"id": [f"prefect.flow-run.{flow_run_id}"]},
         }
         return list(self.post("/events/filter", filter=wanted)["events"])
