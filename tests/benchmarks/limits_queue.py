@@ -26,12 +26,13 @@ from tests.benchmarks.footprint import cpu_ns, cpu_percent, memory_mb
 from tests.benchmarks.limits_series import By, database_mb, server_pid
 from tests.benchmarks.report import Missing, Row, say
 from tests.support.gang_pool import GangPool, gang_pool
-from tests.support.ground import Server
+from tests.support.ground import Server, until
 from tests.support.postgres import postgres, why_no_postgres
 
 _WAITING, _QUICK_WAITING = (200, 1_000, 5_000), (20, 60)
 _RUNNING, _QUICK_RUNNING = (10, 100, 500), (5, 20)
 _LOOKS, _QUICK_LOOKS = 20, 3
+_HIDING, _QUICK_HIDING = 1_000, 60
 _NODES = 512
 _SERVED = "n000"
 _WORKERS = 4
@@ -44,7 +45,7 @@ _SQLITE, _POSTGRES = "SQLite", "PostgreSQL"
 
 
 def rows(*, quick: bool) -> tuple[list[Row], list[Missing]]:
-    found = list(_on(_SQLITE, quick=quick))
+    found = [*_on(_SQLITE, quick=quick), *_not_held_up(quick=quick)]
     missing = []
     if why := why_no_postgres():
         missing.append(Missing(way=f"the queue on {_POSTGRES}", why=why))
@@ -117,11 +118,11 @@ def _series(stage: _Stage, line: _Line) -> Iterator[Row]:
 class _Line:
     """Flow runs, made as fast as the server takes them."""
 
-    def __init__(self, pool: GangPool, client: httpx.Client) -> None:
+    def __init__(self, pool: GangPool, client: httpx.Client, **more: Any) -> None:
         self._client = client
         self._flow = self._ask("POST", "/flows/", {"name": "train"})["id"]
         self._deployment = self._ask("GET", f"/deployments/name/train/{pool.name}")["id"]
-        self._spec = pool.spec(gpus=_GPUS)
+        self._spec = pool.spec(gpus=_GPUS, **more)
         self._count = 0
 
     def grown_to(self, count: int) -> float:
@@ -207,6 +208,40 @@ def _workers(stage: _Stage, by: By) -> Iterator[Row]:
                 yield by.row("worker, RSS", memory_mb(worker.pid)[0], "MB")
             of_more = f", {number} workers" if number > 1 else ""
             yield by.row(f"server, CPU of a line that does not move{of_more}", used["server"], "%")
+
+
+def _not_held_up(*, quick: bool) -> Iterator[Row]:
+    """How long a run that may start waits behind others that may not, until it is PENDING."""
+    count = _QUICK_HIDING if quick else _HIDING
+    by = By(what="runs of a tag at its limit before it", count=count)
+    with ExitStack() as stack:
+        place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="muster-bench-")))
+        free = {_SERVED: 2 * _GPUS}
+        pool = stack.enter_context(gang_pool(place, nodes=free, limits={"red": _GPUS}))
+        client = httpx.Client(base_url=pool.ground.api, trust_env=False, timeout=90)
+        line = _Line(pool, stack.enter_context(client), tags=["red"])
+        pool.hold({_SERVED: _GPUS}, tags=["red"])
+        line.grown_to(count)
+        worker = pool.start_worker()
+        stack.callback(worker.wait)
+        stack.callback(worker.terminate)
+        time.sleep(_QUICK_SETTLE_S if quick else _SETTLE_S)
+        spec = pool.spec(gpus=_GPUS, lasts_s=0.1)
+        took = [_until_pending(pool, spec, time.monotonic()) for _ in range(_QUICK_LOOKS)]
+        yield by.row("a run that may start, submitted to PENDING", took, "s")
+        process, waiter = pool.start(pool.spec(gpus=2 * _GPUS))
+        until(lambda: "in line" in pool.ground.log("train"), f"{waiter.name} waits")
+        process.kill()
+        took = [_until_pending(pool, spec, time.monotonic())]
+        yield by.row("a run behind a waiter that was killed, to PENDING", took, "s")
+
+
+def _until_pending(pool: GangPool, spec: Mapping[str, Any], since: float) -> float:
+    run = pool.submit(spec)
+    until(lambda: run.state()[0] != "SCHEDULED", f"{run.name} starts", 120)
+    took = time.monotonic() - since
+    run.until_state("COMPLETED")
+    return took
 
 
 def _tree_of(pid: int) -> list[int]:
