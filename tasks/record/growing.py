@@ -88,10 +88,11 @@ class _Opened:
         self._at = 0
         #: What was read last: a file that was cut and has grown beyond it reads otherwise there.
         self._tail = b""
-        #: Of a line without its end.
-        self._partial = b""
+        #: What was read and not given out: of a line without its end.
+        self.pending = b""
 
-    def look(self, *, is_last: bool) -> list[str]:
+    def take(self) -> None:
+        """Read what is new."""
         copied, read = b"", self._read(self.file)
         if read is None:
             found = map(self._read_of, _copies(self._path))
@@ -99,31 +100,31 @@ class _Opened:
             self._at, self._tail = 0, b""
             read = self._read(self.file) or b""
         self._at, self._tail = self._at + len(read), (self._tail + read)[-_TAIL_BYTES:]
-        *lines, self._partial = (self._partial + copied + read).split(b"\n")
+        self.pending += copied + read
+
+    def look(self, *, is_last: bool) -> list[str]:
+        self.take()
+        *lines, self.pending = self.pending.split(b"\n")
         if is_last:
             self.file.close()
-            lines += filter(None, [self._partial])
+            lines += filter(None, [self.pending])
         return [line.removesuffix(b"\r").decode("utf-8", errors="replace") for line in lines]
 
     def _read(self, file: FileIO | gzip.GzipFile) -> bytes | None:
         """What comes after what was read; None of a file that reads otherwise there."""
-        file.seek(self._at - len(self._tail))
+        start, known = self._at - len(self._tail), len(self._tail)
+        file.seek(start)
         data = file.read()
-        return data[len(self._tail) :] if data.startswith(self._tail) else None
+        file.seek(start)
+        # It may have been cut, and have grown beyond that, while it was read.
+        begins = file.read(known + _TAIL_BYTES).startswith(data[: known + _TAIL_BYTES])
+        return data[known:] if begins and data.startswith(self._tail) else None
 
     def _read_of(self, copy: Path) -> bytes | None:
         """What the file got between the last look and the moment it was copied and cut."""
         with suppress(OSError), FileIO(copy) as file:
             return self._read(file)
         return None
-
-
-def _begins_with(log: Path, copy: Path) -> bool:
-    """Whether a log was copied and is not cut yet."""
-    with suppress(OSError), log.open("rb") as mine:
-        copied = copy.read_bytes()
-        return copied != b"" and mine.read(len(copied)) == copied
-    return False
 
 
 def _copies(log: Path) -> list[Path]:
@@ -143,17 +144,15 @@ class LogFile:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._opened: dict[tuple[int, int], _Opened] = {}
+        self._is_begun = False
 
     def look(self, *, is_last: bool = False) -> Iterator[str]:
         """
         Args:
             is_last: nothing more is written, so that the last line needs no end.
         """
-        if not self._opened:
-            # What was rotated before the first look.
-            for older in reversed(_copies(self._path)):
-                if not _begins_with(self._path, older):
-                    self._open(older)
+        if not self._is_begun:
+            self._begin()
         self._open(self._path)
         if not self._opened:
             # As `muster prune` leaves it.
@@ -161,6 +160,23 @@ class LogFile:
         # Whoever wrote to one that was moved may still do so, and end a line that is begun there.
         for opened in self._opened.values():
             yield from opened.look(is_last=is_last)
+
+    def _begin(self) -> None:
+        """What was rotated before anything was read comes first, but for copies of the log itself,
+        which is read before they are looked for and after: none of them is cut yet, or was then."""
+        self._open(self._path)
+        here, self._opened = self._opened, {}
+        for log in here.values():
+            log.take()
+        for copy in reversed(_copies(self._path)):
+            self._open(copy)
+        for one in (*self._opened.values(), *here.values()):
+            one.take()
+        for number, one in [*self._opened.items()]:
+            if any(log.pending.startswith(one.pending) for log in here.values()):
+                self._opened.pop(number).file.close()
+        self._opened |= here
+        self._is_begun = any(one.pending for one in self._opened.values())
 
     def _open(self, path: Path) -> None:
         with suppress(OSError):

@@ -53,6 +53,16 @@ class Rotated:
         shutil.copy(self.path, self._free())
         os.truncate(self.path, 0)
 
+    def copy_begun(self, count: str) -> None:
+        """So many bytes of it are copied."""
+        self._copied = self._free()
+        self._copied.write_bytes(self.path.read_bytes()[: int(count)])
+
+    def copy_ended(self) -> None:
+        """All of it is, and it is cut."""
+        shutil.copy(self.path, self._copied)
+        os.truncate(self.path, 0)
+
     def cut(self) -> None:
         """Cut, and copied nowhere: what was not read is gone."""
         os.truncate(self.path, 0)
@@ -100,6 +110,17 @@ LOOK = ("look",)
         # before anybody has looked
         ([("write", "a\n"), ("rename",), ("write", "b\n"), LOOK], ["a", "b"]),
         ([("write", "a\n"), ("copy",), ("write", "b\n"), LOOK, LOOK], ["a", "b"]),
+        # and the log that was looked at had nothing yet
+        ([LOOK, ("write", "a\n"), ("copy",), ("write", "b\n"), LOOK, LOOK], ["a", "b"]),
+        # it is being copied, and not cut yet: nothing of the copy is there, or some of it
+        (
+            [("write", "a\nb\n"), ("copy_begun", "0"), LOOK, ("copy_ended",), ("write", "c\n")],
+            ["a", "b", "c"],
+        ),
+        (
+            [("write", "a\nb\n"), ("copy_begun", "3"), LOOK, ("copy_ended",), ("write", "c\n")],
+            ["a", "b", "c"],
+        ),
         # whoever has the old one open writes it to its end
         (
             [
