@@ -477,13 +477,19 @@ def _resumed(
 
 
 def _to_resume(api_url: str, name: str) -> FlowRun:
-    """The flow run that is to be gone on with.
+    """The flow run that is to be gone on with, by its id or name.
 
     Raises: MusterError, where it can't now or at all: what to do instead.
     """
+    try:
+        which = FlowRunFilter(id=FlowRunFilterId(any_=[UUID(name)]))
+    except ValueError:
+        which = FlowRunFilter(name=FlowRunFilterName(any_=[name]))
     with talking_to(api_url) as client:
-        flow_run = _find(client, name)
-        state = flow_run.state
+        flow_run = next(flow_runs_of(client, which, ["pipeline"]), None)
+    if flow_run is None:
+        raise MusterError(f"the Prefect server has no flow run {name} of a pipeline")
+    state = flow_run.state
     if state is None or state.is_final() or has_lost_its_process(flow_run):
         return flow_run
     raise MusterError(
@@ -491,17 +497,6 @@ def _to_resume(api_url: str, name: str) -> FlowRun:
         f"(prefect flow-run cancel {flow_run.id}). Where that was killed, the reconcile of its "
         "host says so within a minute, and goes on with it itself where it is a deployment's"
     )
-
-
-def _find(client: SyncPrefectClient, name: str) -> FlowRun:
-    """By id or name. Raises: MusterError."""
-    try:
-        which = FlowRunFilter(id=FlowRunFilterId(any_=[UUID(name)]))
-    except ValueError:
-        which = FlowRunFilter(name=FlowRunFilterName(any_=[name]))
-    for flow_run in flow_runs_of(client, which, ["pipeline"]):
-        return flow_run
-    raise MusterError(f"the Prefect server has no flow run {name} of a pipeline")
 
 
 def _specs_of_deployments(client: SyncPrefectClient, spec: PipelineSpec) -> dict[str, Any]:

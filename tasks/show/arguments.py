@@ -86,10 +86,8 @@ def run(app: App, arguments: Sequence[str] | None = None) -> int:
 def _told(error: CycloptsError) -> Panel:
     """What is wrong with the arguments; where cyclopts' own words say too little, ours."""
     if isinstance(error.__cause__, ValidationError):
-        faults = error.__cause__.errors()
-        options = [f"--{fault['loc'][0]}".replace("_", "-") for fault in faults]
-        told = "\n".join(f"{name}: {f['msg']}" for name, f in zip(options, faults, strict=True))
-        return CycloptsPanel(told)
+        faults = [(str(fault["loc"][0]), fault["msg"]) for fault in error.__cause__.errors()]
+        return CycloptsPanel("\n".join(f"--{x.replace('_', '-')}: {why}" for x, why in faults))
     if isinstance(error, UnusedCliTokensError) and error.unused_tokens and error.app is not None:
         # A group of verbs that does something by itself too.
         word, verbs = error.unused_tokens[0], [one for one in error.app if not one.startswith("-")]

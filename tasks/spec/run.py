@@ -540,7 +540,8 @@ def _rules_of_devices(written: Mapping[str, Any]) -> Iterator[Refusal]:
         remedy = "write 1, or run it on Ray: launcher: ray_job, and ray: {address: ...}"
         yield ("gang", "nodes"), refused(problem, remedy)
     elif needs and type(has) is int and sum(asked.values()) > has:
-        problem = f"{has} are too few: {_sum_in_words(asked)}"
+        parts = " + ".join(f"{name} {gpus}" for name, gpus in asked.items() if gpus)
+        problem = f"{has} are too few: {parts} = {sum(asked.values())}"
         remedy = f"write {sum(asked.values())}, or have them ask for less"
         yield ("gang", "gpus_per_node"), refused(problem, remedy)
     for path, env in (
@@ -551,11 +552,6 @@ def _rules_of_devices(written: Mapping[str, Any]) -> Iterator[Refusal]:
             problem = "the queue says which GPUs the run has, and Muster sets it"
             remedy = "leave it out; a process that is to have some for itself says gpus: 2"
             yield (*path, variable), refused(problem, remedy)
-
-
-def _sum_in_words(asked: Mapping[str, int]) -> str:
-    parts = [f"{name} {gpus}" for name, gpus in asked.items() if gpus]
-    return f"{' + '.join(parts)} = {sum(asked.values())}"
 
 
 #: By kind of accelerator, the variables by which it is shown to a program. ROCm's engines read

@@ -13,7 +13,6 @@ from typing import Any
 import httpx
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.actions import DeploymentScheduleCreate
-from prefect.client.schemas.objects import FlowRun
 from prefect.client.schemas.responses import DeploymentResponse
 from prefect.client.schemas.schedules import CronSchedule
 from prefect.exceptions import ObjectNotFound
@@ -91,25 +90,20 @@ def submit(
         if not watch:
             print(f"  follow  muster logs {run_id} -f\n  end     muster cancel {run_id}")
             return EXIT_DONE
+        shown = None
         try:
-            return _watch(client, flow_run)
+            while True:
+                state = client.read_flow_run(flow_run.id).state or Scheduled()
+                said = f"{state.name}: {state.message}" if state.message else state.name
+                if said != shown:
+                    print(f"{time.strftime('%H:%M:%S')} {said}", flush=True)
+                shown = said
+                if state.is_final():
+                    return exit_code_of(state)
+                time.sleep(_ASKED_EVERY_S)
         except KeyboardInterrupt:
             print(f"It goes on without you; to end it: muster cancel {run_id}", file=sys.stderr)
             return EXIT_INTERRUPTED
-
-
-def _watch(client: SyncPrefectClient, flow_run: FlowRun) -> int:
-    shown = None
-    while True:
-        state = client.read_flow_run(flow_run.id).state
-        if state is not None:
-            said = f"{state.name}: {state.message}" if state.message else f"{state.name}"
-            if said != shown:
-                print(f"{time.strftime('%H:%M:%S')} {said}", flush=True)
-            shown = said
-            if state.is_final():
-                return exit_code_of(state)
-        time.sleep(_ASKED_EVERY_S)
 
 
 def deploy(

@@ -210,8 +210,9 @@ def component_env(
     component = spec.processes.get(name)
     # A job runs on another machine: nothing of this one's environment is true there.
     is_job = component is not None and component.launcher == "ray_job"
+    inherited = {key: value for key, value in os.environ.items() if not _is_private(key)}
     return {
-        **({} if is_job else _inherited_env()),
+        **({} if is_job else {**inherited, "PATH": component_search_path()}),
         **_PYTHON_ENV,
         **spec.env,
         # A fleet's are its servers', and come to them by another way.
@@ -221,11 +222,6 @@ def component_env(
         "MUSTER_ATTEMPT": str(attempt),
         "MUSTER_COMPONENT": name,
     }
-
-
-def _inherited_env() -> dict[str, str]:
-    inherited = {key: value for key, value in os.environ.items() if not _is_private(key)}
-    return {**inherited, "PATH": component_search_path()}
 
 
 def _is_private(name: str) -> bool:

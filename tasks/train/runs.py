@@ -6,7 +6,6 @@ from __future__ import annotations
 import re
 import sys
 import time
-from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -136,7 +135,11 @@ def _state_word(state: State[Any] | None, record: RunJson | None) -> str:
 def runs(at_most: int = _SEARCHED) -> list[Run]:
     """Those of the Prefect server, where one is set, and of the records of this machine, newest
     first. A server that does not answer costs a line on stderr."""
-    records = {record.run_id: record for record in _records(at_most)}
+    names = (path.name for path in (muster_home() / "runs").glob("*"))
+    # By the time in their names.
+    newest = sorted(names, key=_STAMP.findall, reverse=True)[:at_most]
+    written = filter(None, (_record(RunPlace.of(name)) for name in newest))
+    records = {record.run_id: record for record in written}
     found: dict[str, Run] = {}
     if api_url := PREFECT_API_URL.value():
         try:
@@ -147,8 +150,7 @@ def runs(at_most: int = _SEARCHED) -> list[Run]:
             print(f"{error}\nThese are the records of this machine.", file=sys.stderr)
     for run_id, record in records.items():
         found.setdefault(run_id, Run.of_record(record))
-    newest = sorted(found.values(), key=lambda one: one.created_at or 0.0, reverse=True)
-    return newest[:at_most]
+    return sorted(found.values(), key=lambda one: one.created_at or 0.0, reverse=True)[:at_most]
 
 
 def _flow_runs(api_url: str, at_most: int) -> list[FlowRun]:
@@ -158,13 +160,6 @@ def _flow_runs(api_url: str, at_most: int) -> list[FlowRun]:
         # What a schedule will start some day is no run yet.
         begun = (run for run in newest if not (run.auto_scheduled and run.start_time is None))
         return list(islice(begun, at_most))
-
-
-def _records(at_most: int) -> Iterator[RunJson]:
-    """The newest ones, by the time in their names."""
-    names = (path.name for path in (muster_home() / "runs").glob("*"))
-    newest = sorted(names, key=_STAMP.findall, reverse=True)[:at_most]
-    return filter(None, (_record(RunPlace.of(name)) for name in newest))
 
 
 def _record(place: RunPlace) -> RunJson | None:
@@ -212,13 +207,10 @@ def ls(
     found = [run for run in runs() if not state or run.state in state][:limit]
     if json:
         print(dumps([asdict(run) for run in found], indent=2))
-    elif found:
-        _print_table(found)
-    else:
+        return
+    if not found:
         print("There is no run yet: muster train SPEC starts one.", file=sys.stderr)
-
-
-def _print_table(found: Sequence[Run]) -> None:
+        return
     console, now = Console(highlight=False), time.time()
     ages = {run.run_id: lasting(now - run.created_at) if run.created_at else "" for run in found}
     rows = [(run.run_id, run.state, ages[run.run_id], run.host, run.brief) for run in found]
@@ -394,18 +386,16 @@ def logs(
         pass  # The way out of --follow.
 
 
-def _attempts(place: RunPlace) -> int:
-    numbers = (path.name.removeprefix("attempt-") for path in place.directory.glob("attempt-*"))
-    return max((int(number) for number in numbers if number.isdecimal()), default=0)
-
-
 def _wait_for_attempt(run: Run, place: RunPlace, *, follow: bool) -> int:
     """The number of its last attempt; where it is followed, once it has one.
 
     Raises: BadArgument.
     """
     said = ""
-    while not (number := _attempts(place)):
+    while True:
+        names = [path.name.removeprefix("attempt-") for path in place.directory.glob("attempt-*")]
+        if numbers := [int(name) for name in names if name.isdecimal()]:
+            return max(numbers)
         if run.host not in ("", host_name()) and run.started_at is not None:
             raise BadArgument(
                 f"the logs of {run.run_id} are on {run.host}: {place.directory}/attempt-*/*.log "
@@ -420,7 +410,6 @@ def _wait_for_attempt(run: Run, place: RunPlace, *, follow: bool) -> int:
             said = run.state
         time.sleep(_ASK_EVERY_S if said else _LOOK_EVERY_S)
         run = find(run.run_id)
-    return number
 
 
 def _has_ended(place: RunPlace, number: int) -> bool:

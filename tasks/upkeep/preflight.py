@@ -421,14 +421,11 @@ async def _live_runs(dashboard: Dashboard, nodes: Sequence[NodeSeen]) -> dict[st
     for run_id, ids in submitted.items():
         jobs = [await dashboard.job(id) for id in sorted(ids)]
         has_job = any(job is not None and not job.is_final for job in jobs)
-        found[run_id] = has_job or _has_owner(run_id)
+        owner = owner_of(run_id)
+        # A process of another host, in a registry that hosts share, can't be asked: it may live.
+        has_owner = owner and (owner.host != host_name() or owner.process.is_alive())
+        found[run_id] = has_job or bool(has_owner)
     return found
-
-
-def _has_owner(run_id: str) -> bool:
-    """A process of another host, in a registry that hosts share, can't be asked: it may live."""
-    owner = owner_of(run_id)
-    return owner is not None and (owner.host != host_name() or owner.process.is_alive())
 
 
 LimitOptions = Annotated[Limits, Parameter(name="*")]
