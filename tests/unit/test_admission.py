@@ -1,16 +1,22 @@
-"""What a run that waits in its own process says of its wait, and when."""
+"""What a run that waits in its own process says of its wait, and when; and which Ray cluster one
+has that waits for nothing."""
 
 from __future__ import annotations
 
 import asyncio
+import re
 from types import SimpleNamespace
 from typing import Any
 from uuid import UUID, uuid4
 
 import pytest
+from prefect.client.schemas.objects import FlowRun, State, StateType, WorkPool
 
+from tasks.queue import admission
 from tasks.queue.admission import _Line
 from tasks.queue.reasons import Message
+from tasks.queue.settings import NotThere, PoolSettings, with_settings
+from tasks.ray.dashboard import ListedCluster
 
 
 class Server:
@@ -64,3 +70,80 @@ def test_its_place_and_its_reason_are_said_whenever_they_change(
     assert first == ["place 3 of 3 in line; asks for 1 GPU; waits"]
     assert told[1:] == said
     assert len(server.messages) == 1 + states
+
+
+@pytest.mark.parametrize(
+    ("pool", "labels", "address"),
+    [
+        # its own pool's
+        ("other", {}, "http://b:8265"),
+        # started directly, or by a worker of another type
+        ("", {}, "http://a:8265"),
+        ("process", {}, "http://a:8265"),
+        # as it was granted, whatever is listed by now
+        (
+            "gang",
+            {"muster.gang.nodes": "-", "muster.gang.cluster": "http://c:8265"},
+            "http://c:8265",
+        ),
+    ],
+)
+def test_a_run_that_waits_for_no_gang_takes_the_one_cluster_of_its_pool(
+    monkeypatch: pytest.MonkeyPatch, pool: str, labels: dict[str, Any], address: str
+) -> None:
+    pools = {"gang": ["http://a:8265"], "other": ["http://b:8265"]}
+    monkeypatch.setattr(admission, "get_client", lambda: Pools(pools, pool, labels))
+
+    assert admission.cluster_of(uuid4()) == address
+
+
+@pytest.mark.parametrize(
+    ("pools", "said"),
+    [
+        ({}, "the work pool lists none; write ray: {address: URL}, or list it"),
+        ({"gang": []}, "the work pool lists none; write ray: {address: URL}, or list it"),
+        (
+            {"gang": ["http://a:8265", "http://b:8265"]},
+            "lists 2: http://a:8265, http://b:8265; write ray: {address: URL}",
+        ),
+    ],
+)
+def test_a_run_whose_pool_has_no_cluster_or_several_is_told_what_to_write(
+    monkeypatch: pytest.MonkeyPatch, pools: dict[str, list[str]], said: str
+) -> None:
+    monkeypatch.setattr(admission, "get_client", lambda: Pools(pools, "", {}))
+
+    with pytest.raises(NotThere, match=re.escape(said)):
+        admission.cluster_of(uuid4())
+
+
+class Pools:
+    """A server with work pools that list clusters, and one flow run."""
+
+    def __init__(self, pools: dict[str, list[str]], pool: str, labels: dict[str, Any]) -> None:
+        self._pools, self._pool, self._labels = pools, pool, labels
+
+    async def __aenter__(self) -> Pools:
+        return self
+
+    async def __aexit__(self, *_: object) -> None: ...
+
+    async def read_flow_run(self, id: UUID) -> FlowRun:
+        state: State[Any] = State(type=StateType.RUNNING)
+        pool = self._pool or None
+        return FlowRun(
+            id=id, flow_id=uuid4(), work_pool_name=pool, labels=self._labels, state=state
+        )
+
+    async def read_work_pools(self, *, work_pool_filter: object) -> list[WorkPool]:
+        return [
+            WorkPool(
+                name=name,
+                type="gang",
+                base_job_template=with_settings(
+                    {},
+                    PoolSettings(clusters=tuple(ListedCluster(address=one) for one in listed)),
+                ),
+            )
+            for name, listed in self._pools.items()
+        ]
