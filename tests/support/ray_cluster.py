@@ -40,6 +40,15 @@ FAST_HEALTH = {
     "RAY_health_check_timeout_ms": "2000",
     "RAY_health_check_failure_threshold": "3",
 }
+#: Ray's own name of a head whose autoscaler starts nodes as processes beside it.
+#: Source: ray/autoscaler/_private/fake_multi_node/node_provider.py.
+_FAKE_HEAD = f"{'f' * 51}00000"
+_FAKE_NODES = {"RAY_FAKE_CLUSTER": "1", "AUTOSCALER_UPDATE_INTERVAL_S": "1"}
+_FAKE_NODES_OF_2 = {
+    "RAY_enable_autoscaler_v2": "1",
+    "RAY_CLOUD_INSTANCE_ID": _FAKE_HEAD,
+    "RAY_OVERRIDE_NODE_ID_FOR_TESTING": _FAKE_HEAD,
+}
 #: The least that Ray takes is 75 MiB.
 _OBJECT_STORE_BYTES = 80 * 1024 * 1024
 _READY_WITHIN_S = 90.0
@@ -70,10 +79,18 @@ class RayCluster:
     Args:
         is_fast_to_notice: whether a node that is gone is seen in seconds (FAST_HEALTH).
         head_env: more variables of the head's processes.
+        most_nodes: so many with 8 GPUs and 32 CPUs its autoscaler may have, which starts and stops
+            them on this machine.
+        autoscaler: its version, 1 or 2.
     """
 
     def __init__(
-        self, *, is_fast_to_notice: bool = False, head_env: dict[str, str] | None = None
+        self,
+        *,
+        is_fast_to_notice: bool = False,
+        head_env: dict[str, str] | None = None,
+        most_nodes: int = 0,
+        autoscaler: int = 1,
     ) -> None:
         #: Short, since the sockets in it may have 107 characters in all.
         self.temp_dir = Path(tempfile.mkdtemp(prefix="mray-", dir="/tmp"))
@@ -103,15 +120,64 @@ class RayCluster:
                     *(f"--port={gcs}", f"--ray-client-server-port={client}"),
                     *(f"--dashboard-host={HOST}", f"--dashboard-port={dashboard}"),
                     *("--num-cpus=0", "--num-gpus=0"),
+                    *(self._autoscaled(most_nodes, autoscaler) if most_nodes else ()),
                     *_common(agent),
                 ),
-                {**health, **(head_env or {})},
+                {
+                    **health,
+                    **(head_env or {}),
+                    **(_FAKE_NODES if most_nodes else {}),
+                    **(_FAKE_NODES_OF_2 if most_nodes and autoscaler == 2 else {}),
+                },
             )
             # It answers only once the head's raylet, too, is there.
             self._until_answers(f"{self.address}/api/jobs/", self.head, "head")
         except BaseException:
             self.stop()
             raise
+
+    def _autoscaled(self, most: int, version: int) -> tuple[str, ...]:
+        """Source: ray/cluster_utils.py, AutoscalingCluster, which would stop every Ray here."""
+        of_2 = {"launch_multiple": True, "head_node_id": _FAKE_HEAD} if version == 2 else {}
+        provider = {
+            # By its own name it wants a file that the wheel lacks.
+            "type": "external",
+            "module": "ray.autoscaler._private.fake_multi_node.node_provider.FakeMultiNodeProvider",
+            "gcs_address": self.gcs_address,
+            # All nodes have the same address.
+            "use_node_id_as_ip": True,
+            "disable_node_updaters": True,
+            "disable_launch_config_check": True,
+            **of_2,
+        }
+        resources = {"CPU": 32, "GPU": 8, "object_store_memory": _OBJECT_STORE_BYTES}
+        types = {
+            "ray.head.default": {"resources": {"CPU": 0}, "node_config": {}, "max_workers": 0},
+            "eight": {
+                "resources": resources,
+                "node_config": {},
+                "min_workers": 0,
+                "max_workers": most,
+            },
+        }
+        config = {
+            "cluster_name": "autoscaled",
+            "max_workers": most,
+            "provider": provider,
+            "available_node_types": types,
+            "head_node_type": "ray.head.default",
+            "upscaling_speed": 10.0,
+            "idle_timeout_minutes": 0.05,
+            **{key: {} for key in ("auth", "docker", "file_mounts")},
+            **{key: [] for key in ("rsync_exclude", "rsync_filter", "cluster_synced_files")},
+            **{key: [] for key in ("initialization_commands", "setup_commands")},
+            **{key: [] for key in ("head_setup_commands", "worker_setup_commands")},
+            **{key: [] for key in ("head_start_ray_commands", "worker_start_ray_commands")},
+            "file_mounts_sync_continuously": False,
+        }
+        file = self.temp_dir / "autoscaler.json"
+        file.write_text(json.dumps(config))
+        return (f"--autoscaling-config={file}",)
 
     @classmethod
     @contextmanager

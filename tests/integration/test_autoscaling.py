@@ -1,0 +1,86 @@
+"""A Ray cluster whose nodes come by its autoscaler: the gate has it bring them for what waits."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from prefect.client.schemas.objects import State, StateType
+
+from tasks.queue import gate, look
+from tasks.queue.gate import Gate
+from tasks.queue.nodes import Capacity
+from tasks.queue.settings import PoolSettings, with_settings
+from tasks.queue.worker import GangWorker
+from tasks.ray.dashboard import ListedCluster
+from tests.support.ray_cluster import RAY_ENV, RayCluster
+from tests.support.scripted_prefect import FreeLease, ScriptedPrefect
+
+pytestmark = [pytest.mark.slow, pytest.mark.thorough, pytest.mark.timeout(600)]
+
+WITHIN_S = 240.0
+
+
+@contextmanager
+def autoscaled(version: int, most: int) -> Iterator[RayCluster]:
+    cluster = RayCluster(most_nodes=most, autoscaler=version)
+    try:
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_nodes_come_for_a_gang_that_waits_and_go_once_it_has_ended(
+    version: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gate, "GateLease", FreeLease)
+    monkeypatch.setattr(look, "holders_of", lambda _variable: SimpleNamespace(pids={}))
+    for name, value in RAY_ENV.items():
+        monkeypatch.setenv(name, value)
+    with autoscaled(version, most=2) as cluster:
+        listed = ListedCluster(address=cluster.address, max_nodes=2)
+        job = GangWorker.get_default_base_job_template()
+        server = ScriptedPrefect(with_settings(job, PoolSettings(clusters=(listed,))))
+        run = server.submit(
+            {
+                "name": "trial",
+                "workload": "grpo",
+                "gang": {"nodes": 2, "gpus_per_node": 8},
+                "ray": {},
+                "components": {"trainer": {"command": ["true"]}},
+            }
+        )
+
+        asyncio.run(_come_and_go(server, run))
+
+    assert server.history(run)[-1] == "Completed"
+
+
+async def _come_and_go(server: ScriptedPrefect, run: Any) -> None:
+    client: Any = server
+    capacity = Capacity(within_s=30.0)
+    one = Gate(client, capacity=capacity)
+    deadline = time.monotonic() + WITHIN_S
+    counts: list[int] = []
+    try:
+        while True:
+            assert time.monotonic() < deadline, f"nodes with GPUs, look by look: {counts}"
+            seen, started = await one.decide(lambda entry, nodes: True)
+            await one.tell(seen)
+            for cluster in seen.clusters.values():
+                counts.append(sum(node.gpus == 8 for node in cluster.nodes))
+            if started:
+                server.set(run, State(type=StateType.RUNNING))
+            elif server.history(run)[-1] == "Running":
+                server.set(run, State(type=StateType.COMPLETED))
+            elif server.history(run)[-1] == "Completed" and counts[-1] == 0:
+                return
+            await asyncio.sleep(0.5)
+    finally:
+        await capacity.close()
