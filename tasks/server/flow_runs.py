@@ -346,7 +346,7 @@ def state_of_lost(run: FlowRun, host: Host, now: datetime) -> State[Any] | None:
             host.is_lost and spec.get("on_lost_flow") == "adopt" and run.deployment_id is not None
         ):
             return Scheduled(name=JOBS_GO_ON, message=f"{gone}; its next one attaches to its jobs")
-        case StateType.RUNNING if host.is_lost and spec.get("ray"):
+        case StateType.RUNNING if host.is_lost and spec.get("ray") is not None:
             jobs = "its jobs on the Ray cluster, if any, may go on: `ray job list`"
             return Crashed(message=f"{gone}; {jobs}")
         case StateType.RUNNING:

@@ -162,9 +162,10 @@ def test_which_flow_runs_are_touched(run: FlowRun, here: Host, state: str | None
     assert (found and found.name) == state
 
 
-def test_jobs_that_a_lost_host_has_left_on_a_ray_cluster_are_spoken_of() -> None:
-    spec = {"ray": {"address": "http://127.0.0.1:8265"}}
-    run = flow_run(RUNNING, 60, parameters={"spec": spec})
+# Of the second, the pool has the address.
+@pytest.mark.parametrize("ray", [{"address": "http://127.0.0.1:8265"}, {}])
+def test_jobs_that_a_lost_host_has_left_on_a_ray_cluster_are_spoken_of(ray: dict[str, str]) -> None:
+    run = flow_run(RUNNING, 60, parameters={"spec": {"ray": ray}})
 
     found = state_of_lost(run, GONE, NOW)
 
