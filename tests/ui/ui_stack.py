@@ -99,6 +99,10 @@ class UiStack:
         path = self.place(run) / "attempt-01" / "events.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
+    def muster(self, *words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+        """`muster` as somebody types it in a folder of his own, who has set no server."""
+        return _command(self.home, *words, cwd=cwd)
+
     def set_nodes(self) -> None:
         """Give the pool nodes, so that gangs are queued without a GPU."""
         pool = self.ask("GET", "/work_pools/gang")
@@ -126,11 +130,12 @@ def stack_up(home: Path) -> Iterator[UiStack]:
         _command(home, "down", "--port", port)
 
 
-def _command(home: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def _command(home: Path, *words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    mine = {key: text for key, text in os.environ.items() if not key.startswith("PREFECT_")}
     return subprocess.run(
-        (sys.executable, "-m", "tasks.command", *words),
-        cwd=ROOT,
-        env={**os.environ, "MUSTER_HOME": str(home)},
+        (Path(sys.executable).with_name("muster"), *words),
+        cwd=cwd,
+        env={**mine, "MUSTER_HOME": str(home), "PREFECT_HOME": str(home / "prefect")},
         capture_output=True,
         text=True,
         timeout=_COMMAND_WITHIN_S,
