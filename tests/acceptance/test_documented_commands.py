@@ -104,10 +104,12 @@ class Reader:
         return command
 
     def _last_run(self) -> str:
-        """The name of the flow run of `train` that the stack was last given."""
+        """The name of the flow run of `train` that began last; what a schedule will start some day
+        is no run."""
         question = {
             "flows": {"name": {"any_": ["train"]}},
-            "sort": "EXPECTED_START_TIME_DESC",
+            "flow_runs": {"start_time": {"is_null_": False}},
+            "sort": "START_TIME_DESC",
             "limit": 1,
         }
         request = urllib.request.Request(
