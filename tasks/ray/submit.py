@@ -219,6 +219,8 @@ def _client(address: str) -> JobSubmissionClient:
         def _do_request(self, *args: Any, **kwargs: Any) -> Any:
             kwargs.setdefault("timeout", _REQUEST_WITHIN_S)
             kwargs.setdefault("proxies", {"http": "", "https": ""})
+            # Headers are for this address alone.
+            kwargs.setdefault("allow_redirects", False)
             return super()._do_request(*args, **kwargs)
 
     return Client()

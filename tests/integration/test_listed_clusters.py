@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.gang_pool import GangPool, gang_pool
-from tests.support.ground import until
+from tests.support.ground import FINAL, until
 from tests.support.guarded_dashboard import GuardedDashboard, guarded, own_certificate
 from tests.support.ray_cluster import RayCluster
 
@@ -75,7 +75,7 @@ def test_a_run_without_an_address_runs_on_the_one_cluster_that_is_listed(
 
     run = pool.submit(spec_of(tmp_path))
 
-    until(lambda: run.flow_run()["state_type"] in ("COMPLETED", "FAILED"), "the run ends")
+    until(lambda: run.flow_run()["state_type"] in FINAL, "the run ends", within_s=200)
     place = pool.ground.home / "runs" / run.flow_run()["name"]
     [attempt] = json.loads((place / "run.json").read_text())["attempts"]
     assert run.flow_run()["state_type"] == "COMPLETED", run.flow_run()["state"]
