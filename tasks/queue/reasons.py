@@ -158,10 +158,8 @@ def unserved(demand: Demand | None, pool: str, queue: str) -> Message:
 
 def offered(demand: Demand | None, gpus: Mapping[str, int]) -> Message:
     """Why a run waits for which there is room, where that is another worker's to give."""
-    where = f"the worker of {_listed(gpus)}" if gpus else "a worker of its pool"
-    return _message(
-        demand, f"waits for {where} to start it; that worker's log says why it does not"
-    )
+    who = f"waits for the worker of {_listed(gpus)}" if gpus else "waits for a worker of its pool"
+    return _message(demand, f"{who} to start it; that worker's log says why it does not")
 
 
 def at_pool_limit(demand: Demand | None, pool: str, limit: int) -> Message:
