@@ -1,4 +1,4 @@
-"""A spec reaches its program, and a death its state, by few modules."""
+"""A spec reaches its program, a death its state, and a run that waits its GPUs, by few modules."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ def test_the_ways_are_short() -> None:
     )
 
     assert done.returncode == 0, done.stderr
-    to_exec, to_state = map(int, re.findall(r": (\d+) modules", done.stdout))
+    to_exec, to_state, to_gpus = map(int, re.findall(r": (\d+) modules", done.stdout))
     assert to_exec <= 14, done.stdout
     assert to_state <= 11, done.stdout
+    assert to_gpus <= 15, done.stdout
