@@ -15,7 +15,7 @@ from tests.support.ground import FINAL, until
 from tests.support.guarded_dashboard import GuardedDashboard, guarded, own_certificate
 from tests.support.ray_cluster import RayCluster
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.thorough, pytest.mark.slow, pytest.mark.timeout(300)]
 
 KEY, TOKEN = "opensesame-4711", "f" * 40
 CODE = "import ray\nray.init()\nprint('GPUs', ray.cluster_resources()['GPU'])"
