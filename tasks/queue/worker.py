@@ -41,7 +41,7 @@ from pydantic import Field
 from tasks.processes.identity import host_name
 from tasks.queue.decision import Look
 from tasks.queue.gate import Gate
-from tasks.queue.grants import forget_process, waiting_state
+from tasks.queue.grants import PENDING_RESOURCES, forget_process, waiting_state
 from tasks.queue.lease import LeaseLost
 from tasks.queue.ledger import TYPE, QueueEntry
 from tasks.queue.look import view_of
@@ -156,6 +156,8 @@ _SETTLED_AFTER_TRIES = 15
 _SERVED_EVERY_S = 25.0
 #: A worker that another one looks for looks as seldom as that, should that one have gone.
 _LOOK_ANYWAY_S = 30.0
+#: It looks in the place of one that has missed something for so long.
+_LOOK_INSTEAD_S = 600.0
 #: What was offered, and not taken, is offered again after so long.
 _OFFERED_AGAIN_S = 10.0
 
@@ -196,8 +198,12 @@ class GangWorker(ProcessWorker):
     _served_at = -math.inf
     #: Whether it is this worker that looks for all workers of the server.
     _is_looker = True
-    #: Not to look before, by the loop's clock.
+    #: Not to look before, by the loop's clock, unless something was offered.
     _look_at = -math.inf
+    _was_offered = False
+    #: When the worker whose turn it is to look had missed something: it has just gone, or is of
+    #: another type.
+    _missed_at = -math.inf
 
     def __init__(self, work_pool_name: str, name: str | None = None, **more: Any) -> None:
         # By it others know which host has a worker, and whose runs are whose.
@@ -329,15 +335,13 @@ class GangWorker(ProcessWorker):
             announce=self._announce,
             worker=(self._work_pool_name, self.name),
         )
-        self._waker = Waker(self._woken, self._hears)
+        self._waker = Waker(self.get_and_submit_flow_runs, self._hears)
         await self._exit_stack.enter_async_context(self._waker)
         self._exit_stack.push_async_callback(self._stop_telling)
 
-    async def _woken(self) -> None:
-        self._look_at = -math.inf
-        await self.get_and_submit_flow_runs()
-
     def _hears(self, event: str) -> bool:
+        if event == _OFFERED:
+            self._was_offered = True
         return self._is_looker != (event == _OFFERED)
 
     async def _next(self, gate: Gate) -> list[WorkerFlowRunResponse]:
@@ -360,14 +364,21 @@ class GangWorker(ProcessWorker):
         """Of the workers of a server one looks for all, and offers the others what is theirs to
         start: they know the devices of their hosts, and grant it. The server's load does not grow
         with their number."""
-        now = asyncio.get_running_loop().time()
-        if now < self._look_at or (self._is_full() and not self._is_looker):
+        now, was_offered = asyncio.get_running_loop().time(), self._was_offered
+        if self._is_full() and not self._is_looker:
             return
+        if now < self._look_at and not was_offered:
+            return
+        self._was_offered = False
         look, granted = await gate.decide(self._may_start, self._submitting_flow_run_ids)
         self._granted.extend(granted)
-        me = (self._work_pool_name, self.name)
-        self._is_looker = look.ledger.looker in (None, me)
+        looker, me = look.ledger.looker, (self._work_pool_name, self.name)
+        is_by_time = self._look_at > -math.inf and not was_offered
+        if is_by_time and (granted or _untold(look)):
+            self._missed_at = now
+        self._is_looker = looker in (None, me) or now - self._missed_at < _LOOK_INSTEAD_S
         if self._is_looker:
+            self._look_at = -math.inf
             self._offer(look, now)
             self._tell(gate, look)
         else:
@@ -441,6 +452,18 @@ class GangWorker(ProcessWorker):
         if self._telling is not None:
             self._telling.cancel()
             await asyncio.gather(self._telling, return_exceptions=True)
+
+
+def _untold(look: Look) -> bool:
+    """Whether a run waits for long, and nobody has told it why."""
+    return any(
+        entry.is_scheduled
+        and entry.flow_run.state is not None
+        and entry.flow_run.state.name != PENDING_RESOURCES
+        and entry.id in look.messages
+        and look.at - entry.since.timestamp() > _LOOK_ANYWAY_S
+        for entry in look.line
+    )
 
 
 def _response(entry: QueueEntry) -> WorkerFlowRunResponse:

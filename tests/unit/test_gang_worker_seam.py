@@ -8,12 +8,15 @@ from __future__ import annotations
 import ast
 import asyncio
 import inspect
+from collections import deque
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
+from types import SimpleNamespace
 from typing import Any
 from uuid import UUID, uuid4
 
 import prefect
+import pytest
 from prefect.client.schemas.objects import FlowRun
 from prefect.client.schemas.responses import WorkerFlowRunResponse
 from prefect.settings import PREFECT_LOGGING_TO_API_ENABLED, temporary_settings
@@ -134,3 +137,52 @@ def test_gang_worker_overrides_what_is_held_here_and_nothing_else() -> None:
 
 def test_worker_type_is_found_by_name() -> None:
     assert BaseWorker.get_worker_class_from_type("gang") is GangWorker
+
+
+class Looked:
+    """A gate whose look finds that `a` of the pool looks, and so many runs to start."""
+
+    def __init__(self, *granted: int) -> None:
+        self.granted = [*granted]
+        self.looks = 0
+
+    async def decide(self, *_: object) -> tuple[Any, list[Any]]:
+        self.looks += 1
+        look = SimpleNamespace(
+            ledger=SimpleNamespace(looker=("gang", "a"), pools={}), line=[], admitted=[], stuck=[]
+        )
+        return look, [object()] * self.granted.pop(0)
+
+
+def test_a_worker_that_another_one_looks_for_looks_when_it_is_offered_something_or_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    worker, gate = GangWorker(work_pool_name="gang", name="b"), Looked(0, 0, 1, 0)
+    worker._granted, worker._offered = deque(), {}
+    monkeypatch.setattr(worker, "_tell", lambda *_: None)
+
+    async def looks() -> list[tuple[int, bool]]:
+        now = [0.0]
+        clock = SimpleNamespace(time=lambda: now[0])
+        monkeypatch.setattr(gang.asyncio, "get_running_loop", lambda: clock)
+        found = []
+        for at, offered in (
+            (0, False),
+            (10, False),
+            (20, True),
+            (40, False),
+            (55, False),
+            (58, False),
+        ):
+            now[0] = at
+            if offered:
+                assert worker._hears("muster.run.offered")
+            assert worker._hears("prefect.flow-run.Completed") is worker._is_looker
+            await worker._look(gate)  # type: ignore[arg-type]
+            found.append((gate.looks, worker._is_looker))
+        return found
+
+    # It finds at 55 s what it was not offered, and looks by itself from then on.
+    assert asyncio.run(looks()) == [
+        *((1, False), (1, False), (2, False), (2, False), (3, True), (4, True)),
+    ]
