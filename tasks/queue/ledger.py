@@ -1,8 +1,8 @@
 """The ledger of the queue: what the Prefect server knows of runs that wait and runs that hold.
 
 Each stands there with what it asks of a cluster, from its parameters. The ledger is read in an
-order that misses no run on its way from one state to the next: first what waits, then what holds,
-then, before anything is decided, once more what waits.
+order that misses no run on its way from one state to the next: first what waits, then what holds;
+and before anything is decided also what held before that, as it may have been sent back meanwhile.
 """
 
 from __future__ import annotations
@@ -17,12 +17,7 @@ from typing import Any
 from uuid import UUID
 
 from prefect.client.orchestration import PrefectClient
-from prefect.client.schemas.filters import (
-    FlowFilter,
-    FlowRunFilter,
-    WorkPoolFilter,
-    WorkQueueFilter,
-)
+from prefect.client.schemas.filters import WorkPoolFilter
 from prefect.client.schemas.objects import FlowRun, StateType, WorkerStatus, WorkPool, WorkQueue
 from prefect.client.schemas.sorting import FlowRunSort
 from pydantic import ValidationError
@@ -47,6 +42,8 @@ _FLOW = "train"
 #: them may start: as many as one request gives.
 WINDOW = 200
 _PAGE = 200
+#: They change from one answer to the next while nothing happens, and nobody here reads them.
+_CLOCKS = ("estimated_run_time", "estimated_start_time_delta")
 #: The server itself takes longer to see that one has gone.
 _WORKERS_EVERY_S = 10.0
 #: The name of a run, as its spec has to give it.
@@ -288,6 +285,8 @@ class LedgerReader:
     #: The pool and the name of the worker that reads.
     _reader: tuple[str, str] = ("", "")
     _requests: dict[UUID, Request] = field(default_factory=dict)
+    #: By the id of its flow run: what the server told of it last, and that as a model.
+    _rows: dict[str, tuple[dict[str, Any], FlowRun]] = field(default_factory=dict)
     #: By pool: its workers that are online, and when that was read.
     _workers: dict[str, tuple[frozenset[str], float]] = field(default_factory=dict)
     #: So many of WINDOW runs each are looked at, of what waits in one queue of a pool.
@@ -297,16 +296,18 @@ class LedgerReader:
         """The ledger now.
 
         Args:
-            carefully: Read what waits twice, so that a run which is sent back in between keeps
-                its place before others.
+            carefully: Miss no run which is sent back meanwhile: it keeps its place before others.
         """
         pools = await self._pools()
+        held_before = await self._holding() if carefully else []
         waiting, is_cut = await self._scheduled(pools.values())
         holding = await self._holding()
         found = {run.id: run for run in (*waiting, *holding)}
-        if carefully:
-            waiting, is_cut = await self._scheduled(pools.values())
-            found.update((run.id, run) for run in waiting)
+        left = [str(run.id) for run in held_before if run.id not in found]
+        for start in range(0, len(left), _PAGE):
+            some = {"id": {"any_": left[start : start + _PAGE]}, **_due_now()}
+            found |= {run.id: run for run in await self._flow_runs(flow_runs=some)}
+        self._rows = {id: row for id, row in self._rows.items() if UUID(id) in found}
         self._requests = {id: one for id, one in self._requests.items() if id in found}
         entries = sorted(
             (self._entry(run, pools) for run in found.values()), key=lambda entry: entry.place
@@ -358,17 +359,12 @@ class LedgerReader:
 
     async def _due(self, pool: str, queue: str | None = None) -> tuple[list[FlowRun], bool]:
         """The first of what waits, and whether there is more."""
-        due = {
-            "state": {"type": {"any_": [StateType.SCHEDULED]}},
-            "next_scheduled_start_time": {"before_": datetime.now(UTC)},
-        }
-        of_queue = WorkQueueFilter.model_validate({"name": {"any_": [queue]}}) if queue else None
         found: dict[UUID, FlowRun] = {}
         for window in range(self.windows):
-            page = await self._client.read_flow_runs(
-                work_pool_filter=WorkPoolFilter.model_validate({"name": {"any_": [pool]}}),
-                work_queue_filter=of_queue,
-                flow_run_filter=FlowRunFilter.model_validate(due),
+            page = await self._flow_runs(
+                work_pools={"name": {"any_": [pool]}},
+                work_pool_queues={"name": {"any_": [queue]}} if queue else None,
+                flow_runs=_due_now(),
                 sort=FlowRunSort.EXPECTED_START_TIME_ASC,
                 limit=WINDOW,
                 offset=window * WINDOW,
@@ -380,15 +376,15 @@ class LedgerReader:
         return list(found.values()), True
 
     async def _holding(self) -> list[FlowRun]:
-        holding = FlowRunFilter.model_validate({"state": {"type": {"any_": HELD}}})
-        going_on = FlowRunFilter.model_validate({"state": {"name": {"any_": [JOBS_GO_ON]}}})
-        ours = FlowFilter.model_validate({"name": {"any_": [_FLOW]}})
+        holding = {"state": {"type": {"any_": HELD}}}
+        going_on = {"state": {"name": {"any_": [JOBS_GO_ON]}}}
+        ours = {"name": {"any_": [_FLOW]}}
         # One after the other, as all of it: a server on SQLite has few connections, and a line of
         # requests before them can hold up everybody.
-        of_flow = await self._pages(flow_run_filter=holding, flow_filter=ours)
-        of_pools = await self._pages(flow_run_filter=holding, work_pool_filter=GANG_POOLS)
+        of_flow = await self._pages(flow_runs=holding, flows=ours)
+        of_pools = await self._pages(flow_runs=holding, work_pools={"type": {"any_": [TYPE]}})
         # One of these may be due only later, and holds all the same.
-        left = await self._pages(flow_run_filter=going_on, flow_filter=ours)
+        left = await self._pages(flow_runs=going_on, flows=ours)
         return [*of_flow, *of_pools, *(run for run in left if goes_on(run))]
 
     async def _pages(self, **filters: Any) -> list[FlowRun]:
@@ -396,10 +392,23 @@ class LedgerReader:
         filters |= {"sort": FlowRunSort.ID_DESC, "limit": _PAGE}
         found: list[FlowRun] = []
         while True:
-            page = await self._client.read_flow_runs(**filters, offset=len(found))
+            page = await self._flow_runs(**filters, offset=len(found))
             found += page
             if len(page) < _PAGE:
                 return found
+
+    async def _flow_runs(self, **body: Any) -> list[FlowRun]:
+        """As `PrefectClient.read_flow_runs`, whose models take the longest by far: what has not
+        changed is the same object as before."""
+        answer = await self._client.request("POST", "/flow_runs/filter", json=body)
+        found = []
+        for row in answer.json():
+            told = {key: value for key, value in row.items() if key not in _CLOCKS}
+            known = self._rows.get(row["id"])
+            if known is None or known[0] != told:
+                known = self._rows[row["id"]] = told, FlowRun.model_validate(told)
+            found.append(known[1])
+        return found
 
     def _entry(self, run: FlowRun, pools: Mapping[str, Pool]) -> QueueEntry:
         if run.id not in self._requests:
@@ -418,6 +427,14 @@ class LedgerReader:
         # Whatever its pool lists by now.
         on = {LEFT_OUT: grant.cluster} if grant is not None and grant.cluster else {}
         return entry.with_cluster(on)
+
+
+def _due_now() -> dict[str, Any]:
+    """A filter of flow runs."""
+    return {
+        "state": {"type": {"any_": [StateType.SCHEDULED]}},
+        "next_scheduled_start_time": {"before_": datetime.now(UTC).isoformat()},
+    }
 
 
 def _default_priority(pools: Mapping[str, Pool]) -> int:

@@ -127,21 +127,6 @@ class ScriptedPrefect:
         self._ask("read_work_queues")
         return [_QUEUE]
 
-    async def read_flow_runs(
-        self, *, flow_run_filter: Any, offset: int = 0, limit: int = 200, **_filters: Any
-    ) -> list[FlowRun]:
-        self._ask("read_flow_runs")
-        wanted = flow_run_filter.state
-        types = wanted.type.any_ if wanted.type else list(StateType)
-        names = wanted.name.any_ if wanted.name else None
-        return [
-            self.run(id)
-            for id, run in self._runs.items()
-            if run.state is not None
-            and run.state.type in types
-            and (names is None or run.state.name in names)
-        ][offset : offset + limit]
-
     async def read_flow_run(self, id: UUID) -> FlowRun:
         self._ask("read_flow_run")
         return self.run(id)
@@ -168,10 +153,29 @@ class ScriptedPrefect:
         self.patch(id, labels={**self._runs[id].labels, **labels})
 
     async def request(
-        self, _method: str, _path: str, *, path_params: dict[str, Any], json: dict[str, Any]
-    ) -> None:
+        self, method: str, path: str, *, json: dict[str, Any], path_params: Any = None
+    ) -> Any:
+        if (method, path) == ("POST", "/flow_runs/filter"):
+            return SimpleNamespace(json=lambda: self._filtered(**json))
         self._ask("request")
-        self.patch(path_params["id"], **json)
+        return self.patch(path_params["id"], **json)
+
+    def _filtered(
+        self, *, flow_runs: dict[str, Any], offset: int = 0, limit: int = 200, **_filters: Any
+    ) -> list[dict[str, Any]]:
+        self._ask("read_flow_runs")
+        types = flow_runs["state"].get("type", {"any_": list(StateType)})["any_"]
+        names, ids = (
+            at.get("any_") for at in (flow_runs["state"].get("name", {}), flow_runs.get("id", {}))
+        )
+        return [
+            self.run(id).model_dump(mode="json")
+            for id, run in self._runs.items()
+            if run.state is not None
+            and run.state.type in types
+            and (names is None or run.state.name in names)
+            and (ids is None or str(id) in ids)
+        ][offset : offset + limit]
 
     async def create_logs(self, logs: list[LogCreate]) -> None:
         self._ask("create_logs")

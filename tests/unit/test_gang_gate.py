@@ -501,6 +501,37 @@ def test_a_grant_that_was_written_late_promises_nothing_twice() -> None:
     assert grant_of(server.run(early)) is not None
 
 
+def test_a_run_that_is_sent_back_while_the_ledger_is_read_keeps_its_place(
+    server: ScriptedPrefect,
+) -> None:
+    first = server.submit(spec(nodes=2, ray={"address": "http://ray:8265"}), labels=granted(n1=8))
+    server.set(first, State(type=StateType.RUNNING))
+    server.submit(spec(ray={"address": "http://ray:8265"}))
+
+    class TwoNodes:
+        credentials = Credentials(has_token=False)
+
+        def __init__(self, *_: object) -> None: ...
+
+        async def look(self, *, within_s: float) -> Cluster:
+            return Cluster(nodes=(ClusterNode(name="n1", gpus=8), ClusterNode(name="n2", gpus=8)))
+
+        async def close(self) -> None: ...
+
+    def send_back() -> None:
+        # The second look has read what waits, and is about to read what holds.
+        if server.asked.count("read_flow_runs") == 9:
+            server.set(first, State(type=StateType.SCHEDULED, name="PendingResources"))
+
+    server.ahead["read_flow_runs"] = send_back
+    client: Any = server
+    one = Gate(client, capacity=Capacity(look=TwoNodes))  # type: ignore[arg-type]
+
+    _look, started = asyncio.run(one.decide(lambda entry, nodes: True))
+
+    assert [entry.id for entry in started] == [first]
+
+
 def test_a_run_is_not_handed_over_once_its_grant_is_gone(server: ScriptedPrefect) -> None:
     client: Any = server
     kept, cancelled, sent_back = (server.submit(spec(gpus=2)) for _ in range(3))
