@@ -17,7 +17,7 @@ from prefect.client.schemas.objects import (
     WorkQueueStatus,
 )
 
-from tasks.queue.decision import Look
+from tasks.queue.decision import Look, overgranted
 from tasks.queue.grants import (
     Giver,
     Grant,
@@ -265,6 +265,28 @@ def test_a_limit_counts_over_all_clusters() -> None:
 
     assert started(look) == ["run1", "run3"]
     assert "GPUs of the tag red, which has 4 of its limit of 6" in look.messages[waiting[1].id].text
+
+
+def test_a_cluster_that_is_not_seen_holds_up_its_own_runs_only() -> None:
+    away = entry(flow_run(8, number=1, spec={"ray": {"address": "http://away:8265"}}))
+    here = entry(flow_run(8, number=2))
+
+    look = decided([away, here])
+
+    assert started(look) == ["run2"]
+    assert "waits for its cluster, http://away:8265" in look.messages[away.id].text
+
+
+def test_of_grants_that_came_late_each_is_taken_back_and_no_other() -> None:
+    def granted(number: int, at: float, **nodes: int) -> QueueEntry:
+        grant = Grant(nodes=nodes, state_id="", at=at, by=None)
+        run = flow_run(max(nodes.values()), number=number)
+        return replace(entry(run), grant=grant)
+
+    late = [granted(2, NOW + 2, n1=8), granted(3, NOW + 3, n1=1)]
+    others = [granted(1, NOW + 1, n1=8), granted(4, NOW + 4, n2=8)]
+
+    assert overgranted([*late, *others], {"": Cluster(nodes=TWO_NODES)}) == late
 
 
 def test_two_pools_on_one_cluster_share_its_line_its_drains_and_the_smaller_limit() -> None:
