@@ -6,7 +6,6 @@ No I/O: `look` reads what is decided on, and `gate` writes what was decided.
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -144,13 +143,13 @@ class Look:
         start.sort(key=lambda one: one[0].place)
         self._take_places(start)
         self._number_devices()
+        for key in self.nodes:
+            self._note_holders(key)
         names = {str(e.id): e.request.name for e in (*self.waiting, *self.holding)}
         for number, entry in enumerate(able, start=1):
             key = entry.request.cluster
             if key in plans and str(entry.id) in plans[key].reasons:
                 self._explain(entry, number, plans[key], names)
-        for key in self.nodes:
-            self._note_holders(key)
         return self
 
     def _used(
@@ -352,9 +351,6 @@ class Look:
         limit = None
         if reason.tag:
             limit = (self.used(reason.tag), self.rules[key].limits.get(reason.tag, 0))
-        held = Counter[str]()
-        for gpus in self.held.values():
-            held.update(gpus)
         free = {name: gpus for name, gpus in plan.free.items() if among is None or name in among}
         table = self._table_of(entry) - free.keys()
         self.messages[entry.id] = reasons.message_of(
@@ -365,7 +361,7 @@ class Look:
             unserved={name: gpus for name, gpus in plan.free.items() if name in table},
             pool=entry.pool,
             drained={
-                node.name: max(0, math.floor(node.gpus - node.others_gpus) - held[node.name])
+                node.name: replace(node, is_drained=False).free_gpus
                 for node in self.nodes[key]
                 if node.is_drained
             },

@@ -123,10 +123,8 @@ class QueueReader:
         line = sorted((e for e in line if e not in gone), key=lambda entry: entry.place)
         clusters, silent = await self._clusters([*line, *ledger.holding], settings)
         names = _one_name_each(clusters, {key for one in settings.values() for key in one.keys})
-        ledger, line = (
-            ledger.with_clusters(lambda _one: names),
-            [one.with_cluster(names) for one in line],
-        )
+        ledger = ledger.with_clusters(lambda _one: names)
+        line = [one.with_cluster(names) for one in line]
         stuck = [one.with_cluster(names) for one in stuck]
         stuck += [one for one in overgranted(ledger.holding, clusters) if one not in stuck]
         rules = _rules([*line, *ledger.holding], settings, clusters, names)

@@ -35,7 +35,7 @@ _KINDS = {
     " is at its limit of ": "full",
     " is paused": "paused",
     "; waits for a worker: ": "no worker",
-    " to start it; that worker's log says ": "its worker",
+    " to start it, which is full or finds ": "its worker",
     "; waits for nodes to come back": "nodes",
     "; would fit but for what is drained": "drained",
     "; would fit where no worker runs: ": "no worker",
@@ -159,7 +159,7 @@ def unserved(demand: Demand | None, pool: str, queue: str) -> Message:
 def offered(demand: Demand | None, gpus: Mapping[str, int]) -> Message:
     """Why a run waits for which there is room, where that is another worker's to give."""
     who = f"waits for the worker of {_listed(gpus)}" if gpus else "waits for a worker of its pool"
-    return _message(demand, f"{who} to start it; that worker's log says why it does not")
+    return _message(demand, f"{who} to start it, which is full or finds GPUs there leased or unfit")
 
 
 def at_pool_limit(demand: Demand | None, pool: str, limit: int) -> Message:

@@ -362,8 +362,8 @@ class GangWorker(ProcessWorker):
 
     async def _look(self, gate: Gate) -> None:
         """Of the workers of a server one looks for all, and offers the others what is theirs to
-        start: they know the devices of their hosts, and grant it. The server's load does not grow
-        with their number."""
+        start: they know the devices of their hosts, and grant it. The others hardly ask the
+        server."""
         now, was_offered = asyncio.get_running_loop().time(), self._was_offered
         if self._is_full() and not self._is_looker:
             return

@@ -186,3 +186,26 @@ def test_a_worker_that_another_one_looks_for_looks_when_it_is_offered_something_
     assert asyncio.run(looks()) == [
         *((1, False), (1, False), (2, False), (2, False), (3, True), (4, True)),
     ]
+
+
+def test_what_another_worker_does_not_take_is_offered_again_and_says_so() -> None:
+    worker, told = GangWorker(work_pool_name="gang", name="a"), []
+    worker._offered, worker._announce = {}, lambda name, *_, **__: told.append(name)
+    run = SimpleNamespace(
+        id=uuid4(),
+        is_scheduled=True,
+        is_of_processes=True,
+        pool="gang",
+        queue="default",
+        flow_run=None,
+        request=SimpleNamespace(name="run", demand=None),
+    )
+    said = []
+    for at in (0.0, 5.0, 10.0):
+        look: Any = SimpleNamespace(admitted=[(run, {"elsewhere": 1})], messages={})
+        worker._offer(look, at)
+        said.append([message.text for message in look.messages.values()])
+
+    assert told == ["muster.run.offered"] * 2
+    assert said[:2] == [[], []]
+    assert "waits for the worker of elsewhere to start it" in said[2][0]
