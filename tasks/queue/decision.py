@@ -16,7 +16,7 @@ from prefect.client.schemas.objects import State, WorkQueueStatus
 
 from tasks.queue import reasons
 from tasks.queue.grants import not_before
-from tasks.queue.ledger import Ledger, QueueEntry, Request
+from tasks.queue.ledger import Ledger, Place, QueueEntry, Request
 from tasks.queue.nodes import NO_TABLE, RunningGang, shares_of
 from tasks.queue.packing import Demand
 from tasks.queue.policy import Held, Plan, Waiting, Why, class_s, plan
@@ -113,7 +113,8 @@ class Look:
 
     def decided(self) -> Look:
         """The same look, with what is to be done."""
-        able = [entry for entry in self.waiting if not self._is_barred(entry)]
+        taken = self.ledger.places()
+        able = [entry for entry in self.waiting if not self._is_barred(entry, taken)]
         here = {key: self._shares_on(key) for key in self.clusters}
         start: list[tuple[QueueEntry, Mapping[str, int]]] = [
             (entry, {}) for entry in able if entry.request.demand is None
@@ -141,7 +142,7 @@ class Look:
                 if reason.why is Why.GPUS:
                     self.heads.setdefault(key, gangs[id][1])
         start.sort(key=lambda one: one[0].place)
-        self._take_places(start)
+        self._take_places(start, taken)
         self._number_devices()
         for key in self.nodes:
             self._note_holders(key)
@@ -189,7 +190,7 @@ class Look:
             wanted += [new] * min(head.nodes - fit, most - len(nodes))
         return wanted
 
-    def _is_barred(self, entry: QueueEntry) -> bool:
+    def _is_barred(self, entry: QueueEntry, taken: Counter[Place]) -> bool:
         """Whether it can't start whatever is free; says why, and holds up nobody."""
         demand, key = entry.request.demand, entry.request.cluster
         pool = self.ledger.pools.get(entry.pool)
@@ -207,7 +208,7 @@ class Look:
             message = reasons.paused(demand, pool.name, queue.name)
         elif queue is not None and queue.status is WorkQueueStatus.NOT_READY:
             message = reasons.unserved(demand, pool.name, queue.name)
-        elif (full := self._full(entry, Counter())) is not None:
+        elif (full := self._full(entry, taken)) is not None:
             message = full
         elif entry.is_of_processes and not self.settings[pool.name].nodes:
             message = reasons.no_answer(demand, key, NO_TABLE)
@@ -216,12 +217,8 @@ class Look:
         self.messages[entry.id] = message
         return True
 
-    def _full(self, entry: QueueEntry, taken: Counter[tuple[str, str | None]]) -> Message | None:
-        """Why a run waits whose pool, or whose queue of the pool, runs as many as it may.
-
-        Args:
-            taken: places that runs of this look take, by pool and queue; None: of the pool in all.
-        """
+    def _full(self, entry: QueueEntry, taken: Counter[Place]) -> Message | None:
+        """Why a run waits whose pool, or whose queue of the pool, runs as many as it may."""
         if (pool := self.ledger.pools.get(entry.pool)) is None:
             return None
         limits: dict[str | None, int | None] = {None: pool.work_pool.concurrency_limit}
@@ -229,13 +226,15 @@ class Look:
         for queue in (None, entry.queue):
             if (limit := limits.get(queue)) is None:
                 continue
-            if self.ledger.running_in(pool.name, queue) + taken[pool.name, queue] >= limit:
+            if taken[pool.name, queue] >= limit:
                 name = pool.name if queue is None else f"{pool.name}/{queue}"
                 return reasons.at_pool_limit(entry.request.demand, name, limit)
         return None
 
-    def _take_places(self, start: Sequence[tuple[QueueEntry, Mapping[str, int]]]) -> None:
-        taken: Counter[tuple[str, str | None]] = Counter()
+    def _take_places(
+        self, start: Sequence[tuple[QueueEntry, Mapping[str, int]]], taken: Counter[Place]
+    ) -> None:
+        """Admit them, as long as there are places; those are taken then, too."""
         for entry, gpus in start:
             if entry.is_scheduled:
                 if (full := self._full(entry, taken)) is not None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
@@ -63,10 +64,14 @@ _KEPT_AT_MOST = 500
 _WITHIN_S = 10.0
 #: Another gate has decided by then, as long as it is alive.
 _LEASE_WITHIN_S = 5.0
+#: What no event has told.
+_WHOLE_EVERY_S = 60.0
 #: A head that was started anew has forgotten it.
 _SHOWN_FOR_S = 30.0
 #: So many states are rewritten at a time: what can start must not wait for words.
 _WRITES_AT_ONCE = 10
+#: After one look: what it saw grows old.
+_WRITES_AT_MOST = 50
 
 
 #: Whether a run is somebody's to start on these nodes: `gpus[node name]`.
@@ -101,6 +106,11 @@ class Gate:
         self._capacity = capacity
         #: What each autoscaler was shown last, and when, by a monotonic clock.
         self._demands: dict[str, tuple[list[dict[str, float]], float]] = {}
+        #: The last look, the turn that it is good for, and when the line was read as a whole, by a
+        #: monotonic clock.
+        self._last: tuple[Look | None, str | None, float] = None, None, -math.inf
+        #: Runs of the line that have another state since.
+        self._rewritten: set[UUID] = set()
         #: What each waiting run was told last: the state, and the key of its message.
         self._told: dict[UUID, tuple[UUID, str]] = {}
 
@@ -109,6 +119,7 @@ class Gate:
         may_start: MayStart,
         in_flight: Collection[UUID] = (),
         patient: Collection[UUID] = (),
+        changed: Collection[UUID] | None = None,
     ) -> tuple[Look, list[QueueEntry]]:
         """Admit what can start, refuse what never can, and take back what got stuck.
 
@@ -117,6 +128,8 @@ class Gate:
                 another one are kept for it.
             in_flight: What this process is submitting.
             patient: What is not refused, should its nodes have gone meanwhile.
+            changed: All flow runs that events have told of since the last call; None: they may
+                have missed some.
 
         Returns: the look that it was decided by, and this process's runs in the order of their
             admission, each with its grant.
@@ -126,13 +139,23 @@ class Gate:
         look_again = partial(
             self._reader.look, in_flight=frozenset(in_flight), patient=frozenset(patient)
         )
-        look = await look_again()
+        turn, (last, last_turn, last_whole) = await self._lease.turn(), self._last
+        # Until this one has come to its end.
+        self._last = None, None, -math.inf
+        is_old = time.monotonic() - last_whole > _WHOLE_EVERY_S
+        if changed is None or turn is None or turn != last_turn or is_old:
+            last, last_whole = None, time.monotonic()
+        rewritten, self._rewritten = self._rewritten, set()
+        look = await look_again(after=last, again={*(changed or ()), *rewritten})
         if not self._has_work(look, may_start):
+            self._last = look, turn, last_whole
             return look, self._left_over(look, may_start, in_flight)
         async with self._lease.held(within_s=_LEASE_WITHIN_S) as holding:
             if holding is None:
                 return look, []
-            look = await look_again(carefully=True)
+            is_alone = turn is not None and turn == await self._lease.turn()
+            look = await look_again(after=look if is_alone else None)
+            turn = await self._lease.begin_turn(holding)
             for entry, cancel in look.cancelled:
                 holding.check()
                 await put_back(self._client, entry.flow_run, cancel)
@@ -141,7 +164,7 @@ class Gate:
                     holding.check()
                     await self._take_back(entry)
                 # They are back in their places, where nobody may pass them.
-                look = await look_again(carefully=True)
+                look = await look_again(after=look)
             for doomed in look.doomed:
                 holding.check()
                 if not doomed.entry.waits_in_process:
@@ -157,6 +180,7 @@ class Gate:
                         entry.grant.devices if entry.grant else {}
                     )
                     started.append(await self._grant(entry, gpus, devices, holding))
+        self._last = look, turn, last_whole
         return look, started
 
     def _has_work(self, look: Look, may_start: MayStart) -> bool:
@@ -327,15 +351,14 @@ class Gate:
             and (message := look.messages.get(entry.id)) is not None
             and not self._is_told(entry.flow_run, message)
         ]
-        if not news:
-            return False
-        async with self._lease.held(within_s=_LEASE_WITHIN_S) as holding:
-            if holding is None:
-                return True
-            for entry, message, number in news[:_WRITES_AT_ONCE]:
-                holding.check()
-                await self._tell(entry, message, f"place {number} of {len(look.line)} in line")
-        return len(news) > _WRITES_AT_ONCE
+        for start in range(0, min(len(news), _WRITES_AT_MOST), _WRITES_AT_ONCE):
+            async with self._lease.held(within_s=_LEASE_WITHIN_S) as holding:
+                if holding is None:
+                    return True
+                for entry, message, number in news[start : start + _WRITES_AT_ONCE]:
+                    holding.check()
+                    await self._tell(entry, message, f"place {number} of {len(look.line)} in line")
+        return len(news) > _WRITES_AT_MOST
 
     def _is_told(self, flow_run: FlowRun, message: Message) -> bool:
         state = flow_run.state
@@ -350,6 +373,7 @@ class Gate:
 
     async def _tell(self, entry: QueueEntry, message: Message, place: str) -> None:
         before, state = entry.flow_run.state, waiting_state(entry.flow_run, message.text)
+        self._rewritten.add(entry.id)
         after = await set_state(self._client, entry.flow_run, state)
         if after is None or before is None:
             return

@@ -38,7 +38,7 @@ from uuid import UUID, uuid4
 
 import httpx
 from prefect.client.orchestration import PrefectClient
-from prefect.client.schemas.actions import VariableCreate
+from prefect.client.schemas.actions import VariableCreate, VariableUpdate
 from prefect.client.schemas.objects import Variable
 from prefect.exceptions import ObjectAlreadyExists
 
@@ -49,6 +49,8 @@ _log = logging.getLogger(__name__)
 
 #: The variable's name. One for all pools: they may share GPUs.
 NAME = "muster_gate"
+#: Of the variable that names the decision that was begun last.
+_TURN = "{name}_turn"
 HOLD_S = 10.0
 EXPIRE_S = 15.0
 #: Giving back goes on for so long when the server does not answer, or the process is to end.
@@ -108,6 +110,25 @@ class GateVariable:
     async def read(self) -> Lease | None:
         variable = await self._client.read_variable_by_name(self._name)
         return _lease(variable) if variable is not None else None
+
+    async def read_with_turn(self) -> tuple[Lease | None, str]:
+        """The lease and the turn at one moment; no turn where none was ever begun."""
+        names = [self._name, _TURN.format(name=self._name)]
+        wanted = {"variables": {"name": {"any_": names}}}
+        answer = await self._client.request("POST", "/variables/filter", json=wanted)
+        found = {one.name: one for one in map(Variable.model_validate, answer.json())}
+        lease, turn = (found.get(name) for name in names)
+        return _lease(lease) if lease is not None else None, str(turn.value) if turn else ""
+
+    async def write_turn(self, turn: str) -> None:
+        name = _TURN.format(name=self._name)
+        try:
+            await self._client.update_variable(VariableUpdate(name=name, value=turn))
+        except httpx.HTTPStatusError as error:
+            if error.response.status_code != httpx.codes.NOT_FOUND:
+                raise
+            made = VariableCreate(name=name, value=turn, tags=["muster"])
+            await self._client.create_variable(made)
 
     async def delete(self, lease: Lease) -> bool:
         """Whether it was there. A lease that was taken since is left alone."""
@@ -253,6 +274,8 @@ class GateLease:
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
     _said_no_locks: bool = False
     _locked_out_since: float | None = None
+    #: The taking that is ours now.
+    _holder: str = ""
     #: Another's lease, and since when we see it.
     _seen: tuple[UUID, float] | None = None
     #: Takings of ours that are over, though the server may not know.
@@ -285,6 +308,7 @@ class GateLease:
                 yield None
                 return
             try:
+                self._holder = holding.lease.holder
                 async with asyncio.timeout(holding.left_s) as limit:
                     yield holding
             except TimeoutError as error:
@@ -292,10 +316,31 @@ class GateLease:
                     raise holding.lost() from error
                 raise
             finally:
-                holding.is_over = True
+                holding.is_over, self._holder = True, ""
                 await _in_any_case(self._give_back(holding))
         finally:
             lock.unlock()
+
+    async def turn(self) -> str | None:
+        """Names the decision that was begun last; None while another gate may be at one.
+
+        As long as it stays the same, no other gate has written what a decision writes.
+
+        Raises: httpx.HTTPError.
+        """
+        lease, turn = await self._asked(self._variable.read_with_turn())
+        return turn if lease is None or lease.holder == self._holder else None
+
+    async def begin_turn(self, holding: LeaseHeld) -> str:
+        """Before the first write of a decision: whoever read before it is to read again.
+
+        Returns: the turn that this is.
+
+        Raises: httpx.HTTPError, LeaseLost.
+        """
+        holding.check()
+        await self._asked(self._variable.write_turn(holding.lease.holder))
+        return holding.lease.holder
 
     async def _take(self, lock: HostLock, deadline: float) -> LeaseHeld | None:
         pause_s, longest_s = _LOOK_EVERY_S

@@ -1,8 +1,8 @@
 """The ledger of the queue: what the Prefect server knows of runs that wait and runs that hold.
 
 Each stands there with what it asks of a cluster, from its parameters. The ledger is read in an
-order that misses no run on its way from one state to the next: first what waits, then what holds;
-and before anything is decided also what held before that, as it may have been sent back meanwhile.
+order that misses no run on its way from one state to the next: first what waits, then what holds,
+then whatever was known before and is in neither, as it may have been sent back meanwhile.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 from uuid import UUID
 
@@ -44,8 +45,12 @@ WINDOW = 200
 _PAGE = 200
 #: They change from one answer to the next while nothing happens, and nobody here reads them.
 _CLOCKS = ("estimated_run_time", "estimated_start_time_delta")
+#: A run that comes is due by the clock of whoever submits it, or of the server.
+_CLOCKS_APART = timedelta(seconds=10)
 #: The server itself takes longer to see that one has gone.
 _WORKERS_EVERY_S = 10.0
+#: A pool and one of its queues; None: in all of them.
+Place = tuple[str, str | None]
 #: The name of a run, as its spec has to give it.
 _NAME = re.compile(r"[a-z][a-z0-9-]{0,31}")
 
@@ -242,6 +247,7 @@ class Pool:
 class Ledger:
     """One reading."""
 
+    at: datetime
     #: By name.
     pools: Mapping[str, Pool]
     #: Runs that wait for a gang, or only for a place in their pool, in the order of the line.
@@ -265,15 +271,14 @@ class Ledger:
         holding = tuple(entry.with_cluster(names(entry)) for entry in self.holding)
         return replace(self, waiting=waiting, holding=holding)
 
-    def running_in(self, pool: str, queue: str | None = None) -> int:
-        """How many runs take a place in a pool, or in one of its queues."""
-        return sum(
-            entry.pool == pool
-            and queue in (None, entry.queue)
-            and entry.flow_run.state is not None
-            and entry.flow_run.state.type is not StateType.CANCELLING
-            for entry in (*self.holding, *(one for one in self.waiting if one.waits_in_process))
-        )
+    def places(self) -> Counter[Place]:
+        """How many runs take a place in each pool, and in each of its queues."""
+        taken: Counter[Place] = Counter()
+        for entry in (*self.holding, *(one for one in self.waiting if one.waits_in_process)):
+            state = entry.flow_run.state
+            if state is not None and not state.is_cancelling():
+                taken.update(((entry.pool, None), (entry.pool, entry.queue)))
+        return taken
 
 
 @dataclass(slots=True)
@@ -292,18 +297,28 @@ class LedgerReader:
     #: So many of WINDOW runs each are looked at, of what waits in one queue of a pool.
     windows: int = 1
 
-    async def read(self, *, carefully: bool = False) -> Ledger:
-        """The ledger now.
+    async def read(self, *, after: Ledger | None = None, again: Collection[UUID] = ()) -> Ledger:
+        """The ledger now. No run is missed that was known before: one that is sent back meanwhile
+        keeps its place before others.
 
         Args:
-            carefully: Miss no run which is sent back meanwhile: it keeps its place before others.
+            after: An earlier reading, since when no other gate has decided. What waited then is
+                not read again, but for `again`; what came since is.
         """
-        pools = await self._pools()
-        held_before = await self._holding() if carefully else []
-        waiting, is_cut = await self._scheduled(pools.values())
+        at, pools = datetime.now(UTC), await self._pools()
+        if after is not None:
+            waited = [one.flow_run for one in after.waiting if one.is_scheduled]
+            waiting, is_cut = [run for run in waited if run.id not in again], after.is_cut
+            due = _due_now(since=after.at - _CLOCKS_APART)
+            waiting += await self._pages(flow_runs=due, work_pools={"type": {"any_": [TYPE]}})
+        else:
+            if not self._rows:
+                # The first time, whatever holds is known before what waits is read.
+                await self._holding()
+            waiting, is_cut = await self._scheduled(pools.values())
         holding = await self._holding()
         found = {run.id: run for run in (*waiting, *holding)}
-        left = [str(run.id) for run in held_before if run.id not in found]
+        left = [str(id) for id in {*map(UUID, self._rows), *again} if id not in found]
         for start in range(0, len(left), _PAGE):
             some = {"id": {"any_": left[start : start + _PAGE]}, **_due_now()}
             found |= {run.id: run for run in await self._flow_runs(flow_runs=some)}
@@ -313,6 +328,7 @@ class LedgerReader:
             (self._entry(run, pools) for run in found.values()), key=lambda entry: entry.place
         )
         return Ledger(
+            at=at,
             pools=pools,
             waiting=tuple(entry for entry in entries if _waits(entry)),
             holding=tuple(entry for entry in entries if not _waits(entry)),
@@ -429,11 +445,12 @@ class LedgerReader:
         return entry.with_cluster(on)
 
 
-def _due_now() -> dict[str, Any]:
+def _due_now(since: datetime | None = None) -> dict[str, Any]:
     """A filter of flow runs."""
+    due = {"before_": datetime.now(UTC), "after_": since}
     return {
         "state": {"type": {"any_": [StateType.SCHEDULED]}},
-        "next_scheduled_start_time": {"before_": datetime.now(UTC).isoformat()},
+        "next_scheduled_start_time": {key: at.isoformat() for key, at in due.items() if at},
     }
 
 

@@ -86,19 +86,26 @@ class QueueReader:
     async def look(
         self,
         *,
-        carefully: bool = False,
+        after: Look | None = None,
+        again: Collection[UUID] = (),
         in_flight: frozenset[UUID] = frozenset(),
         patient: frozenset[UUID] = frozenset(),
     ) -> Look:
         """The queue now.
 
         Args:
-            carefully: As it must be before anything is decided.
+            after: An earlier one, since when no other gate has decided: a long line is not read
+                again, but for what it was to do, and for `again`.
             in_flight: What this process is submitting: never stuck.
             patient: What waits for nodes that have gone to come back.
         """
+        if after is not None and not (after.ledger.is_cut and after.may_start() < _ENOUGH):
+            again = {*again, *(entry.id for entry, _ in (*after.admitted, *after.cancelled))}
+            ledger = await self._reader.read(after=after.ledger, again=again)
+            return await self._looked(ledger, in_flight, patient)
         while True:
-            look = await self._looked(carefully, in_flight, patient)
+            ledger = await self._reader.read()
+            look = await self._looked(ledger, in_flight, patient)
             if not look.ledger.is_cut:
                 # Of a line that has become shorter, no more is read than there is.
                 self._reader.windows = 1 + len(look.line) // WINDOW
@@ -108,9 +115,8 @@ class QueueReader:
             self._reader.windows += 1
 
     async def _looked(
-        self, carefully: bool, in_flight: frozenset[UUID], patient: frozenset[UUID]
+        self, ledger: Ledger, in_flight: frozenset[UUID], patient: frozenset[UUID]
     ) -> Look:
-        ledger = await self._reader.read(carefully=carefully)
         settings, troubles = self._read_settings(ledger.pools)
         ledger = ledger.with_clusters(lambda one: own_settings(one, settings).left_out)
         now = time.time()
@@ -425,7 +431,7 @@ def view_of(look: Look, name: str) -> QueueView:
         policy=settings.policy,
         is_paused=bool(pool and pool.work_pool.is_paused),
         limit=pool.work_pool.concurrency_limit if pool else None,
-        running=look.ledger.running_in(name),
+        running=look.ledger.places()[name, None],
         line=tuple(_queued(look, entry, number) for number, entry in waiting),
         nodes=tuple(node for _key, nodes in sorted(look.nodes.items()) for node in nodes),
         tags={tag: (look.used(tag), most) for tag, most in sorted(settings.limits.items())},

@@ -79,6 +79,9 @@ class Waker:
         self._woken = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._timer: asyncio.TimerHandle | None = None
+        #: Flow runs that events told of; None: some may have been missed.
+        self._changed: set[UUID] | None = None
+        self._listens = False
         #: When the stream of events was cut last, by the loop's clock: the server was away then.
         self._cut_at = -math.inf
 
@@ -89,6 +92,12 @@ class Waker:
             at: by the clock of the loop.
         """
         return self._cut_at >= at
+
+    def changed(self) -> set[UUID] | None:
+        """The flow runs that events have told of since the last call; None where some may have
+        been missed."""
+        changed, self._changed = self._changed, set() if self._listens else None
+        return changed
 
     async def __aenter__(self) -> Waker:
         self._tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._work())]
@@ -131,15 +140,18 @@ class Waker:
             try:
                 wanted = EventFilter(event=EventNameFilter(name=_EVENTS))
                 async with get_events_subscriber(filter=wanted) as subscriber:
-                    again_s = _WAKE_AGAIN_S
+                    again_s, self._listens = _WAKE_AGAIN_S, True
                     # What happened while nobody listened.
                     self._woken.set()
                     async for event in subscriber:
+                        if self._changed is not None:
+                            self._changed.add(UUID(event.resource.id.rpartition(".")[2]))
                         if self._hears(event.event):
                             self._woken.set()
             except Exception as error:
                 self._cut_at = asyncio.get_running_loop().time()
                 _log.debug("no events, again in %.0f s: %r", again_s, error)
+            self._listens, self._changed = False, None
             await asyncio.sleep(again_s)
             again_s = min(2 * again_s, _WAKE_AGAIN_AT_MOST_S)
 
@@ -370,7 +382,10 @@ class GangWorker(ProcessWorker):
         if now < self._look_at and not was_offered:
             return
         self._was_offered = False
-        look, granted = await gate.decide(self._may_start, self._submitting_flow_run_ids)
+        changed = self._waker.changed() if self._waker is not None else None
+        look, granted = await gate.decide(
+            self._may_start, self._submitting_flow_run_ids, changed=changed
+        )
         self._granted.extend(granted)
         looker, me = look.ledger.looker, (self._work_pool_name, self.name)
         is_by_time = self._look_at > -math.inf and not was_offered

@@ -53,8 +53,12 @@ class ScriptedPrefect:
         """Another one, as an operator sets it."""
         self._pool = self._pool.model_copy(update={"base_job_template": template})
 
-    def submit(self, spec: Any, **known: Any) -> UUID:
-        id, due = uuid4(), _BEGAN + timedelta(seconds=len(self._runs))
+    def submit(self, spec: Any, due: datetime | None = None, **known: Any) -> UUID:
+        """
+        Args:
+            due: long ago, if left out, and later than those before it.
+        """
+        id, due = uuid4(), due or _BEGAN + timedelta(seconds=len(self._runs))
         self._runs[id] = FlowRun(
             id=id,
             flow_id=uuid4(),
@@ -168,6 +172,8 @@ class ScriptedPrefect:
         names, ids = (
             at.get("any_") for at in (flow_runs["state"].get("name", {}), flow_runs.get("id", {}))
         )
+        after = flow_runs.get("next_scheduled_start_time", {}).get("after_")
+        since = datetime.fromisoformat(after) if after else _BEGAN
         return [
             self.run(id).model_dump(mode="json")
             for id, run in self._runs.items()
@@ -175,6 +181,8 @@ class ScriptedPrefect:
             and run.state.type in types
             and (names is None or run.state.name in names)
             and (ids is None or str(id) in ids)
+            and (due := run.next_scheduled_start_time) is not None
+            and due >= since
         ][offset : offset + limit]
 
     async def create_logs(self, logs: list[LogCreate]) -> None:
@@ -185,8 +193,19 @@ class ScriptedPrefect:
 class FreeLease:
     """A lease that nobody else asks for."""
 
+    #: Whether another gate has decided since this one looked first.
+    is_passed: bool = False
+
     def __init__(self, *_arguments: Any, **_more: Any) -> None:
-        pass
+        self._asked = 0
+
+    async def turn(self) -> str | None:
+        self._asked += 1
+        return str(self._asked if self.is_passed else 0)
+
+    async def begin_turn(self, holding: Any) -> str:
+        holding.check()
+        return await self.turn() or ""
 
     @asynccontextmanager
     async def held(self, *, within_s: float) -> AsyncIterator[Any]:

@@ -6,8 +6,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from datetime import UTC, datetime
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
@@ -20,6 +21,7 @@ from prefect.settings import PREFECT_LOGGING_TO_API_ENABLED, temporary_settings
 
 from tasks.processes.identity import ProcessId, boot_id, host_name
 from tasks.queue import gate, look
+from tasks.queue.decision import Look
 from tasks.queue.gate import Gate
 from tasks.queue.grants import Giver, Grant, grant_of, no_grant
 from tasks.queue.ledger import QueueEntry
@@ -501,12 +503,11 @@ def test_a_grant_that_was_written_late_promises_nothing_twice() -> None:
     assert grant_of(server.run(early)) is not None
 
 
+@pytest.mark.parametrize("is_passed", [False, True])
 def test_a_run_that_is_sent_back_while_the_ledger_is_read_keeps_its_place(
-    server: ScriptedPrefect,
+    is_passed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = server.submit(spec(nodes=2, ray={"address": "http://ray:8265"}), labels=granted(n1=8))
-    server.set(first, State(type=StateType.RUNNING))
-    server.submit(spec(ray={"address": "http://ray:8265"}))
+    monkeypatch.setattr(FreeLease, "is_passed", is_passed)
 
     class TwoNodes:
         credentials = Credentials(has_token=False)
@@ -518,18 +519,163 @@ def test_a_run_that_is_sent_back_while_the_ledger_is_read_keeps_its_place(
 
         async def close(self) -> None: ...
 
-    def send_back() -> None:
-        # The second look has read what waits, and is about to read what holds.
-        if server.asked.count("read_flow_runs") == 9:
-            server.set(first, State(type=StateType.SCHEDULED, name="PendingResources"))
+    def starts_where_sent_back_before(reading: int) -> bool:
+        server = ScriptedPrefect(TWO_NODES)
+        asks = {"ray": {"address": "http://ray:8265"}}
+        first = server.submit(spec(nodes=2, **asks), labels=granted(n1=8))
+        server.set(first, State(type=StateType.RUNNING))
+        server.submit(spec(**asks))
 
-    server.ahead["read_flow_runs"] = send_back
+        def send_back() -> None:
+            if server.asked.count("read_flow_runs") == reading:
+                server.set(first, State(type=StateType.SCHEDULED, name="PendingResources"))
+
+        server.ahead["read_flow_runs"] = send_back
+        client: Any = server
+        one = Gate(client, capacity=Capacity(look=TwoNodes))  # type: ignore[arg-type]
+        _look, started = asyncio.run(one.decide(lambda entry, nodes: True))
+        return [entry.id for entry in started] == [first]
+
+    # What holds is read in three requests. The second look reads that, and what waits before it
+    # where another gate has decided meanwhile.
+    holds_again = 3 + 1 + 3 + is_passed + 1
+    assert all(starts_where_sent_back_before(reading) for reading in range(1, holds_again + 1))
+
+
+def behind_a_limit(count: int) -> ScriptedPrefect:
+    """A server on which one node is free, and as many runs wait for their tag's limit."""
+    server = ScriptedPrefect(template(8, 8, limits={"red": 8}))
+    hold = server.submit(spec(tags=["red"]), labels=granted(n1=8), run_count=1)
+    server.set(hold, State(type=StateType.RUNNING))
+    for _ in range(count):
+        server.submit(spec(tags=["red"]))
+    return server
+
+
+def test_what_waits_is_read_once_where_no_other_gate_decides() -> None:
+    server = behind_a_limit(450)
+    free = server.submit(spec())
     client: Any = server
-    one = Gate(client, capacity=Capacity(look=TwoNodes))  # type: ignore[arg-type]
+    one = Gate(client, capacity=Capacity())
+    asyncio.run(one.decide(lambda entry, nodes: False))
+    before = server.asked.count("read_flow_runs")
 
     _look, started = asyncio.run(one.decide(lambda entry, nodes: True))
 
-    assert [entry.id for entry in started] == [first]
+    assert [entry.id for entry in started] == [free]
+    windows, holding, due, again = 3, 3, 1, 1
+    assert server.asked.count("read_flow_runs") - before == windows + 2 * holding + due + again
+
+
+async def changes(server: ScriptedPrefect, one: Gate, *changed: UUID) -> Look:
+    """A look of a gate that has heard of these events only."""
+    seen, _started = await one.decide(lambda entry, nodes: True, changed=changed)
+    return seen
+
+
+@pytest.mark.asyncio
+async def test_a_gate_that_hears_of_changes_reads_what_came_and_what_changed() -> None:
+    server = behind_a_limit(450)
+    client: Any = server
+    one = Gate(client, capacity=Capacity())
+    await one.decide(lambda entry, nodes: True)
+    first, second = (one.id for one in (await changes(server, one)).line[:2])
+    came = server.submit(spec(tags=["red"]), due=datetime.now(UTC))
+    before = server.asked.count("read_flow_runs")
+    server.cancel(second)
+
+    seen = await changes(server, one, second)
+
+    ids = [entry.id for entry in seen.line]
+    assert len(ids) == 450 and ids[0] == first and ids[-1] == came and second not in ids
+    due, holding, again = 1, 3, 1
+    assert server.asked.count("read_flow_runs") - before == due + holding + again
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("missed", ["events", "a turn", "a minute", "a failure"])
+async def test_what_a_gate_may_have_missed_it_reads_again(
+    missed: str, server: ScriptedPrefect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hold(server, n1=8, n2=8)
+    runs = [server.submit(spec()) for _ in range(2)]
+    client: Any = server
+    one = Gate(client, capacity=Capacity())
+    await one.decide(lambda entry, nodes: True)
+    # Nobody says so.
+    server.cancel(runs[0])
+    assert [entry.id for entry in (await changes(server, one)).line] == runs
+    match missed:
+        case "a turn":
+            monkeypatch.setattr(FreeLease, "is_passed", True)
+        case "a minute":
+            now = time.monotonic()
+            monkeypatch.setattr(gate.time, "monotonic", lambda: now + 61)
+        case "a failure":
+
+            def refuse() -> None:
+                raise httpx.ConnectError("refused")
+
+            server.ahead["read_work_pools"] = refuse
+            with pytest.raises(httpx.ConnectError):
+                await changes(server, one)
+            server.ahead.clear()
+
+    seen, _started = await one.decide(
+        lambda entry, nodes: True, changed=None if missed == "events" else ()
+    )
+
+    assert [entry.id for entry in seen.line] == runs[1:]
+
+
+@pytest.mark.asyncio
+async def test_what_a_gate_has_written_it_reads_again(server: ScriptedPrefect) -> None:
+    holder = hold(server, n1=8, n2=8)
+    run, behind = server.submit(spec()), server.submit(spec())
+    client: Any = server
+    one = Gate(client, capacity=Capacity())
+    seen, _started = await one.decide(lambda entry, nodes: True)
+    await one.tell(seen)
+    assert [await one.tell(await changes(server, one)) for _ in range(2)] == [False, False]
+    assert server.history(run).count("PendingResources") == 1
+    server.set(holder, State(type=StateType.COMPLETED))
+
+    seen, started = await one.decide(lambda entry, nodes: True, changed=())
+
+    assert [entry.id for entry in started] == [run, behind]
+    # They are not in the line any more, and are not granted twice.
+    seen, started = await one.decide(lambda entry, nodes: True, in_flight=[run, behind], changed=())
+    assert not seen.line and not started
+
+
+@pytest.mark.parametrize("does", ["grants", "cancels"])
+def test_what_happens_between_a_look_and_the_lease_is_seen(
+    does: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FreeLease, "is_passed", does == "grants")
+    server = ScriptedPrefect(template(8))
+    first, second = (server.submit(spec()) for _ in range(2))
+
+    class Between(FreeLease):
+        @asynccontextmanager
+        async def held(self, *, within_s: float) -> AsyncIterator[Any]:
+            if does == "grants":
+                state = server.run(second).state
+                assert state is not None
+                other = Giver(host="elsewhere", process=GONE.process)
+                grant = Grant(nodes={"n1": 8}, state_id=str(state.id), at=time.time(), by=other)
+                server.patch(second, labels=grant.labels())
+            else:
+                server.cancel(first)
+            yield SimpleNamespace(check=lambda: None)
+
+    monkeypatch.setattr(gate, "GateLease", Between)
+    client: Any = server
+    one = Gate(client, capacity=Capacity())
+
+    _look, started = asyncio.run(one.decide(lambda entry, nodes: True))
+
+    assert [entry.id for entry in started] == ([] if does == "grants" else [second])
 
 
 def test_a_run_is_not_handed_over_once_its_grant_is_gone(server: ScriptedPrefect) -> None:

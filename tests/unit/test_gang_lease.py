@@ -61,7 +61,9 @@ class Server:
         #: What was asked, as `POST /variables/`.
         self.asked: list[str] = []
         #: By the method of a request: what becomes of the next ones.
-        self.faults: dict[str, deque[str]] = {"POST": deque(), "GET": deque(), "DELETE": deque()}
+        self.faults: dict[str, deque[str]] = {
+            method: deque() for method in ("POST", "GET", "PATCH", "DELETE")
+        }
         #: Set when a request arrives whose answer will not come, and by whoever lets it come.
         self.hangs, self.goes_on = asyncio.Event(), asyncio.Event()
 
@@ -97,7 +99,7 @@ class Server:
     def _do(self, request: httpx.Request) -> httpx.Response:
         key = request.url.path.rpartition("/")[2]
         match request.method:
-            case "POST":
+            case "POST" if key != "filter":
                 row = {"id": str(uuid4()), **json.loads(request.content)}
                 if row["name"] in self._rows:
                     return httpx.Response(409, request=request)
@@ -105,6 +107,13 @@ class Server:
                 return httpx.Response(201, json=row, request=request)
             case "GET" if key in self._rows:
                 return httpx.Response(200, json=self._rows[key], request=request)
+            case "POST" if key == "filter":
+                named = json.loads(request.content)["variables"]["name"]["any_"]
+                found = [self._rows[name] for name in named if name in self._rows]
+                return httpx.Response(200, json=found, request=request)
+            case "PATCH" if key in self._rows:
+                self._rows[key] |= json.loads(request.content)
+                return httpx.Response(204, request=request)
             case "DELETE" if name := [n for n, row in self._rows.items() if row["id"] == key]:
                 del self._rows[name[0]]
                 return httpx.Response(204, request=request)
@@ -173,6 +182,37 @@ async def test_taking_and_giving_back_are_two_requests(gate_on: GateOn, server: 
     assert ours is not None
     assert server.asked == ["POST /variables/", f"DELETE /variables/{ours['id']}"]
     assert server.lease is None
+
+
+async def test_turn_stays_until_another_gate_begins_to_decide(gate_on: GateOn) -> None:
+    here, there = gate_on("here"), gate_on("there")
+    first = await here.turn()
+    async with here.held() as holding:
+        assert holding is not None
+        # It only writes words.
+        assert await here.turn() == first
+        assert await there.turn() is None
+    assert await here.turn() == await there.turn() == first
+    turns = [first]
+    for _ in range(2):
+        async with there.held() as holding:
+            assert holding is not None
+            await there.begin_turn(holding)
+            assert await here.turn() is None
+            turns.append(await there.turn())
+        assert await here.turn() == turns[-1]
+
+    assert len({*turns}) == 3
+
+
+async def test_no_turn_begins_once_the_lease_was_given_back(gate_on: GateOn) -> None:
+    here = gate_on()
+    before = await here.turn()
+    async with here.held() as holding:
+        assert holding is not None
+    with pytest.raises(LeaseLost):
+        await here.begin_turn(holding)
+    assert await here.turn() == before
 
 
 async def test_another_host_does_not_get_it_meanwhile(gate_on: GateOn) -> None:

@@ -146,7 +146,7 @@ class Looked:
         self.granted = [*granted]
         self.looks = 0
 
-    async def decide(self, *_: object) -> tuple[Any, list[Any]]:
+    async def decide(self, *_: object, **_more: object) -> tuple[Any, list[Any]]:
         self.looks += 1
         look = SimpleNamespace(
             ledger=SimpleNamespace(looker=("gang", "a"), pools={}), line=[], admitted=[], stuck=[]

@@ -115,7 +115,11 @@ def decided(
     )
     pool = Pool(work_pool=work_pool, queues={queue.id: queue}, hosts=hosts)
     ledger = Ledger(
-        pools={"gang": pool}, waiting=tuple(waiting), holding=tuple(holding), is_cut=False
+        at=datetime.now(UTC),
+        pools={"gang": pool},
+        waiting=tuple(waiting),
+        holding=tuple(holding),
+        is_cut=False,
     )
     table = [{"name": one.name, "gpus": one.gpus} for one in nodes]
     of_pool = PoolSettings.model_validate({"nodes": table, **settings})
