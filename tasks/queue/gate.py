@@ -64,8 +64,8 @@ _KEPT_AT_MOST = 500
 _WITHIN_S = 10.0
 #: Another gate has decided by then, as long as it is alive.
 _LEASE_WITHIN_S = 5.0
-#: What no event has told.
-_WHOLE_EVERY_S = 60.0
+#: What no event has told, such as a flow run that somebody deleted.
+_WHOLE_EVERY_S = 120.0
 #: A head that was started anew has forgotten it.
 _SHOWN_FOR_S = 30.0
 #: So many states are rewritten at a time: what can start must not wait for words.

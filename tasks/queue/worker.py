@@ -14,6 +14,7 @@ import math
 import sys
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -25,7 +26,7 @@ from prefect.client.schemas.objects import FlowRun
 from prefect.client.schemas.responses import SetStateStatus, WorkerFlowRunResponse
 from prefect.events.clients import get_events_subscriber
 from prefect.events.filters import EventFilter, EventNameFilter
-from prefect.exceptions import PrefectException
+from prefect.exceptions import ObjectNotFound, PrefectException
 from prefect.runner._flow_run_executor import FlowRunExecutorContext
 from prefect.runner._starter_engine import EngineCommandStarter
 from prefect.states import Cancelled
@@ -166,6 +167,7 @@ _CUT_BEFORE_S = 10.0
 _SETTLED_AFTER_TRIES = 15
 #: Each time is a write for the server, which counts a queue as served for 60 s after.
 _SERVED_EVERY_S = 25.0
+_NEVER = datetime.fromtimestamp(0, UTC)
 #: A worker that another one looks for looks as seldom as that, should that one have gone.
 _LOOK_ANYWAY_S = 30.0
 #: It looks in the place of one that has missed something for so long.
@@ -315,9 +317,12 @@ class GangWorker(ProcessWorker):
         """What is to be started now: the one place where this differs from a process worker."""
         now = asyncio.get_running_loop().time()
         if now - self._served_at >= _SERVED_EVERY_S:
-            # The server takes queues as served that somebody asks for their runs.
+            # The server takes queues as served that somebody asks for their runs: any at all.
             self._served_at = now
-            await super()._get_scheduled_flow_runs()
+            with contextlib.suppress(ObjectNotFound):
+                await self.client.get_scheduled_flow_runs_for_work_pool(
+                    self._work_pool_name, [*self._work_queues] or None, scheduled_before=_NEVER
+                )
         if self._gate is None:
             await self._open()
         assert self._gate is not None

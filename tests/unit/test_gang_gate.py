@@ -593,7 +593,7 @@ async def test_a_gate_that_hears_of_changes_reads_what_came_and_what_changed() -
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("missed", ["events", "a turn", "a minute", "a failure"])
+@pytest.mark.parametrize("missed", ["events", "a turn", "minutes", "a failure"])
 async def test_what_a_gate_may_have_missed_it_reads_again(
     missed: str, server: ScriptedPrefect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -608,9 +608,9 @@ async def test_what_a_gate_may_have_missed_it_reads_again(
     match missed:
         case "a turn":
             monkeypatch.setattr(FreeLease, "is_passed", True)
-        case "a minute":
+        case "minutes":
             now = time.monotonic()
-            monkeypatch.setattr(gate.time, "monotonic", lambda: now + 61)
+            monkeypatch.setattr(gate.time, "monotonic", lambda: now + 121)
         case "a failure":
 
             def refuse() -> None:
