@@ -39,7 +39,7 @@ _WORKERS = 4
 _GPUS = 8
 #: By then a worker has told the runs that are looked at why they wait.
 _SETTLE_S, _QUICK_SETTLE_S = 60.0, 5.0
-_WINDOW_S, _QUICK_WINDOW_S = 30.0, 2.0
+_WINDOW_S, _QUICK_WINDOW_S = 60.0, 2.0
 _BUSY_AGAIN_S = 0.2
 _SQLITE, _POSTGRES = "SQLite", "PostgreSQL"
 
