@@ -7,6 +7,8 @@ works in its project, which may have a folder of the same name, so ours is impor
 import runpy
 
 import flows.train  # noqa: F401
+from tasks.server.flow_process import outlast_server_starts
 
 if __name__ == "__main__":
+    outlast_server_starts()
     runpy.run_module("prefect.engine", run_name="__main__", alter_sys=True)

@@ -8,6 +8,7 @@ dead. So each asks the server about itself.
 from __future__ import annotations
 
 import contextvars
+import functools
 import logging
 import os
 import re
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 from uuid import UUID
 
+from prefect.client.base import PrefectHttpxAsyncClient, PrefectHttpxSyncClient
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.client.schemas.responses import SetStateStatus
@@ -40,6 +42,29 @@ _ENDING_SIGNALS = (signals.SIGINT, signals.SIGTERM, signals.SIGHUP)
 EXIT_COMPLETED, EXIT_FAILED, EXIT_INVALID, EXIT_INFEASIBLE, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
 
 M = TypeVar("M", bound=BaseModel)
+
+#: In what starts a flow, and not in threads of its own.
+_is_starting = contextvars.ContextVar("is_starting", default=False)
+
+
+def outlast_server_starts() -> None:
+    """Until this process's flow begins, ask a server again that can't be connected to.
+
+    Prefect does so only once a client has been connected, so that a run whose process is started
+    while the server is would be CRASHED. Once the flow has begun, its own rules hold.
+    """
+    _is_starting.set(True)
+
+    def outlasting(made: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(made)
+        def make(self: Any, *arguments: Any, **options: Any) -> None:
+            made(self, *arguments, **options)
+            self._has_connected = _is_starting.get() and FlowRunContext.get() is None
+
+        return make
+
+    for client in (PrefectHttpxAsyncClient, PrefectHttpxSyncClient):
+        client.__init__ = outlasting(client.__init__)  # type: ignore[method-assign]
 
 
 @contextmanager

@@ -1,9 +1,15 @@
-"""Leaving a run to its next process, on a real server: accepted, refused, raced by a cancel."""
+"""Leaving a run to its next process, on a real server: accepted, refused, raced by a cancel; and
+that next process, which a server that is being started can't end."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -247,3 +253,42 @@ def test_run_with_a_process_is_none_of_reconcile_s(refused: Refused, muster_home
     again.interrupt("over")
     again.close()
     again.leave()
+
+
+def test_a_process_that_starts_while_its_server_does_waits_for_it(tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    class NotFound(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_error(404)
+
+    flow_run = "7712f819-7b19-4723-bcbf-b5067028ec50"
+    with ThreadingHTTPServer(("127.0.0.1", 0), NotFound, bind_and_activate=False) as server:
+        server.server_bind()  # Until it listens, who connects is refused.
+        environment = {
+            **os.environ,
+            "PREFECT_API_URL": f"http://127.0.0.1:{server.socket.getsockname()[1]}/api",
+            "PREFECT_HOME": str(tmp_path),
+            "PREFECT_LOGGING_LEVEL": "DEBUG",
+            "PREFECT__FLOW_RUN_ID": flow_run,
+        }
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "flows"],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        assert process.stdout is not None
+        with process, process.stdout as output:
+            said = next((line for line in output if "Another attempt" in line), "")
+            server.server_activate()
+            thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+            thread.start()
+            rest = output.read()
+        server.shutdown()
+        thread.join()
+
+    assert said
+    assert f"/api/flow_runs/{flow_run}" in asked, rest
