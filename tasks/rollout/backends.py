@@ -98,7 +98,11 @@ class Backend(ABC):
 class Sglang(Backend):
     """SGLang. A later node serves a stub that says 200 for as long as its process lives.
 
-    Source: SGLang 0.5, srt/arg_groups/fields/parallel.py, srt/entrypoints/http_server.py
+    DP attention is asked for in the way that every version takes. 0.5.23 calls it deprecated and
+    reads it as `--attn-dp-size`, which versions before it don't know.
+
+    Source: SGLang 0.5, srt/arg_groups/fields/parallel.py, srt/arg_groups/parallel_hook.py,
+    srt/entrypoints/http_server.py
     """
 
     def questions(self) -> Questions:
@@ -113,6 +117,8 @@ class Sglang(Backend):
             words += ["--ep-size", str(fleet.expert_parallel)]
         if fleet.data_parallel > 1:
             words += ["--dp-size", str(fleet.data_parallel)]
+        if fleet.dp_attention:
+            words.append("--enable-dp-attention")
         if place.meeting is not None:
             words += ["--nnodes", str(fleet.nodes_per_engine), "--node-rank", str(place.index)]
             words += ["--dist-init-addr", "{}:{}".format(*place.meeting)]

@@ -46,7 +46,7 @@ class Sizes:
         *("nodes_per_engine", "gpus_per_node"),
         *("tensor_parallel", "expert_parallel", "data_parallel"),
     )
-    KEYS: ClassVar = (*NUMBERS, "backend", "args")
+    KEYS: ClassVar = (*NUMBERS, "backend", "args", "dp_attention")
 
     backend: str
     #: Nodes that one engine spans.
@@ -57,6 +57,8 @@ class Sizes:
     expert: int
     #: As written; `replicas` is what it comes to.
     data: int
+    #: The replicas are of attention only, and lie within the ranks of tensor parallelism.
+    dp_attention: bool
     #: Stages of a pipeline, from the arguments.
     pipeline: int
 
@@ -76,6 +78,7 @@ class Sizes:
             tensor=tensor or 1,
             expert=expert or 1,
             data=data or 1,
+            dp_attention=written.get("dp_attention") is True,
             pipeline=_pipeline(backend, written.get("args")),
         )
 
@@ -93,7 +96,7 @@ class Sizes:
             return self.nodes * (self.gpus_per_node or 0)
         if self.backend == "lmdeploy":
             return max(self.tensor, self.expert, self.replicas)
-        return self.tensor * self.pipeline * self.data
+        return self.tensor * self.pipeline * (1 if self.dp_attention else self.data)
 
     @property
     def servers(self) -> int:
@@ -139,9 +142,20 @@ def size_faults(sizes: Sizes) -> Iterator[Refusal]:
 
 
 def _sglang(sizes: Sizes) -> Iterator[Refusal]:
-    if sizes.data > 1 and sizes.nodes > 1:
+    if sizes.dp_attention:
+        if sizes.data == 1:
+            problem = "nothing to share: DP attention is over data_parallel, which is 1"
+            remedy = "write data_parallel: N, a divisor of tensor_parallel"
+            yield ("dp_attention",), refused(problem, remedy)
+        elif sizes.tensor % sizes.data:
+            problem = f"with dp_attention it must divide tensor_parallel, {sizes.tensor}"
+            larger = f"tensor_parallel: {sizes.data}"
+            fits = larger if sizes.tensor == 1 else _divisors(sizes.tensor, above=1)
+            yield ("data_parallel",), refused(problem, f"write {fits}")
+    elif sizes.data > 1 and sizes.nodes > 1:
         problem = "SGLang has no replicas in an engine that spans nodes"
-        yield ("data_parallel",), refused(problem, f"write 1, and engines: {sizes.data}")
+        remedy = f"write 1, and engines: {sizes.data}; or add dp_attention: true"
+        yield ("data_parallel",), refused(problem, remedy)
     yield from _uneven_ranks(sizes)
     if sizes.tensor % sizes.expert:
         problem = f"SGLang spreads experts over tensor_parallel, {sizes.tensor}, not over more"
@@ -202,11 +216,12 @@ def _uneven_ranks(sizes: Sizes) -> Iterator[Refusal]:
 def _product(sizes: Sizes) -> str:
     if sizes.backend == "lmdeploy":
         return "tensor and expert parallelism"
-    return f"tensor{', pipeline' if sizes.pipeline > 1 else ''} and data parallelism"
+    tensor = f"tensor{', pipeline' if sizes.pipeline > 1 else ''}"
+    return f"{tensor} and data parallelism{' within it' if sizes.dp_attention else ''}"
 
 
-def _divisors(number: int) -> str:
-    return listed((part for part in range(1, number + 1) if number % part == 0), "or")
+def _divisors(number: int, *, above: int = 0) -> str:
+    return listed((part for part in range(above + 1, number + 1) if number % part == 0), "or")
 
 
 #: Of the server that a text of the fleet is about: `${server.port}` and the like.
@@ -224,6 +239,9 @@ _OURS: dict[str, dict[str, tuple[str, ...]]] = {
         "tensor_parallel": ("--tp-size", "--tensor-parallel-size", "--tp"),
         "expert_parallel": ("--ep-size", "--expert-parallel-size", "--ep"),
         "data_parallel": ("--dp-size", "--data-parallel-size", "--dp"),
+        "dp_attention": (
+            *("--enable-dp-attention", "--attn-dp-size", "--attention-data-parallel-size"),
+        ),
         "nodes_per_engine": ("--nnodes",),
         "": (
             *("--node-rank", "--dist-init-addr", "--nccl-init-addr", "--host", "--port"),
@@ -260,6 +278,10 @@ _OURS: dict[str, dict[str, tuple[str, ...]]] = {
 }
 
 
+#: What a remedy writes for such a key; N for any other.
+_EXAMPLES = {"model": "PATH_OR_NAME", "dp_attention": "true, and data_parallel: N"}
+
+
 def sglang_timeout_s(timeout_s: float, env: Mapping[str, str]) -> int:
     """Until when SGLang answers a health check itself: as the environment says, else well within
     the fleet's own timeout, for a client that gives up first never hears of a failure."""
@@ -277,6 +299,9 @@ def fleet_faults(written: Mapping[str, Any]) -> Iterator[Refusal]:
         yield from _of_a_command(written)
     elif backend in _MODELS:
         yield from _of_a_model(str(backend), written)
+    if written.get("dp_attention") is True and backend != "sglang":
+        problem = "only SGLang shares the ranks of tensor_parallel among replicas of attention"
+        yield ("dp_attention",), refused(problem, "leave it out, or write backend: sglang")
     sizes = Sizes.of(written)
     if sizes is not None:
         yield from size_faults(sizes)
@@ -306,8 +331,7 @@ def _of_a_model(backend: str, written: Mapping[str, Any]) -> Iterator[Refusal]:
         for key, flags in _OURS[backend].items():
             if _flag(word, backend) in flags:
                 problem = f"{word.partition('=')[0]} is set for each server"
-                instead = "PATH_OR_NAME" if key == "model" else "N"
-                remedy = f"write {key}: {instead}" if key else "leave it out"
+                remedy = f"write {key}: {_EXAMPLES.get(key, 'N')}" if key else "leave it out"
                 yield ("args", index), refused(problem, remedy)
     health = mapping(written.get("health"))
     for key in ("path", "token"):
@@ -499,6 +523,13 @@ class Rollout(Model):
     )
     data_parallel: Count = Field(
         1, title="Data parallelism", description="Replicas within one engine."
+    )
+    dp_attention: Annotated[bool, Field(strict=True)] = Field(
+        False,
+        title="DP attention",
+        description="For SGLang: the replicas are of attention only and lie within the ranks of "
+        "tensor parallelism, which ask for no further GPUs and may span nodes.",
+        examples=[True],
     )
     command: Words | None = Field(
         None,

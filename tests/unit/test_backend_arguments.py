@@ -50,8 +50,10 @@ def fleets(draw: st.DrawFn) -> dict[str, Any]:
         "tensor_parallel": draw(number),
         "expert_parallel": draw(number),
         "data_parallel": draw(number),
+        "dp_attention": draw(st.booleans()),
         "args": draw(st.sampled_from([(), ("--dtype", "bfloat16"), ("--dtype=bfloat16",)])),
     }
+    assume(not written["dp_attention"] or written["backend"] == "sglang")
     sizes = Sizes.of(written)
     assume(sizes is not None and not list(size_faults(sizes)))
     return {key: value for key, value in written.items() if value != ()}
@@ -81,6 +83,7 @@ def test_the_backend_takes_every_server_of_any_valid_fleet(written: dict[str, An
         # a value where there is none, and none where there is one
         ("vLLM DP16 EP over 2 nodes", "--headless", "--headless=1", "ignored explicit argument"),
         ("SGLang TP16 over 2x8", "node-0:30000", "--verbose", "expected one argument"),
+        ("SGLang DP attention over 2x4", "--enable-dp-attention", "--enable-dp", "has no argument"),
         # no number, and none of the choices
         ("SGLang TP16 over 2x8", "16", "many", "invalid int value: 'many'"),
         # another program

@@ -64,6 +64,8 @@ def test_a_fleet_is_written_as_it_was_read() -> None:
         # as many as the parallelism needs
         ({**SGLANG, "tensor_parallel": 8, "expert_parallel": 4}, 8, 1, 8),
         ({**SGLANG, "tensor_parallel": 2, "data_parallel": 4}, 8, 1, 8),
+        # DP attention lies within tensor parallelism
+        ({**SGLANG, "tensor_parallel": 8, "data_parallel": 8, "dp_attention": True}, 8, 1, 8),
         ({**SGLANG, "tensor_parallel": 4, "args": ["--pp-size", "2"]}, 8, 1, 8),
         ({**SGLANG, "tensor_parallel": 16, "nodes_per_engine": 2, "gpus_per_node": 8}, 16, 2, 16),
         ({**VLLM, "tensor_parallel": 4, "args": ["-pp=2"]}, 8, 1, 8),
@@ -131,8 +133,44 @@ def test_an_engine_is_as_large_as_its_parallelism(
             {**SGLANG, "tensor_parallel": 8, "nodes_per_engine": 2, "data_parallel": 2},
             "data_parallel",
             "SGLang has no replicas in an engine that spans nodes",
-            "write 1, and engines: 2",
+            "write 1, and engines: 2; or add dp_attention: true",
         ),
+        (
+            {**SGLANG, "tensor_parallel": 8, "dp_attention": True},
+            "dp_attention",
+            "DP attention is over data_parallel, which is 1",
+            "write data_parallel: N, a divisor of tensor_parallel",
+        ),
+        (
+            {**SGLANG, "tensor_parallel": 8, "data_parallel": 3, "dp_attention": True},
+            "data_parallel",
+            "must divide tensor_parallel, 8",
+            "write 2, 4 or 8",
+        ),
+        (
+            {**SGLANG, "data_parallel": 8, "dp_attention": True},
+            "data_parallel",
+            "must divide tensor_parallel, 1",
+            "write tensor_parallel: 8",
+        ),
+        (
+            {
+                **{**SGLANG, "tensor_parallel": 8, "data_parallel": 8, "dp_attention": True},
+                "gpus_per_node": 4,
+            },
+            "gpus_per_node",
+            "one engine has 4, but tensor and data parallelism within it ask for 8 GPUs",
+            "write 8",
+        ),
+        (
+            {**VLLM, "tensor_parallel": 8, "data_parallel": 8, "dp_attention": True},
+            "dp_attention",
+            "only SGLang",
+            "leave it out, or write backend: sglang",
+        ),
+        ({**LMDEPLOY, "tensor_parallel": 8, "dp_attention": True}, "dp_attention", "only", ""),
+        ({**COMMAND, "dp_attention": True}, "dp_attention", "only SGLang", "leave it out"),
+        ({**SGLANG, "dp_attention": 1}, "dp_attention", "must be true or false, found 1", ""),
         (
             {**SGLANG, "tensor_parallel": 8, "expert_parallel": 3},
             "expert_parallel",
@@ -258,6 +296,8 @@ def test_a_fleet_may_not_say(fleet: dict[str, Any], path: str, problem: str, rem
         (SGLANG, "--tensor-parallel-size", "write tensor_parallel: N"),
         (SGLANG, "--model", "write model: PATH_OR_NAME"),
         (SGLANG, "--nnodes", "write nodes_per_engine: N"),
+        (SGLANG, "--enable-dp-attention", "write dp_attention: true, and data_parallel: N"),
+        (SGLANG, "--attn-dp-size=8", "write dp_attention: true, and data_parallel: N"),
         (LMDEPLOY, "--server-port", "leave it out"),
         (LMDEPLOY, "--ep", "write expert_parallel: N"),
         (VLLM, "-tp", "write tensor_parallel: N"),

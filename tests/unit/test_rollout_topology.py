@@ -121,6 +121,22 @@ def test_sglang_on_one_node_needs_no_meeting() -> None:
     assert plan.engines[0].dist_init is None
 
 
+def test_sglangs_dp_attention_lies_within_tp_and_may_span_nodes() -> None:
+    sizes = {"tensor_parallel": 16, "data_parallel": 16, "nodes_per_engine": 2}
+
+    plan = plan_of(backend="sglang", dp_attention=True, **sizes)
+
+    first, second = plan.servers
+    assert first.argv == (
+        *("python", "-m", "sglang.launch_server", "--model-path", "m", "--tp-size", "16"),
+        *("--dp-size", "16", "--enable-dp-attention", "--nnodes", "2", "--node-rank", "0"),
+        *("--dist-init-addr", "n0:30000", "--host", "n0", "--port", "30001"),
+    )
+    assert (first.bundles, second.bundles) == (FIRST, SECOND)
+    assert (first.is_entrypoint, second.is_entrypoint) == (True, False)
+    assert plan.training_mesh == (ALL,)
+
+
 def test_vllm_tp16_over_2_nodes_has_a_headless_second_node() -> None:
     plan = plan_of(backend="vllm", tensor_parallel=16, nodes_per_engine=2)
 

@@ -30,6 +30,13 @@ LAYOUTS: Mapping[str, Mapping[str, Any]] = {
     "SGLang": {"backend": "sglang", "tensor_parallel": 8, "expert_parallel": 8, "engines": 2},
     "SGLang replicas": {"backend": "sglang", "tensor_parallel": 2, "data_parallel": 4},
     "SGLang TP16 over 2x8": {"backend": "sglang", "tensor_parallel": 16, "nodes_per_engine": 2},
+    "SGLang DP attention over 2x4": {
+        "backend": "sglang",
+        "tensor_parallel": 8,
+        "data_parallel": 8,
+        "dp_attention": True,
+        "nodes_per_engine": 2,
+    },
     "LMDeploy TP16": {"backend": "lmdeploy", "tensor_parallel": 16, "nodes_per_engine": 2},
     "LMDeploy EP16": {"backend": "lmdeploy", "expert_parallel": 16, "nodes_per_engine": 2},
     "vLLM": {"backend": "vllm", "tensor_parallel": 4, "data_parallel": 2},
