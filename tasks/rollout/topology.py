@@ -125,8 +125,8 @@ class TopologyPlan:
 
     @property
     def training_mesh(self) -> tuple[tuple[int, ...], ...]:
-        """`training_mesh[engine]`: all of its ranks, whose weights a trainer syncs."""
-        return tuple(engine.ranks for engine in self.engines)
+        """`training_mesh[entry]`: the ranks whose weights a trainer syncs through one server."""
+        return tuple(slot.weight_ranks for slot in self.servers if slot.weight_ranks)
 
     def as_json(self) -> dict[str, Any]:
         """Plain data, as `muster plan --json` prints it."""

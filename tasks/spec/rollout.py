@@ -529,7 +529,6 @@ class Rollout(Model):
         title="DP attention",
         description="For SGLang: the replicas are of attention only and lie within the ranks of "
         "tensor parallelism, which ask for no further GPUs and may span nodes.",
-        examples=[True],
     )
     command: Words | None = Field(
         None,

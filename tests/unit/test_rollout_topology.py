@@ -64,7 +64,8 @@ def test_lmdeploy_ep16_is_sixteen_entrypoints_that_live_and_die_together() -> No
     assert all(server.is_entrypoint for server in plan.servers)
     assert all(server.bundles == server.weight_ranks == (server.rank,) for server in plan.servers)
     assert [server.node for server in plan.servers] == [0] * 8 + [1] * 8
-    assert plan.groups == plan.training_mesh == (ALL,)
+    assert plan.groups == (ALL,)
+    assert plan.training_mesh == tuple((rank,) for rank in ALL)
 
 
 def test_each_rank_of_lmdeploy_with_experts_is_a_process_of_its_own() -> None:
@@ -203,6 +204,17 @@ def test_an_engine_of_a_command_may_be_several_servers(
     assert [server.rank for server in plan.servers if server.is_entrypoint] == entrypoints
     assert [server.weight_ranks for server in plan.servers] == weights
     assert plan.groups == ((0, 1),)
+    assert list(plan.training_mesh) == [ranks for ranks in weights if ranks]
+
+
+def test_a_mesh_has_an_entry_for_each_server_through_which_weights_are_updated() -> None:
+    plan = plan_of(
+        backend="lmdeploy", expert_parallel=8, data_parallel=4, nodes_per_engine=2, engines=2
+    )
+
+    mesh = [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11], [12, 13], [14, 15]]
+    assert plan.groups == ((0, 2, 4, 6), (8, 10, 12, 14))
+    assert plan.as_json()["training_mesh"] == mesh
 
 
 @pytest.mark.parametrize(
