@@ -10,7 +10,7 @@ from json import dumps
 from cyclopts import App
 
 from tasks.rollout.building import planned
-from tasks.rollout.component import node_gpus
+from tasks.rollout.component import fleet_faults, node_gpus
 from tasks.rollout.topology import ServerSlot, TopologyPlan
 from tasks.show.arguments import EXIT_DONE, AsJson, Overrides, SpecFile, run
 from tasks.spec.errors import Fault, InvalidSpec
@@ -42,18 +42,15 @@ def plan_of(spec: RunSpec, source: str) -> TopologyPlan:
     Args:
         source: what a person calls the spec.
 
-    Raises: InvalidSpec, when it has no fleet, or one that does not fit on its gang's nodes.
+    Raises: InvalidSpec, when it has no fleet, or one that a run of it could not start.
     """
     if spec.fleet is None:
         problem = "has no `rollout`, so there is no fleet to plan"
         remedy = "write components: {rollout: {backend: sglang, model: PATH_OR_NAME}}"
         raise InvalidSpec((Fault(path="components", problem=problem, remedy=remedy),), source)
-    try:
-        return planned(spec.fleet, node_gpus(spec))
-    except ValueError as error:
-        remedy = "change its sizes, or gang.gpus_per_node"
-        fault = Fault(path="components.rollout", problem=str(error), remedy=remedy)
-        raise InvalidSpec((fault,), source) from error
+    if faults := fleet_faults(spec, spec.fleet):
+        raise InvalidSpec(tuple(faults), source)
+    return planned(spec.fleet, node_gpus(spec))
 
 
 def _without_secrets(plan: TopologyPlan) -> TopologyPlan:

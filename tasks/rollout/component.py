@@ -74,29 +74,45 @@ def fleet_faults(spec: RunSpec, fleet: Rollout) -> list[Fault]:
     except ValueError as error:
         remedy = "change its sizes, or gang.gpus_per_node"
         return [Fault(path=f"components.{FLEET}", problem=str(error), remedy=remedy)]
-    return [*_faults_on_ray(plan), *_faults_of_gang(spec, plan)]
+    return [*_faults_of_placement(plan), *_faults_of_gang(spec, plan)]
 
 
-def _faults_on_ray(plan: TopologyPlan) -> Iterator[Fault]:
-    wide = [one for one in plan.engines if len(one.nodes) > 1 and len(one.servers) == 1]
-    if plan.placement == "ray" and wide:
+def _faults_of_placement(plan: TopologyPlan) -> Iterator[Fault]:
+    wide = [engine for engine in plan.engines if len(engine.nodes) > 1]
+    of_one_server = [engine for engine in wide if len(engine.servers) == 1]
+    path = f"components.{FLEET}.nodes_per_engine"
+    if wide and plan.placement == "local":
+        problem = (
+            f"a local fleet is on this machine alone, and an engine spans {len(wide[0].nodes)}"
+        )
+        remedy = "write 1" if of_one_server else "write 1, or placement: ray"
+        yield Fault(path=path, problem=problem, remedy=remedy)
+    elif of_one_server:
         problem = (
             "the one server of an engine over several nodes asks Ray for the GPUs of the others by "
             "itself, and the fleet's placement group holds them"
         )
         remedy = "write 1, or expert_parallel, which has a server for each rank"
-        yield Fault(path=f"components.{FLEET}.nodes_per_engine", problem=problem, remedy=remedy)
+        yield Fault(path=path, problem=problem, remedy=remedy)
 
 
 def _faults_of_gang(spec: RunSpec, plan: TopologyPlan) -> Iterator[Fault]:
     if spec.gang is None:
         return
+    engines, path = len(plan.engines), f"components.{FLEET}.engines"
     needed = sum(len(slot.bundles) for slot in plan.servers)
     held = spec.gang.nodes * spec.gang.gpus_per_node
+    here = sum(engine.nodes[0] == 0 for engine in plan.engines)
     if needed > held:
-        problem = f"its {len(plan.engines)} engines take {needed} GPUs, and the gang has {held}"
+        problem = f"its {engines} engines take {needed} GPUs, and the gang has {held}"
         remedy = "ask for fewer engines, or for a larger gang"
-        yield Fault(path=f"components.{FLEET}.engines", problem=problem, remedy=remedy)
+        yield Fault(path=path, problem=problem, remedy=remedy)
+    elif plan.placement == "local" and here < engines:
+        problem = (
+            f"a local fleet is on this machine alone, and one node of the gang holds {here} of its "
+            f"{engines} engines"
+        )
+        yield Fault(path=path, problem=problem, remedy=f"write {here}, or placement: ray")
 
 
 def prepare_fleet(

@@ -313,37 +313,85 @@ def test_a_topology_that_does_not_fit_is_a_fault_of_the_spec() -> None:
     assert "needs 4 GPUs" in fault.problem
 
 
-def test_a_fleet_that_takes_more_than_the_gang_has_is_a_fault_of_the_spec() -> None:
-    data = spec_of(engines=3, gpus_per_node=4).written()
+@pytest.mark.parametrize(
+    ("placement", "nodes", "problem", "remedy"),
+    [
+        ("local", 1, "its 3 engines take 12 GPUs, and the gang has 8", "fewer engines"),
+        ("ray", 1, "its 3 engines take 12 GPUs, and the gang has 8", "a larger gang"),
+        # the third is on the second node
+        (
+            "local",
+            2,
+            "a local fleet is on this machine alone, and one node of the gang holds 2 of its 3 "
+            "engines",
+            "write 2, or placement: ray",
+        ),
+    ],
+)
+def test_a_fleet_that_takes_more_than_it_can_have_is_a_fault_of_the_spec(
+    placement: str, nodes: int, problem: str, remedy: str
+) -> None:
+    data = spec_of(engines=3, gpus_per_node=4, placement=placement).written()
+    gang = {"nodes": nodes, "gpus_per_node": 8}
 
-    [fault] = faults_of(RunSpec.model_validate(data | {"gang": {"gpus_per_node": 8}}))
-    none = faults_of(RunSpec.model_validate(data | {"gang": {"nodes": 2, "gpus_per_node": 8}}))
+    [fault] = faults_of(RunSpec.model_validate(data | {"gang": gang}))
 
-    assert fault.path == "components.rollout.engines"
-    assert fault.problem == "its 3 engines take 12 GPUs, and the gang has 8"
-    assert none == []
+    assert (fault.path, fault.problem) == ("components.rollout.engines", problem)
+    assert remedy in fault.remedy
 
 
-def test_one_server_for_several_nodes_of_a_ray_cluster_is_refused() -> None:
-    fleet = {
-        "backend": "lmdeploy",
-        "model": "m",
-        "tensor_parallel": 16,
-        "nodes_per_engine": 2,
-        "placement": "ray",
-    }
-    data = {
-        "name": "r",
-        "workload": "grpo",
-        "ray": {"address": "http://127.0.0.1:8265"},
-        "components": {"rollout": fleet},
-    }
+@pytest.mark.parametrize(
+    ("placement", "engines", "nodes"), [("ray", 3, 2), ("ray", 4, 2), ("local", 2, 1)]
+)
+def test_a_fleet_that_fits_has_no_faults(placement: str, engines: int, nodes: int) -> None:
+    data = spec_of(engines=engines, gpus_per_node=4, placement=placement).written()
+    gang = {"nodes": nodes, "gpus_per_node": 8}
+
+    assert faults_of(RunSpec.model_validate(data | {"gang": gang})) == []
+
+
+LMDEPLOY_TP16 = {"backend": "lmdeploy", "tensor_parallel": 16, "nodes_per_engine": 2}
+SGLANG_TP16 = {"backend": "sglang", "tensor_parallel": 16, "nodes_per_engine": 2}
+ONE_MACHINE = "a local fleet is on this machine alone, and an engine spans 2"
+
+
+@pytest.mark.parametrize(
+    ("fleet", "placement", "problem", "remedy"),
+    [
+        # one server for several nodes
+        (LMDEPLOY_TP16, "ray", "asks Ray for the GPUs of the others by itself", "expert_parallel"),
+        (LMDEPLOY_TP16, "local", ONE_MACHINE, "write 1"),
+        # one machine for several nodes
+        (SGLANG_TP16, "local", ONE_MACHINE, "write 1, or placement: ray"),
+        ({**FLEET, "nodes_per_engine": 2}, "local", ONE_MACHINE, "write 1, or placement: ray"),
+    ],
+)
+def test_engines_that_cannot_be_where_they_are_placed_are_refused(
+    fleet: dict[str, Any], placement: str, problem: str, remedy: str
+) -> None:
+    model = {} if fleet["backend"] == "command" else {"model": "m"}
+    rollout = {**model, **fleet, "placement": placement}
+    data = {**spec_of().written(), "components": {"rollout": rollout}}
 
     [fault] = faults_of(RunSpec.model_validate(data))
-    fleet["placement"] = "local"
 
     assert fault.path == "components.rollout.nodes_per_engine"
-    assert "asks Ray for the GPUs of the others by itself" in fault.problem
+    assert problem in fault.problem
+    assert fault.remedy.startswith("write 1") and remedy in fault.remedy
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        SGLANG_TP16,
+        {"backend": "lmdeploy", "expert_parallel": 16, "nodes_per_engine": 2},
+        {"backend": "vllm", "tensor_parallel": 16, "nodes_per_engine": 2},
+    ],
+)
+def test_an_engine_over_nodes_may_be_on_ray(layout: dict[str, Any]) -> None:
+    rollout = {"model": "m", **layout, "placement": "ray"}
+    data = {**spec_of().written(), "components": {"rollout": rollout}}
+
     assert faults_of(RunSpec.model_validate(data)) == []
 
 

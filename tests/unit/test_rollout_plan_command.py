@@ -113,6 +113,12 @@ def test_a_person_reads_what_is_where(spec: Path, capsys: pytest.CaptureFixture[
             {"gpus_per_node": 4},
             ["components.rollout: an engine needs 8 GPUs of one node, which has 4"],
         ),
+        # a layout that could be planned, and never started where it is placed
+        (
+            {**FLEET, "placement": "local"},
+            None,
+            ["components.rollout.nodes_per_engine: a local fleet is on this machine alone"],
+        ),
     ],
 )
 def test_what_cannot_be_planned_exits_2_and_says_why(
