@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from tasks.spec.rollout import Rollout
+from tasks.spec.rollout import UNLIMITED, Rollout
 from tasks.spec.words import commas
 
 
@@ -255,11 +255,18 @@ class FleetSettings:
         return self.grace_s + 20.0
 
 
+#: Recoveries, where a spec does not say how many: an engine may lose its node and come back, even
+#: more than once, but one whose server dies at every start is not restarted for ever.
+_BUDGET_PER_ENGINE, _LEAST_BUDGET = 3, 10
+
+
 def settings_of(fleet: Rollout) -> FleetSettings:
     """The numbers of a fleet, as its spec says them; what that leaves out, by their defaults."""
+    budget = fleet.recovery.budget or max(_LEAST_BUDGET, _BUDGET_PER_ENGINE * fleet.engines)
     given: dict[str, Any] = {
         **fleet.health.model_dump(exclude={"path", "token"}),
         **fleet.recovery.model_dump(),
+        "budget": None if budget == UNLIMITED else budget,
         "start_within_s": fleet.start_within_s,
         "grace_s": fleet.stop.grace_s,
         "concurrency": fleet.concurrency,

@@ -10,9 +10,9 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from tasks.spec.placeholders import SERVER, mapping, names_of
 from tasks.spec.values import (
@@ -27,6 +27,7 @@ from tasks.spec.values import (
     Words,
     is_number,
     refused,
+    shown,
 )
 from tasks.spec.words import did_you_mean, listed
 
@@ -471,10 +472,27 @@ class FleetHealth(Model):
     )
 
 
+UNLIMITED: Final = "unlimited"
+
+
+def _is_budget(value: object) -> object:
+    if value != UNLIMITED and (type(value) is not int or value < 1):
+        problem = f"must be a whole number, 1 or more, or {UNLIMITED}, found {shown(value)}"
+        raise refused(problem, "leave it out for 3 for each engine")
+    return value
+
+
+Budget = Annotated[Count | Literal["unlimited"], BeforeValidator(_is_budget)]
+
+
 class FleetRecovery(Model):
     """How servers that failed are started again."""
 
-    budget: Count | None = Field(None, description="Recoveries in all; left out: no limit.")
+    budget: Budget | None = Field(
+        None,
+        description="Recoveries in all, where engines that fail together count once; then engines "
+        "that fail stay down. Left out: 3 for each engine, and 10 at least. unlimited: no end.",
+    )
     backoff_s: Seconds | None = Field(
         None,
         title="Back-off (seconds)",

@@ -128,6 +128,9 @@ class _Section:
 
     def _kind(self, key: str, schema: Schema) -> str:
         """What a value is, in words."""
+        ways = [way for way in schema.get("anyOf", ()) if way.get("type") != "null"]
+        if len(ways) > 1:
+            return ", ".join(self._kind(key, way) for way in ways)
         one = _without_null(schema)
         match one:
             case {"$ref": ref}:

@@ -41,7 +41,7 @@ from tests.support.stage import free_port
 _ENGINES = 8
 _CLIENTS = 24
 _HEALTH = {"interval_s": 1.0, "timeout_s": 2.0, "misses": 2}
-_RECOVERY = {"backoff_s": 0.1, "max_backoff_s": 1.0, "parallel": 4}
+_RECOVERY = {"budget": "unlimited", "backoff_s": 0.1, "max_backoff_s": 1.0, "parallel": 4}
 #: A client that has heard nothing by then never will.
 _ANSWER_WITHIN_S = 60.0
 _READY_WITHIN_S = 60.0

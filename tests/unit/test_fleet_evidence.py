@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from random import Random
 
+from typing import Any
+
 import pytest
 
 from tasks.rollout.clock import pause_s
@@ -175,3 +177,25 @@ def test_the_numbers_of_a_spec_become_the_fleets_and_what_it_leaves_out_its_defa
         grace_s=3,
         concurrency=64,
     )
+
+
+@pytest.mark.parametrize(
+    ("recovery", "engines", "budget"),
+    [
+        # left out: a finite one, by the number of engines
+        ({}, 1, 10),
+        ({}, 3, 10),
+        ({"parallel": 2}, 4, 12),
+        ({}, 64, 192),
+        # as written
+        ({"budget": 1}, 64, 1),
+        ({"budget": "unlimited"}, 1, None),
+    ],
+)
+def test_a_fleet_has_a_finite_budget_unless_it_asks_for_none(
+    recovery: dict[str, Any], engines: int, budget: int | None
+) -> None:
+    command = {"backend": "command", "command": ["serve", "${server.port}"]}
+    fleet = Rollout.model_validate({**command, "engines": engines, "recovery": recovery})
+
+    assert settings_of(fleet).budget == budget

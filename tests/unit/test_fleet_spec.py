@@ -248,6 +248,13 @@ def test_an_engine_is_as_large_as_its_parallelism(
             "4 is below backoff_s, 5",
             "write 5 or more",
         ),
+        (
+            {**COMMAND, "recovery": {"budget": 0}},
+            "recovery.budget",
+            "must be a whole number, 1 or more, or unlimited, found 0",
+            "leave it out",
+        ),
+        ({**COMMAND, "recovery": {"budget": "no limit"}}, "recovery.budget", "or unlimited", ""),
         # questions
         ({**COMMAND, "health": {"path": "health"}}, "health.path", "must be a path on the", ""),
         ({**SGLANG, "health": {"path": "/x"}}, "health.path", "is for the backend `command`", ""),
@@ -334,6 +341,7 @@ def test_an_argument_that_each_server_gets_from_elsewhere_is_refused_by_name(
         {**SGLANG, "env": {"SGLANG_HEALTH_CHECK_TIMEOUT": "14"}},
         {**COMMAND, "stop": {"signal": "SIGINT", "grace_s": 0}},
         {**COMMAND, "engines": 2, "recovery": {"min_active": 2, "backoff_s": 1}},
+        {**COMMAND, "recovery": {"budget": "unlimited"}},
         {**LMDEPLOY, "expert_parallel": 16, "nodes_per_engine": 2, "gpus_per_node": 8},
     ],
 )
