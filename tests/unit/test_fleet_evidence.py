@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from random import Random
-
 from typing import Any
 
 import pytest
