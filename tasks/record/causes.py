@@ -6,7 +6,7 @@ something that was tried again, an error after which training went on, an error 
 process outlived to end with another one.
 
 The texts themselves are rows of `cause_rules.toml`. A log is read line by line, as far as finding
-a cause needs it.
+a cause needs it. What the process of a fleet was doing when it was lost, its events tell.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from __future__ import annotations
 import re
 import tomllib
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from pathlib import Path
@@ -22,7 +23,13 @@ from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from tasks.record.events import Event
+from tasks.record.outcome import Failure, Verdict
+from tasks.record.places import AttemptPlace
+from tasks.record.states import SERVING, GroupState
 from tasks.spec.failure_kinds import FailureKind
+from tasks.spec.run import FLEET
+from tasks.spec.words import commas
 
 
 class Role(IntEnum):
@@ -358,3 +365,69 @@ def last_error(text: str) -> str:
     """The line with which Python's last traceback ends; empty where there is none."""
     lines = reversed(read_lines(text))
     return next((line.text[:_LINE_LENGTH] for line in lines if _ERROR_LINE.match(line.text)), "")
+
+
+#: What a fleet says last that ends by itself. Source: tasks/rollout/process.py, _say_last.
+_OWN_REASON = re.compile(r"^FleetError: ", re.MULTILINE)
+#: Of each engine that a fleet takes down at its own end: no longer what it was doing.
+_STOPPED = "the fleet is stopped"
+_SYNC = "rollout.sync."
+#: After these, and no other event of it, a sync of weights goes on.
+_IN_SYNC = frozenset({f"{_SYNC}begun", f"{_SYNC}broadcast"})
+
+
+def with_fleet_lost(verdict: Verdict, place: AttemptPlace, engines: int) -> Verdict:
+    """The verdict, as FLEET_LOST where it blames the fleet's own process, which was killed or has
+    crashed; the same where that gave a reason of its own, or ran out of memory.
+
+    Args:
+        place: of the attempt, of which nothing is left.
+        engines: of the fleet.
+    """
+    failure = verdict.failure
+    if failure is None or not _is_fleet_lost(failure, place):
+        return verdict
+    doing = doing_of(_events_in(place.fleet_events), engines)
+    lost = failure.but(
+        kind=FailureKind.FLEET_LOST,
+        rule="fleet-lost",
+        message=f"{failure.message}; at its end {doing}",
+    )
+    return replace(verdict, message=str(lost), failure=lost)
+
+
+def _is_fleet_lost(failure: Failure, place: AttemptPlace) -> bool:
+    # Of one that ended with its guardian nobody knows how.
+    has_ended = failure.has_ended or failure.rule == "exit"
+    if failure.component != FLEET or not has_ended or failure.kind is FailureKind.HOST_OOM:
+        return False
+    is_failed = failure.exit_code not in (None, 0)
+    return not (is_failed and _OWN_REASON.search(read_tail(place.log(FLEET))))
+
+
+def doing_of(events: Iterable[Event], engines: int) -> str:
+    """What a fleet was doing by its last events, as a part of a sentence: `2 of 3 engines served,
+    engine 2 was recovering, weights were being synced`."""
+    states, is_syncing = dict.fromkeys(range(engines), GroupState.STARTING), False
+    for event in events:
+        if event.name == "rollout.group.state":
+            if event.cause == _STOPPED:
+                break
+            states[event.group] = event.after
+        elif event.name.startswith(_SYNC):
+            is_syncing = event.name in _IN_SYNC
+    said = [f"{sum(state in SERVING for state in states.values())} of {engines} engines served"]
+    for state in GroupState:
+        found = [engine for engine, its in states.items() if its is state]
+        if found and state not in SERVING:
+            who = f"engines {commas(found)} were" if len(found) > 1 else f"engine {found[0]} was"
+            said.append(f"{who} {state.value}")
+    return ", ".join([*said, *(["weights were being synced"] if is_syncing else [])])
+
+
+def _events_in(path: Path) -> Iterator[Event]:
+    with suppress(OSError), path.open("rb") as f:
+        for line in f:
+            # The last one may be cut short.
+            with suppress(ValueError):
+                yield Event.of_line(line)

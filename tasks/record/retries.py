@@ -35,6 +35,9 @@ _JITTER = 0.1
 #: Beyond this power the delay is at its longest anyway, and a float at its end.
 _POWERS = 64
 
+#: Ended before the run could do anything.
+_NEVER_RAN = REQUEUED - {FailureKind.FLEET_LOST}
+
 #: How a random number between two others is drawn.
 Uniform = Callable[[float, float], float]
 
@@ -77,9 +80,9 @@ def decide(
 ) -> Sequel:
     """What follows an attempt.
 
-    INSUFFICIENT_RESOURCES and START_TIMEOUT say nothing about the run itself: such attempts are
-    requeued, and count against no other kind's `attempts`. Their own, where a spec sets one, counts
-    those of the same kind.
+    INSUFFICIENT_RESOURCES, START_TIMEOUT and FLEET_LOST say nothing about the run itself: such
+    attempts are requeued, and count against no other kind's `attempts`. Their own counts those of
+    the same kind.
 
     Args:
         verdict: On the attempt.
@@ -99,8 +102,9 @@ def decide(
     is_requeue = kind in REQUEUED
     if is_requeue:
         used = 1 + sum(earlier is kind for earlier in before)
-        # Since its last attempt that was not sent back.
-        step = 1 + len([*takewhile(REQUEUED.__contains__, reversed(before))])
+        # Since its last attempt that had its gang; of those that had it, all.
+        waited = takewhile(_NEVER_RAN.__contains__, reversed(before))
+        step = 1 + len([*waited]) if kind in _NEVER_RAN else used
     else:
         used = step = 1 + sum(earlier not in REQUEUED for earlier in before)
     if policy.attempts is not None and used >= policy.attempts:

@@ -48,6 +48,8 @@ class FailureKind(StrEnum):
     STALLED = "STALLED"
     #: It has run for `gang.max_hours`. Failed; worth another try where it has checkpoints.
     TIME_LIMIT = "TIME_LIMIT"
+    #: The process that holds the fleet was killed, or crashed. Back to the queue, three times.
+    FLEET_LOST = "FLEET_LOST"
     #: A file, module, key, type or value that the user can mend. Failed.
     USER_ERROR = "USER_ERROR"
     #: Any other traceback, or a loss that is not finite. Failed.
@@ -59,9 +61,13 @@ class FailureKind(StrEnum):
 
 
 #: Tried again without being listed: the run did nothing wrong.
-REQUEUED = frozenset({FailureKind.INSUFFICIENT_RESOURCES, FailureKind.START_TIMEOUT})
-#: The tries in all, where the spec says nothing, of what holds its gang idle each time.
-TRIES = {FailureKind.START_TIMEOUT: 6}
+REQUEUED = frozenset(
+    {FailureKind.INSUFFICIENT_RESOURCES, FailureKind.START_TIMEOUT, FailureKind.FLEET_LOST}
+)
+#: The tries in all, where the spec says nothing, of what costs the time of its gang each time.
+TRIES = {FailureKind.START_TIMEOUT: 6, FailureKind.FLEET_LOST: 4}
+#: Seconds before the first new try, where the spec says nothing, of what waits for no room.
+DELAYS_S = {FailureKind.FLEET_LOST: 5.0}
 
 
 _K = FailureKind
@@ -88,6 +94,8 @@ REMEDIES: Mapping[FailureKind, str] = {
     _K.STALLED: "see what it hung in: its .hang.txt, beside its log",
     _K.TIME_LIMIT: "raise gang.max_hours, or list TIME_LIMIT in `retry` to have it go on from its "
     "checkpoint",
+    _K.FLEET_LOST: "see what killed it: the end of its log, and dmesg on its host; then start it "
+    "again",
     _K.USER_ERROR: "mend what the message names, then start it again",
     _K.RUNTIME_ERROR: "read the line that it names, and the log before it",
     _K.LOST_CONTACT: "wait until the cluster answers: `muster reconcile` asks it about "

@@ -18,7 +18,7 @@ from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from tasks.spec.failure_kinds import REQUEUED, TRIES, FailureKind
+from tasks.spec.failure_kinds import DELAYS_S, REQUEUED, TRIES, FailureKind
 from tasks.spec.placeholders import mapping
 from tasks.spec.probes import LiveProbe, ReadyProbe, Url
 from tasks.spec.rollout import Rollout, Sizes
@@ -327,9 +327,12 @@ class Retry(Model):
 
     attempts: Count | None = Field(
         None,
-        description="The tries in all. Only INSUFFICIENT_RESOURCES and START_TIMEOUT need none.",
+        description="The tries in all. Only INSUFFICIENT_RESOURCES, START_TIMEOUT and FLEET_LOST "
+        "need none.",
     )
-    delay_s: Seconds = Field(60, description="Before the first new try; it then grows.")
+    delay_s: Seconds = Field(
+        60, description="Before the first new try; it then grows. Of FLEET_LOST, left out, it is 5."
+    )
     max_delay_s: Seconds = Field(
         600, title="Longest delay (seconds)", description="How far the delay grows."
     )
@@ -413,8 +416,8 @@ class RunSpec(Document):
     retry: Mapping[FailureKind, Retry] = Field(
         default_factory=dict,
         description="Kinds of failure that are tried again, each with attempts, delay_s and "
-        "max_delay_s. INSUFFICIENT_RESOURCES is, without limit, listed or not, and START_TIMEOUT "
-        "five times.",
+        "max_delay_s. INSUFFICIENT_RESOURCES is, without limit, listed or not, START_TIMEOUT five "
+        "times, and FLEET_LOST three times.",
         examples=[{"NODE_LOST": {"attempts": 3}}],
     )
 
@@ -467,10 +470,16 @@ class RunSpec(Document):
 
     def retry_of(self, kind: FailureKind) -> Retry | None:
         """How a kind of failure is tried again; None where it is final."""
-        policy = self.retry.get(kind) or (Retry() if kind in REQUEUED else None)
-        if policy is None or policy.attempts is not None:
-            return policy
-        return policy.model_copy(update={"attempts": TRIES.get(kind)})
+        listed = self.retry.get(kind)
+        if kind not in REQUEUED:
+            return listed
+        policy = listed or Retry()
+        unsaid: dict[str, Any] = {}
+        if policy.attempts is None:
+            unsaid["attempts"] = TRIES.get(kind)
+        if "delay_s" not in policy.model_fields_set:
+            unsaid["delay_s"] = DELAYS_S.get(kind, policy.delay_s)
+        return policy.model_copy(update=unsaid)
 
     def on_cluster(self, address: str) -> RunSpec:
         """The spec with the address of its Ray cluster, where it leaves that to its pool."""

@@ -16,6 +16,7 @@ from tasks.processes.identity import host_name
 from tasks.processes.ports import PortsReserved
 from tasks.processes.registry import RunRegister, remove_unused
 from tasks.processes.supervisor import Supervisor
+from tasks.record.causes import with_fleet_lost
 from tasks.record.events import Event, EventLog, event_listeners
 from tasks.record.outcome import Failure, Verdict
 from tasks.record.places import AttemptPlace, RunPlace
@@ -243,7 +244,10 @@ class RunSession:
     def end_attempt(self) -> Verdict:
         """Take down what runs, and note the verdict on the attempt; any number of times."""
         with self.supervisor:
-            verdict = self._masked(self.supervisor.teardown())
+            verdict = self.supervisor.teardown()
+        if self.attempt is not None and self.resolved.fleet is not None:
+            verdict = with_fleet_lost(verdict, self.attempt, self.resolved.fleet.engines)
+        verdict = self._masked(verdict)
         if self._fleet_tail is not None:
             self._fleet_tail.close()
         if not verdict.state.is_final:

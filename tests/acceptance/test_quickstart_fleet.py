@@ -171,7 +171,6 @@ def test_a_recovery_that_the_runs_end_cuts_short_is_closed(
 def test_the_next_attempt_has_a_fleet_of_its_own_with_the_weights_of_the_checkpoint(
     start_run: Callable[..., Run], quickstart: dict[str, Any]
 ) -> None:
-    quickstart["retry"] = {"UNKNOWN": {"attempts": 2, "delay_s": 0.1, "max_delay_s": 0.1}}
     run = start_run(quickstart)
     first = run.directory / "attempt-01"
     until((first / "checkpoints" / "latest").exists, "there is a checkpoint")

@@ -17,6 +17,7 @@ FULL = FailureKind.INSUFFICIENT_RESOURCES
 LATE = FailureKind.START_TIMEOUT
 NODE = FailureKind.NODE_LOST
 DISK = FailureKind.STORAGE
+FLEET = FailureKind.FLEET_LOST
 #: A policy in which the delay can be told from the number of the try.
 EACH = {"delay_s": 10.0, "max_delay_s": 100.0}
 
@@ -61,6 +62,12 @@ def decided(
         # but for requeues
         (NODE, (FULL, LATE, FULL), 2, "retried: NODE_LOST, attempt 2 of 2 in 10 s"),
         (NODE, (FULL, NODE, LATE), 2, "final: NODE_LOST, 2 of 2 attempts used"),
+        # a fleet that was lost counts against itself alone, in the whole run
+        (FLEET, (), 4, "requeued: FLEET_LOST, next try (2 of 4) in 10 s"),
+        (FLEET, (NODE, FLEET), 4, "requeued: FLEET_LOST, next try (3 of 4) in 20 s"),
+        (FLEET, (FLEET, FULL, FLEET), 4, "requeued: FLEET_LOST, next try (4 of 4) in 40 s"),
+        (FLEET, (FLEET, NODE, FLEET, FLEET), 4, "final: FLEET_LOST, 4 of 4 attempts used"),
+        (NODE, (FLEET, FLEET), 2, "retried: NODE_LOST, attempt 2 of 2 in 10 s"),
     ],
 )
 def test_what_follows_an_attempt(
@@ -89,6 +96,7 @@ def test_what_follows_an_attempt(
         ((FULL,) * 4 + (NODE,), 10),  # one has run since: the queue is another by now
         ((FULL,) * 4 + (NODE, FULL), 20),
         ((FULL,) * 4 + (None,), 10),
+        ((FULL,) * 4 + (FLEET,), 10),
         ((FULL,) * 5000, 100),  # a month in the queue: no number is too large
     ],
 )

@@ -118,7 +118,9 @@ TEXTS = {
     "traceback": "Traceback (most recent call last):",
 }
 #: What the queue, the flow and the supervision find out by themselves, never from a log.
-OUR_OWN_KINDS = {"INFEASIBLE", "NOT_READY", "STALLED", "TIME_LIMIT", "LOST_CONTACT"}
+OUR_OWN_KINDS = {
+    *("INFEASIBLE", "NOT_READY", "STALLED", "TIME_LIMIT", "FLEET_LOST", "LOST_CONTACT")
+}
 
 
 def header_and_log(path: Path) -> tuple[dict[str, str], str]:

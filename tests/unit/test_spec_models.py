@@ -114,6 +114,10 @@ def test_exit_zero_means_what_the_spec_says_where_it_says_so() -> None:
         ({}, "INSUFFICIENT_RESOURCES", Retry()),  # requeued without limit, listed or not
         ({}, "START_TIMEOUT", Retry(attempts=6)),
         ({"START_TIMEOUT": {"delay_s": 1}}, "START_TIMEOUT", Retry(attempts=6, delay_s=1)),
+        ({}, "FLEET_LOST", Retry(attempts=4, delay_s=5)),  # three times, and soon
+        ({"NODE_LOST": {"attempts": 9}}, "FLEET_LOST", Retry(attempts=4, delay_s=5)),
+        ({"FLEET_LOST": {"delay_s": 1}}, "FLEET_LOST", Retry(attempts=4, delay_s=1)),
+        ({"FLEET_LOST": {"attempts": 1}}, "FLEET_LOST", Retry(attempts=1, delay_s=5)),
         ({}, "NODE_LOST", None),  # final unless it is listed
         ({"NODE_LOST": {"attempts": 3}}, "NODE_LOST", Retry(attempts=3)),
         ({"START_TIMEOUT": {"attempts": 2}}, "START_TIMEOUT", Retry(attempts=2)),

@@ -1,0 +1,193 @@
+"""When the end of a fleet's own process is its loss, and what it was doing by then."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tasks.processes.attempt import failure_of
+from tasks.record.causes import doing_of, with_fleet_lost
+from tasks.record.events import Event
+from tasks.record.outcome import Exit, Failure, Verdict
+from tasks.record.places import AttemptPlace
+from tasks.record.states import RunState
+from tasks.spec.failure_kinds import FailureKind
+from tests.support.fleet_clock import in_virtual_time
+from tests.support.fleet_fakes import serving
+
+CRASH = 'Traceback (most recent call last):\n  File "fleet.py", line 8, in run\nKeyError: 7\n'
+#: A fleet that cannot go on quotes a server, and then says why; to close its host may fail.
+GAVE_UP = f"CUDA out of memory\nFleetError: ranks 0 failed to start 3 times\nERROR x\n{CRASH}"
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> AttemptPlace:
+    return AttemptPlace(directory=tmp_path, number=1)
+
+
+def told(name: str, **fields: Any) -> Event:
+    return Event(at=1.0, name=name, fields=fields)
+
+
+def moved(engine: int, before: str, after: str, cause: str = "") -> Event:
+    move = {"group": engine, "ranks": [engine], "before": before, "after": after, "cause": cause}
+    return told("rollout.group.state", **move, epoch=1)
+
+
+#: Two of three serve, the last one is started again.
+LIFE = [
+    *(moved(engine, "starting", "active") for engine in range(3)),
+    moved(2, "active", "inactive", "rank 2 died"),
+    moved(2, "inactive", "recovering", "rank 2 died"),
+]
+
+
+def judged(
+    place: AttemptPlace,
+    log: str = "INFO gateway on http://127.0.0.1:8000\n",
+    *,
+    code: int | None = None,
+    signal: int | None = None,
+    component: str = "rollout",
+) -> Failure:
+    """What becomes of a component that ended so, with this log."""
+    place.log(component).write_text(log)
+    place.fleet_events.write_text("".join(f"{event.as_line()}\n" for event in LIFE))
+    ended = Exit(exit_code=code, signal=signal, at_monotonic_s=1.0)
+    message = f"{component} (pid 7) ended"
+    failure = failure_of(component, log, message=message, rule="exit", exit=ended)
+    verdict = with_fleet_lost(Verdict.failed(failure, 1.0), place, 3)
+    assert verdict.failure is not None and verdict.message == str(verdict.failure)
+    return verdict.failure
+
+
+@pytest.mark.parametrize(
+    ("end", "log"),
+    [
+        ({"signal": 9}, "INFO gateway on http://127.0.0.1:8000\n"),
+        ({"signal": 11}, "Fatal Python error: Segmentation fault\n"),
+        # an exception that nobody catches; also one of which the text would blame the user
+        ({"code": 1}, CRASH),
+        ({"code": 1}, ""),
+        # told to end, and not by the run
+        ({"code": 0}, "INFO stopped\n"),
+        # what its servers died of before is not what it died of
+        ({"signal": 9}, "WARNING server.died why=ray.exceptions.NodeDiedError: lost\n"),
+        # its guardian was killed, and took it along
+        ({}, "INFO gateway on http://127.0.0.1:8000\n"),
+    ],
+)
+def test_a_process_that_was_killed_or_crashed_is_lost(
+    place: AttemptPlace, end: dict[str, int], log: str
+) -> None:
+    lost = judged(place, log, **end)
+
+    assert (lost.kind, lost.rule) == (FailureKind.FLEET_LOST, "fleet-lost")
+    assert lost.message.startswith("rollout (pid 7) ended")
+    doing = "at its end 2 of 3 engines served, engine 2 was recovering"
+    assert lost.message.endswith(f"; {doing}")
+
+
+@pytest.mark.parametrize(
+    ("end", "log", "kind"),
+    [
+        ({"code": 1}, GAVE_UP, "CUDA_OOM"),
+        ({"code": 1}, "FleetError: 1 of 2 engines are left, 2 are needed\n", "RUNTIME_ERROR"),
+        ({"code": 2}, "FleetError: rollout-plan.json is no plan of a fleet\n", "RUNTIME_ERROR"),
+        # what would be killed again
+        ({"code": 1}, "MemoryError\n", "HOST_OOM"),
+        ({"signal": 9}, "Memory cgroup out of memory: Killed process 7 (python)\n", "HOST_OOM"),
+        # another's end
+        ({"signal": 9, "component": "trainer"}, "step 8\n", "UNKNOWN"),
+    ],
+)
+def test_what_has_a_reason_of_its_own_is_no_loss(
+    place: AttemptPlace, end: dict[str, Any], log: str, kind: str
+) -> None:
+    kept = judged(place, log, **end)
+
+    assert kept.kind.value == kind
+    assert "engines served" not in kept.message
+
+
+@pytest.mark.parametrize(("kind", "rule"), [("STALLED", "live"), ("NOT_READY", "not-ready")])
+def test_a_fleet_that_lives_is_not_lost(place: AttemptPlace, kind: str, rule: str) -> None:
+    failure = Failure(kind=FailureKind(kind), component="rollout", message="m", rule=rule)
+    verdict = Verdict.failed(failure, 1.0)
+
+    assert with_fleet_lost(verdict, place, 3) is verdict
+
+
+def test_a_verdict_that_is_no_failure_stays(place: AttemptPlace) -> None:
+    verdict = Verdict(state=RunState.COMPLETED, message="60/60 steps")
+
+    assert with_fleet_lost(verdict, place, 3) is verdict
+
+
+def test_what_is_left_of_a_lost_fleet_is_still_known(place: AttemptPlace) -> None:
+    failure = Failure(
+        kind=FailureKind.UNKNOWN,
+        component="rollout",
+        message="killed",
+        rule="exit",
+        signal="SIGKILL",
+    )
+    verdict = Verdict.failed(failure, 1.0).with_remains({"rollout": (7,)})
+
+    lost = with_fleet_lost(verdict, place, 1)
+
+    assert lost.left == {"rollout": (7,)}
+    assert lost.failure is not None and lost.failure.kind is FailureKind.FLEET_LOST
+    # of a process that came to write nothing
+    assert lost.message.endswith("at its end 0 of 1 engines served, engine 0 was starting")
+
+
+@pytest.mark.parametrize(
+    ("events", "doing"),
+    [
+        ([], "0 of 3 engines served, engines 0, 1, 2 were starting"),
+        (LIFE[:1], "1 of 3 engines served, engines 1, 2 were starting"),
+        (LIFE[:3], "3 of 3 engines served"),
+        (LIFE, "2 of 3 engines served, engine 2 was recovering"),
+        (
+            [*LIFE, moved(0, "active", "stale"), moved(1, "active", "suspect")],
+            "1 of 3 engines served, engine 2 was recovering, engine 0 was stale",
+        ),
+        (
+            [*LIFE[:3], told("rollout.sync.begun"), told("rollout.sync.broadcast")],
+            "3 of 3 engines served, weights were being synced",
+        ),
+        (
+            [*LIFE[:3], told("rollout.sync.begun"), told("rollout.sync.committed")],
+            "3 of 3 engines served",
+        ),
+    ],
+)
+def test_what_a_fleet_was_doing_is_told_by_its_last_events(events: list[Event], doing: str) -> None:
+    assert doing_of(events, 3) == doing
+
+
+@in_virtual_time
+async def test_what_a_fleet_was_doing_is_not_that_it_was_stopped() -> None:
+    stage = await serving(3)
+
+    await stage.fleet.stop()
+
+    events = [told(name, **json.loads(json.dumps(fields))) for _, name, fields in stage.events]
+    assert doing_of(events, 3) == "3 of 3 engines served"
+
+
+def test_a_line_that_a_kill_cut_short_is_left_out(place: AttemptPlace) -> None:
+    judged(place, signal=9)
+    with place.fleet_events.open("a") as f:
+        f.write('{"at": 3.0, "event": "rollout.gro')
+    killed = Failure(
+        kind=FailureKind.UNKNOWN, component="rollout", message="m", rule="exit", signal="SIGKILL"
+    )
+
+    lost = with_fleet_lost(Verdict.failed(killed, 1.0), place, 3)
+
+    assert "2 of 3 engines served" in lost.message
