@@ -3,14 +3,17 @@ process says brought into the run's events."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import secrets
+import socket
 import sys
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from tasks.processes.component import ComponentPlan
 from tasks.processes.containment import Containment, Level
@@ -22,6 +25,7 @@ from tasks.rollout.building import LOOPBACK, is_loopback, planned, ports_needed
 from tasks.rollout.plan import SERVERS_ENV, FleetPlan
 from tasks.rollout.topology import TopologyPlan
 from tasks.spec.errors import Fault
+from tasks.spec.placeholders import ROLLOUT_ENGINES, ROLLOUT_URL, uses_in
 from tasks.spec.probes import LiveProbe, ReadyProbe
 from tasks.spec.rollout import Rollout
 from tasks.spec.run import FLEET, OnExitZero, RunSpec
@@ -34,6 +38,11 @@ STOP_MARGIN_S = 30.0
 #: What its start needs beside that of a server; on Ray it may wait for room first.
 _START_MARGIN_S, _RAY_MARGIN_S = 60.0, 360.0
 _LIVE_EVERY_S = 10.0
+#: A gateway listens on every address of its machine there.
+_EVERY_ADDRESS = ("0.0.0.0", "::")
+#: Nobody's, kept for documentation: the way to them is the way to any other machine.
+_ELSEWHERE = ("198.51.100.1", "2001:db8::1")
+_ANY_PORT = 9
 #: Ray would write a native stack into the log at SIGTERM, by which a fleet is told to end.
 _QUIET_RAY = {"RAY_DISABLE_FAILURE_SIGNAL_HANDLER": "1"}
 
@@ -54,17 +63,47 @@ def node_gpus(spec: RunSpec) -> int | None:
 
 
 def fleet_names(spec: RunSpec, ports: Mapping[str, int]) -> dict[str, str]:
-    """What a fleet adds to the names of a spec."""
-    if spec.fleet is None:
+    """What a fleet adds to the names of a spec, as the components that use them reach it."""
+    fleet = spec.fleet
+    if fleet is None:
         return {}
-    return {f"{FLEET}.url": gateway_url(spec.fleet.host, ports[_PORT])}
+    host = fleet.host
+    if host in _EVERY_ADDRESS and _uses_elsewhere(spec, ROLLOUT_URL):
+        host = _address_elsewhere(spec, host) or host
+    names = {ROLLOUT_URL: gateway_url(host, ports[_PORT])}
+    if fleet.placement == "local":
+        slots = planned(fleet, node_gpus(spec)).servers
+        taking = [
+            f"{LOOPBACK}:{ports[f'{_PORTS}server.{slot.rank}']}"
+            for slot in slots
+            if slot.is_entrypoint
+        ]
+        names[ROLLOUT_ENGINES] = ",".join(taking)
+    return names
 
 
 def gateway_url(host: str, port: int) -> str:
     """Where a gateway that listens on a host is reached from this machine."""
-    if host in ("0.0.0.0", "::", "", "localhost"):
+    if host in (*_EVERY_ADDRESS, "localhost"):
         host = LOOPBACK
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _address_elsewhere(spec: RunSpec, host: str) -> str | None:
+    """The address of this machine by which the nodes of the run's cluster reach a gateway on every
+    address: that by which it reaches the cluster's head, or any other machine where the head is on
+    this one. No packet is sent; None where it has no address but loopback."""
+    head = urlsplit(spec.ray.address or "").hostname if spec.ray is not None else None
+    family = socket.AF_INET if host == "0.0.0.0" else socket.AF_UNSPEC
+    for other in filter(None, (head, *_ELSEWHERE)):
+        with contextlib.suppress(OSError):
+            [found, *_] = socket.getaddrinfo(other, _ANY_PORT, family, socket.SOCK_DGRAM)
+            with socket.socket(*found[:3]) as one:
+                one.connect(found[4])
+                own = str(one.getsockname()[0])
+            if not is_loopback(own):
+                return own
+    return None
 
 
 def fleet_faults(spec: RunSpec, fleet: Rollout) -> list[Fault]:
@@ -74,7 +113,11 @@ def fleet_faults(spec: RunSpec, fleet: Rollout) -> list[Fault]:
     except ValueError as error:
         remedy = "change its sizes, or gang.gpus_per_node"
         return [Fault(path=f"components.{FLEET}", problem=str(error), remedy=remedy)]
-    return [*_faults_of_placement(plan), *_faults_of_gang(spec, plan)]
+    return [
+        *_faults_of_placement(plan),
+        *_faults_of_gang(spec, plan),
+        *_faults_of_addresses(spec, fleet),
+    ]
 
 
 def _faults_of_placement(plan: TopologyPlan) -> Iterator[Fault]:
@@ -94,6 +137,49 @@ def _faults_of_placement(plan: TopologyPlan) -> Iterator[Fault]:
         )
         remedy = "write 1, or expert_parallel, which has a server for each rank"
         yield Fault(path=path, problem=problem, remedy=remedy)
+
+
+def _faults_of_addresses(spec: RunSpec, fleet: Rollout) -> Iterator[Fault]:
+    """What uses an address that it could not reach, or that nobody knows yet."""
+    host = f"components.{FLEET}.host"
+    for path, name in _uses_elsewhere(spec, ROLLOUT_URL):
+        if is_loopback(fleet.host):
+            problem = f"{name} runs on the cluster, and the gateway listens on {fleet.host} only"
+            remedy = f'write {host}: "0.0.0.0", or an address of this machine'
+            yield Fault(path=path, problem=problem, remedy=remedy)
+        elif fleet.host in _EVERY_ADDRESS and _address_elsewhere(spec, fleet.host) is None:
+            problem = f"{name} runs on the cluster, and this machine has no address but loopback"
+            remedy = f"write the address by which it reaches this machine as {host}"
+            yield Fault(path=path, problem=problem, remedy=remedy)
+    elsewhere = dict(_uses_elsewhere(spec, ROLLOUT_ENGINES))
+    for use in uses_in(spec.written()):
+        if use.name != ROLLOUT_ENGINES:
+            continue
+        if fleet.placement == "ray":
+            problem = f"{use}: where the engines of a fleet on Ray are is known once they run"
+            remedy = f"have the program ask GET ${{{ROLLOUT_URL}}}/muster/rollout for them"
+            yield Fault(path=use.path, problem=problem, remedy=remedy)
+        elif use.path in elsewhere:
+            name = elsewhere[use.path]
+            problem = f"{name} runs on the cluster, and local engines listen on this machine alone"
+            remedy = f"write ${{{ROLLOUT_URL}}}, or launcher: process"
+            yield Fault(path=use.path, problem=problem, remedy=remedy)
+
+
+def _uses_elsewhere(spec: RunSpec, name: str) -> list[tuple[str, str]]:
+    """`(path, component)` of each use of a name by a program that may be on another machine. Its
+    probes are asked from here."""
+    jobs = [one for one, component in spec.processes.items() if component.launcher == "ray_job"]
+    if spec.fleet is not None and spec.fleet.placement == "ray":
+        jobs.append(FLEET)
+    found = []
+    for use in uses_in(spec.written()):
+        part, *rest = use.path.split(".")
+        if use.name == name and part == "env":
+            found += [(use.path, jobs[0])] if jobs else []
+        elif use.name == name and part == "components" and rest[1] not in ("ready", "live"):
+            found += [(use.path, rest[0])] if rest[0] in jobs else []
+    return found
 
 
 def _faults_of_gang(spec: RunSpec, plan: TopologyPlan) -> Iterator[Fault]:

@@ -26,11 +26,13 @@ class Kind(Enum):
     TEXT = "text"
     #: A regular expression: the value is matched literally.
     PATTERN = "pattern"
+    #: One word of a command: a list that stands in it alone becomes a word for each item.
+    WORD = "word"
     #: Of a fleet, which fills in the `${server.x}` itself, for each server, and then the `$${`.
     FLEET = "fleet"
 
 
-Change = Callable[[str, str, Kind], str]
+Change = Callable[[str, str, Kind], str | list[str]]
 
 # Leftmost first: `$${` is taken before the `${` inside it.
 _TOKEN = re.compile(r"\$\$\{|\$\{([^{}]*)\}|\$\{")
@@ -45,7 +47,7 @@ _PROBE: dict[str, object] = {
     "processes": Kind.PATTERN,
 }
 _COMPONENT: dict[str, object] = {
-    "command": _TEXTS,
+    "command": {"*": Kind.WORD},
     "env": _TEXTS,
     "cwd": Kind.TEXT,
     "ready": _PROBE,
@@ -72,6 +74,8 @@ _PLACES: dict[str, object] = {
 #: What the path or pattern of a stage's checkpoint may use.
 _OF_CHECKPOINTS = ("run.id", "run.dir", "attempt.number", "attempt.dir")
 _ALWAYS = (*_OF_CHECKPOINTS, "attempt.resume_from")
+#: Where a fleet is reached, and where each of its engines is: items with a comma between them.
+ROLLOUT_URL, ROLLOUT_ENGINES = "rollout.url", "rollout.engines"
 
 SERVER, STAGE = "server.", "stage."
 #: What is known of an earlier stage: its last complete checkpoint, and its run's folder and id.
@@ -133,7 +137,8 @@ def substituted(
 
 
 def rewritten(data: object, change: Change) -> object:
-    """A written spec in which `change(path, text, kind)` replaced each text.
+    """A written spec in which `change(path, text, kind)` replaced each text, one in a list by
+    several where it gives a list.
 
     What holds no placeholders is not copied, and nothing is looked at deeper than a spec goes:
     YAML can write a mapping that holds itself.
@@ -154,10 +159,11 @@ def _rewritten(node: object, pattern: object, path: str, change: Change) -> obje
             for key, value in node.items()
         }
     if isinstance(node, list | tuple):
-        return [
-            _rewritten(value, pattern.get("*"), joined(path, index), change)
-            for index, value in enumerate(node)
-        ]
+        items: list[object] = []
+        for index, value in enumerate(node):
+            item = _rewritten(value, pattern.get("*"), joined(path, index), change)
+            items += item if isinstance(value, str) and isinstance(item, list) else [item]
+        return items
     return node
 
 
@@ -184,7 +190,7 @@ def names_in(data: object) -> frozenset[str]:
     for component, keys in mapping(mapping(data).get("components")).items():
         names.add(f"{component}.port")
         if component == "rollout":
-            names.add("rollout.url")
+            names.update((ROLLOUT_URL, ROLLOUT_ENGINES))
         ports = mapping(keys).get("ports")
         if isinstance(ports, list | tuple):
             names.update(f"{component}.ports.{port}" for port in ports)
@@ -201,9 +207,12 @@ def numbers_in(data: object) -> Iterator[tuple[str, str, int]]:
 
 def run_filled_in(data: object, value_of: Callable[[str], str]) -> object:
     """The written spec with a value for each of the run's names, which a regular expression
-    matches literally."""
+    matches literally. The list of engines is several words of a command where it is one of them,
+    as an option with `nargs="+"` takes them."""
 
-    def change(_path: str, text: str, kind: Kind) -> str:
+    def change(_path: str, text: str, kind: Kind) -> str | list[str]:
+        if kind is Kind.WORD and text == f"${{{ROLLOUT_ENGINES}}}":
+            return value_of(ROLLOUT_ENGINES).split(",")
         quoted = re.escape if kind is Kind.PATTERN else str
         is_left = (lambda name: name.startswith(SERVER)) if kind is Kind.FLEET else None
         return substituted(text, lambda name: quoted(value_of(name)), is_left=is_left)

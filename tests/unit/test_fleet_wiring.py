@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import stat
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -14,6 +16,7 @@ from tasks.processes.component import AttemptPlan
 from tasks.processes.containment import Containment, Level
 from tasks.record.events import Event, EventLog
 from tasks.record.places import AttemptPlace
+from tasks.rollout.building import is_loopback
 from tasks.rollout.component import FleetTail, fleet_faults, fleet_names, fleet_ports, prepare_fleet
 from tasks.rollout.plan import TOKEN_ENV, BadPlan, FleetPlan
 from tasks.rollout.process import devices_of
@@ -157,6 +160,14 @@ def spec_of(**fleet: object) -> RunSpec:
     )
 
 
+def of_fleet(fleet: dict[str, Any], **changes: Any) -> RunSpec:
+    """The same run with this fleet; a change is a component's, or of the run."""
+    data = spec_of().written()
+    components = {**data["components"], "rollout": fleet}
+    components |= {name: changes.pop(name) for name in [*changes] if name in components}
+    return RunSpec.model_validate({**data, **changes, "components": components})
+
+
 PORTS = {"rollout.port": 15000, "rollout.ports.server.0": 15001, "rollout.ports.server.1": 15002}
 
 
@@ -199,7 +210,140 @@ def test_no_ports_of_this_machine_are_held_for_servers_on_ray() -> None:
     ],
 )
 def test_the_gateway_is_reached_from_this_machine_at(host: str, url: str) -> None:
-    assert fleet_names(spec_of(host=host), PORTS) == {"rollout.url": url}
+    assert fleet_names(spec_of(host=host), PORTS)["rollout.url"] == url
+
+
+def test_local_engines_are_known_by_their_entrypoints() -> None:
+    ports = {**PORTS, "rollout.ports.engine.0": 15003, "rollout.ports.engine.1": 15004}
+    experts = {"backend": "lmdeploy", "model": "m", "expert_parallel": 2, "engines": 1}
+
+    of_two_engines = fleet_names(spec_of(), ports)
+    of_one_with_two_servers = fleet_names(of_fleet(experts), ports)
+
+    assert of_two_engines["rollout.engines"] == "127.0.0.1:15001,127.0.0.1:15002"
+    assert of_one_with_two_servers["rollout.engines"] == of_two_engines["rollout.engines"]
+
+
+def test_where_engines_on_ray_are_is_not_known_before_they_run() -> None:
+    assert "rollout.engines" not in fleet_names(spec_of(placement="ray"), PORTS)
+
+
+JOB = {"launcher": "ray_job", "command": ["train", "${rollout.url}"]}
+
+
+def test_a_job_of_the_cluster_is_told_an_address_at_which_this_machine_listens() -> None:
+    spec = of_fleet({**FLEET, "host": "0.0.0.0"}, trainer=JOB)
+    with socket.create_server(("0.0.0.0", 0)) as listener:
+        port = listener.getsockname()[1]
+        if faults_of(spec):
+            pytest.skip("this machine has no address but loopback")
+
+        url = urlsplit(fleet_names(spec, {**PORTS, "rollout.port": port})["rollout.url"])
+
+        assert url.hostname is not None and not is_loopback(url.hostname)
+        socket.create_connection((url.hostname, port), timeout=10).close()
+
+
+@pytest.mark.parametrize(
+    ("rollout", "trainer", "more", "path", "problem", "remedy"),
+    [
+        # the gateway is on loopback
+        (
+            {},
+            JOB,
+            {},
+            "components.trainer.command.1",
+            "trainer runs on the cluster, and the gateway listens on 127.0.0.1 only",
+            'components.rollout.host: "0.0.0.0"',
+        ),
+        (
+            {"host": "localhost"},
+            {**JOB, "command": ["train"], "env": {"URL": "at ${rollout.url}/v1"}},
+            {},
+            "components.trainer.env.URL",
+            "listens on localhost only",
+            "or an address of this machine",
+        ),
+        # what every component gets
+        (
+            {},
+            {**JOB, "command": ["train"]},
+            {"env": {"URL": "${rollout.url}"}},
+            "env.URL",
+            "trainer runs on the cluster",
+            "",
+        ),
+        # servers on the nodes of a cluster
+        (
+            {"placement": "ray", "args": ["${rollout.url}"]},
+            {"command": ["train"]},
+            {},
+            "components.rollout.args.0",
+            "rollout runs on the cluster",
+            "",
+        ),
+        # engines
+        (
+            {"placement": "ray"},
+            {"command": ["train", "${rollout.engines}"]},
+            {},
+            "components.trainer.command.1",
+            "${rollout.engines}: where the engines of a fleet on Ray are is known once they run",
+            "GET ${rollout.url}/muster/rollout",
+        ),
+        (
+            {"host": "0.0.0.0"},
+            {**JOB, "command": ["train", "${rollout.engines}"]},
+            {},
+            "components.trainer.command.1",
+            "trainer runs on the cluster, and local engines listen on this machine alone",
+            "launcher: process",
+        ),
+    ],
+)
+def test_an_address_that_cannot_be_reached_from_where_it_is_used_is_refused(
+    rollout: dict[str, Any],
+    trainer: dict[str, Any],
+    more: dict[str, Any],
+    path: str,
+    problem: str,
+    remedy: str,
+) -> None:
+    [fault] = faults_of(of_fleet({**FLEET, **rollout}, trainer=trainer, **more))
+
+    assert fault.path == path
+    assert problem in fault.problem
+    assert remedy in fault.remedy
+
+
+@pytest.mark.parametrize(
+    ("rollout", "trainer"),
+    [
+        # on this machine, whatever else is on the cluster
+        ({}, {"command": ["train", "${rollout.url}", "${rollout.engines}"]}),
+        ({"placement": "ray"}, {"command": ["train", "${rollout.url}"]}),
+        # a probe of a job is asked from here
+        ({}, {**JOB, "command": ["train"], "ready": {"http": "${rollout.url}/muster/health"}}),
+        # an address of its own
+        ({"host": "10.0.0.7"}, JOB),
+    ],
+)
+def test_an_address_may_be_used_where_it_is_reached(
+    rollout: dict[str, Any], trainer: dict[str, Any]
+) -> None:
+    assert faults_of(of_fleet({**FLEET, **rollout}, trainer=trainer)) == []
+
+
+def test_a_machine_that_no_other_can_reach_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(*_: object) -> Any:
+        raise OSError("Network is unreachable")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unreachable)
+
+    [fault] = faults_of(of_fleet({**FLEET, "host": "0.0.0.0"}, trainer=JOB))
+
+    assert fault.path == "components.trainer.command.1"
+    assert "this machine has no address but loopback" in fault.problem
 
 
 def test_a_fleet_is_a_component_in_the_order_of_the_spec(place: AttemptPlace) -> None:
@@ -370,10 +514,8 @@ def test_engines_that_cannot_be_where_they_are_placed_are_refused(
     fleet: dict[str, Any], placement: str, problem: str, remedy: str
 ) -> None:
     model = {} if fleet["backend"] == "command" else {"model": "m"}
-    rollout = {**model, **fleet, "placement": placement}
-    data = {**spec_of().written(), "components": {"rollout": rollout}}
 
-    [fault] = faults_of(RunSpec.model_validate(data))
+    [fault] = faults_of(of_fleet({**model, **fleet, "placement": placement}))
 
     assert fault.path == "components.rollout.nodes_per_engine"
     assert problem in fault.problem
@@ -389,10 +531,7 @@ def test_engines_that_cannot_be_where_they_are_placed_are_refused(
     ],
 )
 def test_an_engine_over_nodes_may_be_on_ray(layout: dict[str, Any]) -> None:
-    rollout = {"model": "m", **layout, "placement": "ray"}
-    data = {**spec_of().written(), "components": {"rollout": rollout}}
-
-    assert faults_of(RunSpec.model_validate(data)) == []
+    assert faults_of(of_fleet({"model": "m", **layout, "placement": "ray"})) == []
 
 
 @pytest.mark.parametrize(

@@ -103,6 +103,20 @@ def test_texts_of_a_fleet_know_the_run_and_leave_the_servers_names_to_it() -> No
     assert filled.env == {"PEER": "15000"}
 
 
+def test_the_list_of_engines_is_as_many_words_of_a_command_and_elsewhere_one_text() -> None:
+    trainer = {
+        "command": ["train", "--engines", "${rollout.engines}", "--all=${rollout.engines}", "--x"],
+        "env": {"ENGINES": "${rollout.engines}"},
+    }
+    spec = spec_of(components={"rollout": FLEET, "trainer": trainer})
+
+    filled = resolve(spec, {"rollout.engines": "h:1,h:2"}, ROOT).processes["trainer"]
+
+    assert faults_in(spec.written()) == ()
+    assert filled.command == ("train", "--engines", "h:1", "h:2", "--all=h:1,h:2", "--x")
+    assert filled.env == {"ENGINES": "h:1,h:2"}
+
+
 def test_a_name_that_neither_the_run_nor_a_fleet_knows_is_a_fault() -> None:
     [fault] = faults_of(spec_of(components={"rollout": {**FLEET, "args": ["${api.port}"]}}))
 
