@@ -401,8 +401,7 @@ def _is_fleet_lost(failure: Failure, place: AttemptPlace) -> bool:
     has_ended = failure.has_ended or failure.rule == "exit"
     if failure.component != FLEET or not has_ended or failure.kind is FailureKind.HOST_OOM:
         return False
-    is_failed = failure.exit_code not in (None, 0)
-    return not (is_failed and _OWN_REASON.search(read_tail(place.log(FLEET))))
+    return not _OWN_REASON.search(read_tail(place.log(FLEET)))
 
 
 def doing_of(events: Iterable[Event], engines: int) -> str:
