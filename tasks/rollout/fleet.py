@@ -111,7 +111,7 @@ class Fleet:
         self._health = Health(self._parts)
         #: What requests tell, for the gateway.
         self.note_failure = self._health.note_failure
-        self.note_success = self._health.note_success
+        self.note_tokens = self._health.note_tokens
         self._recovery = Recovery(self._parts, self._health, rebind=rebind)
         self.registry.listen(
             # First: what has failed gets no more requests, whatever the others do about it.

@@ -14,7 +14,7 @@ import logging
 import re
 import socket
 import struct
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -134,6 +134,27 @@ def session_of(headers: MultiMapping[str], body: bytes | None) -> str | None:
     return None
 
 
+#: Where the APIs of OpenAI, SGLang and LMDeploy generate.
+_GENERATIONS = frozenset(
+    {
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/responses",
+        "/generate",
+        "/v1/chat/interactive",
+    }
+)
+
+
+def is_generation(method: str, target: str, backend: str) -> bool:
+    """Whether a request is for tokens. A `command` may serve any API: there each POST is.
+
+    Args:
+        target: the path, with its query.
+    """
+    return method == "POST" and (backend == "command" or target.partition("?")[0] in _GENERATIONS)
+
+
 def _without(headers: MultiMapping[str], dropped: frozenset[str]) -> CIMultiDict[str]:
     if "Connection" in headers:
         listed = ",".join(headers.getall("Connection"))
@@ -185,8 +206,6 @@ _log = logging.getLogger(__name__)
 _SOON = {"Retry-After": "1"}
 #: An answer of at most so many bytes is sent once it is there as a whole.
 _WHOLE_BYTES = 64 * 1024
-#: A server is said to work at most this often, however many pieces it sends.
-_GOOD_NEWS_EACH_S = 1.0
 #: What tells that this machine, not the server, is at its end.
 _SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.EADDRNOTAVAIL})
 #: What a client that is cut off has not read by then is lost.
@@ -232,18 +251,28 @@ class Forwarder:
 
     Args:
         is_token_own: Authorization headers hold the gateway's token, so servers don't get them.
+        backend: of the fleet.
     """
 
-    def __init__(self, fleet: Fleet, *, limits: RequestLimits, is_token_own: bool) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        *,
+        limits: RequestLimits,
+        is_token_own: bool,
+        backend: str = "command",
+    ) -> None:
         self.router = fleet.router
         self.line = WaitingLine(fleet.router)
         self.flights = Flights()
         self.limits = limits
+        self.backend = backend
         self.not_passed_on = _NOT_FOR_SERVERS | ({"authorization"} if is_token_own else set())
         #: Why nothing is tried again any more; None: it is.
         self.is_over: str | None = None
         self._fleet = fleet
-        self._good_at: dict[tuple[int, int], float] = {}
+        #: By rank and epoch: pieces of what an incarnation has generated for requests.
+        self.tokens: Counter[tuple[int, int]] = Counter()
         self.client = aiohttp.ClientSession(
             # Kept for less long than uvicorn does, 5 s, so that it does not close one in use.
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=4),
@@ -262,21 +291,17 @@ class Forwarder:
         return await _Passage(self, request).run()
 
     def good(self, entrypoint: Entrypoint) -> None:
-        """A piece of an answer came."""
-        now = now_s()
-        if now - self._good_at.get(entrypoint.key, -_GOOD_NEWS_EACH_S) >= _GOOD_NEWS_EACH_S:
-            self._good_at[entrypoint.key] = now
-            self._fleet.note_success(*entrypoint.key)
+        """A piece of a generation's answer came."""
+        self.tokens[entrypoint.key] += 1
+        self._fleet.note_tokens(*entrypoint.key, self.tokens[entrypoint.key])
 
     def failed(self, entrypoint: Entrypoint, why: str) -> None:
         """A server did not do its part. Not to be called within a flight, which it may end."""
         _log.info("rank %d, epoch %d: %s", *entrypoint.key, why)
-        self._good_at.pop(entrypoint.key, None)
         self._fleet.note_failure(*entrypoint.key, why)
 
     def _entrypoints_gone(self, gone: tuple[Entrypoint, ...]) -> None:
         for entrypoint in gone:
-            self._good_at.pop(entrypoint.key, None)
             self.flights.abort(*entrypoint.key)
 
 
@@ -287,6 +312,7 @@ class _Passage:
         self._shared = shared
         self._request = request
         self._target = request.raw_path
+        self._is_generation = is_generation(request.method, request.raw_path, shared.backend)
         self._headers = _without(request.headers, shared.not_passed_on)
         #: None: it is passed on while it arrives, from `_stream`.
         self._body: bytes | None = b""
@@ -375,8 +401,6 @@ class _Passage:
                 self._is_busy_excused = True
                 raise _NotBegun("it answered 503")
             self._has_head = True
-            if server.status < 400:
-                self._shared.good(entrypoint)
             self._bad_status = server.status if server.status >= 500 else 0
             return await self._answer(server, entrypoint)
         finally:
@@ -407,10 +431,14 @@ class _Passage:
         headers = _without(server.headers, _HOP_BY_HOP)
         headers["X-Muster-Rank"] = str(entrypoint.rank)
         headers["X-Muster-Epoch"] = str(entrypoint.epoch)
+        # Neither a head nor another answer needs the engine.
+        is_generated = self._is_generation and server.status < 400
         if (length := server.content_length) is not None and length <= _WHOLE_BYTES:
             body = b""
             while piece := await self._piece(server):
                 body = body + piece if body else piece
+            if body and is_generated:
+                self._shared.good(entrypoint)
             return web.Response(
                 status=server.status, reason=server.reason, headers=headers, body=body
             )
@@ -419,7 +447,9 @@ class _Passage:
             self._begun = answer
             await answer.prepare(self._request)
             while piece := await self._piece(server):
-                self._shared.good(entrypoint)
+                # What begins with a colon is a comment that keeps an event stream open.
+                if is_generated and not piece.startswith(b":"):
+                    self._shared.good(entrypoint)
                 await answer.write(piece)
             await answer.write_eof()
         except ConnectionError:

@@ -254,6 +254,7 @@ class Gateway:
         host: other than loopback only with a token.
         port: 0: any free one.
         token: what each request has to bring as `Authorization: Bearer TOKEN`.
+        backend: of the fleet.
 
     Raises: ValueError, for a host that others reach without a token.
     """
@@ -265,6 +266,7 @@ class Gateway:
         host: str = "127.0.0.1",
         port: int = 0,
         token: str | None = None,
+        backend: str = "command",
         limits: RequestLimits | None = None,
     ) -> None:
         self._access = Access(host, token)
@@ -273,6 +275,7 @@ class Gateway:
         self._is_token_own = token is not None
         self._host, self._port = host, port
         self._limits = limits or RequestLimits()
+        self._backend = backend
         self._listener: asyncio.Server | None = None
         self._connections: web.Server | None = None
         self._forwarder: Forwarder | None = None
@@ -300,7 +303,10 @@ class Gateway:
             raise RuntimeError("the gateway was started before")
         _allow_connections()
         self._forwarder = Forwarder(
-            self._fleet, limits=self._limits, is_token_own=self._is_token_own
+            self._fleet,
+            limits=self._limits,
+            is_token_own=self._is_token_own,
+            backend=self._backend,
         )
         self._connections = web.Server(
             self._handle,

@@ -32,8 +32,6 @@ _URGENT_EVERY_S = 1.0
 _CUT_EVERY_S = 5.0
 #: What a host needs beside the server's own time, at most, to reach the server's machine.
 _HOST_EXTRA_S = 15.0
-#: Fewer failed requests in a row say nothing.
-_REQUESTS_AT_LEAST = 5
 _NO_TOKEN = (
     "this backend has no question that generates a token: an engine that is dead behind a live "
     "HTTP server is not seen"
@@ -70,16 +68,16 @@ class Evidence:
         """A probe was answered with yes: what was before is forgotten."""
         return Evidence()
 
-    def after_answer(self) -> Evidence:
-        """A request was answered: the server is not silent, whatever it says to probes."""
+    def after_tokens(self) -> Evidence:
+        """It generates for a request: it is not silent, whatever it says to probes."""
         return self if self.refusals else Evidence()
 
     def after_probe(self, reason: str, *, is_excused: bool = False) -> Evidence:
         """A probe that failed.
 
         Args:
-            is_excused: a request was answered while it was outstanding. A server that prefills a
-                long prompt lets a probe time out. Source: sgl-project/sglang#22511.
+            is_excused: tokens for a request came while it was outstanding. A server that prefills
+                a long prompt lets a probe time out. Source: sgl-project/sglang#22511.
         """
         is_silence = isinstance(reason, NoReply)
         if is_excused and is_silence:
@@ -149,14 +147,16 @@ class _Watch:
     #: None where only its process is looked at.
     question: Ask | None
     evidence: Evidence = field(default_factory=Evidence)
-    #: Requests that failed in a row, to the last one that ended.
-    failed: int = 0
-    #: When the first of those did, in monotonic seconds as all of these.
-    failing_since_s: float = 0.0
-    #: A request has failed there, last.
+    #: Pieces of what it has generated for requests, so far.
+    tokens: int = 0
+    #: Probes since the last of those that were answered with yes after a request had failed, at
+    #: most one in each interval.
+    failing: int = 0
+    #: When the last token or the last of these probes came, in monotonic seconds as all of these.
+    failing_s: float = float("-inf")
+    #: A request has failed there, last, and why.
     failed_s: float = float("-inf")
-    #: A request was answered there, last.
-    answered_s: float = float("-inf")
+    failed_why: str = ""
     #: It was probed, last.
     probed_s: float = float("-inf")
     #: A request has failed: probe it now.
@@ -240,48 +240,30 @@ class Health:
             return
         before = watch.evidence
         watch.evidence = before.after_request(why, threshold=threshold)
-        watch.failed_s = now_s()
-        if not watch.failed:
-            watch.failing_since_s = watch.failed_s
-        watch.failed += 1
-        if sick := self._why_sick(watch):
-            self._fail(watch, f"rank {rank}: {sick}; the last one: {why}")
-            return
+        watch.failed_s, watch.failed_why = now_s(), why
         if watch.evidence is not before:
             self._tell_miss(watch)
             self._fleet.states.suspect(rank, epoch, why)
         watch.urgent.set()
 
-    def note_success(self, rank: int, epoch: int) -> None:
-        """A request was answered there. Cheap: it is called for each."""
+    def note_tokens(self, rank: int, epoch: int, count: int) -> None:
+        """It generates for a request. Cheap: it is called for each piece.
+
+        Args:
+            count: pieces of what it has generated, so far.
+        """
         watch = self._watch_of(rank, epoch)
         if watch is None:
             return
-        watch.answered_s = now_s()
-        watch.failed = 0
-        if watch.answered_s - watch.failed_s < self._urgent_every_s:
+        watch.tokens, watch.failing, watch.failing_s = count, 0, now_s()
+        if not watch.evidence.misses or rank in self._cut.ranks:
+            return
+        if watch.failing_s - watch.failed_s < self._urgent_every_s:
             # Of many requests at once some fail and some do not: it stays under suspicion a while.
             return
-        if watch.evidence.misses and rank not in self._cut.ranks:
-            watch.evidence = watch.evidence.after_answer()
-            if not watch.evidence.misses:
-                self._fleet.states.clear(rank, epoch)
-
-    def _why_sick(self, watch: _Watch) -> str:
-        """Of a server whose requests all fail while most others answer theirs; empty: it is not."""
-        lasts_s, settings = watch.failed_s - watch.failing_since_s, self._fleet.settings
-        if watch.failed < _REQUESTS_AT_LEAST or lasts_s < settings.misses * settings.interval_s:
-            return ""
-        others = [
-            one for one in self._watches.values() if one.slot.is_entrypoint and one is not watch
-        ]
-        well = [one for one in others if not one.failed and one.answered_s >= watch.failing_since_s]
-        if 2 * len(well) <= len(others):
-            return ""
-        return (
-            f"its last {watch.failed} requests failed, for {lasts_s:.0f} s, "
-            f"while {len(well)} of {len(others)} others answer theirs"
-        )
+        watch.evidence = watch.evidence.after_tokens()
+        if not watch.evidence.misses:
+            self._fleet.states.clear(rank, epoch)
 
     def misses_of(self, rank: int) -> int:
         """In a row, just now."""
@@ -374,7 +356,7 @@ class Health:
             is_last_word: one bad answer is enough, and nothing excuses it.
         """
         rank, epoch = watch.slot.rank, watch.epoch
-        began_s = watch.probed_s = now_s()
+        watch.probed_s, tokens = now_s(), watch.tokens
         if not self._fleet.host.is_alive(rank):
             self._fail(watch, f"rank {rank}: its process does not run")
             return
@@ -395,7 +377,7 @@ class Health:
                 return
             if reason is None:
                 self._note_yes(watch)
-            elif self._note_no(watch, reason, began_s, is_last_word) is HealthVerdict.SILENT:
+            elif self._note_no(watch, reason, tokens, is_last_word) is HealthVerdict.SILENT:
                 # No request is sent there while it is asked at home.
                 self._fleet.states.unreachable(rank, epoch, reason)
                 home = home or asyncio.create_task(self._ask_at_home(watch, timeout_s / 2))
@@ -406,16 +388,29 @@ class Health:
                 home.cancel()
 
     def _note_yes(self, watch: _Watch) -> None:
+        rank, settings = watch.slot.rank, self._fleet.settings
+        if watch.failed_s > watch.failing_s and (
+            not watch.failing or now_s() - watch.failing_s >= settings.interval_s
+        ):
+            watch.failing, watch.failing_s = watch.failing + 1, now_s()
+        if watch.failing > settings.misses > 0:
+            what = "it answers probes, and its requests fail one after the other, with no token out"
+            self._fail(watch, f"rank {rank}: {what}; the last one: {watch.failed_why}")
+            return
         watch.evidence = watch.evidence.after_yes()
-        self._fleet.states.reachable(watch.slot.rank, watch.epoch)
-        self._fleet.states.clear(watch.slot.rank, watch.epoch)
-        self._cut.over(watch.slot.rank)
+        self._fleet.states.reachable(rank, watch.epoch)
+        self._fleet.states.clear(rank, watch.epoch)
+        self._cut.over(rank)
 
     def _note_no(
-        self, watch: _Watch, reason: str, began_s: float, is_last_word: bool
+        self, watch: _Watch, reason: str, tokens: int, is_last_word: bool
     ) -> HealthVerdict:
+        """
+        Args:
+            tokens: how many it had generated when it was asked.
+        """
         rank, epoch, before = watch.slot.rank, watch.epoch, watch.evidence
-        is_excused = watch.answered_s >= began_s and not is_last_word
+        is_excused = watch.tokens != tokens and not is_last_word
         watch.evidence = before.after_probe(reason, is_excused=is_excused)
         if watch.evidence is before:
             return HealthVerdict.WELL

@@ -192,7 +192,13 @@ async def _run(plan: FleetPlan) -> int:
 
 async def _serve(plan: FleetPlan, fleet: Fleet, told: asyncio.Task[Any]) -> int:
     host = plan.fleet.host
-    gateway = Gateway(fleet, host=host, port=plan.port, token=plan.token or None)
+    gateway = Gateway(
+        fleet,
+        host=host,
+        port=plan.port,
+        token=plan.token or None,
+        backend=plan.fleet.sizes.backend,
+    )
     try:
         await gateway.start()
     except OSError as error:

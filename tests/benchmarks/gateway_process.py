@@ -22,7 +22,7 @@ class FixedFleet:
     def note_failure(self, rank: int, epoch: int, why: str) -> None:
         print(f"rank {rank}: {why}", file=sys.stderr)
 
-    def note_success(self, rank: int, epoch: int) -> None:
+    def note_tokens(self, rank: int, epoch: int, count: int) -> None:
         pass
 
     def snapshot(self) -> dict[str, Any]:

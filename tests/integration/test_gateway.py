@@ -38,7 +38,8 @@ class FakeFleet:
     def __init__(self, *, limit: int | None = None) -> None:
         self.router = Router(limit=limit)
         self.failures: list[tuple[int, int, str]] = []
-        self.successes: list[tuple[int, int]] = []
+        #: By rank and epoch.
+        self.tokens: dict[tuple[int, int], int] = {}
         self.orders: list[tuple[Any, ...]] = []
         self.hold: asyncio.Event | None = None
         self.refuses: Exception | None = None
@@ -52,8 +53,8 @@ class FakeFleet:
     def note_failure(self, rank: int, epoch: int, why: str) -> None:
         self.failures.append((rank, epoch, why))
 
-    def note_success(self, rank: int, epoch: int) -> None:
-        self.successes.append((rank, epoch))
+    def note_tokens(self, rank: int, epoch: int, count: int) -> None:
+        self.tokens[rank, epoch] = count
 
     def snapshot(self) -> dict[str, Any]:
         return {"state": "serving"}
@@ -290,15 +291,29 @@ async def test_an_answer_is_passed_on_whatever_it_says(status: int) -> None:
         assert (answer.status, content) == (status, {"error": f"told to answer {status}"})
         assert at.counted("begun") == [1, 0]
         assert [one[:2] for one in at.fleet.failures] == ([(0, 1)] if status >= 500 else [])
-        assert not at.fleet.successes
+        assert not at.fleet.tokens
 
 
-async def test_answers_are_evidence_that_a_server_works() -> None:
-    async with scene(1) as at:
-        for _ in range(5):
+async def test_what_a_server_has_generated_is_counted_and_nothing_else() -> None:
+    async with scene(1, backend="vllm") as at:
+        for path in ("/v1/models", "/large?bytes=200000", "/health"):
+            async with at.ask(path, method="GET") as answer:
+                assert answer.status == 200 and await answer.read()
+        async with at.ask("/flush_cache") as answer:
+            assert answer.status == 200 and await answer.read()
+        assert not at.fleet.tokens
+
+        for count in range(5):
             await at.rank_of()
+            assert at.fleet.tokens == {(0, 1): count + 1}
 
-        assert at.fleet.successes == [(0, 1)]  # not more often than each second
+        at.servers[0].misbehave(kind="step")
+        async with at.ask(json={"stream": True, "max_tokens": 3}) as answer:
+            assert at.fleet.tokens == {(0, 1): 5}  # its head alone
+            for count in range(3):
+                at.servers[0].step()
+                await answer.content.readuntil(b"\n\n")
+                assert at.fleet.tokens[0, 1] >= 6 + count
         assert not at.fleet.failures
 
 

@@ -21,7 +21,7 @@ def after(history: str, threshold: int = 3) -> Evidence:
     """
     Args:
         history: a letter each. y yes, n bad answer, s silence, x silence that is excused, r a
-            request that failed, a one that was answered.
+            request that failed, t tokens of one that is answered.
     """
     evidence = Evidence()
     for what in history:
@@ -32,7 +32,7 @@ def after(history: str, threshold: int = 3) -> Evidence:
             "x": lambda e: e.after_probe(SILENT, is_excused=True),
             "b": lambda e: e.after_probe(BAD, is_excused=True),
             "r": lambda e: e.after_request("reset", threshold=threshold),
-            "a": lambda e: e.after_answer(),
+            "t": lambda e: e.after_tokens(),
         }[what](evidence)
     return evidence
 
@@ -62,16 +62,16 @@ def after(history: str, threshold: int = 3) -> Evidence:
         ("rrrrrrrrr", 3, HealthVerdict.SUSPECT),
         ("rrrrrrrrr", 1, HealthVerdict.WELL),
         ("nnrrrrr", 3, HealthVerdict.SUSPECT),
-        # a request was answered meanwhile
+        # tokens for a request came meanwhile
         ("xxxxx", 3, HealthVerdict.WELL),
         ("ssx", 3, HealthVerdict.SUSPECT),
         # which excuses no bad answer
         ("bbb", 3, HealthVerdict.SICK),
-        # a request that is answered ends a silence
-        ("ssas", 3, HealthVerdict.SUSPECT),
-        ("rra", 3, HealthVerdict.WELL),
-        # and says nothing against what the server itself says
-        ("nnan", 3, HealthVerdict.SICK),
+        # they end a silence
+        ("ssts", 3, HealthVerdict.SUSPECT),
+        ("rrt", 3, HealthVerdict.WELL),
+        # and say nothing against what the server itself says
+        ("nntn", 3, HealthVerdict.SICK),
     ],
 )
 def test_the_verdict_follows_from_what_came_in_a_row(

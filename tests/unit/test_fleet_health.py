@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from random import Random
+from typing import Any
 
 import pytest
+from aiohttp.test_utils import make_mocked_request
+from multidict import CIMultiDict
 
 from tasks.record.states import GroupState
+from tasks.rollout.forwarding import Forwarder, RequestLimits, is_generation
+from tasks.rollout.probing import NoReply
 from tests.support.fleet_clock import in_virtual_time, now_s, run
 from tests.support.fleet_fakes import Stage, serving
 
@@ -24,6 +32,75 @@ def cut(stage: Stage, *ranks: int) -> None:
     """The network between is gone; asked from its own machine it answers."""
     for rank in ranks:
         stage.host[rank].answers = "hang"
+
+
+async def every(seconds: float, piece: bytes) -> AsyncIterator[bytes]:
+    while True:
+        await asyncio.sleep(seconds)
+        yield piece
+
+
+@dataclass(kw_only=True)
+class Answer:
+    """Of a server, as aiohttp's client gives it; what is not `whole` never ends."""
+
+    status: int = 200
+    whole: bytes | None = None
+    pieces: Iterable[bytes] | AsyncIterator[bytes] | None = None
+    reason: str = "As Told"
+    headers: CIMultiDict[str] = field(default_factory=CIMultiDict)
+
+    def __post_init__(self) -> None:
+        self.content = self
+        self.content_length = None if self.whole is None else len(self.whole)
+        self._left = self._all()
+
+    async def _all(self) -> AsyncIterator[bytes]:
+        if self.whole is not None:
+            yield self.whole
+            return
+        if isinstance(self.pieces, AsyncIterator):
+            async for piece in self.pieces:
+                yield piece
+        for piece in self.pieces or ():
+            yield piece
+        await asyncio.Event().wait()
+
+    async def readany(self) -> bytes:
+        return await anext(self._left, b"")
+
+    def close(self) -> None:
+        pass
+
+
+class Clients:
+    """Send requests through the gateway's forwarding to servers that answer as a test says."""
+
+    def __init__(self, stage: Stage) -> None:
+        self.forwarder = Forwarder(stage.fleet, limits=RequestLimits(), is_token_own=False)
+        self.tasks: list[asyncio.Task[Any]] = []
+
+    def send(
+        self, *, method: str = "POST", path: str = "/v1/chat/completions", **answer: Any
+    ) -> None:
+        async def answered(*_: Any, **__: Any) -> Answer:
+            return Answer(**answer)
+
+        self.forwarder.client.request = answered  # type: ignore[method-assign,assignment]
+        request = make_mocked_request(method, path)
+        self.tasks.append(asyncio.create_task(self.forwarder.forward(request)))
+
+
+@asynccontextmanager
+async def requests_to(stage: Stage) -> AsyncIterator[Clients]:
+    clients = Clients(stage)
+    try:
+        yield clients
+    finally:
+        for task in clients.tasks:
+            task.cancel()
+        await asyncio.gather(*clients.tasks, return_exceptions=True)
+        await clients.forwarder.client.close()
 
 
 @pytest.mark.parametrize("misses", [1, 2, 3])
@@ -125,15 +202,75 @@ async def test_without_misses_nobody_is_asked_but_by_barriers_and_deaths_are_see
 
 
 @in_virtual_time
-async def test_a_slow_probe_is_excused_where_a_request_was_answered_meanwhile() -> None:
-    stage = await serving()
-    stage.host[0].answers = "hang"
-    for _ in range(1000):
-        await asyncio.sleep(1.0)
-        stage.fleet.note_success(0, 1)
+async def test_a_long_prefill_is_excused_where_tokens_of_another_stream_flow() -> None:
+    stage = await serving(engines=1)
+    async with requests_to(stage) as clients:
+        clients.send(pieces=every(1.0, b"data: {}\n\n"))
+        stage.host[0].answers = "hang"
+        await asyncio.sleep(1000.0)
 
-    assert stage.states() == [A, A]
+    assert stage.states() == [A]
     assert stage.told("rollout.probe.failed") == []
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        pytest.param({"method": "GET", "path": "/v1/models", "whole": b"{}"}, id="models"),
+        pytest.param({"method": "GET", "path": "/metrics", "pieces": [b"up 1"]}, id="metrics"),
+        # its front end takes each, and nothing comes
+        pytest.param({"pieces": None}, id="heads of streams"),
+        pytest.param({"pieces": [b": ping\r\n\r\n"]}, id="comments of streams"),
+        pytest.param({"status": 400, "whole": b"{}"}, id="refusals"),
+        pytest.param({"whole": b""}, id="nothing"),
+    ],
+)
+@in_virtual_time
+async def test_what_needs_no_engine_excuses_none_that_hangs(request_: dict[str, Any]) -> None:
+    stage = await serving(engines=1, interval_s=30.0, timeout_s=15.0, misses=3)
+    async with requests_to(stage) as clients:
+        await asyncio.sleep(100.0)
+        hang(stage, 0)
+        began_s = now_s()
+        while not stage.host.times("stop", 0) and now_s() < began_s + 500.0:
+            clients.send(**request_)
+            await asyncio.sleep(1.0)
+
+    assert now_s() - began_s <= 3 * 30.0 + 15.0 + 1.0
+
+
+@pytest.mark.parametrize(
+    ("method", "target", "backend", "is_one"),
+    [
+        ("POST", "/v1/completions", "vllm", True),
+        ("POST", "/v1/chat/completions?a=1", "sglang", True),
+        ("POST", "/v1/responses", "vllm", True),
+        ("POST", "/generate", "sglang", True),
+        ("POST", "/v1/chat/interactive", "lmdeploy", True),
+        ("GET", "/v1/completions", "vllm", False),
+        ("GET", "/v1/models", "vllm", False),
+        ("POST", "/update_weights_from_disk", "sglang", False),
+        ("POST", "/generate/more", "sglang", False),
+        # it may serve any API
+        ("POST", "/act", "command", True),
+        ("GET", "/act", "command", False),
+    ],
+)
+def test_what_a_generation_is(method: str, target: str, backend: str, is_one: bool) -> None:
+    assert is_generation(method, target, backend) is is_one
+
+
+@in_virtual_time
+async def test_a_plain_answer_tells_of_its_engine_once_its_body_came() -> None:
+    stage = await serving(engines=1)
+    async with requests_to(stage) as clients:
+        stage.host[0].answers = "hang"
+        for _ in range(200):
+            clients.send(whole=b'{"choices": []}')
+            await asyncio.sleep(5.0)
+
+        assert clients.forwarder.tokens == {(0, 1): 200}
+    assert stage.states() == [A]
 
 
 @in_virtual_time
@@ -154,9 +291,9 @@ async def test_a_failed_request_brings_a_probe_at_once() -> None:
 async def test_a_server_that_fails_some_requests_is_suspect_and_not_told_each_time() -> None:
     stage = await serving()
     seen = []
-    for _ in range(1000):
+    for count in range(1000):
         stage.fleet.note_failure(0, 1, "it answered 503")
-        stage.fleet.note_success(0, 1)
+        stage.fleet.note_tokens(0, 1, count)
         seen.append(stage.states()[0])
         await asyncio.sleep(0.001)
 
@@ -164,44 +301,65 @@ async def test_a_server_that_fails_some_requests_is_suspect_and_not_told_each_ti
     assert len(stage.told("rollout.group.state")) < 10
 
 
-@in_virtual_time
-async def test_a_server_whose_requests_all_fail_is_sick_whatever_it_says_to_probes() -> None:
-    stage = await serving(engines=3, misses=3, interval_s=30.0)
-    began_s = now_s()
-    while not stage.host.times("stop", 0) and now_s() < began_s + 500.0:
-        stage.fleet.note_failure(0, 1, "it answered 500")
-        stage.fleet.note_success(1, 1)
-        stage.fleet.note_success(2, 1)
-        await asyncio.sleep(1.0)
-
-    [begun] = stage.told("rollout.recovery.begun")
-    assert begun["ranks"] == [0]
-    assert begun["cause"].endswith("2 of 2 others answer theirs; the last one: it answered 500")
-    assert 90.0 <= now_s() - began_s <= 92.0
-
-
 @pytest.mark.parametrize(
-    "failing",
+    "others",
     [
-        # what a client sends fails wherever it is sent
-        {0, 1, 2},
-        # nor is one of three a majority that works
-        {0, 1},
+        pytest.param((1, 2), id="others generate"),
+        # it has generated nothing all the same
+        pytest.param((), id="others fail, too"),
     ],
 )
 @in_virtual_time
-async def test_requests_that_fail_in_most_places_are_no_servers_fault(failing: set[int]) -> None:
-    stage = await serving(engines=3)
-    for _ in range(500):
+async def test_a_server_whose_requests_all_fail_is_sick_whatever_it_says_to_probes(
+    others: tuple[int, ...],
+) -> None:
+    stage = await serving(engines=3, misses=3, interval_s=30.0)
+    began_s, second = now_s(), 0
+    while not stage.host.times("stop", 0) and second < 500:
+        second += 1
         for rank in range(3):
-            if rank in failing:
-                stage.fleet.note_failure(rank, 1, "it answered 500")
+            if rank in others:
+                stage.fleet.note_tokens(rank, 1, second)
             else:
-                stage.fleet.note_success(rank, 1)
+                stage.fleet.note_failure(rank, 1, "it answered 500")
         await asyncio.sleep(1.0)
 
-    assert stage.routed() == [0, 1, 2]
-    assert all(len(stage.host.times("start", rank)) == 1 for rank in range(3))
+    assert stage.cause_of(0) == (
+        "rank 0: it answers probes, and its requests fail one after the other, with no token out; "
+        "the last one: it answered 500"
+    )
+    assert 90.0 <= now_s() - began_s <= 93.0
+    assert {0, 1, 2} - set(others) == {
+        rank for rank in range(3) if len(stage.host.times("stop", rank))
+    }
+
+
+@pytest.mark.parametrize("misses", [1, 2, 3])
+@in_virtual_time
+async def test_requests_on_connections_that_are_lost_at_times_end_no_server(misses: int) -> None:
+    stage = await serving(misses=misses)
+    for lost in range(misses):
+        for _ in range(50):
+            stage.fleet.note_failure(0, 1, NoReply("its answer broke off"))
+        await asyncio.sleep(200.0 * (lost + 1))
+
+    assert stage.states() == [A, A]
+    assert len(stage.host.times("start", 0)) == 1
+
+
+@in_virtual_time
+async def test_requests_that_fail_while_the_network_is_cut_end_no_server() -> None:
+    stage = await serving(interval_s=1.0, timeout_s=15.0)
+    for _ in range(5):
+        cut(stage, 0)
+        for _ in range(14):
+            stage.fleet.note_failure(0, 1, NoReply("no connection"))
+            await asyncio.sleep(1.0)
+        stage.host[0].answers = "yes"
+        await stage.until_active()
+        stage.fleet.note_tokens(0, 1, 1)
+
+    assert len(stage.host.times("start", 0)) == 1
 
 
 @in_virtual_time
@@ -210,11 +368,10 @@ async def test_a_server_that_answers_now_and_then_is_kept() -> None:
     for second in range(500):
         stage.fleet.note_failure(0, 1, "it answered 500")
         if second % 50 == 0:
-            stage.fleet.note_success(0, 1)
-        stage.fleet.note_success(1, 1)
+            stage.fleet.note_tokens(0, 1, second)
         await asyncio.sleep(1.0)
 
-    assert stage.routed() == [0, 1]
+    assert stage.host.times("stop", 0) == []
 
 
 @in_virtual_time
@@ -248,9 +405,9 @@ async def test_what_is_noted_of_an_old_incarnation_or_an_unwatched_server_change
     stage = await serving()
     stage.host.die(0)
     await stage.until(lambda: stage.states() == [R, A])
-    for _ in range(10):
+    for count in range(10):
         stage.fleet.note_failure(0, 1, "connection reset")
-        stage.fleet.note_success(0, 1)
+        stage.fleet.note_tokens(0, 1, count)
     await stage.until_active()
     stage.fleet.note_failure(0, 1, "connection reset")
 

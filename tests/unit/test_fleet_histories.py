@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from random import Random
@@ -31,6 +32,10 @@ class Witness:
     hurt: set[int] = field(default_factory=set)
     #: Between a barrier and its restore.
     is_held: bool = False
+    #: Of what servers have generated.
+    pieces: int = 0
+    #: By rank: how often requests have failed since the last of those.
+    failed: Counter[int] = field(default_factory=Counter)
 
     def watch(self) -> None:
         self.stage.fleet.registry.listen(self._see)
@@ -117,10 +122,16 @@ class Witness:
         epoch = self.dice.choice([1, self.stage.host[rank].epoch])
         for _ in range(self.dice.randrange(20)):
             self.stage.fleet.note_failure(rank, epoch, "reset")
+        # So often with no token between is enough.
+        self.failed[rank] += 1
+        if self.failed[rank] > self.stage.settings.misses:
+            self._hurt(rank)
 
     def requests_succeed(self) -> None:
         rank = self._rank()
-        self.stage.fleet.note_success(rank, self.stage.host[rank].epoch)
+        self.failed[rank] = 0
+        self.pieces += 1
+        self.stage.fleet.note_tokens(rank, self.stage.host[rank].epoch, self.pieces)
 
     def port_stolen(self) -> None:
         self.stage.host.foreign_ports.add(8000 + self._rank())
