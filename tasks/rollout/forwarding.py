@@ -292,8 +292,9 @@ class Forwarder:
 
     def good(self, entrypoint: Entrypoint) -> None:
         """A piece of a generation's answer came."""
-        self.tokens[entrypoint.key] += 1
-        self._fleet.note_tokens(*entrypoint.key, self.tokens[entrypoint.key])
+        key = entrypoint.key
+        self.tokens[key] = count = self.tokens[key] + 1
+        self._fleet.note_tokens(*key, count)
 
     def failed(self, entrypoint: Entrypoint, why: str) -> None:
         """A server did not do its part. Not to be called within a flight, which it may end."""
