@@ -240,9 +240,7 @@ _OURS: dict[str, dict[str, tuple[str, ...]]] = {
         "tensor_parallel": ("--tp-size", "--tensor-parallel-size", "--tp"),
         "expert_parallel": ("--ep-size", "--expert-parallel-size", "--ep"),
         "data_parallel": ("--dp-size", "--data-parallel-size", "--dp"),
-        "dp_attention": (
-            *("--enable-dp-attention", "--attn-dp-size", "--attention-data-parallel-size"),
-        ),
+        "dp_attention": ("--enable-dp-attention",),
         "nodes_per_engine": ("--nnodes",),
         "": (
             *("--node-rank", "--dist-init-addr", "--nccl-init-addr", "--host", "--port"),

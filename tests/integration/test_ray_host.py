@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
@@ -138,6 +139,34 @@ async def test_a_server_runs_as_planned_with_gpus(ray_cluster: RayCluster, tmp_p
     gpus = [log[1].split(",") for log in logs]
     assert len(gpus[0]) == len(gpus[1]) == 4
     assert not set(gpus[0]) & set(gpus[1])
+
+
+async def test_a_port_is_kept_on_its_node_until_its_server_starts(
+    ray_cluster: RayCluster, tmp_path: Path
+) -> None:
+    async with fleet_on(ray_cluster, tmp_path, bundles=2) as fleet:
+        first, second = await fleet.slot(0, node=0), await fleet.slot(1, node=1)
+
+        for slot in (first, second):
+            assert slot.port is not None
+            with pytest.raises(OSError, match="in use"):
+                socket.create_server(("", slot.port))
+        # For its own server.
+        assert await fleet.host.ports_taken([first, second]) == frozenset()
+        await fleet.serving(first)
+        assert await fleet.host.ports_taken([first, second]) == {0}
+        for keeper in keepers():
+            keeper.kill()
+        assert await fleet.host.hold_ports(0, ["server.0"]) != [first.port]
+        await fleet.serving(second)
+
+    assert keepers() == []
+
+
+def keepers() -> list[psutil.Process]:
+    """Of ports, on whichever node."""
+    found = psutil.process_iter(["cmdline"])
+    return [one for one in found if "ray::PortKeeper" in " ".join(one.info["cmdline"] or ())]
 
 
 async def test_what_a_fleet_holds_is_its_runs(ray_cluster: RayCluster, tmp_path: Path) -> None:

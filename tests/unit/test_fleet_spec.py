@@ -304,7 +304,6 @@ def test_a_fleet_may_not_say(fleet: dict[str, Any], path: str, problem: str, rem
         (SGLANG, "--model", "write model: PATH_OR_NAME"),
         (SGLANG, "--nnodes", "write nodes_per_engine: N"),
         (SGLANG, "--enable-dp-attention", "write dp_attention: true, and data_parallel: N"),
-        (SGLANG, "--attn-dp-size=8", "write dp_attention: true, and data_parallel: N"),
         (LMDEPLOY, "--server-port", "leave it out"),
         (LMDEPLOY, "--ep", "write expert_parallel: N"),
         (VLLM, "-tp", "write tensor_parallel: N"),
@@ -334,6 +333,8 @@ def test_an_argument_that_each_server_gets_from_elsewhere_is_refused_by_name(
         # the port in a variable, or in the arguments
         {"backend": "command", "command": ["serve"], "env": {"PORT": "${server.port}"}},
         {"backend": "command", "command": ["serve"], "args": ["${server.port}"]},
+        # the later spelling of DP attention, which takes no GPUs either
+        {**SGLANG, "tensor_parallel": 8, "args": ["--attn-dp-size", "8"], "gpus_per_node": 8},
         # a literal, and what the run fills in
         {**COMMAND, "args": ["$${server.x}", "${run.dir}"]},
         # the loop at intervals is off
