@@ -76,11 +76,16 @@ def shares_of(cluster: Cluster, gangs: Sequence[RunningGang]) -> Shares:
     Until the first one has ended, both count.
     """
     names = [node.name for node in cluster.nodes]
-    promised = {gang.id: _present(gang.promised, names) for gang in gangs}
+    promised: dict[str, Mapping[str, int]] = {
+        gang.id: _present(gang.promised, names) for gang in gangs
+    }
     held = {
         gang.id: _held(gang.demand, promised[gang.id], cluster.taken.get(gang.run_id, {}))
         for gang in gangs
     }
+    moved = _moved(cluster, gangs, promised, held)
+    # The promise of such a run is changed in this very look: what it had been promised is free.
+    promised |= moved
     ours = {gang.run_id for gang in gangs}
     foreign = _sum(taken for run_id, taken in cluster.taken.items() if run_id not in ours)
     promised_on, held_on = _sum(promised.values()), _sum(held.values())
@@ -91,7 +96,7 @@ def shares_of(cluster: Cluster, gangs: Sequence[RunningGang]) -> Shares:
         return max(used, promised_on.get(node.name, 0) - held_on.get(node.name, 0))
 
     nodes = tuple(replace(node, others_gpus=others_on(node)) for node in cluster.nodes)
-    return Shares(nodes=nodes, held=held, moved=_moved(cluster, gangs, promised, held))
+    return Shares(nodes=nodes, held=held, moved=moved)
 
 
 def _moved(

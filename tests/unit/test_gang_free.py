@@ -204,6 +204,14 @@ def test_a_promise_follows_a_run_as_soon_as_nobody_else_was_promised_that() -> N
     assert moved == [{}, {"next": {"n1": 7}}]
 
 
+def test_what_a_run_was_promised_is_there_once_it_has_taken_its_gpus_elsewhere() -> None:
+    """Else it would be others' for a look, in which the head of the line is passed."""
+    shares = shares_of(two_nodes({"next": {"n1": 7.0}}), [NEXT])
+
+    assert [node.usable_gpus for node in shares.nodes] == [8, 8]
+    assert shares.held == {"next": {"n1": 7}}
+
+
 def test_a_run_that_has_not_taken_all_keeps_its_promise() -> None:
     shares = shares_of(two_nodes({"a": {"n1": 3.0}}), [promise("a", {"n2": 7})])
 
