@@ -16,6 +16,9 @@ IMPORTED := import deployments.stack.command, deployments.worker, flows.pipeline
 	prefect.cli.server, prefect.cli.worker, prefect.server.api.server, ray.dashboard.agent, \
 	ray.dashboard.dashboard, ray.scripts.scripts
 SPEC ?= deployments/runs/quickstart.yaml
+# Of the quickstart with vLLM, whose packages can't stand beside Muster's own.
+LLM_VENV := .venv-llm
+LLM := deployments/quickstart-llm
 
 # No program started from here reports to anybody or downloads a model.
 export DO_NOT_TRACK := 1
@@ -23,7 +26,7 @@ export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export RAY_USAGE_STATS_ENABLED := 0
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help install train test thorough faults soak ray-kills gang-storm fleet-chaos gpu-check mutants up down prune bench verl-check backends-check house docs ui-test screenshots constraints
+.PHONY: help install train llm test thorough faults soak ray-kills gang-storm fleet-chaos gpu-check mutants up down prune bench verl-check backends-check house docs ui-test screenshots constraints
 
 # What drives a browser; the browser itself is the system's (apt-get install chromium).
 define with-browser
@@ -88,6 +91,10 @@ install:  ## install into .venv what is needed, unless that is done
 
 train: install  ## run the quickstart here [SPEC=file.yaml] [ARGS='--set a.b=c']
 	@exec $(PY) -m flows.train $(SPEC) $(ARGS)
+
+llm: install  ## GRPO on two real vLLM servers, on the CPU [ARGS='--set progress.total=80']
+	@$(LLM)/install.sh $(LLM_VENV) $(PY)
+	PATH="$$PWD/$(LLM_VENV)/bin:$$PATH" exec $(PY) -m flows.train $(LLM)/quickstart-llm.yaml $(ARGS)
 
 test: install  ## lint, types and tests [ARGS='-k name']
 	@$(PY) -m ruff check .

@@ -136,7 +136,7 @@ def _names_alone(target: str) -> bool:
 
 
 def _problem_within(place: tuple[str, ...], names: list[str]) -> str:
-    if place[:2] == ("deployments", "quickstart"):
+    if place[:2] in (("deployments", "quickstart"), ("deployments", "quickstart-llm")):
         return "the quickstart's programs are a user's: they know nothing of Muster"
     if place[0] != "tasks" or not names:
         return ""

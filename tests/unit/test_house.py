@@ -56,6 +56,7 @@ def test_what_runs_alone_is_there(path: str) -> None:
         ("flows/train.py", "import time"),
         # a user's programs
         ("deployments/quickstart/a.py", "from tasks.spec import run"),
+        ("deployments/quickstart-llm/a.py", "from tasks.spec import run"),
     ],
 )
 def test_a_break_is_named(tmp_path: Path, path: str, source: str) -> None:

@@ -1,0 +1,97 @@
+"""Makes the model of the quickstart: a Llama of some 100,000 weights that reads and writes bytes.
+
+    python tiny_model.py --out FOLDER
+
+Nothing is downloaded. The folder is what vLLM and transformers load: the configuration, the random
+weights and a tokenizer with one token for each byte. One that is complete is left as it is, so that
+every attempt at a run begins with the same weights. Exit status: 0 it is there · 2 the arguments
+are wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import mkdtemp
+
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+#: Token 0 to 255 is the byte of that value.
+BYTES = 256
+#: Ends a text; never part of one.
+END = BYTES
+VOCABULARY = BYTES + 1
+#: Tokens of a prompt and its answer together.
+MAX_TOKENS = 128
+
+
+def make_model(folder: Path, *, seed: int) -> None:
+    """Put a new model at `folder`, unless one is there; equal seeds, equal weights."""
+    if (folder / "config.json").exists():
+        return
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        # vLLM's attention on a CPU takes no smaller one.
+        head_dim=32,
+        max_position_embeddings=MAX_TOKENS,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=END,
+        pad_token_id=END,
+    )
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    draft = Path(mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    LlamaForCausalLM(config).save_pretrained(draft)
+    byte_tokenizer().save_pretrained(draft)
+    # Whole or not at all: what has a config.json is complete.
+    os.replace(draft, folder)
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer whose tokens are the bytes of a text in UTF-8."""
+    vocabulary = {letter: byte for byte, letter in enumerate(_letters())}
+    tokenizer = Tokenizer(models.BPE(vocab={**vocabulary, "<end>": END}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<end>",
+        pad_token="<end>",
+        model_max_length=MAX_TOKENS,
+    )
+
+
+def _letters() -> list[str]:
+    """The letter by which a byte-level tokenizer writes each byte: itself where it is printable."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = iter(range(BYTES, 2 * BYTES))
+    return [chr(byte if byte in printable else next(others)) for byte in range(BYTES)]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit status."""
+    parser = argparse.ArgumentParser(description="Make the model of the quickstart.")
+    add = parser.add_argument
+    add("--out", type=Path, required=True, help="folder for it; a complete one is left as it is")
+    add("--seed", type=int, default=0, help="of the weights")
+    options = parser.parse_args(argv)
+    transformers.logging.disable_progress_bar()
+    make_model(options.out, seed=options.seed)
+    print(f"the model is at {options.out}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
