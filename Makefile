@@ -26,7 +26,7 @@ export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export RAY_USAGE_STATS_ENABLED := 0
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help install train llm test thorough faults soak ray-kills gang-storm fleet-chaos gpu-check mutants up down prune bench verl-check backends-check house docs ui-test screenshots constraints
+.PHONY: help install train llm llm-faults test thorough faults soak ray-kills gang-storm fleet-chaos gpu-check mutants up down prune bench verl-check backends-check house docs ui-test screenshots constraints
 
 # What drives a browser; the browser itself is the system's (apt-get install chromium).
 define with-browser
@@ -95,6 +95,10 @@ train: install  ## run the quickstart here [SPEC=file.yaml] [ARGS='--set a.b=c']
 llm: install  ## GRPO on two real vLLM servers, on the CPU [ARGS='--set progress.total=80']
 	@$(LLM)/install.sh $(LLM_VENV) $(PY)
 	PATH="$$PWD/$(LLM_VENV)/bin:$$PATH" exec $(PY) -m flows.train $(LLM)/quickstart-llm.yaml $(ARGS)
+
+llm-faults: install  ## the same with engines killed, stopped and given broken weights [ARGS='--log FILE']
+	@$(LLM)/install.sh $(LLM_VENV) $(PY)
+	exec $(PY) -m tests.faults.llm $(ARGS)
 
 test: install  ## lint, types and tests [ARGS='-k name']
 	@$(PY) -m ruff check .

@@ -13,6 +13,7 @@ import json
 import time
 import urllib.error
 import urllib.request
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -33,7 +34,7 @@ class FleetError(Exception):
 
 
 class SyncLost(Exception):
-    """A sync ended before it was committed, by its deadline for example; the next may succeed."""
+    """A sync could not begin, or ended before it was committed; the next one may succeed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,16 +50,6 @@ class Answer:
     epoch: int
     #: Of the weights that the gateway says the answer was made with
     version: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
-    """An engine that a sync reaches."""
-
-    engine: int
-    epoch: int
-    #: As the fleet calls it: `active`, `stale` and so on
-    state: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +88,8 @@ class RolloutClient:
         self._token = token
         self._clock = clock
         self._sleep = sleep
+        #: Requests that had to be sent again, by their status; 0: there was no answer.
+        self.failures: Counter[int] = Counter()
         # A proxy that the environment names has no business between two local processes.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
@@ -124,12 +117,12 @@ class RolloutClient:
                 )
                 return _answers(headers, content)
             except urllib.error.HTTPError as error:
-                why = f"{error.code} {error.read(500)!r}"
-                is_final = error.code < 500
+                status, why = error.code, f"{error.code} {error.read(500)!r}"
             except (OSError, http.client.HTTPException, ValueError) as error:
-                why, is_final = str(error) or type(error).__name__, False
-            if is_final or self._clock() >= deadline:
+                status, why = 0, str(error) or type(error).__name__
+            if 400 <= status < 500 or self._clock() >= deadline:
                 raise FleetError(f"no answer from {self._url}: {why}")
+            self.failures[status] += 1
             self._sleep(_RETRY_EVERY_S)
 
     def engines(self) -> list[Mapping[str, Any]]:
@@ -156,23 +149,20 @@ class RolloutClient:
             broadcast_s: for an engine to load them; one that takes longer is left out.
 
         Raises:
-            SyncLost: no engine has the weights, or the sync ended too early.
+            SyncLost: no engine has the weights, or the sync could not begin or ended too early.
             FleetError: the gateway is gone or refuses.
         """
         began = self._clock()
         order = {"timeout_s": timeout_s, "in_flight": in_flight}
         begun = self._order("POST", "/muster/rollout/sync", order, within_s=timeout_s + _MARGIN_S)
         path = f"/muster/rollout/sync/{begun['sync']}"
-        targets = [
-            Target(engine=int(one["engine"]), epoch=int(one["epoch"]), state=str(one["state"]))
-            for one in begun["targets"]
-        ]
+        targets = {int(one["engine"]): int(one["epoch"]) for one in begun["targets"]}
         load = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
         left_out: dict[int, str] = {}
         # What the engines keep of prompts was made by the old weights.
         for asked, body in (("/collective_rpc", load), ("/reset_prefix_cache", None)):
             left_out = self._broadcast(path, asked, body, broadcast_s) | left_out
-        epochs = {one.engine: one.epoch for one in targets if one.engine not in left_out}
+        epochs = {engine: epoch for engine, epoch in targets.items() if engine not in left_out}
         if not epochs:
             self._order("DELETE", path)
             raise SyncLost(f"no engine took version {version}: {left_out or 'there is none'}")
@@ -213,7 +203,8 @@ class RolloutClient:
                 return self._send(method, path, body, within_s=within_s)[1]
             except urllib.error.HTTPError as error:
                 why = f"{method} {self._url}{path}: {error.code} {error.read(500)!r}"
-                if error.code in (404, 410) and "/sync/" in path:
+                # 409: requests were under way for too long. 404: its deadline has passed.
+                if error.code in (404, 409):
                     raise SyncLost(why) from error
                 raise FleetError(why) from error
             except (OSError, http.client.HTTPException, ValueError) as error:

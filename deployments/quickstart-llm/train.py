@@ -19,11 +19,12 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import transformers
@@ -182,6 +183,7 @@ class Training:
             "sync_s": round(synced.took_s, 3),
             "serving": synced.serving,
             "left_out": synced.left_out,
+            "failures": self._client.failures,
         }
         with (self._out / "metrics.jsonl").open("a") as file:
             # One write, so that a reader sees a whole line.
@@ -251,13 +253,19 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-if __name__ == "__main__":
-    # Threads that still wait for an answer would hold the interpreter's own exit.
+def leave_with(main: Callable[[], int]) -> NoReturn:
+    """End the process with this exit status, whoever still waits for an answer in a thread."""
     status = 1
     try:
         status = main()
     except SystemExit as left:
         status = left.code if isinstance(left.code, int) else 1
-    finally:
-        sys.stdout.flush()
-        os._exit(status)
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    leave_with(main)
