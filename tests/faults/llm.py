@@ -1,10 +1,10 @@
-"""Real vLLM engines under faults: `python -m tests.faults.llm [--log FILE]`, after `make llm`.
+"""Real vLLM engines under faults: `make llm-faults`, or `python -m tests.faults.llm [--log FILE]`.
 
 The run of the quickstart with vLLM, slower to learn so that its weights change throughout. One
 after the other, each once both engines serve again: an engine core is killed, an engine core is
 stopped, a server is killed, and one engine is given a truncated checkpoint in a sync. The trainer
 recomputes every answer's log-probabilities by the weights that the answer names, and fails at the
-first from weights out of step. Exit status: 0 all held · 1 something did not · 2 there is no vLLM.
+first from weights out of step.
 """
 
 from __future__ import annotations
@@ -218,7 +218,12 @@ def judged(run: LlmRun) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.faults.llm",
+        description=__doc__,
+        epilog="Exit: 0 all held, 1 something did not, 2 there is no vLLM in .venv-llm.",
+        formatter_class=HelpFormatter,
+    )
     parser.add_argument("--log", type=Path, default=Path("llm-faults.log"), help="of the run")
     options = parser.parse_args(argv)
     if not (PROGRAMS / "vllm").exists():

@@ -38,6 +38,7 @@ COMMANDS = (
     "tests.faults.gang_storm",
     "tests.faults.ray_kills",
     "tests.faults.fleet_chaos",
+    "tests.faults.llm",
 )
 #: Verbs of verbs; what goes for them all stands with `muster queue`.
 PARTS = ("queue drain", "queue undrain", "queue set", "queue unset")
@@ -48,7 +49,12 @@ INTERNAL = {
     *("tasks.ray.wrapper", "tasks.rollout.lmdeploy_replica"),
     *("deployments.stack.supervisor", "deployments.stack.node", "deployments.stack.ray_node"),
     *("deployments.stack.runs", "tests.peers.verl.compose"),
-    *("tests.faults.chaos_server", "tests.benchmarks.part", "tests.benchmarks.gateway_process"),
+    *(
+        "tests.faults.chaos_server",
+        "tests.faults.llm_trainer",
+        "tests.benchmarks.part",
+        "tests.benchmarks.gateway_process",
+    ),
     *("tests.benchmarks.capacity", "tests.benchmarks.nodes", "tests.benchmarks.watched"),
     *("tests.benchmarks.stubborn", "tests.benchmarks.sglang_watchdog"),
 }
@@ -145,7 +151,7 @@ def test_no_command_is_forgotten() -> None:
         for path in (ROOT / folder).rglob("*.py")
         if re.search(r"^if __name__ == .__main__.:", path.read_text(encoding="utf-8"), re.MULTILINE)
         # A run's own programs: started by a spec, as scripts.
-        and "quickstart" not in path.parts
+        and not {"quickstart", "quickstart-llm"} & {*path.parts}
     }
 
     known = {command.split()[0] for command in COMMANDS} | INTERNAL
