@@ -48,11 +48,11 @@ STEP_WITHIN_S = 120.0
 class LlmRun:
     """The run, seen from outside: its process, its fleet, its metrics."""
 
-    def __init__(self, home: Path, log: Path) -> None:
+    def __init__(self, home: Path, log: Path, *, in_flight: str) -> None:
         spec = yaml.safe_load(SPEC.read_text())
         trainer = spec["components"]["trainer"]["command"]
         trainer[1] = TRAINER
-        trainer += ["--learning-rate", str(LEARNING_RATE)]
+        trainer += ["--learning-rate", str(LEARNING_RATE), "--in-flight", in_flight]
         spec["progress"]["total"] = spec["success"]["step"] = 100_000
         spec["stall_after_s"] = 900
         path = home / "spec.yaml"
@@ -139,7 +139,7 @@ def kill_core(run: LlmRun) -> str:
 
 
 def stop_core(run: LlmRun) -> str:
-    """Its pushes hang, so that a sync goes on without it."""
+    """With its requests aborted, the next push to it hangs; the sync goes on without it."""
     return _engine_lost(run, 1, lambda: run.core(1).suspend())
 
 
@@ -225,12 +225,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=HelpFormatter,
     )
     parser.add_argument("--log", type=Path, default=Path("llm-faults.log"), help="of the run")
+    parser.add_argument(
+        "--in-flight",
+        default="abort",
+        help="what a sync does to requests: wait, abort or interrupt",
+    )
     options = parser.parse_args(argv)
     if not (PROGRAMS / "vllm").exists():
         print("there is no vLLM in .venv-llm: `make llm` installs it", file=sys.stderr)
         return 2
     home = Path(tempfile.mkdtemp(prefix="llm-faults-"))
-    run, wrong = LlmRun(home, options.log), []
+    run, wrong = LlmRun(home, options.log, in_flight=options.in_flight), []
     try:
         for fault in FAULTS:
             name = fault.__name__.replace("_", " ")

@@ -13,10 +13,14 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "deployments" / "quickstart-llm"))
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "deployments" / "quickstart-llm"
+sys.path.insert(0, str(FOLDER))
 
 from digits_task import ANSWER_TOKENS, draw_prompt, reward_of, tokens_of
 from rollout_client import Answer, FleetError, RolloutClient, SyncLost
+
+from tasks.spec.loading import load_spec
 
 SYNC = "/muster/rollout/sync"
 HEADERS = {"X-Muster-Engine": "1", "X-Muster-Epoch": "3", "X-Muster-Version": "7"}
@@ -87,6 +91,15 @@ def gateway() -> Iterator[Gateway]:
 def client(gateway: Gateway) -> RolloutClient:
     url = f"http://127.0.0.1:{gateway.server_address[1]}"
     return RolloutClient(url, model="policy", sleep=lambda _: None)
+
+
+def test_its_spec_is_valid_and_names_programs_that_are_there() -> None:
+    spec = load_spec(FOLDER / "quickstart-llm.yaml")
+
+    scripts = [component.command[1] for component in spec.processes.values()]
+    assert scripts == [f"deployments/quickstart-llm/{name}.py" for name in ("tiny_model", "train")]
+    assert all((ROOT / script).is_file() for script in scripts)
+    assert spec.fleet is not None and spec.fleet.sizes.backend == "vllm"
 
 
 @pytest.mark.parametrize(
