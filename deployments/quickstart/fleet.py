@@ -1,8 +1,8 @@
 """The trainer's side of a fleet of inference servers: brings them the weights, over HTTP.
 
-Who serves is for the fleet's gateway to say, `GET /muster/rollout`, and what it is told by `POST
-/muster/rollout/weights` decides who may serve: a server that missed a push gets no requests until
-it has got a later one.
+Each push is a transaction with the fleet's gateway: `POST /muster/rollout/sync` holds back the
+environments' requests, a broadcast has each server read the weights from a file, and the commit
+names those that did. A server that missed it gets no requests until it has got a later one.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ import json
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Collection, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
+from atomic_file import replace_file
 from policy import Policy
 from weights import Weights
 
@@ -24,8 +25,8 @@ LOOK_EVERY_S = 0.5
 #: A gateway that is away for so long is gone.
 GONE_AFTER_S = 10.0
 RETRY_EVERY_S = 0.2
-#: Servers that are brought the weights at once.
-AT_ONCE = 16
+#: Of a whole push; for each server to read the weights.
+PUSH_WITHIN_S, READ_WITHIN_S = 30.0, 5.0
 
 
 class FleetError(Exception):
@@ -39,26 +40,25 @@ class Fleet:
         self,
         url: str,
         *,
+        folder: Path,
         token: str = "",
-        timeout_s: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         """
         Args:
             url: of the gateway.
-            token: that it asks for; empty: none.
-            timeout_s: for each answer.
+            folder: where the servers find the weights.
+            token: that the gateway asks for; empty: none.
         """
         self._url = url.rstrip("/")
+        self._path = folder.absolute() / "weights.npz"
         self._token = token
-        self._timeout_s = timeout_s
         self._clock = clock
         self._sleep = sleep
         # A proxy that the environment names has no business between two local processes.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        self._pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="weights")
-        self._pushed: Weights | None = None
+        self._pushed: int | None = None
         self._looked_at = clock()
 
     def push(self, policy: Policy, *, step: int) -> tuple[int, ...]:
@@ -66,56 +66,42 @@ class Fleet:
 
         A server that fails meanwhile is left out.
 
-        Returns: the ranks of those that have them. Raises: FleetError.
+        Returns: the engines that serve them. Raises: FleetError; OSError, when the weights can't
+            be written.
         """
-        self._pushed = Weights(policy=policy, step=step)
-        return self._bring(self._pushed, self._look())
+        replace_file(self._path, Weights(policy=policy, step=step).as_bytes())
+        self._pushed = step
+        return self._sync(step)
 
     def catch_up(self) -> tuple[int, ...]:
         """Bring the last weights to servers that came back since, if it is time to look again.
 
-        Returns: the ranks of those that have got them now. Raises: FleetError.
+        Returns: the engines that serve them now; none where nothing was to be done. Raises:
+            FleetError.
         """
         if self._pushed is None or self._clock() - self._looked_at < LOOK_EVERY_S:
             return ()
-        fleet = self._look()
-        step = self._pushed.step
-        behind = {one["rank"] for one in fleet["servers"] if one["version"] != step}
-        return self._bring(self._pushed, fleet, only=behind) if behind else ()
-
-    def _look(self) -> Mapping[str, Any]:
         self._looked_at = self._clock()
-        return self._ask("GET", "/muster/rollout")
+        engines = self._ask("GET", "/muster/rollout")["engines"]
+        is_behind = any(one["state"] == "stale" for one in engines)
+        return self._sync(self._pushed) if is_behind else ()
 
-    def _bring(
-        self, weights: Weights, fleet: Mapping[str, Any], only: Collection[int] | None = None
-    ) -> tuple[int, ...]:
-        training = fleet["training"]
-        urls = {int(rank): url for rank, url in training["urls"].items()}
-        asked = [rank for rank in urls if only is None or rank in only]
-        if only is not None and not asked:
-            return ()
-        content = weights.as_bytes()
-        done = self._pool.map(lambda rank: self._post_weights(urls[rank], content), asked)
-        have = [rank for rank, is_done in zip(asked, done, strict=True) if is_done]
-        body = {
-            "version": weights.step,
-            "ranks": [one for rank in have for one in training["weight_ranks"][str(rank)]],
-            # A server that was started anew since it was looked up has lost them again.
-            "epochs": {str(rank): training["epochs"][str(rank)] for rank in have},
+    def _sync(self, step: int) -> tuple[int, ...]:
+        begun = self._ask("POST", "/muster/rollout/sync", {"timeout_s": PUSH_WITHIN_S})
+        sync = f"/muster/rollout/sync/{begun['sync']}"
+        broadcast = {
+            "path": "/update_weights_from_disk",
+            "body": {"model_path": str(self._path)},
+            "timeout_s": READ_WITHIN_S,
         }
-        self._ask("POST", "/muster/rollout/weights", body)
-        return tuple(have)
-
-    def _post_weights(self, url: str, content: bytes) -> bool:
-        request = urllib.request.Request(f"{url}/weights", method="POST", data=content)
-        request.add_header("Content-Type", "application/octet-stream")
-        try:
-            with self._opener.open(request, timeout=self._timeout_s) as answer:
-                return bool(answer.status == 200)
-        except (OSError, http.client.HTTPException) as error:
-            print(f"{url} did not take the weights: {error}", flush=True)
-            return False
+        answers = self._ask("POST", f"{sync}/broadcast", broadcast)["answers"]
+        for one in answers:
+            if one["status"] != 200:
+                print(f"engine {one['engine']} has no weights of step {step}: {one}", flush=True)
+        # An engine that was started anew since has lost them again: so its epoch is told.
+        epochs = {str(one["engine"]): one["epoch"] for one in answers if one["status"] == 200}
+        done = self._ask("POST", f"{sync}/commit", {"version": step, "epochs": epochs})
+        return tuple(done["serving"])
 
     def _ask(
         self, method: str, path: str, body: Mapping[str, Any] | None = None
@@ -146,7 +132,7 @@ class Fleet:
         )
         if self._token:
             request.add_header("Authorization", f"Bearer {self._token}")
-        with self._opener.open(request, timeout=self._timeout_s) as answer:
+        with self._opener.open(request, timeout=PUSH_WITHIN_S) as answer:
             content = json.load(answer)
         if not isinstance(content, dict):
             raise ValueError(f"not a JSON object: {content!r}")

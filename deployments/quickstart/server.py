@@ -2,8 +2,9 @@
 
     python server.py --port 8100
 
-It serves the untrained policy at first, and other weights from the next POST /weights on. It ends
-with SIGTERM. Exit status: 1 it cannot serve, stderr says why · 2 the arguments are wrong.
+It serves the untrained policy at first, and other weights from the next POST
+/update_weights_from_disk on. It ends with SIGTERM. Exit status: 1 it cannot serve, stderr says why
+· 2 the arguments are wrong.
 """
 
 from __future__ import annotations

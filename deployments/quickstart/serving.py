@@ -5,7 +5,7 @@
 | GET /health | 200 and the training step of the weights |
 | POST /generate | tokens with their log-probabilities, as vLLM's example server gives them |
 | POST /v1/completions | text only, as OpenAI gives it |
-| POST /weights | serves the weights of the body from now on, where the server was made to |
+| POST /update_weights_from_disk | serves the weights of a file from now on, where it was made to |
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -105,8 +106,8 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             if serve is not None:
                 self._answer(200, serve(self.server.sampler, self._json()))
-            elif self.path == "/weights" and self.server.takes_weights:
-                self._answer(200, take_weights(self.server.sampler, self._body()))
+            elif self.path == "/update_weights_from_disk" and self.server.takes_weights:
+                self._answer(200, take_weights(self.server.sampler, self._json()))
             else:
                 self._answer(404, {"error": f"no such path: {self.path}"})
         except BadRequest as error:
@@ -176,11 +177,14 @@ def complete(sampler: Sampler, body: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def take_weights(sampler: Sampler, body: bytes) -> dict[str, Any]:
-    """The answer to POST /weights, whose body is that of `Weights.as_bytes`."""
+def take_weights(sampler: Sampler, body: Mapping[str, Any]) -> dict[str, Any]:
+    """The answer to POST /update_weights_from_disk, whose file is that of `Weights.as_bytes`."""
+    path = body.get("model_path")
+    if not isinstance(path, str):
+        raise BadRequest(f"model_path: the path of a file, not {path!r}")
     try:
-        weights = Weights.of(body)
-    except BadWeights as error:
+        weights = Weights.of(Path(path).read_bytes())
+    except (OSError, BadWeights) as error:
         raise BadRequest(str(error)) from error
     sampler.load(weights.policy, step=weights.step)
     return {"step": weights.step}

@@ -99,7 +99,7 @@ def prepare(argv: Sequence[str] | None) -> Trainer:
         sampler=sampler,
         state=state,
         metrics=metrics,
-        servers=Fleet(options.fleet, token=token) if options.fleet else None,
+        servers=Fleet(options.fleet, folder=options.out, token=token) if options.fleet else None,
     )
     return Trainer(training=training, sampler=sampler, port=options.port)
 

@@ -78,9 +78,9 @@ CATALOGUE: Mapping[str, tuple[str, ...]] = {
     "rollout.recovery.ended": (*_RECOVERY, "outcome", "took_s", "message"),
     "rollout.incident.begun": _INCIDENT,
     "rollout.incident.ended": _INCIDENT,
-    "rollout.barrier": ("epoch", "failed", "active", "inactive", "unreachable"),
-    "rollout.restore": ("epoch", "restored", "failed", "stale"),
-    "rollout.weights": ("version", "active", "stale"),
+    "rollout.check": ("epoch", "failed", "active", "inactive", "unreachable"),
+    "rollout.sync.begun": ("sync", "engines", "in_flight", "waited_s"),
+    "rollout.sync.ended": ("sync", "outcome", "message", "version", "serving", "took_s"),
     "rollout.warning": ("message",),
     "rollout.failed": ("reason",),
 }

@@ -107,7 +107,14 @@ class Sglang(Backend):
 
     def questions(self) -> Questions:
         token = Ask(method="GET", path="/health_generate")
-        return Questions(ready=_HEALTH, token=token, own_timeout_s=self._own_timeout_s())
+        return Questions(
+            ready=_HEALTH,
+            token=token,
+            own_timeout_s=self._own_timeout_s(),
+            # What is under way goes back into its queue, and its cache is made anew.
+            pause=Ask(method="POST", path="/pause_generation", body={"mode": "retract"}),
+            resume=Ask(method="POST", path="/continue_generation", body={}),
+        )
 
     def argv(self, place: Place) -> tuple[str, ...]:
         fleet = self.fleet
@@ -189,7 +196,12 @@ class Vllm(Backend):
 
     def questions(self) -> Questions:
         # Ready: a flag of the front end, blind to an engine that hangs.
-        return Questions(ready=_HEALTH, token=self._completion("--served-model-name"))
+        return Questions(
+            ready=_HEALTH,
+            token=self._completion("--served-model-name"),
+            pause=Ask(method="POST", path="/pause?mode=keep"),
+            resume=Ask(method="POST", path="/resume"),
+        )
 
     def argv(self, place: Place) -> tuple[str, ...]:
         fleet = self.fleet

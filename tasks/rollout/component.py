@@ -208,12 +208,15 @@ def prepare_fleet(
     containment: Containment,
     ports: Mapping[str, int],
     register_at: Path,
+    *,
+    resumes: bool = False,
 ) -> FleetPlan | None:
     """What the process of the run's fleet is to do, which is written down.
 
     Args:
         spec: with its placeholders filled in.
         register_at: the directory of the run's register.
+        resumes: the attempt begins with a checkpoint, which the servers do not have.
 
     Returns: None, where the run has no fleet. Raises: OSError.
     """
@@ -240,6 +243,7 @@ def prepare_fleet(
         cwd=Path(fleet.cwd or spec.cwd),
         directory=place.directory,
         register_at=register_at if is_registered else None,
+        serves_as_loaded=(fleet.weights.initial or ("stale" if resumes else "loaded")) == "loaded",
         level=containment.level.value,
         token="" if is_loopback(fleet.host) else secrets.token_urlsafe(32),
     )

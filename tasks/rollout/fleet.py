@@ -10,20 +10,20 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Collection, Mapping
 from enum import Enum
 from random import Random
 from typing import Any
 
 from tasks.record.events import Emit
 from tasks.record.states import GroupState
-from tasks.rollout.clock import ended, now_s
+from tasks.rollout.clock import ended
 from tasks.rollout.health import Health
 from tasks.rollout.probing import Death, FleetParts, Prober, Rebind, ServerHost, StartFailed
 from tasks.rollout.recovery import Recovery
 from tasks.rollout.registry import FleetView, GroupView, Registry
 from tasks.rollout.router import Entrypoint, Router
-from tasks.rollout.topology import Ask, FleetSettings, TopologyPlan
+from tasks.rollout.sync import InFlight, SyncRefused, WeightSyncs
+from tasks.rollout.topology import FleetSettings, TopologyPlan
 from tasks.spec.errors import IllegalTransition, MusterError
 from tasks.spec.words import commas
 
@@ -32,7 +32,6 @@ _log = logging.getLogger(__name__)
 #: A group that fails so often before the fleet has served at all will not come up.
 _FIRST_STARTS = 3
 _STOPPED = "the fleet is stopped"
-_DRAIN_POLL_S = 0.02
 #: Groups whose causes are told where the fleet cannot go on.
 _CAUSES = 8
 
@@ -57,8 +56,7 @@ class FleetPhase(Enum):
 class Fleet:
     """The servers of one run, from `start` to `stop`; both may come again after that.
 
-    The trainer's orders, `barrier`, `restore`, `weights` and `drain`, are obeyed one after the
-    other.
+    Its trainer brings it new weights by `begin_sync` and then `syncs`.
     """
 
     def __init__(
@@ -71,14 +69,16 @@ class Fleet:
         emit: Emit,
         random: Random | None = None,
         rebind: Rebind | None = None,
+        serves_as_loaded: bool = True,
     ) -> None:
         """Made in the loop in which it lives; it takes over `host.on_death`.
 
         Args:
             emit: takes an event's name and its fields; what it raises is logged.
             rebind: the servers of a group at new addresses; None: it has those it has.
+            serves_as_loaded: see `Registry`.
         """
-        self.registry = Registry(plan)
+        self.registry = Registry(plan, serves_as_loaded=serves_as_loaded)
         self.router = Router(limit=settings.concurrency)
         #: Resolves with the reason once the run has to fail. The servers still run then.
         self.fatal: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -88,16 +88,14 @@ class Fleet:
         self._phase = FleetPhase.NEW
         self._has_served = False
         self._up: asyncio.Future[None] | None = None
-        self._starts: list[asyncio.Task[None]] = []
+        #: By group.
+        self._starts: dict[int, asyncio.Task[None]] = {}
         self._failed_starts: Counter[int] = Counter()
         self._last_words: dict[int, str] = {}
         #: By rank, what the router has.
         self._entrypoints: dict[int, Entrypoint] = {}
-        #: Held by the order that is carried out.
+        #: Held while the servers are checked.
         self._order = asyncio.Lock()
-        #: Between a barrier and its restore: nothing is started.
-        self._is_held = False
-        self._is_draining = False
 
         self._parts = FleetParts(
             states=self.registry,
@@ -113,6 +111,13 @@ class Fleet:
         self.note_failure = self._health.note_failure
         self.note_tokens = self._health.note_tokens
         self._recovery = Recovery(self._parts, self._health, rebind=rebind)
+        self.syncs = WeightSyncs(
+            self._parts,
+            router=self.router,
+            health=self._health,
+            recovery=self._recovery,
+            on_end=lambda: self._check(is_guarded=True),
+        )
         self.registry.listen(
             # First: what has failed gets no more requests, whatever the others do about it.
             self._route,
@@ -124,7 +129,7 @@ class Fleet:
         host.on_death = self._on_death
 
     async def start(self) -> None:
-        """Start all groups; returns once each serves, or was retired and is not needed.
+        """Start all groups; returns once `min_active` are up, or all that are not retired.
 
         One that fails is recovered like any other. A cancel leaves what runs to `stop`.
 
@@ -139,24 +144,30 @@ class Fleet:
             self.fatal = asyncio.get_running_loop().create_future()
         self._up = asyncio.get_running_loop().create_future()
         async with self._order:
-            self._is_held = False
-            self._resume()
             self._recovery.open()
             groups = [
                 group for group in self.registry.view.groups if group.state != GroupState.RETIRED
             ]
-            self._starts = [
-                asyncio.create_task(self._start_first(group), name=f"rollout-start-{group.index}")
+            self._starts = {
+                group.index: asyncio.create_task(
+                    self._start_first(group), name=f"rollout-start-{group.index}"
+                )
                 for group in groups
-            ]
+            }
             either: set[asyncio.Future[Any]] = {self._up, self.fatal}
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if self.fatal.done():
             raise FleetFailed(self.fatal.result())
         if self._phase is not FleetPhase.STARTING:
             raise FleetFailed(_STOPPED)
-        # What they started is up, or somebody else's matter: they end at once.
-        await asyncio.wait(self._starts)
+        view = self.registry.view
+        # What these started is up, or somebody else's matter: they end at once.
+        over = [
+            task
+            for group, task in self._starts.items()
+            if view.groups[group].state is not GroupState.STARTING
+        ]
+        await asyncio.wait(over)
         self._phase = FleetPhase.RUNNING
         self._has_served = True
 
@@ -167,12 +178,13 @@ class Fleet:
         """
         self._phase = FleetPhase.STOPPING
         self.router.set((), why_none=_STOPPED)
+        await self.syncs.stop()
         if self._up is not None and not self._up.done():
             self._up.set_result(None)
         await self._recovery.stop()
-        for task in self._starts:
+        for task in self._starts.values():
             task.cancel()
-        await ended(self._starts)
+        await ended(self._starts.values())
         await self._health.stop()
         for group in self.registry.view.groups:
             self.registry.fail(group.ranks[0], group.epoch, _STOPPED)
@@ -181,111 +193,42 @@ class Fleet:
         self._phase = FleetPhase.STOPPED
         return left
 
-    async def barrier(self) -> dict[str, Any]:
-        """Before a training step: ask every running server once, one bad answer is enough.
+    async def check(self) -> dict[str, Any]:
+        """Ask every running server once; one bad answer is enough.
 
-        What failed is shut down when this returns, in time. Nothing is started, and nobody is
-        asked, from now until `restore`: the trainer may have the GPUs.
+        What failed is shut down when this returns, in time, and is recovered.
+
+        Raises: SyncRefused, while a sync is open.
         """
         async with self._order:
-            self._is_held = True
-            await self._recovery.hold()
-            self._health.rest()
+            if self.syncs.id is not None:
+                raise SyncRefused("a sync is open, and engines need not answer: check before it")
             running = {group.index for group in self.registry.view.groups if group.is_running}
-            await self._health.sweep()
+            await self._health.rest()
+            try:
+                await self._health.sweep()
+            finally:
+                self._health.resume()
+            groups = self.registry.view.groups
+            failed = [_named(one) for one in groups if one.index in running and not one.is_running]
             await self._recovery.down()
             view = self.registry.view
             answer = {
                 "epoch": view.epoch,
-                "failed": [
-                    _named(one)
-                    for one in view.groups
-                    if one.index in running and not one.is_running
-                ],
+                "failed": failed,
                 "active": [slot.rank for slot in view.entrypoints],
                 "inactive": [list(one.ranks) for one in view.groups if not one.is_running],
                 "unreachable": [list(one.ranks) for one in view.groups if one.unreachable],
             }
-        self._emit("rollout.barrier", **answer)
+        self._emit("rollout.check", **answer)
         return answer
 
-    async def restore(self) -> dict[str, Any]:
-        """Before weights are synced: start what is inactive, and wait for it to come up or fail.
-
-        What does not come up is tried again beside everything else. Periodic questions begin
-        again, the first a whole interval later.
-        """
-        async with self._order:
-            self._resume()
-            groups = self.registry.view.groups
-            down = {one.index for one in groups if not one.is_running}
-            try:
-                await asyncio.gather(*(tried.wait() for tried in self._recovery.release()))
-            finally:
-                self._health.resume()
-                self._is_held = False
-            view = self.registry.view
-            answer = {
-                "epoch": view.epoch,
-                "restored": [
-                    list(view.groups[one].ranks) for one in down if view.groups[one].is_running
-                ],
-                "failed": [_named(one) for one in view.groups if not one.is_running],
-                "stale": [list(one.ranks) for one in view.groups if one.state is GroupState.STALE],
-                "metadata": self.registry.training_metadata().as_json(),
-            }
-        self._emit("rollout.restore", **{k: v for k, v in answer.items() if k != "metadata"})
-        # The stale ones serve once the weights are there, which come next.
-        self._check(is_guarded=not answer["stale"])
-        return answer
-
-    def weights(
-        self,
-        version: int,
-        ranks: Collection[int] | None = None,
-        epochs: Mapping[int, int] | None = None,
-    ) -> dict[str, Any]:
-        """The caller has synced these weights: see `Registry.weights_synced`. Ends a drain.
-
-        Raises: KeyError, for ranks that have none.
-        """
-        self.registry.weights_synced(version, ranks=ranks, epochs=epochs)
-        self._resume()
-        groups = self.registry.view.groups
-        answer = {
-            "version": version,
-            "active": [list(one.ranks) for one in groups if one.is_serving],
-            "stale": [list(one.ranks) for one in groups if one.state is GroupState.STALE],
-        }
-        self._emit("rollout.weights", **answer)
-        return answer
-
-    async def drain(self, timeout_s: float) -> dict[str, Any]:
-        """Send no new requests; returns once none is outstanding, or it is too late.
-
-        It lasts until `restore` or `weights`.
-        """
-        self._is_draining = True
-        self.router.pause("the fleet drains: new requests are taken after the sync of the weights")
-        until_s = now_s() + timeout_s
-        while self.router.outstanding and now_s() < until_s:
-            await asyncio.sleep(_DRAIN_POLL_S)
-        outstanding = self.router.outstanding
-        return {"drained": not outstanding, "outstanding": outstanding}
-
-    async def broadcast(self, ask: Ask, timeout_s: float) -> dict[int, dict[str, Any]]:
-        """The same request, with its body, to every entrypoint that serves, side by side.
-
-        Returns: `{rank: {"status", "body"}}`, the status None where no answer came.
-        """
-        slots = self.registry.view.entrypoints
-        replies = await asyncio.gather(
-            *(self._parts.prober.call(slot.url or "", ask, timeout_s) for slot in slots)
-        )
-        return {
-            slot.rank: {"status": reply.status, "body": reply.body}
-            for slot, reply in zip(slots, replies, strict=True)
-        }
+    async def begin_sync(self, timeout_s: float, in_flight: InFlight) -> dict[str, Any]:
+        """See `WeightSyncs.begin`; a check that is under way ends before."""
+        if self._order.locked():
+            async with self._order:
+                pass
+        return await self.syncs.begin(timeout_s, in_flight)
 
     def snapshot(self) -> dict[str, Any]:
         """The answer of `GET /muster/rollout`: the fleet at one moment, in plain data."""
@@ -320,9 +263,11 @@ class Fleet:
             "url": self.url,
             "concurrency": self.router.concurrency,
             "servers": servers,
-            "groups": [
+            "engines": [
                 {
+                    "engine": group.index,
                     "ranks": list(group.ranks),
+                    "urls": [view.servers[rank].url for rank in group.ranks],
                     "state": group.state.value,
                     "epoch": group.epoch,
                     "version": group.version,
@@ -331,23 +276,29 @@ class Fleet:
                 }
                 for group in view.groups
             ],
+            "sync": self.syncs.id,
             "training": self.registry.training_metadata().as_json(),
         }
 
+    def version_of(self, engine: int) -> int | None:
+        """Of the weights that an engine has now."""
+        return self.registry.view.groups[engine].version
+
+    @property
+    def has_started(self) -> bool:
+        """From the end of its start to its stop."""
+        return self._phase is FleetPhase.RUNNING
+
     @property
     def state(self) -> str:
-        """starting | serving | down | draining | stopping"""
+        """starting | serving | down | syncing | stopping"""
         if self._phase in (FleetPhase.STOPPING, FleetPhase.STOPPED):
             return "stopping"
         if self._phase is not FleetPhase.RUNNING:
             return "starting"
-        if self._is_draining:
-            return "draining"
+        if self.syncs.id is not None:
+            return "syncing"
         return "serving" if self.registry.view.entrypoints else "down"
-
-    def _resume(self) -> None:
-        self._is_draining = False
-        self.router.resume()
 
     async def _start_first(self, group: GroupView) -> None:
         try:
@@ -377,6 +328,8 @@ class Fleet:
                     rank=rank,
                     epoch=after.epoch,
                     url=slot.url or "",
+                    engine=after.index,
+                    version=after.version,
                     is_preferred=after.state is GroupState.ACTIVE,
                 )
         if self._phase is not FleetPhase.STOPPING:
@@ -397,12 +350,20 @@ class Fleet:
         """After each change, whether the fleet is up, or the run has to fail."""
         if self._phase is FleetPhase.STOPPING or before.state is after.state:
             return
-        groups = self.registry.view.groups
-        if self._up is not None and not self._up.done() and all(map(_is_settled, groups)):
+        if self._up is not None and not self._up.done() and self._is_enough():
             self._up.set_result(None)
         if after.state in (GroupState.INACTIVE, GroupState.RETIRED):
             self._check(is_guarded=before.is_running)
             self._count_start(before, after)
+
+    def _is_enough(self) -> bool:
+        """Whether what the fleet begins with is up."""
+        view = self.registry.view
+        awaited = [one for one in view.groups if one.state is not GroupState.RETIRED]
+        needed = self._parts.settings.min_active or len(awaited)
+        # One that was started after a commit waits for its weights.
+        up = [one for one in awaited if one.is_serving or one.state is GroupState.STALE]
+        return len(up) >= min(needed, len(awaited))
 
     def _count_start(self, before: GroupView, after: GroupView) -> None:
         was_starting = before.state in (GroupState.STARTING, GroupState.RECOVERING)
@@ -424,10 +385,10 @@ class Fleet:
             is_guarded: it is the time for its groups to serve.
         """
         view, min_active = self.registry.view, self._parts.settings.min_active or 0
-        # Not before the first of them serves, nor while a training step has their GPUs.
-        is_guarded = is_guarded and self._has_served and not self._is_held
+        # Not before the first of them serves, nor while they get new weights.
+        is_guarded = is_guarded and self._has_served and self.syncs.id is None
         left = [group for group in view.groups if group.state is not GroupState.RETIRED]
-        total, serving, needed = len(view.groups), len(view.serving), max(1, min_active)
+        total, serving, needed = len(view.groups), len(view.up), max(1, min_active)
         if len(left) < needed:
             reason = f"{len(left)} of {total} engines are left, {needed} are needed"
         elif is_guarded and serving < min_active:
@@ -456,12 +417,8 @@ class Fleet:
             _log.exception("the event %s %s is lost", event, fields)
 
 
-def _is_settled(group: GroupView) -> bool:
-    return group.is_serving or group.state in (GroupState.STALE, GroupState.RETIRED)
-
-
 def _named(group: GroupView) -> dict[str, Any]:
-    return {"group": group.index, "ranks": list(group.ranks), "cause": group.cause}
+    return {"engine": group.index, "ranks": list(group.ranks), "cause": group.cause}
 
 
 def _causes(view: FleetView) -> str:

@@ -31,7 +31,7 @@ from yarl import URL
 from tasks.rollout.clock import now_s
 from tasks.rollout.fleet import Fleet
 from tasks.rollout.probing import NoReply
-from tasks.rollout.router import Entrypoint, NoEntrypoint, WaitingLine
+from tasks.rollout.router import Entrypoint, LineFull, NoEntrypoint, WaitingLine
 
 
 class EntrypointGone(Exception):
@@ -175,7 +175,7 @@ def refusal(
     """An error answer of the gateway's own, in the form of OpenAI's errors, which its clients show.
 
     Args:
-        kind: for programs: `no_active_server`, `draining`, `server_lost`, `bad_request`, ...
+        kind: for programs: `no_active_server`, `overloaded`, `server_lost`, `bad_request`, ...
         message: what was found, and what to do.
         is_retryable: the same request may be sent again as it is: nothing of an answer is lost.
     """
@@ -184,9 +184,8 @@ def refusal(
     return web.Response(status=status, body=body, headers=headers, content_type="application/json")
 
 
-def nobody(reason: str, *, is_draining: bool) -> web.Response:
+def nobody(reason: str, kind: str = "no_active_server") -> web.Response:
     """There is no server to send a request to just now."""
-    kind = "draining" if is_draining else "no_active_server"
     return refusal(503, kind, reason, is_retryable=True, headers=_SOON)
 
 
@@ -270,7 +269,7 @@ class Forwarder:
         self.not_passed_on = _NOT_FOR_SERVERS | ({"authorization"} if is_token_own else set())
         #: Why nothing is tried again any more; None: it is.
         self.is_over: str | None = None
-        self._fleet = fleet
+        self.fleet = fleet
         #: By rank and epoch: pieces of what an incarnation has generated for requests.
         self.tokens: Counter[tuple[int, int]] = Counter()
         self.client = aiohttp.ClientSession(
@@ -294,12 +293,12 @@ class Forwarder:
         """A piece of a generation's answer came."""
         key = entrypoint.key
         self.tokens[key] = count = self.tokens[key] + 1
-        self._fleet.note_tokens(*key, count)
+        self.fleet.note_tokens(*key, count)
 
     def failed(self, entrypoint: Entrypoint, why: str) -> None:
         """A server did not do its part. Not to be called within a flight, which it may end."""
         _log.info("rank %d, epoch %d: %s", *entrypoint.key, why)
-        self._fleet.note_failure(*entrypoint.key, why)
+        self.fleet.note_failure(*entrypoint.key, why)
 
     def _entrypoints_gone(self, gone: tuple[Entrypoint, ...]) -> None:
         for entrypoint in gone:
@@ -341,8 +340,8 @@ class _Passage:
             try:
                 entrypoint = await self._take(session)
             except NoEntrypoint as error:
-                reason = f"{error.reason}; before: {why}" if why else error.reason
-                return nobody(reason, is_draining=error.is_draining)
+                kind = "overloaded" if isinstance(error, LineFull) else "no_active_server"
+                return nobody(f"{error}; before: {why}" if why else str(error), kind)
             try:
                 answer, why, may_go_on = await self._try(entrypoint)
             finally:
@@ -351,23 +350,29 @@ class _Passage:
                 return answer
             give_up_at = give_up_at or now_s() + limits.retry_for_s
             if self._shared.is_over is not None:
-                return nobody(self._shared.is_over, is_draining=True)
+                return nobody(self._shared.is_over, "stopping")
             if not may_go_on or now_s() > give_up_at:
                 break
             self._tried.add(entrypoint.rank)
         return lost(f"no answer, tries: {tries} of {limits.tries}, the last one: {why}")
 
     async def _take(self, session: str | None) -> Entrypoint:
-        try:
-            return await self._shared.line.take(
-                session, self._tried.copy(), is_retry=bool(self._tried)
-            )
-        except NoEntrypoint:
-            # Those that were tried may have lost no more than a connection.
-            if not self._tried or not self._shared.router.entrypoints:
+        shared, generates = self._shared, self._is_generation
+        while True:
+            try:
+                found = await shared.line.take(session, self._tried.copy(), generates=generates)
+            except LineFull:
                 raise
-            self._tried.clear()
-            return await self._shared.line.take(session, is_retry=True)
+            except NoEntrypoint:
+                # Those that were tried may have lost no more than a connection.
+                if not self._tried or not shared.router.entrypoints:
+                    raise
+                self._tried.clear()
+                continue
+            if not (generates and shared.router.is_closed):
+                return found
+            # The routing was closed between its turn and now.
+            shared.line.give_back(found)
 
     async def _try(self, entrypoint: Entrypoint) -> tuple[web.StreamResponse | None, str, bool]:
         """
@@ -431,7 +436,9 @@ class _Passage:
     ) -> web.StreamResponse:
         headers = _without(server.headers, _HOP_BY_HOP)
         headers["X-Muster-Rank"] = str(entrypoint.rank)
+        headers["X-Muster-Engine"] = str(entrypoint.engine)
         headers["X-Muster-Epoch"] = str(entrypoint.epoch)
+        headers["X-Muster-Version"] = str(entrypoint.version)
         # Neither a head nor another answer needs the engine.
         is_generated = self._is_generation and server.status < 400
         if (length := server.content_length) is not None and length <= _WHOLE_BYTES:
@@ -452,6 +459,10 @@ class _Passage:
                 if is_generated and not piece.startswith(b":"):
                     self._shared.good(entrypoint)
                 await answer.write(piece)
+            if answer.content_type == "text/event-stream":
+                # A comment, which readers of events leave out: a sync may have come in between.
+                version = self._shared.fleet.version_of(entrypoint.engine)
+                await answer.write(f": X-Muster-Version: {version}\n\n".encode())
             await answer.write_eof()
         except ConnectionError:
             pass  # the client has left; there is nobody to tell

@@ -11,9 +11,10 @@ import asyncio
 import hmac
 import json
 import logging
+import re
 import resource
 from collections.abc import Coroutine, Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from aiohttp import web
@@ -22,6 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from tasks.rollout.building import is_loopback
 from tasks.rollout.fleet import Fleet
 from tasks.rollout.forwarding import Forwarder, RequestLimits, bad, nobody, refusal
+from tasks.rollout.sync import InFlight, NoSuchSync
 from tasks.rollout.topology import Ask
 from tasks.spec.errors import MusterError
 
@@ -90,6 +92,8 @@ def _host_of(url: str) -> str:
 _log = logging.getLogger(__name__)
 
 PREFIX = "/muster"
+#: Of an order.
+_LONGEST_S = 86_400.0
 
 
 class _Order(BaseModel):
@@ -97,54 +101,67 @@ class _Order(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
-    async def obey(self, fleet: Fleet) -> Mapping[Any, Any]:
+    async def obey(self, fleet: Fleet, sync: str) -> Mapping[str, Any]:
+        """
+        Args:
+            sync: the id that its path names; empty where it names none.
+        """
         raise NotImplementedError
 
 
-class _Barrier(_Order):
-    async def obey(self, fleet: Fleet) -> Mapping[Any, Any]:
-        return await fleet.barrier()
+Timeout = Annotated[float, Field(gt=0, le=_LONGEST_S, allow_inf_nan=False)]
 
 
-class _Restore(_Order):
-    async def obey(self, fleet: Fleet) -> Mapping[Any, Any]:
-        return await fleet.restore()
+class _Check(_Order):
+    async def obey(self, fleet: Fleet, sync: str) -> Mapping[str, Any]:
+        return await fleet.check()
 
 
-class _Weights(_Order):
-    version: int = Field(ge=0)
-    ranks: tuple[int, ...] | None = None
-    epochs: dict[int, int] | None = None
+class _Begin(_Order):
+    timeout_s: Timeout = 600.0
+    #: By its name: JSON has no enums.
+    in_flight: Literal["wait", "abort", "interrupt"] = "wait"
 
-    async def obey(self, fleet: Fleet) -> Mapping[Any, Any]:
-        return fleet.weights(self.version, self.ranks, self.epochs)
-
-
-class _Drain(_Order):
-    timeout_s: float = Field(default=60.0, ge=0, allow_inf_nan=False)
-
-    async def obey(self, fleet: Fleet) -> Mapping[Any, Any]:
-        return await fleet.drain(self.timeout_s)
+    async def obey(self, fleet: Fleet, sync: str) -> Mapping[str, Any]:
+        return await fleet.begin_sync(self.timeout_s, InFlight(self.in_flight))
 
 
 class _Broadcast(_Order):
     method: Annotated[str, Field(pattern="^[A-Z]+$")] = "POST"
     path: Annotated[str, Field(pattern="^/")]
     body: dict[str, Any] | None = None
-    timeout_s: float = Field(default=60.0, gt=0, allow_inf_nan=False)
+    timeout_s: Timeout = 60.0
 
-    async def obey(self, fleet: Fleet) -> Mapping[Any, Any]:
+    async def obey(self, fleet: Fleet, sync: str) -> Mapping[str, Any]:
         ask = Ask(method=self.method, path=self.path, body=self.body)
-        return await fleet.broadcast(ask, self.timeout_s)
+        return await fleet.syncs.broadcast(sync, ask, self.timeout_s)
 
 
-_ORDERS: Mapping[str, type[_Order]] = {
-    f"{PREFIX}/rollout/barrier": _Barrier,
-    f"{PREFIX}/rollout/restore": _Restore,
-    f"{PREFIX}/rollout/weights": _Weights,
-    f"{PREFIX}/rollout/drain": _Drain,
-    f"{PREFIX}/rollout/broadcast": _Broadcast,
+class _Commit(_Order):
+    version: int = Field(ge=0)
+    epochs: dict[int, int]
+    force: bool = False
+
+    async def obey(self, fleet: Fleet, sync: str) -> Mapping[str, Any]:
+        return await fleet.syncs.commit(sync, self.version, self.epochs, force=self.force)
+
+
+class _GiveUp(_Order):
+    async def obey(self, fleet: Fleet, sync: str) -> Mapping[str, Any]:
+        return await fleet.syncs.give_up(sync)
+
+
+_ROLLOUT = f"{PREFIX}/rollout"
+#: By method and path, in which ID stands for the sync's.
+_ORDERS: Mapping[tuple[str, str], type[_Order]] = {
+    ("POST", f"{_ROLLOUT}/check"): _Check,
+    ("POST", f"{_ROLLOUT}/sync"): _Begin,
+    ("POST", f"{_ROLLOUT}/sync/ID/broadcast"): _Broadcast,
+    ("POST", f"{_ROLLOUT}/sync/ID/commit"): _Commit,
+    ("DELETE", f"{_ROLLOUT}/sync/ID"): _GiveUp,
 }
+_PATHS = {path: method for method, path in _ORDERS}
+_OF_A_SYNC = re.compile(f"({re.escape(_ROLLOUT)}/sync/)([^/]+)(.*)")
 
 
 class Orders:
@@ -154,7 +171,7 @@ class Orders:
         self._fleet = fleet
         self._access = access
         #: Orders that are being carried out, kept from the garbage collector.
-        self._under_way: set[asyncio.Task[Mapping[Any, Any]]] = set()
+        self._under_way: set[asyncio.Task[Mapping[str, Any]]] = set()
 
     async def answer(self, request: web.BaseRequest) -> web.Response:
         """An answer to any request whose path begins with `/muster`."""
@@ -162,17 +179,20 @@ class Orders:
         if path == f"{PREFIX}/health" and request.method in ("GET", "HEAD"):
             # To anybody: who asks whether a component lives, as a supervisor does, has no token,
             # and this tells nothing else.
-            return _json({"ok": True, "ready": self._fleet.snapshot().get("ready", False)})
-        order = _ORDERS.get(path)
-        refused = self._access.refusal(request.headers, is_order=order is not None)
+            return _json({"ok": True, "ready": self._fleet.has_started})
+        sync = ""
+        if named := _OF_A_SYNC.fullmatch(path):
+            sync, path = named[2], f"{named[1]}ID{named[3]}"
+        method = _PATHS.get(path)
+        refused = self._access.refusal(request.headers, is_order=method is not None)
         if refused is not None:
             return refused
-        if order is not None:
-            if request.method != "POST":
-                return refusal(405, "bad_request", f"{path} takes POST only")
-            return await self._obey(order, request)
-        if path not in (f"{PREFIX}/health", f"{PREFIX}/rollout"):
-            known = ", ".join([f"{PREFIX}/health", f"{PREFIX}/rollout", *_ORDERS])
+        if method is not None:
+            if request.method != method:
+                return refusal(405, "bad_request", f"{path} takes {method} only")
+            return await self._obey(_ORDERS[method, path], request, sync)
+        if path not in (f"{PREFIX}/health", _ROLLOUT):
+            known = ", ".join([f"{PREFIX}/health", _ROLLOUT, *_PATHS])
             return refusal(404, "not_found", f"there is no {path}; there are {known}")
         if request.method not in ("GET", "HEAD"):
             return refusal(405, "bad_request", f"{path} takes GET only")
@@ -184,23 +204,23 @@ class Orders:
             task.cancel()
         await asyncio.gather(*self._under_way, return_exceptions=True)
 
-    async def _obey(self, model: type[_Order], request: web.BaseRequest) -> web.Response:
+    async def _obey(self, model: type[_Order], request: web.BaseRequest, sync: str) -> web.Response:
         try:
             order = model.model_validate_json((await request.read()).strip() or b"{}")
         except web.HTTPRequestEntityTooLarge:
             return bad(f"an order has at most {request.client_max_size} bytes")
         except ValidationError as error:
-            return bad(_faults(model, error))
-        carried_out: Coroutine[Any, Any, Mapping[Any, Any]] = order.obey(self._fleet)
+            return refusal(422, "bad_request", _faults(model, error))
+        carried_out: Coroutine[Any, Any, Mapping[str, Any]] = order.obey(self._fleet, sync)
         task = asyncio.create_task(carried_out, name=request.raw_path)
         self._under_way.add(task)
         task.add_done_callback(self._under_way.discard)
         try:
             return _json(await asyncio.shield(task))
         except KeyError as error:
-            return bad(str(error.args[0]) if error.args else "unknown key")
-        except ValueError as error:
-            return bad(str(error))
+            return refusal(422, "bad_request", str(error.args[0]))
+        except NoSuchSync as error:
+            return refusal(404, "not_found", str(error))
         except MusterError as error:
             return refusal(409, "refused", str(error))
         except asyncio.CancelledError:
@@ -228,13 +248,13 @@ def _faults(model: type[_Order], error: ValidationError) -> str:
     return f"{faults}. It takes a JSON object: {takes or 'empty'}"
 
 
-def _log_end(task: asyncio.Task[Mapping[Any, Any]]) -> None:
+def _log_end(task: asyncio.Task[Mapping[str, Any]]) -> None:
     """Of an order whose client has left, so that nobody else hears of it."""
     if not task.cancelled() and (error := task.exception()) is not None:
         _log.error("the order %s, whose client has left, failed", task.get_name(), exc_info=error)
 
 
-def _json(content: Mapping[Any, Any]) -> web.Response:
+def _json(content: Mapping[str, Any]) -> web.Response:
     return web.Response(body=json.dumps(content).encode(), content_type="application/json")
 
 
@@ -356,7 +376,7 @@ class Gateway:
         if (refused := self._access.refusal(request.headers)) is not None:
             return refused
         if self._forwarder.is_over is not None:
-            answer = nobody(self._forwarder.is_over, is_draining=True)
+            answer = nobody(self._forwarder.is_over, "stopping")
             answer.force_close()
             return answer
         self._under_way += 1

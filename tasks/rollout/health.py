@@ -207,11 +207,13 @@ class Health:
             if not self._is_resting:
                 self._begin(watch, self._fleet.settings.first_s)
 
-    def rest(self) -> None:
+    async def rest(self) -> None:
         """No periodic questions until `resume`; what requests tell is not heard either."""
         self._is_resting = True
+        tasks = [watch.task for watch in self._watches.values() if watch.task is not None]
         for watch in self._watches.values():
             self._end(watch)
+        await ended(tasks)
 
     def resume(self) -> None:
         """The first question to each comes after a whole interval."""

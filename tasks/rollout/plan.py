@@ -49,6 +49,8 @@ class FleetPlan(BaseModel):
     #: The run's register, for the servers' own entries; None: what holds the component's processes
     #: ends them all at once.
     register_at: Path | None = None
+    #: Its servers serve the model as they load it, until the first weights come; else they wait.
+    serves_as_loaded: bool = True
     #: What holds them: L1 to L4, see `containment`.
     level: str = "L2"
     #: That the gateway asks for; empty: none. In no file either.

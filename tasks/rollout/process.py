@@ -180,6 +180,7 @@ async def _run(plan: FleetPlan) -> int:
             prober=prober,
             emit=events.emit,
             rebind=host.rebind,
+            serves_as_loaded=plan.serves_as_loaded,
         )
         return await _serve(plan, fleet, told)
     finally:

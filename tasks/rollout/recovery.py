@@ -9,13 +9,12 @@ for which the budget pays once.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from tasks.record.events import Emit
-from tasks.record.states import GroupState
+from tasks.record.states import RUNNING, GroupState
 from tasks.rollout.clock import ended, now_s, pause_s, within
 from tasks.rollout.health import Health
 from tasks.rollout.probing import FleetParts, Rebind, StartFailed
@@ -30,10 +29,10 @@ _FIRST_POLL_S, _LAST_POLL_S = 0.1, 1.0
 _CANCEL_WITHIN_S = 1.0
 #: Looking at the ports of one group.
 _PORTS_WITHIN_S = 200.0
-#: What a server that has just been started has: the model as it was loaded.
-_FIRST_VERSION = 0
 #: Deaths within so many seconds of the first have one cause.
 _DEATHS_WITHIN_S = 2.0
+#: Out of a start.
+_UP = RUNNING - {GroupState.STARTING}
 #: Whatever the back-off is, so that what fails at once is not tried without end.
 _SHORTEST_PAUSE_S = 0.1
 
@@ -118,7 +117,7 @@ class Starter:
                 self._fleet.states.fail(
                     slot.rank, epoch, f"rank {slot.rank}: its process does not run"
                 )
-        self._fleet.states.started(group, epoch, version=_FIRST_VERSION)
+        self._fleet.states.started(group, epoch)
         self._health.watch(group, epoch)
 
     async def _serve(self, slot: ServerSlot, epoch: int) -> None:
@@ -246,10 +245,6 @@ class _Case:
     left: str = ""
     #: Its processes are ended, or it was tried.
     down: asyncio.Event = field(default_factory=asyncio.Event)
-    #: The next try does not wait.
-    at_once: asyncio.Event = field(default_factory=asyncio.Event)
-    #: The next try has ended, or there is none.
-    tried: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
 
 
@@ -285,44 +280,30 @@ class Recovery:
         """Somebody else has a port of it: it gets new ones at its next start."""
         self._without_ports.add(group)
 
-    async def hold(self) -> None:
-        """Start nothing until `release`; what is being started is given up and stopped again."""
+    def hold(self) -> None:
+        """Begin no start until `release`; what is being started goes on."""
         self._released.clear()
-        await self._cancel()
-        for case in self._cases.values():
-            self._begin(case)
+
+    def release(self) -> None:
+        self._released.set()
 
     async def down(self) -> None:
         """Returns once the processes of all that has failed are ended, or cannot be: in time."""
         await asyncio.gather(*(case.down.wait() for case in self._cases.values()))
 
-    def release(self) -> list[asyncio.Event]:
-        """Start what has failed, without a pause.
-
-        Returns: for each of them, set once its next try has ended.
-        """
-        for case in self._cases.values():
-            case.tried.clear()
-            case.at_once.set()
-        self._released.set()
-        return [case.tried for case in self._cases.values()]
-
     async def stop(self) -> None:
         """No case is left, and no claim; what was being started may still run."""
         self._is_open = False
-        await self._cancel()
-        for case in list(self._cases.values()):
-            self._close(case)
-
-    async def _cancel(self) -> None:
         tasks = [case.task for case in self._cases.values() if case.task is not None]
         for task in tasks:
             task.cancel()
         await ended(tasks)
+        for case in list(self._cases.values()):
+            self._close(case)
 
     def on_change(self, before: GroupView, after: GroupView) -> None:
         group = after.index
-        if after.version is not None and before.version is None:
+        if after.state in _UP and before.state not in _UP:
             self._works_since_s[group] = now_s()
         if not self._is_open or after.state is not GroupState.INACTIVE:
             return
@@ -355,15 +336,11 @@ class Recovery:
             in_row=self._in_row.get(group, 0),
         )
         self._cases[group] = case
-        self._begin(case)
+        case.task = asyncio.create_task(self._care(case), name=f"rollout-recovery-{group}")
         self._pay(case)
-
-    def _begin(self, case: _Case) -> None:
-        case.task = asyncio.create_task(self._care(case), name=f"rollout-recovery-{case.group}")
 
     def _close(self, case: _Case) -> None:
         case.down.set()
-        case.tried.set()
         if self._cases.get(case.group) is case:
             del self._cases[case.group]
         case.incident.open.discard(case.group)
@@ -388,7 +365,6 @@ class Recovery:
                 await self._take_down(case)
                 if self._is(GroupState.RETIRED, case):
                     break
-                await self._released.wait()
                 # Between a group that works and the end of its try it may have failed anew.
                 if await self._try(case) or self._cases.get(case.group) is not case:
                     break
@@ -408,7 +384,7 @@ class Recovery:
             self._fleet.emit("rollout.warning", message=f"could not be ended: {case.left}")
 
     async def _try(self, case: _Case) -> bool:
-        """Whether the group works. A cancel gives it up, and does not count as a try."""
+        """Whether the group works. A cancel gives it up."""
         self._count += 1
         id, began_s = f"r{self._count}", now_s()
         what = {"id": id, "group": case.group, "ranks": list(case.ranks)}
@@ -416,7 +392,7 @@ class Recovery:
         self._fleet.emit(
             "rollout.recovery.begun", **what, cause=case.cause, **{"try": case.tries + 1}
         )
-        outcome, message = "abandoned", "held until the weights are synced, or stopped"
+        outcome, message = "abandoned", "the fleet is stopped"
         try:
             await self._pause(case)
             async with self._parallel:
@@ -438,27 +414,23 @@ class Recovery:
             self._fleet.emit(
                 "rollout.recovery.ended", **what, outcome=outcome, took_s=took_s, message=message
             )
-            case.tried.set()
         return outcome == "recovered"
 
     async def _pause(self, case: _Case) -> None:
-        if not case.in_row:
-            return
-        seconds = pause_s(
-            case.in_row - 1,
-            first_s=max(self._fleet.settings.backoff_s, _SHORTEST_PAUSE_S),
-            longest_s=max(self._fleet.settings.max_backoff_s, _SHORTEST_PAUSE_S),
-            random=self._fleet.random,
-        )
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await case.at_once.wait()
-        case.at_once.clear()
+        if case.in_row:
+            seconds = pause_s(
+                case.in_row - 1,
+                first_s=max(self._fleet.settings.backoff_s, _SHORTEST_PAUSE_S),
+                longest_s=max(self._fleet.settings.max_backoff_s, _SHORTEST_PAUSE_S),
+                random=self._fleet.random,
+            )
+            await asyncio.sleep(seconds)
 
     async def _start(self, case: _Case) -> None:
         if case.left:
             raise StartFailed(f"what ran there could not be ended: {case.left}")
         slots = await self._new_slots(case.group)
+        await self._released.wait()
         case.down.clear()
         await self.starter.start(case.group, slots)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -36,7 +36,7 @@ class GroupView:
     epoch: int = 0
     #: Something of this incarnation may run: from `begin` to its end.
     is_begun: bool = False
-    #: Of its weights; None while none are known to be there.
+    #: Of its weights; None while it is not known which they are.
     version: int | None = None
     #: Why it left its last serving state; empty while it is well.
     cause: str = ""
@@ -74,6 +74,8 @@ class FleetView:
     epoch: int
     #: Of the weights that a server must have to serve: as the model was loaded, 0.
     version: int
+    #: Nobody serves before the first commit.
+    awaits_weights: bool
     groups: tuple[GroupView, ...]
     #: By rank, with the addresses that they have now.
     servers: Mapping[int, ServerSlot]
@@ -81,6 +83,15 @@ class FleetView:
     @property
     def serving(self) -> tuple[GroupView, ...]:
         return tuple(group for group in self.groups if group.is_serving)
+
+    @property
+    def up(self) -> tuple[GroupView, ...]:
+        """The groups that serve, or that will once the first weights are there."""
+        return tuple(
+            one
+            for one in self.groups
+            if one.is_serving or (self.awaits_weights and one.state is GroupState.STALE)
+        )
 
     @property
     def entrypoints(self) -> tuple[ServerSlot, ...]:
@@ -92,10 +103,22 @@ class FleetView:
         )
 
     @property
+    def targets(self) -> tuple[GroupView, ...]:
+        """The groups that can take weights, serving or stale."""
+        return tuple(
+            one for one in self.groups if one.state in _CAN_TAKE_WEIGHTS and not one.unreachable
+        )
+
+    def updated(self, group: GroupView) -> tuple[ServerSlot, ...]:
+        """The servers through which the weights of a group are updated."""
+        slots = (self.servers[rank] for rank in group.ranks)
+        return tuple(slot for slot in slots if slot.weight_ranks and slot.url is not None)
+
+    @property
     def is_ready(self) -> bool:
-        """Every group serves that is not retired."""
+        """Every group is up that is not retired."""
         left = [group for group in self.groups if group.state is not GroupState.RETIRED]
-        return bool(left) and all(group.is_serving and not group.unreachable for group in left)
+        return bool(left) and all(group in self.up and not group.unreachable for group in left)
 
     @property
     def why_none(self) -> str:
@@ -112,18 +135,17 @@ class FleetView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingMetadata:
-    """What a trainer needs for one sync of the weights, all of one moment.
+    """Of what can take weights, all of one moment.
 
-    `mesh[engine][rank]`: global ranks of the engines that can take weights, serving or stale.
+    `mesh[server][rank]`: global ranks, by the server through which they are updated.
     """
 
     epoch: int
     version: int
     mesh: tuple[tuple[int, ...], ...]
-    #: By the rank of the server through which they are updated: its URL and the ranks.
+    #: By the rank of that server: its URL, the ranks, its incarnation.
     urls: Mapping[int, str]
     weight_ranks: Mapping[int, tuple[int, ...]]
-    #: The incarnation of each of those servers, for `weights_synced`.
     epochs: Mapping[int, int]
 
     def as_json(self) -> dict[str, Any]:
@@ -142,15 +164,21 @@ _log = logging.getLogger(__name__)
 
 Listener = Callable[[GroupView, GroupView], None]
 
-#: Its weights are known, so that they can be replaced.
+#: Of the model as a server loads it at its start.
+_AS_LOADED = 0
+#: It has started, so that its weights can be replaced.
 _CAN_TAKE_WEIGHTS = frozenset({GroupState.ACTIVE, GroupState.SUSPECT, GroupState.STALE})
 
 
 class Registry:
-    """The states of a fleet's groups, from before their first start until they are retired."""
+    """The states of a fleet's groups, from before their first start until they are retired.
 
-    def __init__(self, plan: TopologyPlan) -> None:
-        self._plan = plan
+    Args:
+        serves_as_loaded: until the first commit, a group serves with the model as it was loaded,
+            version 0; else it is stale.
+    """
+
+    def __init__(self, plan: TopologyPlan, *, serves_as_loaded: bool = True) -> None:
         self._groups = [
             GroupView(index=index, ranks=engine.group) for index, engine in enumerate(plan.engines)
         ]
@@ -158,6 +186,8 @@ class Registry:
             {slot.rank: slot for engine in plan.engines for slot in engine.servers}
         )
         self._version = 0
+        self._serves_as_loaded = serves_as_loaded
+        self._awaits_weights = not serves_as_loaded
         self._epoch = 0
         self._view: FleetView | None = None
         self._listeners: list[Listener] = []
@@ -171,6 +201,7 @@ class Registry:
             self._view = FleetView(
                 epoch=self._epoch,
                 version=self._version,
+                awaits_weights=self._awaits_weights,
                 groups=tuple(self._groups),
                 servers=self._servers,
             )
@@ -196,22 +227,15 @@ class Registry:
         return self._groups[self.group_of(rank)].is_current(epoch)
 
     def training_metadata(self) -> TrainingMetadata:
-        able = [
-            one for one in self._groups if one.state in _CAN_TAKE_WEIGHTS and not one.unreachable
-        ]
-        updated = [
-            self._servers[rank]
-            for group in able
-            for rank in group.ranks
-            if self._servers[rank].weight_ranks
-        ]
+        view = self.view
+        slots = [slot for group in view.targets for slot in view.updated(group)]
         return TrainingMetadata(
-            epoch=self._epoch,
-            version=self._version,
-            mesh=tuple(self._plan.engines[group.index].ranks for group in able),
-            urls={slot.rank: slot.url for slot in updated if slot.url is not None},
-            weight_ranks={slot.rank: slot.weight_ranks for slot in updated},
-            epochs={slot.rank: self._groups[slot.engine].epoch for slot in updated},
+            epoch=view.epoch,
+            version=view.version,
+            mesh=tuple(slot.weight_ranks for slot in slots),
+            urls={slot.rank: slot.url for slot in slots if slot.url is not None},
+            weight_ranks={slot.rank: slot.weight_ranks for slot in slots},
+            epochs={slot.rank: self._groups[slot.engine].epoch for slot in slots},
         )
 
     def begin(self, group: int, *, slots: Sequence[ServerSlot] | None = None) -> int:
@@ -240,15 +264,15 @@ class Registry:
         )
         return one.epoch + 1
 
-    def started(self, group: int, epoch: int, *, version: int) -> bool:
-        """It works: it serves where its weights are the fleet's, else it is stale."""
+    def started(self, group: int, epoch: int) -> bool:
+        """It works: it serves as long as the model as it was loaded does, else it is stale."""
         one = self._get(group)
         if not one.is_current(epoch):
             return False
         if one.state not in (GroupState.STARTING, GroupState.RECOVERING):
             raise IllegalTransition(f"{_named(one)} is {one.state.value}: it has started before")
-        state = GroupState.ACTIVE if version == self._version else GroupState.STALE
-        self._move(one, state, cause="", version=version)
+        state = GroupState.ACTIVE if self._serves_as_loaded else GroupState.STALE
+        self._move(one, state, cause="", version=_AS_LOADED)
         return True
 
     def suspect(self, rank: int, epoch: int, why: str) -> bool:
@@ -321,63 +345,50 @@ class Registry:
         """It is not started again."""
         self._move(self._get(group), GroupState.RETIRED, cause=why)
 
-    def weights_synced(
-        self,
-        version: int,
-        *,
-        ranks: Collection[int] | None = None,
-        epochs: Mapping[int, int] | None = None,
+    def commit(
+        self, version: int, epochs: Mapping[int, int], *, force: bool = False
     ) -> tuple[int, ...]:
-        """The fleet's weights are those of `version` now, and so are those of the synced groups.
+        """The fleet's weights are those of `version` now; whoever has them serves, and nobody else.
 
         Args:
-            ranks: whose weights were replaced; None: those of all groups that can take weights.
-                A group that cannot be reached is not among these unless `epochs` names it.
-            epochs: by server, which incarnation was synced; a group with another one, or that is
-                not in it, was not. None: the one that runs now.
+            epochs: by group that has them, which incarnation of it. One that is another by now,
+                or that is not named, is stale.
+            force: the version may be lower than that of the fleet.
 
-        Returns: the groups that were synced. Those that serve and were not are stale.
+        Returns: the groups that have them.
         """
-        known = {rank for slot in self._servers.values() for rank in slot.weight_ranks}
-        if ranks is not None and (strange := sorted(set(ranks) - known)):
-            raise KeyError(f"ranks {strange} have no weights to update; those that have: {known}")
-        if epochs is not None:
-            for rank in epochs:
-                self.group_of(rank)
-        synced = tuple(
-            group.index
-            for group in self._groups
-            if group.state in _CAN_TAKE_WEIGHTS and self._is_synced(group, ranks, epochs)
-        )
-        self._version = version
+        for index in epochs:
+            self._get(index)
+        if version < self._version and not force:
+            raise IllegalTransition(
+                f"version {version} is older than the fleet's, {self._version}; to go back all the "
+                "same, say force"
+            )
+        self._version, self._serves_as_loaded, self._awaits_weights = version, False, False
         self._epoch += 1
         self._view = None
         # Nothing is told before all are right: no listener sees an old one that serves.
-        for group in self._groups:
-            if group.state not in _CAN_TAKE_WEIGHTS:
-                continue
-            its_version = version if group.index in synced else group.version
-            if its_version != version:
+        for group in [one for one in self._groups if one.state in _CAN_TAKE_WEIGHTS]:
+            if epochs.get(group.index) != group.epoch:
                 self._note(group, state=GroupState.STALE, suspects=frozenset())
             elif group.state is GroupState.SUSPECT:
                 self._note(group, version=version)
             else:
-                self._note(group, version=version, state=GroupState.ACTIVE)
+                self._note(group, version=version, state=GroupState.ACTIVE, cause="")
         self._tell()
-        return synced
+        return tuple(
+            one.index
+            for one in self._groups
+            if one.state in _CAN_TAKE_WEIGHTS and epochs.get(one.index) == one.epoch
+        )
 
-    def _is_synced(
-        self,
-        group: GroupView,
-        ranks: Collection[int] | None,
-        epochs: Mapping[int, int] | None,
-    ) -> bool:
-        slots = [slot for rank in group.ranks if (slot := self._servers[rank]).weight_ranks]
-        if ranks is not None and not all(set(slot.weight_ranks) <= set(ranks) for slot in slots):
+    def spoil(self, group: int, epoch: int, why: str) -> bool:
+        """Nobody knows which weights it has: it is stale until a commit names it."""
+        one = self._get(group)
+        if not one.is_current(epoch) or one.state not in _CAN_TAKE_WEIGHTS:
             return False
-        if epochs is None:
-            return not group.unreachable
-        return all(epochs.get(slot.rank) == group.epoch for slot in slots)
+        self._change(one, state=GroupState.STALE, version=None, cause=why, suspects=frozenset())
+        return True
 
     def _get(self, group: int) -> GroupView:
         if not 0 <= group < len(self._groups):

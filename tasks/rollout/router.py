@@ -16,6 +16,8 @@ from functools import partial
 
 #: Sessions that are remembered; the one that was used least recently is forgotten first.
 MAX_SESSIONS = 200_000
+#: Requests that wait for room at one time, and for how long.
+LINE_SIZE, LINE_TIMEOUT_S = 16_384, 1800.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +28,10 @@ class Entrypoint:
     epoch: int
     #: `http://host:port`.
     url: str
+    #: Of the fleet's engines.
+    engine: int = 0
+    #: Of its weights.
+    version: int | None = None
     #: False: chosen only when no preferred one is left, because its last answers were missing.
     is_preferred: bool = True
 
@@ -38,18 +44,14 @@ class Entrypoint:
 class NoEntrypoint(Exception):
     """Nobody can take the request: tell the client why, at once. See `Full` for one that waits."""
 
-    def __init__(self, reason: str, *, is_draining: bool = False) -> None:
-        super().__init__(reason)
-        self.reason = reason
-        #: There are servers, but new requests are held off on purpose.
-        self.is_draining = is_draining
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return partial(NoEntrypoint, is_draining=self.is_draining), (self.reason,)
+class LineFull(NoEntrypoint):
+    """There is no room in the waiting line, or its time there is over."""
 
 
 class Full(Exception):
-    """All that could take the request are at their limit: ask again once a request is done."""
+    """All that could take the request are at their limit, or the routing is closed: ask again once
+    a request is done."""
 
     def __init__(self, session_key: tuple[int, int] | None) -> None:
         super().__init__(session_key)
@@ -131,7 +133,9 @@ class Router:
         self._sessions: OrderedDict[str, tuple[int, int]] = OrderedDict()
         self._total = 0
         self._why_none = "none has started yet"
-        self._why_paused: str | None = None
+        self._is_closed = False
+        #: Resolves once nothing is outstanding; None: nobody waits for that.
+        self._idle: asyncio.Future[None] | None = None
         self._listeners: list[Callable[[tuple[Entrypoint, ...]], None]] = []
 
     def set(self, entrypoints: Iterable[Entrypoint], *, why_none: str = "") -> None:
@@ -164,35 +168,51 @@ class Router:
             self._ladder(active).add(active)
         self._tell(tuple(slot.entrypoint for slot in gone))
 
-    def pause(self, why: str) -> None:
-        """Take no new requests, though there may be entrypoints, until `resume`."""
-        self._why_paused = why
+    def close(self) -> None:
+        """Let all that would generate wait, though there may be entrypoints, until `open`."""
+        self._is_closed = True
+
+    def open(self) -> None:
+        self._is_closed = False
         self._tell(())
 
-    def resume(self) -> None:
-        self._why_paused = None
-        self._tell(())
+    @property
+    def is_closed(self) -> bool:
+        return self._is_closed
+
+    def abort(self) -> None:
+        """End what is outstanding; a request that was not answered yet may be tried again."""
+        self._tell(self.entrypoints)
+
+    async def idle(self) -> None:
+        """Returns once nothing is outstanding."""
+        while self._total:
+            if self._idle is None or self._idle.done():
+                self._idle = asyncio.get_running_loop().create_future()
+            await asyncio.shield(self._idle)
 
     def listen(self, listener: Callable[[tuple[Entrypoint, ...]], None]) -> None:
-        """Have it told each `set`, `pause` and `resume`, with the entrypoints that have left."""
+        """Have it told each `set`, `open` and `abort`, with the entrypoints whose requests end."""
         self._listeners.append(listener)
 
     def pick(
-        self, session: str | None, exclude: Collection[int] = (), *, is_retry: bool = False
+        self, session: str | None, exclude: Collection[int] = (), *, generates: bool = True
     ) -> Entrypoint:
         """An entrypoint for one request, which counts as outstanding there until it is `done`.
 
         Args:
             session: keeps its entrypoint as long as that one is active and preferred.
             exclude: ranks that are not wanted, because they were tried.
-            is_retry: the request was taken before, so a pause does not concern it.
+            generates: False: it is answered while the routing is closed, too.
 
         Raises:
             NoEntrypoint: none is active and wanted. The session is forgotten.
-            Full: all of those are at their limit.
+            Full: all of those are at their limit, or the routing is closed.
         """
+        if self._is_closed and generates:
+            raise Full(None)
         try:
-            slot = self._choose(session, exclude, is_retry)
+            slot = self._choose(session, exclude)
         except NoEntrypoint:
             if session is not None:
                 self._sessions.pop(session, None)
@@ -231,9 +251,7 @@ class Router:
         """Requests that the entrypoints take at once; None: any number."""
         return None if self._limit is None else self._limit * len(self._active)
 
-    def _choose(self, session: str | None, exclude: Collection[int], is_retry: bool) -> _Slot:
-        if self._why_paused is not None and not is_retry:
-            raise NoEntrypoint(self._why_paused, is_draining=True)
+    def _choose(self, session: str | None, exclude: Collection[int]) -> _Slot:
         if session is not None:
             own = self._active.get(self._sessions.get(session, (-1, -1)))
             if own and own.entrypoint.rank not in exclude and self._may_keep(own):
@@ -264,6 +282,8 @@ class Router:
 
     def _move(self, slot: _Slot, by: int) -> None:
         self._total += by
+        if not self._total and self._idle is not None and not self._idle.done():
+            self._idle.set_result(None)
         if slot.entrypoint.key in self._active:
             self._ladder(slot).move(slot, by)
         else:
@@ -304,10 +324,17 @@ class WaitingLine:
 
     A waiter is handed its entrypoint at the moment at which another request gives it back, so that
     nobody who comes later gets in between.
+
+    Args:
+        size: so many wait at most.
+        timeout_s: nobody waits longer.
     """
 
-    def __init__(self, router: Router) -> None:
+    def __init__(
+        self, router: Router, *, size: int = LINE_SIZE, timeout_s: float = LINE_TIMEOUT_S
+    ) -> None:
         self._router = router
+        self._size, self._timeout_s = size, timeout_s
         #: By what they wait for, each in the order of arrival.
         self._lines: dict[tuple[int, int] | None, OrderedDict[_Waiter, None]] = {}
         self._numbers = itertools.count()
@@ -317,26 +344,32 @@ class WaitingLine:
         return sum(len(line) for line in self._lines.values())
 
     async def take(
-        self, session: str | None, exclude: Collection[int] = (), *, is_retry: bool = False
+        self, session: str | None, exclude: Collection[int] = (), *, generates: bool = True
     ) -> Entrypoint:
         """See `Router.pick`. To be given back, whatever becomes of the request.
 
-        Raises: NoEntrypoint, also while it waits.
+        Raises: NoEntrypoint, also while it waits; LineFull.
         """
-        pick = partial(self._router.pick, session, exclude, is_retry=is_retry)
+        pick = partial(self._router.pick, session, exclude, generates=generates)
         try:
             return pick()
         except Full as full:
+            if len(self) >= self._size:
+                raise LineFull(f"{self._size} requests wait already: send fewer at once") from full
             turn: asyncio.Future[Entrypoint] = asyncio.get_running_loop().create_future()
             number, key = next(self._numbers), full.session_key
             waiter = _Waiter(number=number, pick=pick, turn=turn, key=key)
         self._join(waiter)
         try:
-            return await turn
-        except asyncio.CancelledError:
-            # It was its turn at the very moment at which its client left.
+            async with asyncio.timeout(self._timeout_s):
+                return await turn
+        except (TimeoutError, asyncio.CancelledError) as error:
+            # It was its turn at the very moment at which its client left, or its time was over.
             if turn.done() and not turn.cancelled() and turn.exception() is None:
                 self.give_back(turn.result())
+            if isinstance(error, TimeoutError):
+                why = f"no server had room for it within {self._timeout_s:g} s"
+                raise LineFull(why) from error
             raise
         finally:
             self._leave(waiter)
@@ -344,6 +377,8 @@ class WaitingLine:
     def give_back(self, entrypoint: Entrypoint) -> None:
         """Room for one, which is that of whoever waits for it longest."""
         self._router.done(entrypoint)
+        if self._router.is_closed:
+            return
         is_served: bool | None = False
         while is_served is False:
             lines = (self._lines.get(key, ()) for key in (entrypoint.key, None))

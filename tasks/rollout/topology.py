@@ -49,6 +49,9 @@ class Questions:
     token: Ask | None
     #: Until when the backend itself says yes or no to any of them, in seconds; 0: at once.
     own_timeout_s: float = 0.0
+    #: By which it stops where it is, with what it generates, and goes on later; None: it can't.
+    pause: Ask | None = None
+    resume: Ask | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -507,6 +507,17 @@ class FleetRecovery(Model):
     )
 
 
+class FleetWeights(Model):
+    """What the fleet's servers serve."""
+
+    initial: Literal["loaded", "stale"] | None = Field(
+        None,
+        description="Until the trainer's first sync: loaded, the model as a server loaded it; "
+        "stale, nothing. Left out: loaded, and stale in an attempt that resumes from a "
+        "checkpoint.",
+    )
+
+
 class Rollout(Model):
     """A fleet of inference servers behind one gateway, `${rollout.url}`."""
 
@@ -585,6 +596,9 @@ class Rollout(Model):
     health: FleetHealth = Field(default_factory=FleetHealth, description="Questions to servers.")
     recovery: FleetRecovery = Field(
         default_factory=FleetRecovery, description="What is done about servers that failed."
+    )
+    weights: FleetWeights = Field(
+        default_factory=FleetWeights, description="Which weights its servers serve."
     )
     placement: Literal["local", "ray"] = Field(
         "local",

@@ -204,7 +204,13 @@ class RunSession:
             elif self.record.state is RunState.STOPPING:
                 self.record.move(RunState.STARTING)
             fleet = prepare_fleet(
-                spec, self.run_id, place, containment, ports.numbers, self._register.directory
+                spec,
+                self.run_id,
+                place,
+                containment,
+                ports.numbers,
+                self._register.directory,
+                resumes=bool(resume_from),
             )
             if fleet is not None:
                 self._secrets |= secrets.secret_values(fleet.env)

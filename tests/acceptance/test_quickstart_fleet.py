@@ -183,7 +183,7 @@ def test_the_next_attempt_has_a_fleet_of_its_own_with_the_weights_of_the_checkpo
     assert "checkpoints" in second["resume_from"]
     metrics = (run.directory / "attempt-02" / "metrics.jsonl").read_text().splitlines()
     assert json.loads(metrics[-1])["reward"] > 0.9
-    pushed = [event["version"] for event in run.events(2) if event["event"] == "rollout.weights"]
+    pushed = [event["version"] for event in run.events(2) if event["event"] == "rollout.sync.ended"]
     assert pushed[0] >= 10, "before the trainer asks for a batch"
     assert run.pids() == []
 

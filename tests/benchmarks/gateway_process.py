@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Mapping
 from typing import Any
 
 from tasks.rollout.gateway import Gateway
 from tasks.rollout.router import Entrypoint, Router
-from tasks.rollout.topology import Ask
 
 
 class FixedFleet:
@@ -26,26 +24,6 @@ class FixedFleet:
         pass
 
     def snapshot(self) -> dict[str, Any]:
-        return {}
-
-    async def barrier(self) -> dict[str, Any]:
-        return {}
-
-    async def restore(self) -> dict[str, Any]:
-        return {}
-
-    def weights(
-        self,
-        version: int,
-        ranks: tuple[int, ...] | None = None,
-        epochs: Mapping[int, int] | None = None,
-    ) -> dict[str, Any]:
-        return {}
-
-    async def drain(self, timeout_s: float) -> dict[str, Any]:
-        return {}
-
-    async def broadcast(self, ask: Ask, timeout_s: float) -> dict[Any, Any]:
         return {}
 
 

@@ -1,10 +1,11 @@
 """A fleet under faults drawn at random: `python -m tests.faults.fleet_chaos [--minutes 10]`.
 
 Eight real servers behind the real gateway, each under its guardian. Clients send requests all the
-time, a trainer syncs weights, and every few seconds a server is killed, stopped, made slow, made to
-answer 503 or garbage or nothing, or has its port stolen. In the end, by the words of the clients
-and of the servers' own ledger: every request had one end, none was answered twice, none by a server
-with old weights, and no group was restarted that had done nothing wrong.
+time. A trainer brings new weights, which it commits, gives up or forgets, and some of which break a
+server. Every few seconds a server is killed, stopped, made slow, made to answer 503 or garbage or
+nothing, or has its port stolen. In the end, by the words of the clients and of the servers' own
+ledger: every request had one end, none was answered twice, none with weights that were not the
+fleet's, and no group was restarted that had done nothing wrong.
 
 The seed is printed, and repeats the draw; the machine's timing can't be repeated.
 """
@@ -16,6 +17,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -50,7 +52,9 @@ _PUSH_WITHIN_S = 2.0
 #: Between the end of an answer and the failure of its server, which keeps it from being heard.
 _SAME_MOMENT_S = 0.2
 #: Faults after which a group may be restarted; the others it has to bear.
-_GRAVE = frozenset({"kill", "stop", "hang", "503", "garbage", "steal"})
+_GRAVE = frozenset({"kill", "stop", "hang", "503", "garbage", "steal", "broken weights"})
+#: What the gateway says at the end of a stream.
+_AT_THE_END = re.compile(r"^: X-Muster-Version: (\d+)$", re.MULTILINE)
 _FAULTS = ("kill", "stop", "hang", "503", "garbage", "steal", "slow", "4xx")
 
 
@@ -64,8 +68,10 @@ class Outcome:
     began: float
     took_s: float
     rank: int = -1
-    #: Of the weights that the answer was made with, the least of its pieces.
-    version: int = -1
+    #: Of the weights that each piece of the answer was made with, as its server says.
+    versions: frozenset[int] = frozenset()
+    #: The same, as the gateway says at the head and, of a stream, at the end.
+    told: frozenset[int] = frozenset()
     text: str = ""
 
 
@@ -83,7 +89,10 @@ class Chaos:
     faults: list[tuple[float, int, str]] = field(default_factory=list)
     #: When the gateway had taken a version as the fleet's, UTC.
     synced: list[tuple[float, int]] = field(default_factory=list)
-    syncs_refused: int = 0
+    #: The moments in which a sync ended the requests that were under way: their begins and ends.
+    aborted: list[tuple[float, float]] = field(default_factory=list)
+    #: How the syncs ended.
+    ends: Counter[str] = field(default_factory=Counter)
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     @property
@@ -138,10 +147,16 @@ class Chaos:
             pieces = _pieces(text)
             if not pieces or any(piece["id"] != id for piece in pieces):
                 return outcome("other", text=text[-300:])
-            versions = min(piece["version"] for piece in pieces)
+            versions = frozenset(piece["version"] for piece in pieces)
+            told = {answer.headers["X-Muster-Version"], *_AT_THE_END.findall(text)}
             if body["stream"] and "[DONE]" not in text:
                 return outcome("other", text=text[-300:])
-            return outcome("answered", rank=pieces[0]["rank"], version=versions)
+            return outcome(
+                "answered",
+                rank=pieces[0]["rank"],
+                versions=versions,
+                told=frozenset(map(int, told)),
+            )
         if status in (502, 503) and '"retryable": true' in text:
             return outcome("refused", text=text)
         # What a server itself has answered is its client's to see.
@@ -149,36 +164,61 @@ class Chaos:
         return outcome("passed on" if own else "other", text=f"{status} {text[:300]}")
 
     async def train(self) -> None:
-        """A trainer: pushes a version to all that can take it, then says so."""
+        """A trainer: each time new weights, and not each time to a good end."""
         version = 0
         while not self.is_over:
-            await asyncio.sleep(self.random.uniform(1.0, 4.0))
+            await asyncio.sleep(self.random.uniform(0.5, 3.0))
             version += 1
-            training = (await self.snapshot())["training"]
-            pushed = await asyncio.gather(
-                *(self._push(url, version) for url in training["urls"].values())
-            )
-            took = [rank for rank, has in zip(training["urls"], pushed, strict=True) if has]
-            order = {
-                "version": version,
-                "ranks": [each for rank in took for each in training["weight_ranks"][rank]],
-                "epochs": {rank: training["epochs"][rank] for rank in took},
-            }
-            async with self.client.post(f"{self.url}/muster/rollout/weights", json=order) as answer:
-                if answer.status == 200:
-                    self.synced.append((time.time(), version))
-                else:
-                    self.syncs_refused += 1
+            self.ends[await self._sync(version)] += 1
 
-    async def _push(self, url: str, version: int) -> bool:
-        try:
-            async with (
-                asyncio.timeout(_PUSH_WITHIN_S),
-                self.client.post(f"{url}/weights", json={"version": version}) as answer,
-            ):
-                return answer.status == 200
-        except (TimeoutError, aiohttp.ClientError):
-            return False
+    async def _sync(self, version: int) -> str:
+        """How it ended."""
+        random = self.random
+        in_flight = random.choice(["wait", "abort"])
+        began = time.time()
+        status, begun = await self._order(
+            "POST", "sync", {"timeout_s": random.choice([3.0, 20.0]), "in_flight": in_flight}
+        )
+        if in_flight == "abort":
+            self.aborted.append((began, time.time()))
+        if status != 200:
+            return "refused"
+        sync = f"sync/{begun['sync']}"
+        engines = [one["engine"] for one in begun["targets"]]
+        broken = [random.choice(engines)] if engines and random.random() < 0.15 else []
+        self.faults += [(time.time(), engine, "broken weights") for engine in broken]
+        order = {
+            "path": "/weights",
+            "body": {"version": version, "broken_for": broken},
+            "timeout_s": _PUSH_WITHIN_S,
+        }
+        status, sent = await self._order("POST", f"{sync}/broadcast", order)
+        end = random.choice(["commit"] * 8 + ["give up", "forget"])
+        if status != 200:
+            return "late"
+        if end == "forget":
+            # Its deadline ends it, or the next one is refused until then.
+            return end
+        if end == "give up":
+            status, _ = await self._order("DELETE", sync)
+            return end if status == 200 else "late"
+        # One that answered 500 is named too: it must not serve all the same.
+        took = [one for one in sent["answers"] if one["status"] is not None]
+        epochs = {str(one["engine"]): one["epoch"] for one in took if random.random() < 0.95}
+        status, _ = await self._order(
+            "POST", f"{sync}/commit", {"version": version, "epochs": epochs}
+        )
+        if status == 200:
+            self.synced.append((time.time(), version))
+        return end if status == 200 else "late"
+
+    async def _order(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None
+    ) -> tuple[int, dict[str, Any]]:
+        async with self.client.request(
+            method, f"{self.url}/muster/rollout/{path}", json=body
+        ) as answer:
+            return answer.status, await answer.json()
 
     async def disturb(self) -> None:
         """Something to some server, every few seconds."""
@@ -270,16 +310,15 @@ def judge(chaos: Chaos, ledger: Path, events: Path) -> Judgement:
     ]
     lines = [json.loads(line) for line in ledger.read_text().splitlines()]
     noted = {line["id"] for line in lines}
-    found += _answered_twice(lines, events)
+    found += _answered_twice(lines, events, chaos.aborted)
     found += [
         f"{one.id}: answered by nobody"
         for one in outcomes
         if one.kind == "answered" and one.id not in noted
     ]
     for one in outcomes:
-        least = max((version for at, version in chaos.synced if at < one.began), default=0)
-        if one.kind == "answered" and one.version < least:
-            found.append(f"{one.id}: version {one.version} of rank {one.rank}, {least} was synced")
+        if one.kind == "answered" and (wrong := _wrong_weights(one, chaos.synced)):
+            found.append(f"{one.id}: rank {one.rank}, {wrong}")
     restarts = _restarts(events)
     before: dict[int, float] = {}
     for at, rank, cause in restarts:
@@ -293,13 +332,28 @@ def judge(chaos: Chaos, ledger: Path, events: Path) -> Judgement:
     waits = sorted(one.took_s for one in outcomes)
     summary = (
         f"{len(outcomes)} requests: {_listed(kinds)}; {len(chaos.faults)} faults: {_listed(done)}; "
-        f"{len(restarts)} restarts, {len(chaos.synced)} syncs of weights; a request took "
+        f"{len(restarts)} restarts, syncs of weights: {_listed(chaos.ends)}; a request took "
         f"{1000 * waits[len(waits) // 2]:.0f} ms at the median, {waits[-1]:.1f} s at most"
     )
     return Judgement(faults=found, summary=summary)
 
 
-def _answered_twice(lines: Sequence[Mapping[str, Any]], events: Path) -> list[str]:
+def _wrong_weights(one: Outcome, synced: Sequence[tuple[float, int]]) -> str:
+    """What is wrong with the weights of an answer; empty: nothing."""
+    if len(one.versions) != 1:
+        return f"its pieces have the versions {sorted(one.versions)}"
+    [version] = one.versions
+    least = max((version for at, version in synced if at < one.began), default=0)
+    if one.told != one.versions:
+        return f"version {version}, and the gateway said {sorted(one.told)}"
+    if version not in {0, *(version for _, version in synced)}:
+        return f"version {version}, which was never committed"
+    return f"version {version}, and {least} was committed before" if version < least else ""
+
+
+def _answered_twice(
+    lines: Sequence[Mapping[str, Any]], events: Path, aborted: Sequence[tuple[float, float]]
+) -> list[str]:
     """Requests that two servers have answered, though the first could have been heard.
 
     What a server wrote in the moment in which it failed may have come no further than its socket;
@@ -320,6 +374,7 @@ def _answered_twice(lines: Sequence[Mapping[str, Any]], events: Path) -> list[st
         if not any(
             one["rank"] in ranks and abs(at - one["at"]) < _SAME_MOMENT_S for at, ranks in failed
         )
+        and not any(began <= one["at"] <= ended + _SAME_MOMENT_S for began, ended in aborted)
     ]
 
 
@@ -424,8 +479,8 @@ async def _until_ready(chaos: Chaos) -> None:
     async with asyncio.timeout(_READY_WITHIN_S):
         while True:
             with contextlib.suppress(aiohttp.ClientError):
-                groups = (await chaos.snapshot())["groups"]
-                if all(one["state"] in ("active", "suspect", "stale") for one in groups):
+                engines = (await chaos.snapshot())["engines"]
+                if all(one["state"] in ("active", "suspect", "stale") for one in engines):
                     return
             await asyncio.sleep(0.1)
 

@@ -114,7 +114,7 @@ class FleetProcess:
 
     def _is_ready(self, epoch: int) -> bool:
         seen = self.snapshot()
-        return bool(seen.get("ready")) and max(one["epoch"] for one in seen["groups"]) >= epoch
+        return bool(seen.get("ready")) and max(one["epoch"] for one in seen["engines"]) >= epoch
 
     def tail(self) -> str:
         with suppress(OSError):
@@ -201,8 +201,8 @@ def test_a_server_that_dies_is_started_again_and_told_to_the_run(fleet: FleetPro
     os.kill(fleet.pids()[1], signal.SIGKILL)
     again = fleet.until_ready(epoch=2)
 
-    assert [group["epoch"] for group in again["groups"]] == [1, 2]
-    assert [group["recoveries"] for group in again["groups"]] == [0, 1]
+    assert [group["epoch"] for group in again["engines"]] == [1, 2]
+    assert [group["recoveries"] for group in again["engines"]] == [0, 1]
     told = [event for event in fleet.events() if event["event"].startswith("rollout.recovery")]
     assert [event["event"] for event in told] == [
         "rollout.recovery.begun",

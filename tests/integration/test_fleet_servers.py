@@ -7,7 +7,7 @@
 | 5 | test_stop_and_start_leave_one_loop_and_one_process_each |
 | 10 | test_an_engine_that_is_dead_behind_a_live_server_is_restarted |
 | 12 | test_a_group_serves_only_once_it_generates |
-| 14 | test_the_barrier_tells_the_trainer_what_failed_and_is_left |
+| 14 | test_the_check_tells_the_trainer_what_failed_and_has_ended |
 """
 
 from __future__ import annotations
@@ -243,19 +243,18 @@ def test_a_group_serves_only_once_it_generates(play: Callable[..., None]) -> Non
     play(history)
 
 
-def test_the_barrier_tells_the_trainer_what_failed_and_is_left(play: Callable[..., None]) -> None:
+def test_the_check_tells_the_trainer_what_failed_and_has_ended(play: Callable[..., None]) -> None:
     async def history(real: RealFleet) -> None:
         gone = [real.pid(0), real.pid(1)]
         await real.misbehave(0, kind="status", health=True)
-        answer = await real.fleet.barrier()
+        answer = await real.fleet.check()
         assert [one["ranks"] for one in answer["failed"]] == [[0, 1]]
         assert answer["active"] == [2]
         assert not any(is_alive(pid) for pid in gone)
-        answer = await real.fleet.restore()
-        assert answer["restored"] == [[0, 1]]
-        assert answer["metadata"]["mesh"] == [[0, 1], [2, 3]]
+        await real.until_serving([2, 1])
+        assert real.fleet.registry.training_metadata().mesh == ((0, 1), (2, 3))
 
-    # Only the barrier asks.
+    # Only the check asks.
     play(history, misses=0)
 
 

@@ -22,6 +22,7 @@ import pytest
 from tasks.rollout.forwarding import RequestLimits
 from tasks.rollout.gateway import Gateway
 from tasks.rollout.router import Entrypoint, Router
+from tasks.rollout.sync import InFlight, NoSuchSync
 from tasks.rollout.topology import Ask
 from tasks.spec.errors import MusterError
 from tests.support.dummy_server import DummyServer
@@ -41,12 +42,16 @@ class FakeFleet:
         #: By rank and epoch.
         self.tokens: dict[tuple[int, int], int] = {}
         self.orders: list[tuple[Any, ...]] = []
+        self.version: int | None = None
         self.hold: asyncio.Event | None = None
         self.refuses: Exception | None = None
 
     def serve(self, *servers: DummyServer, why_none: str = "", epoch: int = 1) -> None:
         self.router.set(
-            (Entrypoint(rank=one.rank, epoch=epoch, url=one.url) for one in servers),
+            (
+                Entrypoint(rank=one.rank, epoch=epoch, url=one.url, version=self.version)
+                for one in servers
+            ),
             why_none=why_none,
         )
 
@@ -59,26 +64,31 @@ class FakeFleet:
     def snapshot(self) -> dict[str, Any]:
         return {"state": "serving"}
 
-    async def barrier(self) -> dict[str, Any]:
-        return await self._order("barrier", failed=[{"group": 0, "ranks": [0], "cause": "hangs"}])
+    def version_of(self, engine: int) -> int | None:
+        return self.version
 
-    async def restore(self) -> dict[str, Any]:
-        return await self._order("restore", restored=[[0]])
+    @property
+    def syncs(self) -> FakeFleet:
+        return self
 
-    def weights(
-        self,
-        version: int,
-        ranks: tuple[int, ...] | None = None,
-        epochs: Mapping[int, int] | None = None,
+    has_started = False
+
+    async def check(self) -> dict[str, Any]:
+        return await self._order("check", failed=[{"engine": 0, "ranks": [0], "cause": "hangs"}])
+
+    async def begin_sync(self, timeout_s: float, in_flight: InFlight) -> dict[str, Any]:
+        return await self._order("begin", timeout_s, in_flight, sync="1a", targets=[])
+
+    async def broadcast(self, sync: str, ask: Ask, timeout_s: float) -> dict[str, Any]:
+        return await self._order("broadcast", sync, ask, timeout_s)
+
+    async def commit(
+        self, sync: str, version: int, epochs: Mapping[int, int], *, force: bool
     ) -> dict[str, Any]:
-        self.orders.append(("weights", version, ranks, epochs))
-        return {"version": version}
+        return await self._order("commit", sync, version, epochs, force)
 
-    async def drain(self, timeout_s: float) -> dict[str, Any]:
-        return await self._order("drain", timeout_s, drained=True)
-
-    async def broadcast(self, ask: Ask, timeout_s: float) -> dict[Any, Any]:
-        return await self._order("broadcast", ask, timeout_s)
+    async def give_up(self, sync: str) -> dict[str, Any]:
+        return await self._order("give up", sync)
 
     async def _order(self, *order: Any, **answer: Any) -> dict[str, Any]:
         if self.refuses is not None:
@@ -278,7 +288,7 @@ async def test_a_stream_arrives_piece_by_piece() -> None:
 
     assert answer.headers["Content-Type"] == "text/event-stream"
     assert all(json.loads(line.removeprefix(b"data: "))["rank"] == 0 for line in lines)
-    assert rest == b"data: [DONE]\n\n"
+    assert rest == b"data: [DONE]\n\n: X-Muster-Version: None\n\n"
 
 
 @pytest.mark.parametrize("status", [400, 404, 422, 429, 500, 502])
@@ -595,7 +605,7 @@ async def test_every_request_gets_one_end_that_it_can_tell_whatever_the_servers_
                 return
         if answer.status == 200:
             is_whole = content.count(b'"id": "%b"' % id.encode()) == (4 if body["stream"] else 1)
-            assert is_whole and (not body["stream"] or content.endswith(b"[DONE]\n\n"))
+            assert is_whole and (not body["stream"] or b"[DONE]\n\n" in content)
             ends["answered"] += 1
         elif b"told to answer 503" in content:
             ends["busy"] += 1
@@ -637,19 +647,59 @@ async def test_without_an_active_server_a_request_is_refused_at_once_with_the_re
     }
 
 
-async def test_while_the_fleet_drains_new_requests_are_refused_and_old_ones_end() -> None:
+async def test_while_the_routing_is_closed_new_requests_wait_and_old_ones_end() -> None:
     async with scene(1) as at:
         at.servers[0].misbehave(kind="hang")
         old = asyncio.create_task(at.rank_of(id="old"))
         await until(lambda: at.servers[0].counts.now, "the old request")
 
-        at.fleet.router.pause("the weights are being synced")
-        status, _, error = await refusal_of(at, id="new")
+        at.fleet.router.close()
+        new = asyncio.create_task(at.rank_of(id="new"))
+        await until(lambda: at.gateway.waiting == 1, "the new one waits")
         at.servers[0].misbehave(kind="ok")
-
-        assert (status, error["type"], error["retryable"]) == (503, "draining", True)
         assert await old == 0
+        async with at.client.get("/v1/models") as answer:
+            assert answer.status == 200
         assert at.counted("begun", "new") == [0]
+        at.fleet.router.open()
+
+        assert await new == 0
+
+
+async def test_requests_that_are_aborted_are_tried_again_once_the_routing_opens() -> None:
+    async with scene(1) as at:
+        at.servers[0].misbehave(kind="hang")
+        asked = asyncio.create_task(at.rank_of())
+        await until(lambda: at.servers[0].counts.now, "a request")
+
+        at.fleet.router.close()
+        at.fleet.router.abort()
+        await at.fleet.router.idle()
+        await until(lambda: at.servers[0].counts.cancelled["a"], "the server sees it")
+        at.servers[0].misbehave(kind="ok")
+        at.fleet.router.open()
+
+        assert await asked == 0
+        assert at.counted("begun") == [2]
+
+
+async def test_an_answer_says_which_engine_gave_it_with_which_weights() -> None:
+    async with scene(1) as at:
+        at.fleet.version = 7
+        at.fleet.serve(*at.servers, epoch=3)
+        async with at.ask() as answer:
+            head = answer.headers
+        async with at.ask(json={"prompt": "x", "stream": True}) as stream:
+            text = await stream.text()
+
+    for found in (head, stream.headers):
+        assert [found[f"X-Muster-{name}"] for name in ("Engine", "Epoch", "Version")] == [
+            "0",
+            "3",
+            "7",
+        ]
+    # Readers of events leave it out.
+    assert text.endswith("data: [DONE]\n\n: X-Muster-Version: 7\n\n")
 
 
 async def test_a_gateway_without_a_socket_left_blames_no_server() -> None:
@@ -699,7 +749,7 @@ async def test_a_gateway_that_stops_lets_end_what_ends_and_cuts_the_rest() -> No
         assert await ends == 1
         status, error = (refusal := await cut)[0], refusal[2]
         await stopping
-        assert (status, error["type"]) == (503, "draining")
+        assert (status, error["type"]) == (503, "stopping")
         with pytest.raises(aiohttp.ClientConnectionError):
             await at.rank_of()
 
@@ -739,30 +789,36 @@ async def ordered(at: Scene, name: str, body: Any = None) -> tuple[int, Any]:
         return answer.status, await answer.json()
 
 
-async def test_the_barriers_result_reaches_the_caller() -> None:
+async def test_the_checks_result_reaches_the_caller() -> None:
     async with scene(1) as at:
-        status, answer = await ordered(at, "barrier", {})
+        status, answer = await ordered(at, "check", {})
 
     assert status == 200
-    assert answer == {"failed": [{"group": 0, "ranks": [0], "cause": "hangs"}]}
+    assert answer == {"failed": [{"engine": 0, "ranks": [0], "cause": "hangs"}]}
 
 
 @pytest.mark.parametrize(
     ("name", "body", "order"),
     [
-        ("restore", {}, ("restore",)),
-        ("weights", {"version": 3}, ("weights", 3, None, None)),
+        ("sync", {}, ("begin", 600.0, InFlight.WAIT)),
+        ("sync", {"timeout_s": 5, "in_flight": "abort"}, ("begin", 5.0, InFlight.ABORT)),
         (
-            "weights",
-            {"version": 0, "ranks": [0, 2], "epochs": {"0": 1, "2": 4}},
-            ("weights", 0, (0, 2), {0: 1, 2: 4}),
-        ),
-        ("drain", {}, ("drain", 60.0)),
-        ("drain", {"timeout_s": 2}, ("drain", 2.0)),
-        (
-            "broadcast",
+            "sync/1a/broadcast",
             {"path": "/pause", "body": {"mode": "abort", "n": [1]}, "timeout_s": 5},
-            ("broadcast", Ask(method="POST", path="/pause", body={"mode": "abort", "n": [1]}), 5.0),
+            (
+                *("broadcast", "1a"),
+                *(Ask(method="POST", path="/pause", body={"mode": "abort", "n": [1]}), 5.0),
+            ),
+        ),
+        (
+            "sync/1a/commit",
+            {"version": 3, "epochs": {"0": 1, "2": 4}},
+            ("commit", "1a", 3, {0: 1, 2: 4}, False),
+        ),
+        (
+            "sync/1a/commit",
+            {"version": 0, "epochs": {}, "force": True},
+            ("commit", "1a", 0, {}, True),
         ),
     ],
 )
@@ -776,26 +832,43 @@ async def test_an_order_forwards_its_arguments(
         assert at.fleet.orders[-1] == order
 
 
+async def test_a_sync_is_given_up_by_its_name() -> None:
+    async with scene(0) as at:
+        async with at.client.delete("/muster/rollout/sync/1a") as answer:
+            assert answer.status == 200
+
+        assert at.fleet.orders[-1] == ("give up", "1a")
+
+
 @pytest.mark.parametrize(
     ("name", "body", "complaint"),
     [
-        ("weights", {}, "version: Field required. It takes a JSON object: version (needed), ranks"),
-        ("weights", {"version": -1}, "version: Input should be greater than or equal to 0"),
-        ("weights", {"version": "3"}, "version: Input should be a valid integer"),
-        ("weights", {"version": True}, "version: Input should be a valid integer"),
-        ("weights", {"version": 1, "rank": [0]}, "rank: Extra inputs are not permitted"),
-        ("weights", {"version": 1, "ranks": 0}, "ranks: Input should be a valid"),
-        ("weights", [1], "the body: "),
-        ("drain", {"timeout_s": -1}, "timeout_s"),
-        ("broadcast", {"path": "pause"}, "path: String should match"),
-        ("barrier", {"now": True}, "now: Extra inputs are not permitted"),
+        (
+            "sync/1a/commit",
+            {"version": 1},
+            "epochs: Field required. It takes a JSON object: version (needed), epochs (needed)",
+        ),
+        ("sync/1a/commit", {"version": -1}, "version: Input should be greater than or equal to 0"),
+        ("sync/1a/commit", {"version": "3"}, "version: Input should be a valid integer"),
+        ("sync/1a/commit", {"version": True}, "version: Input should be a valid integer"),
+        ("sync/1a/commit", {"version": 1, "rank": [0]}, "rank: Extra inputs are not permitted"),
+        ("sync/1a/commit", {"version": 1, "epochs": [0]}, "epochs: Input should be an object"),
+        ("sync/1a/commit", [1], "the body: "),
+        ("sync", {"timeout_s": 0}, "timeout_s"),
+        (
+            "sync",
+            {"in_flight": "drop"},
+            "in_flight: Input should be 'wait', 'abort' or 'interrupt'",
+        ),
+        ("sync/1a/broadcast", {"path": "pause"}, "path: String should match"),
+        ("check", {"now": True}, "now: Extra inputs are not permitted"),
     ],
 )
 async def test_a_bad_order_is_told_what_is_wrong(name: str, body: Any, complaint: str) -> None:
     async with scene(0) as at:
         status, answer = await ordered(at, name, body)
 
-        assert status == 400
+        assert status == 422
         assert complaint in answer["error"]["message"]
         assert not at.fleet.orders
 
@@ -803,16 +876,16 @@ async def test_a_bad_order_is_told_what_is_wrong(name: str, body: Any, complaint
 @pytest.mark.parametrize(
     ("raised", "status"),
     [
-        (MusterError("a barrier is under way"), 409),
-        (KeyError("rank 7 has no server"), 400),
-        (ValueError("version 1 is behind 2"), 400),
+        (MusterError("a sync is open"), 409),
+        (KeyError("the fleet has no engine 7"), 422),
+        (NoSuchSync("the sync 1a is over"), 404),
         (RuntimeError("a bug"), 500),
     ],
 )
 async def test_an_order_that_the_fleet_refuses_says_why(raised: Exception, status: int) -> None:
     async with scene(0) as at:
         at.fleet.refuses = raised
-        found, answer = await ordered(at, "barrier", {})
+        found, answer = await ordered(at, "check", {})
 
     assert found == status
     assert str(raised.args[0]) in answer["error"]["message"]
@@ -821,8 +894,10 @@ async def test_an_order_that_the_fleet_refuses_says_why(raised: Exception, statu
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [
-        ("GET", "/muster/rollout/barrier", 405),
+        ("GET", "/muster/rollout/check", 405),
         ("POST", "/muster/rollout", 405),
+        ("POST", "/muster/rollout/sync/1a", 405),
+        ("POST", "/muster/rollout/weights", 404),
         ("GET", "/muster/nothing", 404),
         ("GET", "/muster", 404),
         ("GET", "/musterhaft", 200),  # not the gateway's own
@@ -836,7 +911,7 @@ async def test_what_the_gateway_knows_not_is_refused(method: str, path: str, sta
 async def test_an_order_goes_on_when_its_client_leaves() -> None:
     async with scene(0) as at:
         at.fleet.hold = asyncio.Event()
-        asked = asyncio.create_task(ordered(at, "barrier", {}))
+        asked = asyncio.create_task(ordered(at, "check", {}))
         await until(lambda: at.fleet.orders, "the order has begun")
 
         asked.cancel()
@@ -844,7 +919,7 @@ async def test_an_order_goes_on_when_its_client_leaves() -> None:
             pass
         at.fleet.hold.set()
 
-        await until(lambda: at.fleet.orders[-1] == ("barrier",), "the order has ended")
+        await until(lambda: at.fleet.orders[-1] == ("check",), "the order has ended")
 
 
 # Access
@@ -855,7 +930,7 @@ async def test_with_a_token_nothing_is_answered_without_it() -> None:
         for path in ("/v1/models", "/muster/rollout"):
             async with at.client.get(path) as answer:
                 assert answer.status == 401
-        status, _ = await ordered(at, "barrier", {})
+        status, _ = await ordered(at, "check", {})
 
         assert status == 401
         assert not at.servers[0].counts.total and not at.fleet.orders
@@ -879,7 +954,7 @@ async def test_the_gateways_token_stays_with_the_gateway() -> None:
 async def test_a_foreign_page_cannot_order_the_fleet() -> None:
     async with scene(0) as at:
         for headers in ({"Host": "evil.example"}, {"Origin": "http://evil.example"}):
-            async with at.client.post("/muster/rollout/drain", headers=headers) as answer:
+            async with at.client.post("/muster/rollout/sync", headers=headers) as answer:
                 assert answer.status == 403
 
         assert not at.fleet.orders

@@ -7,7 +7,7 @@ misbehaves when it is told to. Only the standard library, and cheap: it is measu
 | --- | --- |
 | `GET /health`, `/health_generate` | 200 once it is up |
 | `POST /generate`, `/v1/completions`, `/v1/chat/completions` | as many tokens as asked for |
-| `POST /weights {"version": 3}` | has these weights from now on |
+| `POST /weights {"version": 3}` | has these weights now; 500 where `broken_for` has its rank |
 | `POST /misbehave {"kind": ...}` | see `Fault` |
 | `POST /step {"n": 1}` | lets so many pieces of an answer go on under the fault `step` |
 | `GET /counts` | see `Counts`; requests are known by `X-Request-Id` |
@@ -142,7 +142,8 @@ class DummyServer:
     async def answer(self, request: Request, connection: _Connection) -> None:
         path = request.path
         if path in _ORDERS:
-            connection.send_json(200, self._obey(request))
+            is_broken = path == "/weights" and self.rank in request.json().get("broken_for", ())
+            connection.send_json(500 if is_broken else 200, self._obey(request))
             return
         is_health = path in HEALTH
         if is_health and asyncio.get_running_loop().time() < self._up_at:

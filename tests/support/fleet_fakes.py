@@ -15,6 +15,7 @@ from typing import Any
 from tasks.record.states import GroupState
 from tasks.rollout.fleet import Fleet
 from tasks.rollout.probing import Death, NoReply, Rebind, Reply, StartFailed
+from tasks.rollout.sync import InFlight
 from tasks.rollout.topology import (
     Answers,
     Ask,
@@ -103,7 +104,8 @@ class FakeServer:
     dies_after_s: list[float] = field(default_factory=list)
     #: A start hangs.
     hangs_in_start: bool = False
-    is_asked: bool = False
+    #: Its incarnations that are asked just now.
+    asked: set[int] = field(default_factory=set)
 
 
 class FakeHost:
@@ -203,6 +205,8 @@ class FakeProber:
         self.calls: list[tuple[str, Ask]] = []
         #: The questions to these paths never get a yes.
         self.deaf_paths: set[str] = set()
+        #: By rank, the status of what it is sent; None: it hangs.
+        self.statuses: dict[int, int | None] = {}
 
     def times(self, rank: int) -> list[float]:
         return [at for at, asked, _ in self.asked if asked == rank]
@@ -210,18 +214,27 @@ class FakeProber:
     async def ask(self, url: str, question: Ask, timeout_s: float) -> str | None:
         server = self._server(url)
         self.asked.append((now_s(), server.rank, question.path))
-        if server.is_asked:
+        epoch = server.epoch
+        if epoch in server.asked:
             self._host.faults.append(f"rank {server.rank} has two questions at once")
-        server.is_asked = True
+        server.asked.add(epoch)
         try:
             behaviour = "503" if question.path in self.deaf_paths else server.answers
             return await _answer(server, behaviour, timeout_s)
         finally:
-            server.is_asked = False
+            server.asked.discard(epoch)
 
     async def call(self, url: str, ask: Ask, timeout_s: float) -> Reply:
         self.calls.append((url, ask))
-        return Reply(status=200, body="ok")
+        server = self._server(url)
+        status = self.statuses.get(server.rank, 200)
+        if server.answers == "hang" or status is None:
+            await asyncio.sleep(timeout_s)
+            return Reply(status=None, body=f"no answer within {timeout_s:g} s")
+        await asyncio.sleep(0.001)
+        if not server.is_alive:
+            return Reply(status=None, body="connection refused")
+        return Reply(status=status, body="ok" if status == 200 else "truncated file")
 
     def _server(self, url: str) -> FakeServer:
         port = int(url.rpartition(":")[2])
@@ -250,6 +263,7 @@ class Stage:
         *,
         seed: int = 7,
         rebind: Rebind | None = None,
+        serves_as_loaded: bool = True,
         **settings: Any,
     ) -> None:
         self.host = FakeHost()
@@ -265,7 +279,29 @@ class Stage:
             emit=self._emit,
             random=Random(seed),
             rebind=rebind,
+            serves_as_loaded=serves_as_loaded,
         )
+
+    async def sync(
+        self, version: int | None = None, *, engines: Collection[int] | None = None
+    ) -> dict[str, Any]:
+        """A whole sync of weights, as a trainer makes it.
+
+        Args:
+            version: None: the next one.
+            engines: those that are committed, of the targets; None: all that took the weights.
+        """
+        begun = await self.fleet.begin_sync(100.0, InFlight.WAIT)
+        ask = Ask(method="POST", path="/load")
+        answers = (await self.fleet.syncs.broadcast(begun["sync"], ask, 5.0))["answers"]
+        epochs = {
+            one["engine"]: one["epoch"]
+            for one in answers
+            if one["status"] == 200 and (engines is None or one["engine"] in engines)
+        }
+        if version is None:
+            version = self.fleet.registry.view.version + 1
+        return await self.fleet.syncs.commit(begun["sync"], version, epochs)
 
     def _emit(self, event: str, **fields: Any) -> None:
         self.events.append((now_s(), event, fields))

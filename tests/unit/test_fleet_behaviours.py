@@ -2,7 +2,7 @@ r"""What a right implementation of a rollout fleet does, by the numbers of `fact
 
 | nr | test |
 | --- | --- |
-| 1 | test_a_group_that_fails_while_generating_is_stopped_before_the_next_barrier |
+| 1 | test_a_group_that_fails_while_generating_is_stopped_before_the_next_check |
 | 2 | test_all_groups_down_recover_at_once, test_all_groups_down_without_budget_is_fatal_at_once |
 | 3 | test_a_failed_server_has_left_the_router_before_anything_else_is_done; test_gateway.py, \
 test_every_request_gets_one_end_that_it_can_tell_whatever_the_servers_do |
@@ -14,9 +14,9 @@ test_every_request_gets_one_end_that_it_can_tell_whatever_the_servers_do |
 | 10 | test_an_engine_that_is_dead_behind_a_live_http_server_is_caught |
 | 11 | test_a_backend_without_a_deep_probe_is_asked_for_readiness_with_one_warning |
 | 12 | test_a_restarted_group_generates_a_token_before_it_is_active |
-| 13 | test_the_barrier_fails_a_group_at_the_first_bad_probe |
-| 14 | test_the_result_of_the_barrier_names_what_failed_and_what_is_active |
-| 15 | test_after_restore_the_first_check_waits_a_whole_interval |
+| 13 | test_the_check_fails_a_group_at_the_first_bad_probe |
+| 14 | test_the_result_of_the_check_names_what_failed_and_what_is_active |
+| 15 | test_after_a_sync_the_first_question_waits_a_whole_interval |
 | 16 | test_fleet_spec.py, test_a_fleet_may_not_say; test_rollout_topology.py, \
 test_sglang_is_asked_for_a_token_and_given_less_time_than_the_fleet_takes |
 | 17 | test_the_text_of_an_answer_that_is_not_200_is_told |
@@ -47,6 +47,7 @@ from typing import Any
 import pytest
 
 from tasks.record.states import GroupState
+from tasks.rollout.sync import InFlight
 from tests.support.fleet_clock import in_virtual_time, now_s
 from tests.support.fleet_fakes import TOKEN, Stage, loops, plan_of, ports_from, serving
 
@@ -54,7 +55,7 @@ A, X, R, S = GroupState.ACTIVE, GroupState.INACTIVE, GroupState.RECOVERING, Grou
 
 
 @in_virtual_time
-async def test_a_group_that_fails_while_generating_is_stopped_before_the_next_barrier() -> None:
+async def test_a_group_that_fails_while_generating_is_stopped_before_the_next_check() -> None:
     stage = await serving(servers=2)
     began_s = now_s()
     stage.host.die(0)
@@ -144,10 +145,10 @@ async def test_many_hung_probes_take_one_timeout(at_home: str) -> None:
     for rank in range(100):
         stage.host[rank].answers, stage.host[rank].at_home = "hang", at_home
     began_s = now_s()
-    await stage.fleet.barrier()
+    failed = (await stage.fleet.check())["failed"]
 
     assert 15.0 <= now_s() - began_s < 15.0 * 1.1
-    assert stage.states() == [A if at_home == "yes" else X] * 100
+    assert len(failed) == (0 if at_home == "yes" else 100)
 
 
 @in_virtual_time
@@ -200,26 +201,26 @@ async def test_a_restarted_group_generates_a_token_before_it_is_active() -> None
 
 @pytest.mark.parametrize("misses", [0, 3, 50])
 @in_virtual_time
-async def test_the_barrier_fails_a_group_at_the_first_bad_probe(misses: int) -> None:
+async def test_the_check_fails_a_group_at_the_first_bad_probe(misses: int) -> None:
     stage = await serving(misses=misses)
     stage.host[1].answers = "503"
 
-    answer = await stage.fleet.barrier()
+    answer = await stage.fleet.check()
 
-    assert stage.states() == [A, X]
     assert [one["ranks"] for one in answer["failed"]] == [[1]]
+    assert len(stage.host.times("stop", 1)) == 1
 
 
 @in_virtual_time
-async def test_the_result_of_the_barrier_names_what_failed_and_what_is_active() -> None:
+async def test_the_result_of_the_check_names_what_failed_and_what_is_active() -> None:
     stage = await serving(3, servers=2)
     stage.host[2].answers = stage.host[2].at_home = "hang"
-    answer = await stage.fleet.barrier()
+    answer = await stage.fleet.check()
 
     cause = "rank 2 does not answer: no answer within 15 s"
     assert answer == {
         "epoch": stage.fleet.registry.view.epoch,
-        "failed": [{"group": 1, "ranks": [2, 3], "cause": cause}],
+        "failed": [{"engine": 1, "ranks": [2, 3], "cause": cause}],
         "active": [0, 4],
         "inactive": [[2, 3]],
         "unreachable": [],
@@ -229,20 +230,18 @@ async def test_the_result_of_the_barrier_names_what_failed_and_what_is_active() 
 
 
 @in_virtual_time
-async def test_after_restore_the_first_check_waits_a_whole_interval() -> None:
+async def test_after_a_sync_the_first_question_waits_a_whole_interval() -> None:
     stage = await serving(3, interval_s=30.0)
     await asyncio.sleep(29.0)
-    await stage.fleet.barrier()
-    # A training step.
+    begun = await stage.fleet.begin_sync(2000.0, InFlight.WAIT)
     await asyncio.sleep(1000.0)
-    await stage.fleet.restore()
-    restored_s = now_s()
+    await stage.fleet.syncs.give_up(begun["sync"])
+    ended_s = now_s()
     await asyncio.sleep(100.0)
 
     for rank in range(3):
-        [*_, at_barrier, first, _, _] = stage.prober.times(rank)
-        assert at_barrier < restored_s - 999
-        assert first == pytest.approx(restored_s + 30.0)
+        [*_, first, _, _] = stage.prober.times(rank)
+        assert first == pytest.approx(ended_s + 30.0)
 
 
 @in_virtual_time
@@ -322,7 +321,7 @@ async def test_a_port_conflict_gets_new_ports(is_seen_before: bool) -> None:
 @in_virtual_time
 async def test_the_trainer_reads_one_consistent_snapshot() -> None:
     stage = await serving(3, servers=2)
-    stage.fleet.weights(1)
+    await stage.sync(1)
     stage.host.die(3)
     await stage.until(lambda: stage.states() == [A, S, A])
     snapshot = stage.fleet.snapshot()
@@ -336,8 +335,7 @@ async def test_the_trainer_reads_one_consistent_snapshot() -> None:
     assert snapshot["epoch"] == metadata.epoch == snapshot["training"]["epoch"]
     assert stage.fleet.registry.training_metadata().epoch > metadata.epoch
     # What was synced to the incarnation that has died since is not what runs there.
-    synced = stage.fleet.registry.weights_synced(2, epochs=metadata.epochs)
-    assert synced == (1, 2)
+    assert stage.fleet.registry.commit(2, {0: 1, 1: 2, 2: 1}) == (1, 2)
 
 
 def _raises(*_: Any, **__: Any) -> Any:

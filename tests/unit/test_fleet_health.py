@@ -186,7 +186,7 @@ async def test_a_miss_makes_a_group_suspect_and_a_good_answer_clears_it() -> Non
 
 
 @in_virtual_time
-async def test_without_misses_nobody_is_asked_but_by_barriers_and_deaths_are_seen() -> None:
+async def test_without_misses_nobody_is_asked_but_by_checks_and_deaths_are_seen() -> None:
     stage = await serving(misses=0)
     asked = len(stage.prober.asked)
     await asyncio.sleep(1000.0)
@@ -195,10 +195,10 @@ async def test_without_misses_nobody_is_asked_but_by_barriers_and_deaths_are_see
     stage.host.die(0)
     await stage.until_active()
     stage.host[1].answers = "503"
-    await stage.fleet.barrier()
+    failed = (await stage.fleet.check())["failed"]
 
     assert asked_since == 0
-    assert stage.states() == [A, X]
+    assert [one["engine"] for one in failed] == [1]
 
 
 @in_virtual_time
@@ -533,7 +533,7 @@ async def test_a_fault_of_our_own_ends_no_watch(
     await stage.until_out()
     await stage.until_active()
     monkeypatch.setattr(stage.prober, "ask", _breaks)
-    assert (await stage.fleet.barrier())["failed"] == []
+    assert (await stage.fleet.check())["failed"] == []
 
     assert "rank 0, epoch 1: not asked" in caplog.text
 

@@ -13,6 +13,9 @@ import pytest
 
 from tasks.record.states import MOVES, SERVING, GroupState
 from tasks.rollout.registry import GroupView
+from tasks.rollout.router import Entrypoint
+from tasks.rollout.sync import InFlight, NoSuchSync, SyncRefused
+from tasks.rollout.topology import Ask
 from tests.support.fleet_clock import now_s, run
 from tests.support.fleet_fakes import Stage, loops, plan_of
 
@@ -27,15 +30,21 @@ class Witness:
 
     stage: Stage
     dice: Random
+    #: Weights that were sent so far.
+    pushes: int = 0
     wrong: list[str] = field(default_factory=list)
     #: Groups in which something was broken by the history, since their last start.
     hurt: set[int] = field(default_factory=set)
-    #: Between a barrier and its restore.
-    is_held: bool = False
     #: Of what servers have generated.
     pieces: int = 0
     #: By rank: how often requests have failed since the last of those.
     failed: Counter[int] = field(default_factory=Counter)
+    #: From the begin of a sync to its end.
+    is_syncing: bool = False
+    #: By group, the incarnation and the version that were committed last; nothing before the first.
+    committed: dict[int, tuple[int, int]] | None = None
+    #: By incarnation of a server, how the weights that it has came there.
+    loaded: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def watch(self) -> None:
         self.stage.fleet.registry.listen(self._see)
@@ -50,11 +59,8 @@ class Witness:
                 self.wrong.append(f"group {after.index} serves version {after.version}")
         if after.state is G.INACTIVE and before.is_running and after.index not in self.hurt:
             self.wrong.append(f"group {after.index} failed and nothing was broken: {after.cause}")
-        if after.epoch > before.epoch:
-            if self.is_held:
-                self.wrong.append(f"group {after.index} begins between barrier and restore")
-            if after.epoch > 1 and before.index not in self.hurt:
-                self.wrong.append(f"group {after.index} is restarted and never failed")
+        if after.epoch > max(1, before.epoch) and before.index not in self.hurt:
+            self.wrong.append(f"group {after.index} is restarted and never failed")
         if before.state is G.RECOVERING and after.state in (G.ACTIVE, G.STALE):
             self.hurt.discard(after.index)
 
@@ -67,6 +73,17 @@ class Witness:
                 self.wrong.append(f"rank {one.rank} is routed and {group.state}")
             if group.version != fleet.registry.view.version:
                 self.wrong.append(f"rank {one.rank} is routed with version {group.version}")
+            self._judge_answer(one)
+
+    def _judge_answer(self, one: Entrypoint) -> None:
+        """What a generation of this server would be made with, as the servers themselves know."""
+        if self.is_syncing and self.stage.fleet.router.is_closed:
+            return
+        group = self.stage.fleet.registry.group_of(one.rank)
+        has = self.loaded.get((group, one.epoch), 0)
+        due = (one.epoch, 0) if self.committed is None else self.committed.get(group)
+        if due != (one.epoch, has):
+            self.wrong.append(f"rank {one.rank}, epoch {one.epoch}, answers with {has}, not {due}")
 
     # What may happen.
 
@@ -100,6 +117,8 @@ class Witness:
         well = [rank for rank in ranks if self.stage.host[rank].answers == "yes"]
         for rank in well:
             self.stage.host[rank].answers = "hang"
+            if self.is_syncing:
+                self._hurt(rank)
         heal_after_s = self.dice.uniform(1, 400)
         loop = asyncio.get_running_loop()
         epochs = {rank: self.stage.host[rank].epoch for rank in well}
@@ -140,15 +159,64 @@ class Witness:
         self.stage.host.stop_takes_s = self.dice.choice([0.0, 0.0, 4.0, 1000.0])
 
     async def turn(self) -> None:
-        """One of the trainer's: barrier, step, restore, weights."""
-        await self.stage.fleet.barrier()
-        self.is_held = True
-        await asyncio.sleep(self.dice.uniform(0, 100))
-        self.is_held = False
-        answer = await self.stage.fleet.restore()
-        await asyncio.sleep(self.dice.uniform(0, 5))
-        epochs = {int(rank): epoch for rank, epoch in answer["metadata"]["epochs"].items()}
-        self.stage.fleet.weights(self.stage.fleet.registry.view.version + 1, None, epochs)
+        """One of the trainer's: new weights, of which some fail, some are late, some given up."""
+        fleet, dice = self.stage.fleet, self.dice
+        if dice.random() < 0.3:
+            await fleet.check()
+        taken = (
+            [fleet.router.pick(None)] if fleet.router.entrypoints and dice.random() < 0.5 else []
+        )
+        for one in taken:
+            after_s = dice.uniform(0, 50)
+            asyncio.get_running_loop().call_later(after_s, fleet.router.done, one)
+        try:
+            begun = await fleet.begin_sync(dice.choice([1.0, 30.0, 600.0]), InFlight.WAIT)
+        except SyncRefused:
+            return
+        self.is_syncing = True
+        try:
+            await self._sync(begun)
+        except NoSuchSync:
+            pass
+        finally:
+            self.is_syncing = False
+
+    async def _sync(self, begun: dict[str, Any]) -> None:
+        fleet, dice, sync = self.stage.fleet, self.dice, begun["sync"]
+        version = fleet.registry.view.version + dice.choice([0, 1, 3])
+        self.pushes += 1
+        mark = self.pushes
+        # From the network's wrong side, a server that can't be brought weights has to go.
+        for server in self.stage.host.servers.values():
+            if server.answers != "yes":
+                self.hurt.add(fleet.registry.group_of(server.rank))
+        for server in self.stage.host.servers.values():
+            if dice.random() < 0.1:
+                self.hurt.add(fleet.registry.group_of(server.rank))
+                self.stage.prober.statuses[server.rank] = dice.choice([None, 500])
+        ask = Ask(method="POST", path="/load", body={"version": mark})
+        try:
+            answers = (await fleet.syncs.broadcast(sync, ask, dice.choice([1.0, 20.0])))["answers"]
+        finally:
+            self.stage.prober.statuses.clear()
+        # Whoever was sent it may have it, whatever it answered.
+        for one in answers:
+            self.loaded[one["engine"], one["epoch"]] = mark
+        await asyncio.sleep(dice.uniform(0, 40))
+        took = [one for one in answers if one["status"] == 200]
+        named = {one["engine"]: one["epoch"] for one in took if dice.random() < 0.9}
+        # A trainer that names what it should not.
+        named |= {one["engine"]: one["epoch"] for one in answers if dice.random() < 0.1}
+        end = dice.choice(["commit", "commit", "commit", "give up", "die"])
+        if end == "give up":
+            await fleet.syncs.give_up(sync)
+        elif end == "commit":
+            await fleet.syncs.commit(sync, version, named)
+            good = {one["engine"] for one in took}
+            epochs = {engine: epoch for engine, epoch in named.items() if engine in good}
+            self.committed = {engine: (epoch, mark) for engine, epoch in epochs.items()}
+        else:
+            await asyncio.sleep(601.0)
 
     def _rank(self) -> int:
         return self.dice.choice(sorted(self.stage.host.servers))
@@ -209,7 +277,7 @@ async def history(seed: int) -> tuple[Witness, float]:
         if server.answers != "yes" and server.at_home == "yes":
             server.answers = "yes"
     await asyncio.sleep(1000.0)
-    stage.fleet.weights(stage.fleet.registry.view.version + 1)
+    await stage.sync()
     final = {G.ACTIVE, G.RETIRED}
     for group in stage.fleet.registry.view.groups:
         if group.state not in final or group.unreachable:

@@ -198,8 +198,8 @@ async def test_a_fleet_that_goes_on_without_a_retired_group_is_up() -> None:
     stage = Stage(plan_of(3), min_active=1, budget=1)
     stage.host[1].start_errors = ["no GPU"] * 9
     await stage.fleet.start()
+    await stage.until(lambda: stage.states() == [A, GONE, A])
 
-    assert stage.states() == [A, GONE, A]
     assert stage.fleet.snapshot()["ready"] is True
     assert stage.routed() == [0, 2]
 
@@ -322,11 +322,11 @@ async def test_a_death_of_an_old_incarnation_that_is_told_late_is_nobodys_news()
 @in_virtual_time
 async def test_a_recovered_group_has_the_first_weights_and_waits_for_the_fleets() -> None:
     stage = await serving()
-    stage.fleet.weights(1)
+    await stage.sync(1)
     stage.host.die(0)
     await stage.until(lambda: stage.states() == [S, A])
     assert stage.routed() == [1]
-    stage.fleet.weights(2)
+    await stage.sync(2)
 
     assert stage.states() == [A, A]
     assert stage.routed() == [0, 1]
@@ -335,7 +335,7 @@ async def test_a_recovered_group_has_the_first_weights_and_waits_for_the_fleets(
 @in_virtual_time
 async def test_a_stale_group_that_hangs_is_recovered_too() -> None:
     stage = await serving()
-    stage.fleet.weights(1)
+    await stage.sync(1)
     stage.host.die(0)
     await stage.until(lambda: stage.states() == [S, A])
     stage.host[0].answers = stage.host[0].at_home = "hang"

@@ -22,21 +22,21 @@ def begun(engines: int = 2, servers: int = 1) -> Registry:
     """All groups serve."""
     registry = Registry(plan_of(engines, servers))
     for group in range(engines):
-        registry.started(group, registry.begin(group), version=0)
+        registry.started(group, registry.begin(group))
     return registry
 
 
 def brought(to: GroupState) -> Registry:
     """Of one group, which is in that state, at epoch 1 or 2."""
-    registry = Registry(plan_of(1))
+    registry = Registry(plan_of(1), serves_as_loaded=to is not G.STALE)
     path: dict[GroupState, list[Callable[[], object]]] = {
         G.STARTING: [],
-        G.ACTIVE: [lambda: registry.started(0, 1, version=0)],
+        G.ACTIVE: [lambda: registry.started(0, 1)],
         G.SUSPECT: [
-            lambda: registry.started(0, 1, version=0),
+            lambda: registry.started(0, 1),
             lambda: registry.suspect(0, 1, "slow"),
         ],
-        G.STALE: [lambda: registry.started(0, 1, version=7)],
+        G.STALE: [lambda: registry.started(0, 1)],
         G.INACTIVE: [lambda: registry.fail(0, 1, "dead")],
         G.RECOVERING: [
             lambda: registry.fail(0, 1, "dead"),
@@ -54,7 +54,7 @@ def brought(to: GroupState) -> Registry:
 
 #: Each verb by the states out of which it may be called; elsewhere it raises, or changes nothing.
 VERBS: dict[str, tuple[set[GroupState], Callable[[Registry, int], object]]] = {
-    "started": ({G.STARTING, R}, lambda it, epoch: it.started(0, epoch, version=0)),
+    "started": ({G.STARTING, R}, lambda it, epoch: it.started(0, epoch)),
     "suspect": ({A, U, S}, lambda it, epoch: it.suspect(0, epoch, "slow")),
     "claim": ({X}, lambda it, epoch: it.claim(0)),
     "give_up": ({R}, lambda it, epoch: it.give_up(0, "no GPU")),
@@ -89,7 +89,7 @@ def test_what_an_old_incarnation_says_changes_nothing(state: GroupState) -> None
     old = before.groups[0].epoch - 1
 
     answers = [
-        registry.started(0, old, version=0),
+        registry.started(0, old),
         registry.suspect(0, old, "slow"),
         registry.clear(0, old),
         registry.fail(0, old, "dead"),
@@ -196,25 +196,20 @@ def test_a_listener_that_fails_stops_no_other(caplog: pytest.LogCaptureFixture) 
 
 
 @pytest.mark.parametrize(
-    ("ranks", "epochs", "synced"),
+    ("epochs", "synced"),
     [
-        # nothing said: all that run
-        pytest.param(None, None, (0, 1), id="all"),
-        pytest.param({0, 1}, None, (0,), id="the ranks of one group"),
-        # a part of its ranks is not the group
-        pytest.param({0, 1, 2}, None, (0,), id="a part of another"),
-        pytest.param(None, {0: 1, 2: 1}, (0, 1), id="their incarnations"),
-        pytest.param(None, {0: 1, 2: 9}, (0,), id="another incarnation of one"),
-        # it came up after the caller had asked which there are
-        pytest.param(None, {0: 1}, (0,), id="one that the caller does not know"),
+        pytest.param({0: 1, 1: 1}, (0, 1), id="all"),
+        pytest.param({0: 1, 1: 9}, (0,), id="another incarnation of one"),
+        pytest.param({0: 1}, (0,), id="one that is not named"),
+        pytest.param({}, (), id="nobody"),
     ],
 )
-def test_weights_are_those_of_the_groups_that_were_synced_whole(
-    ranks: set[int] | None, epochs: dict[int, int] | None, synced: tuple[int, ...]
+def test_who_has_the_committed_weights_serves_and_nobody_else(
+    epochs: dict[int, int], synced: tuple[int, ...]
 ) -> None:
     registry = begun(servers=2)
 
-    assert registry.weights_synced(3, ranks=ranks, epochs=epochs) == synced
+    assert registry.commit(3, epochs) == synced
 
     assert registry.view.version == 3
     for group in registry.view.groups:
@@ -228,43 +223,78 @@ def test_no_listener_sees_old_weights_serve() -> None:
     seen: list[FleetView] = []
     registry.listen(lambda before, after: seen.append(registry.view))
 
-    registry.weights_synced(1, ranks={0})
+    registry.commit(1, {0: 1})
 
     assert seen
     for view in seen:
         assert [group.index for group in view.serving] == [0]
 
 
-def test_ranks_without_weights_and_unknown_servers_are_refused_before_anything_changes() -> None:
+def test_an_engine_that_there_is_not_is_refused_before_anything_changes() -> None:
     registry = begun()
     before = registry.view
 
-    with pytest.raises(KeyError, match=r"ranks \[5\] have no weights"):
-        registry.weights_synced(1, ranks={0, 5})
-    with pytest.raises(KeyError, match="rank 5 has no server"):
-        registry.weights_synced(1, epochs={5: 1})
+    with pytest.raises(KeyError, match="no group 5"):
+        registry.commit(1, {0: 1, 5: 1})
 
     assert registry.view is before
 
 
-def test_a_group_that_starts_meanwhile_is_not_synced() -> None:
+def test_a_version_goes_back_only_by_force() -> None:
+    registry = begun()
+    registry.commit(3, {0: 1, 1: 1})
+    before = registry.view
+
+    with pytest.raises(IllegalTransition, match="version 2 is older than the fleet's, 3"):
+        registry.commit(2, {0: 1, 1: 1})
+    assert registry.view is before
+    registry.commit(2, {0: 1, 1: 1}, force=True)
+
+    assert [group.version for group in registry.view.serving] == [2, 2]
+
+
+@pytest.mark.parametrize("version", [0, 1])
+def test_what_starts_after_a_commit_is_stale_whatever_the_version(version: int) -> None:
     registry = begun()
     registry.fail(0, 1, "dead")
     registry.claim(0)
     epoch = registry.begin(0)
 
-    assert registry.weights_synced(1) == (1,)
-    registry.started(0, epoch, version=0)
+    assert registry.commit(version, {0: epoch, 1: 1}) == (1,)
+    registry.started(0, epoch)
 
     assert registry.view.groups[0].state is S
+    assert registry.commit(version, {0: epoch, 1: 1}) == (0, 1)
 
 
-def test_a_group_that_cannot_be_reached_is_not_synced_and_does_not_serve_when_it_is_back() -> None:
+def test_before_the_first_commit_what_starts_serves_as_it_was_loaded_or_not_at_all() -> None:
+    awaiting = Registry(plan_of(1), serves_as_loaded=False)
+    awaiting.started(0, awaiting.begin(0))
+
+    assert [one.version for one in begun().view.serving] == [0, 0]
+    assert awaiting.view.serving == ()
+    assert [one.index for one in awaiting.view.up] == [0]
+    awaiting.commit(0, {0: 1})
+    assert [one.version for one in awaiting.view.serving] == [0]
+
+
+def test_what_has_a_part_of_new_weights_is_stale_until_a_commit_names_it() -> None:
+    registry = begun()
+
+    assert registry.spoil(0, 1, "given up")
+    assert not registry.spoil(1, 7, "another incarnation")
+
+    assert [(one.state, one.version) for one in registry.view.groups] == [(S, None), (A, 0)]
+    registry.commit(1, {0: 1})
+    assert [(one.state, one.version) for one in registry.view.groups] == [(A, 1), (S, 0)]
+
+
+def test_a_group_that_cannot_be_reached_is_no_target_and_does_not_serve_when_it_is_back() -> None:
     registry = begun()
     registry.unreachable(0, 1, "no answer")
 
     assert registry.training_metadata().mesh == ((1,),)
-    assert registry.weights_synced(1) == (1,)
+    assert registry.commit(1, {1: 1}) == (1,)
     registry.reachable(0, 1)
 
     assert registry.view.groups[0].state is S
@@ -274,7 +304,7 @@ def test_a_group_that_cannot_be_reached_is_not_synced_and_does_not_serve_when_it
 def test_training_metadata_names_what_can_take_weights_and_nothing_else() -> None:
     registry = begun(4, servers=2)
     registry.suspect(0, 1, "slow")
-    registry.weights_synced(1, ranks={0, 1, 4, 5})
+    registry.commit(1, {0: 1, 2: 1})
     registry.fail(4, 1, "dead")
 
     metadata = registry.training_metadata()
@@ -289,7 +319,7 @@ ACTIONS = st.tuples(
     st.sampled_from(
         [
             *("begin", "started", "suspect", "clear", "fail", "claim", "give_up", "retire"),
-            *("unreachable", "reachable", "weights"),
+            *("unreachable", "reachable", "commit", "spoil"),
         ]
     ),
     st.integers(0, 2),
@@ -305,7 +335,7 @@ def test_whatever_is_called_only_legal_moves_happen(actions: list[tuple[str, int
     registry.listen(lambda before, after: moves.append((before, after)))
     calls: dict[str, Callable[[int, int], object]] = {
         "begin": lambda group, n: registry.begin(group),
-        "started": lambda group, n: registry.started(group, n, version=n % 2),
+        "started": lambda group, n: registry.started(group, n),
         "suspect": lambda group, n: registry.suspect(group, n, "slow"),
         "clear": registry.clear,
         "fail": lambda group, n: registry.fail(group, n, "dead"),
@@ -314,7 +344,8 @@ def test_whatever_is_called_only_legal_moves_happen(actions: list[tuple[str, int
         "retire": lambda group, n: registry.retire(group, "enough"),
         "unreachable": lambda group, n: registry.unreachable(group, n, "cut"),
         "reachable": registry.reachable,
-        "weights": lambda group, n: registry.weights_synced(n % 3, ranks={group}),
+        "commit": lambda group, n: registry.commit(n % 3, {group: n}),
+        "spoil": lambda group, n: registry.spoil(group, n, "given up"),
     }
 
     for verb, group, n in actions:
@@ -330,4 +361,4 @@ def test_whatever_is_called_only_legal_moves_happen(actions: list[tuple[str, int
     for one in registry.view.groups:
         # Only what has the fleet's weights serves.
         assert (one.version == registry.view.version) or one.state not in SERVING
-        assert (one.version is not None) == (one.state in RUNNING - {G.STARTING})
+        assert one.version is None or one.state in RUNNING - {G.STARTING}

@@ -1,216 +1,472 @@
-"""What a trainer orders of the fleet between its steps."""
+"""What a trainer orders of the fleet: a check, and new weights as one transaction."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import pytest
 
 from tasks.record.states import GroupState
-from tasks.rollout.topology import Ask
+from tasks.rollout.router import WaitingLine
+from tasks.rollout.sync import InFlight, NoSuchSync, SyncRefused
+from tasks.rollout.topology import Ask, Questions
 from tests.support.fleet_clock import in_virtual_time, now_s
-from tests.support.fleet_fakes import serving
+from tests.support.fleet_fakes import READY, TOKEN, Stage, loops, plan_of, serving
 
 A, X, R, S = GroupState.ACTIVE, GroupState.INACTIVE, GroupState.RECOVERING, GroupState.STALE
+LOAD = Ask(method="POST", path="/load", body={"path": "/weights"})
+WAIT, ABORT, INTERRUPT = InFlight
+
+
+async def begun(stage: Stage, timeout_s: float = 100.0, in_flight: InFlight = WAIT) -> str:
+    """The id of a sync that is open."""
+    return str((await stage.fleet.begin_sync(timeout_s, in_flight))["sync"])
 
 
 @in_virtual_time
-async def test_nothing_is_started_between_barrier_and_restore() -> None:
-    stage = await serving(3)
-    stage.host[0].answers = "503"
-    await stage.fleet.barrier()
-    stage.host.die(1)
-    await asyncio.sleep(3600.0)
-    held = stage.states()
-    answer = await stage.fleet.restore()
-    assert sorted(answer["restored"]) == [[0], [1]]
-
-    assert held == [X, X, A]
-    assert stage.states() == [A, A, A]
-
-
-@in_virtual_time
-async def test_what_dies_between_barrier_and_restore_is_stopped_whole_at_once() -> None:
+async def test_a_sync_brings_every_engine_to_the_committed_version() -> None:
     stage = await serving(2, servers=2)
-    await stage.fleet.barrier()
-    stage.host.die(0)
+    answer = await stage.fleet.begin_sync(100.0, WAIT)
+    sync = answer["sync"]
 
-    assert await stage.until(lambda: not stage.host[1].is_alive) < 0.1
-
-
-@in_virtual_time
-async def test_a_recovery_under_way_at_a_barrier_is_given_up_and_frees_its_gpus() -> None:
-    stage = await serving(2, budget=1)
-    stage.host[0].loads_for_s = 50.0
-    stage.host.die(0)
-    await stage.until(lambda: stage.host[0].is_alive)
-    answer = await stage.fleet.barrier()
-    assert answer["failed"] == []
-    assert answer["inactive"] == [[0]]
-    assert not stage.host[0].is_alive
-    assert stage.states() == [X, A]
-    await stage.fleet.restore()
-
-    # Given up without fault of its own, so it does not count against the budget.
-    assert stage.states() == [A, A]
-    assert [one["try"] for one in stage.told("rollout.recovery.begun")] == [1, 1]
-    assert [one["outcome"] for one in stage.told("rollout.recovery.ended")] == [
-        "abandoned",
-        "recovered",
+    assert answer["targets"] == [
+        {
+            "engine": engine,
+            "epoch": 1,
+            "state": "active",
+            "version": 0,
+            "ranks": [2 * engine, 2 * engine + 1],
+            "urls": [f"http://10.0.0.1:{8000 + 2 * engine}"],
+        }
+        for engine in range(2)
     ]
-
-
-@in_virtual_time
-async def test_a_recovery_that_pauses_at_a_barrier_does_not_begin_after_its_pause() -> None:
-    stage = await serving(2, backoff_s=10.0)
-    stage.host[0].start_errors = ["no GPU"] * 2
-    stage.host.die(0)
-    await stage.until(lambda: len(stage.told("rollout.recovery.begun")) == 2)
-    await stage.fleet.barrier()
-    starts = len(stage.host.times("start", 0))
-    await asyncio.sleep(1000.0)
-    assert len(stage.host.times("start", 0)) == starts
-
-    assert stage.states() == [X, A]
-
-
-@in_virtual_time
-async def test_restore_waits_until_each_group_is_up_or_has_failed_once() -> None:
-    stage = await serving(4, parallel=2)
-    for rank in range(3):
-        stage.host[rank].answers = "503"
-        stage.host[rank].loads_for_s = 20.0
-    stage.host[2].start_errors = ["no GPU"]
-    await stage.fleet.barrier()
-    began_s = now_s()
-    answer = await stage.fleet.restore()
-    took_s = now_s() - began_s
-    await stage.until_active()
-
-    assert 20.0 <= took_s < 22.0
-    assert sorted(answer["restored"]) == [[0], [1]]
-    assert answer["failed"] == [{"group": 2, "ranks": [2], "cause": "no GPU"}]
-    assert answer["stale"] == []
-    assert answer["metadata"]["mesh"] == [[0], [1], [3]]
-
-
-@in_virtual_time
-async def test_restore_without_a_barrier_hurries_what_is_down() -> None:
-    stage = await serving(2, backoff_s=500.0, max_backoff_s=1000.0)
-    stage.host[0].start_errors = ["no GPU"]
-    stage.host.die(0)
-    await stage.until(lambda: len(stage.told("rollout.recovery.begun")) == 2)
-    began_s = now_s()
-    await stage.fleet.restore()
-    assert stage.states() == [A, A]
-
-    assert now_s() - began_s < 1.0
-
-
-@in_virtual_time
-async def test_a_restored_group_serves_only_once_its_weights_are_synced() -> None:
-    stage = await serving(2)
-    stage.fleet.weights(4)
-    stage.host[0].answers = "503"
-    await stage.fleet.barrier()
-    answer = await stage.fleet.restore()
-    assert answer["stale"] == [[0]]
-    assert stage.routed() == [1]
-    epochs = {int(rank): epoch for rank, epoch in answer["metadata"]["epochs"].items()}
-    assert stage.fleet.weights(5, None, epochs) == {
-        "version": 5,
-        "active": [[0], [1]],
+    assert (stage.fleet.state, stage.fleet.snapshot()["sync"]) == ("syncing", sync)
+    answers = (await stage.fleet.syncs.broadcast(sync, LOAD, 5.0))["answers"]
+    assert answers == [
+        {"engine": engine, "epoch": 1, "rank": 2 * engine, "status": 200, "body": "ok"}
+        for engine in range(2)
+    ]
+    assert await stage.fleet.syncs.commit(sync, 7, {0: 1, 1: 1}) == {
+        "version": 7,
+        "serving": [0, 1],
         "stale": [],
+        "failed": [],
     }
 
+    assert stage.fleet.state == "serving"
+    assert [group.version for group in stage.fleet.registry.view.groups] == [7, 7]
+    assert {one.version for one in stage.fleet.router.entrypoints} == {7}
+    [ended] = stage.told("rollout.sync.ended")
+    assert (ended["outcome"], ended["version"], ended["serving"]) == ("committed", 7, [0, 1])
+
+
+@in_virtual_time
+async def test_a_stale_engine_is_a_target_and_serves_once_a_commit_names_it() -> None:
+    stage = await serving(2)
+    await stage.sync(5)
+    stage.host.die(0)
+    await stage.until(lambda: stage.states() == [S, A])
+    assert stage.routed() == [1]
+
+    # The version is that of the fleet: what was restarted has not got it all the same.
+    assert (await stage.sync(5, engines={1}))["stale"] == [0]
+    assert stage.routed() == [1]
+    assert (await stage.sync(5))["serving"] == [0, 1]
     assert stage.routed() == [0, 1]
 
 
 @in_virtual_time
-async def test_a_floor_is_not_looked_at_while_the_trainer_has_the_gpus_and_is_after_that() -> None:
-    stage = await serving(2, min_active=2)
-    await stage.fleet.barrier()
+async def test_an_engine_that_was_started_anew_since_the_begin_is_stale() -> None:
+    stage = await serving(2)
+    sync = await begun(stage)
+    await stage.fleet.syncs.broadcast(sync, LOAD, 5.0)
     stage.host.die(0)
-    await asyncio.sleep(1000.0)
-    assert not stage.fleet.fatal.done()
-    stage.host[0].start_errors = ["no GPU"]
-    await stage.fleet.restore()
 
-    assert stage.fleet.fatal.result() == "1 of 2 engines serve, min_active is 2: ranks 0: no GPU"
+    answers = (await stage.fleet.syncs.broadcast(sync, LOAD, 5.0))["answers"]
+    committed = await stage.fleet.syncs.commit(sync, 1, {0: 1, 1: 1})
+    await stage.until(lambda: stage.states() == [S, A])
+
+    assert [(one["engine"], one["status"]) for one in answers] == [(1, 200), (0, None)]
+    assert (committed["serving"], committed["stale"]) == ([1], [])
 
 
 @in_virtual_time
-async def test_a_barrier_is_bounded_when_a_server_cannot_be_ended() -> None:
+async def test_only_one_sync_is_open_at_a_time_and_its_name_ends_with_it() -> None:
+    stage = await serving(2)
+    sync = await begun(stage)
+
+    with pytest.raises(SyncRefused, match=f"the sync {sync} is open, for 100 s at most"):
+        await stage.fleet.begin_sync(5.0, WAIT)
+    with pytest.raises(NoSuchSync, match="no sync 0 is open"):
+        await stage.fleet.syncs.broadcast("0", LOAD, 5.0)
+    with pytest.raises(SyncRefused, match="a sync is open"):
+        await stage.fleet.check()
+    await stage.fleet.syncs.commit(sync, 1, {})
+    with pytest.raises(NoSuchSync, match=f"the sync {sync} is over: committed, version 1"):
+        await stage.fleet.syncs.commit(sync, 2, {})
+    assert stage.states() == [S, S]
+
+
+@in_virtual_time
+async def test_what_can_not_be_committed_is_refused_and_the_sync_stays_open() -> None:
+    stage = await serving(2)
+    await stage.sync(5)
+    sync = await begun(stage)
+    sending = asyncio.create_task(stage.fleet.syncs.broadcast(sync, LOAD, 5.0))
+    await asyncio.sleep(0)
+
+    with pytest.raises(SyncRefused, match="a broadcast is under way"):
+        await stage.fleet.syncs.commit(sync, 6, {0: 1})
+    await sending
+    with pytest.raises(SyncRefused, match="version 4 is older than the fleet's, 5"):
+        await stage.fleet.syncs.commit(sync, 4, {0: 1})
+    with pytest.raises(KeyError, match="the fleet has no engine 7: it has 2"):
+        await stage.fleet.syncs.commit(sync, 6, {7: 1})
+    committed = await stage.fleet.syncs.commit(sync, 4, {0: 1, 1: 1}, force=True)
+
+    assert committed["serving"] == [0, 1]
+
+
+@in_virtual_time
+async def test_new_requests_wait_in_order_until_the_commit() -> None:
+    stage = await serving(1, concurrency=1)
+    line, served = WaitingLine(stage.fleet.router), []
+    sync = await begun(stage)
+
+    async def request(number: int) -> None:
+        entrypoint = await line.take(None)
+        served.append((number, entrypoint.version))
+        await asyncio.sleep(1.0)
+        line.give_back(entrypoint)
+
+    requests = [asyncio.create_task(request(number)) for number in range(3)]
+    await asyncio.sleep(50.0)
+    assert (served, len(line)) == ([], 3)
+    # What generates nothing does not wait.
+    line.give_back(await line.take(None, generates=False))
+    await stage.fleet.syncs.commit(sync, 3, {0: 1})
+    await asyncio.gather(*requests)
+
+    assert served == [(0, 3), (1, 3), (2, 3)]
+
+
+@in_virtual_time
+async def test_requests_that_are_under_way_are_waited_for() -> None:
+    stage = await serving(2)
+    taken = stage.fleet.router.pick(None)
+    asyncio.get_running_loop().call_later(2.0, lambda: stage.fleet.router.done(taken))
+    began_s = now_s()
+    await begun(stage)
+
+    assert now_s() - began_s == 2.0
+    assert stage.told("rollout.sync.begun")[0]["waited_s"] == 2.0
+
+
+@in_virtual_time
+async def test_requests_that_do_not_end_in_time_end_the_sync_and_nothing_else() -> None:
+    stage = await serving(2)
+    stage.fleet.router.pick(None)
+
+    with pytest.raises(SyncRefused, match=r"1 requests were still under way after 5 s: .* abort"):
+        await begun(stage, timeout_s=5.0)
+
+    assert (stage.fleet.state, stage.states(), stage.routed()) == ("serving", [A, A], [0, 1])
+
+
+@in_virtual_time
+async def test_an_engine_that_hangs_with_a_request_does_not_keep_the_sync_from_beginning() -> None:
+    stage = await serving(2, interval_s=5.0)
+    taken = stage.fleet.router.pick(None)
+    stage.fleet.router.listen(
+        lambda gone: (
+            stage.fleet.router.done(taken) if taken.key in {one.key for one in gone} else None
+        )
+    )
+    stage.host[taken.rank].answers = stage.host[taken.rank].at_home = "hang"
+
+    answer = await stage.fleet.begin_sync(1000.0, WAIT)
+
+    assert [one["engine"] for one in answer["targets"]] == [1 - taken.rank]
+
+
+@in_virtual_time
+async def test_requests_that_are_under_way_end_at_once_where_that_is_asked_for() -> None:
+    stage = await serving(2)
+    router, taken = stage.fleet.router, stage.fleet.router.pick(None)
+    router.listen(lambda gone: router.done(taken) if taken in gone and router.outstanding else None)
+    began_s = now_s()
+
+    await begun(stage, in_flight=ABORT)
+
+    assert now_s() == began_s
+
+
+@in_virtual_time
+async def test_requests_are_interrupted_and_go_on_where_the_engine_can() -> None:
+    pause, resume = (Ask(method="POST", path=path) for path in ("/pause", "/resume"))
+    plan = plan_of(3)
+    object.__setattr__(
+        plan, "questions", Questions(ready=READY, token=TOKEN, pause=pause, resume=resume)
+    )
+    stage = Stage(plan)
+    await stage.fleet.start()
+    stage.fleet.router.pick(None)
+    sync = await begun(stage, in_flight=INTERRUPT)
+    await stage.fleet.syncs.broadcast(sync, LOAD, 5.0)
+    stage.prober.statuses[2] = 500
+    await stage.fleet.syncs.commit(sync, 1, {0: 1, 1: 1, 2: 1})
+
+    paths = [ask.path for url, ask in stage.prober.calls if url.endswith("8000")]
+    assert paths == ["/pause", "/load", "/resume"]
+    # Its requests would stand still for ever.
+    assert stage.cause_of(2).endswith("in a sync of weights: POST /resume: 500 truncated file")
+    assert stage.fleet.router.outstanding == 1
+
+
+@in_virtual_time
+async def test_a_backend_that_can_not_interrupt_says_so_before_anything_is_closed() -> None:
+    stage = await serving(1)
+
+    with pytest.raises(SyncRefused, match="can't interrupt requests: say wait, or abort"):
+        await begun(stage, in_flight=INTERRUPT)
+
+    assert stage.fleet.state == "serving"
+
+
+@pytest.mark.parametrize("is_touched", [False, True])
+@pytest.mark.parametrize("is_late", [False, True])
+@in_virtual_time
+async def test_a_sync_that_is_given_up_leaves_stale_what_was_touched_and_nothing_else(
+    is_touched: bool, is_late: bool
+) -> None:
+    stage = await serving(2)
+    await stage.sync(3)
+    sync = await begun(stage, timeout_s=50.0)
+    look = Ask(method="GET", path="/version")
+    await stage.fleet.syncs.broadcast(sync, LOAD if is_touched else look, 5.0)
+    if is_late:
+        await asyncio.sleep(51.0)
+        with pytest.raises(NoSuchSync, match=r"had not ended after 50 s \(timeout_s\)"):
+            await stage.fleet.syncs.commit(sync, 4, {0: 1, 1: 1})
+    else:
+        assert (await stage.fleet.syncs.give_up(sync))["version"] == 3
+
+    assert stage.fleet.registry.view.version == 3
+    assert stage.states() == [S, S] if is_touched else [A, A]
+    assert stage.routed() == ([] if is_touched else [0, 1])
+    assert (await stage.sync(4))["serving"] == [0, 1]
+
+
+@in_virtual_time
+async def test_an_engine_that_did_not_load_is_started_again_and_never_committed() -> None:
+    stage = await serving(3)
+    sync = await begun(stage)
+    stage.prober.statuses = {0: 500, 1: 503}
+    await stage.fleet.syncs.broadcast(sync, LOAD, 5.0)
+    # A second try may mend it.
+    stage.prober.statuses = {0: 500}
+    await stage.fleet.syncs.broadcast(sync, LOAD, 5.0)
+    assert stage.states() == [A, A, A]
+
+    committed = await stage.fleet.syncs.commit(sync, 1, {0: 1, 1: 1, 2: 1})
+    await stage.until(lambda: stage.states() == [S, A, A])
+
+    assert (committed["serving"], committed["failed"]) == (
+        [1, 2],
+        [{"engine": 0, "why": "POST /load: 500 truncated file"}],
+    )
+    assert [len(stage.host.times("start", rank)) for rank in range(3)] == [2, 1, 1]
+
+
+@in_virtual_time
+async def test_an_engine_that_hangs_in_a_push_is_out_at_its_deadline_and_the_others_go_on() -> None:
+    stage = await serving(2)
+    sync = await begun(stage)
+    stage.host[0].answers = "hang"
+    began_s = now_s()
+    answers = (await stage.fleet.syncs.broadcast(sync, LOAD, 5.0))["answers"]
+
+    assert now_s() - began_s == 5.0
+    assert [one["status"] for one in answers] == [None, 200]
+    assert stage.states() == [X, A]
+    assert (await stage.fleet.syncs.commit(sync, 1, {0: 1, 1: 1}))["serving"] == [1]
+
+
+@in_virtual_time
+async def test_no_start_begins_while_a_sync_is_open_and_what_died_is_down_at_once() -> None:
+    stage = await serving(2, servers=2)
+    sync = await begun(stage, timeout_s=5000.0)
+    stage.host.die(0)
+    assert await stage.until(lambda: not stage.host[1].is_alive) < 0.1
+    await asyncio.sleep(3600.0)
+
+    assert len(stage.host.times("start", 0)) == 1
+    await stage.fleet.syncs.commit(sync, 1, {1: 1})
+    assert await stage.until(lambda: stage.states() == [S, A]) < 1.0
+
+
+@in_virtual_time
+async def test_a_start_that_is_under_way_goes_on_beside_a_sync() -> None:
+    stage = await serving(2)
+    stage.host[0].loads_for_s = 50.0
+    stage.host.die(0)
+    await stage.until(lambda: stage.host[0].is_alive)
+
+    # Else a trainer that syncs each minute would keep it from ever coming up.
+    sync = await begun(stage)
+    await asyncio.sleep(60.0)
+    await stage.fleet.syncs.commit(sync, 1, {1: 1})
+
+    assert stage.states() == [S, A]
+    assert len(stage.host.times("start", 0)) == 2
+
+
+@in_virtual_time
+async def test_engines_that_are_being_synced_are_not_asked_and_not_blamed() -> None:
+    stage = await serving(2, interval_s=10.0)
+    sync = await begun(stage, timeout_s=5000.0)
+    asked = len(stage.prober.asked)
+    stage.host[0].answers = "503"
+    stage.fleet.note_failure(0, 1, "503")
+    await asyncio.sleep(1000.0)
+    stage.host[0].answers = "yes"
+    await stage.fleet.syncs.commit(sync, 1, {0: 1, 1: 1})
+
+    assert len(stage.prober.asked) == asked
+    assert stage.states() == [A, A]
+    # A sync whose trainer is silent blinds it no longer than its deadline.
+    await begun(stage, timeout_s=20.0)
+    stage.host[1].answers = "503"
+    assert await stage.until_out(1) <= 20.0 + 3 * 10.0 + 0.1
+
+
+@in_virtual_time
+async def test_a_floor_is_looked_at_once_a_sync_has_ended() -> None:
+    stage = await serving(2, min_active=2)
+    sync = await begun(stage)
+    stage.host.die(0)
+    await asyncio.sleep(10.0)
+    assert not stage.fleet.fatal.done()
+    await stage.fleet.syncs.commit(sync, 1, {1: 1})
+
+    reason = stage.fleet.fatal.result()
+    assert reason.startswith("1 of 2 engines serve, min_active is 2: ranks 0: rank 0 died")
+
+
+@in_virtual_time
+async def test_each_engine_gets_what_is_its_own_so_that_a_process_group_can_be_formed() -> None:
+    stage = await serving(3, servers=2)
+    body = {
+        "group": "update",
+        "offset": "${engine.rank_offset}",
+        "size": "${engine.world_size}",
+        "names": ["engine-${engine.index}", "$${engine.index}", "${run.id}"],
+    }
+    sync = await begun(stage)
+    stage.host.die(2)
+    await stage.fleet.syncs.broadcast(sync, Ask(method="POST", path="/init", body=body), 5.0)
+
+    # The trainer is rank 0, and the engines that are left follow without a gap.
+    assert {url[-4:]: ask.body for url, ask in stage.prober.calls} == {
+        "8000": {
+            **body,
+            **{"offset": 1, "size": 2, "names": ["engine-0", "$${engine.index}", "${run.id}"]},
+        },
+        "8004": {
+            **body,
+            **{"offset": 3, "size": 2, "names": ["engine-2", "$${engine.index}", "${run.id}"]},
+        },
+    }
+    with pytest.raises(KeyError, match=r"unknown name `\$\{engine.rank\}`: known are"):
+        ask = Ask(method="POST", path="/init", body={"rank": "${engine.rank}"})
+        await stage.fleet.syncs.broadcast(sync, ask, 5.0)
+
+
+@in_virtual_time
+async def test_experts_are_sent_to_each_for_its_own_rank() -> None:
+    stage = await serving(1, servers=3, are_experts=True)
+    sync = await begun(stage)
+    ask = Ask(method="POST", path="/init", body={"offset": "${engine.rank_offset}"})
+
+    answers = (await stage.fleet.syncs.broadcast(sync, ask, 5.0))["answers"]
+
+    assert [(one["engine"], one["rank"]) for one in answers] == [(0, 0), (0, 1), (0, 2)]
+    assert [ask.body for _, ask in stage.prober.calls] == [{"offset": n} for n in (1, 2, 3)]
+    assert stage.fleet.registry.training_metadata().mesh == ((0,), (1,), (2,))
+
+
+@in_virtual_time
+async def test_a_fleet_that_begins_stale_is_up_and_serves_from_its_first_commit_on() -> None:
+    stage = Stage(plan_of(2), serves_as_loaded=False, min_active=2)
+    await stage.fleet.start()
+
+    assert (stage.states(), stage.routed(), stage.fleet.has_started) == ([S, S], [], True)
+    assert not stage.fleet.fatal.done()
+    assert (await stage.sync(0))["serving"] == [0, 1]
+
+
+@in_virtual_time
+async def test_the_start_goes_on_at_the_floor() -> None:
+    stage = Stage(plan_of(3), min_active=2)
+    stage.host[1].loads_for_s = 80.0
+    began_s = now_s()
+    await stage.fleet.start()
+
+    assert now_s() - began_s < 1.0
+    assert stage.routed() == [0, 2]
+    assert await stage.until(lambda: stage.routed() == [0, 1, 2]) > 70.0
+
+
+@in_virtual_time
+async def test_a_stop_ends_a_sync_and_whoever_waits() -> None:
+    stage = await serving(2)
+    line = WaitingLine(stage.fleet.router)
+    await begun(stage)
+    waiting = asyncio.create_task(line.take(None))
+    await asyncio.sleep(1.0)
+
+    await stage.fleet.stop()
+
+    with pytest.raises(Exception, match="the fleet is stopped"):
+        await waiting
+    assert loops() == []
+
+
+@in_virtual_time
+async def test_a_check_takes_down_and_recovers_what_fails_at_the_first_bad_answer() -> None:
+    stage = await serving(3)
+    stage.host[0].answers = "503"
+    answer = await stage.fleet.check()
+
+    assert [one["engine"] for one in answer["failed"]] == [0]
+    assert not stage.host[0].is_alive
+    await stage.until_active()
+
+
+@in_virtual_time
+async def test_a_check_is_bounded_when_a_server_cannot_be_ended() -> None:
     stage = await serving(2)
     stage.host[0].answers = stage.host[0].at_home = "hang"
     stage.host.stop_takes_s = 1e6
     began_s = now_s()
-    await stage.fleet.barrier()
+    await stage.fleet.check()
 
     assert now_s() - began_s <= 15.0 + 15.0 + stage.settings.stop_within_s + 0.1
     assert "could not be ended" in stage.told("rollout.warning")[0]["message"]
 
 
 @in_virtual_time
-async def test_a_server_that_only_the_network_hides_is_not_ended_by_a_barrier() -> None:
+async def test_a_server_that_only_the_network_hides_is_not_ended_by_a_check() -> None:
     stage = await serving(2)
     stage.host[0].answers = "hang"
-    answer = await stage.fleet.barrier()
+    answer = await stage.fleet.check()
     stage.host[0].answers = "yes"
-    await stage.fleet.restore()
     await stage.until(lambda: stage.routed() == [0, 1], within_s=31.0)
 
     assert answer["failed"] == []
     assert answer["active"] == [1]
     assert answer["unreachable"] == [[0]]
     assert len(stage.host.times("start", 0)) == 1
-
-
-@in_virtual_time
-async def test_orders_are_obeyed_one_after_the_other() -> None:
-    stage = await serving(2)
-    stage.host[0].answers = "503"
-    await asyncio.gather(stage.fleet.barrier(), stage.fleet.restore(), stage.fleet.barrier())
-
-    assert [
-        name for _, name, _ in stage.events if name in ("rollout.barrier", "rollout.restore")
-    ] == ["rollout.barrier", "rollout.restore", "rollout.barrier"]
-
-
-@pytest.mark.parametrize(
-    ("done_after_s", "answer"),
-    [(None, {"drained": False, "outstanding": 1}), (2.0, {"drained": True, "outstanding": 0})],
-)
-@in_virtual_time
-async def test_a_drain_takes_no_new_requests_and_waits_for_those_that_are_there(
-    done_after_s: float | None, answer: dict[str, Any]
-) -> None:
-    stage = await serving(2)
-    taken = stage.fleet.router.pick(None)
-    if done_after_s is not None:
-        loop = asyncio.get_running_loop()
-        loop.call_later(done_after_s, lambda: stage.fleet.router.done(taken))
-    found = await stage.fleet.drain(5.0)
-    assert stage.fleet.state == "draining"
-    stage.fleet.weights(1)
-    assert stage.fleet.state == "serving"
-
-    assert found == answer
-
-
-@in_virtual_time
-async def test_a_broadcast_reaches_every_entrypoint_with_its_arguments() -> None:
-    stage = await serving(2, servers=2)
-    ask = Ask(method="POST", path="/pause", body={"level": 2})
-
-    answers = await stage.fleet.broadcast(ask, 5.0)
-
-    assert answers == {0: {"status": 200, "body": "ok"}, 2: {"status": 200, "body": "ok"}}
-    assert {(url, ask.method, ask.path, str(ask.body)) for url, ask in stage.prober.calls} == {
-        ("http://10.0.0.1:8000", "POST", "/pause", "{'level': 2}"),
-        ("http://10.0.0.1:8002", "POST", "/pause", "{'level': 2}"),
-    }
 
 
 @in_virtual_time
@@ -246,8 +502,11 @@ async def test_the_snapshot_says_everything_of_every_server() -> None:
         "misses": 1,
         "cause": "503 Scheduler is dead",
     }
-    assert snapshot["groups"][0] == {
+    assert snapshot["sync"] is None
+    assert snapshot["engines"][0] == {
+        "engine": 0,
         "ranks": [0, 1],
+        "urls": ["http://10.0.0.1:8000", "http://10.0.0.1:8001"],
         "state": "active",
         "epoch": 1,
         "version": 0,

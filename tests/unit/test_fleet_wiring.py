@@ -104,12 +104,17 @@ def test_an_event_keeps_the_time_at_which_it_was_seen(tmp_path: Path) -> None:
     events: list[Event] = []
     log = EventLog(tmp_path / "events.jsonl", (events.append,), clock=lambda: 99.0)
 
-    log.emit("rollout.weights", "rollout", at=12.5, version=3)
+    log.emit("rollout.sync.ended", "rollout", at=12.5, version=3)
     log.emit("run.progress")
 
     assert [event.at for event in events] == [12.5, 99.0]
     first = json.loads((tmp_path / "events.jsonl").read_text().splitlines()[0])
-    assert first == {"at": 12.5, "event": "rollout.weights", "component": "rollout", "version": 3}
+    assert first == {
+        "at": 12.5,
+        "event": "rollout.sync.ended",
+        "component": "rollout",
+        "version": 3,
+    }
 
 
 @pytest.mark.parametrize(
@@ -185,6 +190,29 @@ def planned(
     plan = plan_of(spec, "a-run", place, containment, fleet=fleet)
     [process] = [one for one in plan.components if one.name == "rollout"]
     return plan, FleetPlan.read(place.fleet_plan, process.command.env)
+
+
+@pytest.mark.parametrize(
+    ("initial", "resumes", "serves"),
+    [
+        (None, False, True),
+        # The servers load the model, and the trainer goes on from a checkpoint.
+        (None, True, False),
+        ("stale", False, False),
+        ("loaded", True, True),
+    ],
+)
+def test_the_first_servers_serve_what_they_loaded_unless_that_is_not_what_is_trained(
+    place: AttemptPlace, initial: str | None, resumes: bool, serves: bool
+) -> None:
+    spec = spec_of(weights={"initial": initial} if initial else {})
+    containment = Containment(level=Level.L2)
+    at = place.directory / "live"
+    plan = prepare_fleet(spec, "a-run", place, containment, PORTS, at, resumes=resumes)
+
+    assert plan is not None
+    assert plan.serves_as_loaded is serves
+    assert FleetPlan.read(place.fleet_plan, plan.env).serves_as_loaded is serves
 
 
 def test_ports_are_held_for_the_gateway_and_for_each_server_of_this_machine() -> None:

@@ -141,18 +141,39 @@ def test_what_is_no_weights_of_this_policy_is_refused(content: bytes) -> None:
         Weights.of(content)
 
 
+def test_a_server_reads_its_weights_from_a_file_or_keeps_those_it_has(tmp_path: Path) -> None:
+    path = tmp_path / "weights.npz"
+    path.write_bytes(Weights(policy=always(1), step=9).as_bytes())
+    with InferenceServer(a_sampler(), port=0, takes_weights=True) as server:
+        took = ask(server, "/update_weights_from_disk", {"model_path": str(path)})
+        path.write_bytes(path.read_bytes()[:-100])
+        status, answer = ask(server, "/update_weights_from_disk", {"model_path": str(path)})
+        step = server.sampler.step
+
+    assert took == (200, {"step": 9})
+    assert (status, step) == (400, 9)
+    assert "not weights" in answer["error"]
+
+
 def test_the_trainers_own_server_takes_no_weights(server: InferenceServer) -> None:
-    status, _answer = ask(server, "/weights", Weights(policy=always(1), step=9).as_bytes())
+    status, _answer = ask(server, "/update_weights_from_disk", {"model_path": "/weights.npz"})
 
     assert (status, server.sampler.step) == (404, 4)
 
 
-def test_a_gateway_that_refuses_is_an_error_at_once_and_one_that_is_gone_after_a_while() -> None:
+def test_a_gateway_that_refuses_is_an_error_at_once_and_one_that_is_gone_after_a_while(
+    tmp_path: Path,
+) -> None:
     seconds = itertools.count()
     slept: list[float] = []
     with InferenceServer(a_sampler(), port=0) as no_gateway:
-        fleet = Fleet(no_gateway.url, clock=lambda: float(next(seconds)), sleep=slept.append)
-        with pytest.raises(FleetError, match=r"GET .*/muster/rollout: 404"):
+        fleet = Fleet(
+            no_gateway.url,
+            folder=tmp_path,
+            clock=lambda: float(next(seconds)),
+            sleep=slept.append,
+        )
+        with pytest.raises(FleetError, match=r"POST .*/muster/rollout/sync: 404"):
             fleet.push(always(1), step=1)
         assert slept == []
 

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from tasks.rollout.router import Entrypoint, NoEntrypoint, Router, WaitingLine
+from tasks.rollout.router import Entrypoint, LineFull, NoEntrypoint, Router, WaitingLine
 
 pytestmark = pytest.mark.asyncio
 
@@ -156,3 +156,40 @@ async def test_a_turn_that_came_as_its_client_left_is_the_next_ones() -> None:
 
     assert waiting.turns == [("next", 0)]
     assert router.outstanding == 1
+
+
+async def test_a_line_takes_no_more_than_its_size_and_nobody_longer_than_its_time() -> None:
+    router = Router(limit=1)
+    router.set([entrypoint(0)])
+    line = WaitingLine(router, size=2, timeout_s=0.05)
+    taken = await line.take(None)
+    waiting = [asyncio.create_task(line.take(None)) for _ in range(2)]
+    await asyncio.sleep(0)
+
+    with pytest.raises(LineFull, match="2 requests wait already"):
+        await line.take(None)
+    for one in waiting:
+        with pytest.raises(LineFull, match=r"no server had room for it within 0\.05 s"):
+            await one
+    assert len(line) == 0
+    line.give_back(taken)
+    assert (await line.take(None)).rank == 0
+
+
+async def test_those_who_wait_at_a_closed_routing_pass_in_order_once_it_opens() -> None:
+    line, router = line_of(0, limit=1)
+    waiting = Waiting(line)
+    taken = await line.take(None)
+    router.close()
+    for name in ("a", "b"):
+        await waiting.add(name)
+    line.give_back(taken)
+    await asyncio.sleep(0)
+    assert waiting.turns == []
+    router.open()
+    await asyncio.sleep(0)
+    assert waiting.turns == [("a", 0)]
+    line.give_back(entrypoint(0))
+    await asyncio.sleep(0)
+
+    assert waiting.turns == [("a", 0), ("b", 0)]

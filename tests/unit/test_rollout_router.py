@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
+import asyncio
 import random
 from collections.abc import Sequence
 
@@ -173,25 +173,37 @@ def test_a_fleet_with_nobody_active_says_why() -> None:
 
     with pytest.raises(NoEntrypoint) as caught:
         router.pick(None)
-    assert caught.value.reason == (
+    assert str(caught.value) == (
         "no active rollout worker: rank 0 is being started again: killed by SIGKILL"
     )
-    assert not caught.value.is_draining
 
 
-def test_a_pause_holds_off_new_requests_and_lets_a_retry_pass() -> None:
+def test_a_closed_routing_lets_only_that_pass_which_generates_nothing() -> None:
     router = router_of(0, 1)
-    one = router.pick("a")
 
-    router.pause("the weights are being synced")
-    with pytest.raises(NoEntrypoint, match="the weights are being synced") as caught:
-        router.pick(None)
-    again = router.pick("a", exclude=[one.rank], is_retry=True)
-    router.resume()
+    router.close()
+    with pytest.raises(Full) as caught:
+        router.pick("a")
+    asked = router.pick(None, generates=False)
+    router.open()
 
-    assert caught.value.is_draining
-    assert again.rank == 1
-    assert router.pick(None).rank == 0
+    assert caught.value.session_key is None
+    assert (asked.rank, router.pick("a").rank) == (0, 1)
+
+
+@pytest.mark.asyncio
+async def test_it_is_idle_once_nothing_is_outstanding() -> None:
+    router = router_of(0, 1)
+    taken = [router.pick(None), router.pick(None)]
+    idle = asyncio.create_task(router.idle())
+    router.set([entrypoint(1)])
+    for one in taken:
+        await asyncio.sleep(0)
+        assert not idle.done()
+        router.done(one)
+
+    await idle
+    await router.idle()
 
 
 def test_listeners_are_told_what_has_left() -> None:
@@ -200,10 +212,11 @@ def test_listeners_are_told_what_has_left() -> None:
     router.listen(told.append)
 
     router.set([entrypoint(0, is_preferred=False), entrypoint(1, 2)])
-    router.pause("")
-    router.resume()
+    router.open()
+    router.abort()
 
-    assert told == [(entrypoint(1), entrypoint(2)), (), ()]
+    left = (entrypoint(0, is_preferred=False), entrypoint(1, 2))
+    assert told == [(entrypoint(1), entrypoint(2)), (), left]
 
 
 def test_entrypoints_at_their_limit_are_full_until_one_is_done() -> None:
@@ -243,9 +256,3 @@ def test_concurrency_follows_the_entrypoints() -> None:
 def test_a_router_that_could_choose_nothing_is_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="must be 1 or more"):
         Router(**wrong)
-
-
-def test_the_reason_survives_pickle() -> None:
-    error = pickle.loads(pickle.dumps(NoEntrypoint("all are down", is_draining=True)))
-
-    assert (error.reason, error.is_draining) == ("all are down", True)

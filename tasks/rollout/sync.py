@@ -1,0 +1,427 @@
+"""New weights for a whole fleet, as one transaction: begun, sent, and committed or given up.
+
+From its begin to its end the routing is closed for generation, health rests, and no start begins.
+What an engine was sent counts only once a commit names its incarnation. So an engine that took a
+part of it and no commit is stale, and one that did not do what it was sent is started again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from tasks.record.states import GroupState
+from tasks.rollout.clock import ended, now_s
+from tasks.rollout.health import Health
+from tasks.rollout.probing import FleetParts, Reply
+from tasks.rollout.recovery import Recovery
+from tasks.rollout.registry import GroupView
+from tasks.rollout.router import Router
+from tasks.rollout.topology import Ask, ServerSlot
+from tasks.spec.errors import MusterError
+from tasks.spec.placeholders import substituted
+from tasks.spec.words import commas
+
+
+class InFlight(Enum):
+    """What becomes of the requests that are under way when a sync begins."""
+
+    #: They are waited for.
+    WAIT = "wait"
+    #: They end. What was not answered yet is tried again after the sync.
+    ABORT = "abort"
+    #: They stand still, and go on after the sync; not every backend can.
+    INTERRUPT = "interrupt"
+
+
+class SyncRefused(MusterError):
+    """It can't be done now; the sync, where one is open, goes on."""
+
+
+class NoSuchSync(MusterError):
+    """No sync of this name is open; the message says how it ended, where that is known."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Target:
+    """One incarnation of an engine that is to get the weights."""
+
+    engine: int
+    epoch: int
+    #: Something was sent to it that may have changed its weights.
+    is_touched: bool = False
+    is_paused: bool = False
+    #: By request, what it did not do, last.
+    faults: dict[tuple[str, str, str], str] = field(default_factory=dict)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Open:
+    """The sync that is open."""
+
+    id: str
+    began_s: float
+    until_s: float
+    in_flight: InFlight
+    targets: list[_Target] = field(default_factory=list)
+    #: Broadcasts that are under way.
+    sending: set[asyncio.Task[Any]] = field(default_factory=set)
+    #: It is being ended, by whoever said so first.
+    is_ending: bool = False
+
+
+class WeightSyncs:
+    """The syncs of one fleet, of which one at a time is open."""
+
+    def __init__(
+        self,
+        fleet: FleetParts,
+        *,
+        router: Router,
+        health: Health,
+        recovery: Recovery,
+        on_end: Callable[[], None],
+    ) -> None:
+        """
+        Args:
+            on_end: told once a sync has ended, whichever way.
+        """
+        self._on_end = on_end
+        self._fleet = fleet
+        self._router = router
+        self._health = health
+        self._recovery = recovery
+        self._open: _Open | None = None
+        #: How the last one ended, by its id.
+        self._last: tuple[str, str] = ("", "")
+        self._deadline: asyncio.Task[None] | None = None
+
+    @property
+    def id(self) -> str | None:
+        """Of the sync that is open; None: none is."""
+        return None if self._open is None else self._open.id
+
+    async def begin(self, timeout_s: float, in_flight: InFlight) -> dict[str, Any]:
+        """Close the routing, and see to what is under way.
+
+        Args:
+            timeout_s: until the whole sync is given up, unless it has ended.
+
+        Returns: its id, and what is to get the weights, stale engines among them.
+
+        Raises: SyncRefused, also where requests are still under way when the time is over.
+        """
+        if self._open is not None:
+            left_s = self._open.until_s - now_s()
+            raise SyncRefused(
+                f"the sync {self._open.id} is open, for {left_s:.0f} s at most: commit it, or give "
+                "it up with DELETE"
+            )
+        questions = self._fleet.questions
+        if in_flight is InFlight.INTERRUPT and questions.pause is None:
+            raise SyncRefused("this backend can't interrupt requests: say wait, or abort")
+        began_s = now_s()
+        sync = self._open = _Open(
+            id=secrets.token_hex(8),
+            began_s=began_s,
+            until_s=began_s + timeout_s,
+            in_flight=in_flight,
+        )
+        self._recovery.hold()
+        self._router.close()
+        if in_flight is InFlight.ABORT:
+            self._router.abort()
+        try:
+            if in_flight is not InFlight.INTERRUPT:
+                # Health goes on meanwhile: what hangs is found, and its requests end.
+                async with asyncio.timeout(timeout_s):
+                    await self._router.idle()
+            if sync.is_ending:
+                raise NoSuchSync(self._ended(sync.id))
+            await self._health.rest()
+            targets = self._fleet.states.view.targets
+            sync.targets = [_Target(engine=one.index, epoch=one.epoch) for one in targets]
+            if in_flight is InFlight.INTERRUPT and questions.pause is not None:
+                await asyncio.gather(*(self._pause(one, questions.pause) for one in sync.targets))
+        except TimeoutError:
+            outstanding = self._router.outstanding
+            await self._end(sync, "given up: requests were under way for too long")
+            raise SyncRefused(
+                f"{outstanding} requests were still under way after {timeout_s:g} s: give it more "
+                "time, or say in_flight: abort"
+            ) from None
+        except BaseException:
+            await self._end(sync, "given up: it could not begin")
+            raise
+        self._deadline = asyncio.create_task(self._expire(sync), name=f"rollout-sync-{sync.id}")
+        self._fleet.emit(
+            "rollout.sync.begun",
+            sync=sync.id,
+            engines=[target.engine for target in sync.targets],
+            in_flight=in_flight.value,
+            waited_s=round(now_s() - began_s, 3),
+        )
+        return {"sync": sync.id, "targets": [self._shown(one) for one in targets]}
+
+    async def broadcast(self, id: str, ask: Ask, timeout_s: float) -> dict[str, Any]:
+        """The same request to every target, side by side, with what is each engine's own filled in.
+
+        `${engine.index}`, `${engine.world_size}`, the ranks that are updated through the server,
+        and `${engine.rank_offset}`, the first of them in a process group in which the trainer is
+        rank 0 and the targets follow, one after the other.
+
+        Returns: `{answers: [{engine, epoch, rank, status, body}]}`, the status None where no answer
+            came in time.
+
+        Raises: NoSuchSync.
+        """
+        sync = self._named(id)
+        view = self._fleet.states.view
+        alive = [one for one in sync.targets if view.groups[one.engine].is_current(one.epoch)]
+        calls, offset = [], 1
+        for target in alive:
+            for slot in view.updated(view.groups[target.engine]):
+                calls.append((target, slot, _filled(ask, slot, offset)))
+                offset += len(slot.weight_ranks)
+        timeout_s = min(timeout_s, sync.until_s - now_s())
+        task = asyncio.ensure_future(
+            asyncio.gather(*(self._send(*call, timeout_s=timeout_s) for call in calls))
+        )
+        sync.sending.add(task)
+        try:
+            answers = await task
+        except asyncio.CancelledError:
+            if not sync.is_ending:
+                raise
+        finally:
+            sync.sending.discard(task)
+        if sync.is_ending:
+            raise NoSuchSync(self._ended(id))
+        lost = [
+            {"engine": one.engine, "epoch": one.epoch, "rank": None, "status": None, "body": _GONE}
+            for one in sync.targets
+            if one not in alive
+        ]
+        return {"answers": [*answers, *lost]}
+
+    async def commit(
+        self, id: str, version: int, epochs: Mapping[int, int], *, force: bool = False
+    ) -> dict[str, Any]:
+        """These engines serve these weights from now on; the others are stale.
+
+        Args:
+            epochs: by engine, which incarnation has them.
+
+        Raises: NoSuchSync. SyncRefused, while a broadcast is under way, or where the version goes
+            back; the sync stays open. KeyError, for an engine that the fleet does not have.
+        """
+        sync = self._named(id)
+        if sync.sending:
+            raise SyncRefused("a broadcast is under way: commit what all have answered to")
+        states = self._fleet.states
+        known = range(len(states.view.groups))
+        if strange := sorted(set(epochs) - set(known)):
+            raise KeyError(f"the fleet has no engine {commas(strange)}: it has {len(known)}")
+        if version < states.view.version and not force:
+            raise SyncRefused(
+                f"version {version} is older than the fleet's, {states.view.version}; to go back "
+                "all the same, say force"
+            )
+        failed = {one.engine: next(iter(one.faults.values())) for one in sync.targets if one.faults}
+        having = {
+            one.engine: one.epoch
+            for one in sync.targets
+            if epochs.get(one.engine) == one.epoch and not one.faults
+        }
+        sync.is_ending = True
+        states.commit(version, having, force=force)
+        await self._end(sync, f"committed, version {version}", is_committed=True)
+        groups = states.view.groups
+        return {
+            "version": version,
+            "serving": [one.index for one in groups if one.is_serving],
+            "stale": _stale(groups),
+            "failed": [{"engine": engine, "why": why} for engine, why in failed.items()],
+        }
+
+    async def give_up(self, id: str) -> dict[str, Any]:
+        """End it without new weights: what was touched is stale, the rest serves as before.
+
+        Raises: NoSuchSync.
+        """
+        sync = self._named(id)
+        await self._end(sync, "given up by its trainer")
+        groups = self._fleet.states.view.groups
+        return {
+            "version": self._fleet.states.view.version,
+            "serving": [one.index for one in groups if one.is_serving],
+            "stale": _stale(groups),
+        }
+
+    async def stop(self) -> None:
+        """The fleet ends: nobody waits for a sync any more."""
+        deadline = self._deadline
+        if self._open is not None and not self._open.is_ending:
+            await self._end(self._open, "given up: the fleet is stopped", is_over=True)
+        if deadline is not None:
+            deadline.cancel()
+            await ended([deadline])
+
+    def _named(self, id: str) -> _Open:
+        if self._open is None or self._open.id != id or self._open.is_ending:
+            raise NoSuchSync(self._ended(id))
+        return self._open
+
+    def _ended(self, id: str) -> str:
+        last, how = self._last
+        return f"the sync {id} is over: {how}" if id == last else f"no sync {id} is open"
+
+    async def _expire(self, sync: _Open) -> None:
+        await asyncio.sleep(sync.until_s - now_s())
+        if not sync.is_ending:
+            lasted_s = sync.until_s - sync.began_s
+            await self._end(sync, f"given up: it had not ended after {lasted_s:g} s (timeout_s)")
+
+    async def _end(
+        self, sync: _Open, how: str, *, is_committed: bool = False, is_over: bool = False
+    ) -> None:
+        """Whatever is raised, the fleet goes on afterwards."""
+        if self._open is not sync:
+            return
+        sync.is_ending = True
+        self._last = (sync.id, how)
+        for task in sync.sending:
+            task.cancel()
+        if self._deadline is not None and self._deadline is not asyncio.current_task():
+            self._deadline.cancel()
+        self._deadline = None
+        states = self._fleet.states
+        try:
+            for target in sync.targets:
+                if target.faults:
+                    self._fail(target, next(iter(target.faults.values())))
+                elif target.is_touched and not is_committed:
+                    why = f"it may have a part of new weights: the sync was {how}"
+                    states.spoil(target.engine, target.epoch, why)
+            if not is_over:
+                await asyncio.gather(*map(self._resume, sync.targets))
+        finally:
+            self._open = None
+            self._health.resume()
+            self._recovery.release()
+            self._router.open()
+            groups = states.view.groups
+            self._fleet.emit(
+                "rollout.sync.ended",
+                sync=sync.id,
+                outcome="committed" if is_committed else "given_up",
+                message=how,
+                version=states.view.version,
+                serving=[one.index for one in groups if one.is_serving],
+                took_s=round(now_s() - sync.began_s, 3),
+            )
+            self._on_end()
+
+    async def _send(
+        self, target: _Target, slot: ServerSlot, ask: Ask, *, timeout_s: float
+    ) -> dict[str, Any]:
+        target.is_touched = target.is_touched or ask.method not in _HARMLESS
+        reply = await self._fleet.prober.call(slot.url or "", ask, timeout_s)
+        what = (ask.method, ask.path, slot.url or "")
+        if reply.status is None:
+            # It may hang for ever in the midst of it: nobody may wait for it again.
+            self._fail(target, f"{ask.method} {ask.path}: {reply.body}")
+        elif _is_done(reply):
+            target.faults.pop(what, None)
+        else:
+            said = " ".join(reply.body.split())[:_SHOWN_CHARACTERS]
+            target.faults[what] = f"{ask.method} {ask.path}: {reply.status} {said}"
+        return {
+            "engine": target.engine,
+            "epoch": target.epoch,
+            "rank": slot.rank,
+            "status": reply.status,
+            "body": reply.body,
+        }
+
+    async def _pause(self, target: _Target, ask: Ask) -> None:
+        target.is_paused = True
+        await self._tell(target, ask)
+
+    async def _resume(self, target: _Target) -> None:
+        if target.is_paused and (ask := self._fleet.questions.resume) is not None:
+            await self._tell(target, ask)
+
+    async def _tell(self, target: _Target, ask: Ask) -> None:
+        """One that does not do it is started again: its requests would stand still for ever."""
+        view = self._fleet.states.view
+        group = view.groups[target.engine]
+        for slot in view.updated(group) if group.is_current(target.epoch) else ():
+            timeout_s = self._fleet.settings.timeout_s
+            reply = await self._fleet.prober.call(slot.url or "", ask, timeout_s)
+            if not _is_done(reply):
+                self._fail(target, f"{ask.method} {ask.path}: {reply.status or ''} {reply.body}")
+
+    def _fail(self, target: _Target, why: str) -> None:
+        rank = self._fleet.states.view.groups[target.engine].ranks[0]
+        self._fleet.states.fail(rank, target.epoch, f"rank {rank}, in a sync of weights: {why}")
+
+    def _shown(self, group: GroupView) -> dict[str, Any]:
+        """One target, as a trainer needs it."""
+        slots = self._fleet.states.view.updated(group)
+        return {
+            "engine": group.index,
+            "epoch": group.epoch,
+            "state": group.state.value,
+            "version": group.version,
+            "ranks": [rank for slot in slots for rank in slot.weight_ranks],
+            "urls": [slot.url for slot in slots],
+        }
+
+
+_GONE = "its servers have ended since the sync began"
+#: Of an answer's text.
+_SHOWN_CHARACTERS = 300
+#: Methods that change no weights.
+_HARMLESS = frozenset({"GET", "HEAD", "OPTIONS"})
+
+
+def _stale(groups: Sequence[GroupView]) -> list[int]:
+    return [one.index for one in groups if one.state is GroupState.STALE]
+
+
+def _is_done(reply: Reply) -> bool:
+    return reply.status is not None and 200 <= reply.status < 300
+
+
+def _filled(ask: Ask, slot: ServerSlot, offset: int) -> Ask:
+    """Raises: KeyError, for an `${engine.x}` that there is not."""
+    values = {
+        "engine.index": slot.engine,
+        "engine.rank_offset": offset,
+        "engine.world_size": len(slot.weight_ranks),
+    }
+
+    def value_of(name: str) -> str:
+        if name not in values:
+            known = ", ".join(f"${{{one}}}" for one in values)
+            raise KeyError(f"unknown name `${{{name}}}`: known are {known}")
+        return str(values[name])
+
+    def fill(value: Any) -> Any:
+        if isinstance(value, str):
+            if value[:2] == "${" and value[2:-1] in values:
+                # By itself it is the number that an engine asks for.
+                return values[value[2:-1]]
+            return substituted(value, value_of, is_left=lambda name: name[:7] != "engine.")
+        if isinstance(value, Mapping):
+            return {key: fill(one) for key, one in value.items()}
+        if isinstance(value, list | tuple):
+            return [fill(one) for one in value]
+        return value
+
+    return Ask(method=ask.method, path=str(fill(ask.path)), body=fill(ask.body))
