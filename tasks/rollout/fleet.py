@@ -32,6 +32,8 @@ _log = logging.getLogger(__name__)
 #: A group that fails so often before the fleet has served at all will not come up.
 _FIRST_STARTS = 3
 _STOPPED = "the fleet is stopped"
+#: A front end says so late that its engine has died.
+_MOMENT_S = 0.3
 #: Groups whose causes are told where the fleet cannot go on.
 _CAUSES = 8
 
@@ -279,6 +281,15 @@ class Fleet:
             "sync": self.syncs.id,
             "training": self.registry.training_metadata().as_json(),
         }
+
+    async def stays_ready(self, url: str) -> bool:
+        """Whether a server says that it may be asked, now and a moment later."""
+        ready, ask = self._parts.questions.ready, self._parts.prober.ask
+        for pause_s in (0.0, _MOMENT_S):
+            await asyncio.sleep(pause_s)
+            if await ask(url, ready, _MOMENT_S) is not None:
+                return False
+        return True
 
     def version_of(self, engine: int) -> int | None:
         """Of the weights that an engine has now."""

@@ -15,7 +15,7 @@ import re
 import socket
 import struct
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +31,14 @@ from yarl import URL
 from tasks.rollout.clock import now_s
 from tasks.rollout.fleet import Fleet
 from tasks.rollout.probing import NoReply
-from tasks.rollout.router import Entrypoint, LineFull, NoEntrypoint, WaitingLine
+from tasks.rollout.router import (
+    LINE_SIZE,
+    LINE_TIMEOUT_S,
+    Entrypoint,
+    LineFull,
+    NoEntrypoint,
+    WaitingLine,
+)
 
 
 class EntrypointGone(Exception):
@@ -114,8 +121,15 @@ SESSION_BODY_BYTES = 1024 * 1024
 _SESSION_KEY = re.compile(rb'"(?:session_id|user)"\s*:')
 
 
-def session_of(headers: MultiMapping[str], body: bytes | None) -> str | None:
-    """What requests of one session have in common: a header, else a key of their JSON body."""
+def session_of(
+    headers: MultiMapping[str], body: bytes | None, *, by_user: bool = False
+) -> str | None:
+    """What requests of one session have in common: a header, else a key of their JSON body.
+
+    Args:
+        by_user: OpenAI's `user` makes a session. One name for all requests, as many clients send,
+            would pin a whole fleet to one server.
+    """
     if (session := headers.get("X-Session-Id")) is not None:
         return session or None
     if not body or len(body) > SESSION_BODY_BYTES or _SESSION_KEY.search(body) is None:
@@ -127,14 +141,14 @@ def session_of(headers: MultiMapping[str], body: bytes | None) -> str | None:
     except ValueError:
         return None  # the server says what is wrong with it
     if isinstance(content, dict):
-        for key in ("session_id", "user"):
+        for key in ("session_id", "user") if by_user else ("session_id",):
             found = content.get(key)
             if isinstance(found, (str, int)) and found != "":
                 return str(found)
     return None
 
 
-#: Where the APIs of OpenAI, SGLang and LMDeploy generate.
+#: Where the APIs of OpenAI, SGLang and LMDeploy generate, and where they tell of their model.
 _GENERATIONS = frozenset(
     {
         "/v1/completions",
@@ -144,15 +158,28 @@ _GENERATIONS = frozenset(
         "/v1/chat/interactive",
     }
 )
+_MODELS = ("/v1/models", "/get_model_info", "/model_info")
 
 
-def is_generation(method: str, target: str, backend: str) -> bool:
-    """Whether a request is for tokens. A `command` may serve any API: there each POST is.
+def is_generation(method: str, target: str, paths: Collection[str] = ()) -> bool:
+    """Whether a request is for tokens.
 
     Args:
         target: the path, with its query.
+        paths: see `RequestRules`.
     """
-    return method == "POST" and (backend == "command" or target.partition("?")[0] in _GENERATIONS)
+    path = target.partition("?")[0]
+    return method == "POST" and (path in _GENERATIONS or path in paths or ANY_PATH in paths)
+
+
+def is_for_servers(method: str, target: str, paths: Collection[str] = ()) -> bool:
+    """Whether a request is for any one server: it generates, or asks for the model.
+
+    What would change a server, such as its weights, is for all of them or none.
+    """
+    path = target.partition("?")[0]
+    is_known = path in paths or ANY_PATH in paths or path in _GENERATIONS
+    return is_known or (method in ("GET", "HEAD") and path.startswith(_MODELS))
 
 
 def _without(headers: MultiMapping[str], dropped: frozenset[str]) -> CIMultiDict[str]:
@@ -201,8 +228,16 @@ def bad(message: str) -> web.Response:
 
 _log = logging.getLogger(__name__)
 
+#: Stands for all paths.
+ANY_PATH = "*"
 #: When a client may come again, in seconds.
 _SOON = {"Retry-After": "1"}
+_NOT_PASSED_ON = (
+    "is not passed on: it would reach one server of many. Requests that generate are, and those "
+    "for /v1/models; others where the spec's components.rollout.paths names them. To send "
+    "something to every engine, such as new weights, begin a sync: POST /muster/rollout/sync, and "
+    "then POST /muster/rollout/sync/ID/broadcast"
+)
 #: An answer of at most so many bytes is sent once it is there as a whole.
 _WHOLE_BYTES = 64 * 1024
 #: What tells that this machine, not the server, is at its end.
@@ -212,8 +247,8 @@ _LAST_WORDS_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RequestLimits:
-    """Of one request."""
+class RequestRules:
+    """For each request."""
 
     #: Entrypoints that it is sent to, one after the other, the first one included.
     tries: int = 3
@@ -226,6 +261,13 @@ class RequestLimits:
     head_s: float | None = None
     #: A larger body is passed on while it arrives, and can't be sent to another server then.
     buffer_bytes: int = 8 * 1024 * 1024
+    #: Requests that wait for room at one time, and for how long.
+    queue_size: int = LINE_SIZE
+    queue_timeout_s: float = LINE_TIMEOUT_S
+    #: That are passed on beside those that are known, each POST as a generation; ANY_PATH: all.
+    paths: frozenset[str] = frozenset()
+    #: See `session_of`.
+    by_user: bool = False
 
 
 class _NotBegun(Exception):
@@ -250,22 +292,15 @@ class Forwarder:
 
     Args:
         is_token_own: Authorization headers hold the gateway's token, so servers don't get them.
-        backend: of the fleet.
     """
 
-    def __init__(
-        self,
-        fleet: Fleet,
-        *,
-        limits: RequestLimits,
-        is_token_own: bool,
-        backend: str = "command",
-    ) -> None:
+    def __init__(self, fleet: Fleet, *, rules: RequestRules, is_token_own: bool) -> None:
         self.router = fleet.router
-        self.line = WaitingLine(fleet.router)
+        self.line = WaitingLine(
+            fleet.router, size=rules.queue_size, timeout_s=rules.queue_timeout_s
+        )
         self.flights = Flights()
-        self.limits = limits
-        self.backend = backend
+        self.rules = rules
         self.not_passed_on = _NOT_FOR_SERVERS | ({"authorization"} if is_token_own else set())
         #: Why nothing is tried again any more; None: it is.
         self.is_over: str | None = None
@@ -275,7 +310,7 @@ class Forwarder:
         self.client = aiohttp.ClientSession(
             # Kept for less long than uvicorn does, 5 s, so that it does not close one in use.
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=4),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=limits.connect_s),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=rules.connect_s),
             cookie_jar=aiohttp.DummyCookieJar(),
             skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
             auto_decompress=False,
@@ -312,7 +347,7 @@ class _Passage:
         self._shared = shared
         self._request = request
         self._target = request.raw_path
-        self._is_generation = is_generation(request.method, request.raw_path, shared.backend)
+        self._is_generation = is_generation(request.method, self._target, shared.rules.paths)
         self._headers = _without(request.headers, shared.not_passed_on)
         #: None: it is passed on while it arrives, from `_stream`.
         self._body: bytes | None = b""
@@ -328,14 +363,16 @@ class _Passage:
     async def run(self) -> web.StreamResponse:
         if not self._target.startswith("/"):
             return bad(f"the target {self._target!r} is no path")
+        if not is_for_servers(self._request.method, self._target, self._shared.rules.paths):
+            return refusal(404, "not_found", f"{self._target.partition('?')[0]} {_NOT_PASSED_ON}")
         try:
             await self._receive()
         except (RequestPayloadError, aiohttp.ClientError) as error:
             return bad(f"the body can't be read: {error}")
-        session = session_of(self._request.headers, self._body)
-        limits = self._shared.limits
+        rules = self._shared.rules
+        session = session_of(self._request.headers, self._body, by_user=rules.by_user)
         give_up_at, why, tries = None, "", 0
-        while tries < limits.tries:
+        while tries < rules.tries:
             tries += 1
             try:
                 entrypoint = await self._take(session)
@@ -348,13 +385,13 @@ class _Passage:
                 self._shared.line.give_back(entrypoint)
             if answer is not None:
                 return answer
-            give_up_at = give_up_at or now_s() + limits.retry_for_s
+            give_up_at = give_up_at or now_s() + rules.retry_for_s
             if self._shared.is_over is not None:
                 return nobody(self._shared.is_over, "stopping")
             if not may_go_on or now_s() > give_up_at:
                 break
             self._tried.add(entrypoint.rank)
-        return lost(f"no answer, tries: {tries} of {limits.tries}, the last one: {why}")
+        return lost(f"no answer, tries: {tries} of {rules.tries}, the last one: {why}")
 
     async def _take(self, session: str | None) -> Entrypoint:
         shared, generates = self._shared, self._is_generation
@@ -406,6 +443,10 @@ class _Passage:
             if server.status == 503 and self._may_ask_another(entrypoint):
                 self._is_busy_excused = True
                 raise _NotBegun("it answered 503")
+            # An answer to this request, or the last words of a front end whose engine has died?
+            may_be_dying = server.status == 500 and self._may_ask_another(entrypoint)
+            if may_be_dying and not await self._shared.fleet.stays_ready(entrypoint.url):
+                raise _NotBegun("it answered 500, and is not ready any more")
             self._has_head = True
             self._bad_status = server.status if server.status >= 500 else 0
             return await self._answer(server, entrypoint)
@@ -414,7 +455,7 @@ class _Passage:
 
     async def _ask(self, entrypoint: Entrypoint) -> aiohttp.ClientResponse:
         try:
-            async with asyncio.timeout(self._shared.limits.head_s):
+            async with asyncio.timeout(self._shared.rules.head_s):
                 return await self._shared.client.request(
                     self._request.method,
                     URL(entrypoint.url + self._target, encoded=True),
@@ -480,13 +521,13 @@ class _Passage:
         tried = {*self._tried, entrypoint.rank}
         return (
             not self._is_busy_excused
-            and len(tried) < self._shared.limits.tries
+            and len(tried) < self._shared.rules.tries
             and self._body is not None
             and any(one.rank not in tried for one in self._shared.router.entrypoints)
         )
 
     async def _receive(self) -> None:
-        request, most = self._request, self._shared.limits.buffer_bytes
+        request, most = self._request, self._shared.rules.buffer_bytes
         if not request.body_exists:
             return
         if request.headers.get("Expect", "").lower() == "100-continue":

@@ -1,8 +1,9 @@
 """One HTTP address for all servers of the fleet, and for orders to the fleet itself.
 
 `/muster/...` is the gateway's own: the orders of the run's programs, each carried out to its end
-once it was taken, even if its client leaves before. Every other path goes to a server that accepts
-requests. Everybody on the gateway's machine may use it, elsewhere whoever has the token.
+once it was taken, even if its client leaves before; so is `/metrics`. What generates goes to a
+server that accepts requests. Everybody on the gateway's machine may use it, elsewhere whoever has
+the token.
 """
 
 from __future__ import annotations
@@ -18,11 +19,14 @@ from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tasks.rollout.building import is_loopback
+from tasks.rollout.clock import now_s
 from tasks.rollout.fleet import Fleet
-from tasks.rollout.forwarding import Forwarder, RequestLimits, bad, nobody, refusal
+from tasks.rollout.forwarding import Forwarder, RequestRules, bad, nobody, refusal
+from tasks.rollout.metrics import Metrics
 from tasks.rollout.sync import InFlight, NoSuchSync
 from tasks.rollout.topology import Ask
 from tasks.spec.errors import MusterError
@@ -263,6 +267,8 @@ _STOPPING = "the rollout fleet is being stopped"
 _BACKLOG = 4096
 #: Open files that are enough: a request takes one for its client and one for its server.
 _OPEN_FILES = 65536
+#: The status of a request whose client has left, as nginx has it.
+_CLIENT_LEFT = 499
 #: For what is cut when the gateway stops, in seconds.
 _CUT_WITHIN_S = 2.0
 
@@ -274,7 +280,6 @@ class Gateway:
         host: other than loopback only with a token.
         port: 0: any free one.
         token: what each request has to bring as `Authorization: Bearer TOKEN`.
-        backend: of the fleet.
 
     Raises: ValueError, for a host that others reach without a token.
     """
@@ -286,19 +291,18 @@ class Gateway:
         host: str = "127.0.0.1",
         port: int = 0,
         token: str | None = None,
-        backend: str = "command",
-        limits: RequestLimits | None = None,
+        rules: RequestRules | None = None,
     ) -> None:
         self._access = Access(host, token)
         self._orders = Orders(fleet, self._access)
         self._fleet = fleet
         self._is_token_own = token is not None
         self._host, self._port = host, port
-        self._limits = limits or RequestLimits()
-        self._backend = backend
+        self._rules = rules or RequestRules()
         self._listener: asyncio.Server | None = None
         self._connections: web.Server | None = None
         self._forwarder: Forwarder | None = None
+        self._metrics: Metrics | None = None
         self._under_way = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -322,11 +326,9 @@ class Gateway:
         if self._forwarder is not None:
             raise RuntimeError("the gateway was started before")
         _allow_connections()
-        self._forwarder = Forwarder(
-            self._fleet,
-            limits=self._limits,
-            is_token_own=self._is_token_own,
-            backend=self._backend,
+        self._forwarder = Forwarder(self._fleet, rules=self._rules, is_token_own=self._is_token_own)
+        self._metrics = Metrics(
+            self._fleet, line=self._forwarder.line, pieces=self._forwarder.tokens
         )
         self._connections = web.Server(
             self._handle,
@@ -379,11 +381,20 @@ class Gateway:
             answer = nobody(self._forwarder.is_over, "stopping")
             answer.force_close()
             return answer
+        assert self._metrics is not None
+        if path == "/metrics" and request.method == "GET":
+            return web.Response(
+                body=self._metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST}
+            )
         self._under_way += 1
         self._idle.clear()
+        status, began_s = _CLIENT_LEFT, now_s()
         try:
-            return await self._forwarder.forward(request)
+            passed = await self._forwarder.forward(request)
+            status = passed.status
+            return passed
         finally:
+            self._metrics.ended(status, now_s() - began_s)
             self._under_way -= 1
             if not self._under_way:
                 self._idle.set()

@@ -28,6 +28,7 @@ from tasks.processes.registry import RegisterEntry, enter, leave
 from tasks.record.events import Event, EventLog
 from tasks.rollout.building import LOOPBACK, names_devices, nodes_needed
 from tasks.rollout.fleet import Fleet, FleetFailed
+from tasks.rollout.forwarding import RequestRules
 from tasks.rollout.gateway import Gateway
 from tasks.rollout.local_host import LocalHost
 from tasks.rollout.plan import SERVERS_ENV, BadPlan, FleetPlan
@@ -198,7 +199,7 @@ async def _serve(plan: FleetPlan, fleet: Fleet, told: asyncio.Task[Any]) -> int:
         host=host,
         port=plan.port,
         token=plan.token or None,
-        backend=plan.fleet.sizes.backend,
+        rules=_rules_of(plan.fleet),
     )
     try:
         await gateway.start()
@@ -219,6 +220,18 @@ async def _serve(plan: FleetPlan, fleet: Fleet, told: asyncio.Task[Any]) -> int:
         _log.info("stopped")
         return EXIT_STOPPED
     return _say_last(reason, EXIT_FAILED)
+
+
+def _rules_of(fleet: Rollout) -> RequestRules:
+    token = fleet.health.token
+    # Where a token is generated, others may be.
+    asked = [token.path] if token is not None and token.json_ is not None else []
+    return RequestRules(
+        queue_size=fleet.queue_size,
+        queue_timeout_s=fleet.queue_timeout_s,
+        paths=frozenset([*(fleet.paths or ()), *asked]),
+        by_user=fleet.session_by_user,
+    )
 
 
 async def _until_over(fleet: Fleet) -> str:

@@ -7,8 +7,6 @@ No clock and no I/O. A choice takes the same time with three entrypoints as with
 from __future__ import annotations
 
 import asyncio
-import heapq
-import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
@@ -52,11 +50,6 @@ class LineFull(NoEntrypoint):
 class Full(Exception):
     """All that could take the request are at their limit, or the routing is closed: ask again once
     a request is done."""
-
-    def __init__(self, session_key: tuple[int, int] | None) -> None:
-        super().__init__(session_key)
-        #: The one entrypoint that it waits for, that of its session; None: any.
-        self.session_key = session_key
 
 
 @dataclass(slots=True, eq=False)
@@ -180,6 +173,12 @@ class Router:
     def is_closed(self) -> bool:
         return self._is_closed
 
+    @property
+    def has_room(self) -> bool:
+        """Whether one who waits may pass, or is to be told that nobody is left."""
+        least = _least(self._preferred or self._others, ())
+        return not self._is_closed and (least is None or not self._is_full(least))
+
     def abort(self) -> None:
         """End what is outstanding; a request that was not answered yet may be tried again."""
         self._tell(self.entrypoints)
@@ -201,7 +200,8 @@ class Router:
         """An entrypoint for one request, which counts as outstanding there until it is `done`.
 
         Args:
-            session: keeps its entrypoint as long as that one is active and preferred.
+            session: keeps its entrypoint as long as that one is active and preferred; while it is
+                at its limit, another one is chosen.
             exclude: ranks that are not wanted, because they were tried.
             generates: False: it is answered while the routing is closed, too.
 
@@ -210,7 +210,7 @@ class Router:
             Full: all of those are at their limit, or the routing is closed.
         """
         if self._is_closed and generates:
-            raise Full(None)
+            raise Full
         try:
             slot = self._choose(session, exclude)
         except NoEntrypoint:
@@ -254,14 +254,13 @@ class Router:
     def _choose(self, session: str | None, exclude: Collection[int]) -> _Slot:
         if session is not None:
             own = self._active.get(self._sessions.get(session, (-1, -1)))
-            if own and own.entrypoint.rank not in exclude and self._may_keep(own):
-                if self._is_full(own):
-                    raise Full(own.entrypoint.key)
+            may_keep = own and own.entrypoint.rank not in exclude and self._may_keep(own)
+            if own and may_keep and not self._is_full(own):
                 return own
         for ladder in (self._preferred, self._others):
             if (slot := _least(ladder, exclude)) is not None:
                 if self._is_full(slot):
-                    raise Full(None)
+                    raise Full
                 return slot
         if not self._active:
             raise NoEntrypoint(f"no active rollout worker: {self._why_none}")
@@ -275,7 +274,11 @@ class Router:
         return self._limit is not None and slot.outstanding >= self._limit
 
     def _remember(self, session: str, key: tuple[int, int]) -> None:
-        self._sessions[session] = key
+        own = self._active.get(self._sessions.get(session, key))
+        if own is None or not self._may_keep(own):
+            self._sessions[session] = key
+        # Else it comes back to what it has there, once there is room.
+        self._sessions.setdefault(session, key)
         self._sessions.move_to_end(session)
         if len(self._sessions) > self._max_sessions:
             self._sessions.popitem(last=False)
@@ -309,14 +312,10 @@ def _least(ladder: _Ladder, exclude: Collection[int]) -> _Slot | None:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Waiter:
-    #: By their arrival.
-    number: int
     #: Its `Router.pick`.
     pick: Callable[[], Entrypoint]
     #: Its turn: an entrypoint that is counted as its own, or NoEntrypoint.
     turn: asyncio.Future[Entrypoint]
-    #: The only entrypoint that it waits for; None: any.
-    key: tuple[int, int] | None
 
 
 class WaitingLine:
@@ -335,13 +334,12 @@ class WaitingLine:
     ) -> None:
         self._router = router
         self._size, self._timeout_s = size, timeout_s
-        #: By what they wait for, each in the order of arrival.
-        self._lines: dict[tuple[int, int] | None, OrderedDict[_Waiter, None]] = {}
-        self._numbers = itertools.count()
-        router.listen(lambda gone: self._serve_all())
+        #: In the order of arrival.
+        self._line: OrderedDict[_Waiter, None] = OrderedDict()
+        router.listen(lambda gone: self._serve())
 
     def __len__(self) -> int:
-        return sum(len(line) for line in self._lines.values())
+        return len(self._line)
 
     async def take(
         self, session: str | None, exclude: Collection[int] = (), *, generates: bool = True
@@ -356,10 +354,9 @@ class WaitingLine:
         except Full as full:
             if len(self) >= self._size:
                 raise LineFull(f"{self._size} requests wait already: send fewer at once") from full
-            turn: asyncio.Future[Entrypoint] = asyncio.get_running_loop().create_future()
-            number, key = next(self._numbers), full.session_key
-            waiter = _Waiter(number=number, pick=pick, turn=turn, key=key)
-        self._join(waiter)
+        turn: asyncio.Future[Entrypoint] = asyncio.get_running_loop().create_future()
+        waiter = _Waiter(pick=pick, turn=turn)
+        self._line[waiter] = None
         try:
             async with asyncio.timeout(self._timeout_s):
                 return await turn
@@ -372,55 +369,27 @@ class WaitingLine:
                 raise LineFull(why) from error
             raise
         finally:
-            self._leave(waiter)
+            self._line.pop(waiter, None)
 
     def give_back(self, entrypoint: Entrypoint) -> None:
         """Room for one, which is that of whoever waits for it longest."""
         self._router.done(entrypoint)
-        if self._router.is_closed:
-            return
-        is_served: bool | None = False
-        while is_served is False:
-            lines = (self._lines.get(key, ()) for key in (entrypoint.key, None))
-            # Nothing is changed while these are walked over, but before the walk ends.
-            waiters = heapq.merge(*lines, key=lambda waiter: waiter.number)
-            tried = (self._try(waiter) for waiter in waiters)
-            is_served = next((one for one in tried if one is not None), None)
+        self._serve()
 
-    def _serve_all(self) -> None:
-        """Anything may have changed: let all pass for whom there is room."""
-        waiters = itertools.chain.from_iterable(self._lines.values())
-        for waiter in sorted(waiters, key=lambda waiter: waiter.number):
-            self._try(waiter)
+    def _serve(self) -> None:
+        """Let those pass, in their order, for whom there is room."""
+        # The line is walked over anew once it has changed.
+        while self._router.has_room and any(map(self._has_passed, self._line)):
+            pass
 
-    def _try(self, waiter: _Waiter) -> bool | None:
-        """
-        Returns: None: it waits as before. True: it was given an entrypoint. False: it waits no
-            more, or for another one than before.
-        """
-        is_served = False
+    def _has_passed(self, waiter: _Waiter) -> bool:
+        """Whether it waits no more."""
         try:
             if not waiter.turn.done():
                 waiter.turn.set_result(waiter.pick())
-                is_served = True
-        except Full as full:
-            if full.session_key == waiter.key:
-                return None
-            self._leave(waiter)
-            waiter.key = full.session_key
-            self._join(waiter)
+        except Full:
             return False
         except NoEntrypoint as error:
             waiter.turn.set_exception(error)
-        self._leave(waiter)
-        return is_served
-
-    def _join(self, waiter: _Waiter) -> None:
-        self._lines.setdefault(waiter.key, OrderedDict())[waiter] = None
-
-    def _leave(self, waiter: _Waiter) -> None:
-        line = self._lines.get(waiter.key)
-        if line is not None:
-            line.pop(waiter, None)
-            if not line:
-                del self._lines[waiter.key]
+        del self._line[waiter]
+        return True

@@ -593,6 +593,25 @@ class Rollout(Model):
     concurrency: Count | None = Field(
         None, description="Requests at once for each entrypoint; left out: no limit.", examples=[64]
     )
+    queue_size: Count = Field(
+        16384, description="Requests that wait at the gateway at one time; more are refused."
+    )
+    queue_timeout_s: Seconds = Field(
+        1800,
+        title="Queue timeout (seconds)",
+        description="A request that has waited for so long is refused.",
+    )
+    session_by_user: bool = Field(
+        False,
+        description="Requests with the same `user` go to the same server, as those with one "
+        "session_id do. One name in all requests would leave the other servers idle.",
+    )
+    paths: Words | None = Field(
+        None,
+        description="More paths that the gateway passes on to a server, each POST as a request "
+        'that generates; ["*"]: all. Known are those of OpenAI, SGLang and LMDeploy.',
+        examples=[["/act"]],
+    )
     health: FleetHealth = Field(default_factory=FleetHealth, description="Questions to servers.")
     recovery: FleetRecovery = Field(
         default_factory=FleetRecovery, description="What is done about servers that failed."

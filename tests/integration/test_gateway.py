@@ -19,7 +19,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tasks.rollout.forwarding import RequestLimits
+from tasks.rollout.forwarding import ANY_PATH, RequestRules
 from tasks.rollout.gateway import Gateway
 from tasks.rollout.router import Entrypoint, Router
 from tasks.rollout.sync import InFlight, NoSuchSync
@@ -31,6 +31,7 @@ pytestmark = pytest.mark.asyncio
 
 _DEADLINE_S = 30.0
 _CHAT = "/v1/chat/completions"
+ANY = frozenset({ANY_PATH})
 
 
 class FakeFleet:
@@ -43,6 +44,9 @@ class FakeFleet:
         self.tokens: dict[tuple[int, int], int] = {}
         self.orders: list[tuple[Any, ...]] = []
         self.version: int | None = None
+        self.seen: dict[str, Any] = {"state": "serving"}
+        #: By URL: they answer, and their engine has died.
+        self.dying: set[str] = set()
         self.hold: asyncio.Event | None = None
         self.refuses: Exception | None = None
 
@@ -62,7 +66,10 @@ class FakeFleet:
         self.tokens[rank, epoch] = count
 
     def snapshot(self) -> dict[str, Any]:
-        return {"state": "serving"}
+        return self.seen
+
+    async def stays_ready(self, url: str) -> bool:
+        return url not in self.dying
 
     def version_of(self, engine: int) -> int | None:
         return self.version
@@ -127,13 +134,13 @@ class Scene:
 
 @asynccontextmanager
 async def scene(
-    count: int = 2, *, limit: int | None = None, limits: RequestLimits | None = None, **more: Any
+    count: int = 2, *, limit: int | None = None, rules: RequestRules | None = None, **more: Any
 ) -> AsyncIterator[Scene]:
     servers = [DummyServer(rank) for rank in range(count)]
     for server in servers:
         await server.start()
     fleet = FakeFleet(limit=limit)
-    gateway = Gateway(fleet, limits=limits, **more)
+    gateway = Gateway(fleet, rules=rules or RequestRules(paths=ANY), **more)
     await gateway.start()
     fleet.serve(*servers)
     found = Scene(fleet, gateway, servers)
@@ -173,6 +180,69 @@ async def test_any_method_and_path_reaches_a_server_as_it_is(method: str) -> Non
             got = json.loads(content)
             assert (got["method"], got["target"]) == (method, "/a%2Fb//c?x=1&x=%20")
             assert (got["bytes"], got["rank"]) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "is_passed_on"),
+    [
+        ("POST", "/v1/completions", True),
+        ("POST", "/generate?x=1", True),
+        ("POST", "/act", True),
+        ("GET", "/v1/models", True),
+        ("GET", "/v1/models/policy", True),
+        # of one server of many: nothing that a client should see, or change
+        ("POST", "/v1/models", False),
+        ("POST", "/update_weights_from_disk", False),
+        ("POST", "/collective_rpc", False),
+        ("POST", "/sleep", False),
+        ("GET", "/health", False),
+        ("GET", "/", False),
+    ],
+)
+async def test_only_what_is_for_any_one_server_is_passed_on(
+    method: str, path: str, is_passed_on: bool
+) -> None:
+    async with scene(1, rules=RequestRules(paths=frozenset({"/act"}))) as at:
+        async with at.client.request(method, path, json={}) as answer:
+            text = await answer.text()
+
+        assert at.servers[0].counts.total == int(is_passed_on)
+        if not is_passed_on:
+            assert answer.status == 404
+            assert "POST /muster/rollout/sync" in text and "components.rollout.paths" in text
+
+
+async def test_prometheus_is_told_of_requests_engines_and_weights() -> None:
+    async with scene(2, token="secret", rules=RequestRules()) as at:
+        engine = {"engine": 0, "state": "active", "version": 7, "recoveries": 2}
+        at.fleet.seen = {"version": 7, "engines": [engine, {**engine, "engine": 1}]}
+        bearer = {"Authorization": "Bearer secret"}
+        for _ in range(3):
+            async with at.ask(headers=bearer) as answer:
+                await answer.read()
+        async with at.client.get("/sleep", headers=bearer):
+            pass
+        async with at.client.get("/metrics", headers=bearer) as answer:
+            text = await answer.text()
+        async with at.client.get("/metrics") as refused:
+            assert refused.status == 401
+
+    said = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    told = {name.removeprefix("muster_rollout_"): float(value) for name, value in said.items()}
+    assert told['requests_total{code="200"}'] == 3
+    assert told['engines{state="active"}'] == 2
+    assert told['restarts_total{engine="1"}'] == 2
+    assert told['engine_version{engine="0"}'] == told["version"] == 7
+    assert told["request_seconds_count"] == 4
+    assert sum(told[f'tokens_total{{rank="{rank}"}}'] for rank in range(2)) == 3
+    assert (told["waiting"], told["outstanding"]) == (0, 0)
+
+
+async def test_a_user_is_a_session_where_that_is_asked_for() -> None:
+    async with scene(3, rules=RequestRules(by_user=True)) as at:
+        ranks = [await at.rank_of(json={"user": "me"}) for _ in range(3)]
+
+    assert len(set(ranks)) == 1
 
 
 async def test_headers_pass_in_both_directions_but_those_of_the_connection() -> None:
@@ -233,7 +303,7 @@ async def test_a_body_arrives_whole(size: int, is_chunked: bool) -> None:
             yield body[at : at + 100_000]
 
     async with (
-        scene(1, limits=RequestLimits(buffer_bytes=1_000_000)) as at,
+        scene(1, rules=RequestRules(paths=ANY, buffer_bytes=1_000_000)) as at,
         at.ask("/x", data=pieces() if is_chunked else body) as answer,
     ):
         got = await answer.json()
@@ -304,13 +374,22 @@ async def test_an_answer_is_passed_on_whatever_it_says(status: int) -> None:
         assert not at.fleet.tokens
 
 
+async def test_the_last_words_of_a_front_end_whose_engine_has_died_are_not_the_answer() -> None:
+    async with scene(2) as at:
+        at.servers[0].misbehave(kind="status", status=500)
+        at.fleet.dying.add(at.servers[0].url)
+
+        assert await at.rank_of() == 1
+        assert at.counted("begun") == [1, 1]
+        [(rank, _, why)] = at.fleet.failures
+        assert (rank, why) == (0, "it answered 500, and is not ready any more")
+
+
 async def test_what_a_server_has_generated_is_counted_and_nothing_else() -> None:
-    async with scene(1, backend="vllm") as at:
+    async with scene(1) as at:
         for path in ("/v1/models", "/large?bytes=200000", "/health"):
             async with at.ask(path, method="GET") as answer:
                 assert answer.status == 200 and await answer.read()
-        async with at.ask("/flush_cache") as answer:
-            assert answer.status == 200 and await answer.read()
         assert not at.fleet.tokens
 
         for count in range(5):
@@ -335,8 +414,8 @@ async def test_what_a_server_has_generated_is_counted_and_nothing_else() -> None
     [
         {"headers": {"X-Session-Id": "s"}},
         {"json": {"prompt": "x", "session_id": "s"}},
-        {"json": {"messages": [{"role": "user", "content": '"user": 1'}], "user": "s"}},
-        {"json": {"user": 7}},
+        {"json": {"messages": [{"role": "user", "content": '"user": 1'}], "session_id": "s"}},
+        {"json": {"session_id": 7}},
         {"json": {"session_id": "s", "user": "other"}},
     ],
 )
@@ -357,9 +436,10 @@ async def test_a_session_stays_with_its_server_and_gets_another_when_that_is_gon
     [
         b'{"messages": [{"role": "user", "content": "hi"}]}',  # a role is no session
         b'{"nested": {"user": "s"}}',
-        b'{"user": null}',
-        b'{"user": ""}',
-        b'{"user": broken',  # for the server to refuse
+        b'{"session_id": null}',
+        b'{"session_id": ""}',
+        b'{"session_id": broken',  # for the server to refuse
+        b'{"user": "one name for all"}',
     ],
 )
 async def test_without_a_session_requests_go_round(body: bytes) -> None:
@@ -408,7 +488,7 @@ async def test_a_server_that_is_busy_leaves_the_request_to_one_other() -> None:
 
 
 async def test_tries_are_bounded_and_their_end_says_that_it_may_be_sent_again() -> None:
-    async with scene(5, limits=RequestLimits(tries=3)) as at:
+    async with scene(5, rules=RequestRules(paths=ANY, tries=3)) as at:
         for server in at.servers:
             server.misbehave(kind="reset")
         async with at.ask() as answer:
@@ -419,7 +499,7 @@ async def test_tries_are_bounded_and_their_end_says_that_it_may_be_sent_again() 
 
 
 async def test_no_try_begins_when_the_time_for_it_is_over() -> None:
-    async with scene(3, limits=RequestLimits(retry_for_s=-1)) as at:
+    async with scene(3, rules=RequestRules(paths=ANY, retry_for_s=-1)) as at:
         at.servers[0].misbehave(kind="reset")
         async with at.ask() as answer:
             assert answer.status == 502
@@ -436,7 +516,7 @@ async def test_the_only_server_is_asked_again() -> None:
 
 
 async def test_a_server_that_says_nothing_is_given_up_where_a_limit_is_set() -> None:
-    async with scene(2, limits=RequestLimits(head_s=0.05)) as at:
+    async with scene(2, rules=RequestRules(paths=ANY, head_s=0.05)) as at:
         at.servers[0].misbehave(kind="hang")
 
         assert await at.rank_of() == 1
@@ -444,7 +524,7 @@ async def test_a_server_that_says_nothing_is_given_up_where_a_limit_is_set() -> 
 
 
 async def test_a_body_that_was_not_kept_is_not_sent_twice() -> None:
-    async with scene(2, limits=RequestLimits(buffer_bytes=1000)) as at:
+    async with scene(2, rules=RequestRules(paths=ANY, buffer_bytes=1000)) as at:
         at.servers[0].misbehave(kind="reset")
         async with at.ask(data=bytes(100_000)) as answer:
             error = (await answer.json())["error"]
@@ -454,7 +534,7 @@ async def test_a_body_that_was_not_kept_is_not_sent_twice() -> None:
 
 
 async def test_a_body_of_which_nothing_has_left_can_go_elsewhere() -> None:
-    async with scene(2, limits=RequestLimits(buffer_bytes=1000)) as at:
+    async with scene(2, rules=RequestRules(paths=ANY, buffer_bytes=1000)) as at:
         await at.servers[0].stop()
 
         assert await at.rank_of(path="/x", data=bytes(100_000)) == 1

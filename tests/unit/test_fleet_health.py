@@ -14,7 +14,7 @@ from aiohttp.test_utils import make_mocked_request
 from multidict import CIMultiDict
 
 from tasks.record.states import GroupState
-from tasks.rollout.forwarding import Forwarder, RequestLimits, is_generation
+from tasks.rollout.forwarding import ANY_PATH, Forwarder, RequestRules, is_generation
 from tasks.rollout.probing import NoReply
 from tests.support.fleet_clock import in_virtual_time, now_s, run
 from tests.support.fleet_fakes import Stage, serving
@@ -77,7 +77,9 @@ class Clients:
     """Send requests through the gateway's forwarding to servers that answer as a test says."""
 
     def __init__(self, stage: Stage) -> None:
-        self.forwarder = Forwarder(stage.fleet, limits=RequestLimits(), is_token_own=False)
+        self.forwarder = Forwarder(
+            stage.fleet, rules=RequestRules(paths=frozenset({ANY_PATH})), is_token_own=False
+        )
         self.tasks: list[asyncio.Task[Any]] = []
 
     def send(
@@ -240,24 +242,27 @@ async def test_what_needs_no_engine_excuses_none_that_hangs(request_: dict[str, 
 
 
 @pytest.mark.parametrize(
-    ("method", "target", "backend", "is_one"),
+    ("method", "target", "paths", "is_one"),
     [
-        ("POST", "/v1/completions", "vllm", True),
-        ("POST", "/v1/chat/completions?a=1", "sglang", True),
-        ("POST", "/v1/responses", "vllm", True),
-        ("POST", "/generate", "sglang", True),
-        ("POST", "/v1/chat/interactive", "lmdeploy", True),
-        ("GET", "/v1/completions", "vllm", False),
-        ("GET", "/v1/models", "vllm", False),
-        ("POST", "/update_weights_from_disk", "sglang", False),
-        ("POST", "/generate/more", "sglang", False),
-        # it may serve any API
-        ("POST", "/act", "command", True),
-        ("GET", "/act", "command", False),
+        ("POST", "/v1/completions", (), True),
+        ("POST", "/v1/chat/completions?a=1", (), True),
+        ("POST", "/v1/responses", (), True),
+        ("POST", "/generate", (), True),
+        ("POST", "/v1/chat/interactive", (), True),
+        ("GET", "/v1/completions", (), False),
+        ("GET", "/v1/models", (), False),
+        ("POST", "/update_weights_from_disk", (), False),
+        ("POST", "/generate/more", (), False),
+        # those that the spec names
+        ("POST", "/act", ("/act",), True),
+        ("POST", "/act", ("*",), True),
+        ("GET", "/act", ("/act",), False),
     ],
 )
-def test_what_a_generation_is(method: str, target: str, backend: str, is_one: bool) -> None:
-    assert is_generation(method, target, backend) is is_one
+def test_what_a_generation_is(
+    method: str, target: str, paths: tuple[str, ...], is_one: bool
+) -> None:
+    assert is_generation(method, target, paths) is is_one
 
 
 @in_virtual_time

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
 
 import pytest
 
@@ -28,9 +29,9 @@ class Waiting:
         self.turns: list[tuple[str, int]] = []
         self._line = line
 
-    async def add(self, name: str, session: str | None = None) -> asyncio.Task[Entrypoint]:
+    async def add(self, name: str, exclude: Collection[int] = ()) -> asyncio.Task[Entrypoint]:
         async def wait() -> Entrypoint:
-            found = await self._line.take(session)
+            found = await self._line.take(None, exclude)
             self.turns.append((name, found.rank))
             return found
 
@@ -72,34 +73,19 @@ async def test_nobody_who_comes_later_gets_in_between() -> None:
     await turns(late)
 
 
-async def test_a_session_that_waits_for_its_own_holds_nobody_else_up() -> None:
+async def test_one_that_has_tried_a_server_lets_others_pass_to_it() -> None:
     line, _ = line_of(0, 1)
-    mine = await line.take("a")
-    other = await line.take(None)
+    mine, other = await line.take(None), await line.take(None)
     waiting = Waiting(line)
-    again, anybody = await waiting.add("again", "a"), await waiting.add("anybody")
+    first = await waiting.add("first", exclude=[0])
+    second = await waiting.add("second")
 
+    line.give_back(mine)
+    await turns(second)
     line.give_back(other)
-    await turns(anybody)
-    line.give_back(mine)
-    await turns(again)
+    await turns(first)
 
-    assert waiting.turns == [("anybody", 1), ("again", 0)]
-
-
-async def test_between_a_session_and_anybody_the_longer_wait_counts() -> None:
-    line, _ = line_of(0, 1)
-    mine = await line.take("a")
-    await line.take(None)
-    waiting = Waiting(line)
-    tasks = [await waiting.add("anybody"), await waiting.add("again", "a")]
-
-    line.give_back(mine)
-    await turns(tasks[0])
-    line.give_back(mine)
-    await turns(tasks[1])
-
-    assert waiting.turns == [("anybody", 0), ("again", 0)]
+    assert waiting.turns == [("second", 0), ("first", 1)]
 
 
 async def test_all_who_wait_are_told_when_nobody_is_left() -> None:
