@@ -42,6 +42,10 @@ class FleetFailed(MusterError):
     """The fleet does not come up; the message is the reason. Stop it, then mend that."""
 
 
+class EngineRefused(MusterError):
+    """What was asked of an engine can't be done now; the message says why."""
+
+
 class FleetPhase(Enum):
     """Of a fleet as a whole, from its first start to its last stop."""
 
@@ -231,6 +235,65 @@ class Fleet:
             async with self._order:
                 pass
         return await self.syncs.begin(timeout_s, in_flight)
+
+    def restart(self, engine: int) -> dict[str, Any]:
+        """End an engine that runs, and start it again.
+
+        Raises: KeyError, for one that the fleet does not have; EngineRefused.
+        """
+        group = self._engine(engine)
+        if not self.registry.fail(group.ranks[0], group.epoch, "restarted by order"):
+            raise EngineRefused(f"engine {engine} is {group.state.value}: there is nothing to end")
+        return {"engine": engine, "state": self.registry.view.groups[engine].state.value}
+
+    async def retire(self, rank: int) -> dict[str, Any]:
+        """End the engine of a server for good; its requests are tried on others.
+
+        Raises: KeyError, for a rank that has no server; EngineRefused, where the fleet needs it.
+        """
+        group = self._engine(self.registry.group_of(rank))
+        left = sum(one.state is not GroupState.RETIRED for one in self.registry.view.groups)
+        if group.state is not GroupState.RETIRED:
+            if left <= max(1, self._parts.settings.min_active or 0):
+                raise EngineRefused(f"{left} engines are left, and so many are needed (min_active)")
+            self.registry.retire(group.index, "retired by order")
+            await self._recovery.starter.stop(group.ranks)
+        return {"status": "accepted", "worker_id": str(rank), "engine": group.index}
+
+    def workers(self) -> dict[str, Any]:
+        """The servers that take requests, as sglang-router lists its own.
+
+        Source: sgl-project/sglang, sgl-model-gateway, `GET /workers`.
+        """
+        view = self.registry.view
+        found = [
+            {
+                "id": str(slot.rank),
+                "url": slot.url,
+                "worker_type": "regular",
+                "is_healthy": view.groups[slot.engine].routes(slot.rank),
+                "load": self.router.outstanding_of(slot.rank, view.groups[slot.engine].epoch),
+            }
+            for slot in view.servers.values()
+            if slot.is_entrypoint and view.groups[slot.engine].state is not GroupState.RETIRED
+        ]
+        return {"workers": found, "total": len(found)}
+
+    def known_worker(self, url: str) -> dict[str, Any]:
+        """One of `workers`. Raises: EngineRefused, for a server that is not the fleet's."""
+        for one in self.workers()["workers"]:
+            if one["url"] == url.rstrip("/"):
+                return {"status": "accepted", "worker_id": one["id"], "url": one["url"]}
+        raise EngineRefused(
+            f"{url} is no server of this fleet, which starts and watches its own: ask for more "
+            "engines in the spec"
+        )
+
+    def _engine(self, engine: int) -> GroupView:
+        groups = self.registry.view.groups
+        if engine >= len(groups):
+            raise KeyError(f"the fleet has no engine {engine}: it has {len(groups)}")
+        return groups[engine]
 
     def snapshot(self) -> dict[str, Any]:
         """The answer of `GET /muster/rollout`: the fleet at one moment, in plain data."""

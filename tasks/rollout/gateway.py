@@ -105,10 +105,10 @@ class _Order(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
-    async def obey(self, fleet: Fleet, sync: str) -> Mapping[str, Any]:
+    async def obey(self, fleet: Fleet, id: str) -> Mapping[str, Any]:
         """
         Args:
-            sync: the id that its path names; empty where it names none.
+            id: that its path names, of a sync, an engine or a worker; empty where it names none.
         """
         raise NotImplementedError
 
@@ -117,7 +117,7 @@ Timeout = Annotated[float, Field(gt=0, le=_LONGEST_S, allow_inf_nan=False)]
 
 
 class _Check(_Order):
-    async def obey(self, fleet: Fleet, sync: str) -> Mapping[str, Any]:
+    async def obey(self, fleet: Fleet, id: str) -> Mapping[str, Any]:
         return await fleet.check()
 
 
@@ -126,7 +126,7 @@ class _Begin(_Order):
     #: By its name: JSON has no enums.
     in_flight: Literal["wait", "abort", "interrupt"] = "wait"
 
-    async def obey(self, fleet: Fleet, sync: str) -> Mapping[str, Any]:
+    async def obey(self, fleet: Fleet, id: str) -> Mapping[str, Any]:
         return await fleet.begin_sync(self.timeout_s, InFlight(self.in_flight))
 
 
@@ -136,9 +136,9 @@ class _Broadcast(_Order):
     body: dict[str, Any] | None = None
     timeout_s: Timeout = 60.0
 
-    async def obey(self, fleet: Fleet, sync: str) -> Mapping[str, Any]:
+    async def obey(self, fleet: Fleet, id: str) -> Mapping[str, Any]:
         ask = Ask(method=self.method, path=self.path, body=self.body)
-        return await fleet.syncs.broadcast(sync, ask, self.timeout_s)
+        return await fleet.syncs.broadcast(id, ask, self.timeout_s)
 
 
 class _Commit(_Order):
@@ -146,30 +146,62 @@ class _Commit(_Order):
     epochs: dict[int, int]
     force: bool = False
 
-    async def obey(self, fleet: Fleet, sync: str) -> Mapping[str, Any]:
-        return await fleet.syncs.commit(sync, self.version, self.epochs, force=self.force)
+    async def obey(self, fleet: Fleet, id: str) -> Mapping[str, Any]:
+        return await fleet.syncs.commit(id, self.version, self.epochs, force=self.force)
 
 
 class _GiveUp(_Order):
-    async def obey(self, fleet: Fleet, sync: str) -> Mapping[str, Any]:
-        return await fleet.syncs.give_up(sync)
+    async def obey(self, fleet: Fleet, id: str) -> Mapping[str, Any]:
+        return await fleet.syncs.give_up(id)
+
+
+class _Restart(_Order):
+    async def obey(self, fleet: Fleet, id: str) -> Mapping[str, Any]:
+        return fleet.restart(_number(id, "engine"))
+
+
+class _AddWorker(_Order):
+    """As clients of sglang-router have it. A worker of the fleet is there already."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    url: str
+
+    async def obey(self, fleet: Fleet, id: str) -> Mapping[str, Any]:
+        return fleet.known_worker(self.url)
+
+
+class _RemoveWorker(_Order):
+    async def obey(self, fleet: Fleet, id: str) -> Mapping[str, Any]:
+        return await fleet.retire(_number(id, "worker"))
+
+
+def _number(id: str, what: str) -> int:
+    if not id.isdecimal():
+        raise KeyError(f"the fleet has no {what} {id!r}: they are numbers, from 0")
+    return int(id)
 
 
 _ROLLOUT = f"{PREFIX}/rollout"
-#: By method and path, in which ID stands for the sync's.
+#: As sglang-router has it.
+WORKERS = "/workers"
+#: By method and path, in which ID stands for that of a sync, an engine or a worker.
 _ORDERS: Mapping[tuple[str, str], type[_Order]] = {
     ("POST", f"{_ROLLOUT}/check"): _Check,
     ("POST", f"{_ROLLOUT}/sync"): _Begin,
     ("POST", f"{_ROLLOUT}/sync/ID/broadcast"): _Broadcast,
     ("POST", f"{_ROLLOUT}/sync/ID/commit"): _Commit,
     ("DELETE", f"{_ROLLOUT}/sync/ID"): _GiveUp,
+    ("POST", f"{_ROLLOUT}/engines/ID/restart"): _Restart,
+    ("POST", WORKERS): _AddWorker,
+    ("DELETE", f"{WORKERS}/ID"): _RemoveWorker,
 }
 _PATHS = {path: method for method, path in _ORDERS}
-_OF_A_SYNC = re.compile(f"({re.escape(_ROLLOUT)}/sync/)([^/]+)(.*)")
+_WITH_ID = re.compile(f"((?:{_ROLLOUT}/sync|{_ROLLOUT}/engines|{WORKERS})/)([^/]+)(.*)")
 
 
 class Orders:
-    """Answers the requests below `/muster`."""
+    """Answers the requests below `/muster` and `/workers`."""
 
     def __init__(self, fleet: Fleet, access: Access) -> None:
         self._fleet = fleet
@@ -178,29 +210,30 @@ class Orders:
         self._under_way: set[asyncio.Task[Mapping[str, Any]]] = set()
 
     async def answer(self, request: web.BaseRequest) -> web.Response:
-        """An answer to any request whose path begins with `/muster`."""
+        """An answer to any request whose path begins with `/muster` or `/workers`."""
         path = request.raw_path.partition("?")[0].rstrip("/")
         if path == f"{PREFIX}/health" and request.method in ("GET", "HEAD"):
             # To anybody: who asks whether a component lives, as a supervisor does, has no token,
             # and this tells nothing else.
             return _json({"ok": True, "ready": self._fleet.has_started})
-        sync = ""
-        if named := _OF_A_SYNC.fullmatch(path):
-            sync, path = named[2], f"{named[1]}ID{named[3]}"
-        method = _PATHS.get(path)
+        id = ""
+        if named := _WITH_ID.fullmatch(path):
+            id, path = named[2], f"{named[1]}ID{named[3]}"
+        is_asked = request.method in ("GET", "HEAD") and path in (_ROLLOUT, WORKERS)
+        method = None if is_asked else _PATHS.get(path)
         refused = self._access.refusal(request.headers, is_order=method is not None)
         if refused is not None:
             return refused
+        if is_asked:
+            return _json(self._fleet.workers() if path == WORKERS else self._fleet.snapshot())
         if method is not None:
             if request.method != method:
                 return refusal(405, "bad_request", f"{path} takes {method} only")
-            return await self._obey(_ORDERS[method, path], request, sync)
+            return await self._obey(_ORDERS[method, path], request, id)
         if path not in (f"{PREFIX}/health", _ROLLOUT):
             known = ", ".join([f"{PREFIX}/health", _ROLLOUT, *_PATHS])
             return refusal(404, "not_found", f"there is no {path}; there are {known}")
-        if request.method not in ("GET", "HEAD"):
-            return refusal(405, "bad_request", f"{path} takes GET only")
-        return _json(self._fleet.snapshot())
+        return refusal(405, "bad_request", f"{path} takes GET only")
 
     async def stop(self) -> None:
         """Leave no order half done by us: what is under way is told to end, and waited for."""
@@ -208,14 +241,14 @@ class Orders:
             task.cancel()
         await asyncio.gather(*self._under_way, return_exceptions=True)
 
-    async def _obey(self, model: type[_Order], request: web.BaseRequest, sync: str) -> web.Response:
+    async def _obey(self, model: type[_Order], request: web.BaseRequest, id: str) -> web.Response:
         try:
             order = model.model_validate_json((await request.read()).strip() or b"{}")
         except web.HTTPRequestEntityTooLarge:
             return bad(f"an order has at most {request.client_max_size} bytes")
         except ValidationError as error:
             return refusal(422, "bad_request", _faults(model, error))
-        carried_out: Coroutine[Any, Any, Mapping[str, Any]] = order.obey(self._fleet, sync)
+        carried_out: Coroutine[Any, Any, Mapping[str, Any]] = order.obey(self._fleet, id)
         task = asyncio.create_task(carried_out, name=request.raw_path)
         self._under_way.add(task)
         task.add_done_callback(self._under_way.discard)
@@ -262,6 +295,7 @@ def _json(content: Mapping[str, Any]) -> web.Response:
     return web.Response(body=json.dumps(content).encode(), content_type="application/json")
 
 
+_OWN = re.compile(f"({PREFIX}|{WORKERS})([/?]|$)")
 _STOPPING = "the rollout fleet is being stopped"
 #: Connections that clients may have waiting to be taken.
 _BACKLOG = 4096
@@ -373,7 +407,7 @@ class Gateway:
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         assert self._forwarder is not None
         path = request.raw_path
-        if path.startswith(PREFIX) and path[len(PREFIX) : len(PREFIX) + 1] in ("", "/", "?"):
+        if _OWN.match(path):
             return await self._orders.answer(request)
         if (refused := self._access.refusal(request.headers)) is not None:
             return refused

@@ -97,6 +97,20 @@ class FakeFleet:
     async def give_up(self, sync: str) -> dict[str, Any]:
         return await self._order("give up", sync)
 
+    def workers(self) -> dict[str, Any]:
+        return {"workers": [], "total": 0}
+
+    def known_worker(self, url: str) -> dict[str, Any]:
+        self.orders.append(("known", url))
+        return {}
+
+    def restart(self, engine: int) -> dict[str, Any]:
+        self.orders.append(("restart", engine))
+        return {}
+
+    async def retire(self, rank: int) -> dict[str, Any]:
+        return await self._order("retire", rank)
+
     async def _order(self, *order: Any, **answer: Any) -> dict[str, Any]:
         if self.refuses is not None:
             raise self.refuses
@@ -912,12 +926,33 @@ async def test_an_order_forwards_its_arguments(
         assert at.fleet.orders[-1] == order
 
 
-async def test_a_sync_is_given_up_by_its_name() -> None:
+@pytest.mark.parametrize(
+    ("method", "path", "body", "order"),
+    [
+        ("DELETE", "/muster/rollout/sync/1a", None, ("give up", "1a")),
+        ("POST", "/muster/rollout/engines/2/restart", None, ("restart", 2)),
+        (
+            "POST",
+            "/workers",
+            {"url": "http://a:1", "worker_type": "regular"},
+            ("known", "http://a:1"),
+        ),
+        ("DELETE", "/workers/3", None, ("retire", 3)),
+    ],
+)
+async def test_an_order_is_for_what_its_path_names(
+    method: str, path: str, body: Any, order: tuple[Any, ...]
+) -> None:
     async with scene(0) as at:
-        async with at.client.delete("/muster/rollout/sync/1a") as answer:
+        async with at.client.request(method, path, json=body) as answer:
             assert answer.status == 200
 
-        assert at.fleet.orders[-1] == ("give up", "1a")
+        assert at.fleet.orders[-1] == order
+
+
+async def test_workers_are_listed_as_sglangs_router_lists_its_own() -> None:
+    async with scene(0) as at, at.client.get("/workers") as answer:
+        assert (answer.status, await answer.json()) == (200, {"workers": [], "total": 0})
 
 
 @pytest.mark.parametrize(
@@ -977,6 +1012,7 @@ async def test_an_order_that_the_fleet_refuses_says_why(raised: Exception, statu
         ("GET", "/muster/rollout/check", 405),
         ("POST", "/muster/rollout", 405),
         ("POST", "/muster/rollout/sync/1a", 405),
+        ("DELETE", "/workers/first", 422),
         ("POST", "/muster/rollout/weights", 404),
         ("GET", "/muster/nothing", 404),
         ("GET", "/muster", 404),

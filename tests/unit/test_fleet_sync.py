@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from tasks.record.states import GroupState
+from tasks.rollout.fleet import EngineRefused
 from tasks.rollout.router import WaitingLine
 from tasks.rollout.sync import InFlight, NoSuchSync, SyncRefused
 from tasks.rollout.topology import Ask, Questions
@@ -518,3 +519,46 @@ async def test_the_snapshot_says_everything_of_every_server() -> None:
         "2": "http://10.0.0.1:8002",
     }
     assert sum(server["outstanding"] for server in snapshot["servers"]) == 1
+
+
+@in_virtual_time
+async def test_an_engine_is_restarted_by_order() -> None:
+    stage = await serving(2)
+
+    assert stage.fleet.restart(1) == {"engine": 1, "state": "inactive"}
+    with pytest.raises(EngineRefused, match="engine 1 is inactive: there is nothing to end"):
+        stage.fleet.restart(1)
+    with pytest.raises(KeyError, match="the fleet has no engine 2: it has 2"):
+        stage.fleet.restart(2)
+    await stage.until_active()
+
+    assert [len(stage.host.times("start", rank)) for rank in range(2)] == [1, 2]
+
+
+@in_virtual_time
+async def test_a_worker_is_retired_with_its_engine_unless_the_fleet_needs_it() -> None:
+    stage = await serving(3, servers=2, min_active=2)
+
+    assert (await stage.fleet.retire(2))["engine"] == 1
+    assert not stage.host[2].is_alive and not stage.host[3].is_alive
+    with pytest.raises(EngineRefused, match="2 engines are left, and so many are needed"):
+        await stage.fleet.retire(0)
+    await asyncio.sleep(1000.0)
+
+    assert stage.routed() == [0, 4]
+    assert [one["id"] for one in stage.fleet.workers()["workers"]] == ["0", "4"]
+    assert not stage.fleet.fatal.done()
+
+
+@in_virtual_time
+async def test_the_fleets_own_servers_are_its_workers_and_no_others() -> None:
+    stage = await serving(2)
+    stage.host.die(1)
+
+    assert [(one["url"], one["is_healthy"]) for one in stage.fleet.workers()["workers"]] == [
+        ("http://10.0.0.1:8000", True),
+        ("http://10.0.0.1:8001", False),
+    ]
+    assert stage.fleet.known_worker("http://10.0.0.1:8001/")["worker_id"] == "1"
+    with pytest.raises(EngineRefused, match="is no server of this fleet"):
+        stage.fleet.known_worker("http://10.0.0.9:8000")
