@@ -87,8 +87,9 @@ def tcp_sockets(net: Path) -> Iterator[tuple[str, list[str]]]:
                 yield table, line.split()
 
 
-#: Ports are taken from here, below what the kernel hands out to outgoing connections.
-_LOWEST, _HIGHEST = 15000, 32000
+#: Ports are taken from here: above those of the workers of a Ray node, 10002 to 19999, and below
+#: what the kernel hands out to outgoing connections.
+_LOWEST, _HIGHEST = 20000, 32000
 _TRIES = 2000
 #: What container runtimes have listen on a published port, by the names the kernel keeps.
 _FORWARDERS = frozenset({"docker-proxy", "rootlessport", "slirp4netns", "pasta"})
@@ -159,6 +160,9 @@ def _candidates() -> list[int]:
     except (OSError, ValueError):
         highest = _HIGHEST
     lowest = _LOWEST if highest - _LOWEST > _TRIES else 1024
+    if highest - lowest < _TRIES:
+        # The kernel hands out nearly all of them.
+        lowest, highest = _LOWEST, _HIGHEST
     return random.sample(range(lowest, highest), min(_TRIES, highest - lowest))
 
 

@@ -1,7 +1,8 @@
-"""What stands on a node of a Ray cluster for each server of a fleet: the owner of its process.
+"""What stands on a node of a Ray cluster for a fleet: the owner of each server's process, and who
+keeps ports for them.
 
-It is sent to the cluster by value, so no code of Muster needs to be there: the standard library
-only, and no import of the project's.
+It is sent to the cluster by value (`SENT`), so no code of Muster needs to be there: it uses the
+standard library only, and of the project only what is sent along.
 """
 
 from __future__ import annotations
@@ -24,6 +25,11 @@ from typing import Any
 
 import ray
 
+from tasks.processes import ports
+from tasks.processes.ports import PortsReserved
+
+#: The modules that are sent by value.
+SENT = (sys.modules[__name__], ports)
 #: What the wrapper needs after the grace period to end a whole tree.
 _KILL_WITHIN_S = 10.0
 _STRAGGLERS_S = 2.0
@@ -132,18 +138,6 @@ class ServerActor:
             return f.read(_LOG_AT_MOST_BYTES)
         return b""
 
-    async def taken(self, ports: Sequence[int]) -> list[int]:
-        """Those that somebody listens on, on this machine."""
-        return [port for port in ports if not _can_be_bound(port)]
-
-    async def free_ports(self, count: int) -> list[int]:
-        """So many that nobody has just now, on this machine."""
-        with contextlib.ExitStack() as stack:
-            sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-            for one in sockets:
-                one.bind(("", 0))
-            return [one.getsockname()[1] for one in sockets]
-
     async def forget(self) -> None:
         """Remove what it has left on its node; the process has ended."""
         shutil.rmtree(self._own, ignore_errors=True)
@@ -153,6 +147,38 @@ class ServerActor:
             f.seek(max(0, os.fstat(f.fileno()).st_size - _TAIL_BYTES))
             return f.read().decode("utf-8", "replace")
         return ""
+
+
+class PortKeeper:
+    """Keeps ports of one machine for the servers of a fleet, each from everybody until its server
+    is started, and from other fleets and runs of Muster as long as this lives."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, PortsReserved] = {}
+        #: Whose server has not been started.
+        self._bound: set[int] = set()
+
+    async def hold(self, names: Sequence[str]) -> list[int]:
+        """A port for each name, and not the one that it had. Raises: OSError, when none is free."""
+        for name in names:
+            held = PortsReserved([name])
+            await self.release([name])
+            if (before := self._held.get(name)) is not None:
+                before.close()
+            self._held[name] = held
+            self._bound.update(held.numbers.values())
+        return [self._held[name].numbers[name] for name in names]
+
+    async def release(self, names: Sequence[str]) -> None:
+        """Let servers bind what is held by these names, of which others may know nothing."""
+        for name in names:
+            if (held := self._held.get(name)) is not None:
+                held.release(name.partition(".")[0])
+                self._bound.difference_update(held.numbers.values())
+
+    async def taken(self, numbers: Sequence[int]) -> list[int]:
+        """The ports that somebody listens on, on this machine."""
+        return [port for port in numbers if port not in self._bound and not _can_be_bound(port)]
 
 
 def _asked(method: str, url: str, body: Mapping[str, Any] | None, timeout_s: float) -> str:

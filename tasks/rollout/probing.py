@@ -193,8 +193,8 @@ class Nodes(Protocol):
     async def hosts(self) -> tuple[str, ...]:
         """The address of each, as it is now."""
 
-    async def free_ports(self, node: int, count: int) -> list[int]:
-        """So many that nobody has just now."""
+    async def hold_ports(self, node: int, names: Sequence[str]) -> list[int]:
+        """A port for each name that nobody else has, and that is kept for its server."""
 
 
 class Places:
@@ -219,7 +219,8 @@ class Places:
         self._ports = dict(plan.ports)
 
     async def found(self) -> TopologyPlan:
-        """The whole plan: on this machine at the ports that the run has held, else at free ones."""
+        """The whole plan: on this machine at the ports that the run has held, else at free ones,
+        for all of which each node is asked once."""
         if self._plan.ray is not None:
             await self._take_ports(range(self._plan.fleet.engines))
         return await self._topology()
@@ -242,7 +243,7 @@ class Places:
         for need in ports_needed(self._plan.fleet, self._plan.node_gpus, groups):
             by_node.setdefault(need.node, []).append(need.name)
         found = await asyncio.gather(
-            *(self._nodes.free_ports(node, len(wanted)) for node, wanted in by_node.items())
+            *(self._nodes.hold_ports(node, wanted) for node, wanted in by_node.items())
         )
         for wanted, numbers in zip(by_node.values(), found, strict=True):
             self._ports |= dict(zip(wanted, numbers, strict=True))

@@ -112,9 +112,9 @@ class _ThisMachine:
     async def hosts(self) -> tuple[str, ...]:
         return self._hosts
 
-    async def free_ports(self, node: int, count: int) -> list[int]:
+    async def hold_ports(self, node: int, names: Sequence[str]) -> list[int]:
         """Raises: OSError."""
-        reserved = PortsReserved(f"{FLEET}.{number}" for number in range(count))
+        reserved = PortsReserved(f"{FLEET}.{name}" for name in names)
         reserved.release(FLEET)
         self._reserved.append(reserved)
         return list(reserved.numbers.values())

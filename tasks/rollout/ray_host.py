@@ -34,8 +34,7 @@ from tasks.ray.nodes import gcs_address_of
 from tasks.ray.submission import submission_id
 from tasks.ray.submit import wrapper_sources
 from tasks.record.outcome import signal_name
-from tasks.rollout import actor as actor_module
-from tasks.rollout.actor import ServerActor
+from tasks.rollout.actor import SENT, PortKeeper, ServerActor
 from tasks.rollout.building import nodes_needed, planned
 from tasks.rollout.plan import FleetPlan
 from tasks.rollout.probing import Death, NoHost, OpenedHost, Places, StartFailed
@@ -87,6 +86,8 @@ class RayHost:
     stop_signal: int = signal.SIGTERM
     grace_s: float = 10.0
     _servers: dict[int, _ActorServer] = field(default_factory=dict, init=False)
+    #: By node of the plan, who keeps its ports.
+    _keepers: dict[int, Any] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         self.on_death: Callable[[Death], None] = lambda death: None
@@ -114,7 +115,8 @@ class RayHost:
         Raises: NoHost; ConnectionError, when there is no cluster.
         """
         # What dies of it must not depend on code of ours on the nodes.
-        cloudpickle.register_pickle_by_value(actor_module)  # type: ignore[no-untyped-call]
+        for module in SENT:
+            cloudpickle.register_pickle_by_value(module)  # type: ignore[no-untyped-call]
         if not ray.is_initialized():
             await asyncio.to_thread(
                 ray.init,
@@ -144,21 +146,27 @@ class RayHost:
         placed = table["bundles_to_node_id"]
         return tuple(ip.get(placed[index], "") for index in sorted(placed))
 
-    async def free_ports(self, node: int, count: int) -> list[int]:
-        """So many ports that nobody has just now, on a node of the plan."""
-        handle = self._make_actor(-1 - node, node, gpus=0)
-        try:
-            return list(await self._answer(handle.free_ports.remote(count), _ACTOR_WITHIN_S))
-        finally:
-            ray.kill(handle)
+    async def hold_ports(self, node: int, names: Sequence[str]) -> list[int]:
+        """A port of a node of the plan for each name, by which `start` gives it up: `server.0` as
+        the server of rank 0 is started, `engine.0` with the first of engine 0 on that node."""
+        return list(await self._ask_keeper(node, "hold", list(names)))
 
     async def start(self, slot: ServerSlot, epoch: int) -> None:
         before = self._servers.get(slot.rank)
         if before is not None:
             await self._end(before, grace_s=0.0)
-        handle = self._make_actor(slot.rank, slot.node, gpus=len(slot.bundles))
+        handle = self._make_actor(
+            ServerActor, slot.node, slot.rank, dict(self.wrapper), gpus=len(slot.bundles)
+        )
         server = _ActorServer(slot=slot, epoch=epoch, actor=handle)
         try:
+            # Its actor may take long to be there, and the port is kept until then.
+            await self._answer(handle.ping.remote(), _ACTOR_WITHIN_S)
+            with contextlib.suppress(RayError, TimeoutError):
+                # One that has gone with its node keeps nothing from anybody.
+                if (keeper := self._keepers.get(slot.node)) is not None:
+                    names = [f"server.{slot.rank}", f"engine.{slot.engine}"]
+                    await self._answer(keeper.release.remote(names), _ANSWER_WITHIN_S)
             await self._answer(
                 handle.start.remote(
                     slot.argv,
@@ -210,35 +218,53 @@ class RayHost:
     async def ports_taken(self, slots: Collection[ServerSlot]) -> frozenset[int]:
         # The cluster has moved a server from a lost node: its old address is as good as taken.
         gone = moved(slots, await self.hosts())
-        taken = set(gone)
+        by_node: dict[int, dict[int, int]] = {}
         for slot in slots:
-            if slot.port is None or slot.rank in gone:
-                continue
-            handle = self._make_actor(slot.rank, slot.node, gpus=0)
-            try:
-                found = await self._answer(handle.taken.remote([slot.port]), _ACTOR_WITHIN_S)
-            except (RayError, TimeoutError):
-                continue
-            finally:
-                ray.kill(handle)
-            if found:
-                taken.add(slot.rank)
+            if slot.port is not None and slot.rank not in gone:
+                by_node.setdefault(slot.node, {})[slot.port] = slot.rank
+        taken = set(gone)
+        for node, ranks in by_node.items():
+            with contextlib.suppress(RayError, TimeoutError):
+                found = await self._ask_keeper(node, "taken", list(ranks))
+                taken.update(ranks[port] for port in found)
         return frozenset(taken)
 
     async def close(self) -> None:
         """End every actor and give the bundles back."""
         await asyncio.gather(*(self._end(one, grace_s=0.0) for one in [*self._servers.values()]))
+        for keeper in self._keepers.values():
+            ray.kill(keeper)
         await asyncio.to_thread(remove_placement_group, self.group)
 
-    def _make_actor(self, rank: int, node: int, *, gpus: int) -> Any:
+    def _make_actor(self, kind: type, node: int, *arguments: Any, gpus: int = 0) -> Any:
         place = PlacementGroupSchedulingStrategy(
             placement_group=self.group, placement_group_bundle_index=node
         )
         make: Any = ray.remote(concurrency_groups={"questions": 4})  # type: ignore[call-overload]
-        remote = make(ServerActor)
+        remote = make(kind)
         return remote.options(
             num_cpus=0, num_gpus=gpus, max_restarts=0, scheduling_strategy=place
-        ).remote(rank, dict(self.wrapper))
+        ).remote(*arguments)
+
+    async def _ask_keeper(self, node: int, order: str, argument: Sequence[Any]) -> Any:
+        """What the keeper of a node's ports answers; a new one, where it has gone with its node.
+
+        Raises: RayError, TimeoutError.
+        """
+        keeper = self._keeper_of(node)
+        try:
+            return await self._answer(getattr(keeper, order).remote(argument), _ACTOR_WITHIN_S)
+        except RayActorError:
+            if self._keepers.get(node) is keeper:
+                del self._keepers[node]
+        return await self._answer(
+            getattr(self._keeper_of(node), order).remote(argument), _ACTOR_WITHIN_S
+        )
+
+    def _keeper_of(self, node: int) -> Any:
+        if node not in self._keepers:
+            self._keepers[node] = self._make_actor(PortKeeper, node)
+        return self._keepers[node]
 
     async def _answer(self, ref: Any, within_s: float) -> Any:
         """Raises: RayError, TimeoutError."""

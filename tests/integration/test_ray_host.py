@@ -53,7 +53,7 @@ class Fleet:
         host.on_death = self.deaths.put_nowait
 
     async def slot(self, rank: int, node: int, *, gpus: int = 4) -> ServerSlot:
-        [port] = await self.host.free_ports(node, 1)
+        [port] = await self.host.hold_ports(node, [f"server.{rank}"])
         return ServerSlot(
             rank=rank,
             engine=rank,

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+from ray import cloudpickle
 
 from tasks.rollout import ray_host as fleet_on_ray
+from tasks.rollout.actor import SENT, PortKeeper
 from tasks.rollout.building import planned
 from tasks.rollout.plan import FleetPlan
 from tasks.rollout.probing import NoHost, Places
@@ -33,13 +40,16 @@ class FakeNodes:
 
     def __init__(self, *hosts: str) -> None:
         self.addresses = list(hosts)
+        #: `(node, names)` of each question for ports.
+        self.asked: list[tuple[int, list[str]]] = []
         self._ports = itertools.count(5000)
 
     async def hosts(self) -> tuple[str, ...]:
         return tuple(self.addresses)
 
-    async def free_ports(self, node: int, count: int) -> list[int]:
-        return [next(self._ports) for _ in range(count)]
+    async def hold_ports(self, node: int, names: Sequence[str]) -> list[int]:
+        self.asked.append((node, list(names)))
+        return [next(self._ports) for _ in names]
 
 
 def plan_of(**fleet: Any) -> FleetPlan:
@@ -87,6 +97,87 @@ async def test_each_server_is_planned_at_its_nodes_address_and_a_port_of_its_own
         "10.0.0.1",
         "10.0.0.3",
     ]
+
+
+async def test_a_node_is_asked_once_for_the_ports_of_the_whole_fleet() -> None:
+    nodes = FakeNodes("10.0.0.1", "10.0.0.2")
+    fleet = {**CPU, "engines": 4, "gpus_per_node": 4}
+    places = Places(plan_of(**fleet).model_copy(update={"node_gpus": 8}), nodes)
+
+    plan = await places.found()
+    moved_to = await places.rebound(3)
+
+    first, second, *later = nodes.asked
+    assert first == (0, ["server.0", "server.4"])
+    assert second == (1, ["server.8", "server.12"])
+    assert later == [(1, ["server.12"])]
+    assert [server.port for server in plan.servers] == [5000, 5001, 5002, 5003]
+    assert [server.port for server in moved_to] == [5004]
+
+
+def bind(port: int) -> socket.socket:
+    """As most servers do it. Raises: OSError, when somebody has it."""
+    return socket.create_server(("", port))
+
+
+async def test_a_port_is_kept_from_everybody_until_its_server_starts() -> None:
+    keeper, neighbour = PortKeeper(), PortKeeper()
+    first, second, meeting = await keeper.hold(["server.0", "server.1", "engine.0"])
+
+    for port in (first, second, meeting):
+        with pytest.raises(OSError, match="in use"):
+            bind(port)
+    # Held for its own servers: it is nobody else's.
+    assert await keeper.taken([first, second]) == []
+    assert await neighbour.taken([first]) == [first]
+
+    await keeper.release(["server.0", "engine.0", "engine.7"])
+
+    bind(meeting).close()
+    with bind(first):
+        assert await keeper.taken([first, second]) == [first]
+    with pytest.raises(OSError, match="in use"):
+        bind(second)
+    # Until the fleet ends, no other fleet or run is given it, although nobody listens there.
+    with socket.socket(socket.AF_UNIX) as lock, pytest.raises(OSError, match="in use"):
+        lock.bind(f"\0muster/port/{first}")
+
+
+async def test_a_server_that_is_to_have_another_port_gets_one_and_its_old_one_is_free() -> None:
+    keeper = PortKeeper()
+    [before] = await keeper.hold(["server.0"])
+
+    [after] = await keeper.hold(["server.0"])
+
+    assert after != before
+    bind(before).close()
+    assert await keeper.taken([before, after]) == []
+
+
+_ON_A_NODE = """
+import asyncio, sys
+sys.modules["tasks"] = None
+from ray import cloudpickle
+keeper = cloudpickle.load(sys.stdin.buffer)()
+print(asyncio.run(keeper.hold(["server.0", "server.1"])))
+"""
+
+
+async def test_what_is_sent_to_a_node_needs_no_code_of_the_project_there() -> None:
+    for module in SENT:
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        sent = cloudpickle.dumps(PortKeeper)
+    finally:
+        for module in SENT:
+            cloudpickle.unregister_pickle_by_value(module)
+
+    done = subprocess.run(
+        (sys.executable, "-I", "-c", _ON_A_NODE), input=sent, capture_output=True, timeout=60
+    )
+
+    ports = json.loads(done.stdout or "[]")
+    assert len(set(ports)) == 2, done.stderr
 
 
 async def test_a_group_that_was_moved_is_planned_where_it_is_now_and_no_other_moves() -> None:

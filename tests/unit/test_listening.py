@@ -1,9 +1,13 @@
-"""Which sockets listen on a port: both ways of asking the kernel see the same."""
+"""Ports: which are given out, and which sockets listen on one; both ways of asking the kernel see
+the same.
+"""
 
 from __future__ import annotations
 
 import os
 import socket
+from contextlib import closing
+from pathlib import Path
 
 import pytest
 
@@ -30,3 +34,23 @@ def test_port_on_which_nobody_listens_has_no_sockets() -> None:
         port = bound.getsockname()[1]
 
         assert ports._asked(port) == ports._read(port) == {}
+
+
+@pytest.mark.parametrize(
+    "ephemeral",
+    [
+        "32768\t60999\n",
+        # nearly every port is the kernel's to hand out
+        "1024\t65535\n",
+    ],
+)
+def test_ports_are_none_of_those_that_a_ray_node_gives_its_workers(
+    monkeypatch: pytest.MonkeyPatch, ephemeral: str
+) -> None:
+    monkeypatch.setattr(Path, "read_text", lambda _: ephemeral)
+
+    with closing(ports.PortsReserved(f"a.{number}" for number in range(20))) as reserved:
+        numbers = set(reserved.numbers.values())
+
+    assert len(numbers) == 20
+    assert not numbers & set(range(10002, 20000))
