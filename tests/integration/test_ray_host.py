@@ -155,18 +155,25 @@ async def test_a_port_is_kept_on_its_node_until_its_server_starts(
         assert await fleet.host.ports_taken([first, second]) == frozenset()
         await fleet.serving(first)
         assert await fleet.host.ports_taken([first, second]) == {0}
-        for keeper in keepers():
+        for keeper in keepers(ray_cluster):
             keeper.kill()
         assert await fleet.host.hold_ports(0, ["server.0"]) != [first.port]
         await fleet.serving(second)
 
-    assert keepers() == []
+    async def is_none_left() -> bool:
+        return not keepers(ray_cluster)
+
+    await until_true(is_none_left)
 
 
-def keepers() -> list[psutil.Process]:
+def keepers(cluster: RayCluster) -> list[psutil.Process]:
     """Of ports, on whichever node."""
-    found = psutil.process_iter(["cmdline"])
-    return [one for one in found if "ray::PortKeeper" in " ".join(one.info["cmdline"] or ())]
+    found = []
+    for node in cluster.nodes:
+        for one in psutil.Process(node.raylet).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                found += [one] if "ray::PortKeeper" in " ".join(one.cmdline()) else []
+    return found
 
 
 async def test_what_a_fleet_holds_is_its_runs(ray_cluster: RayCluster, tmp_path: Path) -> None:
