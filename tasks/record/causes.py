@@ -369,11 +369,8 @@ def last_error(text: str) -> str:
 
 #: What a fleet says last that ends by itself. Source: tasks/rollout/process.py, _say_last.
 _OWN_REASON = re.compile(r"^FleetError: ", re.MULTILINE)
-#: Of each engine that a fleet takes down at its own end: no longer what it was doing.
+#: Why engines and syncs end with their fleet. Source: tasks/rollout/{fleet,sync}.py.
 _STOPPED = "the fleet is stopped"
-_SYNC = "rollout.sync."
-#: After these, and no other event of it, a sync of weights goes on.
-_IN_SYNC = frozenset({f"{_SYNC}begun", f"{_SYNC}broadcast"})
 
 
 def with_fleet_lost(verdict: Verdict, place: AttemptPlace, engines: int) -> Verdict:
@@ -409,12 +406,16 @@ def doing_of(events: Iterable[Event], engines: int) -> str:
     engine 2 was recovering, weights were being synced`."""
     states, is_syncing = dict.fromkeys(range(engines), GroupState.STARTING), False
     for event in events:
-        if event.name == "rollout.group.state":
-            if event.cause == _STOPPED:
-                break
-            states[event.group] = event.after
-        elif event.name.startswith(_SYNC):
-            is_syncing = event.name in _IN_SYNC
+        if (event.cause or event.message).endswith(_STOPPED):
+            # From here on it was ending.
+            break
+        match event.name:
+            case "rollout.group.state":
+                states[event.group] = event.after
+            case "rollout.sync.begun":
+                is_syncing = True
+            case "rollout.sync.ended":
+                is_syncing = False
     said = [f"{sum(state in SERVING for state in states.values())} of {engines} engines served"]
     for state in GroupState:
         found = [engine for engine, its in states.items() if its is state]

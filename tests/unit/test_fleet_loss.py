@@ -14,6 +14,8 @@ from tasks.record.events import Event
 from tasks.record.outcome import Exit, Failure, Verdict
 from tasks.record.places import AttemptPlace
 from tasks.record.states import RunState
+from tasks.rollout.sync import InFlight
+from tasks.rollout.topology import Ask
 from tasks.spec.failure_kinds import FailureKind
 from tests.support.fleet_clock import in_virtual_time
 from tests.support.fleet_fakes import serving
@@ -159,11 +161,11 @@ def test_what_is_left_of_a_lost_fleet_is_still_known(place: AttemptPlace) -> Non
             "1 of 3 engines served, engine 2 was recovering, engine 0 was stale",
         ),
         (
-            [*LIFE[:3], told("rollout.sync.begun"), told("rollout.sync.broadcast")],
+            [*LIFE[:3], told("rollout.sync.begun")],
             "3 of 3 engines served, weights were being synced",
         ),
         (
-            [*LIFE[:3], told("rollout.sync.begun"), told("rollout.sync.committed")],
+            [*LIFE[:3], told("rollout.sync.begun"), told("rollout.sync.ended")],
             "3 of 3 engines served",
         ),
     ],
@@ -175,11 +177,14 @@ def test_what_a_fleet_was_doing_is_told_by_its_last_events(events: list[Event], 
 @in_virtual_time
 async def test_what_a_fleet_was_doing_is_not_that_it_was_stopped() -> None:
     stage = await serving(3)
+    begun = await stage.fleet.begin_sync(60.0, InFlight.WAIT)
+    push = Ask(method="POST", path="/update_weights_from_disk")
+    await stage.fleet.syncs.broadcast(begun["sync"], push, 10.0)
 
     await stage.fleet.stop()
 
     events = [told(name, **json.loads(json.dumps(fields))) for _, name, fields in stage.events]
-    assert doing_of(events, 3) == "3 of 3 engines served"
+    assert doing_of(events, 3) == "3 of 3 engines served, weights were being synced"
 
 
 def test_a_line_that_a_kill_cut_short_is_left_out(place: AttemptPlace) -> None:
