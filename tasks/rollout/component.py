@@ -224,6 +224,7 @@ def prepare_fleet(
     if fleet is None:
         return None
     is_on_ray = fleet.placement == "ray"
+    needs_token = fleet.require_token or not is_loopback(fleet.host)
     # On other machines, servers inherit nothing of this one.
     env = {**(spec.env if is_on_ray else {}), **fleet.env}
     # In a PID namespace, pids mean nothing outside, and all end with its first process.
@@ -245,7 +246,8 @@ def prepare_fleet(
         register_at=register_at if is_registered else None,
         serves_as_loaded=(fleet.weights.initial or ("stale" if resumes else "loaded")) == "loaded",
         level=containment.level.value,
-        token="" if is_loopback(fleet.host) else secrets.token_urlsafe(32),
+        token=secrets.token_urlsafe(32) if needs_token else "",
+        order_token=secrets.token_urlsafe(32) if needs_token else "",
     )
     plan.write(place.fleet_plan)
     return plan

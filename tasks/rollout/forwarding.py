@@ -154,6 +154,7 @@ _GENERATIONS = frozenset(
         "/v1/completions",
         "/v1/chat/completions",
         "/v1/responses",
+        "/v1/messages",
         "/generate",
         "/v1/chat/interactive",
     }

@@ -39,19 +39,23 @@ class Access:
         host: where the gateway listens.
         token: what each request has to bring, as OpenAI's clients do with their `api_key`;
             None: nothing, which is refused unless `host` is loopback.
+        order_token: what an order has to bring, with which requests may be made, too; None: that
+            of requests.
 
     Raises: ValueError, for a gateway that everybody could use, or a token that no header can hold.
     """
 
-    def __init__(self, host: str, token: str | None) -> None:
+    def __init__(self, host: str, token: str | None, order_token: str | None = None) -> None:
         if token is None and not is_loopback(host):
             raise ValueError(
                 f"a gateway on {host} can be reached from other machines, so it needs a token; "
                 "give it one, or let it listen on 127.0.0.1"
             )
-        if token is not None and (not token or not token.isascii() or not token.isprintable()):
-            raise ValueError("the gateway's token must be printable ASCII and not empty")
+        for one in (token, order_token):
+            if one is not None and (not one or not one.isascii() or not one.isprintable()):
+                raise ValueError("the gateway's token must be printable ASCII and not empty")
         self._token = None if token is None else token.encode()
+        self._order_token = self._token if order_token is None else order_token.encode()
 
     def refusal(self, headers: Mapping[str, str], *, is_order: bool = False) -> web.Response | None:
         """Why a request with these headers is refused; None: it is not.
@@ -64,8 +68,17 @@ class Access:
         if self._token is not None:
             scheme, _, given = headers.get("Authorization", "").partition(" ")
             found = given.strip().encode(errors="surrogateescape")
-            if scheme.lower() == "bearer" and hmac.compare_digest(found, self._token):
+            is_bearer = scheme.lower() == "bearer"
+            if is_bearer and hmac.compare_digest(found, self._order_token or b""):
                 return None
+            if is_bearer and hmac.compare_digest(found, self._token):
+                if not is_order:
+                    return None
+                message = (
+                    "this token is for requests: orders are taken from the trainer, whose "
+                    "MUSTER_ROLLOUT_TOKEN is another one"
+                )
+                return refusal(403, "forbidden", message)
             message = (
                 "this gateway needs its token: send the header `Authorization: Bearer TOKEN`, "
                 "with an OpenAI client as its api_key"
@@ -314,6 +327,7 @@ class Gateway:
         host: other than loopback only with a token.
         port: 0: any free one.
         token: what each request has to bring as `Authorization: Bearer TOKEN`.
+        order_token: the same, of an order; None: the same token.
 
     Raises: ValueError, for a host that others reach without a token.
     """
@@ -325,9 +339,10 @@ class Gateway:
         host: str = "127.0.0.1",
         port: int = 0,
         token: str | None = None,
+        order_token: str | None = None,
         rules: RequestRules | None = None,
     ) -> None:
-        self._access = Access(host, token)
+        self._access = Access(host, token, order_token)
         self._orders = Orders(fleet, self._access)
         self._fleet = fleet
         self._is_token_own = token is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -13,8 +13,11 @@ from tasks.record.places import AttemptPlace
 from tasks.spec.rollout import Rollout
 from tasks.spec.run import FLEET
 
-#: Where the process finds the gateway's token; every component has it.
-TOKEN_ENV = "MUSTER_ROLLOUT_TOKEN"
+#: Where a component finds the gateway's token: for requests, and that of TRAINER, or of all where
+#: the run has none of that name, for orders, too.
+TOKEN_ENV, TRAINER = "MUSTER_ROLLOUT_TOKEN", "trainer"
+#: Where the fleet's process finds the other one.
+ORDER_TOKEN_ENV = "MUSTER_ROLLOUT_ORDER_TOKEN"
 #: Where it finds the variables of its servers, as JSON: what may be secret stands in no file.
 SERVERS_ENV = "MUSTER_ROLLOUT_SERVERS_ENV"
 
@@ -55,6 +58,8 @@ class FleetPlan(BaseModel):
     level: str = "L2"
     #: That the gateway asks for; empty: none. In no file either.
     token: str = Field("", exclude=True, repr=False)
+    #: The same, for orders.
+    order_token: str = Field("", exclude=True, repr=False)
 
     @property
     def place(self) -> AttemptPlace:
@@ -63,8 +68,20 @@ class FleetPlan(BaseModel):
 
     @property
     def env(self) -> dict[str, str]:
-        """What every component of the run gets."""
-        return {TOKEN_ENV: self.token} if self.token else {}
+        """What the fleet's own process gets: all that is secret."""
+        return self._known({TOKEN_ENV: self.token, ORDER_TOKEN_ENV: self.order_token})
+
+    def env_of(self, component: str, *, others: Collection[str]) -> dict[str, str]:
+        """What a component of the run gets.
+
+        Args:
+            others: the run's components.
+        """
+        gives_orders = component == TRAINER or TRAINER not in others
+        return self._known({TOKEN_ENV: self.order_token if gives_orders else self.token})
+
+    def _known(self, env: Mapping[str, str]) -> dict[str, str]:
+        return {name: token for name, token in env.items() if token}
 
     def write(self, path: Path) -> None:
         """For this user's eyes only: arguments of servers may be secret. Raises: OSError."""
@@ -87,6 +104,7 @@ class FleetPlan(BaseModel):
             if isinstance(content, dict) and isinstance(content.get("fleet"), dict):
                 content["fleet"]["env"] = json.loads(env.get(SERVERS_ENV, "{}"))
                 content["token"] = env.get(TOKEN_ENV, "")
+                content["order_token"] = env.get(ORDER_TOKEN_ENV, "")
             return FleetPlan.model_validate(content)
         except (OSError, ValueError) as error:
             raise BadPlan(f"{path} is no plan of a fleet: {_in_a_line(error)}") from error

@@ -199,6 +199,7 @@ async def _serve(plan: FleetPlan, fleet: Fleet, told: asyncio.Task[Any]) -> int:
         host=host,
         port=plan.port,
         token=plan.token or None,
+        order_token=plan.order_token or None,
         rules=_rules_of(plan.fleet),
     )
     try:

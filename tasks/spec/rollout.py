@@ -590,6 +590,11 @@ class Rollout(Model):
         description="The address of this machine on which the gateway listens.",
         examples=["0.0.0.0"],
     )
+    require_token: bool = Field(
+        False,
+        description="The gateway asks for a token on loopback, too, where others than the run's "
+        "own programs are on this machine; elsewhere it always does.",
+    )
     concurrency: Count | None = Field(
         None, description="Requests at once for each entrypoint; left out: no limit.", examples=[64]
     )

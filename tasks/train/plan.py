@@ -115,7 +115,7 @@ def _component_plan(
     is_job = component.launcher == "ray_job"
     command = Command(
         argv=component.command,
-        env={**env, **(fleet.env if fleet is not None else {})},
+        env={**env, **(fleet.env_of(name, others=spec.components) if fleet is not None else {})},
         cwd=Path(component.cwd or spec.cwd),
         log=place.log(name),
         stop_signal=signals.Signals[component.stop.signal],

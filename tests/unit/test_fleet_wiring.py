@@ -18,7 +18,7 @@ from tasks.record.events import Event, EventLog
 from tasks.record.places import AttemptPlace
 from tasks.rollout.building import is_loopback
 from tasks.rollout.component import FleetTail, fleet_faults, fleet_names, fleet_ports, prepare_fleet
-from tasks.rollout.plan import TOKEN_ENV, BadPlan, FleetPlan
+from tasks.rollout.plan import ORDER_TOKEN_ENV, TOKEN_ENV, BadPlan, FleetPlan
 from tasks.rollout.process import devices_of
 from tasks.show.view import RunSeen
 from tasks.spec.errors import Fault
@@ -432,15 +432,25 @@ def test_a_gateway_of_this_machine_has_no_token(place: AttemptPlace, host: str) 
     assert all(TOKEN_ENV not in component.command.env for component in plan.components)
 
 
-def test_a_gateway_that_others_reach_has_a_token_that_all_know(place: AttemptPlace) -> None:
-    plan, _ = planned(spec_of(host="0.0.0.0"), place)
+@pytest.mark.parametrize("fleet", [{"host": "0.0.0.0"}, {"require_token": True}])
+def test_a_gateway_that_others_reach_has_tokens_and_only_the_trainers_is_for_orders(
+    place: AttemptPlace, fleet: dict[str, Any]
+) -> None:
+    plan, of_process = planned(spec_of(**fleet), place)
 
-    tokens = {component.command.env[TOKEN_ENV] for component in plan.components}
-    assert len(tokens) == 1
-    [token] = tokens
-    assert len(token) >= 32
-    assert token not in place.fleet_plan.read_text()
-    assert looks_secret(TOKEN_ENV)
+    given = {one.name: one.command.env.get(TOKEN_ENV) for one in plan.components}
+    assert given["rollout"] == given["api"] == of_process.token
+    assert given["trainer"] == of_process.order_token != of_process.token
+    for token in (of_process.token, of_process.order_token):
+        assert len(token) >= 32
+        assert token not in place.fleet_plan.read_text()
+    assert looks_secret(TOKEN_ENV) and looks_secret(ORDER_TOKEN_ENV)
+
+
+def test_without_a_trainer_any_component_may_order(place: AttemptPlace) -> None:
+    plan = FleetPlan.model_construct(token="for requests", order_token="for orders")
+
+    assert plan.env_of("ppo", others=("rollout", "ppo")) == {TOKEN_ENV: "for orders"}
 
 
 @pytest.mark.parametrize(

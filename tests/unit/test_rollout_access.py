@@ -65,6 +65,21 @@ def test_the_token_is_needed_on_every_request(authorization: str | None, may: bo
     assert all(one.status == 401 for one in found if one)
 
 
+@pytest.mark.parametrize(
+    ("token", "request_status", "order_status"),
+    [("orders", None, None), ("requests", None, 403), ("other", 401, 401)],
+)
+def test_orders_have_a_token_of_their_own(
+    token: str, request_status: int | None, order_status: int | None
+) -> None:
+    access = Access("127.0.0.1", "requests", "orders")
+    headers = {"Authorization": f"Bearer {token}"}
+
+    found = [access.refusal(headers, is_order=is_order) for is_order in (False, True)]
+
+    assert [one and one.status for one in found] == [request_status, order_status]
+
+
 def test_a_refusal_says_what_to_send() -> None:
     found = Access("0.0.0.0", "secret").refusal({})
 
