@@ -245,7 +245,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--group-size", type=int, default=8, help="answers to a prompt")
     add("--learning-rate", type=float, default=0.006, help="of Adam")
     add("--checkpoint-every", type=int, default=10, help="steps")
-    add("--in-flight", default="wait", help="what a sync does to answers under way")
+    # Not `interrupt`: an answer that goes on with other weights could not be judged.
+    ways = ("wait", "abort")
+    add("--in-flight", default="wait", choices=ways, help="what a sync does to answers under way")
     add("--sync-s", type=float, default=60.0, help="for a whole sync")
     add("--broadcast-s", type=float, default=10.0, help="for an engine to load the weights")
     add("--log-prob-tolerance", type=float, default=1e-3, help="in nats")

@@ -228,7 +228,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--in-flight",
         default="abort",
-        help="what a sync does to requests: wait, abort or interrupt",
+        choices=("wait", "abort"),
+        help="what a sync does to requests",
     )
     options = parser.parse_args(argv)
     if not (PROGRAMS / "vllm").exists():
