@@ -6,13 +6,14 @@ backends-check` makes from their packages; these tests do without the packages.
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tasks.rollout import lmdeploy_replica
@@ -39,23 +40,33 @@ def test_the_backend_takes_every_server_of_a_layout(layout: str) -> None:
     assert [fault for one in servers for fault in facts.faults_in(one.argv, known)] == []
 
 
+def shapes() -> list[dict[str, Any]]:
+    """The valid ones among the layouts of the backends whose command lines are known."""
+    numbers = (1, 2, 3, 4, 8, 16)
+    keys = ("backend", "nodes_per_engine", "tensor_parallel", "expert_parallel", "data_parallel")
+    found = [
+        {**dict(zip(keys, values, strict=True)), "dp_attention": dp_attention}
+        for values in itertools.product(sorted(KNOWN), (1, 2, 4), numbers, numbers, numbers)
+        for dp_attention in ((False, True) if values[0] == "sglang" else (False,))
+    ]
+    return [
+        one
+        for one in found
+        if (sizes := Sizes.of(one)) is not None and not list(size_faults(sizes))
+    ]
+
+
+SHAPES = shapes()
+
+
 @st.composite
 def fleets(draw: st.DrawFn) -> dict[str, Any]:
     """A valid fleet of one of the backends whose command lines are known."""
-    number = st.sampled_from([1, 2, 3, 4, 8, 16])
     written = {
-        "backend": draw(st.sampled_from(sorted(KNOWN))),
+        **draw(st.sampled_from(SHAPES)),
         "engines": draw(st.integers(1, 3)),
-        "nodes_per_engine": draw(st.sampled_from([1, 1, 2, 4])),
-        "tensor_parallel": draw(number),
-        "expert_parallel": draw(number),
-        "data_parallel": draw(number),
-        "dp_attention": draw(st.booleans()),
         "args": draw(st.sampled_from([(), ("--dtype", "bfloat16"), ("--dtype=bfloat16",)])),
     }
-    assume(not written["dp_attention"] or written["backend"] == "sglang")
-    sizes = Sizes.of(written)
-    assume(sizes is not None and not list(size_faults(sizes)))
     return {key: value for key, value in written.items() if value != ()}
 
 
