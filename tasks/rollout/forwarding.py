@@ -115,6 +115,8 @@ _HOP_BY_HOP = frozenset(
 )
 #: The client speaks to the gateway, which has already said 100 where that was expected.
 _NOT_FOR_SERVERS = _HOP_BY_HOP | {"host", "expect"}
+#: Ours, and that of sglang-router's clients.
+_SESSION_HEADERS = ("X-Session-Id", "X-SMG-Routing-Key")
 #: A session of the body is looked for in bodies up to this size, in bytes: a parse takes time.
 SESSION_BODY_BYTES = 1024 * 1024
 #: Without one of these keys a body is not parsed. `"user"` as a role is no key.
@@ -130,8 +132,9 @@ def session_of(
         by_user: OpenAI's `user` makes a session. One name for all requests, as many clients send,
             would pin a whole fleet to one server.
     """
-    if (session := headers.get("X-Session-Id")) is not None:
-        return session or None
+    for name in _SESSION_HEADERS:
+        if (session := headers.get(name)) is not None:
+            return session or None
     if not body or len(body) > SESSION_BODY_BYTES or _SESSION_KEY.search(body) is None:
         return None
     if "json" not in headers.get("Content-Type", "").lower() or "Content-Encoding" in headers:

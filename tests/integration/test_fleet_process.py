@@ -116,6 +116,42 @@ class FleetProcess:
         seen = self.snapshot()
         return bool(seen.get("ready")) and max(one["epoch"] for one in seen["engines"]) >= epoch
 
+    def until_states(self, *states: str, epoch: int = 1) -> None:
+        def is_so() -> bool:
+            engines = self.snapshot().get("engines", [])
+            found = [one["state"] for one in engines]
+            return found == [*states] and max(one["epoch"] for one in engines) >= epoch
+
+        wait_until(is_so, f"the engines are {states}; the fleet's log: {self.tail()}")
+
+    def post(self, url: str, **body: Any) -> dict[str, Any]:
+        """The answer, which is not an error."""
+        answer = httpx.post(url, json=body, trust_env=False, timeout=DEADLINE_S)
+        found: dict[str, Any] = answer.raise_for_status().json()
+        return found
+
+    def push(self, version: int) -> None:
+        """Weights, to each server by its own URL."""
+        for server in self.snapshot()["servers"]:
+            self.post(f"{server['url']}/weights", version=version)
+
+    def commit_what_servers_say(self) -> dict[str, Any]:
+        """A sync that sends nothing: engines with the newest version are committed."""
+        url = f"http://127.0.0.1:{self.port}/muster/rollout/sync"
+        url = f"{url}/{self.post(url)['sync']}"
+        answers = self.post(f"{url}/broadcast", method="GET", path="/health")["answers"]
+        versions = {one["engine"]: json.loads(one["body"])["version"] for one in answers}
+        newest = max(versions.values())
+        epochs = {
+            one["engine"]: one["epoch"] for one in answers if versions[one["engine"]] == newest
+        }
+        return self.post(f"{url}/commit", version=newest, epochs=epochs)
+
+    def generated_by(self) -> int:
+        """The version of the weights that answered."""
+        body = self.post(f"http://127.0.0.1:{self.port}/generate", prompt="1", max_tokens=1)
+        return int(body["meta_info"]["version"])
+
     def tail(self) -> str:
         with suppress(OSError):
             return self.log[-2000:]
@@ -210,6 +246,31 @@ def test_a_server_that_dies_is_started_again_and_told_to_the_run(fleet: FleetPro
     ]
     assert told[0]["cause"] == "rank 1 died: killed by SIGKILL"
     assert told[1]["outcome"] == "recovered"
+
+
+def test_what_a_trainer_pushes_to_the_servers_itself_serves_once_it_is_committed(
+    fleet: FleetProcess,
+) -> None:
+    # As slime does, whose engines are external: it knows their URLs, and not the transaction.
+    fleet.start(fleet.plan(serves_as_loaded=False))
+    fleet.until_states("stale", "stale")
+
+    fleet.push(1)
+    committed = [fleet.commit_what_servers_say()]
+    os.kill(fleet.pids()[1], signal.SIGKILL)
+    fleet.until_states("active", "stale", epoch=2)
+    answers = [fleet.generated_by() for _ in range(8)]
+    committed.append(fleet.commit_what_servers_say())
+    fleet.push(2)
+    committed.append(fleet.commit_what_servers_say())
+
+    # What was started again has version 0, and never answers.
+    assert set(answers) == {1}
+    assert [(one["version"], one["serving"]) for one in committed] == [
+        (1, [0, 1]),
+        (1, [0]),
+        (2, [0, 1]),
+    ]
 
 
 @pytest.mark.thorough

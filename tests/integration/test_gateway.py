@@ -427,6 +427,7 @@ async def test_what_a_server_has_generated_is_counted_and_nothing_else() -> None
     "session",
     [
         {"headers": {"X-Session-Id": "s"}},
+        {"headers": {"X-SMG-Routing-Key": "s"}},  # of sglang-router's clients
         {"json": {"prompt": "x", "session_id": "s"}},
         {"json": {"messages": [{"role": "user", "content": '"user": 1'}], "session_id": "s"}},
         {"json": {"session_id": 7}},
