@@ -95,7 +95,8 @@ class LlmRun:
         return []
 
     def engines(self) -> dict[int, dict[str, Any]]:
-        with suppress(httpx.HTTPError):
+        # Before the attempt begins there is no spec, and before the fleet does no gateway.
+        with suppress(OSError, httpx.HTTPError):
             seen = httpx.get(f"{self.url}/muster/rollout", trust_env=False, timeout=10.0).json()
             return {int(one["engine"]): one for one in seen["engines"]}
         return {}
@@ -127,6 +128,12 @@ class LlmRun:
         children = self.server(engine).children(recursive=True)
         [core] = [one for one in children if "EngineCore" in "".join(one.cmdline())]
         return core
+
+
+def vllm_processes() -> list[int]:
+    """Engine cores and their workers: naming themselves, they have written over their environment,
+    by which others are found."""
+    return [one.pid for one in psutil.process_iter() if one.name().startswith("VLLM::")]
 
 
 def fault_free(run: LlmRun) -> str:
@@ -236,6 +243,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("there is no vLLM in .venv-llm: `make llm` installs it", file=sys.stderr)
         return 2
     home = Path(tempfile.mkdtemp(prefix="llm-faults-"))
+    others = set(vllm_processes())
     run, wrong = LlmRun(home, options.log, in_flight=options.in_flight), []
     try:
         for fault in FAULTS:
@@ -253,7 +261,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         status = run.process.wait(120)
         if status != 130:
             wrong.append(f"the run ended with {status}, not as interrupted: see {options.log}")
-        if left := processes_with("MUSTER_RUN_ID", run.directory.parent.name):
+        left = processes_with("MUSTER_RUN_ID", run.directory.parent.name)
+        left += [pid for pid in vllm_processes() if pid not in others]
+        if left:
             wrong.append(f"processes are left: {left}")
         wrong += judged(run)
     finally:
