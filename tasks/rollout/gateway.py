@@ -424,6 +424,12 @@ class Gateway:
         path = request.raw_path
         if _OWN.match(path):
             return await self._orders.answer(request)
+        if path.partition("?")[0] == "/health" and request.method in ("GET", "HEAD"):
+            # Clients of one server ask it, as Atropos' do: the fleet is well if any of it serves.
+            # To anybody, as its own.
+            router = self._forwarder.router
+            is_well = router.entrypoints or router.is_closed
+            return _json({"status": "ok"}) if is_well else nobody("no engine serves")
         if (refused := self._access.refusal(request.headers)) is not None:
             return refused
         if self._forwarder.is_over is not None:

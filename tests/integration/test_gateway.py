@@ -209,7 +209,6 @@ async def test_any_method_and_path_reaches_a_server_as_it_is(method: str) -> Non
         ("POST", "/update_weights_from_disk", False),
         ("POST", "/collective_rpc", False),
         ("POST", "/sleep", False),
-        ("GET", "/health", False),
         ("GET", "/", False),
     ],
 )
@@ -250,6 +249,20 @@ async def test_prometheus_is_told_of_requests_engines_and_weights() -> None:
     assert told["request_seconds_count"] == 4
     assert sum(told[f'tokens_total{{rank="{rank}"}}'] for rank in range(2)) == 3
     assert (told["waiting"], told["outstanding"]) == (0, 0)
+
+
+async def test_clients_of_one_server_find_the_fleet_well_as_long_as_any_of_it_serves() -> None:
+    async with scene(1, token="secret") as at:
+        async with at.client.get("/health") as answer:
+            assert (answer.status, await answer.json()) == (200, {"status": "ok"})
+        at.fleet.serve()
+        async with at.client.get("/health") as answer:
+            assert answer.status == 503
+        # In a sync requests wait.
+        at.fleet.router.close()
+        async with at.client.get("/health") as answer:
+            assert answer.status == 200
+        assert not at.servers[0].counts.total
 
 
 async def test_a_user_is_a_session_where_that_is_asked_for() -> None:
@@ -401,7 +414,7 @@ async def test_the_last_words_of_a_front_end_whose_engine_has_died_are_not_the_a
 
 async def test_what_a_server_has_generated_is_counted_and_nothing_else() -> None:
     async with scene(1) as at:
-        for path in ("/v1/models", "/large?bytes=200000", "/health"):
+        for path in ("/v1/models", "/large?bytes=200000"):
             async with at.ask(path, method="GET") as answer:
                 assert answer.status == 200 and await answer.read()
         assert not at.fleet.tokens
