@@ -86,6 +86,8 @@ class Killer:
 def test_it_learns_although_a_server_is_killed_every_few_seconds(
     start_run: Callable[..., Run], quickstart: dict[str, Any]
 ) -> None:
+    # However long it takes, and so however often one is killed.
+    quickstart["components"]["rollout"]["recovery"]["budget"] = "unlimited"
     run = start_run(quickstart)
     killer = Killer(run, seed=6)
     status = run.wait(240)
