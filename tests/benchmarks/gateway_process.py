@@ -23,6 +23,9 @@ class FixedFleet:
     def note_tokens(self, rank: int, epoch: int, count: int) -> None:
         pass
 
+    def version_of(self, engine: int) -> int:
+        return 0
+
     def snapshot(self) -> dict[str, Any]:
         return {}
 
