@@ -173,10 +173,10 @@ def fleet(tmp_path: Path, stage: Stage) -> Iterator[FleetProcess]:
     made = FleetProcess(tmp_path)
     yield made
     made.end()
-    wait_until(lambda: _reaped(stage) == [], "nothing of the fleet is left")
+    wait_until(lambda: _reaped(stage) == {}, "nothing of the fleet is left")
 
 
-def _reaped(stage: Stage) -> list[int]:
+def _reaped(stage: Stage) -> dict[int, str]:
     for pid in stage.left():
         if not is_alive(pid):
             with suppress(ChildProcessError):

@@ -159,7 +159,7 @@ def play(tmp_path: Path, stage: Stage) -> Iterator[Callable[..., None]]:
         asyncio.run(whole())
 
     yield play
-    assert stage.left() == []
+    assert stage.left() == {}
 
 
 def test_a_killed_server_takes_its_group_down_at_once_and_the_group_comes_back(

@@ -85,7 +85,7 @@ async def hosts(tmp_path: Path, stage: Stage) -> AsyncIterator[Hosts]:
     yield hosts
     for host in hosts.made:
         await host.close()
-    assert stage.left() == []
+    assert stage.left() == {}
 
 
 def slot_of(rank: int = 0, *argv: str, port: int | None = None, **env: str) -> ServerSlot:

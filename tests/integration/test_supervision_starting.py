@@ -327,4 +327,4 @@ def test_teardown_may_be_asked_for_by_anyone_any_number_of_times(stage: Stage) -
 
     assert all(verdict == verdicts[0] for verdict in verdicts)
     assert stage.story().count("teardown.begun") == 1
-    assert stage.left() == []
+    assert stage.left() == {}

@@ -94,7 +94,7 @@ def test_supervisor_that_cannot_be_made_leaves_nothing(stage: Stage) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
-    assert stage.left() == []
+    assert stage.left() == {}
 
 
 def test_many_attempts_leak_neither_descriptors_nor_threads(stage: Stage) -> None:

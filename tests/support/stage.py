@@ -94,8 +94,10 @@ class Stage:
         self.events: list[Event] = []
         self._news = threading.Condition()
         self._supervisors: list[Supervisor] = []
-        #: Children of this process that are none of the run's.
-        self.others = set(tree.children(os.getpid()))
+        #: Children of this process that are none of the run's, beside those that are older than it:
+        #: what another test began comes to this process whenever the parent of it ends.
+        self.others: set[int] = set()
+        self._began = _ticks()
 
     def component(
         self,
@@ -175,14 +177,17 @@ class Stage:
         """Take everything down, and see with the kernel that nothing is left."""
         with supervisor:
             verdict = supervisor.teardown()
-        assert self.left() == []
+        assert self.left() == {}
         return verdict
 
-    def left(self) -> list[int]:
-        """Children of this process but `others`: none, once all is taken down."""
-        if not self.others and not has_children():
-            return []
-        return [pid for pid in tree.children(os.getpid()) if pid not in self.others]
+    def left(self) -> dict[int, str]:
+        """Children of this process but `others`, with their commands: none, once all is taken
+        down."""
+        found = {}
+        for pid in tree.children(os.getpid()) if has_children() else ():
+            if pid not in self.others and tree.start_ticks(pid) >= self._began:
+                found[pid] = tree.command_of(pid) or "a zombie"
+        return found
 
     def emit(self, name: str, component: str | None = None, **fields: object) -> None:
         with self._news:
@@ -231,6 +236,11 @@ class Stage:
             tree.signal_process(pid, signal.SIGKILL, parent=os.getpid())
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, 0)
+
+
+def _ticks() -> int:
+    """Now, as the kernel counts the starts of processes: ticks since the boot."""
+    return int(time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK"))
 
 
 def has_children() -> bool:
