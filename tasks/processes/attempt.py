@@ -481,8 +481,12 @@ class SupervisedAttempt:
         return not self._launched or any(member.is_pending for member in self._launched)
 
     def _stalled_member(self) -> Member:
-        """Whose silence it is: the trainer's where there is one, else the last one started."""
-        return self.members.get("trainer", self._launched[-1])
+        """Whose silence it is: the one's that is waited for to be ready; else the trainer's, where
+        it runs; else the last one's that was started."""
+        running = [member for member in self._launched if member.exit is None] or self._launched
+        starting = [member for member in running if not member.is_ready]
+        trainer = [member for member in running if member.name == "trainer"]
+        return (starting or trainer or running)[-1]
 
     def _hung(self) -> dict[str, Member]:
         return {name: member for name, member in self.members.items() if member.is_hung}

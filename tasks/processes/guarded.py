@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +105,8 @@ class GuardedProcess:
         self._spawned: asyncio.Future[int] = loop.create_future()
         self._leader_pid = 0
         self._leader_pidfd: int | None = None
+        #: When its pidfd said that it has ended, CLOCK_MONOTONIC seconds; no report is later.
+        self._leader_gone_s = float("inf")
         # An order was sent, and nothing has said yet that there is no process of it any more.
         self._owes_processes = False
         self._orphan_sweep: asyncio.Task[None] | None = None
@@ -286,6 +288,7 @@ class GuardedProcess:
             self._say("go")
 
     def _on_leader_gone(self) -> None:
+        self._leader_gone_s = time.monotonic()
         self._forget_leader()
         asyncio.get_running_loop().call_later(_REPORT_WITHIN_S, self._on_no_report)
 
@@ -308,7 +311,8 @@ class GuardedProcess:
 
     def _settle_exit(self, status: Exit) -> None:
         self._forget_leader()
-        _resolve(self.exited, status)
+        at_s = min(status.at_monotonic_s, self._leader_gone_s)
+        _resolve(self.exited, replace(status, at_monotonic_s=at_s))
 
     def _on_guardian_gone(self) -> None:
         note = f"its guardian (pid {self.guardian_pid}) was killed"

@@ -112,6 +112,20 @@ def test_component_stuck_in_a_lock_names_the_function_it_hangs_in(stage: Stage) 
     assert "waits_for_ever" not in failure.log_tail
 
 
+def test_a_component_that_hangs_while_it_starts_is_named_and_examined(stage: Stage) -> None:
+    never = ReadyProbe(log="never said", within_s=DEADLINE_S)
+
+    verdict = stage.run(
+        program(stage, "api", STUCK % "", ready=never),
+        stage.component("trainer"),
+        stall_after_s=0.5,
+    )
+
+    assert stalled(verdict).component == "api"
+    assert "in waits_for_ever" in last_words(stage, "api")
+    assert stage.seen("component.starting", "trainer") == []
+
+
 def test_py_spy_tells_the_stack_of_a_process_that_cannot_speak(stage: Stage) -> None:
     if hang_report._py_spy() is None:
         pytest.skip("py-spy is not installed")

@@ -196,6 +196,25 @@ def test_victims_of_the_teardown_are_not_blamed(stage: Stage) -> None:
     assert ends["api"]["exit_code"] == 1 and ends["environment"]["exit_code"] == 1
 
 
+def test_what_died_of_another_is_not_blamed_though_that_ones_guardian_is_late(
+    stage: Stage,
+) -> None:
+    supervisor = stage.running(
+        stage.component("api", sh("mkfifo pipe; echo up; exec sleep 600 3> pipe"), ready=UP),
+        stage.component("trainer", sh("exec 3< pipe; echo up; cat <&3; exit 1"), ready=UP),
+    )
+    guardian = supervisor._attempt.members["api"].process.guardian_pid
+
+    os.kill(guardian, signal.SIGSTOP)
+    os.kill(stage.pid_of("api"), signal.SIGKILL)
+    stage.until("component.exited", "trainer")
+    os.kill(guardian, signal.SIGCONT)
+    verdict = stage.verdict_of(supervisor)
+
+    assert verdict.failure is not None
+    assert (verdict.failure.component, verdict.failure.signal) == ("api", "SIGKILL")
+
+
 def test_failure_carries_the_last_lines_of_the_log_and_a_hint(stage: Stage) -> None:
     verdict = stage.run(
         stage.component("api"),
