@@ -32,6 +32,11 @@ _EVERY_S_AT_MOST = 1.0
 #: For one answer about readiness.
 _ANSWERS_WITHIN_S = 5.0
 _CHUNK_BYTES = 1 << 20
+#: Of a component that sends without end, others must get their turn; the kernel queues no more.
+_MESSAGES_AT_ONCE = 1024
+_STATUS_LENGTH = 500
+#: Whose process a pid is, is not looked up for each message.
+_KNOWN_FOR_S = 1.0
 _LOOPBACK = ("localhost", "127.", "::1", "0.0.0.0")
 
 
@@ -209,16 +214,25 @@ class NotifyProbe(ComponentProbe):
     """A process of the component sent READY=1 to its NOTIFY_SOCKET.
 
     That lives in the abstract namespace, so it leaves no file. Anyone on the machine can send to
-    such a name, hence the sender's kernel-given pid is checked.
+    such a name, hence the sender's kernel-given pid is checked. It is read until it is closed,
+    whether anybody asks or not: who sends to a full one blocks.
 
     Source: sd_notify(3); SCM_CREDENTIALS in unix(7).
     """
 
     question = "READY=1 on NOTIFY_SOCKET"
 
-    def __init__(self, is_ours: Callable[[int], bool]) -> None:
-        #: Whether a pid belongs to the component.
+    def __init__(self, is_ours: Callable[[int], bool], on_status: Callable[[], None]) -> None:
+        """
+        Args:
+            is_ours: whether a pid belongs to the component.
+            on_status: told that `status` may have changed.
+        """
         self._is_ours = is_ours
+        self._on_status = on_status
+        #: `genuine[pid]` of those that have sent something of late.
+        self._genuine: dict[int, bool] = {}
+        self._forgotten_s = 0.0
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         self._socket.setblocking(False)
@@ -227,25 +241,31 @@ class NotifyProbe(ComponentProbe):
         #: What the component gets as NOTIFY_SOCKET.
         self.address = f"@{name}"
         #: Its last STATUS= line.
-        self._status = ""
+        self.status = ""
         self._is_ready = False
+        asyncio.get_running_loop().add_reader(self._socket, self.glance)
 
     async def ask(self, timeout_s: float) -> str | None:
         if self.glance():
             return None
-        status = f" (STATUS: {self._status})" if self._status else ""
+        status = f" (STATUS: {self.status})" if self.status else ""
         return f"{self.question}: not yet{status}"
 
     def glance(self) -> object:
+        before = self.status
         with contextlib.suppress(OSError):  # Nothing more has arrived.
-            while True:
+            for _ in range(_MESSAGES_AT_ONCE):
                 data, ancillary, _, _ = self._socket.recvmsg(4096, socket.CMSG_SPACE(12))
                 if self._is_genuine(ancillary):
                     self._take_in(data.decode("utf-8", errors="replace"))
+        if self.status != before:
+            self._on_status()
         return self._is_ready
 
     def close(self) -> None:
-        self._socket.close()
+        if self._socket.fileno() >= 0:
+            asyncio.get_running_loop().remove_reader(self._socket)
+            self._socket.close()
 
     def _take_in(self, said: str) -> None:
         for line in said.splitlines():
@@ -253,15 +273,19 @@ class NotifyProbe(ComponentProbe):
             if key == "READY" and value == "1":
                 self._is_ready = True
             elif key == "STATUS":
-                self._status = value
+                self.status = value.strip()[:_STATUS_LENGTH]
 
     def _is_genuine(self, ancillary: list[tuple[int, int, bytes]]) -> bool:
         for level, kind, content in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_CREDENTIALS:
                 pid, uid, _ = _CREDENTIALS.unpack(content[: _CREDENTIALS.size])
-                # `systemd-notify` has often left by now; then its user must do.
-                is_gone = tree.parent_of(pid) == 0
-                return self._is_ours(pid) or (is_gone and uid == os.getuid())
+                if time.monotonic() - self._forgotten_s > _KNOWN_FOR_S:
+                    self._genuine, self._forgotten_s = {}, time.monotonic()
+                if pid not in self._genuine:
+                    # `systemd-notify` has often left by now; then its user must do.
+                    is_gone = tree.parent_of(pid) == 0
+                    self._genuine[pid] = self._is_ours(pid) or (is_gone and uid == os.getuid())
+                return self._genuine[pid]
         return False
 
 

@@ -23,6 +23,9 @@ _KILL_WITHIN_S = 8.0
 _LEAVE_WITHIN_S = 2.0
 #: From the end of the processes below it to that of a component that leaves in good order.
 _LEAVES_WITHIN_S = 1.0
+#: A component's status is told no sooner after the last one than a hundredth of its age, and at
+#: least and at most so many seconds.
+_STATUS_PART, _STATUS_AT_LEAST_S, _STATUS_AT_MOST_S = 0.01, 1.0, 60.0
 
 
 class ProcessMember(Member):
@@ -36,6 +39,8 @@ class ProcessMember(Member):
         self._guardian = ProcessId.of(self.process.guardian_pid)
         self._parent_pid = 0
         self._notify: NotifyProbe | None = None
+        self._status_told = ""
+        self._status_later: asyncio.TimerHandle | None = None
         self._diagnosis: Diagnosis | None = None
 
     def __str__(self) -> str:
@@ -54,9 +59,11 @@ class ProcessMember(Member):
     async def launch(self) -> None:
         self._emit("component.starting", self.name)
         command = self.plan.command
-        if self.plan.ready is not None and self.plan.ready.notify:
+        if any(spec is not None and spec.notify for spec in (self.plan.ready, self.plan.live)):
             guardian = self.process.guardian_pid
-            self._notify = NotifyProbe(lambda pid: pid in tree.descendants(guardian))
+            self._notify = NotifyProbe(
+                lambda pid: pid in tree.descendants(guardian), self._on_status
+            )
             env = {**command.env, "NOTIFY_SOCKET": self._notify.address}
             command = replace(command, env=env)
         self._context.ports.release(self.name)
@@ -101,6 +108,7 @@ class ProcessMember(Member):
 
     async def end(self) -> tuple[int | str, ...]:
         if not self.is_launched:
+            self._close_notify()
             self.process.dismiss()
             if not await self._is_empty_within(_LEAVE_WITHIN_S):
                 self.process.abandon_guardian()
@@ -114,8 +122,7 @@ class ProcessMember(Member):
             if not is_empty and not self.process.stuck:
                 self.process.abandon_guardian()
                 await self._is_empty_within(_KILL_WITHIN_S)
-            if self._notify is not None:
-                self._notify.close()
+            self._close_notify()
             if self.process.empty.done():
                 self._context.release(self.name)
                 self._emit("component.stopped", self.name, pid=self.pid)
@@ -135,6 +142,35 @@ class ProcessMember(Member):
     async def _is_empty_within(self, limit_s: float) -> bool:
         done, _ = await asyncio.wait([self.process.empty], timeout=limit_s)
         return bool(done)
+
+    def _on_status(self) -> None:
+        """Tell the status at once, or when the last one that was told has stood for a while."""
+        if self._status_later is None and self._tell_status():
+            loop, pause_s = asyncio.get_running_loop(), _STATUS_PART * self.seconds_alive()
+            pause_s = min(max(_STATUS_AT_LEAST_S, pause_s), _STATUS_AT_MOST_S)
+            self._status_later = loop.call_later(pause_s, self._on_status_stood)
+
+    def _on_status_stood(self) -> None:
+        self._status_later = None
+        self._on_status()
+
+    def _tell_status(self) -> bool:
+        """Whether there was one to tell."""
+        status = self._notify.status if self._notify is not None else ""
+        if status == self._status_told:
+            return False
+        self._status_told = status
+        self._emit("component.status", self.name, message=status)
+        return True
+
+    def _close_notify(self) -> None:
+        if self._notify is None:
+            return
+        self._notify.glance()
+        if self._status_later is not None:
+            self._status_later.cancel()
+        self._tell_status()
+        self._notify.close()
 
     def _probe(self, spec: ReadyProbe | LiveProbe) -> ComponentProbe | None:
         if spec.notify and self._notify is not None:

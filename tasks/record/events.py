@@ -54,6 +54,7 @@ CATALOGUE: Mapping[str, tuple[str, ...]] = {
     "process.watched": ("pid", "command"),
     "probe.failed": ("reason", "misses", "probe"),
     "component.ready": ("pid", "after_s"),
+    "component.status": ("message",),
     "component.drained": (),
     "component.exited": ("pid", "exit_code", "signal"),
     "component.diagnosed": ("pid", "path"),

@@ -69,11 +69,13 @@ def state_of(attempt: AttemptRecord, name: str) -> str:
 def _row(view: RunView, attempt: AttemptRecord, name: str) -> Iterator[str]:
     seen = attempt.components.get(name)
     yield text(name)
-    state = text(state_of(attempt, name))
+    state, row = text(state_of(attempt, name)), view.seen.rows[name]
     if attempt.failure and attempt.failure.component == name:
         state = f"**failed first**: {state}"
-    elif state == "starting" and (why := view.seen.rows[name].unready):
-        state += f", not ready: {text(why)}"
+    elif state == "starting" and row.unready:
+        state += f", not ready: {text(row.unready)}"
+    if row.status and row.status not in state:
+        state += f"; its last status: {text(row.status)}"
     yield state
     yield _runs_as(attempt, name, seen)
     if seen is None or not seen.started_at:

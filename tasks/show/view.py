@@ -64,6 +64,8 @@ class Row:
     note: str = ""
     #: The last answer to the question whether it is ready.
     unready: str = ""
+    #: What it last said of itself, by sd_notify.
+    status: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,7 +262,10 @@ class RunSeen:
             case "component.ready":
                 # What its probe said is over; where its job runs is not.
                 is_lasting = note.startswith("job ") or (name == FLEET and "engines" in note)
-                self._change(name, stage=Standing.READY, note=note if is_lasting else "")
+                self._change(name, stage=Standing.READY, note=note if is_lasting else row.status)
+            case "component.status":
+                is_ready = row.stage is Standing.READY
+                self._change(name, status=event.message, note=event.message if is_ready else note)
             case "component.drained":
                 self._change(name, note=f"{note}, its part is done".lstrip(", "))
             case "component.exited":

@@ -204,7 +204,8 @@ class Probe(Model):
         examples=["${attempt.dir}/registered"],
     )
     notify: Annotated[bool, Field(strict=True), AfterValidator(_is_true)] | None = Field(
-        None, description="Waits for the component's own READY=1 (sd_notify)."
+        None,
+        description="Waits for the component's own READY=1 (sd_notify); its last STATUS= is shown.",
     )
     alive_s: Seconds | None = Field(
         None,

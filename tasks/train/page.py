@@ -77,6 +77,7 @@ _LONGEST_S = 3600.0
 _CHANGES: Mapping[str, tuple[str, ...]] = {
     "attempt.": (SUMMARY, COMPONENTS, TIMELINE, ATTEMPTS, RECORD),
     "component.": (SUMMARY, COMPONENTS, TIMELINE, RECORD),
+    "component.status": (COMPONENTS,),
     "job.": (SUMMARY, COMPONENTS, RECORD),
     "rollout.group.": (COMPONENTS,),
     "rollout.server.": (COMPONENTS,),

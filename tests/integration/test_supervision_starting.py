@@ -91,6 +91,29 @@ def test_component_is_ready_when_its_probe_says_so(
     assert stage.end(supervisor).state is RunState.CANCELLED
 
 
+@pytest.mark.parametrize("said", ["READY=1", "STATUS=x"])
+def test_who_says_more_than_ready_is_heard_to_the_end(stage: Stage, said: str) -> None:
+    speaks = python(
+        "import os, socket\n"
+        "s = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)\n"
+        "s.connect('\\0' + os.environ['NOTIFY_SOCKET'][1:])\n"
+        "s.send(b'READY=1')\n"
+        "for i in range(3000): s.send(b'STATUS=step %d\\n' % i)\n"
+        f"s.send(b'{said}')\n"
+        "print('said all')\n"
+    )
+
+    verdict = stage.run(
+        stage.component("trainer", speaks, ready=ReadyProbe(notify=True), on_exit_zero="complete")
+    )
+
+    assert verdict.state is RunState.COMPLETED
+    assert "said all" in stage.text_of("trainer")
+    last = "x" if said == "STATUS=x" else "step 2999"
+    told = [event.fields["message"] for event in stage.seen("component.status")]
+    assert told[-1] == last and len(told) < 100
+
+
 @pytest.mark.parametrize("question", ["http", "tcp"])
 def test_component_is_ready_when_its_port_answers(stage: Stage, question: str) -> None:
     ports = PortsReserved(["api.port"])

@@ -78,6 +78,19 @@ def test_what_a_probe_answered_is_over_once_it_is_ready() -> None:
     assert rows(picture)["api"] == (Standing.READY, "")
 
 
+def test_the_last_status_of_a_component_stands_beside_it() -> None:
+    picture = viewed(
+        event("component.spawned", "api", pid=7, argv=[]),
+        event("component.status", "api", message="loading"),
+        event("component.ready", "api", pid=7, after_s=0.5),
+    )
+    ready = rows(picture)["api"]
+    picture.observe(event("component.status", "api", message="serving 4 models"))
+
+    assert ready == (Standing.READY, "loading")
+    assert rows(picture)["api"] == (Standing.READY, "serving 4 models")
+
+
 def test_an_end_is_told_by_its_exit_code_or_signal_and_its_age_stands_still() -> None:
     picture = viewed(
         event("component.spawned", "api", pid=7, argv=[]),

@@ -210,6 +210,17 @@ def test_components_show_what_runs_where_while_it_does() -> None:
     assert shown.headline == "api ready\n\ntrainer starting"
 
 
+def test_the_last_status_of_a_component_stands_on_the_page() -> None:
+    told = [
+        Event(at=0.0, name="component.status", component="api", fields={"message": said})
+        for said in ("loading", "serving 4 models")
+    ]
+
+    shown = components_of(view(attempt(), servers=told))
+
+    assert "| api | ready; its last status: serving 4 models | pid 8 |" in str(shown.data)
+
+
 def test_a_job_of_a_cluster_is_shown_with_its_submission_and_nodes() -> None:
     ray = {"component": "trainer", "submission_id": "x-1--a01", "nodes": ["10.0.0.7"]}
     components = {"trainer": {**component(1000.0), "pid": None}}
