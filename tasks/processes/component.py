@@ -131,8 +131,9 @@ class AttemptContext:
         if self._namespace is not None:
             self._namespace.settle()
         if self._register is not None:
-            note = self._register.add_leftover
+            note = self._register.note_leftovers
             self._shared_memory = registry.SharedMemoryWatch(self.own_pids, note)
+            self._shared_memory.start()
 
     async def launch(
         self, component: ComponentPlan, process: GuardedProcess, command: Command
@@ -179,7 +180,7 @@ class AttemptContext:
         something in the namespace can't be ended.
         """
         if self._shared_memory is not None:
-            self._shared_memory.close()
+            await asyncio.to_thread(self._shared_memory.close)
         namespace, self._namespace = self._namespace, None
         left: tuple[int, ...] = ()
         if namespace is not None and not await asyncio.to_thread(namespace.close):

@@ -14,15 +14,16 @@ new one (inotify), and whoever has it open or mapped then has made it.
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
 import errno
 import fcntl
 import logging
 import os
+import select
 import shutil
 import signal
 import struct
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -179,10 +180,12 @@ class RunRegister:
         )
         return RunRegister(owner)
 
-    def add_leftover(self, path: Path) -> None:
-        """Note what has to be removed with the run."""
-        if path not in self.owner.leftovers:
-            leftovers = (*self.owner.leftovers, path)
+    def note_leftovers(self, made: set[Path], gone: set[Path]) -> None:
+        """Note what has to be removed with the run, and what has gone before: it may come again,
+        and be another's then."""
+        kept = [path for path in self.owner.leftovers if path not in gone]
+        leftovers = (*kept, *sorted(made.difference(kept)))
+        if leftovers != self.owner.leftovers:
             self.owner = self.owner.model_copy(update={"leftovers": leftovers})
             with suppress(OSError):
                 self._write_owner()
@@ -314,82 +317,155 @@ def _try_lock(directory: Path) -> int | None:
 
 
 DIRECTORY = Path("/dev/shm")
-_IN_CREATE, _IN_MOVED_TO = 0x100, 0x80
+_IN_MOVED_FROM, _IN_MOVED_TO, _IN_CREATE, _IN_DELETE, _IN_ISDIR = 0x40, 0x80, 0x100, 0x200, 1 << 30
+_COMES, _GOES = _IN_CREATE | _IN_MOVED_TO, _IN_DELETE | _IN_MOVED_FROM
 _EVENT = struct.Struct("iIII")
 #: Many appear at once, when a collective library starts: they are looked up together.
 _GATHER_S = 0.05
-#: A maker may have closed it again by then, and mapped it a moment later.
-_LOOKS = 4
+#: A maker may have closed it again at the first look, and mapped it a moment later.
+_MAPPED_WITHIN_S = 0.2
+#: CPU that the looks take at most: whoever fills the directory only makes them rarer.
+_CORES = 0.02
+#: A disk may hang on which the last look is noted.
+_LAST_LOOK_WITHIN_S = 5.0
 
 
 class SharedMemoryWatch:
-    """Tells `on_made` of each segment, once, that one of `own_pids` has made.
+    """Notes the segments that one of `own_pids` has made, for as long as they are there.
 
-    Lives in an asyncio loop. Does nothing where /dev/shm can't be watched.
+    It has a thread from `start` to `close`. Does nothing where the directory can't be watched.
     """
 
-    def __init__(self, own_pids: Callable[[], set[int]], on_made: Callable[[Path], None]) -> None:
+    def __init__(
+        self,
+        own_pids: Callable[[], set[int]],
+        note: Callable[[set[Path], set[Path]], None],
+        *,
+        directory: Path = DIRECTORY,
+        clock: Callable[[], float] = time.monotonic,
+        cpu_clock: Callable[[], float] = time.thread_time,
+        until_readable: Callable[[Iterable[int], float | None], set[int]] | None = None,
+    ) -> None:
+        """
+        Args:
+            own_pids: called in the thread, once a look.
+            note: told in the thread of segments that were made, and of whatever is gone.
+            until_readable: waits for so many seconds for one of these fds; those that are.
+        """
         self._own_pids = own_pids
-        self._on_made = on_made
-        #: `looks[name]`: how often it has been looked for without finding who made it.
-        self._looks: dict[str, int] = {}
-        self._timer: asyncio.TimerHandle | None = None
-        self._looked_at = 0.0
-        self._fd = _watch(DIRECTORY)
+        self._note = note
+        self._directory = directory
+        self._clock = clock
+        self._cpu_clock = cpu_clock
+        self._until_readable = until_readable or _until_readable
+        #: `appeared[path]`: when; those that nobody is known to have made.
+        self._appeared: dict[Path, float] = {}
+        self._fd = _watch(directory)
+        self._closing = os.eventfd(0) if self._fd >= 0 else -1
+        self._thread = threading.Thread(target=self.watch, name="shared-memory", daemon=True)
+
+    def start(self) -> None:
         if self._fd >= 0:
-            asyncio.get_running_loop().add_reader(self._fd, self._on_news)
+            self._thread.start()
 
     def close(self) -> None:
-        """Look a last time, and watch no more."""
+        """Look a last time, and watch no more. Blocks."""
         if self._fd < 0:
             return
-        self._on_news()
-        self._look()
-        if self._timer is not None:
-            self._timer.cancel()
-        asyncio.get_running_loop().remove_reader(self._fd)
+        os.eventfd_write(self._closing, 1)
+        if self._thread.is_alive():
+            self._thread.join(_LAST_LOOK_WITHIN_S)
+        if self._thread.is_alive():
+            _log.warning("the last look at %s takes too long: not waited for", self._directory)
+            return
         os.close(self._fd)
-        self._fd = -1
+        os.close(self._closing)
 
-    def _on_news(self) -> None:
-        with suppress(BlockingIOError):
-            data = os.read(self._fd, 1 << 16)
-            while data:
-                *_, length = _EVENT.unpack_from(data)
-                name = data[_EVENT.size : _EVENT.size + length].rstrip(b"\0")
-                self._looks[os.fsdecode(name)] = 0
-                data = data[_EVENT.size + length :]
-        self._look_soon()
-
-    def _look_soon(self) -> None:
-        if self._timer is None and self._looks:
-            loop = asyncio.get_running_loop()
-            self._timer = loop.call_at(self._looked_at + _GATHER_S, self._look)
+    def watch(self) -> None:
+        """Look whenever there is a reason to, until `close`."""
+        next_at = 0.0
+        is_closing = False
+        while not is_closing:
+            if not self._appeared:
+                self._until_readable((self._fd, self._closing), None)
+            pause_s = max(_GATHER_S, next_at - self._clock())
+            is_closing = bool(self._until_readable((self._closing,), pause_s))
+            began_s = self._cpu_clock()
+            self._look()
+            next_at = self._clock() + (self._cpu_clock() - began_s) / _CORES
 
     def _look(self) -> None:
-        self._timer = None
-        self._looked_at = asyncio.get_running_loop().time()
-        wanted = {DIRECTORY / name for name in self._looks}
-        for path in held_by(self._own_pids(), wanted):
-            del self._looks[path.name]
-            self._on_made(path)
-        self._looks = {name: n + 1 for name, n in self._looks.items() if n + 1 < _LOOKS}
-        self._look_soon()
+        now = self._clock()
+        gone = self._read_news(now)
+        wanted = {path for path in self._appeared if _is_ours(path)}
+        made: set[Path] = set()
+        try:
+            if wanted:
+                made = held_by(self._own_pids(), wanted)
+        except OSError as error:  # No more files can be opened, for example.
+            _log.warning(
+                "who has made %s is not known: %s", ", ".join(map(str, sorted(wanted))), error
+            )
+        self._appeared = {
+            path: at
+            for path, at in self._appeared.items()
+            if path in wanted - made and now - at < _MAPPED_WITHIN_S
+        }
+        if made or gone:
+            self._note(made, gone)
+
+    def _read_news(self, now: float) -> set[Path]:
+        """What has come is in `_appeared` afterwards; what has gone is returned."""
+        gone: set[Path] = set()
+        with suppress(BlockingIOError):
+            while True:
+                data = memoryview(os.read(self._fd, 1 << 16))
+                while data:
+                    _, mask, _, length = _EVENT.unpack_from(data)
+                    name = bytes(data[_EVENT.size : _EVENT.size + length]).rstrip(b"\0")
+                    data = data[_EVENT.size + length :]
+                    path = self._directory / os.fsdecode(name)
+                    if mask & _GOES:
+                        gone.add(path)
+                        self._appeared.pop(path, None)
+                    elif mask & _COMES and not mask & _IN_ISDIR:
+                        self._appeared[path] = now
+        return gone
+
+
+def _until_readable(fds: Iterable[int], within_s: float | None) -> set[int]:
+    poll = select.poll()
+    for fd in fds:
+        poll.register(fd, select.POLLIN)
+    return {fd for fd, _ in poll.poll(None if within_s is None else within_s * 1000)}
 
 
 def held_by(pids: Iterable[int], wanted: set[Path]) -> set[Path]:
     """Which of the files a process among `pids` has open or mapped."""
     found: set[Path] = set()
     names = {str(path): path for path in wanted}
+    # As a mapping's path begins in /proc/PID/maps.
+    folders = {b" " + os.fsencode(path.parent) + b"/" for path in wanted}
     for pid in pids:
         if len(found) == len(wanted):
             break
         found |= {names[target] for target in tree.open_files(pid).values() if target in names}
-        with suppress(OSError), open(f"/proc/{pid}/maps", encoding="utf-8", errors="replace") as f:
-            for line in f:
-                if (path := names.get("/" + line.rstrip("\n").partition("/")[2])) is not None:
-                    found.add(path)
+        with suppress(OSError):
+            # A process of thousands of mappings is common: no loop of ours goes over them all.
+            maps = Path(f"/proc/{pid}/maps").read_bytes()
+            for folder in folders:
+                for rest in maps.split(folder)[1:]:
+                    target = os.fsdecode(folder[1:] + rest.partition(b"\n")[0])
+                    if target in names:
+                        found.add(names[target])
     return found
+
+
+def _is_ours(path: Path) -> bool:
+    """It is there, and this user's: no other is ever removed."""
+    with suppress(OSError):
+        return path.lstat().st_uid == os.getuid()
+    return False
 
 
 def remove_unused(paths: Iterable[Path]) -> list[Path]:
@@ -397,11 +473,7 @@ def remove_unused(paths: Iterable[Path]) -> list[Path]:
 
     Returns: those removed.
     """
-    candidates = set()
-    for path in paths:
-        with suppress(OSError):
-            if path.lstat().st_uid == os.getuid():
-                candidates.add(path)
+    candidates = {path for path in paths if _is_ours(path)}
     removed = []
     for path in sorted(candidates - held_by(tree.all_pids(), candidates)):
         with suppress(OSError):
@@ -416,7 +488,7 @@ def _watch(directory: Path) -> int:
     fd: int = libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
     if fd < 0:
         return -1
-    if libc.inotify_add_watch(fd, os.fsencode(directory), _IN_CREATE | _IN_MOVED_TO) < 0:
+    if libc.inotify_add_watch(fd, os.fsencode(directory), _COMES | _GOES) < 0:
         os.close(fd)
         return -1
     return fd
@@ -499,7 +571,7 @@ def _end_once(entry: RegisterEntry) -> set[Known]:
 def _remove_directory(path: Path) -> bool:
     """Whether it was there, was ours, and is gone now."""
     with suppress(OSError):
-        if path.name.startswith(_PREFIX) and path.lstat().st_uid == os.getuid():
+        if path.name.startswith(_PREFIX) and _is_ours(path):
             shutil.rmtree(path, ignore_errors=True)
             return not path.exists()
     return False

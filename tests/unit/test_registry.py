@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,11 +18,13 @@ from tasks.processes.registry import (
     Owner,
     RegisterEntry,
     RunRegister,
+    SharedMemoryWatch,
     claimed,
     enter,
     leave,
     registered_runs,
 )
+from tests.support.stage import wait_until
 
 #: Opens a registry, says so, and stays until its stdin ends.
 OWNER = """
@@ -225,3 +228,101 @@ def test_a_part_cannot_be_entered_once_its_run_is_forgotten(home: Path) -> None:
 
     with pytest.raises(OSError):
         enter(register.directory, entry(component="rollout.r0"))
+
+
+class Crowd:
+    """Ten seconds in which others make 20 files a second, and a look takes 50 ms of CPU."""
+
+    def __init__(self, directory: Path) -> None:
+        self.now = 0.0
+        self.cpu_s = 0.0
+        self.looks = 0
+        self.files = iter([(at / 20, directory / f"others-{at}") for at in range(200)])
+        self.next = next(self.files, None)
+
+    def own_pids(self) -> set[int]:
+        self.looks += 1
+        self.cpu_s += 0.05
+        return {os.getpid()}
+
+    def until_readable(self, fds: Iterable[int], within_s: float | None) -> set[int]:
+        """Of what is asked for the last one says that it is over."""
+        if within_s is not None:
+            self.now += within_s
+        elif self.next is not None:
+            self.now = max(self.now, self.next[0])
+        while self.next is not None and self.next[0] <= self.now:
+            self.next[1].touch()
+            self.next = next(self.files, None)
+        return set(fds) if within_s is None or self.next is None else set()
+
+
+def test_files_of_others_in_shared_memory_cost_a_bounded_share_of_a_core(tmp_path: Path) -> None:
+    crowd = Crowd(tmp_path)
+    noted: set[Path] = set()
+    watch = SharedMemoryWatch(
+        crowd.own_pids,
+        lambda made, gone: noted.update(made),
+        directory=tmp_path,
+        clock=lambda: crowd.now,
+        cpu_clock=lambda: crowd.cpu_s,
+        until_readable=crowd.until_readable,
+    )
+
+    watch.watch()
+    watch.close()
+
+    assert len(list(tmp_path.iterdir())) == 200 and not noted
+    assert crowd.looks >= 2
+    # With the first look and the last.
+    assert crowd.cpu_s <= 0.02 * crowd.now + 2 * 0.05
+
+
+def test_segment_is_registered_from_when_it_is_made_until_it_is_removed(
+    home: Path, tmp_path: Path
+) -> None:
+    register = RunRegister.opened("a-run", leftovers=(home / "muster-x",))
+    watch = SharedMemoryWatch(lambda: {os.getpid()}, register.note_leftovers, directory=tmp_path)
+    mine, removed, others = (tmp_path / name for name in ("mine", "removed", "others"))
+
+    def registered() -> list[Path]:
+        owner = registry.owner_of("a-run")
+        assert owner is not None
+        return list(owner.leftovers)
+
+    watch.start()
+    others.touch()
+    with mine.open("w"), removed.open("w"):
+        wait_until(lambda: {mine, removed} <= set(registered()), "both are noted")
+        removed.unlink()
+        wait_until(lambda: removed not in registered(), "it is forgotten")
+    watch.close()
+
+    assert registered() == [home / "muster-x", mine]
+    register.close()
+
+
+def test_segment_that_is_made_just_before_the_end_is_registered(home: Path, tmp_path: Path) -> None:
+    register = RunRegister.opened("a-run")
+    watch = SharedMemoryWatch(lambda: {os.getpid()}, register.note_leftovers, directory=tmp_path)
+    segment = tmp_path / "segment"
+
+    watch.start()
+    with segment.open("w"):
+        watch.close()
+
+    assert register.owner.leftovers == (segment,)
+    register.close()
+
+
+def test_segment_that_is_closed_and_still_mapped_is_held(tmp_path: Path) -> None:
+    segment = tmp_path / "a segment"
+    with segment.open("w+b") as file:
+        file.truncate(4096)
+        mapped = mmap.mmap(file.fileno(), 4096)
+
+    held = registry.held_by([os.getpid()], {segment, tmp_path / "segment"})
+
+    assert held == {segment}
+    mapped.close()
+    assert registry.held_by([os.getpid()], {segment}) == set()
