@@ -25,7 +25,13 @@ from tasks.ray.dashboard import (
     PlacementGroup,
 )
 from tasks.ray.nodes import SweepReport, told_apart
-from tasks.ray.submission import SETTLES_WITHIN_S, SubmissionFile, UnseenNote, unseen_file
+from tasks.ray.submission import (
+    QUOTED_LOG,
+    SETTLES_WITHIN_S,
+    SubmissionFile,
+    UnseenNote,
+    unseen_file,
+)
 from tasks.record.outcome import Exit
 from tasks.spec.words import commas
 
@@ -100,8 +106,8 @@ _SUPERVISOR_LATE_S = 2.5
 _NODE_LATE_S = 70.0
 #: The clock of the driver's node writes milliseconds.
 _ROUNDING_S = 0.001
-#: Source: ray 2.60, JobSupervisor._exec_entrypoint and JobSupervisor.run.
-_ECHO, _QUOTED_LOG = "Running entrypoint for job ", "last available logs"
+#: Source: ray 2.60, JobSupervisor._exec_entrypoint.
+_ECHO = "Running entrypoint for job "
 
 
 def exit_of(
@@ -149,7 +155,7 @@ def last_words(log_end: str, job: JobState | None) -> str:
     lines = [line for line in log_end.splitlines() if not line.startswith(_ECHO)]
     if job is not None:
         # The log that it quotes is the one that is here.
-        told, _, _ = job.message.partition(_QUOTED_LOG)
+        told, _, _ = job.message.partition(QUOTED_LOG)
         lines += [told.rstrip(" ,"), job.error_type]
     return "\n".join(line for line in lines if line)
 

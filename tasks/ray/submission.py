@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -50,7 +50,12 @@ class JobPlan:
     #: UTC epoch seconds, where a process of another host, whose file is not here, may have
     #: submitted it.
     may_be_submitted_since: float | None = None
+    #: Takes secrets out of a text, before it is written down.
+    mask: Callable[[str], str] = str
 
+
+#: Where Ray's word on a job's end begins to quote its log. Source: ray 2.60, JobSupervisor.run.
+QUOTED_LOG = "last available logs"
 
 _log = logging.getLogger(__name__)
 
@@ -58,9 +63,12 @@ _log = logging.getLogger(__name__)
 class SubmissionFile:
     """The file of one submission. It is there before the cluster is asked for anything."""
 
-    def __init__(self, path: Path, content: SubmissionJson) -> None:
+    def __init__(
+        self, path: Path, content: SubmissionJson, mask: Callable[[str], str] = str
+    ) -> None:
         self.path = path
         self.content = content
+        self._mask = mask
 
     @staticmethod
     def read(path: Path) -> SubmissionFile | None:
@@ -78,14 +86,14 @@ class SubmissionFile:
         """Go on with the file of an earlier process, or write one. Raises: OSError, ValueError."""
         file = SubmissionFile.read(plan.submission_file)
         if file is not None and file.content.submission_id == plan.submission_id:
-            return file
+            return SubmissionFile(file.path, file.content, plan.mask)
         content = SubmissionJson(
             address=plan.address,
             submission_id=plan.submission_id,
             run_id=plan.run_id,
             attempt=plan.attempt,
             component=plan.component,
-            argv=plan.command.argv,
+            argv=tuple(map(plan.mask, plan.command.argv)),
             status="submitting",
         )
         if plan.may_be_submitted_since is not None:
@@ -93,7 +101,7 @@ class SubmissionFile:
             content = content.but(submit_began_at=plan.may_be_submitted_since)
         plan.submission_file.parent.mkdir(parents=True, exist_ok=True)
         write_json(plan.submission_file, content.as_json())
-        return SubmissionFile(plan.submission_file, content)
+        return SubmissionFile(plan.submission_file, content, plan.mask)
 
     def note(self, **known: object) -> None:
         """Add what has become known; written only where it is new."""
@@ -107,10 +115,11 @@ class SubmissionFile:
             _log.warning("%s could not be written: %s", self.path, error)
 
     def note_state(self, state: JobState, **known: object) -> None:
-        """`note` what the cluster says of the job."""
+        """`note` what the cluster says of the job, without what it quotes of the job's log."""
         known["status"] = state.status.lower()
         if state.is_final:
-            known |= {"message": state.message[-2000:], "ended_at": state.ended_at}
+            told = self._mask(state.message.partition(QUOTED_LOG)[0].rstrip(" ,"))
+            known |= {"message": told[-2000:], "ended_at": state.ended_at}
         self.note(**known)
 
 

@@ -16,7 +16,7 @@ from tasks.show.arguments import EXIT_DONE, AsJson, Overrides, SpecFile, run
 from tasks.spec.errors import Fault, InvalidSpec
 from tasks.spec.loading import load_spec
 from tasks.spec.run import RunSpec
-from tasks.spec.secrets import mask_text, masked, secret_values
+from tasks.spec.secrets import mask_text, masked
 
 _ARGUMENT_AT_MOST = 60
 
@@ -31,7 +31,8 @@ def plan(spec: SpecFile, /, *, set: Overrides = (), json: AsJson = False) -> int
 
     Exit: 0 printed, 2 the spec is invalid or has no fleet.
     """
-    found = _without_secrets(plan_of(load_spec(spec, set), str(spec)))
+    loaded = load_spec(spec, set)
+    found = _without_secrets(plan_of(loaded, str(spec)), loaded.secrets)
     print(dumps(found.as_json(), indent=2) if json else "\n".join(_in_words(found)))
     return EXIT_DONE
 
@@ -53,11 +54,10 @@ def plan_of(spec: RunSpec, source: str) -> TopologyPlan:
     return planned(spec.fleet, node_gpus(spec))
 
 
-def _without_secrets(plan: TopologyPlan) -> TopologyPlan:
-    """The same with variables that look secret masked, there and wherever else they stand."""
+def _without_secrets(plan: TopologyPlan, secrets: frozenset[str]) -> TopologyPlan:
+    """The same with variables that look secret masked, and the secrets wherever they stand."""
 
     def masked_slot(slot: ServerSlot) -> ServerSlot:
-        secrets = tuple(secret_values(slot.env))
         argv = tuple(mask_text(word, secrets) for word in slot.argv)
         return replace(slot, env=masked(slot.env), argv=argv)
 

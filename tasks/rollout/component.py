@@ -4,15 +4,14 @@ process says brought into the run's events."""
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
-import secrets
 import socket
 import sys
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from secrets import token_urlsafe
 from urllib.parse import urlsplit
 
 from tasks.processes.component import ComponentPlan
@@ -22,7 +21,7 @@ from tasks.ray.dashboard import CLUSTERS_VARIABLE
 from tasks.record.events import Emit, Event
 from tasks.record.places import AttemptPlace
 from tasks.rollout.building import LOOPBACK, is_loopback, planned, ports_needed
-from tasks.rollout.plan import SERVERS_ENV, FleetPlan
+from tasks.rollout.plan import FleetPlan
 from tasks.rollout.topology import TopologyPlan
 from tasks.spec.errors import Fault
 from tasks.spec.placeholders import ROLLOUT_ENGINES, ROLLOUT_URL, uses_in
@@ -210,6 +209,7 @@ def prepare_fleet(
     register_at: Path,
     *,
     resumes: bool = False,
+    secrets: frozenset[str] = frozenset(),
 ) -> FleetPlan | None:
     """What the process of the run's fleet is to do, which is written down.
 
@@ -217,6 +217,7 @@ def prepare_fleet(
         spec: with its placeholders filled in.
         register_at: the directory of the run's register.
         resumes: the attempt begins with a checkpoint, which the servers do not have.
+        secrets: of the run, which the fleet's process is to mask.
 
     Returns: None, where the run has no fleet. Raises: OSError.
     """
@@ -246,8 +247,9 @@ def prepare_fleet(
         register_at=register_at if is_registered else None,
         serves_as_loaded=(fleet.weights.initial or ("stale" if resumes else "loaded")) == "loaded",
         level=containment.level.value,
-        token=secrets.token_urlsafe(32) if needs_token else "",
-        order_token=secrets.token_urlsafe(32) if needs_token else "",
+        token=token_urlsafe(32) if needs_token else "",
+        order_token=token_urlsafe(32) if needs_token else "",
+        secrets=secrets,
     )
     plan.write(place.fleet_plan)
     return plan
@@ -276,7 +278,6 @@ def fleet_component(
                 **env,
                 **plan.env,
                 **(_QUIET_RAY | known if is_on_ray else {}),
-                SERVERS_ENV: json.dumps(fleet.env),
             },
             cwd=place.directory,
             log=place.log(FLEET),

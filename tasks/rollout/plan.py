@@ -12,14 +12,17 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from tasks.record.places import AttemptPlace
 from tasks.spec.rollout import Rollout
 from tasks.spec.run import FLEET
+from tasks.spec.secrets import mask_text, masked_in, secret_values, secrets_in_words
 
 #: Where a component finds the gateway's token: for requests, and that of TRAINER, or of all where
 #: the run has none of that name, for orders, too.
 TOKEN_ENV, TRAINER = "MUSTER_ROLLOUT_TOKEN", "trainer"
 #: Where the fleet's process finds the other one.
 ORDER_TOKEN_ENV = "MUSTER_ROLLOUT_ORDER_TOKEN"
-#: Where it finds the variables of its servers, as JSON: what may be secret stands in no file.
+#: Where it finds, as JSON, what of the plan may be secret and so stands in no file: the variables
+#: and the words of its servers, and what is to be masked in all that it writes.
 SERVERS_ENV = "MUSTER_ROLLOUT_SERVERS_ENV"
+_OF_SERVERS = ("env", "command", "args")
 
 
 class BadPlan(Exception):
@@ -60,6 +63,8 @@ class FleetPlan(BaseModel):
     token: str = Field("", exclude=True, repr=False)
     #: The same, for orders.
     order_token: str = Field("", exclude=True, repr=False)
+    #: The run's, beside those that the plan itself shows. In no file either.
+    secrets: frozenset[str] = Field(frozenset(), exclude=True, repr=False)
 
     @property
     def place(self) -> AttemptPlace:
@@ -69,7 +74,17 @@ class FleetPlan(BaseModel):
     @property
     def env(self) -> dict[str, str]:
         """What the fleet's own process gets: all that is secret."""
-        return self._known({TOKEN_ENV: self.token, ORDER_TOKEN_ENV: self.order_token})
+        of_servers = self.fleet.model_dump(mode="json", include={*_OF_SERVERS}, exclude_unset=True)
+        hidden = json.dumps({"fleet": of_servers, "secrets": sorted(self.secrets)})
+        tokens = self._known({TOKEN_ENV: self.token, ORDER_TOKEN_ENV: self.order_token})
+        return {**tokens, SERVERS_ENV: hidden}
+
+    def mask(self, text: str) -> str:
+        """The text without what is secret of the fleet and of its run."""
+        fleet = self.fleet
+        words = secrets_in_words([*(fleet.command or ()), *(fleet.args or ())])
+        tokens = {one for one in (self.token, self.order_token) if one}
+        return mask_text(text, self.secrets | secret_values(fleet.env) | words | tokens)
 
     def env_of(self, component: str, *, others: Collection[str]) -> dict[str, str]:
         """What a component of the run gets.
@@ -84,8 +99,10 @@ class FleetPlan(BaseModel):
         return {name: token for name, token in env.items() if token}
 
     def write(self, path: Path) -> None:
-        """For this user's eyes only: arguments of servers may be secret. Raises: OSError."""
+        """With the words of servers masked, and for this user's eyes only. Raises: OSError."""
         fleet = self.fleet.model_dump(mode="json", exclude_unset=True, exclude={"env"})
+        for key in fleet.keys() & {*_OF_SERVERS}:
+            fleet[key] = masked_in(fleet[key], self.mask)
         content = {**self.model_dump(mode="json", exclude={"fleet"}), "fleet": fleet}
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with open(fd, "w", encoding="utf-8") as f:
@@ -102,7 +119,9 @@ class FleetPlan(BaseModel):
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             if isinstance(content, dict) and isinstance(content.get("fleet"), dict):
-                content["fleet"]["env"] = json.loads(env.get(SERVERS_ENV, "{}"))
+                hidden = json.loads(env.get(SERVERS_ENV, "{}"))
+                content["fleet"] |= hidden.get("fleet", {})
+                content["secrets"] = hidden.get("secrets", [])
                 content["token"] = env.get(TOKEN_ENV, "")
                 content["order_token"] = env.get(ORDER_TOKEN_ENV, "")
             return FleetPlan.model_validate(content)

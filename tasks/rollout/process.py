@@ -36,6 +36,7 @@ from tasks.rollout.probing import HttpProber, NoHost, OpenedHost, Places
 from tasks.rollout.topology import settings_of
 from tasks.spec.rollout import Rollout
 from tasks.spec.run import FLEET, VISIBLE
+from tasks.spec.secrets import masked_logs
 
 #: Of this process only.
 _OWN_ENV = (SERVERS_ENV, "NOTIFY_SOCKET")
@@ -156,9 +157,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with contextlib.suppress(OSError):  # At level L1.
         tree.become_subreaper()
     try:
-        return asyncio.run(_run(FleetPlan.read(Path(words[0]), os.environ)))
-    except (BadPlan, NoHost) as error:
+        plan = FleetPlan.read(Path(words[0]), os.environ)
+    except BadPlan as error:
         return _say_last(str(error), EXIT_NOT_STARTED)
+    with masked_logs(plan.mask):
+        try:
+            return asyncio.run(_run(plan))
+        except NoHost as error:
+            return _say_last(plan.mask(str(error)), EXIT_NOT_STARTED)
 
 
 async def _run(plan: FleetPlan) -> int:
@@ -166,7 +172,7 @@ async def _run(plan: FleetPlan) -> int:
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, told_to_end.set)
-    events = EventLog(plan.place.fleet_events, (_say,))
+    events = EventLog(plan.place.fleet_events, (_say,), mask=plan.mask)
     prober = HttpProber()
     told = asyncio.create_task(told_to_end.wait())
     opening = asyncio.create_task(opened_host(plan))
@@ -220,7 +226,7 @@ async def _serve(plan: FleetPlan, fleet: Fleet, told: asyncio.Task[Any]) -> int:
     if reason is None:
         _log.info("stopped")
         return EXIT_STOPPED
-    return _say_last(reason, EXIT_FAILED)
+    return _say_last(plan.mask(reason), EXIT_FAILED)
 
 
 def _rules_of(fleet: Rollout) -> RequestRules:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from tasks.spec import placeholders
 from tasks.spec.errors import Fault, InvalidSpec
 from tasks.spec.placeholders import joined, mapping
 from tasks.spec.run import ByName, RunSpec
-from tasks.spec.secrets import MASK, looks_secret, mask_text, masked, masked_in, secret_values
+from tasks.spec.secrets import MASK, looks_secret, mask_text, masked, masked_in
 from tasks.spec.values import Document, WrittenFloat, shown
 
 _FLOAT = re.compile(r"[-+]?(?:[0-9]+\.[0-9]*(?:[eE][-+][0-9]+)?|\.[0-9]+(?:[eE][-+][0-9]+)?)")
@@ -227,15 +227,15 @@ def parse_spec(
     return _checked(data, overrides, source, (), from_form=from_form)
 
 
-def spec_as_yaml(spec: RunSpec, *, mask_secrets: bool = False) -> str:
+def spec_as_yaml(spec: RunSpec, *, secrets: Collection[str] | None = None) -> str:
     """The spec as a YAML file that loads to an equal spec; keys left out stay out.
 
     Args:
-        mask_secrets: Those of environment variables, and wherever else they stand.
+        secrets: To be masked wherever they stand, as are the spec's own; None: nothing is.
     """
     written = spec.written()
-    if mask_secrets:
-        written = _masked(written)
+    if secrets is not None:
+        written = _masked(written, spec.secrets | frozenset(secrets))
     # A folded command is hard to copy.
     how: dict[str, Any] = {"sort_keys": False, "default_flow_style": None, "width": 2**31}
     text: str = yaml.safe_dump(written, allow_unicode=True, **how)
@@ -322,11 +322,10 @@ def _paths(node: object, path: str = "", above: tuple[int, ...] = ()) -> Iterato
         yield from _paths(value, below, (*above, id(node)))
 
 
-def _masked(written: dict[str, Any]) -> dict[str, Any]:
-    parts = [part for part in (written, *written["components"].values()) if "env" in part]
-    secrets = {value for part in parts for value in secret_values(part["env"])}
-    for part in parts:
-        part["env"] = masked(part["env"])
+def _masked(written: dict[str, Any], secrets: Collection[str]) -> dict[str, Any]:
+    for part in (written, *written["components"].values()):
+        if "env" in part:
+            part["env"] = masked(part["env"])
     texts: dict[str, Any] = masked_in(written, lambda text: mask_text(text, secrets))
     return texts
 

@@ -22,6 +22,7 @@ from tasks.spec.failure_kinds import DELAYS_S, REQUEUED, TRIES, FailureKind
 from tasks.spec.placeholders import mapping
 from tasks.spec.probes import LiveProbe, ReadyProbe, Url
 from tasks.spec.rollout import Rollout, Sizes
+from tasks.spec.secrets import secret_values, secrets_in_words
 from tasks.spec.values import (
     LAST,
     PART_NAME,
@@ -453,6 +454,17 @@ class RunSpec(Document):
         """The component `rollout`; None where the run has none."""
         fleet = self.components.get(FLEET)
         return fleet if isinstance(fleet, Rollout) else None
+
+    @property
+    def secrets(self) -> frozenset[str]:
+        """What stands in the spec and is to be masked wherever it turns up, each component's own:
+        two may have secrets of one name."""
+        values = secret_values(self.env)
+        for part in self.components.values():
+            more = (part.args or ()) if isinstance(part, Rollout) else ()
+            values |= secret_values(part.env)
+            values |= secrets_in_words([*(part.command or ()), *more])
+        return values
 
     def own_gpus(self, name: str) -> int | None:
         """GPUs of this machine that a component has for itself; None where it does not say."""

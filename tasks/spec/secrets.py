@@ -1,10 +1,16 @@
-"""Keeping secrets out of what is written down: by the names of environment variables."""
+"""Keeping secrets out of what is written down: by the names of environment variables, and of the
+options that a program is given."""
 
 from __future__ import annotations
 
 import json
+import logging
 import re
-from collections.abc import Callable, Iterable, Mapping
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 from urllib.parse import quote
 
@@ -49,6 +55,10 @@ _ABOUT = _words("FILE PATH DIR SOCK PORT HOST TIMEOUT TTL ENABLED TYPE MODE")
 _NEVER = frozenset({"PWD", "OLDPWD"})
 
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
+#: `--api-key`, `--api-key=VALUE`, `HF_TOKEN=VALUE` and Hydra's `+a.b=VALUE`.
+_OPTION = re.compile(
+    r"(?P<dashes>--?)?(?P<name>[+~]*[A-Za-z][\w.-]*)(?:=(?P<value>.*))?", re.DOTALL
+)
 _URL_PASSWORD = re.compile(r"(?<=://)([^/@\s:]*:)([^/@\s]+)(?=@)")
 
 #: Too common to be taken out of a text, whatever the name of the variable was.
@@ -81,26 +91,64 @@ def _is_secret_word(before: str, word: str, after: str) -> bool:
     return word in _SECRET_LAST and not after and before not in _OPEN_KEY_OF
 
 
-def masked(env: Mapping[str, str]) -> dict[str, str]:
+def masked(env: Mapping[str, Any]) -> dict[str, Any]:
     """The variables, with those that look secret masked.
 
-    By their names, and a password in a URL (`http://user:password@proxy`) whatever the name.
+    By their names, and a password in a URL (`http://user:password@proxy`) whatever the name. What
+    is no text, such as the name of a secret that is kept elsewhere, stays.
     """
-    return {
-        name: MASK if value and looks_secret(name) else _URL_PASSWORD.sub(rf"\1{MASK}", value)
-        for name, value in env.items()
-    }
+
+    def shown(name: str, value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        is_secret = bool(value) and looks_secret(name)
+        return MASK if is_secret else _URL_PASSWORD.sub(rf"\1{MASK}", value)
+
+    return {name: shown(name, value) for name, value in env.items()}
 
 
-def secret_values(env: Mapping[str, str]) -> frozenset[str]:
-    """The values to take out of free text.
+def secret_values(env: Mapping[str, object]) -> frozenset[str]:
+    """The values to take out of free text; see `telling`."""
+    texts = {name: value for name, value in env.items() if isinstance(value, str)}
+    values = {value for name, value in texts.items() if looks_secret(name)}
+    for value in texts.values():
+        values |= _passwords(value)
+    return telling(values)
 
-    Values that a text holds for other reasons are left: under four characters, numbers under six
-    digits, and words such as `true`; to mask these would spoil every log for no secret.
+
+def secrets_in_words(words: Sequence[str]) -> frozenset[str]:
+    """The same of a program's arguments, by the names of its options: `--api-key VALUE`,
+    `--api-key=VALUE`, `HF_TOKEN=VALUE`.
+
+    Of names with KEY only those of a kind that is secret: `--label-key`, `data.prompt_key=prompt`
+    and the like name a column, and are the rule where models are trained.
     """
-    values = {value for name, value in env.items() if looks_secret(name)}
-    for value in env.values():
-        values.update(password for _user, password in _URL_PASSWORD.findall(value))
+    values = set[str]()
+    for word, following in pairwise([*words, ""]):
+        values |= _passwords(word)
+        found = _OPTION.fullmatch(word)
+        if found is None or not _is_secret_option(found["name"]):
+            continue
+        if found["value"]:
+            values.add(found["value"].strip("\"'"))
+        elif found["dashes"] and found["value"] is None and not following.startswith("-"):
+            values.add(following)
+    return telling(values)
+
+
+def _is_secret_option(name: str) -> bool:
+    words = [word.upper() for word in _WORD.findall(name)]
+    is_column = words[-1] in _SECRET_LAST and (len(words) == 1 or words[-2] not in _KEY_OF)
+    return looks_secret(name) and not is_column
+
+
+def _passwords(text: str) -> set[str]:
+    return {password for _user, password in _URL_PASSWORD.findall(text)}
+
+
+def telling(values: Iterable[str]) -> frozenset[str]:
+    """Without those that a text holds for other reasons: under four characters, numbers under six
+    digits, and words such as `true`; to mask these would spoil every log for no secret."""
     return frozenset(value for value in values if _is_telling(value))
 
 
@@ -113,29 +161,66 @@ def _is_telling(value: str) -> bool:
 def mask_text(text: str, secret_values: Iterable[str]) -> str:
     """The text without the secrets, in any form in which a log is likely to hold them.
 
-    That is as they are, within JSON, within a URL, and line by line where one has several lines
-    (a PEM key).
+    That is as they are, as Python, JSON, a shell or a URL write them, and line by line where one
+    has several lines (a PEM key).
     """
-    forms = {form for value in secret_values for form in _forms(value)}
-    for form in sorted(forms, key=len, reverse=True):  # a secret may hold another one
+    for form in _forms(frozenset(secret_values)):
         text = text.replace(form, MASK)
     return text
 
 
 def masked_in(value: Any, mask: Callable[[str], str]) -> Any:
-    """Plain data, with each text in it masked; lists and mappings are made anew."""
+    """Plain data, with each text in it masked; lists and mappings are made anew, and anything else,
+    such as an error or a path, becomes its text."""
     if isinstance(value, str):
         return mask(value)
     if isinstance(value, Mapping):
         return {key: masked_in(one, mask) for key, one in value.items()}
-    if isinstance(value, list | tuple):
+    if isinstance(value, list | tuple | set | frozenset):
         return [masked_in(one, mask) for one in value]
-    return value
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    return mask(str(value))
 
 
-def _forms(value: str) -> set[str]:
+@contextmanager
+def masked_logs(mask: Callable[[str], str]) -> Iterator[None]:
+    """While open, no line that this process logs, and no traceback in one, holds a secret."""
+    make = logging.getLogRecordFactory()
+
+    def masked_record(*given: Any, **more: Any) -> logging.LogRecord:
+        record = make(*given, **more)
+        try:
+            said = record.getMessage()
+        except Exception:  # The handlers say what is wrong with it.
+            return record
+        if (clean := mask(said)) != said:
+            record.msg, record.args = clean, None
+        if record.exc_info and record.exc_info[1] is not None:
+            trace = "".join(traceback.format_exception(record.exc_info[1])).rstrip("\n")
+            if (clean := mask(trace)) != trace:
+                record.exc_info, record.exc_text = None, clean
+        return record
+
+    logging.setLogRecordFactory(masked_record)
+    try:
+        yield
+    finally:
+        logging.setLogRecordFactory(make)
+
+
+@lru_cache(maxsize=32)
+def _forms(values: frozenset[str]) -> tuple[str, ...]:
+    """The longest first: a secret may hold another one."""
+    forms = {form for value in values for form in _forms_of(value)}
+    return tuple(sorted(forms, key=len, reverse=True))
+
+
+def _forms_of(value: str) -> set[str]:
     lines = [line.strip() for line in value.splitlines()]
-    forms = {value, json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1]}
-    forms |= {quote(value, safe=""), quote(value)}
+    as_json = json.dumps(value)[1:-1]
+    forms = {value, as_json, json.dumps(value, ensure_ascii=False)[1:-1], json.dumps(as_json)[1:-1]}
+    forms |= {repr(value)[1:-1], ascii(value)[1:-1], repr(f"{value}'\"")[1:-4]}
+    forms |= {quote(value, safe=""), quote(value), value.replace("'", "'\"'\"'")}
     forms |= {line for line in lines if len(lines) > 1 and len(line) >= 8}
     return {form for form in forms if form}

@@ -6,7 +6,7 @@ import contextvars
 import os
 import signal as signals
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -55,14 +55,6 @@ def containment_faults(spec: RunSpec) -> list[Fault]:
         return []
     problem = f"no PID namespace can be had on {host_name()}: {why}"
     return [Fault(path="containment", problem=problem, remedy="write auto, or run it elsewhere")]
-
-
-def whole_env(spec: RunSpec) -> dict[str, str]:
-    """Every variable that some component of the run can know."""
-    env = {**os.environ, **spec.env}
-    for component in spec.components.values():
-        env |= component.env
-    return env
 
 
 def plan_of(
@@ -165,7 +157,7 @@ def _job_maker(
     def make(plan: ComponentPlan, shared: AttemptContext) -> Member:
         emit = partial(shared.emit, component=name)
         sweeping = context.run(sweep_of, run_id, place.number, name, emit=emit)
-        return RayJob(plan, shared, job=job, sweep=sweeping)
+        return RayJob(plan, shared, job=replace(job, mask=shared.plan.mask), sweep=sweeping)
 
     return make
 

@@ -204,6 +204,7 @@ class Reporter:
         self._jobs.put(lambda: self._tell_state(message))
 
     def _tell_state(self, message: str) -> None:
+        message = self._run.mask(message)
         get_run_logger().info(message)
         with get_client(sync_client=True) as client:
             # Not forced: a run that is being cancelled keeps that state.

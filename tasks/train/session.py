@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import threading
 import time
 from collections.abc import Mapping
@@ -37,7 +38,6 @@ from tasks.train.plan import (
     containment_faults,
     containment_of,
     plan_of,
-    whole_env,
 )
 from tasks.upkeep.lost_run import finish_predecessor
 
@@ -109,7 +109,7 @@ class RunSession:
         self.interrupted_by = ""
         #: Why this process is to leave the run to its next one; empty while it is not.
         self.left_by = ""
-        self._secrets = secrets.secret_values(whole_env(spec))
+        self._secrets = secrets.secret_values(os.environ) | spec.secrets
         self._supervisor: Supervisor | None = None
         self._events: EventLog | None = None
         self._fleet_tail: FleetTail | None = None
@@ -184,9 +184,11 @@ class RunSession:
             }
             spec = resolve(self.spec.on_cluster(self.cluster), names, Path.cwd())
             self.resolved = spec
+            # A key that is only the run's id would be masked in every file's name.
+            self._secrets |= spec.secrets - {*names.values()}
             # Of an attempt that was begun on another host it may not be here.
             if before is None or not place.spec.exists():
-                place.spec.write_text(spec_as_yaml(spec, mask_secrets=True), encoding="utf-8")
+                place.spec.write_text(spec_as_yaml(spec, secrets=self._secrets), encoding="utf-8")
             self.attempt = place
             self._events = EventLog(
                 place.events, (self.record.observe, *event_listeners.get()), mask=self.mask
@@ -211,6 +213,7 @@ class RunSession:
                 ports.numbers,
                 self._register.directory,
                 resumes=bool(resume_from),
+                secrets=self._secrets,
             )
             if fleet is not None:
                 self._secrets |= secrets.secret_values(fleet.env)

@@ -6,6 +6,7 @@ Opening a run within its flow run, and closing it with the Prefect state it dese
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -31,9 +32,10 @@ from tasks.server.flow_runs import STATE_OF, listed_clusters, worker_of
 from tasks.server.server import lasting_api_url
 from tasks.show.failure import in_a_line
 from tasks.show.terminal import outlive_readers
-from tasks.spec.errors import InvalidSpec, RunEnded
+from tasks.spec.errors import InvalidSpec, MusterError, RunEnded
 from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.run import RunSpec
+from tasks.spec.secrets import masked_logs
 from tasks.train.announced import announced
 from tasks.train.reporter import Reporter
 from tasks.train.session import RunSession, check_spec
@@ -86,7 +88,7 @@ def _as_task(name: str, body: Callable[..., State[None]], run: RunSession, *more
             return body(run, *more)
         except Exception as error:
             run.crash(error)
-            return Failed(message=f"{name}: {error!r}")
+            return Failed(message=run.mask(f"{name}: {error!r}"))
 
     run_task = task(name=name, task_run_name=name, cache_policy=NO_CACHE, persist_result=False)(
         never_raising
@@ -147,7 +149,8 @@ def _start(run: RunSession, component: str) -> State[None]:
         decision = run.supervisor.decision
         if decision is not None and decision.component not in (None, component):
             # It has not failed, and its state is read as if it were.
-            return Cancelled(message=f"{component} is not waited for any more: {decision.reason}")
+            why = f"{component} is not waited for any more: {decision.reason}"
+            return Cancelled(message=run.mask(why))
         return _ended(run)
     took_s = time.monotonic() - began
     return Completed(message=f"{run.supervisor.describe(component)} ready after {took_s:.2f} s")
@@ -174,7 +177,7 @@ def _ended(run: RunSession) -> State[None]:
     state = decision.state if decision else RunState.FAILED
     # Of a run that goes on without this process, this process's part is over.
     make = Cancelled if state is RunState.RUNNING else STATE_OF.get(state, Failed)
-    return make(message=decision.reason if decision else "")
+    return make(message=run.mask(decision.reason) if decision else "")
 
 
 # Now, not in a function: Prefect logs its first lines of a flow run before that begins.
@@ -222,6 +225,7 @@ def open_run(spec: RunSpec) -> Iterator[RunSession]:
     with (
         # Jobs that outlive their flow process go on, unless the run was cancelled.
         ended_from_outside(run, flow_run_id, may_be_left=run.adopts),
+        masked_logs(run.mask),
         announced(run, flow_run),
         Reporter(run, flow_run_id),
     ):
@@ -230,7 +234,11 @@ def open_run(spec: RunSpec) -> Iterator[RunSession]:
         except Exception as error:
             # A bug, or a machine out of ports, disk or processes: the record must not say Running.
             run.fail(FailureKind.UNKNOWN, f"could not go on: {error!r}")
-            raise
+            told = "".join(traceback.format_exception(error))
+            if run.mask(told) == told:
+                raise
+            # What is raised stands in the flow run's state, and all that led to it in its logs.
+            raise MusterError(run.mask(repr(error))) from None
         finally:
             run.close()
 

@@ -69,7 +69,7 @@ def next_attempt(run: RunSession) -> bool:
     delay_s = sequel.delay_s if flow_run is None else max(sequel.delay_s, _away_at_least_s())
     due = datetime.now(UTC) + timedelta(seconds=delay_s)
     message = _message(run, sequel, delay_s, due)
-    run.record.move(RunState.PENDING_RESOURCES, run.mask(message))
+    run.record.move(RunState.PENDING_RESOURCES, message)
     labels = _labels(run, sequel, delay_s)
     if flow_run is not None:
         # Sent back, it has its place in the line at once, which the gate lets nobody pass before
@@ -135,7 +135,8 @@ def _message(run: RunSession, sequel: Sequel, delay_s: float, due: datetime) -> 
     cause = f"{failure.kind.value}: {failure.line or failure.message}" if failure else ""
     number = run.record.attempts + 1
     start = f", from {sequel.resume_from}" if sequel.resume_from else ""
-    return f"{cause}; attempt {number} in {delay_s:.0f} s, at {due:%H:%M:%S} UTC{start}"
+    said = f"{cause}; attempt {number} in {delay_s:.0f} s, at {due:%H:%M:%S} UTC{start}"
+    return run.mask(said)
 
 
 def _labels(run: RunSession, sequel: Sequel, delay_s: float) -> dict[str, Any]:

@@ -213,7 +213,7 @@ def test_servers_get_their_own_variables_and_those_of_the_run(fleet: FleetProces
     fleet.start(
         fleet.plan(fleet={"command": command}),
         A="of the run",
-        **{SERVERS_ENV: json.dumps({"B": "of rank ${server.rank}"})},
+        **{SERVERS_ENV: json.dumps({"fleet": {"env": {"B": "of rank ${server.rank}"}}})},
     )
     fleet.until_ready()
 

@@ -418,6 +418,19 @@ def test_what_may_be_secret_stands_in_no_file_for_others(place: AttemptPlace) ->
     assert env["RUN"] == "of the run"
 
 
+def test_a_secret_among_the_words_of_servers_stands_in_no_file(place: AttemptPlace) -> None:
+    words = ["python", "serve.py", "--port", "${server.port}", "--api-key", "sk-12345"]
+
+    plan, fleet = planned(spec_of(command=words, args=["--hf-token=hf-abc"]), place)
+
+    written = place.fleet_plan.read_text()
+    assert "sk-12345" not in written and "hf-abc" not in written
+    assert fleet.fleet.command == (*words[:-1], "sk-12345")
+    assert fleet.fleet.args == ("--hf-token=hf-abc",)
+    assert fleet.mask("serve.py --api-key sk-12345 hf-abc") == "serve.py --api-key *** ***"
+    assert not any("sk-12345" in word for word in plan.components[1].command.argv)
+
+
 def test_on_ray_a_server_gets_the_runs_variables_with_its_own(place: AttemptPlace) -> None:
     _, fleet = planned(spec_of(placement="ray", env={"A": "of the fleet"}), place)
 

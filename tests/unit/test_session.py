@@ -12,6 +12,8 @@ from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.loading import parse_spec
 from tasks.train.session import RunSession
 
+RUN_ID = "x-sft-20260101-000000-abcd91c2"
+
 
 def test_a_directory_of_another_flow_run_is_refused_and_left_as_it_is(muster_home: Path) -> None:
     spec = parse_spec(
@@ -43,3 +45,35 @@ def test_an_error_of_our_own_before_an_attempt_fails_the_run(muster_home: Path) 
     assert verdict.failure.kind is FailureKind.UNKNOWN
     assert "the gate is broken" in verdict.message
     assert run.record.state is RunState.FAILED
+
+
+def test_two_secrets_of_one_name_are_masked_in_every_file(muster_home: Path) -> None:
+    first, second, third, fourth = "hf-of-the-api", "hf-of-the-trainer", "sk-of-an-option", "in-two"
+    spec = parse_spec(
+        {
+            "name": "x",
+            "workload": "sft",
+            "env": {"HF_TOKEN": "hf-of-the-run", "KEY": "${run.id}", "PASSWORD": "$${in-two}"},
+            "components": {
+                "api": {
+                    "command": ["true", first, second, "--api-key", third],
+                    "env": {"HF_TOKEN": first},
+                },
+                "trainer": {"command": ["true"], "env": {"HF_TOKEN": second}},
+            },
+        }
+    )
+    run = RunSession(spec, run_id=RUN_ID, flow_run_id=uuid4())
+    said = f"{first} {second} {third} hf-of-the-run ${{{fourth}}}"
+
+    run.begin_attempt()
+    run.crash(ValueError({"env": said}))
+    run.end_attempt()
+    verdict = run.close()
+
+    written = {path: path.read_text() for path in muster_home.rglob("*") if path.is_file()}
+    assert "could not go on" not in verdict.message and "ValueError" in verdict.message
+    for secret in (*said.split(), third):
+        assert secret not in verdict.message
+        assert not [path for path, text in written.items() if secret in text]
+    assert run.place.record in written and RUN_ID in written[run.place.record]

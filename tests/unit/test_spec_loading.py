@@ -448,7 +448,7 @@ def test_secrets_are_masked_wherever_they_stand_in_the_spec() -> None:
         "env": {"WANDB_API_KEY": "k3y-value"},
     }
 
-    text = spec_as_yaml(parse_spec(data), mask_secrets=True)
+    text = spec_as_yaml(parse_spec(data), secrets=())
 
     assert yaml.safe_load(text)["env"] == {"HF_TOKEN": "***", "TOKENIZERS_PARALLELISM": "false"}
     assert yaml.safe_load(text)["components"]["trainer"] == {

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import json
+import logging
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tasks.spec.secrets import MASK, looks_secret, mask_text, masked, secret_values
+from tasks.spec.secrets import (
+    MASK,
+    looks_secret,
+    mask_text,
+    masked,
+    masked_in,
+    masked_logs,
+    secret_values,
+    secrets_in_words,
+)
 
 
 @pytest.mark.parametrize(
@@ -128,10 +139,57 @@ def test_only_values_that_tell_something_are_taken_out_of_texts(value: str, told
         ('a"b\\c', json.dumps({"k": 'a"b\\c'}), '{"k": "***"}'),  # within JSON
         ("a/b&c=", "http://h/?k=a%2Fb%26c%3D", "http://h/?k=***"),  # within a URL
         ("-----BEGIN\nMIIEvQIBADAN\n", "log: MIIEvQIBADAN", "log: ***"),  # a line of a key
+        ("a'b\"c\n", repr(ValueError({"k": "a'b\"c\n"})), "ValueError({'k': '***'})"),
+        ("it's", "sh -c 'login it'\"'\"'s'", "sh -c 'login ***'"),  # within a shell's quotes
+        ('a"b', json.dumps(json.dumps('a"b')), '"\\"***\\""'),  # JSON within JSON
     ],
 )
 def test_secrets_are_taken_out_of_a_text(secret: str, text: str, result: str) -> None:
     assert mask_text(text, {secret}) == result
+
+
+def test_arguments_are_secret_by_the_names_of_their_options() -> None:
+    words = [
+        *("python", "serve.py", "--api-key", "sk-12345", "--auth-token=t0ken-1", "HF_TOKEN=hf_abc"),
+        *("+trainer.wandb_api_key='k3y-w'", "--proxy", "http://me:hunter2@proxy:80"),
+        # Columns of a data set, a switch without a value, and what says nothing.
+        *("--label-key", "label", "data.prompt_key=prompt", "--reward-key=score"),
+        *("--password", "--seed", "123456", "--max-new-tokens", "4096"),
+    ]
+
+    assert secrets_in_words(words) == {"sk-12345", "t0ken-1", "hf_abc", "k3y-w", "hunter2"}
+
+
+def test_what_is_no_plain_text_is_masked_as_its_text() -> None:
+    found = {
+        "error": ValueError("no hunter2"),
+        "path": Path("/tmp/hunter2"),
+        "all": [{"of": ("hunter2", 1, None, True)}],
+        "some": {"hunter2"},
+    }
+
+    assert masked_in(found, lambda text: mask_text(text, {"hunter2"})) == {
+        "error": "no ***",
+        "path": "/tmp/***",
+        "all": [{"of": ["***", 1, None, True]}],
+        "some": ["***"],
+    }
+
+
+def test_no_secret_is_left_in_what_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    log = logging.getLogger("tasks.test")
+
+    with masked_logs(lambda text: mask_text(text, {"hunter2"})):
+        log.warning("env %s", {"A": "hunter2"})
+        try:
+            raise ValueError("hunter2") from KeyError("hunter2")
+        except ValueError:
+            log.exception("it failed")
+    log.warning("hunter2 again")
+
+    assert caplog.text.count("hunter2") == 1, caplog.text
+    assert "ValueError: ***" in caplog.text and "KeyError: '***'" in caplog.text
+    assert "hunter2 again" in caplog.text
 
 
 def test_a_secret_that_holds_another_one_is_masked_whole() -> None:
