@@ -18,13 +18,17 @@ from tasks.processes import tree
 _NETLINK_SOCK_DIAG = 4
 _SOCK_DIAG_BY_FAMILY = 20
 _NLMSG_ERROR, _NLMSG_DONE = 2, 3
-_REQUEST_DUMP = 0x301
+_REQUEST, _REQUEST_DUMP = 0x1, 0x301
+_ALL_STATES = 0xFFFFFFFF
 _TCP_LISTEN = 10
 _HEADER = struct.Struct("=IHHII")
-#: Family, protocol, extensions, states, port in network order, the rest of the address.
-_QUESTION = struct.Struct("=BBBxI2s46x")
+#: Family, protocol, extensions, states, both ports in network order, both addresses, interface,
+#: cookie: all ones, it is not known.
+_QUESTION = struct.Struct("=BBBxI2s2s16s16sIQ")
+_ANY, _NO_COOKIE = bytes(16), (1 << 64) - 1
 #: Family, state, timer, retransmits, address, expiry, queues, user, inode.
 _ANSWER = struct.Struct("=4B48x3III")
+_ERROR = struct.Struct("=i")
 _LISTEN = "0A"
 
 
@@ -45,15 +49,42 @@ def _asked(port: int) -> dict[str, int]:
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_SOCK_DIAG) as s:
         s.settimeout(1.0)
         for family in (socket.AF_INET, socket.AF_INET6):
-            question = _QUESTION.pack(
-                family, socket.IPPROTO_TCP, 0, 1 << _TCP_LISTEN, struct.pack("!H", port)
-            )
-            length = _HEADER.size + len(question)
-            head = _HEADER.pack(length, _SOCK_DIAG_BY_FAMILY, _REQUEST_DUMP, 0, 0)
-            s.send(head + question)
+            _ask(s, _REQUEST_DUMP, family, 1 << _TCP_LISTEN, port, 0, _ANY, _ANY)
             while _take_in(s.recv(1 << 16), found):
                 pass
     return found
+
+
+def _ask(
+    s: socket.socket, flags: int, family: int, states: int, port: int, peer_port: int, *ends: bytes
+) -> None:
+    ports = (struct.pack("!H", port), struct.pack("!H", peer_port))
+    question = _QUESTION.pack(family, socket.IPPROTO_TCP, 0, states, *ports, *ends, 0, _NO_COOKIE)
+    head = _HEADER.pack(_HEADER.size + len(question), _SOCK_DIAG_BY_FAMILY, flags, 0, 0)
+    s.send(head + question)
+
+
+def user_of_connection(client: tuple[str, int], server: tuple[str, int]) -> int | None:
+    """The user whose program holds the client's end of a connection within this machine; None:
+    nobody holds it any more.
+
+    Args:
+        client, server: address and port of either end.
+
+    Raises: OSError, where the kernel, or a sandbox, does not say. Source: sock_diag(7).
+    """
+    family = socket.AF_INET6 if ":" in client[0] else socket.AF_INET
+    ends = [socket.inet_pton(family, host).ljust(16, b"\0") for host, _ in (client, server)]
+    found: dict[str, int] = {}
+    try:
+        with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_SOCK_DIAG) as s:
+            s.settimeout(1.0)
+            _ask(s, _REQUEST, family, _ALL_STATES, client[1], server[1], *ends)
+            _take_in(s.recv(1 << 16), found)
+    except FileNotFoundError:
+        return None
+    # A socket that no process has any more is inode 0 of user 0, whosever it was.
+    return next((uid for inode, uid in found.items() if inode != "0"), None)
 
 
 def _take_in(data: bytes, found: dict[str, int]) -> bool:
@@ -63,7 +94,8 @@ def _take_in(data: bytes, found: dict[str, int]) -> bool:
         if kind == _NLMSG_DONE:
             return False
         if kind == _NLMSG_ERROR:
-            raise OSError("the kernel does not list sockets by netlink")
+            [code] = _ERROR.unpack_from(data, _HEADER.size)
+            raise OSError(-code, "the kernel does not list sockets by netlink")
         *_, uid, inode = _ANSWER.unpack_from(data, _HEADER.size)
         found[str(inode)] = uid
         data = data[(length + 3) & ~3 :]

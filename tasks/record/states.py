@@ -100,7 +100,7 @@ class GroupState(Enum):
     RECOVERING = "recovering"
     #: Works, with other weights than the fleet has now: serves once they are synced.
     STALE = "stale"
-    #: Is not started again.
+    #: Is not started again, but by order.
     RETIRED = "retired"
 
 
@@ -114,7 +114,7 @@ MOVES: Mapping[GroupState, frozenset[GroupState]] = {
     _G.INACTIVE: frozenset({_G.RECOVERING, _G.RETIRED}),
     _G.RECOVERING: frozenset({_G.ACTIVE, _G.STALE, _G.INACTIVE, _G.RETIRED}),
     _G.STALE: frozenset({_G.ACTIVE, _G.INACTIVE, _G.RETIRED}),
-    _G.RETIRED: frozenset(),
+    _G.RETIRED: frozenset({_G.INACTIVE}),
 }
 
 #: Requests may be sent there.

@@ -279,15 +279,31 @@ class Fleet:
         ]
         return {"workers": found, "total": len(found)}
 
-    def known_worker(self, url: str) -> dict[str, Any]:
-        """One of `workers`. Raises: EngineRefused, for a server that is not the fleet's."""
-        for one in self.workers()["workers"]:
-            if one["url"] == url.rstrip("/"):
-                return {"status": "accepted", "worker_id": one["id"], "url": one["url"]}
-        raise EngineRefused(
-            f"{url} is no server of this fleet, which starts and watches its own: ask for more "
-            "engines in the spec"
-        )
+    def add(self, url: str) -> dict[str, Any]:
+        """Have a server of the fleet among those that take requests: an engine that was retired is
+        started again, from the budget of recoveries.
+
+        Raises: EngineRefused, for a server that is not the fleet's, or an engine that can't be.
+        """
+        view = self.registry.view
+        known = [slot for slot in view.servers.values() if slot.is_entrypoint]
+        found = next((slot for slot in known if slot.url == url.rstrip("/")), None)
+        if found is None:
+            raise EngineRefused(
+                f"{url} is no server of this fleet, which starts and watches its own: ask for more "
+                "engines in the spec"
+            )
+        if view.groups[found.engine].state is GroupState.RETIRED:
+            self._bring_back(found.engine)
+        return {"status": "accepted", "worker_id": str(found.rank), "url": found.url}
+
+    def _bring_back(self, engine: int) -> None:
+        if self._phase is not FleetPhase.RUNNING or self._recovery.has(engine):
+            raise EngineRefused(f"engine {engine} is being ended: try again when it is")
+        self.registry.bring_back(engine, "brought back by order")
+        after = self.registry.view.groups[engine]
+        if after.state is GroupState.RETIRED:
+            raise EngineRefused(f"engine {engine} stays retired: {after.cause}")
 
     def _engine(self, engine: int) -> GroupView:
         groups = self.registry.view.groups

@@ -2,8 +2,8 @@
 
 `/muster/...` is the gateway's own: the orders of the run's programs, each carried out to its end
 once it was taken, even if its client leaves before; so is `/metrics`. What generates goes to a
-server that accepts requests. Everybody on the gateway's machine may use it, elsewhere whoever has
-the token.
+server that accepts requests. Whoever has the token may use it; without one, on loopback alone, the
+programs of its own user.
 """
 
 from __future__ import annotations
@@ -12,16 +12,19 @@ import asyncio
 import hmac
 import json
 import logging
+import os
 import re
 import resource
 from collections.abc import Coroutine, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
+from weakref import WeakKeyDictionary
 
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from tasks.processes.ports import user_of_connection
 from tasks.rollout.building import is_loopback
 from tasks.rollout.clock import now_s
 from tasks.rollout.fleet import Fleet
@@ -38,7 +41,7 @@ class Access:
     Args:
         host: where the gateway listens.
         token: what each request has to bring, as OpenAI's clients do with their `api_key`;
-            None: nothing, which is refused unless `host` is loopback.
+            None: nothing, but it has to come from this user; refused unless `host` is loopback.
         order_token: what an order has to bring, with which requests may be made, too; None: that
             of requests.
 
@@ -57,13 +60,16 @@ class Access:
         self._token = None if token is None else token.encode()
         self._order_token = self._token if order_token is None else order_token.encode()
 
-    def refusal(self, headers: Mapping[str, str], *, is_order: bool = False) -> web.Response | None:
+    def refusal(
+        self, headers: Mapping[str, str], *, is_order: bool = False, is_own: bool = True
+    ) -> web.Response | None:
         """Why a request with these headers is refused; None: it is not.
 
         Args:
             is_order: it would change the fleet. Without a token, a browser on this machine that
                 shows a foreign page must not be able to send it: neither across origins nor by a
                 foreign name that resolves to this machine.
+            is_own: see `Callers`.
         """
         if self._token is not None:
             scheme, _, given = headers.get("Authorization", "").partition(" ")
@@ -84,6 +90,12 @@ class Access:
                 "with an OpenAI client as its api_key"
             )
             return refusal(401, "unauthorized", message, headers={"WWW-Authenticate": "Bearer"})
+        if not is_own:
+            message = (
+                "this gateway has no token, so it is for programs of the user who runs it: give "
+                "the fleet `require_token: true`, and the token that it makes to others"
+            )
+            return refusal(403, "forbidden", message)
         if is_order:
             for name, url in (
                 ("Origin", headers.get("Origin", "http://localhost")),
@@ -106,6 +118,29 @@ def _host_of(url: str) -> str:
         return ""
 
 
+class Callers:
+    """Knows whose programs have opened connections on loopback, by the word of the kernel."""
+
+    def __init__(self) -> None:
+        self._is_own: WeakKeyDictionary[asyncio.BaseTransport, bool] = WeakKeyDictionary()
+
+    def is_own(self, transport: asyncio.BaseTransport | None) -> bool:
+        """Whether a program of this user has it, or of root; so too where the kernel doesn't say.
+        Not one that has closed it already, which could have been anybody's."""
+        if transport is None:
+            return False
+        known = self._is_own.get(transport)
+        if known is None:
+            ends = (transport.get_extra_info(end)[:2] for end in ("peername", "sockname"))
+            try:
+                known = user_of_connection(*ends) in (os.geteuid(), 0)
+            except OSError as error:
+                _log.debug("whose a connection is, is not known: %s", error)
+                known = True
+            self._is_own[transport] = known
+        return known
+
+
 _log = logging.getLogger(__name__)
 
 PREFIX = "/muster"
@@ -117,6 +152,8 @@ class _Order(BaseModel):
     """A body. Unknown keys are refused: a misspelt one would order something else."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+    #: Of the answer to one that was obeyed.
+    status: ClassVar[int] = 200
 
     async def obey(self, fleet: Fleet, id: str) -> Mapping[str, Any]:
         """
@@ -174,17 +211,20 @@ class _Restart(_Order):
 
 
 class _AddWorker(_Order):
-    """As clients of sglang-router have it. A worker of the fleet is there already."""
+    """As clients of sglang-router have it."""
 
     model_config = ConfigDict(extra="ignore")
+    status = 202
 
     url: str
 
     async def obey(self, fleet: Fleet, id: str) -> Mapping[str, Any]:
-        return fleet.known_worker(self.url)
+        return fleet.add(self.url)
 
 
 class _RemoveWorker(_Order):
+    status = 202
+
     async def obey(self, fleet: Fleet, id: str) -> Mapping[str, Any]:
         return await fleet.retire(_number(id, "worker"))
 
@@ -216,9 +256,9 @@ _WITH_ID = re.compile(f"((?:{_ROLLOUT}/sync|{_ROLLOUT}/engines|{WORKERS})/)([^/]
 class Orders:
     """Answers the requests below `/muster` and `/workers`."""
 
-    def __init__(self, fleet: Fleet, access: Access) -> None:
+    def __init__(self, fleet: Fleet, access: Access, callers: Callers) -> None:
         self._fleet = fleet
-        self._access = access
+        self._access, self._callers = access, callers
         #: Orders that are being carried out, kept from the garbage collector.
         self._under_way: set[asyncio.Task[Mapping[str, Any]]] = set()
 
@@ -234,7 +274,9 @@ class Orders:
             id, path = named[2], f"{named[1]}ID{named[3]}"
         is_asked = request.method in ("GET", "HEAD") and path in (_ROLLOUT, WORKERS)
         method = None if is_asked else _PATHS.get(path)
-        refused = self._access.refusal(request.headers, is_order=method is not None)
+        is_own = self._callers.is_own(request.transport)
+        is_order = method is not None
+        refused = self._access.refusal(request.headers, is_order=is_order, is_own=is_own)
         if refused is not None:
             return refused
         if is_asked:
@@ -266,7 +308,7 @@ class Orders:
         self._under_way.add(task)
         task.add_done_callback(self._under_way.discard)
         try:
-            return _json(await asyncio.shield(task))
+            return _json(await asyncio.shield(task), model.status)
         except KeyError as error:
             return refusal(422, "bad_request", str(error.args[0]))
         except NoSuchSync as error:
@@ -304,8 +346,9 @@ def _log_end(task: asyncio.Task[Mapping[str, Any]]) -> None:
         _log.error("the order %s, whose client has left, failed", task.get_name(), exc_info=error)
 
 
-def _json(content: Mapping[str, Any]) -> web.Response:
-    return web.Response(body=json.dumps(content).encode(), content_type="application/json")
+def _json(content: Mapping[str, Any], status: int = 200) -> web.Response:
+    body = json.dumps(content).encode()
+    return web.Response(body=body, status=status, content_type="application/json")
 
 
 _OWN = re.compile(f"({PREFIX}|{WORKERS})([/?]|$)")
@@ -343,7 +386,8 @@ class Gateway:
         rules: RequestRules | None = None,
     ) -> None:
         self._access = Access(host, token, order_token)
-        self._orders = Orders(fleet, self._access)
+        self._callers = Callers()
+        self._orders = Orders(fleet, self._access, self._callers)
         self._fleet = fleet
         self._is_token_own = token is not None
         self._host, self._port = host, port
@@ -430,7 +474,8 @@ class Gateway:
             router = self._forwarder.router
             is_well = router.entrypoints or router.is_closed
             return _json({"status": "ok"}) if is_well else nobody("no engine serves")
-        if (refused := self._access.refusal(request.headers)) is not None:
+        is_own = self._is_token_own or self._callers.is_own(request.transport)
+        if (refused := self._access.refusal(request.headers, is_own=is_own)) is not None:
             return refused
         if self._forwarder.is_over is not None:
             answer = nobody(self._forwarder.is_over, "stopping")

@@ -280,6 +280,10 @@ class Recovery:
         """Somebody else has a port of it: it gets new ones at its next start."""
         self._without_ports.add(group)
 
+    def has(self, group: int) -> bool:
+        """A case of it has not ended: what ran of it may still run."""
+        return group in self._cases
+
     def hold(self) -> None:
         """Begin no start until `release`; what is being started goes on."""
         self._released.clear()
@@ -308,9 +312,8 @@ class Recovery:
         if not self._is_open or after.state is not GroupState.INACTIVE:
             return
         # One that fails while it is recovered is its case's own matter.
-        if before.is_running or (
-            before.state is GroupState.RECOVERING and group not in self._cases
-        ):
+        is_new = before.is_running or before.state is GroupState.RETIRED
+        if is_new or (before.state is GroupState.RECOVERING and group not in self._cases):
             self._open(after)
 
     def _open(self, view: GroupView) -> None:

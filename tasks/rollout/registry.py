@@ -342,8 +342,15 @@ class Registry:
         self._move(one, GroupState.INACTIVE, cause=cause)
 
     def retire(self, group: int, why: str) -> None:
-        """It is not started again."""
+        """It is not started again, unless it is brought back."""
         self._move(self._get(group), GroupState.RETIRED, cause=why)
+
+    def bring_back(self, group: int, why: str) -> None:
+        """One that is retired is to be started again."""
+        one = self._get(group)
+        if one.state is not GroupState.RETIRED:
+            raise IllegalTransition(f"{_named(one)} is {one.state.value}: it was not retired")
+        self._move(one, GroupState.INACTIVE, cause=why)
 
     def commit(
         self, version: int, epochs: Mapping[int, int], *, force: bool = False

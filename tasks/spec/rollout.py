@@ -592,8 +592,8 @@ class Rollout(Model):
     )
     require_token: bool = Field(
         False,
-        description="The gateway asks for a token on loopback, too, where others than the run's "
-        "own programs are on this machine; elsewhere it always does.",
+        description="The gateway asks for a token on loopback, too, as it always does elsewhere; "
+        "without one it answers programs of its own user, and of root.",
     )
     concurrency: Count | None = Field(
         None, description="Requests at once for each entrypoint; left out: no limit.", examples=[64]

@@ -17,7 +17,7 @@ from tasks.processes.identity import host_name
 from tasks.record.announcements import ANNOUNCED_AS, fields_of, payload_of
 from tasks.record.events import Event, listening
 from tasks.record.outcome import Failure
-from tasks.record.states import GroupState, RunState
+from tasks.record.states import RUNNING, GroupState, RunState
 from tasks.server.events import Announcer, announcer_here, of_run
 from tasks.server.server import lasting_api_url
 from tasks.show.view import RunSeen
@@ -117,7 +117,7 @@ class RunAnnouncements:
         what = {"engine": event.group, **self._fleet()}
         if event.after is GroupState.RETIRED:
             yield self._of_event("muster.rollout.engine.retired", event, **what)
-        elif event.after is GroupState.INACTIVE and event.before is not GroupState.RECOVERING:
+        elif event.after is GroupState.INACTIVE and event.before in RUNNING:
             # Each further try that fails is not a failure of its own.
             yield self._of_event("muster.rollout.engine.failed", event, **what)
         is_degraded = self._seen.is_degraded

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import os
 import random
 import resource
 import socket
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -100,8 +102,8 @@ class FakeFleet:
     def workers(self) -> dict[str, Any]:
         return {"workers": [], "total": 0}
 
-    def known_worker(self, url: str) -> dict[str, Any]:
-        self.orders.append(("known", url))
+    def add(self, url: str) -> dict[str, Any]:
+        self.orders.append(("add", url))
         return {}
 
     def restart(self, engine: int) -> dict[str, Any]:
@@ -949,7 +951,7 @@ async def test_an_order_forwards_its_arguments(
             "POST",
             "/workers",
             {"url": "http://a:1", "worker_type": "regular"},
-            ("known", "http://a:1"),
+            ("add", "http://a:1"),
         ),
         ("DELETE", "/workers/3", None, ("retire", 3)),
     ],
@@ -959,7 +961,7 @@ async def test_an_order_is_for_what_its_path_names(
 ) -> None:
     async with scene(0) as at:
         async with at.client.request(method, path, json=body) as answer:
-            assert answer.status == 200
+            assert answer.status == (202 if path.startswith("/workers") else 200)
 
         assert at.fleet.orders[-1] == order
 
@@ -967,6 +969,30 @@ async def test_an_order_is_for_what_its_path_names(
 async def test_workers_are_listed_as_sglangs_router_lists_its_own() -> None:
     async with scene(0) as at, at.client.get("/workers") as answer:
         assert (answer.status, await answer.json()) == (200, {"workers": [], "total": 0})
+
+
+#: As the user nobody: the statuses of a request and of an order.
+_ELSE = """
+import encodings.idna, http.client, os, sys
+os.setuid(65534)
+for method, path in (("POST", "/v1/chat/completions"), ("DELETE", "/workers/0")):
+    client = http.client.HTTPConnection("127.0.0.1", int(sys.argv[1]))
+    client.request(method, path, "{}")
+    print(client.getresponse().status)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+async def test_another_user_of_the_machine_may_nothing_without_a_token() -> None:
+    async with scene(1) as at:
+        port = at.gateway.url.rpartition(":")[2]
+        words = (sys.executable, "-I", "-c", _ELSE, port)
+        them = await asyncio.create_subprocess_exec(*words, stdout=subprocess.PIPE)
+        said, _ = await them.communicate()
+
+        assert said.split() == [b"403", b"403"]
+        assert at.fleet.orders == []
+        assert (await at.rank_of()) == 0
 
 
 @pytest.mark.parametrize(

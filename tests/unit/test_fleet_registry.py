@@ -59,6 +59,7 @@ VERBS: dict[str, tuple[set[GroupState], Callable[[Registry, int], object]]] = {
     "claim": ({X}, lambda it, epoch: it.claim(0)),
     "give_up": ({R}, lambda it, epoch: it.give_up(0, "no GPU")),
     "retire": (set(G) - {G.RETIRED}, lambda it, epoch: it.retire(0, "enough")),
+    "bring_back": ({G.RETIRED}, lambda it, epoch: it.bring_back(0, "wanted")),
     "begin": (set(), lambda it, epoch: it.begin(0)),
 }
 

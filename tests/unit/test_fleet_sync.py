@@ -559,6 +559,34 @@ async def test_the_fleets_own_servers_are_its_workers_and_no_others() -> None:
         ("http://10.0.0.1:8000", True),
         ("http://10.0.0.1:8001", False),
     ]
-    assert stage.fleet.known_worker("http://10.0.0.1:8001/")["worker_id"] == "1"
+    assert stage.fleet.add("http://10.0.0.1:8001/")["worker_id"] == "1"
     with pytest.raises(EngineRefused, match="is no server of this fleet"):
-        stage.fleet.known_worker("http://10.0.0.9:8000")
+        stage.fleet.add("http://10.0.0.9:8000")
+
+
+@in_virtual_time
+async def test_a_worker_that_was_retired_comes_back_by_order_and_waits_for_its_weights() -> None:
+    stage = await serving(2)
+    await stage.fleet.retire(1)
+    await stage.fleet.syncs.commit(await begun(stage), 1, {0: 1})
+
+    stage.fleet.add("http://10.0.0.1:8001")
+    await stage.until(lambda: stage.states() == [A, S])
+    assert (stage.host[1].is_alive, stage.routed()) == (True, [0])
+    await stage.fleet.syncs.commit(await begun(stage), 2, {0: 1, 1: 2})
+
+    assert stage.routed() == [0, 1]
+    assert stage.fleet.registry.view.groups[1].version == 2
+
+
+@in_virtual_time
+async def test_a_worker_does_not_come_back_from_a_budget_that_is_spent() -> None:
+    stage = await serving(2, budget=0)
+    await stage.fleet.retire(1)
+
+    with pytest.raises(EngineRefused, match="engine 1 stays retired: the budget of 0 recoveries"):
+        stage.fleet.add("http://10.0.0.1:8001")
+    await asyncio.sleep(100.0)
+
+    assert not stage.host[1].is_alive
+    assert not stage.fleet.fatal.done()

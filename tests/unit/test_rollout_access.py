@@ -90,6 +90,16 @@ def test_a_refusal_says_what_to_send() -> None:
     assert "Authorization: Bearer" in error["message"] and "secret" not in error["message"]
 
 
+def test_without_a_token_other_users_of_the_machine_may_nothing() -> None:
+    access = Access("127.0.0.1", None)
+
+    for is_order in (False, True):
+        found = access.refusal({}, is_order=is_order, is_own=False)
+        assert found is not None
+        assert (found.status, "`require_token: true`" in (found.text or "")) == (403, True)
+    assert Access("127.0.0.1", "secret").refusal({"Authorization": "Bearer secret"}) is None
+
+
 @pytest.mark.parametrize(
     ("headers", "may"),
     [
