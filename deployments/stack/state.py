@@ -18,8 +18,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from deployments.stack.env import STACK_VARIABLE
 from tasks.processes import tree
 from tasks.processes.identity import ProcessId
+from tasks.record.disk import write_json
 from tasks.record.places import muster_home
-from tasks.record.run_json import write_json
 from tasks.spec.errors import MusterError
 
 RAY_TEMP_PREFIX = "muster-ray-"

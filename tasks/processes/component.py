@@ -148,11 +148,10 @@ class AttemptContext:
             register=partial(self._enter, component),
         )
 
-    def enter_job(self, component: ComponentPlan, submission_id: str) -> None:
+    async def enter_job(self, component: ComponentPlan, submission_id: str) -> None:
         """Register a component's job, before it is submitted. Raises: OSError."""
         if self._register is not None:
-            registry.enter(
-                self._register.directory,
+            await self._register.enter(
                 registry.JobEntry(
                     run_id=self.plan.run_id,
                     attempt=self.plan.number,
@@ -160,7 +159,7 @@ class AttemptContext:
                     submission_id=submission_id,
                     log=component.command.log,
                     grace_s=component.command.grace_s,
-                ),
+                )
             )
 
     def release(self, component: str) -> None:
@@ -170,8 +169,7 @@ class AttemptContext:
             # Its entry stays, too, so that a reconcile removes it.
             return
         if self._register is not None:
-            with contextlib.suppress(OSError):
-                registry.leave(self._register.directory, component)
+            self._register.leave(component)
 
     async def close(self) -> tuple[int, ...]:
         """End what guards them, and give the ports up.
@@ -199,11 +197,10 @@ class AttemptContext:
             self._cgroups[component] = cgroup.create(parent, name)
         return self._cgroups.get(component)
 
-    def _enter(self, component: ComponentPlan, forked: Forked) -> None:
+    async def _enter(self, component: ComponentPlan, forked: Forked) -> None:
         if self._register is None:
             return
-        registry.enter(
-            self._register.directory,
+        await self._register.enter(
             registry.RegisterEntry(
                 run_id=self.plan.run_id,
                 attempt=self.plan.number,
@@ -214,7 +211,7 @@ class AttemptContext:
                 process=ProcessId.of(forked.pid),
                 cgroup=Path(forked.cgroup) if forked.cgroup is not None else None,
                 grace_s=component.command.grace_s,
-            ),
+            )
         )
 
 

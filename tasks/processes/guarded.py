@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -70,6 +70,10 @@ class Forked:
     cgroup: str | None
 
 
+#: Notes a process where others find it.
+Register = Callable[[Forked], Awaitable[None]]
+
+
 class GuardedProcess:
     """A command under a guardian of its own, watched from an asyncio loop.
 
@@ -98,7 +102,8 @@ class GuardedProcess:
         self._mark = mark
         self._is_in_namespace = is_in_namespace
         self._cgroup: str | None = None
-        self._register: Callable[[Forked], None] = lambda forked: None
+        self._register: Register | None = None
+        self._registering: asyncio.Task[None] | None = None
         self._popen = popen
         self._channel = channel
         self._buffer = b""
@@ -162,14 +167,14 @@ class GuardedProcess:
         command: Command,
         *,
         cgroup: str | None = None,
-        register: Callable[[Forked], None] = lambda forked: None,
+        register: Register | None = None,
     ) -> int:
         """Start the command.
 
         Args:
             cgroup: where to put it; a failure to is told by `Forked`.
-            register: told of the process before it executes the command; an OSError that it raises
-                is raised here, and the command is not executed.
+            register: told of the process before it executes the command, which waits for it; an
+                OSError that it raises is raised here, and the command is not executed.
 
         Returns: its pid, once the program runs. Raises: OSError, as exec or the log's opening gave
         it, with nothing left behind; TimeoutError, when the guardian does not answer. A cancel
@@ -270,6 +275,9 @@ class GuardedProcess:
     def _on_forked(self, message: dict[str, Any]) -> None:
         if not message["is_in_cgroup"]:
             self._cgroup = None
+        self._registering = asyncio.get_running_loop().create_task(self._enter(message))
+
+    async def _enter(self, message: dict[str, Any]) -> None:
         forked = Forked(
             pid=self._leader_pid,
             guardian_pid=self.guardian_pid,
@@ -280,7 +288,8 @@ class GuardedProcess:
             if not forked.pid:
                 # Its pidfd did not arrive: this process has no room for one more file.
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-            self._register(forked)
+            if self._register is not None:
+                await self._register(forked)
         except Exception as error:
             _reject(self._spawned, error)
             self._say("kill")

@@ -14,6 +14,7 @@ new one (inotify), and whoever has it open or mapped then has made it.
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import errno
 import fcntl
@@ -37,12 +38,14 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from tasks.processes import cgroup, tree
 from tasks.processes.ending import KILLED_WITHIN_S, Known, end_all, end_marked
 from tasks.processes.identity import ProcessId, boot_id, host_name
+from tasks.record.disk import DiskThread, replace_file, write_json
 from tasks.record.places import muster_home
-from tasks.record.run_json import write_json
 
 _log = logging.getLogger(__name__)
 
 _OWNER, _LOCK = "owner.json", "lock"
+#: A disk that takes nothing for so long leaves the run registered, for a reconcile.
+_WRITTEN_WITHIN_S = 5.0
 #: Whoever finishes a run has ended its processes, and told its server, by then.
 _CLAIM_WITHIN_S = 60.0
 _LOOK_EVERY_S = 0.1
@@ -155,6 +158,8 @@ class RunRegister:
         #: Where it is on disk; gone once the run is forgotten.
         self.directory = _live(home) / owner.run_id
         self.owner = owner
+        #: Writes what there is to write of the run.
+        self.disk = DiskThread(f"disk of {owner.run_id}")
         self._lock_fd: int | None = None
         deadline = time.monotonic() + _CLAIM_WITHIN_S
         while self._lock_fd is None:
@@ -169,7 +174,7 @@ class RunRegister:
                     who = f"another process of this machine runs {owner.run_id}"
                     raise RunHeld(errno.EBUSY, who)
                 time.sleep(_LOOK_EVERY_S)
-        self._write_owner()
+        replace_file(self.directory / _OWNER, self._owner_text())
 
     @staticmethod
     def opened(run_id: str, **about: object) -> RunRegister:
@@ -187,20 +192,37 @@ class RunRegister:
         leftovers = (*kept, *sorted(made.difference(kept)))
         if leftovers != self.owner.leftovers:
             self.owner = self.owner.model_copy(update={"leftovers": leftovers})
-            with suppress(OSError):
-                self._write_owner()
+            self.disk.replace(self.directory / _OWNER, self._owner_text)
+
+    async def enter(self, entry: RegisterEntry | JobEntry) -> None:
+        """Note something of the run before it is started.
+
+        Raises: OSError; then it must not be started.
+        """
+        await asyncio.wrap_future(self.disk.do(partial(enter, self.directory, entry)))
+
+    def leave(self, component: str) -> None:
+        """Nothing of the component is left. Returns at once."""
+        self.disk.do(partial(leave, self.directory, component))
+
+    def is_written(self) -> bool:
+        """Whether the disk has all that is to be known of the run, for which it is waited."""
+        return self.disk.flush(_WRITTEN_WITHIN_S)
 
     def close(self) -> None:
-        """Forget the run, unless an entry says that something of it is left."""
+        """Forget the run, unless an entry says that something of it is left, or the disk has not
+        taken its record: then a reconcile finds it."""
         if self._lock_fd is None:
             return
-        if not _entries(self.directory, RegisterEntry) and not _entries(self.directory, JobEntry):
+        if not self.is_written():
+            _log.warning("%s stays registered: its record could not be written", self.owner.run_id)
+        elif not _entries(self.directory, RegisterEntry) and not _entries(self.directory, JobEntry):
             shutil.rmtree(self.directory, ignore_errors=True)
         os.close(self._lock_fd)
         self._lock_fd = None
 
-    def _write_owner(self) -> None:
-        write_json(self.directory / _OWNER, self.owner.model_dump(mode="json"))
+    def _owner_text(self) -> str:
+        return self.owner.model_dump_json(indent=2) + "\n"
 
 
 class LostRun:

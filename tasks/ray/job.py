@@ -222,7 +222,7 @@ class RayJob(Member):
         """
         self._say("component.starting")
         self._context.ports.release(self.name)
-        self._context.enter_job(self.plan, self._job.submission_id)
+        await self._context.enter_job(self.plan, self._job.submission_id)
         self.is_launched = True
         self._launched_at, self._launched_monotonic_s = time.time(), time.monotonic()
         self._say(

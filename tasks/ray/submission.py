@@ -14,8 +14,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from tasks.processes.guarded import Command
 from tasks.processes.identity import host_name
 from tasks.ray.dashboard import JobState
+from tasks.record.disk import write_json
 from tasks.record.places import AttemptPlace, muster_home
-from tasks.record.run_json import SubmissionJson, write_json
+from tasks.record.run_json import SubmissionJson
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,10 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from tasks.record.disk import write_json
 from tasks.record.events import EventLog
 from tasks.record.outcome import Failure
 from tasks.record.places import RunPlace
-from tasks.record.run_json import AttemptRecord, RunJson, write_json
+from tasks.record.run_json import AttemptRecord, RunJson
 from tasks.record.states import RunState, moves_of_recovery
 from tasks.spec.failure_kinds import FailureKind
 

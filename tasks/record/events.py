@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from tasks.record.disk import DiskThread
 from tasks.record.outcome import Failure
 from tasks.record.states import GroupState
 from tasks.spec.secrets import masked_in
@@ -207,15 +208,18 @@ class EventLog:
         *,
         mask: Callable[[str], str] = lambda text: text,
         clock: Callable[[], float] = time.time,
+        disk: DiskThread | None = None,
     ) -> None:
         """
         Args:
             mask: takes secrets out of a text.
+            disk: writes the file, until there is room for it; None: whoever emits does, once.
         """
         self._path = path
         self._listeners = listeners
         self._mask = mask
         self._clock = clock
+        self._disk = disk
         self._lock = threading.RLock()
 
     def emit(
@@ -229,16 +233,22 @@ class EventLog:
             clean = masked_in(fields, self._mask)
             seen_at = self._clock() if at is None else at
             event = Event(at=seen_at, name=name, component=component, fields=clean)
-            try:
-                with self._path.open("a", encoding="utf-8") as f:
-                    f.write(event.as_line() + "\n")
-            except OSError as error:
-                _log.warning("event %s not written to %s: %s", name, self._path, error)
+            self._write(event)
             for listener in self._listeners:
                 try:
                     listener(event)
                 except Exception:
                     _log.exception("event %s of %s: a listener failed", name, self._path.parent)
+
+    def _write(self, event: Event) -> None:
+        if self._disk is not None:
+            self._disk.append(self._path, event.as_line())
+            return
+        try:
+            with self._path.open("a", encoding="utf-8") as f:
+                f.write(event.as_line() + "\n")
+        except OSError as error:
+            _log.warning("event %s not written to %s: %s", event.name, self._path, error)
 
 
 #: Told every event of the runs of this context.

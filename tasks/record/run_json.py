@@ -12,15 +12,16 @@ from __future__ import annotations
 import errno
 import json
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from textwrap import indent
 from typing import Any, ClassVar
 
 from pydantic import ValidationError
 
+from tasks.record.disk import DiskThread, replace_file
 from tasks.record.events import Event
 from tasks.record.outcome import Failure, Recorded, Verdict
 from tasks.record.places import AttemptPlace, RunPlace
@@ -38,24 +39,9 @@ _STATE_AFTER = {
 _SAVED = ("component.spawned", "component.ready", "component.exited")
 #: What of a job's events is kept.
 _OF_JOBS = ("submission_id", "address", "status", "nodes", "gpus", "unseen")
+#: How a file without attempts says so.
+_NONE = '\n  "attempts": []'
 _OPEN = (RunState.ADMITTED, RunState.STARTING, RunState.RUNNING)
-
-
-def write_json(path: Path, content: object) -> None:
-    """Replace a file by JSON: a reader sees the old content or the new, never a part.
-
-    Not forced to the disk: on a busy one that takes seconds, in which no death would be seen.
-
-    Raises: OSError.
-    """
-    draft = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
-    try:
-        with draft.open("w", encoding="utf-8") as f:
-            json.dump(content, f, indent=2)
-            f.write("\n")
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)
 
 
 def _nearest_state(content: Mapping[str, Any]) -> RunState:
@@ -328,6 +314,7 @@ class RunRecord:
         on_move: Callable[[RunState, str], None] = lambda state, message: None,
         earlier: RunJson | None = None,
         adopts: bool = False,
+        disk: DiskThread | None = None,
         **more: object,
     ) -> None:
         """Begins a record, or goes on with the one that an earlier process of the run left.
@@ -339,6 +326,7 @@ class RunRecord:
             on_move: told each new state of the run, with its message.
             earlier: what another host has on record of the run, where it has been there.
             adopts: its jobs outlive its processes, on any host.
+            disk: writes the file, until there is room for it; None: each change does, at once.
             more: further keys of the file.
 
         Raises: OSError, ValueError, when the file can't be read, or is of another flow run.
@@ -346,6 +334,9 @@ class RunRecord:
         self._path = path
         self._clock = clock
         self._on_move = on_move
+        self._disk = disk
+        #: The attempts as they stand in the file, each with its text.
+        self._texts: list[tuple[AttemptRecord, str]] = []
         self._lock = threading.RLock()
         content = {
             "run_id": run_id,
@@ -463,10 +454,28 @@ class RunRecord:
 
     def _save(self, content: RunJson | None = None) -> None:
         self._content = content or self._content
+        if self._disk is not None:
+            self._disk.replace(self._path, self._as_text)
+            return
         try:
-            write_json(self._path, self._content.as_json())
+            replace_file(self._path, self._as_text())
         except OSError as error:
             _log.warning("%s could not be written: %s", self._path, error)
+
+    def _as_text(self) -> str:
+        """The content of the file; what has not changed of a thousand attempts is not made anew."""
+        content = self._content
+        known, self._texts = self._texts, []
+        for number, attempt in enumerate(content.attempts):
+            if number < len(known) and known[number][0] is attempt:
+                self._texts.append(known[number])
+            else:
+                text = indent(json.dumps(attempt.as_json(), indent=2), "    ")
+                self._texts.append((attempt, text))
+        whole = json.dumps(content.but(attempts=()).as_json(), indent=2) + "\n"
+        attempts = ",\n".join(text for _, text in self._texts)
+        # A line of its own, which no text within the file can be.
+        return whole.replace(_NONE, f"{_NONE[:-1]}\n{attempts}\n  ]", 1) if attempts else whole
 
 
 def _is_asked_to_end(place: AttemptPlace) -> bool:

@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from tasks.processes import tree
@@ -65,7 +66,7 @@ class LocalHost:
     grace_s: float = 10.0
     #: Told of a server's process before it executes its program, so that it can be found by others;
     #: an OSError keeps it from starting.
-    register: Callable[[int, Forked], None] = lambda rank, forked: None
+    register: Callable[[int, Forked], Awaitable[None]] | None = None
     #: Told once nothing of that is left.
     unregister: Callable[[int], None] = lambda rank: None
     _servers: dict[int, _LocalServer] = field(default_factory=dict, init=False)
@@ -100,7 +101,8 @@ class LocalHost:
             grace_s=self.grace_s,
         )
         try:
-            await process.launch(command, register=lambda forked: self.register(rank, forked))
+            register = partial(self.register, rank) if self.register is not None else None
+            await process.launch(command, register=register)
         except OSError as error:  # TimeoutError is one.
             server.is_stopping = True
             await self._end(server, 0.0)

@@ -16,6 +16,7 @@ import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from tasks.processes.guarded import Forked
 from tasks.processes.identity import ProcessId
 from tasks.processes.ports import PortsReserved
 from tasks.processes.registry import RegisterEntry, enter, leave
+from tasks.record.disk import DiskThread
 from tasks.record.events import Event, EventLog
 from tasks.rollout.building import LOOPBACK, names_devices, nodes_needed
 from tasks.rollout.fleet import Fleet, FleetFailed
@@ -40,16 +42,18 @@ from tasks.spec.secrets import masked_logs
 
 #: Of this process only.
 _OWN_ENV = (SERVERS_ENV, "NOTIFY_SOCKET")
+#: For the last events, on a disk that takes nothing.
+_WRITTEN_WITHIN_S = 2.0
 
 
-async def opened_host(plan: FleetPlan) -> OpenedHost:
+async def opened_host(plan: FleetPlan, disk: DiskThread) -> OpenedHost:
     """Raises: NoHost. A cancel leaves nothing."""
     try:
         if plan.ray is not None:
             from tasks.rollout.ray_host import opened_on_ray
 
             return await opened_on_ray(plan, servers_env())
-        return await _on_this_machine(plan)
+        return await _on_this_machine(plan, disk)
     except (KeyError, ValueError) as error:
         raise NoHost(f"the fleet has no place: {error}") from error
 
@@ -59,11 +63,11 @@ def servers_env() -> dict[str, str]:
     return {key: value for key, value in os.environ.items() if key not in _OWN_ENV}
 
 
-async def _on_this_machine(plan: FleetPlan) -> OpenedHost:
+async def _on_this_machine(plan: FleetPlan, disk: DiskThread) -> OpenedHost:
     stop = plan.fleet.stop
 
     # Whoever finishes a run whose processes were all killed at once finds the servers, too.
-    def register(rank: int, forked: Forked) -> None:
+    async def register(rank: int, forked: Forked) -> None:
         if plan.register_at is not None:
             entry = RegisterEntry(
                 run_id=plan.run_id,
@@ -75,11 +79,11 @@ async def _on_this_machine(plan: FleetPlan) -> OpenedHost:
                 process=ProcessId.of(forked.pid),
                 grace_s=stop.grace_s,
             )
-            enter(plan.register_at, entry)
+            await asyncio.wrap_future(disk.do(partial(enter, plan.register_at, entry)))
 
     def unregister(rank: int) -> None:
         if plan.register_at is not None:
-            leave(plan.register_at, f"{FLEET}.r{rank}")
+            disk.do(partial(leave, plan.register_at, f"{FLEET}.r{rank}"))
 
     host = LocalHost(
         cwd=plan.cwd,
@@ -172,10 +176,11 @@ async def _run(plan: FleetPlan) -> int:
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, told_to_end.set)
-    events = EventLog(plan.place.fleet_events, (_say,), mask=plan.mask)
+    disk = DiskThread("disk")
+    events = EventLog(plan.place.fleet_events, (_say,), mask=plan.mask, disk=disk)
     prober = HttpProber()
     told = asyncio.create_task(told_to_end.wait())
-    opening = asyncio.create_task(opened_host(plan))
+    opening = asyncio.create_task(opened_host(plan, disk))
     if not await _before(told, opening):
         return EXIT_STOPPED
     host = opening.result()
@@ -196,6 +201,7 @@ async def _run(plan: FleetPlan) -> int:
         except Exception:
             _log.exception("the host of the servers could not be closed")
         await prober.close()
+        await asyncio.to_thread(disk.flush, _WRITTEN_WITHIN_S)
 
 
 async def _serve(plan: FleetPlan, fleet: Fleet, told: asyncio.Task[Any]) -> int:

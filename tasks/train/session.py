@@ -128,6 +128,7 @@ class RunSession:
             on_move=self._tell_state,
             earlier=earlier,
             adopts=self.adopts,
+            disk=self._register.disk,
             name=spec.name,
             workload=spec.workload,
             tags=list(spec.tags),
@@ -191,7 +192,10 @@ class RunSession:
                 place.spec.write_text(spec_as_yaml(spec, secrets=self._secrets), encoding="utf-8")
             self.attempt = place
             self._events = EventLog(
-                place.events, (self.record.observe, *event_listeners.get()), mask=self.mask
+                place.events,
+                (self.record.observe, *event_listeners.get()),
+                mask=self.mask,
+                disk=self._register.disk,
             )
             containment = containment_of(spec)
             if before is None:
@@ -316,6 +320,8 @@ class RunSession:
             if removed and self._events is not None:
                 self._events.emit("leftovers.removed", paths=removed)
             self.record.move(verdict.state, verdict.message)
+        # Whoever is told that it has ended finds that on the disk, where there is room.
+        self._register.is_written()
         return verdict
 
     def fail(self, kind: FailureKind, message: str) -> Verdict:

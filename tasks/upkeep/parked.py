@@ -21,9 +21,10 @@ from prefect.client.schemas.objects import State
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from tasks.processes.registry import owner_of
+from tasks.record.disk import write_json
 from tasks.record.events import EventLog
 from tasks.record.places import RunPlace, muster_home
-from tasks.record.run_json import RunJson, RunRecord, write_json
+from tasks.record.run_json import RunJson, RunRecord
 from tasks.record.states import RunState
 from tasks.server.artifacts import (
     ATTEMPTS,

@@ -7,7 +7,7 @@ import errno
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -51,7 +51,7 @@ class Hosts:
         self,
         *,
         grace_s: float = 0.3,
-        register: Callable[[int, Forked], None] = lambda rank, forked: None,
+        register: Callable[[int, Forked], Awaitable[None]] | None = None,
         unregister: Callable[[int], None] = lambda rank: None,
     ) -> LocalHost:
         host = LocalHost(
@@ -185,7 +185,7 @@ async def test_program_that_is_not_there_is_named_and_nothing_is_left(hosts: Hos
 
 
 async def test_server_that_cannot_be_registered_does_not_start(hosts: Hosts) -> None:
-    def full(rank: int, forked: Forked) -> None:
+    async def full(rank: int, forked: Forked) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     host = hosts(register=full)
@@ -199,8 +199,12 @@ async def test_server_is_registered_until_nothing_of_it_is_left(
     hosts: Hosts,
 ) -> None:
     registered: dict[int, int] = {}
+
+    async def register(rank: int, forked: Forked) -> None:
+        registered[rank] = forked.pid
+
     host = hosts(
-        register=lambda rank, forked: registered.update({rank: forked.pid}),
+        register=register,
         unregister=lambda rank: registered.pop(rank),  # type: ignore[arg-type]
     )
 

@@ -17,7 +17,7 @@ import pytest
 from tasks.processes.identity import ProcessId, boot_id, host_name
 from tasks.processes.registry import JobEntry, LostRun, Owner
 from tasks.record.closing import Loss
-from tasks.record.run_json import write_json
+from tasks.record.disk import write_json
 from tasks.upkeep.lost_run import stop_jobs
 from tests.support.ground import Ground, Run, host_with_worker, until
 from tests.support.ray_cluster import RayCluster

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from tasks.record.closing import Loss, close_record
+from tasks.record.disk import write_json
 from tasks.record.events import Event, EventLog
 from tasks.record.outcome import Failure, Verdict
-from tasks.record.run_json import AttemptRecord, RunJson, RunRecord, write_json
+from tasks.record.run_json import AttemptRecord, RunJson, RunRecord
 from tasks.record.states import RunState
 from tasks.spec.errors import IllegalTransition
 from tasks.spec.failure_kinds import FailureKind
@@ -260,10 +261,10 @@ def test_disk_that_takes_nothing_costs_a_warning_and_no_run(
 ) -> None:
     record = make(path)
 
-    def full(path: Path, content: object) -> None:
+    def full(path: Path, text: str) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("tasks.record.run_json.write_json", full)
+    monkeypatch.setattr("tasks.record.run_json.replace_file", full)
     record.move(RunState.ADMITTED)
 
     assert record.state is RunState.ADMITTED

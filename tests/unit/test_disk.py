@@ -1,0 +1,137 @@
+"""A disk that is full, or that does not answer, keeps its own thread waiting and nobody else."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tasks.record.disk import DiskThread
+from tasks.record.events import Event, EventLog
+from tasks.record.run_json import RunJson, RunRecord
+from tasks.record.states import RunState
+from tests.support.stage import DEADLINE_S
+
+
+@pytest.fixture
+def disk() -> DiskThread:
+    return DiskThread("disk")
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Path]:
+    """A file system with room for little."""
+    place = tmp_path / "small"
+    place.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(place)]
+    if subprocess.run(command, capture_output=True).returncode != 0:
+        pytest.skip("nothing can be mounted here")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", str(place)], check=True)
+
+
+def fill(place: Path) -> Path:
+    """A file that takes all the room there is."""
+    filler = place / "filler"
+    with filler.open("wb", buffering=0) as f, pytest.raises(OSError, match="No space left"):
+        while True:
+            f.write(b"x" * 4096)
+    return filler
+
+
+def stuck(disk: DiskThread) -> threading.Event:
+    """Have the thread wait as for a server of files that does not answer; set, it answers."""
+    answers, waits = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        waits.set()
+        answers.wait(DEADLINE_S)
+
+    disk.do(wait)
+    assert waits.wait(DEADLINE_S)
+    return answers
+
+
+def test_lines_stay_in_their_order(disk: DiskThread, tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+
+    for number in range(1000):
+        disk.append(path, str(number))
+
+    assert disk.flush(DEADLINE_S)
+    assert path.read_text().split() == [str(number) for number in range(1000)]
+
+
+def test_of_several_contents_the_last_stands(disk: DiskThread, tmp_path: Path) -> None:
+    path, answers = tmp_path / "file", stuck(disk)
+
+    made = []
+    for number in range(1000):
+        disk.replace(path, lambda number=number: made.append(number) or str(number))
+    answers.set()
+
+    assert disk.flush(DEADLINE_S)
+    assert path.read_text() == "999"
+    assert made == [999]
+
+
+def test_what_is_done_has_a_result_or_an_error(disk: DiskThread) -> None:
+    def full() -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    assert disk.do(lambda: 4).result(DEADLINE_S) == 4
+    with pytest.raises(OSError, match="No space left"):
+        disk.do(full).result(DEADLINE_S)
+
+
+def test_what_a_full_disk_did_not_take_is_written_once_there_is_room(
+    disk: DiskThread, small: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    lines, whole = small / "lines", small / "whole"
+    lines.write_text("first\n")
+    filler = fill(small)
+
+    for number in range(2000):
+        disk.append(lines, f"{number:08}")
+    disk.replace(whole, lambda: "all of it")
+    assert not disk.flush(0.2)
+    filler.unlink()
+
+    assert disk.flush(DEADLINE_S)
+    assert lines.read_text().split() == ["first", *(f"{number:08}" for number in range(2000))]
+    assert whole.read_text() == "all of it"
+    assert caplog.text.count(f"{whole} could not be written") == 1
+
+
+def test_events_are_told_while_the_disk_does_not_answer(disk: DiskThread, tmp_path: Path) -> None:
+    heard: list[Event] = []
+    record = RunRecord(tmp_path / "run.json", run_id="r", flow_run_id="f", disk=disk)
+    log = EventLog(tmp_path / "events.jsonl", (record.observe, heard.append), disk=disk)
+    record.begin_attempt(1)
+    record.move(RunState.ADMITTED)
+    assert disk.flush(DEADLINE_S)
+    answers = stuck(disk)
+
+    for name in ("attempt.begun", "component.spawned", "component.exited"):
+        log.emit(name, "trainer", pid=7, exit_code=1)
+
+    assert [event.name for event in heard] == [
+        "attempt.begun",
+        "component.spawned",
+        "component.exited",
+    ]
+    assert record.state is RunState.STARTING
+    assert RunJson.read(tmp_path / "run.json").state is RunState.ADMITTED
+    answers.set()
+    assert disk.flush(DEADLINE_S)
+    assert RunJson.read(tmp_path / "run.json") == record.content
+    lines = (tmp_path / "events.jsonl").read_text().splitlines()
+    assert [json.loads(line)["event"] for line in lines] == [event.name for event in heard]
