@@ -77,7 +77,7 @@ from tasks.spec.loading import parse_spec
 from tasks.spec.pipeline import PipelineSpec, load_pipeline, parse_pipeline, with_specs
 from tasks.spec.placeholders import RUN_DIR, RUN_ID, filled_in
 from tasks.spec.run import RunSpec
-from tasks.spec.words import table
+from tasks.spec.words import code, table, text
 
 #: Of the artifact.
 KEY = "stages"
@@ -93,7 +93,7 @@ def table_of(
         for run in tries:
             name = stage if run.number == 1 else f"{stage}, try {run.number}"
             found = checkpoints.get(run.flow_run_id)
-            said = (run.state, run.message, f"`{found}`" if found else "")
+            said = (run.state, text(run.message), code(found or ""))
             rows.append((name, f"[{run.name}]({link_of(run)})", *said))
         if not tries:
             rows.append((stage, "", "to come", "", ""))

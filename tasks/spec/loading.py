@@ -207,6 +207,15 @@ def load_spec(path: Path, overrides: Sequence[str] = ()) -> RunSpec:
     return _checked(data, overrides, str(path), faults)
 
 
+def load_resolved(path: Path) -> RunSpec:
+    """The spec of an attempt, as `resolve` left it: a `${` in it is a literal one.
+
+    Raises: InvalidSpec.
+    """
+    data, faults = parse(read_text(path))
+    return RunSpec.model_validate(as_mapping(data, str(path), faults))
+
+
 def parse_spec(
     data: object,
     overrides: Sequence[str] = (),

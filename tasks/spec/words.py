@@ -11,11 +11,15 @@ import difflib
 import re
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
+from urllib.parse import quote
 
 _MINUTE_S, _HOUR_S, _DAY_S = 60.0, 3600.0, 86400.0
 _SIZES = ("B", "KiB", "MiB", "GiB", "TiB")
 _MARKS = re.compile(r"([\\`*_\[\]|~])")
+_TICKS = re.compile("`+")
 _FENCE = re.compile(r"^ {0,3}(`{3,})", re.MULTILINE)
+#: All else in an address is percent-encoded, as a `)` or a tag would end the link.
+_IN_URL = ":/?#[]@!$&*+,;=%~"
 _BAR = re.compile(r"(?<!\\)\|")
 
 
@@ -119,20 +123,22 @@ def code(said: object) -> str:
     words = " ".join(str(said).split())
     if not words:
         return ""
-    ticks = "``" if "`" in words else "`"
+    ticks = "`" * (max(map(len, _TICKS.findall(words)), default=0) + 1)
     pad = " " if "`" in words else ""
     return f"{ticks}{pad}{words}{pad}{ticks}"
 
 
 def block(said: str) -> str:
     """Several lines as they are."""
+    # As Markdown counts lines: a fence after a carriage return would end the block.
+    said = said.replace("\r\n", "\n").replace("\r", "\n")
     longest = max((len(found) for found in _FENCE.findall(said)), default=2)
     fence = "`" * (longest + 1)
     return f"{fence}\n{said}\n{fence}"
 
 
 def link(said: str, url: str) -> str:
-    return f"[{text(said)}](<{url}>)" if " " in url else f"[{text(said)}]({url})"
+    return f"[{text(said)}]({quote(url, safe=_IN_URL)})"
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -39,7 +39,7 @@ from tasks.server.flow_runs import ServerAway, state_of, talking_to
 from tasks.show.page import attempts_of, components_of, record_of, record_read, summary_of
 from tasks.show.pictures import timeline_of
 from tasks.show.view import RunSeen, RunView
-from tasks.spec.loading import load_spec
+from tasks.spec.loading import load_resolved
 from tasks.upkeep.report import Reconciled
 
 _log = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ def tell_closed(client: SyncPrefectClient, flow_run_id: str, directory: Path) ->
         if record.attempt is None:
             # It never began: its state says all there is.
             return
-        seen = RunSeen.of(spec := load_spec(place.attempt(record.attempt.number).spec))
+        seen = RunSeen.of(spec := load_resolved(place.attempt(record.attempt.number).spec))
         seen.doing = said = record.message
         view = RunView(
             at=time.time(), spec=spec, record=record, place=place, seen=seen, message=said

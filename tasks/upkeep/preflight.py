@@ -33,7 +33,7 @@ from tasks.server.flow_runs import listed_clusters
 from tasks.server.server import prefect_server, quieten_prefect
 from tasks.show.arguments import EXIT_DONE, EXIT_FAILED
 from tasks.spec.errors import BadArgument
-from tasks.spec.words import commas, table
+from tasks.spec.words import commas, table, text
 
 _GIB = 1 << 30
 #: The caller's place among the nodes, which the shared directory must be the same with.
@@ -146,8 +146,7 @@ class PreflightVerdict:
                 rows.append((*row, "", "", ""))
         parts = [table(("node", "verdict", "clock", "free", "GPUs", "of runs"), rows)]
         if self.findings:
-            lines = (" ".join(str(finding).split()) for finding in self.findings)
-            parts.append("\n".join(f"- {line}" for line in lines))
+            parts.append("\n".join(f"- {text(finding)}" for finding in self.findings))
         return "\n\n".join(parts)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tasks.spec.words import commas, counted, size_text, table
+from tasks.spec.words import code, commas, counted, size_text, table, text
 from tasks.upkeep.retention import Act, PrunePlan, Step
 
 
@@ -95,10 +95,10 @@ class Report:
         head = ("run", "found", "ended", "removed", "run.json", "Prefect", "still open")
         rows = (
             (
-                *(run.name, run.found),
-                "; ".join(filter(None, (_pids(run.killed), *run.jobs, *run.nodes))),
-                commas(f"`{path}`" for path in run.removed),
-                *(run.record, run.server, run.open),
+                *(text(run.name), text(run.found)),
+                text("; ".join(filter(None, (_pids(run.killed), *run.jobs, *run.nodes)))),
+                commas(map(code, run.removed)),
+                *(text(run.record), text(run.server), text(run.open)),
             )
             for run in self.acted
         )
@@ -186,12 +186,12 @@ class Pruned:
 
     def as_markdown(self) -> str:
         """Of what was done."""
-        said = f"Pruned `{self.home}` on **{self.host}**: {self.summary}"
+        said = f"Pruned {code(self.home)} on **{self.host}**: {text(self.summary)}"
         head = ("run", "done", "why", "freed", "problem")
         rows = [
             (
                 *(one.step.run.run_id, one.step.act.value, one.step.why),
-                *(size_text(one.freed_bytes), one.problem),
+                *(size_text(one.freed_bytes), text(one.problem)),
             )
             for one in self.done
         ]

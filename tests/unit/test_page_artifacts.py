@@ -22,7 +22,7 @@ from tasks.record.states import RunState
 from tasks.server.artifacts import FlowArtifacts
 from tasks.show.page import record_read
 from tasks.show.view import Shown
-from tasks.spec.loading import spec_as_yaml
+from tasks.spec.loading import parse_spec, resolve, spec_as_yaml
 from tasks.spec.run import RunSpec
 from tasks.train import page
 from tasks.train.page import RunPage
@@ -288,7 +288,13 @@ def test_a_run_that_never_began_has_a_summary(server: Server, run: SimpleNamespa
     assert "no such program" in server.shown("summary")["data"]
 
 
-def test_the_page_of_a_lost_run_says_how_it_closed(run: SimpleNamespace, tmp_path: Path) -> None:
+@pytest.mark.parametrize("word", ["true", "a shell's own ${HOME} and ${"])
+def test_the_page_of_a_lost_run_says_how_it_closed(
+    run: SimpleNamespace, tmp_path: Path, word: str
+) -> None:
+    spec = run.resolved.written()
+    spec["components"]["trainer"]["command"] = [word.replace("${", "$${")]
+    run.resolved = resolve(parse_spec(spec), {}, tmp_path)
     run.record.begin_attempt(1)
     run.record.move(RunState.ADMITTED)
     place = run.place.attempt(1)

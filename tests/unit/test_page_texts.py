@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from markdown_it import MarkdownIt
 
 from tasks.record.events import Event
 from tasks.record.places import RunPlace
@@ -16,7 +17,7 @@ from tasks.show.failure import as_text, in_a_line
 from tasks.show.page import attempts_of, components_of, places_of, progress_of, summary_of
 from tasks.show.view import RunSeen, RunView
 from tasks.spec.run import RunSpec
-from tasks.spec.words import block, code, seconds, table, text
+from tasks.spec.words import block, code, link, seconds, table, text
 
 STAY: dict[str, Any] = {"command": ["sleep", "600"]}
 SPEC = {
@@ -365,6 +366,28 @@ def test_what_programs_say_is_no_markup() -> None:
     assert code("a `b` | <c>") == "`` a `b` | <c> ``"
     assert table(["a"], [[code("x|y")]]).splitlines()[-1] == "| `x\\|y` |"
     assert block("a\n```\nb") == "````\na\n```\nb\n````"
+
+
+TAG = "<img src=x onerror=alert(1)>"
+
+
+@pytest.mark.parametrize("ticks", ["", "`", "``", "a``b`c```", "\r```\r", "\n```\n"])
+@pytest.mark.parametrize(
+    "made",
+    [
+        text,
+        code,
+        block,
+        lambda said: table(["a"], [[code(said)]]),
+        lambda said: table(["a"], [[text(said)]]),
+        lambda said: link("a", f"https://wandb.ai/runs/{said.strip()})"),
+    ],
+)
+def test_no_html_of_a_program_reaches_the_page(made: Callable[[str], str], ticks: str) -> None:
+    page = MarkdownIt("commonmark").enable("table").render(made(f"{ticks}{TAG}{ticks}"))
+
+    assert "<img" not in page, page
+    assert "alert" in page
 
 
 @pytest.mark.parametrize(
