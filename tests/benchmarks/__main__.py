@@ -24,6 +24,7 @@ from tests.support.help import HelpFormatter
 
 NAMES = (
     "crash",
+    "load",
     "orphans",
     "readiness",
     "overhead",
@@ -39,7 +40,7 @@ NAMES = (
     "limits",
 )
 #: They run real flows; one server is enough for all.
-_NEED_SERVER = frozenset({"crash", "orphans", "readiness", "overhead", "nodes", "jobs"})
+_NEED_SERVER = frozenset({"crash", "load", "orphans", "readiness", "overhead", "nodes", "jobs"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,8 @@
 """A component for the benchmarks: stdlib only, run as `python -I -S part.py HOW NAME FOLDER ...`.
 
     wait NAME FOLDER                     waits for SIGTERM
+    mapped PROCESSES MAPPINGS NAME FOLDER  the same, as so many processes with so many mappings each
+    segments A_SECOND NAME FOLDER        makes so many files in /dev/shm, removed at SIGTERM
     need SECONDS KIND NAME FOLDER PORT   is ready SECONDS after its first line, then stays: by
                                          http, tcp, log, notify, or warming (503 until then)
 
@@ -16,6 +18,7 @@ import time
 BEGAN_NS = time.monotonic_ns()
 
 import contextlib  # noqa: E402
+import mmap  # noqa: E402
 import os  # noqa: E402
 import signal  # noqa: E402
 import socket  # noqa: E402
@@ -42,6 +45,31 @@ def wait(name: str, folder: str) -> None:
     note(folder, name, "ready", time.monotonic_ns())
     while True:
         signal.pause()
+
+
+def mapped(processes: int, mappings: int, name: str, folder: str) -> None:
+    kept = [mmap.mmap(-1, mmap.PAGESIZE) for _ in range(mappings)]
+    for _ in range(processes - 1):
+        if os.fork() == 0:
+            signal.pause()
+    wait(name, folder)
+    del kept
+
+
+def segments(a_second: float, name: str, folder: str) -> None:
+    made = []
+
+    def on_term(signum: int, frame: object) -> None:
+        for path in made:
+            os.unlink(path)
+        os._exit(0)
+
+    signal.signal(signal.SIGTERM, on_term)
+    note(folder, name, "ready", time.monotonic_ns())
+    while True:
+        made.append(f"/dev/shm/muster-bench-{os.getpid()}-{len(made)}")
+        os.close(os.open(made[-1], os.O_CREAT | os.O_WRONLY))
+        time.sleep(1 / a_second)
 
 
 def need(seconds: float, kind: str, name: str, folder: str, port: int) -> None:
@@ -98,5 +126,9 @@ if __name__ == "__main__":
     match sys.argv[1:]:
         case ["wait", name, folder]:
             wait(name, folder)
+        case ["mapped", processes, mappings, name, folder]:
+            mapped(int(processes), int(mappings), name, folder)
+        case ["segments", a_second, name, folder]:
+            segments(float(a_second), name, folder)
         case ["need", seconds, kind, name, folder, port]:
             need(float(seconds), kind, name, folder, int(port))

@@ -20,6 +20,7 @@ import yaml
 from tasks.processes.component import AttemptPlan, ComponentPlan
 from tasks.processes.guarded import Command
 from tasks.processes.ports import PortsReserved
+from tasks.processes.registry import RunRegister
 from tasks.processes.supervisor import Supervisor
 from tasks.record.events import EventLog
 from tasks.spec.probes import LiveProbe, ReadyProbe
@@ -114,6 +115,7 @@ def supervisor_of(
     ready: Mapping[str, ReadyProbe | None],
     ports: PortsReserved | None = None,
     live: Mapping[str, LiveProbe] | None = None,
+    register: RunRegister | None = None,
 ) -> Supervisor:
     """A Supervisor as the flow makes it, with its event log, but without Prefect."""
     env = {k: v for k, v in os.environ.items() if not k.startswith("PREFECT_")}
@@ -130,27 +132,36 @@ def supervisor_of(
         for name, argv in commands.items()
     )
     plan = AttemptPlan(run_id="benchmark", number=1, cwd=place, components=components)
-    return Supervisor(plan, ports or PortsReserved([]), EventLog(place / "events.jsonl").emit)
+    emit = EventLog(place / "events.jsonl").emit
+    return Supervisor(plan, ports or PortsReserved([]), emit, register)
 
 
 class FlowProcess:
     """`python -m flows.train SPEC` in a process of its own, as a user starts it."""
 
-    def __init__(self, place: Path, spec: Mapping[str, Any], api_url: str) -> None:
-        self._home = place / "muster"
+    def __init__(
+        self, place: Path, spec: Mapping[str, Any], api_url: str, wrapper: Sequence[str] = ()
+    ) -> None:
+        """
+        Args:
+            wrapper: a command that becomes the one which is given to it.
+        """
+        home = place / "muster"
         self._output = place / "flow.out"
         path = place / "spec.yaml"
         path.write_text(yaml.safe_dump(in_checkout(spec), sort_keys=False))
         with self._output.open("wb") as output:
             self._popen = subprocess.Popen(
-                [sys.executable, "-m", "flows.train", str(path)],
+                [*wrapper, sys.executable, "-m", "flows.train", str(path)],
                 cwd=Path.cwd(),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                env={**os.environ, "PREFECT_API_URL": api_url, "MUSTER_HOME": str(self._home)},
+                env={**os.environ, "PREFECT_API_URL": api_url, "MUSTER_HOME": str(home)},
             )
+        #: Its MUSTER_HOME, as it sees it itself.
+        self.home = Path(f"/proc/{self._popen.pid}/root{home}")
 
     def __enter__(self) -> FlowProcess:
         return self
@@ -175,7 +186,7 @@ class FlowProcess:
 
     def record(self) -> dict[str, Any]:
         """Its `run.json`; empty before there is one."""
-        for path in self._home.glob("runs/*/run.json"):
+        for path in self.home.glob("runs/*/run.json"):
             content: dict[str, Any] = json.loads(path.read_text())
             return content
         return {}

@@ -1,0 +1,165 @@
+"""Crash to reaction while the machine makes it hard: files in /dev/shm, a full disk, many mappings.
+
+And what it costs to find out who makes those files.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from pathlib import Path
+
+from tasks.processes import registry, tree
+from tasks.processes.registry import RunRegister
+from tasks.server.server import prefect_server
+from tasks.spec.probes import ReadyProbe
+from tests.benchmarks import models
+from tests.benchmarks.crash import reaction_ms
+from tests.benchmarks.report import Missing, Result, Row, Sample, interleaved, say
+from tests.benchmarks.stage import (
+    NAMES,
+    FlowProcess,
+    folder,
+    noted_ns,
+    part,
+    supervisor_of,
+    wait_until,
+)
+from tests.faults.injections import in_mounts, why_no_mounts
+
+_A_SECOND = 20
+_PROCESSES, _MAPPINGS = 17, 3000
+_BESIDE = f"{_A_SECOND} foreign segments a second in /dev/shm"
+
+
+def measure(*, quick: bool) -> Result:
+    rounds, window_s = (1, 2.0) if quick else (15, 10.0)
+    missing = []
+    with prefect_server() as url:
+        ways: dict[str, Sample] = {
+            "nothing beside it": partial(_reaction, url),
+            _BESIDE: partial(_reaction, url, segments=True),
+            f"{_PROCESSES} processes of {_MAPPINGS:,} mappings, and {_BESIDE}": partial(
+                _reaction, url, segments=True, is_mapped=True
+            ),
+        }
+        if why := why_no_mounts():
+            missing.append(Missing(way="its disk full", why=why))
+        else:
+            ways["its disk full"] = partial(_reaction, url, is_disk_full=True)
+        taken = interleaved(ways, rounds)
+    rows = [
+        Row(way=f"Muster: the flow `train`, {way}", values=taken[way], group="reaction")
+        for way in ways
+    ]
+    watch, model = _cpu_of_looking(3, window_s)
+    rows += [
+        Row(way=f"Muster: CPU beside {_BESIDE}", values=watch, unit="%", group="CPU"),
+        Row(
+            way="four looks for each, 50 ms apart",
+            values=model,
+            unit="%",
+            group="CPU",
+            how="modelled",
+        ),
+    ]
+    return Result(
+        name="load",
+        question="SIGKILL of a component to SIGTERM at the first one stopped, under load; and the "
+        "CPU, in % of one core, that it takes to see who makes segments of shared memory",
+        rows=rows,
+        missing=missing,
+    )
+
+
+def _reaction(
+    url: str, *, segments: bool = False, is_mapped: bool = False, is_disk_full: bool = False
+) -> float:
+    with folder() as place, ExitStack() as stack:
+        if segments:
+            stack.enter_context(_segments(place))
+        commands = {name: part("wait", name, place) for name in NAMES}
+        if is_mapped:
+            commands["api"] = part("mapped", _PROCESSES, _MAPPINGS, "api", place)
+        spec = {
+            "name": "bench",
+            "workload": "grpo",
+            "components": {
+                name: {"command": list(command), "ready": {"file": str(place / f"{name}.ready")}}
+                for name, command in commands.items()
+            },
+        }
+        home = place / "muster"
+        home.mkdir()
+        wrapper: Sequence[str] = ()
+        if is_disk_full:
+            wrapper = in_mounts(f"mount -t tmpfs -o size=4m none {home}")
+        flow = stack.enter_context(FlowProcess(place, spec, url, wrapper))
+        pid = flow.components()["trainer"]["pid"]
+        if is_disk_full:
+            with suppress(OSError), (flow.home / "filler").open("wb", buffering=0) as f:
+                while f.write(bytes(4096)):
+                    pass
+        time.sleep(1.0)
+        return reaction_ms(place, pid, flow.wait)
+
+
+@contextmanager
+def _segments(place: Path) -> Iterator[None]:
+    """Somebody else's, made while this is open."""
+    maker = subprocess.Popen(part("segments", _A_SECOND, "segments", place))
+    try:
+        wait_until(lambda: noted_ns(place, "segments", "ready"), "the maker of segments")
+        yield
+    finally:
+        maker.terminate()
+        maker.wait()
+
+
+def _cpu_of_looking(windows: int, window_s: float) -> tuple[list[float], list[float]]:
+    """In % of a core: of Muster's thread, and of a thread that does as the model does."""
+    with folder() as place, ExitStack() as stack:
+        others = _watches()  # The server's.
+        register = RunRegister.opened("benchmark")
+        stack.callback(register.close)
+        commands = {name: part("wait", name, place) for name in NAMES}
+        ready = {name: ReadyProbe(file=f"{name}.ready") for name in NAMES}
+        supervisor = stack.enter_context(supervisor_of(place, commands, ready, register=register))
+        for name in NAMES:
+            supervisor.start(name)
+        pids = [noted_ns(place, name, "pid") for name in NAMES]
+        guardians = [tree.parent_of(pid) for pid in pids if pid]
+        over = threading.Event()
+        model = threading.Thread(
+            target=models.look_for_makers,
+            args=(registry.DIRECTORY, lambda: set(tree.descendants(*guardians)), over.is_set),
+        )
+        model.start()
+        stack.callback(model.join)
+        stack.callback(over.set)
+        [watch] = _watches() - others
+        stack.enter_context(_segments(place))
+        say(f"  {windows} windows of {window_s:g} s")
+        used: tuple[list[float], list[float]] = ([], [])
+        for _ in range(windows):
+            before = [_cpu_ns(thread) for thread in (watch, model)]
+            began_ns = time.monotonic_ns()
+            time.sleep(window_s)
+            took_ns = time.monotonic_ns() - began_ns
+            for values, thread, at in zip(used, (watch, model), before, strict=True):
+                values.append(100 * (_cpu_ns(thread) - at) / took_ns)
+        return used
+
+
+def _watches() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == "shared-memory"}
+
+
+def _cpu_ns(thread: threading.Thread) -> int:
+    """As `footprint.cpu_ns`, of one thread."""
+    schedstat = Path(f"/proc/self/task/{thread.native_id}/schedstat")
+    return int(schedstat.read_text().split()[0])
