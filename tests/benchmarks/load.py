@@ -37,7 +37,7 @@ _BESIDE = f"{_A_SECOND} foreign segments a second in /dev/shm"
 
 
 def measure(*, quick: bool) -> Result:
-    rounds, window_s = (1, 2.0) if quick else (15, 10.0)
+    rounds, window_s = (1, 2.0) if quick else (10, 10.0)
     missing = []
     with prefect_server() as url:
         ways: dict[str, Sample] = {
