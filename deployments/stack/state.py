@@ -19,7 +19,7 @@ from deployments.stack.env import STACK_VARIABLE
 from tasks.processes import tree
 from tasks.processes.identity import ProcessId
 from tasks.record.disk import write_json
-from tasks.record.places import muster_home
+from tasks.record.places import is_at, muster_home
 from tasks.spec.errors import MusterError
 
 RAY_TEMP_PREFIX = "muster-ray-"
@@ -179,20 +179,24 @@ class StackPlace:
         self.directory.mkdir(parents=True, exist_ok=True)
         deadline = time.monotonic() + limit_s
         waiting = False
-        with (self.directory / name).open("w") as lock:
-            while True:
+        path = self.directory / name
+        while True:
+            with path.open("w") as lock:
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
+                    is_ours = is_at(lock.fileno(), path)
                 except BlockingIOError:
+                    is_ours = False
                     if not waiting:
                         on_wait()
                     waiting = True
-                if time.monotonic() > deadline:
-                    held = f"{self.directory / name} is held"
-                    raise StackError(f"{held}: another process has not ended in {limit_s:.0f} s")
-                time.sleep(_POLL_EVERY_S)
-            yield lock.fileno()
+                if is_ours:
+                    yield lock.fileno()
+                    return
+            if time.monotonic() > deadline:
+                held = f"{path} is held"
+                raise StackError(f"{held}: another process has not ended in {limit_s:.0f} s")
+            time.sleep(_POLL_EVERY_S)
 
     @property
     def _state(self) -> Path:

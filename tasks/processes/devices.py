@@ -17,7 +17,7 @@ from pathlib import Path
 from tasks.processes.guarded import kept_fds
 from tasks.processes.identity import host_name
 from tasks.processes.machine import DRIVER, gpus_seen
-from tasks.record.places import muster_home
+from tasks.record.places import is_at, muster_home
 from tasks.spec.errors import MusterError
 from tasks.spec.run import VISIBLE
 
@@ -166,6 +166,14 @@ def leased(devices: Devices) -> dict[int, str]:
 
 
 def _locked(path: Path, owner: str, index: int) -> int:
+    while not is_at(fd := _locked_once(path, index), path):
+        os.close(fd)
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, json.dumps({"owner": owner, "pid": os.getpid()}).encode(), 0)
+    return fd
+
+
+def _locked_once(path: Path, index: int) -> int:
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.parent == _SHARED:
         with suppress(PermissionError):
@@ -194,8 +202,6 @@ def _locked(path: Path, owner: str, index: int) -> int:
     except BaseException:
         os.close(fd)
         raise
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, json.dumps({"owner": owner, "pid": os.getpid()}).encode(), 0)
     return fd
 
 

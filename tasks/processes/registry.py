@@ -39,7 +39,7 @@ from tasks.processes import cgroup, tree
 from tasks.processes.ending import KILLED_WITHIN_S, Known, end_all, end_marked
 from tasks.processes.identity import ProcessId, boot_id, host_name
 from tasks.record.disk import DiskThread, replace_file, write_json
-from tasks.record.places import muster_home
+from tasks.record.places import is_at, muster_home
 
 _log = logging.getLogger(__name__)
 
@@ -320,7 +320,7 @@ def _read(path: Path, model: type[_M]) -> _M | None:
 
 
 def _try_lock(directory: Path) -> int | None:
-    """The fd of the run's lock; None when another process has it.
+    """The fd of the run's lock; None when another process has it, or has just removed it.
 
     A lock of the process (POSIX) and not of the open file: a fork does not carry it on.
     """
@@ -335,6 +335,9 @@ def _try_lock(directory: Path) -> int | None:
         if error.errno in (errno.EACCES, errno.EAGAIN):
             return None
         raise
+    if not is_at(fd, directory / _LOCK):
+        os.close(fd)
+        return None
     return fd
 
 

@@ -43,6 +43,7 @@ from prefect.client.schemas.objects import Variable
 from prefect.exceptions import ObjectAlreadyExists
 
 from tasks.processes.identity import boot_id, host_name
+from tasks.record.places import is_at
 from tasks.spec.errors import MusterError
 
 _log = logging.getLogger(__name__)
@@ -170,18 +171,20 @@ class HostLock:
         Raises: OSError, where no lock is to be had: the place is not writable, the file system has
             none.
         """
-        if self._fd is not None:
-            return True
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        fd = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._fd, self.mark = fd, _mark(fd)
-        except BlockingIOError:
-            return False
-        finally:
-            if self._fd is None:
-                os.close(fd)
+        if self._fd is not None and not is_at(self._fd, self.path):
+            self.unlock()
+        while self._fd is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            fd = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if is_at(fd, self.path):
+                    self._fd, self.mark = fd, _mark(fd)
+            except BlockingIOError:
+                return False
+            finally:
+                if self._fd is None:
+                    os.close(fd)
         return True
 
     def unlock(self) -> None:

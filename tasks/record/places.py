@@ -14,6 +14,15 @@ def muster_home() -> Path:
     return Path(os.environ.get("MUSTER_HOME") or "~/.muster").expanduser().absolute()
 
 
+def is_at(fd: int, path: Path) -> bool:
+    """Whether an open file is the one that is on disk by that name. A lock on one that was removed
+    or replaced since it was opened keeps nobody out."""
+    try:
+        return os.path.samestat(os.fstat(fd), path.stat())
+    except FileNotFoundError:
+        return False
+
+
 def make_run_id(name: str, workload: str, flow_run_id: UUID, created: datetime) -> str:
     """`<name>-<workload>-<YYYYMMDD>-<HHMMSS>-<8 hex>`, the same each time for one flow run.
 

@@ -1,0 +1,99 @@
+"""A lock keeps others out only where its file is the one that they find: each lock here is taken
+just when somebody replaces its file, between the opening and the locking."""
+
+from __future__ import annotations
+
+import fcntl
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deployments.stack.state import StackError, StackPlace
+from tasks.processes.devices import DeviceHeld, DeviceLease, Devices
+from tasks.processes.registry import RunRegister
+from tasks.queue.lease import HostLock
+
+
+@pytest.fixture
+def replaced(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
+    """Has a file replaced when it is about to be locked for the first time."""
+
+    def arrange(path: Path) -> None:
+        left = [path]
+
+        def before(lock: Callable[..., Any]) -> Callable[..., Any]:
+            def locking(*given: Any) -> Any:
+                if left:
+                    left.pop().unlink()
+                    path.touch()
+                return lock(*given)
+
+            return locking
+
+        for name in ("flock", "lockf"):
+            monkeypatch.setattr(fcntl, name, before(getattr(fcntl, name)))
+
+    return arrange
+
+
+def test_of_the_gate(tmp_path: Path, replaced: Callable[[Path], None]) -> None:
+    path = tmp_path / "gate.lock"
+    replaced(path)
+    first, second = HostLock(path), HostLock(path)
+
+    assert first.try_lock()
+    assert not second.try_lock()
+    first.unlock()
+
+
+def test_of_the_gate_that_is_replaced_while_it_is_held(tmp_path: Path) -> None:
+    path = tmp_path / "gate.lock"
+    first, second = HostLock(path), HostLock(path)
+    assert first.try_lock()
+
+    path.unlink()
+    taken = second.try_lock()
+
+    assert taken and not first.try_lock()
+    assert first.mark is None
+    second.unlock()
+
+
+def test_of_a_device(
+    monkeypatch: pytest.MonkeyPatch, muster_home: Path, replaced: Callable[[Path], None]
+) -> None:
+    monkeypatch.setenv("MUSTER_GPUS", "0-1")
+    here = Devices.here()
+    replaced(here.lease_file(1))
+    lease = DeviceLease(here, (1,), "run-a")
+
+    with pytest.raises(DeviceHeld, match="run-a"):
+        DeviceLease(here, (1,), "run-b")
+    lease.close()
+
+
+def test_of_a_run(muster_home: Path, replaced: Callable[[Path], None]) -> None:
+    other = "from tasks.processes.registry import RunRegister; RunRegister.opened('a-run')"
+    replaced(muster_home / "live" / "a-run" / "lock")
+    register = RunRegister.opened("a-run")
+
+    refused = subprocess.run([sys.executable, "-c", other], capture_output=True, text=True)
+
+    assert "RunHeld" in refused.stderr
+    register.close()
+
+
+def test_of_the_stack(tmp_path: Path, replaced: Callable[[Path], None]) -> None:
+    place = StackPlace(directory=tmp_path)
+    replaced(tmp_path / "lock")
+
+    with (
+        place.locked(lambda: None, 5.0),
+        pytest.raises(StackError, match="is held"),
+        place.locked(lambda: None, 0.0),
+    ):
+        pass
