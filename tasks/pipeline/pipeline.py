@@ -123,7 +123,7 @@ T = TypeVar("T")
 
 
 class Pipeline:
-    """One pipeline, as far as this process sees it. Safe to interrupt from a signal handler."""
+    """One pipeline, as far as this process sees it. Safe to interrupt from any thread."""
 
     def __init__(self, spec: PipelineSpec, *, flow_run_id: UUID, api_url: str) -> None:
         self.spec = spec

@@ -74,7 +74,7 @@ class Supervisor:
         return str(self._attempt.members[component])
 
     def interrupt(self, why: str) -> None:
-        """End the run as cancelled. Returns at once; safe in a signal handler, at any time."""
+        """End the run as cancelled. Returns at once; safe in any thread, at any time."""
         with contextlib.suppress(RuntimeError):  # The loop is closed: all has ended before.
             self._loop.call_soon_threadsafe(self._attempt.interrupt, why)
 
@@ -89,7 +89,7 @@ class Supervisor:
             self._loop.call_soon_threadsafe(self._attempt.let_go, why)
 
     def hurry(self) -> None:
-        """Cut every grace period short. Returns at once; safe in a signal handler, at any time."""
+        """Cut every grace period short. Returns at once; safe in any thread, at any time."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._attempt.hurry)
 

@@ -11,6 +11,7 @@ import contextvars
 import functools
 import logging
 import os
+import queue
 import re
 import signal as signals
 import threading
@@ -106,7 +107,7 @@ def why_cancelled(flow_run_id: UUID) -> str:
 
 
 class Interruptible(Protocol):
-    """What can be ended from a signal handler: a run, or a pipeline of them."""
+    """What can be ended from any thread: a run, or a pipeline of them."""
 
     def interrupt(self, why: str) -> None: ...
 
@@ -121,8 +122,9 @@ def ended_from_outside(
     """While open, a cancel, SIGINT, SIGTERM and SIGHUP end the session instead of this process.
 
     Nothing is raised where the signal happens to land: the run ends through its supervisor, and
-    the caller, who waits for that, goes on to its teardown. Outside the main thread, where Python
-    can't handle signals, only cancels are seen.
+    the caller, who waits for that, goes on to its teardown. The handler only notes the signal, for
+    a thread: the main thread may hold any lock where it lands. Outside the main thread, where
+    Python can't handle signals, only cancels are seen.
 
     A worker ends its flow runs' processes with SIGTERM when one is cancelled and when it is itself
     stopped, to be upgraded for example; only the server knows which.
@@ -131,8 +133,8 @@ def ended_from_outside(
         may_be_left: SIGTERM of a worker that was not asked to cancel leaves it to the next worker.
     """
     asks = may_be_left and started_by_others() is not None
-    # Not that of the handler, which may run in any.
-    context = contextvars.copy_context()
+    # Unlike any other queue's, its `put` takes no lock.
+    seen = queue.SimpleQueue[int]()
 
     def ask() -> None:
         if why := why_cancelled(flow_run_id):
@@ -140,15 +142,20 @@ def ended_from_outside(
         else:
             session.let_go("its flow process was ended by SIGTERM")
 
+    def handle() -> None:
+        while signum := seen.get():
+            if signum == signals.SIGTERM and asks:
+                thread_here("on-term", ask).start()
+            else:
+                session.interrupt(f"interrupted by {signals.Signals(signum).name}")
+
     def on_signal(signum: int, frame: object) -> None:
-        if signum == signals.SIGTERM and asks:
-            run = context.copy().run
-            threading.Thread(target=run, args=(ask,), name="on-term", daemon=True).start()
-        else:
-            session.interrupt(f"interrupted by {signals.Signals(signum).name}")
+        seen.put(signum)
 
     is_main = threading.current_thread() is threading.main_thread()
     handled = _ENDING_SIGNALS if is_main else ()
+    handler_thread = thread_here("signals", handle)
+    handler_thread.start()
     before = {signum: signals.signal(signum, on_signal) for signum in handled}
     try:
         with cancel_watched(flow_run_id, session.interrupt):
@@ -157,6 +164,8 @@ def ended_from_outside(
         for signum, handler in before.items():
             # None stands for a handler that was not installed from Python.
             signals.signal(signum, signals.SIG_DFL if handler is None else handler)
+        seen.put(0)
+        handler_thread.join()
 
 
 def end_on_signals() -> None:

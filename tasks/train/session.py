@@ -60,7 +60,7 @@ def check_spec(spec: RunSpec) -> None:
 
 
 class RunSession:
-    """One run, from its first attempt to its verdict. Safe to interrupt from a signal handler."""
+    """One run, from its first attempt to its verdict. Safe to interrupt from any thread."""
 
     def __init__(
         self,
