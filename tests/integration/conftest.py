@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -17,13 +20,29 @@ from tests.support.witness import Witness  # noqa: E402
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel of the checkout."""
-    return built_wheel(tmp_path_factory.mktemp("dist"))
+    with _made_once(tmp_path_factory, "dist") as (place, is_made):
+        return next(place.glob("*.whl")) if is_made else built_wheel(place)
 
 
 @pytest.fixture(scope="session")
 def muster(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The program `muster` of a venv that has the wheel."""
-    return program_in_venv(wheel, tmp_path_factory.mktemp("muster") / "venv")
+    with _made_once(tmp_path_factory, "muster") as (place, is_made):
+        venv = place / "venv"
+        return venv / "bin/muster" if is_made else program_in_venv(wheel, venv)
+
+
+@contextmanager
+def _made_once(factory: pytest.TempPathFactory, name: str) -> Iterator[tuple[Path, bool]]:
+    """A directory for all workers of the session, and whether one of them has made what is in it;
+    the others wait."""
+    base = factory.getbasetemp()
+    place = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / name
+    place.mkdir(exist_ok=True)
+    with (place / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield place, (place / "made").exists()
+        (place / "made").touch()
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.pseudo_terminal import PseudoTerminal
+from tests.support.wheel import each
 
 SCRIPT = """
 import json, os, sys
@@ -103,37 +104,36 @@ def test_the_records_of_this_machine_answer(shell: Shell, tmp_path: Path) -> Non
     assert "Failed last: none" in shell.muster().stdout
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "said"),
-    [
-        (("trian", "muster.yaml"), 2, "did you mean `train`?"),
-        (("train",), 2, "SPEC"),
-        (("train", "no.yaml"), 2, "there is no such file"),
-        (("init",), 1, "--force"),
-        (("show", "nothing"), 2, "muster ls"),
-        (("logs", "mine", "api"), 2, "trainer"),
-        (("cancel", "mine"), 2, "has ended"),
-        (("submit", "muster.yaml"), 1, "muster up"),
-        (("deploy", "muster.yaml"), 1, "muster up"),
-        (("queue",), 1, "muster up"),
-        (("pipeline", "no.yaml"), 2, "there is no such file"),
-        (("preflight", "--address", "127.0.0.1:1"), 2, "the dashboard's URL"),
-        (("sweep", "--address", "http://127.0.0.1:1", "--run-id", "x"), 1, "127.0.0.1:1"),
-        (("status",), 1, "muster up"),
-        (("down",), 0, "No stack"),
-        (("reconcile",), 0, "nothing to do"),
-        (("prune",), 0, ""),
-        (("--version",), 0, "0."),
-    ],
-)
-def test_each_verb_says_what_it_did_or_what_to_do(
-    shell: Shell, words: tuple[str, ...], code: int, said: str
-) -> None:
-    done = shell.muster(*words)
+#: Words, the exit code, and of what is said.
+VERBS = [
+    (("trian", "muster.yaml"), 2, "did you mean `train`?"),
+    (("train",), 2, "SPEC"),
+    (("train", "no.yaml"), 2, "there is no such file"),
+    (("init",), 1, "--force"),
+    (("show", "nothing"), 2, "muster ls"),
+    (("logs", "mine", "api"), 2, "trainer"),
+    (("cancel", "mine"), 2, "has ended"),
+    (("submit", "muster.yaml"), 1, "muster up"),
+    (("deploy", "muster.yaml"), 1, "muster up"),
+    (("queue",), 1, "muster up"),
+    (("pipeline", "no.yaml"), 2, "there is no such file"),
+    (("preflight", "--address", "127.0.0.1:1"), 2, "the dashboard's URL"),
+    (("sweep", "--address", "http://127.0.0.1:1", "--run-id", "x"), 1, "127.0.0.1:1"),
+    (("status",), 1, "muster up"),
+    (("down",), 0, "No stack"),
+    (("reconcile",), 0, "nothing to do"),
+    (("prune",), 0, ""),
+    (("--version",), 0, "0."),
+]
 
-    assert done.returncode == code, done.stdout + done.stderr
-    assert said in done.stdout + done.stderr
-    assert "Traceback" not in done.stderr
+
+def test_each_verb_says_what_it_did_or_what_to_do(shell: Shell) -> None:
+    lines = [words for words, _, _ in VERBS]
+    found = each(shell.program, lines, cwd=shell.project, env=shell.env)
+
+    for (words, code, said), (exited, out, err) in zip(VERBS, found, strict=True):
+        assert (exited, said in out + err) == (code, True), (words, exited, out, err)
+        assert "Traceback" not in err, (words, err)
 
 
 def test_a_fleet_is_planned(shell: Shell) -> None:

@@ -2,12 +2,41 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+#: Runs `muster` once for each line of words, in a process that has imported what it takes.
+_EACH = """
+import importlib, json, os, sys, tempfile
+os.environ["DO_NOT_TRACK"] = "1"
+import tasks.command
+for verbs in tasks.command._VERBS.values():
+    for _, function, _ in verbs:
+        importlib.import_module(function.partition(":")[0])
+for line in sys.stdin:
+    files = [tempfile.TemporaryFile("w+") for _ in range(2)]
+    child = os.fork()
+    if not child:
+        for fd, file in enumerate(files, 1):
+            os.dup2(file.fileno(), fd)
+        sys.stdin = open(os.devnull)
+        sys.argv = ["muster", *json.loads(line)]
+        try:
+            code = tasks.command.main()
+        except SystemExit as ended:
+            code = ended.code
+        sys.stdout.flush()
+        os._exit(code)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    for file in files:
+        file.seek(0)
+    print(json.dumps([code, *(file.read() for file in files)]), flush=True)
+"""
 
 
 def run(*command: str, cwd: Path, stdin: str = "", env: dict[str, str] | None = None) -> str:
@@ -44,3 +73,20 @@ def program_in_venv(wheel: Path, venv: Path) -> Path:
         cwd=venv.parent,
     )
     return venv / "bin" / "muster"
+
+
+def each(
+    program: Path, lines: Iterable[tuple[str, ...]], *, cwd: Path, env: Mapping[str, str]
+) -> list[tuple[int, str, str]]:
+    """Exit code, output and errors of `muster` with these words, one after the other; each in a
+    process of its own, which imports nothing anew."""
+    done = subprocess.run(
+        (program.parent / "python", "-P", "-c", _EACH),
+        cwd=cwd,
+        env=env,
+        input="".join(f"{json.dumps(words)}\n" for words in lines),
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=100,
+    )
+    return [(code, out, said) for code, out, said in map(json.loads, done.stdout.splitlines())]
