@@ -81,7 +81,20 @@ class Closed:
     #: It failed by the loss of its flow process, not by anything that was seen before.
     by_loss: bool
     #: Whether the record had to be changed.
-    is_changed: bool
+    is_changed: bool = False
+
+    @staticmethod
+    def of(record: RunJson, *, is_changed: bool = False) -> Closed:
+        failure = record.attempt.failure if record.attempt else None
+        return Closed(
+            state=record.state,
+            message=record.message,
+            # Without an attempt there is no place for it in the file: only the loss can be the
+            # reason.
+            by_loss=record.state is RunState.FAILED
+            and (record.attempt is None or (failure is not None and failure.rule == FLOW_LOST)),
+            is_changed=is_changed,
+        )
 
 
 def close_record(
@@ -107,15 +120,7 @@ def close_record(
     if after != before:
         write_json(place.record, after.as_json())
         _tell(place, before, after, loss, clock)
-    failure = after.attempt.failure if after.attempt else None
-    return Closed(
-        state=after.state,
-        message=after.message,
-        # Without an attempt there is no place for it in the file: only the loss can be the reason.
-        by_loss=after.state is RunState.FAILED
-        and (after.attempt is None or (failure is not None and failure.rule == FLOW_LOST)),
-        is_changed=after != before,
-    )
+    return Closed.of(after, is_changed=after != before)
 
 
 def closed(record: RunJson, loss: Loss, now: float) -> RunJson:

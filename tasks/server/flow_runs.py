@@ -40,7 +40,7 @@ from prefect.settings import (
     PREFECT_CLIENT_MAX_RETRIES,
     temporary_settings,
 )
-from prefect.states import Cancelled, Completed, Crashed, Failed, Scheduled
+from prefect.states import Cancelled, Completed, Crashed, Failed, Running, Scheduled
 
 from tasks.processes.ending import Holders
 from tasks.processes.identity import ProcessId, boot_id, host_name
@@ -106,6 +106,7 @@ _SETTLED_AFTER = timedelta(seconds=30)
 #: A worker labels what it has taken within a second, unless it is killed in that moment.
 _UNLABELLED_AFTER = timedelta(seconds=60)
 _TIMEOUT_S = 10.0
+_SAID_AGAIN_AFTER_S = (0.5, 1.0, 2.0, 4.0)
 _PAGE = 200
 
 _log = logging.getLogger(__name__)
@@ -396,6 +397,32 @@ def propose(
         return False
     answer = client.set_flow_run_state(UUID(flow_run_id), after)
     return answer.status == SetStateStatus.ACCEPT
+
+
+def say_running(flow_run_id: UUID, message: str, over: threading.Event) -> None:
+    """Have a flow run that runs say what it does; in any other state it keeps that.
+
+    Each try looks at its state first. A client that asks again by itself, once an outage is over,
+    would bring a flow run that has ended meanwhile back to Running, which the server allows.
+
+    Args:
+        over: once it is set nothing more is said.
+
+    Raises: what the client does, after some tries.
+    """
+    for delay_s in (*_SAID_AGAIN_AFTER_S, None):
+        try:
+            with (
+                temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}),
+                get_client(sync_client=True) as client,
+            ):
+                state = state_of(client, str(flow_run_id))
+                if state is not None and state.is_running() and not over.is_set():
+                    client.set_flow_run_state(flow_run_id, Running(message=message))
+                return
+        except httpx.HTTPError:
+            if delay_s is None or over.wait(delay_s):
+                raise
 
 
 def goes_on(message: str, due_after_s: float) -> State[Any]:

@@ -23,7 +23,7 @@ from prefect.states import Cancelled, Completed, Failed, Running
 
 from tasks.record.events import Event, event_listeners
 from tasks.record.states import RunState
-from tasks.server.flow_runs import thread_here
+from tasks.server.flow_runs import say_running, thread_here
 from tasks.show.failure import as_text, never_begun
 from tasks.show.lines import lines_of
 from tasks.spec.words import commas
@@ -206,9 +206,7 @@ class Reporter:
     def _tell_state(self, message: str) -> None:
         message = self._run.mask(message)
         get_run_logger().info(message)
-        with get_client(sync_client=True) as client:
-            # Not forced: a run that is being cancelled keeps that state.
-            client.set_flow_run_state(self._flow_run_id, Running(message=message))
+        say_running(self._flow_run_id, message, self._closed)
 
     def _tell_doing(self, message: str, name: str) -> None:
         # A fleet changes faster than a server is told.

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
+from typing import Any
 
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.filters import (
@@ -27,7 +28,7 @@ from prefect.client.schemas.filters import (
     FlowRunFilterState,
     FlowRunFilterStateType,
 )
-from prefect.client.schemas.objects import State, StateType
+from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.context import FlowRunContext
 from prefect.events import emit_event
 from prefect.events.worker import EventsWorker
@@ -40,6 +41,7 @@ from tasks.processes.identity import host_name
 from tasks.processes.registry import claimed, owner_of, registered_runs
 from tasks.ray.nodes import AskedAgain, ask_again, not_asked
 from tasks.ray.submission import unseen_notes
+from tasks.record.closing import Closed
 from tasks.record.places import RunPlace
 from tasks.record.run_json import RunJson
 from tasks.server.artifacts import leave_report, run_log
@@ -53,6 +55,7 @@ from tasks.server.flow_runs import (
     held_flow_runs,
     propose,
     server_now,
+    state_of_closed,
     state_of_lost,
     talking_to,
     thread_here,
@@ -235,6 +238,7 @@ def _flow_runs_closed(client: SyncPrefectClient, host: Host) -> Iterator[Reconci
         after = state_of_lost(run, host, now)
         if after is None or run.state is None:
             continue
+        after = _of_record(run) or after
         if after.is_scheduled() and run.state.is_running():
             # A cancel of the waiting flow run would wait for the process on record for ever.
             clear_process(client, str(run.id))
@@ -246,6 +250,17 @@ def _flow_runs_closed(client: SyncPrefectClient, host: Host) -> Iterator[Reconci
             server=after.name or "" if done else "",
             open="" if done else CHANGED,
         )
+
+
+def _of_record(run: FlowRun) -> State[Any] | None:
+    """How a run has ended by its record, where a word that came late, after an outage of the
+    server, has taken the place of that; None where it says nothing."""
+    with suppress(OSError, ValueError):
+        record = RunJson.of_flow_run(RunPlace.of(run.name).record, str(run.id))
+        closed = Closed.of(record) if record is not None else None
+        if closed is not None and closed.state.is_final and not closed.by_loss:
+            return state_of_closed(run.state, closed, closed.message)
+    return None
 
 
 def _host(client: SyncPrefectClient, name: str) -> Host:

@@ -198,6 +198,27 @@ def test_a_pending_flow_run_without_a_process_is_scheduled_again(
     assert other.state()[0] == "PENDING"
 
 
+@pytest.mark.thorough
+def test_a_word_that_came_after_the_end_gives_way_to_the_record(
+    ground: Ground, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server lets a flow run leave Completed."""
+    run = ground.start_run(sleepers(code="print('up', flush=True); raise SystemExit"))
+    run.until_state("COMPLETED")
+    run.until_gone()
+    until(lambda: not (ground.home / "live" / run.name).exists(), "its process has left")
+    set_state(ground, run.flow_run_id, "RUNNING", message="step 3 of 4")
+    monkeypatch.setenv("MUSTER_HOME", str(ground.home))
+    monkeypatch.setattr(flow_runs, "_SETTLED_AFTER", timedelta(seconds=-2))
+
+    with temporary_settings({PREFECT_API_URL: ground.api}):
+        found = reconcile_host()
+
+    assert [(one.name, one.server) for one in found.runs] == [(run.name, "Completed")]
+    kind, message = run.state()
+    assert (kind, message) == ("COMPLETED", run.record()["message"])
+
+
 #: As a worker's process does.
 START_AGAIN = """
 import sys
