@@ -17,6 +17,7 @@ from typing import Any
 from tasks.processes import tree
 from tasks.processes.component import AttemptContext, AttemptPlan, Member, PortTaken
 from tasks.processes.ports import PortsReserved
+from tasks.processes.probes import size_of
 from tasks.processes.process_component import ProcessMember
 from tasks.processes.progress import ProgressWatch, Silence, source_of
 from tasks.processes.registry import RunRegister
@@ -168,13 +169,15 @@ class SupervisedAttempt:
         self.members: dict[str, Member] = {}
         self._launched: list[Member] = []
         self._watchers: list[asyncio.Task[None]] = []
+        logs = [component.command.log for component in plan.components]
         self._progress = ProgressWatch(
             source_of(plan.progress, plan.cwd, self._context.client, plan.began_at),
-            Silence([c.command.log for c in plan.components], plan.own_questions),
+            Silence(logs, plan.own_questions),
             emit,
             total=plan.progress.total if plan.progress else None,
             limit_s=plan.stall_after_s,
             is_quiet=self._is_quiet,
+            logs=logs,
         )
         #: What is decided so far.
         self.earliest = EarliestDecision()
@@ -378,13 +381,14 @@ class SupervisedAttempt:
         exit: Exit | None = None,
     ) -> None:
         at = exit.at_monotonic_s if exit is not None else time.monotonic()
-        said: str | None = None
+        log, until = member.plan.command.log, None
+        since = self._progress.survived(log)
         if kind is FailureKind.STALLED and self.earliest.is_open_at(at):
             # What it says from now on, it says because it is examined.
-            member.is_hung, said = True, member.last_words()
+            member.is_hung, until = True, max(0, size_of(log))
 
         def make_verdict() -> Verdict:
-            text = member.last_words() if said is None else said
+            text = member.last_words(since, until)
             failure = failure_of(
                 member.name, text, message=message, rule=rule, kind=kind, exit=exit
             )
@@ -430,7 +434,8 @@ class SupervisedAttempt:
         if (pids := await self._context.close()) and not left:
             left[self._launched[-1].name if self._launched else "run"] = pids
         self._emit("teardown.ended", left=left or None)
-        verdict = (self.earliest.decision or decision).make_verdict()
+        # A long log is looked through for a second or two.
+        verdict = await asyncio.to_thread((self.earliest.decision or decision).make_verdict)
         if left:
             verdict = verdict.with_remains(left)
         return verdict.with_unseen({m.name: m.unseen for m in self._launched if m.unseen})

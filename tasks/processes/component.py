@@ -24,7 +24,7 @@ from tasks.processes.guarded import Command, Forked, GuardedProcess
 from tasks.processes.identity import ProcessId
 from tasks.processes.ports import PortsReserved
 from tasks.processes.probes import ComponentProbe, make_client, until_yes
-from tasks.record.causes import read_tail
+from tasks.record.causes import read_since_step
 from tasks.record.events import Emit
 from tasks.record.outcome import Exit, JobLoss
 from tasks.spec.probes import LiveProbe, ReadyProbe
@@ -333,9 +333,10 @@ class Member(ABC):
         """Watch what only a job can lose, for ever. A cancel ends it."""
         return await forever()
 
-    def last_words(self) -> str:
-        """The end of its log, and what else is known of its end."""
-        return read_tail(self.plan.command.log)
+    def last_words(self, since: int = 0, until: int | None = None) -> str:
+        """The end of its log, and what else is known of its end; for the arguments see
+        `read_since_step`."""
+        return read_since_step(self.plan.command.log, since=since, until=until)
 
     async def examine(self) -> None:
         """Write down what it hangs in."""

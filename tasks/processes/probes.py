@@ -185,7 +185,7 @@ class LogProbe(ComponentProbe):
         return any(self._pattern.search(line.decode("utf-8", "replace")) for line in lines)
 
     def glance(self) -> object:
-        return _size(self._log)
+        return size_of(self._log)
 
 
 class FileProbe(ComponentProbe):
@@ -207,7 +207,7 @@ class FileProbe(ComponentProbe):
         return None
 
     def glance(self) -> object:
-        return _size(self._path)
+        return size_of(self._path)
 
 
 class NotifyProbe(ComponentProbe):
@@ -337,7 +337,8 @@ def _accepts(port: int | None) -> bool:
         return error == 0
 
 
-def _size(path: Path) -> int:
+def size_of(path: Path) -> int:
+    """In bytes; -1 of a file that is not there."""
     try:
         return path.stat().st_size
     except OSError:

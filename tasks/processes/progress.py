@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from functools import partial
@@ -12,6 +13,8 @@ from pathlib import Path
 
 import httpx
 
+from tasks.processes.probes import size_of
+from tasks.record.causes import STEPS_OF_SURVIVAL
 from tasks.record.events import Emit
 from tasks.record.growing import MetricsFile
 from tasks.spec.probes import number_at
@@ -152,13 +155,18 @@ class ProgressWatch:
         total: float | None,
         limit_s: float | None,
         is_quiet: Callable[[], bool],
+        logs: Iterable[Path] = (),
     ) -> None:
         """
         Args:
             total: the step that is the last one, where it is known.
             limit_s: how long may pass without a step or output; None: no limit.
             is_quiet: whether silence means nothing at the moment.
+            logs: of the components.
         """
+        self._logs = tuple(logs)
+        #: `lengths[log]` at each of the last steps that can prove that an error was survived.
+        self._lengths: deque[dict[Path, int]] = deque(maxlen=STEPS_OF_SURVIVAL)
         self._limit_s = limit_s
         self._total = total
         self._read_step = read_step
@@ -194,6 +202,11 @@ class ProgressWatch:
                 )
             await asyncio.sleep(_READ_EVERY_S)
 
+    def survived(self, log: Path) -> int:
+        """How much of a component's log was there when training is known to have gone on since."""
+        is_enough = len(self._lengths) == STEPS_OF_SURVIVAL
+        return max(0, self._lengths[0].get(log, 0)) if is_enough else 0
+
     async def until_reached(self, step: float | None) -> float | None:
         """The step last seen, which is waited for a moment where it is below the one asked for."""
         deadline = time.monotonic() + _LAST_STEP_WITHIN_S
@@ -206,5 +219,7 @@ class ProgressWatch:
     async def _read(self) -> None:
         step = await self._read_step() if self._read_step is not None else None
         if step is not None and step != self.step:
+            if self.step is not None and step > self.step:
+                self._lengths.append({log: size_of(log) for log in self._logs})
             self.step = step
             self._emit("run.progress", step=step, total=self._total)

@@ -206,9 +206,10 @@ class RayJob(Member):
     def is_pending(self) -> bool:
         return self.is_launched and not self._runs and self.exit is None
 
-    def last_words(self) -> str:
+    def last_words(self, since: int = 0, until: int | None = None) -> str:
         """The end of its log without what Ray itself wrote there, and Ray's word on the end."""
-        return last_words(super().last_words(), self._state if self._is_final else None)
+        said = super().last_words(since, until)
+        return last_words(said, self._state if self._is_final else None)
 
     @property
     def _is_final(self) -> bool:

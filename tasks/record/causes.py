@@ -14,12 +14,14 @@ from __future__ import annotations
 import re
 import tomllib
 from bisect import bisect_right
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from itertools import islice
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, BinaryIO
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
@@ -170,9 +172,7 @@ def read_lines(text: str) -> list[LogLine]:
     for raw in _COLOURS.sub("", text).splitlines():
         if len(raw) < _SHORTEST or raw.isspace():
             continue
-        found = _MARKS.match(raw)
-        marks = found.group() if found else ""
-        said = raw[len(marks) :]
+        marks, said = _split_marks(raw)
         process = _PROCESS.search(marks) if marks else None
         name = process.group() if process else ""
         reader = readers.setdefault(name, _Tracebacks())
@@ -193,6 +193,13 @@ def read_lines(text: str) -> list[LogLine]:
             )
         )
     return lines
+
+
+def _split_marks(raw: str) -> tuple[str, str]:
+    """The dates, levels and names of processes in front of a line, and what it says."""
+    found = _MARKS.match(raw)
+    end = found.end() if found else 0
+    return raw[:end], raw[end:]
 
 
 class _Tracebacks:
@@ -229,21 +236,43 @@ class _Tracebacks:
 
 def survived_until(lines: list[LogLine]) -> int:
     """The number of lines at the log's beginning after which training is known to have gone on."""
-    advances = []
-    last = -1
-    for index, line in enumerate(lines):
-        found = _BAR.match(line.text) if "%|" in line.text else _STEP.search(line.text, 0, 300)
-        if found is None:
+    return _survived_at(
+        (index, _step_in(lines[index].text)) for index in reversed(range(len(lines)))
+    )
+
+
+def _survived_at(steps: Iterable[tuple[int, int | None]]) -> int:
+    """Where the step advanced for the last time but so many; 0 where it did so less often.
+
+    Args:
+        steps: `(where, step)` of each line, from the last one back; None where it says no step.
+    """
+    advances, later = 0, (0, -1)
+    for at, step in steps:
+        if step is None:
             continue
-        step = int(found.group(1))
-        if step > last >= 0:
-            advances.append(index)
-        last = step
-    return advances[-STEPS_OF_SURVIVAL] if len(advances) >= STEPS_OF_SURVIVAL else 0
+        advances += later[1] > step
+        if advances == STEPS_OF_SURVIVAL:
+            return later[0]
+        later = at, step
+    return 0
 
 
-#: How much of a log's end is looked at.
+def _step_in(said: str) -> int | None:
+    found = _BAR.match(said) if "%|" in said else _STEP.search(said, 0, 300)
+    return int(found.group(1)) if found is not None else None
+
+
+#: So much of a log's end is looked at as it stands.
 LOOKBACK_BYTES = 200_000
+#: For the last steps before that it is looked through so far back, ...
+_STEPS_WITHIN_BYTES = 32 << 20
+_STEPS_AT_MOST = 50_000
+_PIECE_BYTES = 1 << 20
+#: ... and of what was said since then, lines that repeat but for their numbers are left out, and of
+#: the rest that is still more than this, its middle.
+_BETWEEN_BYTES = 300_000
+_ALIKE_AT_MOST = 100
 #: How much of a line is kept.
 _LINE_LENGTH = 500
 
@@ -350,6 +379,101 @@ def read_tail(log: Path, limit_bytes: int = LOOKBACK_BYTES) -> str:
             return f.read().decode("utf-8", errors="replace")
     except OSError:
         return ""
+
+
+def read_since_step(log: Path, *, since: int = 0, until: int | None = None) -> str:
+    """What a log says since the last steps of the training, as far as a cause may stand in it: the
+    traces of many ranks, one like the other, may follow it.
+
+    Where no steps are known, only what names no cause itself, but its consequences, has more read
+    than the end.
+
+    Args:
+        since: how long the log was when the training had its last steps ahead, as far as is known.
+        until: so many bytes of the log are read; None: all there are.
+
+    Returns: at least the end of the log; empty when it can't be read. Bytes that are not UTF-8 are
+    replaced.
+    """
+    try:
+        with log.open("rb") as f:
+            size = f.seek(0, 2)
+            end = size if until is None else min(size, until)
+            tail_at = max(0, end - LOOKBACK_BYTES)
+            f.seek(tail_at)
+            tail = f.read(end - tail_at)
+            limit = max(0, end - _STEPS_WITHIN_BYTES)
+            steps = islice(_steps_back(f, end, limit), _STEPS_AT_MOST)
+            begin = max(since, _survived_at(steps))
+            if begin >= tail_at or not (begin or _tells_a_consequence(tail)):
+                between = b""
+            else:
+                between = _unlike(f, max(begin, limit), tail_at)
+            return (between + tail).decode("utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _tells_a_consequence(said: bytes) -> bool:
+    cause = find_cause(said.decode("utf-8", errors="replace"))
+    return cause is not None and cause.rule.role in (Role.CASCADE, Role.WRAPPER)
+
+
+#: What a line that says a step has in it.
+_STEP_MARK = re.compile(rb"(?:(?i:step|iter)|%\|)[^\r\n]*")
+_LINE_OF_TEXT = re.compile(rb"[^\r\n]{%d,}" % _SHORTEST)
+_NUMBER = re.compile(rb"0x[0-9a-fA-F]+|\d+")
+
+
+def _steps_back(f: BinaryIO, end: int, begin: int) -> Iterator[tuple[int, int | None]]:
+    """`(offset, step)` of the lines that say a step, from the last one back."""
+    while end > begin:
+        at = max(begin, end - _PIECE_BYTES)
+        f.seek(at)
+        piece = f.read(end - at)
+        # Of a line that begins before it, only that it ends here; one that fills it is none.
+        whole = piece.find(b"\n", 0, -1) + 1 if at > begin else 0
+        found, starts, seen = {}, whole, whole
+        for mark in _STEP_MARK.finditer(piece, whole):
+            ends = (piece.rfind(end_of_line, seen, mark.start()) for end_of_line in (b"\n", b"\r"))
+            starts, seen = max(starts, *(at + 1 for at in ends)), mark.start()
+            found[starts] = piece[starts : starts + _LINE_LENGTH]
+        for starts, line in reversed(found.items()):
+            raw = _COLOURS.sub("", line.splitlines()[0].decode("utf-8", "replace"))
+            yield at + starts, _step_in(_split_marks(raw)[1])
+        end = at + whole if whole else at
+
+
+def _unlike(f: BinaryIO, begin: int, end: int) -> bytes:
+    """The lines of a part of a log that don't just repeat others: its beginning and its end."""
+    seen: Counter[int] = Counter()
+    head: list[bytes] = []
+    tail: deque[bytes] = deque()
+    head_bytes = tail_bytes = 0
+    f.seek(begin)
+    rest = b""
+    while begin < end and (piece := f.read(min(_PIECE_BYTES, end - begin))):
+        begin += len(piece)
+        # A line that never ends is cut.
+        whole, _, rest = (
+            (rest + piece).rpartition(b"\n") if b"\n" in piece else (rest + piece, b"", b"")
+        )
+        for found in _LINE_OF_TEXT.finditer(whole):
+            line = found.group()[:_BETWEEN_BYTES]
+            shape = hash(_NUMBER.sub(b"0", line[:_LINE_LENGTH]))
+            seen[shape] += 1
+            if seen[shape] > _ALIKE_AT_MOST:
+                continue
+            if head_bytes < _BETWEEN_BYTES:
+                head.append(line)
+                head_bytes += len(line) + 1
+                continue
+            tail.append(line)
+            tail_bytes += len(line) + 1
+            while tail_bytes > _BETWEEN_BYTES:
+                tail_bytes -= len(tail.popleft()) + 1
+    # The last line goes on in what comes next.
+    return b"".join(line + b"\n" for line in (*head, *tail)) + rest
 
 
 def last_lines(text: str, count: int = 20, line_length: int = 400) -> str:

@@ -405,3 +405,25 @@ async def test_bad_readiness_answer_at_the_deadline_is_asked_once_more(
     assert member.is_ready
     attempt.interrupt("enough")
     await verdict_of(attempt)
+
+
+async def test_what_was_survived_by_steps_that_only_the_progress_tells_is_no_cause(
+    begin: MakeAttempt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tasks.processes.progress._READ_EVERY_S", 0.001)
+    attempt = await begin(NO_STEP, trainer="complete")
+    consequences = "NCCL WARN Socket recv failed while polling\n" * 5_000
+    (tmp_path / "trainer.log").write_text("CUDA out of memory, smaller batches\n" + consequences)
+
+    for step in range(1, 8):
+        with (tmp_path / "metrics.jsonl").open("a") as metrics:
+            metrics.write(f'{{"step": {step}}}\n')
+        while attempt._progress.step != step:
+            await asyncio.sleep(0.001)
+    with (tmp_path / "trainer.log").open("a") as log:
+        log.write(consequences)
+    process("trainer").ends(1.0, code=1)
+    verdict = await verdict_of(attempt)
+
+    assert verdict.failure is not None
+    assert verdict.failure.kind is FailureKind.COLLECTIVE_TIMEOUT

@@ -13,6 +13,7 @@ from tasks.record.causes import (
     last_error,
     last_lines,
     read_rules,
+    read_since_step,
     read_tail,
 )
 from tasks.spec.failure_kinds import FailureKind
@@ -539,3 +540,81 @@ def test_tail_of_a_log_is_its_end_whatever_bytes_it_holds(tmp_path: Path) -> Non
     assert read_tail(log).endswith("end")
     assert read_tail(tmp_path / "none") == ""
     assert read_tail(tmp_path) == ""
+
+
+OOM = "[rank3]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
+
+
+def traces(ranks: int = 128, frames: int = 300) -> str:
+    """What the watchdogs of a gang leave, a rank after the other: some 30 kB each."""
+    return "".join(
+        f"[rank{rank}]:[E1123 11:17:52.1 ProcessGroupNCCL.cpp:632] [Rank {rank}] Watchdog caught "
+        "collective operation timeout: WorkNCCL(SeqNum=812, OpType=ALLREDUCE)\n"
+        + "".join(
+            f"frame #{i}: c10d::ProcessGroupNCCL::watchdogHandler() + 0x{i * rank:x} "
+            "(0x7f3b5c in /usr/lib/libtorch_cuda.so)\n"
+            for i in range(frames)
+        )
+        for rank in range(ranks)
+    )
+
+
+def steps(first: int, last: int) -> str:
+    return "".join(f"step {step} loss 0.3\n" for step in range(first, last + 1))
+
+
+#: `what -> (what a log says, the cause)`.
+LONG = {
+    "megabytes of consequences": (steps(1, 9) + f"{OOM}\n" + traces(), "cuda-oom"),
+    "others that went on for a while": (
+        steps(1, 9) + "".join(f"sample {i:x}\n" for i in range(30_000)) + f"{OOM}\n" + traces(),
+        "cuda-oom",
+    ),
+    "no step is known": (f"{OOM}\n" + traces(), "cuda-oom"),
+    "it was survived": (f"{OOM}\n" + steps(1, 9) + traces(), "collective-timeout"),
+    "it was survived long ago": (
+        f"{OOM}\n" + steps(1, 9) + "x\n" * 200_000 + "KeyError: 'a'\n",
+        "python-value",
+    ),
+    "no step is known, and the end speaks for itself": (
+        f"{OOM}\n" + "x\n" * 200_000 + "KeyError: 'a'\n",
+        "python-value",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", LONG)
+def test_a_log_is_read_on_from_the_last_steps(what: str, tmp_path: Path) -> None:
+    said, rule = LONG[what]
+    log = tmp_path / "log"
+    log.write_text(said)
+
+    cause = find_cause(read_since_step(log))
+
+    assert cause is not None and cause.rule.id == rule
+
+
+def test_what_was_said_before_the_last_steps_that_are_known_is_not_read(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text(f"{OOM}\n" + traces())
+
+    cause = find_cause(read_since_step(log, since=len(OOM) + 1))
+
+    assert cause is not None and cause.rule.id == "collective-timeout"
+
+
+def test_what_was_said_later_is_not_read(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("KeyError: 'a'\nbye")
+
+    assert read_since_step(log, until=13) == "KeyError: 'a'"
+    assert read_since_step(tmp_path / "none") == read_since_step(tmp_path) == ""
+
+
+@pytest.mark.parametrize("unit", ["x", "\r", "step", "step 1\r", "abcdef\n", "y\n", "\n"])
+@pytest.mark.timeout(60)
+def test_no_long_log_takes_long(unit: str, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text(unit * (1_500_000 // len(unit)) + traces(1))
+
+    read_since_step(log)
