@@ -175,8 +175,9 @@ class PidNamespace:
         assert self._outside.stdin is not None and self._outside.stdout is not None
         self._alive = self._outside.stdin
         try:
-            readable, _, _ = select.select([self._outside.stdout], [], [], _START_WITHIN_S)
-            said = self._outside.stdout.read(64) if readable else b""
+            out = self._outside.stdout
+            is_said = tree.is_ready(out.fileno(), select.POLLIN, _START_WITHIN_S)
+            said = out.read(64) if is_said else b""
             if not said:
                 raise OSError("no PID namespace can be made here")
             #: Of its first process, as seen from here.
@@ -213,11 +214,11 @@ class PidNamespace:
         self.settle()
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._init, signal.SIGKILL)
-        ended, _, _ = select.select([self._init], [], [], _END_WITHIN_S)
+        has_ended = tree.is_ready(self._init, select.POLLIN, _END_WITHIN_S)
         os.close(self._init)
-        if ended:
+        if has_ended:
             self._outside.wait()
-        return bool(ended)
+        return has_ended
 
 
 def _namespace_of(pid: int, name: str) -> int:

@@ -61,7 +61,7 @@ class ProcessId(BaseModel):
             return not self.is_alive()
         try:
             if self.is_alive():
-                select.select([pidfd], [], [], limit_s)
+                tree.is_ready(pidfd, select.POLLIN, limit_s)
         finally:
             os.close(pidfd)
         return not self.is_alive()

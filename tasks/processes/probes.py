@@ -332,7 +332,7 @@ def _accepts(port: int | None) -> bool:
         s.setblocking(False)
         # It says "in progress" whatever is there; loopback has answered all the same by now.
         error = s.connect_ex(("127.0.0.1", port))
-        if error == errno.EINPROGRESS and select.select([], [s], [], 0)[1]:
+        if error == errno.EINPROGRESS and tree.is_ready(s.fileno(), select.POLLOUT):
             error = s.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         return error == 0
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import os
 import resource
+import select
 import signal
 import time
 from collections.abc import Callable, Iterable
@@ -75,18 +76,19 @@ def mark_of(pid: int) -> int | None:
     try:
         with open(f"/proc/{pid}/limits", "rb") as f:
             _, _, rest = f.read().partition(b"Max file locks")
-    except (FileNotFoundError, ProcessLookupError):
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
         return None
     soft = rest.split()[0] if rest else b""
     return int(soft) if soft.isdigit() and int(soft) >= _MARK_BASE else 0
 
 
 def stat_fields(pid: int) -> list[bytes]:
-    """Fields of `/proc/<pid>/stat` from the third (state) on; empty when the process is gone."""
+    """Fields of `/proc/<pid>/stat` from the third (state) on; empty when the process is gone, or is
+    another user's whom /proc hides (hidepid), and so none of ours."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as f:
             return f.read().rpartition(b") ")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
         return []
 
 
@@ -320,6 +322,13 @@ def kill_once(
         found.update(pid for pid in range(last + 1, newest + 1) if kill_newborn(pid))
         # Looked at again: a newborn's parent may exit, and make it ours, a moment later.
         last = max(newest - 8, 0)
+
+
+def is_ready(fd: int, events: int, within_s: float = 0.0) -> bool:
+    """Whether an fd of any number, which select(2) is not for, has one of the events of poll(2)."""
+    poll = select.poll()
+    poll.register(fd, events)
+    return bool(poll.poll(within_s * 1000))
 
 
 def last_pid() -> int:

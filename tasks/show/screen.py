@@ -85,7 +85,9 @@ class Outlet(io.TextIOBase):
             try:
                 left = left[os.write(self._fd, left) :]
             except BlockingIOError:  # Whoever shares the terminal has made it so.
-                select.select([], [self._fd], [], _TRY_AGAIN_S)
+                poll = select.poll()
+                poll.register(self._fd, select.POLLOUT)
+                poll.poll(_TRY_AGAIN_S * 1000)
         return len(text)
 
 

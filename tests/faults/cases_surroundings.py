@@ -10,6 +10,7 @@ from functools import partial
 from tasks.spec.probes import ReadyProbe
 from tests.faults.injections import (
     frozen,
+    helper,
     in_mounts,
     traced,
     why_no_cgroup_v1,
@@ -26,7 +27,9 @@ from tests.faults.scene import (
     Phase,
     Scene,
     failed,
+    phases_with,
 )
+from tests.support.shapes import SHAPES
 from tests.support.stage import free_port, sh, wait_until
 
 
@@ -270,4 +273,36 @@ STARVED = [
     for phase in STARTING
 ]
 
-CASES = [*STARVED, DESCRIPTORS, *SPAWN, *UNKILLABLE, *DROPS]
+#: /proc hides what other users run; root sees it all the same, but for one without capabilities.
+_HIDDEN = (
+    "unshare",
+    "-m",
+    *sh(
+        "mount -t proc -o hidepid=1,gid=54321 proc /proc"
+        ' && exec setpriv --bounding-set=-all --inh-caps=-all "$@"'
+    ),
+    "sh",
+)
+_OTHER_USER = ("setpriv", "--reuid=65534", "--clear-groups", "--inh-caps=-all")
+
+
+def _proc_hides(scene: Scene) -> None:
+    scene.more["wrapper"] = _HIDDEN
+    scene.cast["api"]["argv"] = SHAPES["polite-leader-stubborn-child"]
+    scene.stack.enter_context(
+        helper(*_OTHER_USER, *sh("echo up; cat; exec sleep 600"), cwd=scene.directory)
+    )
+
+
+HIDEPID = Case(
+    number=36,
+    title="/proc hides other users' processes (hidepid)",
+    phases=phases_with("trainer"),
+    levels=("L2",),
+    cast=_proc_hides,
+    inject=lambda scene: scene.signal("trainer"),
+    expect=failed("trainer", signal="SIGKILL"),
+    obstacle=lambda: why_not(*_HIDDEN, *_OTHER_USER[:1], "true"),
+)
+
+CASES = [HIDEPID, *STARVED, DESCRIPTORS, *SPAWN, *UNKILLABLE, *DROPS]
