@@ -178,6 +178,7 @@ class SupervisedAttempt:
             limit_s=plan.stall_after_s,
             is_quiet=self._is_quiet,
             logs=logs,
+            every_s=plan.progress.every_s if plan.progress else None,
         )
         #: What is decided so far.
         self.earliest = EarliestDecision()

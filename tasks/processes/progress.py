@@ -156,6 +156,7 @@ class ProgressWatch:
         limit_s: float | None,
         is_quiet: Callable[[], bool],
         logs: Iterable[Path] = (),
+        every_s: float | None = None,
     ) -> None:
         """
         Args:
@@ -163,7 +164,9 @@ class ProgressWatch:
             limit_s: how long may pass without a step or output; None: no limit.
             is_quiet: whether silence means nothing at the moment.
             logs: of the components.
+            every_s: the pause between two looks.
         """
+        self._every_s = every_s or _READ_EVERY_S
         self._logs = tuple(logs)
         #: `lengths[log]` at each of the last steps that can prove that an error was survived.
         self._lengths: deque[dict[Path, int]] = deque(maxlen=STEPS_OF_SURVIVAL)
@@ -200,7 +203,7 @@ class ProgressWatch:
                     f"no progress (step {self.step}) and no output of any component "
                     f"for {silent_s:.0f} s"
                 )
-            await asyncio.sleep(_READ_EVERY_S)
+            await asyncio.sleep(self._every_s)
 
     def survived(self, log: Path) -> int:
         """How much of a component's log was there when training is known to have gone on since."""

@@ -305,6 +305,9 @@ class Progress(Model):
     total: Count | None = Field(
         None, description="Steps in all; ${progress.total} in a command.", examples=[60]
     )
+    every_s: Seconds = Field(
+        0.5, description="The pause between two looks; longer spares a run of weeks some work."
+    )
 
     @classmethod
     def rules(cls, written: Mapping[str, Any]) -> Iterator[Refusal]:

@@ -235,7 +235,10 @@ async def test_run_completes_only_when_all_are_drained(begin: MakeAttempt, event
     assert ("component.drained", "environment") in events
 
 
-NO_STEP = {"progress": Progress(jsonl="metrics.jsonl", step="step", total=60), "success_step": 60}
+NO_STEP = {
+    "progress": Progress(jsonl="metrics.jsonl", step="step", total=60, every_s=0.001),
+    "success_step": 60,
+}
 
 
 @pytest.mark.parametrize("meanwhile", ["interrupt", "silence of the api", "teardown", "crash"])
@@ -408,9 +411,8 @@ async def test_bad_readiness_answer_at_the_deadline_is_asked_once_more(
 
 
 async def test_what_was_survived_by_steps_that_only_the_progress_tells_is_no_cause(
-    begin: MakeAttempt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    begin: MakeAttempt, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("tasks.processes.progress._READ_EVERY_S", 0.001)
     attempt = await begin(NO_STEP, trainer="complete")
     consequences = "NCCL WARN Socket recv failed while polling\n" * 5_000
     (tmp_path / "trainer.log").write_text("CUDA out of memory, smaller batches\n" + consequences)

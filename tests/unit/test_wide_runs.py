@@ -13,6 +13,8 @@ import pytest
 from tasks.processes import tree
 from tasks.processes.identity import ProcessId
 from tasks.processes.probes import HttpProbe, TcpProbe, make_client
+from tasks.processes.progress import ProgressWatch, Silence
+from tasks.spec.run import Progress
 
 
 @pytest.fixture
@@ -54,3 +56,36 @@ def test_what_is_ready_is_known_within_the_time() -> None:
 
     os.close(read)
     os.close(write)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("every_s", [0.01, 600.0])
+async def test_progress_is_looked_at_as_often_as_the_spec_says(
+    every_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[float] = []
+
+    class Over(Exception):
+        pass
+
+    async def sleep(delay_s: float) -> None:
+        pauses.append(delay_s)
+        if len(pauses) == 3:
+            raise Over
+
+    monkeypatch.setattr("tasks.processes.progress.asyncio.sleep", sleep)
+    progress = Progress(jsonl="metrics.jsonl", step="step", every_s=every_s)
+    watch = ProgressWatch(
+        None,
+        Silence(()),
+        lambda *_, **__: None,
+        total=None,
+        limit_s=None,
+        is_quiet=lambda: False,
+        every_s=progress.every_s,
+    )
+
+    with pytest.raises(Over):
+        await watch.until_stalled()
+
+    assert pauses == [every_s] * 3
