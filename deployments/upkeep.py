@@ -23,6 +23,7 @@ from prefect.runner import Runner
 from flows.prune import prune
 from flows.reconcile import reconcile
 from tasks.processes.identity import host_name
+from tasks.record.places import keep_private
 from tasks.upkeep.reconcile import publish, reconcile_host, reconciled_each_minute
 
 _AGAIN_AFTER_S = 5.0
@@ -60,6 +61,7 @@ SERVED = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     _parser().parse_args(arguments)
+    keep_private()
     # Before the first scheduled one: what was lost together with this process's predecessor may be
     # a flow run of `reconcile` itself.
     publish(reconcile_host())

@@ -14,6 +14,7 @@ import sys
 
 from prefect.settings import PREFECT_API_URL
 
+from tasks.record.places import keep_private
 from tasks.server.flow_runs import ServerAway, ServerRefuses, talking_to
 from tasks.upkeep.reconcile import publish, reconcile_host
 
@@ -22,6 +23,7 @@ def main() -> None:
     if {"-h", "--help"} & {*sys.argv[1:]}:
         print(__doc__, flush=True)
     else:
+        keep_private()
         _refuse_wrong_password()
         publish(reconcile_host())
     # A run works in its project, which may have folders of our packages' names.

@@ -96,27 +96,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _find_server() -> None:
     """Where no PREFECT_API_URL is set, the server is that of the stack that runs in this
-    MUSTER_HOME."""
-    if not (muster_home() / "stack" / "stack.json").exists() or _is_server_set():
-        return
-    from deployments.stack.state import StackError, StackPlace
+    MUSTER_HOME. Its password is known here."""
+    with suppress(OSError):
+        if (muster_home() / "stack" / "stack.json").exists():
+            from deployments.stack.state import to_reach_stack
 
-    with suppress(StackError):
-        stack = StackPlace.of_home().load()
-        if stack is not None and stack.is_running:
-            os.environ["PREFECT_API_URL"] = stack.api_url
+            os.environ.update(to_reach_stack(_server_set()))
 
 
-def _is_server_set() -> bool:
+def _server_set() -> str | None:
     """In the environment or in Prefect's profile; Prefect itself would read both for good."""
     if "PREFECT_API_URL" in os.environ:
-        return True
+        return os.environ["PREFECT_API_URL"]
     home = Path(os.environ.get("PREFECT_HOME") or "~/.prefect").expanduser()
     with suppress(OSError, ValueError, KeyError, TypeError):
         profiles = tomllib.loads((home / "profiles.toml").read_text(encoding="utf-8"))
         active = os.environ.get("PREFECT_PROFILE") or profiles["active"]
-        return "PREFECT_API_URL" in profiles["profiles"][active]
-    return False
+        return str(profiles["profiles"][active]["PREFECT_API_URL"])
+    return None
 
 
 if __name__ == "__main__":

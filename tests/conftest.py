@@ -194,7 +194,7 @@ def prefect_url() -> Iterator[str]:
     from tasks.server.server import prefect_server
 
     # What it sets for this process is set in a context that no test runs in.
-    context, server = contextvars.copy_context(), prefect_server()
+    context, server = contextvars.copy_context(), prefect_server(password="")
     yield context.run(server.__enter__)
     context.run(server.__exit__, None, None, None)
 

@@ -35,7 +35,7 @@ class Answer:
 
 def answers(stack: Stack) -> list[Answer]:
     """One for each part of the stack."""
-    auth = httpx.BasicAuth(*auth_string().partition(":")[::2]) if auth_string() else None
+    auth = httpx.BasicAuth(*auth_string().partition(":")[::2])
     with httpx.Client(trust_env=False, timeout=_ANSWER_WITHIN_S, auth=auth) as client:
         ray = f"{stack.ray_dashboard}/api/jobs/"
         return [

@@ -8,6 +8,7 @@ MUSTER_HOME. All of it listens on loopback only.
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from cyclopts import Parameter, validators
 
 from deployments.stack.answers import answers, are_all_answering, until_answering
 from deployments.stack.env import (
+    AUTH,
     NODES_PAGE,
     POOL,
     PROJECT_FILE,
@@ -31,6 +33,7 @@ from deployments.stack.launch import launch, stop, tail_of
 from deployments.stack.nodes import Fleet
 from deployments.stack.state import Stack, StackError, StackPlace
 from tasks.processes.ports import listeners
+from tasks.record.places import password_file
 from tasks.show.arguments import EXIT_DONE, EXIT_FAILED
 
 _DEFAULT_PORT = 4200
@@ -181,9 +184,14 @@ def _again(place: StackPlace, stack: Stack, port: int | None, fleet: Fleet | Non
 
 
 def _summary(place: StackPlace, stack: Stack) -> str:
+    password, export = f"what {AUTH} is set to here", f"export {AUTH}"
+    if stack.has_own_password:
+        file = shlex.quote(str(password_file()))
+        password, export = f"cat {file}", f'export {AUTH}="$(cat {file})"'
     return f"""\
 The stack is up.
   Prefect UI      {stack.ui_url}
+  its password    {password}
   Ray dashboard   {stack.ray_dashboard}  (ray.init: {stack.ray_address})
   Ray nodes       {_nodes(stack)}
   work pool       {POOL}, served by the worker {stack.worker}
@@ -198,7 +206,8 @@ Next, from any directory:
   muster ls                          what runs, waits and has ended
   muster down                        stops it all
 Other programs find the server by
-  export PREFECT_API_URL={stack.api_url}"""
+  export PREFECT_API_URL={stack.api_url}
+  {export}"""
 
 
 def _nodes(stack: Stack) -> str:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from tasks.record.places import make_server_password
 from tasks.spec.programs import component_path
 
 #: The checkout; in a wheel, where its packages lie.
@@ -35,15 +36,18 @@ _OWN = frozenset(
 ) | frozenset(("NOTIFY_SOCKET", "LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES"))
 #: They lead to a server or a cluster that is not the stack's.
 _FOREIGN = ("PREFECT_", "RAY_")
-_LOOPBACK = ("127.0.0.1", "localhost")
+LOOPBACK = ("127.0.0.1", "localhost")
 #: The password of the Prefect server, `user:password`: as its clients have it, and as it has it
-#: itself. Either, in the environment of `muster up`, gives the stack one.
+#: itself. Either, in the environment of `muster up`, is taken in place of the home's own.
 AUTH, SERVER_AUTH = "PREFECT_API_AUTH_STRING", "PREFECT_SERVER_API_AUTH_STRING"
 
 
 def auth_string(environment: Mapping[str, str] = os.environ) -> str:
-    """The password of the stack's server; empty where it has none."""
-    return environment.get(SERVER_AUTH) or environment.get(AUTH) or ""
+    """The password of the stack's server.
+
+    Raises: OSError, where none is set, and that of this MUSTER_HOME can be neither read nor made.
+    """
+    return environment.get(SERVER_AUTH) or environment.get(AUTH) or make_server_password()
 
 
 def client_env(home: Path, api_url: str) -> dict[str, str]:
@@ -54,11 +58,10 @@ def client_env(home: Path, api_url: str) -> dict[str, str]:
     """
     env = _inherited(os.environ)
     spared = [host for host in env.get("NO_PROXY", env.get("no_proxy", "")).split(",") if host]
-    no_proxy = ",".join([*spared, *(host for host in _LOOPBACK if host not in spared)])
-    auth = auth_string()
+    no_proxy = ",".join([*spared, *(host for host in LOOPBACK if host not in spared)])
     return {
         **env,
-        **({AUTH: auth} if auth else {}),
+        AUTH: auth_string(),
         "PATH": component_path(sys.executable, env.get("PATH", os.defpath)),
         "MUSTER_HOME": str(home),
         "PREFECT_API_URL": api_url,

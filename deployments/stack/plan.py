@@ -33,6 +33,7 @@ from tasks.processes.component import AttemptPlan, ComponentPlan
 from tasks.processes.guarded import Command
 from tasks.processes.identity import ProcessId, host_name
 from tasks.processes.ports import PortsReserved, is_listened
+from tasks.record.places import server_password
 from tasks.server.server import server_command
 from tasks.spec.probes import ReadyProbe
 
@@ -108,6 +109,7 @@ def draw_up(
         port=port,
         api_url=f"{url}/api",
         ui_url=url,
+        has_own_password=auth_string() == server_password(),
         ray_dashboard=f"http://{HOST}:{dashboard}",
         ray_address=f"{HOST}:{ports.numbers[f'{RAY}.gcs']}",
         # Short, since the sockets in it may have 107 characters in all.
@@ -145,8 +147,7 @@ def draw_up(
 
 
 def _server(place: StackPlace, stack: Stack) -> ComponentPlan:
-    auth = auth_string()
-    settings = {SERVER_AUTH: auth} if auth else {}
+    settings = {SERVER_AUTH: auth_string()}
     command = server_command(place.server_home, stack.port, settings=settings)
     own = {key: value for key, value in command.env.items() if key.startswith("PREFECT_")}
     command = replace(

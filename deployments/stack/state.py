@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import shutil
 import signal
 import time
@@ -12,14 +13,15 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Literal
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from deployments.stack.env import STACK_VARIABLE
+from deployments.stack.env import AUTH, LOOPBACK, STACK_VARIABLE
 from tasks.processes import tree
 from tasks.processes.identity import ProcessId
 from tasks.record.disk import write_json
-from tasks.record.places import is_at, muster_home
+from tasks.record.places import is_at, muster_home, server_password
 from tasks.spec.errors import MusterError
 
 RAY_TEMP_PREFIX = "muster-ray-"
@@ -71,6 +73,8 @@ class Stack(_Model):
     port: int
     api_url: str
     ui_url: str
+    #: The password of its server is that of its MUSTER_HOME.
+    has_own_password: bool = False
     ray_dashboard: str
     #: HOST:PORT for `ray.init`.
     ray_address: str
@@ -86,6 +90,14 @@ class Stack(_Model):
     @property
     def is_running(self) -> bool:
         return self.supervisor.is_alive()
+
+    def is_reached_at(self, api_url: str) -> bool:
+        """Whether that is the address of its Prefect server."""
+        try:
+            found = urlsplit(api_url)
+            return found.hostname in LOOPBACK and found.port == self.port
+        except ValueError:
+            return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,6 +213,29 @@ class StackPlace:
     @property
     def _state(self) -> Path:
         return self.directory / "stack.json"
+
+
+def to_reach_stack(api_url: str | None) -> dict[str, str]:
+    """What the environment of a program lacks to talk to the stack that runs in this MUSTER_HOME:
+    the address of its Prefect server, and its password.
+
+    The password is for the stack's own server alone: whoever else listens there is not given it.
+
+    Args:
+        api_url: of the server that is set; None: none is.
+    """
+    # Read by nearly every program, where mostly there is no stack.
+    with suppress(StackError, OSError):
+        stack = StackPlace.of_home().load()
+        if (
+            stack is not None
+            and stack.is_running
+            and (api_url is None or stack.is_reached_at(api_url))
+        ):
+            address = {} if api_url is not None else {"PREFECT_API_URL": stack.api_url}
+            is_known = AUTH in os.environ or not stack.has_own_password
+            return address | ({} if is_known else {AUTH: server_password()})
+    return {}
 
 
 def processes_of(stack_id: str) -> list[int]:

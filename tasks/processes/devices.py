@@ -184,7 +184,7 @@ def _locked_once(path: Path, index: int) -> int:
     except FileNotFoundError:
         fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
-        if stat.S_IMODE(os.fstat(fd).st_mode) != 0o666:
+        if path.parent == _SHARED and stat.S_IMODE(os.fstat(fd).st_mode) != 0o666:
             with suppress(PermissionError):
                 os.fchmod(fd, 0o666)
         # Whoever looks who has it locks it for a moment.

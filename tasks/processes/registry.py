@@ -39,7 +39,7 @@ from tasks.processes import cgroup, tree
 from tasks.processes.ending import KILLED_WITHIN_S, Known, end_all, end_marked
 from tasks.processes.identity import ProcessId, boot_id, host_name
 from tasks.record.disk import DiskThread, replace_file, write_json
-from tasks.record.places import is_at, muster_home
+from tasks.record.places import is_at, keep_private, muster_home
 
 _log = logging.getLogger(__name__)
 
@@ -179,6 +179,7 @@ class RunRegister:
     @staticmethod
     def opened(run_id: str, **about: object) -> RunRegister:
         """Register this process as the owner of a run; `about` are fields of `Owner`."""
+        keep_private()
         me = ProcessId.of(os.getpid())
         owner = Owner.model_validate(
             {"run_id": run_id, "host": host_name(), "process": me, **about}

@@ -1,12 +1,23 @@
-"""Names and places of a run: its id and the files it leaves."""
+"""Names and places of a run: its id, the files it leaves, and who may read them."""
 
 from __future__ import annotations
 
+import logging
 import os
+import secrets
+import stat
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from uuid import UUID
+
+_log = logging.getLogger(__name__)
+
+#: What Muster keeps in its home; of these, what tells everything, or lets in: for nobody else.
+_OWN = ("cache", "devices", "gate", "live", "parked", "prefect", "runs", "stack", "unseen")
+_OF_SERVERS = ("cache", "prefect", "stack")
 
 
 def muster_home() -> Path:
@@ -21,6 +32,97 @@ def is_at(fd: int, path: Path) -> bool:
         return os.path.samestat(os.fstat(fd), path.stat())
     except FileNotFoundError:
         return False
+
+
+def keep_private() -> None:
+    """What this process and its children write from now on is for its user alone, and so is the
+    whole home; also for a group, or for everybody, where `MUSTER_UMASK` says so (027, 022).
+
+    A home that is open to more than that is gone through, once. What belongs to somebody else, and
+    what a home has that is not Muster's, stays as it is.
+    """
+    mask = _umask()
+    os.umask(mask)
+    home = muster_home()
+    # First: nobody else reaches what is in it any more.
+    was_open = not _is_more_than_a_home(home) and _restrict(home, mask)
+    for name in _OWN:
+        hidden = 0o077 if name in _OF_SERVERS else mask
+        if _restrict(home / name, hidden) or was_open:
+            for path in _below(home / name):
+                _restrict(path, hidden, only=True)
+
+
+def _umask() -> int:
+    asked = os.environ.get("MUSTER_UMASK") or "077"
+    try:
+        # A process whose own files are kept from it would come to nothing.
+        return int(asked, 8) & 0o077
+    except ValueError:
+        _log.warning("MUSTER_UMASK=%s is no octal number, as 027 is one: taken as 077", asked)
+        return 0o077
+
+
+def _is_more_than_a_home(path: Path) -> bool:
+    """Whether others have a right to it: `/tmp`, a person's home."""
+    with suppress(OSError, RuntimeError):
+        return bool(path.stat().st_mode & stat.S_ISVTX) or path in (Path("/"), Path.home())
+    return False
+
+
+def _restrict(path: Path, mask: int, *, only: bool = False) -> bool:
+    """Give a file or folder of this user the mode that it has by a umask; whether it had another.
+
+    Args:
+        only: take rights away, and give none.
+    """
+    with suppress(OSError):
+        found = path.lstat()
+        mode = stat.S_IMODE(found.st_mode)
+        given = 0 if only else (mode & 0o700) >> 3 | (mode & 0o700) >> 6
+        wanted = (mode | given) & ~mask
+        if wanted != mode and found.st_uid == os.geteuid() and not stat.S_ISLNK(found.st_mode):
+            path.chmod(wanted)
+            return True
+    return False
+
+
+def _below(directory: Path) -> Iterator[Path]:
+    for folder, folders, files in os.walk(directory):
+        yield from (Path(folder, name) for name in (*folders, *files))
+
+
+def password_file() -> Path:
+    """Where the password of the Prefect servers of this home is, for its user alone."""
+    return muster_home() / "password"
+
+
+def server_password() -> str:
+    """`user:password` of the Prefect servers that are started in this home; empty where it has none
+    yet, or it is another user's."""
+    with suppress(OSError):
+        return password_file().read_text(encoding="utf-8").strip()
+    return ""
+
+
+def make_server_password() -> str:
+    """The same, made where it has none.
+
+    Raises: OSError, where it can be neither read nor written.
+    """
+    path = password_file()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(f"muster:{secrets.token_urlsafe(24)}\n")
+    try:
+        # Of two that begin together, one has its way.
+        with suppress(FileExistsError):
+            os.link(draft, path)
+    finally:
+        draft.unlink()
+    path.chmod(0o600)
+    return path.read_text(encoding="utf-8").strip()
 
 
 def make_run_id(name: str, workload: str, flow_run_id: UUID, created: datetime) -> str:

@@ -17,6 +17,7 @@ import prefect
 from prefect.events.worker import EventsWorker
 from prefect.logging.handlers import APILogWorker, PrefectConsoleHandler
 from prefect.settings import (
+    PREFECT_API_AUTH_STRING,
     PREFECT_API_URL,
     PREFECT_SERVER_ALLOW_EPHEMERAL_MODE,
     temporary_settings,
@@ -29,7 +30,7 @@ from tasks.processes.ports import PortsReserved
 from tasks.processes.registry import RunRegister
 from tasks.processes.supervisor import Supervisor
 from tasks.record.causes import read_tail
-from tasks.record.places import muster_home
+from tasks.record.places import make_server_password, muster_home
 from tasks.server.flow_runs import ServerAway, ServerRefuses, talking_to
 from tasks.spec.errors import MusterError, RunEnded
 from tasks.spec.probes import ReadyProbe
@@ -51,12 +52,16 @@ class NoServer(MusterError):
 
 
 @contextmanager
-def prefect_server() -> Iterator[str]:
+def prefect_server(password: str | None = None) -> Iterator[str]:
     """The API address of a Prefect server that answers.
 
     That of `PREFECT_API_URL`, where it is set (in the environment or the Prefect profile). Else a
     temporary server, with a database of its own, that ends with the context or with this process,
     however it ends.
+
+    Args:
+        password: `user:password` of a temporary server; empty: it lets everybody in; None: that of
+            this MUSTER_HOME.
 
     Raises: NoServer.
     """
@@ -73,7 +78,9 @@ def prefect_server() -> Iterator[str]:
         template = muster_home() / "cache" / f"prefect-{prefect.__version__}.db"
         if template.exists():
             shutil.copyfile(template, Path(home) / _DATABASE)
-        plan = _plan(Path(home), ports.numbers[port_name], url)
+        if password is None:
+            password = make_server_password()
+        plan = _plan(Path(home), ports.numbers[port_name], url, password)
         register = RunRegister.opened(plan.run_id, leftovers=(Path(home),))
         with (
             closing(register),
@@ -87,7 +94,11 @@ def prefect_server() -> Iterator[str]:
                 raise NoServer(f"a temporary Prefect server did not start: {said}") from None
             if not template.exists():
                 _save_template(Path(home) / _DATABASE, template)
-            settings = {PREFECT_API_URL: url, PREFECT_SERVER_ALLOW_EPHEMERAL_MODE: False}
+            settings = {
+                PREFECT_API_URL: url,
+                PREFECT_API_AUTH_STRING: password or None,
+                PREFECT_SERVER_ALLOW_EPHEMERAL_MODE: False,
+            }
             with temporary_settings(settings):
                 token = _is_temporary.set(True)
                 try:
@@ -111,13 +122,16 @@ def server_command(
     address: str = "127.0.0.1",
     settings: Mapping[str, str] | None = None,
 ) -> Command:
-    """A Prefect server whose database lies in `home`; it reports to nobody.
+    """A Prefect server whose database lies in `home`; it reports to nobody, and of all pages of a
+    browser only its own may ask it.
 
     Args:
         address: on which it listens.
         settings: of Prefect, beside these; another database for example.
     """
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("PREFECT_")}
+    # The pages ask it by its address, by whichever name they were opened.
+    origins = dict.fromkeys(f"http://{host}:{port}" for host in (address, "localhost"))
     return Command(
         # The server without Prefect's command line, which takes seconds to load.
         argv=(
@@ -130,6 +144,7 @@ def server_command(
             **inherited,
             "PREFECT_HOME": str(home),
             "PREFECT_API_URL": f"http://{address}:{port}/api",
+            "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": ",".join(origins),
             "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
             "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
             "DO_NOT_TRACK": "1",
@@ -141,10 +156,11 @@ def server_command(
     )
 
 
-def _plan(home: Path, port: int, url: str) -> AttemptPlan:
+def _plan(home: Path, port: int, url: str, password: str) -> AttemptPlan:
+    settings = {"PREFECT_SERVER_API_AUTH_STRING": password} if password else {}
     server = ComponentPlan(
         name=_NAME,
-        command=server_command(home, port),
+        command=server_command(home, port, settings=settings),
         ready=ReadyProbe(http=f"{url}/health", within_s=_START_WITHIN_S),
         live=None,
         on_exit_zero="fail",

@@ -13,6 +13,7 @@ from cyclopts import App, CycloptsError, CycloptsPanel, Parameter, UnusedCliToke
 from pydantic import ValidationError
 from rich.panel import Panel
 
+from tasks.record.places import keep_private
 from tasks.spec.errors import InvalidSpec, MusterError
 from tasks.spec.words import did_you_mean
 
@@ -60,6 +61,7 @@ def run(app: App, arguments: Sequence[str] | None = None) -> int:
     Returns: the exit code: that of the verb, or of its error; 2 for arguments that are wrong; 130
         where it was interrupted.
     """
+    keep_private()
     try:
         code = app(arguments, result_action="return_value", error_formatter=_told)
         # Within reach of the handler below, not at the interpreter's end.

@@ -12,6 +12,7 @@ import re
 import shlex
 import subprocess
 import urllib.request
+from base64 import b64encode
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -112,10 +113,11 @@ class Reader:
             "sort": "START_TIME_DESC",
             "limit": 1,
         }
+        login = b64encode((self.home / "muster/password").read_bytes().strip()).decode()
         request = urllib.request.Request(
             f"{self.api_url}/flow_runs/filter",
             data=json.dumps(question).encode(),
-            headers={"Content-Type": "application/json"},
+            headers={"Content-Type": "application/json", "Authorization": f"Basic {login}"},
         )
         with urllib.request.urlopen(request, timeout=30) as answer:
             [found] = json.load(answer)

@@ -46,7 +46,7 @@ def measure(*, quick: bool) -> Result:
     found, missing = peers.present()
     left: dict[tuple[str, str], list[float]] = {}
     gone_ms: dict[str, list[float]] = {}
-    with prefect_server() as url:
+    with prefect_server(password="") as url:
         ways: dict[str, _Way] = {_MUSTER: partial(_by_flow, url)}
         ways |= {peer.name: partial(_by_peer, peer) for peer in found}
         for number in range(rounds):

@@ -334,7 +334,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         began = time.monotonic()
         with (
-            prefect_server() as api_url,
+            prefect_server(password="") as api_url,
             reconciling(home, api_url),
             ThreadPoolExecutor(options.at_once) as pool,
         ):

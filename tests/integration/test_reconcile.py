@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 @pytest.fixture(scope="module")
 def api() -> Iterator[str]:
     """A server of this module's own: another's may have lost runs of other tests."""
-    with temporary_settings(restore_defaults={PREFECT_API_URL}), prefect_server() as url:
+    with temporary_settings(restore_defaults={PREFECT_API_URL}), prefect_server(password="") as url:
         yield url
 
 

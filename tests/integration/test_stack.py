@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -83,14 +84,18 @@ class Home:
         return f"http://127.0.0.1:{self.port}/api"
 
     @property
+    def password(self) -> str:
+        return (self.directory / "password").read_text().strip()
+
+    @property
     def stack(self) -> Stack:
         return Stack.model_validate_json((self.directory / "stack" / "stack.json").read_bytes())
 
-    def command(self, *words: str) -> subprocess.CompletedProcess[str]:
+    def command(self, *words: str, **environ: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             words,
             cwd=self.project,
-            env=self.env,
+            env={**self.env, **environ},
             capture_output=True,
             text=True,
             timeout=COMMAND_WITHIN_S,
@@ -98,6 +103,10 @@ class Home:
 
     def muster(self, *words: str) -> subprocess.CompletedProcess[str]:
         return self.command(str(self.program), *words)
+
+    def prefect(self, *words: str) -> subprocess.CompletedProcess[str]:
+        """Prefect's own command, told what `muster up` says."""
+        return self.command(PREFECT, *words, PREFECT_API_AUTH_STRING=self.password)
 
     def up(self, *nodes: str) -> subprocess.CompletedProcess[str]:
         # 8265 is left to a stack of the user's.
@@ -110,12 +119,12 @@ class Home:
 
     def api(self, method: str, path: str, content: Any = None) -> Any:
         """Ask the Prefect server."""
-        return ask(method, self.api_url + path, content)
+        return ask(method, self.api_url + path, content, password=self.password)
 
     def trigger(self, steps: int) -> str:
         """Start a run as a user does; the flow run's id."""
         spec = self.spec(steps)
-        done = self.command(PREFECT, "deployment", "run", "train/quickstart", "-p", f"spec={spec}")
+        done = self.prefect("deployment", "run", "train/quickstart", "-p", f"spec={spec}")
         found = re.search(r"UUID: (\S+)", done.stdout)
         assert found is not None, done.stdout + done.stderr
         return found[1]
@@ -198,7 +207,7 @@ def test_up_says_what_runs_where(home: Home) -> None:
 
 
 def test_up_and_the_pool_say_where_the_queue_and_the_nodes_are_seen(home: Home) -> None:
-    pool = ask("GET", f"{home.api_url}/work_pools/gang")
+    pool = home.api("GET", "/work_pools/gang")
     again = home.muster("up")
 
     for page in (QUEUE_PAGE, NODES_PAGE):
@@ -214,6 +223,54 @@ def test_the_ui_is_served_and_talks_to_this_server(home: Home) -> None:
 
     assert page.is_success
     assert settings["api_url"] == home.api_url
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("POST", "/flow_runs/filter"),
+        ("GET", "/deployments/name/train/quickstart"),
+        ("POST", "/flow_runs/"),
+        ("PATCH", "/work_pools/gang"),
+        ("GET", "/admin/settings"),
+    ],
+)
+def test_nobody_without_the_password_is_let_in(home: Home, method: str, path: str) -> None:
+    answer = httpx.request(method, home.api_url + path, json={}, trust_env=False)
+
+    assert answer.status_code == HTTPStatus.UNAUTHORIZED
+
+
+@pytest.mark.parametrize(
+    ("origin", "allowed"),
+    [
+        ("http://127.0.0.1:{port}", "http://127.0.0.1:{port}"),
+        ("http://localhost:{port}", "http://localhost:{port}"),
+        # a page that somebody has open beside the UI; another program of this machine
+        ("https://example.org", None),
+        ("http://127.0.0.1:1", None),
+    ],
+)
+def test_of_all_pages_only_the_ui_may_submit(home: Home, origin: str, allowed: str | None) -> None:
+    """A browser asks this before it sends JSON, or a password, from a page to another server."""
+    headers = {
+        "Origin": origin.format(port=home.port),
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "authorization,content-type",
+    }
+
+    answer = httpx.options(f"{home.api_url}/flow_runs/", headers=headers, trust_env=False)
+
+    found = answer.headers.get("access-control-allow-origin")
+    assert found == (allowed and allowed.format(port=home.port))
+    assert answer.is_success is (allowed is not None)
+
+
+def test_the_files_of_a_stack_are_its_users_alone(home: Home) -> None:
+    found = (home.directory, *home.directory.rglob("*"))
+
+    assert [str(path) for path in found if path.stat().st_mode & 0o077] == []
+    assert len(found) > 10
 
 
 def test_all_of_it_listens_on_loopback_only(home: Home) -> None:
@@ -324,7 +381,7 @@ def test_a_deployment_of_ones_own_is_started_and_cancelled(home: Home) -> None:
     )
 
     assert made.returncode == 0, made.stdout + made.stderr
-    assert home.command(PREFECT, "deployment", "run", "train/own").returncode == 0
+    assert home.prefect("deployment", "run", "train/own").returncode == 0
     flow_run = until(
         lambda: next(
             (
@@ -368,7 +425,7 @@ def test_an_operator_asks_and_changes_the_queue(home: Home) -> None:
     ],
 )
 def test_a_bad_spec_is_refused_before_it_is_queued(home: Home, spec: str, complaint: str) -> None:
-    done = home.command(PREFECT, "deployment", "run", "train/quickstart", "-p", f"spec={spec}")
+    done = home.prefect("deployment", "run", "train/quickstart", "-p", f"spec={spec}")
 
     assert done.returncode == 1
     assert complaint in " ".join((done.stdout + done.stderr).split())
@@ -406,7 +463,7 @@ def test_a_cancel_leaves_nothing_of_the_run(home: Home) -> None:
     flow_run = home.wait_for(home.trigger(steps=100_000), "running: api, trainer, environment")
     assert len(processes_with("MUSTER_RUN_ID", flow_run["name"])) >= 3
 
-    home.command(PREFECT, "flow-run", "cancel", flow_run["id"])
+    home.prefect("flow-run", "cancel", flow_run["id"])
 
     home.wait_for(flow_run["id"], "", state="CANCELLED")
     until(lambda: not processes_with("MUSTER_RUN_ID", flow_run["name"]), "nothing is left")

@@ -15,7 +15,7 @@ _WITHIN_S = 180.0
 _AGAIN_AFTER_S = 0.2
 
 
-def ask(method: str, url: str, content: Any = None) -> Any:
+def ask(method: str, url: str, content: Any = None, *, password: str = "") -> Any:
     """The server's answer, from JSON; None where it is empty.
 
     A server on SQLite answers 503 while another of its writers holds the database, and Prefect's
@@ -24,12 +24,14 @@ def ask(method: str, url: str, content: Any = None) -> Any:
 
     Args:
         content: sent as JSON; None: nothing is sent.
+        password: `user:password` of the server; empty: it has none.
 
     Raises: httpx.HTTPStatusError, for an answer that is no 2xx, or is still 503 after 180 s;
         httpx.TransportError, when there is none.
     """
     deadline = time.monotonic() + _WITHIN_S
-    with httpx.Client(trust_env=False, timeout=_ANSWER_WITHIN_S) as client:
+    auth = httpx.BasicAuth(*password.split(":", 1)) if password else None
+    with httpx.Client(trust_env=False, timeout=_ANSWER_WITHIN_S, auth=auth) as client:
         while True:
             answer = client.request(method, url, json=content)
             is_busy = answer.status_code == HTTPStatus.SERVICE_UNAVAILABLE

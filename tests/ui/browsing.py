@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from base64 import b64encode
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -52,11 +53,14 @@ def browser(*, width: int = 1400, height: int = 1000) -> Iterator[BrowserContext
 
 
 class Ui:
-    """What somebody does in the UI, and sees."""
+    """What somebody does in the UI, and sees, who has logged in."""
 
-    def __init__(self, page: Page, url: str) -> None:
+    def __init__(self, page: Page, url: str, password: str) -> None:
         self.page = page
         self._url = url
+        login = b64encode(password.encode()).decode()
+        # As its login page does.
+        page.add_init_script(f"localStorage.setItem('prefect-password', '{login}')")
 
     def open(self, path: str = "/") -> Page:
         """A page by its path; it may go on loading."""

@@ -56,7 +56,7 @@ def ui(stack: UiStack, browser: BrowserContext, request: pytest.FixtureRequest) 
     """A page of the browser."""
     failed = request.session.testsfailed
     with closing(browser.new_page()) as page:
-        ui = Ui(page, stack.url)
+        ui = Ui(page, stack.url, stack.password)
         yield ui
         if request.session.testsfailed > failed:
             seen = ui.shot(_SHOTS / f"{request.node.name}.png", whole=True)

@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _stack(options, folder) as stack,
         browser(width=_WIDTH, height=900) as context,
     ):
-        ui = Ui(context.new_page(), stack.url)
+        ui = Ui(context.new_page(), stack.url, stack.password)
         for name, take in PICTURES.items():
             if options.only in (None, name):
                 take(stack, ui)

@@ -40,7 +40,11 @@ class UiStack:
 
     def ask(self, method: str, path: str, content: Any = None) -> Any:
         """Ask its Prefect server."""
-        return ask(method, f"{self.url}/api{path}", content)
+        return ask(method, f"{self.url}/api{path}", content, password=self.password)
+
+    @property
+    def password(self) -> str:
+        return (self.home / "password").read_text().strip()
 
     def run(
         self, spec: dict[str, Any] | None = None, *, deployment: str = "train/quickstart"

@@ -19,6 +19,7 @@ from deployments.stack.state import Stack, StackPlace
 from tasks import command
 from tasks.command import NAMES, main
 from tasks.processes.identity import ProcessId
+from tasks.record.places import make_server_password
 from tasks.show.arguments import run
 from tasks.spec.errors import Fault, InvalidSpec, MusterError
 
@@ -28,7 +29,7 @@ STACK_URL = "http://127.0.0.1:4321/api"
 @pytest.fixture(autouse=True)
 def restored(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the command sets for its verbs is undone."""
-    for name in ("PYTHONSAFEPATH", "PREFECT_API_URL"):
+    for name in ("PYTHONSAFEPATH", "PREFECT_API_URL", "PREFECT_API_AUTH_STRING"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
 
@@ -160,7 +161,7 @@ def stack(muster_home: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., N
     """Writes what a stack of this MUSTER_HOME has written down; its supervisor is this process."""
     monkeypatch.setenv("PREFECT_HOME", str(muster_home / "prefect"))
 
-    def write(*, is_running: bool = True) -> None:
+    def write(*, is_running: bool = True, has_own_password: bool = True) -> None:
         supervisor = ProcessId.of(os.getpid())
         if not is_running:
             supervisor = supervisor.model_copy(update={"start_ticks": 1})
@@ -175,6 +176,7 @@ def stack(muster_home: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., N
                 port=4321,
                 api_url=STACK_URL,
                 ui_url="http://127.0.0.1:4321",
+                has_own_password=has_own_password,
                 ray_dashboard="http://127.0.0.1:8265",
                 ray_address="127.0.0.1:6379",
                 ray_temp=Path("/nowhere"),
@@ -205,6 +207,61 @@ def test_where_none_is_set_the_server_is_that_of_the_stack_that_runs(
     stack()
 
     assert found() == STACK_URL
+
+
+@pytest.mark.parametrize("url", [None, STACK_URL, "http://localhost:4321/api/"])
+def test_the_password_of_the_stack_is_found_with_it(
+    stack: Callable[..., None], monkeypatch: pytest.MonkeyPatch, url: str | None
+) -> None:
+    stack()
+    made = make_server_password()
+    if url is not None:
+        monkeypatch.setenv("PREFECT_API_URL", url)
+
+    command._find_server()
+
+    assert os.environ["PREFECT_API_AUTH_STRING"] == made
+    assert os.environ["PREFECT_API_URL"] == (url or STACK_URL)
+
+
+@pytest.mark.parametrize(
+    "url", ["http://127.0.0.1:4322/api", "http://prefect.example:4321/api", "http://[", ""]
+)
+def test_no_other_server_is_given_the_password(
+    stack: Callable[..., None], monkeypatch: pytest.MonkeyPatch, url: str
+) -> None:
+    stack()
+    make_server_password()
+    monkeypatch.setenv("PREFECT_API_URL", url)
+
+    command._find_server()
+
+    assert "PREFECT_API_AUTH_STRING" not in os.environ
+
+
+@pytest.mark.parametrize("about", [{"is_running": False}, {"has_own_password": False}])
+def test_a_stack_of_another_password_or_none_is_given_none(
+    stack: Callable[..., None], about: dict[str, bool]
+) -> None:
+    """Somebody else may listen where one has ended; what its user has set, the user sets again."""
+    stack(**about)
+    make_server_password()
+
+    command._find_server()
+
+    assert "PREFECT_API_AUTH_STRING" not in os.environ
+
+
+def test_a_password_that_is_set_stays(
+    stack: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stack()
+    make_server_password()
+    monkeypatch.setenv("PREFECT_API_AUTH_STRING", "operator:of-their-own")
+
+    command._find_server()
+
+    assert os.environ["PREFECT_API_AUTH_STRING"] == "operator:of-their-own"
 
 
 def test_without_a_stack_no_server_is_found(stack: Callable[..., None]) -> None:

@@ -3,15 +3,19 @@ component gets to know it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
+from prefect.plugins import HookContext
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
 from deployments import worker
+from deployments.stack import plugin
 from deployments.stack.env import auth_string, client_env
 from tasks.queue.command import app as queue
+from tasks.record.places import server_password
 from tasks.server.flow_runs import ServerAway, ServerRefuses, talking_to
 from tasks.server.server import NoServer, prefect_server
 from tasks.show.arguments import run
@@ -117,6 +121,26 @@ def test_no_component_gets_a_key_to_the_server(monkeypatch: pytest.MonkeyPatch, 
     assert PASSWORD not in env.values()
     assert env["PREFECT_API_URL"] == "http://127.0.0.1:4200/api"
     assert env["HF_TOKEN"] == "theirs"
+
+
+def test_a_stack_for_which_none_is_set_has_one_of_its_own(muster_home: Path) -> None:
+    env = client_env(muster_home, "http://127.0.0.1:4200/api")
+
+    assert env["PREFECT_API_AUTH_STRING"] == server_password() != ""
+
+
+def test_prefect_s_own_commands_are_given_the_password_of_a_stack(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lacks = {"PREFECT_API_AUTH_STRING": PASSWORD}
+    monkeypatch.setattr(plugin, "to_reach_stack", lambda url: lacks if url == "here" else {})
+
+    def given(url: str | None) -> Mapping[str, str] | None:
+        about = HookContext(prefect_version="", api_url=url, logger_factory=logging.getLogger)
+        found = plugin.setup_environment(ctx=about)
+        return found and found.env
+
+    assert [given(url) for url in ("here", "elsewhere", None)] == [lacks, None, None]
 
 
 def test_a_component_gets_what_its_spec_names(monkeypatch: pytest.MonkeyPatch) -> None:
