@@ -8,6 +8,8 @@
 #
 # SQLite, as `muster up` has it: PREFECT_SERVER_DATABASE_CONNECTION_URL=sqlite+aiosqlite:////PATH/prefect.db
 set -euo pipefail
+# All that it writes is the whole database.
+umask 077
 
 url="${PREFECT_SERVER_DATABASE_CONNECTION_URL:?is not set: source secrets.env}"
 # As PostgreSQL's own programs write it, which know no driver.
@@ -20,7 +22,6 @@ save() {
 	local directory="$1" keep="${2:-14}" file
 	mkdir -p "$directory"
 	file="$directory/prefect-$(date -u +%Y%m%dT%H%M%SZ)"
-	umask 077
 	draft="$directory/.draft.$$"
 	trap 'rm -f "$draft"' EXIT
 	case "$url" in

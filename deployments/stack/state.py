@@ -129,6 +129,8 @@ class StackPlace:
             return Stack.model_validate_json(self._state.read_bytes())
         except FileNotFoundError:
             return None
+        except PermissionError:
+            raise StackError(f"{self._state} is another user's") from None
         except (OSError, ValidationError) as error:
             raise StackError(
                 f"{self._state} can't be read ({str(error).splitlines()[0]}): if no process of "

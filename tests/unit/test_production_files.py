@@ -25,6 +25,7 @@ from tests.support.production import PRODUCTION, variables_in
 ENV_FILES = ("server.env", "muster.env", "secrets.env.example")
 UNITS = sorted((PRODUCTION / "systemd").iterdir())
 CHECKOUT = "/opt/muster"
+OURS = {"MUSTER_HOME", "MUSTER_UMASK"}
 #: Of programs that are neither Prefect nor Muster.
 OTHERS = {"DO_NOT_TRACK", "PYTHONUNBUFFERED", "POSTGRES_PASSWORD"}
 
@@ -58,7 +59,7 @@ def commands(path: Path) -> list[list[str]]:
 
 @pytest.mark.parametrize("name", ENV_FILES)
 def test_every_variable_is_a_setting(name: str) -> None:
-    known = {*prefect_settings(), *map(variable_of, Retention.model_fields), "MUSTER_HOME", *OTHERS}
+    known = {*prefect_settings(), *map(variable_of, Retention.model_fields), *OURS, *OTHERS}
 
     named = variables_in(PRODUCTION / name, switched_off=True)
 
@@ -79,6 +80,7 @@ def test_prefect_and_muster_take_every_value(name: str, monkeypatch: pytest.Monk
         assert settings.server.services.db_vacuum.enabled_vacuum_types == {"events", "orphans"}
         assert settings.server.database.sqlalchemy.pool_size == 20
         assert not settings.server.database.migrate_on_start
+        assert settings.server.api.cors_allowed_origins != "*"
     if name == "muster.env":
         assert settings.client.retry_extra_codes == {500, 504}
         # What the file says is what holds where nothing is said.
