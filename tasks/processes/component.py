@@ -111,6 +111,7 @@ class AttemptContext:
         self.client = make_client()
         self._register = register
         self._namespace: PidNamespace | None = None
+        self._gone: list[GuardedProcess] = []
         self._shared_memory: registry.SharedMemoryWatch | None = None
         #: `cgroups[component]`, made and not removed yet.
         self._cgroups: dict[str, str] = {}
@@ -124,7 +125,9 @@ class AttemptContext:
             "MUSTER_ATTEMPT": str(self.plan.number),
             "MUSTER_COMPONENT": component.name,
         }
-        return GuardedProcess.prepare(component.name, tag=tag, namespace=self._namespace)
+        return GuardedProcess.prepare(
+            component.name, tag=tag, namespace=self._namespace, gone=self._gone
+        )
 
     def settle(self) -> None:
         """Every guardian is there: from now on note what their processes make in /dev/shm."""

@@ -39,6 +39,8 @@ _REPORT_WITHIN_S = 2.0
 #: A guardian that was started answers an order in milliseconds, on a machine out of memory later.
 _SPAWN_WITHIN_S = 30.0
 _ORDER_WITHIN_S = 2.0
+#: Between two ends of which the order alone is known.
+_A_MOMENT_S = 1e-6
 _GUARDIAN_ENV = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR")
 
 
@@ -91,6 +93,7 @@ class GuardedProcess:
         *,
         mark: int,
         is_in_namespace: bool,
+        gone: list[GuardedProcess],
     ) -> None:
         loop = asyncio.get_running_loop()
         self.name = name
@@ -112,6 +115,7 @@ class GuardedProcess:
         self._leader_pidfd: int | None = None
         #: When its pidfd said that it has ended, CLOCK_MONOTONIC seconds; no report is later.
         self._leader_gone_s = float("inf")
+        self._gone = gone
         # An order was sent, and nothing has said yet that there is no process of it any more.
         self._owes_processes = False
         self._orphan_sweep: asyncio.Task[None] | None = None
@@ -119,7 +123,12 @@ class GuardedProcess:
 
     @classmethod
     def prepare(
-        cls, name: str, *, tag: Mapping[str, str], namespace: PidNamespace | None = None
+        cls,
+        name: str,
+        *,
+        tag: Mapping[str, str],
+        namespace: PidNamespace | None = None,
+        gone: list[GuardedProcess] | None = None,
     ) -> GuardedProcess:
         """A guardian that waits for its order.
 
@@ -127,6 +136,8 @@ class GuardedProcess:
             name: shown in its command line, for who reads `ps`.
             tag: identity of the run, put into the guardian's environment.
             namespace: where guardian and command are to live; None: in ours.
+            gone: takes those whose pidfd has said that they have ended, in the order of that: one
+                list for all whose ends are compared.
 
         Raises: OSError, when no process can be started.
         """
@@ -156,7 +167,14 @@ class GuardedProcess:
                 guardians.add(popen.pid)
             channel = ours.dup()
         channel.setblocking(False)
-        return cls(name, popen, channel, mark=mark, is_in_namespace=namespace is not None)
+        return cls(
+            name,
+            popen,
+            channel,
+            mark=mark,
+            is_in_namespace=namespace is not None,
+            gone=[] if gone is None else gone,
+        )
 
     @property
     def guardian_pid(self) -> int:
@@ -298,6 +316,7 @@ class GuardedProcess:
 
     def _on_leader_gone(self) -> None:
         self._leader_gone_s = time.monotonic()
+        self._gone.append(self)
         self._forget_leader()
         asyncio.get_running_loop().call_later(_REPORT_WITHIN_S, self._on_no_report)
 
@@ -322,6 +341,11 @@ class GuardedProcess:
         self._forget_leader()
         at_s = min(status.at_monotonic_s, self._leader_gone_s)
         _resolve(self.exited, replace(status, at_monotonic_s=at_s))
+        # The kernel tells of ends in their order, but we may hear of them late: those that it told
+        # of before were earlier than what this one's guardian says of this one.
+        before = self._gone[: self._gone.index(self)] if self in self._gone else self._gone
+        for process in before:
+            process._leader_gone_s = min(process._leader_gone_s, at_s - _A_MOMENT_S)
 
     def _on_guardian_gone(self) -> None:
         note = f"its guardian (pid {self.guardian_pid}) was killed"

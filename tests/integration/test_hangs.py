@@ -118,7 +118,7 @@ def test_a_component_that_hangs_while_it_starts_is_named_and_examined(stage: Sta
     verdict = stage.run(
         program(stage, "api", STUCK % "", ready=never),
         stage.component("trainer"),
-        stall_after_s=0.5,
+        stall_after_s=2.0,
     )
 
     assert stalled(verdict).component == "api"

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+import socket
+from subprocess import Popen
+from typing import Any, cast
 
 import pytest
 
 from tasks.processes.attempt import Decision, EarliestDecision
+from tasks.processes.guarded import GuardedProcess
 from tasks.record.outcome import Verdict
 from tasks.record.states import RunState
 
@@ -49,3 +54,38 @@ def test_what_comes_after_a_reserved_end_does_not_count_and_what_comes_before_do
     assert earliest.decide(decision(2.0, RunState.COMPLETED))
     assert earliest.is_open_at(1.5)
     assert earliest.decide(decision(1.5))
+
+
+class NoGuardian:
+    pid = 0
+
+
+@pytest.mark.asyncio
+async def test_who_the_kernel_told_of_first_died_first_however_late_both_were_heard_of() -> None:
+    gone: list[GuardedProcess] = []
+    ends = socket.socketpair()
+    api, trainer = (
+        GuardedProcess(
+            name,
+            cast("Popen[bytes]", NoGuardian()),
+            end,
+            mark=0,
+            is_in_namespace=False,
+            gone=gone,
+        )
+        for name, end in zip(("api", "trainer"), ends, strict=True)
+    )
+
+    def report(process: GuardedProcess, at_monotonic_s: float) -> None:
+        ended: dict[str, Any] = {"event": "exited", "exit_code": 1, "signal": None}
+        process._on_event({**ended, "at_monotonic_s": at_monotonic_s})
+
+    api._on_leader_gone()
+    trainer._on_leader_gone()
+    report(trainer, 1.0)
+    report(api, 300.0)
+
+    assert api.exited.result().at_monotonic_s < trainer.exited.result().at_monotonic_s == 1.0
+    for end in ends:
+        asyncio.get_running_loop().remove_reader(end)
+        end.close()
