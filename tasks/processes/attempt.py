@@ -221,6 +221,7 @@ class SupervisedAttempt:
             over.cancel()
             ready.cancel()
         self._check_undecided(name)
+        self._progress.restart()
         self._watch(self._follow_liveness(member))
         self._watch(self._follow_processes(member))
         if all(m.is_ready for m in self.members.values()):

@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 
 from tasks.processes.probes import size_of
-from tasks.record.causes import STEPS_OF_SURVIVAL
+from tasks.record.causes import STEPS_OF_SURVIVAL, step_in
 from tasks.record.events import Emit
 from tasks.record.growing import MetricsFile
 from tasks.spec.probes import number_at
@@ -86,8 +86,83 @@ def source_of(
     return JsonlProgress(cwd / (progress.jsonl or ""), progress.step, adopted_since).step
 
 
+#: What differs between two lines that say the same at different times.
+_NUMBER = re.compile(
+    r"\b[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\b|\b(?:0x)?(?=[a-f]*\d)[0-9a-f]{8,}\b"
+    r"|[-+]?\d+(?:[.,:]\d+)*(?:e[-+]?\d+)?|[-+]?\b(?:nan|inf)\b",
+    re.IGNORECASE,
+)
+#: Of a log, so many different lines are remembered, each so far.
+_SHAPES_AT_MOST, _SHAPE_LENGTH = 256, 200
+
+
+class _Output:
+    """What one component has to say that it has not said before."""
+
+    def __init__(self, log: Path, echo: re.Pattern[str]) -> None:
+        """
+        Args:
+            echo: found in lines that count for nothing.
+        """
+        self._log = log
+        self._echo = echo
+        self._read_bytes = 0
+        #: A line without its end, as it was at the last look.
+        self._begun = ""
+        #: The lines of late, numbers aside; the oldest first.
+        self._shapes: dict[str, None] = {}
+        self._step = -1
+
+    def has_grown(self) -> bool:
+        """Whether the log has got a line that doesn't just repeat another, numbers aside. One that
+        says a further step of the training is no repetition."""
+        try:
+            with self._log.open("rb") as f:
+                size = f.seek(0, 2)
+                start = self._read_bytes if size >= self._read_bytes else 0
+                start = max(start, size - _TAIL_BYTES)
+                f.seek(start)
+                said = f.read(size - start)
+        except OSError:
+            return False
+        whole = max(said.rfind(b"\n"), said.rfind(b"\r")) + 1
+        self._read_bytes = start + whole
+        lines = said[:whole].decode("utf-8", "replace").splitlines()
+        # Each is looked at, so that it is known the next time.
+        is_new = any([self._is_new(line) for line in lines])
+        begun = said[whole:].decode("utf-8", "replace")
+        goes_on, self._begun = begun != self._begun, begun
+        return is_new or (goes_on and bool(begun.strip()) and not self._is_known(begun))
+
+    def _is_new(self, line: str) -> bool:
+        shape, step = _shape_of(line), step_in(line)
+        if not shape:
+            return False
+        is_known = shape in self._shapes
+        self._shapes.pop(shape, None)
+        self._shapes[shape] = None
+        if len(self._shapes) > _SHAPES_AT_MOST:
+            del self._shapes[next(iter(self._shapes))]
+        is_further = step is not None and step > self._step
+        self._step = self._step if step is None else step
+        return (is_further or not is_known) and not self._echo.search(line)
+
+    def _is_known(self, begun: str) -> bool:
+        # It may have been cut within a number.
+        shape = _shape_of(begun)
+        shape = shape.rstrip(" 0.,:+-") or shape
+        return any(known.startswith(shape) for known in self._shapes) or bool(
+            self._echo.search(begun)
+        )
+
+
+def _shape_of(line: str) -> str:
+    return " ".join(_NUMBER.sub("0", line[: 2 * _SHAPE_LENGTH]).split())[:_SHAPE_LENGTH]
+
+
 class Silence:
-    """How long a run has shown neither progress nor output."""
+    """How long a run has made no step; until its first one, and where steps are not known, how long
+    it has said nothing new."""
 
     def __init__(
         self,
@@ -100,42 +175,34 @@ class Silence:
             own_questions: texts such as `GET /status` that mark a line as the mere echo of a
                 question of ours: a server that logs each request is not alive for that.
         """
-        self._read_bytes = dict.fromkeys(logs, 0)
         # The question for /status is not one for /status/7 or, of `/`, for every path there is.
         # Without any, nothing matches.
         echoes = "|".join(re.escape(question) for question in own_questions)
-        self._echo = re.compile(rf"(?:{echoes})(?![\w/.%-])" if echoes else r"(?!)")
+        echo = re.compile(rf"(?:{echoes})(?![\w/.%-])" if echoes else r"(?!)")
+        self._outputs = [_Output(log, echo) for log in logs]
         self._clock = clock
         self._step: float | None = None
         self._since = clock()
+
+    @property
+    def is_by_step(self) -> bool:
+        """Whether only steps count: a step 0 may be what a server says before training begins."""
+        return bool(self._step)
 
     def restart(self) -> None:
         """Count from now: something was done that takes its time to be heard of."""
         self._since = self._clock()
 
     def lasts_s(self, step: float | None) -> float:
-        """Seconds since the step changed or a component wrote a line of its own."""
+        """Seconds since the step changed, or before the first one since a component said something
+        new."""
         # A step that can't be read just now is not a change.
         moved = step is not None and step != self._step
         if moved:
             self._step = step
-        if any([self._has_output(log) for log in self._read_bytes]) or moved:
+        if moved or (not self.is_by_step and any([output.has_grown() for output in self._outputs])):
             self._since = self._clock()
         return self._clock() - self._since
-
-    def _has_output(self, log: Path) -> bool:
-        try:
-            with log.open("rb") as f:
-                size = f.seek(0, 2)
-                start = self._read_bytes[log]
-                self._read_bytes[log] = size
-                if size - start > _TAIL_BYTES or size < start:
-                    return True
-                f.seek(start)
-                lines = f.read(size - start).decode("utf-8", "replace").splitlines()
-        except OSError:
-            return False
-        return any(line.strip() and not self._echo.search(line) for line in lines)
 
 
 _READ_EVERY_S = 0.5
@@ -161,7 +228,7 @@ class ProgressWatch:
         """
         Args:
             total: the step that is the last one, where it is known.
-            limit_s: how long may pass without a step or output; None: no limit.
+            limit_s: how long may pass as `Silence` counts; None: no limit.
             is_quiet: whether silence means nothing at the moment.
             logs: of the components.
             every_s: the pause between two looks.
@@ -185,7 +252,7 @@ class ProgressWatch:
         return f"step {self.step:g}" + (f" of {self._total:g}" if self._total else "")
 
     def restart(self) -> None:
-        """Something was started: the silence before it does not count."""
+        """Something was started, or is ready: the silence before that does not count."""
         self._silence.restart()
 
     async def until_stalled(self) -> str:
@@ -195,15 +262,19 @@ class ProgressWatch:
         """
         while True:
             await self._read()
-            if self._is_quiet():
-                self._silence.restart()
-            silent_s = self._silence.lasts_s(self.step)
-            if self._limit_s is not None and silent_s > self._limit_s:
-                return (
-                    f"no progress (step {self.step}) and no output of any component "
-                    f"for {silent_s:.0f} s"
-                )
+            if self._limit_s is not None:
+                if self._is_quiet():
+                    self._silence.restart()
+                silent_s = self._silence.lasts_s(self.step)
+                if silent_s > self._limit_s:
+                    return f"{self._what_is_missing()} for {silent_s:.0f} s"
             await asyncio.sleep(self._every_s)
+
+    def _what_is_missing(self) -> str:
+        if self._silence.is_by_step:
+            return f"no new step since {self}"
+        said = "no output of any component but lines that repeat"
+        return f"no step, and {said}," if self._read_step is not None else f"{said},"
 
     def survived(self, log: Path) -> int:
         """How much of a component's log was there when training is known to have gone on since."""

@@ -237,7 +237,7 @@ class _Tracebacks:
 def survived_until(lines: list[LogLine]) -> int:
     """The number of lines at the log's beginning after which training is known to have gone on."""
     return _survived_at(
-        (index, _step_in(lines[index].text)) for index in reversed(range(len(lines)))
+        (index, _step_of(lines[index].text)) for index in reversed(range(len(lines)))
     )
 
 
@@ -258,7 +258,12 @@ def _survived_at(steps: Iterable[tuple[int, int | None]]) -> int:
     return 0
 
 
-def _step_in(said: str) -> int | None:
+def step_in(raw: str) -> int | None:
+    """The step of the training that a line of a log says; None where it says none."""
+    return _step_of(_split_marks(_COLOURS.sub("", raw))[1])
+
+
+def _step_of(said: str) -> int | None:
     found = _BAR.match(said) if "%|" in said else _STEP.search(said, 0, 300)
     return int(found.group(1)) if found is not None else None
 
@@ -437,10 +442,9 @@ def _steps_back(f: BinaryIO, end: int, begin: int) -> Iterator[tuple[int, int | 
         for mark in _STEP_MARK.finditer(piece, whole):
             ends = (piece.rfind(end_of_line, seen, mark.start()) for end_of_line in (b"\n", b"\r"))
             starts, seen = max(starts, *(at + 1 for at in ends)), mark.start()
-            found[starts] = piece[starts : starts + _LINE_LENGTH]
+            found[starts] = piece[starts : min(mark.end(), starts + _LINE_LENGTH)]
         for starts, line in reversed(found.items()):
-            raw = _COLOURS.sub("", line.splitlines()[0].decode("utf-8", "replace"))
-            yield at + starts, _step_in(_split_marks(raw)[1])
+            yield at + starts, step_in(line.decode("utf-8", "replace"))
         end = at + whole if whole else at
 
 

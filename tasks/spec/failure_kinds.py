@@ -44,7 +44,7 @@ class FailureKind(StrEnum):
     PORT_CONFLICT = "PORT_CONFLICT"
     #: NCCL's watchdog. A cascade, so first look for what came before it; worth another try.
     COLLECTIVE_TIMEOUT = "COLLECTIVE_TIMEOUT"
-    #: Missed `live` probes, or neither progress nor output for `stall_after_s`. Failed.
+    #: Missed `live` probes, or no new step for `stall_after_s`. Failed.
     STALLED = "STALLED"
     #: It has run for `gang.max_hours`. Failed; worth another try where it has checkpoints.
     TIME_LIMIT = "TIME_LIMIT"

@@ -414,7 +414,8 @@ class RunSpec(Document):
     stall_after_s: Seconds | None = Field(
         None,
         title="Stalled after (seconds)",
-        description="No progress and no output for so long: the run has failed as STALLED.",
+        description="No new step for so long (without `progress`: no output but lines that "
+        "repeat): the run has failed as STALLED.",
         examples=[1800],
     )
     retry: Mapping[FailureKind, Retry] = Field(

@@ -166,8 +166,24 @@ def test_answers_to_our_own_questions_are_no_sign_of_life(stage: Stage) -> None:
     assert "GET /status" in stage.text_of("api")
 
 
+def test_a_server_that_logs_requests_does_not_hide_that_the_steps_have_stopped(
+    stage: Stage,
+) -> None:
+    polled = "while :; do echo GET /health from port $$$RANDOM; echo up; sleep 0.05; done"
+
+    verdict = stage.run(
+        stage.component("rollout", sh(polled), ready=UP),
+        stage.component("trainer", sh("echo '{\"step\": 5}' > steps; exec sleep 600")),
+        progress=Progress(jsonl="steps", step="step"),
+        stall_after_s=0.7,
+    )
+
+    assert verdict.failure is not None and verdict.failure.component == "trainer"
+    assert "no new step since step 5" in verdict.message
+
+
 def test_run_that_speaks_is_not_stalled(stage: Stage) -> None:
-    speaking = "for i in 1 2 3 4 5 6 7 8; do echo line $i; sleep 0.2; done"
+    speaking = "for i in one two three four five six seven; do echo line $i; sleep 0.2; done"
 
     verdict = stage.run(
         stage.component("trainer", sh(speaking), on_exit_zero="complete"), stall_after_s=1.2

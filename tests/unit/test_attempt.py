@@ -294,7 +294,7 @@ async def test_bug_in_a_watcher_ends_the_run_as_failed(
     begin: MakeAttempt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tasks.processes.progress._READ_EVERY_S", 0.001)
-    attempt = await begin(api="fail")
+    attempt = await begin({"stall_after_s": 60.0}, api="fail")
 
     def broken(step: float | None) -> float:
         raise RuntimeError("a bug")

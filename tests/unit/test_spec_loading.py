@@ -63,7 +63,7 @@ components:                      # started in this order, stopped in reverse
     on_exit_zero: drain
 progress: {http: "http://127.0.0.1:${api.port}/status", step: current_step, total: 60}
 success: {step: 60}              # evidence beyond exit 0; left out: exit 0 is enough
-stall_after_s: 1800              # no progress and no output for so long: STALLED; left out: off
+stall_after_s: 1800              # no new step for so long: STALLED; left out: off
 retry: {INSUFFICIENT_RESOURCES: {delay_s: 60, max_delay_s: 600}}     # kinds that are tried again
 """
 
