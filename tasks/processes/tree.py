@@ -24,6 +24,8 @@ _PR_SET_CHILD_SUBREAPER = 36
 _RLIMIT_LOCKS = 10
 _MARK_BASE = 1 << 62
 
+#: Not there where the kernel is built without CONFIG_PROC_CHILDREN.
+_CHILDREN = "/proc/thread-self/children"
 #: How long one round follows newborn processes before it lists the whole machine again.
 _CHASE_S = 0.005
 
@@ -178,23 +180,50 @@ def children_of_all() -> dict[int, list[int]]:
 
 def children(pid: int) -> list[int]:
     """The direct children of a process, zombies included."""
-    try:
-        found: list[int] = []
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            with open(f"/proc/{pid}/task/{thread}/children", "rb") as f:
-                found.extend(map(int, f.read().split()))
-        return found
-    except OSError:
-        # The kernel may be built without these files (CONFIG_PROC_CHILDREN).
-        return children_of_all().get(pid, [])
+    return [child for child, _ in _below(pid, is_deep=False)]
 
 
 def descendants(*roots: int) -> list[int]:
     """All pids below the roots, parents before their children, zombies included."""
-    tree = children_of_all()
-    found = [pid for root in roots for pid in tree.get(root, [])]
-    for parent in found:
-        found.extend(tree.get(parent, []))
+    return [pid for pid, _ in _below(*roots)]
+
+
+def _below(
+    *roots: int, is_meant: Callable[[int], bool] = lambda child: True, is_deep: bool = True
+) -> list[tuple[int, int]]:
+    """`(pid, parent)` of all that is below the roots, or of their children only.
+
+    No other processes of the machine are looked at: to end many trees costs as much for each of
+    them as to end one.
+
+    Args:
+        is_meant: which children of the roots count, each with all that is below it.
+    """
+    if os.path.exists(_CHILDREN):
+        children_of = _children_by_thread
+    else:
+        of_all = children_of_all()
+
+        def children_of(pid: int) -> list[int]:
+            return of_all.get(pid, [])
+
+    found = [(pid, root) for root in roots for pid in children_of(root) if is_meant(pid)]
+    if is_deep:
+        known = {pid for pid, _ in found}
+        for parent, _ in found:
+            # A pid that is given to another meanwhile may come again.
+            fresh = [pid for pid in children_of(parent) if pid not in known]
+            known.update(fresh)
+            found.extend((pid, parent) for pid in fresh)
+    return found
+
+
+def _children_by_thread(pid: int) -> list[int]:
+    found: list[int] = []
+    with suppress(OSError):  # It has ended.
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with suppress(OSError), open(f"/proc/{pid}/task/{thread}/children", "rb") as f:
+                found.extend(map(int, f.read().split()))
     return found
 
 
@@ -238,14 +267,12 @@ def signal_descendants(
 
     Returns: the pids signalled, parents first. A process that may not be signalled is passed over.
     """
-    tree = children_of_all()
     signalled = []
-    queue = [(pid, root) for pid in tree.get(root, []) if is_meant(pid)]
-    for pid, parent in queue:
+    # All are listed first: the children of what has been ended are another's.
+    for pid, parent in _below(root, is_meant=is_meant):
         with suppress(PermissionError):
             if signal_process(pid, signum, parent=parent):
                 signalled.append(pid)
-        queue.extend((child, pid) for child in tree.get(pid, []))
     return signalled
 
 
@@ -298,13 +325,13 @@ def kill_once(
     """One round against processes that are listed anew for each signal.
 
     All are stopped before any is killed, so that no two can revive each other; then newborns are
-    followed for a few milliseconds, since what forks and exits faster than a listing of the
-    machine takes is never found by one.
+    followed for a few milliseconds, since what forks and exits faster than a listing takes is never
+    found by one.
 
     Args:
         send_all: sends a signal to all that are there, and returns their pids.
         kill_newborn: ends a process just born if it is one of them; whether it was.
-        is_done: asked before newborns are looked for.
+        is_done: whether nothing is left, so that no newborns are looked for.
         found: all that were there, filled in on the way.
     """
     for _ in range(20):
@@ -313,11 +340,9 @@ def kill_once(
             break
         found |= fresh
     found.update(send_all(signal.SIGKILL))
-    if is_done():
-        return
     deadline = time.monotonic() + _CHASE_S
     last = last_pid()
-    while time.monotonic() < deadline:
+    while not is_done() and time.monotonic() < deadline:
         newest = last_pid()
         found.update(pid for pid in range(last + 1, newest + 1) if kill_newborn(pid))
         # Looked at again: a newborn's parent may exit, and make it ours, a moment later.
