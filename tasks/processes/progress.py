@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import time
 from collections import deque
@@ -107,6 +108,8 @@ class _Output:
         self._log = log
         self._echo = echo
         self._read_bytes = 0
+        #: Its size at the last look.
+        self._size = -1
         #: A line without its end, as it was at the last look.
         self._begun = ""
         #: The lines of late, numbers aside; the oldest first.
@@ -117,8 +120,10 @@ class _Output:
         """Whether the log has got a line that doesn't just repeat another, numbers aside. One that
         says a further step of the training is no repetition."""
         try:
+            if os.stat(self._log).st_size == self._size:
+                return False
             with self._log.open("rb") as f:
-                size = f.seek(0, 2)
+                size = self._size = f.seek(0, 2)
                 start = self._read_bytes if size >= self._read_bytes else 0
                 start = max(start, size - _TAIL_BYTES)
                 f.seek(start)
@@ -206,6 +211,9 @@ class Silence:
 
 
 _READ_EVERY_S = 0.5
+#: Silence is looked at so often within its limit, but each ten seconds at least.
+_LOOKS_A_LIMIT = 50
+_LOOK_EVERY_S = 10.0
 #: A trainer that has left wrote its last step before; what serves it over HTTP may lag.
 _LAST_STEP_WITHIN_S = 3.0
 
@@ -260,15 +268,22 @@ class ProgressWatch:
 
         Returns: why, once nothing has moved for longer than the limit. A cancel ends it.
         """
+        if self._limit_s is None and self._read_step is None:
+            await asyncio.Event().wait()  # There is nothing to look for.
+        # All the logs are looked at for it, of which there may be a thousand.
+        look_every_s = min(max((self._limit_s or 0) / _LOOKS_A_LIMIT, _READ_EVERY_S), _LOOK_EVERY_S)
+        loop = asyncio.get_running_loop()
+        look_at = loop.time()
         while True:
             await self._read()
-            if self._limit_s is not None:
+            if self._limit_s is not None and loop.time() >= look_at:
+                look_at = loop.time() + look_every_s
                 if self._is_quiet():
                     self._silence.restart()
                 silent_s = self._silence.lasts_s(self.step)
                 if silent_s > self._limit_s:
                     return f"{self._what_is_missing()} for {silent_s:.0f} s"
-            await asyncio.sleep(self._every_s)
+            await asyncio.sleep(look_every_s if self._read_step is None else self._every_s)
 
     def _what_is_missing(self) -> str:
         if self._silence.is_by_step:

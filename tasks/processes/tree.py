@@ -26,7 +26,7 @@ _MARK_BASE = 1 << 62
 
 #: Not there where the kernel is built without CONFIG_PROC_CHILDREN.
 _CHILDREN = "/proc/thread-self/children"
-#: How long one round follows newborn processes before it lists the whole machine again.
+#: How long one round follows newborn processes before it lists all of them again.
 _CHASE_S = 0.005
 
 
@@ -220,9 +220,11 @@ def _below(
 
 def _children_by_thread(pid: int) -> list[int]:
     found: list[int] = []
-    with suppress(OSError):  # It has ended.
+    # Only what has ended, or is hidden, has none: that no more files can be opened is an error.
+    passed_over = (FileNotFoundError, ProcessLookupError, PermissionError)
+    with suppress(*passed_over):
         for thread in os.listdir(f"/proc/{pid}/task"):
-            with suppress(OSError), open(f"/proc/{pid}/task/{thread}/children", "rb") as f:
+            with suppress(*passed_over), open(f"/proc/{pid}/task/{thread}/children", "rb") as f:
                 found.extend(map(int, f.read().split()))
     return found
 

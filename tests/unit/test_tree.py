@@ -13,9 +13,12 @@ import pytest
 from tasks.processes import tree
 from tests.support.stage import wait_until
 
-#: A child of its main thread, one of another thread, and one below that; it prints their pids.
+#: A child of its main thread, one of another thread, and one below that, which come to it when
+#: their parent ends; it prints their pids.
 FAMILY = """
 import subprocess, sys, threading
+from tasks.processes.tree import become_subreaper
+become_subreaper()
 pids = []
 def have_child():
     child = subprocess.Popen(
@@ -75,7 +78,7 @@ def test_what_is_below_a_process_is_ended_by_looking_at_no_other(
 ) -> None:
     pid, below = family
 
-    # Those above first: what was below them is another's child then, for the next round.
+    # Those above first: what was below them comes to it then, for the next round.
     wait_until(
         lambda: (
             not tree.signal_descendants(pid, signal.SIGTERM)

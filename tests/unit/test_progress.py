@@ -1,0 +1,100 @@
+"""When a run's step and its silence are looked at: as seldom as what they are for allows."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from tasks.processes import progress
+from tasks.processes.progress import ProgressWatch, ReadStep, Silence
+from tests.support.fleet_clock import Stuck, run
+
+HOUR_S = 3600.0
+
+
+class Looks(Silence):
+    """Silence in the loop's own time, and how often it was looked at."""
+
+    def __init__(self, *logs: Path) -> None:
+        super().__init__(logs, clock=lambda: asyncio.get_running_loop().time())
+        self.number = 0
+
+    def lasts_s(self, step: float | None) -> float:
+        self.number += 1
+        return super().lasts_s(step)
+
+
+def watched(
+    *, limit_s: float | None, read_step: ReadStep | None = None, log: Path = Path("/no/log")
+) -> tuple[str, int, float]:
+    """Why it has stalled, after how many looks, and after what time."""
+
+    async def watch() -> tuple[str, int, float]:
+        silence = Looks(log)
+        began = asyncio.get_running_loop().time()
+        stalled = await ProgressWatch(
+            read_step,
+            silence,
+            lambda *_, **more: None,
+            total=None,
+            limit_s=limit_s,
+            is_quiet=lambda: False,
+        ).until_stalled()
+        return stalled, silence.number, asyncio.get_running_loop().time() - began
+
+    return run(watch())
+
+
+def test_without_progress_and_limit_nothing_is_ever_looked_at() -> None:
+    with pytest.raises(Stuck):
+        watched(limit_s=None)
+
+
+@pytest.mark.parametrize(
+    ("limit_s", "at_most"),
+    [
+        (1.0, 4),
+        (100.0, 52),  # fifty a limit
+        (HOUR_S, HOUR_S / 10 + 2),  # each ten seconds
+    ],
+)
+def test_silence_is_looked_at_as_seldom_as_its_limit_allows(limit_s: float, at_most: float) -> None:
+    why, looks, took_s = watched(limit_s=limit_s)
+
+    assert "no output" in why
+    assert looks <= at_most
+    assert limit_s < took_s <= limit_s * 1.02 + 1.0
+
+
+def test_steps_are_read_more_often_than_logs(tmp_path: Path) -> None:
+    reads = 0
+
+    async def step() -> float | None:
+        nonlocal reads
+        reads += 1
+        return 7.0 if reads > 10 else None
+
+    _, looks, took_s = watched(limit_s=100.0, read_step=step)
+
+    assert reads >= 2 * took_s
+    assert looks <= 60
+    assert took_s >= 100.0
+
+
+def test_log_that_has_not_grown_is_not_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = tmp_path / "trainer.log"
+    log.write_text("step 1\n")
+    opened = []
+    monkeypatch.setattr(
+        progress.Path,
+        "open",
+        lambda path, mode, open=Path.open: opened.append(path) or open(path, mode),
+    )
+
+    watched(limit_s=100.0, log=log)
+
+    assert opened == [log]
