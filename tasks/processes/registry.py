@@ -18,6 +18,7 @@ import asyncio
 import ctypes
 import errno
 import fcntl
+import json
 import logging
 import os
 import select
@@ -40,12 +41,16 @@ from tasks.processes.ending import KILLED_WITHIN_S, Known, end_all, end_marked
 from tasks.processes.identity import ProcessId, boot_id, host_name
 from tasks.record.disk import DiskThread, replace_file, write_json
 from tasks.record.places import is_at, keep_private, muster_home
+from tasks.record.run_json import AttemptRecord, RunJson
 
 _log = logging.getLogger(__name__)
 
-_OWNER, _LOCK = "owner.json", "lock"
+_OWNER, _LOCK, _END = "owner.json", "lock", "end"
+#: Set aside for how a run ends, should the disk be full by then.
+_END_BYTES = 16384
 #: A disk that takes nothing for so long leaves the run registered, for a reconcile.
 _WRITTEN_WITHIN_S = 5.0
+_WRITTEN_AFTER_ALL_WITHIN_S = 0.5
 #: Whoever finishes a run has ended its processes, and told its server, by then.
 _CLAIM_WITHIN_S = 60.0
 _LOOK_EVERY_S = 0.1
@@ -175,6 +180,9 @@ class RunRegister:
                     raise RunHeld(errno.EBUSY, who)
                 time.sleep(_LOOK_EVERY_S)
         replace_file(self.directory / _OWNER, self._owner_text())
+        with suppress(OSError):
+            _set_aside(self.directory / _END)
+        self._is_late = False
 
     @staticmethod
     def opened(run_id: str, **about: object) -> RunRegister:
@@ -206,16 +214,27 @@ class RunRegister:
         """Nothing of the component is left. Returns at once."""
         self.disk.do(partial(leave, self.directory, component))
 
-    def is_written(self) -> bool:
+    def settle(self, record: RunJson) -> None:
+        """Wait until the disk has the record of a run that has ended. Where it does not take that,
+        how the run ended goes where room was set aside for it, and a reconcile writes the record.
+        """
+        if not self._is_written():
+            with suppress(OSError):  # TimeoutError is one.
+                keep = self.disk.do(partial(_keep_end, self.directory / _END, record))
+                keep.result(_WRITTEN_AFTER_ALL_WITHIN_S)
+
+    def _is_written(self) -> bool:
         """Whether the disk has all that is to be known of the run, for which it is waited."""
-        return self.disk.flush(_WRITTEN_WITHIN_S)
+        within_s = _WRITTEN_AFTER_ALL_WITHIN_S if self._is_late else _WRITTEN_WITHIN_S
+        self._is_late = not self.disk.flush(within_s)
+        return not self._is_late
 
     def close(self) -> None:
         """Forget the run, unless an entry says that something of it is left, or the disk has not
         taken its record: then a reconcile finds it."""
         if self._lock_fd is None:
             return
-        if not self.is_written():
+        if not self._is_written():
             _log.warning("%s stays registered: its record could not be written", self.owner.run_id)
         elif not _entries(self.directory, RegisterEntry) and not _entries(self.directory, JobEntry):
             shutil.rmtree(self.directory, ignore_errors=True)
@@ -234,6 +253,8 @@ class LostRun:
         self.owner = owner
         self.entries = _entries(directory, RegisterEntry)
         self.jobs = _entries(directory, JobEntry)
+        #: How it ended, where its record could not be written.
+        self.end = _end_of(directory / _END)
 
     @property
     def is_of_this_boot(self) -> bool:
@@ -318,6 +339,35 @@ def _read(path: Path, model: type[_M]) -> _M | None:
     except (OSError, ValidationError, ValueError) as error:
         _log.warning("%s can't be read, and is passed over: %s", path, error)
         return None
+
+
+def _set_aside(path: Path) -> None:
+    with path.open("wb") as f:
+        os.posix_fallocate(f.fileno(), 0, _END_BYTES)
+
+
+def _keep_end(path: Path, record: RunJson) -> None:
+    """Write how a run ended over the room that was set aside, which takes no more of it."""
+    attempts: tuple[AttemptRecord, ...] = ()
+    if (last := record.attempt) is not None:
+        failure = last.failure.but(log_tail="") if last.failure else None
+        attempts = (last.but(components={}, failure=failure),)
+    end = RunJson(
+        state=record.state, message=record.message, ended_at=record.ended_at, attempts=attempts
+    )
+    text = json.dumps(end.as_json()).encode()
+    if len(text) <= _END_BYTES:
+        fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            os.pwrite(fd, text.ljust(_END_BYTES), 0)
+        finally:
+            os.close(fd)
+
+
+def _end_of(path: Path) -> RunJson | None:
+    with suppress(OSError, ValueError):
+        return RunJson.read(path)
+    return None
 
 
 def _try_lock(directory: Path) -> int | None:

@@ -16,7 +16,7 @@ from tasks.record.disk import write_json
 from tasks.record.events import EventLog
 from tasks.record.outcome import Failure
 from tasks.record.places import RunPlace
-from tasks.record.run_json import AttemptRecord, RunJson
+from tasks.record.run_json import AttemptRecord, ComponentRecord, RunJson
 from tasks.record.states import RunState, moves_of_recovery
 from tasks.spec.failure_kinds import FailureKind
 
@@ -51,6 +51,9 @@ class Loss:
     jobs_left: str = ""
     #: The nodes that were not seen after the end of its jobs, in words.
     unseen: str = ""
+    #: How the run had ended before, where its record could not be written: of its attempts the
+    #: last, without the components.
+    end: RunJson | None = None
 
     @property
     def cause(self) -> str:
@@ -132,7 +135,11 @@ def closed(record: RunJson, loss: Loss, now: float) -> RunJson:
 
     Raises: IllegalTransition.
     """
-    if record.state.is_final or (loss.is_waiting is not False and record.state in _WAITING):
+    if record.state.is_final:
+        return record
+    if loss.end is not None and loss.end.state.is_final:
+        return _ended(record, loss.end, now)
+    if loss.is_waiting is not False and record.state in _WAITING:
         return record
     if record.attempt is not None:
         record = record.with_last(_closed_attempt(record.attempt, loss, now))
@@ -143,13 +150,27 @@ def closed(record: RunJson, loss: Loss, now: float) -> RunJson:
     return record.but(ended_at=now) if state.is_final else record
 
 
-def _closed_attempt(attempt: AttemptRecord, loss: Loss, now: float) -> AttemptRecord:
-    components = {
+def _ended(record: RunJson, end: RunJson, now: float) -> RunJson:
+    """The record of a run that had ended, which was not written."""
+    if (last := end.attempt) is not None:
+        attempts = [attempt for attempt in record.attempts if attempt.number < last.number]
+        if (before := record.attempt) is not None and before.number == last.number:
+            components = _ended_components(before, last.ended_at or now)
+            last = last.but(components=components)
+        record = record.but(attempts=(*attempts, last))
+    return record.but(state=end.state, message=end.message, ended_at=end.ended_at)
+
+
+def _ended_components(attempt: AttemptRecord, at: float) -> dict[str, ComponentRecord]:
+    return {
         # Nobody saw its end, so the exit code and the signal stay unknown.
-        name: component if component.ended_at is not None else component.but(ended_at=now)
+        name: component if component.ended_at is not None else component.but(ended_at=at)
         for name, component in attempt.components.items()
     }
-    attempt = attempt.but(components=components)
+
+
+def _closed_attempt(attempt: AttemptRecord, loss: Loss, now: float) -> AttemptRecord:
+    attempt = attempt.but(components=_ended_components(attempt, now))
     if attempt.state.is_final:
         return attempt
     if loss.is_cancelled:

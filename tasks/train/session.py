@@ -321,7 +321,7 @@ class RunSession:
                 self._events.emit("leftovers.removed", paths=removed)
             self.record.move(verdict.state, verdict.message)
         # Whoever is told that it has ended finds that on the disk, where there is room.
-        self._register.is_written()
+        self._register.settle(self.record.content)
         return verdict
 
     def fail(self, kind: FailureKind, message: str) -> Verdict:

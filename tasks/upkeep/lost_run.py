@@ -188,6 +188,7 @@ def loss_of(lost: LostRun, remains: Remains, before: Reconciled | None = None) -
         pid=lost.owner.process.pid,
         killed=(*(before.killed if before else ()), *remains.killed),
         removed=(*(before.removed if before else ()), *remains.removed),
+        end=lost.end,
     )
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
-from collections.abc import Iterator, Mapping
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from tests.support.stage import python, sh, wait_until
@@ -197,6 +198,43 @@ def frozen(pid: int) -> Iterator[None]:
             yield
         finally:
             (path / "freezer.state").write_text("THAWED")
+
+
+@contextlib.contextmanager
+def mounted(place: Path, *options: str) -> Iterator[None]:
+    """A file system at a directory, which is made, as `mount` is told."""
+    place.mkdir()
+    subprocess.run(["mount", *options, str(place)], check=True, capture_output=True)
+    try:
+        yield
+    finally:
+        # Lazily: what a broken test has left may still use it.
+        subprocess.run(["umount", "-l", str(place)], check=True, capture_output=True)
+
+
+@contextlib.contextmanager
+def freezable_disk(place: Path) -> Iterator[None]:
+    """A file system at a directory that `fsfreeze` stops and starts, as a server of files is that
+    does not answer: who writes waits, and no signal ends that."""
+    image = place.with_suffix(".img")
+    with image.open("wb") as f:
+        f.truncate(16 << 20)
+    subprocess.run(["mkfs.ext4", "-q", str(image)], check=True, capture_output=True)
+    with mounted(place, "-o", "loop", str(image)):
+        try:
+            yield
+        finally:
+            subprocess.run(["fsfreeze", "-u", str(place)], capture_output=True)
+
+
+def why_no_disks(make: Callable[[Path], contextlib.AbstractContextManager[None]]) -> str:
+    """Why no such file system can be had here; empty where it can."""
+    with tempfile.TemporaryDirectory() as directory:
+        try:
+            with make(Path(directory) / "disk"):
+                return ""
+        except (OSError, subprocess.CalledProcessError) as error:
+            return f"nothing can be mounted: {error}"
 
 
 def in_mounts(script: str) -> tuple[str, ...]:

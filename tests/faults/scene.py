@@ -272,6 +272,7 @@ def play(case: Case, phase: Phase, level: str, directory: Path) -> Outcome:
         if expected.state and case.is_tidy:
             assert testimony.cgroups == (), "cgroups are left"
             assert not any(scene.witness.home.glob("live/*")), "the registry is left"
+        _judge_record(scene, expected)
         [containment] = scene.witness.seen("containment")
         assert (containment["level"] != level) == case.drops, containment
         if case.drops:
@@ -304,6 +305,28 @@ def _judge(scene: Scene, expected: Expected, testimony: Testimony) -> str:
         assert expected.left in (ANYTHING, *verdict["left"]), verdict["message"]
     assert bool(verdict["left"]) == bool(expected.left), verdict["message"]
     return said
+
+
+def _judge_record(scene: Scene, expected: Expected) -> None:
+    """What `run.json` and the registry say, once all that needs a reconcile has had one."""
+    home, witness = scene.witness.home, scene.witness
+    if any(home.glob("live/*")):
+        scene.reconcile()
+        assert not any(home.glob("live/*")), "the registry is left after a reconcile"
+    record = witness.record()
+    attempt = record.attempt
+    assert attempt is not None and record.state.is_final and attempt.state is record.state
+    assert all(one.ended_at is not None for one in attempt.components.values()), "one has no end"
+    failure = attempt.failure.as_json() if attempt.failure else {}
+    if not expected.state:
+        assert failure["rule"] == "flow-lost", failure
+        return
+    said = witness.verdict()
+    assert (record.state.value, record.message) == (said["state"], said["message"])
+    for key, value in (said["failure"] or {}).items():
+        # Of a run whose record did not find room, the log itself has its last lines.
+        if key != "log_tail" or failure[key]:
+            assert failure[key] == value, key
 
 
 def _ending_since(scene: Scene) -> float:

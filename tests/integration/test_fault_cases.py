@@ -22,6 +22,7 @@ PART = {
     "a foreign waitpid(-1) in the flow": [Phase.RUNNING],
     "pid reuse, then reconcile": [Phase.AFTER],
     "disk full when a component is to be registered": [Phase.START_TRAINER],
+    "MUSTER_HOME does not answer when a component dies": [Phase.RUNNING],
     "Ctrl-C to the foreground group, twice": [Phase.STOPPING],
 }
 ROWS = [

@@ -10,6 +10,7 @@ import sys
 from typing import Any
 
 from tasks.processes.registry import claimed, finish, registered_runs
+from tasks.record.closing import Loss, close_record
 
 
 def main() -> None:
@@ -20,6 +21,10 @@ def main() -> None:
                 continue
             remains = finish(lost)
             if remains.is_clean:
+                # As `upkeep` does, of a run without a server.
+                loss = Loss(pid=lost.owner.process.pid, killed=remains.killed, end=lost.end)
+                if lost.owner.directory is not None:
+                    close_record(lost.owner.directory, loss)
                 lost.forget()
             said[run_id] = {
                 "is_clean": remains.is_clean,

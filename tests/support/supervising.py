@@ -2,7 +2,7 @@
 
 It supervises the plan that lies in the directory (see `Part`), ends the run as cancelled at `stop`
 on stdin, SIGTERM or SIGINT (again: without grace), and leaves `events.jsonl` and `verdict.json`;
-its registry is that of $MUSTER_HOME.
+its registry, and the record that it keeps as a run does, are those of $MUSTER_HOME.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ from tasks.processes.containment import Level, allowed_level, probe
 from tasks.processes.ports import PortsReserved
 from tasks.processes.registry import JobEntry, RegisterEntry, RunRegister, remove_unused
 from tasks.processes.supervisor import Supervisor
-from tasks.record.events import EventLog
+from tasks.record.events import Event, EventLog
+from tasks.record.places import RunPlace
+from tasks.record.run_json import RunRecord
+from tasks.record.states import RunState
 from tasks.spec.errors import RunEnded
 
 
@@ -46,17 +49,39 @@ class Part:
     level: str = ""
     #: Components whose start waits for the file `gate-NAME`, told by the event `gate.reached`.
     gates: tuple[str, ...] = ()
+    #: To be added to the record, which then needs room.
+    record_bytes: int = 0
 
 
 def supervise(part: Part) -> None:
     plan = AttemptPlan(**part.plan)
-    events = EventLog(plan.cwd / "events.jsonl")
     if part.level:
         highest = min(Level(part.level), allowed_level(), key=lambda level: level.value)
         containment = probe(namespace=part.level == "L4", at_most=highest)
         plan = replace(plan, containment=containment)
-        events.emit("containment", **containment.as_json())
-    register = RunRegister.opened(plan.run_id)
+    place = RunPlace.of(plan.run_id)
+    register = RunRegister.opened(plan.run_id, flow_run_id=plan.run_id, directory=place.directory)
+    place.attempt(1).directory.mkdir(parents=True)
+    disk = register.disk
+    record = RunRecord(
+        place.record,
+        run_id=plan.run_id,
+        flow_run_id=plan.run_id,
+        disk=disk,
+        padding="x" * part.record_bytes,
+    )
+    own = EventLog(place.attempt(1).events, (record.observe,), disk=disk)
+
+    def note(event: Event) -> None:
+        own.emit(event.name, event.component, at=event.at, **event.fields)
+
+    # Those for the test, at once and wherever the run's own go.
+    events = EventLog(plan.cwd / "events.jsonl", (note,))
+    if part.level:
+        events.emit("containment", **plan.containment.as_json())
+    record.begin_attempt(1, plan.containment.as_json())
+    record.move(RunState.ADMITTED)
+    record.move(RunState.STARTING)
     with Supervisor(plan, PortsReserved([]), events.emit, register) as supervisor:
         told = threading.Event()
 
@@ -84,7 +109,10 @@ def supervise(part: Part) -> None:
                 supervisor.start(component.name)
             supervisor.wait_decided()
         verdict = supervisor.teardown()
+    record.end_attempt(verdict)
     remove_unused(register.owner.leftovers)
+    record.move(verdict.state, verdict.message)
+    register.settle(record.content)
     register.close()
     failure = verdict.failure
     content = {

@@ -17,6 +17,8 @@ from typing import Any
 
 from tasks.processes import tree
 from tasks.processes.component import ComponentPlan
+from tasks.record.places import RunPlace
+from tasks.record.run_json import RunJson
 from tests.support.stage import DEADLINE_S, processes_with
 from tests.support.supervising import Part
 
@@ -54,6 +56,7 @@ class Witness:
         at: str = "",
         level: str = "",
         gates: tuple[str, ...] = (),
+        record_bytes: int = 0,
         wrapper: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
         deadline_s: float = 30.0,
@@ -62,7 +65,8 @@ class Witness:
         """
         Args:
             run_id: a new one by default.
-            oddity: one of `supervising.ODDITIES`; with `at`, `level` and `gates` see its `Part`.
+            oddity: one of `supervising.ODDITIES`; with `at`, `level`, `gates` and `record_bytes`
+                see its `Part`.
             wrapper: a command that executes the rest of its command line.
             env: of the supervising process, beside this one's; its MUSTER_HOME is `home` in the
                 directory.
@@ -70,10 +74,17 @@ class Witness:
         """
         self._testimony: Testimony | None = None
         self.directory = directory
-        self.home = directory / "home"
+        self.home = Path((env or {}).get("MUSTER_HOME", directory / "home"))
         self.run_id = run_id or f"run-{os.urandom(4).hex()}"
         plan = {"run_id": self.run_id, "number": 1, "cwd": directory, "components": components}
-        part = Part(plan={**plan, **more}, oddity=oddity, at=at, level=level, gates=gates)
+        part = Part(
+            plan={**plan, **more},
+            oddity=oddity,
+            at=at,
+            level=level,
+            gates=gates,
+            record_bytes=record_bytes,
+        )
         (directory / "part.pickle").write_bytes(pickle.dumps(part))
         program = [*wrapper, sys.executable, "-m", "tests.support.supervising", str(directory)]
         with (directory / "supervising.log").open("wb") as log:
@@ -170,6 +181,9 @@ class Witness:
     def verdict(self) -> dict[str, Any]:
         content: dict[str, Any] = json.loads((self.directory / "verdict.json").read_text())
         return content
+
+    def record(self) -> RunJson:
+        return RunJson.read(RunPlace.of(self.run_id, self.home).record)
 
     def processes_of_run(self) -> list[int]:
         """What carries the run's id in its environment."""

@@ -220,3 +220,35 @@ def test_a_recovery_makes_legal_moves_only(before: RunState, after: RunState) ->
     assert moves[-1] is after
     states = (before, *moves)
     assert all(to in LEGAL_MOVES[at] for at, to in zip(states, moves, strict=False))
+
+
+@pytest.mark.parametrize("until", ["running", "stopping"])
+@pytest.mark.parametrize("verdict", VERDICTS)
+def test_run_whose_record_found_no_room_ends_as_it_ended(
+    tmp_path: Path, until: str, verdict: str
+) -> None:
+    (tmp_path / "whole").mkdir()
+    whole = RunJson.read(record_of(tmp_path / "whole", "stopping", verdict))
+    state = VERDICTS[verdict].state
+    end = whole.but(state=state, message="as it was told", ended_at=9.0)
+
+    closed = close_record(record_of(tmp_path, until).parent, Loss(pid=7, end=end))
+
+    record = RunJson.read(tmp_path / "run.json")
+    attempt, failure = record.attempt, end.attempts[0].failure
+    assert closed is not None and closed.state is state and not closed.by_loss
+    assert (record.state, record.message, record.ended_at) == (state, "as it was told", 9.0)
+    assert attempt is not None and attempt.state is state and attempt.failure == failure
+    assert attempt.components["api"].ended_at is not None
+
+
+def test_attempt_that_was_never_written_is_in_the_end(tmp_path: Path) -> None:
+    end = RunJson.read(record_of(tmp_path, "stopping", "failed"))
+    end = end.but(state=RunState.FAILED, message=str(STORAGE), ended_at=9.0)
+    (tmp_path / "run").mkdir()
+    record_of(tmp_path / "run", "queued")
+
+    close_record(tmp_path / "run", Loss(pid=7, end=end))
+
+    record = RunJson.read(tmp_path / "run" / "run.json")
+    assert record.attempt is not None and record.attempt.failure == STORAGE.whole()

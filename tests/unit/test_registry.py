@@ -15,6 +15,7 @@ import pytest
 from tasks.processes import registry
 from tasks.processes.identity import ProcessId, boot_id, host_name
 from tasks.processes.registry import (
+    LostRun,
     Owner,
     RegisterEntry,
     RunRegister,
@@ -24,6 +25,10 @@ from tasks.processes.registry import (
     leave,
     registered_runs,
 )
+from tasks.record.outcome import Failure, Verdict
+from tasks.record.run_json import RunJson, RunRecord
+from tasks.record.states import RunState
+from tasks.spec.failure_kinds import FailureKind
 from tests.support.stage import wait_until
 
 #: Opens a registry, says so, and stays until its stdin ends.
@@ -326,3 +331,34 @@ def test_segment_that_is_closed_and_still_mapped_is_held(tmp_path: Path) -> None
     assert held == {segment}
     mapped.close()
     assert registry.held_by([os.getpid()], {segment}) == set()
+
+
+def test_run_whose_record_is_not_written_stays_with_how_it_ended(home: Path) -> None:
+    register = RunRegister.opened("a-run", directory=home / "gone")
+    record = RunRecord(
+        home / "gone" / "run.json", run_id="a-run", flow_run_id="f", disk=register.disk
+    )
+    record.begin_attempt(1)
+    failure = Failure(kind=FailureKind.CUDA_OOM, component="trainer", message="m", log_tail="x")
+    record.end_attempt(Verdict.failed(failure, 0.0))
+    record.move(RunState.FAILED, str(failure))
+
+    register.settle(record.content)
+    register.close()
+
+    lost = LostRun(register.directory, register.owner)
+    assert lost.end is not None and lost.end.attempt is not None
+    assert (lost.end.state, lost.end.message) == (RunState.FAILED, "CUDA_OOM: m")
+    assert lost.end.attempt.failure == failure.but(log_tail="").whole()
+
+
+def test_run_whose_record_is_written_is_forgotten(home: Path) -> None:
+    register = RunRegister.opened("a-run", directory=home)
+    record = RunRecord(home / "run.json", run_id="a-run", flow_run_id="f", disk=register.disk)
+    record.move(RunState.CANCELLED)
+
+    register.settle(record.content)
+    register.close()
+
+    assert RunJson.read(home / "run.json").state is RunState.CANCELLED
+    assert not register.directory.exists()
