@@ -29,6 +29,7 @@ NAMES = (
     "readiness",
     "overhead",
     "watching",
+    "many",
     "starting",
     "nodes",
     "jobs",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -17,6 +18,11 @@ def cpu_percent(groups: Mapping[str, Sequence[int]], window_s: float) -> dict[st
     return {group: 100 * (cpu_ns(pids) - before[group]) / took_ns for group, pids in groups.items()}
 
 
+def thread_cpu_ns(thread: threading.Thread) -> int:
+    """The same of one thread of this process."""
+    return _on_cpu_ns(Path(f"/proc/self/task/{thread.native_id}/schedstat"))
+
+
 def cpu_ns(pids: Sequence[int]) -> int:
     """Time on a CPU, user and system, to the nanosecond.
 
@@ -24,10 +30,14 @@ def cpu_ns(pids: Sequence[int]) -> int:
     has a resolution of 10 ms, in which an idle guardian can't be told from none.
     """
     return sum(
-        int(schedstat.read_text().split()[0])
+        _on_cpu_ns(schedstat)
         for pid in pids
         for schedstat in Path(f"/proc/{pid}/task").glob("*/schedstat")
     )
+
+
+def _on_cpu_ns(schedstat: Path) -> int:
+    return int(schedstat.read_text().split()[0])
 
 
 def memory_mb(pid: int) -> tuple[float, float]:

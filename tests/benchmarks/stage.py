@@ -116,6 +116,7 @@ def supervisor_of(
     ports: PortsReserved | None = None,
     live: Mapping[str, LiveProbe] | None = None,
     register: RunRegister | None = None,
+    stall_after_s: float | None = None,
 ) -> Supervisor:
     """A Supervisor as the flow makes it, with its event log, but without Prefect."""
     env = {k: v for k, v in os.environ.items() if not k.startswith("PREFECT_")}
@@ -131,7 +132,13 @@ def supervisor_of(
         )
         for name, argv in commands.items()
     )
-    plan = AttemptPlan(run_id="benchmark", number=1, cwd=place, components=components)
+    plan = AttemptPlan(
+        run_id="benchmark",
+        number=1,
+        cwd=place,
+        components=components,
+        stall_after_s=stall_after_s,
+    )
     emit = EventLog(place / "events.jsonl").emit
     return Supervisor(plan, ports or PortsReserved([]), emit, register)
 

@@ -9,7 +9,7 @@ import pytest
 
 from tasks.processes import progress
 from tasks.processes.progress import ProgressWatch, ReadStep, Silence
-from tests.support.fleet_clock import Stuck, run
+from tests.support.fleet_clock import Stuck, VirtualLoop, run
 
 HOUR_S = 3600.0
 
@@ -47,7 +47,13 @@ def watched(
     return run(watch())
 
 
-def test_without_progress_and_limit_nothing_is_ever_looked_at() -> None:
+def test_without_progress_and_limit_nothing_is_ever_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def no_timer(loop: VirtualLoop, seconds: float) -> None:
+        raise AssertionError("it polls")
+
+    monkeypatch.setattr(VirtualLoop, "jump", no_timer)
     with pytest.raises(Stuck):
         watched(limit_s=None)
 
