@@ -421,8 +421,10 @@ def say_running(flow_run_id: UUID, message: str, over: threading.Event) -> None:
                     client.set_flow_run_state(flow_run_id, Running(message=message))
                 return
         except httpx.HTTPError:
-            if delay_s is None or over.wait(delay_s):
+            if delay_s is None:
                 raise
+            if over.wait(delay_s):
+                return
 
 
 def goes_on(message: str, due_after_s: float) -> State[Any]:

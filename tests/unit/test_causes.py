@@ -542,7 +542,7 @@ def test_tail_of_a_log_is_its_end_whatever_bytes_it_holds(tmp_path: Path) -> Non
     assert read_tail(tmp_path) == ""
 
 
-OOM = "[rank3]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
+OOM_OF_RANK = "[rank3]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
 
 
 def traces(ranks: int = 128, frames: int = 300) -> str:
@@ -559,25 +559,24 @@ def traces(ranks: int = 128, frames: int = 300) -> str:
     )
 
 
-def steps(first: int, last: int) -> str:
-    return "".join(f"step {step} loss 0.3\n" for step in range(first, last + 1))
-
-
 #: `what -> (what a log says, the cause)`.
 LONG = {
-    "megabytes of consequences": (steps(1, 9) + f"{OOM}\n" + traces(), "cuda-oom"),
+    "megabytes of consequences": (steps(1, 9) + f"{OOM_OF_RANK}\n" + traces(), "cuda-oom"),
     "others that went on for a while": (
-        steps(1, 9) + "".join(f"sample {i:x}\n" for i in range(30_000)) + f"{OOM}\n" + traces(),
+        steps(1, 9)
+        + "".join(f"sample {i:x}\n" for i in range(30_000))
+        + f"{OOM_OF_RANK}\n"
+        + traces(),
         "cuda-oom",
     ),
-    "no step is known": (f"{OOM}\n" + traces(), "cuda-oom"),
-    "it was survived": (f"{OOM}\n" + steps(1, 9) + traces(), "collective-timeout"),
+    "no step is known": (f"{OOM_OF_RANK}\n" + traces(), "cuda-oom"),
+    "it was survived": (f"{OOM_OF_RANK}\n" + steps(1, 9) + traces(), "collective-timeout"),
     "it was survived long ago": (
-        f"{OOM}\n" + steps(1, 9) + "x\n" * 200_000 + "KeyError: 'a'\n",
+        f"{OOM_OF_RANK}\n" + steps(1, 9) + "x\n" * 200_000 + "KeyError: 'a'\n",
         "python-value",
     ),
     "no step is known, and the end speaks for itself": (
-        f"{OOM}\n" + "x\n" * 200_000 + "KeyError: 'a'\n",
+        f"{OOM_OF_RANK}\n" + "x\n" * 200_000 + "KeyError: 'a'\n",
         "python-value",
     ),
 }
@@ -596,9 +595,9 @@ def test_a_log_is_read_on_from_the_last_steps(what: str, tmp_path: Path) -> None
 
 def test_what_was_said_before_the_last_steps_that_are_known_is_not_read(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    log.write_text(f"{OOM}\n" + traces())
+    log.write_text(f"{OOM_OF_RANK}\n" + traces())
 
-    cause = find_cause(read_since_step(log, since=len(OOM) + 1))
+    cause = find_cause(read_since_step(log, since=len(OOM_OF_RANK) + 1))
 
     assert cause is not None and cause.rule.id == "collective-timeout"
 
