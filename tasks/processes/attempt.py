@@ -171,7 +171,7 @@ class SupervisedAttempt:
         self._watchers: list[asyncio.Task[None]] = []
         logs = [component.command.log for component in plan.components]
         self._progress = ProgressWatch(
-            source_of(plan.progress, plan.cwd, self._context.client, plan.began_at),
+            source_of(plan.progress, plan.cwd, self._context.client, plan.metrics),
             Silence(logs, plan.own_questions),
             emit,
             total=plan.progress.total if plan.progress else None,

@@ -26,6 +26,7 @@ from tasks.processes.ports import PortsReserved
 from tasks.processes.probes import ComponentProbe, make_client, until_yes
 from tasks.record.causes import read_since_step
 from tasks.record.events import Emit
+from tasks.record.growing import Mark
 from tasks.record.outcome import Exit, JobLoss
 from tasks.spec.probes import LiveProbe, ReadyProbe
 from tasks.spec.run import OnExitZero, Progress
@@ -57,6 +58,8 @@ class AttemptPlan:
     #: In the order of their start.
     components: tuple[ComponentPlan, ...]
     progress: Progress | None = None
+    #: The file of `progress.jsonl` when the attempt began; None: it begins now.
+    metrics: Mark | None = None
     #: The step without which the run has not succeeded; None: exit 0 is enough.
     success_step: float | None = None
     #: Seconds without progress and output after which the run has failed; None: never.
@@ -239,7 +242,8 @@ class Member(ABC):
         self.unseen: tuple[str, ...] = ()
         self._context = context
         self._emit = context.emit
-        self._launched_at = 0.0
+        #: `files[path]` that its probes ask for, as they were before it.
+        self._files: dict[Path, object] = {}
         self._launched_monotonic_s = 0.0
 
     @property
@@ -255,6 +259,14 @@ class Member(ABC):
     def is_pending(self) -> bool:
         """It was launched, and does not run yet: its silence means nothing."""
         return False
+
+    def _note_start(self) -> None:
+        """Note what is there before it starts, and when that is."""
+        for spec in (self.plan.ready, self.plan.live):
+            if spec is not None and spec.file is not None:
+                path = self.plan.command.cwd / spec.file
+                self._files[path] = probes.identity_of(path)
+        self._launched_monotonic_s = time.monotonic()
 
     def seconds_alive(self) -> float:
         return time.monotonic() - self._launched_monotonic_s
@@ -374,7 +386,8 @@ class Member(ABC):
         if spec.log is not None:
             return probes.LogProbe(self.plan.command.log, spec.log)
         if spec.file is not None:
-            return probes.FileProbe(self.plan.command.cwd / spec.file, self._launched_at)
+            path = self.plan.command.cwd / spec.file
+            return probes.FileProbe(path, self._files.get(path))
         if spec.alive_s is not None:
             return probes.AliveProbe(spec.alive_s, self._launched_monotonic_s)
         return None

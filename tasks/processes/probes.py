@@ -189,25 +189,45 @@ class LogProbe(ComponentProbe):
 
 
 class FileProbe(ComponentProbe):
-    """A file is there, and was written since the component began: an older one proves nothing."""
+    """A file is there, and is not the one that was there before the component: that proves nothing.
 
-    def __init__(self, path: Path, since: float) -> None:
+    What it was is told by its identity. Its times are by the clock of its file system, which may be
+    another machine's.
+    """
+
+    def __init__(self, path: Path, before: object) -> None:
+        """
+        Args:
+            before: its `identity_of` then.
+        """
         self.question = f"file {path}"
         self._path = path
-        #: UTC epoch seconds. File systems stamp with a coarse clock, a tick behind.
-        self._since = since - 0.1
+        self._before = before
 
     async def ask(self, timeout_s: float) -> str | None:
         try:
-            stat = self._path.stat()
+            found = self._path.stat()
         except OSError as error:
             return f"{self.question}: {error.strerror}"
-        if max(stat.st_mtime, stat.st_ctime) < self._since:
+        if _identity(found) == self._before:
             return f"{self.question}: is older than the component"
         return None
 
     def glance(self) -> object:
-        return size_of(self._path)
+        return identity_of(self._path)
+
+
+def identity_of(path: Path) -> object:
+    """What tells a file from another one, and from itself once it is written to; None of one that
+    is not there."""
+    try:
+        return _identity(path.stat())
+    except OSError:
+        return None
+
+
+def _identity(stat: os.stat_result) -> object:
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
 
 
 class NotifyProbe(ComponentProbe):

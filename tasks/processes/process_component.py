@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -71,7 +70,7 @@ class ProcessMember(Member):
             if spec is not None and (probe := self._probe(spec)) is not None:
                 self._refuse_foreign(probe.local_port)
         self.is_launched = True
-        self._launched_at, self._launched_monotonic_s = time.time(), time.monotonic()
+        self._note_start()
         pid = await self._context.launch(self.plan, self.process, command)
         self._parent_pid = tree.parent_of(pid)
         self._emit("component.spawned", self.name, pid=pid, argv=list(command.argv))

@@ -8,7 +8,6 @@ import re
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +16,7 @@ import httpx
 from tasks.processes.probes import size_of
 from tasks.record.causes import STEPS_OF_SURVIVAL, step_in
 from tasks.record.events import Emit
-from tasks.record.growing import MetricsFile
+from tasks.record.growing import Mark, MetricsFile
 from tasks.spec.probes import number_at
 from tasks.spec.run import Progress
 
@@ -41,24 +40,17 @@ async def _step_by_http(url: str, key: str, client: httpx.AsyncClient) -> float 
 class JsonlProgress:
     """The step stands in the last line, of those that have it, of a file of JSON lines."""
 
-    def __init__(self, path: Path, key: str, adopted_since: float | None = None) -> None:
+    def __init__(self, path: Path, key: str, before: Mark | None = None) -> None:
         """
         Args:
-            adopted_since: UTC epoch seconds, where an earlier process began the attempt, so that
-                what stands there may be the attempt's own; None: it begins now.
+            before: the file when the attempt began; None: it begins now.
         """
-        self._file = MetricsFile(path, from_now=adopted_since is None)
+        self._file = MetricsFile(path, since=before or Mark.of(path))
         self._begun = 0
         self._key = key
-        # File systems stamp with a coarse clock, a tick behind.
-        self._since = None if adopted_since is None else adopted_since - 0.1
         self._step: float | None = None
 
     async def step(self) -> float | None:
-        if self._since is not None:
-            with suppress(OSError):
-                if self._file.path.stat().st_mtime < self._since:
-                    return None
         while True:
             found = [number_at(figures, self._key) for figures in self._file.look()]
             if self._begun != self._file.begun:
@@ -73,9 +65,9 @@ def source_of(
     progress: Progress | None,
     cwd: Path,
     client: httpx.AsyncClient,
-    adopted_since: float | None = None,
+    before: Mark | None = None,
 ) -> ReadStep | None:
-    """How a run's step is read; None where it writes none. For `adopted_since` see `JsonlProgress`.
+    """How a run's step is read; None where it writes none. For `before` see `JsonlProgress`.
 
     Args:
         cwd: where a relative path begins.
@@ -84,7 +76,7 @@ def source_of(
         return None
     if progress.http is not None:
         return partial(_step_by_http, progress.http, progress.step, client)
-    return JsonlProgress(cwd / (progress.jsonl or ""), progress.step, adopted_since).step
+    return JsonlProgress(cwd / (progress.jsonl or ""), progress.step, before).step
 
 
 #: What differs between two lines that say the same at different times.

@@ -225,13 +225,17 @@ class RayJob(Member):
         self._context.ports.release(self.name)
         await self._context.enter_job(self.plan, self._job.submission_id)
         self.is_launched = True
-        self._launched_at, self._launched_monotonic_s = time.time(), time.monotonic()
+        is_adopted = self._job.may_be_submitted_since is not None
+        self._note_start()
+        if is_adopted:
+            # What is there may be its own.
+            self._files.clear()
         self._say(
             "component.spawned",
             pid=None,
             submission_id=self._job.submission_id,
             argv=list(self.plan.command.argv),
-            is_adopted=self._job.may_be_submitted_since is not None,
+            is_adopted=is_adopted,
         )
         self._submitting = asyncio.create_task(self._submit())
 

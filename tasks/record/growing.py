@@ -6,45 +6,84 @@ The one reader of figures: the verdict, the progress and the curve have the same
 from __future__ import annotations
 
 import gzip
+import hashlib
 import json
 import os
 from collections.abc import Iterator
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+from tasks.record.outcome import Recorded
 
 #: A file that grows faster than it is looked at is read in pieces of this size.
 _PIECE_BYTES = 1 << 22
+#: Of a file of figures, so much at each end tells it from another one.
+_ENDS_BYTES = 256
 #: What is remembered of what was read last of a log.
 _TAIL_BYTES = 64
+
+
+class Mark(Recorded):
+    """A file as it was at one moment, by which it is told from another one later.
+
+    No clock is asked: that of a file system may be another machine's.
+    """
+
+    #: 0: there was none. The device has no number that all hosts of a network file system share.
+    inode: int = 0
+    #: How long it was, and of what stood at both its ends.
+    length: int = 0
+    digest: str = ""
+
+    @staticmethod
+    def of(path: Path) -> Mark:
+        """As it is now."""
+        with suppress(OSError), path.open("rb") as f:
+            stat = os.fstat(f.fileno())
+            ends = _ends(f, stat.st_size)
+            return Mark(inode=stat.st_ino, length=stat.st_size, digest=_digest(ends))
+        return Mark()
+
+
+def _ends(f: BinaryIO, length: int) -> bytes:
+    """What stands at both ends of the first part of a file."""
+    count = min(length, _ENDS_BYTES)
+    f.seek(0)
+    head = f.read(count)
+    f.seek(length - count)
+    return head + f.read(count)
+
+
+def _digest(said: bytes) -> str:
+    return hashlib.sha256(said).hexdigest()[:16]
 
 
 class MetricsFile:
     """Reads what was added since the last look, lines of any length.
 
-    A file that was truncated, or replaced by another (it has another inode), is read from its
-    beginning: no clock tells the old one from the new one, since it may be another machine's.
+    A file that was written anew, or replaced by another one, is read from its beginning: it is told
+    by its device and inode, and by what was read of it.
     """
 
-    def __init__(self, path: Path, *, from_now: bool = False) -> None:
+    def __init__(self, path: Path, *, since: Mark | None = None) -> None:
         """
         Args:
-            from_now: leave out what is there already: it tells of an earlier attempt.
+            since: what was there then is left out: it tells of an earlier attempt.
         """
         self.path = path
         #: How often the file was begun anew: what was read before then is not in it.
         self.begun = 0
         #: There is more than the last look has read.
         self.is_behind = False
-        self._inode = 0
+        self._since = since
+        self._number: tuple[int, int] | None = None
         self._read_bytes = 0
+        #: What stands at both ends of what was read.
+        self._known = b""
         #: What was read of a line without its end.
         self._partial = b""
-        if from_now:
-            with suppress(OSError):
-                stat = path.stat()
-                self._inode, self._read_bytes = stat.st_ino, stat.st_size
 
     def look(self) -> list[dict[str, Any]]:
         """The objects that were added; none of a file that is not there.
@@ -53,20 +92,33 @@ class MetricsFile:
         """
         try:
             with self.path.open("rb") as f:
-                stat = os.fstat(f.fileno())
-                if stat.st_ino != self._inode or stat.st_size < self._read_bytes:
-                    self.begun += bool(self._inode)
-                    self._inode, self._read_bytes = stat.st_ino, 0
-                    self._partial = b""
+                self._recognise(f)
                 f.seek(self._read_bytes)
                 data = f.read(_PIECE_BYTES)
+                self._read_bytes += len(data)
+                self._known = _ends(f, self._read_bytes)
         except OSError:
             self.is_behind = False
             return []
         self.is_behind = len(data) == _PIECE_BYTES
-        self._read_bytes += len(data)
         *lines, self._partial = (self._partial + data).split(b"\n")
         return [figures for line in (*lines, self._partial) if (figures := _parsed(line))]
+
+    def _recognise(self, f: BinaryIO) -> None:
+        """Begin anew where this is not the file that was read, or not any more."""
+        stat = os.fstat(f.fileno())
+        number, since = (stat.st_dev, stat.st_ino), self._since or Mark()
+        self._since = None
+        if number == self._number and _ends(f, self._read_bytes) == self._known:
+            return
+        self.begun += self._number is not None
+        self._number, self._partial = number, b""
+        is_of_before = (
+            stat.st_ino == since.inode
+            and stat.st_size >= since.length
+            and _digest(_ends(f, since.length)) == since.digest
+        )
+        self._read_bytes = since.length if is_of_before else 0
 
 
 def _parsed(line: bytes) -> dict[str, Any] | None:

@@ -23,6 +23,7 @@ from pydantic import ValidationError
 
 from tasks.record.disk import DiskThread, replace_file
 from tasks.record.events import Event
+from tasks.record.growing import Mark
 from tasks.record.outcome import Failure, Recorded, Verdict
 from tasks.record.places import AttemptPlace, RunPlace
 from tasks.record.states import RunState, check_move
@@ -103,8 +104,14 @@ class AttemptRecord(Recorded):
     host: str | None = None
     #: The checkpoint that it started from.
     resume_from: str | None = None
+    #: The file of its figures when it began; not written where it has none.
+    metrics: Mark | None = None
     #: What follows it, for people: `requeued: ...`, `final: ...`.
     decision: str | None = None
+
+    def whole(self) -> AttemptRecord:
+        named = {name: value for name, value in self if name != "metrics"}
+        return self.model_copy(update=named)
 
     @property
     def jobs(self) -> dict[str, JobRecord]:
@@ -399,6 +406,7 @@ class RunRecord:
         containment: Mapping[str, object] | None = None,
         *,
         resume_from: str = "",
+        metrics: Mark | None = None,
         ports: Mapping[str, int] | None = None,
         host: str = "",
     ) -> None:
@@ -407,6 +415,7 @@ class RunRecord:
         Args:
             containment: what holds its processes: level, promise, and why no higher one does.
             resume_from: the checkpoint that it starts from; empty for none.
+            metrics: the file of its figures, as it is now.
             ports: `ports[name]`, as placeholders name them.
             host: the machine of its flow process, which has the attempt's files.
         """
@@ -423,8 +432,10 @@ class RunRecord:
                 ports=dict(ports or {}),
                 host=host or None,
                 resume_from=resume_from or None,
-            )
-            self._save(content.but(attempts=(*content.attempts, attempt.whole())))
+            ).whole()
+            if metrics is not None:
+                attempt = attempt.but(metrics=metrics)
+            self._save(content.but(attempts=(*content.attempts, attempt)))
 
     def end_attempt(self, verdict: Verdict) -> None:
         """Give the attempt under way its verdict; one that has its own keeps it."""

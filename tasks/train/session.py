@@ -19,6 +19,7 @@ from tasks.processes.registry import RunRegister, remove_unused
 from tasks.processes.supervisor import Supervisor
 from tasks.record.causes import with_fleet_lost
 from tasks.record.events import Event, EventLog, event_listeners
+from tasks.record.growing import Mark
 from tasks.record.outcome import Failure, Verdict
 from tasks.record.places import AttemptPlace, RunPlace
 from tasks.record.retries import resume_point
@@ -198,11 +199,13 @@ class RunSession:
                 disk=self._register.disk,
             )
             containment = containment_of(spec)
+            metrics = before.metrics if before is not None else _metrics_of(spec)
             if before is None:
                 self.record.begin_attempt(
                     place.number,
                     containment.as_json(),
                     resume_from=names["attempt.resume_from"],
+                    metrics=metrics,
                     ports=ports.numbers,
                     host=host_name(),
                 )
@@ -222,7 +225,8 @@ class RunSession:
             if fleet is not None:
                 self._secrets |= secrets.secret_values(fleet.env)
             plan = plan_of(spec, self.run_id, place, containment, before, fleet, self.given)
-            plan = replace(plan, mask=self.mask)
+            # Of a file that is not on record everything may be the attempt's own.
+            plan = replace(plan, mask=self.mask, metrics=metrics or Mark())
             self._supervisor = Supervisor(plan, ports, self._events.emit, self._register)
             if fleet is not None:
                 self._fleet_tail = FleetTail(place.fleet_events, self._events.emit)
@@ -372,3 +376,10 @@ class RunSession:
     def _tell_state(self, state: RunState, message: str) -> None:
         if self._events is not None:
             self._events.emit("run.state", state=state.value, message=message)
+
+
+def _metrics_of(spec: RunSpec) -> Mark | None:
+    """The file of figures as it is now; None where the spec names none."""
+    if spec.progress is None or spec.progress.jsonl is None:
+        return None
+    return Mark.of(Path(spec.cwd) / spec.progress.jsonl)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import subprocess
 import sys
@@ -148,6 +149,26 @@ def test_component_that_ends_before_it_is_ready_is_the_cause(
     assert verdict.state is RunState.FAILED
     assert verdict.failure is not None and verdict.failure.component == "trainer"
     assert how in verdict.failure.message
+
+
+def test_a_file_of_an_earlier_one_is_no_readiness_whatever_its_time(stage: Stage) -> None:
+    old = stage.directory / "registered"
+    old.touch()
+    os.utime(old, (4e9, 4e9))
+    registers = "until [ -e go ]; do sleep 0.01; done; touch -d @1 registered; exec sleep 600"
+    supervisor = stage.supervise(
+        stage.component("trainer", sh(registers), ready=ReadyProbe(file="registered"))
+    )
+    starting = threading.Thread(target=supervisor.start, args=["trainer"])
+    starting.start()
+
+    refused = stage.until("probe.failed", "trainer")
+    (stage.directory / "go").touch()
+    starting.join(DEADLINE_S)
+
+    assert "older than the component" in refused.fields["reason"]
+    assert stage.seen("component.ready", "trainer")
+    stage.end(supervisor)
 
 
 def test_component_that_leaves_at_once_was_ready_when_its_log_says_so(stage: Stage) -> None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import time
 from pathlib import Path
 
 import pytest
 
 from tasks.processes.progress import JsonlProgress
-from tasks.record.growing import MetricsFile
+from tasks.record.growing import Mark, MetricsFile
 from tasks.spec.probes import number_at
 
 
@@ -66,6 +65,16 @@ def test_a_file_that_was_truncated_is_read_from_its_beginning(path: Path) -> Non
     assert (steps(file), file.begun) == ([1], 1)
 
 
+@pytest.mark.parametrize("more", ["", '{"step": 3}\\n{"step": 4}\\n'])
+def test_a_file_that_was_written_anew_is_read_from_its_beginning(path: Path, more: str) -> None:
+    path.write_text('{"step": 1}\n')
+    file = MetricsFile(path)
+    steps(file)
+    path.write_text('{"step": 2}\n' + more)
+
+    assert (steps(file)[:1], file.begun) == ([2], 1)
+
+
 def test_what_an_earlier_attempt_wrote_is_no_step_of_this_one(path: Path) -> None:
     path.write_text('{"step": 60}\n')
     progress = JsonlProgress(path, "step")
@@ -85,14 +94,41 @@ def test_no_clock_hides_a_step(path: Path) -> None:
     assert asyncio.run(progress.step()) == 1
 
 
-def test_an_attempt_that_is_adopted_has_the_steps_that_it_wrote_before(path: Path) -> None:
-    path.write_text('{"step": 5}\n')
-    now = time.time()
+@pytest.mark.parametrize("clock_s", [0, 4e9])
+def test_an_attempt_that_is_adopted_has_the_steps_that_it_wrote_before(
+    path: Path, clock_s: float
+) -> None:
+    path.write_text('{"step": 60}\n')
+    before = Mark.model_validate(Mark.of(path).model_dump())
+    os.utime(path, (clock_s, clock_s))
+    of_another = asyncio.run(JsonlProgress(path, "step", before).step())
 
-    its_own = asyncio.run(JsonlProgress(path, "step", adopted_since=now - 60).step())
-    of_another = asyncio.run(JsonlProgress(path, "step", adopted_since=now + 60).step())
+    with path.open("a") as f:
+        f.write('{"step": 5}\n')
+    os.utime(path, (clock_s, clock_s))
 
-    assert (its_own, of_another) == (5, None)
+    assert (of_another, asyncio.run(JsonlProgress(path, "step", before).step())) == (None, 5)
+
+
+@pytest.mark.parametrize("is_replaced", [True, False])
+def test_a_file_that_was_begun_anew_in_the_attempt_is_its_own(
+    path: Path, is_replaced: bool
+) -> None:
+    path.write_text('{"step": 60}\n')
+    before = Mark.of(path)
+
+    if is_replaced:
+        path.unlink()
+    path.write_text('{"step": 1}\n{"step": 2}\n')
+
+    assert asyncio.run(JsonlProgress(path, "step", before).step()) == 2
+
+
+def test_steps_are_the_attempts_own_where_there_was_no_file_before(path: Path) -> None:
+    before = Mark.of(path)
+    path.write_text('{"step": 2}\n')
+
+    assert asyncio.run(JsonlProgress(path, "step", before).step()) == 2
 
 
 def test_a_number_is_told_as_it_was_written(path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 from tasks.record.closing import Loss, close_record
 from tasks.record.disk import write_json
 from tasks.record.events import Event, EventLog
+from tasks.record.growing import Mark
 from tasks.record.outcome import Failure, Verdict
 from tasks.record.run_json import AttemptRecord, RunJson, RunRecord
 from tasks.record.states import RunState
@@ -492,3 +493,13 @@ def test_nothing_is_decided_of_a_run_in_a_state_of_another_version(path: Path) -
 def test_what_is_no_record_is_not_read(fault: dict[str, Any], where: str) -> None:
     with pytest.raises(ValueError, match=where):
         RunJson.parse(json.dumps(of_another_version(**fault)))
+
+
+def test_the_file_of_figures_is_known_again_by_the_next_process(path: Path) -> None:
+    figures = path.with_name("metrics.jsonl")
+    figures.write_text('{"step": 60}\n')
+    make(path).begin_attempt(1, metrics=Mark.of(figures))
+
+    [attempt] = RunJson.read(path).attempts
+
+    assert attempt.metrics == Mark.of(figures)
