@@ -421,6 +421,7 @@ class SupervisedAttempt:
         self.decided.set()
 
     async def _take_down(self, decision: Decision) -> Verdict:
+        self._context.hurry()
         self._emit("teardown.begun", reason=decision.reason, cause=decision.component)
         for watcher in self._watchers:
             watcher.cancel()

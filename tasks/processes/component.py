@@ -177,6 +177,11 @@ class AttemptContext:
         if self._register is not None:
             self._register.leave(component)
 
+    def hurry(self) -> None:
+        """Processes of the attempt are about to end: note what they have made until now."""
+        if self._shared_memory is not None:
+            self._shared_memory.hurry()
+
     async def close(self) -> tuple[int, ...]:
         """End what guards them, and give the ports up.
 

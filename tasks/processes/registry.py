@@ -404,6 +404,8 @@ _MAPPED_WITHIN_S = 0.2
 _CORES = 0.02
 #: A disk may hang on which the last look is noted.
 _LAST_LOOK_WITHIN_S = 5.0
+#: What an eventfd is told: to look at once, and never again after that.
+_NOW, _LAST = 1, 1 << 32
 
 
 class SharedMemoryWatch:
@@ -437,25 +439,30 @@ class SharedMemoryWatch:
         #: `appeared[path]`: when; those that nobody is known to have made.
         self._appeared: dict[Path, float] = {}
         self._fd = _watch(directory)
-        self._closing = os.eventfd(0) if self._fd >= 0 else -1
+        self._wake = os.eventfd(0) if self._fd >= 0 else -1
         self._thread = threading.Thread(target=self.watch, name="shared-memory", daemon=True)
 
     def start(self) -> None:
         if self._fd >= 0:
             self._thread.start()
 
+    def hurry(self, *, is_last: bool = False) -> None:
+        """Look at once: whoever has made something may be about to end. Returns at once."""
+        if self._fd >= 0:
+            os.eventfd_write(self._wake, _LAST if is_last else _NOW)
+
     def close(self) -> None:
         """Look a last time, and watch no more. Blocks."""
         if self._fd < 0:
             return
-        os.eventfd_write(self._closing, 1)
+        self.hurry(is_last=True)
         if self._thread.is_alive():
             self._thread.join(_LAST_LOOK_WITHIN_S)
         if self._thread.is_alive():
             _log.warning("the last look at %s takes too long: not waited for", self._directory)
             return
         os.close(self._fd)
-        os.close(self._closing)
+        os.close(self._wake)
 
     def watch(self) -> None:
         """Look whenever there is a reason to, until `close`."""
@@ -463,9 +470,10 @@ class SharedMemoryWatch:
         is_closing = False
         while not is_closing:
             if not self._appeared:
-                self._until_readable((self._fd, self._closing), None)
+                self._until_readable((self._fd, self._wake), None)
             pause_s = max(_GATHER_S, next_at - self._clock())
-            is_closing = bool(self._until_readable((self._closing,), pause_s))
+            if self._until_readable((self._wake,), pause_s):
+                is_closing = os.eventfd_read(self._wake) >= _LAST
             began_s = self._cpu_clock()
             self._look()
             next_at = self._clock() + (self._cpu_clock() - began_s) / _CORES

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tasks.processes import cgroup, tree
+from tasks.processes import cgroup, registry, tree
 from tasks.processes.containment import Containment, Level, probe, why_no_namespace
 from tasks.processes.registry import RunRegister, claimed, remove_unused
 from tasks.spec.probes import ReadyProbe
@@ -211,6 +211,34 @@ def test_segment_that_somebody_still_uses_stays(segment: Path) -> None:
         assert remove_unused([segment]) == []
 
     assert remove_unused([segment]) == [segment]
+
+
+def test_segments_are_registered_when_processes_are_about_to_end(
+    stage: Stage, register: RunRegister, segment: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long it is until the next look."""
+    monkeypatch.setattr(registry, "_CORES", 1e-9)
+    second = segment.with_name(f"{segment.name}-2")
+    stage.running(
+        stage.component(
+            "api",
+            sh(
+                f"exec 3>{segment}; until [ -e make ]; do sleep 0.02; done; "
+                f"exec 4>{second}; echo made; trap '' TERM; while :; do sleep 1; done"
+            ),
+            grace_s=0.3,
+        ),
+        stage.component("trainer"),
+        register=register,
+    )
+    wait_until(lambda: segment in register.owner.leftovers, "the first is registered")
+    (stage.directory / "make").touch()
+    wait_until(lambda: "made" in stage.text_of("api"), "the second is made")
+
+    os.kill(stage.pid_of("trainer"), signal.SIGKILL)
+
+    wait_until(lambda: second in register.owner.leftovers, "it is registered")
+    second.unlink()
 
 
 def test_registry_is_written_before_the_program_runs(

@@ -244,6 +244,7 @@ class Crowd:
         self.looks = 0
         self.files = iter([(at / 20, directory / f"others-{at}") for at in range(200)])
         self.next = next(self.files, None)
+        self.watch: SharedMemoryWatch
 
     def own_pids(self) -> set[int]:
         self.looks += 1
@@ -251,7 +252,6 @@ class Crowd:
         return {os.getpid()}
 
     def until_readable(self, fds: Iterable[int], within_s: float | None) -> set[int]:
-        """Of what is asked for the last one says that it is over."""
         if within_s is not None:
             self.now += within_s
         elif self.next is not None:
@@ -259,13 +259,15 @@ class Crowd:
         while self.next is not None and self.next[0] <= self.now:
             self.next[1].touch()
             self.next = next(self.files, None)
+        if self.next is None:
+            self.watch.hurry(is_last=True)
         return set(fds) if within_s is None or self.next is None else set()
 
 
 def test_files_of_others_in_shared_memory_cost_a_bounded_share_of_a_core(tmp_path: Path) -> None:
     crowd = Crowd(tmp_path)
     noted: set[Path] = set()
-    watch = SharedMemoryWatch(
+    watch = crowd.watch = SharedMemoryWatch(
         crowd.own_pids,
         lambda made, gone: noted.update(made),
         directory=tmp_path,
