@@ -40,6 +40,8 @@ _STATE_AFTER = {
 _SAVED = ("component.spawned", "component.ready", "component.exited")
 #: What of a job's events is kept.
 _OF_JOBS = ("submission_id", "address", "status", "nodes", "gpus", "unseen")
+#: Of those before the last so many, a record has in brief what became of them.
+_WHOLE_ATTEMPTS = 100
 #: How a file without attempts says so.
 _NONE = '\n  "attempts": []'
 _OPEN = (RunState.ADMITTED, RunState.STARTING, RunState.RUNNING)
@@ -129,6 +131,15 @@ class AttemptRecord(Recorded):
     def ending(self) -> str:
         """The kind of its failure; of one that has none, its state."""
         return self.failure.written("kind") if self.failure else self.written("state")
+
+    def in_brief(self) -> AttemptRecord:
+        """Without what only its own files need to say, once many others have followed it."""
+        failure = self.failure
+        if not (self.components or self.ports or (failure and failure.log_tail)):
+            return self
+        return self.but(
+            components={}, ports={}, failure=failure.but(log_tail="") if failure else None
+        )
 
     def ended(self, state: RunState, at: float, failure: Failure | None) -> AttemptRecord:
         return self.but(state=state, ended_at=at, failure=failure.whole() if failure else None)
@@ -435,7 +446,10 @@ class RunRecord:
             ).whole()
             if metrics is not None:
                 attempt = attempt.but(metrics=metrics)
-            self._save(content.but(attempts=(*content.attempts, attempt)))
+            attempts = [*content.attempts, attempt]
+            if (old := len(attempts) - _WHOLE_ATTEMPTS - 1) >= 0:
+                attempts[old] = attempts[old].in_brief()
+            self._save(content.but(attempts=tuple(attempts)))
 
     def end_attempt(self, verdict: Verdict) -> None:
         """Give the attempt under way its verdict; one that has its own keeps it."""

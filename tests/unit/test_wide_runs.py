@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import select
 import socket
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +17,14 @@ from tasks.processes import tree
 from tasks.processes.identity import ProcessId
 from tasks.processes.probes import HttpProbe, TcpProbe, make_client
 from tasks.processes.progress import ProgressWatch, Silence
+from tasks.record.disk import DiskThread
+from tasks.record.events import Event
+from tasks.record.outcome import Failure, Verdict
+from tasks.record.run_json import AttemptRecord, RunJson, RunRecord
+from tasks.record.states import RunState
+from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.run import Progress
+from tests.support.stage import DEADLINE_S
 
 
 @pytest.fixture
@@ -74,9 +84,13 @@ async def test_progress_is_looked_at_as_often_as_the_spec_says(
             raise Over
 
     monkeypatch.setattr("tasks.processes.progress.asyncio.sleep", sleep)
+
+    async def no_step() -> None:
+        return None
+
     progress = Progress(jsonl="metrics.jsonl", step="step", every_s=every_s)
     watch = ProgressWatch(
-        None,
+        no_step,
         Silence(()),
         lambda *_, **__: None,
         total=None,
@@ -89,3 +103,62 @@ async def test_progress_is_looked_at_as_often_as_the_spec_says(
         await watch.until_stalled()
 
     assert pauses == [every_s] * 3
+
+
+def test_a_record_of_a_month_of_requeues_stays_small(tmp_path: Path) -> None:
+    """Each attempt with the last lines of its log; one each ten minutes makes 4,320 of them."""
+    path = tmp_path / "run.json"
+    disk = DiskThread("disk")
+    record = RunRecord(path, run_id="a-run", flow_run_id="f", disk=disk)
+    failure = Failure(
+        kind=FailureKind.INSUFFICIENT_RESOURCES,
+        component="trainer",
+        message="m",
+        log_tail="x" * 4000,
+    )
+
+    sizes = []
+    for number in range(1, 301):
+        record.begin_attempt(number, ports={"api.port": 1}, host="h")
+        for component in ("api", "trainer"):
+            event = Event(at=1.0, name="component.spawned", component=component, fields={"pid": 7})
+            record.observe(event)
+        record.end_attempt(Verdict.failed(failure, 0.0))
+        record.decide("requeued: its gang was not there")
+        if number in (200, 300):
+            assert disk.flush(DEADLINE_S)
+            sizes.append(path.stat().st_size)
+
+    assert (sizes[1] - sizes[0]) / 100 < 600
+    kept = RunJson.read(path)
+    assert kept == record.content
+    assert [attempt.number for attempt in kept.attempts] == [*range(1, 301)]
+    assert {attempt.ending for attempt in kept.attempts} == {"INSUFFICIENT_RESOURCES"}
+    last, old = kept.attempts[-1], kept.attempts[0]
+    assert last.failure == failure.whole() and [*last.components] == ["api", "trainer"]
+    assert old.failure == failure.but(log_tail="").whole()
+    assert old.decision == last.decision and old.components == {}
+
+
+def test_what_has_not_changed_of_a_record_is_not_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = RunRecord(tmp_path / "run.json", run_id="a-run", flow_run_id="f")
+    for number in range(1, 51):
+        record.begin_attempt(number)
+        record.end_attempt(Verdict(state=RunState.CANCELLED, message="m"))
+    record.begin_attempt(51)
+    made: list[int] = []
+    as_json = AttemptRecord.as_json
+
+    def counted(attempt: AttemptRecord) -> dict[str, Any]:
+        made.append(attempt.number)
+        return as_json(attempt)
+
+    monkeypatch.setattr(AttemptRecord, "as_json", counted)
+    record.observe(Event(at=1.0, name="component.spawned", component="api", fields={"pid": 7}))
+
+    assert made == [51]
+    assert (tmp_path / "run.json").read_text() == (
+        json.dumps(record.content.as_json(), indent=2) + "\n"
+    )
