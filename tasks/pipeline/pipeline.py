@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 from uuid import UUID
@@ -70,7 +71,7 @@ from tasks.server.flow_runs import (
     process_tags_of,
     talking_to,
 )
-from tasks.server.server import NoServer, prefect_server, quieten_prefect
+from tasks.server.server import NoServer, prefect_server, quieten_prefect, secrets_of
 from tasks.show.view import Shown
 from tasks.spec.errors import BadArgument, InvalidSpec, MusterError
 from tasks.spec.loading import parse_spec
@@ -166,6 +167,8 @@ class Pipeline:
             spec = parse_pipeline(self.spec)
             specs = self._ask(lambda client: _specs_of_deployments(client, spec))
             self.spec = with_specs(spec, specs)
+            for stage in self.spec.stages:
+                self._ask(partial(secrets_of, spec=RunSpec.model_validate(stage.spec)))
         except (InvalidSpec, CannotBegin) as error:
             self.refused = f"USER_ERROR: {error}"
 

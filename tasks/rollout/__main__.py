@@ -16,7 +16,7 @@ from tasks.show.arguments import EXIT_DONE, AsJson, Overrides, SpecFile, run
 from tasks.spec.errors import Fault, InvalidSpec
 from tasks.spec.loading import load_spec
 from tasks.spec.run import RunSpec
-from tasks.spec.secrets import mask_text, masked
+from tasks.spec.secrets import MASK, mask_text, masked
 
 _ARGUMENT_AT_MOST = 60
 
@@ -32,6 +32,8 @@ def plan(spec: SpecFile, /, *, set: Overrides = (), json: AsJson = False) -> int
     Exit: 0 printed, 2 the spec is invalid or has no fleet.
     """
     loaded = load_spec(spec, set)
+    # Nobody asks for what would be masked.
+    loaded = loaded.with_secrets(dict.fromkeys(loaded.secret_blocks.values(), MASK))
     found = _without_secrets(plan_of(loaded, str(spec)), loaded.secrets)
     print(dumps(found.as_json(), indent=2) if json else "\n".join(_in_words(found)))
     return EXIT_DONE

@@ -15,6 +15,7 @@ from tasks.rollout import lmdeploy_replica
 from tasks.rollout.topology import Answers, Ask, Questions
 from tasks.spec.placeholders import substituted
 from tasks.spec.rollout import SGLANG_TIMEOUT, Rollout, sglang_timeout_s
+from tasks.spec.values import texts
 
 _HEALTH = Ask(method="GET", path="/health")
 #: Given to LMDeploy's servers as a text: nothing of ours has to be installed beside it.
@@ -135,7 +136,7 @@ class Sglang(Backend):
         return {SGLANG_TIMEOUT: str(self._own_timeout_s())}
 
     def _own_timeout_s(self) -> int:
-        return sglang_timeout_s(self.fleet.health.timeout_s, self.fleet.env)
+        return sglang_timeout_s(self.fleet.health.timeout_s, texts(self.fleet.env))
 
 
 class Lmdeploy(Backend):
@@ -181,7 +182,7 @@ class Lmdeploy(Backend):
         if has_replicas or self.fleet.nodes_per_engine == 1:
             # It runs its workers under Ray. In a cluster it would ask for GPUs that it holds
             # already, so it gets a small one of its own, of what it sees.
-            found["RAY_ADDRESS"] = self.fleet.env.get("RAY_ADDRESS", "local")
+            found["RAY_ADDRESS"] = texts(self.fleet.env).get("RAY_ADDRESS", "local")
         return found
 
 

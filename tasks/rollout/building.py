@@ -13,6 +13,7 @@ from tasks.rollout.backends import Backend, Place, backend_of
 from tasks.rollout.topology import Answers, Engine, ServerSlot, TopologyPlan
 from tasks.spec.rollout import Rollout
 from tasks.spec.run import VISIBLE
+from tasks.spec.values import texts
 
 #: The first of the ports that stand in for others.
 FIRST_PORT = 30000
@@ -184,7 +185,7 @@ def _slot(
         shown: `devices[variable]`, of the fleet's ranks.
     """
     fleet = backend.fleet
-    env = {**fleet.env, **backend.env(place)}
+    env = {**texts(fleet.env), **backend.env(place)}
     for variable, devices in shown.items():
         env[variable] = ",".join(devices[rank] for rank in place.ranks)
     is_entrypoint = backend.is_entrypoint(place.index)
@@ -207,7 +208,7 @@ def _slot(
     )
 
 
-def names_devices(env: Mapping[str, str]) -> bool:
+def names_devices(env: Mapping[str, object]) -> bool:
     """Whether variables say which accelerators of a machine are to be used."""
     return any(variable in env for variable in chain(*VISIBLE.values()))
 
@@ -223,8 +224,9 @@ def _shown(fleet: Rollout, addresses: Addresses) -> dict[str, tuple[str, ...]]:
     if not devices and names_devices(fleet.env):
         # By the accelerators of this machine, unless the fleet means others.
         kinds = (addresses.kind, *VISIBLE)
+        named = texts(fleet.env)
         variables = next(v for v in map(VISIBLE.__getitem__, kinds) if {*v} & fleet.env.keys())
-        written = next(fleet.env[one] for one in variables if one in fleet.env)
+        written = next((named[one] for one in variables if one in named), "")
         devices = tuple(one for one in written.split(",") if one)
     devices = devices or tuple(map(str, range(needed)))
     if len(devices) < needed:

@@ -214,7 +214,7 @@ def prepare_fleet(
     """What the process of the run's fleet is to do, which is written down.
 
     Args:
-        spec: with its placeholders filled in.
+        spec: with its placeholders and secrets filled in.
         register_at: the directory of the run's register.
         resumes: the attempt begins with a checkpoint, which the servers do not have.
         secrets: of the run, which the fleet's process is to mask.

@@ -14,7 +14,9 @@ from contextvars import ContextVar
 from pathlib import Path
 
 import prefect
+from prefect.client.orchestration import SyncPrefectClient
 from prefect.events.worker import EventsWorker
+from prefect.exceptions import ObjectNotFound
 from prefect.logging.handlers import APILogWorker, PrefectConsoleHandler
 from prefect.settings import (
     PREFECT_API_AUTH_STRING,
@@ -32,8 +34,9 @@ from tasks.processes.supervisor import Supervisor
 from tasks.record.causes import read_tail
 from tasks.record.places import make_server_password, muster_home
 from tasks.server.flow_runs import ServerAway, ServerRefuses, talking_to
-from tasks.spec.errors import MusterError, RunEnded
+from tasks.spec.errors import Fault, InvalidSpec, MusterError, RunEnded
 from tasks.spec.probes import ReadyProbe
+from tasks.spec.run import RunSpec
 
 _log = logging.getLogger(__name__)
 
@@ -114,6 +117,53 @@ def lasting_api_url() -> str | None:
     """The API address of this context's Prefect server; None for one that ends with this process,
     and for none at all."""
     return None if _is_temporary.get() else PREFECT_API_URL.value()
+
+
+def secrets_here(spec: RunSpec) -> dict[str, str]:
+    """`secrets_of` the server of this context.
+
+    Raises: ServerAway; InvalidSpec, also where the server is a temporary one, which has no blocks.
+    """
+    if not spec.secret_blocks:
+        return {}
+    if (api_url := lasting_api_url()) is None:
+        problem = "the Prefect Secret block {name!r} can't be read: no Prefect server is set"
+        remedy = "set PREFECT_API_URL, or start a server (muster up)"
+        faults = [
+            Fault(path=path, problem=problem.format(name=name), remedy=remedy)
+            for path, name in spec.secret_blocks.items()
+        ]
+        raise InvalidSpec(tuple(faults), f"the spec of run {spec.name!r}")
+    with talking_to(api_url) as client:
+        return secrets_of(client, spec)
+
+
+def secrets_of(client: SyncPrefectClient, spec: RunSpec) -> dict[str, str]:
+    """The values of the Prefect Secret blocks that a spec needs, by the names of the blocks.
+
+    Raises: InvalidSpec, with a fault for each variable whose block is not there, or holds no text.
+    """
+    values, problems = dict[str, str](), dict[str, str]()
+    for name in sorted({*spec.secret_blocks.values()}):
+        try:
+            found = client.read_block_document_by_name(name, "secret", include_secrets=True)
+        except ObjectNotFound:
+            problems[name] = f"there is no Prefect Secret block {name!r} on {client.api_url}"
+            continue
+        match found.data.get("value"):
+            case str(value) if value and "\0" not in value:
+                values[name] = value
+            case _:
+                problems[name] = f"the Prefect Secret block {name!r} holds no text"
+    if problems:
+        remedy = "make it in the UI (Blocks, Secret), or write another name"
+        faults = [
+            Fault(path=path, problem=problems[name], remedy=remedy)
+            for path, name in spec.secret_blocks.items()
+            if name in problems
+        ]
+        raise InvalidSpec(tuple(faults), f"the spec of run {spec.name!r}")
+    return values
 
 
 def server_command(

@@ -23,6 +23,7 @@ from tasks.show.failure import card_of, facts_of, remedy_of, tail_of
 from tasks.show.pictures import Figures, curve_of
 from tasks.show.view import RunView, ServerSeen, Shown, end_of
 from tasks.spec.run import FLEET, RunSpec
+from tasks.spec.values import texts
 from tasks.spec.words import block, code, counted, link, moment, seconds, table, text
 
 _HEAD = ("component", "state", "runs as", "ready after", "ports", "log")
@@ -194,7 +195,7 @@ def places_of(view: RunView) -> tuple[Elsewhere, ...]:
 
 def _trackers(spec: RunSpec, logs: list[Path]) -> Iterator[Elsewhere]:
     for name in spec.components:
-        env = {**spec.env, **spec.components[name].env}
+        env = texts({**spec.env, **spec.components[name].env})
         component = spec.processes.get(name)
         overrides = map(_OVERRIDE.match, component.command if component else ())
         settings = {match[1]: match[2].strip("'\"") for match in overrides if match}

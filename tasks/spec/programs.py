@@ -19,6 +19,7 @@ from tasks.spec.errors import Fault
 from tasks.spec.placeholders import is_templated, substituted
 from tasks.spec.rollout import Rollout
 from tasks.spec.run import Component, RunSpec
+from tasks.spec.values import texts
 from tasks.spec.words import did_you_mean
 
 _PYTHON = re.compile(r"python(\d(\.\d+)?)?|pypy3?")
@@ -71,7 +72,7 @@ def lookup_faults(spec: RunSpec, *, root: Path, path: str) -> tuple[Fault, ...]:
         place = f"components.{name}"
         faults += _directory_faults(f"{place}.cwd", component.cwd, root)
         cwd = _directory(component.cwd or spec.cwd, root)
-        own = {**spec.env, **component.env}.get("PATH")
+        own = texts({**spec.env, **component.env}).get("PATH")
         world = _World(cwd=cwd, path=path if own is None else _known(own))
         faults += world.faults(f"{place}.command", _items(component))
     return tuple(faults)

@@ -573,7 +573,8 @@ class Rollout(Model):
     env: Env = Field(
         default_factory=dict,
         title="Environment variables",
-        description="For the servers only; they win over the run's.",
+        description="For the servers only; they win over the run's. {secret: BLOCK} in place of a "
+        "text is the value of a Prefect Secret block.",
         examples=[{"SGLANG_HEALTH_CHECK_TIMEOUT": "10"}],
     )
     cwd: Text | None = Field(

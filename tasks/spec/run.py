@@ -37,6 +37,7 @@ from tasks.spec.values import (
     Positive,
     Refusal,
     Seconds,
+    SecretBlock,
     Stop,
     Text,
     Unique,
@@ -68,8 +69,9 @@ class Component(Model):
     env: Env = Field(
         default_factory=dict,
         title="Environment variables",
-        description="For this component only; they win over the run's.",
-        examples=[{"OMP_NUM_THREADS": "4"}],
+        description="For this component only; they win over the run's. {secret: BLOCK} in place of "
+        "a text is the value of a Prefect Secret block.",
+        examples=[{"OMP_NUM_THREADS": "4", "HF_TOKEN": {"secret": "hf-token"}}],
     )
     cwd: Text | None = Field(
         None,
@@ -371,7 +373,8 @@ class RunSpec(Document):
     env: Env = Field(
         default_factory=dict,
         title="Environment variables",
-        description="Given to every component.",
+        description="Given to every component. {secret: BLOCK} in place of a text is the value of "
+        "a Prefect Secret block.",
         examples=[{"HF_HUB_OFFLINE": "1"}],
     )
     cwd: Text = Field(
@@ -469,6 +472,39 @@ class RunSpec(Document):
             values |= secret_values(part.env)
             values |= secrets_in_words([*(part.command or ()), *more])
         return values
+
+    @property
+    def secret_blocks(self) -> dict[str, str]:
+        """The names of the Prefect Secret blocks that it needs, by the path of the variable."""
+        envs = {"env": self.env}
+        envs |= {f"components.{name}.env": part.env for name, part in self.components.items()}
+        return {
+            f"{path}.{name}": value.secret
+            for path, env in envs.items()
+            for name, value in env.items()
+            if isinstance(value, SecretBlock)
+        }
+
+    def with_secrets(self, values: Mapping[str, str]) -> RunSpec:
+        """The spec, its placeholders filled in, with the values of its Secret blocks.
+
+        Args:
+            values: by the names of the blocks.
+        """
+
+        def filled(env: Env, *, of_fleet: bool = False) -> Env:
+            # The fleet fills in placeholders of its own, for each server.
+            known = {k: v.replace("${", "$${") if of_fleet else v for k, v in values.items()}
+            return {
+                name: known[value.secret] if isinstance(value, SecretBlock) else value
+                for name, value in env.items()
+            }
+
+        components = {
+            name: part.model_copy(update={"env": filled(part.env, of_fleet=name == FLEET)})
+            for name, part in self.components.items()
+        }
+        return self.model_copy(update={"env": filled(self.env), "components": components})
 
     def own_gpus(self, name: str) -> int | None:
         """GPUs of this machine that a component has for itself; None where it does not say."""

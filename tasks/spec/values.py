@@ -27,7 +27,10 @@ from pydantic import (
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
     ModelWrapValidatorHandler,
+    TypeAdapter,
     ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
     model_validator,
 )
 from pydantic.json_schema import JsonSchemaValue
@@ -333,7 +336,32 @@ SPEC_NAME = Worded(r"[a-z][a-z0-9-]{0,31}", "a small letter and up to 31 more of
 #: The name of a component or of a port.
 PartName = Annotated[Text, PART_NAME]
 EnvName = Annotated[Text, AfterValidator(_is_variable_name)]
-Env = Mapping[EnvName, Word]
+
+
+class SecretBlock(Model):
+    """The value of a Prefect Secret block, in place of a text."""
+
+    secret: Text = Field(
+        description="The name of a Secret block on the Prefect server. Its value is read at the "
+        "start of each attempt, and written nowhere.",
+        examples=["hf-token"],
+    )
+
+
+def _text_or_block(value: object, _handler: ValidatorFunctionWrapHandler) -> str | SecretBlock:
+    # One after the other: a union would tell the faults of both.
+    if isinstance(value, SecretBlock) or (isinstance(value, Mapping) and "secret" in value):
+        return SecretBlock.model_validate(value)
+    return _WORD.validate_python(value)
+
+
+_WORD: TypeAdapter[str] = TypeAdapter(Word)
+Env = Mapping[EnvName, Annotated[str | SecretBlock, WrapValidator(_text_or_block)]]
+
+
+def texts(env: Env) -> dict[str, str]:
+    """The variables whose text is known: not those that a Secret block has."""
+    return {name: value for name, value in env.items() if isinstance(value, str)}
 
 
 def _is_signal(name: str) -> str:

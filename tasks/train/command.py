@@ -24,7 +24,12 @@ from tasks.server.flow_process import (
     exit_code_of,
 )
 from tasks.server.flow_runs import process_tag
-from tasks.server.server import lasting_api_url, prefect_server, quieten_prefect
+from tasks.server.server import (
+    lasting_api_url,
+    prefect_server,
+    quieten_prefect,
+    secrets_here,
+)
 from tasks.show.terminal import Terminal
 from tasks.spec.loading import load_spec
 from tasks.spec.programs import python_of
@@ -38,13 +43,14 @@ def run_here(train: Callable[..., State[Any]], path: Path, overrides: Sequence[s
 
     Returns: 0 completed, 1 failed, 3 it can never fit, 130 interrupted.
 
-    Raises: InvalidSpec, BadDevices, NoServer; nothing was started.
+    Raises: InvalidSpec, BadDevices, NoServer, ServerAway; nothing was started.
     """
     spec = load_spec(path, overrides)
     enter_project_of(path)
     check_spec(spec)
     _check_devices(spec)
     quieten_prefect()
+    secrets_here(spec)
     end_on_signals()
     try:
         with Terminal(spec) as terminal:

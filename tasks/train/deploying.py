@@ -24,10 +24,10 @@ from pydantic import ValidationError
 from tasks.queue.ledger import request_of
 from tasks.server.flow_process import EXIT_INTERRUPTED, exit_code_of
 from tasks.server.flow_runs import refusal_of, talking_to
-from tasks.server.server import NoServer, quieten_prefect
+from tasks.server.server import NoServer, quieten_prefect, secrets_of
 from tasks.show.arguments import EXIT_DONE, Overrides, SpecFile
 from tasks.spec.draft import draft_of
-from tasks.spec.errors import BadArgument, MusterError
+from tasks.spec.errors import BadArgument, InvalidSpec, MusterError
 from tasks.spec.loading import load_spec, project_of
 from tasks.spec.pipeline import STAGE_DEPLOYMENT, load_pipeline
 from tasks.spec.programs import lookup_faults, python_of
@@ -76,6 +76,7 @@ def submit(
     loaded, root = load_spec(spec, set), project_of(spec)
     with _server() as client:
         deployment = _any(client)
+        secrets_of(client, loaded)
         _say_project(loaded, root)
         flow_run = client.create_flow_run_from_deployment(
             deployment.id,
@@ -133,6 +134,10 @@ def deploy(
     with _server() as client:
         model = _any(client)
         _say_project(loaded, root)
+        try:
+            secrets_of(client, loaded)
+        except InvalidSpec as error:
+            print(f"  until the first run it has to be mended: {error}", file=sys.stderr)
         called = name or loaded.name
         deployment_id = client.create_deployment(
             flow_id=model.flow_id,

@@ -27,6 +27,7 @@ from tasks.spec.errors import Fault
 from tasks.spec.programs import component_path, python_of
 from tasks.spec.run import VISIBLE, RunSpec
 from tasks.spec.secrets import looks_secret
+from tasks.spec.values import texts
 
 #: Variables of this process that are about this process, and no component's business.
 _PRIVATE_ENV = (
@@ -69,7 +70,7 @@ def plan_of(
     """One attempt at a run.
 
     Args:
-        spec: with its placeholders filled in.
+        spec: with its placeholders and secrets filled in.
         fleet: where the spec has one.
         adopted: the attempt in the run's record, where it was begun by another process.
     """
@@ -206,9 +207,9 @@ def component_env(
     return {
         **({} if is_job else {**inherited, "PATH": component_search_path()}),
         **_PYTHON_ENV,
-        **spec.env,
+        **texts(spec.env),
         # A fleet's are its servers', and come to them by another way.
-        **(component.env if component is not None else {}),
+        **(texts(component.env) if component is not None else {}),
         **(given.env(spec, name) if given is not None else {}),
         "MUSTER_RUN_ID": run_id,
         "MUSTER_ATTEMPT": str(attempt),

@@ -111,6 +111,8 @@ class RunSession:
         #: Why this process is to leave the run to its next one; empty while it is not.
         self.left_by = ""
         self._secrets = secrets.secret_values(os.environ) | spec.secrets
+        #: The values of its Prefect Secret blocks, by their names.
+        self._blocks: Mapping[str, str] = {}
         self._supervisor: Supervisor | None = None
         self._events: EventLog | None = None
         self._fleet_tail: FleetTail | None = None
@@ -192,6 +194,8 @@ class RunSession:
             if before is None or not place.spec.exists():
                 place.spec.write_text(spec_as_yaml(spec, secrets=self._secrets), encoding="utf-8")
             self.attempt = place
+            # Only what is started knows them.
+            spec = spec.with_secrets(self._blocks)
             self._events = EventLog(
                 place.events,
                 (self.record.observe, *event_listeners.get()),
@@ -246,6 +250,11 @@ class RunSession:
             self._supervisor.interrupt(self.interrupted_by)
         elif self.left_by:
             self._supervisor.let_go(self.left_by)
+
+    def know_secrets(self, blocks: Mapping[str, str]) -> None:
+        """Have the values of its Prefect Secret blocks, by their names, for the next attempt."""
+        self._blocks = blocks
+        self._secrets |= secrets.telling(blocks.values())
 
     def take(self, nodes: Mapping[str, int], lease: DeviceLease | None) -> None:
         """Have this for the next attempt, until that has ended."""

@@ -28,8 +28,8 @@ from tasks.server.flow_process import (
     spec_here,
     started_by_others,
 )
-from tasks.server.flow_runs import STATE_OF, listed_clusters, worker_of
-from tasks.server.server import lasting_api_url
+from tasks.server.flow_runs import STATE_OF, ServerAway, listed_clusters, worker_of
+from tasks.server.server import lasting_api_url, secrets_here
 from tasks.show.failure import in_a_line
 from tasks.show.terminal import outlive_readers
 from tasks.spec.errors import InvalidSpec, MusterError, RunEnded
@@ -40,6 +40,8 @@ from tasks.train.announced import announced
 from tasks.train.reporter import Reporter
 from tasks.train.session import RunSession, check_spec
 from tasks.upkeep.parked import earlier_record, forget_parked
+
+_SECRETS_WITHIN_S, _ASKED_AGAIN_S = 120.0, 2.0
 
 
 def admit(run: RunSession) -> bool:
@@ -103,8 +105,12 @@ def _as_task(name: str, body: Callable[..., State[None]], run: RunSession, *more
 def _admit(run: RunSession) -> State[None]:
     try:
         check_spec(run.spec)
+        run.know_secrets(_secrets_of(run))
     except InvalidSpec as error:
         return Failed(message=run.fail(FailureKind.USER_ERROR, str(error)).message)
+    except ServerAway as error:
+        message = f"its Prefect Secret blocks can't be read: {error}"
+        return Failed(message=run.fail(FailureKind.NETWORK, message).message)
     why = "no GPUs are asked for" if run.spec.gang is None else ""
     if run.adopts and run.record.adoptable() is not None:
         why = "its jobs go on, on the GPUs that they have"
@@ -139,6 +145,17 @@ def _admit(run: RunSession) -> State[None]:
             return Failed(message=run.fail(outcome.kind, outcome.message).message)
         case None:
             return Cancelled(message=run.interrupted_by or run.left_by)
+
+
+def _secrets_of(run: RunSession) -> dict[str, str]:
+    """Raises: InvalidSpec; ServerAway, for as long as a server needs that is started again."""
+    deadline = time.monotonic() + _SECRETS_WITHIN_S
+    while True:
+        try:
+            return secrets_here(run.spec)
+        except ServerAway:
+            if time.monotonic() > deadline or not run.wait(_ASKED_AGAIN_S):
+                raise
 
 
 def _start(run: RunSession, component: str) -> State[None]:

@@ -164,8 +164,10 @@ class _Section:
         if key in _ANY_NAME:
             return f"[mapping by name](#{anchor(f'{key}.{_ANY_NAME[key]}')})"
         rest = schema.get("additionalProperties")
-        kind = rest.get("type") if isinstance(rest, Mapping) else None
-        return f"mapping of {'texts' if kind == 'string' else 'numbers' if kind else 'values'}"
+        # A text, or the name of a secret, which its description tells of.
+        ways = [rest, *rest.get("anyOf", ())] if isinstance(rest, Mapping) else []
+        kinds = {way.get("type") for way in ways} - {None}
+        return f"mapping of {'texts' if 'string' in kinds else 'numbers' if kinds else 'values'}"
 
 
 def _meaning(schema: Schema) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 from uuid import UUID, uuid4
 
@@ -24,6 +25,9 @@ class SubmitServer:
             parameter_openapi_schema={"required": ["spec"], "properties": {"spec": {}}},
         )
         self._has_any = has_any
+        self.api_url = "http://a/api"
+        #: The values of its Secret blocks.
+        self.blocks: dict[str, str] = {}
         #: What each flow run was created with, and each deployment.
         self.created: list[dict[str, Any]] = []
         self.deployed: list[dict[str, Any]] = []
@@ -34,6 +38,14 @@ class SubmitServer:
         if name != "train/any" or not self._has_any:
             raise ObjectNotFound(http_exc=Exception("404"))
         return self.any
+
+    def read_block_document_by_name(
+        self, name: str, block_type_slug: str, include_secrets: bool
+    ) -> SimpleNamespace:
+        assert (block_type_slug, include_secrets) == ("secret", True)
+        if name not in self.blocks:
+            raise ObjectNotFound(http_exc=Exception("404"))
+        return SimpleNamespace(data={"value": self.blocks[name]})
 
     def create_flow_run_from_deployment(self, id: UUID, **given: Any) -> FlowRun:
         assert id == self.any.id

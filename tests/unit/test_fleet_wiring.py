@@ -17,6 +17,7 @@ from tasks.processes.containment import Containment, Level
 from tasks.record.events import Event, EventLog
 from tasks.record.places import AttemptPlace
 from tasks.rollout.building import is_loopback
+from tasks.rollout.building import planned as topology
 from tasks.rollout.component import FleetTail, fleet_faults, fleet_names, fleet_ports, prepare_fleet
 from tasks.rollout.plan import ORDER_TOKEN_ENV, TOKEN_ENV, BadPlan, FleetPlan
 from tasks.rollout.process import devices_of
@@ -429,6 +430,20 @@ def test_a_secret_among_the_words_of_servers_stands_in_no_file(place: AttemptPla
     assert fleet.fleet.args == ("--hf-token=hf-abc",)
     assert fleet.mask("serve.py --api-key sk-12345 hf-abc") == "serve.py --api-key *** ***"
     assert not any("sk-12345" in word for word in plan.components[1].command.argv)
+
+
+def test_a_secret_block_of_a_fleet_reaches_its_servers_and_no_file(place: AttemptPlace) -> None:
+    block = {"secret": "dsn"}
+    spec = spec_of(env={"DSN": block}).with_secrets({"dsn": "pg:${word}"})
+    containment = Containment(level=Level.L2)
+    at, secrets = place.directory / "live", frozenset({"pg:${word}"})
+
+    plan = prepare_fleet(spec, "a-run", place, containment, PORTS, at, secrets=secrets)
+
+    assert plan is not None and "pg:" not in place.fleet_plan.read_text()
+    read = FleetPlan.read(place.fleet_plan, plan.env)
+    assert [slot.env["DSN"] for slot in topology(read.fleet).servers] == ["pg:${word}"] * 2
+    assert read.mask("DSN=pg:${word}") == "DSN=***"
 
 
 def test_on_ray_a_server_gets_the_runs_variables_with_its_own(place: AttemptPlace) -> None:

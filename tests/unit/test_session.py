@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import pytest
 
+from tasks.processes.component import AttemptPlan
+from tasks.processes.supervisor import Supervisor
 from tasks.record.states import RunState
 from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.loading import parse_spec
+from tasks.train import session
 from tasks.train.session import RunSession
 
 RUN_ID = "x-sft-20260101-000000-abcd91c2"
@@ -77,3 +81,45 @@ def test_two_secrets_of_one_name_are_masked_in_every_file(muster_home: Path) -> 
         assert secret not in verdict.message
         assert not [path for path, text in written.items() if secret in text]
     assert run.place.record in written and RUN_ID in written[run.place.record]
+
+
+def test_a_secret_block_is_known_to_what_is_started_and_stands_nowhere(
+    muster_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans: list[AttemptPlan] = []
+
+    class Watched(Supervisor):
+        def __init__(self, plan: AttemptPlan, *given: Any) -> None:
+            plans.append(plan)
+            super().__init__(plan, *given)
+
+    monkeypatch.setattr(session, "Supervisor", Watched)
+    block = {"secret": "dsn"}
+    spec = parse_spec(
+        {
+            "name": "x",
+            "workload": "sft",
+            "env": {"OF_RUN": block},
+            "ray": {"address": "http://127.0.0.1:8265"},
+            "components": {
+                "api": {"command": ["true"], "launcher": "ray_job", "env": {"OF_API": block}},
+                "trainer": {"command": ["true"], "env": {"OF_TRAINER": block}},
+            },
+        }
+    )
+    run = RunSession(spec, run_id=RUN_ID, flow_run_id=uuid4())
+
+    run.know_secrets({"dsn": "pg://a-${word}"})
+    run.begin_attempt()
+    run.crash(ValueError("pg://a-${word} is no address"))
+    run.end_attempt()
+    verdict = run.close()
+
+    api, trainer = (component.command.env for component in plans[0].components)
+    assert (api["OF_RUN"], api["OF_API"]) == ("pg://a-${word}",) * 2
+    assert (trainer["OF_RUN"], trainer["OF_TRAINER"]) == ("pg://a-${word}",) * 2
+    assert "*** is no address" in verdict.message
+    written = {path: path.read_text() for path in muster_home.rglob("*") if path.is_file()}
+    assert not [path for path, text in written.items() if "pg://" in text]
+    assert "{secret: dsn}" in run.place.attempt(1).spec.read_text()
+    assert parse_spec(run.resolved).secret_blocks == spec.secret_blocks

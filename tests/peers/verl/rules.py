@@ -17,6 +17,7 @@ import yaml
 from tasks.spec.loading import resolve
 from tasks.spec.placeholders import names_in
 from tasks.spec.run import Component, Gang, RunSpec
+from tasks.spec.values import texts
 from tasks.spec.words import did_you_mean
 from tests.peers.verl.facts import Facts, fits
 
@@ -59,7 +60,7 @@ def starts_in(spec: RunSpec) -> Iterator[tuple[str, str, tuple[str, ...], Mappin
     for name, component in filled.processes.items():
         match component.command:
             case [_, "-m", str(module), *overrides] if module.startswith("verl."):
-                yield name, module, tuple(overrides), {**filled.env, **component.env}
+                yield name, module, tuple(overrides), texts({**filled.env, **component.env})
 
 
 def faults_in(spec: RunSpec, facts: Facts) -> list[str]:

@@ -1,0 +1,106 @@
+"""Where the secrets of a run are found: in its programs, and in nothing that Muster writes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from prefect.blocks.system import Secret
+from prefect.settings import PREFECT_API_URL, temporary_settings
+
+from tests.support.prefect_api import ask
+
+pytestmark = pytest.mark.slow
+
+#: Two of one name, one of a name that says nothing, and one that stands in no spec.
+OF_API, OF_TRAINER, OF_OPTION = "hf-1st-of-the-api", "hf-2nd-of-the-trainer", "sk-3rd-option"
+OF_BLOCK = "4th-'of'-\"a block\" ${x}"
+FORMS = ("hf-1st", "hf-2nd", "sk-3rd", "4th-")
+API = "import os, time; print('up', os.environ['HF_TOKEN'], flush=True); time.sleep(600)"
+TRAINER = """
+import os, sys
+print(os.environ["DSN"] == sys.stdin.read() or os.environ["DSN"], flush=True)
+raise ValueError({"all": [os.environ["HF_TOKEN"], os.environ["DSN"]], "and": sys.argv[1:]})
+"""
+
+
+@pytest.fixture
+def block(api: str) -> str:
+    """The name of a Secret block on the server."""
+    name = f"dsn-{uuid4().hex[:8]}"
+    with temporary_settings({PREFECT_API_URL: api}):
+        Secret(value=OF_BLOCK).save(name)
+    return name
+
+
+def spec_with(block: str) -> dict[str, Any]:
+    return {
+        "name": "quiet",
+        "workload": "grpo",
+        "components": {
+            "api": {
+                "command": ["python", "-c", API],
+                "env": {"HF_TOKEN": OF_API},
+                "ready": {"log": "up"},
+            },
+            "trainer": {
+                "command": ["python", "-c", TRAINER, OF_API, "--api-key", OF_OPTION],
+                "env": {"HF_TOKEN": OF_TRAINER, "DSN": {"secret": block}},
+            },
+        },
+    }
+
+
+def test_no_secret_is_in_a_file_on_the_server_or_on_the_terminal(
+    start_run: Callable[..., Any], api: str, block: str
+) -> None:
+    run = start_run(spec_with(block))
+
+    assert run.wait(within_s=240.0) == 1, run.text()
+
+    flow_run = run.flow_run()
+    of_run = {"flow_runs": {"id": {"any_": [flow_run["id"]]}}}
+    # What the spec says stands in the parameters, as docs/security.md says.
+    parameters = json.dumps(flow_run.pop("parameters"))
+    about = {"related": {"id": [f"prefect.flow-run.{flow_run['id']}"]}}
+    told = {
+        "flow run": flow_run,
+        "task runs": run.task_runs(),
+        "states": ask("GET", f"{api}/flow_run_states/?flow_run_id={flow_run['id']}"),
+        "artifacts": ask("POST", f"{api}/artifacts/filter", of_run),
+        "logs": ask(
+            "POST", f"{api}/logs/filter", {"logs": {"flow_run_id": {"any_": [flow_run["id"]]}}}
+        ),
+        "events": ask("POST", f"{api}/events/filter", {"filter": about}),
+        "terminal": run.text(),
+    }
+    said = {name: json.dumps(one) for name, one in told.items()}
+    files = [path for path in run.home.rglob("*") if path.is_file()]
+    logs = {path for path in files if path.name in ("api.log", "trainer.log")}
+    said |= {str(path): path.read_text(errors="replace") for path in {*files} - logs}
+    for name, text in said.items():
+        assert not [form for form in FORMS if form in text], f"{name}: {text}"
+    assert OF_BLOCK.split()[0] not in parameters and OF_BLOCK[:4] not in parameters
+    assert "***" in said["flow run"] and "***" in said["artifacts"] and "***" in said["terminal"]
+    assert told["events"]["total"] and told["logs"]
+    [trainer] = [path.read_text() for path in logs if path.name == "trainer.log"]
+    assert OF_BLOCK in trainer.splitlines()
+
+
+def test_a_block_that_is_not_there_is_a_fault_of_the_spec(start_run: Callable[..., Any]) -> None:
+    run = start_run(spec_with("no-such-block"))
+
+    assert run.wait() == 2, run.text()
+    assert "components.trainer.env.DSN: there is no Prefect Secret block 'no-such-bl" in run.text()
+    assert not run.home.exists()
+
+
+def test_without_a_server_a_block_is_a_fault_of_the_spec(start_run: Callable[..., Any]) -> None:
+    run = start_run(spec_with("a-block"), server=None)
+
+    assert run.wait() == 2, run.text()
+    assert "no Prefect server is set" in run.text() and "muster up" in run.text()
+    assert not run.home.exists()
