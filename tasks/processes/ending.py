@@ -130,7 +130,7 @@ def end_carriers(wanted: Mapping[str, str]) -> dict[str, Any]:
     commands: dict[int, str] = {}
 
     def is_carrier(pid: int) -> bool:
-        if pid in spared or not _has(pid, wanted):
+        if pid in spared or not carries(pid, wanted):
             return False
         commands.setdefault(pid, shown_command(pid))
         return True
@@ -179,7 +179,8 @@ def _end_matching(is_meant: Callable[[int], bool]) -> set[Known]:
     return known
 
 
-def _has(pid: int, wanted: Mapping[str, str]) -> bool:
+def carries(pid: int, wanted: Mapping[str, str]) -> bool:
+    """Whether a process began its program with these variables; false where nobody may know."""
     with suppress(PermissionError):
         variables = environment_of(pid)
         return all(variables.get(name) == value for name, value in wanted.items())

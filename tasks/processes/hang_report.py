@@ -19,13 +19,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
+from tasks.processes.ending import carries
 from tasks.processes.guarded import Command
 from tasks.processes.identity import ProcessId
 from tasks.processes.ports import sockets_of, tcp_sockets
+from tasks.processes.tree import all_pids, is_zombie, machine
 from tasks.record.outcome import signal_name
 from tasks.spec.words import moment
 
@@ -187,6 +190,28 @@ def python_stacks(pids: Iterable[int], within_s: float) -> Iterator[str]:
                 popen.kill()
                 said, _ = popen.communicate()
             yield f"py-spy of pid {pid}:\n{said.decode(errors='replace')}"
+
+
+#: Of one machine: a node may run hundreds of data workers.
+_CARRIERS_AT_MOST = 64
+_TEXT_AT_MOST = 1 << 20
+
+
+def examine_carriers(wanted: Mapping[str, str], within_s: float) -> dict[str, Any]:
+    """What the processes of this machine do that have all the variables with these values; they are
+    left as they are.
+
+    Sent to nodes by value, as `end_carriers` is.
+
+    Args:
+        within_s: for py-spy.
+
+    Returns: `{"machine": machine(), "text": str}`.
+    """
+    carriers = [pid for pid in all_pids() if not is_zombie(pid) and carries(pid, wanted)]
+    shown = carriers[:_CARRIERS_AT_MOST]
+    text = "\n".join([*python_stacks(shown, within_s), *kernel_view(shown)])
+    return {"machine": machine(), "text": text[:_TEXT_AT_MOST]}
 
 
 def abort_python(processes: Iterable[ProcessId], within_s: float) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tasks.processes import tree
+from tasks.processes.tree import open_files
 
 _NETLINK_SOCK_DIAG = 4
 _SOCK_DIAG_BY_FAMILY = 20
@@ -247,7 +248,7 @@ def listeners(port: int, likely: Iterable[int] = ()) -> list[Listener]:
 
 def sockets_of(pid: int, proc: str = "/proc") -> dict[int, str]:
     """`inode[fd]` of a process's sockets."""
-    files = tree.open_files(pid, proc).items()
+    files = open_files(pid, proc).items()
     return {fd: target[8:-1] for fd, target in files if target.startswith("socket:[")}
 
 

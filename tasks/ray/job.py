@@ -11,7 +11,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -34,6 +34,7 @@ from tasks.ray.submission import JobPlan, SubmissionFile
 from tasks.ray.submit import STRAGGLERS_S, Submitter
 from tasks.record.outcome import JobLoss, JobRefused
 from tasks.spec.failure_kinds import FailureKind
+from tasks.spec.words import moment
 
 _AGAIN_AFTER_S = 0.5
 #: For the node's agent to answer, once the job has ended.
@@ -135,6 +136,11 @@ _TOLD_WITHIN_S = 10.0
 #: A log that is on its way from another node comes later than the news of its job's end.
 _LOG_WITHIN_S = 5.0
 _LOOK_EVERY_S = 0.2
+#: For a look at all nodes where it hangs, of which a driver that visits them takes seconds.
+_EXAMINED_WITHIN_S = 20.0
+
+#: See `nodes.examination_of`.
+Examination = Callable[[str, float], Awaitable[str]]
 
 
 class RayJob(Member):
@@ -155,16 +161,19 @@ class RayJob(Member):
         *,
         job: JobPlan,
         sweep: Sweep,
+        examination: Examination | None = None,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         """
         Args:
             sweep: ends the processes of the job on every node.
+            examination: says what they do; None: nobody looks.
         """
         super().__init__(plan, context)
         self.exited = asyncio.get_running_loop().create_future()
         self._job = job
+        self._examination = examination
         self._say = partial(context.emit, component=plan.name)
         self._clock = clock
         self._wall_clock = wall_clock
@@ -293,6 +302,24 @@ class RayJob(Member):
                     return loss
                 ask_gpus_at = self._clock() + _GPUS_EACH_S
             await asyncio.sleep(_POLL_EACH_S)
+
+    async def examine(self) -> None:
+        """Write down what its processes hang in, on every node."""
+        if self._examination is None or not self._runs:
+            return
+        log = self.plan.command.log
+        report = log.with_name(f"{self.name}.hang.txt")
+        try:
+            async with asyncio.timeout(_EXAMINED_WITHIN_S + _LOOK_EVERY_S):
+                gcs_address = await self._dashboard.gcs_address()
+                found = await self._examination(gcs_address, _EXAMINED_WITHIN_S)
+            head = f"{self.name} (job {self._job.submission_id}) hangs, {moment(time.time())}"
+            text = self._job.mask(f"{head}\n\n{found}\n")
+            await asyncio.to_thread(report.write_text, text, encoding="utf-8")
+        except Exception as error:
+            _log.warning("%s, which hangs, can't be examined: %r", self.name, error)
+        else:
+            self._say("component.diagnosed", pid=None, path=str(report))
 
     def stop(self) -> None:
         """Ask it to end, in its grace period. Returns at once; any number of times."""

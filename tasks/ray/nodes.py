@@ -361,6 +361,42 @@ def sweep_of(
     return swept
 
 
+#: Of the time for an examination, what py-spy has.
+_STACKS_SHARE = 0.3
+
+
+def examination_of(
+    run_id: str, attempt: int, component: str
+) -> Callable[[str, float], Awaitable[str]]:
+    """The look at a job that hangs: told the address of a cluster's control store, and how long it
+    may take, it gives what all processes of the job do on every node, with their Python stacks.
+
+    Raises: NotVisited, from what is given.
+    """
+    context = contextvars.copy_context()
+    named = {"RUN_ID": run_id, "ATTEMPT": str(attempt), "COMPONENT": component}
+    wanted = {f"MUSTER_{name}": value for name, value in named.items()}
+
+    async def looked_at(gcs_address: str, within_s: float) -> str:
+        deadline = time.monotonic() + within_s
+        async with visiting(gcs_address, within_s=within_s) as visitor:
+            left_s = max(1.0, deadline - time.monotonic())
+            given = {"wanted": wanted, "within_s": left_s * _STACKS_SHARE}
+            each = {node.node_id: given for node in visitor.alive}
+            visited = await visitor.visit("examine", each, left_s)
+            names = {node.node_id: node.name for node in visitor.nodes}
+        # Several nodes may share a machine.
+        texts = {one["machine"]: (names[id], one["text"]) for id, one in visited.answers.items()}
+        parts = [f"node {name}\n\n{text}" for name, text in sorted(texts.values()) if text]
+        parts += [f"node {names[id]}: {why}" for id, why in sorted(visited.unreached.items())]
+        return "\n\n".join(parts)
+
+    async def in_context(gcs_address: str, within_s: float) -> str:
+        return await asyncio.create_task(looked_at(gcs_address, within_s), context=context)
+
+    return in_context
+
+
 #: What is to be done about nodes that were not seen.
 ASKS_AGAIN = "`muster reconcile` asks again"
 _SHOWN_NODES = 5

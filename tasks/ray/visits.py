@@ -42,6 +42,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import tasks
 from tasks.processes.ending import end_carriers
+from tasks.processes.hang_report import examine_carriers
 from tasks.processes.machine import forget, look, names_unseen
 from tasks.ray.dashboard import accelerators
 
@@ -56,6 +57,7 @@ VISITS: Mapping[str, Task[..., dict[str, Any]]] = {
     name: task(name=name, persist_result=False, cache_policy=NO_CACHE)(function)
     for name, function in (
         ("sweep", end_carriers),
+        ("examine", examine_carriers),
         ("look", look),
         ("compare", names_unseen),
         ("tidy", forget),

@@ -17,7 +17,7 @@ from tasks.processes.guarded import Command
 from tasks.processes.identity import host_name
 from tasks.ray.dashboard import CLUSTERS_VARIABLE
 from tasks.ray.job import RayJob
-from tasks.ray.nodes import sweep_of
+from tasks.ray.nodes import examination_of, sweep_of
 from tasks.ray.submission import JobPlan, submission_file, submission_id
 from tasks.record.places import AttemptPlace
 from tasks.record.run_json import AttemptRecord
@@ -158,7 +158,13 @@ def _job_maker(
     def make(plan: ComponentPlan, shared: AttemptContext) -> Member:
         emit = partial(shared.emit, component=name)
         sweeping = context.run(sweep_of, run_id, place.number, name, emit=emit)
-        return RayJob(plan, shared, job=replace(job, mask=shared.plan.mask), sweep=sweeping)
+        return RayJob(
+            plan,
+            shared,
+            job=replace(job, mask=shared.plan.mask),
+            sweep=sweeping,
+            examination=context.run(examination_of, run_id, place.number, name),
+        )
 
     return make
 

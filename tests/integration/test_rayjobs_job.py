@@ -35,6 +35,35 @@ async def jobs(ray_cluster: RayCluster, tmp_path: Path, muster_home: Path) -> As
     assert jobs.marked() == []
 
 
+#: A driver that waits for ever for an actor, which does, too, on another node.
+_HANGS = """
+import ray, threading
+ray.init(logging_level="ERROR")
+@ray.remote(num_gpus=1)
+class Rank:
+    def stuck_in_all_reduce(self):
+        print("up", flush=True)
+        threading.Event().wait()
+def waits_for_its_ranks():
+    ray.get(Rank.remote().stuck_in_all_reduce.remote())
+waits_for_its_ranks()
+"""
+
+
+@pytest.mark.thorough
+async def test_a_job_that_hangs_leaves_the_stacks_of_its_processes(jobs: Jobs) -> None:
+    plan, job = await jobs.launched("python", "-c", _HANGS)
+    await until(lambda: "up" in plan.command.log.read_text())
+
+    await job.examine()
+
+    report = plan.command.log.with_name("trainer.hang.txt").read_text()
+    assert "waits_for_its_ranks" in report, report
+    assert "stuck_in_all_reduce" in report, report
+    assert "component.diagnosed" in [name for name, _ in jobs.told.events]
+    assert await job.end() == ()
+
+
 async def test_the_driver_gets_its_words_its_environment_and_the_programs_of_ray(
     jobs: Jobs, ray_cluster: RayCluster
 ) -> None:

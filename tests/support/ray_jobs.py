@@ -19,8 +19,8 @@ from tasks.processes.guarded import Command
 from tasks.processes.ports import PortsReserved
 from tasks.ray.dashboard import Dashboard, JobState
 from tasks.ray.end import Sweep
-from tasks.ray.job import RayJob
-from tasks.ray.nodes import SweepReport
+from tasks.ray.job import Examination, RayJob
+from tasks.ray.nodes import SweepReport, examination_of
 from tasks.ray.submission import JobPlan
 from tasks.record.outcome import Exit
 
@@ -48,7 +48,9 @@ class Told:
         return [name for name, _ in self.events if not name.startswith("component.")]
 
 
-def make_job(plan: JobPlan, emit: Callable[..., None], sweep: Sweep) -> RayJob:
+def make_job(
+    plan: JobPlan, emit: Callable[..., None], sweep: Sweep, examination: Examination | None = None
+) -> RayJob:
     """The member of an attempt that has nothing but this job."""
     component = ComponentPlan(
         name=plan.component, command=plan.command, ready=None, live=None, on_exit_zero="complete"
@@ -57,7 +59,7 @@ def make_job(plan: JobPlan, emit: Callable[..., None], sweep: Sweep) -> RayJob:
         run_id=plan.run_id, number=plan.attempt, cwd=plan.command.cwd, components=(component,)
     )
     context = AttemptContext(attempt, PortsReserved([]), emit, None, own_pids=set)
-    return RayJob(component, context, job=plan, sweep=sweep)
+    return RayJob(component, context, job=plan, sweep=sweep, examination=examination)
 
 
 class Jobs:
@@ -95,7 +97,8 @@ class Jobs:
         return JobPlan(**(wanted | more))
 
     def job(self, plan: JobPlan) -> RayJob:
-        self._made.append(make_job(plan, self.told.emit, self.told.sweep))
+        examination = examination_of(plan.run_id, plan.attempt, plan.component)
+        self._made.append(make_job(plan, self.told.emit, self.told.sweep, examination))
         return self._made[-1]
 
     async def state_of(self, plan: JobPlan) -> JobState | None:

@@ -1,0 +1,136 @@
+"""What a Ray job hangs in: looked at on its nodes, which have no code of Muster, and written down
+beside its log."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray import cloudpickle
+
+import tasks
+from tasks.processes.guarded import Command
+from tasks.processes.hang_report import examine_carriers
+from tasks.ray.dashboard import NoAnswer
+from tasks.ray.job import RayJob
+from tasks.ray.nodes import SweepReport
+from tasks.ray.submission import JobPlan
+from tests.support.ray_jobs import make_job
+
+HANGS = """
+import threading
+def waits_for_its_peers():
+    print("up", flush=True)
+    threading.Event().wait()
+waits_for_its_peers()
+"""
+ON_A_NODE = """
+import json, sys
+sys.modules["tasks"] = None
+from ray import cloudpickle
+examine, given = cloudpickle.load(sys.stdin.buffer)
+print(json.dumps(examine(**given)))
+"""
+
+
+@pytest.fixture
+def hanging() -> Iterator[subprocess.Popen[str]]:
+    """A program with the variables of a job, and one of another job's."""
+    with (
+        subprocess.Popen(
+            [sys.executable, "-c", HANGS],
+            env={"MUSTER_RUN_ID": "a-run", "API_KEY": "hunter2"},
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as process,
+        subprocess.Popen(["sleep", "600"], env={"MUSTER_RUN_ID": "another"}) as other,
+    ):
+        assert process.stdout is not None and process.stdout.readline() == "up\n"
+        yield process
+        process.kill()
+        other.kill()
+
+
+def test_the_stacks_of_a_job_are_seen_where_there_is_no_code_of_muster(
+    hanging: subprocess.Popen[str],
+) -> None:
+    cloudpickle.register_pickle_by_value(tasks)
+    try:
+        given = {"wanted": {"MUSTER_RUN_ID": "a-run"}, "within_s": 30.0}
+        sent = cloudpickle.dumps((examine_carriers, given))
+    finally:
+        cloudpickle.unregister_pickle_by_value(tasks)
+
+    done = subprocess.run([sys.executable, "-I", "-c", ON_A_NODE], input=sent, capture_output=True)
+
+    assert done.returncode == 0, done.stderr.decode()
+    text = json.loads(done.stdout)["text"]
+    assert "waits_for_its_peers" in text
+    assert f"pid {hanging.pid}, child of" in text and "waits in: " in text
+    assert "sleep 600" not in text and "hunter2" not in text
+
+
+class Clusters:
+    """A dashboard that names its control store, or does not answer."""
+
+    def __init__(self, *, answers: bool = True) -> None:
+        self._answers = answers
+
+    async def gcs_address(self) -> str:
+        if not self._answers:
+            raise NoAnswer("away")
+        return "10.0.0.1:6379"
+
+
+def job_of(tmp_path: Path, events: list[tuple[str, dict[str, Any]]], dashboard: Clusters) -> RayJob:
+    command = Command(argv=("train",), env={}, cwd=tmp_path, log=tmp_path / "t.log", grace_s=1.0)
+    plan = JobPlan(
+        address="http://127.0.0.1:1",
+        submission_id="r--a01",
+        run_id="r",
+        attempt=1,
+        component="trainer",
+        command=command,
+        submission_file=tmp_path / "submission.json",
+        mask=lambda text: text.replace("hunter2", "***"),
+    )
+
+    async def sweep(gcs_address: str) -> SweepReport:
+        return SweepReport()
+
+    async def examination(gcs_address: str, within_s: float) -> str:
+        return f"node 10.0.0.2 of {gcs_address}\n\npy-spy: hunter2 in all_reduce"
+
+    job = make_job(plan, lambda name, **fields: events.append((name, fields)), sweep, examination)
+    job._dashboard = SimpleNamespace(gcs_address=dashboard.gcs_address)  # type: ignore[assignment]
+    job._runs = True
+    return job
+
+
+@pytest.mark.asyncio
+async def test_what_a_job_hangs_in_is_written_beside_its_log(tmp_path: Path) -> None:
+    events: list[tuple[str, dict[str, Any]]] = []
+
+    await job_of(tmp_path, events, Clusters()).examine()
+
+    report = tmp_path / "trainer.hang.txt"
+    [(name, fields)] = events
+    assert (name, fields["path"]) == ("component.diagnosed", str(report))
+    text = report.read_text()
+    assert text.startswith("trainer (job r--a01) hangs, ")
+    assert "node 10.0.0.2 of 10.0.0.1:6379" in text and "*** in all_reduce" in text
+
+
+@pytest.mark.asyncio
+async def test_a_cluster_that_is_away_keeps_no_job_from_being_ended(tmp_path: Path) -> None:
+    events: list[tuple[str, dict[str, Any]]] = []
+
+    await job_of(tmp_path, events, Clusters(answers=False)).examine()
+
+    assert events == [] and not (tmp_path / "trainer.hang.txt").exists()
