@@ -201,7 +201,7 @@ class GuardedProcess:
         if self._spawned.done():  # The guardian has gone before it was needed.
             return await self._spawned
         order = {field.name: getattr(command, field.name) for field in fields(command)}
-        order |= {"env": dict(command.env), "cgroup": cgroup}
+        order |= {"env": dict(command.env), "cgroup": cgroup, "files": tree.FILES_AT_START}
         self._register = register
         self._cgroup = cgroup
         self._owes_processes = True

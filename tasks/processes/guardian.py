@@ -29,6 +29,7 @@ import ctypes
 import errno
 import json
 import os
+import resource
 import select
 import signal
 import struct
@@ -104,6 +105,9 @@ def _become_component(order: Order, go_read: int) -> None:
         with contextlib.suppress(OSError, ValueError):  # 32 and 33 belong to the C library.
             signal.signal(signum, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    with contextlib.suppress(OSError, ValueError):  # The hard limit was lowered since.
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (order.files, hard))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     log = os.open(order.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     os.dup2(log, 1)
@@ -325,7 +329,7 @@ class Order:
 
     `argv` (list of str), `env` (the whole environment), `cwd`, `log` (appended to), `stop_signal`
     (a number), `grace_s` (from that signal to SIGKILL), `cgroup` (a cgroup v2 directory to put it
-    into, or None).
+    into, or None), `files` (how many it may open, unless it asks for more).
     """
 
     def __init__(self, message: dict) -> None:  # type: ignore[type-arg]
@@ -336,6 +340,7 @@ class Order:
         self.stop_signal: int = message["stop_signal"]
         self.grace_s: float = message["grace_s"]
         self.cgroup: str | None = message["cgroup"]
+        self.files: int = message["files"]
 
 
 class Channel:

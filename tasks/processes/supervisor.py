@@ -17,6 +17,8 @@ from tasks.record.events import Emit
 from tasks.record.outcome import Verdict
 
 T = TypeVar("T")
+#: Each component takes two or three.
+_OPEN_FILES = 1 << 16
 
 
 class Supervisor:
@@ -41,6 +43,7 @@ class Supervisor:
         """
         with contextlib.suppress(OSError):  # At level L1.
             tree.become_subreaper()
+        tree.allow_files(_OPEN_FILES)
         self._attempt = SupervisedAttempt(plan, ports, emit, register)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)

@@ -23,6 +23,8 @@ _PR_SET_CHILD_SUBREAPER = 36
 # The kernel has not looked at it since 2.4.25. Source: getrlimit(2).
 _RLIMIT_LOCKS = 10
 _MARK_BASE = 1 << 62
+#: How many files this process could open when it began.
+FILES_AT_START, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
 
 #: Not there where the kernel is built without CONFIG_PROC_CHILDREN.
 _CHILDREN = "/proc/thread-self/children"
@@ -71,6 +73,17 @@ def mark_own(mark: int) -> bool:
     except (OSError, ValueError):
         return False
     return True
+
+
+def allow_files(wanted: int) -> None:
+    """Raise the limit of open files of this process, often 1,024, as far as it may.
+
+    What it starts is to have the limit of before, `FILES_AT_START`: many a program uses select(2).
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def mark_of(pid: int) -> int | None:

@@ -14,7 +14,6 @@ import json
 import logging
 import os
 import re
-import resource
 from collections.abc import Coroutine, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
@@ -24,6 +23,7 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from tasks.processes import tree
 from tasks.processes.ports import user_of_connection
 from tasks.rollout.building import is_loopback
 from tasks.rollout.clock import now_s
@@ -418,7 +418,7 @@ class Gateway:
         """
         if self._forwarder is not None:
             raise RuntimeError("the gateway was started before")
-        _allow_connections()
+        tree.allow_files(_OPEN_FILES)
         self._forwarder = Forwarder(self._fleet, rules=self._rules, is_token_own=self._is_token_own)
         self._metrics = Metrics(
             self._fleet, line=self._forwarder.line, pieces=self._forwarder.tokens
@@ -498,11 +498,3 @@ class Gateway:
             self._under_way -= 1
             if not self._under_way:
                 self._idle.set()
-
-
-def _allow_connections() -> None:
-    """Raise the limit of open files, often 1,024, as far as this process may."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

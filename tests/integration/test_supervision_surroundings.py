@@ -6,12 +6,16 @@ import gc
 import os
 import resource
 import sys
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
+from tasks.processes import tree
 from tasks.record.states import RunState
 from tasks.spec.probes import ReadyProbe
 from tests.support.stage import DEADLINE_S, Stage, is_alive, sh, wait_until
+from tests.support.witness import Witness
 
 UP = ReadyProbe(log="up", within_s=DEADLINE_S)
 
@@ -84,7 +88,10 @@ def peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def test_supervisor_that_cannot_be_made_leaves_nothing(stage: Stage) -> None:
+def test_supervisor_that_cannot_be_made_leaves_nothing(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tree, "allow_files", lambda wanted: None)
     components = [stage.component(f"c{i}") for i in range(40)]
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 20, hard))
@@ -95,6 +102,23 @@ def test_supervisor_that_cannot_be_made_leaves_nothing(stage: Stage) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
     assert stage.left() == {}
+
+
+def test_components_need_no_more_files_than_there_may_be(
+    witness: Callable[..., Witness], tmp_path: Path
+) -> None:
+    """The supervisor raises its own limit, and theirs is the one that there was."""
+    command = sh("echo $(ulimit -Sn); echo up; exec sleep 600")
+    cast = [Stage(tmp_path).component(f"c{i}", command, ready=UP) for i in range(15)]
+    wrapper = (*sh('ulimit -Sn 36 && exec "$@"'), "sh")
+
+    run = witness(*cast, wrapper=wrapper)
+    run.until("attempt.ready")
+    run.end()
+
+    assert run.testimony().left == ()
+    assert run.verdict()["state"] == "cancelled"
+    assert (tmp_path / "c14.log").read_text().split() == ["36", "up"]
 
 
 def test_many_attempts_leak_neither_descriptors_nor_threads(stage: Stage) -> None:

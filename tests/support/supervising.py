@@ -222,10 +222,9 @@ def run_out_of_descriptors(run: Callable[[], None], at: str) -> None:
 
     def starved(self: Supervisor, *arguments: Any) -> None:
         if not at or arguments[0] == at:
-            _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
             some = 12 if not at else -1
             limit = len(os.listdir("/proc/self/fd")) + some
-            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
         method(self, *arguments)
 
     setattr(Supervisor, name, starved)
