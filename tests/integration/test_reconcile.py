@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,10 @@ from tasks.processes.identity import host_name
 from tasks.server import flow_runs
 from tasks.server.server import prefect_server
 from tasks.upkeep.reconcile import reconcile_host
+from tests.faults.injections import mounted, why_no_disks
 from tests.support.ground import Ground, Run, sleepers, until
 from tests.support.prefect_api import ask
+from tests.support.stage import is_alive
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -217,6 +220,40 @@ def test_a_word_that_came_after_the_end_gives_way_to_the_record(
     assert [(one.name, one.server) for one in found.runs] == [(run.name, "Completed")]
     kind, message = run.state()
     assert (kind, message) == ("COMPLETED", run.record()["message"])
+
+
+@pytest.mark.thorough
+def test_a_run_that_ends_on_a_full_disk_says_why_wherever_it_is_asked(
+    api: str, tmp_path: Path
+) -> None:
+    options = ("-t", "tmpfs", "-o", "size=8m", "none")
+    if why := why_no_disks(lambda place: mounted(place, *options)):
+        pytest.skip(why)
+    with mounted(tmp_path / "disk", *options):
+        ground = Ground(home=tmp_path / "disk" / "home", api=api)
+        try:
+            run = ground.start_run(sleepers("api", "trainer")).until_running()
+            pid = run.record()["attempts"][0]["components"]["trainer"]["pid"]
+            name, flow, filler = run.name, run.flow_pid(), tmp_path / "disk" / "filler"
+            with filler.open("wb", buffering=0) as f, suppress(OSError):
+                while f.write(b"x" * 4096):
+                    pass
+
+            os.kill(pid, signal.SIGKILL)
+            said = run.until_state("FAILED")
+            run.until_gone()
+            filler.unlink()
+            until(lambda: not is_alive(flow), "its process has left")
+            ground.reconcile_without_flow()
+
+            assert "trainer" in said and "SIGKILL" in said
+            record = run.record()
+            assert (record["state"], run.state()[0]) == ("failed", "FAILED")
+            failure = record["attempts"][-1]["failure"]
+            assert (failure["component"], failure["signal"]) == ("trainer", "SIGKILL")
+            assert not (ground.home / "live" / name).exists()
+        finally:
+            ground.clear()
 
 
 #: As a worker's process does.
