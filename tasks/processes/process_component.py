@@ -49,6 +49,10 @@ class ProcessMember(Member):
     def pid(self) -> int | None:
         return self.process.pid
 
+    @property
+    def is_pending(self) -> bool:
+        return self.pid is None
+
     def stop(self) -> None:
         self.process.stop()
 

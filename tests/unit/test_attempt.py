@@ -389,6 +389,27 @@ async def test_time_before_a_components_start_is_no_silence_of_it(
     await verdict_of(attempt)
 
 
+async def test_a_process_that_is_not_there_yet_is_not_silent(begin: MakeAttempt) -> None:
+    attempt = await begin({"stall_after_s": 60.0}, start=False, api="fail")
+    may_go = asyncio.Event()
+    launched = process("api").launch
+
+    async def slowly(command: Command, **more: object) -> int:
+        await may_go.wait()
+        return await launched(command, **more)
+
+    process("api").launch = slowly  # type: ignore[method-assign]
+    starting = asyncio.create_task(attempt.start("api"))
+    await reports_arrive()
+
+    assert attempt._is_quiet()
+    may_go.set()
+    await starting
+    assert not attempt._is_quiet()
+    attempt.interrupt("enough")
+    await verdict_of(attempt)
+
+
 async def test_bad_readiness_answer_at_the_deadline_is_asked_once_more(
     begin: MakeAttempt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
