@@ -136,8 +136,9 @@ _TOLD_WITHIN_S = 10.0
 #: A log that is on its way from another node comes later than the news of its job's end.
 _LOG_WITHIN_S = 5.0
 _LOOK_EVERY_S = 0.2
-#: For a look at all nodes where it hangs, of which a driver that visits them takes seconds.
-_EXAMINED_WITHIN_S = 20.0
+#: For a look at all nodes where it hangs, of which a driver that visits them takes seconds; and
+#: for the end of that driver.
+_EXAMINED_WITHIN_S, _LEFT_WITHIN_S = 60.0, 10.0
 
 #: See `nodes.examination_of`.
 Examination = Callable[[str, float], Awaitable[str]]
@@ -310,7 +311,7 @@ class RayJob(Member):
         log = self.plan.command.log
         report = log.with_name(f"{self.name}.hang.txt")
         try:
-            async with asyncio.timeout(_EXAMINED_WITHIN_S + _LOOK_EVERY_S):
+            async with asyncio.timeout(_EXAMINED_WITHIN_S + _LEFT_WITHIN_S):
                 gcs_address = await self._dashboard.gcs_address()
                 found = await self._examination(gcs_address, _EXAMINED_WITHIN_S)
             head = f"{self.name} (job {self._job.submission_id}) hangs, {moment(time.time())}"
