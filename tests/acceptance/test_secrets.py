@@ -90,6 +90,7 @@ def test_no_secret_is_in_a_file_on_the_server_or_on_the_terminal(
     assert OF_BLOCK in trainer.splitlines()
 
 
+@pytest.mark.thorough
 def test_a_block_that_is_not_there_is_a_fault_of_the_spec(start_run: Callable[..., Any]) -> None:
     run = start_run(spec_with("no-such-block"))
 
@@ -98,6 +99,7 @@ def test_a_block_that_is_not_there_is_a_fault_of_the_spec(start_run: Callable[..
     assert not run.home.exists()
 
 
+@pytest.mark.thorough
 def test_without_a_server_a_block_is_a_fault_of_the_spec(start_run: Callable[..., Any]) -> None:
     run = start_run(spec_with("a-block"), server=None)
 

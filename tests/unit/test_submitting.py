@@ -13,8 +13,10 @@ from prefect.client.schemas.objects import State
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import Cancelled, Completed, Failed, Running, Scheduled
 
+from tasks.server.server import secrets_here
 from tasks.show.arguments import run
-from tasks.spec.loading import load_spec
+from tasks.spec.errors import InvalidSpec
+from tasks.spec.loading import load_spec, parse_spec
 from tasks.train import deploying
 from tests.support.submitting import SubmitServer
 from tests.support.web import serving
@@ -64,6 +66,17 @@ def test_a_secret_block_is_looked_for_before_a_run_is_queued(
     assert deployed["parameters"]["spec"]["env"] == {"HF_TOKEN": {"secret": "gone"}}
     _, err = capsys.readouterr()
     assert err.count("env.HF_TOKEN: there is no Prefect Secret block 'gone' on http://a") == 2
+
+
+def test_without_a_server_each_variable_of_a_secret_block_is_a_fault() -> None:
+    parts = {"trainer": {"command": ["true"], "env": {"B": {"secret": "b"}}}}
+    data = {**SPEC, "env": {"A": {"secret": "a"}}, "components": parts}
+
+    with pytest.raises(InvalidSpec) as refused:
+        secrets_here(parse_spec(data))
+
+    assert [fault.path for fault in refused.value.faults] == ["env.A", "components.trainer.env.B"]
+    assert "'a' can't be read: no Prefect server is set" in str(refused.value)
 
 
 def test_a_run_is_queued_with_its_whole_spec_and_works_in_its_project(
