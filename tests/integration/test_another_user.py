@@ -39,7 +39,7 @@ while not os.path.exists(sys.argv[2]):
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.thorough,
-    pytest.mark.timeout(200),
+    pytest.mark.timeout(600),
     pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user"),
 ]
 
@@ -130,6 +130,7 @@ def test_another_user_gets_nothing_of_a_run(home: Path) -> None:
         logs = until(
             lambda: [path for path in home.rglob("trainer.log") if "training" in path.read_text()],
             "the run is under way",
+            within_s=300,
         )
         [api] = re.findall(r"Prefect server (\S+)", output.read_text())
         files = [str(home), *map(str, home.rglob("*"))]
