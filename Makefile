@@ -103,8 +103,10 @@ llm-faults: install  ## the same with engines killed, stopped and given broken w
 test: install  ## lint, types and tests [ARGS='-k name']
 	@$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	$(PY) -m mypy
-	$(if $(findstring tests/,$(ARGS)),exec $(PY) -m pytest $(ARGS))
+	# Beside the unit tests: alone it would leave all cores but one idle for a minute.
+	$(PY) -m mypy & types=$$!
+	trap '[ -z "$$types" ] || kill $$types 2>/dev/null || true' EXIT
+	$(if $(findstring tests/,$(ARGS)),wait $$types && exec $(PY) -m pytest $(ARGS))
 	# pytest exits 5 where it finds no test, as one of the parts may with `-k name`.
 	exited=5
 	for part in "tests/unit -n 2" "tests --ignore=tests/unit -n 2 --dist loadgroup --no-loadscope-reorder"; do
@@ -112,6 +114,8 @@ test: install  ## lint, types and tests [ARGS='-k name']
 		$(PY) -m pytest $$part $(ARGS) || code=$$?
 		[ $$code -le 1 ] || [ $$code = 5 ] || exit $$code
 		[ $$code = 5 ] || [ $$exited = 1 ] || exited=$$code
+		[ -z "$$types" ] || wait $$types
+		types=
 	done
 	exit $$exited
 

@@ -174,6 +174,7 @@ def test_a_cancel_needs_no_worker(start_run: Callable, gang_of: Callable, api: s
     assert run.pids() == []
 
 
+@pytest.mark.thorough
 def test_secrets_appear_in_no_file_of_ours(start_run: Callable, gang_of: Callable) -> None:
     secret = "sk-very-secret-1234567890"
     spec = gang_of(

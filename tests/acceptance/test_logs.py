@@ -59,7 +59,9 @@ def copied_and_cut(log: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rotate", [moved_away, copied_and_cut])
+@pytest.mark.parametrize(
+    "rotate", [moved_away, pytest.param(copied_and_cut, marks=pytest.mark.thorough)]
+)
 def test_no_line_is_lost_or_repeated(
     start_run: Callable, tmp_path: Path, rotate: Callable[[Path], None]
 ) -> None:

@@ -201,6 +201,7 @@ def test_all_components_have_the_token_of_a_gateway_that_others_reach(
     assert run.wait(120) == 0, run.text()
 
 
+@pytest.mark.thorough
 def test_a_fleet_that_cannot_serve_fails_the_run_with_its_servers_last_words(
     start_run: Callable[..., Run], quickstart: dict[str, Any]
 ) -> None:

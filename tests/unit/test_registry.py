@@ -335,7 +335,10 @@ def test_segment_that_is_closed_and_still_mapped_is_held(tmp_path: Path) -> None
     assert registry.held_by([os.getpid()], {segment}) == set()
 
 
-def test_run_whose_record_is_not_written_stays_with_how_it_ended(home: Path) -> None:
+def test_run_whose_record_is_not_written_stays_with_how_it_ended(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tasks.processes.registry._WRITTEN_WITHIN_S", 0.1)
     register = RunRegister.opened("a-run", directory=home / "gone")
     record = RunRecord(
         home / "gone" / "run.json", run_id="a-run", flow_run_id="f", disk=register.disk
