@@ -111,6 +111,7 @@ def test_it_learns_although_a_server_is_killed_every_few_seconds(
     assert list((run.home / "live").iterdir()) == []
 
 
+@pytest.mark.thorough
 def test_the_flow_run_says_how_many_engines_serve_and_shows_each_recovery(
     start_run: Callable[..., Run], quickstart: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -289,6 +289,7 @@ def test_a_stage_of_a_pipeline_has_one_run_however_often_it_is_created(pool: Gan
     }
 
 
+@pytest.mark.thorough
 def test_another_pools_worker_starts_what_the_worker_that_looks_has_found(
     pool: GangPool, tmp_path: Path
 ) -> None:
