@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from deployments.stack.state import Stack
+from tasks.processes.identity import host_name
 from tasks.processes.ports import PortsReserved
 from tasks.queue.settings import PoolSettings, TableNode, with_settings
 from tests.support.ground import FINAL, until
@@ -22,8 +23,9 @@ ROOT = Path(__file__).resolve().parents[2]
 #: Far longer than anything here takes on a machine that does nothing else.
 WITHIN_S = 180.0
 _COMMAND_WITHIN_S = 600.0
-#: The nodes of the pool, for gangs: names and GPUs.
-NODES = (TableNode(name="node-1", gpus=2),)
+#: The nodes of the pool, for gangs: this host, and devices that stand in for its GPUs.
+NODES = (TableNode(name=host_name(), gpus=2),)
+DEVICES = "0-1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +141,12 @@ def _command(home: Path, *words: str, cwd: Path = ROOT) -> subprocess.CompletedP
     return subprocess.run(
         (Path(sys.executable).with_name("muster"), *words),
         cwd=cwd,
-        env={**mine, "MUSTER_HOME": str(home), "PREFECT_HOME": str(home / "prefect")},
+        env={
+            **mine,
+            "MUSTER_HOME": str(home),
+            "PREFECT_HOME": str(home / "prefect"),
+            "MUSTER_GPUS": DEVICES,
+        },
         capture_output=True,
         text=True,
         timeout=_COMMAND_WITHIN_S,
