@@ -114,7 +114,7 @@ test: install  ## lint, types and tests [ARGS='-k name']
 		$(PY) -m pytest $$part $(ARGS) || code=$$?
 		[ $$code -le 1 ] || [ $$code = 5 ] || exit $$code
 		[ $$code = 5 ] || [ $$exited = 1 ] || exited=$$code
-		[ -z "$$types" ] || wait $$types
+		[ -z "$$types" ] || wait $$types || { echo "mypy has found faults: they stand above, among the unit tests." >&2; exit 1; }
 		types=
 	done
 	exit $$exited
