@@ -10,8 +10,8 @@ import asyncio
 import errno
 import logging
 import time
-from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from tasks.processes import tree
@@ -27,6 +27,7 @@ from tasks.record.outcome import Exit, Failure, JobLoss, JobRefused, Verdict
 from tasks.record.states import RunState
 from tasks.spec.errors import RunEnded
 from tasks.spec.failure_kinds import FailureKind
+from tasks.spec.watch import Alarms
 
 _log = logging.getLogger(__name__)
 
@@ -170,8 +171,11 @@ class SupervisedAttempt:
         self._launched: list[Member] = []
         self._watchers: list[asyncio.Task[None]] = []
         logs = [component.command.log for component in plan.components]
+        self._alarms = Alarms(plan.alarms)
         self._progress = ProgressWatch(
-            source_of(plan.progress, plan.cwd, self._context.client, plan.metrics),
+            source_of(
+                plan.progress, plan.cwd, self._context.client, plan.metrics, self._take_figures
+            ),
             Silence(logs, plan.own_questions),
             emit,
             total=plan.progress.total if plan.progress else None,
@@ -475,6 +479,13 @@ class SupervisedAttempt:
     async def _follow_progress(self) -> None:
         why = await self._progress.until_stalled()
         self._fail(self._stalled_member(), why, "stall", kind=FailureKind.STALLED)
+
+    def _take_figures(self, step: float, figures: Mapping[str, Any]) -> None:
+        for alarm in self._alarms.take(step, figures):
+            self._emit("run.alarm", **asdict(alarm), message=alarm.message)
+            if alarm.then == "stop":
+                rule = f"watch-{alarm.rule}"
+                self._fail(self._stalled_member(), alarm.message, rule, kind=FailureKind.ALARM)
 
     async def _follow_clock(self, limit_s: float) -> None:
         # That of another process of the run, where this one goes on with its jobs.

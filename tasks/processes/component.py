@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,7 @@ from tasks.record.growing import Mark
 from tasks.record.outcome import Exit, JobLoss
 from tasks.spec.probes import LiveProbe, ReadyProbe
 from tasks.spec.run import OnExitZero, Progress
+from tasks.spec.watch import WatchRule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +61,8 @@ class AttemptPlan:
     progress: Progress | None = None
     #: The file of `progress.jsonl` when the attempt began; None: it begins now.
     metrics: Mark | None = None
+    #: Rules over its figures, by name.
+    alarms: Mapping[str, WatchRule] = field(default_factory=dict)
     #: The step without which the run has not succeeded; None: exit 0 is enough.
     success_step: float | None = None
     #: Seconds without progress and output after which the run has failed; None: never.

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -40,11 +41,19 @@ async def _step_by_http(url: str, key: str, client: httpx.AsyncClient) -> float 
 class JsonlProgress:
     """The step stands in the last line, of those that have it, of a file of JSON lines."""
 
-    def __init__(self, path: Path, key: str, before: Mark | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        key: str,
+        before: Mark | None = None,
+        take: Callable[[float, dict[str, Any]], None] = lambda step, figures: None,
+    ) -> None:
         """
         Args:
             before: the file when the attempt began; None: it begins now.
+            take: given each line that has a step.
         """
+        self._take = take
         self._file = MetricsFile(path, since=before or Mark.of(path))
         self._begun = 0
         self._key = key
@@ -52,10 +61,13 @@ class JsonlProgress:
 
     async def step(self) -> float | None:
         while True:
-            found = [number_at(figures, self._key) for figures in self._file.look()]
+            added = self._file.look()
             if self._begun != self._file.begun:
                 self._begun, self._step = self._file.begun, None
-            self._step = next((step for step in reversed(found) if step is not None), self._step)
+            for figures in added:
+                if (step := number_at(figures, self._key)) is not None:
+                    self._step = step
+                    self._take(step, figures)
             if not self._file.is_behind:
                 return self._step
             await asyncio.sleep(0)  # A file that grows fast must not keep others waiting.
@@ -66,8 +78,9 @@ def source_of(
     cwd: Path,
     client: httpx.AsyncClient,
     before: Mark | None = None,
+    take: Callable[[float, dict[str, Any]], None] = lambda step, figures: None,
 ) -> ReadStep | None:
-    """How a run's step is read; None where it writes none. For `before` see `JsonlProgress`.
+    """How a run's step is read; None where it writes none. For more see `JsonlProgress`.
 
     Args:
         cwd: where a relative path begins.
@@ -76,7 +89,7 @@ def source_of(
         return None
     if progress.http is not None:
         return partial(_step_by_http, progress.http, progress.step, client)
-    return JsonlProgress(cwd / (progress.jsonl or ""), progress.step, before).step
+    return JsonlProgress(cwd / (progress.jsonl or ""), progress.step, before, take).step
 
 
 #: What differs between two lines that say the same at different times.

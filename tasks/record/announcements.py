@@ -71,6 +71,10 @@ FIELDS: Mapping[str, str] = {
     "engines": "engines of the fleet in all",
     "min_active": "the floor that the spec sets; null: none",
     "node": "the node's name",
+    "rule": "the name of the rule",
+    "metric": "the figure, as the file calls it",
+    "step": "the last step that it was found at",
+    "value": "the figure then; null where it is no number",
     "by": "who did it: `user@host`",
     "found": "what was wrong, such as that its process was gone",
     "killed": "pids that were ended",
@@ -134,6 +138,11 @@ TABLE: tuple[Announcement, ...] = (
         *("found", "killed", "jobs", "nodes", "removed", "record", "server", "open"),
         by=RECONCILE,
     ),
+    _one(
+        "run.alarm",
+        "a rule of `watch` found something wrong with the figures of a run",
+        *(*_RUN, "rule", "metric", "step", "value", "message"),
+    ),
     _one("component.started", "a component's process or job was started", *_COMPONENT),
     _one("component.ready", "its readiness probe said yes", *_COMPONENT, "after_s"),
     _one("component.drained", "its part is done, and the run goes on without it", *_COMPONENT),
@@ -168,6 +177,7 @@ _BY_NAME = {one.name: one for one in TABLE}
 #: The run's own events that are announced as they are, and as what.
 ANNOUNCED_AS: Mapping[str, str] = {
     "attempt.ready": "muster.run.ready",
+    "run.alarm": "muster.run.alarm",
     "component.spawned": "muster.component.started",
     **{
         f"component.{name}": f"muster.component.{name}"

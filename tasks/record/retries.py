@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
-from itertools import takewhile
+from itertools import filterfalse, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +76,7 @@ def decide(
     policy: Retry | None,
     *,
     resume_from: str = "",
+    is_unloadable: bool = False,
     uniform: Uniform = random.uniform,
 ) -> Sequel:
     """What follows an attempt.
@@ -86,14 +87,20 @@ def decide(
 
     Args:
         verdict: On the attempt.
-        before: Why each earlier attempt of the run failed, in order; None for one that did not.
+        before: Why the earlier attempts that count failed, in order; None for one that did not. See
+            `tries_of`.
         policy: How the spec has this kind of failure tried again; None for not at all.
         resume_from: The checkpoint that the next attempt starts from; empty for none.
+        is_unloadable: The checkpoint that it started from is what it failed by.
         uniform: Draws the jitter.
     """
     if verdict.state is not RunState.FAILED or verdict.failure is None:
         return Sequel(next=Next.FINAL, text=f"final: {verdict.state.value}")
     kind = verdict.failure.kind
+    if is_unloadable and not verdict.left:
+        start = f"from {resume_from}" if resume_from else "from the beginning"
+        text = f"retried: {kind.value} before its first step, {start} in {_STEP_BACK_S:.0f} s"
+        return Sequel(next=Next.RETRY, text=text, delay_s=_STEP_BACK_S, resume_from=resume_from)
     if policy is None:
         return Sequel(next=Next.FINAL, text=f"final: {kind.value} is not retried")
     if verdict.left:
@@ -124,6 +131,65 @@ def decide(
         delay_s=delay_s,
         resume_from=resume_from,
     )
+
+
+#: Seconds until a run that could not load its checkpoint is tried from the one before, and how many
+#: such attempts may follow each other.
+_STEP_BACK_S, _STEPS_BACK = 5.0, 3
+#: What a checkpoint may be blamed for.
+_BY_A_CHECKPOINT = frozenset(
+    {
+        FailureKind.USER_ERROR,
+        FailureKind.RUNTIME_ERROR,
+        FailureKind.NOT_READY,
+        FailureKind.UNKNOWN,
+    }
+)
+
+
+def tries_of(attempts: Sequence[AttemptRecord]) -> list[FailureKind | None]:
+    """Of the attempts before the last one, why those failed that count against a run: those without
+    a new step since the last that made one, which is the first of them."""
+    first, best = 0, float("-inf")
+    for index, attempt in enumerate(attempts):
+        if attempt.step is not None and attempt.step > best:
+            first, best = index, attempt.step
+    counted = (one for one in attempts[first:-1] if not _is_stepped_back_from(one))
+    return [one.failure.kind if one.failure else None for one in counted]
+
+
+def is_unloadable(spec: RunSpec, attempts: Sequence[AttemptRecord]) -> bool:
+    """Whether the last attempt failed by the checkpoint that it started from: the component that
+    has checkpoints failed before its first step, of a run whose steps are known.
+
+    Not where several before it did so, too: then it is something else.
+    """
+    steps_back = [*takewhile(_is_stepped_back_from, reversed(attempts))]
+    if not 0 < len(steps_back) <= _STEPS_BACK or spec.progress is None:
+        return False
+    failed = steps_back[0].failure
+    component = spec.processes.get((failed.component if failed else None) or "")
+    return component is not None and component.checkpoints is not None
+
+
+def _is_stepped_back_from(attempt: AttemptRecord) -> bool:
+    kind = attempt.failure.kind if attempt.failure else None
+    return bool(attempt.resume_from) and attempt.step is None and kind in _BY_A_CHECKPOINT
+
+
+def _unfit(attempts: Sequence[AttemptRecord]) -> Callable[[Path], bool]:
+    """Of a checkpoint, whether no attempt should start from it: one could not load it, or it was
+    written while an alarm held that ended one. What was trained anew since then is fit."""
+    reached, bound, unloadable = float("-inf"), float("inf"), set[Path]()
+    for attempt in reversed(attempts):
+        if attempt.failure and attempt.failure.kind is FailureKind.ALARM and attempt.alarms:
+            since = attempt.alarms[-1].since
+            bound = min(bound, since) if since > reached else bound
+        elif _is_stepped_back_from(attempt):
+            path = Path(attempt.resume_from or "")
+            unloadable |= {path} if _step(path) > reached else set()
+        reached = max(reached, attempt.step if attempt.step is not None else reached)
+    return lambda path: path in unloadable or _step(path) >= bound
 
 
 def table_of(attempts: Sequence[AttemptRecord]) -> list[dict[str, object]]:
@@ -163,30 +229,35 @@ _NUMBER = re.compile(r"\d+")
 _PARTIAL = re.compile(r"^[.~]|^(tmp|temp)[-_.]|[-_.](tmp|temp|part|partial|incomplete|old|bak)\b")
 
 
-def resume_point(spec: RunSpec, place: RunPlace, attempts: int) -> Path | None:
-    """The last complete checkpoint of a run, absolute; None where it has or names none.
+def resume_point(spec: RunSpec, place: RunPlace, attempts: Sequence[AttemptRecord]) -> Path | None:
+    """The last complete checkpoint of a run that is fit to start from, absolute; None where it has
+    or names none.
 
     An attempt whose folder is its own and that came to no checkpoint leaves it at the one before.
 
     Args:
         spec: As loaded, with its placeholders.
-        attempts: How many the run has had.
+        attempts: All that the run has had.
     """
+    unfit = _unfit(attempts)
     named = {name: part.checkpoints for name, part in spec.processes.items() if part.checkpoints}
     for name, written in named.items():
-        own = range(attempts, 0, -1) if "${attempt." in written else range(attempts, 0, -1)[:1]
-        for number in own:
-            if (found := _of_attempt(place, number, name)) is not None:
+        numbers = range(len(attempts), 0, -1)
+        for number in numbers if "${attempt." in written else numbers[:1]:
+            if (found := _of_attempt(place, number, name, unfit)) is not None:
                 return found
     return None
 
 
-def _of_attempt(place: RunPlace, number: int, component: str) -> Path | None:
+def _of_attempt(
+    place: RunPlace, number: int, component: str, unfit: Callable[[Path], bool]
+) -> Path | None:
     spec = _spec_of(place, number)
     part = mapping(mapping(spec.get("components")).get(component))
     # One of a Muster before has no absolute `cwd`, and none where the default was meant.
     root = Path.cwd() / (part.get("cwd") or spec.get("cwd") or ".")
-    return latest_checkpoint(part["checkpoints"], root) if part.get("checkpoints") else None
+    written = part.get("checkpoints")
+    return latest_checkpoint(written, root, unfit) if written else None
 
 
 def _spec_of(place: RunPlace, number: int) -> Mapping[str, Any]:
@@ -197,7 +268,9 @@ def _spec_of(place: RunPlace, number: int) -> Mapping[str, Any]:
     return {}
 
 
-def latest_checkpoint(written: str, root: Path) -> Path | None:
+def latest_checkpoint(
+    written: str, root: Path, unfit: Callable[[Path], bool] = lambda path: False
+) -> Path | None:
     """The last complete checkpoint, absolute; None where there is none yet.
 
     What a pointer in the folder names is the last one, since it is written after it. Without a
@@ -207,34 +280,41 @@ def latest_checkpoint(written: str, root: Path) -> Path | None:
         written: A folder of checkpoints, or a pattern (`*`, `?`, `[...]`) that matches the
             checkpoints themselves.
         root: What a relative path starts from.
+        unfit: Those that are passed over.
     """
     path = root / written
     try:
         if path.is_dir():
-            return _latest_in(path)
+            return _latest_in(path, unfit)
         if glob.has_magic(written):
-            return _latest(map(Path, glob.iglob(str(path))))
-        return path if _is_there(path) else None
+            return _latest(filterfalse(unfit, map(Path, glob.iglob(str(path)))))
+        return path if _is_there(path) and not unfit(path) else None
     except OSError:
         # A file system that does not answer now is no reason to give the run up.
         return None
 
 
-def _latest_in(folder: Path) -> Path | None:
+def _latest_in(folder: Path, unfit: Callable[[Path], bool]) -> Path | None:
+    entries = [entry for entry in folder.iterdir() if _NUMBER.search(entry.name)]
+    fit = [entry for entry in entries if not unfit(entry)]
     for name in _POINTERS:
         if (folder / name).is_file():
-            return _pointed_at(folder / name)
-    names = (entry for entry in folder.iterdir() if _NUMBER.search(entry.name))
-    return _latest(entry for entry in names if not _ONLY_WITH_POINTER.fullmatch(entry.name))
+            named = (folder / name).read_text("utf-8", "replace")[:_POINTER_LIMIT].strip()
+            last = _named(folder, named)
+            if last is not None and not unfit(last):
+                return last
+            # Those before it were complete before it was begun.
+            step = int(named) if named.isdecimal() else _step(Path(named))
+            return _latest(entry for entry in fit if _step(entry) < step)
+    return _latest(entry for entry in fit if not _ONLY_WITH_POINTER.fullmatch(entry.name))
 
 
-def _pointed_at(pointer: Path) -> Path | None:
-    name = pointer.read_text(encoding="utf-8", errors="replace")[:_POINTER_LIMIT].strip()
+def _named(folder: Path, name: str) -> Path | None:
+    """What a pointer names, by its name or its step; None where that is not there."""
     if name.isdecimal():
-        entries = (entry for entry in pointer.parent.iterdir() if _step(entry) == int(name))
-        return _latest(entries)
-    target = pointer.parent / name
-    return target if name and target != pointer.parent and _is_there(target) else None
+        return _latest(entry for entry in folder.iterdir() if _step(entry) == int(name))
+    target = folder / name
+    return target if name and target != folder and _is_there(target) else None
 
 
 def _latest(entries: Iterable[Path]) -> Path | None:
@@ -265,16 +345,16 @@ def handed_on(checkpoint: str | None, spec: RunSpec, place: RunPlace) -> Path | 
         place: Of the run.
     """
     try:
-        attempts = len(RunJson.read(place.record).attempts)
+        attempts = RunJson.read(place.record).attempts
     except (OSError, ValueError):
-        attempts = 0  # its record can't be read here
+        attempts = ()  # its record can't be read here
     if checkpoint is None:
         return resume_point(spec, place, attempts)
     names = {
         "run.id": place.run_id,
         "run.dir": str(place.directory),
-        "attempt.number": str(attempts),
-        "attempt.dir": str(place.attempt(attempts).directory),
+        "attempt.number": str(len(attempts)),
+        "attempt.dir": str(place.attempt(len(attempts)).directory),
     }
-    root = Path(_spec_of(place, attempts).get("cwd") or spec.cwd)
+    root = Path(_spec_of(place, len(attempts)).get("cwd") or spec.cwd)
     return latest_checkpoint(substituted(checkpoint, names.__getitem__), root)

@@ -37,11 +37,13 @@ _STATE_AFTER = {
     "attempt.ready": RunState.RUNNING,
     "teardown.begun": RunState.STOPPING,
 }
-_SAVED = ("component.spawned", "component.ready", "component.exited")
+_SAVED = ("component.spawned", "component.ready", "component.exited", "run.alarm")
 #: What of a job's events is kept.
 _OF_JOBS = ("submission_id", "address", "status", "nodes", "gpus", "unseen")
 #: Of those before the last so many, a record has in brief what became of them.
 _WHOLE_ATTEMPTS = 100
+#: What of an attempt is not written where there is none.
+_IF_ANY = ("metrics", "alarms", "step")
 #: How a file without attempts says so.
 _NONE = '\n  "attempts": []'
 _OPEN = (RunState.ADMITTED, RunState.STARTING, RunState.RUNNING)
@@ -85,6 +87,16 @@ class JobRecord(Recorded):
     unseen: tuple[str, ...] = ()
 
 
+class AlarmRecord(Recorded):
+    """What a rule of `watch` found in the figures of an attempt."""
+
+    rule: str = ""
+    message: str = ""
+    #: The steps at which it was found, and from which it had held.
+    step: float = 0.0
+    since: float = 0.0
+
+
 class AttemptRecord(Recorded):
     """One attempt. Times are UTC epoch seconds."""
 
@@ -108,11 +120,15 @@ class AttemptRecord(Recorded):
     resume_from: str | None = None
     #: The file of its figures when it began; not written where it has none.
     metrics: Mark | None = None
+    #: Not written where there was none.
+    alarms: tuple[AlarmRecord, ...] = ()
+    #: The last step that it has made; not written where none is known.
+    step: float | None = None
     #: What follows it, for people: `requeued: ...`, `final: ...`.
     decision: str | None = None
 
     def whole(self) -> AttemptRecord:
-        named = {name: value for name, value in self if name != "metrics"}
+        named = {name: value for name, value in self if name not in _IF_ANY}
         return self.model_copy(update=named)
 
     @property
@@ -145,7 +161,12 @@ class AttemptRecord(Recorded):
         return self.but(state=state, ended_at=at, failure=failure.whole() if failure else None)
 
     def observed(self, event: Event) -> AttemptRecord:
-        """With what an event of one of its components says."""
+        """With what an event of it, or of one of its components, says."""
+        if event.name == "run.alarm":
+            known = {name: event.fields[name] for name in AlarmRecord.model_fields}
+            return self.but(alarms=(*self.alarms, AlarmRecord(**known)))
+        if event.name == "run.progress":
+            return self.but(step=event.step)
         if (name := event.component) is None:
             return self
         components, ray = {**self.components}, self.ray

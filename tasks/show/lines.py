@@ -67,6 +67,8 @@ def lines_of(event: Event) -> Iterator[Line]:
             yield Line(text=f"{name}: {event.reason}", style="bold red")
         case "probe.failed" if event.probe == "live":
             yield Line(text=f"{name}: {event.reason} (miss {event.misses})", style="yellow")
+        case "run.alarm":
+            yield Line(text=f"alarm: {event.message}", style="bold yellow")
         case "teardown.begun":
             yield Line(text=f"stopping: {event.reason}")
         case "run.waiting":
@@ -114,6 +116,7 @@ def end_block(
     if record is not None:
         yield _field("run", record.run_id)
         yield _field("took", _took(record))
+        yield from (_field("alarm", one.message) for one in (attempt.alarms if attempt else ()))
     if failure and attempt and record_path is not None:
         place = RunPlace(directory=record_path.parent).attempt(attempt.number)
         for name, text in block_of(failure, place):

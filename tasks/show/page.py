@@ -344,6 +344,7 @@ def _facts(view: RunView) -> Iterator[str]:
         earlier = f", after {count - 1} that failed" if count > 1 else ""
         resumed = f", from {code(attempt.resume_from)}" if attempt.resume_from else ""
         yield f"- **Attempt**: {attempt.number}{earlier}{resumed}"
+        yield from (f"- **Alarm**: {text(alarm.message)}" for alarm in attempt.alarms)
     if step := _step(view):
         yield f"- **Progress**: {text(step)}"
     yield f"- **Record**: {code(view.place.record)}"

@@ -18,6 +18,7 @@ from tasks.record.growing import MetricsFile
 from tasks.record.run_json import AttemptRecord
 from tasks.show.view import RunView, Shown, end_of
 from tasks.spec.probes import number_at
+from tasks.spec.watch import figure_of
 from tasks.spec.words import clock, counted, seconds, table, text
 
 #: Pixels. On a card of the UI that is some 380, in which the type must still be legible.
@@ -378,8 +379,6 @@ NAMES = (
     "loss",
     "train/loss",
 )
-#: Where they may stand below.
-_WITHIN = ("data", "metrics")
 
 
 class Figures:
@@ -416,15 +415,7 @@ class Figures:
 
     def _take(self, entry: Mapping[str, Any]) -> None:
         step = number_at(entry, self._step)
-        found = dict(_figures(entry, self._names))
-        if not self.name:
-            self.name = next((name for name in self._names if name in found), "")
-        if step is not None and self.name in found:
-            self._points[step] = found[self.name]
-
-
-def _figures(entry: Mapping[str, Any], names: Sequence[str]) -> Iterator[tuple[str, float]]:
-    for part in (entry, *map(entry.get, _WITHIN)):
-        for name in names:
-            if (value := number_at(part, name)) is not None:
-                yield name, value
+        found = figure_of(entry, [self.name] if self.name else self._names)
+        if found is None or step is None or not math.isfinite(found[1]):
+            return
+        self.name, self._points[step] = found

@@ -215,6 +215,8 @@ class RunSeen:
                 self.is_waiting, self.why = True, event.message
             case "run.progress":
                 self.pace.see(event.at, event.step)
+            case "run.alarm":
+                self.doing = f"alarm: {event.message}"
             case "attempt.ready":
                 self._is_running, self.doing = True, self.running
             case "contact.lost":

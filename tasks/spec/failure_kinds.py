@@ -46,6 +46,9 @@ class FailureKind(StrEnum):
     COLLECTIVE_TIMEOUT = "COLLECTIVE_TIMEOUT"
     #: Missed `live` probes, or no new step for `stall_after_s`. Failed.
     STALLED = "STALLED"
+    #: A rule of `watch` that says `stop` was broken. Failed; worth another try from a checkpoint
+    #: that was written before it.
+    ALARM = "ALARM"
     #: It has run for `gang.max_hours`. Failed; worth another try where it has checkpoints.
     TIME_LIMIT = "TIME_LIMIT"
     #: The process that holds the fleet was killed, or crashed. Back to the queue, three times.
@@ -92,6 +95,8 @@ REMEDIES: Mapping[FailureKind, str] = {
     _K.COLLECTIVE_TIMEOUT: "look for the rank that stopped first: its own log, and dmesg on its "
     "node",
     _K.STALLED: "see what it hung in: its .hang.txt, beside its log",
+    _K.ALARM: "change what it trains with; or list ALARM in `retry` to have it go back to a "
+    "checkpoint from before",
     _K.TIME_LIMIT: "raise gang.max_hours, or list TIME_LIMIT in `retry` to have it go on from its "
     "checkpoint",
     _K.FLEET_LOST: "see what killed it: the end of its log, and dmesg on its host; then start it "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any
 from urllib.parse import urlsplit
@@ -89,7 +90,9 @@ def number_at(content: Any, key: str) -> float | None:
             return None
         content = content[part]
     # NaN would count as progress each time it is read, and is never less than what success asks.
-    return content if is_number(content) and math.isfinite(content) else None
+    with suppress(OverflowError):  # Of a number of 400 digits.
+        return content if is_number(content) and math.isfinite(content) else None
+    return None
 
 
 def _condition(value: object) -> object:

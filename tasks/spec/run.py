@@ -49,6 +49,7 @@ from tasks.spec.values import (
     shown,
     with_text_keys,
 )
+from tasks.spec.watch import Watch, WatchRule, refusals_of_rules
 from tasks.spec.words import did_you_mean
 
 OnExitZero = Literal["complete", "drain", "fail"]
@@ -421,6 +422,11 @@ class RunSpec(Document):
         "repeat): the run has failed as STALLED.",
         examples=[1800],
     )
+    watch: Watch | None = Field(
+        None,
+        description="Alarms over the figures of `progress.jsonl`, for a training that is alive and "
+        "worthless; left out: those of the workload tell.",
+    )
     retry: Mapping[FailureKind, Retry] = Field(
         default_factory=dict,
         description="Kinds of failure that are tried again, each with attempts, delay_s and "
@@ -434,6 +440,12 @@ class RunSpec(Document):
         if written.get("success") is not None and written.get("progress") is None:
             remedy = "write progress: {jsonl: FILE, step: KEY} too"
             yield ("success",), refused("needs `progress`: nothing would show the step", remedy)
+        watch = mapping(written.get("watch"))
+        if watch and not mapping(written.get("progress")).get("jsonl"):
+            remedy = "write progress: {jsonl: FILE, step: KEY} too"
+            yield ("watch",), refused("has no file of figures to look at", remedy)
+        for place, refusal in refusals_of_rules(watch, written.get("workload")):
+            yield ("watch", *place), refusal
         yield from refusals_of_order(written)
         yield from _rules_of_jobs(written)
         yield from _rules_of_devices(written)
@@ -505,6 +517,11 @@ class RunSpec(Document):
             for name, part in self.components.items()
         }
         return self.model_copy(update={"env": filled(self.env), "components": components})
+
+    @property
+    def alarms(self) -> dict[str, WatchRule]:
+        """The rules over its figures, by name."""
+        return (self.watch or Watch()).of(self.workload)
 
     def own_gpus(self, name: str) -> int | None:
         """GPUs of this machine that a component has for itself; None where it does not say."""

@@ -81,6 +81,7 @@ _CHANGES: Mapping[str, tuple[str, ...]] = {
     "job.": (SUMMARY, COMPONENTS, RECORD),
     "rollout.group.": (COMPONENTS,),
     "rollout.server.": (COMPONENTS,),
+    "run.alarm": (SUMMARY, RECORD),
     "run.progress": (PROGRESS,),
     "run.state": (SUMMARY, RECORD),
 }

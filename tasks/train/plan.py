@@ -83,6 +83,7 @@ def plan_of(
             for name in spec.components
         ),
         progress=spec.progress,
+        alarms=spec.alarms,
         success_step=spec.success.step if spec.success else None,
         stall_after_s=spec.stall_after_s,
         time_limit_s=spec.gang.max_hours * 3600 if spec.gang and spec.gang.max_hours else None,
@@ -214,6 +215,7 @@ def component_env(
         **({} if is_job else {**inherited, "PATH": component_search_path()}),
         **_PYTHON_ENV,
         **texts(spec.env),
+        **_tracked_as(run_id, name, {**({} if is_job else inherited), **texts(spec.env)}),
         # A fleet's are its servers', and come to them by another way.
         **(texts(component.env) if component is not None else {}),
         **(given.env(spec, name) if given is not None else {}),
@@ -221,6 +223,15 @@ def component_env(
         "MUSTER_ATTEMPT": str(attempt),
         "MUSTER_COMPONENT": name,
     }
+
+
+def _tracked_as(run_id: str, name: str, env: Mapping[str, str]) -> dict[str, str]:
+    """All attempts are one run of Weights & Biases, for each component its own, unless somebody
+    has said which."""
+    if "WANDB_RUN_ID" in env or "WANDB_RESUME" in env:
+        return {}
+    own = run_id if name == "trainer" else f"{run_id}-{name}"
+    return {"WANDB_RUN_ID": own, "WANDB_RESUME": "allow"}
 
 
 def _is_private(name: str) -> bool:

@@ -157,7 +157,7 @@ class RunSession:
 
     def resume_point(self) -> Path | None:
         """The checkpoint that the next attempt starts from; None for none."""
-        attempts = self.record.attempts
+        attempts = self.record.content.attempts
         return resume_point(self.spec, self.place, attempts) if attempts else None
 
     def begin_attempt(self) -> None:

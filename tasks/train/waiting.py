@@ -22,7 +22,7 @@ from prefect.settings import PREFECT_API_URL, PREFECT_WORKER_PREFETCH_SECONDS
 from prefect.states import Scheduled
 
 from tasks.queue.grants import PENDING_RESOURCES, left_with_its_jobs, sent_back
-from tasks.record.retries import Next, Sequel, decide
+from tasks.record.retries import Next, Sequel, decide, is_unloadable, tries_of
 from tasks.record.states import RunState
 from tasks.server.flow_process import hand_over, started_by_others
 from tasks.server.flow_runs import (
@@ -119,12 +119,13 @@ def _leave_jobs(run: RunSession) -> NoReturn:
 def _decided(run: RunSession) -> Sequel:
     """What follows the attempt that has just ended, noted in the ledger."""
     verdict = run.verdict
-    before = run.record.content.attempts[:-1]
+    attempts = run.record.content.attempts
     sequel = decide(
         verdict,
-        [attempt.failure.kind if attempt.failure else None for attempt in before],
+        tries_of(attempts),
         run.spec.retry_of(verdict.failure.kind) if verdict.failure else None,
         resume_from=str(run.resume_point() or ""),
+        is_unloadable=is_unloadable(run.spec, attempts),
     )
     run.decide(sequel.text)
     return sequel

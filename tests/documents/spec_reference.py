@@ -19,7 +19,7 @@ Schema = Mapping[str, Any]
 #: The path of the top of a spec.
 ROOT = ""
 #: How a part is called whose keys are names that the user gives, and one of a list.
-_ANY_NAME = {"components": "NAME", "retry": "KIND"}
+_ANY_NAME = {"components": "NAME", "retry": "KIND", "rules": "NAME"}
 _ANY_ITEM = "N"
 _UNITS = {"_s": "seconds", "hours": "hours"}
 
@@ -162,7 +162,8 @@ class _Section:
 
     def _mapping(self, key: str, schema: Schema) -> str:
         if key in _ANY_NAME:
-            return f"[mapping by name](#{anchor(f'{key}.{_ANY_NAME[key]}')})"
+            path = ".".join(filter(None, [self.part.path, key, _ANY_NAME[key]]))
+            return f"[mapping by name](#{anchor(path)})"
         rest = schema.get("additionalProperties")
         # A text, or the name of a secret, which its description tells of.
         ways = [rest, *rest.get("anyOf", ())] if isinstance(rest, Mapping) else []

@@ -9,8 +9,9 @@ import pytest
 import yaml
 
 from tasks.record.places import RunPlace
-from tasks.record.retries import latest_checkpoint, resume_point
-from tasks.spec.run import RunSpec
+from tasks.record.retries import is_unloadable, latest_checkpoint, resume_point, tries_of
+from tasks.record.run_json import AttemptRecord
+from tasks.spec.run import Progress, RunSpec
 
 
 def written(root: Path, *paths: str) -> None:
@@ -72,6 +73,9 @@ def test_last_complete_one_of_a_folder(tmp_path: Path, paths: list[str], found: 
         ("latest", "step-000010.npz", ["step-000020.npz"], None),  # what it names is gone
         ("latest", "", ["step-000020.npz"], None),  # a full disk
         ("latest_checkpointed_iteration.txt", "10", ["global_step_20/"], None),
+        # those before what it names were complete before that was begun
+        ("latest", "step-30.pt", ["step-10.pt", "step-20.pt", "step-40.pt"], "step-20.pt"),
+        ("latest_ckpt_global_step.txt", "3", ["global_step_2/", "global_step_4/"], "global_step_2"),
     ],
 )
 def test_pointer_knows_which_one_is_complete(
@@ -123,6 +127,17 @@ def test_folder_whose_name_looks_like_a_pattern_is_a_folder(tmp_path: Path) -> N
     assert latest_checkpoint("runs [old]", tmp_path) == tmp_path / "runs [old]" / "step-1.pt"
 
 
+def attempts(count: int, **of_last: object) -> list[AttemptRecord]:
+    """So many that failed, the last of them as told."""
+    told: list[dict[str, object]] = [{} for _ in range(count)]
+    for last in told[-1:]:
+        last.update(of_last)
+    return [
+        AttemptRecord.model_validate({"number": number, "state": "failed", **more})
+        for number, more in enumerate(told, 1)
+    ]
+
+
 def run_of(tmp_path: Path, checkpoints: str | None, attempts: int) -> tuple[RunSpec, RunPlace]:
     """A run with so many attempts, as its files would tell."""
     trainer = {"command": ["python"], "cwd": str(tmp_path)}
@@ -141,20 +156,20 @@ def run_of(tmp_path: Path, checkpoints: str | None, attempts: int) -> tuple[RunS
 def test_first_attempt_starts_from_nothing(tmp_path: Path) -> None:
     spec, place = run_of(tmp_path, "${run.dir}/checkpoints", 0)
 
-    assert resume_point(spec, place, 0) is None
+    assert resume_point(spec, place, attempts(0)) is None
 
 
 def test_component_that_names_no_checkpoints_starts_from_nothing(tmp_path: Path) -> None:
     spec, place = run_of(tmp_path, None, 2)
 
-    assert resume_point(spec, place, 2) is None
+    assert resume_point(spec, place, attempts(2)) is None
 
 
 def test_folder_of_the_run_is_that_of_all_attempts(tmp_path: Path) -> None:
     spec, place = run_of(tmp_path, "${run.dir}/checkpoints", 2)
     written(place.directory, "checkpoints/step-10.pt")
 
-    assert resume_point(spec, place, 2) == place.directory / "checkpoints" / "step-10.pt"
+    assert resume_point(spec, place, attempts(2)) == place.directory / "checkpoints" / "step-10.pt"
 
 
 def test_attempt_that_came_to_no_checkpoint_leaves_it_at_the_one_before(tmp_path: Path) -> None:
@@ -162,7 +177,7 @@ def test_attempt_that_came_to_no_checkpoint_leaves_it_at_the_one_before(tmp_path
     written(place.attempt(1).directory, "checkpoints/step-30.pt")
     written(place.attempt(2).directory, "checkpoints/step-20.pt")
 
-    found = resume_point(spec, place, 3)
+    found = resume_point(spec, place, attempts(3))
 
     assert found == place.attempt(2).directory / "checkpoints" / "step-20.pt"
 
@@ -171,11 +186,84 @@ def test_relative_place_starts_from_the_component_s_own_directory(tmp_path: Path
     spec, place = run_of(tmp_path, "checkpoints", 1)
     written(tmp_path, "checkpoints/step-1.pt")
 
-    assert resume_point(spec, place, 1) == tmp_path / "checkpoints" / "step-1.pt"
+    assert resume_point(spec, place, attempts(1)) == tmp_path / "checkpoints" / "step-1.pt"
 
 
 def test_attempt_whose_files_are_gone_has_none(tmp_path: Path) -> None:
     spec, place = run_of(tmp_path, "${run.dir}/checkpoints", 1)
     place.attempt(1).spec.write_text("{")
 
-    assert resume_point(spec, place, 1) is None
+    assert resume_point(spec, place, attempts(1)) is None
+
+
+def failed(kind: str, **more: object) -> dict[str, object]:
+    return {"failure": {"kind": kind, "component": "trainer", "message": "it happened"}, **more}
+
+
+def recorded(*attempts: dict[str, object]) -> list[AttemptRecord]:
+    return [
+        AttemptRecord.model_validate({"number": number, "state": "failed", **attempt})
+        for number, attempt in enumerate(attempts, 1)
+    ]
+
+
+def test_a_checkpoint_that_could_not_be_loaded_is_stepped_back_from(tmp_path: Path) -> None:
+    spec, place = run_of(tmp_path, "${run.dir}/checkpoints", 4)
+    folder = place.directory / "checkpoints"
+    written(folder, "step-10.pt", "step-20.pt", "step-30.pt")
+    (folder / "latest").write_text("step-30.pt")
+    first = failed("NODE_LOST", step=35)
+    back = [failed("USER_ERROR", resume_from=str(folder / f"step-{n}.pt")) for n in (30, 20, 10)]
+
+    found = [resume_point(spec, place, recorded(first, *back[:count])) for count in range(4)]
+
+    assert found == [folder / "step-30.pt", folder / "step-20.pt", folder / "step-10.pt", None]
+    spec = spec.model_copy(update={"progress": Progress(jsonl="m", step="step")})
+    assert is_unloadable(spec, recorded(first, back[0]))
+    assert not is_unloadable(spec, recorded(first))
+    assert not is_unloadable(spec, recorded(first, failed("NODE_LOST", resume_from="x")))
+    assert not is_unloadable(spec, recorded(first, *back, back[0])), "it is something else"
+
+
+def test_what_was_trained_anew_since_is_fit_again(tmp_path: Path) -> None:
+    spec, place = run_of(tmp_path, "${run.dir}/checkpoints", 3)
+    folder = place.directory / "checkpoints"
+    written(folder, "step-10.pt", "step-20.pt")
+    unloadable = failed("UNKNOWN", resume_from=str(folder / "step-20.pt"))
+    again = failed("NODE_LOST", resume_from=str(folder / "step-10.pt"), step=25)
+
+    attempts = recorded(failed("NODE_LOST", step=22), unloadable, again)
+
+    assert resume_point(spec, place, attempts) == folder / "step-20.pt"
+
+
+def test_after_an_alarm_a_run_goes_back_to_before_it(tmp_path: Path) -> None:
+    spec, place = run_of(tmp_path, "${run.dir}/checkpoints", 2)
+    folder = place.directory / "checkpoints"
+    written(folder, "step-10.pt", "step-20.pt", "step-30.pt")
+    alarm = {"rule": "kl", "since": 19.0, "step": 24.0}
+    ended = failed("ALARM", step=32, alarms=[alarm])
+
+    assert resume_point(spec, place, recorded(ended)) == folder / "step-10.pt"
+    beyond = failed("NODE_LOST", step=33)
+    assert resume_point(spec, place, recorded(ended, beyond)) == folder / "step-30.pt"
+
+
+@pytest.mark.parametrize(
+    ("attempts", "count"),
+    [
+        ([{"step": 5}], 0),
+        ([{"step": 5}, {"step": 5}], 1),  # none of its steps is new
+        ([{"step": 5}, {}, {"step": 4}], 2),
+        ([{}, {}, {"step": 1}], 0),
+        ([{"step": 5}, {}, {"step": 9}, {}], 1),
+        ([{}, {}, {}], 2),  # of a run whose steps are not known, all
+        ([{"step": 5}, failed("USER_ERROR", resume_from="step-5"), {}], 1),
+    ],
+)
+def test_attempts_count_since_the_last_new_step(
+    attempts: list[dict[str, object]], count: int
+) -> None:
+    told = [{**failed("NODE_LOST"), **attempt} for attempt in attempts]
+
+    assert len(tries_of(recorded(*told))) == count

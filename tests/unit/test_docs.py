@@ -167,6 +167,8 @@ SPECS: Mapping[str, Mapping[str, Any]] = {
     "components.NAME.live": {"components": {"trainer": {"live": {}}}},
     "ray": {"ray": {"address": "http://10.0.0.1:8265"}},
     "gang": {"gang": {"gpus_per_node": 8}},
+    "watch": {"progress": {"jsonl": "metrics.jsonl", "step": "step"}},
+    "watch.rules.NAME": {"progress": {"jsonl": "metrics.jsonl", "step": "step"}},
     "components.NAME": {"gang": {"gpus_per_node": 8}},
 }
 SGLANG = {"components": {"rollout": {"backend": "sglang", "model": "M", "tensor_parallel": 8}}}
@@ -178,7 +180,8 @@ COMMAND = {
 
 
 def with_example(base: Mapping[str, Any], example: spec_reference.Example) -> dict[str, Any]:
-    names = {"NAME": "trainer", "KIND": "NODE_LOST"}
+    # The rule is one of a preset's, so that no key of it must be there.
+    names = {"NAME": "kl" if "rules" in example.part else "trainer", "KIND": "NODE_LOST"}
     steps = [] if example.part == spec_reference.ROOT else example.part.split(".")
     part: dict[str, Any] = {example.key: example.value}
     if example.key == "json" and steps[-1] in ("ready", "live"):

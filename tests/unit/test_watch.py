@@ -1,0 +1,185 @@
+"""Alarms over figures: what each rule finds in the curves of trainings that go well and badly."""
+
+from __future__ import annotations
+
+import math
+import random
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "deployments" / "quickstart"))
+
+from atropos_api import NOT_GENERATED, batch_of
+from copy_task import ANSWER_TOKENS, draw_digits, prompt_of, reward_of
+from grpo import DEFAULT_LEARNING_RATE, initial_state, train_step
+from sampler import Sampler
+
+from tasks.spec.errors import InvalidSpec
+from tasks.spec.run import RunSpec
+from tasks.spec.watch import Alarms, Watch
+
+Lines = Iterable[dict[str, object]]
+
+
+def trained(
+    seed: int, *, steps: int, rate: float = DEFAULT_LEARNING_RATE, reward: float | None = None
+) -> Lines:
+    """The quickstart's figures, without its processes.
+
+    Args:
+        reward: What every answer gets; None: what it deserves.
+    """
+    for_weights, for_sampling = np.random.SeedSequence(seed).spawn(2)
+    state = initial_state(np.random.default_rng(for_weights))
+    sampler = Sampler(state.policy, step=0, rng=np.random.default_rng(for_sampling))
+    rng = random.Random(seed)
+    for _ in range(steps):
+        groups = []
+        for digits in [draw_digits(rng) for _ in range(16)]:
+            prompt = prompt_of(digits)
+            answers = sampler.sample(prompt, count=8, max_tokens=ANSWER_TOKENS)
+            scores = [
+                reward_of(digits, answer.tokens) if reward is None else reward for answer in answers
+            ]
+            groups.append(
+                {
+                    "tokens": [[*prompt, *answer.tokens] for answer in answers],
+                    "masks": [
+                        [NOT_GENERATED] * len(prompt) + [*answer.tokens] for answer in answers
+                    ],
+                    "scores": scores,
+                    "inference_logprobs": [
+                        [1.0] * len(prompt) + [*answer.log_probs] for answer in answers
+                    ],
+                }
+            )
+        state, stats = train_step(state, batch_of(groups, group_size=8), learning_rate=rate)
+        sampler.load(state.policy, step=state.step)
+        yield {"step": state.step, "reward": stats.reward, "entropy": stats.entropy}
+
+
+def raised(lines: Lines, watch: Watch | None = None, workload: str = "grpo") -> dict[str, float]:
+    """By the rule, the step at which it was heard."""
+    alarms = Alarms((watch or Watch()).of(workload))
+    found = [alarm for line in lines for alarm in alarms.take(float(str(line["step"])), line)]
+    assert len({alarm.rule for alarm in found}) == len(found), "one was heard twice"
+    return {alarm.rule: alarm.step for alarm in found}
+
+
+def curve(name: str, values: Iterable[float | str]) -> Lines:
+    return [{"step": step, name: value} for step, value in enumerate(values, 1)]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_good_training_raises_no_alarm(seed: int) -> None:
+    assert raised(trained(seed, steps=60)) == {}
+
+
+@pytest.mark.parametrize("rate", [0.5, 1.0, 5.0, 100.0])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_rate_that_diverges_is_heard_within_fifteen_steps(seed: int, rate: float) -> None:
+    assert raised(trained(seed, steps=15, rate=rate))
+
+
+@pytest.mark.parametrize("reward", [0.0, 0.5, 1.0])
+def test_a_constant_reward_is_heard_within_fifteen_steps(reward: float) -> None:
+    assert raised(trained(0, steps=15, reward=reward)) == {"reward_constant": 10}
+
+
+@pytest.mark.parametrize(
+    ("lines", "found"),
+    [
+        (curve("loss", [1.0, math.nan]), {"loss_not_finite": 2}),
+        (curve("loss", [1.0, "NaN"]), {"loss_not_finite": 2}),
+        (curve("actor/grad_norm", [1.0, math.inf]), {"gradient_not_finite": 2}),
+        (curve("grad_norm", [5e3] * 3), {"gradient": 3}),
+        (curve("grad_norm", [5e3, 1.0] * 20), {}),
+        # verl's own file
+        (
+            [{"step": n, "data": {"actor/ppo_kl": 20.0}} for n in (1, 2, 3)],
+            {"kl": 3},
+        ),
+        (curve("response_length/clip_ratio", [0.95] * 10), {"length": 10}),
+        (curve("frac_reward_zero_std", [1.0] * 10), {"no_variance": 10}),
+        # up, and down again
+        (
+            curve("reward", [*(n / 50 for n in range(50)), *([0.05, 0.07] * 5)]),
+            {"reward_collapsed": 53},
+        ),
+        # it was good from the first step on
+        (curve("reward", [*([0.8, 0.78, 0.82] * 5), *([0.1, 0.12] * 4)]), {"reward_collapsed": 18}),
+        (curve("reward", [-5.0, -4.0, -3.0, -2.0, -1.0, -1.1, -0.9, -1.2, -1.0]), {}),
+    ],
+)
+def test_what_a_curve_raises(lines: Lines, found: dict[str, float]) -> None:
+    assert raised(lines) == found
+
+
+def test_noise_is_no_collapse() -> None:
+    rng = random.Random(7)
+    for mean, spread in ((0.0, 1.0), (0.3, 0.15), (-2.0, 0.5), (10.0, 1.0)):
+        lines = curve("reward", [rng.gauss(mean, spread) for _ in range(2000)])
+        assert raised(lines) == {}, (mean, spread)
+
+
+def test_the_loss_of_a_fine_tuning_that_comes_back_to_where_it_began() -> None:
+    falls = [2.5 * 0.95**n + 0.3 for n in range(60)]
+    lines = curve("train/loss", [*falls, *([4.0] * 12)])
+
+    assert [*raised(lines, workload="sft")] == ["loss_rising"]
+    assert raised(curve("loss", falls), workload="sft") == {}
+
+
+def test_a_way_back_to_a_checkpoint_begins_anew() -> None:
+    lines = [*curve("reward", [0.5] * 9), {"step": 5, "reward": 0.5}]
+
+    assert raised(lines) == {}
+
+
+def test_rules_of_ones_own_stand_beside_the_preset_s() -> None:
+    rules: dict[str, object] = {
+        "reward_collapsed": {"then": "stop"},
+        "entropy_spent": {"metric": "my_entropy", "below": 0.1},
+        "kl": {"metric": ["my_kl"], "above": 0.1, "for_steps": 1, "then": "stop"},
+        "reward_constant": None,
+    }
+    watch = Watch.model_validate({"rules": rules})
+
+    found = watch.of("grpo")
+
+    assert (found["kl"].then, found["length"].then) == ("stop", "tell")
+    assert "reward_constant" not in found
+    collapsed, entropy = found["reward_collapsed"], found["entropy_spent"]
+    assert (collapsed.then, collapsed.loses, len(collapsed.metric) > 1) == ("stop", 0.5, True)
+    assert (entropy.metric, entropy.below, entropy.spent) == (("my_entropy",), 0.1, None)
+    assert raised([{"step": 1, "my_kl": 0.2}], watch) == {"kl": 1}
+    assert Watch.model_validate({"preset": "none"}).of("grpo") == {}
+
+
+@pytest.mark.parametrize(
+    ("watch", "path"),
+    [
+        ({"rules": {"a": {"metric": ["x"]}}}, "watch.rules.a"),
+        ({"rules": {"a": {"metric": ["x"], "above": 1, "below": 2}}}, "watch.rules.a"),
+        ({"rules": {"a": {"above": 1}}}, "watch.rules.a"),
+        ({"rules": {"a": {"metric": ["x"], "loses": 2}}}, "watch.rules.a.loses"),
+        ({"preset": "dpo"}, "watch.preset"),
+        ({"then": "panic"}, "watch.then"),
+    ],
+)
+def test_what_is_wrong_with_a_rule_is_said(watch: dict[str, object], path: str) -> None:
+    spec = {
+        "name": "a",
+        "workload": "grpo",
+        "components": {"trainer": {"command": ["true"]}},
+        "progress": {"jsonl": "m.jsonl", "step": "step"},
+        "watch": watch,
+    }
+    with pytest.raises(InvalidSpec) as refused:
+        RunSpec.model_validate(spec)
+
+    assert [fault.path for fault in refused.value.faults] == [path]
