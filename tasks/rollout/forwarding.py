@@ -12,24 +12,18 @@ import errno
 import json
 import logging
 import re
-import socket
-import struct
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-import aiohttp
-from aiohttp import web
-from aiohttp.http import HttpVersion11
-from aiohttp.web_protocol import RequestPayloadError
 from multidict import CIMultiDict, MultiMapping
 from pydantic_core import from_json
-from yarl import URL
 
 from tasks.rollout.clock import now_s
 from tasks.rollout.fleet import Fleet
+from tasks.rollout.http1 import Answer, Body, HttpRequest, Malformed
 from tasks.rollout.probing import NoReply
 from tasks.rollout.router import (
     LINE_SIZE,
@@ -39,6 +33,7 @@ from tasks.rollout.router import (
     NoEntrypoint,
     WaitingLine,
 )
+from tasks.rollout.upstream import BrokenOff, HttpReply, Unconnected, Unsendable, Upstreams
 
 
 class EntrypointGone(Exception):
@@ -202,7 +197,7 @@ def refusal(
     *,
     is_retryable: bool = False,
     headers: Mapping[str, str] | None = None,
-) -> web.Response:
+) -> Answer:
     """An error answer of the gateway's own, in the form of OpenAI's errors, which its clients show.
 
     Args:
@@ -211,21 +206,29 @@ def refusal(
         is_retryable: the same request may be sent again as it is: nothing of an answer is lost.
     """
     error = {"type": kind, "message": message, "retryable": is_retryable}
-    body = json.dumps({"error": error}).encode()
-    return web.Response(status=status, body=body, headers=headers, content_type="application/json")
+    return answered({"error": error}, status, headers)
 
 
-def nobody(reason: str, kind: str = "no_active_server") -> web.Response:
+def answered(
+    content: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None
+) -> Answer:
+    """With JSON."""
+    head = CIMultiDict(headers or {})
+    head["Content-Type"] = "application/json"
+    return Answer(status, json.dumps(content).encode(), head)
+
+
+def nobody(reason: str, kind: str = "no_active_server") -> Answer:
     """There is no server to send a request to just now."""
     return refusal(503, kind, reason, is_retryable=True, headers=_SOON)
 
 
-def lost(message: str) -> web.Response:
+def lost(message: str) -> Answer:
     """A server took the request and did not answer it to the end."""
     return refusal(502, "server_lost", message, is_retryable=True)
 
 
-def bad(message: str) -> web.Response:
+def bad(message: str) -> Answer:
     """The request itself has to be mended."""
     return refusal(400, "bad_request", message)
 
@@ -311,21 +314,11 @@ class Forwarder:
         self.fleet = fleet
         #: By rank and epoch: pieces of what an incarnation has generated for requests.
         self.tokens: Counter[tuple[int, int]] = Counter()
-        self.client = aiohttp.ClientSession(
-            # Kept for less long than uvicorn does, 5 s, so that it does not close one in use.
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=4),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=rules.connect_s),
-            cookie_jar=aiohttp.DummyCookieJar(),
-            skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
-            auto_decompress=False,
-            trust_env=False,
-            max_line_size=65536,
-            max_field_size=65536,
-        )
+        self.client = Upstreams(rules.connect_s)
         fleet.router.listen(self._entrypoints_gone)
 
-    async def forward(self, request: web.BaseRequest) -> web.StreamResponse:
-        """The answer of a server, or a refusal."""
+    async def forward(self, request: HttpRequest) -> int:
+        """Answer it by a server, or refuse it. Returns: the status."""
         return await _Passage(self, request).run()
 
     def good(self, entrypoint: Entrypoint) -> None:
@@ -347,10 +340,10 @@ class Forwarder:
 class _Passage:
     """One request on its way."""
 
-    def __init__(self, shared: Forwarder, request: web.BaseRequest) -> None:
+    def __init__(self, shared: Forwarder, request: HttpRequest) -> None:
         self._shared = shared
         self._request = request
-        self._target = request.raw_path
+        self._target = request.target
         self._is_generation = is_generation(request.method, self._target, shared.rules.paths)
         self._headers = _without(request.headers, shared.not_passed_on)
         #: None: it is passed on while it arrives, from `_stream`.
@@ -360,21 +353,22 @@ class _Passage:
         self._is_busy_excused = False
         #: A server has begun to answer, so that nobody else may.
         self._has_head = False
-        #: The client's answer, once anything of it was sent.
-        self._begun: web.StreamResponse | None = None
+        #: The client's answer is a stream of events, to which another may be added.
+        self._is_events = False
         self._bad_status = 0
 
-    async def run(self) -> web.StreamResponse:
-        if not self._target.startswith("/"):
-            return bad(f"the target {self._target!r} is no path")
-        if not is_for_servers(self._request.method, self._target, self._shared.rules.paths):
-            return refusal(404, "not_found", f"{self._target.partition('?')[0]} {_NOT_PASSED_ON}")
+    async def run(self) -> int:
+        rules, request = self._shared.rules, self._request
+        if not is_for_servers(request.method, self._target, rules.paths):
+            message = f"{self._target.partition('?')[0]} {_NOT_PASSED_ON}"
+            return request.send(refusal(404, "not_found", message))
         try:
-            await self._receive()
-        except (RequestPayloadError, aiohttp.ClientError) as error:
-            return bad(f"the body can't be read: {error}")
-        rules = self._shared.rules
-        session = session_of(self._request.headers, self._body, by_user=rules.by_user)
+            self._body, is_whole = await request.upto(rules.buffer_bytes)
+        except Malformed as error:
+            return request.send(unreadable(error))
+        if not is_whole:
+            self._stream, self._body = _streamed(self._body, request), None
+        session = session_of(request.headers, self._body, by_user=rules.by_user)
         give_up_at, why, tries = None, "", 0
         while tries < rules.tries:
             tries += 1
@@ -382,20 +376,21 @@ class _Passage:
                 entrypoint = await self._take(session)
             except NoEntrypoint as error:
                 kind = "overloaded" if isinstance(error, LineFull) else "no_active_server"
-                return nobody(f"{error}; before: {why}" if why else str(error), kind)
+                return request.send(nobody(f"{error}; before: {why}" if why else str(error), kind))
             try:
-                answer, why, may_go_on = await self._try(entrypoint)
+                status, why, may_go_on = await self._try(entrypoint)
             finally:
                 self._shared.line.give_back(entrypoint)
-            if answer is not None:
-                return answer
+            if status is not None:
+                return status
             give_up_at = give_up_at or now_s() + rules.retry_for_s
             if self._shared.is_over is not None:
-                return nobody(self._shared.is_over, "stopping")
+                return request.send(nobody(self._shared.is_over, "stopping"))
             if not may_go_on or now_s() > give_up_at:
                 break
             self._tried.add(entrypoint.rank)
-        return lost(f"no answer, tries: {tries} of {rules.tries}, the last one: {why}")
+        why = f"no answer, tries: {tries} of {rules.tries}, the last one: {why}"
+        return request.send(lost(why))
 
     async def _take(self, session: str | None) -> Entrypoint:
         shared, generates = self._shared, self._is_generation
@@ -415,13 +410,13 @@ class _Passage:
             # The routing was closed between its turn and now.
             shared.line.give_back(found)
 
-    async def _try(self, entrypoint: Entrypoint) -> tuple[web.StreamResponse | None, str, bool]:
+    async def _try(self, entrypoint: Entrypoint) -> tuple[int | None, str, bool]:
         """
-        Returns: the answer; without one, why there is none and whether another try may be made.
+        Returns: the answer's status; without one, why, and whether another try may be made.
         """
         try:
             with self._shared.flights.to(entrypoint):
-                answer = await self._once(entrypoint)
+                status = await self._once(entrypoint)
         except EntrypointGone as error:
             if self._has_head:
                 return await self._end(str(error)), "", False
@@ -432,16 +427,19 @@ class _Passage:
         except _OutOfSockets as error:
             remedy = "send fewer at once, or raise its limit of open files (ulimit -n)"
             message = f"{error}: {remedy}"
-            answer = refusal(503, "overloaded", message, is_retryable=True, headers=_SOON)
-            return answer, "", False
+            return self._request.send(nobody(message, "overloaded")), "", False
+        except Unsendable as error:
+            if self._request.is_begun:
+                return await self._end(str(error)), "", False
+            return self._request.send(unreadable(error)), "", False
         except _Broken as error:
             self._shared.failed(entrypoint, error.args[0])
             return await self._end(error.args[0]), "", False
         if self._bad_status:
             self._shared.failed(entrypoint, f"it answered {self._bad_status}")
-        return answer, "", False
+        return status, "", False
 
-    async def _once(self, entrypoint: Entrypoint) -> web.StreamResponse:
+    async def _once(self, entrypoint: Entrypoint) -> int:
         server = await self._ask(entrypoint)
         try:
             if server.status == 503 and self._may_ask_another(entrypoint):
@@ -457,28 +455,28 @@ class _Passage:
         finally:
             server.close()
 
-    async def _ask(self, entrypoint: Entrypoint) -> aiohttp.ClientResponse:
+    async def _ask(self, entrypoint: Entrypoint) -> HttpReply:
         try:
             async with asyncio.timeout(self._shared.rules.head_s):
                 return await self._shared.client.request(
                     self._request.method,
-                    URL(entrypoint.url + self._target, encoded=True),
+                    entrypoint.url,
+                    self._target,
                     headers=self._headers,
-                    data=self._stream if self._body is None else self._body or None,
-                    allow_redirects=False,
+                    body=self._body or b"",
+                    stream=self._stream,
                 )
-        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+        except Unconnected as error:
             if error.errno in _SHORTAGES:
-                raise _OutOfSockets(_said(error)) from error
-            raise _NotBegun(NoReply(f"no connection: {_said(error)}"), is_unsent=True) from error
-        except (aiohttp.ClientConnectionError, OSError, TimeoutError) as error:
-            raise _NotBegun(NoReply(f"no answer: {_said(error)}")) from error
-        except aiohttp.ClientError as error:
-            raise _NotBegun(f"its answer is not HTTP: {_said(error)}") from error
+                raise _OutOfSockets(str(error)) from error
+            raise _NotBegun(NoReply(f"no connection: {error}"), is_unsent=True) from error
+        except (BrokenOff, TimeoutError) as error:
+            raise _NotBegun(NoReply(f"no answer: {error or type(error).__name__}")) from error
+        except Malformed as error:
+            raise _NotBegun(f"its answer is not HTTP: {error}") from error
 
-    async def _answer(
-        self, server: aiohttp.ClientResponse, entrypoint: Entrypoint
-    ) -> web.StreamResponse:
+    async def _answer(self, server: HttpReply, entrypoint: Entrypoint) -> int:
+        request, content = self._request, server.content
         headers = _without(server.headers, _HOP_BY_HOP)
         headers["X-Muster-Rank"] = str(entrypoint.rank)
         headers["X-Muster-Engine"] = str(entrypoint.engine)
@@ -488,37 +486,41 @@ class _Passage:
         is_generated = self._is_generation and server.status < 400
         if (length := server.content_length) is not None and length <= _WHOLE_BYTES:
             body = b""
-            while piece := await self._piece(server):
+            while piece := await self._piece(content):
                 body = body + piece if body else piece
             if body and is_generated:
                 self._shared.good(entrypoint)
-            return web.Response(
-                status=server.status, reason=server.reason, headers=headers, body=body
-            )
-        answer = web.StreamResponse(status=server.status, reason=server.reason, headers=headers)
+            return request.send(Answer(server.status, body, headers, server.reason))
+        media_type = headers.get("Content-Type", "").partition(";")[0].strip().lower()
+        self._is_events = length is None and media_type == "text/event-stream"
         try:
-            self._begun = answer
-            await answer.prepare(self._request)
-            while piece := await self._piece(server):
+            request.begin(server.status, server.reason, headers)
+            if content.is_waiting:
+                request.flush()
+            last = b""
+            while piece := await self._piece(content):
                 # What begins with a colon is a comment that keeps an event stream open.
                 if is_generated and not piece.startswith(b":"):
                     self._shared.good(entrypoint)
-                await answer.write(piece)
-            if answer.content_type == "text/event-stream":
+                if content.is_complete:
+                    last = piece
+                    break
+                await request.write(piece)
+            if self._is_events:
                 # A comment, which readers of events leave out: a sync may have come in between.
                 version = self._shared.fleet.version_of(entrypoint.engine)
-                await answer.write(f": X-Muster-Version: {version}\n\n".encode())
-            await answer.write_eof()
+                last += f": X-Muster-Version: {version}\n\n".encode()
+            request.end(last)
         except ConnectionError:
             pass  # the client has left; there is nobody to tell
-        return answer
+        return server.status
 
-    async def _piece(self, server: aiohttp.ClientResponse) -> bytes:
+    async def _piece(self, content: Body) -> bytes:
         """What has arrived, empty at the end."""
         try:
-            return await server.content.readany()
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise _Broken(NoReply(f"its answer broke off: {_said(error)}")) from error
+            return await content.readany()
+        except (BrokenOff, Malformed) as error:
+            raise _Broken(NoReply(f"its answer broke off: {error}")) from error
 
     def _may_ask_another(self, entrypoint: Entrypoint) -> bool:
         """503 says that a server did not begin to work on it, so that one other may be asked."""
@@ -530,59 +532,29 @@ class _Passage:
             and any(one.rank not in tried for one in self._shared.router.entrypoints)
         )
 
-    async def _receive(self) -> None:
-        request, most = self._request, self._shared.rules.buffer_bytes
-        if not request.body_exists:
-            return
-        if request.headers.get("Expect", "").lower() == "100-continue":
-            await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-            request.writer.output_size = 0  # nothing of the answer itself
-        pieces: list[bytes] = []
-        size = 0
-        if (request.content_length or 0) <= most:
-            while piece := await request.content.readany():
-                pieces.append(piece)
-                size += len(piece)
-                if size > most:
-                    break
-            else:
-                self._body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
-                return
-        self._body = None
-        self._stream = _streamed(pieces, request.content)
-
-    async def _end(self, why: str) -> web.StreamResponse:
+    async def _end(self, why: str) -> int:
         """The server's answer broke off: say so, or, where some of it was sent, cut the connection.
 
         A client sees an answer that is not complete, and a stream's last event says why.
         """
-        answer, transport = self._begun, self._request.transport
-        if answer is None:
-            return lost(why)
-        if transport is None or transport.is_closing():
-            return answer
-        with suppress(ConnectionError, TimeoutError, RuntimeError):
-            if answer.content_type == "text/event-stream" and answer.prepared:
-                async with asyncio.timeout(_LAST_WORDS_S):
-                    # The last event of the stream may be incomplete.
-                    await answer.write(f"\n\nevent: error\ndata: {lost(why).text}\n\n".encode())
-        if answer.content_length is None and self._request.version < HttpVersion11:
-            # Its end is the connection's: only a reset tells that this is not all.
-            connection: socket.socket = transport.get_extra_info("socket")
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            transport.abort()
-        else:
-            transport.close()
-            asyncio.get_running_loop().call_later(_LAST_WORDS_S, transport.abort)
-        return answer
+        request = self._request
+        if not request.is_begun:
+            return request.send(lost(why))
+        with suppress(ConnectionError, TimeoutError):
+            async with asyncio.timeout(_LAST_WORDS_S):
+                # The last event of the stream may be incomplete.
+                last = f"\n\nevent: error\ndata: {lost(why).text}\n\n".encode()
+                await request.cut(last if self._is_events else b"")
+        return 200
 
 
-def _said(error: BaseException) -> str:
-    return str(error) or type(error).__name__
+def unreadable(error: Exception) -> Answer:
+    return bad(f"the body can't be read: {error}")
 
 
-async def _streamed(pieces: list[bytes], rest: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    for piece in pieces:
-        yield piece
-    while piece := await rest.readany():
+async def _streamed(begun: bytes, request: HttpRequest) -> AsyncIterator[bytes]:
+    if begun:
+        yield begun
+    request.go_on()
+    while piece := await request.content.readany():
         yield piece

@@ -10,16 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import json
 import logging
 import os
 import re
 from collections.abc import Coroutine, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
-from weakref import WeakKeyDictionary
 
-from aiohttp import web
+from multidict import CIMultiDict
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -28,7 +26,16 @@ from tasks.processes.ports import user_of_connection
 from tasks.rollout.building import is_loopback
 from tasks.rollout.clock import now_s
 from tasks.rollout.fleet import Fleet
-from tasks.rollout.forwarding import Forwarder, RequestRules, bad, nobody, refusal
+from tasks.rollout.forwarding import (
+    Forwarder,
+    RequestRules,
+    answered,
+    bad,
+    nobody,
+    refusal,
+    unreadable,
+)
+from tasks.rollout.http1 import Answer, HttpRequest, Malformed, ServerConnection
 from tasks.rollout.metrics import Metrics
 from tasks.rollout.sync import InFlight, NoSuchSync
 from tasks.rollout.topology import Ask
@@ -62,14 +69,14 @@ class Access:
 
     def refusal(
         self, headers: Mapping[str, str], *, is_order: bool = False, is_own: bool = True
-    ) -> web.Response | None:
+    ) -> Answer | None:
         """Why a request with these headers is refused; None: it is not.
 
         Args:
             is_order: it would change the fleet. Without a token, a browser on this machine that
                 shows a foreign page must not be able to send it: neither across origins nor by a
                 foreign name that resolves to this machine.
-            is_own: see `Callers`.
+            is_own: see `_is_own`.
         """
         if self._token is not None:
             scheme, _, given = headers.get("Authorization", "").partition(" ")
@@ -118,34 +125,25 @@ def _host_of(url: str) -> str:
         return ""
 
 
-class Callers:
-    """Knows whose programs have opened connections on loopback, by the word of the kernel."""
-
-    def __init__(self) -> None:
-        self._is_own: WeakKeyDictionary[asyncio.BaseTransport, bool] = WeakKeyDictionary()
-
-    def is_own(self, transport: asyncio.BaseTransport | None) -> bool:
-        """Whether a program of this user has it, or of root; so too where the kernel doesn't say.
-        Not one that has closed it already, which could have been anybody's."""
-        if transport is None:
-            return False
-        known = self._is_own.get(transport)
-        if known is None:
-            ends = (transport.get_extra_info(end)[:2] for end in ("peername", "sockname"))
-            try:
-                known = user_of_connection(*ends) in (os.geteuid(), 0)
-            except OSError as error:
-                _log.debug("whose a connection is, is not known: %s", error)
-                known = True
-            self._is_own[transport] = known
-        return known
+def _is_own(connection: ServerConnection) -> bool:
+    """Whether a program of this user has opened it on loopback, by the word of the kernel, or one
+    of root; so too where the kernel doesn't say. Not one that has closed it already, which could
+    have been anybody's."""
+    if connection.is_own is None:
+        ends = (connection.transport.get_extra_info(end)[:2] for end in ("peername", "sockname"))
+        try:
+            connection.is_own = user_of_connection(*ends) in (os.geteuid(), 0)
+        except OSError as error:
+            _log.debug("whose a connection is, is not known: %s", error)
+            connection.is_own = True
+    return connection.is_own
 
 
 _log = logging.getLogger(__name__)
 
 PREFIX = "/muster"
-#: Of an order.
-_LONGEST_S = 86_400.0
+#: Of an order, in seconds and in bytes.
+_LONGEST_S, _LONGEST_ORDER = 86_400.0, 1024 * 1024
 
 
 class _Order(BaseModel):
@@ -256,31 +254,29 @@ _WITH_ID = re.compile(f"((?:{_ROLLOUT}/sync|{_ROLLOUT}/engines|{WORKERS})/)([^/]
 class Orders:
     """Answers the requests below `/muster` and `/workers`."""
 
-    def __init__(self, fleet: Fleet, access: Access, callers: Callers) -> None:
-        self._fleet = fleet
-        self._access, self._callers = access, callers
+    def __init__(self, fleet: Fleet, access: Access) -> None:
+        self._fleet, self._access = fleet, access
         #: Orders that are being carried out, kept from the garbage collector.
         self._under_way: set[asyncio.Task[Mapping[str, Any]]] = set()
 
-    async def answer(self, request: web.BaseRequest) -> web.Response:
+    async def answer(self, request: HttpRequest) -> Answer:
         """An answer to any request whose path begins with `/muster` or `/workers`."""
-        path = request.raw_path.partition("?")[0].rstrip("/")
+        path = request.target.partition("?")[0].rstrip("/")
         if path == f"{PREFIX}/health" and request.method in ("GET", "HEAD"):
             # To anybody: who asks whether a component lives, as a supervisor does, has no token,
             # and this tells nothing else.
-            return _json({"ok": True, "ready": self._fleet.has_started})
+            return answered({"ok": True, "ready": self._fleet.has_started})
         id = ""
         if named := _WITH_ID.fullmatch(path):
             id, path = named[2], f"{named[1]}ID{named[3]}"
         is_asked = request.method in ("GET", "HEAD") and path in (_ROLLOUT, WORKERS)
         method = None if is_asked else _PATHS.get(path)
-        is_own = self._callers.is_own(request.transport)
-        is_order = method is not None
+        is_order, is_own = method is not None, _is_own(request.wire)
         refused = self._access.refusal(request.headers, is_order=is_order, is_own=is_own)
         if refused is not None:
             return refused
         if is_asked:
-            return _json(self._fleet.workers() if path == WORKERS else self._fleet.snapshot())
+            return answered(self._fleet.workers() if path == WORKERS else self._fleet.snapshot())
         if method is not None:
             if request.method != method:
                 return refusal(405, "bad_request", f"{path} takes {method} only")
@@ -296,19 +292,22 @@ class Orders:
             task.cancel()
         await asyncio.gather(*self._under_way, return_exceptions=True)
 
-    async def _obey(self, model: type[_Order], request: web.BaseRequest, id: str) -> web.Response:
+    async def _obey(self, model: type[_Order], request: HttpRequest, id: str) -> Answer:
         try:
-            order = model.model_validate_json((await request.read()).strip() or b"{}")
-        except web.HTTPRequestEntityTooLarge:
-            return bad(f"an order has at most {request.client_max_size} bytes")
+            body, is_whole = await request.upto(_LONGEST_ORDER)
+            if not is_whole:
+                return bad(f"an order has at most {_LONGEST_ORDER} bytes")
+            order = model.model_validate_json(body.strip() or b"{}")
+        except Malformed as error:
+            return unreadable(error)
         except ValidationError as error:
             return refusal(422, "bad_request", _faults(model, error))
         carried_out: Coroutine[Any, Any, Mapping[str, Any]] = order.obey(self._fleet, id)
-        task = asyncio.create_task(carried_out, name=request.raw_path)
+        task = asyncio.create_task(carried_out, name=request.target)
         self._under_way.add(task)
         task.add_done_callback(self._under_way.discard)
         try:
-            return _json(await asyncio.shield(task), model.status)
+            return answered(await asyncio.shield(task), model.status)
         except KeyError as error:
             return refusal(422, "bad_request", str(error.args[0]))
         except NoSuchSync as error:
@@ -317,13 +316,13 @@ class Orders:
             return refusal(409, "refused", str(error))
         except asyncio.CancelledError:
             if not task.done():
-                _log.warning("the client of %s has left; the order goes on", request.raw_path)
+                _log.warning("the client of %s has left; the order goes on", request.target)
                 task.add_done_callback(_log_end)
             elif task.cancelled():
                 return refusal(503, "stopping", "the fleet is being stopped")
             raise
         except Exception as error:
-            _log.exception("the order %s failed", request.raw_path)
+            _log.exception("the order %s failed", request.target)
             message = f"{type(error).__name__}: {error}; the fleet's log has the details"
             return refusal(500, "failed", message)
 
@@ -344,11 +343,6 @@ def _log_end(task: asyncio.Task[Mapping[str, Any]]) -> None:
     """Of an order whose client has left, so that nobody else hears of it."""
     if not task.cancelled() and (error := task.exception()) is not None:
         _log.error("the order %s, whose client has left, failed", task.get_name(), exc_info=error)
-
-
-def _json(content: Mapping[str, Any], status: int = 200) -> web.Response:
-    body = json.dumps(content).encode()
-    return web.Response(body=body, status=status, content_type="application/json")
 
 
 _OWN = re.compile(f"({PREFIX}|{WORKERS})([/?]|$)")
@@ -386,14 +380,13 @@ class Gateway:
         rules: RequestRules | None = None,
     ) -> None:
         self._access = Access(host, token, order_token)
-        self._callers = Callers()
-        self._orders = Orders(fleet, self._access, self._callers)
+        self._orders = Orders(fleet, self._access)
         self._fleet = fleet
         self._is_token_own = token is not None
         self._host, self._port = host, port
         self._rules = rules or RequestRules()
         self._listener: asyncio.Server | None = None
-        self._connections: web.Server | None = None
+        self._connections: set[ServerConnection] = set()
         self._forwarder: Forwarder | None = None
         self._metrics: Metrics | None = None
         self._under_way = 0
@@ -423,17 +416,12 @@ class Gateway:
         self._metrics = Metrics(
             self._fleet, line=self._forwarder.line, pieces=self._forwarder.tokens
         )
-        self._connections = web.Server(
-            self._handle,
-            handler_cancellation=True,  # a client that leaves ends its request
-            access_log=None,
-            auto_decompress=False,
-            max_line_size=65536,
-            max_field_size=65536,
-        )
         try:
             self._listener = await asyncio.get_running_loop().create_server(
-                self._connections, self._host, self._port, backlog=_BACKLOG
+                lambda: ServerConnection(self._handle, _refused, self._connections),
+                self._host,
+                self._port,
+                backlog=_BACKLOG,
             )
         except BaseException:
             await self._forwarder.client.close()
@@ -445,13 +433,13 @@ class Gateway:
 
         Returns within the grace period and a few seconds. Safe before `start` and twice.
         """
-        forwarder, connections, listener = self._forwarder, self._connections, self._listener
-        self._listener = None
-        if forwarder is None or connections is None or listener is None:
+        forwarder, listener, self._listener = self._forwarder, self._listener, None
+        if forwarder is None or listener is None:
             return
         forwarder.is_over = _STOPPING
         listener.close()
-        connections.pre_shutdown()  # no request is under way there, or no other follows
+        for connection in tuple(self._connections):
+            connection.finish()
         try:
             if self._under_way:
                 await asyncio.wait_for(self._idle.wait(), grace_s)
@@ -460,12 +448,36 @@ class Gateway:
         finally:
             forwarder.flights.abort_all()
             await self._orders.stop()
-            await connections.shutdown(_CUT_WITHIN_S)
+            if tasks := [one.task for one in self._connections if one.task is not None]:
+                _, late = await asyncio.wait(tasks, timeout=_CUT_WITHIN_S)
+                for task in late:
+                    task.cancel()
+                await asyncio.gather(*late, return_exceptions=True)
+            for connection in tuple(self._connections):
+                connection.transport.close()
             await forwarder.client.close()
 
-    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        assert self._forwarder is not None
-        path = request.raw_path
+    async def _handle(self, request: HttpRequest) -> None:
+        answer = await self._own_answer(request)
+        if answer is not None:
+            request.send(answer)
+            return
+        assert self._metrics is not None and self._forwarder is not None
+        self._under_way += 1
+        self._idle.clear()
+        status, began_s = _CLIENT_LEFT, now_s()
+        try:
+            status = await self._forwarder.forward(request)
+        finally:
+            self._metrics.ended(status, now_s() - began_s)
+            self._under_way -= 1
+            if not self._under_way:
+                self._idle.set()
+
+    async def _own_answer(self, request: HttpRequest) -> Answer | None:
+        """None: it is for a server."""
+        assert self._metrics is not None and self._forwarder is not None
+        path = request.target
         if _OWN.match(path):
             return await self._orders.answer(request)
         if path.partition("?")[0] == "/health" and request.method in ("GET", "HEAD"):
@@ -473,28 +485,17 @@ class Gateway:
             # To anybody, as its own.
             router = self._forwarder.router
             is_well = router.entrypoints or router.is_closed
-            return _json({"status": "ok"}) if is_well else nobody("no engine serves")
-        is_own = self._is_token_own or self._callers.is_own(request.transport)
+            return answered({"status": "ok"}) if is_well else nobody("no engine serves")
+        is_own = self._is_token_own or _is_own(request.wire)
         if (refused := self._access.refusal(request.headers, is_own=is_own)) is not None:
             return refused
         if self._forwarder.is_over is not None:
-            answer = nobody(self._forwarder.is_over, "stopping")
-            answer.force_close()
-            return answer
-        assert self._metrics is not None
+            return nobody(self._forwarder.is_over, "stopping")
         if path == "/metrics" and request.method == "GET":
-            return web.Response(
-                body=self._metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST}
-            )
-        self._under_way += 1
-        self._idle.clear()
-        status, began_s = _CLIENT_LEFT, now_s()
-        try:
-            passed = await self._forwarder.forward(request)
-            status = passed.status
-            return passed
-        finally:
-            self._metrics.ended(status, now_s() - began_s)
-            self._under_way -= 1
-            if not self._under_way:
-                self._idle.set()
+            kind = CIMultiDict({"Content-Type": CONTENT_TYPE_LATEST})
+            return Answer(200, self._metrics.text(), kind)
+        return None
+
+
+def _refused(status: int, why: str) -> Answer:
+    return refusal(status, "failed" if status == 500 else "bad_request", why)

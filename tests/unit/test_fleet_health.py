@@ -10,11 +10,11 @@ from random import Random
 from typing import Any
 
 import pytest
-from aiohttp.test_utils import make_mocked_request
 from multidict import CIMultiDict
 
 from tasks.record.states import GroupState
 from tasks.rollout.forwarding import ANY_PATH, Forwarder, RequestRules, is_generation
+from tasks.rollout.http1 import HttpRequest
 from tasks.rollout.probing import NoReply
 from tests.support.fleet_clock import in_virtual_time, now_s, run
 from tests.support.fleet_fakes import Stage, serving
@@ -42,7 +42,7 @@ async def every(seconds: float, piece: bytes) -> AsyncIterator[bytes]:
 
 @dataclass(kw_only=True)
 class Answer:
-    """Of a server, as aiohttp's client gives it; what is not `whole` never ends."""
+    """Of a server, as `Upstreams` gives it; what is not `whole` never ends."""
 
     status: int = 200
     whole: bytes | None = None
@@ -53,6 +53,7 @@ class Answer:
     def __post_init__(self) -> None:
         self.content = self
         self.content_length = None if self.whole is None else len(self.whole)
+        self.is_waiting, self.is_complete = True, False
         self._left = self._all()
 
     async def _all(self) -> AsyncIterator[bytes]:
@@ -73,6 +74,22 @@ class Answer:
         pass
 
 
+class Unheard(HttpRequest):
+    """Has no body, and nobody reads the answer."""
+
+    async def upto(self, most: int) -> tuple[bytes, bool]:
+        return b"", True
+
+    def _begin(self, *_: Any) -> None:
+        self.is_begun = True
+
+    def _put(self, data: bytes) -> None:
+        pass
+
+    async def write(self, piece: bytes) -> None:
+        pass
+
+
 class Clients:
     """Send requests through the gateway's forwarding to servers that answer as a test says."""
 
@@ -89,7 +106,9 @@ class Clients:
             return Answer(**answer)
 
         self.forwarder.client.request = answered  # type: ignore[method-assign,assignment]
-        request = make_mocked_request(method, path)
+        request = Unheard(
+            wire=None, method=method, target=path, headers=CIMultiDict(), content=None
+        )
         self.tasks.append(asyncio.create_task(self.forwarder.forward(request)))
 
 

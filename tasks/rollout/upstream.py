@@ -1,0 +1,295 @@
+"""Connections to servers, kept for the next request, each with one answer under way."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from functools import partial
+
+import httptools
+from multidict import CIMultiDict
+
+from tasks.rollout.http1 import LAST_CHUNK, TEXT, Body, Malformed, Wire, chunk, head_of
+
+#: Less long than uvicorn keeps one, 5 s, so that it does not close one in use.
+_KEPT_S = 4.0
+#: Answers with a status below 200 that may come before the one that counts.
+_MOST_INTERIM = 16
+#: Say that theirs is empty.
+_WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
+_CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
+
+
+class Unconnected(Exception):
+    """There is no connection to a server, so that nothing of a request has left.
+
+    Args:
+        error: why.
+    """
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__(str(error) or type(error).__name__)
+        self.errno = error.errno
+
+
+class BrokenOff(Exception):
+    """The connection was lost before the answer was complete."""
+
+
+class Unsendable(Exception):
+    """The client's body, which is sent while it arrives, has no good end."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class HttpReply:
+    """A server's answer, whose head has come."""
+
+    status: int
+    reason: str
+    headers: CIMultiDict[str]
+    #: Of the body, in bytes; None: it shows at its end.
+    content_length: int | None
+    content: Body
+    connection: _Connection
+
+    def close(self) -> None:
+        """Cut what is still to come; a connection on which nothing is gets the next request."""
+        self.connection.done()
+
+
+class Upstreams:
+    """Asks servers.
+
+    Args:
+        connect_s: until a connection is made.
+    """
+
+    def __init__(self, connect_s: float) -> None:
+        self._connect_s = connect_s
+        #: By server, the one that was used last at the end.
+        self._idle: dict[str, list[_Connection]] = {}
+        self._sweep: asyncio.TimerHandle | None = None
+        self._is_closed = False
+
+    async def request(
+        self,
+        method: str,
+        url: str,
+        target: str,
+        *,
+        headers: CIMultiDict[str],
+        body: bytes = b"",
+        stream: AsyncIterator[bytes] | None = None,
+    ) -> HttpReply:
+        """The answer once its head has come; to be closed. A cancel cuts the connection.
+
+        Args:
+            url: `http://host:port`.
+            stream: in place of a body; in chunks, where the headers give no Content-Length.
+
+        Raises: Unconnected, BrokenOff, Unsendable; Malformed, when the answer is not HTTP.
+        """
+        connection = self._kept(url) or await self._connected(url)
+        try:
+            return await connection.ask(method, target, headers, body, stream)
+        except BaseException:
+            connection.transport.abort()
+            raise
+
+    async def close(self) -> None:
+        self._is_closed = True
+        if self._sweep is not None:
+            self._sweep.cancel()
+        for connection in [one for kept in self._idle.values() for one in kept]:
+            connection.transport.abort()
+
+    def keep(self, connection: _Connection) -> None:
+        """It is free for another request."""
+        if self._is_closed:
+            connection.transport.abort()
+            return
+        loop = asyncio.get_running_loop()
+        connection.idle_since_s = loop.time()
+        self._idle.setdefault(connection.url, []).append(connection)
+        if self._sweep is None:
+            self._sweep = loop.call_later(_KEPT_S, self._close_old)
+
+    def forget(self, connection: _Connection) -> None:
+        """It is lost."""
+        kept = self._idle.get(connection.url, [])
+        if connection in kept:
+            kept.remove(connection)
+
+    def _kept(self, url: str) -> _Connection | None:
+        kept = self._idle.get(url)
+        oldest_s = asyncio.get_running_loop().time() - _KEPT_S
+        while kept:
+            connection = kept.pop()
+            if connection.idle_since_s > oldest_s and not connection.transport.is_closing():
+                return connection
+            connection.transport.abort()
+        return None
+
+    async def _connected(self, url: str) -> _Connection:
+        host, _, port = url.removeprefix("http://").rpartition(":")
+        try:
+            async with asyncio.timeout(self._connect_s):
+                _, connection = await asyncio.get_running_loop().create_connection(
+                    partial(_Connection, self, url), host.strip("[]"), int(port)
+                )
+        except OSError as error:
+            raise Unconnected(error) from error
+        return connection
+
+    def _close_old(self) -> None:
+        loop = asyncio.get_running_loop()
+        oldest_s = loop.time() - _KEPT_S
+        for url, kept in tuple(self._idle.items()):
+            for connection in tuple(kept):
+                if connection.idle_since_s <= oldest_s:
+                    kept.remove(connection)
+                    connection.transport.abort()
+            if not kept:
+                del self._idle[url]
+        self._sweep = loop.call_later(_KEPT_S, self._close_old) if self._idle else None
+
+
+class _Connection(Wire):
+    """To one server."""
+
+    def __init__(self, pool: Upstreams, url: str) -> None:
+        super().__init__()
+        self._pool, self.url = pool, url
+        self._host = url.removeprefix("http://")
+        self.idle_since_s = 0.0
+        self._is_head = False
+        #: Of the answer that is waited for.
+        self._reply: asyncio.Future[HttpReply] | None = None
+        self._content: Body | None = None
+        self._ends_with_connection = False
+        self._interim = 0
+        #: The next request may come.
+        self._is_kept = False
+        self._sending: asyncio.Task[None] | None = None
+
+    async def ask(
+        self,
+        method: str,
+        target: str,
+        headers: CIMultiDict[str],
+        body: bytes,
+        stream: AsyncIterator[bytes] | None,
+    ) -> HttpReply:
+        """See `Upstreams.request`."""
+        loop = asyncio.get_running_loop()
+        self._parser = httptools.HttpResponseParser(self)
+        self._is_head = method == "HEAD"
+        self._content, self._interim, self._is_kept = None, 0, False
+        self._reply = loop.create_future()
+        sent = CIMultiDict(headers, Host=self._host)
+        is_chunked = stream is not None and "Content-Length" not in headers
+        if is_chunked:
+            sent["Transfer-Encoding"] = "chunked"
+        elif stream is None and (body or "Content-Length" in headers or method in _WITH_BODY):
+            sent["Content-Length"] = str(len(body))
+        self.transport.write(head_of(f"{method} {target} HTTP/1.1", sent) + body)
+        if stream is not None:
+            self._sending = loop.create_task(self._send(stream, is_chunked=is_chunked))
+        return await self._reply
+
+    def done(self) -> None:
+        """The answer is not read any more."""
+        is_sent = self._sending is None or self._sending.done()
+        is_done = is_sent and self._content is not None and self._content.is_complete
+        if self._is_kept and is_done and not self._holds:
+            self._pool.keep(self)
+        else:
+            self.transport.abort()
+        self._content = self._reply = None
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if self._sending is not None:
+            self._sending.cancel()
+        if self._reply is None:
+            self._pool.forget(self)
+        elif exc is None and self._ends_with_connection and self._content is not None:
+            self._content.end()
+        else:
+            self._fail(BrokenOff(str(exc or "the server has closed the connection")))
+
+    def data_received(self, data: bytes) -> None:
+        if self._reply is None:
+            self.transport.abort()  # nothing was asked
+        elif (fault := self._feed(self._parser, data)) is not None:
+            self._is_kept = False
+            self._fail(fault)
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._is_kept = False  # more than one answer came
+
+    def on_headers_complete(self) -> None:
+        headers, length = self._framed()
+        status = self._parser.get_status_code()
+        if self._content is not None:
+            raise Malformed("a second answer came")
+        if _CONTROL.search(self._line) is not None:
+            raise Malformed("its status line holds a control character")
+        if status < 200:
+            self._interim += 1
+            if status == 101 or length or "Transfer-Encoding" in headers:
+                raise Malformed(f"a {status} that nobody asked for")
+            if self._interim > _MOST_INTERIM:
+                raise Malformed(f"more than {_MOST_INTERIM} answers below 200")
+            return
+        self._content = Body(self)
+        is_bare = self._is_head or status in (204, 304)
+        is_chunked = "Transfer-Encoding" in headers
+        self._ends_with_connection = not (is_bare or is_chunked) and length is None
+        self._is_kept = self._parser.should_keep_alive() and not self._ends_with_connection
+        if self._reply is not None and not self._reply.done():
+            self._reply.set_result(
+                HttpReply(
+                    status=status,
+                    reason=self._line.decode(*TEXT),
+                    headers=headers,
+                    content_length=0 if is_bare else length,
+                    content=self._content,
+                    connection=self,
+                )
+            )
+        if self._is_head:
+            self._content.end()
+
+    def on_body(self, piece: bytes) -> None:
+        if self._is_head:
+            self._is_kept = False
+        elif self._content is not None:
+            self._content.feed(piece)
+
+    def on_message_complete(self) -> None:
+        if self._content is not None:
+            self._content.end()
+
+    async def _send(self, pieces: AsyncIterator[bytes], *, is_chunked: bool) -> None:
+        try:
+            async for piece in pieces:
+                self.transport.write(chunk(piece) if is_chunked else piece)
+                await self.drain()
+        except ConnectionError:
+            return  # which the answer tells
+        except Malformed as error:
+            self._fail(Unsendable(str(error)))
+            self.transport.abort()
+            return
+        if is_chunked:
+            self.transport.write(LAST_CHUNK)
+
+    def _fail(self, error: Exception) -> None:
+        if self._reply is not None and not self._reply.done():
+            self._reply.set_exception(error)
+        elif self._content is not None and not self._content.is_complete:
+            self._content.end(error)
