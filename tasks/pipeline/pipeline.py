@@ -49,7 +49,7 @@ from tasks.pipeline.stage_runs import (
 )
 from tasks.record.places import RunPlace
 from tasks.record.retries import handed_on
-from tasks.server.artifacts import FlowArtifacts
+from tasks.server.artifacts import FlowArtifacts, submitted_code
 from tasks.server.flow_process import (
     end_on_signals,
     ended_from_outside,
@@ -413,6 +413,21 @@ def open_pipeline(spec: PipelineSpec) -> Iterator[Pipeline]:
         yield line
 
 
+def with_code(client: SyncPrefectClient | None, pipeline: PipelineSpec, root: Path) -> PipelineSpec:
+    """The pipeline with the code of the project in each spec that stands in it.
+
+    Raises: InvalidSpec, NoCode, OSError.
+    """
+    written = pipeline.written()
+    own: str | None = None
+    for spec in filter(None, (stage.get("spec") for stage in written["stages"])):
+        if spec.get("code") is None:
+            own = spec["code"] = own or submitted_code(client, None, root)
+        else:
+            submitted_code(client, spec["code"], root)
+    return PipelineSpec.model_validate(written)
+
+
 _NO_QUEUE = """\
 A pipeline's runs go through the queue of a Prefect server, and PREFECT_API_URL names none.
 Start one: muster up
@@ -451,6 +466,8 @@ def run_pipeline(
                 spec = parse_pipeline(flow_run.parameters.get("spec"), overrides)
             assert spec is not None
             with talking_to(api_url) as client:
+                if path:
+                    spec = with_code(client, spec, Path.cwd())
                 with_specs(spec, _specs_of_deployments(client, spec))
             if flow_run is not None:
                 state = _resumed(pipeline, api_url, flow_run, spec)

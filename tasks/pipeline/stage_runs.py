@@ -29,6 +29,7 @@ from prefect.states import Cancelling, Failed, Pending, Scheduled
 from tasks.server.flow_runs import flow_runs_of, refusal_of
 from tasks.spec.errors import MusterError
 from tasks.spec.pipeline import STAGE_DEPLOYMENT, Stage
+from tasks.spec.run import LIVE
 
 
 class Ending(Enum):
@@ -203,14 +204,15 @@ def create_stage_run(
         name=stage.name if number == 1 else f"{stage.name}, try {number}",
         state=Pending(),
     )
+    is_kept = spec.get("code") not in (None, LIVE)
     try:
         run = client.create_flow_run_from_deployment(
             deployment.id,
             parameters={"spec": dict(spec)},
             state=Scheduled(),
             tags=tags,
-            # What a deployment of its own says stays as it is.
-            job_variables=None if stage.deployment else {"working_dir": str(Path.cwd())},
+            # What a deployment of its own says stays as it is, and a code is taken to any folder.
+            job_variables=None if stage.deployment or is_kept else {"working_dir": str(Path.cwd())},
             idempotency_key=idempotency_key(str(pipeline), stage.name, number),
             parent_task_run_id=task_run.id,
         )

@@ -43,7 +43,7 @@ _OF_JOBS = ("submission_id", "address", "status", "nodes", "gpus", "unseen")
 #: Of those before the last so many, a record has in brief what became of them.
 _WHOLE_ATTEMPTS = 100
 #: What of an attempt is not written where there is none.
-_IF_ANY = ("metrics", "alarms", "step")
+_IF_ANY = ("metrics", "alarms", "step", "provenance")
 #: How a file without attempts says so.
 _NONE = '\n  "attempts": []'
 _OPEN = (RunState.ADMITTED, RunState.STARTING, RunState.RUNNING)
@@ -124,6 +124,8 @@ class AttemptRecord(Recorded):
     alarms: tuple[AlarmRecord, ...] = ()
     #: The last step that it has made; not written where none is known.
     step: float | None = None
+    #: What it was made of otherwise than the run's first one; not written where that is nothing.
+    provenance: Mapping[str, Any] = {}
     #: What follows it, for people: `requeued: ...`, `final: ...`.
     decision: str | None = None
 
@@ -198,6 +200,8 @@ class RunJson(Recorded):
     tags: tuple[str, ...] = ()
     #: What holds its processes: level, promise, and why no higher one does.
     containment: Mapping[str, Any] | None = None
+    #: What its first attempt was made of: the code, the interpreter and its packages, the host.
+    provenance: Mapping[str, Any] | None = None
     attempts: tuple[AttemptRecord, ...] = ()
     #: With which it came to its state.
     message: str = ""
@@ -253,6 +257,10 @@ class RunJson(Recorded):
         """The attempt that has not ended; an ended one is never changed again."""
         last = self.attempt
         return last if last is not None and last.ended_at is None else None
+
+    def made_of(self, attempt: AttemptRecord | None) -> dict[str, Any]:
+        """What an attempt was made of; empty where that is not on record."""
+        return {**(self.provenance or {}), **(attempt.provenance if attempt else {})}
 
     def with_last(self, attempt: AttemptRecord) -> RunJson:
         """With another last attempt."""
@@ -478,6 +486,16 @@ class RunRecord:
             if (attempt := self._content.under_way) is not None:
                 ended = attempt.ended(verdict.state, self._clock(), verdict.failure)
                 self._save(self._content.with_last(ended))
+
+    def describe(self, provenance: Mapping[str, object]) -> None:
+        """Note what the attempt under way is made of, as `code_store.made_of` says it."""
+        with self._lock:
+            if (attempt := self._content.under_way) is None:
+                return
+            if (first := self._content.provenance) is None:
+                self._save(self._content.but(provenance=dict(provenance)))
+            elif other := {k: v for k, v in provenance.items() if first.get(k) != v}:
+                self._save(self._content.with_last(attempt.but(provenance=other)))
 
     def decide(self, decision: str) -> None:
         """Note what follows the last attempt, which has ended."""

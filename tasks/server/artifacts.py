@@ -1,5 +1,6 @@
 """The artifacts that Muster has on a Prefect server: those of a flow run, one of each key, kept
-current in place; and reports, each one for itself.
+current in place; reports, each one for itself; and the code of runs, for hosts that have another
+`MUSTER_HOME` than the one it was submitted from.
 
 A new one for each change would be shown beside all earlier ones. Prefect's own verbs would send
 what an artifact shows a second time, as an event that the server keeps for days.
@@ -7,9 +8,14 @@ what an artifact shows a second time, as an event that the server keeps for days
 
 from __future__ import annotations
 
+import base64
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
+from datetime import UTC, datetime, timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
 from uuid import UUID
 
 import httpx
@@ -17,7 +23,9 @@ from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.filters import (
     ArtifactFilter,
     ArtifactFilterFlowRunId,
+    ArtifactFilterId,
     ArtifactFilterKey,
+    ArtifactFilterType,
 )
 from prefect.client.schemas.objects import Artifact
 from prefect.client.schemas.sorting import ArtifactSort
@@ -26,8 +34,10 @@ from prefect.logging import get_run_logger
 from prefect.settings import PREFECT_API_URL
 from prefect.utilities.context import get_task_and_flow_run_ids
 
+from tasks.record import code_store
 from tasks.server.flow_runs import talking_to
 from tasks.show.view import Shown
+from tasks.spec.run import LIVE
 from tasks.spec.words import picture
 
 #: The keys of the artifacts of a run.
@@ -121,3 +131,92 @@ class FlowArtifacts:
                 return False
             raise
         return True
+
+
+#: Of what the UI lists, since they have no key, neither is one.
+_CODE, _PART = "muster-code", "muster-code-part"
+#: Of packed content, in bytes: proxies have their limits.
+_PART_BYTES = 4 << 20
+_PAGE = 200
+
+
+def submitted_code(client: SyncPrefectClient | None, code: str | None, root: Path) -> str:
+    """What a spec that is submitted says of its code: the name of that of its project, which is
+    kept here and on the server, unless it names another.
+
+    Args:
+        client: None: there is no server.
+        code: as the spec says it.
+
+    Raises: InvalidSpec, NoCode: it is not to be had; OSError.
+    """
+    if code == LIVE:
+        return LIVE
+    fetch = partial(shared_code, client) if client is not None else lambda _name: None
+    name = code or code_store.put(root)
+    code_store.read(code_store.code_of(name, fetch).tree, fetch)
+    if client is not None:
+        share_code(client, name)
+    return name
+
+
+def code_label(code: str | None) -> dict[str, str | int | float | bool] | None:
+    """The label of a flow run that says which tree its components run; None for none."""
+    if code in (None, LIVE):
+        return None
+    return {"muster.code": code_store.code_of(code).tree}
+
+
+def share_code(client: SyncPrefectClient, name: str) -> None:
+    """Have the server keep a code of this machine, with its tree. Safe any number of times."""
+    there = {name for _id, name, _parts in _shared(client)}
+    for one in (code_store.code_of(name).tree, name):
+        if one in there:
+            continue
+        content, parts = code_store.packed(one), []
+        for at in range(0, len(content), _PART_BYTES):
+            data = base64.b64encode(content[at : at + _PART_BYTES]).decode()
+            parts.append(_post(client, {"type": _PART, "data": data}))
+        # Last: what has an entry is whole.
+        _post(client, {"type": _CODE, "data": {"name": one, "parts": parts}})
+
+
+def shared_code(client: SyncPrefectClient, name: str) -> bytes | None:
+    """What the server keeps under a name, packed."""
+    for _id, one, parts in _shared(client):
+        if one == name:
+            found = (client.read_artifacts(artifact_filter=_by_id(part)) for part in parts)
+            return b"".join(base64.b64decode(str(part.data)) for [part] in found)
+    return None
+
+
+def forget_code(client: SyncPrefectClient, named: Collection[str]) -> int:
+    """Remove what nothing names and was not shared within a day; how much was removed."""
+    before, count = datetime.now(UTC) - timedelta(days=1), 0
+    for id, name, parts in list(_shared(client, before)):
+        if name not in named:
+            for one in (id, *parts):
+                client.delete_artifact(UUID(one))
+            count += 1
+    return count
+
+
+def _post(client: SyncPrefectClient, content: dict[str, Any]) -> str:
+    return str(client.request("POST", "/artifacts/", json=content).json()["id"])
+
+
+def _by_id(id: str) -> ArtifactFilter:
+    return ArtifactFilter(id=ArtifactFilterId(any_=[UUID(id)]))
+
+
+def _shared(
+    client: SyncPrefectClient, before: datetime | None = None
+) -> Iterator[tuple[str, str, list[str]]]:
+    """Of each entry its id, what it is of, and the ids of its parts, in order."""
+    which, at = ArtifactFilter(type=ArtifactFilterType(any_=[_CODE])), 0
+    while found := client.read_artifacts(artifact_filter=which, limit=_PAGE, offset=at):
+        for one in found:
+            data: Any = one.data
+            if before is None or (one.created and one.created < before):
+                yield str(one.id), data["name"], data["parts"]
+        at += len(found)

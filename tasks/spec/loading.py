@@ -351,9 +351,14 @@ def project_of(file: Path) -> Path:
     """
     own = file.absolute().parent
     for folder in (own, *own.parents):
-        if any((folder / mark).exists() for mark in _ROOT_MARKS):
+        if is_project(folder):
             return folder
     return own
+
+
+def is_project(folder: Path) -> bool:
+    """Whether it is the root of a project, and not only a folder."""
+    return any((folder / mark).exists() for mark in _ROOT_MARKS)
 
 
 def ports_needed(spec: RunSpec) -> tuple[str, ...]:

@@ -42,6 +42,7 @@ from tasks.spec.values import (
     Text,
     Unique,
     Word,
+    Worded,
     Words,
     collected,
     drawn,
@@ -353,6 +354,10 @@ class Retry(Model):
             yield ("max_delay_s",), refused(problem, f"write {delay:g} or more")
 
 
+LIVE = "live"
+_CODE = Worded(r"live|[0-9a-f]{64}", "live, or the name of a code that was submitted")
+
+
 class RunSpec(Document):
     """One training run: its components in the order of their start, and what it needs.
 
@@ -382,6 +387,12 @@ class RunSpec(Document):
         ".",
         title="Working directory",
         description="Where the components run, relative to the project's root.",
+    )
+    code: Annotated[Text, _CODE] | None = Field(
+        None,
+        description="Left out: the project as it was when the run was submitted, or its deployment "
+        "made, which a name in this place stands for. live: as it lies there when the run starts.",
+        examples=["live"],
     )
     gang: Gang | None = Field(None, description="The GPUs it needs; left out: none are asked for.")
     ray: Ray | None = Field(None, description="The cluster, only where something uses Ray.")

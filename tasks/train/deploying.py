@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +21,19 @@ from prefect.states import Scheduled
 from prefect.utilities.urls import url_for
 from pydantic import ValidationError
 
+from tasks.pipeline.pipeline import with_code
 from tasks.queue.ledger import request_of
+from tasks.server.artifacts import code_label, submitted_code
 from tasks.server.flow_process import EXIT_INTERRUPTED, exit_code_of
 from tasks.server.flow_runs import refusal_of, talking_to
 from tasks.server.server import NoServer, quieten_prefect, secrets_of
 from tasks.show.arguments import EXIT_DONE, Overrides, SpecFile
 from tasks.spec.draft import draft_of
 from tasks.spec.errors import BadArgument, InvalidSpec, MusterError
-from tasks.spec.loading import load_spec, project_of
+from tasks.spec.loading import is_project, load_spec, project_of
 from tasks.spec.pipeline import STAGE_DEPLOYMENT, load_pipeline
 from tasks.spec.programs import lookup_faults, python_of
-from tasks.spec.run import RunSpec
+from tasks.spec.run import LIVE, RunSpec
 from tasks.train.plan import component_search_path
 
 _ASKED_EVERY_S = 1.0
@@ -49,7 +51,11 @@ def load_run_spec(path: str) -> dict[str, Any]:
 
     Raises: InvalidSpec, with every fault of the file.
     """
-    return {"spec": load_spec(Path(path)).for_server()}
+    spec, root = load_spec(Path(path)), Path.cwd()
+    if is_project(root):
+        with _any_server() as client:
+            spec = _with_code(client, spec, root)
+    return {"spec": spec.for_server()}
 
 
 def load_pipeline_spec(path: str) -> dict[str, Any]:
@@ -58,7 +64,27 @@ def load_pipeline_spec(path: str) -> dict[str, Any]:
 
     Raises: InvalidSpec, with every fault of all of them.
     """
-    return {"spec": load_pipeline(Path(path), root=Path.cwd()).written()}
+    spec, root = load_pipeline(Path(path), root=Path.cwd()), Path.cwd()
+    if is_project(root):
+        with _any_server() as client:
+            spec = with_code(client, spec, root)
+    return {"spec": spec.written()}
+
+
+def _any_server() -> AbstractContextManager[SyncPrefectClient | None]:
+    """The server that is deployed to, where one is set."""
+    api_url = PREFECT_API_URL.value()
+    return talking_to(api_url) if api_url else nullcontext()
+
+
+def _with_code(client: SyncPrefectClient | None, spec: RunSpec, root: Path) -> RunSpec:
+    return spec.model_copy(update={"code": submitted_code(client, spec.code, root)})
+
+
+def _place(spec: RunSpec, root: Path) -> dict[str, str]:
+    """The job variables by which the process of a run begins in its project: a code is taken to any
+    folder."""
+    return {"working_dir": str(root)} if spec.code == LIVE else {}
 
 
 def submit(
@@ -77,6 +103,7 @@ def submit(
     with _server() as client:
         deployment = _any(client)
         secrets_of(client, loaded)
+        loaded = _with_code(client, loaded, root)
         _say_project(loaded, root)
         flow_run = client.create_flow_run_from_deployment(
             deployment.id,
@@ -84,8 +111,10 @@ def submit(
             state=Scheduled(),
             tags=loaded.tags,
             work_queue_name=queue,
-            job_variables={"working_dir": str(root)},
+            job_variables=_place(loaded, root),
         )
+        if (labels := code_label(loaded.code)) is not None:
+            client.update_flow_run_labels(flow_run.id, labels)
         run_id = request_of(flow_run).name
         print(f"{run_id} is queued\n  page    {url_for('flow-run', obj_id=flow_run.id)}")
         if not watch:
@@ -133,6 +162,7 @@ def deploy(
         raise BadArgument(f'--cron "{cron}" --timezone {timezone}: {why}') from error
     with _server() as client:
         model = _any(client)
+        loaded = _with_code(client, loaded, root)
         _say_project(loaded, root)
         try:
             secrets_of(client, loaded)
@@ -151,7 +181,7 @@ def deploy(
             tags=[*loaded.tags],
             description=f"{spec.absolute()}, of the project {root}.",
             pull_steps=[],
-            job_variables={"working_dir": str(root)},
+            job_variables=_place(loaded, root),
             schedules=[DeploymentScheduleCreate(schedule=at, slug="cron") for at in times] or None,
         )
         print(f"The deployment train/{called} is there.")
@@ -188,7 +218,8 @@ def _any(client: SyncPrefectClient) -> DeploymentResponse:
 
 
 def _say_project(spec: RunSpec, root: Path) -> None:
-    print(f"  project {root}, python {python_of(root)}")
+    code = "as it lies there" if spec.code == LIVE else f"kept as {str(spec.code)[:12]}"
+    print(f"  project {root}, {code}, python {python_of(root)}")
     # The worker's host may have what this one has not.
     for fault in lookup_faults(spec, root=root, path=component_search_path(root)):
         print(f"  not here, so it must be on the worker's host: {fault}", file=sys.stderr)

@@ -19,6 +19,7 @@ from tasks.ray.dashboard import CLUSTERS_VARIABLE
 from tasks.ray.job import RayJob
 from tasks.ray.nodes import examination_of, sweep_of
 from tasks.ray.submission import JobPlan, submission_file, submission_id
+from tasks.record.code_store import import_path, links_in
 from tasks.record.places import AttemptPlace
 from tasks.record.run_json import AttemptRecord
 from tasks.rollout.component import fleet_component
@@ -34,12 +35,15 @@ _PRIVATE_ENV = (
     *("NOTIFY_SOCKET", "LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES", "MUSTER_ROLE"),
     *("PYTHONSAFEPATH", CLUSTERS_VARIABLE),
 )
+#: Where components find the project that their code was taken from.
+PROJECT = "MUSTER_PROJECT"
 _PYTHON_ENV = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
 
 
 def component_search_path(root: Path | None = None) -> str:
     """Where the commands of processes are looked for: the project's own environment first."""
-    return component_path(python_of(root or Path.cwd()), os.environ.get("PATH", os.defpath))
+    root = root or Path(os.environ.get(PROJECT) or Path.cwd())
+    return component_path(python_of(root), os.environ.get("PATH", os.defpath))
 
 
 def containment_of(spec: RunSpec) -> Containment:
@@ -151,6 +155,8 @@ def _job_maker(
         gpus=gang.nodes * gang.gpus_per_node if gang and takes_all else 0,
         start_within_s=spec.ray.start_within_s,
         submission_file=submission_file(place, name, is_only=is_only),
+        # What is linked is no code.
+        excludes=tuple(f"/{one}" for one in links_in(command.cwd)) if PROJECT in os.environ else (),
         may_be_submitted_since=adopted.started_at if adopted is not None else None,
     )
     # By it the sweep's task runs belong to the flow run; supervision has a thread of its own.
@@ -211,6 +217,14 @@ def component_env(
     # A job runs on another machine: nothing of this one's environment is true there.
     is_job = component is not None and component.launcher == "ray_job"
     inherited = {key: value for key, value in os.environ.items() if not _is_private(key)}
+    own: dict[str, str] = {}
+    if (project := os.environ.get(PROJECT)) and component is not None and not is_job:
+        # What is installed as editable would be imported from the project as it is now.
+        paths = import_path(Path(project), Path.cwd())
+        before = texts({**spec.env, **component.env}).get("PYTHONPATH", inherited.get("PYTHONPATH"))
+        own = {"PYTHONPATH": os.pathsep.join(filter(None, (*paths, before)))} if paths else {}
+        # `uv run` would install the project anew, from this copy, into the environment of all.
+        inherited.setdefault("UV_NO_SYNC", "1")
     return {
         **({} if is_job else {**inherited, "PATH": component_search_path()}),
         **_PYTHON_ENV,
@@ -218,6 +232,7 @@ def component_env(
         **_tracked_as(run_id, name, {**({} if is_job else inherited), **texts(spec.env)}),
         # A fleet's are its servers', and come to them by another way.
         **(texts(component.env) if component is not None else {}),
+        **own,
         **(given.env(spec, name) if given is not None else {}),
         "MUSTER_RUN_ID": run_id,
         "MUSTER_ATTEMPT": str(attempt),

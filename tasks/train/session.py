@@ -5,6 +5,8 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import shutil
+import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -17,11 +19,12 @@ from tasks.processes.identity import host_name
 from tasks.processes.ports import PortsReserved
 from tasks.processes.registry import RunRegister, remove_unused
 from tasks.processes.supervisor import Supervisor
+from tasks.record import code_store
 from tasks.record.causes import with_fleet_lost
 from tasks.record.events import Event, EventLog, event_listeners
 from tasks.record.growing import Mark
 from tasks.record.outcome import Failure, Verdict
-from tasks.record.places import AttemptPlace, RunPlace
+from tasks.record.places import AttemptPlace, RunPlace, muster_home
 from tasks.record.retries import resume_point
 from tasks.record.run_json import RunJson, RunRecord
 from tasks.record.states import RunState
@@ -32,8 +35,10 @@ from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.loading import ports_needed, resolve, spec_as_yaml
 from tasks.spec.placeholders import faults_in
 from tasks.spec.programs import lookup_faults
-from tasks.spec.run import RunSpec
+from tasks.spec.run import LIVE, RunSpec
+from tasks.spec.values import texts
 from tasks.train.plan import (
+    PROJECT,
     Given,
     component_search_path,
     containment_faults,
@@ -43,6 +48,9 @@ from tasks.train.plan import (
 from tasks.upkeep.lost_run import finish_predecessor
 
 _log = logging.getLogger(__name__)
+
+#: What a run is made of is on record within that after its attempt's end, or never.
+_DESCRIBED_WITHIN_S = 10.0
 
 
 def check_spec(spec: RunSpec) -> None:
@@ -121,6 +129,9 @@ class RunSession:
         self._is_left = False
         #: The address of its Ray cluster, where its spec leaves that to its pool.
         self.cluster = ""
+        #: That its components run; None: the project as it lies there.
+        self.code: code_store.Code | None = None
+        self._describing = threading.Thread()
         #: What the queue has given it for its attempt.
         self.given: Given | None = None
         self._lease: DeviceLease | None = None
@@ -159,6 +170,33 @@ class RunSession:
         """The checkpoint that the next attempt starts from; None for none."""
         attempts = self.record.content.attempts
         return resume_point(self.spec, self.place, attempts) if attempts else None
+
+    def enter_code(self, fetch: code_store.Fetch) -> None:
+        """Work in the code that was submitted from now on, where the spec names one.
+
+        Args:
+            fetch: gets what this machine has not.
+
+        Raises: NoCode; OSError, and what `fetch` raises.
+        """
+        if self.spec.code in (None, LIVE):
+            return
+        self.code = code_store.code_of(self.spec.code, fetch)
+        place = self.place.directory / "code"
+        code_store.check_out(self.code, place, fetch)
+        os.environ.update({"MUSTER_HOME": str(muster_home()), PROJECT: self.code.project})
+        os.chdir(place)
+
+    def _describe(self, spec: RunSpec, root: Path) -> None:
+        """Note what the attempt is made of, beside its start: git may have to look for long."""
+        path = texts(spec.env).get("PATH") or component_search_path()
+        python = Path(shutil.which("python", path=path) or sys.executable)
+        try:
+            made_of = code_store.made_of(self.code, root, python)
+            made_of["diff"] = self.mask(str(made_of.get("diff") or ""))
+            self.record.describe({**made_of, "host": host_name()})
+        except (OSError, ValueError) as error:
+            _log.warning("what run %s is made of is not known: %r", self.run_id, error)
 
     def begin_attempt(self) -> None:
         """Reserve ports, fill in the spec's placeholders, and make ready to start components.
@@ -214,6 +252,9 @@ class RunSession:
                     host=host_name(),
                 )
                 self.record.move(RunState.ADMITTED)
+                about = (spec, Path.cwd())
+                self._describing = threading.Thread(target=self._describe, args=about, daemon=True)
+                self._describing.start()
             elif self.record.state is RunState.STOPPING:
                 self.record.move(RunState.STARTING)
             fleet = prepare_fleet(
@@ -271,6 +312,8 @@ class RunSession:
         """Take down what runs, and note the verdict on the attempt; any number of times."""
         with self.supervisor:
             verdict = self.supervisor.teardown()
+        if self._describing.ident is not None:
+            self._describing.join(_DESCRIBED_WITHIN_S)
         if self.attempt is not None and self.resolved.fleet is not None:
             verdict = with_fleet_lost(verdict, self.attempt, self.resolved.fleet.engines)
         verdict = self._masked(verdict)

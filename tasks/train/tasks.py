@@ -8,19 +8,23 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any, TypeVar
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 from prefect.context import TagsContext
 from prefect.exceptions import Abort
+from prefect.settings import PREFECT_API_URL
 from prefect.states import Cancelled, Completed, Failed
 
 from tasks.processes.registry import RunHeld
 from tasks.ray.dashboard import know
+from tasks.record.code_store import NoCode
 from tasks.record.states import RunState
+from tasks.server.artifacts import code_label, shared_code
 from tasks.server.flow_process import (
     ended_from_outside,
     flow_run_here,
@@ -28,7 +32,13 @@ from tasks.server.flow_process import (
     spec_here,
     started_by_others,
 )
-from tasks.server.flow_runs import STATE_OF, ServerAway, listed_clusters, worker_of
+from tasks.server.flow_runs import (
+    STATE_OF,
+    ServerAway,
+    listed_clusters,
+    talking_to,
+    worker_of,
+)
 from tasks.server.server import lasting_api_url, secrets_here
 from tasks.show.failure import in_a_line
 from tasks.show.terminal import outlive_readers
@@ -41,7 +51,8 @@ from tasks.train.reporter import Reporter
 from tasks.train.session import RunSession, check_spec
 from tasks.upkeep.parked import earlier_record, forget_parked
 
-_SECRETS_WITHIN_S, _ASKED_AGAIN_S = 120.0, 2.0
+T = TypeVar("T")
+_ANSWERED_WITHIN_S, _ASKED_AGAIN_S = 120.0, 2.0
 
 
 def admit(run: RunSession) -> bool:
@@ -104,12 +115,14 @@ def _as_task(name: str, body: Callable[..., State[None]], run: RunSession, *more
 
 def _admit(run: RunSession) -> State[None]:
     try:
+        _asked(run, partial(run.enter_code, _code_on_server))
+        _label(run)
         check_spec(run.spec)
-        run.know_secrets(_secrets_of(run))
-    except InvalidSpec as error:
+        run.know_secrets(_asked(run, partial(secrets_here, run.spec)))
+    except (InvalidSpec, NoCode) as error:
         return Failed(message=run.fail(FailureKind.USER_ERROR, str(error)).message)
     except ServerAway as error:
-        message = f"its Prefect Secret blocks can't be read: {error}"
+        message = f"its code or its Prefect Secret blocks can't be read: {error}"
         return Failed(message=run.fail(FailureKind.NETWORK, message).message)
     why = "no GPUs are asked for" if run.spec.gang is None else ""
     if run.adopts and run.record.adoptable() is not None:
@@ -147,12 +160,25 @@ def _admit(run: RunSession) -> State[None]:
             return Cancelled(message=run.interrupted_by or run.left_by)
 
 
-def _secrets_of(run: RunSession) -> dict[str, str]:
-    """Raises: InvalidSpec; ServerAway, for as long as a server needs that is started again."""
-    deadline = time.monotonic() + _SECRETS_WITHIN_S
+def _label(run: RunSession) -> None:
+    """Have the flow run say which tree it runs, also one of a schedule or of the UI."""
+    label = code_label(run.spec.code) or {}
+    if label.keys() - flow_run_here().labels.keys():
+        with suppress(ServerAway), talking_to(PREFECT_API_URL.value() or "") as client:
+            client.update_flow_run_labels(run.flow_run_id, label)
+
+
+def _code_on_server(name: str) -> bytes | None:
+    with talking_to(PREFECT_API_URL.value() or "") as client:
+        return shared_code(client, name)
+
+
+def _asked(run: RunSession, question: Callable[[], T]) -> T:
+    """Raises: what it raises; ServerAway, for as long as a server needs that is started again."""
+    deadline = time.monotonic() + _ANSWERED_WITHIN_S
     while True:
         try:
-            return secrets_here(run.spec)
+            return question()
         except ServerAway:
             if time.monotonic() > deadline or not run.wait(_ASKED_AGAIN_S):
                 raise

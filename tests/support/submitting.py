@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from types import SimpleNamespace
 from typing import Any
 from uuid import UUID, uuid4
 
-from prefect.client.schemas.objects import FlowRun
+from prefect.client.schemas.filters import ArtifactFilter
+from prefect.client.schemas.objects import Artifact, FlowRun
 from prefect.client.schemas.responses import DeploymentResponse
 from prefect.exceptions import ObjectNotFound
 from prefect.states import State
@@ -31,6 +33,9 @@ class SubmitServer:
         #: What each flow run was created with, and each deployment.
         self.created: list[dict[str, Any]] = []
         self.deployed: list[dict[str, Any]] = []
+        self.artifacts: list[Artifact] = []
+        #: Of the flow run.
+        self.labels: dict[str, Any] = {}
         #: The states that the flow run has, one a look; the last one remains.
         self.states: list[State[Any]] = []
 
@@ -46,6 +51,29 @@ class SubmitServer:
         if name not in self.blocks:
             raise ObjectNotFound(http_exc=Exception("404"))
         return SimpleNamespace(data={"value": self.blocks[name]})
+
+    def request(self, method: str, path: str, *, json: dict[str, Any]) -> SimpleNamespace:
+        assert (method, path) == ("POST", "/artifacts/")
+        self.artifacts.append(Artifact(id=uuid4(), created=datetime.now(UTC), **json))
+        return SimpleNamespace(json=lambda: {"id": str(self.artifacts[-1].id)})
+
+    def read_artifacts(
+        self, *, artifact_filter: ArtifactFilter, limit: int = 200, offset: int = 0
+    ) -> list[Artifact]:
+        ids, types = artifact_filter.id, artifact_filter.type
+        found = [
+            one
+            for one in self.artifacts
+            if (ids is None or one.id in (ids.any_ or ()))
+            and (types is None or one.type in (types.any_ or ()))
+        ]
+        return found[offset : offset + limit]
+
+    def delete_artifact(self, id: UUID) -> None:
+        self.artifacts = [one for one in self.artifacts if one.id != id]
+
+    def update_flow_run_labels(self, id: UUID, labels: dict[str, Any]) -> None:
+        self.labels.update(labels)
 
     def create_flow_run_from_deployment(self, id: UUID, **given: Any) -> FlowRun:
         assert id == self.any.id

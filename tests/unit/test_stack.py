@@ -27,6 +27,7 @@ from deployments.stack.nodes import Fleet
 from deployments.stack.plan import draw_up
 from deployments.stack.state import Stack, StackError, StackPlace, processes_of
 from tasks.processes.identity import ProcessId
+from tasks.record.code_store import code_of
 from tasks.show.arguments import run
 from tasks.spec.errors import InvalidSpec
 from tasks.spec.loading import load_spec
@@ -124,12 +125,15 @@ def test_reconcile_by_a_worker_holds_up_no_run() -> None:
     assert "reconcile/<host>" in entry["description"]
 
 
-def test_a_deployment_gets_the_content_of_its_run_spec() -> None:
+@pytest.mark.usefixtures("muster_home")
+def test_a_deployment_gets_the_content_of_its_run_spec_and_the_code_of_its_project() -> None:
     output = deploying.load_run_spec("deployments/runs/quickstart.yaml")
 
     order = ["api", "trainer", "environment"]
     written = load_spec(ROOT / "deployments/runs/quickstart.yaml").written()
+    code = output["spec"].pop("code")
     assert output["spec"] == {**written, "start_order": order}
+    assert code_of(code).project == str(ROOT)
     assert list(output["spec"]["components"]) == order
 
 

@@ -18,6 +18,8 @@ from tasks.train.deploying import load_pipeline_spec, load_run_spec
 from tests.support.submitting import SubmitServer
 
 #: PostgreSQL would have them as judge, sandbox, trainer, environment.
+pytestmark = pytest.mark.usefixtures("muster_home")
+
 NAMES = ["environment", "sandbox", "judge", "trainer"]
 
 

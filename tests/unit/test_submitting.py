@@ -13,6 +13,7 @@ from prefect.client.schemas.objects import State
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import Cancelled, Completed, Failed, Running, Scheduled
 
+from tasks.record.code_store import code_of, put
 from tasks.server.server import secrets_here
 from tasks.show.arguments import run
 from tasks.spec.errors import InvalidSpec
@@ -20,6 +21,8 @@ from tasks.spec.loading import load_spec, parse_spec
 from tasks.train import deploying
 from tests.support.submitting import SubmitServer
 from tests.support.web import serving
+
+pytestmark = pytest.mark.usefixtures("muster_home")
 
 MUSTER = App(name="muster")
 for verb in (deploying.submit, deploying.deploy):
@@ -79,24 +82,48 @@ def test_without_a_server_each_variable_of_a_secret_block_is_a_fault() -> None:
     assert "'a' can't be read: no Prefect server is set" in str(refused.value)
 
 
-def test_a_run_is_queued_with_its_whole_spec_and_works_in_its_project(
+def test_live_code_is_not_kept_and_begins_where_it_lies(server: SubmitServer, spec: Path) -> None:
+    codes = [run(MUSTER, [verb, str(spec), "--set", "code=live"]) for verb in ("submit", "deploy")]
+
+    for asked in (server.created[0], server.deployed[0]):
+        assert asked["job_variables"] == {"working_dir": str(spec.parents[1])}
+        assert asked["parameters"] == {"spec": load_spec(spec, ["code=live"]).for_server()}
+    assert (codes, server.artifacts, server.labels) == ([0, 0], [], {})
+
+
+def test_a_code_that_is_named_is_to_be_had_or_nothing_is_queued(
+    server: SubmitServer, spec: Path, muster_home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    known, unknown = put(spec.parents[1]), "a" * 64
+    spec.with_name("later.py").touch()
+
+    codes = [run(MUSTER, ["submit", str(spec), "--set", f"code={x}"]) for x in (known, unknown)]
+
+    assert codes == [0, 1]
+    assert [one["parameters"]["spec"]["code"] for one in server.created] == [known]
+    assert "submit or deploy it again" in capsys.readouterr().err
+
+
+def test_a_run_is_queued_with_its_whole_spec_and_the_project_as_it_is(
     server: SubmitServer, spec: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code = run(MUSTER, ["submit", str(spec), "--set", "tags=[other]", "--queue", "urgent"])
+    exit_code = run(MUSTER, ["submit", str(spec), "--set", "tags=[other]", "--queue", "urgent"])
 
     [created] = server.created
-    state = created.pop("state")
+    state, kept = created.pop("state"), created["parameters"]["spec"]["code"]
     out, err = capsys.readouterr()
-    assert code == 0
+    assert exit_code == 0
     assert state.is_scheduled()
     assert created == {
-        "parameters": {"spec": load_spec(spec, ["tags=[other]"]).for_server()},
+        "parameters": {"spec": load_spec(spec, ["tags=[other]", f"code={kept}"]).for_server()},
         "tags": ("other",),
         "work_queue_name": "urgent",
-        "job_variables": {"working_dir": str(spec.parents[1])},
+        "job_variables": {},
     }
+    code = code_of(kept)
+    assert (code.project, server.labels) == (str(spec.parents[1]), {"muster.code": code.tree})
     assert "is queued" in out and "muster logs trial-sft-" in out and "muster cancel trial" in out
-    assert f"project {spec.parents[1]}, python " in out
+    assert f"project {spec.parents[1]}, kept as {kept[:12]}, python " in out
     # The worker's host may have it.
     assert "must be on the worker's host: components.trainer.command.1: there is no such" in err
 
@@ -171,9 +198,11 @@ def test_a_deployment_has_the_spec_and_is_started_with_no_form(
     [schedule] = deployed["schedules"]
     assert code == 0
     assert deployed["name"] == "nightly"
-    assert deployed["parameters"] == {"spec": load_spec(spec).for_server()}
+    kept = deployed["parameters"]["spec"]["code"]
+    assert deployed["parameters"] == {"spec": load_spec(spec, [f"code={kept}"]).for_server()}
+    assert code_of(kept).project == str(spec.parents[1])
     assert deployed["parameter_openapi_schema"]["required"] == []
-    assert deployed["job_variables"] == {"working_dir": str(spec.parents[1])}
+    assert deployed["job_variables"] == {}
     assert (schedule.schedule.cron, schedule.schedule.timezone) == ("0 3 * * *", "Europe/Berlin")
     assert "prefect deployment run 'train/nightly'" in capsys.readouterr().out
 

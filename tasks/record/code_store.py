@@ -1,0 +1,446 @@
+"""The code of runs as it was when they were submitted, kept in `$MUSTER_HOME/code`, and what else a
+run was made of.
+
+What is kept has the SHA-256 of its content for a name, is written once and never changed. A tree is
+a tar in which nothing says when, where or by whom it was made, so that equal files have one name. A
+code is a line of JSON: the tree, the project that it was taken from, and how it differed from the
+last commit.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+import platform
+import re
+import secrets
+import stat
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+import zlib
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from functools import cache, partial
+from hashlib import sha256
+from pathlib import Path
+
+from tasks.record.places import muster_home
+from tasks.spec.errors import Fault, InvalidSpec, MusterError
+from tasks.spec.words import commas
+
+#: Of a project's files together, in MiB; MUSTER_CODE_MIB says otherwise.
+_LIMIT_MIB = 50.0
+#: git lists the files of a project within that, or it is no project.
+_GIT_WITHIN_S = 60.0
+#: What is ignored in a project that has no git; its .gitignore counts too.
+_IGNORED = (".git", ".venv", "venv", "node_modules", "wandb", ".env")
+#: Python would take what it has compiled of other code for that of these files.
+_CACHES = re.compile(r"(^|/)(__pycache__|\.[\w-]+_cache)(/|$)|\.py[co]$")
+#: The time of every file that is checked out, by which it is known for one; zip knows none before
+#: 1980.
+_MADE_AT = 946684800
+#: Of a difference from the last commit, in bytes.
+_DIFF_BYTES = 16_384
+#: What nothing names yet may be about to be named.
+_SPARED_S = 24 * 3600.0
+_NAME = re.compile(r"\b[0-9a-f]{64}\b")
+
+#: The packed content of that name from somewhere else; None where that has none.
+Fetch = Callable[[str], bytes | None]
+
+
+class NoCode(MusterError):
+    """The code of a run is not to be had here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Code:
+    """A project as it was at one moment."""
+
+    #: The name of the tree.
+    tree: str
+    #: Its folder, absolute.
+    project: str
+    #: Of git; empty where there is none.
+    commit: str = ""
+    #: How what git knows differs from the commit, as a patch, cut to its first 16 KiB.
+    diff: str = ""
+
+
+def put(root: Path) -> str:
+    """Keep a project as it is now; what git ignores is no part of it.
+
+    Returns: the name of its code.
+
+    Raises: InvalidSpec, where git can't list it, or it is too large; OSError.
+    """
+    root = root.absolute()
+    names = sorted(_files(root)[0])
+    sizes = {name: (root / name).lstat().st_size for name in names}
+    limit = float(os.environ.get("MUSTER_CODE_MIB") or _LIMIT_MIB) * 2**20
+    if sum(sizes.values()) > limit:
+        largest = sorted(sizes, key=sizes.__getitem__, reverse=True)[:5]
+        listed = commas(f"{name} {sizes[name] / 2**20:.1f} MiB" for name in largest)
+        raise _unfit(
+            f"{root} has {sum(sizes.values()) / 2**20:.0f} MiB in {len(names)} files, more than "
+            f"the {limit / 2**20:g} MiB of a project's code; the largest: {listed}",
+            "have .gitignore name what is no code, set MUSTER_CODE_MIB, or write code: live",
+        )
+    code = Code(tree=keep(_packed(root, names)), project=str(root), **_changes(root))
+    return keep(json.dumps(asdict(code)).encode())
+
+
+def code_of(name: str, fetch: Fetch = lambda _: None) -> Code:
+    """Raises: NoCode; OSError."""
+    return Code(**json.loads(read(name, fetch)))
+
+
+def check_out(code: Code, place: Path, fetch: Fetch = lambda _: None) -> None:
+    """Have the files of a tree in a folder, as they were: what is missing or was changed is written
+    anew, and what else is there stays.
+
+    What the project ignores, data for example, is linked from there, where this machine has it.
+
+    Raises: NoCode; OSError.
+    """
+    data, project = read(code.tree, fetch), Path(code.project)
+    place.mkdir(exist_ok=True)
+    links: dict[str, str] = {}
+    folders = {"": str(place)}
+    with tarfile.open(fileobj=io.BytesIO(data)) as tar:
+        for member in tar:
+            if ".." in member.name.split("/") or member.name.startswith("/"):
+                raise NoCode(f"the tree {code.tree} leads out of its folder: {member.name}")
+            if member.issym():
+                links[member.name] = member.linkname
+            elif (file := tar.extractfile(member)) is not None:
+                _write(_path_in(folders, member.name), file.read(), member.mode)
+    # After all files: none is written through a link.
+    for name, target in links.items():
+        if os.path.normpath(os.path.join(os.path.dirname(name), target)).startswith(".."):
+            target = os.path.join(project, os.path.dirname(name), target)
+        _link(_path_in(folders, name), target)
+    if project.is_dir():
+        for name in _files(project)[1]:
+            if not os.path.lexists(place / name):
+                _link(_path_in(folders, name), str(project / name))
+
+
+def links_in(place: Path) -> list[str]:
+    """The paths of links that lead out of a folder by an absolute path."""
+    links = (name for name, at in _below(place) if stat.S_ISLNK(at.st_mode))
+    return [name for name in links if os.readlink(place / name).startswith("/")]
+
+
+def own_files(place: Path) -> dict[str, int]:
+    """Bytes of the files that were checked out into a folder and not changed, by their path."""
+    return {
+        name: at.st_size
+        for name, at in _below(place)
+        if stat.S_ISREG(at.st_mode) and at.st_mtime == _MADE_AT
+    }
+
+
+def import_path(project: Path, place: Path) -> list[str]:
+    """Where Python finds first what the project's environment would import from the project itself:
+    what is installed as editable there.
+
+    Args:
+        place: where the project's tree was checked out.
+    """
+    found: dict[str, None] = {}
+    inside = re.compile(rf"{re.escape(str(project))}(?:/[^'\"\n:;]*)?")
+    for site in project.glob(".venv/lib/python*/site-packages"):
+        for file in (*site.glob("*.pth"), *site.glob("__editable__*.py")):
+            with suppress(OSError, UnicodeError):
+                for path in map(Path, inside.findall(file.read_text("utf-8"))):
+                    # A finder's own table names packages; a .pth file, where they lie.
+                    folder = path.parent if file.suffix == ".py" else path
+                    if folder.is_relative_to(project) and ".venv" not in folder.parts:
+                        found[str(place / folder.relative_to(project))] = None
+    return list(found)
+
+
+def keep(data: bytes) -> str:
+    """Keep some content. Returns: its name. Raises: OSError."""
+    name = sha256(data).hexdigest()
+    if _here(name) is None:
+        _replace(name, gzip.compress(data, 3, mtime=0))
+    os.utime(_path(name))
+    return name
+
+
+def read(name: str, fetch: Fetch = lambda _: None) -> bytes:
+    """The content of that name, which is kept here from then on. Raises: NoCode; OSError."""
+    if (data := _here(name)) is not None:
+        return data
+    packed = fetch(name)
+    if packed is None:
+        raise NoCode(
+            f"the code {name[:12]} of this run is neither in {_path(name).parent} nor on its "
+            "Prefect server: submit or deploy it again"
+        )
+    _replace(name, packed)
+    if (data := _here(name)) is None:
+        _path(name).unlink()
+        raise NoCode(f"what the Prefect server has as the code {name[:12]} is something else")
+    return data
+
+
+def packed(name: str) -> bytes:
+    """As `Fetch` gives it. Raises: OSError."""
+    return _path(name).read_bytes()
+
+
+def names_in(text: str) -> set[str]:
+    """What of the store a text may name, with what that names itself."""
+    found = set(_NAME.findall(text))
+    for name in tuple(found):
+        with suppress(OSError, ValueError, TypeError, MusterError):
+            found.add(code_of(name).tree)
+    return found
+
+
+def forget(named: Collection[str], *, is_dry: bool = False) -> dict[str, int]:
+    """Remove what nothing names, and was not kept anew within a day.
+
+    Returns: the bytes of what was removed, by its name.
+    """
+    gone = {}
+    for path in sorted((muster_home() / "code").glob("*")):
+        with suppress(FileNotFoundError):
+            at = path.stat()
+            if path.name.partition(".")[0] in named or time.time() - at.st_mtime < _SPARED_S:
+                continue
+            gone[path.name] = at.st_size
+            if not is_dry:
+                path.unlink()
+    return gone
+
+
+def made_of(
+    code: Code | None, root: Path, python: Path, environment: Mapping[str, str] = os.environ
+) -> dict[str, object]:
+    """What a run is made of on this machine, as its record has it.
+
+    Args:
+        code: None: the project as it lies in `root`.
+        python: the interpreter of its programs.
+    """
+    source = asdict(code) if code else {"tree": None, "project": str(root), **_changes(root)}
+    os_name = platform.freedesktop_os_release().get("PRETTY_NAME") if os.name == "posix" else None
+    images = ("MUSTER_IMAGE", "APPTAINER_CONTAINER", "SINGULARITY_CONTAINER")
+    image = next((environment[name] for name in images if environment.get(name)), os_name)
+    packages = sorted(
+        file.name.removesuffix(".dist-info").split("-", 1)
+        for file in python.parent.parent.glob("lib/python*/site-packages/*.dist-info")
+    )
+    return {
+        **source,
+        "python": f"{python} {_version(python)}".strip(),
+        "packages": {one[0]: one[1] for one in packages if len(one) == 2},
+        "driver": _first_line("/proc/driver/nvidia/version", "/sys/module/amdgpu/version"),
+        "gpus": sorted(
+            match[1]
+            for file in Path("/proc/driver/nvidia/gpus").glob("*/information")
+            if (match := re.search(r"Model:\s*(.+)", file.read_text()))
+        ),
+        "image": image,
+    }
+
+
+def _version(python: Path) -> str:
+    if python == Path(sys.executable):
+        return platform.python_version()
+    with suppress(OSError):
+        said = (python.parent.parent / "pyvenv.cfg").read_text("utf-8")
+        if match := re.search(r"^version(?:_info)?\s*=\s*(\S+)", said, re.MULTILINE):
+            return match[1]
+    libraries = [file.name for file in python.parent.parent.glob("lib/python3*")]
+    return libraries[0].removeprefix("python") if libraries else ""
+
+
+def _first_line(*files: str) -> str | None:
+    for file in files:
+        with suppress(OSError):
+            return " ".join(Path(file).read_text().split("\n", 1)[0].split())
+    return None
+
+
+def _path(name: str) -> Path:
+    return muster_home() / "code" / f"{name}.gz"
+
+
+def _here(name: str) -> bytes | None:
+    """What this machine has under a name, where it is whole."""
+    with suppress(FileNotFoundError, EOFError, gzip.BadGzipFile, ValueError, zlib.error):
+        data = gzip.decompress(packed(name))
+        return data if sha256(data).hexdigest() == name else None
+    return None
+
+
+def _replace(name: str, content: bytes) -> None:
+    path = _path(name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f"draft-{os.getpid()}-{secrets.token_hex(4)}")
+    try:
+        draft.write_bytes(content)
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _unfit(problem: str, remedy: str) -> InvalidSpec:
+    return InvalidSpec((Fault(path="code", problem=problem, remedy=remedy),), "the project")
+
+
+def _git(root: Path, *words: str) -> str:
+    """Raises: InvalidSpec, where git is missing, slow, or fails."""
+    # Those of a hook, from which somebody may submit, are about another repository.
+    env = {name: text for name, text in os.environ.items() if not name.startswith("GIT_")}
+    own = ("git", "-C", str(root), "-c", "safe.directory=*", "-c", "core.fsmonitor=false")
+    try:
+        done = subprocess.run(
+            (*own, *words),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_GIT_WITHIN_S,
+            env={**env, "GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"},
+        )
+    except OSError as error:
+        raise _unfit(f"git, which lists it, can't be run: {error}", "write code: live") from None
+    except subprocess.TimeoutExpired:
+        problem = f"git does not list {root} within {_GIT_WITHIN_S:g} s"
+        remedy = "put the spec into a folder of its own, or write code: live"
+        raise _unfit(problem, remedy) from None
+    if done.returncode != 0:
+        why = os.fsdecode(done.stderr).strip()
+        raise _unfit(f"git can't list {root}: {why}", "mend it, or write code: live")
+    return os.fsdecode(done.stdout)
+
+
+@contextmanager
+def _as_repository(root: Path) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
+    """Options by which git lists a folder: for git itself, and for `ls-files`."""
+    with suppress(InvalidSpec):
+        _git(root, "rev-parse", "--is-inside-work-tree")
+        # One that a repository around it ignores is none of its own.
+        if _git(root, "ls-files", "-c", "-o", "--exclude-standard", "--directory", "--", "."):
+            yield (), ()
+            return
+    with tempfile.TemporaryDirectory(prefix="muster-git-") as empty:
+        _git(root, "init", "-q", "--bare", empty)
+        own = tuple(f"--exclude={name}" for name in _IGNORED)
+        yield (f"--git-dir={empty}", f"--work-tree={root}", "-c", "core.bare=false"), own
+
+
+def _files(root: Path) -> tuple[set[str], set[str]]:
+    """The paths of a project's files and links, with those of repositories within it; and of what
+    it ignores, whole folders where all of one is ignored."""
+    with _as_repository(root) as (options, excludes):
+        ask = partial(_git, root, *options, "ls-files", "-z", "--exclude-standard", *excludes)
+        names, ignored = (
+            {name.rstrip("/") for name in answer.split("\0") if name}
+            for answer in (ask("-c", "-o"), ask("-o", "-i", "--directory"))
+        )
+
+    @cache
+    def is_linked(folder: Path) -> bool:
+        return folder != root and (folder.is_symlink() or is_linked(folder.parent))
+
+    home = muster_home()
+    for name in tuple(names):
+        path = root / name
+        if is_linked(path.parent) or not os.path.lexists(path) or path.is_relative_to(home):
+            # Removed, behind a link that git does not follow, or Muster's own.
+            names.discard(name)
+        elif not stat.S_ISREG(mode := path.lstat().st_mode) and not stat.S_ISLNK(mode):
+            names.discard(name)
+            if (path / ".git").exists():
+                inner, passed = _files(path)
+                names |= {f"{name}/{one}" for one in inner}
+                ignored |= {f"{name}/{one}" for one in passed}
+    return names, {
+        name
+        for name in ignored
+        if not _CACHES.search(name) and not home.is_relative_to(root / name)
+    }
+
+
+def _changes(root: Path) -> dict[str, str]:
+    """The last commit and what differs from it; empty where there is no git."""
+    with suppress(InvalidSpec):
+        commit = _git(root, "rev-parse", "--verify", "HEAD").strip()
+        diff = _git(root, "diff", "HEAD", "--no-color", "--no-ext-diff", "--no-textconv", "--", ".")
+        if len(diff) > _DIFF_BYTES:
+            diff = f"{diff[:_DIFF_BYTES]}\n... and {len(diff) - _DIFF_BYTES} characters more\n"
+        return {"commit": commit, "diff": os.fsencode(diff).decode("utf-8", "replace")}
+    return {}
+
+
+def _packed(root: Path, names: Collection[str]) -> bytes:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w", format=tarfile.GNU_FORMAT) as tar:
+        for name in names:
+            path, info = root / name, tarfile.TarInfo(name)
+            info.mtime, data = _MADE_AT, b""
+            if path.is_symlink():
+                info.type, info.linkname = tarfile.SYMTYPE, os.readlink(path)
+            else:
+                data = path.read_bytes()
+                info.size, info.mode = len(data), 0o755 if os.access(path, os.X_OK) else 0o644
+            tar.addfile(info, io.BytesIO(data))
+    return out.getvalue()
+
+
+def _path_in(folders: dict[str, str], name: str) -> str:
+    """Where a file of a tree is to be, its folder made; a link in its way is none of the tree's,
+    and goes.
+
+    Args:
+        folders: those that are there, by their path in the tree; the first one is the tree's own.
+    """
+    above, _, last = name.rpartition("/")
+    if above not in folders:
+        folder = folders[above] = _path_in(folders, above)
+        with suppress(FileNotFoundError):
+            if not stat.S_ISDIR(os.lstat(folder).st_mode):
+                os.unlink(folder)
+        os.makedirs(folder, exist_ok=True)
+    return f"{folders[above]}/{last}"
+
+
+def _write(path: str, data: bytes, mode: int) -> None:
+    with suppress(FileNotFoundError):
+        at = os.lstat(path)
+        is_same = at.st_mtime == _MADE_AT and at.st_size == len(data)
+        if is_same and stat.S_ISREG(at.st_mode) and bool(at.st_mode & 0o100) == bool(mode & 0o100):
+            return
+        os.unlink(path)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    with open(fd, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.utime(fd, (_MADE_AT, _MADE_AT))
+
+
+def _link(path: str, target: str) -> None:
+    with suppress(FileNotFoundError):
+        if os.path.islink(path) and os.readlink(path) == target:
+            return
+        os.unlink(path)
+    os.symlink(target, path)
+
+
+def _below(place: Path) -> Iterator[tuple[str, os.stat_result]]:
+    for folder, folders, files in os.walk(place):
+        for name in (*folders, *files):
+            path = os.path.join(folder, name)
+            with suppress(OSError):
+                yield os.path.relpath(path, place), os.lstat(path)

@@ -1,0 +1,303 @@
+"""The code of runs: what of a project is kept, under which name, and how it comes back."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tasks.record import code_store
+from tasks.record.code_store import NoCode, check_out, code_of, put
+from tasks.server.artifacts import forget_code, share_code, shared_code, submitted_code
+from tasks.spec.errors import InvalidSpec
+from tests.support.submitting import SubmitServer
+
+pytestmark = pytest.mark.usefixtures("muster_home")
+
+
+def git(root: Path, *words: str) -> None:
+    who = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "protocol.file.allow=always")
+    subprocess.run(("git", "-C", str(root), *who, *words), check=True, capture_output=True)
+
+
+def write(root: Path, **files: str) -> None:
+    for name, text in files.items():
+        path = root / name.replace("__", "/").replace("_py", ".py")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A repository with a commit, ignored data, and changes that are in no commit."""
+    root = tmp_path / "project"
+    write(root, train_py="old", gone_py="gone", src__pkg__a_py="a", data__big="weights")
+    (root / ".gitignore").write_text("/data/\n*.log\n__pycache__/\n")
+    (root / "run.sh").write_text("#!/bin/sh\n")
+    (root / "run.sh").chmod(0o755)
+    git(root, "init", "-q")
+    git(root, "add", ".")
+    git(root, "commit", "-qm", "first")
+    (root / "gone.py").unlink()
+    write(root, train_py="new", untracked_py="u")
+    (root / "here").symlink_to("src/pkg")
+    return root
+
+
+def files_in(place: Path) -> dict[str, str]:
+    """By path: the text of a file, and of a link where it leads."""
+    found = {}
+    for folder, folders, names in os.walk(place):
+        for path in (Path(folder, name) for name in (*folders, *names)):
+            if path.is_symlink():
+                found[str(path.relative_to(place))] = f"-> {os.readlink(path)}"
+            elif path.is_file():
+                found[str(path.relative_to(place))] = path.read_text()
+    return found
+
+
+def test_the_work_tree_as_it_is_comes_back_and_what_is_ignored_is_linked(
+    project: Path, tmp_path: Path
+) -> None:
+    code = code_of(put(project))
+    write(project, train_py="newer", src__pkg__b_py="later")
+
+    check_out(code, tmp_path / "out")
+
+    assert files_in(tmp_path / "out") == {
+        ".gitignore": "/data/\n*.log\n__pycache__/\n",
+        "train.py": "new",
+        "untracked.py": "u",
+        "src/pkg/a.py": "a",
+        "run.sh": "#!/bin/sh\n",
+        "here": "-> src/pkg",
+        "data": f"-> {project}/data",
+    }
+    modes = [(tmp_path / "out" / name).stat().st_mode & 0o100 for name in ("run.sh", "train.py")]
+    assert modes == [0o100, 0]
+    assert len(code.commit) == 40 and "-old\n" in code.diff and "+new\n" in code.diff
+
+
+def test_equal_files_have_one_name_wherever_and_whenever_they_are(
+    project: Path, tmp_path: Path
+) -> None:
+    tree = code_of(put(project)).tree
+    git(tmp_path, "clone", "-q", str(project), "other")
+    other = tmp_path / "other"
+    (other / "gone.py").unlink()
+    write(other, train_py="new", untracked_py="u", data__more="other data", x__y_log="")
+    (other / "here").symlink_to("src/pkg")
+    (other / "x" / "y_log").rename(other / "x" / "y.log")
+
+    assert code_of(put(other)).tree == tree
+    git(other, "commit", "-qam", "second")
+    assert code_of(put(other)).tree == tree
+    for change in (
+        lambda: write(other, train_py="wen"),
+        lambda: (other / "train.py").chmod(0o755),
+        lambda: (other / "here").unlink(),
+    ):
+        change()
+        before, tree = tree, code_of(put(other)).tree
+        assert tree != before
+
+
+def test_repositories_within_are_part_of_it(project: Path, tmp_path: Path) -> None:
+    write(tmp_path / "library", b_py="b", c_log="c")
+    (tmp_path / "library" / "c_log").rename(tmp_path / "library" / "c.log")
+    (tmp_path / "library" / ".gitignore").write_text("*.log\n")
+    git(tmp_path / "library", "init", "-q")
+    git(tmp_path / "library", "add", "b.py", ".gitignore")
+    git(tmp_path / "library", "commit", "-qm", "first")
+    git(project, "submodule", "add", "-q", str(tmp_path / "library"), "sub")
+    git(project, "clone", "-q", str(tmp_path / "library"), "cloned")
+    write(project, sub__b_py="changed", sub__d_log="d")
+    (project / "sub" / "d_log").rename(project / "sub" / "d.log")
+
+    check_out(code_of(put(project)), tmp_path / "out")
+
+    found = files_in(tmp_path / "out")
+    assert (found["sub/b.py"], found["cloned/b.py"]) == ("changed", "b")
+    assert found["sub/d.log"] == f"-> {project}/sub/d.log"
+
+
+@pytest.mark.parametrize("is_ignored", [False, True])
+def test_a_folder_without_git_is_taken_without_what_is_surely_no_code(
+    tmp_path: Path, is_ignored: bool
+) -> None:
+    root = tmp_path / "outer" / "plain"
+    write(root, a_py="a", **{".venv__bin__python": "", "wandb__x": "", "out__big": "w"})
+    (root / ".gitignore").write_text("out/\n")
+    if is_ignored:  # by a repository around it
+        git(root.parent, "init", "-q")
+        (root.parent / ".gitignore").write_text("*\n")
+
+    code = code_of(put(root))
+    check_out(code, tmp_path / "out")
+
+    linked = {name: f"-> {root}/{name}" for name in (".venv", "wandb", "out")}
+    assert files_in(tmp_path / "out") == {".gitignore": "out/\n", "a.py": "a", **linked}
+    assert code.commit == ""
+
+
+def test_links_that_lead_out_go_on_to_where_they_led(project: Path, tmp_path: Path) -> None:
+    (tmp_path / "secret").mkdir()
+    write(tmp_path, secret__key="key")
+    (project / "out").symlink_to("../secret")
+    (project / "abs").symlink_to(tmp_path / "secret")
+    # What git tracks lies behind a link now.
+    (project / "src" / "pkg" / "a.py").unlink()
+    (project / "src" / "pkg").rmdir()
+    (project / "src" / "pkg").symlink_to(tmp_path / "secret")
+    write(tmp_path, **{"secret__a_py": "not of the project"})
+
+    check_out(code_of(put(project)), tmp_path / "co")
+
+    found = files_in(tmp_path / "co")
+    assert "src/pkg/a.py" not in found and "src/pkg/key" not in found
+    assert (tmp_path / "co" / "out" / "key").read_text() == "key"
+    assert found["abs"] == f"-> {tmp_path}/secret"
+
+
+def test_what_a_run_changed_is_as_it_was_at_its_next_attempt_and_its_own_files_stay(
+    project: Path, tmp_path: Path
+) -> None:
+    code, place, outside = code_of(put(project)), tmp_path / "out", tmp_path / "outside"
+    check_out(code, place)
+    (place / "train.py").write_text("wen")
+    (place / "run.sh").unlink()
+    write(place, outputs__step="1")
+    outside.mkdir()
+    (place / "src" / "pkg" / "a.py").unlink()
+    (place / "src" / "pkg").rmdir()
+    (place / "src" / "pkg").symlink_to(outside)
+
+    check_out(code, place)
+
+    found = files_in(place)
+    assert (found["train.py"], found["src/pkg/a.py"], found["outputs/step"]) == ("new", "a", "1")
+    assert (place / "run.sh").stat().st_mode & 0o100
+    assert files_in(outside) == {}
+    assert set(code_store.own_files(place)) == {
+        *(".gitignore", "train.py", "untracked.py", "src/pkg/a.py", "run.sh")
+    }
+
+
+def test_a_project_that_is_too_large_is_refused_with_its_largest_files(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MUSTER_CODE_MIB", "1")
+    put(project)
+    (project / "model.bin").write_bytes(bytes(2 << 20))
+
+    with pytest.raises(InvalidSpec) as refused:
+        put(project)
+
+    assert "the largest: model.bin 2.0 MiB" in str(refused.value)
+    assert "code: live" in str(refused.value)
+
+
+def test_what_is_half_written_or_spoilt_is_not_there(project: Path, muster_home: Path) -> None:
+    name = put(project)
+    path = muster_home / "code" / f"{code_of(name).tree}.gz"
+    whole = path.read_bytes()
+    for spoilt in (whole[:-20], b"", gzip.compress(b"other")):
+        path.write_bytes(spoilt)
+        with pytest.raises(NoCode, match="submit or deploy it again"):
+            check_out(code_of(name), muster_home / "out")
+
+    assert put(project) == name
+    check_out(code_of(name), muster_home / "out")
+
+
+#: Of Python: killed in the midst of the first file that is written whole.
+KILLED = """
+import os, pathlib, signal, sys
+from tasks.record.code_store import put
+whole = pathlib.Path.write_bytes
+def half(path, data):
+    whole(path, data[: len(data) // 2])
+    os.kill(os.getpid(), signal.SIGKILL)
+pathlib.Path.write_bytes = half
+put(pathlib.Path(sys.argv[1]))
+"""
+
+
+def test_puts_at_once_and_one_that_was_killed_leave_one_whole_code(
+    project: Path, muster_home: Path
+) -> None:
+    killed = subprocess.run((sys.executable, "-c", KILLED, str(project)))
+    left = [path.name for path in (muster_home / "code").iterdir()]
+
+    with ThreadPoolExecutor(4) as pool:
+        [name] = set(pool.map(put, [project] * 4))
+
+    assert killed.returncode == -signal.SIGKILL
+    assert len(left) == 1 and left[0].startswith("draft-")
+    check_out(code_of(name), muster_home / "out")
+    assert files_in(muster_home / "out")["train.py"] == "new"
+
+
+def test_a_host_with_another_home_has_it_from_the_server(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = SubmitServer()
+    monkeypatch.setattr("tasks.server.artifacts._PART_BYTES", 100)
+    name = submitted_code(server, None, project)  # type: ignore[arg-type]
+    count = len(server.artifacts)
+    share_code(server, name)  # type: ignore[arg-type]
+    assert len(server.artifacts) == count > 4
+    assert {one.key for one in server.artifacts} == {None}
+
+    monkeypatch.setenv("MUSTER_HOME", str(tmp_path / "there"))
+    with pytest.raises(NoCode, match="submit or deploy it again"):
+        code_of(name)
+    code = code_of(name, lambda one: shared_code(server, one))  # type: ignore[arg-type]
+    check_out(code, tmp_path / "out", lambda one: shared_code(server, one))  # type: ignore[arg-type]
+
+    assert files_in(tmp_path / "out")["train.py"] == "new"
+
+
+def test_what_nothing_names_goes_after_a_day(
+    project: Path, muster_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = SubmitServer()
+    old = submitted_code(server, None, project)  # type: ignore[arg-type]
+    write(project, train_py="newest")
+    new = submitted_code(server, None, project)  # type: ignore[arg-type]
+    named = code_store.names_in(f"spec: {{code: {new}}}")
+    assert code_store.forget(named) == {}
+
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + 2 * 24 * 3600)
+    for one in server.artifacts:
+        assert one.created is not None
+        one.created = one.created.replace(year=2020)
+    gone = code_store.forget(named)
+    forget_code(server, named)  # type: ignore[arg-type]
+
+    assert len(gone) == 2
+    code_of(new)
+    with pytest.raises(NoCode):
+        code_of(old)
+    assert shared_code(server, new) and not shared_code(server, old)  # type: ignore[arg-type]
+
+
+def test_an_editable_install_of_the_project_is_imported_from_the_copy(
+    project: Path, tmp_path: Path
+) -> None:
+    site = project / ".venv" / "lib" / "python3.11" / "site-packages"
+    site.mkdir(parents=True)
+    (site / "_a.pth").write_text(f"{project}/src\n/elsewhere\n")
+    (site / "__editable___b_finder.py").write_text(f"MAPPING = {{'b': '{project}/lib/b'}}\n")
+
+    found = code_store.import_path(project, tmp_path / "out")
+
+    assert sorted(found) == [f"{tmp_path}/out/lib", f"{tmp_path}/out/src"]
