@@ -132,6 +132,20 @@ def check_out(code: Code, place: Path, fetch: Fetch = lambda _: None) -> None:
                 _link(_path_in(folders, name), str(project / name))
 
 
+def contents_of(tree: str) -> dict[str, str]:
+    """Of each file of a tree, what tells its content and mode from others'.
+
+    Raises: NoCode, where the tree is not here; OSError.
+    """
+    found = {}
+    with tarfile.open(fileobj=io.BytesIO(read(tree))) as tar:
+        for member in tar:
+            data = tar.extractfile(member) if member.isreg() else None
+            content = data.read() if data else os.fsencode(member.linkname)
+            found[member.name] = f"{member.mode:o} {sha256(content).hexdigest()[:12]}"
+    return found
+
+
 def links_in(place: Path) -> list[str]:
     """The paths of links that lead out of a folder by an absolute path."""
     links = (name for name, at in _below(place) if stat.S_ISLNK(at.st_mode))
@@ -198,12 +212,12 @@ def packed(name: str) -> bytes:
     return _path(name).read_bytes()
 
 
-def names_in(text: str) -> set[str]:
+def names_in(text: str, fetch: Fetch = lambda _: None) -> set[str]:
     """What of the store a text may name, with what that names itself."""
     found = set(_NAME.findall(text))
     for name in tuple(found):
-        with suppress(OSError, ValueError, TypeError, MusterError):
-            found.add(code_of(name).tree)
+        with suppress(OSError, ValueError, TypeError, NoCode):
+            found.add(code_of(name, fetch).tree)
     return found
 
 

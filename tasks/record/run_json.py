@@ -155,8 +155,9 @@ class AttemptRecord(Recorded):
         failure = self.failure
         if not (self.components or self.ports or (failure and failure.log_tail)):
             return self
+        more = {"provenance": {}} if self.provenance else {}
         return self.but(
-            components={}, ports={}, failure=failure.but(log_tail="") if failure else None
+            components={}, ports={}, failure=failure.but(log_tail="") if failure else None, **more
         )
 
     def ended(self, state: RunState, at: float, failure: Failure | None) -> AttemptRecord:

@@ -7,6 +7,7 @@ import os
 import re
 import sys
 import time
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -15,6 +16,7 @@ from json import dumps
 from typing import Annotated, Any, Literal, get_args
 from uuid import UUID
 
+import yaml
 from cyclopts import Parameter
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.client.schemas.sorting import FlowRunSort
@@ -28,6 +30,7 @@ from rich.text import Text
 from tasks.processes.identity import host_name
 from tasks.queue.command import why as why_waiting
 from tasks.queue.ledger import request_of
+from tasks.record.code_store import NoCode, contents_of
 from tasks.record.growing import LogFile
 from tasks.record.places import AttemptPlace, RunPlace, muster_home
 from tasks.record.run_json import RunJson
@@ -39,6 +42,7 @@ from tasks.show.failure import as_text
 from tasks.show.lines import end_block
 from tasks.show.page import record_read
 from tasks.spec.errors import BadArgument, MusterError
+from tasks.spec.placeholders import mapping
 from tasks.spec.words import commas, lasting
 
 #: A list shows so many of them, newest first, until more are asked for.
@@ -238,14 +242,26 @@ def ls(
     console.print(shown)
 
 
-def show(run: RunName = "latest", /, *, json: AsJson = False) -> None:
+def show(
+    run: RunName = "latest", other: str = "", /, *, diff: bool = False, json: AsJson = False
+) -> None:
     """Show a run: what it does, or what it died of; its components and attempts.
 
     Exit: 0 shown; 2 there is no such run.
 
     Args:
-        json: Its run.json.
+        other: Another run, for --diff.
+        diff: What the two were made of that differs: spec, code, packages, host. RUN--a02 is an
+            attempt, and RUN alone its last one.
+        json: Its run.json; with --diff: by what differs, its two values.
     """
+    if diff != bool(other):
+        raise BadArgument("to compare two runs write: muster show --diff RUN RUN")
+    if diff:
+        found = _differences(run, other)
+        lines = (f"{name}: {was} -> {now}" for name, (was, now) in found.items())
+        print(dumps(found, indent=2) if json else "\n".join(lines) or "Nothing on record differs.")
+        return
     meant = find(run)
     record, pages = _record_of(meant)
     if json:
@@ -262,6 +278,66 @@ def show(run: RunName = "latest", /, *, json: AsJson = False) -> None:
             print(line.text)
     else:
         print(f"{meant.run_id}: {meant.state}\n{meant.message}".rstrip())
+
+
+_ATTEMPT = re.compile(r"(.+)--a(\d+)")
+
+
+def _differences(one: str, other: str) -> dict[str, tuple[object, object]]:
+    """What two attempts were made of, where it differs: by its dotted key, each one's value.
+
+    Raises: BadArgument.
+    """
+    was, now = map(_made_of, (one, other))
+    return {
+        key: (was.get(key), now.get(key))
+        for key in dict.fromkeys((*was, *now))
+        if was.get(key) != now.get(key)
+    }
+
+
+def _made_of(name: str) -> dict[str, object]:
+    """Of an attempt, all that is on record, by dotted keys; what only says which one it is, by what
+    stands for it in a spec."""
+    match = _ATTEMPT.fullmatch(name)
+    record, _pages = _record_of(find(match[1] if match else name))
+    wanted = int(match[2]) if match else None
+    attempts = record.attempts if record else ()
+    attempt = next((one for one in reversed(attempts) if wanted in (None, one.number)), None)
+    if record is None or attempt is None:
+        raise BadArgument(f"{name} has no such attempt on record here")
+    place = RunPlace.of(record.run_id)
+    names = {
+        str(place.attempt(attempt.number).directory): "${attempt.dir}",
+        str(place.directory): "${run.dir}",
+        record.run_id: "${run.id}",
+        **{str(port): f"${{{port_name}}}" for port_name, port in attempt.ports.items()},
+    }
+    text = ""
+    with suppress(FileNotFoundError):
+        text = place.attempt(attempt.number).spec.read_text(encoding="utf-8")
+    for value, said in names.items():
+        text = re.sub(rf"(?<!\w){re.escape(value)}(?!\w)", lambda _, said=said: said, text)
+    spec = {**mapping(yaml.safe_load(text))}
+    spec.pop("code", None)
+    made_of = record.made_of(attempt)
+    files: dict[str, str] = {}
+    with suppress(NoCode, OSError):
+        files = contents_of(str(made_of.get("tree")))
+    if files:
+        # They say more.
+        made_of.pop("diff", None)
+    return dict(_flat({"spec": spec, **made_of, "code": files}))
+
+
+def _flat(node: object, path: str = "") -> Iterator[tuple[str, object]]:
+    if isinstance(node, Mapping):
+        for key, value in node.items():
+            yield from _flat(value, f"{path}.{key}".lstrip("."))
+    elif isinstance(node, list) and path.startswith("spec"):
+        yield from _flat(dict(enumerate(node)), path)
+    else:
+        yield path, node
 
 
 def _record_of(run: Run) -> tuple[RunJson | None, list[str]]:

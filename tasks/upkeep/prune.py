@@ -14,23 +14,27 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import Parameter
+from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.filters import FlowFilter, FlowFilterName
 from prefect.client.schemas.objects import StateType
+from prefect.client.schemas.responses import DeploymentResponse
 from prefect.settings import PREFECT_API_URL
 from pydantic import ValidationError
 
 from tasks.processes.identity import host_name
 from tasks.processes.registry import registered_runs
+from tasks.record.code_store import forget, names_in, own_files
 from tasks.record.places import RunPlace, muster_home
 from tasks.record.run_json import RunJson
-from tasks.server.artifacts import leave_report, run_log
+from tasks.server.artifacts import forget_code, leave_report, run_log, shared_code
 from tasks.server.flow_runs import (
     UPKEEP_FLOWS,
     ServerAway,
@@ -66,6 +70,7 @@ _STACK_LOG_BYTES = 50 * 1024**2
 _STACK_LOGS_KEPT = 3
 #: By the server's own rule.
 _DELETED_AT_ONCE = 50
+_PAGE = 200
 _DELETED_AT_MOST = 20_000
 
 
@@ -84,17 +89,22 @@ def prune_host(keep: Retention | None = None, *, dry_run: bool = False) -> Prune
     none = PrunePlan(steps=(), held=())
     pruned = Pruned(host=host_name(), home=muster_home(), plan=none, is_dry=dry_run)
     try:
-        wanted = _wanted_on_server()
+        named = _named_on_server()
     except ServerAway as error:
         is_refused = isinstance(error, ServerRefuses)
         why = str(error) if is_refused else f"the Prefect server does not answer ({error})"
         return replace(pruned, open=(f"nothing was pruned: {why}",))
-    pruned = replace(pruned, plan=plan(survey(keep, wanted), keep, time.time()))
-    if dry_run:
-        return pruned
+    found = survey(keep, frozenset(run_ids_in(named)))
+    pruned = replace(pruned, plan=plan(found, keep, time.time()))
     steps = pruned.plan.steps
+    removed = {step.run.run_id for step in steps if step.act is Act.REMOVE}
+    kept = (run.directory for run in found if run.removable_bytes and run.run_id not in removed)
+    codes = _forget_code(named, kept, dry_run=dry_run)
+    if dry_run:
+        return replace(pruned, codes=codes)
     return replace(
         pruned,
+        codes=codes,
         done=tuple(done for step in steps if (done := _carry_out(step, keep)) is not None),
         rotated=tuple(_rotate_stack_logs(pruned.home)),
         flow_runs=_delete_upkeep(keep),
@@ -135,14 +145,15 @@ def survey(keep: Retention, wanted: frozenset[str] = frozenset()) -> list[Found]
         held = held or next((why for names, why in reasons if path.name in names), "")
         if not held and path.name in sources:
             held = f"{sources[path.name]} has started from it"
-        gone = removable(files, outputs=keep.outputs)
+        code = {f"code/{name}" for name in own_files(path / "code")}
+        gone = code.union(removable(files, outputs=keep.outputs))
         found.append(
             Found(
                 directory=path,
                 held=held,
                 ended_at=ended_at,
                 removable_bytes=sum(files[name] for name in gone),
-                log_bytes=sum(files[name] for name in plain_logs(files)),
+                log_bytes=sum(files[name] for name in (*plain_logs(files), *code)),
                 size_bytes=sum(files.values()),
             )
         )
@@ -170,6 +181,8 @@ def _carry_out(step: Step, keep: Retention) -> Done | None:
         return None
     before, problem = sizes(directory), ""
     try:
+        # Its tree is kept elsewhere, for as long as something names it.
+        remove(directory / "code", own_files(directory / "code"))
         if step.act is Act.REMOVE:
             remove(directory, removable(before, outputs=keep.outputs))
         else:
@@ -204,15 +217,39 @@ def _rotate_stack_logs(home: Path) -> Iterator[Path]:
             _log.warning("%s was not cut: %s", path, error)
 
 
-def _wanted_on_server() -> frozenset[str]:
-    """Run ids that stand in the parameters of flow runs that have not ended. Raises: ServerAway."""
+def _named_on_server() -> str:
+    """The names and parameters of flow runs that have not ended, and of deployments; empty without
+    a server. Raises: ServerAway."""
     api_url = PREFECT_API_URL.value()
     if not api_url:
-        return frozenset()
+        return ""
     with talking_to(api_url) as client:
-        runs = open_flow_runs(client)
-    texts = (f"{run.name} {json.dumps(run.parameters, default=str)}" for run in runs)
-    return frozenset().union(*map(run_ids_in, texts))
+        named = [*open_flow_runs(client), *_deployments(client)]
+    return "\n".join(f"{one.name} {json.dumps(one.parameters, default=str)}" for one in named)
+
+
+def _deployments(client: SyncPrefectClient) -> Iterator[DeploymentResponse]:
+    at = 0
+    while found := client.read_deployments(limit=_PAGE, offset=at):
+        yield from found
+        at += len(found)
+
+
+def _forget_code(named: str, kept: Iterable[Path], *, dry_run: bool) -> int:
+    """Of the code that no run with files, no open flow run and no deployment names, here and on the
+    server, how much was removed. Without a server nobody knows what is named."""
+    if not (api_url := PREFECT_API_URL.value()):
+        return 0
+    specs = (file for run in kept for file in run.glob("attempt-*/spec.yaml"))
+    texts = (file.read_text(encoding="utf-8", errors="replace") for file in specs)
+    try:
+        with talking_to(api_url) as client:
+            on_server = names_in(named, partial(shared_code, client))
+            gone = forget(on_server | names_in("\n".join(texts)), is_dry=dry_run)
+            return len(gone) + (0 if dry_run else forget_code(client, on_server))
+    except (ServerAway, OSError) as error:
+        _log.warning("the code of runs was not pruned: %s", error)
+        return 0
 
 
 def _delete_upkeep(keep: Retention) -> int:
@@ -262,6 +299,7 @@ def prune(
 ) -> int:
     """Show what may go of what ended runs have left in MUSTER_HOME, and with --yes remove it.
 
+    With a run's files goes the copy of its code, and what of the code store nothing names any more.
     run.json and the specs of a run always stay; what its own programs wrote stays unless --outputs
     says otherwise; a run that has not ended, waits, or that another one has started from is left as
     it is. A rule that is left out is that of the environment, MUSTER_PRUNE_DAYS and so on, or the

@@ -134,12 +134,14 @@ class Pruned:
     rotated: tuple[Path, ...] = ()
     #: Flow runs of the upkeep that were deleted from the server.
     flow_runs: int = 0
+    #: Of the code store: what nothing names.
+    codes: int = 0
     #: What was left out, and why; empty where nothing was.
     open: tuple[str, ...] = ()
 
     @property
     def has_acted(self) -> bool:
-        return bool(self.done or self.rotated or self.flow_runs)
+        return bool(self.done or self.rotated or self.flow_runs or self.codes)
 
     @property
     def freed_bytes(self) -> int:
@@ -161,10 +163,12 @@ class Pruned:
             )
             would = f"would remove the files of {counted(removed, 'run')} ({size})"
             parts = [would, f"compress the logs of {counted(packed, 'run')}"]
+            parts += [f"remove {counted(self.codes, 'file')} of code" if self.codes else ""]
         else:
             parts = [f"removed the files of {counted(removed, 'run')}" if removed else ""]
             parts += [f"compressed the logs of {counted(packed, 'run')}" if packed else ""]
             parts += [f"{size_text(self.freed_bytes)} freed" if self.done else ""]
+            parts += [f"removed {counted(self.codes, 'file')} of code" if self.codes else ""]
             parts += [f"cut {len(self.rotated)} logs of the stack" if self.rotated else ""]
             parts += [f"deleted {self.flow_runs} flow runs of the upkeep" if self.flow_runs else ""]
         text = ", ".join(filter(None, parts)) or "nothing to do"

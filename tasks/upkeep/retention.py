@@ -86,7 +86,7 @@ class Found:
     ended_at: float
     #: Bytes that its removal would free.
     removable_bytes: int
-    #: Bytes of logs that are not compressed.
+    #: Bytes of logs that are not compressed, and of its copy of the code.
     log_bytes: int
     #: Bytes in all.
     size_bytes: int
@@ -99,7 +99,7 @@ class Found:
 class Act(Enum):
     """What is done with a run's directory."""
 
-    #: Its logs are compressed, each in its place, with the suffix `.gz`.
+    #: Its logs are compressed, each in its place, with the suffix `.gz`; its code is removed.
     COMPRESS = "compress"
     #: Its files are removed, but for its record and specs.
     REMOVE = "remove"

@@ -12,6 +12,7 @@ from cyclopts import App
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from tasks.processes.identity import host_name
+from tasks.record.code_store import code_of, put
 from tasks.record.places import RunPlace
 from tasks.show.arguments import run as run_verb
 from tasks.spec.errors import BadArgument
@@ -32,6 +33,7 @@ FLOW_RUNS = {
 STATES = {OLD: "completed", FAILED: "failed", LIVE: "running"}
 
 LS = App(name="ls", default_command=runs.ls)
+SHOW = App(name="show", default_command=runs.show)
 
 
 def write(run_id: str, /, **changes: Any) -> None:
@@ -211,3 +213,40 @@ def test_records_of_another_user_leave_those_of_the_server(
     assert "is another user's: these are the server's runs" in capsys.readouterr().err
     with pytest.raises(PermissionError):
         runs.runs()
+
+
+def test_what_two_attempts_were_made_of_is_compared(
+    muster_home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trees = []
+    for word in ("old", "new"):
+        (tmp_path / "project").mkdir(exist_ok=True)
+        (tmp_path / "project" / "train.py").write_text(word)
+        trees.append(code_of(put(tmp_path / "project")).tree)
+    same: dict[str, Any] = {"project": "/p", "host": "a", "packages": {"torch": "2.7", "trl": "1"}}
+    second = {"number": 2, "state": "failed", "provenance": {"host": "b"}, "ports": {"x.port": 41}}
+    attempts = [{"number": 1, "state": "failed", "ports": {"x.port": 40}}, second]
+    write(OLD, provenance={**same, "tree": trees[0]})
+    changed = {"tree": trees[1], "packages": {"torch": "2.8", "trl": "1"}}
+    write(FAILED, provenance={**same, **changed}, attempts=attempts)
+    for run_id, number, port, rate in ((OLD, 1, 7, 1), (FAILED, 1, 40, 2), (FAILED, 2, 41, 2)):
+        place = RunPlace.of(run_id).attempt(number)
+        place.directory.mkdir()
+        place.spec.write_text(f"cwd: {place.directory}\nc: [x, {rate}, 'h:{port}']\nid: {run_id}\n")
+
+    codes = [
+        run_verb(SHOW, ["--diff", f"{FAILED}--a01", f"{FAILED}--a02"]),
+        run_verb(SHOW, ["--diff", FAILED, f"{FAILED}--a02"]),
+        run_verb(SHOW, ["--diff", "--json", OLD, f"{FAILED}--a01"]),
+        run_verb(SHOW, ["--diff", OLD]),
+        run_verb(SHOW, ["--diff", OLD, f"{FAILED}--a03"]),
+    ]
+
+    out, err = capsys.readouterr()
+    [attempts_differ, same_attempt, *runs_differ] = out.splitlines()
+    found = json.loads("\n".join(runs_differ))
+    assert codes == [0, 0, 0, 2, 2]
+    assert (attempts_differ, same_attempt) == ("host: a -> b", "Nothing on record differs.")
+    assert found.keys() == {"spec.c.1", "spec.c.2", "tree", "packages.torch", "code.train.py"}
+    assert (found["packages.torch"], found["spec.c.1"]) == (["2.7", "2.8"], [1, 2])
+    assert "muster show --diff RUN RUN" in err and "--a03 has no such attempt" in err

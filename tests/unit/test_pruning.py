@@ -17,6 +17,7 @@ from cyclopts import App
 
 from flows.prune import prune
 from tasks.processes.registry import RunRegister
+from tasks.record.code_store import check_out, code_of, put
 from tasks.server.flow_runs import ServerAway
 from tasks.show.arguments import run as run_verb
 from tasks.upkeep import prune as pruning
@@ -187,11 +188,26 @@ def test_a_run_that_a_waiting_flow_run_names_is_never_touched(
 ) -> None:
     run = make(muster_home, OLD)
     before = files(run)
-    monkeypatch.setattr(pruning, "_wanted_on_server", lambda: frozenset({OLD}))
+    monkeypatch.setattr(pruning, "_named_on_server", lambda: OLD)
 
     prune_host(ALL)
 
     assert files(run) == before
+
+
+def test_the_copy_of_its_code_goes_when_its_logs_are_compressed_and_what_it_wrote_there_stays(
+    muster_home: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / "train.py").write_text("code")
+    run = make(muster_home, OLD, days_ago=10)
+    check_out(code_of(put(tmp_path / "project")), run / "code")
+    (run / "code" / "weights.bin").write_bytes(b"w")
+
+    prune_host(Retention(days=60, compress_after_days=7))
+
+    assert [path.name for path in (run / "code").iterdir()] == ["weights.bin"]
+    assert (run / "attempt-01" / "trainer.log.gz").exists()
 
 
 def test_nothing_is_removed_while_the_server_does_not_answer(
@@ -200,10 +216,10 @@ def test_nothing_is_removed_while_the_server_does_not_answer(
     run = make(muster_home, OLD)
     before = files(run)
 
-    def away() -> frozenset[str]:
+    def away() -> str:
         raise ServerAway("http://127.0.0.1:9/api: refused")
 
-    monkeypatch.setattr(pruning, "_wanted_on_server", away)
+    monkeypatch.setattr(pruning, "_named_on_server", away)
 
     code = pruning.prune(yes=True)
 

@@ -115,6 +115,23 @@ def test_events_of_an_attempt_bring_the_run_from_state_to_state(path: Path) -> N
     ]
 
 
+def test_what_a_run_was_made_of_is_noted_once_and_of_later_attempts_what_differs(
+    path: Path,
+) -> None:
+    record = make(path)
+    made_of = {"tree": "a", "host": "one", "packages": {"torch": "2.7"}}
+    for number, host in enumerate(("one", "one", "two"), 1):
+        record.begin_attempt(number)
+        record.describe({**made_of, "host": host})
+        record.end_attempt(Verdict(state=RunState.FAILED, message=""))
+    record.describe({"host": "late"})
+
+    content = content_of(path)
+    assert content["provenance"] == made_of
+    assert [one.get("provenance") for one in content["attempts"]] == [None, None, {"host": "two"}]
+    assert record.content.made_of(record.content.attempt) == {**made_of, "host": "two"}
+
+
 def test_events_of_a_component_fill_its_entry(path: Path) -> None:
     record = make(path)
     record.begin_attempt(1)
