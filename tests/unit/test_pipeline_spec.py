@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tasks.record.code_store import code_of
 from tasks.spec.errors import InvalidSpec
 from tasks.spec.loading import parse_spec
 from tasks.spec.pipeline import load_pipeline, parse_pipeline, with_specs
@@ -215,13 +216,18 @@ def test_an_override_is_of_one_stage_and_comes_after_its_own_changes() -> None:
     assert "tags" not in loaded.stage("b").spec
 
 
+@pytest.mark.usefixtures("muster_home")
 def test_a_loaded_pipeline_is_plain_data_and_loads_to_itself() -> None:
     loaded = load_pipeline(Path(QUICKSTART))
 
     again = parse_pipeline(yaml.safe_load(yaml.safe_dump(loaded.written())))
 
     assert again == loaded == parse_pipeline(loaded)
-    assert load_pipeline_spec(QUICKSTART) == {"spec": loaded.written()}
+    deployed = load_pipeline_spec(QUICKSTART)
+    # Of the project as it is now, one for all of its stages.
+    [code] = {stage["spec"].pop("code") for stage in deployed["spec"]["stages"]}
+    assert code_of(code).project == str(Path.cwd())
+    assert deployed == {"spec": loaded.written()}
 
 
 def test_the_quickstart_s_grpo_is_given_the_checkpoint_of_its_sft() -> None:
