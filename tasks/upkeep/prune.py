@@ -24,7 +24,7 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.filters import FlowFilter, FlowFilterName
-from prefect.client.schemas.objects import StateType
+from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.client.schemas.responses import DeploymentResponse
 from prefect.settings import PREFECT_API_URL
 from pydantic import ValidationError
@@ -224,7 +224,7 @@ def _named_on_server() -> str:
     if not api_url:
         return ""
     with talking_to(api_url) as client:
-        named = [*open_flow_runs(client), *_deployments(client)]
+        named: list[FlowRun | DeploymentResponse] = [*open_flow_runs(client), *_deployments(client)]
     return "\n".join(f"{one.name} {json.dumps(one.parameters, default=str)}" for one in named)
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.support.gang_pool import GangPool, Host, host
-from tests.support.ground import ROOT, Run, Server, until
+from tests.support.gang_pool import GangPool, host
+from tests.support.ground import ROOT, Ground, Run, Server, until
 from tests.support.prefect_api import ask
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -67,7 +67,7 @@ def pool(prefect_url: str, tmp_path: Path) -> Iterator[GangPool]:
     ask("DELETE", f"{ground.api}/work_pools/code")
 
 
-def muster(ground: Host, *words: str) -> str:
+def muster(ground: Ground, *words: str) -> str:
     done = subprocess.run(
         (sys.executable, "-m", "tasks.command", *words),
         cwd=ROOT,

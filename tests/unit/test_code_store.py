@@ -17,6 +17,8 @@ from tasks.record import code_store
 from tasks.record.code_store import NoCode, check_out, code_of, put
 from tasks.server.artifacts import forget_code, share_code, shared_code, submitted_code
 from tasks.spec.errors import InvalidSpec
+from tasks.spec.loading import parse_spec
+from tasks.train.plan import PROJECT, component_env
 from tests.support.submitting import SubmitServer
 
 pytestmark = pytest.mark.usefixtures("muster_home")
@@ -99,14 +101,16 @@ def test_equal_files_have_one_name_wherever_and_whenever_they_are(
     assert code_of(put(other)).tree == tree
     git(other, "commit", "-qam", "second")
     assert code_of(put(other)).tree == tree
-    for change in (
-        lambda: write(other, train_py="wen"),
-        lambda: (other / "train.py").chmod(0o755),
-        lambda: (other / "here").unlink(),
-    ):
-        change()
+    for change in ("train.py", "run mode", "here"):
+        match change:
+            case "train.py":
+                write(other, train_py="wen")
+            case "run mode":
+                (other / "train.py").chmod(0o755)
+            case "here":
+                (other / "here").unlink()
         before, tree = tree, code_of(put(other)).tree
-        assert tree != before
+        assert tree != before, change
 
 
 def test_repositories_within_are_part_of_it(project: Path, tmp_path: Path) -> None:
@@ -301,3 +305,27 @@ def test_an_editable_install_of_the_project_is_imported_from_the_copy(
     found = code_store.import_path(project, tmp_path / "out")
 
     assert sorted(found) == [f"{tmp_path}/out/lib", f"{tmp_path}/out/src"]
+
+
+def test_the_project_s_own_python_imports_what_is_installed_as_editable_from_the_copy(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    venv = project / ".venv"
+    subprocess.run((sys.executable, "-m", "venv", "--without-pip", venv), check=True)
+    [site] = venv.glob("lib/python*/site-packages")
+    (site / "_mine.pth").write_text(f"{project}/src\n")
+    (project / ".gitignore").write_text(".venv/\n")
+    write(project, src__mine_py="WORD = 'submitted'", src__other_py="")
+    check_out(code_of(put(project)), tmp_path / "out")
+    write(project, src__mine_py="WORD = 'edited'")
+    component = {"command": ["python", "-c", "pass"], "env": {"PYTHONPATH": f"{project}/src"}}
+    spec = parse_spec({"name": "a", "workload": "sft", "components": {"trainer": component}})
+    monkeypatch.chdir(tmp_path / "out")
+    monkeypatch.setenv(PROJECT, str(project))
+
+    env = component_env(spec, "trainer", "run", 1)
+    line = "import mine, sys; print(mine.WORD, sys.prefix)"
+    done = subprocess.run(("python", "-c", line), env=env, capture_output=True, text=True, cwd="/")
+
+    assert done.stdout.split() == ["submitted", str(venv)], done.stderr
+    assert env["UV_NO_SYNC"] == "1"
