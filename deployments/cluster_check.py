@@ -12,17 +12,20 @@ import contextlib
 import functools
 import io
 import logging
+import os
 import sys
 import time
 from collections.abc import Sequence
 
 import ray
 from ray import cloudpickle
+from ray._raylet import Config  # type: ignore[attr-defined]
 from ray.job_submission import JobStatus, JobSubmissionClient
 
 import tasks
 from deployments import node_shapes
 from deployments.node_shapes import SHAPES, ShapeEnding, exit_code_in_worker, try_shape
+from deployments.stack.state import to_reach_stack
 from tasks.ray.dashboard import Dashboard, Denied, LiveNode, NoAnswer, ready_driver
 
 EXIT_HOLDS, EXIT_LEAKS, EXIT_INVALID = 0, 1, 2
@@ -40,6 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     cluster can't be asked.
     """
     options = _parser().parse_args(arguments)
+    os.environ.update(to_reach_stack(None))
+    # Ray has read its environment already.
+    Config.initialize("")
     try:
         nodes, gcs_address = asyncio.run(_cluster(options.address))
     except (NoAnswer, Denied) as error:

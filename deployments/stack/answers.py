@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 
 from deployments.stack.env import AUTH, POOL, auth_string
-from deployments.stack.state import Stack, StackError, StackNode
+from deployments.stack.state import Stack, StackError
 
 _ANSWER_WITHIN_S = 10.0
 _ALL_WITHIN_S = 60.0
@@ -37,11 +37,10 @@ def answers(stack: Stack) -> list[Answer]:
     """One for each part of the stack."""
     auth = httpx.BasicAuth(*auth_string().partition(":")[::2])
     with httpx.Client(trust_env=False, timeout=_ANSWER_WITHIN_S, auth=auth) as client:
-        ray = f"{stack.ray_dashboard}/api/jobs/"
         return [
             _asked(client, "Prefect UI", stack.ui_url, f"{stack.api_url}/health"),
-            _asked(client, "Ray dashboard", stack.ray_dashboard, ray),
-            *(_node(client, node) for node in stack.nodes),
+            _asked(client, "Ray dashboard", stack.ray_dashboard, stack.ray_health),
+            *(_asked(client, node.name, node.found, node.health) for node in stack.nodes),
             _pool(client, stack),
             _worker(client, stack),
         ]
@@ -65,19 +64,10 @@ def until_answering(stack: Stack) -> None:
 
 def _asked(client: httpx.Client, part: str, found: str, url: str) -> Answer:
     try:
-        _json(client, "GET", url)
+        _ask(client, "GET", url)
     except _NoAnswer as error:
         return Answer(part=part, found=found, problem=str(error))
     return Answer(part=part, found=found)
-
-
-def _node(client: httpx.Client, node: StackNode) -> Answer:
-    found = f"{node.gpus} logical GPUs, {node.cpus} CPUs"
-    try:
-        _ask(client, "GET", node.health)
-    except _NoAnswer as error:
-        return Answer(part=node.name, found=found, problem=str(error))
-    return Answer(part=node.name, found=found)
 
 
 def _pool(client: httpx.Client, stack: Stack) -> Answer:

@@ -188,6 +188,7 @@ def _summary(place: StackPlace, stack: Stack) -> str:
     if stack.has_own_password:
         file = shlex.quote(str(password_file()))
         password, export = f"cat {file}", f'export {AUTH}="$(cat {file})"'
+    ray = " ".join(f"{key}={shlex.quote(value)}" for key, value in stack.ray_auth.items())
     return f"""\
 The stack is up.
   Prefect UI      {stack.ui_url}
@@ -207,7 +208,9 @@ Next, from any directory:
   muster down                        stops it all
 Other programs find the server by
   export PREFECT_API_URL={stack.api_url}
-  {export}"""
+  {export}
+and its Ray cluster, as Ray's own commands do, by
+  export RAY_ADDRESS={stack.ray_dashboard} {ray}"""
 
 
 def _nodes(stack: Stack) -> str:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import secrets
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from tasks.record.places import make_server_password
+from tasks.record.places import kept_secret, make_server_password, muster_home
 from tasks.spec.programs import component_path
 
 #: The checkout; in a wheel, where its packages lie.
@@ -41,6 +42,10 @@ LOOPBACK = ("127.0.0.1", "localhost")
 #: itself. Either, in the environment of `muster up`, is taken in place of the home's own.
 AUTH, SERVER_AUTH = "PREFECT_API_AUTH_STRING", "PREFECT_SERVER_API_AUTH_STRING"
 
+#: Ray's own: whether it asks for a token, which, and the file that has it. They, too, are taken
+#: from the environment of `muster up`.
+RAY_MODE, RAY_TOKEN, RAY_FILE = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
+
 
 def auth_string(environment: Mapping[str, str] = os.environ) -> str:
     """The password of the stack's server.
@@ -48,6 +53,19 @@ def auth_string(environment: Mapping[str, str] = os.environ) -> str:
     Raises: OSError, where none is set, and that of this MUSTER_HOME can be neither read nor made.
     """
     return environment.get(SERVER_AUTH) or environment.get(AUTH) or make_server_password()
+
+
+def ray_auth(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """How Ray's own programs, and what asks them, are told of the token of the stack's cluster.
+
+    Raises: as `auth_string`.
+    """
+    given = {key: environment[key] for key in (RAY_MODE, RAY_TOKEN, RAY_FILE) if key in environment}
+    if given.get(RAY_MODE, "token") == "token" and given.keys() <= {RAY_MODE}:
+        file = muster_home() / "ray-token"
+        kept_secret(file, secrets.token_hex(32))
+        given[RAY_FILE] = str(file)
+    return {RAY_MODE: "token", **given}
 
 
 def client_env(home: Path, api_url: str) -> dict[str, str]:

@@ -18,6 +18,7 @@ from deployments.stack.env import (
     HOST,
     PIPELINES_POOL,
     POOL,
+    RAY_TOKEN,
     RAY_VARIABLE,
     ROOT,
     RUN_ID,
@@ -26,6 +27,7 @@ from deployments.stack.env import (
     STACK_VARIABLE,
     auth_string,
     client_env,
+    ray_auth,
 )
 from deployments.stack.nodes import NODE_RESOURCE, Fleet
 from deployments.stack.state import RAY_TEMP_PREFIX, Stack, StackNode, StackPlace
@@ -111,6 +113,7 @@ def draw_up(
         ui_url=url,
         has_own_password=auth_string() == server_password(),
         ray_dashboard=f"http://{HOST}:{dashboard}",
+        ray_auth={key: value for key, value in ray_auth().items() if key != RAY_TOKEN},
         ray_address=f"{HOST}:{ports.numbers[f'{RAY}.gcs']}",
         # Short, since the sockets in it may have 107 characters in all.
         ray_temp=Path(tempfile.mkdtemp(prefix=RAY_TEMP_PREFIX, dir="/tmp")),
@@ -186,7 +189,7 @@ def _ray_head(
             # Any free ones; by default a range in which ours may lie, which Ray refuses.
             *("--min-worker-port=0", "--max-worker-port=0"),
             *(f"--dashboard-host={HOST}", f"--dashboard-port={dashboard}"),
-            *(f"--temp-dir={stack.ray_temp}", "--disable-usage-stats"),
+            *(f"--temp-dir={stack.ray_temp}/r", "--disable-usage-stats"),
             *("--log-style=record", "--log-color=false"),
         ),
         env={**_env(place, stack, RAY), **_RAY_SETTINGS},
@@ -196,8 +199,7 @@ def _ray_head(
         stop_signal=signal.SIGINT,
         grace_s=_RAY_GRACE_S,
     )
-    # It answers only once Ray's head, too, is there.
-    ready = ReadyProbe(http=f"{stack.ray_dashboard}/api/jobs/", within_s=_READY_WITHIN_S)
+    ready = ReadyProbe(http=stack.ray_health, within_s=_READY_WITHIN_S)
     return _component(RAY, command, ready)
 
 
@@ -215,7 +217,7 @@ def _ray_node(place: StackPlace, stack: Stack, node: StackNode) -> ComponentPlan
             f"--object-store-memory={_NODE_OBJECT_STORE_BYTES}",
             # That of the head looks after the logs of the whole machine.
             "--include-log-monitor=false",
-            *(f"--temp-dir={stack.ray_temp}", "--disable-usage-stats"),
+            *(f"--temp-dir={stack.ray_temp}/r", "--disable-usage-stats"),
             *("--log-style=record", "--log-color=false"),
         ),
         env={**_env(place, stack, node.name), **_RAY_SETTINGS},
@@ -287,8 +289,7 @@ def _component(name: str, command: Command, ready: ReadyProbe) -> ComponentPlan:
 def _env(place: StackPlace, stack: Stack, component: str) -> dict[str, str]:
     return {
         **client_env(place.directory.parent, stack.api_url),
-        # Left out, a token file of another cluster on this machine switches authentication on.
-        "RAY_AUTH_MODE": "disabled",
+        **ray_auth(),
         "RAY_USAGE_STATS_ENABLED": "0",
         # Ray on loopback only: by default it listens on every interface, whatever address it is
         # given. Source: ray/_private/services.py, get_node_ip_address.

@@ -7,7 +7,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from deployments.stack.env import AUTH, LOOPBACK, STACK_VARIABLE
+from deployments.stack.env import AUTH, LOOPBACK, RAY_MODE, STACK_VARIABLE
 from tasks.processes import tree
 from tasks.processes.identity import ProcessId
 from tasks.record.disk import write_json
@@ -51,6 +51,10 @@ class StackNode(_Model):
     agent: str
 
     @property
+    def found(self) -> str:
+        return f"{self.gpus} logical GPUs, {self.cpus} CPUs"
+
+    @property
     def health(self) -> str:
         """Where the agent says whether the cluster counts the node as alive."""
         return f"{self.agent}/api/local_raylet_healthz"
@@ -76,9 +80,12 @@ class Stack(_Model):
     #: The password of its server is that of its MUSTER_HOME.
     has_own_password: bool = False
     ray_dashboard: str
+    #: Variables of whoever asks its cluster; the token itself is in a file, or not known here.
+    ray_auth: Mapping[str, str] = {}
     #: HOST:PORT for `ray.init`.
     ray_address: str
-    #: Ray's sockets and logs, gone with the stack.
+    #: Around the directory of Ray's sockets and logs, which Ray opens to everybody; gone with the
+    #: stack.
     ray_temp: Path
     #: As it was asked for, `2x8`; empty where the head is alone.
     fleet: str = ""
@@ -90,6 +97,11 @@ class Stack(_Model):
     @property
     def is_running(self) -> bool:
         return self.supervisor.is_alive()
+
+    @property
+    def ray_health(self) -> str:
+        """It answers once Ray's head, too, is there, and asks for no token."""
+        return f"{self.ray_dashboard}/api/gcs_healthz"
 
     def is_reached_at(self, api_url: str) -> bool:
         """Whether that is the address of its Prefect server."""
@@ -219,7 +231,7 @@ class StackPlace:
 
 def to_reach_stack(api_url: str | None) -> dict[str, str]:
     """What the environment of a program lacks to talk to the stack that runs in this MUSTER_HOME:
-    the address of its Prefect server, and its password.
+    the address of its Prefect server, its password, and the token of its Ray cluster.
 
     The password is for the stack's own server alone: whoever else listens there is not given it.
 
@@ -236,7 +248,12 @@ def to_reach_stack(api_url: str | None) -> dict[str, str]:
         ):
             address = {} if api_url is not None else {"PREFECT_API_URL": stack.api_url}
             is_known = AUTH in os.environ or not stack.has_own_password
-            return address | ({} if is_known else {AUTH: server_password()})
+            ray = {} if RAY_MODE in os.environ else stack.ray_auth
+            return {
+                **address,
+                **({} if is_known else {AUTH: server_password()}),
+                **{key: value for key, value in ray.items() if key not in os.environ},
+            }
     return {}
 
 

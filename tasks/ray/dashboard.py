@@ -451,7 +451,10 @@ def _checked(response: httpx.Response) -> httpx.Response:
         text = f"{response.request.method} {response.url} answered {response.status_code}: "
         text += " ".join(response.text[-500:].split())
         if response.status_code in (401, 403):
-            raise Denied(f"{text}; Ray's token is read from RAY_AUTH_TOKEN or ~/.ray/auth_token")
+            raise Denied(
+                f"{text}; with RAY_AUTH_MODE=token Ray's token is read from RAY_AUTH_TOKEN, the "
+                "file RAY_AUTH_TOKEN_PATH, or ~/.ray/auth_token"
+            )
         if 400 <= response.status_code < 500:
             raise Denied(text)
         raise NoAnswer(text)

@@ -106,15 +106,19 @@ def server_password() -> str:
 
 
 def make_server_password() -> str:
-    """The same, made where it has none.
+    """The same, made where it has none. Raises: as `kept_secret`."""
+    return kept_secret(password_file(), f"muster:{secrets.token_urlsafe(24)}")
+
+
+def kept_secret(path: Path, new: str) -> str:
+    """What a file for its user alone holds, made of `new` where it is not there.
 
     Raises: OSError, where it can be neither read nor written.
     """
-    path = password_file()
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(f"muster:{secrets.token_urlsafe(24)}\n")
+        file.write(f"{new}\n")
     try:
         # Of two that begin together, one has its way.
         with suppress(FileExistsError):

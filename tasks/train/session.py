@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from uuid import UUID
@@ -118,7 +119,12 @@ class RunSession:
         self.interrupted_by = ""
         #: Why this process is to leave the run to its next one; empty while it is not.
         self.left_by = ""
-        self._secrets = secrets.secret_values(os.environ) | spec.secrets
+        environ = dict(os.environ)
+        with suppress(OSError, ValueError):
+            # Ray's token, of which the environment has the place only.
+            token = Path(environ.get("RAY_AUTH_TOKEN_PATH", "")).read_text(encoding="utf-8")
+            environ["RAY_AUTH_TOKEN"] = token.strip()
+        self._secrets = secrets.secret_values(environ) | spec.secrets
         #: The values of its Prefect Secret blocks, by their names.
         self._blocks: Mapping[str, str] = {}
         self._supervisor: Supervisor | None = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -26,6 +27,8 @@ import pytest
 from deployments.stack.env import NODES_PAGE, QUEUE_PAGE
 from deployments.stack.state import Stack, processes_of
 from tasks.processes.ports import PortsReserved
+from tasks.ray.control_store import answering, open_channel, question
+from tasks.ray.dashboard import Denied
 from tasks.spec.loading import load_spec
 from tests.support.ground import until
 from tests.support.prefect_api import ask
@@ -53,6 +56,28 @@ env: {METRICS: "${attempt.dir}/metrics.jsonl"}
 components:
   trainer: {command: [python, train.py, "${progress.total}"]}
 progress: {jsonl: "${attempt.dir}/metrics.jsonl", step: step, total: 20}
+"""
+#: Somebody else on this machine: its dashboard, its address, and where its files are. Tries as root
+#: first, since another user can't load what `ray.init` imports.
+INTRUDER = """
+import encodings.idna, json, os, sys, urllib.error, urllib.request
+import ray
+os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+def refusal(does, *given):
+    try:
+        does(*given)
+    except Exception as error:
+        return type(error).__name__
+def submit(url):
+    try:
+        return urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, b"{}").status
+    except urllib.error.HTTPError as error:
+        return error.code
+dashboard, address, temp, token = sys.argv[1:]
+refusal(ray.init, address)
+os.setgroups(()); os.setgid(65534); os.setuid(65534)
+print(json.dumps({"submitted": submit(dashboard + "/api/jobs/"), "init": refusal(ray.init, address),
+    "files": [refusal(os.listdir, temp), refusal(open, token)]}))
 """
 #: `up` starts Ray three times over.
 COMMAND_WITHIN_S = 250.0
@@ -171,9 +196,16 @@ def raylet_of(node: str, stack: Stack) -> psutil.Process:
     return found
 
 
+def ray_api(stack: Stack) -> httpx.Client:
+    """Asks its dashboard, with its token."""
+    token = Path(stack.ray_auth["RAY_AUTH_TOKEN_PATH"]).read_text().strip()
+    sent = {"Authorization": f"Bearer {token}"}
+    return httpx.Client(base_url=stack.ray_dashboard, headers=sent, trust_env=False)
+
+
 def ray_nodes(stack: Stack) -> list[dict[str, Any]]:
     """All that Ray has known, as its dashboard lists them."""
-    listed = httpx.get(f"{stack.ray_dashboard}/api/v0/nodes", trust_env=False).raise_for_status()
+    listed = ray_api(stack).get("/api/v0/nodes").raise_for_status()
     nodes: list[dict[str, Any]] = listed.json()["data"]["result"]["result"]
     return nodes
 
@@ -246,6 +278,51 @@ def test_nobody_without_the_password_is_let_in(home: Home, method: str, path: st
     assert answer.status_code == HTTPStatus.UNAUTHORIZED
 
 
+@pytest.mark.parametrize("path", ["/api/jobs/", "/api/v0/nodes", "/nodes?view=summary"])
+def test_nobody_without_the_token_is_let_in_by_ray(home: Home, path: str) -> None:
+    stack = home.stack
+    gcs = open_channel(stack.ray_address, has_token=False)
+
+    answer = httpx.request("GET", f"{stack.ray_dashboard}{path}", trust_env=False)
+    with closing(gcs), pytest.raises(Denied, match="UNAUTHENTICATED"), answering(stack.ray_address):
+        question(gcs, "JobInfo", "GetAllJobInfo")(10.0).result()
+
+    assert answer.status_code == HTTPStatus.UNAUTHORIZED
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_another_user_of_the_machine_has_no_part_in_the_cluster(home: Home) -> None:
+    stack = home.stack
+    env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    words = (sys.executable, "-c", INTRUDER, stack.ray_dashboard, stack.ray_address)
+    rest = (str(stack.ray_temp), str(home.directory / "ray-token"))
+
+    done = subprocess.run(
+        (*words, *rest), env=env, capture_output=True, text=True, timeout=COMMAND_WITHIN_S
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == {
+        "submitted": 401,
+        "init": "ConnectionError",
+        "files": ["PermissionError", "PermissionError"],
+    }
+
+
+@pytest.mark.thorough
+def test_ray_s_own_commands_know_the_cluster_by_what_up_says(home: Home) -> None:
+    [told] = re.findall(r"export (RAY_ADDRESS=.+)", home.said)
+    ray = str(Path(sys.executable).parent / "ray")
+    variables = dict(word.split("=", 1) for word in shlex.split(told))
+
+    let_in = home.command(ray, "job", "list", **variables)
+    kept_out = home.command(ray, "job", "list", **{**variables, "RAY_AUTH_TOKEN": "f" * 64})
+
+    assert let_in.returncode == 0, let_in.stderr
+    assert kept_out.returncode != 0
+
+
 @pytest.mark.parametrize(
     ("origin", "allowed"),
     [
@@ -303,18 +380,18 @@ def test_the_nodes_have_the_gpus_and_the_head_has_nothing(home: Home) -> None:
 
 def test_a_ray_job_runs_on_a_node_and_its_log_can_be_had(home: Home) -> None:
     script = "import ray; ray.init(); print('GPUs', ray.cluster_resources()['GPU'])"
-    jobs = f"{home.stack.ray_dashboard}/api/jobs/"
+    jobs, ray = "/api/jobs/", ray_api(home.stack)
     order = {"entrypoint": f'python -c "{script}"', "entrypoint_resources": {"worker_node": 1}}
 
-    job = httpx.post(jobs, json=order, trust_env=False).raise_for_status().json()["submission_id"]
+    job = ray.post(jobs, json=order).raise_for_status().json()["submission_id"]
 
     def ended() -> Any:
-        answer = httpx.get(jobs + job, trust_env=False).raise_for_status().json()
+        answer = ray.get(jobs + job).raise_for_status().json()
         return answer if answer["status"] in {"SUCCEEDED", "FAILED", "STOPPED"} else None
 
     found = until(ended, "the job has ended")
     assert found["status"] == "SUCCEEDED", found
-    log = httpx.get(f"{jobs}{job}/logs", trust_env=False).raise_for_status().json()["logs"]
+    log = ray.get(f"{jobs}{job}/logs").raise_for_status().json()["logs"]
     assert "GPUs 16.0" in log
 
 

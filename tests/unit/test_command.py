@@ -11,6 +11,7 @@ from collections.abc import Callable
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cyclopts import App
@@ -29,7 +30,8 @@ STACK_URL = "http://127.0.0.1:4321/api"
 @pytest.fixture(autouse=True)
 def restored(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the command sets for its verbs is undone."""
-    for name in ("PYTHONSAFEPATH", "PREFECT_API_URL", "PREFECT_API_AUTH_STRING"):
+    ray = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH")
+    for name in ("PYTHONSAFEPATH", "PREFECT_API_URL", "PREFECT_API_AUTH_STRING", *ray):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
 
@@ -161,7 +163,7 @@ def stack(muster_home: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., N
     """Writes what a stack of this MUSTER_HOME has written down; its supervisor is this process."""
     monkeypatch.setenv("PREFECT_HOME", str(muster_home / "prefect"))
 
-    def write(*, is_running: bool = True, has_own_password: bool = True) -> None:
+    def write(*, is_running: bool = True, **about: Any) -> None:
         supervisor = ProcessId.of(os.getpid())
         if not is_running:
             supervisor = supervisor.model_copy(update={"start_ticks": 1})
@@ -176,7 +178,7 @@ def stack(muster_home: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., N
                 port=4321,
                 api_url=STACK_URL,
                 ui_url="http://127.0.0.1:4321",
-                has_own_password=has_own_password,
+                **({"has_own_password": True} | about),
                 ray_dashboard="http://127.0.0.1:8265",
                 ray_address="127.0.0.1:6379",
                 ray_temp=Path("/nowhere"),
@@ -250,6 +252,24 @@ def test_a_stack_of_another_password_or_none_is_given_none(
     command._find_server()
 
     assert "PREFECT_API_AUTH_STRING" not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("mode", "told"), [(None, ("token", "/a/file")), ("disabled", ("disabled", None))]
+)
+def test_the_token_of_its_ray_is_found_unless_the_user_says_otherwise(
+    stack: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    mode: str | None,
+    told: tuple[str, str | None],
+) -> None:
+    stack(ray_auth={"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": "/a/file"})
+    if mode is not None:
+        monkeypatch.setenv("RAY_AUTH_MODE", mode)
+
+    command._find_server()
+
+    assert (os.environ["RAY_AUTH_MODE"], os.environ.get("RAY_AUTH_TOKEN_PATH")) == told
 
 
 def test_a_password_that_is_set_stays(

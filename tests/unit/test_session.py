@@ -51,7 +51,12 @@ def test_an_error_of_our_own_before_an_attempt_fails_the_run(muster_home: Path) 
     assert run.record.state is RunState.FAILED
 
 
-def test_two_secrets_of_one_name_are_masked_in_every_file(muster_home: Path) -> None:
+def test_two_secrets_of_one_name_are_masked_in_every_file(
+    muster_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token = tmp_path / "ray-token"
+    token.write_text("of-the-cluster\n")
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
     first, second, third, fourth = "hf-of-the-api", "hf-of-the-trainer", "sk-of-an-option", "in-two"
     spec = parse_spec(
         {
@@ -68,7 +73,7 @@ def test_two_secrets_of_one_name_are_masked_in_every_file(muster_home: Path) -> 
         }
     )
     run = RunSession(spec, run_id=RUN_ID, flow_run_id=uuid4())
-    said = f"{first} {second} {third} hf-of-the-run ${{{fourth}}}"
+    said = f"{first} {second} {third} hf-of-the-run of-the-cluster ${{{fourth}}}"
 
     run.begin_attempt()
     run.crash(ValueError({"env": said}))

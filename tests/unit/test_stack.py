@@ -426,10 +426,44 @@ def test_no_part_of_a_stack_is_told_to_listen_beyond_this_machine(place: StackPl
     assert "127.0.0.1" in components["prefect-server"].argv
     # Ray takes no address for it: see the integration test for what it really does.
     assert components["ray-head"].env["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "0"
-    assert components["ray-head"].env["RAY_AUTH_MODE"] == "disabled"
     assert components["worker"].env["PREFECT_WORKER_WEBSERVER_HOST"] == "127.0.0.1"
     stack_ids = {command.env[STACK_VARIABLE] for command in components.values()}
     assert stack_ids == {blueprint.stack.stack_id}
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ({}, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": "{home}/ray-token"}),
+        ({"RAY_AUTH_MODE": "token"}, {"RAY_AUTH_TOKEN_PATH": "{home}/ray-token"}),
+        # one that the user's other clusters have, too
+        ({"RAY_AUTH_TOKEN": "f" * 64}, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "f" * 64}),
+        ({"RAY_AUTH_TOKEN_PATH": "/own"}, {"RAY_AUTH_MODE": "token"}),
+        # none, where that is wanted
+        ({"RAY_AUTH_MODE": "disabled"}, {"RAY_AUTH_MODE": "disabled"}),
+    ],
+)
+def test_the_ray_cluster_has_a_token_which_all_of_the_stack_is_told_of(
+    place: StackPlace, monkeypatch: pytest.MonkeyPatch, given: dict[str, str], found: dict[str, str]
+) -> None:
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+
+    blueprint = draw_up(place, 4200, ray_dashboard=0)
+    blueprint.ports.close()
+    blueprint.stack.ray_temp.rmdir()
+
+    home = place.directory.parent
+    wanted = given | {name: value.format(home=home) for name, value in found.items()}
+    for component in blueprint.plan.components:
+        env = component.command.env
+        assert {name: env[name] for name in env if name.startswith("RAY_AUTH")} == wanted
+    assert "RAY_AUTH_TOKEN" not in blueprint.stack.ray_auth
+    file = home / "ray-token"
+    assert file.exists() is (str(file) in wanted.values())
+    assert not file.exists() or (file.stat().st_mode & 0o777, len(file.read_text())) == (0o600, 65)
 
 
 def test_a_worker_in_a_shell_s_background_can_be_ended(monkeypatch: pytest.MonkeyPatch) -> None:
