@@ -30,7 +30,7 @@ from deployments.stack.env import (
     ray_auth,
 )
 from deployments.stack.nodes import NODE_RESOURCE, Fleet
-from deployments.stack.state import RAY_TEMP_PREFIX, Stack, StackNode, StackPlace
+from deployments.stack.state import RAY_TEMP_PREFIX, RAYLET_HEALTH, Stack, StackNode, StackPlace
 from tasks.processes.component import AttemptPlan, ComponentPlan
 from tasks.processes.guarded import Command
 from tasks.processes.identity import ProcessId, host_name
@@ -199,7 +199,8 @@ def _ray_head(
         stop_signal=signal.SIGINT,
         grace_s=_RAY_GRACE_S,
     )
-    ready = ReadyProbe(http=stack.ray_health, within_s=_READY_WITHIN_S)
+    agent = f"http://{HOST}:{ports[_RAY_PORTS['--dashboard-agent-listen-port']]}"
+    ready = ReadyProbe(http=f"{agent}{RAYLET_HEALTH}", within_s=_READY_WITHIN_S)
     return _component(RAY, command, ready)
 
 

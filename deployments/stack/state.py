@@ -25,6 +25,8 @@ from tasks.record.places import is_at, muster_home, server_password
 from tasks.spec.errors import MusterError
 
 RAY_TEMP_PREFIX = "muster-ray-"
+#: Where a node's agent says whether the cluster counts the node as alive.
+RAYLET_HEALTH = "/api/local_raylet_healthz"
 
 #: A stop is over by then: the runs, and each part's grace period with what follows it.
 STOP_WITHIN_S = 180.0
@@ -56,8 +58,7 @@ class StackNode(_Model):
 
     @property
     def health(self) -> str:
-        """Where the agent says whether the cluster counts the node as alive."""
-        return f"{self.agent}/api/local_raylet_healthz"
+        return f"{self.agent}{RAYLET_HEALTH}"
 
 
 class Stack(_Model):
@@ -100,7 +101,7 @@ class Stack(_Model):
 
     @property
     def ray_health(self) -> str:
-        """It answers once Ray's head, too, is there, and asks for no token."""
+        """Of the dashboard and the control store; it asks for no token."""
         return f"{self.ray_dashboard}/api/gcs_healthz"
 
     def is_reached_at(self, api_url: str) -> bool:

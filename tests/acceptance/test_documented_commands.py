@@ -124,7 +124,7 @@ class Reader:
         return str(found["name"])
 
 
-_NOT_THE_READERS = ("PREFECT_", "MAKE", "MFLAGS", "ARGS")
+_NOT_THE_READERS = ("PREFECT_", "RAY_AUTH", "MAKE", "MFLAGS", "ARGS")
 
 
 @pytest.fixture(scope="module")
