@@ -197,6 +197,7 @@ class SupervisedAttempt:
         Raises: OSError, when no process can be started; none is left then.
         """
         try:
+            self._context.begin()
             for plan in self._plan.components:
                 make = plan.make_member or ProcessMember
                 self.members[plan.name] = make(plan, self._context)

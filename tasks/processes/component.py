@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 from tasks.processes import cgroup, probes, registry
 from tasks.processes.child_watch import ProcessLoss
 from tasks.processes.containment import Containment, Level, PidNamespace
-from tasks.processes.guarded import Command, Forked, GuardedProcess
+from tasks.processes.guarded import Command, Forked, GuardedProcess, GuardianTemplate
 from tasks.processes.identity import ProcessId
 from tasks.processes.ports import PortsReserved
 from tasks.processes.probes import ComponentProbe, make_client, until_yes
@@ -95,7 +95,7 @@ class AttemptContext:
     """What the components of one attempt share, and what guards their processes by the level of its
     plan: guardians, cgroups, a PID namespace, and the registry that says on disk what they hold.
 
-    Use: `prepare` each component, `settle`, `launch` and `release` them, and at last `close`.
+    Use: `begin`, `prepare` each component, `settle`, `launch` and `release` them, at last `close`.
     """
 
     def __init__(
@@ -117,26 +117,41 @@ class AttemptContext:
         self.client = make_client()
         self._register = register
         self._namespace: PidNamespace | None = None
+        self._template: GuardianTemplate | None = None
+        self._tag = {"MUSTER_RUN_ID": plan.run_id, "MUSTER_ATTEMPT": str(plan.number)}
         self._gone: list[GuardedProcess] = []
         self._shared_memory: registry.SharedMemoryWatch | None = None
         #: `cgroups[component]`, made and not removed yet.
         self._cgroups: dict[str, str] = {}
 
+    def begin(self) -> None:
+        """Have what guardians are made of. Raises: OSError."""
+        level = self.plan.containment.level
+        count = sum(component.make_member is None for component in self.plan.components)
+        if level is Level.L4 and count:
+            self._namespace = PidNamespace()
+        if level is not Level.L1 and count > 1:
+            self._template = GuardianTemplate(self._tag)
+
     def prepare(self, component: ComponentPlan) -> GuardedProcess:
         """A guardian that waits for its order. Raises: OSError."""
-        if self.plan.containment.level is Level.L4 and self._namespace is None:
-            self._namespace = PidNamespace()
-        tag = {
-            "MUSTER_RUN_ID": self.plan.run_id,
-            "MUSTER_ATTEMPT": str(self.plan.number),
-            "MUSTER_COMPONENT": component.name,
-        }
-        return GuardedProcess.prepare(
-            component.name, tag=tag, namespace=self._namespace, gone=self._gone
+        make = partial(
+            GuardedProcess.prepare,
+            component.name,
+            tag={**self._tag, "MUSTER_COMPONENT": component.name},
+            namespace=self._namespace,
+            gone=self._gone,
         )
+        if self._template is not None:
+            # Without it, as when it was killed, each is started.
+            with contextlib.suppress(OSError):
+                return make(template=self._template)
+            self._close_template()
+        return make()
 
     def settle(self) -> None:
         """Every guardian is there: from now on note what their processes make in /dev/shm."""
+        self._close_template()
         if self._namespace is not None:
             self._namespace.settle()
         if self._register is not None:
@@ -191,6 +206,7 @@ class AttemptContext:
         Returns: the pid of a namespace's first process that the kernel could not end, since
         something in the namespace can't be ended.
         """
+        self._close_template()
         if self._shared_memory is not None:
             await asyncio.to_thread(self._shared_memory.close)
         namespace, self._namespace = self._namespace, None
@@ -200,6 +216,11 @@ class AttemptContext:
         await self.client.aclose()
         self.ports.close()
         return left
+
+    def _close_template(self) -> None:
+        if self._template is not None:
+            self._template.close()
+            self._template = None
 
     def _make_cgroup(self, component: str) -> str | None:
         parent = self.plan.containment.cgroup_parent

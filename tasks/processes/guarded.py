@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from tasks.processes.ending import (
     guardians,
     guardians_lock,
 )
+from tasks.processes.guardian import TEMPLATE
 from tasks.record.outcome import Exit
 
 #: What each guardian keeps open as long as it lives: the locks of what its component was given, so
@@ -76,6 +77,95 @@ class Forked:
 Register = Callable[[Forked], Awaitable[None]]
 
 
+def _start(
+    name: str, numbers: Sequence[int], tag: Mapping[str, str], fds: Sequence[int]
+) -> subprocess.Popen[bytes]:
+    """A process of `guardian.py`, which is noted as one of ours. Raises: OSError."""
+    env = {key: os.environ[key] for key in _GUARDIAN_ENV if key in os.environ}
+    with guardians_lock:
+        popen = subprocess.Popen(
+            [*_GUARDIAN, *map(str, numbers[:3]), name, *map(str, numbers[3:])],
+            pass_fds=fds,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            env={**env, **tag, "MUSTER_ROLE": "guardian"},
+            cwd="/",
+        )
+        guardians.add(popen.pid)
+    return popen
+
+
+class _Forked:
+    """A guardian that was forked for this process: what a Popen is of one that was started."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def wait(self) -> None:
+        status = 0
+        with contextlib.suppress(ChildProcessError):  # Somebody else has reaped it.
+            _, status = os.waitpid(self.pid, 0)
+        self.returncode = os.waitstatus_to_exitcode(status)
+
+    def kill(self) -> None:
+        if self.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+
+
+class GuardianTemplate:
+    """A process that guardians are forked from, which takes a tenth of what a start of one takes.
+
+    They become children of this process, which must be a subreaper. Close it, from the thread that
+    made it, with whose end it ends too.
+    """
+
+    def __init__(self, tag: Mapping[str, str]) -> None:
+        """
+        Args:
+            tag: identity of the run, put into the environment of the guardians.
+
+        Raises: OSError, when no process can be started.
+        """
+        self._channel, theirs = socket.socketpair()
+        self._channel.settimeout(_ORDER_WITHIN_S)
+        self._owes_answer = False
+        with theirs:
+            numbers = (theirs.fileno(), -1, tree.new_mark())
+            self._popen = _start(
+                TEMPLATE, numbers, {**tag, "MUSTER_COMPONENT": TEMPLATE}, numbers[:1]
+            )
+
+    def fork(self, name: str, mark: int, inside: Sequence[int], fds: Sequence[int]) -> _Forked:
+        """Raises: OSError, when it has ended, or does not answer; then close it."""
+        request = json.dumps({"name": name, "mark": mark, "inside": inside}).encode()
+        # No orphan until it is known to be one of ours.
+        with guardians_lock:
+            self._owes_answer = True
+            socket.send_fds(self._channel, [request], fds)
+            if not (pid := int(self._channel.recv(32) or b"0")):
+                raise ChildProcessError("no guardian was forked")
+            self._owes_answer = False
+            guardians.add(pid)
+        return _Forked(pid)
+
+    def close(self) -> None:
+        """End it, and a guardian that it may just have forked; any number of times."""
+        if self._popen.returncode is not None:
+            return
+        self._channel.close()
+        self._popen.kill()
+        self._popen.wait()
+        with guardians_lock:
+            guardians.discard(self._popen.pid)
+        for _ in range(CLEAN_ROUNDS if self._owes_answer else 0):
+            end_orphans()
+            time.sleep(ROUND_S)
+
+
 class GuardedProcess:
     """A command under a guardian of its own, watched from an asyncio loop.
 
@@ -88,7 +178,7 @@ class GuardedProcess:
     def __init__(
         self,
         name: str,
-        popen: subprocess.Popen[bytes],
+        guardian: subprocess.Popen[bytes] | _Forked,
         channel: socket.socket,
         *,
         mark: int,
@@ -107,7 +197,7 @@ class GuardedProcess:
         self._cgroup: str | None = None
         self._register: Register | None = None
         self._registering: asyncio.Task[None] | None = None
-        self._popen = popen
+        self._guardian = guardian
         self._channel = channel
         self._buffer = b""
         self._spawned: asyncio.Future[int] = loop.create_future()
@@ -129,6 +219,7 @@ class GuardedProcess:
         tag: Mapping[str, str],
         namespace: PidNamespace | None = None,
         gone: list[GuardedProcess] | None = None,
+        template: GuardianTemplate | None = None,
     ) -> GuardedProcess:
         """A guardian that waits for its order.
 
@@ -138,38 +229,27 @@ class GuardedProcess:
             namespace: where guardian and command are to live; None: in ours.
             gone: takes those whose pidfd has said that they have ended, in the order of that: one
                 list for all whose ends are compared.
+            template: what to fork it from, with the tag of that; None: it is started.
 
         Raises: OSError, when no process can be started.
         """
         mark = tree.new_mark()
         inside = namespace.fds if namespace is not None else ()
-        env = {key: os.environ[key] for key in _GUARDIAN_ENV if key in os.environ}
+        guardian: subprocess.Popen[bytes] | _Forked
         with contextlib.ExitStack() as stack:
             me = os.pidfd_open(os.getpid())
             stack.callback(os.close, me)
             ours, theirs = map(stack.enter_context, socket.socketpair())
-            numbers = map(str, (theirs.fileno(), me, mark))
-            with guardians_lock:
-                popen = subprocess.Popen(
-                    [*_GUARDIAN, *numbers, name, *map(str, inside)],
-                    pass_fds=[
-                        *(theirs.fileno(), me),
-                        *(fd for fd in inside if fd >= 0),
-                        *kept_fds,
-                    ],
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL,
-                    start_new_session=True,
-                    env={**env, **tag, "MUSTER_ROLE": "guardian"},
-                    cwd="/",
-                )
-                guardians.add(popen.pid)
-            channel = ours.dup()
+            fds = [theirs.fileno(), me, *(fd for fd in inside if fd >= 0), *kept_fds]
+            if template is None:
+                guardian = _start(name, (*fds[:2], mark, *inside), tag, fds)
+            else:
+                guardian = template.fork(name, mark, inside, fds)
+            channel = socket.socket(fileno=ours.detach())
         channel.setblocking(False)
         return cls(
             name,
-            popen,
+            guardian,
             channel,
             mark=mark,
             is_in_namespace=namespace is not None,
@@ -178,7 +258,7 @@ class GuardedProcess:
 
     @property
     def guardian_pid(self) -> int:
-        return self._popen.pid
+        return self._guardian.pid
 
     async def launch(
         self,
@@ -223,7 +303,7 @@ class GuardedProcess:
 
     def abandon_guardian(self) -> None:
         """End a guardian that does not answer: what it guarded comes to us, and is ended."""
-        self._popen.kill()
+        self._guardian.kill()
 
     def dismiss(self) -> None:
         """Let a guardian go that never got an order. With a command running, this stops it."""
@@ -247,7 +327,7 @@ class GuardedProcess:
         if not data:
             asyncio.get_running_loop().remove_reader(self._channel)
             self._channel.close()
-            self._popen.wait()
+            self._guardian.wait()
             with guardians_lock:
                 guardians.discard(self.guardian_pid)
             self._on_guardian_gone()
@@ -352,7 +432,7 @@ class GuardedProcess:
         _reject(self._spawned, ChildProcessError(note))
         # One that was killed in a namespace comes to this process, and keeps the namespace's first
         # process from its end until it is reaped.
-        was_killed = self._is_in_namespace and self._popen.returncode < 0
+        was_killed = self._is_in_namespace and (self._guardian.returncode or 0) < 0
         if not self._owes_processes and not was_killed:
             _resolve(self.empty, None)
             return

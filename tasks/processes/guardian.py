@@ -3,13 +3,16 @@
 It starts as `python -I -S guardian.py FD PIDFD MARK NAME [USER PID MNT ALIVE]`: FD is its end of a
 socket pair whose other end only the supervisor holds, PIDFD the supervisor's own, and MARK a number
 for all that comes of it (see `tree.mark_own`). With the last four, all of them file descriptors, it
-goes on inside a PID namespace (see `containment.PidNamespace`). Over FD go JSON lines. From the
-supervisor: first the launch order (see `Order`), then `{"do": "go"}`, later `{"do": "stop"}` and
-`{"do": "kill"}`. To the supervisor: `{"event": ...}` with `forked` (the component's process is
-there, its pidfd comes along, and waits for "go"), `spawned` (it runs its program), `refused` (why
-nothing was started), `exited` (exit_code or signal of the component), `stuck` (pids that SIGKILL
-does not end) and `empty`, after which the guardian leaves. Times in them are CLOCK_MONOTONIC
-seconds, the same clock in every process of the machine; pids are those of the guardian's namespace.
+goes on inside a PID namespace (see `containment.PidNamespace`). As TEMPLATE it is none itself, and
+guardians are forked from it (see `fork_guardians`).
+
+Over FD go JSON lines. From the supervisor: first the launch order (see `Order`), then
+`{"do": "go"}`, later `{"do": "stop"}` and `{"do": "kill"}`. To the supervisor: `{"event": ...}`
+with `forked` (the component's process is there, its pidfd comes along, and waits for "go"),
+`spawned` (it runs its program), `refused` (why nothing was started), `exited` (exit_code or signal
+of the component), `stuck` (pids that SIGKILL does not end) and `empty`, after which the guardian
+leaves. Times in them are CLOCK_MONOTONIC seconds, the same clock in every process of the machine;
+pids are those of the guardian's namespace.
 
 When the supervisor is gone, whatever the reason, the guardian stops the component and ends what is
 left of its tree. So no single SIGKILL leaves a process: of the component, its descendants come to
@@ -27,6 +30,7 @@ import _socket
 import contextlib
 import ctypes
 import errno
+import gc
 import json
 import os
 import resource
@@ -46,6 +50,9 @@ else:
     import cgroup
     import tree
 
+#: In place of the name, and of MUSTER_COMPONENT: room for those of the guardians.
+TEMPLATE = "template".ljust(64)
+_MOST_FDS = 253
 #: SIGKILL needs no longer than this, but for a process in uninterruptible sleep.
 STUCK_AFTER_S = 5.0
 #: How often a tree that is being killed is looked at again.
@@ -101,9 +108,8 @@ def spawn(order: Order, may_go: Callable[[int], bool]) -> int:
 
 def _become_component(order: Order, go_read: int) -> None:
     os.setsid()
-    for signum in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
-        with contextlib.suppress(OSError, ValueError):  # 32 and 33 belong to the C library.
-            signal.signal(signum, signal.SIG_DFL)
+    for signum in _IGNORED:
+        signal.signal(signum, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     with contextlib.suppress(OSError, ValueError):  # The hard limit was lowered since.
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -261,16 +267,22 @@ class Guardian:
 
 
 def main() -> None:
-    for signum in _IGNORED:
-        signal.signal(signum, signal.SIG_IGN)
-    fd, supervisor, mark = map(int, sys.argv[1:4])
+    for signum in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        with contextlib.suppress(OSError, ValueError):  # 32 and 33 belong to the C library.
+            signal.signal(signum, signal.SIG_IGN if signum in _IGNORED else signal.SIG_DFL)
+    fd, supervisor, mark, *inside = map(int, [*sys.argv[1:4], *sys.argv[5:]])
+    if sys.argv[4] == TEMPLATE:
+        # It holds nothing of the run, and may even be stopped as the run loses its supervisor.
+        tree.die_with_parent(os.getppid())
+        tree.mark_own(mark)
+        fd, supervisor, mark, *inside = fork_guardians(_socket.socket(fileno=fd))
     # What it was given, the locks of devices among it, is not for what it guards.
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             os.set_inheritable(int(name), int(name) <= 2)
     is_marked = tree.mark_own(mark)
     channel = Channel(fd)
-    if inside := [int(text) for text in sys.argv[5:]]:
+    if inside:
         try:
             enter_namespace(*inside)
         except OSError as error:
@@ -292,6 +304,58 @@ def main() -> None:
         guardian.run(messages)
     # The interpreter's own end takes ten times as long.
     os._exit(0)
+
+
+def fork_guardians(requests: _socket.socket) -> list[int]:
+    """Fork a guardian for each request, until there is no more of them.
+
+    A request is a JSON line, `{"mark": ..., "name": ..., "inside": [...]}`, with the fds of a
+    guardian: FD, PIDFD, those of its namespace (-1 in `inside` has none), and what it is to keep.
+    The answer is its pid, once it is a child of the nearest subreaper; 0, where none could be made.
+
+    Returns: in a guardian, its numbers as on a command line.
+    """
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    # What a guardian never touches, it shares with all of them.
+    gc.freeze()
+    room = _socket.CMSG_SPACE(4 * _MOST_FDS)
+    while True:
+        line, ancillary, _, _ = requests.recvmsg(4096, room, _socket.MSG_CMSG_CLOEXEC)
+        if not line:
+            os._exit(0)
+        fds = [fd for _, _, data in ancillary for (fd,) in struct.iter_unpack("i", data)]
+        report_read, report_write = os.pipe()
+        between = os.fork()
+        if between == 0:
+            guardian = os.fork()
+            if guardian != 0:
+                os.write(report_write, b"%d" % guardian)
+                os._exit(0)
+            os.close(report_read)
+            os.close(report_write)
+            requests.close()
+            os.setsid()
+            order = json.loads(line)
+            _name_own(order["name"])
+            channel, supervisor, *rest = fds
+            inside = [number if number < 0 else rest.pop(0) for number in order["inside"]]
+            return [channel, supervisor, order["mark"], *inside]
+        os.close(report_write)
+        for fd in fds:
+            os.close(fd)
+        pid = os.read(report_read, 32)
+        os.close(report_read)
+        os.waitpid(between, 0)
+        requests.send(pid or b"0")
+
+
+def _name_own(name: str) -> None:
+    """Put a name where TEMPLATE stands in what others read of this process: its command line and
+    its environment. Source: proc_pid_stat(5), fields 48 to 51."""
+    start, end = (int(tree.stat_fields(os.getpid())[index]) for index in (45, 48))
+    room, whole = TEMPLATE.encode(), ctypes.string_at(start, end - start)
+    named = whole.replace(room, name.encode()[: len(room)].ljust(len(room), b"\0"))
+    ctypes.memmove(start, named, len(named))
 
 
 def enter_namespace(user: int, pid: int, mnt: int, alive: int) -> None:

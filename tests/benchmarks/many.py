@@ -1,4 +1,6 @@
-"""Many components of one run: what it costs to wait for the silence of all, and to kill all."""
+"""Many components of one run: what it costs to start them, to wait for the silence of all, and to
+stop and to kill all.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +8,16 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 from tasks.processes import guarded, tree
+from tasks.processes.supervisor import Supervisor
 from tests.benchmarks import models
-from tests.benchmarks.footprint import cpu_ns, thread_cpu_ns
+from tests.benchmarks.footprint import cpu_ns, shared_memory_mb, thread_cpu_ns
 from tests.benchmarks.report import Result, Row, interleaved, say
 from tests.benchmarks.stage import folder, sleepers, supervisor_of
 
@@ -23,7 +27,7 @@ _STALL_AFTER_S = 1800.0
 def measure(*, quick: bool) -> Result:
     idle, windows, window_s = (20, 2, 1.0) if quick else (1000, 3, 20.0)
     counts, rounds = ((10,), 1) if quick else ((30, 100, 300), 2)
-    rows = _waiting(idle, windows, window_s)
+    rows = [*_whole(idle), *_waiting(idle, windows, window_s)]
     for count in counts:
         taken = interleaved(
             {
@@ -45,10 +49,51 @@ def measure(*, quick: bool) -> Result:
         ]
     return Result(
         name="many",
-        question="components that do nothing, with `stall_after_s: 1800`: CPU in % of one core; "
-        "and SIGKILL to all of a run until nothing of it is left",
+        question="components that do nothing: start of all, their guardians' memory, stop of all; "
+        "with `stall_after_s: 1800`, CPU in % of one core; and SIGKILL to all of a run until "
+        "nothing of it is left",
         rows=rows,
     )
+
+
+def _whole(count: int) -> list[Row]:
+    """A run from its start to its stop, with guardians forked from a template and started each."""
+    rows = []
+    for way, guardians in (("Muster", nullcontext), ("a start each", _guardians_started)):
+        say(f"  {way}: start and stop of {count:,} components")
+        with guardians(), folder() as place:
+            commands = sleepers(place, count)
+            began = time.monotonic()
+            with supervisor_of(place, commands, dict.fromkeys(commands)) as supervisor:
+                for name in commands:
+                    supervisor.start(name)
+                started = time.monotonic()
+                memory_mb = shared_memory_mb(
+                    [tree.parent_of(pid) for pid in _pids(supervisor, commands)]
+                )
+                stopping = time.monotonic()
+                supervisor.teardown()
+                stopped = time.monotonic()
+        for what, value, unit in (
+            ("start", (started - began) * 1000, "ms"),
+            ("guardians' memory (PSS)", memory_mb, "MB"),
+            ("stop", (stopped - stopping) * 1000, "ms"),
+        ):
+            group = f"{count:,}: {what}"
+            rows.append(Row(way=f"{way}, {group}", values=[value], unit=unit, group=group))
+    return rows
+
+
+def _pids(supervisor: Supervisor, names: Iterable[str]) -> list[int]:
+    said = (supervisor.describe(name) for name in names)
+    return [int(one.partition("pid ")[2].rstrip(")")) for one in said]
+
+
+@contextmanager
+def _guardians_started() -> Iterator[None]:
+    """As they are where the template is lost."""
+    with mock.patch.object(guarded.GuardianTemplate, "fork", side_effect=OSError):
+        yield
 
 
 def _waiting(count: int, windows: int, window_s: float) -> list[Row]:
@@ -62,10 +107,7 @@ def _waiting(count: int, windows: int, window_s: float) -> list[Row]:
         [watch] = [one for one in set(threading.enumerate()) - before if one.name == "supervisor"]
         for name in commands:
             supervisor.start(name)
-        pids = [
-            int(supervisor.describe(name).partition("pid ")[2].rstrip(")")) for name in commands
-        ]
-        guardians = [tree.parent_of(pid) for pid in pids]
+        guardians = [tree.parent_of(pid) for pid in _pids(supervisor, commands)]
         over = threading.Event()
         logs = [place / f"{name}.log" for name in commands]
         model = threading.Thread(target=models.open_logs, args=(logs, over.is_set))

@@ -153,6 +153,40 @@ IDLE_GUARDIAN = Case(
 )
 
 
+def _template_is_lost(scene: Scene, how: str) -> None:
+    _leaves_a_daemon(scene)
+    scene.more |= {"oddity": "template", "at": how}
+
+
+TEMPLATE_LOST = [
+    Case(
+        number=17,
+        title=f"template of the guardians {how} it forks one",
+        phases=(Phase.RUNNING,),
+        cast=partial(_template_is_lost, how=how),
+        expect=CANCELLED,
+    )
+    for how in ("killed before", "stopped before", "killed while")
+] + [
+    Case(
+        number=18,
+        title="flow and template of the guardians SIGKILLed while it forks one",
+        phases=(Phase.IDLE,),
+        cast=partial(_template_is_lost, how="killed while, and the flow"),
+        is_at_once=True,
+        expect=KILLED,
+    ),
+    Case(
+        number=16,
+        title="flow SIGKILLed while a guardian is forked",
+        phases=(Phase.IDLE,),
+        cast=partial(_template_is_lost, how="the flow"),
+        is_at_once=True,
+        expect=KILLED,
+    ),
+]
+
+
 def _kill_both(scene: Scene) -> None:
     """All of them are stopped first, so that none can act on another's end."""
     guardians = [pid for name in NAMES for pid in scene.guardians(name)]
@@ -322,6 +356,7 @@ CASES = [
     *GUARDIAN_KILLED,
     OUTER_GUARDIAN,
     IDLE_GUARDIAN,
+    *TEMPLATE_LOST,
     BOTH_KILLED,
     *FLOW_STOPPED,
     *ODD,

@@ -25,6 +25,7 @@ from typing import Any
 from tasks.processes import registry
 from tasks.processes.component import AttemptPlan
 from tasks.processes.containment import Level, allowed_level, probe
+from tasks.processes.guarded import GuardianTemplate
 from tasks.processes.ports import PortsReserved
 from tasks.processes.registry import JobEntry, RegisterEntry, RunRegister, remove_unused
 from tasks.processes.supervisor import Supervisor
@@ -231,6 +232,41 @@ def run_out_of_descriptors(run: Callable[[], None], at: str) -> None:
     run()
 
 
+def lose_the_template(run: Callable[[], None], at: str) -> None:
+    """The process that guardians are forked from is `killed before` or `stopped before` it forks
+    the second one, or `killed while` it does; with `flow`, this process is killed then, too."""
+    fork, made = GuardianTemplate.fork, list[str]()
+
+    def lost(self: GuardianTemplate, name: str, *arguments: Any) -> Any:
+        made.append(name)
+        pid = self._popen.pid
+        if len(made) == 2 and "before" in at:
+            os.kill(pid, signal.SIGSTOP if "stopped" in at else signal.SIGKILL)
+        elif len(made) == 2:
+
+            def kill() -> None:
+                wait_for_child_of(pid)
+                if "killed while" in at:
+                    os.kill(pid, signal.SIGKILL)
+                if "flow" in at:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+            threading.Thread(target=kill).start()
+        return fork(self, name, *arguments)
+
+    GuardianTemplate.fork = lost  # type: ignore[method-assign]
+    run()
+    assert len(made) >= 2, "no guardian was forked"
+
+
+def wait_for_child_of(pid: int) -> None:
+    children = Path(f"/proc/{pid}/task/{pid}/children")
+    until = time.monotonic() + 1.0
+    with contextlib.suppress(FileNotFoundError):
+        while not children.read_text() and time.monotonic() < until:
+            pass
+
+
 #: What may be odd about the process that supervises.
 ODDITIES: dict[str, Callable[..., None]] = {
     "": lambda run: run(),
@@ -243,9 +279,10 @@ ODDITIES: dict[str, Callable[..., None]] = {
     "own-child": have_a_child_of_ones_own,
     "dies-registering": die_before_registering,
     "no-descriptors": run_out_of_descriptors,
+    "template": lose_the_template,
 }
 #: Those that show at a moment, see `Part.at`.
-OF_A_MOMENT = ("dies-registering", "no-descriptors")
+OF_A_MOMENT = ("dies-registering", "no-descriptors", "template")
 
 
 def main() -> None:
