@@ -96,7 +96,8 @@ def supervise(part: Part) -> None:
         def end(*_: object) -> None:
             # Noted first: what the run does about it may be seen, and answered, at once.
             is_again = told.is_set()
-            told.set()
+            if not is_again:  # Its lock is held where this interrupts itself.
+                told.set()
             supervisor.interrupt("told to end")
             if is_again:
                 supervisor.hurry()
