@@ -34,6 +34,8 @@ from tasks.record.places import muster_home
 from tasks.spec.errors import Fault, InvalidSpec, MusterError
 from tasks.spec.words import commas
 
+#: Where a run's process and its components find the project that their code was taken from.
+PROJECT = "MUSTER_PROJECT"
 #: Of a project's files together, in MiB; MUSTER_CODE_MIB says otherwise.
 _LIMIT_MIB = 50.0
 #: git lists the files of a project within that, or it is no project.
@@ -83,7 +85,11 @@ def put(root: Path) -> str:
     root = root.absolute()
     names = sorted(_files(root)[0])
     sizes = {name: (root / name).lstat().st_size for name in names}
-    limit = float(os.environ.get("MUSTER_CODE_MIB") or _LIMIT_MIB) * 2**20
+    asked = os.environ.get("MUSTER_CODE_MIB") or str(_LIMIT_MIB)
+    try:
+        limit = float(asked) * 2**20
+    except ValueError:
+        raise _unfit(f"MUSTER_CODE_MIB={asked} is no number", "write MUSTER_CODE_MIB=50") from None
     if sum(sizes.values()) > limit:
         largest = sorted(sizes, key=sizes.__getitem__, reverse=True)[:5]
         listed = commas(f"{name} {sizes[name] / 2**20:.1f} MiB" for name in largest)
@@ -248,9 +254,10 @@ def made_of(
         python: the interpreter of its programs.
     """
     source = asdict(code) if code else {"tree": None, "project": str(root), **_changes(root)}
-    os_name = platform.freedesktop_os_release().get("PRETTY_NAME") if os.name == "posix" else None
     images = ("MUSTER_IMAGE", "APPTAINER_CONTAINER", "SINGULARITY_CONTAINER")
-    image = next((environment[name] for name in images if environment.get(name)), os_name)
+    image = next((environment[name] for name in images if environment.get(name)), None)
+    with suppress(OSError):
+        image = image or platform.freedesktop_os_release().get("PRETTY_NAME")
     packages = sorted(
         file.name.removesuffix(".dist-info").split("-", 1)
         for file in python.parent.parent.glob("lib/python*/site-packages/*.dist-info")
@@ -342,16 +349,17 @@ def _git(root: Path, *words: str) -> str:
 @contextmanager
 def _as_repository(root: Path) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
     """Options by which git lists a folder: for git itself, and for `ls-files`."""
+    own = ""
     with suppress(InvalidSpec):
-        _git(root, "rev-parse", "--is-inside-work-tree")
-        # One that a repository around it ignores is none of its own.
-        if _git(root, "ls-files", "-c", "-o", "--exclude-standard", "--directory", "--", "."):
-            yield (), ()
-            return
+        # Of a folder that a repository around it ignores, nothing.
+        own = _git(root, "ls-files", "-c", "-o", "--exclude-standard", "--directory", "--", ".")
+    if own:
+        yield (), ()
+        return
     with tempfile.TemporaryDirectory(prefix="muster-git-") as empty:
         _git(root, "init", "-q", "--bare", empty)
-        own = tuple(f"--exclude={name}" for name in _IGNORED)
-        yield (f"--git-dir={empty}", f"--work-tree={root}", "-c", "core.bare=false"), own
+        excludes = tuple(f"--exclude={name}" for name in _IGNORED)
+        yield (f"--git-dir={empty}", f"--work-tree={root}", "-c", "core.bare=false"), excludes
 
 
 def _files(root: Path) -> tuple[set[str], set[str]]:

@@ -29,6 +29,7 @@ from prefect.client.schemas.responses import SetStateStatus
 from prefect.context import FlowRunContext
 from pydantic import BaseModel
 
+from tasks.record.code_store import PROJECT
 from tasks.record.places import make_run_id, muster_home
 from tasks.server.flow_runs import FLOW_RUN_VARIABLE, clear_process, thread_here
 from tasks.spec.loading import project_of
@@ -181,6 +182,8 @@ def enter_project_of(file: Path) -> None:
     Paths that were given relative to the directory before are none any more.
     """
     os.environ["MUSTER_HOME"] = str(muster_home())
+    # That of a run around this process.
+    os.environ.pop(PROJECT, None)
     os.chdir(project_of(file))
 
 

@@ -19,7 +19,7 @@ from tasks.ray.dashboard import CLUSTERS_VARIABLE
 from tasks.ray.job import RayJob
 from tasks.ray.nodes import examination_of, sweep_of
 from tasks.ray.submission import JobPlan, submission_file, submission_id
-from tasks.record.code_store import import_path, links_in
+from tasks.record.code_store import PROJECT, import_path, links_in
 from tasks.record.places import AttemptPlace
 from tasks.record.run_json import AttemptRecord
 from tasks.rollout.component import fleet_component
@@ -35,8 +35,6 @@ _PRIVATE_ENV = (
     *("NOTIFY_SOCKET", "LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES", "MUSTER_ROLE"),
     *("PYTHONSAFEPATH", CLUSTERS_VARIABLE),
 )
-#: Where components find the project that their code was taken from.
-PROJECT = "MUSTER_PROJECT"
 _PYTHON_ENV = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
 
 

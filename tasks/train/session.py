@@ -39,7 +39,6 @@ from tasks.spec.programs import lookup_faults
 from tasks.spec.run import LIVE, RunSpec
 from tasks.spec.values import texts
 from tasks.train.plan import (
-    PROJECT,
     Given,
     component_search_path,
     containment_faults,
@@ -51,7 +50,7 @@ from tasks.upkeep.lost_run import finish_predecessor
 _log = logging.getLogger(__name__)
 
 #: What a run is made of is on record within that after its attempt's end, or never.
-_DESCRIBED_WITHIN_S = 10.0
+_DESCRIBED_WITHIN_S = 2.0
 
 
 def check_spec(spec: RunSpec) -> None:
@@ -185,12 +184,14 @@ class RunSession:
 
         Raises: NoCode; OSError, and what `fetch` raises.
         """
+        os.environ.pop(code_store.PROJECT, None)
         if self.spec.code in (None, LIVE):
             return
         self.code = code_store.code_of(self.spec.code, fetch)
         place = self.place.directory / "code"
         code_store.check_out(self.code, place, fetch)
-        os.environ.update({"MUSTER_HOME": str(muster_home()), PROJECT: self.code.project})
+        os.environ["MUSTER_HOME"] = str(muster_home())
+        os.environ[code_store.PROJECT] = self.code.project
         os.chdir(place)
 
     def _describe(self, spec: RunSpec, root: Path) -> None:

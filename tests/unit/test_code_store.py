@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from tasks.record import code_store
-from tasks.record.code_store import NoCode, check_out, code_of, put
+from tasks.record.code_store import PROJECT, NoCode, check_out, code_of, put
 from tasks.server.artifacts import forget_code, share_code, shared_code, submitted_code
 from tasks.spec.errors import InvalidSpec
 from tasks.spec.loading import parse_spec
-from tasks.train.plan import PROJECT, component_env
+from tasks.train.plan import component_env
 from tests.support.submitting import SubmitServer
 
 pytestmark = pytest.mark.usefixtures("muster_home")
