@@ -435,7 +435,8 @@ def test_a_run_of_ones_own_is_submitted_followed_and_shown(home: Home) -> None:
         (one["created_at"] for one in others), reverse=True
     )
     logs = home.muster("logs", run["run_id"], "trainer").stdout.splitlines()
-    assert logs == [f"python {python} in {home.project}", *(f"step {n}" for n in range(1, 21))]
+    place = home.directory / "runs" / run["run_id"] / "code"
+    assert logs == [f"python {python} in {place}", *(f"step {n}" for n in range(1, 21))]
     assert home.muster("show").stdout.startswith("### Completed")
     assert json.loads(home.muster("show", "latest", "--json").stdout)["run_id"] == run["run_id"]
     assert "Completed" in home.muster("why", "own-sft").stdout
