@@ -68,8 +68,8 @@ def test_a_newcomer_finds_a_deployment_and_starts_it(stack: UiStack, ui: Ui) -> 
 def test_a_deployment_of_ones_own_is_started_by_a_click(
     stack: UiStack, ui: Ui, tmp_path: Path
 ) -> None:
-    """By `muster deploy`, typed in a project that is not Muster's; the run works in that project,
-    with the project's python."""
+    """By `muster deploy`, typed in a project that is not Muster's; the run works in a copy of that
+    project, with the project's python."""
     project, folder = tmp_path / "mine", tmp_path / "mine" / "runs"
     python = project / ".venv" / "bin" / "python"
     for one in (folder, python.parent):
@@ -87,7 +87,7 @@ def test_a_deployment_of_ones_own_is_started_by_a_click(
     ui.open_run(id, "TaskRuns")
     ui.sees("Completed", "admit", "start-trainer", "monitor", "teardown", ended["name"])
     said = (stack.place(ended) / "attempt-01" / "trainer.log").read_text()
-    assert said == f"{python} in {project}\n"
+    assert said == f"{python} in {stack.place(ended)}/code\n"
     assert (ended["state_type"], ended["state"]["message"]) == ("COMPLETED", "step 3 of 3")
 
 
