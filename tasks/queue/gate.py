@@ -278,13 +278,17 @@ class Gate:
     async def _fail(self, doomed: Refused) -> None:
         entry, kind = doomed.entry, doomed.kind.value
         name, why = name_where_refused(entry.flow_run, entry.request), f"{kind}: {doomed.message}"
-        # Before the state: whoever is notified of that goes by the name.
-        with suppress(ObjectNotFound):
-            await self._client.update_flow_run(entry.id, name=name)
+        await self._name(entry, name)
         if await set_state(self._client, entry.flow_run, Failed(message=why)):
             known = {"kind": kind, "message": doomed.message}
             self._announce("muster.run.failed", entry.flow_run, name, **known)
             self._note(entry.id, f"refused, and never started: {why}", logging.ERROR)
+
+    async def _name(self, entry: QueueEntry, name: str) -> None:
+        """Before its state: whoever is notified of that goes by the name."""
+        with suppress(ObjectNotFound):
+            if entry.flow_run.name != name:
+                await self._client.update_flow_run(entry.id, name=name)
 
     def _tell_of(self, entry: QueueEntry, name: str, **known: Any) -> None:
         where = {"pool": entry.pool or None, "queue": entry.queue or None}
@@ -373,6 +377,7 @@ class Gate:
 
     async def _tell(self, entry: QueueEntry, message: Message, place: str) -> None:
         before, state = entry.flow_run.state, waiting_state(entry.flow_run, message.text)
+        await self._name(entry, entry.request.name)
         self._rewritten.add(entry.id)
         after = await set_state(self._client, entry.flow_run, state)
         if after is None or before is None:
@@ -384,5 +389,3 @@ class Gate:
         # By the state that the server has: another gate, or an earlier one, may have told it.
         if not has_waited or kind_of(before.message) != kind_of(message.text):
             self._note(entry.id, f"waits, {place}: {message.text}")
-        if entry.flow_run.name != entry.request.name:
-            await self._client.update_flow_run(entry.id, name=entry.request.name)

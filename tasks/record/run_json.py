@@ -155,7 +155,7 @@ class AttemptRecord(Recorded):
         failure = self.failure
         if not (self.components or self.ports or (failure and failure.log_tail)):
             return self
-        more = {"provenance": {}} if self.provenance else {}
+        more: dict[str, object] = {"provenance": {}} if self.provenance else {}
         return self.but(
             components={}, ports={}, failure=failure.but(log_tail="") if failure else None, **more
         )

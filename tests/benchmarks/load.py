@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 
 from tasks.processes import registry, tree
-from tasks.processes.registry import RunRegister
 from tasks.server.server import prefect_server
 from tasks.spec.probes import ReadyProbe
 from tests.benchmarks import models
@@ -127,7 +126,7 @@ def _cpu_of_looking(windows: int, window_s: float) -> tuple[list[float], list[fl
     """In % of a core: of Muster's thread, and of a thread that does as the model does."""
     with folder() as place, ExitStack() as stack:
         others = _watches()  # The server's.
-        register = RunRegister.opened("benchmark")
+        register = registry.RunRegister.opened("benchmark")
         stack.callback(register.close)
         commands = {name: part("wait", name, place) for name in NAMES}
         ready = {name: ReadyProbe(file=f"{name}.ready") for name in NAMES}
