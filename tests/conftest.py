@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.forkserver import ForkServer, fork_server
 from tests.support.ray_cluster import RAY_ENV, RayCluster
 
 # Before a test module imports Ray, which reads them once.
@@ -199,6 +200,13 @@ def prefect_url() -> Iterator[str]:
     context, server = contextvars.copy_context(), prefect_server(password="")
     yield context.run(server.__enter__)
     context.run(server.__exit__, None, None, None)
+
+
+@pytest.fixture(scope="session")
+def forkserver(prefect_url: str) -> Iterator[ForkServer]:
+    """Starts processes of flow runs on that server."""
+    with fork_server(prefect_url) as server:
+        yield server
 
 
 @pytest.fixture(scope="session")

@@ -115,6 +115,8 @@ class AttemptContext:
         self.emit = emit
         self.own_pids = own_pids
         self.client = make_client()
+        #: Writes what there is to write of the run; None: it has no registry.
+        self.disk = register.disk if register is not None else None
         self._register = register
         self._namespace: PidNamespace | None = None
         self._template: GuardianTemplate | None = None

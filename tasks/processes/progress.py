@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 
 from tasks.processes.probes import size_of
-from tasks.record.causes import STEPS_OF_SURVIVAL, step_in
+from tasks.record.causes import STEPS_OF_SURVIVAL
 from tasks.record.events import Emit
 from tasks.record.growing import Mark, MetricsFile
 from tasks.spec.probes import number_at
@@ -119,11 +119,9 @@ class _Output:
         self._begun = ""
         #: The lines of late, numbers aside; the oldest first.
         self._shapes: dict[str, None] = {}
-        self._step = -1
 
     def has_grown(self) -> bool:
-        """Whether the log has got a line that doesn't just repeat another, numbers aside. One that
-        says a further step of the training is no repetition."""
+        """Whether the log has got a line that doesn't just repeat another, numbers aside."""
         try:
             if os.stat(self._log).st_size == self._size:
                 return False
@@ -145,7 +143,7 @@ class _Output:
         return is_new or (goes_on and bool(begun.strip()) and not self._is_known(begun))
 
     def _is_new(self, line: str) -> bool:
-        shape, step = _shape_of(line), step_in(line)
+        shape = _shape_of(line)
         if not shape:
             return False
         is_known = shape in self._shapes
@@ -153,9 +151,7 @@ class _Output:
         self._shapes[shape] = None
         if len(self._shapes) > _SHAPES_AT_MOST:
             del self._shapes[next(iter(self._shapes))]
-        is_further = step is not None and step > self._step
-        self._step = self._step if step is None else step
-        return (is_further or not is_known) and not self._echo.search(line)
+        return not is_known and not self._echo.search(line)
 
     def _is_known(self, begun: str) -> bool:
         # It may have been cut within a number.

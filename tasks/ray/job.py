@@ -268,6 +268,7 @@ class RayJob(Member):
 
     async def _submit(self) -> None:
         self._file = await asyncio.to_thread(SubmissionFile.begin, self._job)
+        self._file.disk = self._context.disk
         self._was_stopped = self._file.content.stop_asked_at is not None
         self._has_gpus = self._has_gpus or self._file.content.gpus_taken_at is not None
         self._submitter = Submitter(
@@ -363,6 +364,7 @@ class RayJob(Member):
             self._file = self._file or await asyncio.to_thread(SubmissionFile.read, file)
             if self._file is None or self._file.content.submit_began_at is None:
                 return await self._cleared(())
+            self._file.disk = self._context.disk
             self._note_stop()
             ended = await self._take_down.run(self._file)
             if not ended.is_known:

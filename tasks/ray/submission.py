@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -14,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from tasks.processes.guarded import Command
 from tasks.processes.identity import host_name
 from tasks.ray.dashboard import JobState
-from tasks.record.disk import write_json
+from tasks.record.disk import DiskThread, json_text, write_json
 from tasks.record.places import AttemptPlace, muster_home
 from tasks.record.run_json import SubmissionJson
 
@@ -64,6 +65,9 @@ _log = logging.getLogger(__name__)
 class SubmissionFile:
     """The file of one submission. It is there before the cluster is asked for anything."""
 
+    #: Writes it, so that who supervises never waits for it; None: whoever notes something does.
+    disk: DiskThread | None = None
+
     def __init__(
         self, path: Path, content: SubmissionJson, mask: Callable[[str], str] = str
     ) -> None:
@@ -109,11 +113,19 @@ class SubmissionFile:
         fresh = {key: value for key, value in known.items() if getattr(self.content, key) != value}
         if not fresh:
             return
-        self.content = self.content.but(**fresh)
+        content = self.content = self.content.but(**fresh)
+        if self.disk is not None:
+            self.disk.replace(self.path, lambda: json_text(content.as_json()))
+            return
         try:
-            write_json(self.path, self.content.as_json())
+            write_json(self.path, content.as_json())
         except OSError as error:
             _log.warning("%s could not be written: %s", self.path, error)
+
+    async def written(self) -> None:
+        """Wait until the disk has taken, or refused, what was noted."""
+        if self.disk is not None:
+            await asyncio.wrap_future(self.disk.do(lambda: None))
 
     def note_state(self, state: JobState, **known: object) -> None:
         """`note` what the cluster says of the job, without what it quotes of the job's log."""

@@ -305,6 +305,7 @@ class Submitter:
             gcs_address = await self._dashboard.gcs_address()
             began_at = self._wall_clock()
             self._file.note(submit_began_at=began_at, session=session, gcs_address=gcs_address)
+            await self._file.written()
             self._sending = asyncio.create_task(asyncio.to_thread(submit, self._plan, nodes))
             await asyncio.shield(self._sending)
         except NoAnswer as error:

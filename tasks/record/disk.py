@@ -32,7 +32,12 @@ def write_json(path: Path, content: object) -> None:
 
     Raises: OSError.
     """
-    replace_file(path, json.dumps(content, indent=2) + "\n")
+    replace_file(path, json_text(content))
+
+
+def json_text(content: object) -> str:
+    """As the files of a run have it."""
+    return json.dumps(content, indent=2) + "\n"
 
 
 def replace_file(path: Path, text: str) -> None:

@@ -159,7 +159,7 @@ UNFLUSHED = Case(
 
 
 def _crash_together(scene: Scene) -> None:
-    """The supervising process is stopped meanwhile, and learns of both at once."""
+    """The flow process is stopped meanwhile, and learns of both at once."""
     scene.witness.kill(signal.SIGSTOP)
     wait_until(lambda: scene.witness.state() == "T", "the flow is stopped")
     for victim in ("api", "trainer"):

@@ -308,7 +308,7 @@ def _beside_another_run(scene: Scene) -> None:
     place = scene.directory / "neighbour"
     place.mkdir()
     component = Stage(place).component("trainer", SHAPES["scrubbed-daemon"], ready=UP)
-    neighbour = Witness(place, component, level=scene.level)
+    neighbour = Witness(scene.forkserver, place, component, level=scene.level)
     scene.stack.callback(neighbour.clear)
     neighbour.until("attempt.ready")
     pids = neighbour.tree()

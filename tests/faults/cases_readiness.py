@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from functools import partial
+from urllib.parse import urlsplit
 
 from tasks.spec.probes import LiveProbe, ReadyProbe
 from tests.faults.injections import helper, server
@@ -104,14 +105,19 @@ def _port_is_taken(scene: Scene) -> None:
     _asks(scene, port)
 
 
+def _waits_at_gate(scene: Scene) -> None:
+    scene.more["gates"] = (scene.phase.starting,)
+    _asks(scene, free_port())
+
+
 def _stale_instance(scene: Scene) -> None:
     """What an earlier attempt of this very run has left answers for the new one."""
-    port = free_port()
-    run_id = scene.more["run_id"] = f"run-{os.urandom(4).hex()}"
-    env = {**os.environ, "MUSTER_RUN_ID": run_id, "MUSTER_ATTEMPT": "0"}
+    scene.until("gate.reached", scene.phase.starting)
+    env = {**os.environ, "MUSTER_RUN_ID": scene.witness.run_id, "MUSTER_ATTEMPT": "0"}
+    port = urlsplit(scene.cast[scene.phase.starting]["ready"].http).port
     stale = scene.stack.enter_context(helper(*server(port, "y"), cwd=scene.directory, env=env))
     scene.bystanders.append(((stale,), "the stale instance"))
-    _asks(scene, port)
+    scene.touch(f"gate-{scene.phase.starting}")
 
 
 def _asks(scene: Scene, port: int) -> None:
@@ -130,13 +136,14 @@ PORTS = [
         title=title,
         phases=(phase,),
         cast=cast,
+        inject=inject,
         check=_was_not_started,
         is_at_once=True,
         expect=failed(phase.starting, kind="PORT_CONFLICT"),
     )
-    for number, title, cast in (
-        (7, "port taken by a foreign server", _port_is_taken),
-        (8, "HTTP 200 from a stale instance", _stale_instance),
+    for number, title, cast, inject in (
+        (7, "port taken by a foreign server", _port_is_taken, lambda scene: None),
+        (8, "HTTP 200 from a stale instance", _waits_at_gate, _stale_instance),
     )
     for phase in STARTING
 ]

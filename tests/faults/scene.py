@@ -1,8 +1,10 @@
 """One fault, in one phase, at one level: what a case is, and the scene on which it is played.
 
-A run of three components, `api`, `trainer` and `environment`, is supervised by a process under the
-oracle, beside a process tree that has nothing to do with it. It is brought into the phase, the
-fault is injected, the run ends, by itself or told to, and the oracle waits for its emptiness.
+A run of three components, `api`, `trainer` and `environment`, has a flow process under the oracle,
+beside a process tree that has nothing to do with it. It is brought into the phase, the fault is
+injected, the run ends, by itself or told to, and the oracle waits for its emptiness. Then
+`run.json`, the Prefect server and the registry must say the same of it, once all that needs a
+reconcile has had one.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import pytest
 
 from tasks.processes import tree
 from tasks.spec.probes import ReadyProbe
+from tests.support.forkserver import ForkServer
 from tests.support.shapes import SHAPES
 from tests.support.stage import DEADLINE_S, Stage, is_alive, sh, wait_until
 from tests.support.witness import Testimony, Witness, bystander
@@ -72,7 +75,7 @@ def phases_with(component: str) -> tuple[Phase, ...]:
 class Expected:
     """The verdict that is the true one. What is None, or empty, may be anything."""
 
-    #: completed | failed | cancelled; empty: there is none, as the supervising process was killed.
+    #: completed | failed | cancelled; empty: there is none, as the flow process was killed.
     state: str
     component: str | None = None
     kind: str | None = None
@@ -87,7 +90,7 @@ class Expected:
 #: Of whatever component.
 ANYTHING = "*"
 CANCELLED = Expected(state="cancelled")
-#: The supervising process has no word on it any more.
+#: The flow process has no word on it any more.
 KILLED = Expected(state="")
 
 
@@ -104,6 +107,7 @@ class Scene:
     level: str
     directory: Path
     stack: contextlib.ExitStack
+    forkserver: ForkServer
     #: `cast[name]`: arguments of `Stage.component`; a case changes them before the run begins.
     cast: dict[str, dict[str, Any]] = field(default_factory=dict)
     #: Arguments of the Witness.
@@ -128,7 +132,9 @@ class Scene:
     def begin(self) -> None:
         components = Stage(self.directory).component
         cast = [components(name, **arguments) for name, arguments in self.cast.items()]
-        self.witness = Witness(self.directory, *cast, level=self.level, **self.more)
+        self.witness = Witness(
+            self.forkserver, self.directory, *cast, level=self.level, **self.more
+        )
         self.stack.callback(self.witness.clear)
 
     def reach_phase(self) -> None:
@@ -192,14 +198,9 @@ class Scene:
     def until_verdict(self) -> None:
         wait_until((self.directory / "verdict.json").exists, "the verdict is there")
 
-    def reconcile(self) -> dict[str, Any]:
-        """What `tests.support.reconciling` did, in a process of its own."""
-        command = [sys.executable, "-m", "tests.support.reconciling"]
-        env = {**os.environ, "MUSTER_HOME": str(self.witness.home)}
-        done = subprocess.run(command, cwd=_ROOT, env=env, capture_output=True, timeout=DEADLINE_S)
-        assert done.returncode == 0, done.stderr.decode()
-        said: dict[str, Any] = json.loads(done.stdout)
-        return said
+    @property
+    def reconcile(self) -> Callable[[], dict[str, Any]]:
+        return self.witness.reconcile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,10 +246,12 @@ class Outcome:
     oracles: tuple[str, ...]
 
 
-def play(case: Case, phase: Phase, level: str, directory: Path) -> Outcome:
+def play(case: Case, phase: Phase, level: str, directory: Path, forkserver: ForkServer) -> Outcome:
     """Raises: AssertionError, when anything is not as it must be."""
     with contextlib.ExitStack() as stack:
-        scene = Scene(phase=phase, level=level, directory=directory, stack=stack)
+        scene = Scene(
+            phase=phase, level=level, directory=directory, stack=stack, forkserver=forkserver
+        )
         scene.bystanders.append((stack.enter_context(bystander()), "an unrelated tree"))
         scene.set()
         case.cast(scene)
@@ -268,11 +271,14 @@ def play(case: Case, phase: Phase, level: str, directory: Path) -> Outcome:
         for pids, what in scene.bystanders:
             assert all(is_alive(pid) for pid in pids), f"{what} was hurt"
         verdict = _judge(scene, expected, testimony)
+        if expected.state:
+            _judge_flow_run(scene, expected)
         case.check(scene)
         if expected.state and case.is_tidy:
             assert testimony.cgroups == (), "cgroups are left"
             assert not any(scene.witness.home.glob("live/*")), "the registry is left"
         _judge_record(scene, expected)
+        _judge_flow_run(scene, expected)
         [containment] = scene.witness.seen("containment")
         assert (containment["level"] != level) == case.drops, containment
         if case.drops:
@@ -290,8 +296,9 @@ def _judge(scene: Scene, expected: Expected, testimony: Testimony) -> str:
     if not expected.state:
         assert testimony.exit_code == -signal.SIGKILL, witness.said()
         return "none: its flow was killed"
-    assert testimony.exit_code == 0, witness.said()
     verdict = witness.verdict()
+    exit_codes = {"completed": 0, "failed": 1, "cancelled": 130}
+    assert testimony.exit_code == exit_codes[verdict["state"]], witness.said()
     failure = verdict["failure"] or {}
     words = [verdict["state"], failure.get("kind"), failure.get("component")]
     words.append(failure.get("signal") or failure.get("exit_code"))
@@ -331,6 +338,23 @@ def _judge_record(scene: Scene, expected: Expected) -> None:
             assert failure[key] == value, key
 
 
+def _judge_flow_run(scene: Scene, expected: Expected) -> None:
+    """What the Prefect server says: as soon as the flow process has ended, where that was not
+    killed, and else once a reconcile has been; and nothing changes it later."""
+    state = scene.witness.flow_run()["state"]
+    said = state["type"], state["name"], state["message"]
+    if expected.state:
+        verdict = scene.witness.verdict()
+        message = verdict["message"]
+        if verdict["state"] == "failed":
+            assert message.startswith(f"{verdict['failure']['kind']}: "), message
+        assert said[:2] == (expected.state.upper(), expected.state.capitalize()), said
+        assert state["message"].startswith(message), said
+    else:
+        assert said[:2] == ("CRASHED", "Crashed"), said
+        assert state["message"] in scene.witness.record().message, said
+
+
 def _ending_since(scene: Scene) -> float:
     begun = scene.witness.seen("teardown.begun")
     if begun and scene.phase is not Phase.STOPPING:
@@ -357,6 +381,7 @@ def act(case: Case, phase: Phase, level: str, request: pytest.FixtureRequest) ->
     note(("row", {"case": str(case), "phase": str(phase), "level": level}))
     if why := missing_levels().get(level) or case.obstacle():
         pytest.skip(why)
-    outcome = play(case, phase, level, request.getfixturevalue("tmp_path"))
+    places = map(request.getfixturevalue, ("tmp_path", "forkserver"))
+    outcome = play(case, phase, level, *places)
     # As plain data: with `-n` a report travels from one process to another.
     note(("outcome", asdict(outcome)))

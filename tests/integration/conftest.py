@@ -12,6 +12,7 @@ import pytest
 
 pytest.register_assert_rewrite("tests.support.stage", "tests.support.witness")
 
+from tests.support.forkserver import ForkServer  # noqa: E402
 from tests.support.stage import Stage, stage_in  # noqa: E402
 from tests.support.wheel import built_wheel, program_in_venv  # noqa: E402
 from tests.support.witness import Witness  # noqa: E402
@@ -53,12 +54,12 @@ def stage(tmp_path: Path) -> Iterator[Stage]:
 
 
 @pytest.fixture
-def witness(tmp_path: Path) -> Iterator[Callable[..., Witness]]:
-    """Makes supervising processes, each under an oracle, and ends those that a test has left."""
+def witness(tmp_path: Path, forkserver: ForkServer) -> Iterator[Callable[..., Witness]]:
+    """Makes processes of flow runs, each under an oracle, and ends those that a test has left."""
     made: list[Witness] = []
 
     def make(*components: object, **more: object) -> Witness:
-        made.append(Witness(tmp_path, *components, **more))  # type: ignore[arg-type]
+        made.append(Witness(forkserver, tmp_path, *components, **more))  # type: ignore[arg-type]
         return made[-1]
 
     yield make

@@ -1,4 +1,4 @@
-"""The supervising process is killed beside a fork of its own, or stopped for a while.
+"""The flow process is killed beside a fork of its own, or stopped for a while.
 
 What else may happen to it is in the faults: tests/faults/cases_flow.py.
 """

@@ -1,14 +1,14 @@
-"""Runs a command and says whether anything of it outlived it: `oracle.py DEADLINE_S COMMAND...`.
+"""Whether anything of a process outlived it, by the kernel's word.
 
 A judge of its own, which shares no code with what it judges. It is a subreaper, so each descendant
 that loses its parent becomes its child, and the kernel's ECHILD is the proof that none is left;
-where it may make a cgroup v2, the command also runs in one, and that must be unpopulated too.
+where it may make a cgroup v2, the process also runs in one, and that must be unpopulated too.
 Its lines are `pid N`, `ended STATUS`, and at last `empty S AT` (after S seconds, at UTC epoch
 seconds AT), or `left PID COMMAND` for each process that was still there at the deadline, which it
 then kills; before the last ones `cgroup PATH` for each cgroup that was made below its own and is
 still there, and `oracles ECHILD [populated]`.
 
-Stdlib only; started with `-I -S`.
+Stdlib only.
 """
 
 from __future__ import annotations
@@ -23,26 +23,28 @@ import time
 TIDY_WITHIN_S = 2.0
 
 
-def main() -> None:
-    deadline_s, command = float(sys.argv[1]), sys.argv[2:]
+def is_watched(deadline_s: float) -> bool:
+    """Fork, and watch over the new process to the end of all that it begins: in that process, True;
+    in this one, which then is the oracle, False once it has spoken."""
     if ctypes.CDLL(None).prctl(36, 1, 0, 0, 0) != 0:  # PR_SET_CHILD_SUBREAPER
         raise SystemExit("not a subreaper")
     cgroup = own_cgroup()
-    try:
-        watch(deadline_s, command, cgroup)
-    finally:
-        if cgroup:
-            remove(cgroup)
-
-
-def watch(deadline_s: float, command: list[str], cgroup: str) -> None:
     pid = os.fork()
     if pid == 0:
         # A group of its own, as a shell gives it to what runs in the foreground.
         os.setpgid(0, 0)
         if cgroup:
             write(f"{cgroup}/cgroup.procs", "0")
-        os.execvp(command[0], command)
+        return True
+    try:
+        watch(deadline_s, pid, cgroup)
+    finally:
+        if cgroup:
+            remove(cgroup)
+    return False
+
+
+def watch(deadline_s: float, pid: int, cgroup: str) -> None:
     say(f"pid {pid}")
     ended, status = 0, 0
     while ended != pid:
@@ -155,7 +157,3 @@ def command_of(pid: int) -> str:
 def say(line: str) -> None:
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,40 +1,26 @@
-"""Finishes every lost run of $MUSTER_HOME: `python -m tests.support.reconciling`.
+"""Finishes every lost run of $MUSTER_HOME, as each host does each minute.
 
-Says as JSON what became of it: `{RUN ID: {"is_clean", "killed", "left", "waiting", "removed"}}`.
+Says as JSON what became of it: `{RUN ID: {"is_clean", "killed", "removed", "open"}}`.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from typing import Any
 
-from tasks.processes.registry import claimed, finish, registered_runs
-from tasks.record.closing import Loss, close_record
+from tasks.upkeep.reconcile import publish, reconcile_host
 
 
 def main() -> None:
-    said: dict[str, Any] = {}
-    for run_id in registered_runs():
-        with claimed(run_id) as lost:
-            if lost is None:
-                continue
-            remains = finish(lost)
-            if remains.is_clean:
-                # As `upkeep` does, of a run without a server.
-                loss = Loss(pid=lost.owner.process.pid, killed=remains.killed, end=lost.end)
-                if lost.owner.directory is not None:
-                    close_record(lost.owner.directory, loss)
-                lost.forget()
-            said[run_id] = {
-                "is_clean": remains.is_clean,
-                "killed": remains.killed,
-                "left": dict(remains.left),
-                "waiting": dict(remains.waiting),
-                "removed": [str(path) for path in remains.removed],
-            }
+    report = reconcile_host()
+    publish(report)
+    said = {
+        run.name: {
+            "is_clean": not run.open,
+            "killed": list(run.killed),
+            "removed": [str(path) for path in run.removed],
+            "open": run.open,
+        }
+        for run in report.runs
+    }
     json.dump(said, sys.stdout)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,8 +1,11 @@
-"""A supervising process that a test may kill: `python -m tests.support.supervising DIRECTORY`.
+"""The process of a flow run that a test may kill, under an oracle.
 
-It supervises the plan that lies in the directory (see `Part`), ends the run as cancelled at `stop`
-on stdin, SIGTERM or SIGINT (again: without grace), and leaves `events.jsonl` and `verdict.json`;
-its registry, and the record that it keeps as a run does, are those of $MUSTER_HOME.
+`python -m tests.support.supervising DIRECTORY` runs the flow `train` as `muster train` does, on the
+Prefect server of PREFECT_API_URL, with a plan that lies in the directory (see `Part`) in place of
+the one that would be made of its spec. There it leaves `events.jsonl` and `verdict.json`; the
+registry and the record are those of $MUSTER_HOME. The end of stdin ends it at once.
+
+`main` does so below an oracle.
 """
 
 from __future__ import annotations
@@ -19,21 +22,29 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import yaml
+from prefect.client.schemas.objects import State
+
+import flows.train as flow
 from tasks.processes import registry
-from tasks.processes.component import AttemptPlan
-from tasks.processes.containment import Level, allowed_level, probe
+from tasks.processes.component import AttemptPlan, ComponentPlan
+from tasks.processes.containment import Containment, Level, allowed_level, probe
 from tasks.processes.guarded import GuardianTemplate
-from tasks.processes.ports import PortsReserved
-from tasks.processes.registry import JobEntry, RegisterEntry, RunRegister, remove_unused
+from tasks.processes.registry import JobEntry, RegisterEntry
 from tasks.processes.supervisor import Supervisor
-from tasks.record.events import Event, EventLog
-from tasks.record.places import RunPlace
+from tasks.record.events import Event, EventLog, listening
 from tasks.record.run_json import RunRecord
-from tasks.record.states import RunState
-from tasks.spec.errors import RunEnded
+from tasks.spec.run import RunSpec
+from tasks.train import session
+from tasks.train.command import run_here
+from tests.support import oracle
+
+#: Of a flow whose own child did not live on.
+EXIT_CHILD_ENDED = 99
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,91 +57,79 @@ class Part:
     oddity: str = ""
     #: The component at whose start the oddity shows, where it is one of a moment.
     at: str = ""
-    #: L2 to L4, the highest to try; empty: that of the plan.
+    #: L2 to L4, the highest to try; empty: what a run gets.
     level: str = ""
     #: Components whose start waits for the file `gate-NAME`, told by the event `gate.reached`.
     gates: tuple[str, ...] = ()
     #: To be added to the record, which then needs room.
     record_bytes: int = 0
 
+    def containment(self, spec: RunSpec) -> Containment:
+        highest = min(Level(self.level), allowed_level(), key=lambda level: level.value)
+        return probe(namespace=self.level == "L4", at_most=highest)
 
-def supervise(part: Part) -> None:
-    plan = AttemptPlan(**part.plan)
-    if part.level:
-        highest = min(Level(part.level), allowed_level(), key=lambda level: level.value)
-        containment = probe(namespace=part.level == "L4", at_most=highest)
-        plan = replace(plan, containment=containment)
-    place = RunPlace.of(plan.run_id)
-    register = RunRegister.opened(plan.run_id, flow_run_id=plan.run_id, directory=place.directory)
-    place.attempt(1).directory.mkdir(parents=True)
-    disk = register.disk
-    record = RunRecord(
-        place.record,
-        run_id=plan.run_id,
-        flow_run_id=plan.run_id,
-        disk=disk,
-        padding="x" * part.record_bytes,
-    )
-    own = EventLog(place.attempt(1).events, (record.observe,), disk=disk)
+    def attempt(
+        self, spec: RunSpec, run_id: str, place: Any, containment: Containment, *_: object
+    ) -> AttemptPlan:
+        def of_run(component: ComponentPlan) -> ComponentPlan:
+            env = {**component.command.env, "MUSTER_RUN_ID": run_id}
+            return replace(component, command=replace(component.command, env=env))
 
-    def note(event: Event) -> None:
-        own.emit(event.name, event.component, at=event.at, **event.fields)
+        plan = AttemptPlan(run_id=run_id, number=place.number, containment=containment, **self.plan)
+        return replace(plan, components=tuple(map(of_run, plan.components)))
 
+
+def supervise(part: Part) -> int:
+    """The exit code of the flow's process."""
+    cwd, components = part.plan["cwd"], part.plan["components"]
     # Those for the test, at once and wherever the run's own go.
-    events = EventLog(plan.cwd / "events.jsonl", (note,))
+    events = EventLog(cwd / "events.jsonl")
+    start, conclude = Supervisor.start, flow.conclude
+
+    def start_at_gate(supervisor: Supervisor, name: str) -> None:
+        if name in part.gates:
+            events.emit("gate.reached", name)
+            while supervisor.decision is None and not (cwd / f"gate-{name}").exists():
+                time.sleep(0.01)
+        start(supervisor, name)
+
+    def tell(event: Event) -> None:
+        events.emit(event.name, event.component, at=event.at, **event.fields)
+
+    def conclude_and_tell(run: session.RunSession) -> State[Any]:
+        verdict = run.close()
+        content = {
+            "state": verdict.state.value,
+            "message": verdict.message,
+            "failure": verdict.failure.as_json() if verdict.failure else None,
+            "left": {name: list(pids) for name, pids in verdict.left.items()},
+        }
+        (cwd / "verdict.json").write_text(json.dumps(content))
+        return conclude(run)
+
+    Supervisor.start = start_at_gate  # type: ignore[method-assign]
+    flow.conclude = conclude_and_tell  # type: ignore[attr-defined]
+    session.plan_of = part.attempt  # type: ignore[attr-defined, assignment]
+    session.RunRecord = partial(RunRecord, padding="x" * part.record_bytes)  # type: ignore
     if part.level:
-        events.emit("containment", **plan.containment.as_json())
-    record.begin_attempt(1, plan.containment.as_json())
-    record.move(RunState.ADMITTED)
-    record.move(RunState.STARTING)
-    with Supervisor(plan, PortsReserved([]), events.emit, register) as supervisor:
-        told = threading.Event()
-
-        def pass_gate(component: str) -> None:
-            if component in part.gates:
-                events.emit("gate.reached", component)
-            while component in part.gates and not (plan.cwd / f"gate-{component}").exists():
-                if told.wait(0.01):
-                    return
-
-        def end(*_: object) -> None:
-            # Noted first: what the run does about it may be seen, and answered, at once.
-            is_again = told.is_set()
-            if not is_again:  # Its lock is held where this interrupts itself.
-                told.set()
-            supervisor.interrupt("told to end")
-            if is_again:
-                supervisor.hurry()
-
-        signal.signal(signal.SIGTERM, end)
-        signal.signal(signal.SIGINT, end)
-        threading.Thread(target=obey, args=(end,), daemon=True).start()
-        with contextlib.suppress(RunEnded):
-            for component in plan.components:
-                pass_gate(component.name)
-                supervisor.start(component.name)
-            supervisor.wait_decided()
-        verdict = supervisor.teardown()
-    record.end_attempt(verdict)
-    remove_unused(register.owner.leftovers)
-    record.move(verdict.state, verdict.message)
-    register.settle(record.content)
-    register.close()
-    failure = verdict.failure
-    content = {
-        "state": verdict.state.value,
-        "message": verdict.message,
-        "failure": failure.as_json() if failure else None,
-        "left": {name: list(pids) for name, pids in verdict.left.items()},
+        session.containment_of = part.containment  # type: ignore[attr-defined]
+    spec = {
+        "name": "fault",
+        "workload": "sft",
+        # Each is one attempt.
+        "retry": {"START_TIMEOUT": {"attempts": 1}, "INSUFFICIENT_RESOURCES": {"attempts": 1}},
+        "components": {one.name: {"command": ["true"]} for one in components},
     }
-    (plan.cwd / "verdict.json").write_text(json.dumps(content))
+    (cwd / "spec.yaml").write_text(yaml.safe_dump(spec, sort_keys=False))
+    threading.Thread(target=end_with_stdin, daemon=True).start()
+    with listening(tell):
+        return run_here(flow.train, cwd / "spec.yaml")
 
 
-def obey(end: Callable[[], None]) -> None:
-    # The end of stdin is that of the test.
-    for _ in sys.stdin:
-        end()
-    end()
+def end_with_stdin() -> None:
+    """That is the end of the test."""
+    os.read(0, 1)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def ignore_sigchld(run: Callable[[], None]) -> None:
@@ -201,7 +200,7 @@ def have_a_child_of_ones_own(run: Callable[[], None]) -> None:
     own.kill()
     own.wait()
     if not lives:
-        sys.exit("a process of our own was ended")
+        sys.exit(EXIT_CHILD_ENDED)
 
 
 def die_before_registering(run: Callable[[], None], at: str) -> None:
@@ -286,11 +285,27 @@ ODDITIES: dict[str, Callable[..., None]] = {
 OF_A_MOMENT = ("dies-registering", "no-descriptors", "template")
 
 
-def main() -> None:
-    part: Part = pickle.loads((Path(sys.argv[1]) / "part.pickle").read_bytes())
+def take_part(directory: Path) -> int:
+    part: Part = pickle.loads((directory / "part.pickle").read_bytes())
     at = (part.at,) if part.oddity in OF_A_MOMENT else ()
-    ODDITIES[part.oddity](lambda: supervise(part), *at)
+    exit_code: list[int] = []
+    ODDITIES[part.oddity](lambda: exit_code.append(supervise(part)), *at)
+    return exit_code[0]
+
+
+def main() -> None:
+    """`DEADLINE_S DIRECTORY [WRAPPER...]`: below an oracle, which waits so long for an empty tree;
+    a wrapper is a command that executes the rest of its command line."""
+    deadline_s, directory, *wrapper = sys.argv[1:]
+    if not oracle.is_watched(float(deadline_s)):
+        return
+    # The oracle's alone.
+    os.dup2(2, 1)
+    if wrapper:
+        program = (sys.executable, "-m", "tests.support.supervising", directory)
+        os.execvp(wrapper[0], (*wrapper, *program))
+    sys.exit(take_part(Path(directory)))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(take_part(Path(sys.argv[1])))

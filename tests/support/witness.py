@@ -1,4 +1,4 @@
-"""A supervising process under an independent oracle, for tests that kill it."""
+"""The process of a flow run under an independent oracle, for tests that kill it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import os
 import pickle
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,18 +18,17 @@ from tasks.processes import tree
 from tasks.processes.component import ComponentPlan
 from tasks.record.places import RunPlace
 from tasks.record.run_json import RunJson
+from tests.support.forkserver import ForkServer
+from tests.support.prefect_api import ask
 from tests.support.stage import DEADLINE_S, processes_with
 from tests.support.supervising import Part
-
-_ROOT = Path(__file__).parents[2]
-_ORACLE = Path(__file__).with_name("oracle.py")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Testimony:
     """What the oracle saw."""
 
-    #: Of the supervising process; negative for a signal.
+    #: Of the flow process; negative for a signal.
     exit_code: int
     #: Processes that outlived it until the deadline: `PID COMMAND`.
     left: tuple[str, ...]
@@ -45,13 +43,13 @@ class Testimony:
 
 
 class Witness:
-    """A supervising process, what it says, and what the oracle says of it."""
+    """A flow process, what it says, and what the oracle and the Prefect server say of it."""
 
     def __init__(
         self,
+        forkserver: ForkServer,
         directory: Path,
         *components: ComponentPlan,
-        run_id: str = "",
         oddity: str = "",
         at: str = "",
         level: str = "",
@@ -64,42 +62,60 @@ class Witness:
     ) -> None:
         """
         Args:
-            run_id: a new one by default.
             oddity: one of `supervising.ODDITIES`; with `at`, `level`, `gates` and `record_bytes`
                 see its `Part`.
             wrapper: a command that executes the rest of its command line.
-            env: of the supervising process, beside this one's; its MUSTER_HOME is `home` in the
+            env: of the flow process, beside this one's; its MUSTER_HOME is `home` in the
                 directory.
             deadline_s: how long the oracle waits for an empty tree.
         """
         self._testimony: Testimony | None = None
+        self._forkserver = forkserver
         self.directory = directory
         self.home = Path((env or {}).get("MUSTER_HOME", directory / "home"))
-        self.run_id = run_id or f"run-{os.urandom(4).hex()}"
-        plan = {"run_id": self.run_id, "number": 1, "cwd": directory, "components": components}
-        part = Part(
-            plan={**plan, **more},
+        self._part = Part(
+            plan={"cwd": directory, "components": components, **more},
             oddity=oddity,
             at=at,
             level=level,
             gates=gates,
             record_bytes=record_bytes,
         )
-        (directory / "part.pickle").write_bytes(pickle.dumps(part))
-        program = [*wrapper, sys.executable, "-m", "tests.support.supervising", str(directory)]
-        with (directory / "supervising.log").open("wb") as log:
-            self._oracle = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(_ORACLE), str(deadline_s), *program],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                cwd=_ROOT,
-                env={**os.environ, "MUSTER_HOME": str(self.home), **(env or {})},
-                text=True,
-            )
-        assert self._oracle.stdout is not None
-        #: Of the supervising process.
+        (directory / "part.pickle").write_bytes(pickle.dumps(self._part))
+        self._oracle = forkserver.start(
+            "supervising",
+            *(str(deadline_s), str(directory), *wrapper),
+            env={"MUSTER_HOME": str(self.home), **(env or {})},
+            stderr=directory / "supervising.log",
+        )
+        #: Of the flow process.
         self.pid = int(self._oracle.stdout.readline().split()[1])
+
+    @property
+    def run_id(self) -> str:
+        found: str = self.until("run.opened")["run_id"]
+        return found
+
+    def flow_run(self) -> dict[str, Any]:
+        """By its Prefect server."""
+        of_run = {"flow_runs": {"name": {"any_": [self.run_id]}}}
+        [found] = ask("POST", f"{self._forkserver.api}/flow_runs/filter", of_run)
+        flow_run: dict[str, Any] = found
+        return flow_run
+
+    def reconcile(self) -> dict[str, Any]:
+        """What `tests.support.reconciling` did, in a process of its own."""
+        log = self.directory / "reconciling.log"
+        env = {"MUSTER_HOME": str(self.home)}
+        process = self._forkserver.start("reconciling", env=env, stderr=log)
+        try:
+            assert process.has_ended(DEADLINE_S), log.read_text()
+            said = process.stdout.read()
+            assert said, log.read_text()
+            done: dict[str, Any] = json.loads(said)
+            return done
+        finally:
+            process.clear()
 
     def events(self) -> list[dict[str, Any]]:
         try:
@@ -128,11 +144,11 @@ class Witness:
         return (self.directory / "supervising.log").read_text()
 
     def state(self) -> str:
-        """Of the supervising process: `T` while it is stopped. Source: proc_pid_stat(5)."""
+        """Of the flow process: `T` while it is stopped. Source: proc_pid_stat(5)."""
         return Path(f"/proc/{self.pid}/stat").read_text().rpartition(") ")[2][0]
 
     def is_there(self) -> bool:
-        """Whether the supervising process lives; seen without the oracle."""
+        """Whether the flow process lives; seen without the oracle."""
         try:
             # One whose threads are still ending shows Z.
             return self.state() not in "ZX" or len(os.listdir(f"/proc/{self.pid}/task")) > 1
@@ -140,7 +156,7 @@ class Witness:
             return False
 
     def tree(self) -> list[int]:
-        """The supervising process and all that is below the oracle."""
+        """The flow process and all that is below the oracle."""
         return tree.descendants(self._oracle.pid)
 
     def kill(self, signum: signal.Signals = signal.SIGKILL) -> None:
@@ -148,20 +164,20 @@ class Witness:
 
     def end(self) -> None:
         """End the run as cancelled; again: without grace."""
-        assert self._oracle.stdin is not None
-        self._oracle.stdin.write("stop\n")
-        self._oracle.stdin.flush()
+        if self._part.oddity == "signals-blocked":
+            state = {"type": "CANCELLING"}
+            url = f"{self._forkserver.api}/flow_runs/{self.flow_run()['id']}/set_state"
+            ask("POST", url, {"state": state})
+        else:
+            self.kill(signal.SIGTERM)
 
     def testimony(self) -> Testimony:
-        """Wait until the supervising process has ended, and its tree is empty or never will be;
-        any number of times."""
+        """Wait until the flow process has ended, and its tree is empty or never will be; any number
+        of times."""
         if self._testimony is not None:
             return self._testimony
-        assert self._oracle.stdout is not None
-        try:
-            self._oracle.wait(DEADLINE_S)
-        except subprocess.TimeoutExpired:
-            raise AssertionError(f"goes on; events: {self.events()}; {self.said()}") from None
+        ended = self._oracle.has_ended(DEADLINE_S)
+        assert ended, f"goes on; events: {self.events()}; {self.said()}"
         lines = [line.partition(" ") for line in self._oracle.stdout]
         [exit_code] = [int(rest) for word, _, rest in lines if word == "ended"]
         left = tuple(rest.strip() for word, _, rest in lines if word == "left")
@@ -191,18 +207,17 @@ class Witness:
         return processes_with("MUSTER_RUN_ID", self.run_id)
 
     def clear(self) -> None:
-        """End what a test that failed has left."""
-        if self._oracle.poll() is None:
+        """End what a test that failed has left, and have the server forget the flow run."""
+        if not self._oracle.has_ended():
             # It has not been reaped by the oracle yet, so the number is still its own.
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
             (self.directory / "release").touch()
             with contextlib.suppress(AssertionError):
                 self.testimony()
-        for pipe in (self._oracle.stdin, self._oracle.stdout):
-            if pipe is not None:
-                with contextlib.suppress(OSError):
-                    pipe.close()
+        self._oracle.clear()
+        if self.seen("run.opened"):
+            ask("DELETE", f"{self._forkserver.api}/flow_runs/{self.flow_run()['id']}")
 
 
 @contextlib.contextmanager

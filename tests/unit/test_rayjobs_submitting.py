@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shlex
 import signal
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +18,8 @@ from tasks.ray.end import JobUsage, room_in_words
 from tasks.ray.job import beyond
 from tasks.ray.submission import JobPlan, SubmissionFile
 from tasks.ray.submit import entrypoint_of, environment_of, excludes_of, place_of_driver
+from tasks.record.disk import DiskThread
+from tasks.record.run_json import SubmissionJson
 
 
 @pytest.fixture
@@ -140,6 +144,23 @@ def test_the_file_of_an_earlier_process_goes_on(plan: JobPlan) -> None:
 
     assert again.content.submitted_at == 12.0
     assert json.loads(plan.submission_file.read_text())["submission_id"] == "r--a02"
+
+
+def test_who_notes_something_does_not_wait_for_the_disk_unless_it_asks_to(plan: JobPlan) -> None:
+    file, answers = SubmissionFile.begin(plan), threading.Event()
+    file.disk = DiskThread("disk")
+    file.disk.do(answers.wait)
+
+    async def send() -> tuple[bool, float | None]:
+        file.note(submit_began_at=12.0)
+        written = asyncio.create_task(file.written())
+        await asyncio.sleep(0)
+        was_written = written.done()
+        answers.set()
+        await written
+        return was_written, SubmissionJson.read(plan.submission_file).submit_began_at
+
+    assert asyncio.run(send()) == (False, 12.0)
 
 
 def test_the_file_of_another_submission_is_begun_anew(plan: JobPlan) -> None:

@@ -70,8 +70,8 @@ def test_a_line_that_was_not_there_before_is_none(run: Watched, said: str) -> No
     "line",
     ["step {i} loss 0.3\n", "step:{i} - actor/loss:0.1\n", " 12%|█▏  | {i}/1000 [00:10<02:10]\r"],
 )
-def test_a_line_that_says_a_further_step_is_no_repetition(run: Watched, line: str) -> None:
-    assert [run.says(line.format(i=i)) for i in (1, 2, 3, 3)] == [0, 0, 0, 10]
+def test_a_step_that_only_a_log_says_is_a_number_as_any_other(run: Watched, line: str) -> None:
+    assert [run.says(line.format(i=i)) for i in (1, 2, 3, 3)] == [0, 10, 20, 30]
 
 
 def test_our_own_questions_and_empty_lines_are_silence(run: Watched) -> None:
