@@ -25,14 +25,23 @@ PART = {
     "MUSTER_HOME does not answer when a component dies": [Phase.RUNNING],
     "Ctrl-C to the foreground group, twice": [Phase.STOPPING],
 }
+#: Those of which other tests show much the same.
+THOROUGH = {
+    "leader ignores TERM",
+    "flicker of 0.2 ms",
+    "fork burst under a pids limit",
+    "a foreign waitpid(-1) in the flow",
+    "Ctrl-C to the foreground group, twice",
+}
 ROWS = [
-    (case, phase) for case in CASES for phase in PART.get(case.title, []) if phase in case.phases
+    pytest.param(case, phase, marks=[pytest.mark.thorough] * (case.title in THOROUGH))
+    for case in CASES
+    for phase in PART.get(case.title, [])
+    if phase in case.phases
 ]
 
 
-@pytest.mark.parametrize(
-    ("case", "phase"), ROWS, ids=[f"{case}-{phase}".replace(" ", "-") for case, phase in ROWS]
-)
+@pytest.mark.parametrize(("case", "phase"), ROWS, ids=lambda value: str(value).replace(" ", "-"))
 def test_fault(case: Case, phase: Phase, request: pytest.FixtureRequest) -> None:
     act(case, phase, "L2" if "L3" in missing_levels() else "L3", request)
 
