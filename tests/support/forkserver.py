@@ -104,7 +104,8 @@ def _serve(asked: socket.socket) -> None:
             return
         if os.fork() == 0:
             asked.close()
-            _be(*json.loads(what), fds)
+            module, arguments, env = json.loads(what)
+            _be(module, arguments, env, fds)
         for fd in fds:
             os.close(fd)
 

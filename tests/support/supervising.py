@@ -41,6 +41,7 @@ from tasks.record.run_json import RunRecord
 from tasks.spec.run import RunSpec
 from tasks.train import session
 from tasks.train.command import run_here
+from tasks.train.tasks import conclude
 from tests.support import oracle
 
 #: Of a flow whose own child did not live on.
@@ -84,7 +85,7 @@ def supervise(part: Part) -> int:
     cwd, components = part.plan["cwd"], part.plan["components"]
     # Those for the test, at once and wherever the run's own go.
     events = EventLog(cwd / "events.jsonl")
-    start, conclude = Supervisor.start, flow.conclude
+    start = Supervisor.start
 
     def start_at_gate(supervisor: Supervisor, name: str) -> None:
         if name in part.gates:

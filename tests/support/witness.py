@@ -148,12 +148,9 @@ class Witness:
         return Path(f"/proc/{self.pid}/stat").read_text().rpartition(") ")[2][0]
 
     def is_there(self) -> bool:
-        """Whether the flow process lives; seen without the oracle."""
-        try:
-            # One whose threads are still ending shows Z.
-            return self.state() not in "ZX" or len(os.listdir(f"/proc/{self.pid}/task")) > 1
-        except (FileNotFoundError, ProcessLookupError):
-            return False
+        """Whether anything of the flow process is there, until the oracle has reaped it: while its
+        first thread is a zombie, others may still hold its files."""
+        return Path(f"/proc/{self.pid}").exists()
 
     def tree(self) -> list[int]:
         """The flow process and all that is below the oracle."""
