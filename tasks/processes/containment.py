@@ -84,7 +84,7 @@ def probe(*, namespace: bool = False, at_most: Level = Level.L4) -> Containment:
     level, parent = Level.L2, None
     if _is_tried(Level.L3, at_most, missing):
         try:
-            parent = _usable_cgroup()
+            parent = _usable(cgroup.own_cgroup())
             level = Level.L3
         except (cgroup.NoCgroup, OSError) as error:
             missing[Level.L3] = str(error)
@@ -124,12 +124,12 @@ def _is_tried(level: Level, at_most: Level, missing: dict[Level, str]) -> bool:
     return True
 
 
-def _usable_cgroup() -> str:
-    """This process's own cgroup, once another process could be put below it.
+@functools.cache
+def _usable(parent: str) -> str:
+    """A cgroup, once another process could be put below it.
 
     Raises: cgroup.NoCgroup, OSError.
     """
-    parent = cgroup.own_cgroup()
     trial = cgroup.create(parent, f"probe-{os.getpid()}-{os.urandom(3).hex()}")
     try:
         with subprocess.Popen(["sleep", "60"], stdin=subprocess.DEVNULL) as sleeper:

@@ -18,8 +18,6 @@ from prefect.exceptions import PrefectException
 from prefect.settings import (
     PREFECT_API_AUTH_STRING,
     PREFECT_API_URL,
-    PREFECT_CLIENT_MAX_RETRIES,
-    temporary_settings,
 )
 from rich.console import Console, Group
 from rich.live import Live
@@ -31,6 +29,7 @@ from tasks.queue.look import QueueView, QueueViewer
 from tasks.queue.reasons import one_line
 from tasks.queue.settings import BadSetting, PoolSettings
 from tasks.queue.tables import as_json, as_plain, as_rich, explain
+from tasks.server.events import client_settings
 from tasks.server.flow_runs import why_refused
 from tasks.server.server import NoServer, quieten_prefect
 from tasks.show.arguments import EXIT_DONE, EXIT_INTERRUPTED, AsJson, Pool, RunName
@@ -55,7 +54,7 @@ async def connected() -> AsyncIterator[PrefectClient]:
             "no Prefect server is set, so there is no queue to look at: start one (`muster up`), "
             "or set PREFECT_API_URL to that of one that runs"
         )
-    with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 1}):
+    with client_settings(retries=1):
         try:
             async with get_client(httpx_settings={"timeout": _TIMEOUT_S}) as client:
                 yield client

@@ -93,12 +93,16 @@ class FlowArtifacts:
     def __init__(
         self, flow_run_id: UUID, keys: Iterable[str], mask: Callable[[str], str] = str
     ) -> None:
-        """Of all the keys that there will be; `mask` takes secrets out of a text."""
+        """
+        Args:
+            keys: those that somebody else may have made already.
+            mask: takes secrets out of a text.
+        """
         self._flow_run_id = flow_run_id
         self._keys = list(keys)
         self._mask = mask
-        #: None until it was asked what an earlier process of the flow run has made.
-        self._ids: dict[str, UUID] | None = None
+        #: None until it was asked what was made before.
+        self._ids: dict[str, UUID] | None = None if self._keys else {}
 
     def show(self, client: SyncPrefectClient, key: str, shown: Shown) -> None:
         """Have the artifact of a key show this."""

@@ -15,7 +15,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from itertools import islice
@@ -24,9 +25,9 @@ from typing import Any, Final
 import httpx
 from prefect.client.orchestration import PrefectClient, SyncPrefectClient, get_client
 from prefect.client.schemas.objects import FlowRun, WorkPool
+from prefect.context import SettingsContext
 from prefect.events.schemas.events import Event, RelatedResource, Resource
 from prefect.exceptions import ObjectNotFound, PrefectException
-from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
 from tasks.record.announcements import payload_of
 
@@ -43,6 +44,23 @@ _AGAIN_S, _AGAIN_AT_MOST_S = 1.0, 30.0
 #: So many related resources an event may have. Source: prefect/settings/models/server/events.py.
 _RELATED_AT_MOST = 100
 _EVENTS: Final = "/events"
+
+
+@contextmanager
+def client_settings(*, retries: int, api_url: str | None = None) -> Iterator[None]:
+    """While open, Prefect's clients try again so often, and ask that server, or else the context's.
+
+    Its own `temporary_settings` reads all settings anew, which takes as long as ten requests.
+    """
+    now = SettingsContext.get()
+    assert now is not None
+    settings = now.settings
+    own: dict[str, Any] = {"client": settings.client.model_copy(update={"max_retries": retries})}
+    if api_url is not None:
+        own["api"] = settings.api.model_copy(update={"url": api_url})
+    with SettingsContext(profile=now.profile, settings=settings.model_copy(update=own)):
+        yield
+
 
 #: Tells an event of a flow run: its name, the flow run, the run id, and what its payload says.
 Tell = Callable[..., None]
@@ -108,10 +126,9 @@ class Announcer:
 
     def _work(self) -> None:
         # Settings of its own, or a flow's context would give the client of that flow.
-        settings: dict[Any, Any] = {PREFECT_API_URL: self._api_url, PREFECT_CLIENT_MAX_RETRIES: 0}
         own = {"timeout": _TIMEOUT_S}
         with (
-            temporary_settings(settings),
+            client_settings(retries=0, api_url=self._api_url),
             get_client(httpx_settings=own, sync_client=True) as client,
         ):
             self._tell_all(client, _Relations(client))

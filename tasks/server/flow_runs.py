@@ -36,9 +36,6 @@ from prefect.client.schemas.sorting import FlowRunSort
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import (
     PREFECT_API_AUTH_STRING,
-    PREFECT_API_URL,
-    PREFECT_CLIENT_MAX_RETRIES,
-    temporary_settings,
 )
 from prefect.states import Cancelled, Completed, Crashed, Failed, Running, Scheduled
 
@@ -46,6 +43,7 @@ from tasks.processes.ending import Holders
 from tasks.processes.identity import ProcessId, boot_id, host_name
 from tasks.record.closing import Closed
 from tasks.record.states import RunState
+from tasks.server.events import client_settings
 from tasks.spec.errors import MusterError
 from tasks.spec.placeholders import mapping
 
@@ -129,12 +127,11 @@ def talking_to(api_url: str) -> Iterator[SyncPrefectClient]:
 
     Raises: ServerAway, for any call within that fails; ServerRefuses among them.
     """
-    settings: dict[Any, Any] = {PREFECT_API_URL: api_url, PREFECT_CLIENT_MAX_RETRIES: 1}
     # Settings of its own, or a flow's context would give the client of that flow's server.
     own = {"timeout": _TIMEOUT_S}
     try:
         with (
-            temporary_settings(settings),
+            client_settings(retries=1, api_url=api_url),
             get_client(httpx_settings=own, sync_client=True) as client,
         ):
             yield client
@@ -413,7 +410,7 @@ def say_running(flow_run_id: UUID, message: str, over: threading.Event) -> None:
     for delay_s in (*_SAID_AGAIN_AFTER_S, None):
         try:
             with (
-                temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}),
+                client_settings(retries=0),
                 get_client(sync_client=True) as client,
             ):
                 state = state_of(client, str(flow_run_id))

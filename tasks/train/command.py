@@ -35,6 +35,7 @@ from tasks.spec.loading import load_spec
 from tasks.spec.programs import python_of
 from tasks.spec.run import RunSpec
 from tasks.spec.words import commas
+from tasks.train.reporter import await_last_pages
 from tasks.train.session import check_spec
 
 
@@ -61,6 +62,8 @@ def run_here(train: Callable[..., State[Any]], path: Path, overrides: Sequence[s
                 terminal.say(f"project {root}, python {python_of(root)}")
                 with tags(*spec.tags, process_tag()):
                     state = train(spec, return_state=True)
+                if not lasting_api_url():
+                    await_last_pages()
                 id = state.state_details.flow_run_id
                 # No page of a server that ends with this process.
                 page = url_for("flow-run", obj_id=id) if id and lasting_api_url() else ""

@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from uuid import UUID
 
 from prefect.client.orchestration import get_client
+from prefect.client.schemas.objects import FlowRun
 
 from tasks.processes.identity import host_name
 from tasks.record.events import Event
@@ -85,6 +85,8 @@ _CHANGES: Mapping[str, tuple[str, ...]] = {
     "run.progress": (PROGRESS,),
     "run.state": (SUMMARY, RECORD),
 }
+#: The first page, and one that is urgent, wait so long for what comes together with it.
+_TOGETHER_S = 0.25
 #: After these there may be no later moment, or somebody waits to see it.
 _AT_ONCE = frozenset({"attempt.begun", "attempt.ended", "attempt.decided"})
 
@@ -96,20 +98,23 @@ class RunPage:
     def __init__(
         self,
         run: RunSession,
-        flow_run_id: UUID,
+        flow_run: FlowRun,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._run = run
         self._clock = clock
-        self._artifacts = FlowArtifacts(flow_run_id, _PACES, run.mask)
+        # Only an earlier process of the flow run can have made some.
+        keys = _PACES if flow_run.run_count > 1 else ()
+        self._artifacts = FlowArtifacts(flow_run.id, keys, run.mask)
         self._lock = threading.Lock()
         self._began_s = clock()
         #: What has changed since it was told.
         self._changed: set[str] = set()
-        self._is_urgent = False
+        #: When all of it is due.
+        self._urgent_at_s = float("inf")
         self._told_at_s: dict[str, float] = {}
-        self._not_before_s = 0.0
+        self._not_before_s = self._began_s + _TOGETHER_S
         self._seen = RunSeen.of(run.resolved)
         self._figures: Figures | None = None
         #: How many points of it the server has been told.
@@ -128,8 +133,10 @@ class RunPage:
                 self._changed.add(COMPONENTS)
             fits = max(filter(event.name.startswith, _CHANGES), key=len, default="")
             self._changed.update(_CHANGES.get(fits, ()))
-            self._is_urgent = self._is_urgent or event.name in _AT_ONCE
-            return self._is_urgent or len(self._changed) > before
+            is_urgent = event.name in _AT_ONCE
+            if is_urgent:
+                self._urgent_at_s = min(self._urgent_at_s, self._clock() + _TOGETHER_S)
+            return is_urgent or len(self._changed) > before
 
     @property
     def doing(self) -> str:
@@ -146,9 +153,9 @@ class RunPage:
         """Seconds until there may be something to tell."""
         with self._lock:
             now = self._clock()
-            if self._is_urgent and self._changed and now >= self._not_before_s:
-                return 0.0
             due = min(self._due_at_s(key, now) for key in _PACES)
+            if self._changed:
+                due = min(due, self._urgent_at_s)
             return min(_LONGEST_S, max(0.0, max(due, self._not_before_s) - now))
 
     def tell(self, *, is_last: bool = False, is_enough: Callable[[], bool] = lambda: False) -> None:
@@ -167,11 +174,12 @@ class RunPage:
             due = [
                 key
                 for key in _PACES
-                if (key in self._changed and (is_last or self._is_urgent))
+                if (key in self._changed and (is_last or self._urgent_at_s <= now))
                 or self._due_at_s(key, now) <= now
             ]
             self._changed -= {*due}
-            self._is_urgent = False
+            if not self._changed:
+                self._urgent_at_s = float("inf")
         if not due:
             return
         left = [*due]

@@ -2,14 +2,17 @@
 recoveries of its fleet as task runs, so that the server keeps their history.
 
 Told from a thread of its own, from the run's events: a server that is slow or away makes it late
-or lost, and never keeps the run waiting.
+or lost, and never keeps the run waiting. The page comes last: nothing waits for it but the end of
+this process. Where that is killed before, `reconcile` finds the run, and has its page mended.
 """
 
 from __future__ import annotations
 
+import atexit
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 from contextvars import ContextVar
 from functools import partial
@@ -18,7 +21,7 @@ from uuid import UUID
 
 from prefect import Task, get_run_logger
 from prefect.client.orchestration import get_client
-from prefect.client.schemas.objects import State
+from prefect.client.schemas.objects import FlowRun, State
 from prefect.states import Cancelled, Completed, Failed, Running
 
 from tasks.record.events import Event, event_listeners
@@ -83,8 +86,11 @@ def _nothing() -> None:
 
 _log = logging.getLogger(__name__)
 
-#: What is not told by then is dropped, so that a final state is not held up by a server away.
+#: What is not told by then is dropped, so that a final state is not held up by a server away, nor
+#: is the end of the process by the last page.
 _CLOSE_WITHIN_S = 10.0
+#: What a run does changes faster than it can be read: of all within so long the last is its state.
+_TOGETHER_S = 0.25
 #: Prefect's logger of what task runs say.
 _TASK_RUNS = "prefect.task_runs"
 
@@ -115,19 +121,33 @@ def say_state(message: str) -> None:
         reporter.say_state(message)
 
 
+#: Those that still tell their last page.
+_at_last_page: set[Reporter] = set()
+
+
+def await_last_pages() -> None:
+    """Wait until the last page of each run of this process is told, where the server takes it."""
+    for reporter in [*_at_last_page]:
+        reporter.await_last_page()
+
+
 class Reporter:
     """Tells the Prefect server what happens to a run, while the context is open.
 
-    It must be closed before the flow run gets its final state, and nothing is told after that.
+    It must be closed before the flow run gets its final state, and nothing is told after that but
+    the last page.
     """
 
-    def __init__(self, run: RunSession, flow_run_id: UUID) -> None:
+    def __init__(self, run: RunSession, flow_run: FlowRun) -> None:
         self._run = run
-        self._flow_run_id = flow_run_id
+        self._flow_run = flow_run
+        self._flow_run_id = flow_run.id
+        #: What the run does, not told yet as its state, and when that is due.
+        self._doing, self._doing_due_s = "", 0.0
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._closed = threading.Event()
-        self._page = RunPage(run, flow_run_id)
-        self._recoveries = RecoveryRuns(flow_run_id)
+        self._closed, self._is_awaited = threading.Event(), threading.Event()
+        self._page = RunPage(run, flow_run)
+        self._recoveries = RecoveryRuns(flow_run.id)
         self._thread = thread_here("reporter", self._work)
 
     def __enter__(self) -> Reporter:
@@ -144,14 +164,29 @@ class Reporter:
         _reporter.reset(self._own_token)
         self._jobs.put(self._recoveries.abandon)
         self._jobs.put(self._tell_never_begun)
-        self._jobs.put(lambda: self._page.tell(is_last=True, is_enough=self._closed.is_set))
+        told = threading.Event()
+        self._jobs.put(told.set)
+        # Before the registry forgets the run, which a killed process leaves to be found.
+        atexit.register(self.await_last_page)
+        _at_last_page.add(self)
+        self._jobs.put(self._tell_last_page)
         self._jobs.put(None)
+        if not told.wait(_CLOSE_WITHIN_S):
+            self._closed.set()
+        if self._flow_run.run_count > 1:
+            # Another host that it has waited on reads the page's record once the state is final.
+            self.await_last_page()
+
+    def await_last_page(self) -> None:
+        """Once the context is closed. Nothing is told after that."""
+        self._is_awaited.set()
         self._thread.join(_CLOSE_WITHIN_S)
         self._closed.set()
 
     def flush(self, within_s: float) -> bool:
         """See `flushed`."""
         told = threading.Event()
+        self._jobs.put(self._tell_doing)
         self._jobs.put(told.set)
         return told.wait(within_s)
 
@@ -172,9 +207,15 @@ class Reporter:
                 self._jobs.put(self._tell_end)
         # That it waits is a state of its own, which whoever has it wait gives it.
         if self._page.doing != doing and event.name != "run.waiting":
-            self._jobs.put(partial(self._tell_doing, self._page.doing, event.name))
+            self._jobs.put(partial(self._note_doing, self._page.doing, event.name))
 
     def _work(self) -> None:
+        # The flow closes its client, which the last page still needs.
+        with get_client(sync_client=True):
+            self._tell_all()
+        _at_last_page.discard(self)
+
+    def _tell_all(self) -> None:
         # What is said in words comes first; the page is told in the pauses.
         job: Callable[[], None] | None = _look_again
         while job is not None and not self._closed.is_set():
@@ -182,16 +223,25 @@ class Reporter:
                 job()
             except Exception as error:
                 _log.warning("not told to the Prefect server: %r", error)
+            page_in_s = self._page.due_in_s()
+            state_in_s = self._doing_due_s - time.monotonic() if self._doing else page_in_s
             try:
-                job = self._jobs.get(timeout=self._page.due_in_s())
+                job = self._jobs.get(timeout=max(0.0, min(page_in_s, state_in_s)))
             except queue.Empty:
                 job = partial(self._page.tell, is_enough=lambda: not self._jobs.empty())
+                if self._doing and state_in_s <= page_in_s:
+                    job = self._tell_doing
+
+    def _tell_last_page(self) -> None:
+        # The server has the final state to take in first.
+        self._is_awaited.wait(_TOGETHER_S)
+        self._page.tell(is_last=True, is_enough=self._closed.is_set)
 
     def _tell_tags(self) -> None:
         """A run's own tags, beside those of its deployment."""
-        with get_client(sync_client=True) as client:
-            have = client.read_flow_run(self._flow_run_id).tags
-            if not set(self._run.spec.tags) <= set(have):
+        have = self._flow_run.tags
+        if not set(self._run.spec.tags) <= set(have):
+            with get_client(sync_client=True) as client:
                 wanted = sorted({*have, *self._run.spec.tags})
                 client.update_flow_run(self._flow_run_id, tags=wanted)
 
@@ -204,14 +254,24 @@ class Reporter:
         self._jobs.put(lambda: self._tell_state(message))
 
     def _tell_state(self, message: str) -> None:
+        self._doing = ""
         message = self._run.mask(message)
         get_run_logger().info(message)
         say_running(self._flow_run_id, message, self._closed)
 
-    def _tell_doing(self, message: str, name: str) -> None:
+    def _note_doing(self, message: str, name: str) -> None:
         # A fleet changes faster than a server is told.
-        if name != "rollout.group.state" or message == self._page.doing:
-            self._tell_state(message)
+        if name == "rollout.group.state" and message != self._page.doing:
+            return
+        get_run_logger().info(self._run.mask(message))
+        if not self._doing:
+            self._doing_due_s = time.monotonic() + _TOGETHER_S
+        self._doing = message
+
+    def _tell_doing(self) -> None:
+        message, self._doing = self._run.mask(self._doing), ""
+        if message:
+            say_running(self._flow_run_id, message, self._closed)
 
     def _tell_never_begun(self) -> None:
         record = self._run.record

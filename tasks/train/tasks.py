@@ -249,7 +249,9 @@ def open_run(spec: RunSpec) -> Iterator[RunSession]:
     if spec.ray is not None:
         know(listed_clusters(api_url))
     # Only where others start it can it have been on another host.
-    others = started_by_others()
+    others, earlier = started_by_others(), None
+    if api_url and others and others.run_count > 1:
+        earlier = earlier_record(api_url, flow_run_id)
     try:
         run = RunSession(
             spec,
@@ -257,7 +259,7 @@ def open_run(spec: RunSpec) -> Iterator[RunSession]:
             flow_run_id=flow_run_id,
             api_url=api_url,
             worker=worker_of(others) if others else None,
-            earlier=earlier_record(api_url, flow_run_id) if api_url and others else None,
+            earlier=earlier,
         )
     except RunHeld as error:
         # A flow run may be started twice, by two workers for example. Its state is then that of
@@ -270,7 +272,7 @@ def open_run(spec: RunSpec) -> Iterator[RunSession]:
         ended_from_outside(run, flow_run_id, may_be_left=run.adopts),
         masked_logs(run.mask),
         announced(run, flow_run),
-        Reporter(run, flow_run_id),
+        Reporter(run, flow_run),
     ):
         try:
             yield run

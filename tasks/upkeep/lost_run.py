@@ -249,13 +249,12 @@ def finish_run(lost: LostRun, loss: Loss, *, goes_on_here: bool = False) -> Reco
                     note_parked(owner.run_id, flow_run_id, owner.api_url)
                 record = close_record(directory, loss)
                 after = state_of_closed(state, record, loss.cause)
-                if state is None or after is None:
-                    pass
-                elif propose(client, flow_run_id, state, after):
-                    server = after.name or ""
+                if state is not None and after is not None:
+                    done = propose(client, flow_run_id, state, after)
+                    server, open = (after.name or "", "") if done else ("", CHANGED)
+                if server or (state is not None and state.is_final()):
+                    # Its process may have been killed between its final state and its last page.
                     tell_closed(client, flow_run_id, directory)
-                else:
-                    open = CHANGED
         except ServerAway as error:
             gives_up = lost.seconds_lost() > _TELL_WITHIN_S
             loss = replace(loss, is_waiting=False if gives_up else None)

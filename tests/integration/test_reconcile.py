@@ -104,6 +104,39 @@ def test_a_run_whose_flow_process_was_killed_comes_to_a_true_end(ground: Ground)
     assert ground.artifacts() == artifacts and run.record() == record
 
 
+#: Its last page takes for ever.
+UNTOLD = """
+import threading
+from tasks.train.reporter import Reporter
+Reporter._tell_last_page = lambda self: threading.Event().wait()
+from flows.train import command
+from tasks.show.arguments import run_alone
+run_alone(command, "train")
+"""
+
+
+@pytest.mark.thorough
+def test_a_run_killed_between_its_final_state_and_its_last_page_has_its_page_mended(
+    ground: Ground,
+) -> None:
+    spec = sleepers("trainer")
+    spec["components"]["trainer"] |= {"command": ["true"], "ready": None}
+    run = ground.start_run(spec, "-c", UNTOLD)
+    run.until_state("COMPLETED")
+    record = run.record()
+
+    run.kill_flow()
+    ground.reconcile_without_flow()
+
+    assert record["state"] == "completed" and run.record() == record
+    of_run = {"flow_run_id": {"any_": [run.flow_run_id]}}
+    shown = {one["key"]: one for one in ground.post("/artifacts/filter", artifacts=of_run)}
+    assert {*shown} == {"summary", "components", "timeline", "attempts", "record"}
+    assert shown["summary"]["description"].startswith("**completed**")
+    assert run.state()[0] == "COMPLETED"
+    assert not (ground.home / "live" / run.name).exists()
+
+
 @pytest.mark.thorough
 def test_two_at_once_do_it_once(ground: Ground) -> None:
     run = ground.start_run(sleepers()).until_running()

@@ -140,13 +140,13 @@ class Ground:
         path = self.home / f"{name}.log"
         return path.read_text(errors="replace") if path.exists() else ""
 
-    def start_run(self, spec: Mapping[str, Any]) -> Run:
-        """Directly, without a worker."""
+    def start_run(self, spec: Mapping[str, Any], *program: str) -> Run:
+        """Directly, without a worker; by `python -m flows.train`, unless told otherwise."""
         path = self.home / "spec.yaml"
         self.home.mkdir(parents=True, exist_ok=True)
         path.write_text(yaml.safe_dump(in_checkout(spec), sort_keys=False))
         seen = {run["id"] for run in self.flow_runs()}
-        self.start("-m", "flows.train", str(path), log="train")
+        self.start(*(program or ("-m", "flows.train")), str(path), log="train")
 
         def new() -> str:
             return next((run["id"] for run in self.flow_runs() if run["id"] not in seen), "")

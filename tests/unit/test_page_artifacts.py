@@ -64,6 +64,7 @@ class Server:
     def read_artifacts(self, **_filter: object) -> list[SimpleNamespace]:
         if self.is_away:
             raise httpx.ConnectError("away")
+        self.asked.append("READ")
         return [SimpleNamespace(id=UUID(i), key=one["key"]) for i, one in self.kept.items()]
 
     def shown(self, key: str) -> dict[str, Any]:
@@ -83,7 +84,7 @@ def test_an_artifact_is_made_once_and_then_kept_current() -> None:
 
     assert server.shown("summary")["data"] == "b"
     assert server.shown("summary")["flow_run_id"] == str(FLOW_RUN)
-    assert server.asked == ["POST summary", "PATCH"]
+    assert server.asked == ["READ", "POST summary", "PATCH"]
 
 
 def test_a_later_process_of_the_flow_run_finds_it_again() -> None:
@@ -165,7 +166,7 @@ def begun(run: SimpleNamespace, page: RunPage) -> None:
 
 
 def page_of(run: SimpleNamespace, clock: Clock) -> RunPage:
-    return RunPage(run, FLOW_RUN, clock=clock)  # type: ignore[arg-type]
+    return RunPage(run, SimpleNamespace(id=FLOW_RUN, run_count=1), clock=clock)  # type: ignore[arg-type]
 
 
 def starting(pid: int) -> Event:
@@ -181,14 +182,19 @@ def test_nothing_is_told_before_something_happens(server: Server, run: SimpleNam
     assert page.due_in_s() > 60
 
 
-def test_an_attempt_that_begins_is_told_at_once(server: Server, run: SimpleNamespace) -> None:
+def test_an_attempt_that_begins_is_told_soon_with_what_comes_together(
+    server: Server, run: SimpleNamespace
+) -> None:
     page = page_of(run, Clock())
 
     begun(run, page)
+    page.observe(starting(1))
     due_in_s = page.due_in_s()
     page.tell()
 
-    assert due_in_s == 0.0
+    assert 0 < due_in_s < 1
+    # One request each, and none for what nobody can have made before.
+    assert [one.partition(" ")[0] for one in server.asked] == ["POST"] * 5
     assert sorted(one["key"] for one in server.kept.values()) == [
         "attempts",
         "components",
