@@ -60,10 +60,13 @@ def run_here(train: Callable[..., State[Any]], path: Path, overrides: Sequence[s
                 terminal.say(f"Prefect server {url}")
                 root = Path.cwd()
                 terminal.say(f"project {root}, python {python_of(root)}")
-                with tags(*spec.tags, process_tag()):
-                    state = train(spec, return_state=True)
-                if not lasting_api_url():
-                    await_last_pages()
+                try:
+                    with tags(*spec.tags, process_tag()):
+                        state = train(spec, return_state=True)
+                finally:
+                    # The server may end before this process.
+                    if not lasting_api_url():
+                        await_last_pages()
                 id = state.state_details.flow_run_id
                 # No page of a server that ends with this process.
                 page = url_for("flow-run", obj_id=id) if id and lasting_api_url() else ""
