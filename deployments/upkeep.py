@@ -19,11 +19,15 @@ from typing import Any
 
 from prefect import Flow
 from prefect.runner import Runner
+from prefect.settings import PREFECT_API_URL
 
 from flows.prune import prune
 from flows.reconcile import reconcile
 from tasks.processes.identity import host_name
+from tasks.ray.dashboard import know
+from tasks.ray.nodes import make_nodes_ready
 from tasks.record.places import keep_private
+from tasks.server.flow_runs import listed_clusters, thread_here
 from tasks.upkeep.reconcile import publish, reconcile_host, reconciled_each_minute
 
 _AGAIN_AFTER_S = 5.0
@@ -65,6 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Before the first scheduled one: what was lost together with this process's predecessor may be
     # a flow run of `reconcile` itself.
     publish(reconcile_host())
+    thread_here("agents", make_ready).start()
     with reconciled_each_minute():
         while True:
             try:
@@ -74,6 +79,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 # Prefect's runner gives up when its server has not answered a few times.
                 _log.warning("served no more, and again soon: %r", error)
                 time.sleep(_AGAIN_AFTER_S)
+
+
+def make_ready() -> None:
+    """Before the first job ends, the nodes of the listed Ray clusters are ready to be asked."""
+    listed = listed_clusters(PREFECT_API_URL.value())
+    know(listed)
+    for address in {one["address"] for one in listed if isinstance(one, dict) and "address" in one}:
+        make_nodes_ready(str(address))
 
 
 def serve() -> None:

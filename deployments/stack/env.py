@@ -63,7 +63,7 @@ def ray_auth(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     given = {key: environment[key] for key in (RAY_MODE, RAY_TOKEN, RAY_FILE) if key in environment}
     if given.get(RAY_MODE, "token") == "token" and given.keys() <= {RAY_MODE}:
         file = muster_home() / "ray-token"
-        kept_secret(file, secrets.token_hex(32))
+        kept_secret(file, lambda: secrets.token_hex(32))
         given[RAY_FILE] = str(file)
     return {RAY_MODE: "token", **given}
 

@@ -62,6 +62,23 @@ async def free_gpus(gcs_address: str) -> dict[str, float]:
     }
 
 
+async def living_nodes(gcs_address: str) -> list[Any]:
+    """A GcsNodeInfo for each node that has not left. Source: ray/protobuf/gcs.proto."""
+    (reply,) = await _call(gcs_address, "NodeInfo", "GetAllNodeInfo", [{}])
+    return [node for node in reply.node_info_list if node.state == node.ALIVE]
+
+
+async def entries(gcs_address: str, namespace: str, prefix: str) -> dict[str, str]:
+    """What stands in the table that all jobs of the cluster read and write, by keys without their
+    common prefix."""
+    named = {"namespace": namespace.encode()}
+    whose = {"prefix": prefix.encode(), **named}
+    (found,) = await _call(gcs_address, "InternalKV", "InternalKVKeys", [whose])
+    keys = {"keys": list(found.results), **named}
+    (reply,) = await _call(gcs_address, "InternalKV", "InternalKVMultiGet", [keys])
+    return {one.key.decode().removeprefix(prefix): one.value.decode() for one in reply.results}
+
+
 async def _call(
     gcs_address: str, service: str, method: str, requests: Iterable[dict[str, Any]]
 ) -> list[Any]:
@@ -93,11 +110,16 @@ def open_channel(gcs_address: str, *, has_token: bool = True) -> Any:
     )
     if has_token:
         return utils.init_grpc_channel(gcs_address, options=options)
-    if os.environ.get("RAY_USE_TLS", "0").lower() not in ("1", "true"):
+    if not uses_tls():
         return utils.grpc.insecure_channel(gcs_address, options=options)
     chain, key, root = utils.load_certs_from_env()
     credentials = utils.grpc.ssl_channel_credentials(root, key, chain)
     return utils.grpc.secure_channel(gcs_address, credentials, options=options)
+
+
+def uses_tls() -> bool:
+    """Whether Ray's own connections are encrypted. Source: ray/_private/tls_utils.py."""
+    return os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")
 
 
 def question(channel: Any, service: str, method: str) -> Callable[..., Any]:

@@ -1,8 +1,9 @@
-"""Asking the nodes of a Ray cluster from a process that is no part of the cluster, and ending what
-a run has left on them.
+"""Asking the nodes of a Ray cluster from a process that is no part of it: to end what a run has
+left on them, and what its processes hang in.
 
-The driver is a child process, `visits`; whatever becomes of it or of its cluster, the process
-that asks has an answer by its deadline, or an error.
+A node's agent answers in milliseconds (`visits`). Where one is missing, a child process puts it
+there: a Ray driver takes 100 MB and threads, and waits for minutes, or aborts, when its cluster is
+gone. Whatever becomes of a node or of its cluster, there is an answer by the deadline.
 
 As a command, for what a preflight has found: `muster sweep --address URL --run-id ID`.
 """
@@ -10,33 +11,53 @@ As a command, for what a preflight has found: `muster sweep --address URL --run-
 from __future__ import annotations
 
 import asyncio
-import contextvars
+import hashlib
 import json
+import logging
 import os
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import IO, Any
 
-from prefect.context import FlowRunContext
-from prefect.settings import get_current_settings
-
 from tasks.processes import tree
-from tasks.ray.dashboard import Dashboard, Denied, NoAnswer, driver_env
+from tasks.processes.machine import code_here
+from tasks.ray import control_store
+from tasks.ray.dashboard import Dashboard, Denied, NoAnswer, accelerators, driver_env
+from tasks.ray.end import NotSeen, SweepReport, Swept, UnseenNode, told_apart
 from tasks.ray.submission import UnseenNote, unseen_file
+from tasks.ray.visits import NAMESPACE, signed_text
 from tasks.record.events import Emit, EventLog
+from tasks.record.places import kept_secret, muster_home
 from tasks.show.arguments import EXIT_DONE, EXIT_FAILED
 from tasks.spec.errors import MusterError
-from tasks.spec.words import commas, listed
+from tasks.spec.words import commas
+
+_log = logging.getLogger(__name__)
 
 #: An answer may be late by so much: the driver keeps the deadline itself.
 _LATE_S = 5.0
 _END_WITHIN_S = 3.0
+#: For an agent to say who it is.
+_GREETS_WITHIN_S = 3.0
+#: Of the time for a visit, what an agent has to be there.
+_PUT_BACK_SHARE = 0.5
+#: The longest line: as long as a cluster is large.
+_LINE_BYTES = 1 << 26
 #: They would make the visit a part of the run that it looks for.
 _NOT_INHERITED = frozenset(
     {
@@ -52,14 +73,14 @@ class NotVisited(MusterError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """One node, as the cluster knows it."""
+    """One living node, as the cluster knows it."""
 
     #: Ray's, in hex.
     node_id: str
     #: Its address; with the beginning of its id where several nodes have that address.
     name: str
-    #: False for one that has left the cluster.
-    is_alive: bool
+    #: Its address.
+    host: str
     #: GPUs that Ray counts.
     gpus: float
     #: Ray's session directory there.
@@ -76,52 +97,289 @@ class Visited:
     unreached: Mapping[str, str]
 
 
+@dataclass(frozen=True, slots=True)
+class AgentKey:
+    """By which agents know whose orders they take. It stays in a file for this user alone."""
+
+    private: Any
+    #: In hex.
+    modulus: str
+    #: Of its agents' names, before the id of their node: whose they are, and of which code.
+    prefix: str
+
+    @staticmethod
+    @cache
+    def of(home: Path) -> AgentKey:
+        """Raises: OSError, ValueError."""
+        from cryptography.hazmat.primitives import serialization as how
+        from cryptography.hazmat.primitives.asymmetric import rsa
+
+        def make() -> str:
+            form = (how.Encoding.PEM, how.PrivateFormat.PKCS8, how.NoEncryption())
+            return rsa.generate_private_key(65537, 2048).private_bytes(*form).decode()
+
+        text = kept_secret(home / "agents.key", make).encode()
+        private: Any = how.load_pem_private_key(text, None, unsafe_skip_rsa_key_validation=True)
+        modulus = f"{private.public_key().public_numbers().n:x}"
+        whose = hashlib.sha256(modulus.encode()).hexdigest()[:12]
+        return AgentKey(private, modulus, f"agent-{whose}-{code_here()['digest'] or 'unknown'}-")
+
+    def sign(self, text: bytes) -> str:
+        from cryptography.hazmat.primitives import hashes
+        from cryptography.hazmat.primitives.asymmetric import padding
+
+        return str(self.private.sign(text, padding.PKCS1v15(), hashes.SHA256()).hex())
+
+
+@dataclass(slots=True)
+class AgentLine:
+    """A connection to an agent, which has said who it is, and takes one order."""
+
+    node_id: str
+    _reader: asyncio.StreamReader
+    _writer: asyncio.StreamWriter
+    _nonce: str
+    #: Equal for nodes on which the same processes are seen, and may be ended.
+    sees: str
+    #: Its clock against this machine's, and by how much that may be wrong, seconds.
+    clock: tuple[float, float]
+
+    @staticmethod
+    async def open(node_id: str, address: str) -> AgentLine | None:
+        """None where no agent of this node answers."""
+        host, _, port = address.rpartition(":")
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            async with asyncio.timeout(_GREETS_WITHIN_S):
+                began, began_s = time.time(), time.monotonic()
+                reader, writer = await asyncio.open_connection(host, int(port), limit=_LINE_BYTES)
+                try:
+                    said = json.loads(await reader.readline())
+                    error_s = (time.monotonic() - began_s) / 2
+                    clock = (said["at"] - began - error_s, error_s)
+                    if said["node_id"] != node_id:
+                        raise ValueError(said)
+                    return AgentLine(node_id, reader, writer, said["nonce"], said["sees"], clock)
+                except BaseException:
+                    writer.transport.abort()
+                    raise
+        return None
+
+    async def order(self, key: AgentKey, what: str, given: Any, within_s: float) -> Any:
+        """What `perform` gives; None where the agent, or its node, has gone meanwhile."""
+        order = json.dumps({"what": what, "given": given}).encode() + b"\n"
+        signature = key.sign(signed_text(self.node_id, self._nonce, order)).encode()
+        try:
+            async with asyncio.timeout(within_s):
+                self._writer.write(order + signature + b"\n")
+                said = await self._reader.readline()
+            return json.loads(said) | {"clock": self.clock}
+        except TimeoutError:
+            return {"why": f"no answer within {within_s:g} s"}
+        except (OSError, ValueError):
+            return None
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        self._writer.transport.abort()
+
+
 @dataclass(slots=True)
 class NodeVisitor:
-    """A driver in a child process; `visiting` gives one."""
+    """Asks the nodes of a cluster; `visiting` gives one."""
 
-    _process: asyncio.subprocess.Process
+    _gcs_address: str
+    #: None where there can't be one: then no node has an agent of ours.
+    _key: AgentKey | None
+    #: What the driver says besides.
     _errors: IO[bytes]
-    #: Dead ones too.
+    #: Those that live, by `look`.
     nodes: tuple[Node, ...] = ()
+    #: Best so far: a node's clock against this machine's, and by how much that may be wrong.
+    clocks: dict[str, tuple[float, float]] = field(default_factory=dict)
+    #: `HOST:PORT`, by node id.
+    _agents: dict[str, str] = field(default_factory=dict)
+    #: Nodes for which the driver has been asked to have an agent there.
+    _tried: set[str] = field(default_factory=set)
+    _driver: asyncio.subprocess.Process | None = None
+    #: Why the driver is of no use any more.
+    _failed: str = ""
+    _is_asking: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _is_putting: asyncio.Lock = field(default_factory=asyncio.Lock)
 
-    @property
-    def alive(self) -> tuple[Node, ...]:
-        return tuple(node for node in self.nodes if node.is_alive)
-
-    async def visit(self, what: str, each: Mapping[str, Any], within_s: float) -> Visited:
-        """Run one of `visits.VISITS`, or `clock`, on nodes, all at the same time.
-
-        Args:
-            each: `arguments[node id]`.
+    async def look(self) -> None:
+        """Which nodes live, and where their agents listen; a driver that has failed is forgotten.
 
         Raises: NotVisited.
         """
-        question = {"visit": what, "each": dict(each), "within_s": within_s}
-        answer = await self._ask(question, within_s + _LATE_S)
-        return Visited(answers=answer["answers"], unreached=answer["unreached"])
-
-    async def connect(self, gcs_address: str, within_s: float) -> None:
-        context, flow_run = FlowRunContext.get(), None
-        if context is not None and context.flow_run is not None:
-            flow_run = context.flow_run.model_dump(mode="json", include={"id", "flow_id", "name"})
-        hello = {"gcs_address": gcs_address, "flow_run": flow_run}
-        answer = await self._ask(hello, within_s)
-        shared = [entry["ip"] for entry in answer["nodes"] if entry["is_alive"]]
-        nodes = []
-        for entry in answer["nodes"]:
-            ip = entry.pop("ip")
-            name = ip if shared.count(ip) == 1 else f"{ip}/{entry['node_id'][:8]}"
-            nodes.append(Node(name=name, **entry))
-        self.nodes = tuple(nodes)
-
-    async def _ask(self, question: Mapping[str, Any], within_s: float) -> dict[str, Any]:
-        assert self._process.stdin is not None and self._process.stdout is not None
+        if self._failed:
+            await self.end(0.0)
+            self._driver, self._failed, self._tried = None, "", set()
+        prefix = self._key.prefix if self._key else ""
         try:
-            self._process.stdin.write(json.dumps(question).encode() + b"\n")
+            found, agents = await asyncio.gather(
+                control_store.living_nodes(self._gcs_address),
+                control_store.entries(self._gcs_address, NAMESPACE, prefix),
+            )
+        except (NoAnswer, Denied) as error:
+            raise NotVisited(str(error)) from error
+        if not (nodes := _named(found)):
+            raise NotVisited(f"no node of the cluster of {self._gcs_address} lives")
+        self.nodes = nodes
+        # Any job can write there: a node is asked at its own address only.
+        hosts = {node.node_id: node.host for node in self.nodes}
+        here = {id: at for id, at in agents.items() if at.rpartition(":")[0] == hosts.get(id)}
+        self._agents |= here if self._key else {}
+
+    async def make_ready(self, within_s: float) -> None:
+        """Have every node have an agent, as far as can be. Raises: NotVisited."""
+        await self.look()
+        lines = await self._greeted(node.node_id for node in self.nodes)
+        for line in lines.values():
+            line.close()
+        missing = {node.node_id for node in self.nodes} - lines.keys()
+        await self._put_back(missing, time.monotonic() + within_s)
+
+    async def visit(
+        self,
+        what: str,
+        each: Mapping[str, Any],
+        within_s: float,
+        *,
+        is_of_machine: bool = False,
+    ) -> Visited:
+        """Have one of ORDERS done on nodes, all at the same time: by their agents; where
+        there is none, by a new one; and where none can be had, by a Ray task.
+
+        Args:
+            each: `arguments[node id]`.
+            is_of_machine: nodes that see the same processes do the same: one of them is enough.
+        """
+        deadline = time.monotonic() + within_s
+        found = await self._by_agents(what, each, deadline, is_of_machine)
+        unreached: dict[str, str] = {}
+        if each.keys() - found.keys():
+            await self._put_back(each.keys() - found.keys(), deadline)
+            rest = {node: given for node, given in each.items() if node not in found}
+            found |= await self._by_agents(what, rest, deadline, is_of_machine)
+            if rest := {node: given for node, given in each.items() if node not in found}:
+                by_tasks = await self._ask_driver(rest, deadline, what=what)
+                found |= by_tasks.answers
+                unreached |= by_tasks.unreached
+        for node, answer in found.items():
+            if clock := answer.get("clock"):
+                best = min(self.clocks.get(node, clock), clock, key=lambda one: one[1])
+                self.clocks[node] = (best[0], best[1])
+            if "why" in answer:
+                unreached[node] = answer["why"]
+        if unreached:
+            unreached |= await self._lost(unreached)
+        answers = {node: one["answer"] for node, one in found.items() if "answer" in one}
+        return Visited(answers=answers, unreached=unreached)
+
+    async def _lost(self, unreached: Mapping[str, str]) -> dict[str, str]:
+        """What is to be said of those that have left the cluster since this began."""
+        with suppress(NoAnswer, Denied):
+            living = await control_store.living_nodes(self._gcs_address)
+            gone = unreached.keys() - {node.node_id.hex() for node in living}
+            for node in self.nodes:
+                if node.node_id in gone:
+                    _log.warning("node %s was lost while it was asked", node.name)
+            return dict.fromkeys(gone, "it was lost while it was asked")
+        return {}
+
+    async def _greeted(self, nodes: Iterable[str]) -> dict[str, AgentLine]:
+        asked = [(node, self._agents[node]) for node in nodes if node in self._agents]
+        lines = await asyncio.gather(*(AgentLine.open(*one) for one in asked))
+        return {line.node_id: line for line in lines if line is not None}
+
+    async def _by_agents(
+        self, what: str, each: Mapping[str, Any], deadline: float, is_of_machine: bool
+    ) -> dict[str, Any]:
+        lines = await self._greeted(each)
+        # Those that do the same, of which the next one is asked where one has gone.
+        groups: dict[str, list[AgentLine]] = {}
+        for node, line in lines.items():
+            groups.setdefault(line.sees if is_of_machine else node, []).append(line)
+        found: dict[str, Any] = {}
+
+        async def ask(group: list[AgentLine]) -> None:
+            assert self._key is not None
+            try:
+                for line in group:
+                    left_s = max(1.0, deadline - time.monotonic())
+                    said = await line.order(self._key, what, each[line.node_id], left_s)
+                    if said is not None:
+                        found.update({one.node_id: said for one in group})
+                        return
+            finally:
+                for line in group:
+                    line.close()
+
+        await asyncio.gather(*map(ask, groups.values()))
+        return found
+
+    async def _put_back(self, nodes: Collection[str], deadline: float) -> None:
+        if self._key is None:
+            return
+        async with self._is_putting:
+            fresh = [n for n in self.nodes if n.node_id in nodes and n.node_id not in self._tried]
+            if not fresh:
+                return
+            self._tried |= {node.node_id for node in fresh}
+            each = {node.node_id: node.host for node in fresh}
+            how = {"modulus": self._key.modulus, "prefix": self._key.prefix}
+            told = await self._ask_driver(each, deadline, _PUT_BACK_SHARE, **how)
+            self._agents |= told.answers
+            for node in fresh:
+                if why := told.unreached.get(node.node_id):
+                    _log.info("node %s has no agent: %s", node.name, why)
+
+    async def _ask_driver(
+        self, each: Mapping[str, Any], deadline: float, share: float = 1.0, **ask: str
+    ) -> Visited:
+        """
+        Args:
+            share: of the time that is left once there is a driver, what this may take.
+        """
+        async with self._is_asking:
+            try:
+                if self._driver is None:
+                    await self._start_driver(deadline)
+                if not self._failed:
+                    within_s = max(1.0, (deadline - time.monotonic()) * share)
+                    question = {"each": dict(each), "within_s": within_s, **ask}
+                    return Visited(**await self._answered(question, within_s + _LATE_S))
+            except NotVisited as error:
+                self._failed = str(error)
+        return Visited(answers={}, unreached=dict.fromkeys(each, self._failed))
+
+    async def _start_driver(self, deadline: float) -> None:
+        self._driver = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-P", "-m", "tasks.ray.visits"),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=self._errors,
+            limit=_LINE_BYTES,
+            start_new_session=True,
+            cwd=Path(__file__).parents[2],
+            env={
+                **{k: v for k, v in os.environ.items() if k not in _NOT_INHERITED},
+                **{"RAY_USAGE_STATS_ENABLED": "0", "PYTHONUNBUFFERED": "1"},
+                **driver_env(self._gcs_address),
+            },
+        )
+        hello = {"gcs_address": self._gcs_address}
+        await self._answered(hello, max(1.0, deadline - time.monotonic()))
+
+    async def _answered(self, question: Mapping[str, Any], within_s: float) -> dict[str, Any]:
+        assert self._driver is not None
+        assert self._driver.stdin is not None and self._driver.stdout is not None
+        try:
+            self._driver.stdin.write(json.dumps(question).encode() + b"\n")
             async with asyncio.timeout(within_s):
-                await self._process.stdin.drain()
-                line = await self._process.stdout.readline()
+                await self._driver.stdin.drain()
+                line = await self._driver.stdout.readline()
         except TimeoutError:
             raise NotVisited(f"the cluster did not answer within {within_s:g} s") from None
         except OSError:
@@ -134,108 +392,87 @@ class NodeVisitor:
         return answer
 
     async def end(self, within_s: float) -> None:
-        """Nothing of the child is left."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
+        """Nothing of the driver is left."""
+        driver = self._driver
+        if driver is None:
+            return
+        assert driver.stdin is not None
+        driver.stdin.close()
         try:
             async with asyncio.timeout(within_s):
-                await self._process.wait()
+                await driver.wait()
         except TimeoutError:
             pass
         finally:
-            if self._process.returncode is None:
-                tree.signal_descendants(self._process.pid, signal.SIGKILL)
+            if driver.returncode is None:
+                tree.signal_descendants(driver.pid, signal.SIGKILL)
             with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            await self._process.wait()
+                os.killpg(driver.pid, signal.SIGKILL)
+            await driver.wait()
 
 
 @asynccontextmanager
-async def visiting(gcs_address: str, *, within_s: float) -> AsyncIterator[NodeVisitor]:
-    """A visitor of the nodes of a cluster; its task runs belong to the flow run of this context.
+async def visiting(
+    gcs_address: str, *, ready_within_s: float | None = None
+) -> AsyncIterator[NodeVisitor]:
+    """A visitor of the living nodes of a cluster. A cancel kills its driver.
 
-    This machine must be a node of the cluster, be it one that runs no work; or the address is one
-    of a Ray Client server, `ray://HOST:PORT`. A cancel kills the child.
+    To have agents put where there are none, this machine must be a node of the cluster, be it one
+    that runs no work.
 
     Args:
         gcs_address: `HOST:PORT` of the cluster's control store.
-        within_s: For the connection.
+        ready_within_s: look at them later; meanwhile, every node is to have an agent.
 
     Raises: NotVisited.
     """
+    key = None
+    try:
+        # An agent's answers are not encrypted.
+        if not control_store.uses_tls():
+            key = await asyncio.to_thread(AgentKey.of, muster_home())
+    except (OSError, ValueError) as error:
+        _log.warning("nodes have no agents of this home, which has no key: %s", error)
     with tempfile.TemporaryFile() as errors:
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", "-m", "tasks.ray.visits"),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=errors,
-            # A line is as long as a cluster is large.
-            limit=1 << 26,
-            start_new_session=True,
-            cwd=Path(__file__).parents[2],
-            env=_environment(gcs_address),
-        )
-        visitor = NodeVisitor(process, errors)
-        within = 0.0
+        visitor = NodeVisitor(gcs_address, key, errors)
+        ready: list[asyncio.Task[None]] = []
+        if ready_within_s is None:
+            await visitor.look()
+        else:
+            ready = [asyncio.create_task(visitor.make_ready(ready_within_s))]
+        within_s = 0.0
         try:
-            await visitor.connect(gcs_address, within_s)
             yield visitor
-            within = _END_WITHIN_S
+            within_s = _END_WITHIN_S
         finally:
-            await visitor.end(within)
+            for task in ready:
+                task.cancel()
+            await asyncio.gather(*ready, return_exceptions=True)
+            await visitor.end(within_s)
 
 
-def _environment(gcs_address: str) -> dict[str, str]:
-    inherited = {k: v for k, v in os.environ.items() if k not in _NOT_INHERITED}
-    settings = get_current_settings().to_environment_variables(exclude_unset=True)
-    more = {"RAY_USAGE_STATS_ENABLED": "0", "PYTHONUNBUFFERED": "1"}
-    return {**inherited, **settings, **more, **driver_env(gcs_address)}
+def _named(found: Iterable[Any]) -> tuple[Node, ...]:
+    nodes = [
+        Node(
+            node_id=one.node_id.hex(),
+            name=one.node_manager_address,
+            host=one.node_manager_address,
+            gpus=accelerators(one.resources_total),
+            # .../session_2026-.../sockets/raylet
+            ray_dir=os.path.dirname(os.path.dirname(one.raylet_socket_name)),
+        )
+        for one in found
+    ]
+    shared = [node.host for node in nodes]
+    return tuple(
+        replace(node, name=f"{node.host}/{node.node_id[:8]}")
+        if shared.count(node.host) > 1
+        else node
+        for node in nodes
+    )
 
 
 SWEEP_WITHIN_S = 60.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Swept:
-    """One process that carried the run's id."""
-
-    #: The node that found it first, of those that share its machine.
-    node: str
-    pid: int
-    #: Its command line, shortened.
-    command: str
-
-    def __str__(self) -> str:
-        return f"node {self.node}: pid {self.pid} ({self.command})"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnseenNode:
-    """A node, or all of a cluster, of which nobody can say what runs there."""
-
-    #: Ray's, in hex; empty for every node of the cluster.
-    node_id: str
-    #: Of the node; the control store's address for all of them.
-    name: str
-    why: str
-
-    def __str__(self) -> str:
-        return f"node {self.name} was not seen" if self.node_id else "no node was seen"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SweepReport:
-    """What a sweep of a cluster came to."""
-
-    killed: tuple[Swept, ...] = ()
-    #: They outlived SIGKILL.
-    left: tuple[Swept, ...] = ()
-    unreached: tuple[UnseenNode, ...] = ()
-
-    @property
-    def is_clean(self) -> bool:
-        """Every node was asked, and nothing is left on any."""
-        return not self.left and not self.unreached
 
 
 async def sweep(
@@ -246,13 +483,14 @@ async def sweep(
     component: str | None = None,
     only: Collection[str] = (),
     within_s: float = SWEEP_WITHIN_S,
+    over: Awaitable[object] | None = None,
 ) -> SweepReport:
     """End, on every living node, what was started with MUSTER_RUN_ID of this run and lives.
 
-    Ray's own workers of the run's jobs carry it too: sweep only what has ended. Where this machine
-    is a node, so do the run's local components: name the component. A process that has scrubbed
-    its environment before its program began is not found. Idempotent. This process does not become
-    a Ray driver, and nothing of the sweep outlives a cancel.
+    Ray's own workers of the run's jobs carry it too: a node refuses where one of these jobs has not
+    ended. Where this machine is a node, so do the run's local components: name the component. A
+    process that has scrubbed its environment before its program began is not found. Idempotent.
+    This process does not become a Ray driver.
 
     Args:
         gcs_address: `HOST:PORT` of the cluster's control store.
@@ -260,16 +498,19 @@ async def sweep(
         component: Only what also has this MUSTER_COMPONENT.
         only: Only these nodes, by their ids; empty: all.
         within_s: For all of it. What has not answered by then is `unreached`.
+        over: The end of what is swept, where that is still to come; the time counts from it, and
+            before it the nodes are made ready.
     """
     named = {"RUN_ID": run_id, "ATTEMPT": attempt, "COMPONENT": component}
     wanted = {f"MUSTER_{name}": str(value) for name, value in named.items() if value is not None}
-    deadline = time.monotonic() + within_s
     try:
-        async with visiting(gcs_address, within_s=within_s) as visitor:
-            asked = [node for node in visitor.alive if not only or node.node_id in only]
+        async with visiting(gcs_address, ready_within_s=within_s if over else None) as visitor:
+            if over is not None:
+                await over
+                await visitor.look()
+            asked = [node for node in visitor.nodes if not only or node.node_id in only]
             each = {node.node_id: {"wanted": wanted} for node in asked}
-            left_s = max(1.0, deadline - time.monotonic())
-            visited = await visitor.visit("sweep", each, left_s)
+            visited = await visitor.visit("sweep", each, within_s, is_of_machine=True)
             names = {node.node_id: node.name for node in visitor.nodes}
     except NotVisited as error:
         return SweepReport(unreached=(UnseenNode(node_id="", name=gcs_address, why=str(error)),))
@@ -333,22 +574,33 @@ async def gcs_address_of(address: str) -> str:
         await dashboard.close()
 
 
+def make_nodes_ready(address: str, within_s: float = SWEEP_WITHIN_S) -> None:
+    """Have every node of a cluster answer at once from now on, by the URL of its dashboard; where
+    one can't be made to, whoever asks it sees to it."""
+
+    async def make_ready() -> None:
+        async with visiting(await gcs_address_of(address)) as visitor:
+            await visitor.make_ready(within_s)
+
+    try:
+        asyncio.run(make_ready())
+    except (NotVisited, NoAnswer, Denied) as error:
+        _log.info("the nodes of %s have no agents yet: %s", address, error)
+
+
 def sweep_of(
     run_id: str, attempt: int, component: str, *, emit: Emit, within_s: float = SWEEP_WITHIN_S
-) -> Callable[[str], Awaitable[SweepReport]]:
-    """The sweep after a job: told the address of a cluster's control store, it ends what is left
-    of the job on every node.
+) -> Callable[[str, Awaitable[object]], Awaitable[SweepReport]]:
+    """The sweep after a job: told the address of a cluster's control store, and the job's end to
+    wait for, it ends what is left of the job on every node.
 
     Args:
         emit: told what was found.
     """
-    context = contextvars.copy_context()
 
-    async def swept(gcs_address: str) -> SweepReport:
-        sweeping = sweep(
-            gcs_address, run_id=run_id, attempt=attempt, component=component, within_s=within_s
-        )
-        report = await asyncio.create_task(sweeping, context=context)
+    async def swept(gcs_address: str, over: Awaitable[object]) -> SweepReport:
+        its: dict[str, Any] = {"run_id": run_id, "attempt": attempt, "component": component}
+        report = await sweep(gcs_address, **its, within_s=within_s, over=over)
         if report.killed or not report.is_clean:
             emit(
                 "job.swept",
@@ -373,17 +625,14 @@ def examination_of(
 
     Raises: NotVisited, from what is given.
     """
-    context = contextvars.copy_context()
     named = {"RUN_ID": run_id, "ATTEMPT": str(attempt), "COMPONENT": component}
     wanted = {f"MUSTER_{name}": value for name, value in named.items()}
 
     async def looked_at(gcs_address: str, within_s: float) -> str:
-        deadline = time.monotonic() + within_s
-        async with visiting(gcs_address, within_s=within_s) as visitor:
-            left_s = max(1.0, deadline - time.monotonic())
-            given = {"wanted": wanted, "within_s": left_s * _STACKS_SHARE}
-            each = {node.node_id: given for node in visitor.alive}
-            visited = await visitor.visit("examine", each, left_s)
+        async with visiting(gcs_address) as visitor:
+            given = {"wanted": wanted, "within_s": within_s * _STACKS_SHARE}
+            each = {node.node_id: given for node in visitor.nodes}
+            visited = await visitor.visit("examine", each, within_s, is_of_machine=True)
             names = {node.node_id: node.name for node in visitor.nodes}
         # Several nodes may share a machine.
         texts = {one["machine"]: (names[id], one["text"]) for id, one in visited.answers.items()}
@@ -391,79 +640,13 @@ def examination_of(
         parts += [f"node {names[id]}: {why}" for id, why in sorted(visited.unreached.items())]
         return "\n\n".join(parts)
 
-    async def in_context(gcs_address: str, within_s: float) -> str:
-        return await asyncio.create_task(looked_at(gcs_address, within_s), context=context)
-
-    return in_context
+    return looked_at
 
 
-#: What is to be done about nodes that were not seen.
-ASKS_AGAIN = "`muster reconcile` asks again"
-_SHOWN_NODES = 5
-_SHOWN_CHARACTERS = 200
 #: For one more question: a node that answers at all does so in a few seconds.
 _AGAIN_WITHIN_S = 20.0
 #: A cluster of which no node could be asked for so long is not asked any more.
 _GIVES_UP_AFTER_S = 24 * 3600.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NotSeen:
-    """The nodes that were not seen after a job's end."""
-
-    #: Of the cluster still: they are to be asked again.
-    unseen: tuple[UnseenNode, ...] = ()
-    #: They have left the cluster, which can't reach them any more.
-    lost: tuple[UnseenNode, ...] = ()
-
-    @property
-    def asked_again(self) -> dict[str, str]:
-        """`name[node id]` of those to be asked again; empty for every node of the cluster."""
-        if any(not node.node_id for node in self.unseen):
-            return {}
-        return {node.node_id: node.name for node in self.unseen}
-
-    def in_words(self) -> tuple[str, ...]:
-        """What is to be said of them; nothing of none."""
-        unseen = [f"{node} ({node.why[:_SHOWN_CHARACTERS]})" for node in self.unseen]
-        said = [f"{listed(unseen, at_most=_SHOWN_NODES)}; {ASKS_AGAIN}"] if unseen else []
-        return (*said, *self.lost_in_words())
-
-    def lost_in_words(self) -> tuple[str, ...]:
-        lost = [
-            f"node {node.name} has left the cluster"
-            + (f" ({node.why[:_SHOWN_CHARACTERS]})" if node.why else "")
-            for node in self.lost
-        ]
-        return (listed(lost, at_most=_SHOWN_NODES),) if lost else ()
-
-
-async def told_apart(
-    dashboard: Dashboard, unreached: Sequence[UnseenNode], *, since: float | None = None
-) -> NotSeen:
-    """Which of the nodes that were not reached are of the cluster still, by its own word.
-
-    Args:
-        since: the nodes that it has lost since then, UTC epoch seconds, count as well.
-    """
-    try:
-        living = {node.node_id for node in await dashboard.nodes()}
-        gone = [] if since is None else await dashboard.lost_nodes(since)
-    except (NoAnswer, Denied):
-        return NotSeen(unseen=tuple(unreached))
-    lost = {
-        node.node_id: UnseenNode(
-            node_id=node.node_id, name=f"{node.ip}/{node.node_id[:8]}", why=node.why
-        )
-        for node in gone
-    }
-    unseen = []
-    for node in unreached:
-        if not node.node_id or node.node_id in living:
-            unseen.append(node)
-        else:
-            lost.setdefault(node.node_id, replace(node, why=""))
-    return NotSeen(unseen=tuple(unseen), lost=tuple(lost.values()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

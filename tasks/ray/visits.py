@@ -1,145 +1,240 @@
-"""The process that visits nodes: `python -m tasks.ray.visits`, started by `visiting`.
+"""What stays on the nodes of a cluster and is asked there, and the driver that puts it there,
+`python -m tasks.ray.visits`, a child of whoever asks (`nodes.visiting`).
 
-A Ray driver of its own, so that the process that asks stays none: a driver takes 100 MB and
-threads, and waits for minutes, or aborts, when its cluster is gone. It reads questions from stdin
-and writes answers to stdout, a line of JSON each, and ends with its stdin.
+Each node has an agent: a detached actor without resources, which listens on its node's address and
+is asked without any Ray. It does nothing but what carries a signature: over a nonce of its own, so
+that nothing can be sent twice or to another node, and by a key of which it has the public half
+only, so that nothing that jobs can read lets them order anything. What has not ended by the
+cluster's own word it does not end even so. Its code goes there by value, so that no code of Muster
+need be there; its name says which code it is, and one that has been replaced ends once nobody asks
+it any more.
 
-What is done on a node is short and idempotent. The functions are sent there by value, so that no
-code of Muster needs to be there, no package is uploaded, and a node on which runtime environments
-fail is reached all the same. Through prefect-ray each visit is a task run of the flow run that
-asks. A node where that fails (it has no Prefect, say), and every node where there is no Prefect
-server, is visited by a plain Ray task: the engine that prefect-ray runs there would start a
-temporary server on each node.
+The driver reads questions from stdin and writes answers to stdout, a line of JSON each, and ends
+with its stdin. Where no agent can be had, it does what is asked by a plain Ray task.
 """
 
 from __future__ import annotations
 
+import hashlib
+import importlib
 import json
 import logging
 import os
 import queue
+import socket
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
-from uuid import UUID
-
-import ray
-from prefect import Flow, Task, task
-from prefect.cache_policies import NO_CACHE
-from prefect.client.orchestration import get_client
-from prefect.client.schemas.objects import FlowRun
-from prefect.context import FlowRunContext
-from prefect.results import ResultStore
-from prefect.settings import PREFECT_API_URL
-from prefect.states import Crashed
-from prefect_ray import RayTaskRunner
-from prefect_ray.context import remote_options
-from ray import cloudpickle
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import tasks
 from tasks.processes.ending import end_carriers
 from tasks.processes.hang_report import examine_carriers
-from tasks.processes.machine import forget, look, names_unseen
-from tasks.ray.dashboard import accelerators
+from tasks.processes.machine import forget, gpus_seen, look, names_unseen
+from tasks.processes.tree import all_pids, environment_of, machine
 
-
-def clock() -> float:
-    """UTC epoch seconds by the node's clock. No task: its overhead would be the measurement."""
-    return time.time()
-
-
-#: By the name that a visitor asks for.
-VISITS: Mapping[str, Task[..., dict[str, Any]]] = {
-    name: task(name=name, persist_result=False, cache_policy=NO_CACHE)(function)
-    for name, function in (
-        ("sweep", end_carriers),
-        ("examine", examine_carriers),
-        ("look", look),
-        ("compare", names_unseen),
-        ("tidy", forget),
-    )
+#: Of the agents' names, at Ray and in the control store's table of where they listen.
+NAMESPACE = "muster"
+#: By the name that is ordered. Each is short and idempotent, and gives plain data.
+ORDERS: Mapping[str, Callable[..., dict[str, Any]]] = {
+    "sweep": end_carriers,
+    "examine": examine_carriers,
+    "look": look,
+    "compare": names_unseen,
+    "tidy": forget,
+    "gpus": gpus_seen,
 }
+#: An agent that nobody has asked for so long ends; one that has been replaced ends sooner, but not
+#: before the longest order.
+_UNUSED_S, _REPLACED_UNUSED_S = 24 * 3600.0, 60.0
+#: For whoever connects to say what is wanted; and how many may be at it.
+_ORDERED_WITHIN_S = 10.0
+_AT_ONCE = 64
+_ORDER_BYTES = 1 << 20
+#: Source: ray 2.60, ray/dashboard/modules/job/common.py, JobInfoStorageClient.
+_JOBS, _JOB = "job", "_ray_internal_job_info_"
+_FINAL = ("STOPPED", "SUCCEEDED", "FAILED")
 
 
-#: Of the time for a visit, what prefect-ray has before plain Ray tasks are tried.
-_PREFECT_SHARE = 0.7
-#: The first ping of a worker is slow; the best of a few counts.
-_PINGS = 4
+def signed_text(node_id: str, nonce: str, order: bytes) -> bytes:
+    """What is signed of an order."""
+    return f"muster {node_id} {nonce} ".encode() + order
 
 
-def _visit(
-    runner: RayTaskRunner[Any] | None, what: str, each: Mapping[str, Any], within_s: float
-) -> dict[str, Any]:
+def is_signed(modulus: int, text: bytes, signature: bytes) -> bool:
+    """Whether it is that of an RSA key, by PKCS #1 v1.5 with SHA-256 and exponent 65537.
+
+    Nodes have nothing but the standard library for it. Source: RFC 8017, 8.2.2 and 9.2.
+    """
+    size = (modulus.bit_length() + 7) // 8
+    digest = bytes.fromhex("3031300d060960864801650304020105000420") + hashlib.sha256(text).digest()
+    wanted = b"\0\1" + b"\xff" * (size - 3 - len(digest)) + b"\0" + digest
+    found = pow(int.from_bytes(signature, "big"), 65537, modulus)
+    return len(signature) == size and found.to_bytes(size, "big") == wanted
+
+
+def perform(what: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns: `{"answer": ...}`, or `{"why": "why there is none"}`; with the clock, as `at`."""
+    try:
+        if what == "sweep" and (why := _not_ended(given["wanted"])):
+            answer: dict[str, Any] = {"why": f"refused: {why}"}
+        else:
+            answer = {"answer": ORDERS[what](**given)}
+    except Exception as error:
+        answer = {"why": _words(error)}
+    return answer | {"at": time.time()}
+
+
+def _not_ended(wanted: Mapping[str, str]) -> str:
+    """What of this has not ended by its cluster's word, or has a guardian here; empty: nothing."""
+    table: Any = importlib.import_module("ray.experimental.internal_kv")
+    run_id, attempt, component = (
+        wanted.get(f"MUSTER_{name}", "") for name in ("RUN_ID", "ATTEMPT", "COMPONENT")
+    )
+    for key in table._internal_kv_list(f"{_JOB}{run_id}--", namespace=_JOBS):
+        # See `submission_id`.
+        number, _, name = key.decode().removeprefix(f"{_JOB}{run_id}--").partition("-")
+        if (attempt and number != f"a{int(attempt):02d}") or (
+            component and name not in ("", component)
+        ):
+            continue
+        status = json.loads(table._internal_kv_get(key, namespace=_JOBS))["status"]
+        if status not in _FINAL:
+            return f"job {key.decode().removeprefix(_JOB)} is {status}"
+    guardian = {**wanted, "MUSTER_ROLE": "guardian"}.items()
+    for pid in all_pids():
+        with suppress(PermissionError):
+            if guardian <= environment_of(pid).items():
+                return f"guardian {pid} of it is at work"
+    return ""
+
+
+class NodeAgent:
+    """Listens on its node until that, or its cluster, ends, or nobody asks it any more.
+
+    To whoever connects it says a line, who it is; it takes a line, the order, and another, its
+    signature, and says a line: the answer, or why there is none.
+    """
+
+    def __init__(self, node_id: str, host: str, modulus: int, name: str) -> None:
+        ray: Any = importlib.import_module("ray")
+        self._table: Any = importlib.import_module("ray.experimental.internal_kv")
+        self._node_id, self._modulus, self._name = node_id, modulus, name
+        self._own = ray.get_runtime_context().current_actor
+        self._asked_s = time.monotonic()
+        self._places = threading.Semaphore(_AT_ONCE)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.create_server((host, 0), family=family)
+        self._address = f"{host}:{self._socket.getsockname()[1]}"
+        self._table._internal_kv_put(name, self._address, namespace=NAMESPACE)
+        threading.Thread(target=self._listen, daemon=True).start()
+        self.end_unused(_UNUSED_S)
+
+    def address(self) -> str:
+        """`HOST:PORT`."""
+        return self._address
+
+    def end_unused(self, unused_s: float) -> None:
+        """Have it end once nobody has asked it for so long. Returns at once."""
+
+        def end() -> None:
+            while (left_s := self._asked_s + unused_s - time.monotonic()) > 0:
+                time.sleep(left_s)
+            self._table._internal_kv_del(self._name, namespace=NAMESPACE)
+            importlib.import_module("ray").kill(self._own)
+
+        threading.Thread(target=end, daemon=True).start()
+
+    def _listen(self) -> None:
+        while True:
+            connection, _ = self._socket.accept()
+            if self._places.acquire(blocking=False):
+                threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+            else:
+                connection.close()
+
+    def _serve(self, connection: socket.socket) -> None:
+        nonce = os.urandom(16).hex()
+        # Those of a machine see the same processes, and may end those of their user.
+        sees = f"{machine()} {os.getuid()}"
+        try:
+            with suppress(OSError, ValueError), connection, connection.makefile("rwb") as file:
+
+                def say(**fields: Any) -> None:
+                    file.write(json.dumps(fields).encode() + b"\n")
+                    file.flush()
+
+                connection.settimeout(_ORDERED_WITHIN_S)
+                say(node_id=self._node_id, nonce=nonce, sees=sees, at=time.time())
+                order, signature = file.readline(_ORDER_BYTES), file.readline(_ORDER_BYTES)
+                text = signed_text(self._node_id, nonce, order)
+                if is_signed(self._modulus, text, bytes.fromhex(signature.decode())):
+                    self._asked_s = time.monotonic()
+                    say(**perform(**json.loads(order)))
+                elif order:
+                    say(why="refused: it is not signed with the key of this agent")
+        finally:
+            self._places.release()
+
+
+def _put_back(each: Mapping[str, str], modulus: str, prefix: str, within_s: float) -> Any:
+    """Have nodes have agents.
+
+    Args:
+        each: `host[node id]`.
+        prefix: of their names, before the node's id; its last part is their code's.
+
+    Returns: as `_visit`; an answer is `HOST:PORT`.
+    """
+    import ray
+
+    agents: dict[str, Any] = {}
+    refs = {}
+    for node_id, host in each.items():
+        options = {"name": f"{prefix}{node_id}", "lifetime": "detached", "get_if_exists": True}
+        actor = ray.remote(NodeAgent).options(**options, **_options(node_id), max_restarts=0)
+        agents[node_id] = actor.remote(node_id, host, int(modulus, 16), options["name"])
+        refs[agents[node_id].address.remote()] = node_id
+    answers, unreached = _answers(refs, within_s)
+    for node_id in unreached:
+        with suppress(Exception):
+            ray.kill(agents[node_id])
+    family = prefix.rstrip("-").rpartition("-")[0]
+    for one in ray.util.list_named_actors(all_namespaces=True):
+        name, node_id = one["name"], one["name"].rpartition("-")[2]
+        is_ours = one["namespace"] == NAMESPACE and name.startswith(family)
+        if is_ours and node_id in answers and not name.startswith(prefix):
+            with suppress(Exception):
+                ray.get_actor(name).end_unused.remote(_REPLACED_UNUSED_S)
+    addresses = {node_id: address for node_id, (address, _) in answers.items()}
+    return {"answers": addresses, "unreached": unreached}
+
+
+def _visit(what: str, each: Mapping[str, Any], within_s: float) -> dict[str, Any]:
     """
     Args:
         each: `arguments[node id]`.
 
-    Returns: `{"answers": {node id: ...}, "unreached": {node id: why}}`.
+    Returns: `{"answers": {node id: ...}, "unreached": {node id: why}}`; an answer is what `perform`
+        gives, with `clock`: its node's against this machine's, and by how much that may be wrong,
+        seconds.
     """
-    deadline = time.monotonic() + within_s
-    answers: dict[str, Any] = {}
-    unreached: dict[str, str] = {}
-    if runner is not None:
-        answers = _by_prefect(runner, what, each, time.monotonic() + within_s * _PREFECT_SHARE)
-    rest = {node: given for node, given in each.items() if node not in answers}
-    function = VISITS[what].fn
+    import ray
+
+    began, began_s = time.time(), time.monotonic()
+    task = ray.remote(perform)
     refs = {
-        _pinned(function, node).options(name=what).remote(**given): node
-        for node, given in rest.items()
+        task.options(**_options(node), max_retries=0, name=what).remote(what, given): node
+        for node, given in each.items()
     }
-    for ref, node in _ended(refs, deadline):
-        answer, why = _answer_of(ref)
-        if why:
-            unreached[node] = why
-        else:
-            answers[node] = answer
-    for node in rest.keys() - answers.keys() - unreached.keys():
-        unreached[node] = f"no answer within {within_s:g} s"
+    found, unreached = _answers(refs, within_s)
+    answers = {}
+    for node, (answer, seen_s) in found.items():
+        error_s = (seen_s - began_s) / 2
+        answers[node] = answer | {"clock": [answer["at"] - began - error_s, error_s]}
     return {"answers": answers, "unreached": unreached}
-
-
-def _clocks(nodes: Iterable[str], within_s: float) -> dict[str, Any]:
-    """`{"answers": {node id: [skew, error]}}` against this machine's clock, in seconds."""
-    deadline = time.monotonic() + within_s
-    best: dict[str, tuple[float, float]] = {}
-    for node in nodes:
-        ping = _pinned(clock, node)
-        for _ in range(_PINGS):
-            began = time.time()
-            began_s = time.monotonic()
-            ref = ping.remote()
-            for _ in _ended({ref: node}, deadline):
-                there, why = _answer_of(ref)
-                error_s = (time.monotonic() - began_s) / 2
-                if not why and (node not in best or error_s < best[node][1]):
-                    best[node] = (there - began - error_s, error_s)
-    return {"answers": best, "unreached": {}}
-
-
-def _by_prefect(
-    runner: RayTaskRunner[Any], what: str, each: Mapping[str, Any], deadline: float
-) -> dict[str, Any]:
-    """The answers; a node that gave none is missing, and its task run is closed."""
-    futures = {}
-    for node, given in each.items():
-        named = VISITS[what].with_options(task_run_name=f"{what} {node[:8]}")
-        with remote_options(**_options(node)):
-            future = runner.submit(named, parameters=dict(given))
-        futures[future.wrapped_future] = (future, node)
-    answers: dict[str, Any] = {}
-    why_not = {ref: "no answer in time" for ref in futures}
-    for ref, node in _ended({ref: node for ref, (_, node) in futures.items()}, deadline):
-        try:
-            answers[node] = futures[ref][0].result(timeout=1.0)
-            del why_not[ref]
-        except Exception as error:
-            why_not[ref] = _words(error)
-    _close_task_runs({futures[ref][0].task_run_id: why for ref, why in why_not.items()})
-    return answers
 
 
 def main() -> int:
@@ -148,22 +243,17 @@ def main() -> int:
     os.dup2(2, 1)
     questions: queue.Queue[dict[str, Any]] = queue.Queue()
     threading.Thread(target=_read, args=(questions,), daemon=True).start()
+    import ray
+    from ray import cloudpickle
 
-    def say(answer: Mapping[str, Any]) -> None:
-        print(json.dumps(answer), file=answers, flush=True)
-
-    hello = questions.get()
     cloudpickle.register_pickle_by_value(tasks)  # type: ignore[no-untyped-call]
-    ray.init(hello["gcs_address"], log_to_driver=False, logging_level=logging.ERROR)
-    with _runner(hello["flow_run"]) as runner:
-        nodes = ray.nodes()  # type: ignore[no-untyped-call]
-        say({"nodes": [_node(node) for node in nodes]})
-        while True:
-            ask = questions.get()
-            if ask["visit"] == "clock":
-                say(_clocks(ask["each"], ask["within_s"]))
-            else:
-                say(_visit(runner, ask["visit"], ask["each"], ask["within_s"]))
+    cluster = questions.get()["gcs_address"]
+    ray.init(cluster, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
+    answer: dict[str, Any] = {}
+    while True:
+        print(json.dumps(answer), file=answers, flush=True)
+        ask = questions.get()
+        answer = _put_back(**ask) if "prefix" in ask else _visit(**ask)
 
 
 def _read(questions: queue.Queue[dict[str, Any]]) -> None:
@@ -173,93 +263,40 @@ def _read(questions: queue.Queue[dict[str, Any]]) -> None:
     os._exit(0)
 
 
-@contextmanager
-def _runner(flow_run: Mapping[str, str] | None) -> Iterator[RayTaskRunner[Any] | None]:
-    """prefect-ray's, in the context of the flow run that asks; None without a Prefect server."""
-    if not PREFECT_API_URL.value():
-        yield None
-        return
-    with ExitStack() as stack:
-        runner = stack.enter_context(RayTaskRunner())
-        if flow_run is not None:
-            context = FlowRunContext(
-                # Not the flow that asks: the nodes need not have its code.
-                flow=Flow(_nothing, name="visit", validate_parameters=False),
-                flow_run=FlowRun.model_validate(flow_run),
-                task_runner=runner,
-                client=stack.enter_context(get_client(sync_client=True)),
-                result_store=ResultStore(),
-                parameters={},
-                detached=True,
-            )
-            stack.enter_context(context)
-        yield runner
+def _options(node_id: str) -> dict[str, Any]:
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    pinned = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    return {"num_cpus": 0, "scheduling_strategy": pinned}
 
 
-def _nothing() -> None:
-    """Stands for the flow that asks."""
+def _answers(refs: Mapping[Any, str], within_s: float) -> tuple[dict[str, Any], dict[str, str]]:
+    """By node id: each answer with the moment at which it was seen, and why there is none."""
+    import ray
 
-
-def _node(node: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "node_id": node["NodeID"],
-        "ip": node["NodeManagerAddress"],
-        "is_alive": node["Alive"],
-        "gpus": accelerators(node["Resources"]),
-        # .../session_2026-.../sockets/raylet
-        "ray_dir": os.path.dirname(os.path.dirname(node["RayletSocketName"])),
-    }
-
-
-def _options(node: str) -> dict[str, Any]:
-    return {
-        "num_cpus": 0,
-        # What was lost is tried again by other means, and known to be.
-        "max_retries": 0,
-        "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
-    }
-
-
-def _pinned(function: Any, node: str) -> Any:
-    return ray.remote(**_options(node))(function)
-
-
-def _ended(refs: Mapping[Any, str], deadline: float) -> Iterator[tuple[Any, str]]:
-    """Each as it ends; what has not by the deadline is given up."""
+    deadline = time.monotonic() + within_s
+    answers: dict[str, Any] = {}
+    why: dict[str, str] = {}
     waiting = list(refs)
     while waiting:
-        left_s = deadline - time.monotonic()
-        done, waiting = ray.wait(waiting, num_returns=1, timeout=max(0.0, left_s))
+        left_s = max(0.0, deadline - time.monotonic())
+        done, waiting = ray.wait(waiting, num_returns=1, timeout=left_s)
         if not done:
             break
-        for ref in done:
-            yield ref, refs[ref]
+        try:
+            answers[refs[done[0]]] = ray.get(done[0], timeout=5.0), time.monotonic()
+        except Exception as error:
+            why[refs[done[0]]] = _words(error)
     for ref in waiting:
+        why[refs[ref]] = f"no answer within {within_s:g} s"
         with suppress(Exception):
             ray.cancel(ref, force=True)
-
-
-def _answer_of(ref: Any) -> tuple[Any, str]:
-    """The answer, or why there is none."""
-    try:
-        return ray.get(ref, timeout=5.0), ""
-    except Exception as error:
-        return None, _words(error)
+    return answers, why
 
 
 def _words(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[-1] if lines else ''}"[:300]
-
-
-def _close_task_runs(why_not: Mapping[UUID, str]) -> None:
-    """A task whose Ray worker died tells nobody: its task run would be Running for ever."""
-    if not why_not:
-        return
-    with suppress(Exception), get_client(sync_client=True) as client:
-        for task_run_id, why in why_not.items():
-            with suppress(Exception):  # It may never have begun.
-                client.set_task_run_state(task_run_id, Crashed(message=why), force=True)
 
 
 if __name__ == "__main__":

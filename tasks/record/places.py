@@ -6,7 +6,7 @@ import logging
 import os
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -107,24 +107,25 @@ def server_password() -> str:
 
 def make_server_password() -> str:
     """The same, made where it has none. Raises: as `kept_secret`."""
-    return kept_secret(password_file(), f"muster:{secrets.token_urlsafe(24)}")
+    return kept_secret(password_file(), lambda: f"muster:{secrets.token_urlsafe(24)}")
 
 
-def kept_secret(path: Path, new: str) -> str:
-    """What a file for its user alone holds, made of `new` where it is not there.
+def kept_secret(path: Path, make: Callable[[], str]) -> str:
+    """What a file for its user alone holds, made where it is not there.
 
     Raises: OSError, where it can be neither read nor written.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
-    with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(f"{new}\n")
-    try:
-        # Of two that begin together, one has its way.
-        with suppress(FileExistsError):
-            os.link(draft, path)
-    finally:
-        draft.unlink()
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(f"{make()}\n")
+        try:
+            # Of two that begin together, one has its way.
+            with suppress(FileExistsError):
+                os.link(draft, path)
+        finally:
+            draft.unlink()
     path.chmod(0o600)
     return path.read_text(encoding="utf-8").strip()
 

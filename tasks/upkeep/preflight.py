@@ -288,12 +288,12 @@ LOOK_WITHIN_S = 60.0
 
 @task(name="survey", persist_result=False, cache_policy=NO_CACHE)
 def survey_cluster(address: str, shared: str | None, within_s: float) -> Survey:
-    """Look at all nodes at once, each by a task run of its own through prefect-ray.
+    """Look at all nodes at once.
 
     Args:
         address: The URL of the Ray dashboard.
         shared: The directory that has to be the same everywhere; None: MUSTER_HOME.
-        within_s: For each of the steps: connecting, looking, comparing.
+        within_s: For each of the steps: looking, comparing.
 
     Raises: NotVisited, where the cluster can't be asked at all; OSError, where there can be no
     MUSTER_HOME.
@@ -325,7 +325,7 @@ async def _survey(address: str, shared: Path, within_s: float) -> Survey:
     dashboard = Dashboard(address)
     try:
         gcs_address = await dashboard.gcs_address()
-        async with visiting(gcs_address, within_s=within_s) as visitor:
+        async with visiting(gcs_address) as visitor:
             seen = await _nodes_seen(visitor, shared, within_s)
         return Survey(
             nodes=seen,
@@ -341,7 +341,7 @@ async def _survey(address: str, shared: Path, within_s: float) -> Survey:
 
 async def _nodes_seen(visitor: NodeVisitor, shared: Path, within_s: float) -> tuple[NodeSeen, ...]:
     """Each node leaves a file in the shared directory; once all have, each reads all of them."""
-    nodes = visitor.alive
+    nodes = visitor.nodes
     folder = shared / f".muster-preflight-{uuid.uuid4().hex[:12]}"
     caller = look(str(shared), str(folder), CALLER, str(shared))
     try:
@@ -354,7 +354,6 @@ async def _nodes_seen(visitor: NodeVisitor, shared: Path, within_s: float) -> tu
         names = [*wrote, *([] if caller["shared_problem"] else [CALLER])]
         compare = {node: {"folder": str(folder), "names": names} for node in wrote}
         compared = await visitor.visit("compare", compare, within_s)
-        clocks = await visitor.visit("clock", dict.fromkeys(looked.answers), within_s)
         unseen = {node: answer["unseen"] for node, answer in compared.answers.items()}
         unseen[CALLER] = names_unseen(str(folder), _alike(unseen))["unseen"]
         if any(unseen.values()):
@@ -369,7 +368,7 @@ async def _nodes_seen(visitor: NodeVisitor, shared: Path, within_s: float) -> tu
     problems = {name: problem for name, problem in problems.items() if problem}
     seen = [NodeSeen(name=CALLER, look=problems, unseen=blamed[CALLER])]
     for node in nodes:
-        skew_s, error_s = clocks.answers.get(node.node_id, (None, 0.0))
+        skew_s, error_s = visitor.clocks.get(node.node_id, (None, 0.0))
         seen.append(
             NodeSeen(
                 name=node.name,

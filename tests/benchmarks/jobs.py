@@ -54,6 +54,7 @@ def measure(*, quick: bool) -> Result:
         RayCluster.started() as cluster,
         tempfile.TemporaryDirectory(prefix="muster-bench-") as directory,
     ):
+        os.environ["MUSTER_HOME"] = directory
         for number in range(_QUICK_ROUNDS if quick else _ROUNDS):
             say(f"  round {number + 1}")
             short = _SHORT.format(lasts=chance.uniform(*_LASTS_S))
@@ -71,7 +72,7 @@ def measure(*, quick: bool) -> Result:
                 values=took,
                 group=what,
                 unit="of 2" if what == _LEFT else "ms",
-                is_detail=what in (_LEFT, _STOP),
+                is_detail=what == _LEFT,
                 note=notes.get(way, "") if what != _LEFT else "",
             )
             for what, ways in values.items()

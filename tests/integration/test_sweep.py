@@ -1,11 +1,11 @@
-"""Sweeps of a real Ray cluster, from a process that is no part of it."""
+"""Sweeps of a real Ray cluster by the agents of its nodes, from a process that is no part of it."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -13,13 +13,15 @@ from pathlib import Path
 
 import psutil
 import pytest
-from prefect import flow
-from prefect.client.orchestration import get_client
-from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
-from prefect.settings import PREFECT_API_URL, temporary_settings
+from ray.job_submission import JobStatus, JobSubmissionClient
 
-from tasks.ray.nodes import SweepReport, sweep
+from tasks.ray import control_store, nodes
+from tasks.ray.end import SweepReport
+from tasks.ray.nodes import AgentKey, AgentLine, NodeVisitor, NotVisited, sweep
+from tasks.ray.visits import NAMESPACE
+from tasks.record.places import muster_home
 from tests.support.ray_cluster import RAY_ENV, RayCluster
+from tests.support.stage import came
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -76,41 +78,6 @@ def test_a_sweep_ends_what_escaped_and_counts_it_once(
 
 
 @pytest.mark.thorough
-def test_a_sweep_within_a_flow_run_is_seen_on_it_node_by_node(
-    ray_cluster: RayCluster,
-    prefect_url: str,
-    escaped: Callable[[str], int],
-    run_id: str,
-    muster_home: Path,
-) -> None:
-    pid = escaped(run_id)
-
-    @flow(name="with-a-sweep", persist_result=False)
-    def sweeping() -> SweepReport:
-        return asyncio.run(sweep(ray_cluster.gcs_address, run_id=run_id, within_s=120))
-
-    with temporary_settings({PREFECT_API_URL: prefect_url}), get_client(sync_client=True) as client:
-        state = sweeping(return_state=True)
-        flow_run_id = state.state_details.flow_run_id
-        asked = FlowRunFilter(id=FlowRunFilterId(any_=[flow_run_id]))
-        deadline = time.monotonic() + 30
-        # What tasks say of themselves reaches the server a moment later.
-        while True:
-            found = client.read_task_runs(flow_run_filter=asked)
-            if sum(run.state is not None and run.state.is_final() for run in found) >= 3:
-                break
-            assert time.monotonic() < deadline, found
-            time.sleep(0.2)
-
-    report = state.result()
-    assert [one.pid for one in report.killed] == [pid]
-    assert report.is_clean
-    names = {f"sweep {node.node_id[:8]}" for node in ray_cluster.nodes}
-    assert names <= {run.name for run in found}
-    assert {run.state_name for run in found} == {"Completed"}
-
-
-@pytest.mark.thorough
 def test_a_cluster_that_is_away_is_said_by_the_deadline(run_id: str) -> None:
     report = asyncio.run(sweep("127.0.0.1:9", run_id=run_id, within_s=8))
 
@@ -118,7 +85,7 @@ def test_a_cluster_that_is_away_is_said_by_the_deadline(run_id: str) -> None:
     assert not report.is_clean
 
 
-def test_a_cancel_leaves_no_driver(ray_cluster: RayCluster, run_id: str) -> None:
+def test_a_cancel_leaves_no_driver(ray_cluster: RayCluster, run_id: str, muster_home: Path) -> None:
     async def cancelled() -> None:
         task = asyncio.create_task(sweep(ray_cluster.gcs_address, run_id=run_id))
         while not drivers():
@@ -132,14 +99,157 @@ def test_a_cancel_leaves_no_driver(ray_cluster: RayCluster, run_id: str) -> None
     assert drivers() == []
 
 
+def agents(cluster: RayCluster) -> dict[int, str]:
+    """`command[pid]` of the living agents of a cluster."""
+    found = {}
+    for pid in cluster.pids():
+        with suppress(psutil.NoSuchProcess):
+            if (command := " ".join(psutil.Process(pid).cmdline())).startswith("ray::NodeAgent"):
+                found[pid] = command
+    return found
+
+
+@pytest.fixture
+def own_cluster(muster_home: Path) -> Iterator[RayCluster]:
+    """One whose nodes have agents of an own home; no process of it is left."""
+    with RayCluster.started(nodes=1) as cluster:
+        assert asyncio.run(sweep(cluster.gcs_address, run_id="nobody")).is_clean
+        yield cluster
+
+
+def without_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def none(*_: object) -> None:
+        raise NotVisited("no driver here")
+
+    monkeypatch.setattr(NodeVisitor, "_start_driver", none)
+
+
 @pytest.mark.thorough
-def test_what_a_killed_raylet_leaves_is_ended(escaped: Callable[[str], int], run_id: str) -> None:
+def test_a_dead_agent_is_done_without_and_put_back(
+    own_cluster: RayCluster,
+    escaped: Callable[[str], int],
+    run_id: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = agents(own_cluster)
+    for pid in before:
+        os.kill(pid, signal.SIGKILL)
+    first, second = escaped(run_id), escaped(f"{run_id}-2")
+
+    mended = asyncio.run(sweep(own_cluster.gcs_address, run_id=run_id))
+    after = agents(own_cluster)
+    without_driver(monkeypatch)
+    again = asyncio.run(sweep(own_cluster.gcs_address, run_id=f"{run_id}-2"))
+
+    assert len(before) == len(after) == 2 and not before.keys() & after.keys()
+    assert mended.is_clean and [one.pid for one in mended.killed] == [first]
+    assert again.is_clean and [one.pid for one in again.killed] == [second]
+
+
+@pytest.mark.thorough
+def test_where_no_agent_can_be_had_a_task_does_it(
+    own_cluster: RayCluster,
+    escaped: Callable[[str], int],
+    run_id: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     pid = escaped(run_id)
 
-    with RayCluster.started(nodes=1) as cluster:
-        killed = cluster.kill_node(0)
-        report = asyncio.run(sweep(cluster.gcs_address, run_id=run_id, within_s=60))
+    async def none(*_: object) -> None:
+        """As with a firewall between the nodes."""
+
+    monkeypatch.setattr(AgentLine, "open", none)
+    report = asyncio.run(sweep(own_cluster.gcs_address, run_id=run_id))
+
+    assert report.is_clean and [one.pid for one in report.killed] == [pid]
+
+
+@pytest.mark.thorough
+def test_agents_of_other_code_end_and_nothing_is_held(
+    own_cluster: RayCluster, run_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = agents(own_cluster)
+    free = asyncio.run(control_store.free_gpus(own_cluster.gcs_address))
+
+    monkeypatch.setattr(nodes, "code_here", lambda: {"digest": "another"})
+    AgentKey.of.cache_clear()
+    report = asyncio.run(sweep(own_cluster.gcs_address, run_id=run_id))
+    both = agents(own_cluster)
+    assert came(lambda: not old.keys() & agents(own_cluster).keys(), within_s=120)
+    new = agents(own_cluster)
+
+    AgentKey.of.cache_clear()
+    assert report.is_clean
+    assert len(both) == 4 and both.keys() - old.keys() == new.keys()
+    assert free == asyncio.run(control_store.free_gpus(own_cluster.gcs_address))
+    assert list(free.values()) == [8.0]
+
+
+@pytest.mark.thorough
+def test_a_sweep_of_what_runs_and_one_of_another_home_are_refused(
+    own_cluster: RayCluster, run_id: str, tmp_path: Path
+) -> None:
+    client = JobSubmissionClient(own_cluster.address)
+    tag = {"MUSTER_RUN_ID": run_id, "MUSTER_ATTEMPT": "1", "MUSTER_COMPONENT": "trainer"}
+    job = client.submit_job(
+        entrypoint="sleep 600",
+        submission_id=f"{run_id}--a01",
+        runtime_env={"env_vars": tag},
+        entrypoint_num_cpus=1,
+    )
+    assert came(lambda: client.get_job_status(job) is JobStatus.RUNNING, within_s=60)
+
+    async def of_another_home() -> dict[str, str]:
+        mine, other = AgentKey.of(muster_home()), AgentKey.of(tmp_path)
+        at = await control_store.entries(own_cluster.gcs_address, NAMESPACE, mine.prefix)
+        lines = [await AgentLine.open(node, address) for node, address in at.items()]
+        said = [await one.order(other, "sweep", {"wanted": tag}, 20) for one in lines if one]
+        return {one["why"] for one in said}
+
+    refused = asyncio.run(sweep(own_cluster.gcs_address, run_id=run_id))
+    forged = asyncio.run(of_another_home())
+    status = client.get_job_status(job)
+    client.stop_job(job)
+    assert came(lambda: client.get_job_status(job) is JobStatus.STOPPED, within_s=60)
+
+    assert {node.why for node in refused.unreached} == {f"refused: job {job} is RUNNING"}
+    assert refused.killed == () and status is JobStatus.RUNNING
+    assert forged == {"refused: it is not signed with the key of this agent"}
+    assert asyncio.run(sweep(own_cluster.gcs_address, run_id=run_id)).is_clean
+
+
+@pytest.mark.thorough
+def test_what_a_killed_raylet_leaves_is_ended_and_its_agent_goes_with_it(
+    own_cluster: RayCluster, escaped: Callable[[str], int], run_id: str
+) -> None:
+    pid = escaped(run_id)
+    before = agents(own_cluster)
+
+    async def killed_in_mid_sweep() -> SweepReport:
+        over = asyncio.get_running_loop().create_future()
+        sweeping = asyncio.create_task(
+            sweep(own_cluster.gcs_address, run_id=run_id, within_s=60, over=over)
+        )
+        own_cluster.kill_node(0)
+        over.set_result(None)
+        return await sweeping
+
+    report = asyncio.run(killed_in_mid_sweep())
 
     assert [one.pid for one in report.killed] == [pid]
-    # Ray may not have noticed yet: then it is named as one that could not be asked.
-    assert {node.node_id for node in report.unreached} <= {killed.node_id}
+    # Ray may have noticed already: then it is of the cluster no more.
+    assert {node.node_id for node in report.unreached} <= {own_cluster.nodes[0].node_id}
+    assert len(before) == 2
+    assert came(lambda: len(agents(own_cluster)) == 1, within_s=60)
+
+
+@pytest.mark.thorough
+def test_no_agent_outlives_its_cluster(muster_home: Path) -> None:
+    with RayCluster.started(nodes=1) as cluster:
+        assert asyncio.run(sweep(cluster.gcs_address, run_id="nobody")).is_clean
+        started = agents(cluster)
+        cluster.kill_head()
+        cluster.kill_node(0)
+        assert came(lambda: not any(map(psutil.pid_exists, started)), within_s=60)
+
+    assert len(started) == 2

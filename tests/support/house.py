@@ -30,9 +30,8 @@ ORDER: tuple[tuple[str, ...], ...] = (
 COMMAND = "tasks/command.py"
 #: Packages of others that a folder may import beside the standard library, where it is not free.
 PLAIN = {"spec": {"pydantic", "pydantic_core", "yaml"}, "record": {"pydantic", "yaml"}}
-#: Where else than in `server` and above it Prefect may be imported, and where Ray may at all.
+#: Where Prefect may be imported, and where Ray may.
 PREFECT_FROM = ("server", "queue", "upkeep", "pipeline", "train")
-PREFECT_TOO = ("tasks/ray/visits.py", "tasks/ray/visits.py", "tasks/ray/nodes.py")
 RAY_ONLY = ("tasks/ray/", "tasks/rollout/actor.py", "tasks/rollout/ray_host.py")
 #: They run alone under `python -I -S`: the standard library and each other, by their bare names.
 ALONE = (
@@ -124,7 +123,7 @@ def _problem(root: Path, one: Import) -> str:
             if one.path.startswith(RAY_ONLY)
             else f"Ray is imported in {', '.join(RAY_ONLY)} only"
         )
-    if top == "prefect" and folder not in PREFECT_FROM and one.path not in PREFECT_TOO:
+    if top == "prefect" and folder not in PREFECT_FROM:
         return "Prefect is imported from tasks/server upwards, and not in tasks/rollout"
     return ""
 

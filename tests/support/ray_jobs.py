@@ -8,7 +8,7 @@ import os
 import signal
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,9 @@ from tasks.processes.component import AttemptContext, AttemptPlan, ComponentPlan
 from tasks.processes.guarded import Command
 from tasks.processes.ports import PortsReserved
 from tasks.ray.dashboard import Dashboard, JobState
-from tasks.ray.end import Sweep
+from tasks.ray.end import Sweep, SweepReport
 from tasks.ray.job import Examination, RayJob
-from tasks.ray.nodes import SweepReport, examination_of
+from tasks.ray.nodes import examination_of
 from tasks.ray.submission import JobPlan
 from tasks.record.outcome import Exit
 
@@ -38,7 +38,8 @@ class Told:
     def emit(self, name: str, **fields: object) -> None:
         self.events.append((name, fields))
 
-    async def sweep(self, gcs_address: str) -> SweepReport:
+    async def sweep(self, gcs_address: str, over: Awaitable[object]) -> SweepReport:
+        await over
         self.swept.append(gcs_address)
         return SweepReport()
 

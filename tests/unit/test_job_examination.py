@@ -18,8 +18,8 @@ import tasks
 from tasks.processes.guarded import Command
 from tasks.processes.hang_report import examine_carriers
 from tasks.ray.dashboard import NoAnswer
+from tasks.ray.end import SweepReport
 from tasks.ray.job import RayJob
-from tasks.ray.nodes import SweepReport
 from tasks.ray.submission import JobPlan
 from tests.support.ray_jobs import make_job
 
@@ -101,7 +101,7 @@ def job_of(tmp_path: Path, events: list[tuple[str, dict[str, Any]]], dashboard: 
         mask=lambda text: text.replace("hunter2", "***"),
     )
 
-    async def sweep(gcs_address: str) -> SweepReport:
+    async def sweep(gcs_address: str, over: object) -> SweepReport:
         return SweepReport()
 
     async def examination(gcs_address: str, within_s: float) -> str:

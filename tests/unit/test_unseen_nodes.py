@@ -13,8 +13,8 @@ import pytest
 from tasks.processes.identity import host_name
 from tasks.ray import control_store, nodes
 from tasks.ray.dashboard import Dashboard, JobState, LiveNode, LostNode, NoAnswer
-from tasks.ray.end import Ended, TakeDown
-from tasks.ray.nodes import SweepReport, Swept, UnseenNode, ask_again
+from tasks.ray.end import Ended, SweepReport, Swept, TakeDown, UnseenNode
+from tasks.ray.nodes import ask_again
 from tasks.ray.submission import SubmissionFile, unseen_notes
 from tasks.record.run_json import SubmissionJson
 from tasks.upkeep import reconcile
@@ -70,7 +70,9 @@ class Cluster:
             LostNode(node_id=one, ip="10.0.0.7", why=why) for one, at in self.lost if at >= since
         ]
 
-    async def sweep(self, gcs_address: str, **how: Any) -> SweepReport:
+    async def sweep(self, gcs_address: str, over: Any = None, **how: Any) -> SweepReport:
+        if over is not None:
+            await over
         self.swept.append(set(how.get("only", ())))
         return self.report
 

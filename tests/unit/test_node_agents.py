@@ -1,0 +1,254 @@
+"""What the agent of a node obeys, and what is said of a node that is lost; its Ray is scripted, its
+sockets, signatures and processes are real."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tasks.ray import control_store, visits
+from tasks.ray.end import SweepReport
+from tasks.ray.nodes import AgentKey, AgentLine, NodeVisitor, Visited, sweep
+from tasks.ray.visits import NodeAgent, signed_text
+
+NODE, OTHER = "aa" * 28, "bb" * 28
+RUN = "swept-by-an-agent"
+WANTED = {"MUSTER_RUN_ID": RUN, "MUSTER_ATTEMPT": "1", "MUSTER_COMPONENT": "trainer"}
+
+
+class Cluster:
+    """The table of a control store, and the nodes that live."""
+
+    def __init__(self) -> None:
+        self.table: dict[tuple[str, str], str] = {}
+        self.living = [NODE]
+
+    def job(self, submission_id: str, status: str) -> None:
+        self.table["job", f"_ray_internal_job_info_{submission_id}"] = json.dumps(
+            {"status": status}
+        )
+
+    def _internal_kv_put(self, key: str, value: str, *, namespace: str) -> None:
+        self.table[namespace, key] = value
+
+    def _internal_kv_list(self, prefix: str, *, namespace: str) -> list[bytes]:
+        return [
+            key.encode() for of, key in self.table if of == namespace and key.startswith(prefix)
+        ]
+
+    def _internal_kv_get(self, key: bytes, *, namespace: str) -> bytes:
+        return self.table[namespace, key.decode()].encode()
+
+    async def living_nodes(self, _: str) -> list[Any]:
+        return [
+            SimpleNamespace(
+                node_id=bytes.fromhex(one),
+                node_manager_address="127.0.0.1",
+                resources_total={},
+                raylet_socket_name="/tmp/ray/s/sockets/raylet",
+            )
+            for one in self.living
+        ]
+
+    async def entries(self, _: str, namespace: str, prefix: str) -> dict[str, str]:
+        return {
+            key.removeprefix(prefix): value
+            for (of, key), value in self.table.items()
+            if of == namespace and key.startswith(prefix)
+        }
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    cluster = Cluster()
+    ray = SimpleNamespace(get_runtime_context=lambda: SimpleNamespace(current_actor=None))
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setitem(sys.modules, "ray.experimental.internal_kv", cluster)
+    monkeypatch.setattr(control_store, "living_nodes", cluster.living_nodes)
+    monkeypatch.setattr(control_store, "entries", cluster.entries)
+
+    async def no_driver(_: NodeVisitor, each: Any, *__: Any, **___: Any) -> Visited:
+        return Visited(answers={}, unreached=dict.fromkeys(each, "no driver here"))
+
+    monkeypatch.setattr(NodeVisitor, "_ask_driver", no_driver)
+    return cluster
+
+
+@pytest.fixture
+def key(muster_home: Path) -> AgentKey:
+    return AgentKey.of(muster_home)
+
+
+@pytest.fixture
+def address(cluster: Cluster, key: AgentKey) -> str:
+    """Of the agent of NODE."""
+    agent = NodeAgent(NODE, "127.0.0.1", int(key.modulus, 16), f"{key.prefix}{NODE}")
+    return agent.address()
+
+
+@pytest.fixture
+def process() -> Iterator[subprocess.Popen[bytes]]:
+    """One of the run."""
+    with subprocess.Popen(["sleep", "600"], env={**os.environ, **WANTED}) as process:
+        yield process
+        process.kill()
+
+
+async def ordered(address: str, key: AgentKey, what: str, **given: Any) -> dict[str, Any]:
+    line = await AgentLine.open(NODE, address)
+    assert line is not None
+    answer: dict[str, Any] = await line.order(key, what, given, 30.0)
+    return answer
+
+
+async def said_to(address: str, make: Callable[[str], tuple[bytes, str]]) -> dict[str, Any]:
+    """The answer to lines of one's own, made from the agent's nonce."""
+    host, _, port = address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    try:
+        order, signature = make(json.loads(await reader.readline())["nonce"])
+        writer.write(order + signature.encode() + b"\n")
+        answer: dict[str, Any] = json.loads(await reader.readline())
+        return answer
+    finally:
+        writer.close()
+
+
+def test_what_an_ended_job_left_is_ended(
+    cluster: Cluster, address: str, key: AgentKey, process: subprocess.Popen[bytes]
+) -> None:
+    cluster.job(f"{RUN}--a01", "STOPPED")
+    cluster.job(f"{RUN}--a02", "RUNNING")
+    cluster.job(f"{RUN}--a01-judge", "RUNNING")
+
+    answer = asyncio.run(ordered(address, key, "sweep", wanted=WANTED))
+
+    assert [one["pid"] for one in answer["answer"]["killed"]] == [process.pid]
+    assert abs(answer["clock"][0]) <= answer["clock"][1] + 0.001
+
+
+@pytest.mark.parametrize(
+    ("wanted", "submission"),
+    [
+        (WANTED, f"{RUN}--a01"),
+        (WANTED, f"{RUN}--a01-trainer"),
+        # any attempt of the run
+        ({"MUSTER_RUN_ID": RUN}, f"{RUN}--a07-judge"),
+    ],
+)
+@pytest.mark.parametrize("status", ["RUNNING", "PENDING"])
+def test_an_order_for_what_has_not_ended_is_refused(
+    cluster: Cluster,
+    address: str,
+    key: AgentKey,
+    process: subprocess.Popen[bytes],
+    wanted: dict[str, str],
+    submission: str,
+    status: str,
+) -> None:
+    cluster.job(submission, status)
+
+    answer = asyncio.run(ordered(address, key, "sweep", wanted=wanted))
+
+    assert answer["why"] == f"refused: job {submission} is {status}"
+    assert process.poll() is None
+
+
+def test_an_order_for_what_a_guardian_holds_is_refused(address: str, key: AgentKey) -> None:
+    held = {**os.environ, **WANTED, "MUSTER_ROLE": "guardian"}
+    with subprocess.Popen(["sleep", "600"], env=held) as guardian:
+        answer = asyncio.run(ordered(address, key, "sweep", wanted=WANTED))
+        alive = guardian.poll() is None
+        guardian.kill()
+
+    assert alive and answer["why"] == f"refused: guardian {guardian.pid} of it is at work"
+
+
+def test_forged_and_replayed_orders_are_refused(
+    address: str, key: AgentKey, process: subprocess.Popen[bytes], tmp_path: Path
+) -> None:
+    order = json.dumps({"what": "sweep", "given": {"wanted": WANTED}}).encode() + b"\n"
+    another = AgentKey.of(tmp_path)
+
+    def replayed(_: str) -> tuple[bytes, str]:
+        return order, key.sign(signed_text(NODE, "00" * 16, order))
+
+    forged: list[Callable[[str], tuple[bytes, str]]] = [
+        lambda nonce: (order, ""),
+        lambda nonce: (order, "00" * 256),
+        lambda nonce: (order, another.sign(signed_text(NODE, nonce, order))),
+        # made for another node, for an earlier connection, or of another order
+        lambda nonce: (order, key.sign(signed_text(OTHER, nonce, order))),
+        replayed,
+        lambda nonce: (order, key.sign(signed_text(NODE, nonce, order.replace(b"1", b"2")))),
+    ]
+
+    answers = [asyncio.run(said_to(address, make)) for make in forged]
+
+    assert {answer["why"] for answer in answers} == {
+        "refused: it is not signed with the key of this agent"
+    }
+    assert process.poll() is None
+
+
+def test_a_name_of_another_place_in_the_table_is_not_asked(
+    cluster: Cluster, key: AgentKey, address: str
+) -> None:
+    cluster.table[visits.NAMESPACE, f"{key.prefix}{NODE}"] = address.replace(
+        "127.0.0.1", "127.0.0.2"
+    )
+
+    report = asyncio.run(sweep("127.0.0.1:6379", run_id=RUN))
+
+    assert [node.why for node in report.unreached] == ["no driver here"]
+
+
+def test_a_cluster_without_a_node_was_not_swept(cluster: Cluster, key: AgentKey) -> None:
+    cluster.living = []
+
+    report = asyncio.run(sweep("127.0.0.1:6379", run_id=RUN))
+
+    assert [node.why for node in report.unreached] == [
+        "no node of the cluster of 127.0.0.1:6379 lives"
+    ]
+
+
+def test_a_node_that_is_lost_in_mid_sweep_is_named_in_the_report_and_the_log(
+    cluster: Cluster,
+    key: AgentKey,
+    address: str,
+    process: subprocess.Popen[bytes],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    cluster.living = [NODE, OTHER]
+
+    async def leaves(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        hello = {"node_id": OTHER, "nonce": "", "sees": "another machine", "at": 0.0}
+        writer.write(json.dumps(hello).encode() + b"\n")
+        if await reader.readline():
+            cluster.living.remove(OTHER)
+        writer.close()
+
+    async def swept() -> SweepReport:
+        async with await asyncio.start_server(leaves, "127.0.0.1", 0) as server:
+            at = server.sockets[0].getsockname()[1]
+            cluster.table[visits.NAMESPACE, f"{key.prefix}{OTHER}"] = f"127.0.0.1:{at}"
+            return await sweep("127.0.0.1:6379", run_id=RUN)
+
+    with caplog.at_level(logging.WARNING):
+        report = asyncio.run(swept())
+
+    assert [one.pid for one in report.killed] == [process.pid]
+    [lost] = report.unreached
+    assert (lost.node_id, lost.why) == (OTHER, "it was lost while it was asked")
+    assert f"node 127.0.0.1/{OTHER[:8]} was lost while it was asked" in caplog.text
