@@ -13,8 +13,8 @@ import json
 import logging
 import re
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,10 +40,30 @@ class EntrypointGone(Exception):
     """The entrypoint has left the routing while a request was with it."""
 
 
-@dataclass(slots=True, eq=False)
 class _Flight:
-    task: asyncio.Task[Any]
-    is_gone: bool = False
+    """Of one request, as long as it is within."""
+
+    __slots__ = ("_all", "_cancels", "_rank", "is_gone", "task")
+
+    def __init__(self, flights: set[_Flight], rank: int) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self.task, self.is_gone = task, False
+        self._all, self._rank = flights, rank
+        # As asyncio.timeout does: a cancel of ours is told from one of somebody else's.
+        self._cancels = task.cancelling()
+
+    def __enter__(self) -> None:
+        self._all.add(self)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._all.remove(self)
+        if not self.is_gone:
+            return
+        is_ours = self.task.cancelling() <= self._cancels + 1
+        self.task.uncancel()
+        if kind is asyncio.CancelledError and is_ours:
+            raise EntrypointGone(f"rank {self._rank} has left the routing")
 
 
 class Flights:
@@ -52,30 +72,12 @@ class Flights:
     def __init__(self) -> None:
         self._of: defaultdict[tuple[int, int], set[_Flight]] = defaultdict(set)
 
-    @contextmanager
-    def to(self, entrypoint: Entrypoint) -> Iterator[None]:
+    def to(self, entrypoint: Entrypoint) -> _Flight:
         """A scope within which a request is with an entrypoint.
 
         Raises: EntrypointGone, out of it after `abort`.
         """
-        task = asyncio.current_task()
-        assert task is not None
-        # As asyncio.timeout does: a cancel of ours is told from one of somebody else's.
-        cancels = task.cancelling()
-        flight = _Flight(task)
-        self._of[entrypoint.key].add(flight)
-        try:
-            yield
-        except asyncio.CancelledError as error:
-            if flight.is_gone and task.cancelling() <= cancels + 1:
-                raise EntrypointGone(f"rank {entrypoint.rank} has left the routing") from error
-            raise
-        finally:
-            if flight.is_gone:
-                task.uncancel()
-            self._of[entrypoint.key].remove(flight)
-            if not self._of[entrypoint.key]:
-                del self._of[entrypoint.key]
+        return _Flight(self._of[entrypoint.key], entrypoint.rank)
 
     def abort(self, rank: int, epoch: int) -> int:
         """End all that is with this incarnation, at once.
@@ -187,7 +189,7 @@ def _without(headers: MultiMapping[str], dropped: frozenset[str]) -> CIMultiDict
         named = {name.strip().lower() for name in listed.split(",")}
         # What frames the body is no matter of the connection, whatever is said of it.
         dropped |= named - {"content-length"}
-    return CIMultiDict(pair for pair in headers.items() if pair[0].lower() not in dropped)
+    return CIMultiDict([pair for pair in headers.items() if pair[0].lower() not in dropped])
 
 
 def refusal(
@@ -456,16 +458,17 @@ class _Passage:
             server.close()
 
     async def _ask(self, entrypoint: Entrypoint) -> HttpReply:
+        head_s = self._shared.rules.head_s
+        asked = self._shared.client.request(
+            self._request.method,
+            entrypoint.url,
+            self._target,
+            headers=self._headers,
+            body=self._body or b"",
+            stream=self._stream,
+        )
         try:
-            async with asyncio.timeout(self._shared.rules.head_s):
-                return await self._shared.client.request(
-                    self._request.method,
-                    entrypoint.url,
-                    self._target,
-                    headers=self._headers,
-                    body=self._body or b"",
-                    stream=self._stream,
-                )
+            return await asyncio.wait_for(asked, head_s) if head_s else await asked
         except Unconnected as error:
             if error.errno in _SHORTAGES:
                 raise _OutOfSockets(str(error)) from error

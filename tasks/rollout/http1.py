@@ -247,11 +247,11 @@ class HttpRequest:
     """One request, and the way back to its client."""
 
     wire: ServerConnection
-    method: str
-    #: The path, with its query.
-    target: str
-    headers: CIMultiDict[str]
     content: Body
+    method: str = "GET"
+    #: The path, with its query.
+    target: str = "/"
+    headers: CIMultiDict[str] = field(default_factory=CIMultiDict)
     #: Of the body, in bytes; None: it shows at its end.
     length: int | None = None
     #: Its client speaks HTTP/1.0.
@@ -413,7 +413,7 @@ class ServerConnection(Wire):
         if found is not None:
             found.content.end(fault)
         else:
-            self._take(self._request(is_kept=False, fault=fault))
+            self._take(HttpRequest(wire=self, content=Body(self), is_kept=False, fault=fault))
 
     def on_headers_complete(self) -> None:
         headers, length = self._framed()
@@ -425,17 +425,19 @@ class ServerConnection(Wire):
             raise Malformed("no other protocol is spoken here", 501)
         if not target.startswith("/") or "#" in target:
             raise Malformed(f"the target {target!r} is no path")
-        hosts = len(headers.getall("Host", ()))
-        if hosts > 1 or (not hosts and version == "1.1"):
+        hosts, is_old = len(headers.getall("Host", ())), version == "1.0"
+        if hosts > 1 or not (hosts or is_old):
             raise Malformed("it has to have one header Host")
-        if version == "1.0" and "Transfer-Encoding" in headers:
+        if is_old and "Transfer-Encoding" in headers:
             raise Malformed("HTTP/1.0 has no Transfer-Encoding")
-        self._incoming = self._request(
+        self._incoming = HttpRequest(
+            wire=self,
+            content=Body(self),
             method=method,
             target=target,
             headers=headers,
             length=length,
-            is_old=version == "1.0",
+            is_old=is_old,
             is_kept=parser.should_keep_alive(),
         )
         self._take(self._incoming)
@@ -449,10 +451,6 @@ class ServerConnection(Wire):
             self._incoming.content.end()
             self._is_deaf = not self._incoming.is_kept
             self._incoming = None
-
-    def _request(self, **more: Any) -> HttpRequest:
-        base = {"method": "GET", "target": "/", "headers": CIMultiDict()}
-        return HttpRequest(wire=self, content=Body(self), **(base | more))
 
     def _take(self, request: HttpRequest) -> None:
         self._ahead.append(request)

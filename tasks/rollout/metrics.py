@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter as Counts
 from collections.abc import Iterator
+from itertools import accumulate
 
 import prometheus_client as prometheus
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 
 from tasks.rollout.fleet import Fleet
 from tasks.rollout.router import WaitingLine
@@ -14,6 +21,7 @@ from tasks.rollout.router import WaitingLine
 _PREFIX = "muster_rollout"
 #: Of requests, in seconds: from a token to a long answer.
 _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+_BOUNDS = [*(str(float(one)) for one in _SECONDS), "+Inf"]
 
 
 class Metrics:
@@ -26,28 +34,17 @@ class Metrics:
     def __init__(self, fleet: Fleet, *, line: WaitingLine, pieces: Counts[tuple[int, int]]) -> None:
         self._fleet, self._line, self._pieces = fleet, line, pieces
         self._registry = prometheus.CollectorRegistry()
-        self._requests = prometheus.Counter(
-            f"{_PREFIX}_requests",
-            "Requests that have ended, by the status that the client got; 499: it left before.",
-            ["code"],
-            registry=self._registry,
-        )
-        self._seconds = prometheus.Histogram(
-            f"{_PREFIX}_request_seconds",
-            "From a request to the end of its answer, the wait in line included.",
-            buckets=_SECONDS,
-            registry=self._registry,
-        )
         self._registry.register(self)
-        #: To find one by its label takes four times as long as to count.
-        self._by_status: dict[int, prometheus.Counter] = {}
+        #: Requests that have ended: by status, by the bucket of their seconds, and these in all.
+        self._ended: Counts[int] = Counts()
+        self._buckets = [0] * (len(_SECONDS) + 1)
+        self._took_s = 0.0
 
     def ended(self, status: int, took_s: float) -> None:
         """A request has."""
-        if (counter := self._by_status.get(status)) is None:
-            counter = self._by_status[status] = self._requests.labels(str(status))
-        counter.inc()
-        self._seconds.observe(took_s)
+        self._ended[status] += 1
+        self._buckets[bisect_left(_SECONDS, took_s)] += 1
+        self._took_s += took_s
 
     def text(self) -> bytes:
         """In Prometheus' text format."""
@@ -57,6 +54,20 @@ class Metrics:
         """What is read when it is asked for, and counted nowhere."""
         seen = self._fleet.snapshot()
         engines = seen.get("engines", ())
+        requests = CounterMetricFamily(
+            f"{_PREFIX}_requests",
+            "Requests that have ended, by the status that the client got; 499: it left before.",
+            labels=["code"],
+        )
+        for status, count in self._ended.items():
+            requests.add_metric([str(status)], count)
+        yield requests
+        yield HistogramMetricFamily(
+            f"{_PREFIX}_request_seconds",
+            "From a request to the end of its answer, the wait in line included.",
+            buckets=list(zip(_BOUNDS, accumulate(self._buckets), strict=True)),
+            sum_value=self._took_s,
+        )
         yield _gauge("waiting", "Requests that wait in line.", len(self._line))
         outstanding = self._fleet.router.outstanding
         yield _gauge("outstanding", "Requests that are with a server.", outstanding)
