@@ -33,7 +33,7 @@ from tasks.rollout.router import (
     NoEntrypoint,
     WaitingLine,
 )
-from tasks.rollout.upstream import BrokenOff, HttpReply, Unconnected, Unsendable, Upstreams
+from tasks.rollout.upstream import BrokenOff, ServedConnection, Unconnected, Unsendable, Upstreams
 
 
 class EntrypointGone(Exception):
@@ -457,7 +457,7 @@ class _Passage:
         finally:
             server.close()
 
-    async def _ask(self, entrypoint: Entrypoint) -> HttpReply:
+    async def _ask(self, entrypoint: Entrypoint) -> ServedConnection:
         head_s = self._shared.rules.head_s
         asked = self._shared.client.request(
             self._request.method,
@@ -478,7 +478,7 @@ class _Passage:
         except Malformed as error:
             raise _NotBegun(f"its answer is not HTTP: {error}") from error
 
-    async def _answer(self, server: HttpReply, entrypoint: Entrypoint) -> int:
+    async def _answer(self, server: ServedConnection, entrypoint: Entrypoint) -> int:
         request, content = self._request, server.content
         headers = _without(server.headers, _HOP_BY_HOP)
         headers["X-Muster-Rank"] = str(entrypoint.rank)

@@ -34,7 +34,7 @@ _LINGER_S = 5.0
 TEXT = ("utf-8", "surrogateescape")
 _REASONS = {one.value: one.phrase for one in HTTPStatus}
 #: Have no body, whatever their head says. Source: RFC 9110, section 6.4.1.
-_BARE = frozenset({204, 304})
+BARE = frozenset({204, 304})
 
 _log = logging.getLogger(__name__)
 
@@ -281,7 +281,7 @@ class HttpRequest:
 
     def send(self, answer: Answer) -> int:
         """The whole answer, at once. Returns: its status."""
-        has_body = self.method != "HEAD" and answer.status not in _BARE
+        has_body = self.method != "HEAD" and answer.status not in BARE
         if has_body:
             answer.headers["Content-Length"] = str(len(answer.body))
         self._begin(answer.status, answer.reason, answer.headers)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from functools import partial
 
 import httptools
 from multidict import CIMultiDict
 
-from tasks.rollout.http1 import LAST_CHUNK, TEXT, Body, Malformed, Wire, chunk, head_of
+from tasks.rollout.http1 import BARE, LAST_CHUNK, TEXT, Body, Malformed, Wire, chunk, head_of
 
 #: Less long than uvicorn keeps one, 5 s, so that it does not close one in use.
 _KEPT_S = 4.0
@@ -42,23 +41,6 @@ class Unsendable(Exception):
     """The client's body, which is sent while it arrives, has no good end."""
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
-class HttpReply:
-    """A server's answer, whose head has come."""
-
-    status: int
-    reason: str
-    headers: CIMultiDict[str]
-    #: Of the body, in bytes; None: it shows at its end.
-    content_length: int | None
-    content: Body
-    connection: _Connection
-
-    def close(self) -> None:
-        """Cut what is still to come; a connection on which nothing is gets the next request."""
-        self.connection.done()
-
-
 class Upstreams:
     """Asks servers.
 
@@ -69,7 +51,7 @@ class Upstreams:
     def __init__(self, connect_s: float) -> None:
         self._connect_s = connect_s
         #: By server, the one that was used last at the end.
-        self._idle: dict[str, list[_Connection]] = {}
+        self._idle: dict[str, list[ServedConnection]] = {}
         self._sweep: asyncio.TimerHandle | None = None
         self._is_closed = False
 
@@ -82,7 +64,7 @@ class Upstreams:
         headers: CIMultiDict[str],
         body: bytes = b"",
         stream: AsyncIterator[bytes] | None = None,
-    ) -> HttpReply:
+    ) -> ServedConnection:
         """The answer once its head has come; to be closed. A cancel cuts the connection.
 
         Args:
@@ -93,10 +75,11 @@ class Upstreams:
         """
         connection = self._kept(url) or await self._connected(url)
         try:
-            return await connection.ask(method, target, headers, body, stream)
+            await connection.ask(method, target, headers, body, stream)
         except BaseException:
             connection.transport.abort()
             raise
+        return connection
 
     async def close(self) -> None:
         self._is_closed = True
@@ -105,7 +88,7 @@ class Upstreams:
         for connection in [one for kept in self._idle.values() for one in kept]:
             connection.transport.abort()
 
-    def keep(self, connection: _Connection) -> None:
+    def keep(self, connection: ServedConnection) -> None:
         """It is free for another request."""
         if self._is_closed:
             connection.transport.abort()
@@ -116,13 +99,13 @@ class Upstreams:
         if self._sweep is None:
             self._sweep = loop.call_later(_KEPT_S, self._close_old)
 
-    def forget(self, connection: _Connection) -> None:
+    def forget(self, connection: ServedConnection) -> None:
         """It is lost."""
         kept = self._idle.get(connection.url, [])
         if connection in kept:
             kept.remove(connection)
 
-    def _kept(self, url: str) -> _Connection | None:
+    def _kept(self, url: str) -> ServedConnection | None:
         kept = self._idle.get(url)
         oldest_s = asyncio.get_running_loop().time() - _KEPT_S
         while kept:
@@ -132,12 +115,12 @@ class Upstreams:
             connection.transport.abort()
         return None
 
-    async def _connected(self, url: str) -> _Connection:
+    async def _connected(self, url: str) -> ServedConnection:
         host, _, port = url.removeprefix("http://").rpartition(":")
         try:
             async with asyncio.timeout(self._connect_s):
                 _, connection = await asyncio.get_running_loop().create_connection(
-                    partial(_Connection, self, url), host.strip("[]"), int(port)
+                    partial(ServedConnection, self, url), host.strip("[]"), int(port)
                 )
         except OSError as error:
             raise Unconnected(error) from error
@@ -156,19 +139,22 @@ class Upstreams:
         self._sweep = loop.call_later(_KEPT_S, self._close_old) if self._idle else None
 
 
-class _Connection(Wire):
-    """To one server."""
+class ServedConnection(Wire):
+    """To one server, and the answer on it, of which the head has come."""
 
     def __init__(self, pool: Upstreams, url: str) -> None:
         super().__init__()
         self._pool, self.url = pool, url
         self._host = url.removeprefix("http://")
         self.idle_since_s = 0.0
-        self._is_head = False
-        #: Of the answer that is waited for.
-        self._reply: asyncio.Future[HttpReply] | None = None
-        self._content: Body | None = None
-        self._ends_with_connection = False
+        self.status, self.reason = 0, ""
+        self.headers: CIMultiDict[str] = CIMultiDict()
+        #: Of the body, in bytes; None: it shows at its end.
+        self.content_length: int | None = None
+        self.content = Body(self)
+        #: Resolves once the head has come; None: nothing is asked.
+        self._head: asyncio.Future[None] | None = None
+        self._has_head = self._is_bodyless = self._ends_with_connection = False
         self._interim = 0
         #: The next request may come.
         self._is_kept = False
@@ -181,13 +167,13 @@ class _Connection(Wire):
         headers: CIMultiDict[str],
         body: bytes,
         stream: AsyncIterator[bytes] | None,
-    ) -> HttpReply:
+    ) -> None:
         """See `Upstreams.request`."""
         loop = asyncio.get_running_loop()
         self._parser = httptools.HttpResponseParser(self)
-        self._is_head = method == "HEAD"
-        self._content, self._interim, self._is_kept = None, 0, False
-        self._reply = loop.create_future()
+        self._is_bodyless = method == "HEAD"
+        self._has_head, self._interim, self._is_kept = False, 0, False
+        self.content, self._head = Body(self), loop.create_future()
         sent = CIMultiDict(headers, Host=self._host)
         is_chunked = stream is not None and "Content-Length" not in headers
         if is_chunked:
@@ -197,31 +183,30 @@ class _Connection(Wire):
         self.transport.write(head_of(f"{method} {target} HTTP/1.1", sent) + body)
         if stream is not None:
             self._sending = loop.create_task(self._send(stream, is_chunked=is_chunked))
-        return await self._reply
+        await self._head
 
-    def done(self) -> None:
-        """The answer is not read any more."""
+    def close(self) -> None:
+        """Cut what is still to come of the answer; where nothing is, the next request may come."""
         is_sent = self._sending is None or self._sending.done()
-        is_done = is_sent and self._content is not None and self._content.is_complete
-        if self._is_kept and is_done and not self._holds:
+        if self._is_kept and is_sent and self.content.is_complete and not self._holds:
             self._pool.keep(self)
         else:
             self.transport.abort()
-        self._content = self._reply = None
+        self._head = None
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         if self._sending is not None:
             self._sending.cancel()
-        if self._reply is None:
+        if self._head is None:
             self._pool.forget(self)
-        elif exc is None and self._ends_with_connection and self._content is not None:
-            self._content.end()
+        elif exc is None and self._ends_with_connection and self._has_head:
+            self.content.end()
         else:
             self._fail(BrokenOff(str(exc or "the server has closed the connection")))
 
     def data_received(self, data: bytes) -> None:
-        if self._reply is None:
+        if self._head is None:
             self.transport.abort()  # nothing was asked
         elif (fault := self._feed(self._parser, data)) is not None:
             self._is_kept = False
@@ -233,46 +218,36 @@ class _Connection(Wire):
 
     def on_headers_complete(self) -> None:
         headers, length = self._framed()
-        status = self._parser.get_status_code()
-        if self._content is not None:
+        status, is_chunked = self._parser.get_status_code(), "Transfer-Encoding" in headers
+        if self._has_head:
             raise Malformed("a second answer came")
         if _CONTROL.search(self._line) is not None:
             raise Malformed("its status line holds a control character")
         if status < 200:
             self._interim += 1
-            if status == 101 or length or "Transfer-Encoding" in headers:
-                raise Malformed(f"a {status} that nobody asked for")
-            if self._interim > _MOST_INTERIM:
-                raise Malformed(f"more than {_MOST_INTERIM} answers below 200")
+            if status == 101 or length or is_chunked or self._interim > _MOST_INTERIM:
+                raise Malformed(f"a {status} that nobody asked for, or too many")
             return
-        self._content = Body(self)
-        is_bare = self._is_head or status in (204, 304)
-        is_chunked = "Transfer-Encoding" in headers
+        self._has_head = True
+        is_bare = self._is_bodyless or status in BARE
         self._ends_with_connection = not (is_bare or is_chunked) and length is None
         self._is_kept = self._parser.should_keep_alive() and not self._ends_with_connection
-        if self._reply is not None and not self._reply.done():
-            self._reply.set_result(
-                HttpReply(
-                    status=status,
-                    reason=self._line.decode(*TEXT),
-                    headers=headers,
-                    content_length=0 if is_bare else length,
-                    content=self._content,
-                    connection=self,
-                )
-            )
-        if self._is_head:
-            self._content.end()
+        self.status, self.reason, self.headers = status, self._line.decode(*TEXT), headers
+        self.content_length = 0 if is_bare else length
+        if self._is_bodyless:
+            self.content.end()
+        if self._head is not None and not self._head.done():
+            self._head.set_result(None)
 
     def on_body(self, piece: bytes) -> None:
-        if self._is_head:
+        if self._is_bodyless:
             self._is_kept = False
-        elif self._content is not None:
-            self._content.feed(piece)
+        elif self._has_head:
+            self.content.feed(piece)
 
     def on_message_complete(self) -> None:
-        if self._content is not None:
-            self._content.end()
+        if self._has_head:
+            self.content.end()
 
     async def _send(self, pieces: AsyncIterator[bytes], *, is_chunked: bool) -> None:
         try:
@@ -289,7 +264,7 @@ class _Connection(Wire):
             self.transport.write(LAST_CHUNK)
 
     def _fail(self, error: Exception) -> None:
-        if self._reply is not None and not self._reply.done():
-            self._reply.set_exception(error)
-        elif self._content is not None and not self._content.is_complete:
-            self._content.end(error)
+        if self._head is not None and not self._head.done():
+            self._head.set_exception(error)
+        elif not self.content.is_complete:
+            self.content.end(error)
