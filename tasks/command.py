@@ -30,6 +30,8 @@ _VERBS = {
         ("ls", "tasks.train.runs:ls", "list runs, newest first"),
         ("show", "tasks.train.runs:show", "show a run: what it does, or what it died of"),
         ("why", "tasks.train.runs:why", "say why a run waits, or what has become of it"),
+        ("explain", "tasks.train.runs:explain", "tell the whole story of a run"),
+        ("metrics", "tasks.train.runs:metrics", "print the figures of a run's training"),
         ("logs", "tasks.train.runs:logs", "show what a run's components have written"),
         ("cancel", "tasks.train.runs:cancel", "end a run"),
     ),
@@ -90,11 +92,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("DO_NOT_TRACK", "1")
     # A project may have folders of our packages' names.
     os.environ.setdefault("PYTHONSAFEPATH", "1")
-    _find_server()
+    find_server()
     return run(_app(words[0] if words else ""), words or [_ALONE])
 
 
-def _find_server() -> None:
+def find_server() -> None:
     """Where no PREFECT_API_URL is set, the server is that of the stack that runs in this
     MUSTER_HOME. Its password is known here."""
     with suppress(OSError):

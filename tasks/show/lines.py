@@ -3,17 +3,19 @@ ended, why, and where to go on reading."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from tasks.record.events import Event
 from tasks.record.places import AttemptPlace, RunPlace
-from tasks.record.run_json import RunJson
-from tasks.show.failure import block_of, remedy_of
+from tasks.record.run_json import AttemptRecord, RunJson
+from tasks.show.failure import block_of, facts_of, remedy_of
 from tasks.show.screen import Line
-from tasks.show.view import RunSeen, ending_text, job_text
-from tasks.spec.words import stopwatch
+from tasks.show.view import RunSeen, end_of, ending_text, job_text
+from tasks.spec.values import is_number
+from tasks.spec.words import moment, stopwatch
 
 
 def lines_of(event: Event) -> Iterator[Line]:
@@ -142,3 +144,60 @@ def _took(record: RunJson) -> str:
 
 def _field(name: str, text: str) -> Line:
     return Line(text=f"  {name:<{_LABEL}}{text}")
+
+
+#: A story tells of so many attempts, the last ones; of so many figures; and of so many lines of a
+#: log, each so far.
+_ATTEMPTS_TOLD, _FIGURES_TOLD, _TAIL_TOLD, _LINE_TOLD = 8, 8, 10, 160
+
+
+def story(
+    record: RunJson, place: RunPlace, rows: Sequence[Mapping[str, Any]] = ()
+) -> Iterator[str]:
+    """The whole of a run, in lines that fit a screen or a prompt.
+
+    Args:
+        rows: of its figures, a mapping each step, in order.
+    """
+    ending = f": {record.message.partition(chr(10))[0]}" if record.message else ""
+    yield f"{record.run_id} is {record.written('state')}{ending}"
+    begun = f"begun {moment(record.started_at)}, {_took(record)}"
+    yield f"{record.workload} training {record.name}, {begun}"
+    yield from filter(None, [f"tags {', '.join(record.tags)}" if record.tags else ""])
+    told = record.attempts[-_ATTEMPTS_TOLD:]
+    if len(told) < len(record.attempts):
+        yield f"{len(record.attempts) - len(told)} attempts before these"
+    for attempt in told:
+        yield from _told(attempt)
+    last = record.attempt
+    if last is not None and last.failure is not None:
+        for fact in facts_of(place, last, last.failure):
+            yield f"{fact.asked}: {fact.said}"
+        tail = last.failure.log_tail.splitlines()[-_TAIL_TOLD:]
+        yield from (f"  | {line[:_LINE_TOLD]}" for line in tail)
+    yield from _figures_told(rows)
+    yield f"files: {place.directory}"
+
+
+def _told(attempt: AttemptRecord) -> Iterator[str]:
+    ended = attempt.ended_at
+    lasted = stopwatch(ended - attempt.started_at) if ended is not None else "not ended"
+    said = [f"attempt {attempt.number}: {attempt.ending}", lasted]
+    said += [f"step {attempt.step:g}"] if attempt.step is not None else []
+    said += [f"on {attempt.host}"] if attempt.host else []
+    said += [f"from {attempt.resume_from}"] if attempt.resume_from else []
+    said += [attempt.decision] if attempt.decision else []
+    yield ", ".join(said)
+    for name in attempt.components:
+        state = end_of(attempt, name) if attempt.components[name].ended_at else "runs"
+        yield f"  {name}: {state}"
+    yield from (f"  alarm: {alarm.message}" for alarm in attempt.alarms)
+
+
+def _figures_told(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    names = [name for name in (rows[-1] if rows else {}) if name not in ("step", "attempt", "at")]
+    for name in names[:_FIGURES_TOLD]:
+        values = [value for row in rows if is_number(value := row.get(name))]
+        if values:
+            within = f"{min(values):.4g} to {max(values):.4g}"
+            yield f"{name}: {values[0]:.4g} at first, {values[-1]:.4g} last, {within}"

@@ -5,14 +5,17 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from json import dumps
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import httpx
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.actions import DeploymentScheduleCreate
+from prefect.client.schemas.objects import FlowRun, State
 from prefect.client.schemas.responses import DeploymentResponse
 from prefect.client.schemas.schedules import CronSchedule
 from prefect.exceptions import ObjectNotFound
@@ -27,7 +30,7 @@ from tasks.server.artifacts import code_label, submitted_code
 from tasks.server.flow_process import EXIT_INTERRUPTED, exit_code_of
 from tasks.server.flow_runs import refusal_of, talking_to
 from tasks.server.server import NoServer, quieten_prefect, secrets_of
-from tasks.show.arguments import EXIT_DONE, Overrides, SpecFile
+from tasks.show.arguments import EXIT_DONE, AsJson, Overrides, SpecFile
 from tasks.spec.draft import draft_of
 from tasks.spec.errors import BadArgument, InvalidSpec, MusterError
 from tasks.spec.loading import is_project, load_spec, project_of
@@ -88,7 +91,13 @@ def _place(spec: RunSpec, root: Path) -> dict[str, str]:
 
 
 def submit(
-    spec: SpecFile, /, *, set: Overrides = (), queue: str | None = None, watch: bool = False
+    spec: SpecFile,
+    /,
+    *,
+    set: Overrides = (),
+    queue: str | None = None,
+    watch: bool = False,
+    json: AsJson = False,
 ) -> int:
     """Queue a run of a spec on the Prefect server: it starts once its whole gang of GPUs is free.
 
@@ -98,42 +107,93 @@ def submit(
     Args:
         queue: The queue of the work pool: urgent, default or idle.
         watch: Show its states until it has ended. Ctrl-C leaves it to itself.
+        json: Its run_id, flow_run_id and page; the states of --watch go to stderr.
     """
     loaded, root = load_spec(spec, set), project_of(spec)
-    with _server() as client:
-        deployment = _any(client)
-        secrets_of(client, loaded)
-        loaded = _with_code(client, loaded, root)
-        _say_project(loaded, root)
-        flow_run = client.create_flow_run_from_deployment(
-            deployment.id,
-            parameters={"spec": loaded.for_server()},
-            state=Scheduled(),
-            tags=loaded.tags,
-            work_queue_name=queue,
-            job_variables=_place(loaded, root),
-        )
-        if (labels := code_label(loaded.code)) is not None:
-            client.update_flow_run_labels(flow_run.id, labels)
-        run_id = request_of(flow_run).name
-        print(f"{run_id} is queued\n  page    {url_for('flow-run', obj_id=flow_run.id)}")
+    with to_server() as client:
+        flow_run = queued(client, loaded, root, queue=queue)
+        run_id, page = request_of(flow_run).name, url_for("flow-run", obj_id=flow_run.id)
+        if json:
+            told = {"run_id": run_id, "flow_run_id": str(flow_run.id), "page": page}
+            print(dumps(told, indent=2), flush=True)
+        else:
+            print(f"{run_id} is queued\n  page    {page}")
         if not watch:
-            print(f"  follow  muster logs {run_id} -f\n  end     muster cancel {run_id}")
+            if not json:
+                print(f"  follow  muster logs {run_id} -f\n  end     muster cancel {run_id}")
             return EXIT_DONE
-        shown = None
+
+        def say(state: State[Any]) -> None:
+            said = f"{state.name}: {state.message}" if state.message else state.name
+            now = time.strftime("%H:%M:%S")
+            print(f"{now} {said}", file=sys.stderr if json else sys.stdout, flush=True)
+
         try:
-            while True:
-                state = client.read_flow_run(flow_run.id).state or Scheduled()
-                said = f"{state.name}: {state.message}" if state.message else state.name
-                if said != shown:
-                    print(f"{time.strftime('%H:%M:%S')} {said}", flush=True)
-                shown = said
-                if state.is_final():
-                    return exit_code_of(state)
-                time.sleep(_ASKED_EVERY_S)
+            return exit_code_of(until_ended(client, flow_run.id, say))
         except KeyboardInterrupt:
             print(f"It goes on without you; to end it: muster cancel {run_id}", file=sys.stderr)
             return EXIT_INTERRUPTED
+
+
+def queued(
+    client: SyncPrefectClient,
+    spec: RunSpec,
+    root: Path,
+    *,
+    queue: str | None = None,
+    deployment: str = STAGE_DEPLOYMENT,
+) -> FlowRun:
+    """A run of a spec that waits for its gang.
+
+    Args:
+        root: Of its project.
+        queue: Of the work pool; None: that of the deployment.
+        deployment: By which it is started, `train/NAME`.
+
+    Raises: InvalidSpec, MusterError; nothing was queued.
+    """
+    found = _deployment(client, deployment)
+    secrets_of(client, spec)
+    spec = _with_code(client, spec, root)
+    _say_project(spec, root)
+    flow_run = client.create_flow_run_from_deployment(
+        found.id,
+        parameters={"spec": spec.for_server()},
+        state=Scheduled(),
+        tags=spec.tags,
+        work_queue_name=queue,
+        job_variables=_place(spec, root),
+    )
+    if (labels := code_label(spec.code)) is not None:
+        client.update_flow_run_labels(flow_run.id, labels)
+    return flow_run
+
+
+def until_ended(
+    client: SyncPrefectClient,
+    flow_run_id: UUID,
+    say: Callable[[State[Any]], None] = lambda state: None,
+    within_s: float | None = None,
+) -> State[Any]:
+    """The final state of a run.
+
+    Args:
+        say: Told each state that it comes to.
+        within_s: None: however long it takes.
+
+    Raises: TimeoutError.
+    """
+    deadline, shown = time.monotonic() + (within_s or 0), None
+    while True:
+        state = client.read_flow_run(flow_run_id).state or Scheduled()
+        if (said := (state.name, state.message)) != shown:
+            say(state)
+        shown = said
+        if state.is_final():
+            return state
+        if within_s is not None and time.monotonic() >= deadline:
+            raise TimeoutError(f"the run is {state.name} after {within_s:g} s: {state.message}")
+        time.sleep(_ASKED_EVERY_S)
 
 
 def deploy(
@@ -160,8 +220,8 @@ def deploy(
     except ValidationError as error:
         why = error.errors()[0]["msg"].removeprefix("Value error, ")
         raise BadArgument(f'--cron "{cron}" --timezone {timezone}: {why}') from error
-    with _server() as client:
-        model = _any(client)
+    with to_server() as client:
+        model = _deployment(client)
         loaded = _with_code(client, loaded, root)
         _say_project(loaded, root)
         try:
@@ -191,7 +251,7 @@ def deploy(
 
 
 @contextmanager
-def _server() -> Iterator[SyncPrefectClient]:
+def to_server() -> Iterator[SyncPrefectClient]:
     """Raises: NoServer, MusterError."""
     if not (api_url := PREFECT_API_URL.value()):
         raise NoServer("no Prefect server is set: start one (muster up), or set PREFECT_API_URL")
@@ -206,11 +266,14 @@ def _server() -> Iterator[SyncPrefectClient]:
             raise MusterError(f"the Prefect server does not take it: {why}") from error
 
 
-def _any(client: SyncPrefectClient) -> DeploymentResponse:
-    """The deployment of any spec. Raises: MusterError."""
+def _deployment(client: SyncPrefectClient, name: str = STAGE_DEPLOYMENT) -> DeploymentResponse:
+    """By default that of any spec. Raises: MusterError."""
     try:
-        return client.read_deployment_by_name(STAGE_DEPLOYMENT)
+        return client.read_deployment_by_name(name)
     except ObjectNotFound:
+        if name != STAGE_DEPLOYMENT:
+            said = f"there is no deployment {name}: prefect deployment ls lists those that are"
+            raise MusterError(said) from None
         raise MusterError(
             f"the Prefect server has no deployment {STAGE_DEPLOYMENT}, through which runs are "
             "queued: muster up makes it, and so does python -m deployments.stack.setup"
@@ -219,7 +282,7 @@ def _any(client: SyncPrefectClient) -> DeploymentResponse:
 
 def _say_project(spec: RunSpec, root: Path) -> None:
     code = "as it lies there" if spec.code == LIVE else f"kept as {str(spec.code)[:12]}"
-    print(f"  project {root}, {code}, python {python_of(root)}")
+    print(f"  project {root}, {code}, python {python_of(root)}", file=sys.stderr)
     # The worker's host may have what this one has not.
     for fault in lookup_faults(spec, root=root, path=component_search_path(root)):
         print(f"  not here, so it must be on the worker's host: {fault}", file=sys.stderr)

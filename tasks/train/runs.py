@@ -11,8 +11,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import cycle, islice
+from itertools import chain, cycle, islice
 from json import dumps
+from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 from uuid import UUID
 
@@ -31,7 +32,7 @@ from tasks.processes.identity import host_name
 from tasks.queue.command import why as why_waiting
 from tasks.queue.ledger import request_of
 from tasks.record.code_store import NoCode, contents_of
-from tasks.record.growing import LogFile
+from tasks.record.growing import LogFile, MetricsFile
 from tasks.record.places import AttemptPlace, RunPlace, muster_home
 from tasks.record.run_json import RunJson
 from tasks.server.artifacts import COMPONENTS, RECORD, SUMMARY, artifacts_of
@@ -39,10 +40,11 @@ from tasks.server.flow_runs import ServerAway, flow_runs_of, host_of, talking_to
 from tasks.server.server import quieten_prefect
 from tasks.show.arguments import EXIT_DONE, AsJson, Pool, RunName
 from tasks.show.failure import as_text
-from tasks.show.lines import end_block
+from tasks.show.lines import end_block, story
 from tasks.show.page import record_read
 from tasks.spec.errors import BadArgument, MusterError
 from tasks.spec.placeholders import mapping
+from tasks.spec.probes import number_at
 from tasks.spec.words import commas, lasting
 
 #: A list shows so many of them, newest first, until more are asked for.
@@ -265,9 +267,7 @@ def show(
     meant = find(run)
     record, pages = _record_of(meant)
     if json:
-        if record is None:
-            raise BadArgument(f"{meant.run_id} has no record yet: it has not begun")
-        print(dumps(record.as_json(), indent=2))
+        print(dumps(record_of(meant), indent=2))
         return
     console = Console(highlight=False)
     if pages:
@@ -278,6 +278,14 @@ def show(
             print(line.text)
     else:
         print(f"{meant.run_id}: {meant.state}\n{meant.message}".rstrip())
+
+
+def record_of(run: Run) -> dict[str, Any]:
+    """What its run.json says, here or on the server. Raises: BadArgument."""
+    record, _pages = _record_of(run)
+    if record is None:
+        raise BadArgument(f"{run.run_id} has no record yet: it has not begun")
+    return record.as_json()
 
 
 _ATTEMPT = re.compile(r"(.+)--a(\d+)")
@@ -355,12 +363,82 @@ def _record_of(run: Run) -> tuple[RunJson | None, list[str]]:
     return record, pages
 
 
-def why(run: RunName = "latest", /, *, pool: Pool = "gang") -> int:
+def metrics_of(run: Run) -> list[dict[str, Any]]:
+    """The figures of a run's training, a row each step, in order: what the last attempt that came
+    to it has written of it, as it stands in the file, and `attempt` with the number of that.
+
+    Raises: BadArgument, where its files are another host's, or it writes none.
+    """
+    place = RunPlace.of(run.run_id)
+    numbers = _attempts_in(place)
+    rows: dict[float, dict[str, Any]] = {}
+    read = set[Path]()
+    for number in numbers:
+        spec = mapping(yaml.safe_load(place.attempt(number).spec.read_text(encoding="utf-8")))
+        progress = mapping(spec.get("progress"))
+        if not (name := progress.get("jsonl")):
+            raise BadArgument(f"{run.run_id} writes no file of figures: progress has no jsonl")
+        if (path := Path(str(spec.get("cwd", "."))) / name) in read:
+            continue  # One of all attempts.
+        read.add(path)
+        file = MetricsFile(path)
+        while (found := file.look()) or file.is_behind:
+            steps = ((number_at(row, str(progress["step"])), row) for row in found)
+            rows |= {step: {**row, "attempt": number} for step, row in steps if step is not None}
+    if not numbers:
+        raise BadArgument(_where_else(run, place))
+    return [rows[step] for step in sorted(rows)]
+
+
+def metrics(run: RunName = "latest", /) -> None:
+    """Print the figures of a run's training, a JSON object a line and a line a step.
+
+    Exit: 0 printed; 2 there is no such run, or it has no figures here.
+    """
+    for row in metrics_of(find(run)):
+        print(dumps(row))
+
+
+def story_of(run: Run) -> str:
+    """The whole story of a run, as text that fits a screen, or a prompt."""
+    record, _pages = _record_of(run)
+    if record is None:
+        return f"{run.run_id} is {run.state}, and has not begun.\n{run.message}".rstrip()
+    rows: list[dict[str, Any]] = []
+    with suppress(BadArgument, OSError):
+        rows = metrics_of(run)
+    said = story(record, RunPlace.of(run.run_id), rows)
+    if run.state not in ENDED and run.message:
+        said = chain([f"{run.run_id} is {run.state}: {run.brief}"], islice(said, 1, None))
+    return "\n".join(said)
+
+
+def explain(run: RunName = "latest", /, *, json: AsJson = False) -> None:
+    """Tell the whole story of a run, on a screen or for a prompt: what it is, its attempts, what
+    failed first, its alarms and its figures.
+
+    Exit: 0 told; 2 there is no such run.
+    """
+    meant = find(run)
+    text = story_of(meant)
+    print(dumps({**asdict(meant), "story": text}, indent=2) if json else text)
+
+
+def why(run: RunName = "latest", /, *, pool: Pool = "gang", json: AsJson = False) -> int:
     """Say why a run waits, or what has become of it.
 
     Exit: 0 said; 1 the server does not answer; 2 there is no such run.
+
+    Args:
+        json: The run as in `ls`, and its failure as in run.json.
     """
     meant = find(run)
+    if json:
+        record, _pages = _record_of(meant)
+        failure = record.attempt.failure if record and record.attempt else None
+        told = failure.as_json() if failure else None
+        print(dumps({**asdict(meant), "failure": told}, indent=2))
+        return EXIT_DONE
     record, _pages = _record_of(meant)
     attempt = record.attempt if record is not None else None
     if record is not None and attempt is not None and attempt.failure is not None:
@@ -372,12 +450,24 @@ def why(run: RunName = "latest", /, *, pool: Pool = "gang") -> int:
     return EXIT_DONE
 
 
-def cancel(run: RunName, /) -> None:
+def cancel(run: RunName, /, *, json: AsJson = False) -> None:
     """End a run: its components are stopped in reverse, and nothing of it is left.
 
     Exit: 0 it is being cancelled; 1 it can't be from here; 2 there is no such run, or it has ended.
+
+    Args:
+        json: The run as in `ls`, as it was.
     """
     meant = find(run)
+    cancel_run(meant)
+    if json:
+        print(dumps(asdict(meant), indent=2))
+    else:
+        print(f"{meant.run_id} is being cancelled. To see its end: muster show {meant.run_id}")
+
+
+def cancel_run(meant: Run) -> None:
+    """Raises: BadArgument, MusterError."""
     if meant.state in ENDED:
         raise BadArgument(f"{meant.run_id} has ended: it is {meant.state}")
     api_url = PREFECT_API_URL.value()
@@ -389,7 +479,6 @@ def cancel(run: RunName, /) -> None:
     with talking_to(api_url) as client:
         said = f"cancelled by muster on {host_name()}"
         client.set_flow_run_state(UUID(meant.flow_run_id), Cancelling(message=said))
-    print(f"{meant.run_id} is being cancelled. To see its end: muster show {meant.run_id}")
 
 
 def overview() -> None:
@@ -414,7 +503,7 @@ _LOOK_EVERY_S, _ASK_EVERY_S = 0.2, 5.0
 _COLORS = ("cyan", "magenta", "yellow", "green", "blue", "red")
 
 
-def _logs_in(place: AttemptPlace) -> list[str]:
+def logs_in(place: AttemptPlace) -> list[str]:
     return sorted({path.name.partition(".log")[0] for path in place.directory.glob("*.log*")})
 
 
@@ -422,7 +511,7 @@ def _show_new(
     place: AttemptPlace, component: str, logs: dict[str, LogFile], *, is_last: bool = False
 ) -> None:
     """Of all components of an attempt, or of one, the lines that were not shown yet."""
-    for name in [component] if component else _logs_in(place):
+    for name in [component] if component else logs_in(place):
         logs.setdefault(name, LogFile(place.log(name)))
     console, width = Console(highlight=False), max(map(len, logs), default=0)
     for color, (name, log) in zip(cycle(_COLORS), logs.items()):
@@ -455,10 +544,10 @@ def logs(
     meant = find(run)
     place = RunPlace.of(meant.run_id)
     try:
-        number = attempt or _wait_for_attempt(meant, place, follow=follow)
+        number = attempt or last_attempt(meant, place, follow=follow)
         while True:
             its, shown = place.attempt(number), dict[str, LogFile]()
-            if not follow and component and component not in (names := _logs_in(its)):
+            if not follow and component and component not in (names := logs_in(its)):
                 there = commas(names) or "none"
                 said = f"attempt {number} of {meant.run_id} has no log of {component}: {there}"
                 raise BadArgument(said)
@@ -474,30 +563,39 @@ def logs(
         pass  # The way out of --follow.
 
 
-def _wait_for_attempt(run: Run, place: RunPlace, *, follow: bool) -> int:
+def last_attempt(run: Run, place: RunPlace, *, follow: bool = False) -> int:
     """The number of its last attempt; where it is followed, once it has one.
 
     Raises: BadArgument.
     """
     said = ""
     while True:
-        names = [path.name.removeprefix("attempt-") for path in place.directory.glob("attempt-*")]
-        if numbers := [int(name) for name in names if name.isdecimal()]:
-            return max(numbers)
-        if run.host not in ("", host_name()) and run.started_at is not None:
-            raise BadArgument(
-                f"the logs of {run.run_id} are on {run.host}: {place.directory}/attempt-*/*.log "
-                f"there, if its MUSTER_HOME is {place.directory.parents[1]}"
-            )
-        if not follow or run.state in ENDED:
-            raise BadArgument(
-                f"{run.run_id} has no logs: it is {run.state}, {run.message or 'no more'}"
-            )
+        if numbers := _attempts_in(place):
+            return numbers[-1]
+        is_elsewhere = run.host not in ("", host_name()) and run.started_at is not None
+        if is_elsewhere or not follow or run.state in ENDED:
+            raise BadArgument(_where_else(run, place))
         if run.state != said:
             print(f"{run.run_id} has not begun: {run.state} {run.message}", file=sys.stderr)
             said = run.state
         time.sleep(_ASK_EVERY_S if said else _LOOK_EVERY_S)
         run = find(run.run_id)
+
+
+def _attempts_in(place: RunPlace) -> list[int]:
+    """The numbers of those that have files here."""
+    names = (path.name.removeprefix("attempt-") for path in place.directory.glob("attempt-*"))
+    return sorted(int(name) for name in names if name.isdecimal())
+
+
+def _where_else(run: Run, place: RunPlace) -> str:
+    """Why a run has no files here."""
+    if run.host in ("", host_name()) or run.started_at is None:
+        return f"{run.run_id} has no logs: it is {run.state}, {run.message or 'no more'}"
+    return (
+        f"the logs of {run.run_id} are on {run.host}: {place.directory}/attempt-*/*.log there, if "
+        f"its MUSTER_HOME is {place.directory.parents[1]}"
+    )
 
 
 def _has_ended(place: RunPlace, number: int) -> bool:

@@ -28,6 +28,8 @@ ORDER: tuple[tuple[str, ...], ...] = (
 )
 #: It stands above all, deployments/ too: the verbs of every folder meet in it.
 COMMAND = "tasks/command.py"
+#: The same from Python, above that.
+CLIENT = "tasks/client.py"
 #: Packages of others that a folder may import beside the standard library, where it is not free.
 PLAIN = {"spec": {"pydantic", "pydantic_core", "yaml"}, "record": {"pydantic", "yaml"}}
 #: Where Prefect may be imported, and where Ray may.
@@ -91,7 +93,7 @@ def violations(root: Path) -> list[str]:
     known = {name for line in ORDER for name in line}
     for path in files(root, "tasks"):
         folder = Path(path).parts[1]
-        if folder not in known and path not in ("tasks/__init__.py", COMMAND):
+        if folder not in known and path not in ("tasks/__init__.py", COMMAND, CLIENT):
             found.append(f"{path}: tasks/{folder} has no place in the order")
     return found
 
@@ -102,7 +104,7 @@ def _problem(root: Path, one: Import) -> str:
         beside = {Path(path).stem for path in ALONE}
         is_fine = top in sys.stdlib_module_names or top in beside or _names_alone(one.target)
         return "" if is_fine else "it runs alone, with the standard library only"
-    if one.path == COMMAND:
+    if one.path in (COMMAND, CLIENT):
         return ""
     if top == "tasks":
         return _problem_within(place, names)

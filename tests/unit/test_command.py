@@ -199,7 +199,7 @@ def profiles(home: Path, *, active: str, **urls: str) -> None:
 
 
 def found() -> str | None:
-    command._find_server()
+    command.find_server()
     return os.environ.get("PREFECT_API_URL")
 
 
@@ -220,7 +220,7 @@ def test_the_password_of_the_stack_is_found_with_it(
     if url is not None:
         monkeypatch.setenv("PREFECT_API_URL", url)
 
-    command._find_server()
+    command.find_server()
 
     assert os.environ["PREFECT_API_AUTH_STRING"] == made
     assert os.environ["PREFECT_API_URL"] == (url or STACK_URL)
@@ -236,7 +236,7 @@ def test_no_other_server_is_given_the_password(
     make_server_password()
     monkeypatch.setenv("PREFECT_API_URL", url)
 
-    command._find_server()
+    command.find_server()
 
     assert "PREFECT_API_AUTH_STRING" not in os.environ
 
@@ -249,7 +249,7 @@ def test_a_stack_of_another_password_or_none_is_given_none(
     stack(**about)
     make_server_password()
 
-    command._find_server()
+    command.find_server()
 
     assert "PREFECT_API_AUTH_STRING" not in os.environ
 
@@ -279,7 +279,7 @@ def test_a_password_that_is_set_stays(
     make_server_password()
     monkeypatch.setenv("PREFECT_API_AUTH_STRING", "operator:of-their-own")
 
-    command._find_server()
+    command.find_server()
 
     assert os.environ["PREFECT_API_AUTH_STRING"] == "operator:of-their-own"
 

@@ -38,6 +38,7 @@ COMMANDS = (
     "tests.faults.gang_storm",
     "tests.faults.ray_kills",
     "tests.faults.fleet_chaos",
+    "tests.faults.gateway_fuzz",
     "tests.faults.llm",
 )
 #: Verbs of verbs; what goes for them all stands with `muster queue`.

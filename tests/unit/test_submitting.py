@@ -39,7 +39,7 @@ SPEC = {
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> SubmitServer:
     server = SubmitServer()
-    monkeypatch.setattr(deploying, "_server", lambda: nullcontext(server))
+    monkeypatch.setattr(deploying, "to_server", lambda: nullcontext(server))
     monkeypatch.setattr(deploying, "_ASKED_EVERY_S", 0)
     return server
 
@@ -123,7 +123,7 @@ def test_a_run_is_queued_with_its_whole_spec_and_the_project_as_it_is(
     code = code_of(kept)
     assert (code.project, server.labels) == (str(spec.parents[1]), {"muster.code": code.tree})
     assert "is queued" in out and "muster logs trial-sft-" in out and "muster cancel trial" in out
-    assert f"project {spec.parents[1]}, kept as {kept[:12]}, python " in out
+    assert f"project {spec.parents[1]}, kept as {kept[:12]}, python " in err
     # The worker's host may have it.
     assert "must be on the worker's host: components.trainer.command.1: there is no such" in err
 
@@ -178,7 +178,7 @@ def test_a_server_without_the_deployment_of_any_spec_is_told_what_makes_it(
     spec: Path, verb: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server = SubmitServer(has_any=False)
-    monkeypatch.setattr(deploying, "_server", lambda: nullcontext(server))
+    monkeypatch.setattr(deploying, "to_server", lambda: nullcontext(server))
 
     code = run(MUSTER, [verb, str(spec)])
 

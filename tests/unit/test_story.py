@@ -1,0 +1,112 @@
+"""The whole story of a run, and the figures that it has, from the files of its attempts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tasks.record.places import RunPlace
+from tasks.spec.errors import BadArgument
+from tasks.train.runs import find, metrics_of, record_of, story_of
+
+RUN = "trial-grpo-20260102-000000-bbbbbbbb"
+
+
+@pytest.fixture
+def place(muster_home: Path) -> RunPlace:
+    """A run with two attempts: the first came to step 3, the second from 2 on to 4."""
+    place = RunPlace.of(RUN)
+    for number, steps in ((1, (1, 2, 3)), (2, (3, 4))):
+        attempt = place.attempt(number)
+        attempt.directory.mkdir(parents=True)
+        progress = {"jsonl": str(attempt.directory / "metrics.jsonl"), "step": "at.step"}
+        attempt.spec.write_text(yaml.safe_dump({"cwd": ".", "progress": progress}))
+        lines = (json.dumps({"at": {"step": n}, "reward": n / number}) for n in steps)
+        (attempt.directory / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    failure = {"kind": "STORAGE", "component": "trainer", "message": "disk full", "exit_code": 1}
+    components = {"trainer": {"pid": 1, "started_at": 1.0, "ended_at": 2.0, "exit_code": 1}}
+    common = {"state": "failed", "started_at": 1.0, "ended_at": 61.0, "components": components}
+    record = {
+        "run_id": RUN,
+        "state": "failed",
+        "name": "trial",
+        "workload": "grpo",
+        "message": "STORAGE: disk full\nmore",
+        "started_at": 1.0,
+        "ended_at": 121.0,
+        "attempts": [
+            {
+                "number": 1,
+                **common,
+                "step": 3,
+                "alarms": [{"rule": "kl", "message": "kl: kl is 20"}],
+                "failure": {"kind": "NODE_LOST", "component": "trainer", "message": "gone"},
+                "decision": "retried: NODE_LOST, attempt 2 of 2 in 0 s",
+            },
+            {
+                "number": 2,
+                **common,
+                "failure": {**failure, "log_tail": "Traceback\nOSError: 28"},
+                "decision": "final: STORAGE is not retried",
+            },
+        ],
+    }
+    place.record.write_text(json.dumps(record))
+    return place
+
+
+def test_figures_are_the_last_word_on_each_step(place: RunPlace) -> None:
+    rows = metrics_of(find("latest"))
+
+    assert [(row["at"]["step"], row["reward"], row["attempt"]) for row in rows] == [
+        (1, 1.0, 1),
+        (2, 2.0, 1),
+        (3, 1.5, 2),
+        (4, 2.0, 2),
+    ]
+
+
+def test_a_file_of_all_attempts_is_read_once(place: RunPlace) -> None:
+    for number in (1, 2):
+        progress = {"jsonl": str(place.directory / "shared.jsonl"), "step": "step"}
+        place.attempt(number).spec.write_text(yaml.safe_dump({"progress": progress}))
+    (place.directory / "shared.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
+
+    assert [row["step"] for row in metrics_of(find("latest"))] == [1, 2]
+
+
+def test_a_run_without_figures_says_so(place: RunPlace) -> None:
+    place.attempt(1).spec.write_text("progress: {http: 'http://127.0.0.1', step: step}")
+
+    with pytest.raises(BadArgument, match="no file of figures"):
+        metrics_of(find("latest"))
+
+
+def test_the_story_has_what_a_reader_needs(place: RunPlace) -> None:
+    text = story_of(find("latest"))
+
+    first, *more = text.splitlines()
+    assert first == f"{RUN} is failed: STORAGE: disk full"
+    for part in (
+        "2 attempts (NODE_LOST, STORAGE)",
+        "attempt 1: NODE_LOST, 1:00, step 3",
+        "alarm: kl: kl is 20",
+        "retried: NODE_LOST, attempt 2 of 2",
+        "what failed first: trainer: exit code 1",
+        "  | OSError: 28",
+        "reward: 1 at first, 2 last, 1 to 2",
+        f"files: {place.directory}",
+    ):
+        assert any(part in line for line in more), (part, text)
+
+
+def test_a_story_of_a_thousand_attempts_fits_a_screen(place: RunPlace) -> None:
+    record = json.loads(place.record.read_text())
+    attempts = [{**record["attempts"][0], "number": number} for number in range(1, 1001)]
+    place.record.write_text(json.dumps({**record, "attempts": attempts}))
+
+    assert len(story_of(find("latest")).splitlines()) < 60
+    assert record_of(find("latest"))["attempts"][-1]["number"] == 1000
