@@ -21,8 +21,8 @@ def test_the_house_keeps_its_measure() -> None:
 
     assert found.circles == ()
     assert found.folders == 11
-    assert found.modules <= 132
-    assert len(found.longest_chain) <= 15
+    assert found.modules <= 133
+    assert len(found.longest_chain) <= 16
     assert found.names_borne_twice == ()
 
 
