@@ -92,13 +92,7 @@ class Look:
     @property
     def resumed(self) -> list[QueueEntry]:
         """They have their gang, and wait for a new process only, which is due."""
-        return [
-            entry
-            for entry in self.ledger.holding
-            if entry.goes_on
-            and (due := entry.flow_run.next_scheduled_start_time) is not None
-            and due.timestamp() <= self.at
-        ]
+        return [entry for entry in self.ledger.holding if entry.goes_on and entry.is_due(self.at)]
 
     def may_start(self) -> int:
         """How many of the line start, or would if there were room: what holds others back does not

@@ -33,6 +33,7 @@ from prefect.states import Cancelled, Failed
 
 from tasks.queue.decision import Look, Refused
 from tasks.queue.grants import (
+    BEAT_EVERY_S,
     PENDING_RESOURCES,
     Giver,
     Grant,
@@ -65,7 +66,7 @@ _WITHIN_S = 10.0
 #: Another gate has decided by then, as long as it is alive.
 _LEASE_WITHIN_S = 5.0
 #: What no event has told, such as a flow run that somebody deleted.
-_WHOLE_EVERY_S = 120.0
+_WHOLE_EVERY_S = 60.0
 #: A head that was started anew has forgotten it.
 _SHOWN_FOR_S = 30.0
 #: So many states are rewritten at a time: what can start must not wait for words.
@@ -73,6 +74,8 @@ _WRITES_AT_ONCE = 10
 #: After one look: what it saw grows old.
 _WRITES_AT_MOST = 50
 
+
+_NO_LOOK: Final = None, None, -math.inf, -math.inf
 
 #: Whether a run is somebody's to start on these nodes: `gpus[node name]`.
 MayStart = Callable[[QueueEntry, Mapping[str, int]], bool]
@@ -106,9 +109,9 @@ class Gate:
         self._capacity = capacity
         #: What each autoscaler was shown last, and when, by a monotonic clock.
         self._demands: dict[str, tuple[list[dict[str, float]], float]] = {}
-        #: The last look, the turn that it is good for, and when the line was read as a whole, by a
-        #: monotonic clock.
-        self._last: tuple[Look | None, str | None, float] = None, None, -math.inf
+        #: The last look, the turn that it is good for, and when the line was read as a whole, and
+        #: when at all, by a monotonic clock.
+        self._last: tuple[Look | None, str | None, float, float] = _NO_LOOK
         #: Runs of the line that have another state since.
         self._rewritten: set[UUID] = set()
         #: What each waiting run was told last: the state, and the key of its message.
@@ -139,16 +142,24 @@ class Gate:
         look_again = partial(
             self._reader.look, in_flight=frozenset(in_flight), patient=frozenset(patient)
         )
-        turn, (last, last_turn, last_whole) = await self._lease.turn(), self._last
+        now = time.monotonic()
         # Until this one has come to its end.
-        self._last = None, None, -math.inf
-        is_old = time.monotonic() - last_whole > _WHOLE_EVERY_S
-        if changed is None or turn is None or turn != last_turn or is_old:
-            last, last_whole = None, time.monotonic()
+        (last, turn, whole_at, read_at), self._last = self._last, _NO_LOOK
         rewritten, self._rewritten = self._rewritten, set()
-        look = await look_again(after=last, again={*(changed or ()), *rewritten})
+        again = {*(changed or ()), *rewritten}
+        # No event tells that a process which waits is alive.
+        beats = last is not None and any(entry.waits_in_process for entry in last.line)
+        is_fresh = now - read_at < (BEAT_EVERY_S if beats else _WHOLE_EVERY_S)
+        is_told = is_fresh and changed is not None and turn is not None and not again
+        if not is_told:
+            last_turn, turn = turn, await self._lease.turn()
+            is_old = now - whole_at >= _WHOLE_EVERY_S
+            if changed is None or turn is None or turn != last_turn or is_old:
+                last, whole_at = None, now
+            read_at = now
+        look = await look_again(after=last, again=again, is_told=is_told)
         if not self._has_work(look, may_start):
-            self._last = look, turn, last_whole
+            self._last = look, turn, whole_at, read_at
             return look, self._left_over(look, may_start, in_flight)
         async with self._lease.held(within_s=_LEASE_WITHIN_S) as holding:
             if holding is None:
@@ -180,7 +191,8 @@ class Gate:
                         entry.grant.devices if entry.grant else {}
                     )
                     started.append(await self._grant(entry, gpus, devices, holding))
-        self._last = look, turn, last_whole
+        # What it has written is read before anything else is decided.
+        self._last = look, turn, whole_at, -math.inf
         return look, started
 
     def _has_work(self, look: Look, may_start: MayStart) -> bool:

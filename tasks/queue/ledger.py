@@ -43,6 +43,8 @@ _FLOW = "train"
 #: them may start: as many as one request gives.
 WINDOW = 200
 _PAGE = 200
+#: What waits for a time so near is read with what is due: time alone asks for no new reading.
+_AHEAD = timedelta(seconds=90)
 #: They change from one answer to the next while nothing happens, and nobody here reads them.
 _CLOCKS = ("estimated_run_time", "estimated_start_time_delta")
 #: A run that comes is due by the clock of whoever submits it, or of the server.
@@ -217,6 +219,11 @@ class QueueEntry:
         """It has its gang, and waits for a new process."""
         return goes_on(self.flow_run)
 
+    def is_due(self, at: float) -> bool:
+        """Whether it may start at that time, UTC epoch seconds."""
+        due = self.flow_run.next_scheduled_start_time
+        return not self.is_scheduled or (due is not None and due.timestamp() <= at)
+
     @property
     def since(self) -> datetime:
         """When it came into the state that it has."""
@@ -250,7 +257,8 @@ class Ledger:
     at: datetime
     #: By name.
     pools: Mapping[str, Pool]
-    #: Runs that wait for a gang, or only for a place in their pool, in the order of the line.
+    #: Runs that wait for a gang, or only for a place in their pool, in the order of the line; those
+    #: that are soon due among them.
     waiting: tuple[QueueEntry, ...]
     #: Runs that have a gang, whether or not they have a process yet; and those without one that
     #: have a process, which take a place in their pool.
@@ -305,11 +313,13 @@ class LedgerReader:
             after: An earlier reading, since when no other gate has decided. What waited then is
                 not read again, but for `again`; what came since is.
         """
+        if after is None:
+            self._workers.clear()
         at, pools = datetime.now(UTC), await self._pools()
         if after is not None:
             waited = [one.flow_run for one in after.waiting if one.is_scheduled]
             waiting, is_cut = [run for run in waited if run.id not in again], after.is_cut
-            due = _due_now(since=after.at - _CLOCKS_APART)
+            due = _due(since=after.at - _CLOCKS_APART)
             waiting += await self._pages(flow_runs=due, work_pools={"type": {"any_": [TYPE]}})
         else:
             if not self._rows:
@@ -320,7 +330,7 @@ class LedgerReader:
         found = {run.id: run for run in (*waiting, *holding)}
         left = [str(id) for id in {*map(UUID, self._rows), *again} if id not in found]
         for start in range(0, len(left), _PAGE):
-            some = {"id": {"any_": left[start : start + _PAGE]}, **_due_now()}
+            some = {"id": {"any_": left[start : start + _PAGE]}, **_due()}
             found |= {run.id: run for run in await self._flow_runs(flow_runs=some)}
         self._rows = {id: row for id, row in self._rows.items() if UUID(id) in found}
         self._requests = {id: one for id, one in self._requests.items() if id in found}
@@ -380,7 +390,7 @@ class LedgerReader:
             page = await self._flow_runs(
                 work_pools={"name": {"any_": [pool]}},
                 work_pool_queues={"name": {"any_": [queue]}} if queue else None,
-                flow_runs=_due_now(),
+                flow_runs=_due(),
                 sort=FlowRunSort.EXPECTED_START_TIME_ASC,
                 limit=WINDOW,
                 offset=window * WINDOW,
@@ -445,9 +455,9 @@ class LedgerReader:
         return entry.with_cluster(on)
 
 
-def _due_now(since: datetime | None = None) -> dict[str, Any]:
-    """A filter of flow runs."""
-    due = {"before_": datetime.now(UTC), "after_": since}
+def _due(since: datetime | None = None) -> dict[str, Any]:
+    """A filter of flow runs that are due, or soon will be."""
+    due = {"before_": datetime.now(UTC) + _AHEAD, "after_": since}
     return {
         "state": {"type": {"any_": [StateType.SCHEDULED]}},
         "next_scheduled_start_time": {key: at.isoformat() for key, at in due.items() if at},

@@ -82,6 +82,8 @@ class QueueReader:
         self._largest_seen: dict[str, Cluster] = {}
         #: Flow runs that have come back from their end, and the state in which that was in order.
         self._came_back: dict[UUID, UUID] = {}
+        #: The last reading.
+        self._ledger: Ledger | None = None
 
     async def look(
         self,
@@ -90,6 +92,7 @@ class QueueReader:
         again: Collection[UUID] = (),
         in_flight: frozenset[UUID] = frozenset(),
         patient: frozenset[UUID] = frozenset(),
+        is_told: bool = False,
     ) -> Look:
         """The queue now.
 
@@ -98,14 +101,18 @@ class QueueReader:
                 again, but for what it was to do, and for `again`.
             in_flight: What this process is submitting: never stuck.
             patient: What waits for nodes that have gone to come back.
+            is_told: Nothing has changed on the server since the last look, as far as events tell:
+                only the clusters and the clock are asked.
         """
+        if is_told and self._ledger is not None:
+            return await self._looked(self._ledger, in_flight, patient)
         if after is not None and not (after.ledger.is_cut and after.may_start() < _ENOUGH):
             again = {*again, *(entry.id for entry, _ in (*after.admitted, *after.cancelled))}
-            ledger = await self._reader.read(after=after.ledger, again=again)
-            return await self._looked(ledger, in_flight, patient)
+            self._ledger = await self._reader.read(after=after.ledger, again=again)
+            return await self._looked(self._ledger, in_flight, patient)
         while True:
-            ledger = await self._reader.read()
-            look = await self._looked(ledger, in_flight, patient)
+            self._ledger = await self._reader.read()
+            look = await self._looked(self._ledger, in_flight, patient)
             if not look.ledger.is_cut:
                 # Of a line that has become shorter, no more is read than there is.
                 self._reader.windows = 1 + len(look.line) // WINDOW
@@ -121,7 +128,8 @@ class QueueReader:
         ledger = ledger.with_clusters(lambda one: own_settings(one, settings).left_out)
         now = time.time()
         stuck = [one for one in ledger.holding if self._is_stuck(one, ledger, in_flight, now)]
-        line = [*ledger.waiting, *(entry for entry in stuck if entry.is_scheduled)]
+        waiting = (entry for entry in ledger.waiting if entry.is_due(now))
+        line = [*waiting, *(entry for entry in stuck if entry.is_scheduled)]
         cancelled = await self._cancelled(line)
         for entry, _cancel in cancelled:
             line.remove(entry)

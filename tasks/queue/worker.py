@@ -51,16 +51,28 @@ from tasks.queue.reasons import offered
 from tasks.queue.settings import PoolSettings
 from tasks.queue.tables import QueueArtifacts
 from tasks.server.events import Announcer
+from tasks.server.flow_runs import UPKEEP_FLOWS
 
 _log = logging.getLogger(__name__)
 
-#: Of flow runs: they have ended, or are there to be started. That of a waiting run whose message
-#: was rewritten is among them; rewrites are rare.
+#: Flow runs have ended, or are there to be started. That of a waiting run whose message was
+#: rewritten is among them; rewrites are rare.
 _ENDED = ("Completed", "Failed", "Crashed", "Cancelled", "TimedOut")
 _SCHEDULED = ("Scheduled", "Late", "PendingResources", "AwaitingRetry")
 #: The worker that looks for all has found room for a run that another one is to start.
 _OFFERED = "muster.run.offered"
-_EVENTS = [_OFFERED, *(f"prefect.flow-run.{name}" for name in (*_ENDED, *_SCHEDULED))]
+#: An operator has changed something.
+_SET = ("created", "deleted", "updated", "paused", "ready", "not-ready")
+#: A look is worth it.
+_WAKING = {
+    *(f"prefect.flow-run.{name}" for name in (*_ENDED, *_SCHEDULED)),
+    *(f"prefect.work-{one}.{name}" for one in ("pool", "queue") for name in _SET),
+}
+#: The next look has to read it.
+_TELLING = {
+    *("muster.run.admitted", "prefect.worker.started", "prefect.worker.stopped"),
+    *(f"prefect.flow-run.{name}" for name in ("Pending", "Running", "Cancelling")),
+}
 #: Events that come together are worth one look.
 _SETTLE_S = 0.03
 #: The stream was cut: it is opened again after so long, at most.
@@ -139,14 +151,22 @@ class Waker:
         again_s = _WAKE_AGAIN_S
         while True:
             try:
-                wanted = EventFilter(event=EventNameFilter(name=_EVENTS))
+                names = sorted({_OFFERED} | _WAKING | _TELLING)
+                wanted = EventFilter(event=EventNameFilter(name=names))
                 async with get_events_subscriber(filter=wanted) as subscriber:
                     again_s, self._listens = _WAKE_AGAIN_S, True
                     # What happened while nobody listened.
                     self._woken.set()
                     async for event in subscriber:
-                        if self._changed is not None:
-                            self._changed.add(UUID(event.resource.id.rpartition(".")[2]))
+                        if any(
+                            one.role == "flow" and one.name in UPKEEP_FLOWS for one in event.related
+                        ):
+                            continue
+                        kind, _, id = event.resource.id.rpartition(".")
+                        if kind != "prefect.flow-run":
+                            self._changed = None
+                        elif self._changed is not None:
+                            self._changed.add(UUID(id))
                         if self._hears(event.event):
                             self._woken.set()
             except Exception as error:
@@ -359,7 +379,7 @@ class GangWorker(ProcessWorker):
     def _hears(self, event: str) -> bool:
         if event == _OFFERED:
             self._was_offered = True
-        return self._is_looker != (event == _OFFERED)
+        return event in _WAKING if self._is_looker else event == _OFFERED
 
     async def _next(self, gate: Gate) -> list[WorkerFlowRunResponse]:
         await self._handed_over()

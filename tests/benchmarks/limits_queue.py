@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import httpx
 from prefect import get_client
@@ -40,6 +41,8 @@ _GPUS = 8
 #: By then a worker has told the runs that are looked at why they wait.
 _SETTLE_S, _QUICK_SETTLE_S = 60.0, 5.0
 _WINDOW_S, _QUICK_WINDOW_S = 60.0, 2.0
+#: As a worker does.
+_LOOK_EVERY_S = 2.0
 _BUSY_AGAIN_S = 0.2
 _SQLITE, _POSTGRES = "SQLite", "PostgreSQL"
 
@@ -172,13 +175,22 @@ def _looks(stage: _Stage, by: By) -> Iterator[Row]:
     with temporary_settings({PREFECT_API_URL: stage.pool.ground.api}):
         looks = _QUICK_LOOKS if stage.quick else _LOOKS
         each_ms, own_ms = asyncio.run(_looked(stage.pool, looks))
-    server_ms = (cpu_ns(server) - used_before) / 1e6 / len(each_ms)
+        server_ms = (cpu_ns(server) - used_before) / 1e6 / len(each_ms)
+        told_ms, _own_ms = asyncio.run(_looked(stage.pool, looks, changed=()))
     yield by.row("gate, a look", each_ms, "ms")
+    yield by.row("gate, a look, where events tell of no change", told_ms, "ms")
     yield by.row("gate, its own CPU of a look", own_ms, "ms")
     yield by.row("server, CPU of a look", server_ms, "ms")
 
 
-async def _looked(pool: GangPool, looks: int) -> tuple[list[float], float]:
+async def _looked(
+    pool: GangPool, looks: int, *, changed: tuple[UUID, ...] | None = None, every_s: float = 0.0
+) -> tuple[list[float], float]:
+    """How long each took, in ms, and this process's own CPU of each.
+
+    Args:
+        changed: None: the line is read each time.
+    """
     each_ms = []
     capacity = Capacity()
     async with get_client() as client:
@@ -188,16 +200,20 @@ async def _looked(pool: GangPool, looks: int) -> tuple[list[float], float]:
         used_before = time.process_time()
         for _ in range(looks):
             began = time.perf_counter()
-            look, granted = await gate.decide(lambda entry, nodes: True)
+            look, granted = await gate.decide(lambda entry, nodes: True, changed=changed)
             each_ms.append(1000 * (time.perf_counter() - began))
             assert look.line and not granted, (len(look.line), granted)
+            await asyncio.sleep(max(0.0, every_s - each_ms[-1] / 1000))
         own_ms = 1000 * (time.process_time() - used_before) / looks
     await capacity.close()
     return each_ms, own_ms
 
 
 def _workers(stage: _Stage, by: By) -> Iterator[Row]:
-    """What workers take of a line that does not move, and the server because of them."""
+    """What workers take of a line that does not move, and the server because of them; beside it
+    the server alone, and with a gate that reads the line at each look."""
+    window_s = _QUICK_WINDOW_S if stage.quick else _WINDOW_S
+    line = "server, CPU of a line that does not move"
     with ExitStack() as stack:
         for number in range(1, _WORKERS + 1):
             worker = stage.pool.start_worker(f"worker-{by.count}-{number}@{_SERVED}")
@@ -207,12 +223,20 @@ def _workers(stage: _Stage, by: By) -> Iterator[Row]:
                 continue
             time.sleep(_QUICK_SETTLE_S if stage.quick else _SETTLE_S)
             groups = {"worker": _tree_of(worker.pid), "server": _tree_of(stage.server_pid)}
-            used = cpu_percent(groups, _QUICK_WINDOW_S if stage.quick else _WINDOW_S)
+            used = cpu_percent(groups, window_s)
             if number == 1:
                 yield by.row("worker, CPU of a line that does not move", used["worker"], "%")
                 yield by.row("worker, RSS", memory_mb(worker.pid)[0], "MB")
             of_more = f", {number} workers" if number > 1 else ""
-            yield by.row(f"server, CPU of a line that does not move{of_more}", used["server"], "%")
+            yield by.row(f"{line}{of_more}", used["server"], "%")
+    server = _tree_of(stage.server_pid)
+    yield by.row(f"{line}, no worker", cpu_percent({"": server}, window_s)[""], "%")
+    used_before, began = cpu_ns(server), time.monotonic_ns()
+    with temporary_settings({PREFECT_API_URL: stage.pool.ground.api}):
+        looks = max(1, int(window_s / _LOOK_EVERY_S))
+        asyncio.run(_looked(stage.pool, looks, every_s=_LOOK_EVERY_S))
+    read = 100 * (cpu_ns(server) - used_before) / (time.monotonic_ns() - began)
+    yield by.row(f"{line}, read at each look", read, "%", "modelled")
 
 
 def _not_held_up(*, quick: bool) -> Iterator[Row]:

@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
@@ -427,7 +427,7 @@ def test_nothing_is_kept_for_a_run_whose_process_is_not_heard_of(
     later = server.submit(spec())
 
     async def started(one: Gate) -> list[UUID]:
-        _seen, found = await one.decide(lambda entry, nodes: entry.id == later)
+        _seen, found = await one.decide(lambda entry, nodes: entry.id == later, changed=())
         return [entry.id for entry in found]
 
     async def passes() -> list[list[UUID]]:
@@ -580,6 +580,10 @@ async def test_a_gate_that_hears_of_changes_reads_what_came_and_what_changed() -
     one = Gate(client, capacity=Capacity())
     await one.decide(lambda entry, nodes: True)
     first, second = (one.id for one in (await changes(server, one)).line[:2])
+    before = server.requests
+    assert len((await changes(server, one)).line) == 450
+    # Nothing that it was told of has changed.
+    assert server.requests == before
     came = server.submit(spec(tags=["red"]), due=datetime.now(UTC))
     before = server.asked.count("read_flow_runs")
     server.cancel(second)
@@ -605,12 +609,14 @@ async def test_what_a_gate_may_have_missed_it_reads_again(
     # Nobody says so.
     server.cancel(runs[0])
     assert [entry.id for entry in (await changes(server, one)).line] == runs
+    changed = [runs[1]]
     match missed:
         case "a turn":
             monkeypatch.setattr(FreeLease, "is_passed", True)
         case "minutes":
             now = time.monotonic()
-            monkeypatch.setattr(gate.time, "monotonic", lambda: now + 121)
+            monkeypatch.setattr(gate.time, "monotonic", lambda: now + 61)
+            changed = []
         case "a failure":
 
             def refuse() -> None:
@@ -618,14 +624,32 @@ async def test_what_a_gate_may_have_missed_it_reads_again(
 
             server.ahead["read_work_pools"] = refuse
             with pytest.raises(httpx.ConnectError):
-                await changes(server, one)
+                await changes(server, one, runs[1])
             server.ahead.clear()
+            changed = []
 
     seen, _started = await one.decide(
-        lambda entry, nodes: True, changed=None if missed == "events" else ()
+        lambda entry, nodes: True, changed=None if missed == "events" else changed
     )
 
     assert [entry.id for entry in seen.line] == runs[1:]
+
+
+@pytest.mark.asyncio
+async def test_what_time_alone_lets_start_is_read_before_it_does(
+    server: ScriptedPrefect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    due = datetime.now(UTC) + timedelta(seconds=30)
+    cancelled, run = (server.submit(spec(), due=due) for _ in range(2))
+    client: Any = server
+    one = Gate(client, capacity=Capacity())
+    assert not (await changes(server, one)).line
+    server.cancel(cancelled)
+    monkeypatch.setattr(look.time, "time", lambda: due.timestamp() + 1)
+
+    _look, started = await one.decide(lambda entry, nodes: True, changed=())
+
+    assert [entry.id for entry in started] == [run]
 
 
 @pytest.mark.asyncio
@@ -640,7 +664,7 @@ async def test_what_a_gate_has_written_it_reads_again(server: ScriptedPrefect) -
     assert server.history(run).count("PendingResources") == 1
     server.set(holder, State(type=StateType.COMPLETED))
 
-    seen, started = await one.decide(lambda entry, nodes: True, changed=())
+    seen, started = await one.decide(lambda entry, nodes: True, changed=[holder])
 
     assert [entry.id for entry in started] == [run, behind]
     # They are not in the line any more, and are not granted twice.
