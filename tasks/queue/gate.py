@@ -76,7 +76,6 @@ _WRITES_AT_MOST = 50
 
 
 _NO_LOOK: Final = None, None, -math.inf, -math.inf
-
 #: Whether a run is somebody's to start on these nodes: `gpus[node name]`.
 MayStart = Callable[[QueueEntry, Mapping[str, int]], bool]
 
@@ -123,6 +122,7 @@ class Gate:
         in_flight: Collection[UUID] = (),
         patient: Collection[UUID] = (),
         changed: Collection[UUID] | None = None,
+        whole_every_s: float = _WHOLE_EVERY_S,
     ) -> tuple[Look, list[QueueEntry]]:
         """Admit what can start, refuse what never can, and take back what got stuck.
 
@@ -132,7 +132,8 @@ class Gate:
             in_flight: What this process is submitting.
             patient: What is not refused, should its nodes have gone meanwhile.
             changed: All flow runs that events have told of since the last call; None: they may
-                have missed some.
+                have missed some. Where it is empty, the last reading is as good as new.
+            whole_every_s: So often the line is read as a whole, whatever is told.
 
         Returns: the look that it was decided by, and this process's runs in the order of their
             admission, each with its grant.
@@ -149,11 +150,11 @@ class Gate:
         again = {*(changed or ()), *rewritten}
         # No event tells that a process which waits is alive.
         beats = last is not None and any(entry.waits_in_process for entry in last.line)
-        is_fresh = now - read_at < (BEAT_EVERY_S if beats else _WHOLE_EVERY_S)
+        is_fresh = now - read_at < (BEAT_EVERY_S if beats else whole_every_s)
         is_told = is_fresh and changed is not None and turn is not None and not again
         if not is_told:
             last_turn, turn = turn, await self._lease.turn()
-            is_old = now - whole_at >= _WHOLE_EVERY_S
+            is_old = now - whole_at >= whole_every_s
             if changed is None or turn is None or turn != last_turn or is_old:
                 last, whole_at = None, now
             read_at = now
