@@ -65,8 +65,6 @@ _KEPT_AT_MOST = 500
 _WITHIN_S = 10.0
 #: Another gate has decided by then, as long as it is alive.
 _LEASE_WITHIN_S = 5.0
-#: What no event has told, such as a flow run that somebody deleted.
-_WHOLE_EVERY_S = 60.0
 #: A head that was started anew has forgotten it.
 _SHOWN_FOR_S = 30.0
 #: So many states are rewritten at a time: what can start must not wait for words.
@@ -122,7 +120,7 @@ class Gate:
         in_flight: Collection[UUID] = (),
         patient: Collection[UUID] = (),
         changed: Collection[UUID] | None = None,
-        whole_every_s: float = _WHOLE_EVERY_S,
+        whole_every_s: float = 60.0,
     ) -> tuple[Look, list[QueueEntry]]:
         """Admit what can start, refuse what never can, and take back what got stuck.
 
@@ -147,18 +145,18 @@ class Gate:
         # Until this one has come to its end.
         (last, turn, whole_at, read_at), self._last = self._last, _NO_LOOK
         rewritten, self._rewritten = self._rewritten, set()
-        again = {*(changed or ()), *rewritten}
+        news = {*(changed or ()), *rewritten}
         # No event tells that a process which waits is alive.
         beats = last is not None and any(entry.waits_in_process for entry in last.line)
         is_fresh = now - read_at < (BEAT_EVERY_S if beats else whole_every_s)
-        is_told = is_fresh and changed is not None and turn is not None and not again
+        is_told = is_fresh and changed is not None and turn is not None and not news
         if not is_told:
             last_turn, turn = turn, await self._lease.turn()
             is_old = now - whole_at >= whole_every_s
             if changed is None or turn is None or turn != last_turn or is_old:
                 last, whole_at = None, now
             read_at = now
-        look = await look_again(after=last, again=again, is_told=is_told)
+        look = await look_again(after=last, again=news, is_told=is_told)
         if not self._has_work(look, may_start):
             self._last = look, turn, whole_at, read_at
             return look, self._left_over(look, may_start, in_flight)

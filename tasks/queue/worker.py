@@ -190,8 +190,9 @@ _SERVED_EVERY_S = 25.0
 _NEVER = datetime.fromtimestamp(0, UTC)
 #: A worker that another one looks for looks as seldom as that, should that one have gone.
 _LOOK_ANYWAY_S = 30.0
-#: And reads what it was not told of.
-_READ_ANYWAY_S = 300.0
+#: What no event has told, such as a flow run that somebody deleted, the worker that looks for all
+#: reads by then; and another one.
+_READ_EVERY_S, _READ_ANYWAY_S = 60.0, 300.0
 #: It looks in the place of one that has missed something for so long.
 _LOOK_INSTEAD_S = 600.0
 #: What was offered, and not taken, is offered again after so long.
@@ -410,9 +411,11 @@ class GangWorker(ProcessWorker):
             return
         self._was_offered = False
         changed = self._waker.changed() if self._waker is not None else None
-        more = {} if self._is_looker else {"whole_every_s": _READ_ANYWAY_S}
         look, granted = await gate.decide(
-            self._may_start, self._submitting_flow_run_ids, changed=changed, **more
+            self._may_start,
+            self._submitting_flow_run_ids,
+            changed=changed,
+            whole_every_s=_READ_EVERY_S if self._is_looker else _READ_ANYWAY_S,
         )
         self._granted.extend(granted)
         looker, me = look.ledger.looker, (self._work_pool_name, self.name)
