@@ -199,7 +199,7 @@ def test_a_sweep_of_what_runs_and_one_of_another_home_are_refused(
     )
     assert came(lambda: client.get_job_status(job) is JobStatus.RUNNING, within_s=60)
 
-    async def of_another_home() -> dict[str, str]:
+    async def of_another_home() -> set[str]:
         mine, other = AgentKey.of(muster_home()), AgentKey.of(tmp_path)
         at = await control_store.entries(own_cluster.gcs_address, NAMESPACE, mine.prefix)
         lines = [await AgentLine.open(node, address) for node, address in at.items()]
