@@ -31,6 +31,8 @@ def main() -> None:
     # A shell without job control starts what it puts in the background with SIGINT ignored. Prefect
     # ends a worker by a SIGINT to itself, also at SIGTERM: it would never leave.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # Of a child of one that ignores it nobody learns how it ended.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     worker = (sys.executable, "-m", "prefect", "worker", "start", *sys.argv[1:])
     os.execv(sys.executable, worker)
 

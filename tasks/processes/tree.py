@@ -41,9 +41,9 @@ def _prctl(option: int, value: int) -> None:
         raise OSError(error, f"prctl({option}, {value}): {os.strerror(error)}")
 
 
-def become_subreaper() -> None:
-    """This process adopts every descendant whose own parent dies."""
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+def become_subreaper(is_one: bool = True) -> None:
+    """This process adopts every descendant whose own parent dies; or no longer does."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, is_one)
 
 
 def die_with_parent(parent_pid: int) -> None:

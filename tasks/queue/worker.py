@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import logging
 import math
-import sys
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from datetime import UTC, datetime
@@ -23,10 +22,15 @@ from uuid import UUID
 import anyio
 import httpx
 from prefect.client.schemas.objects import FlowRun
-from prefect.client.schemas.responses import SetStateStatus, WorkerFlowRunResponse
+from prefect.client.schemas.responses import (
+    DeploymentResponse,
+    SetStateStatus,
+    WorkerFlowRunResponse,
+)
 from prefect.events.clients import get_events_subscriber
 from prefect.events.filters import EventFilter, EventNameFilter
 from prefect.exceptions import ObjectNotFound, PrefectException
+from prefect.runner import _starter_engine
 from prefect.runner._flow_run_executor import FlowRunExecutorContext
 from prefect.runner._starter_engine import EngineCommandStarter
 from prefect.states import Cancelled
@@ -37,7 +41,7 @@ from prefect.workers.process import (
     ProcessWorker,
     ProcessWorkerResult,
 )
-from pydantic import Field
+from pydantic import Field, PrivateAttr
 
 from tasks.processes.identity import host_name
 from tasks.queue.decision import Look
@@ -50,7 +54,9 @@ from tasks.queue.nodes import Capacity
 from tasks.queue.reasons import offered
 from tasks.queue.settings import PoolSettings
 from tasks.queue.tables import QueueArtifacts
+from tasks.queue.zygote import ENGINE, Zygote, own_flow
 from tasks.server.events import Announcer
+from tasks.server.flow_process import trust_once
 from tasks.server.flow_runs import UPKEEP_FLOWS
 
 _log = logging.getLogger(__name__)
@@ -210,6 +216,18 @@ class GangVariables(ProcessVariables):
     )
 
 
+class GangJobConfiguration(ProcessJobConfiguration):
+    """With the deployment, which need not be asked for again."""
+
+    _deployment: DeploymentResponse | None = PrivateAttr(default=None)
+
+    def prepare_for_flow_run(
+        self, flow_run: FlowRun, deployment: DeploymentResponse | None = None, *more: Any, **ex: Any
+    ) -> None:
+        self._deployment = deployment
+        super().prepare_for_flow_run(flow_run, deployment, *more, **ex)
+
+
 class _NoHooks:
     """Our flows have none, and to look for them would import the flow into the worker."""
 
@@ -223,6 +241,7 @@ class GangWorker(ProcessWorker):
 
     type = TYPE
     # Within Prefect's class, too, `type` is that name: its annotation can't be read.
+    job_configuration = GangJobConfiguration
     job_configuration_variables = GangVariables  # type: ignore[assignment]
 
     _description = (
@@ -254,8 +273,14 @@ class GangWorker(ProcessWorker):
     ) -> ProcessWorkerResult:
         """Run a flow run's process to its end, and leave no flow run that only seems to hold."""
         began = asyncio.get_running_loop().time()
-        one = self._run_here if await self._is_by_module(flow_run) else super().run
-        result = await one(flow_run, configuration, task_status)
+        assert isinstance(configuration, GangJobConfiguration)
+        deployment = configuration._deployment
+        assert deployment is not None
+        # Its code is where the deployment's steps go, or is installed: nothing is to be fetched.
+        if deployment.pull_steps or ":" not in (deployment.entrypoint or ":"):
+            result = await self._run_here(flow_run, deployment, configuration, task_status)
+        else:
+            result = await super().run(flow_run, configuration, task_status)
         is_cut = self._waker is not None and self._waker.was_cut_since(began - _CUT_BEFORE_S)
         for _try in range(_SETTLED_AFTER_TRIES):
             try:
@@ -267,28 +292,29 @@ class GangWorker(ProcessWorker):
                 await asyncio.sleep(_AGAIN_S)
         return result
 
-    async def _is_by_module(self, flow_run: FlowRun) -> bool:
-        """Whether its code is where the deployment's steps go, or is installed: nothing is to be
-        fetched before."""
-        assert flow_run.deployment_id is not None
-        deployment = await self.client.read_deployment(flow_run.deployment_id)
-        return bool(deployment.pull_steps) or ":" not in (deployment.entrypoint or ":")
-
     async def _run_here(
-        self, flow_run: FlowRun, configuration: ProcessJobConfiguration, task_status: Any
+        self,
+        flow_run: FlowRun,
+        deployment: DeploymentResponse,
+        configuration: ProcessJobConfiguration,
+        task_status: Any,
     ) -> ProcessWorkerResult:
-        """One process, which imports Prefect once and does the pull steps itself.
+        """One process, forked or started, which does the pull steps itself unless it has the flow.
 
         That of Prefect's own worker prepares a workspace first, in a process before it, and puts
         the working directory on the path: a project's `tasks.py` would be taken for Muster's.
         """
-        own = [sys.executable, "-P", "-m", "flows"]
+        own = command_to_string([*ENGINE, str(flow_run.id)])
         command = configuration.command if configuration._command_configured else None
+        entrypoint, entered = (None, None) if command else own_flow(deployment)
         with contextlib.ExitStack() as stack:
-            place = configuration.working_dir or stack.enter_context(TemporaryDirectory())
+            place = (
+                entered or configuration.working_dir or stack.enter_context(TemporaryDirectory())
+            )
             async with FlowRunExecutorContext() as context:
                 starter = EngineCommandStarter(
-                    command=command or command_to_string(own),
+                    command=command or own,
+                    entrypoint=entrypoint,
                     cwd=Path(place).resolve(),
                     env=configuration.env,
                     stream_output=configuration.stream_output,
@@ -375,6 +401,12 @@ class GangWorker(ProcessWorker):
             announce=self._announce,
             worker=(self._work_pool_name, self.name),
         )
+        trust_once()
+        zygote = Zygote()
+        # By this name Prefect's starter finds it.
+        _starter_engine.run_process = zygote.run_process  # type: ignore[attr-defined, assignment]
+        zygote.make()
+        self._exit_stack.callback(zygote.close)
         self._waker = Waker(self.get_and_submit_flow_runs, self._hears)
         await self._exit_stack.enter_async_context(self._waker)
         self._exit_stack.push_async_callback(self._stop_telling)

@@ -14,19 +14,24 @@ import os
 import queue
 import re
 import signal as signals
+import ssl
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Protocol, TypeVar
 from uuid import UUID
 
+import certifi
 from prefect.client.base import PrefectHttpxAsyncClient, PrefectHttpxSyncClient
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.client.schemas.responses import SetStateStatus
 from prefect.context import FlowRunContext
+from prefect.settings import PREFECT_API_SSL_CERT_FILE
 from pydantic import BaseModel
 
 from tasks.record.code_store import PROJECT
@@ -67,6 +72,25 @@ def outlast_server_starts() -> None:
 
     for client in (PrefectHttpxAsyncClient, PrefectHttpxSyncClient):
         client.__init__ = outlasting(client.__init__)  # type: ignore[method-assign]
+
+
+def trust_once() -> None:
+    """Read the certificates that a server's is checked by once, and not anew for each client."""
+    made: dict[Any, ssl.SSLContext] = {}
+
+    def create(*arguments: Any, cafile: str | None = None, **options: Any) -> ssl.SSLContext:
+        if cafile is None or arguments or options:
+            # Those may be changed by who has them.
+            return ssl.create_default_context(*arguments, cafile=cafile, **options)
+        key = cafile, os.stat(cafile).st_mtime_ns
+        if key not in made:
+            made[key] = ssl.create_default_context(cafile=cafile)
+        return made[key]
+
+    shared = SimpleNamespace(**{**vars(ssl), "create_default_context": create})
+    for name in ("prefect.client.orchestration", "prefect._internal.version_checking"):
+        vars(sys.modules[name])["ssl"] = shared
+    create(cafile=PREFECT_API_SSL_CERT_FILE.value() or certifi.where())
 
 
 @contextmanager

@@ -1,5 +1,7 @@
 """From the end of one gang to the next: Muster's gang worker, and a process worker with a limit.
 
+The gang worker forks its runs from what has everything imported; cold, it starts a program for one.
+
 Each run takes all GPUs, and the next ones wait: from the final state of one to PENDING of the next,
 to its RUNNING and to the first line of its component. The other way is a process pool with a
 concurrency limit of 1, which does the same where every run takes everything; and a loop that asks
@@ -57,6 +59,8 @@ _WAYS = (
     _Way(name="process worker, each 1 s", type="process", poll_s=1, limit=1),
 )
 _MUSTER = _WAYS[0].name
+#: On the same pool: a variable of Python's can't be given to what is forked.
+_COLD, _COLD_ENV = "Muster: gang worker, cold", {"PYTHON_COLD": "1"}
 _STEPS = ("to PENDING", "to RUNNING", "to its first line")
 
 
@@ -71,8 +75,9 @@ def measure(*, quick: bool) -> Result:
         waiting = _busy_waiting(*pools[_MUSTER], quick=quick)
         for number in range(rounds):
             say(f"  round {number + 1} of {rounds}")
-            for name, (pool, _worker) in pools.items():
-                for step, seconds in _hand_overs(pool, length):
+            for name in (*pools, _COLD):
+                pool, env = pools.get(name, pools[_MUSTER])[0], _COLD_ENV if name == _COLD else {}
+                for step, seconds in _hand_overs(pool, length, env):
                     took[step].setdefault(name, []).append(1000 * seconds)
     rows = [
         Row(way=f"{name}, {step}", values=values, group=step, note=_note(name))
@@ -136,7 +141,7 @@ def _by_plan(*, quick: bool) -> Row:
 
 
 def _note(name: str) -> str:
-    return "" if name == _MUSTER else "one run at a time, whatever it asks"
+    return "" if name in (_MUSTER, _COLD) else "one run at a time, whatever it asks"
 
 
 @contextmanager
@@ -162,15 +167,19 @@ def _served(directory: Path) -> Iterator[Mapping[str, tuple[GangPool, subprocess
         yield pools
 
 
-def _hand_overs(pool: GangPool, count: int) -> Iterator[tuple[str, float]]:
-    """Each step of so many hand-overs, in seconds since the one before had ended."""
+def _hand_overs(pool: GangPool, count: int, env: Mapping[str, str]) -> Iterator[tuple[str, float]]:
+    """Each step of so many hand-overs, in seconds since the one before had ended.
+
+    Args:
+        env: of the jobs, beyond the worker's.
+    """
     pool.asked.clear()
     for number in range(count + 1):
         spec = pool.spec(gpus=8, lasts_s=_LASTS_S)
         if pool.type != "gang":
             # Nobody there gives it a gang.
             del spec["gang"]
-        pool.submit({**spec, "name": f"r{number}"})
+        pool.submit({**spec, "name": f"r{number}"}, env=env)
     pool.until_all_end(_WITHIN_S)
     line = sorted(pool.histories(), key=_pending_at)
     for before, after in pairwise(line):

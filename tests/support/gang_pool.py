@@ -157,10 +157,12 @@ class GangPool:
         queue: str = "default",
         tags: Sequence[str] = (),
         key: str | None = None,
+        env: Mapping[str, str] | None = None,
     ) -> Run:
         """
         Args:
             key: of the same one, there is one run only, however often it is submitted.
+            env: what its job has beyond the worker's.
         """
         deployment = self.ground.get(f"/deployments/name/train/{self.name}")["id"]
         flow_run = self.ground.post(
@@ -169,6 +171,7 @@ class GangPool:
             work_queue_name=queue,
             tags=list(tags),
             idempotency_key=key,
+            job_variables={"env": dict(env)} if env else None,
             enforce_parameter_schema=False,
         )
         self._note(flow_run["id"], spec, self.ranks[queue])
