@@ -131,7 +131,7 @@ def _mib(used_bytes: int | None) -> int | None:
 _SEEN_WITHIN_S = 5.0
 _LOOK_EVERY_S = 0.2
 _PREFIX = "MUSTER_"
-_PACKAGES = ("muster", "ray", "prefect", "prefect-ray")
+_PACKAGES = ("muster", "ray", "prefect")
 
 
 def look(shared: str, folder: str, name: str, ray_dir: str) -> dict[str, Any]:

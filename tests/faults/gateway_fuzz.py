@@ -822,9 +822,19 @@ async def fuzz(seed: int, *, for_s: float = 0.0, rounds: int = 1) -> World:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
-    parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--seed", type=int, default=SystemRandom().randrange(10**6))
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.faults.gateway_fuzz",
+        description=__doc__,
+        epilog="Exit: 0 no promise was broken; 1 one was; 2 the arguments are wrong.",
+        formatter_class=HelpFormatter,
+    )
+    parser.add_argument("--minutes", type=float, default=10.0, help="under attack")
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=SystemRandom().randrange(10**6),
+        help="of the draw; else a new one",
+    )
     options = parser.parse_args()
     print(f"seed {options.seed}", flush=True)
     world = asyncio.run(fuzz(options.seed, for_s=60 * options.minutes))

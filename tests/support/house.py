@@ -119,7 +119,7 @@ def _problem(root: Path, one: Import) -> str:
     folder = place[1]
     if folder in PLAIN and top not in PLAIN[folder]:
         return f"tasks/{folder} is plain data: {', '.join(sorted(PLAIN[folder]))} at most"
-    if top in ("ray", "prefect_ray"):
+    if top == "ray":
         return (
             ""
             if one.path.startswith(RAY_ONLY)

@@ -120,7 +120,7 @@ TEXTS = {
 }
 #: What the queue, the flow and the supervision find out by themselves, never from a log.
 OUR_OWN_KINDS = {
-    *("INFEASIBLE", "NOT_READY", "STALLED", "TIME_LIMIT", "FLEET_LOST", "LOST_CONTACT")
+    *("INFEASIBLE", "NOT_READY", "STALLED", "TIME_LIMIT", "FLEET_LOST", "LOST_CONTACT", "ALARM")
 }
 
 

@@ -267,7 +267,7 @@ def test_the_token_of_its_ray_is_found_unless_the_user_says_otherwise(
     if mode is not None:
         monkeypatch.setenv("RAY_AUTH_MODE", mode)
 
-    command._find_server()
+    command.find_server()
 
     assert (os.environ["RAY_AUTH_MODE"], os.environ.get("RAY_AUTH_TOKEN_PATH")) == told
 

@@ -64,7 +64,7 @@ def test_a_run_that_is_submitted_starts_in_the_order_of_its_file(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = SubmitServer()
-    monkeypatch.setattr(deploying, "_server", lambda: nullcontext(server))
+    monkeypatch.setattr(deploying, "to_server", lambda: nullcontext(server))
 
     deploying.submit(file, set=("components.api.command=[run-api]",))
 
