@@ -3,17 +3,27 @@ them when one of the three is killed."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from tasks.processes.tree import environment_of
+from tasks.queue.zygote import ENGINE, Zygote
 from tests.support.gang_pool import GangPool, gang_pool
 from tests.support.ground import Run, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+FLOW_RUN = "7712f819-7b19-4723-bcbf-b5067028ec50"
 
 
 @pytest.fixture
@@ -86,3 +96,105 @@ def test_run_is_forked_and_looks_like_one_that_was_started(pool: GangPool) -> No
     assert began_as(next_pid) == began_as(another)
     assert crashes(run) == 1
     assert next_run.until_state("COMPLETED")
+
+
+@contextmanager
+def held_server() -> Iterator[tuple[str, threading.Event, list[str]]]:
+    """One that answers once it is let, that it knows no flow run: address, what lets it, paths."""
+    let, asked = threading.Event(), list[str]()
+
+    class NotFound(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            let.wait(60)
+            self.send_error(404)
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), NotFound) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}/api", let, asked
+        finally:
+            let.set()
+            server.shutdown()
+            thread.join()
+
+
+async def forked_or_started(
+    zygote: Zygote, env: Mapping[str, str], cwd: Path
+) -> tuple[asyncio.Task[None], Any]:
+    """The task in which a run's process ends, and that process."""
+    begun: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+    ended = asyncio.create_task(
+        zygote.run_process(
+            [*ENGINE, FLOW_RUN],
+            env={**os.environ, **env},
+            cwd=cwd,
+            stream_output=False,
+            task_status=SimpleNamespace(started=begun.set_result),
+            task_status_handler=lambda process: process,
+        )
+    )
+    return ended, await begun
+
+
+async def _until(is_so: Callable[[], object]) -> None:
+    async with asyncio.timeout(100):
+        while not is_so():
+            await asyncio.sleep(0.02)
+
+
+def test_process_of_a_run_is_forked_and_is_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tasks.queue.zygote._FORKS_WITHIN_S", 2.0)
+
+    async def scenario() -> None:
+        zygote = Zygote()
+        zygote.make()
+        try:
+            await _until(lambda: zygote.is_ready)
+            first = zygote_of(os.getpid())
+            assert len(os.listdir(f"/proc/{first}/task")) == 1
+            with held_server() as (api, let, asked):
+                more = {"PREFECT_API_URL": api, "PREFECT__FLOW_RUN_ID": FLOW_RUN, "OWN": "1"}
+                ended, process = await forked_or_started(zygote, more, tmp_path)
+                await _until(lambda: asked)
+                pid, at = process.pid, Path(f"/proc/{process.pid}")
+
+                # As `deployments.stack.runs`, `reconcile`, the queue and `ps` find it.
+                assert began_as(pid) == began_as(first)
+                assert parent_of(pid) == os.getpid()
+                assert at.joinpath("cmdline").read_text().rstrip("\0").split("\0") == [
+                    *ENGINE,
+                    FLOW_RUN,
+                ]
+                assert environment_of(pid) == {**os.environ, **more}
+                assert os.getsid(pid) == os.getpgid(pid) == pid
+                assert at.joinpath("cwd").readlink() == tmp_path
+                assert at.joinpath("fd/0").readlink() == Path("/dev/null")
+
+                # It goes on without the zygote, which is made anew; and by that other runs.
+                os.kill(first, signal.SIGKILL)
+                await _until(lambda: not zygote.is_ready)
+                cold_ended, cold = await forked_or_started(zygote, more, tmp_path)
+                assert began_as(cold.pid) != began_as(pid)
+                await _until(lambda: zygote.is_ready)
+                assert zygote_of(os.getpid()) != first
+                os.kill(cold.pid, signal.SIGKILL)
+                await cold_ended
+                let.set()
+                await ended
+                assert (process.returncode, cold.returncode) == (1, -signal.SIGKILL)
+                assert f"/api/flow_runs/{FLOW_RUN}" in asked
+
+                # One that does not answer is done without, and nothing begins twice.
+                os.kill(zygote_of(os.getpid()), signal.SIGSTOP)
+                cold_ended, cold = await forked_or_started(zygote, more, tmp_path)
+                await cold_ended
+                assert cold.returncode == 1
+        finally:
+            zygote.close()
+        assert not Path(f"/proc/self/task/{os.getpid()}/children").read_text()
+
+    asyncio.run(scenario())
