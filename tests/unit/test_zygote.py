@@ -101,7 +101,12 @@ def test_environment_that_is_read_as_a_program_begins_needs_a_program(
 
 def deployment(entrypoint: str, *steps: dict[str, Any]) -> DeploymentResponse:
     return DeploymentResponse(
-        id=uuid4(), name="any", flow_id=uuid4(), entrypoint=entrypoint, pull_steps=list(steps)
+        id=uuid4(),
+        name="any",
+        flow_id=uuid4(),
+        entrypoint=entrypoint,
+        pull_steps=list(steps),
+        labels={},
     )
 
 
