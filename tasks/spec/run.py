@@ -451,12 +451,12 @@ class RunSpec(Document):
         if written.get("success") is not None and written.get("progress") is None:
             remedy = "write progress: {jsonl: FILE, step: KEY} too"
             yield ("success",), refused("needs `progress`: nothing would show the step", remedy)
-        watch = mapping(written.get("watch"))
-        if watch and not mapping(written.get("progress")).get("jsonl"):
-            remedy = "write progress: {jsonl: FILE, step: KEY} too"
-            yield ("watch",), refused("has no file of figures to look at", remedy)
-        for place, refusal in refusals_of_rules(watch, written.get("workload")):
-            yield ("watch", *place), refusal
+        if watch := mapping(written.get("watch")):
+            if not mapping(written.get("progress")).get("jsonl"):
+                remedy = "write progress: {jsonl: FILE, step: KEY} too"
+                yield ("watch",), refused("has no file of figures to look at", remedy)
+            for place, refusal in refusals_of_rules(watch, written.get("workload")):
+                yield ("watch", *place), refusal
         yield from refusals_of_order(written)
         yield from _rules_of_jobs(written)
         yield from _rules_of_devices(written)
@@ -531,8 +531,9 @@ class RunSpec(Document):
 
     @property
     def alarms(self) -> dict[str, WatchRule]:
-        """The rules over its figures, by name."""
-        return (self.watch or Watch()).of(self.workload)
+        """The rules over its figures, by name; none where it has no file of them."""
+        has_file = self.progress is not None and self.progress.jsonl is not None
+        return (self.watch or Watch()).of(self.workload) if has_file else {}
 
     def own_gpus(self, name: str) -> int | None:
         """GPUs of this machine that a component has for itself; None where it does not say."""

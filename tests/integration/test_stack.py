@@ -427,7 +427,7 @@ def test_a_run_of_ones_own_is_submitted_followed_and_shown(home: Home) -> None:
     done = home.muster("submit", "own.yaml", "--watch")
 
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"python {python}" in done.stdout
+    assert f"python {python}" in done.stderr
     [run, *others] = json.loads(home.muster("ls", "--json").stdout)
     assert run["run_id"].startswith("own-sft-")
     assert (run["state"], run["attempts"]) == ("completed", 1)

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 _EACH = """
 import importlib, json, os, sys, tempfile
 os.environ["DO_NOT_TRACK"] = "1"
-import tasks.command
+import prefect.context, tasks.command
 for verbs in tasks.command._VERBS.values():
     for _, function, _ in verbs:
         importlib.import_module(function.partition(":")[0])
@@ -27,6 +27,9 @@ for line in sys.stdin:
         sys.stdin = open(os.devnull)
         sys.argv = ["muster", *json.loads(line)]
         try:
+            # What it finds is read as Prefect is imported, which is done here.
+            tasks.command.find_server()
+            prefect.context.refresh_global_settings_context()
             code = tasks.command.main()
         except SystemExit as ended:
             code = ended.code
