@@ -171,7 +171,7 @@ class SupervisedAttempt:
         self._launched: list[Member] = []
         self._watchers: list[asyncio.Task[None]] = []
         logs = [component.command.log for component in plan.components]
-        self._alarms = Alarms(plan.alarms)
+        self._alarms = Alarms(plan.alarms) if plan.alarms else None
         self._progress = ProgressWatch(
             source_of(
                 plan.progress, plan.cwd, self._context.client, plan.metrics, self._take_figures
@@ -482,7 +482,7 @@ class SupervisedAttempt:
         self._fail(self._stalled_member(), why, "stall", kind=FailureKind.STALLED)
 
     def _take_figures(self, step: float, figures: Mapping[str, Any]) -> None:
-        for alarm in self._alarms.take(step, figures):
+        for alarm in self._alarms.take(step, figures) if self._alarms else ():
             self._emit("run.alarm", **asdict(alarm), message=alarm.message)
             if alarm.then == "stop":
                 rule = f"watch-{alarm.rule}"
