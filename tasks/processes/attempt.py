@@ -246,11 +246,11 @@ class SupervisedAttempt:
     def crash(self, error: BaseException) -> None:
         """End the run as failed, by a bug of ours: better than to go on unwatched."""
         _log.error("supervision of %s failed", self._plan.run_id, exc_info=error)
-        failure = Failure(
-            kind=FailureKind.UNKNOWN,
-            message=f"Muster's own supervision failed: {error!r}",
-            rule="internal-error",
-        )
+        message = f"Muster's own supervision failed: {error!r}"
+        self.fail(Failure(kind=FailureKind.UNKNOWN, message=message, rule="internal-error"))
+
+    def fail(self, failure: Failure) -> None:
+        """End the run as failed, by what no component did."""
         # Never too late: what was looked into may be just what failed.
         at = min(time.monotonic(), self.earliest.horizon_s)
         self._decide(Decision.of(Verdict.failed(failure, at), at))

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import stat
+import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -74,8 +75,9 @@ class Devices:
 
     def lease_file(self, index: int) -> Path:
         """Whoever has a lock on it has the device."""
-        if index in self.uuids:
-            return _SHARED / self.uuids[index]
+        # One that has fallen off the bus has none.
+        if uuid := self.uuids.get(index):
+            return _SHARED / uuid
         return muster_home() / "devices" / host_name() / str(index)
 
 
@@ -138,6 +140,29 @@ class DeviceLease:
         except BaseException:
             self.close()
             raise
+
+    def why_unfit(self, within_s: float = 10.0) -> str:
+        """Why they can't be used now, by their driver; empty where they can.
+
+        Args:
+            within_s: for the driver, which may hang.
+        """
+        said: list[str] = []
+
+        def ask() -> None:
+            try:
+                here = Devices.here()
+            except (OSError, BadDevices) as error:
+                said.append(str(error))
+                return
+            # Without a driver, what MUSTER_GPUS or a pool's table says stands in for GPUs.
+            gone = [one for one in self.indices if here.uuids and one not in here.indices]
+            said.append(f"{host_name()} shows no fit GPU {listed(gone)}" if gone else "")
+
+        thread = threading.Thread(target=ask, name="devices", daemon=True)
+        thread.start()
+        thread.join(within_s)
+        return said[0] if said else f"the driver of {host_name()} is silent for {within_s:g} s"
 
     def close(self) -> None:
         """Give them back; any number of times."""

@@ -14,7 +14,7 @@ from tasks.processes.component import AttemptPlan
 from tasks.processes.ports import PortsReserved
 from tasks.processes.registry import RunRegister
 from tasks.record.events import Emit
-from tasks.record.outcome import Verdict
+from tasks.record.outcome import Failure, Verdict
 
 T = TypeVar("T")
 #: Each component takes two or three.
@@ -85,6 +85,11 @@ class Supervisor:
         """End the run as failed, by an error of the caller's. Returns at once."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._attempt.crash, error)
+
+    def fail(self, failure: Failure) -> None:
+        """End the run as failed, by what no component did. Returns at once."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._attempt.fail, failure)
 
     def let_go(self, why: str) -> None:
         """Leave the run's jobs running, for its next process. Returns at once."""

@@ -9,14 +9,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from itertools import count
 from typing import Any
 from uuid import UUID
 
 import httpx
 from prefect.client.orchestration import PrefectClient, get_client
-from prefect.client.schemas.objects import FlowRun, State, WorkPool
+from prefect.client.schemas.filters import FlowFilter, FlowFilterName, FlowRunFilter
+from prefect.client.schemas.objects import TERMINAL_STATES, FlowRun, State, WorkPool
 from prefect.exceptions import PrefectException
 from prefect.states import Running
 
@@ -28,19 +31,32 @@ from tasks.queue.grants import (
     BEAT_EVERY_S,
     PENDING_RESOURCES,
     Grant,
+    failed,
+    failed_on,
     grant_of,
     no_grant,
     waits_here,
 )
 from tasks.queue.lease import LeaseLost
-from tasks.queue.ledger import GANG_POOLS, QueueEntry, request_of
+from tasks.queue.ledger import FLOW, GANG_POOLS, QueueEntry, request_of
 from tasks.queue.nodes import Capacity
-from tasks.queue.settings import DEFAULT_POOL, LEFT_OUT, NotThere, PoolSettings, settings_in
+from tasks.queue.settings import (
+    DEFAULT_POOL,
+    LEFT_OUT,
+    FaultyNode,
+    NotThere,
+    PoolSettings,
+    change,
+    settings_in,
+)
+from tasks.record.outcome import Failure
+from tasks.record.retries import blamed
 from tasks.server.events import tell_here
 
 _log = logging.getLogger(__name__)
 
 _LOOK_EVERY_S = 1.0
+_PAGE = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,6 +225,63 @@ def cluster_of(flow_run_id: UUID) -> str:
         return settings.left_out[LEFT_OUT]
 
     return asyncio.run(found())
+
+
+#: Failures of two runs on a node within that time have it drained for as long.
+_DAY_S = 86_400.0
+#: Of more nodes than that at a time, no node is to blame: the storage of all may be full.
+_FAULTY_AT_MOST = 2
+
+
+async def note_failure(flow_run_id: UUID, run_id: str, failure: Failure) -> None:
+    """Have the run's next attempts avoid the nodes that the failure of one is blamed on; drain the
+    one node that it is blamed on where another run has failed so within a day.
+
+    Raises: httpx.HTTPError, PrefectException, NotThere.
+    """
+    async with get_client() as client:
+        flow_run, now = await client.read_flow_run(flow_run_id), time.time()
+        grant = grant_of(flow_run)
+        if not (nodes := blamed(failure, grant.nodes if grant is not None else ())):
+            return
+        # Before others are looked at: of two runs that fail at once, one sees the other.
+        await client.update_flow_run_labels(flow_run_id, failed(flow_run, nodes, now))
+        pool = await _pool_of(client, flow_run)
+        if len(nodes) > 1 or pool is None:
+            return
+        others = [one async for one in _since(client, now - _DAY_S) if one.id != flow_run_id]
+        before = [one for one in others if failed_on(one).get(nodes[0], 0) > now - _DAY_S]
+        settings, kind = settings_in(pool), failure.kind.value
+        faulty = [one for one in settings.faulty if one.until > now]
+        if not before or nodes[0] in settings.drained_at(now):
+            return
+        if len(faulty) >= _FAULTY_AT_MOST:
+            _log.warning("%s is not drained: %d nodes are already", nodes[0], len(faulty))
+            return
+        reason = f"{before[0].name} failed there within a day, and {run_id} with {kind}"
+        new = FaultyNode(node=nodes[0], reason=reason, by=run_id, until=now + _DAY_S)
+        settings = settings.model_copy(update={"faulty": (*faulty, new)})
+        await change(client, pool, settings)
+
+
+async def _since(client: PrefectClient, at: float) -> AsyncIterator[FlowRun]:
+    """The runs that have not ended, or have since, UTC epoch seconds."""
+    which = {
+        "operator": "or_",
+        "end_time": {"after_": datetime.fromtimestamp(at, UTC)},
+        "state": {"type": {"not_any_": [*TERMINAL_STATES]}},
+    }
+    for offset in count(step=_PAGE):
+        page = await client.read_flow_runs(
+            flow_filter=FlowFilter(name=FlowFilterName(any_=[FLOW])),
+            flow_run_filter=FlowRunFilter.model_validate(which),
+            limit=_PAGE,
+            offset=offset,
+        )
+        for one in page:
+            yield one
+        if len(page) < _PAGE:
+            return
 
 
 async def _pool_of(client: PrefectClient, flow_run: FlowRun) -> WorkPool | None:

@@ -15,7 +15,7 @@ from uuid import UUID
 from prefect.client.schemas.objects import State, WorkQueueStatus
 
 from tasks.queue import reasons
-from tasks.queue.grants import not_before
+from tasks.queue.grants import failed_on, not_before
 from tasks.queue.ledger import Ledger, Place, QueueEntry, Request
 from tasks.queue.nodes import NO_TABLE, RunningGang, shares_of
 from tasks.queue.packing import Demand
@@ -313,6 +313,7 @@ class Look:
             not_before=not_before(entry.flow_run, is_live=bool(entry.request.cluster)),
             tags=entry.request.tags,
             among=self._among(entry),
+            avoid=frozenset(failed_on(entry.flow_run)),
         )
 
     def _among(self, entry: QueueEntry) -> frozenset[str] | None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,6 +49,9 @@ _BY = "muster.gang.by"
 _NOT_BEFORE = "muster.gang.not_before"
 #: The same where the cluster itself tells that there is room.
 _NOT_BEFORE_WITH_ROOM = "muster.gang.not_before_with_room"
+#: `node-1:1763900000`: where attempts of the run failed of what a node can be blamed for, and when
+#: last (UTC epoch seconds).
+_FAILED_ON = "muster.gang.failed_on"
 #: How many processes the flow run has had when the last one left with its jobs running.
 _GOES_ON = "muster.gang.goes_on"
 
@@ -121,7 +124,27 @@ class Grant:
 
 def on_nodes(nodes: Mapping[str, int]) -> dict[str, Any]:
     """The label that names the nodes of a grant."""
-    return {NODES: ",".join(f"{node}:{gpus}" for node, gpus in nodes.items()) or "-"}
+    return {NODES: _written(nodes) or "-"}
+
+
+def _written(by_node: Mapping[str, int]) -> str:
+    return ",".join(f"{node}:{number}" for node, number in by_node.items())
+
+
+def _by_node(written: str) -> dict[str, int]:
+    # A node's name may hold colons, as an IPv6 address does.
+    parts = (part.rpartition(":") for part in written.split(","))
+    return {name: int(number) for name, _, number in parts if name and number.isdecimal()}
+
+
+def failed_on(flow_run: FlowRun) -> dict[str, int]:
+    """The nodes that failures of the run are blamed on, and when each last was (UTC epoch s)."""
+    return _by_node(str(flow_run.labels.get(_FAILED_ON) or ""))
+
+
+def failed(flow_run: FlowRun, nodes: Iterable[str], at: float) -> dict[str, Any]:
+    """The label of a flow run that has failed on these nodes, too."""
+    return {_FAILED_ON: _written(failed_on(flow_run) | dict.fromkeys(nodes, int(at)))}
 
 
 def grant_of(flow_run: FlowRun) -> Grant | None:
@@ -133,12 +156,7 @@ def grant_of(flow_run: FlowRun) -> Grant | None:
     waits = state.type is StateType.SCHEDULED or state.name == PENDING_RESOURCES
     if waits and given_in != str(state.id) and not goes_on(flow_run):
         return None
-    nodes: dict[str, int] = {}
-    for part in noted.split(","):
-        # A node's name may hold colons, as an IPv6 address does.
-        name, _, gpus = part.rpartition(":")
-        if name and gpus.isdecimal():
-            nodes[name] = int(gpus)
+    nodes = _by_node(noted)
     devices: dict[str, tuple[int, ...]] = {}
     for part in str(labels.get(DEVICES) or "").split(";"):
         name, _, some = part.rpartition(":")

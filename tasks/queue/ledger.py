@@ -38,7 +38,7 @@ from tasks.spec.run import Gang
 TYPE = "gang"
 GANG_POOLS = WorkPoolFilter.model_validate({"type": {"any_": [TYPE]}})
 #: The flow of runs that are started directly.
-_FLOW = "train"
+FLOW = "train"
 #: Of what waits in one queue of a pool, so many are looked at, and as many more while too few of
 #: them may start: as many as one request gives.
 WINDOW = 200
@@ -404,7 +404,7 @@ class LedgerReader:
     async def _holding(self) -> list[FlowRun]:
         holding = {"state": {"type": {"any_": HELD}}}
         going_on = {"state": {"name": {"any_": [JOBS_GO_ON]}}}
-        ours = {"name": {"any_": [_FLOW]}}
+        ours = {"name": {"any_": [FLOW]}}
         # One after the other, as all of it: a server on SQLite has few connections, and a line of
         # requests before them can hold up everybody.
         of_flow = await self._pages(flow_runs=holding, flows=ours)

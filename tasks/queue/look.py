@@ -31,7 +31,7 @@ from tasks.queue.ledger import WINDOW, Ledger, LedgerReader, Pool, QueueEntry, R
 from tasks.queue.nodes import Capacity, NoCapacity, why_never, with_drained
 from tasks.queue.packing import Demand
 from tasks.queue.reasons import one_line
-from tasks.queue.settings import LEFT_OUT, PoolSettings, merged, settings_of
+from tasks.queue.settings import LEFT_OUT, FaultyNode, PoolSettings, merged, settings_of
 from tasks.ray.usage import Cluster, ClusterNode
 from tasks.server.flow_runs import FLOW_RUN_VARIABLE
 from tasks.spec.failure_kinds import FailureKind
@@ -142,7 +142,9 @@ class QueueReader:
         stuck = [one.with_cluster(names) for one in stuck]
         stuck += [one for one in overgranted(ledger.holding, clusters) if one not in stuck]
         rules = _rules([*line, *ledger.holding], settings, clusters, names)
-        clusters = {key: with_drained(one, rules[key].drained) for key, one in clusters.items()}
+        clusters = {
+            key: with_drained(one, rules[key].drained_at(now)) for key, one in clusters.items()
+        }
         troubles += [f"{key or 'the nodes'}: {error}" for key, error in silent.items()]
         if gone:
             who = commas(entry.request.name for entry in gone)
@@ -419,6 +421,8 @@ class QueueView:
     tags: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     #: Names of the pool's queues that are paused.
     paused_queues: tuple[str, ...] = ()
+    #: Nodes that Muster has drained by itself.
+    faulty: tuple[FaultyNode, ...] = ()
     #: What is wrong: a cluster that does not answer, settings that can't be read.
     troubles: tuple[str, ...] = ()
 
@@ -446,6 +450,7 @@ def view_of(look: Look, name: str) -> QueueView:
         paused_queues=tuple(
             sorted(queue.name for queue in pool.queues.values() if queue.is_paused) if pool else ()
         ),
+        faulty=tuple(one for one in settings.faulty if one.until > look.at),
         troubles=tuple(look.troubles),
     )
 

@@ -247,6 +247,8 @@ LOOK_WITHIN_S = 5.0
 #: hold up the gangs of all the others.
 _PATIENT_S = 30.0
 _ASK_EACH_S = 1.0
+#: A GPU of this machine may break.
+_GPUS_EVERY_S = 60.0
 
 
 NO_TABLE = (
@@ -275,7 +277,8 @@ class Capacity:
     _looks: dict[str, ClusterLook] = field(default_factory=dict)
     #: `[address]`: what was said of it, until the task has ended.
     _silent: dict[str, tuple[str, asyncio.Task[None]]] = field(default_factory=dict)
-    _local: Devices | None = None
+    #: And when they were read, by the clock.
+    _local: tuple[Devices | None, float] = None, 0.0
 
     async def of(self, key: str, settings: Mapping[str, PoolSettings]) -> Cluster:
         """The cluster as it is now, whatever is drained.
@@ -319,11 +322,13 @@ class Capacity:
         return replace(known, gpus=len(devices), devices=devices, leased=here.leased)
 
     async def _here(self) -> ClusterNode:
-        # The GPUs of a machine stay the same.
-        self._local = self._local or await devices_here()
-        devices = self._local.indices
+        local, read_at = self._local
+        if local is None or self.clock() - read_at >= _GPUS_EVERY_S:
+            local = await devices_here()
+            self._local = local, self.clock()
+        devices = local.indices
         return ClusterNode(
-            name=host_name(), gpus=len(devices), devices=devices, leased=leased(self._local)
+            name=host_name(), gpus=len(devices), devices=devices, leased=leased(local)
         )
 
     async def close(self) -> None:

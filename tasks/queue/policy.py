@@ -74,6 +74,8 @@ class Waiting:
     tags: frozenset[str] = frozenset()
     #: The names of the nodes that it may have; None: any.
     among: frozenset[str] | None = None
+    #: The names of those that it gets only where others would not do.
+    avoid: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -277,7 +279,7 @@ class _Pass:
                 self._reasons[run.id] = _RETRY
                 continue
             demand = run.demand
-            shape = (demand.nodes, demand.gpus_per_node, demand.cpus_per_gpu, run.among)
+            shape = (demand.nodes, demand.gpus_per_node, demand.cpus_per_gpu, run.among, run.avoid)
             is_short = self._now + run.estimate_s <= reservation.at
             if shape in too_large:
                 self._reasons[run.id] = behind
@@ -299,7 +301,15 @@ class _Pass:
                     reservation.quota.take(run.tags, demand.gpus)
 
     def _find(self, run: Waiting) -> list[int] | None:
-        return self._nodes.find(run.demand, self._among(run))
+        among = self._among(run)
+        avoid = sorted(self._index[name] for name in run.avoid & self._index.keys())
+        # One more of them at a time: no more than are needed.
+        for number in range(len(avoid)):
+            rest = {*self._index.values()} if among is None else among
+            found = self._nodes.find(run.demand, rest.difference(avoid[number:]))
+            if found is not None:
+                return found
+        return self._nodes.find(run.demand, among)
 
     def _among(self, run: Waiting) -> set[int] | None:
         if run.among is None:

@@ -39,6 +39,17 @@ class TableNode(BaseModel):
     )
 
 
+class FaultyNode(BaseModel):
+    """A node that gets no new gang for a while, since runs failed on it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    node: str = Field(min_length=1, title="Node")
+    reason: str = Field("", title="Reason")
+    by: str = Field("", title="Author", description="The run that failed there last.")
+    until: float = Field(title="Until", description="UTC epoch seconds.")
+
+
 class PoolSettings(BaseModel):
     """How a work pool of type `gang` admits runs."""
 
@@ -73,6 +84,16 @@ class PoolSettings(BaseModel):
         title="Drained nodes",
         description="Names of nodes that get no new gang; what runs there goes on.",
     )
+    faulty: tuple[FaultyNode, ...] = Field(
+        (),
+        title="Faulty nodes",
+        description="Drained by Muster for a day, since two runs failed there of what a node can "
+        "be blamed for.",
+    )
+
+    def drained_at(self, now: float) -> frozenset[str]:
+        """The names of the nodes that get no new gang at that time, UTC epoch seconds."""
+        return frozenset((*self.drained, *(one.node for one in self.faulty if one.until > now)))
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -139,6 +160,7 @@ def merged(settings: Iterable[PoolSettings]) -> PoolSettings:
         clusters=tuple(clusters.values()),
         limits=limits,
         drained=tuple(dict.fromkeys(name for one in every for name in one.drained)),
+        faulty=tuple(dict.fromkeys(node for one in every for node in one.faulty)),
     )
 
 
@@ -220,12 +242,21 @@ async def change(client: PrefectClient, pool: WorkPool, settings: PoolSettings) 
             f"start its worker once (`prefect worker start --pool {pool.name}`), which gives it one"
         )
     template = with_settings(pool.base_job_template, settings)
-    before, after = settings_of(pool.base_job_template).drained, settings.drained
+    known = settings_of(pool.base_job_template)
+    before = {*known.drained, *(one.node for one in known.faulty)}
+    after = {node: {"by": _who()} for node in settings.drained}
+    after |= {one.node: one.model_dump(exclude={"node"}) for one in settings.faulty}
     await client.update_work_pool(pool.name, WorkPoolUpdate(base_job_template=template))
-    news = [("muster.node.drained", node) for node in after if node not in before]
-    news += [("muster.node.undrained", node) for node in before if node not in after]
-    who = _who()
-    await told_at_once(client, *(of_pool(name, pool, node=node, by=who) for name, node in news))
+    news = [
+        of_pool("muster.node.drained", pool, node=node, **why)
+        for node, why in after.items()
+        if node not in before
+    ]
+    news += [
+        of_pool("muster.node.undrained", pool, node=node, by=_who())
+        for node in sorted(before - after.keys())
+    ]
+    await told_at_once(client, *news)
 
 
 def with_drained(
@@ -240,6 +271,7 @@ def with_drained(
     Raises: NotThere.
     """
     known = {node.name for node in settings.nodes} | {*(seen or ())} | {*settings.drained}
+    known |= {one.node for one in settings.faulty}
     unknown = [name for name in names if seen is not None and name not in known]
     if unknown:
         raise NotThere(
@@ -248,7 +280,8 @@ def with_drained(
         )
     left = (name for name in settings.drained if is_drained or name not in names)
     drained = tuple(dict.fromkeys((*left, *(names if is_drained else ()))))
-    return settings.model_copy(update={"drained": drained})
+    faulty = tuple(one for one in settings.faulty if is_drained or one.node not in names)
+    return settings.model_copy(update={"drained": drained, "faulty": faulty})
 
 
 def with_values(settings: PoolSettings, assignments: Sequence[str]) -> PoolSettings:

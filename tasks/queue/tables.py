@@ -77,6 +77,10 @@ def summary_of(view: QueueView) -> tuple[str, ...]:
         lines.append(f"tags: {commas(used)}")
     if drained := [node.name for node in view.nodes if node.is_drained]:
         lines.append(f"drained: {commas(drained)}")
+    lines += [
+        f"{one.node} is drained until {minute(one.until)} by {one.by}: {one.reason}"
+        for one in view.faulty
+    ]
     return (*lines, *(f"{_TROUBLE} {trouble}" for trouble in view.troubles))
 
 

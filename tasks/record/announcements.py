@@ -21,6 +21,7 @@ _FLEET = (*_RUN, "component", "serving", "engines", "min_active")
 _POOL = ("pool", "by")
 
 GATE, RUN, OPERATOR, RECONCILE = "the gate", "the run", "`muster queue`", "reconcile"
+DRAINS = f"{OPERATOR}, or the run that failed there"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +76,9 @@ FIELDS: Mapping[str, str] = {
     "metric": "the figure, as the file calls it",
     "step": "the last step that it was found at",
     "value": "the figure then; null where it is no number",
-    "by": "who did it: `user@host`",
+    "by": "who did it: `user@host`, or a run's id",
+    "reason": "why a run has drained it; null: a person did",
+    "until": "UTC epoch seconds: until then; null: until somebody says otherwise",
     "found": "what was wrong, such as that its process was gone",
     "killed": "pids that were ended",
     "jobs": "Ray jobs that were ended",
@@ -169,7 +172,7 @@ TABLE: tuple[Announcement, ...] = (
     _one("rollout.engine.failed", "an engine has failed", *_ENGINE, "cause"),
     _one("rollout.engine.recovered", "it was started again, and works", *_ENGINE, "took_s"),
     _one("rollout.engine.retired", "it is not started again", *_ENGINE, "cause"),
-    _one("node.drained", "a node gets no new gang", "node", *_POOL, by=OPERATOR),
+    _one("node.drained", "a node gets no new gang", "node", *_POOL, "reason", "until", by=DRAINS),
     _one("node.undrained", "a node may get gangs again", "node", *_POOL, by=OPERATOR),
 )
 

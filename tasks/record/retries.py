@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from tasks.record.outcome import Verdict
+from tasks.record.outcome import Failure, Verdict
 from tasks.record.places import RunPlace
 from tasks.record.run_json import AttemptRecord, JobRecord, RunJson
 from tasks.record.states import RunState
@@ -37,6 +37,18 @@ _POWERS = 64
 
 #: Ended before the run could do anything.
 _NEVER_RAN = REQUEUED - {FailureKind.FLEET_LOST}
+
+#: Of what a node can be blamed for.
+_OF_A_NODE = (
+    FailureKind.GPU_HARDWARE,
+    FailureKind.NODE_LOST,
+    FailureKind.STORAGE,
+    FailureKind.PORT_CONFLICT,
+    FailureKind.COLLECTIVE_TIMEOUT,
+)
+#: The rule of a failure of a run's nodes that was found before a component started.
+PREFLIGHT = "preflight"
+_RANK = re.compile(r"\brank\W{0,3}\d", re.IGNORECASE)
 
 #: How a random number between two others is drawn.
 Uniform = Callable[[float, float], float]
@@ -190,6 +202,23 @@ def _unfit(attempts: Sequence[AttemptRecord]) -> Callable[[Path], bool]:
             unloadable |= {path} if _step(path) > reached else set()
         reached = max(reached, attempt.step if attempt.step is not None else reached)
     return lambda path: path in unloadable or _step(path) >= bound
+
+
+def blamed(failure: Failure | None, nodes: Iterable[str]) -> list[str]:
+    """Which of the nodes of an attempt its failure is blamed on: those that its line or its message
+    names; where they name none, all of them.
+
+    A collective that timed out says nothing of a node, unless it names the rank.
+    """
+    if failure is None or not (failure.kind in _OF_A_NODE or failure.rule == PREFLIGHT):
+        return []
+    said = f"{failure.line} {failure.message}"
+    if failure.kind is FailureKind.COLLECTIVE_TIMEOUT and not _RANK.search(said):
+        return []
+    every = [*nodes]
+    # A node that shares its name with another has a suffix, which no log knows.
+    bare = {node: re.escape(node.partition("/")[0]) for node in every}
+    return [n for n in every if re.search(rf"(?<![\w.-]){bare[n]}(?![\w-]|\.\w)", said)] or every
 
 
 def table_of(attempts: Sequence[AttemptRecord]) -> list[dict[str, object]]:

@@ -26,8 +26,8 @@ class FailureKind(StrEnum):
     INFEASIBLE = "INFEASIBLE"
     #: A component lived but its readiness probe did not pass by `within_s`. Failed.
     NOT_READY = "NOT_READY"
-    #: `NVRM: Xid` of a broken device, uncorrectable ECC, fallen off the bus. Worth another try once
-    #: somebody has drained the node: nothing leaves it out by itself.
+    #: `NVRM: Xid` of a broken device, uncorrectable ECC, fallen off the bus. Worth another try, on
+    #: other nodes.
     GPU_HARDWARE = "GPU_HARDWARE"
     #: NodeDiedError, a dead raylet, a node marked dead. Worth another try: Ray places nothing on a
     #: node that it counts as dead, and one that has come back is a node like any other.

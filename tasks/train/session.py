@@ -26,7 +26,7 @@ from tasks.record.events import Event, EventLog, event_listeners
 from tasks.record.growing import Mark
 from tasks.record.outcome import Failure, Verdict
 from tasks.record.places import AttemptPlace, RunPlace, muster_home
-from tasks.record.retries import resume_point
+from tasks.record.retries import PREFLIGHT, resume_point
 from tasks.record.run_json import RunJson, RunRecord
 from tasks.record.states import RunState
 from tasks.rollout.component import FleetTail, fleet_faults, fleet_names, fleet_ports, prepare_fleet
@@ -309,6 +309,13 @@ class RunSession:
         self._lease = lease
         devices, kind = (lease.indices, lease.kind) if lease is not None else ((), "nvidia")
         self.given = Given(nodes=nodes, devices=devices, kind=kind)
+
+    def check_devices(self) -> None:
+        """Send the run back to its place where a device that it was given is not there any more."""
+        if self._lease is not None and (why := self._lease.why_unfit()):
+            text = f"{why}: the run goes back to its place"
+            kind = FailureKind.INSUFFICIENT_RESOURCES
+            self.supervisor.fail(Failure(kind=kind, message=text, rule=PREFLIGHT))
 
     def _give_back(self) -> None:
         lease, self._lease, self.given = self._lease, None, None

@@ -186,6 +186,8 @@ def _asked(run: RunSession, question: Callable[[], T]) -> T:
 
 def _start(run: RunSession, component: str) -> State[None]:
     began = time.monotonic()
+    if component == next(iter(run.spec.components)):
+        run.check_devices()
     try:
         run.supervisor.start(component)
     except RunEnded:

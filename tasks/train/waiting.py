@@ -8,6 +8,7 @@ that is set before a return is overwritten by Completed.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Mapping
@@ -16,12 +17,14 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, NoReturn
 from uuid import UUID
 
+import httpx
 from prefect.client.schemas.objects import State
-from prefect.exceptions import Pause
+from prefect.exceptions import Pause, PrefectException
 from prefect.settings import PREFECT_API_URL, PREFECT_WORKER_PREFETCH_SECONDS
 from prefect.states import Scheduled
 
 from tasks.queue.grants import PENDING_RESOURCES, left_with_its_jobs, sent_back
+from tasks.record.outcome import Failure
 from tasks.record.retries import Next, Sequel, decide, is_unloadable, tries_of
 from tasks.record.states import RunState
 from tasks.server.flow_process import hand_over, started_by_others
@@ -128,7 +131,20 @@ def _decided(run: RunSession) -> Sequel:
         is_unloadable=is_unloadable(run.spec, attempts),
     )
     run.decide(sequel.text)
+    if verdict.failure and run.spec.gang is not None and PREFECT_API_URL.value():
+        _blame(run, verdict.failure)
     return sequel
+
+
+def _blame(run: RunSession, failure: Failure) -> None:
+    # Here, since it takes a tenth of a second, which a run that completes need not wait.
+    from tasks.queue.admission import note_failure
+    from tasks.queue.settings import NotThere
+
+    try:
+        asyncio.run(note_failure(run.flow_run_id, run.run_id, failure))
+    except (httpx.HTTPError, PrefectException, NotThere) as error:
+        _log.warning("%s may get the same nodes again: %r", run.run_id, error)
 
 
 def _message(run: RunSession, sequel: Sequel, delay_s: float, due: datetime) -> str:

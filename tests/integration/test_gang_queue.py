@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from subprocess import Popen
-from uuid import UUID
+from uuid import UUID, uuid4
 
 import pytest
 
@@ -19,7 +21,7 @@ from tasks.queue.grants import Giver, Grant
 from tasks.server.flow_runs import talking_to
 from tasks.spec.pipeline import Stage
 from tests.support.gang_pool import POOL, GangPool, host
-from tests.support.ground import Run, Server, until
+from tests.support.ground import ROOT, Run, Server, until
 from tests.support.prefect_api import ask
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
@@ -337,3 +339,108 @@ def test_runs_that_the_scheduler_makes_in_one_go_have_ids_and_records_of_their_o
     assert [len(record["attempts"]) for record in records] == [1] * len(ids)
     started = [line["run"] for run in runs for line in pool.noted(run) if line["what"] == "start"]
     assert len(started) == len(set(started)) == len(ids)
+
+
+#: As the driver tells of a GPU that is gone.
+XID = "NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus."
+
+
+@pytest.mark.thorough
+def test_a_node_that_fails_is_avoided_and_drained_once_it_fails_another_run(
+    server: Server, tmp_path: Path
+) -> None:
+    here, there = (host(name, tmp_path / name, server.api) for name in ("a1", "a2"))
+    pool = GangPool(ground=here, server=server, name="hosts", nodes={"a1": 8, "a2": 8})
+    pool.set_up()
+    breaks = f'case "$MUSTER_NODES" in a1*) echo "{XID}" >&2; exit 1;; esac'
+    spec = pool.spec(
+        gpus=8,
+        components={"trainer": {"command": ["sh", "-c", breaks]}},
+        retry={"GPU_HARDWARE": {"attempts": 2, "delay_s": 1}},
+    )
+
+    def nodes_of(run: Run) -> str:
+        run.until_state("COMPLETED")
+        return str(run.flow_run()["labels"]["muster.gang.nodes"])
+
+    try:
+        pool.start_worker()
+        pool.start_worker(on=there)
+        first = pool.submit(spec)
+        assert nodes_of(first) == "a2:8"
+        assert first.flow_run()["run_count"] == 2
+        second = pool.submit(spec)
+        assert nodes_of(second) == "a2:8"
+        third = pool.submit(spec)
+
+        assert nodes_of(third) == "a2:8"
+
+        assert third.flow_run()["run_count"] == 1
+        wanted = {"event": {"name": ["muster.node.drained"]}}
+        [told] = here.post("/events/filter", filter=wanted)["events"]
+        assert told["payload"]["node"] == "a1"
+        assert told["payload"]["by"] == second.name
+        assert "GPU_HARDWARE" in told["payload"]["reason"]
+        shown = subprocess.run(
+            [sys.executable, "-m", "tasks.command", "queue", "--pool", "hosts"],
+            env=here.env,
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        assert "a1 is drained until " in shown and f"by {second.name}" in shown
+    finally:
+        pool.empty()
+        here.clear()
+        there.clear()
+
+
+#: A driver that shows as many GPUs as a file says.
+DRIVER = """
+from pathlib import Path
+class NVMLError(Exception): pass
+class NVMLError_LibraryNotFound(NVMLError): pass
+nvmlMemory_v2 = 2
+class Memory: used = 0
+def nvmlInit(): pass
+def nvmlShutdown(): pass
+def nvmlDeviceGetCount(): return int(Path({file!r}).read_text())
+def nvmlDeviceGetHandleByIndex(index): return index
+def nvmlDeviceGetUUID(index): return f"GPU-{tag}-{{index}}"
+def nvmlDeviceGetMemoryInfo(index, version): return Memory
+def nvmlDeviceGetComputeRunningProcesses(index): return []
+def __getattr__(name):
+    raise (AttributeError if name.startswith("__") else NVMLError)(name)
+"""
+
+
+@pytest.mark.thorough
+def test_a_run_whose_node_has_lost_a_gpu_goes_back_before_a_component_starts(
+    server: Server, tmp_path: Path
+) -> None:
+    shown = tmp_path / "gpus"
+    (tmp_path / "pynvml.py").write_text(DRIVER.format(file=str(shown), tag=uuid4()))
+    shown.write_text("8")
+    here = host("b1", tmp_path / "b1", server.api)
+    here.variables = {**here.variables, "PYTHONPATH": str(tmp_path)}
+    pool = GangPool(ground=here, server=server, name="driver", nodes={"b1": 8})
+    pool.set_up()
+    try:
+        pool.start_worker()
+        pool.submit(pool.spec(gpus=8, lasts_s=0.1)).until_state("COMPLETED")
+        shown.write_text("7")
+        run = pool.submit(pool.spec(gpus=8, lasts_s=0.1))
+        until(lambda: (run.flow_run()["run_count"] or 0) and run.state()[0] == "SCHEDULED", "back")
+        assert pool.noted(run) == []
+        shown.write_text("8")
+
+        run.until_state("COMPLETED")
+    finally:
+        pool.empty()
+        here.clear()
+
+    first = json.loads(run.record_path().read_text())["attempts"][0]
+    assert first["failure"]["kind"] == "INSUFFICIENT_RESOURCES"
+    assert "b1 shows no fit GPU 7" in first["failure"]["message"]
+    assert not any(one["started_at"] for one in first["components"].values())

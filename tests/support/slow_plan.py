@@ -107,6 +107,11 @@ def choose(free: Vector, run: Waiting) -> list[str]:
     fitting = [name for name, node in free.items() if node.suffices(run.demand)]
     if run.among is not None:
         fitting = [name for name in fitting if name in run.among]
+    others = [name for name in fitting if name not in run.avoid]
+    fitting = (
+        others
+        + [name for name in fitting if name in run.avoid][: max(0, run.demand.nodes - len(others))]
+    )
     fitting.sort(key=lambda name: (free[name].gpus, free[name].index))
     return fitting[: run.demand.nodes] if len(fitting) >= run.demand.nodes else []
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tasks.record.outcome import Failure, Verdict
-from tasks.record.retries import Next, Sequel, decide, table_of
+from tasks.record.retries import Next, Sequel, blamed, decide, table_of
 from tasks.record.run_json import AttemptRecord
 from tasks.record.states import RunState
 from tasks.spec.failure_kinds import FailureKind
@@ -194,3 +194,25 @@ def test_row_of_a_record_that_knew_no_decisions() -> None:
 
     [row] = table_of([AttemptRecord.model_validate(old)])
     assert (row["line"], row["decided"]) == ("gone", None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "line", "nodes"),
+    [
+        (FailureKind.GPU_HARDWARE, "(Actor pid=7, ip=10.0.0.2) NVRM: Xid 79", ["10.0.0.2"]),
+        # where the log of a run tells of no node, any of its nodes may be it
+        (FailureKind.NODE_LOST, "a node died", ["10.0.0.2", "10.0.0.20", "gpu-1/0a1b2c3d"]),
+        (FailureKind.STORAGE, "gpu-1: No space left on device", ["gpu-1/0a1b2c3d"]),
+        (FailureKind.PORT_CONFLICT, "address in use: 10.0.0.20:8000", ["10.0.0.20"]),
+        (FailureKind.COLLECTIVE_TIMEOUT, "[rank7] on 10.0.0.20 timed out", ["10.0.0.20"]),
+        # every rank waits for the one that does not come
+        (FailureKind.COLLECTIVE_TIMEOUT, "on 10.0.0.20: timed out", []),
+        (FailureKind.CUDA_OOM, "on 10.0.0.20: out of memory", []),
+    ],
+)
+def test_a_failure_is_blamed_on_the_nodes_that_it_names(
+    kind: FailureKind, line: str, nodes: list[str]
+) -> None:
+    failure = Failure(kind=kind, message="the trainer failed", line=line)
+
+    assert blamed(failure, ("10.0.0.2", "10.0.0.20", "gpu-1/0a1b2c3d")) == nodes

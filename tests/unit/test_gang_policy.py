@@ -54,6 +54,7 @@ def waits(
     in_s: float = -1,
     cpus: float = 0,
     tags: str = "",
+    avoid: str = "",
 ) -> Waiting:
     """The gang `w<place>`, at that place of the line; not to start within the next `in_s`."""
     return Waiting(
@@ -63,6 +64,7 @@ def waits(
         estimate_s=for_s,
         not_before=NOW + in_s,
         tags=frozenset(tags.split()),
+        avoid=frozenset(avoid),
     )
 
 
@@ -214,6 +216,12 @@ def check(case: Case, policy: Policy) -> None:
             nodes=cluster(0, 8),
             free={"a": 0, "b": 4},
         ),
+        # nodes to be avoided are left while others do
+        Case([waits(1, 8, 2, avoid="ab")], [], {"w1": "cd"}, nodes=cluster(8, 8, 8, 8)),
+        Case([waits(1, 4, avoid="bz")], [held("h", b=4)], {"w1": "a"}),
+        # no more of them than it needs, and all of them before it waits
+        Case([waits(1, 8, 2, avoid="abc")], [], {"w1": "ad"}, nodes=cluster(8, 8, 8, 8)),
+        Case([waits(1, 8, avoid="ab")], [held("h", a=1)], {"w1": "b"}),
         # what is held on a node that is gone takes no room
         Case([waits(1, 8, 2)], [held("h", z=8)], {"w1": "ab"}),
         # without nodes everybody waits

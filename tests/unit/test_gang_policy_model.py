@@ -72,6 +72,9 @@ def pass_of(seed: int, nodes: int, held: int, waiting: int) -> dict[str, Any]:
             among=frozenset(roll.sample([*left, "gone"], roll.randint(1, len(left))))
             if is_pinned and roll.random() < 0.4
             else None,
+            avoid=frozenset(roll.sample(sorted(left), roll.randint(1, len(left))))
+            if roll.random() < 0.3
+            else frozenset(),
         )
         for number in range(waiting)
     ]

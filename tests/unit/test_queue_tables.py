@@ -13,6 +13,7 @@ from rich.console import Console
 
 from tasks.queue.look import QueuedRun, QueueView
 from tasks.queue.packing import Demand
+from tasks.queue.settings import FaultyNode
 from tasks.queue.tables import (
     as_json,
     as_plain,
@@ -72,6 +73,7 @@ BUSY = view(
         node("gpu-3", is_drained=True),
     ),
     tags={"team-a": (8, 16)},
+    faulty=(FaultyNode(node="gpu-3", reason="two runs failed", by="run-7", until=NOW + 3600),),
     troubles=("http://ray:8265 does not answer",),
 )
 
@@ -79,6 +81,7 @@ PLAIN = """\
 work pool gang, fifo: 2 of at most 8 running, 2 waiting; 3 of 24 GPUs are free on 3 nodes
 tags: team-a 8 of 16 GPUs
 drained: gpu-3
+gpu-3 is drained until 2026-01-02 14:05 UTC by run-7: two runs failed
 trouble: http://ray:8265 does not answer
 
 place  run    asks        since (UTC)       for      expected (UTC)  queue    tags    reason
