@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 from uuid import UUID, uuid4
 
-from prefect.client.schemas.actions import LogCreate
+from prefect.client.schemas.actions import LogCreate, WorkPoolUpdate
 from prefect.client.schemas.objects import FlowRun, State, StateType, WorkPool, WorkQueue
 from prefect.client.schemas.responses import OrchestrationResult, SetStateStatus, StateAcceptDetails
 
@@ -41,6 +41,7 @@ class ScriptedPrefect:
         self._histories: dict[UUID, list[State[Any]]] = {}
         self._states = 0
         self.logs: list[LogCreate] = []
+        self.events: list[dict[str, Any]] = []
         #: How many requests there were, and what is done before one, by its number.
         self.requests = 0
         self.before: dict[int, Callable[[], None]] = {}
@@ -156,11 +157,20 @@ class ScriptedPrefect:
         self._ask("update_flow_run_labels")
         self.patch(id, labels={**self._runs[id].labels, **labels})
 
-    async def request(
-        self, method: str, path: str, *, json: dict[str, Any], path_params: Any = None
-    ) -> Any:
+    async def read_flow_runs(self, *, offset: int = 0, **_filters: Any) -> list[FlowRun]:
+        self._ask("read_flow_runs")
+        return [self.run(id) for id in self._runs][offset:]
+
+    async def update_work_pool(self, name: str, update: WorkPoolUpdate) -> None:
+        self._ask("update_work_pool")
+        assert name == POOL and update.base_job_template is not None
+        self.change(update.base_job_template)
+
+    async def request(self, method: str, path: str, *, json: Any, path_params: Any = None) -> Any:
         if (method, path) == ("POST", "/flow_runs/filter"):
             return SimpleNamespace(json=lambda: self._filtered(**json))
+        if (method, path) == ("POST", "/events"):
+            return self.events.extend(json)
         self._ask("request")
         return self.patch(path_params["id"], **json)
 

@@ -20,7 +20,7 @@ from prefect.client.schemas.objects import State, StateType
 from prefect.settings import PREFECT_LOGGING_TO_API_ENABLED, temporary_settings
 
 from tasks.processes.identity import ProcessId, boot_id, host_name
-from tasks.queue import gate, look
+from tasks.queue import admission, gate, look
 from tasks.queue.decision import Look
 from tasks.queue.gate import Gate
 from tasks.queue.grants import Giver, Grant, grant_of, no_grant
@@ -30,6 +30,8 @@ from tasks.queue.settings import PoolSettings, TableNode, with_settings
 from tasks.queue.worker import GangWorker
 from tasks.ray.dashboard import Credentials
 from tasks.ray.usage import Cluster, ClusterNode
+from tasks.record.outcome import Failure
+from tasks.spec.failure_kinds import FailureKind
 from tests.support.scripted_prefect import FreeLease, ScriptedPrefect
 
 GONE = Giver(host=host_name(), process=ProcessId(pid=2**22, start_ticks=1, boot_id=boot_id()))
@@ -714,3 +716,42 @@ def test_a_run_is_not_handed_over_once_its_grant_is_gone(server: ScriptedPrefect
         return [entry.id for entry in granted if await one.is_granted(entry)]
 
     assert asyncio.run(handed_over()) == [kept]
+
+
+@asynccontextmanager
+async def client_of(server: ScriptedPrefect) -> AsyncIterator[Any]:
+    yield server
+
+
+def test_a_retry_avoids_where_it_failed_and_a_node_that_fails_two_runs_is_drained(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    server = ScriptedPrefect(template(8, 8, 8, 8))
+    monkeypatch.setattr(admission, "get_client", lambda: client_of(server))
+    broken = Failure(kind=FailureKind.GPU_HARDWARE, message="Xid 79 on n1")
+
+    def fails() -> UUID:
+        run = server.submit(spec())
+        [entry] = looks(server)
+        assert entry.grant is not None and list(entry.grant.nodes) == ["n1"]
+        server.set(run, State(type=StateType.RUNNING))
+        asyncio.run(admission.note_failure(run, f"run-{run}", broken))
+        return run
+
+    first = fails()
+    server.set(first, State(type=StateType.SCHEDULED, name="PendingResources"))
+    [again] = looks(server)
+    assert again.grant is not None and list(again.grant.nodes) == ["n2"]
+    server.set(first, State(type=StateType.COMPLETED))
+    assert not server.events
+    second = fails()
+    server.set(second, State(type=StateType.FAILED))
+    third = server.submit(spec())
+
+    [entry] = looks(server)
+
+    assert entry.id == third
+    assert entry.grant is not None and list(entry.grant.nodes) == ["n2"]
+    [told] = server.events
+    assert told["event"] == "muster.node.drained"
+    assert (told["payload"]["node"], told["payload"]["by"]) == ("n1", f"run-{second}")
