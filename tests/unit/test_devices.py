@@ -143,3 +143,24 @@ def test_a_lease_dies_with_its_owner(stand_ins: None) -> None:
         other.wait()
 
     assert leased(Devices.here()) == {}
+
+
+def test_a_lease_says_what_its_driver_shows_no_more(nvml: FakeNvml) -> None:
+    lease = DeviceLease(Devices.here(), (2, 3), "a-run")
+    assert lease.why_unfit() == ""
+    assert nvml.gpus is not None
+    nvml.gpus.pop()
+
+    assert lease.why_unfit().endswith(" shows no fit GPU 3")
+
+    nvml.is_silent = True
+    assert "Driver Not Loaded" in lease.why_unfit()
+    lease.close()
+
+
+def test_a_lease_of_stand_ins_is_fit(stand_ins: None) -> None:
+    lease = DeviceLease(Devices.here(), (1,), "a-run")
+
+    assert lease.why_unfit() == ""
+
+    lease.close()
