@@ -25,7 +25,7 @@ from prefect.states import Scheduled
 
 from tasks.queue.grants import PENDING_RESOURCES, left_with_its_jobs, sent_back
 from tasks.record.outcome import Failure
-from tasks.record.retries import Next, Sequel, decide, is_unloadable, tries_of
+from tasks.record.retries import Next, Sequel, blamed, decide, is_unloadable, tries_of
 from tasks.record.states import RunState
 from tasks.server.flow_process import hand_over, started_by_others
 from tasks.server.flow_runs import (
@@ -131,7 +131,8 @@ def _decided(run: RunSession) -> Sequel:
         is_unloadable=is_unloadable(run.spec, attempts),
     )
     run.decide(sequel.text)
-    if verdict.failure and run.spec.gang is not None and PREFECT_API_URL.value():
+    is_of_gang = run.spec.gang is not None and PREFECT_API_URL.value()
+    if is_of_gang and verdict.failure and blamed(verdict.failure, ("any",)):
         _blame(run, verdict.failure)
     return sequel
 
