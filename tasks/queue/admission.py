@@ -253,7 +253,12 @@ async def note_failure(flow_run_id: UUID, run_id: str, failure: Failure) -> None
         before = [one for one in others if failed_on(one).get(nodes[0], 0) > now - _DAY_S]
         settings, kind = settings_in(pool), failure.kind.value
         faulty = [one for one in settings.faulty if one.until > now]
-        if not before or nodes[0] in settings.drained_at(now):
+        drained = settings.drained_at(now)
+        if not before or nodes[0] in drained:
+            return
+        others = {one.name for one in settings.nodes} - drained - {nodes[0]}
+        if not others and not settings.clusters:
+            _log.warning("%s is not drained: there is no other node", nodes[0])
             return
         if len(faulty) >= _FAULTY_AT_MOST:
             _log.warning("%s is not drained: %d nodes are already", nodes[0], len(faulty))
