@@ -256,8 +256,8 @@ async def note_failure(flow_run_id: UUID, run_id: str, failure: Failure) -> None
         drained = settings.drained_at(now)
         if not before or nodes[0] in drained:
             return
-        others = {one.name for one in settings.nodes} - drained - {nodes[0]}
-        if not others and not settings.clusters:
+        spare = {one.name for one in settings.nodes} - drained - {nodes[0]}
+        if not spare and not settings.clusters:
             _log.warning("%s is not drained: there is no other node", nodes[0])
             return
         if len(faulty) >= _FAULTY_AT_MOST:
