@@ -80,6 +80,8 @@ def serve(control: int) -> None:
     Returns: in the process of a flow run, whose environment, working directory, files and command
         line are those of the order.
     """
+    # Where it is stopped it could not see that the worker is gone. No run has that of it.
+    tree.die_with_parent(os.getppid())
     worker, areas = socket.socket(fileno=control), _Areas()
     # A command line of the engine's would be taken for a flow run's.
     areas.show(["muster: imports what runs need"])

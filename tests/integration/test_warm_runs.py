@@ -38,12 +38,15 @@ def began_as(pid: int) -> bytes:
     return Path(f"/proc/{pid}/auxv").read_bytes()
 
 
+def children_of(pid: int) -> set[int]:
+    return {*map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())}
+
+
 def zygote_of(worker: int) -> int:
     """Its pid, once it is ready."""
-    children = Path(f"/proc/{worker}/task/{worker}/children")
 
     def found() -> int:
-        for pid in map(int, children.read_text().split()):
+        for pid in children_of(worker):
             if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"muster: ready"):
                 return pid
         return 0
@@ -148,6 +151,7 @@ def test_process_of_a_run_is_forked_and_is_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tasks.queue.zygote._FORKS_WITHIN_S", 2.0)
+    before = children_of(os.getpid())
 
     async def scenario() -> None:
         zygote = Zygote()
@@ -195,6 +199,6 @@ def test_process_of_a_run_is_forked_and_is_its_own(
                 assert cold.returncode == 1
         finally:
             zygote.close()
-        assert not Path(f"/proc/self/task/{os.getpid()}/children").read_text()
+        assert not children_of(os.getpid()) - before
 
     asyncio.run(scenario())
