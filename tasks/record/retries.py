@@ -281,7 +281,7 @@ def resume_point(spec: RunSpec, place: RunPlace, attempts: Sequence[AttemptRecor
 def _of_attempt(
     place: RunPlace, number: int, component: str, unfit: Callable[[Path], bool]
 ) -> Path | None:
-    spec = _spec_of(place, number)
+    spec = spec_of(place, number)
     part = mapping(mapping(spec.get("components")).get(component))
     # One of a Muster before has no absolute `cwd`, and none where the default was meant.
     root = Path.cwd() / (part.get("cwd") or spec.get("cwd") or ".")
@@ -289,7 +289,7 @@ def _of_attempt(
     return latest_checkpoint(written, root, unfit) if written else None
 
 
-def _spec_of(place: RunPlace, number: int) -> Mapping[str, Any]:
+def spec_of(place: RunPlace, number: int) -> Mapping[str, Any]:
     """The spec that an attempt was run with: its names are filled in, its `cwd` is absolute. Empty
     where it can't be read."""
     with suppress(OSError, yaml.YAMLError):
@@ -385,5 +385,5 @@ def handed_on(checkpoint: str | None, spec: RunSpec, place: RunPlace) -> Path | 
         "attempt.number": str(len(attempts)),
         "attempt.dir": str(place.attempt(len(attempts)).directory),
     }
-    root = Path(_spec_of(place, len(attempts)).get("cwd") or spec.cwd)
+    root = Path(spec_of(place, len(attempts)).get("cwd") or spec.cwd)
     return latest_checkpoint(substituted(checkpoint, names.__getitem__), root)

@@ -34,6 +34,7 @@ from tasks.queue.ledger import request_of
 from tasks.record.code_store import NoCode, contents_of
 from tasks.record.growing import LogFile, MetricsFile
 from tasks.record.places import AttemptPlace, RunPlace, muster_home
+from tasks.record.retries import spec_of
 from tasks.record.run_json import RunJson
 from tasks.server.artifacts import COMPONENTS, RECORD, SUMMARY, artifacts_of
 from tasks.server.flow_runs import ServerAway, flow_runs_of, host_of, talking_to
@@ -374,7 +375,8 @@ def metrics_of(run: Run) -> list[dict[str, Any]]:
     rows: dict[float, dict[str, Any]] = {}
     read = set[Path]()
     for number in numbers:
-        spec = mapping(yaml.safe_load(place.attempt(number).spec.read_text(encoding="utf-8")))
+        if not (spec := spec_of(place, number)):
+            continue  # It has just begun.
         progress = mapping(spec.get("progress"))
         if not (name := progress.get("jsonl")):
             raise BadArgument(f"{run.run_id} writes no file of figures: progress has no jsonl")

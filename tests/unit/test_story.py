@@ -78,6 +78,12 @@ def test_a_file_of_all_attempts_is_read_once(place: RunPlace) -> None:
     assert [row["step"] for row in metrics_of(find("latest"))] == [1, 2]
 
 
+def test_an_attempt_that_has_just_begun_has_no_figures_yet(place: RunPlace) -> None:
+    place.attempt(3).directory.mkdir()
+
+    assert [row["reward"] for row in metrics_of(find("latest"))] == [1.0, 2.0, 1.5, 2.0]
+
+
 def test_a_run_without_figures_says_so(place: RunPlace) -> None:
     place.attempt(1).spec.write_text("progress: {http: 'http://127.0.0.1', step: step}")
 
