@@ -396,9 +396,8 @@ class SupervisedAttempt:
 
         def make_verdict() -> Verdict:
             text = member.last_words(since, until)
-            failure = failure_of(
-                member.name, text, message=message, rule=rule, kind=kind, exit=exit
-            )
+            said = f"{message}; it hangs in {member.hangs_in}" if member.hangs_in else message
+            failure = failure_of(member.name, text, message=said, rule=rule, kind=kind, exit=exit)
             return Verdict.failed(failure, at)
 
         self._decide(

@@ -268,6 +268,8 @@ class Member(ABC):
         self.is_drained = False
         #: The run stalled by it, and it is examined before it is ended.
         self.is_hung = False
+        #: What in, in a line, as far as that was found.
+        self.hangs_in = ""
         self.exit: Exit | None = None
         #: Of which machines nobody can say what it has left there, in words, once it has ended.
         self.unseen: tuple[str, ...] = ()

@@ -1,13 +1,14 @@
 """What a component that hangs was doing: written down beside its log before it is ended.
 
-Three witnesses, each less sure to speak than the one before, and of more use: the kernel, by /proc,
-which asks nothing of the processes (their environment, where secrets are, is not looked at);
-py-spy, where it is installed; and the processes themselves, asked by SIGABRT.
+The witnesses: py-spy, where it is installed; the kernel, by /proc, which asks nothing of the
+processes; NCCL and the driver of the GPUs, where they answer; and, on this machine, the processes
+themselves, asked by SIGABRT.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import resource
@@ -19,18 +20,20 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from tasks.processes.ending import carries
 from tasks.processes.guarded import Command
-from tasks.processes.identity import ProcessId
-from tasks.processes.ports import sockets_of, tcp_sockets
-from tasks.processes.tree import all_pids, is_zombie, machine
+from tasks.processes.identity import ProcessId, host_name
+from tasks.processes.machine import gpus_seen
+from tasks.processes.ports import listening_by_table, sockets_of, tcp_sockets
+from tasks.processes.tree import all_pids, environment_of, is_zombie, machine
 from tasks.record.outcome import signal_name
-from tasks.spec.words import moment
+from tasks.spec.words import commas, moment
 
 _PROC = Path("/proc")
 _THREADS_AT_MOST = 200
@@ -158,24 +161,111 @@ def _numbers(folder: Path) -> list[str]:
 
 #: Each is a py-spy of its own for a moment.
 _ASKED_AT_MOST = 32
+#: Files of these are not a program's own; nor is anything below what wraps a Ray job.
+_NOT_OWN, _WRAPS = ("/lib/python", "-packages/", "<frozen", ".pyx"), "/muster_driver/"
 
 
-def python_stacks(pids: Iterable[int], within_s: float) -> Iterator[str]:
-    """What py-spy says of each Python process; nothing where it is not installed.
+class HungProcess(TypedDict):
+    """One process of a component that hangs."""
+
+    pid: int
+    #: The name the kernel has for it, and its state there: `S (sleeping)`.
+    name: str
+    state: str
+    #: RANK, which launchers of distributed programs set; empty: it has none.
+    rank: str
+    #: Where it is in its program's own code, and in what that has called; empty: nobody can say.
+    frame: str
+    is_own: bool
+
+
+class HangEvidence(TypedDict):
+    """What is known of a component's processes on one machine, as far as there was time."""
+
+    #: See `tree.machine`.
+    machine: str
+    processes: list[HungProcess]
+    #: Their stacks, and the kernel's view of them.
+    text: str
+    #: NCCL's own account, and how busy the GPUs are; empty where nobody can say.
+    nccl: str
+    gpus: str
+
+
+def evidence(pids: Sequence[int], within_s: float) -> HangEvidence:
+    """What processes of this machine do; they are left as they are.
+
+    What blocks, as a look at a process that is stuck in the kernel, or at a GPU that is, is left
+    out with what would come after it.
+    """
+    found = HangEvidence(machine=machine(), processes=[], text="", nccl="", gpus="")
+
+    def gather() -> None:
+        with _told_if_it_fails():
+            stacks = python_stacks(pids, within_s * 2 / 3)
+            found["processes"] = [_seen(pid, stacks.get(pid, [])) for pid in pids]
+            found["text"] = "\n".join(
+                f"py-spy of pid {pid}:\n{_text_of(s)}" for pid, s in stacks.items()
+            )
+            for text in kernel_view(pids):
+                found["text"] += f"\n{text}"
+            found["nccl"] = nccl_status(pids)
+            found["gpus"] = _gpus(gpus_seen())
+
+    thread = threading.Thread(target=gather, daemon=True)
+    thread.start()
+    thread.join(within_s)
+    return found.copy()
+
+
+def report(
+    component: str, title: str, found: Mapping[str, HangEvidence], unreached: Mapping[str, str]
+) -> tuple[str, str]:
+    """What a component hangs in: in a line, and all of it.
+
+    Args:
+        title: of the component in this attempt.
+        found, unreached: by the name of the node; of the latter, why.
+    """
+    processes = [(node, one) for node, of in found.items() for one in of["processes"]]
+    number = Counter(one["frame"] for _, one in processes)
+    # Of many ranks the one that is elsewhere is the one to look at.
+    processes.sort(key=lambda p: (not p[1]["rank"], not p[1]["is_own"], number[p[1]["frame"]]))
+    where = [
+        (f"rank {one['rank']}, " if one["rank"] else "")
+        + f"node {node}, pid {one['pid']} ({one['name']}), {one['state']}"
+        for node, one in processes
+    ]
+    frames = [one["frame"] for _, one in processes]
+    listed = [f"{component}, {one}: {at or '?'}" for one, at in zip(where, frames, strict=True)]
+    parts = [f"{title} hangs, {moment(time.time())}", "\n".join(listed)]
+    nccl = [(node, of["nccl"]) for node, of in found.items() if of["nccl"]]
+    # Each answers for all of the job.
+    parts += [f"NCCL, asked on node {node}:\n{text}" for node, text in nccl[:1]]
+    parts += [f"GPUs of node {node}: {of['gpus']}" for node, of in found.items() if of["gpus"]]
+    parts += [f"node {node}\n\n{of['text']}" for node, of in found.items() if of["text"]]
+    parts += [f"node {node}: {why}" for node, why in unreached.items()]
+    hangs_in = f"{frames[0]} ({where[0]})" if frames and frames[0] else ""
+    return hangs_in, "\n\n".join(parts) + "\n"
+
+
+def python_stacks(pids: Iterable[int], within_s: float) -> dict[int, list[dict[str, Any]] | str]:
+    """`threads[pid]` of the Python processes as py-spy sees them, or why it can't; none where it is
+    not installed.
 
     Args:
         within_s: for all of them together.
     """
-    spy = _py_spy()
-    if spy is None:
-        return
+    stacks: dict[int, list[dict[str, Any]] | str] = {}
+    if (spy := _py_spy()) is None:
+        return stacks
     deadline = time.monotonic() + within_s
     with ExitStack() as stack:
         asked = []
         for pid in [pid for pid in pids if _is_python(pid)][:_ASKED_AT_MOST]:
             popen = subprocess.Popen(
                 # Without a pause of the process: one that is stopped would keep py-spy waiting.
-                [spy, "dump", "--nonblocking", "--pid", str(pid)],
+                [spy, "dump", "--nonblocking", "--json", "--pid", str(pid)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -189,7 +279,100 @@ def python_stacks(pids: Iterable[int], within_s: float) -> Iterator[str]:
             except subprocess.TimeoutExpired:
                 popen.kill()
                 said, _ = popen.communicate()
-            yield f"py-spy of pid {pid}:\n{said.decode(errors='replace')}"
+            try:
+                threads = json.loads(said)
+                stacks[pid] = sorted(threads, key=lambda one: one["thread_name"] != "MainThread")
+            except ValueError:
+                stacks[pid] = said.decode(errors="replace") or "no answer in time"
+    return stacks
+
+
+def _text_of(threads: list[dict[str, Any]] | str) -> str:
+    if isinstance(threads, str):
+        return threads
+    lines = []
+    for thread in threads:
+        does = ("active" if thread["active"] else "idle") + "+gil" * thread["owns_gil"]
+        lines.append(f"Thread {thread['os_thread_id']} ({does}): {thread['thread_name'] or '?'}")
+        lines += [f"    {_place(frame)}" for frame in thread["frames"]]
+    return "\n".join(lines) + "\n"
+
+
+def _place(frame: Mapping[str, Any]) -> str:
+    return f"{frame['name']} ({frame['short_filename'] or frame['filename']}:{frame['line']})"
+
+
+def _seen(pid: int, threads: list[dict[str, Any]] | str) -> HungProcess:
+    status = status_of(pid)
+    seen = HungProcess(
+        pid=pid,
+        name=status.get("Name", "?"),
+        state=status.get("State", "gone"),
+        rank="",
+        frame="",
+        is_own=False,
+    )
+    if not threads or isinstance(threads, str):
+        return seen
+    # Where py-spy could read, its environment is not behind a lock.
+    with suppress(PermissionError):
+        seen["rank"] = environment_of(pid).get("RANK", "")
+    stacks = [thread["frames"] for thread in threads if thread["frames"]]
+    for frames in stacks:
+        own = [one for one in frames if not any(part in one["filename"] for part in _NOT_OWN)]
+        if own and not any(_WRAPS in one["filename"] for one in frames):
+            within = "" if own[0] is frames[0] else f", in {_place(frames[0])}"
+            return seen | {"is_own": True, "frame": _place(own[0]) + within}
+    # A program that is installed, such as verl's.
+    return seen | {"frame": " < ".join(map(_place, stacks[0][:4])) if stacks else ""}
+
+
+def _gpus(seen: Mapping[str, Any]) -> str:
+    said = [
+        f"{gpu['index']}: {gpu['busy_percent']} % busy, {gpu['used_mib']} MiB used by pids "
+        f"{commas(p['pid'] for p in seen['processes'] if p['uuid'] == gpu['uuid']) or 'none'}"
+        + (f", {gpu['problem']}" if gpu["problem"] else "")
+        for gpu in seen["gpus"]
+    ]
+    return "; ".join([*said, seen["problem"]] if seen["problem"] else said)
+
+
+#: Where NCCL's RAS listens unless NCCL_RAS_ADDR says otherwise; how long it may look for its peers.
+#: Source: NCCL 2.24, src/ras/client.cc, ras_internal.h.
+_RAS_ADDRESS, _RAS_LOOKS_S = "localhost:28028", 3
+_RAS_TRIES = 3
+
+
+def nccl_status(pids: Sequence[int]) -> str:
+    """NCCL's account of a job's communicators: which ranks are behind, silent or dead. Empty where
+    none of the processes gives it."""
+    addresses = set()
+    for pid in pids:
+        with suppress(PermissionError):
+            addresses.add(environment_of(pid).get("NCCL_RAS_ADDR", _RAS_ADDRESS))
+    for address in sorted(addresses):
+        host, _, port = address.rpartition(":")
+        # Several of them may listen there, one of which may be stopped.
+        for _ in range(_RAS_TRIES):
+            with suppress(OSError, ValueError):
+                inodes = listening_by_table(int(port)).keys()
+                if not any(inodes & {*sockets_of(pid).values()} for pid in pids):
+                    break  # Another job's, or nobody's.
+                return _ras_status(host.strip("[]"), int(port))
+    return ""
+
+
+def _ras_status(host: str, port: int) -> str:
+    """Raises: OSError."""
+    with socket.create_connection((host, port), 1.0) as s, s.makefile("rb") as said:
+        s.sendall(b"CLIENT PROTOCOL 2\n")
+        if not said.readline().startswith(b"SERVER PROTOCOL"):
+            raise OSError("it is not NCCL that listens there")
+        s.sendall(f"TIMEOUT {_RAS_LOOKS_S}\n".encode())
+        said.readline()
+        s.settimeout(2.0 * _RAS_LOOKS_S)
+        s.sendall(b"VERBOSE STATUS\n")
+        return said.read(_TEXT_AT_MOST).decode(errors="replace")
 
 
 #: Of one machine: a node may run hundreds of data workers.
@@ -197,21 +380,14 @@ _CARRIERS_AT_MOST = 64
 _TEXT_AT_MOST = 1 << 20
 
 
-def examine_carriers(wanted: Mapping[str, str], within_s: float) -> dict[str, Any]:
-    """What the processes of this machine do that have all the variables with these values; they are
-    left as they are.
+def examine_carriers(wanted: Mapping[str, str], within_s: float) -> HangEvidence:
+    """What the processes of this machine do that have all the variables with these values.
 
     Sent to nodes by value, as `end_carriers` is.
-
-    Args:
-        within_s: for py-spy.
-
-    Returns: `{"machine": machine(), "text": str}`.
     """
     carriers = [pid for pid in all_pids() if not is_zombie(pid) and carries(pid, wanted)]
-    shown = carriers[:_CARRIERS_AT_MOST]
-    text = "\n".join([*python_stacks(shown, within_s), *kernel_view(shown)])
-    return {"machine": machine(), "text": text[:_TEXT_AT_MOST]}
+    found = evidence(carriers[:_CARRIERS_AT_MOST], within_s)
+    return found | {"text": found["text"][:_TEXT_AT_MOST]}
 
 
 def abort_python(processes: Iterable[ProcessId], within_s: float) -> None:
@@ -259,9 +435,8 @@ def _is_python(pid: int) -> bool:
 
 _log = logging.getLogger(__name__)
 
-#: At most so long does each part keep a teardown: the look at the processes, of which py-spy may
-#: take so much for all of them, ...
-_EXAMINED_WITHIN_S, _STACKS_WITHIN_S = 3.0, 2.0
+#: At most so long does each part keep a teardown: the look at the processes, and its report, ...
+_EXAMINED_WITHIN_S, _REPORTED_WITHIN_S = 15.0, 1.0
 #: ... their own last words, and the copy of the log.
 _ABORTED_WITHIN_S, _COPIED_WITHIN_S = 1.0, 1.0
 #: So long before SIGKILL is what is left asked for its stacks; of a short grace period, half.
@@ -298,13 +473,15 @@ class Diagnosis:
         self._processes = processes
         self._mask = mask
         self._report = command.log.with_name(f"{name}.hang.txt")
+        #: In a line; empty while nobody can say.
+        self.hangs_in = ""
         self._is_written = False
         self._log_began = 0
         self._late: asyncio.Task[None] | None = None
 
     async def examine(self) -> Path | None:
         """Write down the state of its processes; the file, None where there is none."""
-        await _within(_EXAMINED_WITHIN_S, self._examine)
+        await _within(_EXAMINED_WITHIN_S + _REPORTED_WITHIN_S, self._examine)
         return self._report if self._is_written else None
 
     async def __aenter__(self) -> None:
@@ -323,12 +500,9 @@ class Diagnosis:
             return
         with _told_if_it_fails():
             self._log_began = self._command.log.stat().st_size
-        with _told_if_it_fails():
-            self._write(f"{self._name} (pid {self._pid}) hangs, {moment(time.time())}\n")
-            for text in kernel_view(pids):
-                self._write(text)
-        for text in python_stacks(pids, _STACKS_WITHIN_S):
-            self._write(text)
+        found = {host_name(): evidence(pids, _EXAMINED_WITHIN_S)}
+        self.hangs_in, text = report(self._name, f"{self._name} (pid {self._pid})", found, {})
+        self._write(text)
 
     def _abort_early(self) -> None:
         """Ask those for their stacks that the stop signal will just end."""

@@ -45,10 +45,10 @@ _RECOVERIES = {
 def gpus_seen() -> dict[str, Any]:
     """What NVIDIA's driver sees.
 
-    Returns: `{"driver": bool, "problem": str, "gpus": [{"index", "uuid", "used_mib", "problem"}],
-        "processes": [{"uuid", "pid", "used_mib", "alive"}]}`. Without a driver, `driver` is false;
-        with one that does not answer, `problem` says what it does. A GPU with a `problem` is to get
-        no run. `used_mib` is None where the driver does not tell.
+    Returns: `{"driver": bool, "problem": str, "gpus": [{"index", "uuid", "used_mib",
+        "busy_percent", "problem"}], "processes": [{"uuid", "pid", "used_mib", "alive"}]}`. Without
+        a driver, `driver` is false; with one that does not answer, `problem` says what it does. A
+        GPU with a `problem` is to get no run. What the driver does not tell is None.
     """
     answer: dict[str, Any] = {"driver": False, "problem": "", "gpus": [], "processes": []}
     try:
@@ -76,7 +76,8 @@ def gpus_seen() -> dict[str, Any]:
 
 
 def _gpu(nvml: Any, index: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    gpu: dict[str, Any] = {"index": index, "uuid": "", "used_mib": None, "problem": ""}
+    gpu: dict[str, Any] = {"index": index, "uuid": "", "problem": ""}
+    gpu |= {"used_mib": None, "busy_percent": None}
     try:
         handle = nvml.nvmlDeviceGetHandleByIndex(index)
         gpu["uuid"] = uuid = _text(nvml.nvmlDeviceGetUUID(handle))
@@ -86,6 +87,8 @@ def _gpu(nvml: Any, index: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     except nvml.NVMLError as error:
         # Fallen off the bus, for example: the others go on.
         return gpu | {"problem": str(error)}, []
+    with suppress(nvml.NVMLError):
+        gpu["busy_percent"] = nvml.nvmlDeviceGetUtilizationRates(handle).gpu
     gpu["problem"] = _problem(nvml, handle)
     return gpu, [
         {

@@ -38,7 +38,7 @@ def listening_inodes(port: int) -> dict[str, int]:
     try:
         return _asked(port)
     except OSError:
-        return _read(port)
+        return listening_by_table(port)
 
 
 def _asked(port: int) -> dict[str, int]:
@@ -103,7 +103,7 @@ def _take_in(data: bytes, found: dict[str, int]) -> bool:
     return True
 
 
-def _read(port: int) -> dict[str, int]:
+def listening_by_table(port: int) -> dict[str, int]:
     """The same from /proc, which takes the kernel a look at every connection of the machine."""
     return {
         fields[9]: int(fields[7])

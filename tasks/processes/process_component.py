@@ -106,7 +106,9 @@ class ProcessMember(Member):
         self._diagnosis = Diagnosis(
             self.name, self.plan.command, self.pid or 0, self.processes, self._context.plan.mask
         )
-        if (report := await self._diagnosis.examine()) is not None:
+        report = await self._diagnosis.examine()
+        self.hangs_in = self._diagnosis.hangs_in
+        if report is not None:
             self._emit("component.diagnosed", self.name, pid=self.process.pid, path=str(report))
 
     async def end(self) -> tuple[int | str, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import re
 import time
@@ -10,6 +11,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import httpx
@@ -20,6 +22,7 @@ from tasks.record.events import Emit
 from tasks.record.growing import Mark, MetricsFile
 from tasks.spec.probes import number_at
 from tasks.spec.run import Progress
+from tasks.spec.words import seconds
 
 _TAIL_BYTES = 65536
 
@@ -215,6 +218,9 @@ _READ_EVERY_S = 0.5
 #: Silence is looked at so often within its limit, but each ten seconds at least.
 _LOOKS_A_LIMIT = 50
 _LOOK_EVERY_S = 10.0
+#: A step that takes so many times the median of those before it is slow, once there are so many.
+_SLOW, _STEPS_OF_A_PACE = 10.0, 10
+_PACE_AT_MOST = 1000
 #: A trainer that has left wrote its last step before; what serves it over HTTP may lag.
 _LAST_STEP_WITHIN_S = 3.0
 
@@ -252,8 +258,12 @@ class ProgressWatch:
         self._silence = silence
         self._emit = emit
         self._is_quiet = is_quiet
-        #: The step last seen.
+        #: The step last seen, when, and how long those before it took.
         self.step: float | None = None
+        self._stepped_s = 0.0
+        self._took_s: deque[float] = deque(maxlen=_PACE_AT_MOST)
+        #: When the next step is late enough to be said.
+        self._slow_at_s = math.inf
 
     def __str__(self) -> str:
         if self.step is None:
@@ -308,8 +318,19 @@ class ProgressWatch:
 
     async def _read(self) -> None:
         step = await self._read_step() if self._read_step is not None else None
+        now = asyncio.get_running_loop().time()
         if step is not None and step != self.step:
-            if self.step is not None and step > self.step:
-                self._lengths.append({log: size_of(log) for log in self._logs})
-            self.step = step
+            if self.step is not None:
+                self._took_s.append(now - self._stepped_s)
+                if step > self.step:
+                    self._lengths.append({log: size_of(log) for log in self._logs})
+            self.step, self._stepped_s = step, now
+            if len(self._took_s) >= _STEPS_OF_A_PACE:
+                self._slow_at_s = now + _SLOW * median(self._took_s)
             self._emit("run.progress", step=step, total=self._total)
+        elif now > self._slow_at_s:
+            median_s = (self._slow_at_s - self._stepped_s) / _SLOW
+            self._slow_at_s = math.inf
+            message = f"no step for {seconds(now - self._stepped_s)} since {self}"
+            message += f", where one takes {seconds(median_s)}"
+            self._emit("run.slow", step=self.step, median_s=median_s, message=message)

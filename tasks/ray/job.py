@@ -11,12 +11,13 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tasks.processes import hang_report
 from tasks.processes.component import AttemptContext, ComponentPlan, Member
 from tasks.ray import control_store
 from tasks.ray.dashboard import Contact, Dashboard, Denied, JobState, NoAnswer
@@ -34,7 +35,6 @@ from tasks.ray.submission import JobPlan, SubmissionFile
 from tasks.ray.submit import STRAGGLERS_S, Submitter
 from tasks.record.outcome import JobLoss, JobRefused
 from tasks.spec.failure_kinds import FailureKind
-from tasks.spec.words import moment
 
 _AGAIN_AFTER_S = 0.5
 #: For the node's agent to answer, once the job has ended.
@@ -141,7 +141,9 @@ _LOOK_EVERY_S = 0.2
 _EXAMINED_WITHIN_S, _LEFT_WITHIN_S = 60.0, 10.0
 
 #: See `nodes.examination_of`.
-Examination = Callable[[str, float], Awaitable[str]]
+Examination = Callable[
+    [str, float], Awaitable[tuple[Mapping[str, hang_report.HangEvidence], Mapping[str, str]]]
+]
 
 
 class RayJob(Member):
@@ -309,19 +311,18 @@ class RayJob(Member):
         """Write down what its processes hang in, on every node."""
         if self._examination is None or not self._runs:
             return
-        log = self.plan.command.log
-        report = log.with_name(f"{self.name}.hang.txt")
+        path = self.plan.command.log.with_name(f"{self.name}.hang.txt")
         try:
             async with asyncio.timeout(_EXAMINED_WITHIN_S + _LEFT_WITHIN_S):
                 gcs_address = await self._dashboard.gcs_address()
-                found = await self._examination(gcs_address, _EXAMINED_WITHIN_S)
-            head = f"{self.name} (job {self._job.submission_id}) hangs, {moment(time.time())}"
-            text = self._job.mask(f"{head}\n\n{found}\n")
-            await asyncio.to_thread(report.write_text, text, encoding="utf-8")
+                found, unreached = await self._examination(gcs_address, _EXAMINED_WITHIN_S)
+            hangs_in, text = hang_report.report(self.name, str(self), found, unreached)
+            self.hangs_in = self._job.mask(hangs_in)
+            await asyncio.to_thread(path.write_text, self._job.mask(text), encoding="utf-8")
         except Exception as error:
             _log.warning("%s, which hangs, can't be examined: %r", self.name, error)
         else:
-            self._say("component.diagnosed", pid=None, path=str(report))
+            self._say("component.diagnosed", pid=None, path=str(path))
 
     def stop(self) -> None:
         """Ask it to end, in its grace period. Returns at once; any number of times."""

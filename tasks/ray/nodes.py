@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from tasks.processes import tree
+from tasks.processes.hang_report import HangEvidence
 from tasks.processes.machine import code_here
 from tasks.ray import control_store
 from tasks.ray.dashboard import Dashboard, Denied, NoAnswer, accelerators, driver_env
@@ -613,32 +614,34 @@ def sweep_of(
     return swept
 
 
-#: Of the time for an examination, what py-spy has.
-_STACKS_SHARE = 0.3
+#: Of the time for an examination, what each node has.
+_LOOK_SHARE = 0.3
 
 
 def examination_of(
     run_id: str, attempt: int, component: str
-) -> Callable[[str, float], Awaitable[str]]:
+) -> Callable[[str, float], Awaitable[tuple[dict[str, HangEvidence], dict[str, str]]]]:
     """The look at a job that hangs: told the address of a cluster's control store, and how long it
-    may take, it gives what all processes of the job do on every node, with their Python stacks.
+    may take, it gives what all processes of the job do on every node, and why nothing is known of
+    others, both by the name of the node.
 
     Raises: NotVisited, from what is given.
     """
     named = {"RUN_ID": run_id, "ATTEMPT": str(attempt), "COMPONENT": component}
     wanted = {f"MUSTER_{name}": value for name, value in named.items()}
 
-    async def looked_at(gcs_address: str, within_s: float) -> str:
+    async def looked_at(
+        gcs_address: str, within_s: float
+    ) -> tuple[dict[str, HangEvidence], dict[str, str]]:
         async with visiting(gcs_address) as visitor:
-            given = {"wanted": wanted, "within_s": within_s * _STACKS_SHARE}
+            given = {"wanted": wanted, "within_s": within_s * _LOOK_SHARE}
             each = {node.node_id: given for node in visitor.nodes}
             visited = await visitor.visit("examine", each, within_s, is_of_machine=True)
             names = {node.node_id: node.name for node in visitor.nodes}
         # Several nodes may share a machine.
-        texts = {one["machine"]: (names[id], one["text"]) for id, one in visited.answers.items()}
-        parts = [f"node {name}\n\n{text}" for name, text in sorted(texts.values()) if text]
-        parts += [f"node {names[id]}: {why}" for id, why in sorted(visited.unreached.items())]
-        return "\n\n".join(parts)
+        answers = {one["machine"]: (names[id], one) for id, one in visited.answers.items()}
+        unreached = {names[id]: why for id, why in visited.unreached.items()}
+        return dict(sorted(one for one in answers.values() if one[1]["processes"])), unreached
 
     return looked_at
 

@@ -38,7 +38,7 @@ from tasks.processes.tree import all_pids, environment_of, machine
 #: Of the agents' names, at Ray and in the control store's table of where they listen.
 NAMESPACE = "muster"
 #: By the name that is ordered. Each is short and idempotent, and gives plain data.
-ORDERS: Mapping[str, Callable[..., dict[str, Any]]] = {
+ORDERS: Mapping[str, Callable[..., Mapping[str, Any]]] = {
     "sweep": end_carriers,
     "examine": examine_carriers,
     "look": look,

@@ -76,6 +76,7 @@ FIELDS: Mapping[str, str] = {
     "metric": "the figure, as the file calls it",
     "step": "the last step that it was found at",
     "value": "the figure then; null where it is no number",
+    "median_s": "seconds that a step takes",
     "by": "who did it: `user@host`, or a run's id",
     "reason": "why a run has drained it; null: a person did",
     "until": "UTC epoch seconds: until then; null: until somebody says otherwise",
@@ -146,6 +147,11 @@ TABLE: tuple[Announcement, ...] = (
         "a rule of `watch` found something wrong with the figures of a run",
         *(*_RUN, "rule", "metric", "step", "value", "message"),
     ),
+    _one(
+        "run.slow",
+        "a step takes ten times the median of those before it, and is not over",
+        *(*_RUN, "step", "median_s", "message"),
+    ),
     _one("component.started", "a component's process or job was started", *_COMPONENT),
     _one("component.ready", "its readiness probe said yes", *_COMPONENT, "after_s"),
     _one("component.drained", "its part is done, and the run goes on without it", *_COMPONENT),
@@ -181,6 +187,7 @@ _BY_NAME = {one.name: one for one in TABLE}
 ANNOUNCED_AS: Mapping[str, str] = {
     "attempt.ready": "muster.run.ready",
     "run.alarm": "muster.run.alarm",
+    "run.slow": "muster.run.slow",
     "component.spawned": "muster.component.started",
     **{
         f"component.{name}": f"muster.component.{name}"

@@ -44,6 +44,7 @@ CATALOGUE: Mapping[str, tuple[str, ...]] = {
     "attempt.adopted": _BEGUN,
     "containment": ("text", "level", "promise", "missing"),
     "attempt.ready": ("step",),
+    "run.slow": ("step", "median_s", "message"),
     "run.alarm": ("rule", "metric", "step", "since", "value", "then", "said", "message"),
     "teardown.begun": ("reason", "cause"),
     "teardown.ended": ("left",),

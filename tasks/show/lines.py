@@ -69,6 +69,8 @@ def lines_of(event: Event) -> Iterator[Line]:
             yield Line(text=f"{name}: {event.reason}", style="bold red")
         case "probe.failed" if event.probe == "live":
             yield Line(text=f"{name}: {event.reason} (miss {event.misses})", style="yellow")
+        case "run.slow":
+            yield Line(text=event.message, style="yellow")
         case "run.alarm":
             yield Line(text=f"alarm: {event.message}", style="bold yellow")
         case "teardown.begun":

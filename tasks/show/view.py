@@ -196,7 +196,7 @@ class RunSeen:
         self._starts: dict[int, tuple[int, str]] = {}
         #: Why it waits or stops; empty where it does neither.
         self.why = ""
-        self.is_waiting = self.is_stopping = self._is_running = False
+        self.is_waiting = self.is_stopping = self._is_running = self._is_slow = False
         #: How the attempt failed.
         self.failure: Failure | None = None
 
@@ -215,6 +215,10 @@ class RunSeen:
                 self.is_waiting, self.why = True, event.message
             case "run.progress":
                 self.pace.see(event.at, event.step)
+                if self._is_slow:
+                    self._is_slow, self.doing = False, self.running
+            case "run.slow":
+                self._is_slow, self.doing = True, event.message
             case "run.alarm":
                 self.doing = f"alarm: {event.message}"
             case "attempt.ready":

@@ -12,10 +12,11 @@ import pytest
 
 from tasks.processes import hang_report
 from tasks.processes.component import ComponentPlan
+from tasks.processes.identity import host_name
 from tasks.record.outcome import Failure, Verdict
 from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.probes import LiveProbe, ReadyProbe
-from tests.support.stage import DEADLINE_S, Stage, free_port, sh
+from tests.support.stage import DEADLINE_S, Stage, free_port, sh, wait_until
 
 UP = ReadyProbe(log="up", within_s=DEADLINE_S)
 #: Finds whatever is ready to hang.
@@ -98,6 +99,65 @@ def test_stopped_component_leaves_the_kernels_view_and_its_stacks(stage: Stage) 
     assert f"tcp 127.0.0.1:{port} -> 0.0.0.0:0 LISTEN" in report
     assert "serves_for_ever" in last_words(stage, "api")
     assert not (stage.directory / "trainer.hang.txt").exists()
+
+
+#: By the state that the kernel gives to each.
+SHAPES = {
+    "S": """
+import threading
+one, other = threading.Lock(), threading.Lock()
+def locks(first, second, met=threading.Barrier(2)):
+    with first:
+        met.wait()
+        print("up", flush=True)
+        with second:
+            pass
+threading.Thread(target=locks, args=(other, one), daemon=True).start()
+def deadlocked_here():
+    locks(one, other)
+deadlocked_here()
+""",
+    "R": """
+def spinning_here():
+    print("up", flush=True)
+    while True:
+        pass
+spinning_here()
+""",
+    "T": """
+import os, signal
+def stopped_here():
+    print("up", flush=True)
+    os.kill(os.getpid(), signal.SIGSTOP)
+stopped_here()
+""",
+}
+
+
+@pytest.mark.parametrize(
+    ("state", "frame"),
+    [("S", "locks (<string>:8)"), ("R", "spinning_here"), ("T", "stopped_here")],
+)
+def test_each_hang_is_named_by_rank_node_and_frame(stage: Stage, state: str, frame: str) -> None:
+    if hang_report._py_spy() is None:
+        pytest.skip("py-spy is not installed")
+    hangs = stage.component(
+        "trainer", (sys.executable, "-c", SHAPES[state]), env={"RANK": "3"}, ready=UP
+    )
+    supervisor = stage.running(hangs, stall_after_s=2.0)
+    pid = stage.pid_of("trainer")
+    wait_until(lambda: state_of(pid) == state, f"state {state}")
+
+    failure = stalled(stage.verdict_of(supervisor))
+
+    who = f"rank 3, node {host_name()}, pid {pid} ("
+    assert f"hangs in {frame}" in failure.message and who in failure.message
+    _, named, *_ = report_of(stage, "trainer").split("\n\n")
+    assert named.startswith(f"trainer, {who}") and frame in named and f"), {state} (" in named
+
+
+def state_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
 
 
 def test_component_stuck_in_a_lock_names_the_function_it_hangs_in(stage: Stage) -> None:

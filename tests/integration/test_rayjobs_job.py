@@ -39,7 +39,7 @@ async def jobs(ray_cluster: RayCluster, tmp_path: Path, muster_home: Path) -> As
 _HANGS = """
 import ray, threading
 ray.init(logging_level="ERROR")
-@ray.remote(num_gpus=1)
+@ray.remote(num_gpus=1, runtime_env={"env_vars": {"RANK": "3"}})
 class Rank:
     def stuck_in_all_reduce(self):
         print("up", flush=True)
@@ -58,8 +58,12 @@ async def test_a_job_that_hangs_leaves_the_stacks_of_its_processes(jobs: Jobs) -
     await job.examine()
 
     report = plan.command.log.with_name("trainer.hang.txt").read_text()
-    assert "waits_for_its_ranks" in report, report
-    assert "stuck_in_all_reduce" in report, report
+    named = report.split("\n\n")[1]
+    first, second, *_ = named.splitlines()
+    assert ": waits_for_its_ranks (" in second, named
+    assert first.startswith("trainer, rank 3, node "), named
+    assert ": Rank.stuck_in_all_reduce (" in first, named
+    assert job.hangs_in.startswith("Rank.stuck_in_all_reduce ("), job.hangs_in
     assert "component.diagnosed" in [name for name, _ in jobs.told.events]
     assert await job.end() == ()
 

@@ -83,6 +83,9 @@ class FakeNvml:
             for pid, mib in handle[1].processes
         ]
 
+    def nvmlDeviceGetUtilizationRates(self, handle: tuple[int, Gpu]) -> Any:
+        return SimpleNamespace(gpu=100 if handle[1].processes else 0)
+
     def nvmlDeviceGetMigMode(self, handle: tuple[int, Gpu]) -> list[int]:
         return [int(handle[1].is_mig)] * 2
 

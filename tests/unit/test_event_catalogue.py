@@ -112,3 +112,15 @@ def test_a_run_is_seen_from_a_file_of_an_earlier_version() -> None:
         "environment": (Standing.ENDED, "SIGTERM"),
     }
     assert seen.failure is None
+
+
+def test_a_slow_step_is_what_a_run_does_until_the_next_one() -> None:
+    seen = RunSeen(["trainer"])
+    told = [("attempt.ready", {}), ("run.slow", {"message": "no step for 90 s"})]
+    doing = []
+
+    for name, fields in [*told, ("run.progress", {"step": 13.0})]:
+        seen.observe(Event(at=1.0, name=name, fields=fields))
+        doing.append(seen.doing)
+
+    assert doing == ["running: trainer", "no step for 90 s", "running: trainer"]

@@ -16,7 +16,7 @@ from ray import cloudpickle
 
 import tasks
 from tasks.processes.guarded import Command
-from tasks.processes.hang_report import examine_carriers
+from tasks.processes.hang_report import HangEvidence, HungProcess, examine_carriers, nccl_status
 from tasks.ray.dashboard import NoAnswer
 from tasks.ray.end import SweepReport
 from tasks.ray.job import RayJob
@@ -45,7 +45,7 @@ def hanging() -> Iterator[subprocess.Popen[str]]:
     with (
         subprocess.Popen(
             [sys.executable, "-c", HANGS],
-            env={"MUSTER_RUN_ID": "a-run", "API_KEY": "hunter2"},
+            env={"MUSTER_RUN_ID": "a-run", "API_KEY": "hunter2", "RANK": "5"},
             stdout=subprocess.PIPE,
             text=True,
         ) as process,
@@ -70,10 +70,28 @@ def test_the_stacks_of_a_job_are_seen_where_there_is_no_code_of_muster(
     done = subprocess.run([sys.executable, "-I", "-c", ON_A_NODE], input=sent, capture_output=True)
 
     assert done.returncode == 0, done.stderr.decode()
-    text = json.loads(done.stdout)["text"]
+    found = json.loads(done.stdout)
+    text, [seen] = found["text"], found["processes"]
     assert "waits_for_its_peers" in text
+    assert (seen["pid"], seen["rank"]) == (hanging.pid, "5")
+    assert seen["frame"].startswith("waits_for_its_peers (<string>:5), in ")
     assert f"pid {hanging.pid}, child of" in text and "waits in: " in text
     assert "sleep 600" not in text and "hunter2" not in text
+
+
+def process(pid: int, rank: str, frame: str) -> HungProcess:
+    return HungProcess(
+        pid=pid, name="python", state="S (sleeping)", rank=rank, frame=frame, is_own=bool(frame)
+    )
+
+
+NODE = HangEvidence(
+    machine="m",
+    processes=[process(8, "", "main (b.py:1)"), process(7, "3", "all_reduce (a.py:7)")],
+    text="py-spy: hunter2",
+    nccl="rank 2 is behind",
+    gpus="0: 100 % busy",
+)
 
 
 class Clusters:
@@ -104,8 +122,10 @@ def job_of(tmp_path: Path, events: list[tuple[str, dict[str, Any]]], dashboard: 
     async def sweep(gcs_address: str, over: object) -> SweepReport:
         return SweepReport()
 
-    async def examination(gcs_address: str, within_s: float) -> str:
-        return f"node 10.0.0.2 of {gcs_address}\n\npy-spy: hunter2 in all_reduce"
+    async def examination(
+        gcs_address: str, within_s: float
+    ) -> tuple[dict[str, HangEvidence], dict[str, str]]:
+        return {"10.0.0.2": NODE}, {"10.0.0.3": f"no answer, by {gcs_address}"}
 
     job = make_job(plan, lambda name, **fields: events.append((name, fields)), sweep, examination)
     job._dashboard = SimpleNamespace(gcs_address=dashboard.gcs_address)  # type: ignore[assignment]
@@ -117,14 +137,21 @@ def job_of(tmp_path: Path, events: list[tuple[str, dict[str, Any]]], dashboard: 
 async def test_what_a_job_hangs_in_is_written_beside_its_log(tmp_path: Path) -> None:
     events: list[tuple[str, dict[str, Any]]] = []
 
-    await job_of(tmp_path, events, Clusters()).examine()
+    job = job_of(tmp_path, events, Clusters())
+    await job.examine()
 
     report = tmp_path / "trainer.hang.txt"
     [(name, fields)] = events
     assert (name, fields["path"]) == ("component.diagnosed", str(report))
     text = report.read_text()
     assert text.startswith("trainer (job r--a01) hangs, ")
-    assert "node 10.0.0.2 of 10.0.0.1:6379" in text and "*** in all_reduce" in text
+    assert (
+        "trainer, rank 3, node 10.0.0.2, pid 7 (python), S (sleeping): all_reduce (a.py:7)" in text
+    )
+    assert "py-spy: ***" in text and "node 10.0.0.3: no answer, by 10.0.0.1:6379" in text
+    assert text.index("rank 3") < text.index("pid 8")
+    assert "GPUs of node 10.0.0.2: 0: 100 % busy" in text and "rank 2 is behind" in text
+    assert job.hangs_in.startswith("all_reduce (a.py:7) (rank 3, node 10.0.0.2, pid 7")
 
 
 @pytest.mark.asyncio
@@ -134,3 +161,37 @@ async def test_a_cluster_that_is_away_keeps_no_job_from_being_ended(tmp_path: Pa
     await job_of(tmp_path, events, Clusters(answers=False)).examine()
 
     assert events == [] and not (tmp_path / "trainer.hang.txt").exists()
+
+
+#: Answers as NCCL's RAS does; the first of its clients waits for ever, as for a process that is
+#: stopped.
+RAS = """
+import socket
+listening = socket.create_server(("127.0.0.1", 0))
+print(listening.getsockname()[1], flush=True)
+silent, _ = listening.accept()
+client, _ = listening.accept()
+with client, client.makefile("rwb", buffering=0) as lines:
+    for answer in ("SERVER PROTOCOL 2", "OK", "rank 2 is behind"):
+        asked = lines.readline().decode().strip()
+        lines.write(f"{answer}, asked {asked}\\n".encode())
+"""
+
+
+def test_nccl_is_asked_where_a_process_of_the_job_listens_and_nowhere_else() -> None:
+    with (
+        subprocess.Popen([sys.executable, "-c", RAS], stdout=subprocess.PIPE, text=True) as ras,
+        subprocess.Popen(["sleep", "600"]) as other,
+    ):
+        assert ras.stdout is not None
+        address = f"localhost:{ras.stdout.readline().strip()}"
+        env = {"NCCL_RAS_ADDR": address}
+        with subprocess.Popen(["sleep", "600"], env=env) as rank:
+            foreign = nccl_status([rank.pid, other.pid])
+            said = nccl_status([rank.pid, ras.pid])
+            rank.kill()
+        other.kill()
+        ras.kill()
+
+    assert foreign == ""
+    assert said == "rank 2 is behind, asked VERBOSE STATUS\n"

@@ -23,7 +23,7 @@ def test_both_ways_of_asking_agree_and_see_no_connections(family: str) -> None:
         port = server.getsockname()[1]
         inode = os.fstat(server.fileno()).st_ino
         with socket.create_connection((address, port)):
-            by_netlink, by_proc = ports._asked(port), ports._read(port)
+            by_netlink, by_proc = ports._asked(port), ports.listening_by_table(port)
 
     assert by_netlink == by_proc == {str(inode): os.getuid()}
 
@@ -33,7 +33,7 @@ def test_port_on_which_nobody_listens_has_no_sockets() -> None:
         bound.bind(("127.0.0.1", 0))
         port = bound.getsockname()[1]
 
-        assert ports._asked(port) == ports._read(port) == {}
+        assert ports._asked(port) == ports.listening_by_table(port) == {}
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -87,6 +89,48 @@ def test_steps_are_read_more_often_than_logs(tmp_path: Path) -> None:
     assert reads >= 2 * took_s
     assert looks <= 60
     assert took_s >= 100.0
+
+
+def said_of(*steps_s: float) -> list[str]:
+    """What is said to be slow of a run whose steps take so long, and that stalls after 1000 s."""
+    times = list(accumulate(steps_s))
+
+    async def watch() -> list[str]:
+        clock = asyncio.get_running_loop().time
+        began, said = clock(), []
+
+        async def step() -> float:
+            return float(sum(at <= clock() - began for at in times)) + 1
+
+        def emit(name: str, component: str | None = None, **fields: Any) -> None:
+            if name == "run.slow":
+                said.append(f"{clock() - began:.0f} s: {fields['message']}")
+
+        read = ProgressWatch(
+            step, Looks(), emit, total=None, limit_s=1000.0, is_quiet=lambda: False
+        )
+        await read.until_stalled()
+        return said
+
+    return run(watch())
+
+
+def test_a_step_that_takes_ten_times_the_median_is_said_once_each_time() -> None:
+    slow = "no step for {} since step {}, where one takes 10 s"
+
+    # one of a hundred seconds is not over it, two are
+    told = said_of(*[10.0] * 12, 99.0, 10.0, 150.0, 10.0, 400.0, 10.0)
+
+    began = 120 + 99 + 10
+    assert told == [
+        f"{began + 101} s: " + slow.format("1 min 40 s", 15),
+        f"{began + 261} s: " + slow.format("1 min 40 s", 17),
+        f"{began + 671} s: " + slow.format("1 min 40 s", 19),
+    ]
+
+
+def test_nothing_is_slow_before_there_is_a_pace() -> None:
+    assert said_of(*[1.0] * 9) == []
 
 
 def test_log_that_has_not_grown_is_not_opened(
