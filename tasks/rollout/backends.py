@@ -1,7 +1,6 @@
-"""What the servers of each backend are: their program and variables, what their answers prove.
+"""What the servers of each backend are: their program and variables, what they are asked.
 
-All of it is a function of the fleet's spec and of a server's place: nothing is started, nobody is
-asked. `docs/extending.md` tells how to add a backend.
+Pure: from the fleet's spec and a server's place. `docs/extending.md` tells how to add a backend.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tasks.rollout import lmdeploy_replica
-from tasks.rollout.topology import Answers, Ask, Questions
+from tasks.rollout.topology import Ask, Questions
 from tasks.spec.placeholders import substituted
 from tasks.spec.rollout import SGLANG_TIMEOUT, Rollout, sglang_timeout_s
 from tasks.spec.values import texts
@@ -24,7 +23,7 @@ _ONE_REPLICA = Path(lmdeploy_replica.__file__).read_text(encoding="utf-8")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """One server of an engine: where it is, before it is known what it runs."""
+    """Where one server of an engine is."""
 
     #: Index into the fleet's engines.
     engine: int
@@ -34,7 +33,7 @@ class Place:
     ranks: tuple[int, ...]
     #: Index into the fleet's nodes.
     node: int
-    #: Where it listens; empty as long as nobody has given out addresses.
+    #: Where it listens; empty before addresses are given out.
     host: str = ""
     #: None where it has no API.
     port: int | None = None
@@ -65,12 +64,12 @@ class Backend(ABC):
     fleet: Rollout
 
     def is_entrypoint(self, index: int) -> bool:
-        """Whether this server of an engine accepts rollout requests."""
+        """Whether this server of an engine accepts rollout requests, and answers for its engine."""
         return index == 0
 
-    def answers(self, index: int) -> Answers:
-        """What an answer of this server of an engine proves."""
-        return Answers.ENGINE if self.is_entrypoint(index) else Answers.PROCESS
+    def has_api(self, index: int) -> bool:
+        """Whether this server of an engine listens at all."""
+        return True
 
     @property
     def meets(self) -> bool:
@@ -107,11 +106,9 @@ class Sglang(Backend):
     """
 
     def questions(self) -> Questions:
-        token = Ask(method="GET", path="/health_generate")
         return Questions(
             ready=_HEALTH,
-            token=token,
-            own_timeout_s=self._own_timeout_s(),
+            token=Ask(method="GET", path="/health_generate"),
             # What is under way goes back into its queue, and its cache is made anew.
             pause=Ask(method="POST", path="/pause_generation", body={"mode": "retract"}),
             resume=Ask(method="POST", path="/continue_generation", body={}),
@@ -133,10 +130,8 @@ class Sglang(Backend):
         return (*words, "--host", place.host, "--port", str(place.port))
 
     def env(self, place: Place) -> dict[str, str]:
-        return {SGLANG_TIMEOUT: str(self._own_timeout_s())}
-
-    def _own_timeout_s(self) -> int:
-        return sglang_timeout_s(self.fleet.health.timeout_s, texts(self.fleet.env))
+        env = texts(self.fleet.env)
+        return {SGLANG_TIMEOUT: str(sglang_timeout_s(self.fleet.health.timeout_s, env))}
 
 
 class Lmdeploy(Backend):
@@ -192,8 +187,8 @@ class Vllm(Backend):
     Source: vLLM 0.33, entrypoints/cli/serve.py, engine/arg_utils.py
     """
 
-    def answers(self, index: int) -> Answers:
-        return Answers.ENGINE if index == 0 else Answers.NONE
+    def has_api(self, index: int) -> bool:
+        return index == 0
 
     def questions(self) -> Questions:
         # Ready: a flag of the front end, blind to an engine that hangs.

@@ -10,19 +10,17 @@ from ipaddress import ip_address
 from itertools import chain
 
 from tasks.rollout.backends import Backend, Place, backend_of
-from tasks.rollout.topology import Answers, Engine, ServerSlot, TopologyPlan
+from tasks.rollout.topology import Engine, ServerSlot, TopologyPlan
 from tasks.spec.rollout import Rollout
 from tasks.spec.run import VISIBLE
 from tasks.spec.values import texts
 
-#: The first of the ports that stand in for others.
-FIRST_PORT = 30000
 #: Where servers of this machine are.
 LOOPBACK = "127.0.0.1"
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches an address or name; any other name counts as elsewhere."""
+    """Whether only this machine reaches it, as far as an address or name tells."""
     bare = host.removeprefix("[").removesuffix("]")
     if bare.lower() == "localhost":
         return True
@@ -33,33 +31,24 @@ def is_loopback(host: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PortNeed:
-    """A port that must be free on a node before the servers there are started."""
-
-    #: Index into the fleet's nodes.
-    node: int
-    #: `server.0` for the server of rank 0, `engine.0` for where engine 0 meets.
-    name: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Addresses:
     """Where a fleet's servers are. A group gets new ports by building it with others."""
 
     #: By node index, as the gateway and the other nodes reach them.
     hosts: tuple[str, ...]
-    #: By the name of the need.
+    #: By the names of `ports_needed`.
     ports: Mapping[str, int]
-    #: Of the GPUs that a local fleet may use, in the order of its ranks; empty: 0, 1, 2 and so on.
+    #: The GPUs that a local fleet may use, in the order of its ranks; empty: 0, 1, 2 and so on.
     devices: tuple[str, ...] = ()
-    #: Of the accelerators of a local fleet's machine: nvidia | amd | ascend.
+    #: Of these: nvidia | amd | ascend.
     kind: str = "nvidia"
 
 
 def ports_needed(
     fleet: Rollout, node_gpus: int | None = None, engines: Collection[int] | None = None
-) -> tuple[PortNeed, ...]:
-    """Every port that the fleet needs, engine by engine.
+) -> dict[str, int]:
+    """`node[name]`: every port that the fleet needs, engine by engine: `server.0` for the server of
+    rank 0, `engine.0` for where engine 0 meets.
 
     Args:
         engines: only what these need; None: all.
@@ -67,17 +56,14 @@ def ports_needed(
     Raises: ValueError, as `build` does.
     """
     backend = backend_of(fleet)
-    needs: list[PortNeed] = []
+    needs: dict[str, int] = {}
     for engine in range(fleet.engines) if engines is None else engines:
         servers = _places(fleet, engine, nodes_of(fleet, engine, node_gpus))
         if backend.meets:
-            needs.append(PortNeed(node=servers[0].node, name=f"engine.{engine}"))
-        needs += [
-            PortNeed(node=place.node, name=f"server.{place.rank}")
-            for place in servers
-            if backend.answers(place.index) is not Answers.NONE
-        ]
-    return tuple(needs)
+            needs[f"engine.{engine}"] = servers[0].node
+        listening = (place for place in servers if backend.has_api(place.index))
+        needs |= {f"server.{place.rank}": place.node for place in listening}
+    return needs
 
 
 def nodes_needed(fleet: Rollout, node_gpus: int | None = None) -> int:
@@ -87,10 +73,7 @@ def nodes_needed(fleet: Rollout, node_gpus: int | None = None) -> int:
 
 
 def nodes_of(fleet: Rollout, engine: int, node_gpus: int | None = None) -> tuple[int, ...]:
-    """The nodes that an engine spans, which may be more than have a server of it.
-
-    Raises: ValueError, as `build` does.
-    """
+    """The nodes that an engine spans, which may be more than have a server of it."""
     sizes = fleet.sizes
     on_a_node = sizes.gpus // sizes.nodes
     if node_gpus is not None and on_a_node > node_gpus:
@@ -127,9 +110,9 @@ def build(fleet: Rollout, addresses: Addresses, node_gpus: int | None = None) ->
             replace(
                 place,
                 host=addresses.hosts[place.node],
-                port=None
-                if backend.answers(place.index) is Answers.NONE
-                else addresses.ports[f"server.{place.rank}"],
+                port=addresses.ports[f"server.{place.rank}"]
+                if backend.has_api(place.index)
+                else None,
                 meeting=meeting,
             )
             for place in _places(fleet, index, nodes)
@@ -153,12 +136,9 @@ def planned(fleet: Rollout, node_gpus: int | None = None) -> TopologyPlan:
 
     Raises: ValueError, as `build` does.
     """
-    needs = ports_needed(fleet, node_gpus)
-    is_local = fleet.placement == "local"
-    hosts = tuple(
-        LOOPBACK if is_local else f"node-{node}" for node in range(nodes_needed(fleet, node_gpus))
-    )
-    ports = {need.name: number for number, need in enumerate(needs, start=FIRST_PORT)}
+    is_local, nodes = fleet.placement == "local", range(nodes_needed(fleet, node_gpus))
+    hosts = tuple(LOOPBACK if is_local else f"node-{node}" for node in nodes)
+    ports = {name: 30000 + number for number, name in enumerate(ports_needed(fleet, node_gpus))}
     return build(fleet, Addresses(hosts=hosts, ports=ports), node_gpus)
 
 
@@ -200,7 +180,6 @@ def _slot(
         bundles=place.ranks if fleet.sizes.gpus else (),
         weight_ranks=updated if is_entrypoint else (),
         is_entrypoint=is_entrypoint,
-        answers=backend.answers(place.index),
         host=place.host,
         port=place.port,
         argv=tuple(map(place.filled, words)),

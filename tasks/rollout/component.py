@@ -53,7 +53,7 @@ def fleet_ports(spec: RunSpec) -> tuple[str, ...]:
     """
     if spec.fleet is None or spec.fleet.placement != "local":
         return ()
-    return tuple(f"{_PORTS}{need.name}" for need in ports_needed(spec.fleet, node_gpus(spec)))
+    return tuple(f"{_PORTS}{name}" for name in ports_needed(spec.fleet, node_gpus(spec)))
 
 
 def node_gpus(spec: RunSpec) -> int | None:

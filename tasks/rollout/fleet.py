@@ -358,7 +358,7 @@ class Fleet:
                 for group in view.groups
             ],
             "sync": self.syncs.id,
-            "training": self.registry.training_metadata().as_json(),
+            "training": view.training,
         }
 
     async def stays_ready(self, url: str) -> bool:
@@ -400,11 +400,12 @@ class Fleet:
             _log.warning("group %d: %s", group.index, error)
 
     def _on_death(self, death: Death) -> None:
-        if not self.registry.is_current(death.rank, death.epoch):
+        group = self.registry.view.groups[self.registry.group_of(death.rank)]
+        if not group.is_current(death.epoch):
             return
         self._last_words[death.rank] = death.last_words
         if death.is_port_conflict:
-            self._recovery.port_lost(self.registry.group_of(death.rank))
+            self._recovery.port_lost(group.index)
         self.registry.fail(death.rank, death.epoch, f"rank {death.rank} died: {death.why}")
         self._emit("rollout.server.died", rank=death.rank, epoch=death.epoch, why=death.why)
 

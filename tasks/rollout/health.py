@@ -5,23 +5,21 @@ engine generate? A server whose answers prove nothing but its process is judged 
 its engine answers through the entrypoints of its group. What dies is told by the host at once;
 this here finds what lives and does not work.
 
-What follows from answers and silences is pure: `Evidence` of one server, and `NetworkCut` of those
-that work and cannot be reached.
+What follows from answers and silences of one server is pure: `Evidence`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection
+import math
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
-from tasks.record.events import Emit
 from tasks.rollout.clock import ended, now_s, within
 from tasks.rollout.probing import FleetParts, NoReply
 from tasks.rollout.registry import GroupView
-from tasks.rollout.topology import Answers, Ask, ServerSlot
+from tasks.rollout.topology import Ask, ServerSlot
 from tasks.spec.errors import LostContact
 
 _log = logging.getLogger(__name__)
@@ -64,10 +62,6 @@ class Evidence:
     #: What the last miss was; empty: none.
     reason: str = ""
 
-    def after_yes(self) -> Evidence:
-        """A probe was answered with yes: what was before is forgotten."""
-        return Evidence()
-
     def after_tokens(self) -> Evidence:
         """It generates for a request: it is not silent, whatever it says to probes."""
         return self if self.refusals else Evidence()
@@ -79,10 +73,10 @@ class Evidence:
             is_excused: tokens for a request came while it was outstanding. A server that prefills
                 a long prompt lets a probe time out. Source: sgl-project/sglang#22511.
         """
-        is_silence = isinstance(reason, NoReply)
-        if is_excused and is_silence:
+        is_refusal = not isinstance(reason, NoReply)
+        if is_excused and not is_refusal:
             return self
-        refusals = self.refusals if is_silence else self.refusals + 1
+        refusals = self.refusals + is_refusal
         return replace(self, misses=self.misses + 1, refusals=refusals, reason=reason)
 
     def after_request(self, reason: str, *, threshold: int) -> Evidence:
@@ -107,37 +101,6 @@ class Evidence:
         return HealthVerdict.SILENT if isinstance(self.reason, NoReply) else HealthVerdict.SICK
 
 
-class NetworkCut:
-    """Servers that work and cannot be reached: one incident, from the first to the last of them."""
-
-    def __init__(self, *, emit: Emit) -> None:
-        self._emit = emit
-        self._cut: set[int] = set()
-        self._ranks: set[int] = set()
-        self._why = ""
-
-    @property
-    def ranks(self) -> Collection[int]:
-        """That cannot be reached just now."""
-        return frozenset(self._cut)
-
-    def begun(self, rank: int, why: str) -> None:
-        """Any number of times."""
-        if not self._cut:
-            self._why, self._ranks = why, set()
-            self._emit("rollout.incident.begun", ranks=[rank], why=why)
-        self._cut.add(rank)
-        self._ranks.add(rank)
-
-    def over(self, rank: int) -> None:
-        """It answers again, or is no more; nothing for one that was not cut off."""
-        if rank not in self._cut:
-            return
-        self._cut.discard(rank)
-        if not self._cut:
-            self._emit("rollout.incident.ended", ranks=sorted(self._ranks), why=self._why)
-
-
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Watch:
     """One incarnation of a server that is watched."""
@@ -149,16 +112,16 @@ class _Watch:
     evidence: Evidence = field(default_factory=Evidence)
     #: Pieces of what it has generated for requests, so far.
     tokens: int = 0
-    #: Probes since the last of those that were answered with yes after a request had failed, at
-    #: most one in each interval.
+    #: Probes since the last token that were answered with yes after a request had failed, at most
+    #: one in each interval.
     failing: int = 0
     #: When the last token or the last of these probes came, in monotonic seconds as all of these.
-    failing_s: float = float("-inf")
-    #: A request has failed there, last, and why.
-    failed_s: float = float("-inf")
+    failing_s: float = -math.inf
+    #: When a request failed there last, and why.
+    failed_s: float = -math.inf
     failed_why: str = ""
-    #: It was probed, last.
-    probed_s: float = float("-inf")
+    #: When it was probed last.
+    probed_s: float = -math.inf
     #: A request has failed: probe it now.
     urgent: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
@@ -167,8 +130,7 @@ class _Watch:
 class Health:
     """Watches groups from `watch` on until they leave their running states.
 
-    It calls the registry's verbs, and nothing else: what is done about a failed group is the
-    recovery's matter.
+    It calls the registry's verbs: what is done about a failed group is the recovery's matter.
     """
 
     def __init__(self, fleet: FleetParts) -> None:
@@ -177,17 +139,21 @@ class Health:
         self._urgent_every_s = min(_URGENT_EVERY_S, fleet.settings.interval_s / 4)
         self._is_resting = False
         self._has_warned = False
-        self._cut = NetworkCut(emit=fleet.emit)
+        #: Servers that work and cannot be reached; those that were in this incident, which is one
+        #: from the first to the last of them; and why it began.
+        self._cut: set[int] = set()
+        self._were_cut: set[int] = set()
+        self._why_cut = ""
         #: Incarnations of groups that failed by what is judged here, not by a death.
         self._judged: set[tuple[int, int]] = set()
 
     def was_judged(self, group: GroupView) -> bool:
-        """Whether the group failed for want of answers. Those of one cause come in over a while."""
+        """Whether the group failed for want of answers, which one cause ends over a while."""
         return (group.index, group.epoch) in self._judged
 
-    def question_of(self, slot: ServerSlot) -> Ask | None:
-        """What tells most about the engine of a server; None: its answers tell nothing of it."""
-        if slot.url is None or not (slot.is_entrypoint or slot.answers is Answers.ENGINE):
+    def _question_of(self, slot: ServerSlot) -> Ask | None:
+        if not slot.is_entrypoint:
+            # Its answers tell nothing of its engine.
             return None
         if self._fleet.questions.token is None and not self._has_warned:
             self._has_warned = True
@@ -201,7 +167,7 @@ class Health:
             return
         for rank in view.groups[group].ranks:
             slot = view.servers[rank]
-            watch = _Watch(slot=slot, epoch=epoch, question=self.question_of(slot))
+            watch = _Watch(slot=slot, epoch=epoch, question=self._question_of(slot))
             self._forget(rank)
             self._watches[rank] = watch
             if not self._is_resting:
@@ -230,9 +196,7 @@ class Health:
         """
         watches = list(self._watches.values())
         timeout_s = self._fleet.settings.timeout_s
-        await asyncio.gather(
-            *(self._look_safely(watch, timeout_s, is_last_word=True) for watch in watches)
-        )
+        await asyncio.gather(*(self._look(one, timeout_s, is_last_word=True) for one in watches))
 
     def note_failure(self, rank: int, epoch: int, why: str) -> None:
         """A request failed there in a way that tells of the server: never a 4xx."""
@@ -258,7 +222,7 @@ class Health:
         if watch is None:
             return
         watch.tokens, watch.failing, watch.failing_s = count, 0, now_s()
-        if not watch.evidence.misses or rank in self._cut.ranks:
+        if not watch.evidence.misses or rank in self._cut:
             return
         if watch.failing_s - watch.failed_s < self._urgent_every_s:
             # Of many requests at once some fail and some do not: it stays under suspicion a while.
@@ -268,7 +232,6 @@ class Health:
             self._fleet.states.clear(rank, epoch)
 
     def misses_of(self, rank: int) -> int:
-        """In a row, just now."""
         watch = self._watches.get(rank)
         return watch.evidence.misses if watch is not None else 0
 
@@ -300,7 +263,7 @@ class Health:
         watch = self._watches.pop(rank, None)
         if watch is not None:
             self._end(watch)
-            self._cut.over(rank)
+            self._end_cut(rank)
 
     def on_change(self, before: GroupView, after: GroupView) -> None:
         if before.is_running and not after.is_running:
@@ -322,36 +285,25 @@ class Health:
                     late_s = max(0.0, now_s() - due_s)
                 due_s = max(due_s, now_s() - late_s) + spread_s
                 spread_s = interval_s
-            await self._look_safely(watch, max(timeout_s - late_s, min(interval_s, timeout_s)))
-            if watch.slot.rank in self._cut.ranks:
+            await self._look(watch, max(timeout_s - late_s, min(interval_s, timeout_s)))
+            if watch.slot.rank in self._cut:
                 due_s = min(due_s, now_s() + _CUT_EVERY_S)
 
     async def _until(self, watch: _Watch, moment_s: float) -> bool:
-        """Until that moment, or until a request has failed, though not too often.
-
-        Returns: whether it is that moment; the clock may say a little less by then.
-        """
-        gap_s = self._urgent_every_s
+        """Whether it is that moment; else a request has failed before, though not too soon."""
         try:
             async with asyncio.timeout(moment_s - now_s()):
                 await watch.urgent.wait()
-                await asyncio.sleep(watch.probed_s + gap_s - now_s())
+                await asyncio.sleep(watch.probed_s + self._urgent_every_s - now_s())
         except TimeoutError:
             return True
         finally:
             watch.urgent.clear()
         return False
 
-    async def _look_safely(
+    async def _look(
         self, watch: _Watch, timeout_s: float, *, is_last_word: bool = False
     ) -> None:
-        """A fault of our own says nothing about the server."""
-        try:
-            await self._look(watch, timeout_s, is_last_word=is_last_word)
-        except Exception:
-            _log.exception("rank %d, epoch %d: not asked", watch.slot.rank, watch.epoch)
-
-    async def _look(self, watch: _Watch, timeout_s: float, *, is_last_word: bool) -> None:
         """Ask once, and act on what follows.
 
         Args:
@@ -359,16 +311,16 @@ class Health:
         """
         rank, epoch = watch.slot.rank, watch.epoch
         watch.probed_s, tokens = now_s(), watch.tokens
-        if not self._fleet.host.is_alive(rank):
-            self._fail(watch, f"rank {rank}: its process does not run")
-            return
-        if watch.question is None or watch.slot.url is None:
-            return
-        probe = asyncio.ensure_future(
-            self._fleet.prober.ask(watch.slot.url, watch.question, timeout_s)
-        )
+        probe: asyncio.Task[str | None] | None = None
         home: asyncio.Task[bool | None] | None = None
         try:
+            if not self._fleet.host.is_alive(rank):
+                self._fail(watch, f"rank {rank}: its process does not run")
+                return
+            if watch.question is None or watch.slot.url is None:
+                return
+            asked = self._fleet.prober.ask(watch.slot.url, watch.question, timeout_s)
+            probe = asyncio.ensure_future(asked)
             if is_last_word or watch.evidence.misses + 1 >= self._fleet.settings.misses:
                 # Late enough to be rare, soon enough that both answers are there in one timeout.
                 await asyncio.wait({probe}, timeout=timeout_s / 2)
@@ -384,10 +336,13 @@ class Health:
                 self._fleet.states.unreachable(rank, epoch, reason)
                 home = home or asyncio.create_task(self._ask_at_home(watch, timeout_s / 2))
                 self._judge_silence(watch, reason, await home)
+        except Exception:
+            # A fault of our own says nothing about the server.
+            _log.exception("rank %d, epoch %d: not asked", rank, epoch)
         finally:
-            probe.cancel()
-            if home is not None:
-                home.cancel()
+            for task in (probe, home):
+                if task is not None:
+                    task.cancel()
 
     def _note_yes(self, watch: _Watch) -> None:
         rank, settings = watch.slot.rank, self._fleet.settings
@@ -399,10 +354,10 @@ class Health:
             what = "it answers probes, and its requests fail one after the other, with no token out"
             self._fail(watch, f"rank {rank}: {what}; the last one: {watch.failed_why}")
             return
-        watch.evidence = watch.evidence.after_yes()
+        watch.evidence = Evidence()
         self._fleet.states.reachable(rank, watch.epoch)
         self._fleet.states.clear(rank, watch.epoch)
-        self._cut.over(rank)
+        self._end_cut(rank)
 
     def _note_no(
         self, watch: _Watch, reason: str, tokens: int, is_last_word: bool
@@ -425,8 +380,7 @@ class Health:
         return verdict
 
     async def _ask_at_home(self, watch: _Watch, timeout_s: float) -> bool | None:
-        """Whether a server that is silent says yes to the same question of its own machine; None:
-        that cannot be asked."""
+        """Whether it says yes to its own machine; None: that cannot be asked."""
         assert watch.question is not None
         try:
             answer = await within(
@@ -446,15 +400,28 @@ class Health:
         if not self._is_watched(watch):
             return
         if is_yes_at_home:
-            self._cut.begun(rank, f"rank {rank} works and cannot be reached: {reason}")
+            self._begin_cut(rank, f"rank {rank} works and cannot be reached: {reason}")
         elif is_yes_at_home is None and self._are_most_silent():
             why = f"rank {rank} and most others cannot be reached, nor their machines: {reason}"
-            self._cut.begun(rank, why)
+            self._begin_cut(rank, why)
         else:
             self._fail(watch, f"rank {rank} does not answer: {reason}")
 
+    def _begin_cut(self, rank: int, why: str) -> None:
+        if not self._cut:
+            self._were_cut, self._why_cut = set(), why
+            self._fleet.emit("rollout.incident.begun", ranks=[rank], why=why)
+        self._cut.add(rank)
+        self._were_cut.add(rank)
+
+    def _end_cut(self, rank: int) -> None:
+        if self._cut == {rank}:
+            ranks = sorted(self._were_cut)
+            self._fleet.emit("rollout.incident.ended", ranks=ranks, why=self._why_cut)
+        self._cut.discard(rank)
+
     def _are_most_silent(self) -> bool:
-        """More than half of the groups that serve, and at least two, and none of them answered."""
+        """More than half of the groups that serve, and at least two."""
         silent = {
             watch.slot.engine
             for watch in self._watches.values()

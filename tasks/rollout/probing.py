@@ -240,8 +240,9 @@ class Places:
 
     async def _take_ports(self, groups: Collection[int]) -> None:
         by_node: dict[int, list[str]] = {}
-        for need in ports_needed(self._plan.fleet, self._plan.node_gpus, groups):
-            by_node.setdefault(need.node, []).append(need.name)
+        needs = ports_needed(self._plan.fleet, self._plan.node_gpus, groups)
+        for name, node in needs.items():
+            by_node.setdefault(node, []).append(name)
         found = await asyncio.gather(
             *(self._nodes.hold_ports(node, wanted) for node, wanted in by_node.items())
         )

@@ -19,7 +19,7 @@ from tasks.rollout.clock import ended, now_s, pause_s, within
 from tasks.rollout.health import Health
 from tasks.rollout.probing import FleetParts, Rebind, StartFailed
 from tasks.rollout.registry import GroupView
-from tasks.rollout.topology import Answers, Ask, ServerSlot
+from tasks.rollout.topology import Ask, ServerSlot
 from tasks.spec.words import commas
 
 _log = logging.getLogger(__name__)
@@ -124,7 +124,7 @@ class Starter:
         try:
             await self._fleet.host.start(slot, epoch)
             self._fleet.emit("rollout.server.started", rank=slot.rank, epoch=epoch, url=slot.url)
-            if slot.is_entrypoint or slot.answers is Answers.ENGINE:
+            if slot.is_entrypoint:
                 await self._until_yes(slot, self._fleet.questions.ready)
                 await self._until_yes(slot, self._fleet.questions.token)
         except Exception as error:

@@ -3,9 +3,8 @@
 Everybody else calls its verbs and gets frozen snapshots. It has no clock, no I/O and no lock: it
 lives in one asyncio loop, and a verb takes effect at once, for all servers of a group.
 
-A verb that names an incarnation (`epoch`) says whether it applied: one of an older incarnation
-changes nothing. An illegal move raises IllegalTransition, a rank or group that the fleet does not
-have KeyError.
+A verb that names an older incarnation (`epoch`) changes nothing. An illegal move raises
+IllegalTransition, a rank or group that the fleet does not have KeyError.
 """
 
 from __future__ import annotations
@@ -42,15 +41,15 @@ class GroupView:
     cause: str = ""
     #: How often it was started again.
     recoveries: int = 0
-    #: Those of its servers whose answers are missing; a change of them alone is told to nobody.
+    #: Its servers whose answers are missing; a change of them alone is told to nobody.
     suspects: frozenset[int] = field(default=frozenset(), compare=False)
-    #: Those of its servers that work, as their own machine says, and that nobody gets through to
-    #: from here: no requests are sent there, and nothing is restarted.
+    #: Its servers that work, as their own machine says, and that nobody gets through to from here:
+    #: no requests are sent there, and nothing is restarted.
     unreachable: tuple[int, ...] = ()
 
     @property
     def is_serving(self) -> bool:
-        """As far as the group is concerned; whether it can be reached is another matter."""
+        """Whether it can be reached is another matter."""
         return self.state in SERVING
 
     @property
@@ -87,11 +86,8 @@ class FleetView:
     @property
     def up(self) -> tuple[GroupView, ...]:
         """The groups that serve, or that will once the first weights are there."""
-        return tuple(
-            one
-            for one in self.groups
-            if one.is_serving or (self.awaits_weights and one.state is GroupState.STALE)
-        )
+        up = SERVING | {GroupState.STALE} if self.awaits_weights else SERVING
+        return tuple(group for group in self.groups if group.state in up)
 
     @property
     def entrypoints(self) -> tuple[ServerSlot, ...]:
@@ -108,6 +104,23 @@ class FleetView:
         return tuple(
             one for one in self.groups if one.state in _CAN_TAKE_WEIGHTS and not one.unreachable
         )
+
+    @property
+    def training(self) -> dict[str, Any]:
+        """What can take weights, as JSON has it.
+
+        `mesh[server][rank]`: global ranks, by the server through which they are updated; and by the
+        rank of that server, as a text, its URL, these ranks, and its incarnation.
+        """
+        slots = [slot for group in self.targets for slot in self.updated(group)]
+        return {
+            "epoch": self.epoch,
+            "version": self.version,
+            "mesh": [list(slot.weight_ranks) for slot in slots],
+            "urls": {str(slot.rank): slot.url for slot in slots},
+            "weight_ranks": {str(slot.rank): list(slot.weight_ranks) for slot in slots},
+            "epochs": {str(slot.rank): self.groups[slot.engine].epoch for slot in slots},
+        }
 
     def updated(self, group: GroupView) -> tuple[ServerSlot, ...]:
         """The servers through which the weights of a group are updated."""
@@ -131,33 +144,6 @@ class FleetView:
             + (f" ({group.cause})" if group.cause else "")
             for group in self.groups
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingMetadata:
-    """Of what can take weights, all of one moment.
-
-    `mesh[server][rank]`: global ranks, by the server through which they are updated.
-    """
-
-    epoch: int
-    version: int
-    mesh: tuple[tuple[int, ...], ...]
-    #: By the rank of that server: its URL, the ranks, its incarnation.
-    urls: Mapping[int, str]
-    weight_ranks: Mapping[int, tuple[int, ...]]
-    epochs: Mapping[int, int]
-
-    def as_json(self) -> dict[str, Any]:
-        """As JSON has it: the keys that are ranks are texts."""
-        return {
-            "epoch": self.epoch,
-            "version": self.version,
-            "mesh": [list(ranks) for ranks in self.mesh],
-            "urls": {str(rank): url for rank, url in self.urls.items()},
-            "weight_ranks": {str(rank): list(ranks) for rank, ranks in self.weight_ranks.items()},
-            "epochs": {str(rank): epoch for rank, epoch in self.epochs.items()},
-        }
 
 
 _log = logging.getLogger(__name__)
@@ -208,11 +194,8 @@ class Registry:
         return self._view
 
     def listen(self, *listeners: Listener) -> None:
-        """Have them told each change of a group, before and after, once it is in the view: one
-        after the other, in this order.
-
-        What a listener causes by verbs is told after what is being told now.
-        """
+        """Have them told each change of a group, before and after, once it is in the view, in this
+        order. What a listener causes by verbs is told after what is being told now."""
         self._listeners += listeners
 
     def group_of(self, rank: int) -> int:
@@ -221,22 +204,6 @@ class Registry:
             known = commas(sorted(self._servers))
             raise KeyError(f"rank {rank} has no server; those that have: {known}")
         return self._servers[rank].engine
-
-    def is_current(self, rank: int, epoch: int) -> bool:
-        """Of a server; see `GroupView.is_current`."""
-        return self._groups[self.group_of(rank)].is_current(epoch)
-
-    def training_metadata(self) -> TrainingMetadata:
-        view = self.view
-        slots = [slot for group in view.targets for slot in view.updated(group)]
-        return TrainingMetadata(
-            epoch=view.epoch,
-            version=view.version,
-            mesh=tuple(slot.weight_ranks for slot in slots),
-            urls={slot.rank: slot.url for slot in slots if slot.url is not None},
-            weight_ranks={slot.rank: slot.weight_ranks for slot in slots},
-            epochs={slot.rank: self._groups[slot.engine].epoch for slot in slots},
-        )
 
     def begin(self, group: int, *, slots: Sequence[ServerSlot] | None = None) -> int:
         """A new incarnation of a group that starts for the first time, or that was claimed.
@@ -249,12 +216,11 @@ class Registry:
         one = self._get(group)
         if one.is_begun or one.state not in (GroupState.STARTING, GroupState.RECOVERING):
             raise IllegalTransition(f"{_named(one)} is {one.state.value}: nothing can begin there")
-        if slots is not None and tuple(slot.rank for slot in slots) != one.ranks:
-            raise KeyError(f"{_named(one)} has no servers {[slot.rank for slot in slots]}")
         if slots is not None:
-            self._servers = MappingProxyType(
-                {**self._servers, **{slot.rank: slot for slot in slots}}
-            )
+            moved = {slot.rank: slot for slot in slots}
+            if tuple(moved) != one.ranks:
+                raise KeyError(f"{_named(one)} has no servers {[*moved]}")
+            self._servers = MappingProxyType({**self._servers, **moved})
         self._change(
             one,
             epoch=one.epoch + 1,
@@ -264,68 +230,56 @@ class Registry:
         )
         return one.epoch + 1
 
-    def started(self, group: int, epoch: int) -> bool:
+    def started(self, group: int, epoch: int) -> None:
         """It works: it serves as long as the model as it was loaded does, else it is stale."""
         one = self._get(group)
         if not one.is_current(epoch):
-            return False
+            return
         if one.state not in (GroupState.STARTING, GroupState.RECOVERING):
             raise IllegalTransition(f"{_named(one)} is {one.state.value}: it has started before")
         state = GroupState.ACTIVE if self._serves_as_loaded else GroupState.STALE
         self._move(one, state, cause="", version=_AS_LOADED)
-        return True
 
-    def suspect(self, rank: int, epoch: int, why: str) -> bool:
+    def suspect(self, rank: int, epoch: int, why: str) -> None:
         """Answers of this server are missing; a group that serves goes on doing so."""
-        one = self._groups[self.group_of(rank)]
-        if not one.is_current(epoch):
-            return False
+        if (one := self._current(rank, epoch)) is None:
+            return
         suspects = one.suspects | {rank}
         if one.state is GroupState.SUSPECT:
             self._change(one, suspects=suspects)
         elif one.state is not GroupState.STALE:
             self._move(one, GroupState.SUSPECT, cause=why, suspects=suspects)
-        return True
 
-    def clear(self, rank: int, epoch: int) -> bool:
+    def clear(self, rank: int, epoch: int) -> None:
         """This server is well again; the group is, once all its servers are."""
-        one = self._groups[self.group_of(rank)]
-        if not one.is_current(epoch):
-            return False
-        if one.state is GroupState.SUSPECT:
-            if suspects := one.suspects - {rank}:
-                self._change(one, suspects=suspects)
-            else:
-                self._move(one, GroupState.ACTIVE, cause="", suspects=suspects)
-        return True
+        one = self._current(rank, epoch)
+        if one is None or one.state is not GroupState.SUSPECT:
+            return
+        if suspects := one.suspects - {rank}:
+            self._change(one, suspects=suspects)
+        else:
+            self._move(one, GroupState.ACTIVE, cause="", suspects=suspects)
 
-    def unreachable(self, rank: int, epoch: int, why: str) -> bool:
+    def unreachable(self, rank: int, epoch: int, why: str) -> None:
         """Nobody gets through to this server: it gets no requests, and its state stays."""
-        one = self._groups[self.group_of(rank)]
-        if not one.is_current(epoch):
-            return False
-        if rank not in one.unreachable:
+        one = self._current(rank, epoch)
+        if one is not None and rank not in one.unreachable:
             self._change(one, unreachable=tuple(sorted([*one.unreachable, rank])), cause=why)
-        return True
 
-    def reachable(self, rank: int, epoch: int) -> bool:
+    def reachable(self, rank: int, epoch: int) -> None:
         """It can be reached again, and gets requests where its group serves."""
-        one = self._groups[self.group_of(rank)]
-        if not one.is_current(epoch):
-            return False
-        if rank in one.unreachable:
+        one = self._current(rank, epoch)
+        if one is not None and rank in one.unreachable:
             left = tuple(other for other in one.unreachable if other != rank)
             keeps_cause = left or one.state is GroupState.SUSPECT
             self._change(one, unreachable=left, cause=one.cause if keeps_cause else "")
-        return True
 
     def fail(self, rank: int, epoch: int, cause: str) -> bool:
         """One server is lost, so its whole group is inactive at once.
 
         Returns: False too where the group had failed already: the first cause stands.
         """
-        one = self._groups[self.group_of(rank)]
-        if not one.is_current(epoch):
+        if (one := self._current(rank, epoch)) is None:
             return False
         self._move(one, GroupState.INACTIVE, cause=cause)
         return True
@@ -355,7 +309,7 @@ class Registry:
     def commit(
         self, version: int, epochs: Mapping[int, int], *, force: bool = False
     ) -> tuple[int, ...]:
-        """The fleet's weights are those of `version` now; whoever has them serves, and nobody else.
+        """The fleet's weights are those of `version`; whoever has them serves, and nobody else.
 
         Args:
             epochs: by group that has them, which incarnation of it. One that is another by now,
@@ -389,13 +343,15 @@ class Registry:
             if one.state in _CAN_TAKE_WEIGHTS and epochs.get(one.index) == one.epoch
         )
 
-    def spoil(self, group: int, epoch: int, why: str) -> bool:
+    def spoil(self, group: int, epoch: int, why: str) -> None:
         """Nobody knows which weights it has: it is stale until a commit names it."""
         one = self._get(group)
-        if not one.is_current(epoch) or one.state not in _CAN_TAKE_WEIGHTS:
-            return False
-        self._change(one, state=GroupState.STALE, version=None, cause=why, suspects=frozenset())
-        return True
+        if one.is_current(epoch) and one.state in _CAN_TAKE_WEIGHTS:
+            self._change(one, state=GroupState.STALE, version=None, cause=why, suspects=frozenset())
+
+    def _current(self, rank: int, epoch: int) -> GroupView | None:
+        one = self._groups[self.group_of(rank)]
+        return one if one.is_current(epoch) else None
 
     def _get(self, group: int) -> GroupView:
         if not 0 <= group < len(self._groups):

@@ -7,30 +7,19 @@ Beside them the numbers of a fleet's health and recovery.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from enum import Enum
-from typing import Any
+from typing import Any, TypeVar
 
 from tasks.spec.rollout import UNLIMITED, Rollout
 from tasks.spec.words import commas
 
-
-class Answers(Enum):
-    """What an answer over HTTP of a server proves."""
-
-    #: That its engine works.
-    ENGINE = "engine"
-    #: Only that its process lives, whatever became of the engine.
-    PROCESS = "process"
-    #: It has no API.
-    NONE = "none"
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """One HTTP request by which a server is judged."""
+    """One HTTP request to a server."""
 
     method: str
     #: Begins with `/`.
@@ -47,8 +36,6 @@ class Questions:
     ready: Ask
     #: 200 says that a token was generated just now; None where the backend has no such request.
     token: Ask | None
-    #: Until when the backend itself says yes or no to any of them, in seconds; 0: at once.
-    own_timeout_s: float = 0.0
     #: By which it stops where it is, with what it generates, and goes on later; None: it can't.
     pause: Ask | None = None
     resume: Ask | None = None
@@ -67,9 +54,9 @@ class ServerSlot:
     bundles: tuple[int, ...]
     #: Ranks whose weights are updated through it; none for one that only takes part.
     weight_ranks: tuple[int, ...]
-    #: It accepts rollout requests.
+    #: It accepts rollout requests, and its answers prove that its engine works. Those of another
+    #: one prove only that its process lives.
     is_entrypoint: bool
-    answers: Answers
     host: str
     #: None where it has no API.
     port: int | None
@@ -78,7 +65,7 @@ class ServerSlot:
 
     @property
     def url(self) -> str | None:
-        """`http://host:port`; None where it has no API."""
+        """None where it has no API."""
         return None if self.port is None else f"http://{self.host}:{self.port}"
 
 
@@ -134,15 +121,12 @@ class TopologyPlan:
     def as_json(self) -> dict[str, Any]:
         """Plain data, as `muster plan --json` prints it."""
         return {
-            "engines": [
-                {"ranks": list(engine.ranks), "nodes": list(engine.nodes)}
-                for engine in self.engines
-            ],
+            "engines": [{"ranks": [*one.ranks], "nodes": [*one.nodes]} for one in self.engines],
             "servers": [
                 {
                     "rank": slot.rank,
                     "node": slot.node,
-                    "argv": list(slot.argv),
+                    "argv": [*slot.argv],
                     "env": dict(slot.env),
                     "entrypoint": slot.is_entrypoint,
                     "group": slot.engine,
@@ -158,64 +142,41 @@ class TopologyPlan:
 def _faults(engines: tuple[Engine, ...]) -> Iterator[str]:
     if not engines:
         yield "no engines"
-    taken: set[int] = set()
+    ranks: set[int] = set()
     bundles: set[int] = set()
-    addresses: dict[tuple[str, int], int] = {}
+    addresses: set[str] = set()
     for index, engine in enumerate(engines):
         name = f"engine {index}"
+        updated: set[int] = set()
         if not engine.ranks:
             yield f"{name}: no ranks"
-        if twice := _twice(engine.ranks):
-            yield f"{name}: lists a rank twice: {_listed(twice)}"
-        if shared := taken.intersection(engine.ranks):
-            yield f"{name}: ranks of another engine too: {_listed(shared)}"
-        taken.update(engine.ranks)
-        yield from _faults_of_servers(name, index, engine)
+        yield from _again(f"{name}: a rank is listed twice", engine.ranks, ranks)
+        if not engine.servers:
+            yield f"{name}: no server"
+        elif not any(slot.is_entrypoint for slot in engine.servers):
+            yield f"{name}: no entrypoint among its servers {commas(engine.group)}"
         for slot in engine.servers:
-            if reused := _twice(slot.bundles) + tuple(bundles.intersection(slot.bundles)):
-                yield f"{name}, server {slot.rank}: a bundle is used twice: {_listed(reused)}"
-            bundles.update(slot.bundles)
-            if slot.port is None:
-                continue
-            other = addresses.setdefault((slot.host, slot.port), slot.rank)
-            if other != slot.rank:
-                yield f"servers {other} and {slot.rank}: both at {slot.host}:{slot.port}"
+            server = f"{name}, server {slot.rank}"
+            if slot.rank not in engine.ranks:
+                yield f"{server}: is outside its engine's ranks {commas(engine.ranks)}"
+            if unknown := set(slot.weight_ranks) - set(engine.ranks):
+                what = "updates the weights of ranks that are not its engine's"
+                yield f"{server}: {what}: {commas(sorted(unknown))}"
+            what = "updates the weights of a rank twice"
+            yield from _again(f"{server}: {what}", slot.weight_ranks, updated)
+            yield from _again(f"{server}: a bundle is used twice", slot.bundles, bundles)
+            if slot.url is not None:
+                yield from _again(f"{server}: an address is used twice", (slot.url,), addresses)
+        if missing := set(engine.ranks) - updated:
+            yield f"{name}: no server updates the weights of ranks {commas(sorted(missing))}"
 
 
-def _faults_of_servers(name: str, index: int, engine: Engine) -> Iterator[str]:
-    if not engine.servers:
-        yield f"{name}: no server"
-        return
-    if not any(slot.is_entrypoint for slot in engine.servers):
-        yield f"{name}: no entrypoint among its servers {_listed(engine.group)}"
-    if twice := _twice(engine.group):
-        yield f"{name}: two servers of one rank: {_listed(twice)}"
-    covered: set[int] = set()
-    for slot in engine.servers:
-        server = f"{name}, server {slot.rank}"
-        if slot.engine != index:
-            yield f"{server}: says that it is of engine {slot.engine}"
-        if slot.rank not in engine.ranks:
-            yield f"{server}: is outside its engine's ranks {_listed(engine.ranks)}"
-        if slot.is_entrypoint and slot.port is None:
-            yield f"{server}: is an entrypoint without a port"
-        if unknown := set(slot.weight_ranks) - set(engine.ranks):
-            yield f"{server}: updates the weights of ranks that are not its engine's: " + _listed(
-                unknown
-            )
-        if again := _twice(slot.weight_ranks) + tuple(covered.intersection(slot.weight_ranks)):
-            yield f"{server}: updates the weights of a rank twice: {_listed(again)}"
-        covered.update(slot.weight_ranks)
-    if missing := set(engine.ranks) - covered:
-        yield f"{name}: no server updates the weights of ranks {_listed(missing)}"
-
-
-def _twice(numbers: Iterable[int]) -> tuple[int, ...]:
-    return tuple(number for number, count in Counter(numbers).items() if count > 1)
-
-
-def _listed(numbers: Iterable[int]) -> str:
-    return commas(sorted(numbers))
+def _again(fault: str, found: Iterable[T], seen: set[T]) -> Iterator[str]:
+    """That some were seen before, or come twice; all of them are seen then."""
+    for one in found:
+        if one in seen:
+            yield f"{fault}: {one}"
+        seen.add(one)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,7 +215,7 @@ class FleetSettings:
 
     @property
     def stop_within_s(self) -> float:
-        """By then a host has answered a `stop`; its own bound is shorter."""
+        """By then a host has answered a `stop`."""
         return self.grace_s + 20.0
 
 
@@ -264,7 +225,7 @@ _BUDGET_PER_ENGINE, _LEAST_BUDGET = 3, 10
 
 
 def settings_of(fleet: Rollout) -> FleetSettings:
-    """The numbers of a fleet, as its spec says them; what that leaves out, by their defaults."""
+    """The numbers of a fleet's spec; what that leaves out, by their defaults."""
     budget = fleet.recovery.budget or max(_LEAST_BUDGET, _BUDGET_PER_ENGINE * fleet.engines)
     given: dict[str, Any] = {
         **fleet.health.model_dump(exclude={"path", "token"}),

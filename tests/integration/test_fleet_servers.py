@@ -29,7 +29,6 @@ from tasks.rollout.fleet import Fleet
 from tasks.rollout.local_host import LocalHost
 from tasks.rollout.probing import HttpProber
 from tasks.rollout.topology import (
-    Answers,
     Ask,
     Engine,
     FleetSettings,
@@ -132,7 +131,6 @@ def _slot(rank: int, engine: int, ranks: tuple[int, ...]) -> ServerSlot:
         bundles=(),
         weight_ranks=ranks if is_first else (),
         is_entrypoint=is_first,
-        answers=Answers.ENGINE if is_first else Answers.PROCESS,
         host="127.0.0.1",
         port=port,
         argv=(sys.executable, "-I", "-S", str(DUMMY), "--port", str(port), "--rank", str(rank)),
@@ -251,7 +249,7 @@ def test_the_check_tells_the_trainer_what_failed_and_has_ended(play: Callable[..
         assert answer["active"] == [2]
         assert not any(is_alive(pid) for pid in gone)
         await real.until_serving([2, 1])
-        assert real.fleet.registry.training_metadata().mesh == ((0, 1), (2, 3))
+        assert real.fleet.registry.view.training["mesh"] == [[0, 1], [2, 3]]
 
     # Only the check asks.
     play(history, misses=0)

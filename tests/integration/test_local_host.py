@@ -18,7 +18,7 @@ from tasks.processes.guarded import Forked
 from tasks.processes.ports import is_listened
 from tasks.rollout.local_host import LocalHost
 from tasks.rollout.probing import Death, StartFailed
-from tasks.rollout.topology import Answers, Ask, ServerSlot
+from tasks.rollout.topology import Ask, ServerSlot
 from tests.support.stage import DEADLINE_S, RUN_ID, Stage, free_port, is_alive
 
 pytestmark = pytest.mark.asyncio
@@ -96,7 +96,6 @@ def slot_of(rank: int = 0, *argv: str, port: int | None = None, **env: str) -> S
         bundles=(),
         weight_ranks=(rank,),
         is_entrypoint=True,
-        answers=Answers.ENGINE,
         host="127.0.0.1",
         port=port,
         argv=argv or ("sleep", "600"),

@@ -22,7 +22,7 @@ from tasks.ray.submit import wrapper_sources
 from tasks.ray.usage import ClusterLook
 from tasks.rollout.probing import Death, NoHost, StartFailed
 from tasks.rollout.ray_host import RayHost
-from tasks.rollout.topology import Answers, Ask, ServerSlot
+from tasks.rollout.topology import Ask, ServerSlot
 from tests.support.ray_cluster import RAY_ENV, RayCluster
 
 #: Answers each GET with 200, and has a child that left its session.
@@ -61,7 +61,6 @@ class Fleet:
             bundles=tuple(range(rank * gpus, (rank + 1) * gpus)),
             weight_ranks=(rank,),
             is_entrypoint=True,
-            answers=Answers.ENGINE,
             host=(await self.host.hosts())[node],
             port=port,
             argv=(sys.executable, "-c", _SERVER, str(port)),

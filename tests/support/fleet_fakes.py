@@ -17,7 +17,6 @@ from tasks.rollout.fleet import Fleet
 from tasks.rollout.probing import Death, NoReply, Rebind, Reply, StartFailed
 from tasks.rollout.sync import InFlight
 from tasks.rollout.topology import (
-    Answers,
     Ask,
     Engine,
     FleetSettings,
@@ -74,7 +73,6 @@ def slot_of(
         bundles=(rank,),
         weight_ranks=updates if is_entrypoint else (),
         is_entrypoint=is_entrypoint,
-        answers=Answers.ENGINE if is_entrypoint else Answers.PROCESS,
         host="10.0.0.1",
         port=8000 + rank if port is None else port,
         argv=("serve", str(rank)),

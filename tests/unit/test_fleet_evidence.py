@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tasks.rollout.clock import pause_s
-from tasks.rollout.health import Evidence, HealthVerdict, NetworkCut
+from tasks.rollout.health import Evidence, HealthVerdict
 from tasks.rollout.probing import NoReply
 from tasks.rollout.recovery import Incidents
 from tasks.rollout.topology import FleetSettings, settings_of
@@ -26,7 +26,7 @@ def after(history: str, threshold: int = 3) -> Evidence:
     evidence = Evidence()
     for what in history:
         evidence = {
-            "y": lambda e: e.after_yes(),
+            "y": lambda _: Evidence(),
             "n": lambda e: e.after_probe(BAD),
             "s": lambda e: e.after_probe(SILENT),
             "x": lambda e: e.after_probe(SILENT, is_excused=True),
@@ -132,21 +132,6 @@ def test_the_budget_is_charged_once_for_each_try_of_an_incident() -> None:
     paid = [incidents.pay(one, attempt) for attempt in (0, 0, 1, 1, 0, 2)]
 
     assert paid == [True, True, True, True, True, False]
-
-
-def test_a_cut_is_told_when_it_begins_and_when_the_last_server_is_back() -> None:
-    told: list[tuple[str, object]] = []
-    cut = NetworkCut(emit=lambda event, **fields: told.append((event, fields["ranks"])))
-
-    cut.begun(4, "no answer")
-    cut.begun(4, "no answer")
-    cut.begun(2, "no answer")
-    cut.over(9)
-    cut.over(4)
-    cut.over(2)
-
-    assert told == [("rollout.incident.begun", [4]), ("rollout.incident.ended", [2, 4])]
-    assert not cut.ranks
 
 
 def test_the_numbers_of_a_spec_become_the_fleets_and_what_it_leaves_out_its_defaults() -> None:

@@ -393,7 +393,7 @@ async def test_experts_are_sent_to_each_for_its_own_rank() -> None:
 
     assert [(one["engine"], one["rank"]) for one in answers] == [(0, 0), (0, 1), (0, 2)]
     assert [ask.body for _, ask in stage.prober.calls] == [{"offset": n} for n in (1, 2, 3)]
-    assert stage.fleet.registry.training_metadata().mesh == ((0,), (1,), (2,))
+    assert stage.fleet.registry.view.training["mesh"] == [[0], [1], [2]]
 
 
 @in_virtual_time

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tasks.rollout.building import Addresses, PortNeed, build, nodes_needed, ports_needed
-from tasks.rollout.topology import Answers, Ask, Engine, Questions, ServerSlot, TopologyPlan
+from tasks.rollout.building import Addresses, build, nodes_needed, ports_needed
+from tasks.rollout.topology import Ask, Engine, Questions, ServerSlot, TopologyPlan
 from tasks.spec.rollout import Rollout
 
 ALL = tuple(range(16))
@@ -27,7 +27,7 @@ def addresses_of(fleet: Rollout, node_gpus: int | None = None) -> Addresses:
     needs = ports_needed(fleet, node_gpus)
     return Addresses(
         hosts=tuple(f"n{index}" for index in range(nodes_needed(fleet, node_gpus))),
-        ports={need.name: 30000 + index for index, need in enumerate(needs)},
+        ports={name: 30000 + index for index, name in enumerate(needs)},
     )
 
 
@@ -45,7 +45,7 @@ def test_lmdeploy_tp16_is_one_entrypoint_for_all_ranks() -> None:
     plan = plan_of(backend="lmdeploy", tensor_parallel=16, nodes_per_engine=2, gpus_per_node=8)
 
     [server] = plan.servers
-    assert (server.rank, server.is_entrypoint, server.answers) == (0, True, Answers.ENGINE)
+    assert (server.rank, server.is_entrypoint) == (0, True)
     assert server.bundles == server.weight_ranks == ALL
     assert server.argv == (
         *("lmdeploy", "serve", "api_server", "m", "--backend", "pytorch", "--tp", "16"),
@@ -93,8 +93,6 @@ def test_sglang_tp16_over_2x8_is_two_servers_and_one_entrypoint() -> None:
     assert (second.rank, second.node, second.bundles) == (8, 1, SECOND)
     assert (first.is_entrypoint, second.is_entrypoint) == (True, False)
     assert (first.weight_ranks, second.weight_ranks) == (ALL, ())
-    # The second says 200 whatever becomes of its engine.
-    assert (first.answers, second.answers) == (Answers.ENGINE, Answers.PROCESS)
     assert plan.engines[0].dist_init == "n0:30000"
     assert plan.groups == ((0, 8),)
     assert plan.training_mesh == (ALL,)
@@ -150,7 +148,7 @@ def test_vllm_tp16_over_2_nodes_has_a_headless_second_node() -> None:
     assert second.argv == (
         *("vllm", "serve", "m", "-tp", "16", "--nnodes", "2", "-r", "1", *meeting, "--headless"),
     )
-    assert (second.rank, second.answers, second.port, second.url) == (8, Answers.NONE, None, None)
+    assert (second.rank, second.port, second.url) == (8, None, None)
     assert (first.weight_ranks, second.weight_ranks) == (ALL, ())
     assert plan.groups == ((0, 8),)
     assert plan.training_mesh == (ALL,)
@@ -167,7 +165,7 @@ def test_vllm_dp16_ep_over_2_nodes_gives_each_node_its_replicas() -> None:
     assert second.argv == (
         *(*common, "-dpa", "n0", "-dpp", "30000", "--headless", "-dpr", "8", "-ep"),
     )
-    assert (second.rank, second.answers, second.port) == (8, Answers.NONE, None)
+    assert (second.rank, second.port) == (8, None)
     assert [server.rank for server in plan.servers if server.is_entrypoint] == [0]
     assert plan.training_mesh == (ALL,)
 
@@ -347,12 +345,8 @@ def test_where_ray_gives_the_gpus_or_none_no_devices_are_set(written: dict[str, 
 def test_the_ports_that_are_needed_are_named_by_node() -> None:
     fleet = fleet_of(backend="vllm", tensor_parallel=2, nodes_per_engine=2, engines=2)
 
-    assert ports_needed(fleet) == (
-        PortNeed(node=0, name="engine.0"),
-        PortNeed(node=0, name="server.0"),  # the headless node has none
-        PortNeed(node=2, name="engine.1"),
-        PortNeed(node=2, name="server.2"),
-    )
+    # the headless nodes have none
+    assert ports_needed(fleet) == {"engine.0": 0, "server.0": 0, "engine.1": 2, "server.2": 2}
     assert nodes_needed(fleet) == 4
 
 
@@ -380,11 +374,12 @@ def test_a_node_without_a_host_is_refused() -> None:
 
 
 def test_sglang_is_asked_for_a_token_and_given_less_time_than_the_fleet_takes() -> None:
-    questions = plan_of(backend="sglang", health={"timeout_s": 10}).questions
+    plan = plan_of(backend="sglang", health={"timeout_s": 10})
 
+    questions = plan.questions
     assert questions.ready == Ask(method="GET", path="/health")
     assert questions.token == Ask(method="GET", path="/health_generate")
-    assert questions.own_timeout_s == 8
+    assert plan.servers[0].env["SGLANG_HEALTH_CHECK_TIMEOUT"] == "8"
 
 
 @pytest.mark.parametrize(
@@ -435,7 +430,6 @@ def slot(rank: int, **changes: Any) -> ServerSlot:
         "bundles": (rank,),
         "weight_ranks": (rank,),
         "is_entrypoint": True,
-        "answers": Answers.ENGINE,
         "host": "n0",
         "port": 30000 + rank,
         "argv": ("serve",),
@@ -460,10 +454,10 @@ def plan(*engines: Engine) -> TopologyPlan:
         ((), "no engines"),
         # ranks
         ((engine(slot(0), ranks=()),), "engine 0: no ranks"),
-        ((engine(slot(0), ranks=(0, 0)),), "engine 0: lists a rank twice: 0"),
+        ((engine(slot(0), ranks=(0, 0)),), "engine 0: a rank is listed twice: 0"),
         (
             (engine(slot(0)), engine(slot(1, engine=1), ranks=(0, 1))),
-            "engine 1: ranks of another engine too: 0",
+            "engine 1: a rank is listed twice: 0",
         ),
         # servers
         ((engine(ranks=(0, 1)),), "engine 0: no server"),
@@ -471,13 +465,11 @@ def plan(*engines: Engine) -> TopologyPlan:
             (engine(slot(0, is_entrypoint=False), slot(1, is_entrypoint=False)),),
             "engine 0: no entrypoint among its servers 0, 1",
         ),
-        ((engine(slot(0), slot(0), ranks=(0,)),), "engine 0: two servers of one rank: 0"),
+        ((engine(slot(0), slot(0), ranks=(0,)),), "engine 0, server 0: a bundle is used twice: 0"),
         (
             (engine(slot(0), slot(2, weight_ranks=(1,)), ranks=(0, 1)),),
             "engine 0, server 2: is outside its engine's ranks 0, 1",
         ),
-        ((engine(slot(0, engine=1)),), "engine 0, server 0: says that it is of engine 1"),
-        ((engine(slot(0, port=None)),), "engine 0, server 0: is an entrypoint without a port"),
         # bundles
         (
             (engine(slot(0), slot(1, bundles=(0, 1))),),
@@ -502,7 +494,10 @@ def plan(*engines: Engine) -> TopologyPlan:
             "engine 0: no server updates the weights of ranks 1, 2",
         ),
         # addresses
-        ((engine(slot(0), slot(1, port=30000)),), "servers 0 and 1: both at n0:30000"),
+        (
+            (engine(slot(0), slot(1, port=30000)),),
+            "engine 0, server 1: an address is used twice: http://n0:30000",
+        ),
     ],
 )
 def test_a_topology_that_does_not_hold_together_is_refused_by_name(

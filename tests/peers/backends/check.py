@@ -77,7 +77,7 @@ def main(argv: list[str] | None = None) -> int:
 def plan_of(written: Mapping[str, Any]) -> TopologyPlan:
     """The plan of a fleet on hosts and ports that stand in for real ones."""
     fleet = Rollout.model_validate({"model": "model", "placement": "ray", **written})
-    ports = {need.name: 30000 + index for index, need in enumerate(ports_needed(fleet))}
+    ports = {name: 30000 + index for index, name in enumerate(ports_needed(fleet))}
     hosts = tuple(f"node-{index}" for index in range(nodes_needed(fleet)))
     return build(fleet, Addresses(hosts=hosts, ports=ports))
 
