@@ -128,7 +128,6 @@ class Fleet:
             # First: what has failed gets no more requests, whatever the others do about it.
             self._route,
             self._health.on_change,
-            self._recovery.starter.on_change,
             self._recovery.on_change,
             self._judge,
         )
@@ -195,7 +194,7 @@ class Fleet:
         for group in self.registry.view.groups:
             self.registry.fail(group.ranks[0], group.epoch, _STOPPED)
         ranks = [rank for group in self.registry.view.groups for rank in group.ranks]
-        left = await self._recovery.starter.stop(ranks)
+        left = await self._recovery.end(ranks)
         self._phase = FleetPhase.STOPPED
         return left
 
@@ -257,7 +256,7 @@ class Fleet:
             if left <= max(1, self._parts.settings.min_active or 0):
                 raise EngineRefused(f"{left} engines are left, and so many are needed (min_active)")
             self.registry.retire(group.index, "retired by order")
-            await self._recovery.starter.stop(group.ranks)
+            await self._recovery.end(group.ranks)
         return {"status": "accepted", "worker_id": str(rank), "engine": group.index}
 
     def workers(self) -> dict[str, Any]:
@@ -394,7 +393,7 @@ class Fleet:
         try:
             if group.state is GroupState.INACTIVE:
                 self.registry.claim(group.index)
-            await self._recovery.starter.start(group.index)
+            await self._recovery.start(group.index)
         except StartFailed as error:
             # The recovery has it.
             _log.warning("group %d: %s", group.index, error)

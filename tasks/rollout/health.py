@@ -301,9 +301,7 @@ class Health:
             watch.urgent.clear()
         return False
 
-    async def _look(
-        self, watch: _Watch, timeout_s: float, *, is_last_word: bool = False
-    ) -> None:
+    async def _look(self, watch: _Watch, timeout_s: float, *, is_last_word: bool = False) -> None:
         """Ask once, and act on what follows.
 
         Args:

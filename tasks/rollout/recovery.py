@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
@@ -27,139 +28,13 @@ _log = logging.getLogger(__name__)
 #: Between two questions to a server that starts, at first and at last.
 _FIRST_POLL_S, _LAST_POLL_S = 0.1, 1.0
 _CANCEL_WITHIN_S = 1.0
-#: Looking at the ports of one group.
+#: For a look at the ports of one group.
 _PORTS_WITHIN_S = 200.0
 #: Deaths within so many seconds of the first have one cause.
 _DEATHS_WITHIN_S = 2.0
 #: Out of a start.
 _UP = RUNNING - {GroupState.STARTING}
-#: Whatever the back-off is, so that what fails at once is not tried without end.
 _SHORTEST_PAUSE_S = 0.1
-
-
-class Starter:
-    """Starts and stops groups. It moves them in the registry, except out of a claim."""
-
-    def __init__(self, fleet: FleetParts, health: Health) -> None:
-        self._fleet = fleet
-        self._health = health
-        #: By group that is being started: broken once it has left its state.
-        self._broken: dict[int, asyncio.Future[None]] = {}
-        #: By rank, what a server that starts answered last.
-        self._answers: dict[int, str] = {}
-
-    async def start(self, group: int, slots: tuple[ServerSlot, ...] | None = None) -> None:
-        """Start a group that starts first, or is claimed; returns once it has made a token.
-
-        Args:
-            slots: its servers, where they have new addresses.
-
-        Raises: StartFailed, when it does not come up or takes too long; something of it may run
-            then, as after a cancel, and is to be stopped. It is inactive then, after a cancel not.
-        """
-        epoch = self._fleet.states.begin(group, slots=slots)
-        broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._broken[group] = broken
-        servers = self._servers_of(group)
-        up = asyncio.ensure_future(self._bring_up(group, epoch, servers))
-        try:
-            await asyncio.wait(
-                {up, broken},
-                timeout=self._fleet.settings.start_within_s,
-                return_when=asyncio.FIRST_COMPLETED,
-            )
-            if broken.done():
-                raise StartFailed(self._fleet.states.view.groups[group].cause)
-            if not up.done():
-                raise StartFailed(self._too_late(servers))
-            up.result()
-        except StartFailed as error:
-            self._fleet.states.fail(servers[0].rank, epoch, str(error))
-            raise
-        finally:
-            del self._broken[group]
-            broken.cancel()
-            up.cancel()
-            # So that the host is told to stop only after its start was cancelled.
-            await asyncio.wait({up}, timeout=_CANCEL_WITHIN_S)
-
-    async def stop(self, ranks: Collection[int]) -> str:
-        """End what runs of these, within a bound; what could not be ended, empty if nothing."""
-        settings = self._fleet.settings
-        try:
-            stopping = self._fleet.host.stop(ranks, grace_s=settings.grace_s)
-            return ", ".join(await within(settings.stop_within_s, stopping))
-        except Exception as error:
-            _log.warning("ranks %s could not be stopped", commas(ranks), exc_info=True)
-            return f"ranks {commas(ranks)}: {error or type(error).__name__}"
-
-    async def ports_taken(self, group: int) -> frozenset[int]:
-        """The ranks whose port somebody else has; none where nobody can say."""
-        try:
-            return await within(
-                _PORTS_WITHIN_S, self._fleet.host.ports_taken(self._servers_of(group))
-            )
-        except Exception:
-            _log.warning("the ports of group %d could not be looked at", group, exc_info=True)
-            return frozenset()
-
-    def _servers_of(self, group: int) -> tuple[ServerSlot, ...]:
-        view = self._fleet.states.view
-        return tuple(view.servers[rank] for rank in view.groups[group].ranks)
-
-    async def _bring_up(self, group: int, epoch: int, servers: tuple[ServerSlot, ...]) -> None:
-        async with asyncio.TaskGroup() as tasks:
-            for slot in servers:
-                tasks.create_task(self._serve(slot, epoch))
-        for slot in servers:
-            # One that nobody asks anything may have gone without a word.
-            if not self._fleet.host.is_alive(slot.rank):
-                self._fleet.states.fail(
-                    slot.rank, epoch, f"rank {slot.rank}: its process does not run"
-                )
-        self._fleet.states.started(group, epoch)
-        self._health.watch(group, epoch)
-
-    async def _serve(self, slot: ServerSlot, epoch: int) -> None:
-        try:
-            await self._fleet.host.start(slot, epoch)
-            self._fleet.emit("rollout.server.started", rank=slot.rank, epoch=epoch, url=slot.url)
-            if slot.is_entrypoint:
-                await self._until_yes(slot, self._fleet.questions.ready)
-                await self._until_yes(slot, self._fleet.questions.token)
-        except Exception as error:
-            if not isinstance(error, StartFailed):
-                _log.exception("rank %d, epoch %d: not started", slot.rank, epoch)
-            self._fleet.states.fail(slot.rank, epoch, str(error) or type(error).__name__)
-
-    async def _until_yes(self, slot: ServerSlot, question: Ask | None) -> None:
-        if slot.url is None or question is None:
-            return
-        pause_s = _FIRST_POLL_S
-        while True:
-            answer = await self._fleet.prober.ask(
-                slot.url, question, self._fleet.settings.timeout_s
-            )
-            if answer is None:
-                return
-            self._answers[slot.rank] = str(answer)
-            await asyncio.sleep(pause_s)
-            pause_s = min(_LAST_POLL_S, pause_s * 1.5)
-
-    def _too_late(self, servers: tuple[ServerSlot, ...]) -> str:
-        said = [
-            f"; rank {slot.rank}: {self._answers[slot.rank]}"
-            for slot in servers
-            if slot.rank in self._answers
-        ]
-        within_s = self._fleet.settings.start_within_s
-        return f"did not serve within {within_s:g} s (start_within_s){''.join(said)}"
-
-    def on_change(self, before: GroupView, after: GroupView) -> None:
-        broken = self._broken.get(after.index)
-        has_ended = after.state in (GroupState.INACTIVE, GroupState.RETIRED)
-        if broken is not None and has_ended and not broken.done():
-            broken.set_result(None)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -236,9 +111,6 @@ class _Case:
     ranks: tuple[int, ...]
     cause: str
     incident: Incident
-    #: Recoveries since the group last worked for long: without any there is no pause, and then it
-    #: grows with them.
-    in_row: int
     #: Tries of this case that have ended.
     tries: int = 0
     #: What could not be ended of what ran.
@@ -249,7 +121,7 @@ class _Case:
 
 
 class Recovery:
-    """Opens a case at each failure that the registry tells, from `open` to `stop`.
+    """Starts and ends groups, and from `open` to `stop` has a case for each that fails.
 
     Args:
         health: judges the servers that are started.
@@ -257,7 +129,10 @@ class Recovery:
     """
 
     def __init__(self, fleet: FleetParts, health: Health, *, rebind: Rebind | None) -> None:
-        self.starter = Starter(fleet, health)
+        #: By group that is being started: broken once it has left its state.
+        self._broken: dict[int, asyncio.Future[None]] = {}
+        #: By rank, what a server that starts answered last.
+        self._answers: dict[int, str] = {}
         self._fleet = fleet
         self._health = health
         self._rebind = rebind
@@ -266,7 +141,9 @@ class Recovery:
         self._released = asyncio.Event()
         self._is_open = False
         self._cases: dict[int, _Case] = {}
-        self._in_row: dict[int, int] = {}
+        #: By group, its recoveries since it last worked for long: without any there is no pause,
+        #: and then it grows with them.
+        self._in_row: Counter[int] = Counter()
         self._works_since_s: dict[int, float] = {}
         self._without_ports: set[int] = set()
         self._count = 0
@@ -306,7 +183,10 @@ class Recovery:
             self._close(case)
 
     def on_change(self, before: GroupView, after: GroupView) -> None:
-        group = after.index
+        group, broken = after.index, self._broken.get(after.index)
+        has_ended = after.state in (GroupState.INACTIVE, GroupState.RETIRED)
+        if broken is not None and has_ended and not broken.done():
+            broken.set_result(None)
         if after.state in _UP and before.state not in _UP:
             self._works_since_s[group] = now_s()
         if not self._is_open or after.state is not GroupState.INACTIVE:
@@ -317,27 +197,16 @@ class Recovery:
             self._open(after)
 
     def _open(self, view: GroupView) -> None:
-        group, at_s = view.index, now_s()
-        since_s = self._works_since_s.pop(group, at_s)
-        if at_s - since_s >= self._fleet.settings.max_backoff_s:
-            self._in_row[group] = 0
+        group, settings = view.index, self._fleet.settings
+        if now_s() - self._works_since_s.pop(group, now_s()) >= settings.max_backoff_s:
+            del self._in_row[group]
+        # Servers that hang at one time are found out over an interval, as each is asked.
+        is_judged = self._health.was_judged(view)
+        window_s = settings.interval_s if is_judged else _DEATHS_WITHIN_S
         incident = self._incidents.failed(
-            group,
-            view.ranks,
-            view.cause,
-            now_s=at_s,
-            # Servers that hang at one time are found out over an interval, as each is asked.
-            window_s=self._fleet.settings.interval_s
-            if self._health.was_judged(view)
-            else _DEATHS_WITHIN_S,
+            group, view.ranks, view.cause, now_s=now_s(), window_s=window_s
         )
-        case = _Case(
-            group=group,
-            ranks=view.ranks,
-            cause=view.cause,
-            incident=incident,
-            in_row=self._in_row.get(group, 0),
-        )
+        case = _Case(group=group, ranks=view.ranks, cause=view.cause, incident=incident)
         self._cases[group] = case
         case.task = asyncio.create_task(self._care(case), name=f"rollout-recovery-{group}")
         self._pay(case)
@@ -381,7 +250,7 @@ class Recovery:
     async def _take_down(self, case: _Case) -> None:
         if case.down.is_set() and not case.left:
             return
-        case.left = await self.starter.stop(case.ranks)
+        case.left = await self.end(case.ranks)
         case.down.set()
         if case.left:
             self._fleet.emit("rollout.warning", message=f"could not be ended: {case.left}")
@@ -397,9 +266,15 @@ class Recovery:
         )
         outcome, message = "abandoned", "the fleet is stopped"
         try:
-            await self._pause(case)
+            if in_row := self._in_row[case.group]:
+                # Whatever the back-off is, what fails at once is not tried without end.
+                first_s = max(self._fleet.settings.backoff_s, _SHORTEST_PAUSE_S)
+                longest_s = max(self._fleet.settings.max_backoff_s, _SHORTEST_PAUSE_S)
+                random = self._fleet.random
+                wait_s = pause_s(in_row - 1, first_s=first_s, longest_s=longest_s, random=random)
+                await asyncio.sleep(wait_s)
             async with self._parallel:
-                await self._start(case)
+                await self._start_anew(case)
             outcome, message = "recovered", ""
         except StartFailed as error:
             outcome, message = "failed", str(error)
@@ -412,34 +287,29 @@ class Recovery:
                 self._fleet.states.give_up(case.group, case.cause)
             if outcome != "abandoned":
                 case.tries += 1
-                case.in_row = self._in_row[case.group] = case.in_row + 1
+                self._in_row[case.group] += 1
             took_s = round(now_s() - began_s, 3)
             self._fleet.emit(
                 "rollout.recovery.ended", **what, outcome=outcome, took_s=took_s, message=message
             )
         return outcome == "recovered"
 
-    async def _pause(self, case: _Case) -> None:
-        if case.in_row:
-            seconds = pause_s(
-                case.in_row - 1,
-                first_s=max(self._fleet.settings.backoff_s, _SHORTEST_PAUSE_S),
-                longest_s=max(self._fleet.settings.max_backoff_s, _SHORTEST_PAUSE_S),
-                random=self._fleet.random,
-            )
-            await asyncio.sleep(seconds)
-
-    async def _start(self, case: _Case) -> None:
+    async def _start_anew(self, case: _Case) -> None:
         if case.left:
             raise StartFailed(f"what ran there could not be ended: {case.left}")
         slots = await self._new_slots(case.group)
         await self._released.wait()
         case.down.clear()
-        await self.starter.start(case.group, slots)
+        await self.start(case.group, slots)
 
     async def _new_slots(self, group: int) -> tuple[ServerSlot, ...] | None:
         """None: the addresses it has are good."""
-        taken = await self.starter.ports_taken(group)
+        taken: frozenset[int] = frozenset()
+        try:
+            asked = self._fleet.host.ports_taken(self._servers_of(group))
+            taken = await within(_PORTS_WITHIN_S, asked)
+        except Exception:
+            _log.warning("the ports of group %d could not be looked at", group, exc_info=True)
         if not taken and (self._rebind is None or group not in self._without_ports):
             return None
         if self._rebind is None:
@@ -450,3 +320,94 @@ class Recovery:
         slots = tuple(await self._rebind(group))
         self._without_ports.discard(group)
         return slots
+
+    async def start(self, group: int, slots: tuple[ServerSlot, ...] | None = None) -> None:
+        """Start a group that starts first, or is claimed; returns once it has made a token.
+
+        Args:
+            slots: its servers, where they have new addresses.
+
+        Raises: StartFailed, when it does not come up, or takes too long; it is inactive then.
+            Something of it may run, as after a cancel, and is to be ended.
+        """
+        epoch = self._fleet.states.begin(group, slots=slots)
+        broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._broken[group] = broken
+        servers = self._servers_of(group)
+        up = asyncio.ensure_future(self._bring_up(group, epoch, servers))
+        try:
+            await asyncio.wait(
+                {up, broken},
+                timeout=self._fleet.settings.start_within_s,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            if broken.done():
+                raise StartFailed(self._fleet.states.view.groups[group].cause)
+            if not up.done():
+                said = [
+                    f"; rank {slot.rank}: {self._answers[slot.rank]}"
+                    for slot in servers
+                    if slot.rank in self._answers
+                ]
+                bound = f"{self._fleet.settings.start_within_s:g} s (start_within_s)"
+                raise StartFailed(f"did not serve within {bound}{''.join(said)}")
+            up.result()
+        except StartFailed as error:
+            self._fleet.states.fail(servers[0].rank, epoch, str(error))
+            raise
+        finally:
+            del self._broken[group]
+            broken.cancel()
+            up.cancel()
+            # The host is told to stop only after its start was cancelled.
+            await asyncio.wait({up}, timeout=_CANCEL_WITHIN_S)
+
+    async def end(self, ranks: Collection[int]) -> str:
+        """End what runs of these, within a bound; what could not be ended, empty if nothing."""
+        settings = self._fleet.settings
+        try:
+            stopping = self._fleet.host.stop(ranks, grace_s=settings.grace_s)
+            return ", ".join(await within(settings.stop_within_s, stopping))
+        except Exception as error:
+            _log.warning("ranks %s could not be stopped", commas(ranks), exc_info=True)
+            return f"ranks {commas(ranks)}: {error or type(error).__name__}"
+
+    def _servers_of(self, group: int) -> tuple[ServerSlot, ...]:
+        view = self._fleet.states.view
+        return tuple(view.servers[rank] for rank in view.groups[group].ranks)
+
+    async def _bring_up(self, group: int, epoch: int, servers: tuple[ServerSlot, ...]) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            for slot in servers:
+                tasks.create_task(self._serve(slot, epoch))
+        for slot in servers:
+            # One that nobody asks anything may have gone without a word.
+            if not self._fleet.host.is_alive(slot.rank):
+                cause = f"rank {slot.rank}: its process does not run"
+                self._fleet.states.fail(slot.rank, epoch, cause)
+        self._fleet.states.started(group, epoch)
+        self._health.watch(group, epoch)
+
+    async def _serve(self, slot: ServerSlot, epoch: int) -> None:
+        try:
+            await self._fleet.host.start(slot, epoch)
+            self._fleet.emit("rollout.server.started", rank=slot.rank, epoch=epoch, url=slot.url)
+            if slot.is_entrypoint:
+                await self._until_yes(slot, self._fleet.questions.ready)
+                await self._until_yes(slot, self._fleet.questions.token)
+        except Exception as error:
+            if not isinstance(error, StartFailed):
+                _log.exception("rank %d, epoch %d: not started", slot.rank, epoch)
+            self._fleet.states.fail(slot.rank, epoch, str(error) or type(error).__name__)
+
+    async def _until_yes(self, slot: ServerSlot, question: Ask | None) -> None:
+        if slot.url is None or question is None:
+            return
+        pause_s = _FIRST_POLL_S
+        while True:
+            timeout_s = self._fleet.settings.timeout_s
+            if (answer := await self._fleet.prober.ask(slot.url, question, timeout_s)) is None:
+                return
+            self._answers[slot.rank] = str(answer)
+            await asyncio.sleep(pause_s)
+            pause_s = min(_LAST_POLL_S, pause_s * 1.5)
