@@ -1,8 +1,6 @@
 """A fleet of inference servers as one thing: its parts, its orders, what it says of itself.
 
-Everything lives in one asyncio loop. The registry owns the state; a change of it is told first to
-the router, so that a server that has failed is out of routing before anything else is done, then
-to those who watch, start and recover.
+Everything lives in one asyncio loop. The registry owns the state, and tells each change of it.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from tasks.rollout.clock import ended
 from tasks.rollout.health import Health
 from tasks.rollout.probing import Death, FleetParts, Prober, Rebind, ServerHost, StartFailed
 from tasks.rollout.recovery import Recovery
-from tasks.rollout.registry import FleetView, GroupView, Registry
+from tasks.rollout.registry import GroupView, Registry
 from tasks.rollout.router import Entrypoint, Router
 from tasks.rollout.sync import InFlight, SyncRefused, WeightSyncs
 from tasks.rollout.topology import FleetSettings, TopologyPlan
@@ -92,7 +90,6 @@ class Fleet:
         self.url = ""
         self._sink = emit
         self._phase = FleetPhase.NEW
-        self._has_served = False
         self._up: asyncio.Future[None] | None = None
         #: By group.
         self._starts: dict[int, asyncio.Task[None]] = {}
@@ -143,21 +140,18 @@ class Fleet:
         if self._phase not in (FleetPhase.NEW, FleetPhase.STOPPED):
             raise IllegalTransition(f"a fleet that is {self._phase.value} cannot be started")
         self._phase = FleetPhase.STARTING
-        self._has_served = False
         self._failed_starts.clear()
         if self.fatal.done():
             self.fatal = asyncio.get_running_loop().create_future()
         self._up = asyncio.get_running_loop().create_future()
         async with self._order:
             self._recovery.open()
-            groups = [
-                group for group in self.registry.view.groups if group.state != GroupState.RETIRED
-            ]
             self._starts = {
                 group.index: asyncio.create_task(
                     self._start_first(group), name=f"rollout-start-{group.index}"
                 )
-                for group in groups
+                for group in self.registry.view.groups
+                if group.state is not GroupState.RETIRED
             }
             either: set[asyncio.Future[Any]] = {self._up, self.fatal}
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
@@ -174,7 +168,6 @@ class Fleet:
         ]
         await asyncio.wait(over)
         self._phase = FleetPhase.RUNNING
-        self._has_served = True
 
     async def stop(self) -> str:
         """End everything, within the grace period and a bound, also in the midst of a recovery.
@@ -214,8 +207,11 @@ class Fleet:
                 await self._health.sweep()
             finally:
                 self._health.resume()
-            groups = self.registry.view.groups
-            failed = [_named(one) for one in groups if one.index in running and not one.is_running]
+            failed = [
+                {"engine": group.index, "ranks": list(group.ranks), "cause": group.cause}
+                for group in self.registry.view.groups
+                if group.index in running and not group.is_running
+            ]
             await self._recovery.down()
             view = self.registry.view
             answer = {
@@ -243,7 +239,7 @@ class Fleet:
         group = self._engine(engine)
         if not self.registry.fail(group.ranks[0], group.epoch, "restarted by order"):
             raise EngineRefused(f"engine {engine} is {group.state.value}: there is nothing to end")
-        return {"engine": engine, "state": self.registry.view.groups[engine].state.value}
+        return {"engine": engine, "state": self._engine(engine).state.value}
 
     async def retire(self, rank: int) -> dict[str, Any]:
         """End the engine of a server for good; its requests are tried on others.
@@ -284,25 +280,21 @@ class Fleet:
 
         Raises: EngineRefused, for a server that is not the fleet's, or an engine that can't be.
         """
-        view = self.registry.view
-        known = [slot for slot in view.servers.values() if slot.is_entrypoint]
-        found = next((slot for slot in known if slot.url == url.rstrip("/")), None)
-        if found is None:
+        servers = self.registry.view.servers.values()
+        known = (slot for slot in servers if slot.is_entrypoint and slot.url == url.rstrip("/"))
+        if (found := next(known, None)) is None:
             raise EngineRefused(
                 f"{url} is no server of this fleet, which starts and watches its own: ask for more "
                 "engines in the spec"
             )
-        if view.groups[found.engine].state is GroupState.RETIRED:
-            self._bring_back(found.engine)
+        engine = found.engine
+        if self._engine(engine).state is GroupState.RETIRED:
+            if not self.has_started or self._recovery.has(engine):
+                raise EngineRefused(f"engine {engine} is being ended: try again when it is")
+            self.registry.bring_back(engine, "brought back by order")
+            if (after := self._engine(engine)).state is GroupState.RETIRED:
+                raise EngineRefused(f"engine {engine} stays retired: {after.cause}")
         return {"status": "accepted", "worker_id": str(found.rank), "url": found.url}
-
-    def _bring_back(self, engine: int) -> None:
-        if self._phase is not FleetPhase.RUNNING or self._recovery.has(engine):
-            raise EngineRefused(f"engine {engine} is being ended: try again when it is")
-        self.registry.bring_back(engine, "brought back by order")
-        after = self.registry.view.groups[engine]
-        if after.state is GroupState.RETIRED:
-            raise EngineRefused(f"engine {engine} stays retired: {after.cause}")
 
     def _engine(self, engine: int) -> GroupView:
         groups = self.registry.view.groups
@@ -313,10 +305,15 @@ class Fleet:
     def snapshot(self) -> dict[str, Any]:
         """The answer of `GET /muster/rollout`: the fleet at one moment, in plain data."""
         view = self.registry.view
-        servers = []
-        for slot in view.servers.values():
-            group = view.groups[slot.engine]
-            servers.append(
+        return {
+            "epoch": view.epoch,
+            "version": view.version,
+            "ready": view.is_ready,
+            "state": self.state,
+            "reason": view.why_none,
+            "url": self.url,
+            "concurrency": self.router.concurrency,
+            "servers": [
                 {
                     "rank": slot.rank,
                     "group": slot.engine,
@@ -333,16 +330,9 @@ class Fleet:
                     "misses": self._health.misses_of(slot.rank),
                     "cause": group.cause,
                 }
-            )
-        return {
-            "epoch": view.epoch,
-            "version": view.version,
-            "ready": view.is_ready,
-            "state": self.state,
-            "reason": view.why_none,
-            "url": self.url,
-            "concurrency": self.router.concurrency,
-            "servers": servers,
+                for slot in view.servers.values()
+                for group in (view.groups[slot.engine],)
+            ],
             "engines": [
                 {
                     "engine": group.index,
@@ -375,7 +365,7 @@ class Fleet:
 
     @property
     def has_started(self) -> bool:
-        """From the end of its start to its stop."""
+        """From the end of its start to its stop: it serves, or has served."""
         return self._phase is FleetPhase.RUNNING
 
     @property
@@ -383,7 +373,7 @@ class Fleet:
         """starting | serving | down | syncing | stopping"""
         if self._phase in (FleetPhase.STOPPING, FleetPhase.STOPPED):
             return "stopping"
-        if self._phase is not FleetPhase.RUNNING:
+        if not self.has_started:
             return "starting"
         if self.syncs.id is not None:
             return "syncing"
@@ -437,29 +427,23 @@ class Fleet:
             )
 
     def _judge(self, before: GroupView, after: GroupView) -> None:
-        """After each change, whether the fleet is up, or the run has to fail."""
+        """Whether the fleet is up, or the run has to fail."""
         if self._phase is FleetPhase.STOPPING or before.state is after.state:
             return
-        if self._up is not None and not self._up.done() and self._is_enough():
+        groups = self.registry.view.groups
+        awaited = [one for one in groups if one.state is not GroupState.RETIRED]
+        # One that was started after a commit waits for its weights.
+        up = [one for one in awaited if one.is_serving or one.state is GroupState.STALE]
+        needed = min(self._parts.settings.min_active or len(awaited), len(awaited))
+        if self._up is not None and not self._up.done() and len(up) >= needed:
             self._up.set_result(None)
         if after.state in (GroupState.INACTIVE, GroupState.RETIRED):
             self._check(is_guarded=before.is_running)
+        if after.state is GroupState.INACTIVE and not self.has_started:
             self._count_start(before, after)
 
-    def _is_enough(self) -> bool:
-        """Whether what the fleet begins with is up."""
-        view = self.registry.view
-        awaited = [one for one in view.groups if one.state is not GroupState.RETIRED]
-        needed = self._parts.settings.min_active or len(awaited)
-        # One that was started after a commit waits for its weights.
-        up = [one for one in awaited if one.is_serving or one.state is GroupState.STALE]
-        return len(up) >= min(needed, len(awaited))
-
     def _count_start(self, before: GroupView, after: GroupView) -> None:
-        was_starting = before.state in (GroupState.STARTING, GroupState.RECOVERING)
-        if self._has_served or after.state is not GroupState.INACTIVE:
-            return
-        if not was_starting:
+        if before.state not in (GroupState.STARTING, GroupState.RECOVERING):
             # It has served meanwhile.
             del self._failed_starts[after.index]
             return
@@ -476,17 +460,19 @@ class Fleet:
         """
         view, min_active = self.registry.view, self._parts.settings.min_active or 0
         # Not before the first of them serves, nor while they get new weights.
-        is_guarded = is_guarded and self._has_served and self.syncs.id is None
-        left = [group for group in view.groups if group.state is not GroupState.RETIRED]
+        is_guarded = is_guarded and self.has_started and self.syncs.id is None
+        left = sum(group.state is not GroupState.RETIRED for group in view.groups)
         total, serving, needed = len(view.groups), len(view.up), max(1, min_active)
-        if len(left) < needed:
-            reason = f"{len(left)} of {total} engines are left, {needed} are needed"
+        if left < needed:
+            reason = f"{left} of {total} engines are left, {needed} are needed"
         elif is_guarded and serving < min_active:
             reason = f"{serving} of {total} engines serve, min_active is {min_active}"
         else:
             return
         words = next(filter(None, map(self._words_of, view.groups)), "")
-        self._fail_run(f"{reason}: {_causes(view)}{words}")
+        named = [f"ranks {commas(one.ranks)}: {one.cause}" for one in view.groups if one.cause]
+        more = [f"and {len(named) - _CAUSES} more"] if len(named) > _CAUSES else []
+        self._fail_run(f"{reason}: {'; '.join([*named[:_CAUSES], *more])}{words}")
 
     def _words_of(self, group: GroupView) -> str:
         """The end of the log of a server of a group that died; empty where none is known."""
@@ -505,13 +491,3 @@ class Fleet:
             self._sink(event, **fields)
         except Exception:
             _log.exception("the event %s %s is lost", event, fields)
-
-
-def _named(group: GroupView) -> dict[str, Any]:
-    return {"engine": group.index, "ranks": list(group.ranks), "cause": group.cause}
-
-
-def _causes(view: FleetView) -> str:
-    named = [f"ranks {commas(one.ranks)}: {one.cause}" for one in view.groups if one.cause]
-    more = f"; and {len(named) - _CAUSES} more" if len(named) > _CAUSES else ""
-    return "; ".join(named[:_CAUSES]) + more
