@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -19,10 +19,9 @@ from tasks.rollout.clock import ended, now_s
 from tasks.rollout.health import Health
 from tasks.rollout.probing import FleetParts, Reply
 from tasks.rollout.recovery import Recovery
-from tasks.rollout.registry import GroupView
 from tasks.rollout.router import Router
 from tasks.rollout.topology import Ask, ServerSlot
-from tasks.spec.errors import MusterError
+from tasks.spec.errors import IllegalTransition, MusterError
 from tasks.spec.placeholders import substituted
 from tasks.spec.words import commas
 
@@ -54,7 +53,6 @@ class _Target:
     epoch: int
     #: Something was sent to it that may have changed its weights.
     is_touched: bool = False
-    is_paused: bool = False
     #: By request, what it did not do, last.
     faults: dict[tuple[str, str, str], str] = field(default_factory=dict)
 
@@ -66,8 +64,9 @@ class _Open:
     id: str
     began_s: float
     until_s: float
-    in_flight: InFlight
     targets: list[_Target] = field(default_factory=list)
+    #: Its targets were told to stand still.
+    is_paused: bool = False
     #: Broadcasts that are under way.
     sending: set[asyncio.Task[Any]] = field(default_factory=set)
     #: It is being ended, by whoever said so first.
@@ -126,10 +125,7 @@ class WeightSyncs:
             raise SyncRefused("this backend can't interrupt requests: say wait, or abort")
         began_s = now_s()
         sync = self._open = _Open(
-            id=secrets.token_hex(8),
-            began_s=began_s,
-            until_s=began_s + timeout_s,
-            in_flight=in_flight,
+            id=secrets.token_hex(8), began_s=began_s, until_s=began_s + timeout_s
         )
         self._recovery.hold()
         self._router.close()
@@ -146,7 +142,8 @@ class WeightSyncs:
             targets = self._fleet.states.view.targets
             sync.targets = [_Target(engine=one.index, epoch=one.epoch) for one in targets]
             if in_flight is InFlight.INTERRUPT and questions.pause is not None:
-                await asyncio.gather(*(self._pause(one, questions.pause) for one in sync.targets))
+                sync.is_paused = True
+                await asyncio.gather(*(self._tell(one, questions.pause) for one in sync.targets))
         except TimeoutError:
             outstanding = self._router.outstanding
             await self._end(sync, "given up: requests were under way for too long")
@@ -165,7 +162,19 @@ class WeightSyncs:
             in_flight=in_flight.value,
             waited_s=round(now_s() - began_s, 3),
         )
-        return {"sync": sync.id, "targets": [self._shown(one) for one in targets]}
+        shown = [
+            {
+                "engine": group.index,
+                "epoch": group.epoch,
+                "state": group.state.value,
+                "version": group.version,
+                "ranks": [rank for slot in slots for rank in slot.weight_ranks],
+                "urls": [slot.url for slot in slots],
+            }
+            for group in targets
+            for slots in (self._fleet.states.view.updated(group),)
+        ]
+        return {"sync": sync.id, "targets": shown}
 
     async def broadcast(self, id: str, ask: Ask, timeout_s: float) -> dict[str, Any]:
         """The same request to every target, side by side, with what is each engine's own filled in.
@@ -226,27 +235,19 @@ class WeightSyncs:
         known = range(len(states.view.groups))
         if strange := sorted(set(epochs) - set(known)):
             raise KeyError(f"the fleet has no engine {commas(strange)}: it has {len(known)}")
-        if version < states.view.version and not force:
-            raise SyncRefused(
-                f"version {version} is older than the fleet's, {states.view.version}; to go back "
-                "all the same, say force"
-            )
         failed = {one.engine: next(iter(one.faults.values())) for one in sync.targets if one.faults}
         having = {
             one.engine: one.epoch
             for one in sync.targets
             if epochs.get(one.engine) == one.epoch and not one.faults
         }
-        sync.is_ending = True
-        states.commit(version, having, force=force)
+        try:
+            states.commit(version, having, force=force)
+        except IllegalTransition as error:
+            raise SyncRefused(str(error)) from error
         await self._end(sync, f"committed, version {version}", is_committed=True)
-        groups = states.view.groups
-        return {
-            "version": version,
-            "serving": [one.index for one in groups if one.is_serving],
-            "stale": _stale(groups),
-            "failed": [{"engine": engine, "why": why} for engine, why in failed.items()],
-        }
+        faults = [{"engine": engine, "why": why} for engine, why in failed.items()]
+        return {**self._served(), "failed": faults}
 
     async def give_up(self, id: str) -> dict[str, Any]:
         """End it without new weights: what was touched is stale, the rest serves as before.
@@ -255,12 +256,7 @@ class WeightSyncs:
         """
         sync = self._named(id)
         await self._end(sync, "given up by its trainer")
-        groups = self._fleet.states.view.groups
-        return {
-            "version": self._fleet.states.view.version,
-            "serving": [one.index for one in groups if one.is_serving],
-            "stale": _stale(groups),
-        }
+        return self._served()
 
     async def stop(self) -> None:
         """The fleet ends: nobody waits for a sync any more."""
@@ -270,6 +266,14 @@ class WeightSyncs:
         if deadline is not None:
             deadline.cancel()
             await ended([deadline])
+
+    def _served(self) -> dict[str, Any]:
+        view = self._fleet.states.view
+        return {
+            "version": view.version,
+            "serving": [one.index for one in view.serving],
+            "stale": [one.index for one in view.groups if one.state is GroupState.STALE],
+        }
 
     def _named(self, id: str) -> _Open:
         if self._open is None or self._open.id != id or self._open.is_ending:
@@ -307,21 +311,21 @@ class WeightSyncs:
                 elif target.is_touched and not is_committed:
                     why = f"it may have a part of new weights: the sync was {how}"
                     states.spoil(target.engine, target.epoch, why)
-            if not is_over:
-                await asyncio.gather(*map(self._resume, sync.targets))
+            resume = self._fleet.questions.resume
+            if sync.is_paused and resume is not None and not is_over:
+                await asyncio.gather(*(self._tell(one, resume) for one in sync.targets))
         finally:
             self._open = None
             self._health.resume()
             self._recovery.release()
             self._router.open()
-            groups = states.view.groups
             self._fleet.emit(
                 "rollout.sync.ended",
                 sync=sync.id,
                 outcome="committed" if is_committed else "given_up",
                 message=how,
                 version=states.view.version,
-                serving=[one.index for one in groups if one.is_serving],
+                serving=[one.index for one in states.view.serving],
                 took_s=round(now_s() - sync.began_s, 3),
             )
             self._on_end()
@@ -348,14 +352,6 @@ class WeightSyncs:
             "body": reply.body,
         }
 
-    async def _pause(self, target: _Target, ask: Ask) -> None:
-        target.is_paused = True
-        await self._tell(target, ask)
-
-    async def _resume(self, target: _Target) -> None:
-        if target.is_paused and (ask := self._fleet.questions.resume) is not None:
-            await self._tell(target, ask)
-
     async def _tell(self, target: _Target, ask: Ask) -> None:
         """One that does not do it is started again: its requests would stand still for ever."""
         view = self._fleet.states.view
@@ -370,28 +366,12 @@ class WeightSyncs:
         rank = self._fleet.states.view.groups[target.engine].ranks[0]
         self._fleet.states.fail(rank, target.epoch, f"rank {rank}, in a sync of weights: {why}")
 
-    def _shown(self, group: GroupView) -> dict[str, Any]:
-        """One target, as a trainer needs it."""
-        slots = self._fleet.states.view.updated(group)
-        return {
-            "engine": group.index,
-            "epoch": group.epoch,
-            "state": group.state.value,
-            "version": group.version,
-            "ranks": [rank for slot in slots for rank in slot.weight_ranks],
-            "urls": [slot.url for slot in slots],
-        }
-
 
 _GONE = "its servers have ended since the sync began"
 #: Of an answer's text.
 _SHOWN_CHARACTERS = 300
 #: Methods that change no weights.
 _HARMLESS = frozenset({"GET", "HEAD", "OPTIONS"})
-
-
-def _stale(groups: Sequence[GroupView]) -> list[int]:
-    return [one.index for one in groups if one.state is GroupState.STALE]
 
 
 def _is_done(reply: Reply) -> bool:
@@ -420,8 +400,6 @@ def _filled(ask: Ask, slot: ServerSlot, offset: int) -> Ask:
             return substituted(value, value_of, is_left=lambda name: name[:7] != "engine.")
         if isinstance(value, Mapping):
             return {key: fill(one) for key, one in value.items()}
-        if isinstance(value, list | tuple):
-            return [fill(one) for one in value]
-        return value
+        return [fill(one) for one in value] if isinstance(value, list | tuple) else value
 
     return Ask(method=ask.method, path=str(fill(ask.path)), body=fill(ask.body))
