@@ -1,5 +1,5 @@
-"""What a fleet asks of the world: a question to a server over HTTP, with an end, and of whatever
-runs its servers, processes of this machine or actors of Ray, to start and to stop them.
+"""What a fleet asks of the world: of a server, over HTTP, whether it works; of whatever runs its
+servers, processes of this machine or actors of Ray, to start and to stop them.
 """
 
 from __future__ import annotations
@@ -60,19 +60,16 @@ class Prober(Protocol):
 class HttpProber:
     """A Prober with one client session, made at the first question; `close` ends it.
 
-    Each question has a connection of its own: one that was kept would prove less, for it may be
-    served by a process that accepts no new ones, or just have been closed.
+    Each question has a connection of its own: a process that accepts no new ones may still serve
+    one that was kept.
     """
 
     def __init__(self) -> None:
         self._session: aiohttp.ClientSession | None = None
 
     def ask(self, url: str, question: Ask, timeout_s: float) -> Coroutine[Any, Any, str | None]:
-        """A cancel closes the connection.
-
-        The time counts from this call on: of a thousand questions at once the last one begins a
-        tenth of a second after the first, and would end so much later.
-        """
+        """The time counts from this call on: of a thousand questions at once the last one begins a
+        tenth of a second after the first. A cancel closes the connection."""
         return self._ask(url, question, timeout_s, now_s() + timeout_s)
 
     async def _ask(self, url: str, question: Ask, timeout_s: float, until_s: float) -> str | None:
@@ -104,16 +101,6 @@ class HttpProber:
             self._session = None
 
     async def _reply(self, url: str, ask: Ask, until_s: float) -> Reply:
-        async with (
-            asyncio.timeout_at(until_s),
-            self._client().request(
-                ask.method, url + ask.path, json=ask.body, allow_redirects=False
-            ) as response,
-        ):
-            text = await response.text(errors="replace")
-        return Reply(status=response.status, body=text)
-
-    def _client(self) -> aiohttp.ClientSession:
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 # Its own limit of 100 would let one hung server delay the question to another.
@@ -121,7 +108,13 @@ class HttpProber:
                 timeout=aiohttp.ClientTimeout(total=None),
                 cookie_jar=aiohttp.DummyCookieJar(),
             )
-        return self._session
+        where, request = url + ask.path, self._session.request
+        async with (
+            asyncio.timeout_at(until_s),
+            request(ask.method, where, json=ask.body, allow_redirects=False) as response,
+        ):
+            text = await response.text(errors="replace")
+        return Reply(status=response.status, body=text)
 
 
 def _shown(text: str) -> str:
@@ -164,8 +157,8 @@ class ServerHost(Protocol):
 
         Returns, within the grace period and a bound of the host's own: what could not be ended, by
         node and pid; empty when nothing is left of them and their GPUs are free. Safe for servers
-        that never started or have ended. Deaths that it causes are not told. A cancel leaves
-        nothing half done: stop them again.
+        that never started or have ended. Deaths that it causes are not told. After a cancel, stop
+        them again.
         """
 
     def is_alive(self, rank: int) -> bool:
@@ -181,6 +174,9 @@ class ServerHost(Protocol):
 
     async def ports_taken(self, slots: Collection[ServerSlot]) -> frozenset[int]:
         """The ranks whose port somebody else listens on, on its own machine, just now."""
+
+    async def close(self) -> None:
+        """End whatever is left. The host is of no use after that."""
 
 
 #: New servers of a group, at addresses that nobody has.
@@ -201,21 +197,11 @@ class Places:
     """Where the servers of a fleet are. A cluster moves them from a lost node.
 
     Args:
-        devices, kind: as those of `Addresses`.
+        more: of `Addresses`: devices and kind.
     """
 
-    def __init__(
-        self,
-        plan: FleetPlan,
-        nodes: Nodes,
-        *,
-        devices: tuple[str, ...] = (),
-        kind: str = "nvidia",
-    ) -> None:
-        self._plan = plan
-        self._nodes = nodes
-        self._devices = devices
-        self._kind = kind
+    def __init__(self, plan: FleetPlan, nodes: Nodes, **more: Any) -> None:
+        self._plan, self._nodes, self._more = plan, nodes, more
         self._ports = dict(plan.ports)
 
     async def found(self) -> TopologyPlan:
@@ -233,9 +219,7 @@ class Places:
     async def _topology(self) -> TopologyPlan:
         # On a cluster after ports were asked for there, which waits until the node is there.
         hosts = await self._nodes.hosts()
-        addresses = Addresses(
-            hosts=hosts, ports=self._ports, devices=self._devices, kind=self._kind
-        )
+        addresses = Addresses(hosts=hosts, ports=self._ports, **self._more)
         return build(self._plan.fleet, addresses, self._plan.node_gpus)
 
     async def _take_ports(self, groups: Collection[int]) -> None:
@@ -252,18 +236,6 @@ class Places:
 
 class NoHost(Exception):
     """The servers can't be placed anywhere; the message says why, and what to do."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpenedHost:
-    """What runs the servers of one fleet, and where they are at first."""
-
-    host: ServerHost
-    topology: TopologyPlan
-    #: The servers of a group at new addresses.
-    rebind: Rebind
-    #: Ends whatever is left.
-    close: Callable[[], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

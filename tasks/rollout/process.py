@@ -34,8 +34,8 @@ from tasks.rollout.forwarding import RequestRules
 from tasks.rollout.gateway import Gateway
 from tasks.rollout.local_host import LocalHost
 from tasks.rollout.plan import SERVERS_ENV, BadPlan, FleetPlan
-from tasks.rollout.probing import HttpProber, NoHost, OpenedHost, Places
-from tasks.rollout.topology import settings_of
+from tasks.rollout.probing import HttpProber, NoHost, Places, ServerHost
+from tasks.rollout.topology import TopologyPlan, settings_of
 from tasks.spec.rollout import Rollout
 from tasks.spec.run import FLEET, VISIBLE
 from tasks.spec.secrets import masked_logs
@@ -46,24 +46,35 @@ _OWN_ENV = (SERVERS_ENV, "NOTIFY_SOCKET")
 _WRITTEN_WITHIN_S = 2.0
 
 
-async def opened_host(plan: FleetPlan, disk: DiskThread) -> OpenedHost:
-    """Raises: NoHost. A cancel leaves nothing."""
+async def _opened(plan: FleetPlan, disk: DiskThread) -> tuple[ServerHost, Places, TopologyPlan]:
+    """What runs the servers, and where they are, now and at first.
+
+    Raises: NoHost. A cancel leaves nothing.
+    """
+    # What servers get of this process's variables, beside their own.
+    env = {key: value for key, value in os.environ.items() if key not in _OWN_ENV}
+    host: ServerHost
     try:
         if plan.ray is not None:
             from tasks.rollout.ray_host import opened_on_ray
 
-            return await opened_on_ray(plan, servers_env())
-        return await _on_this_machine(plan, disk)
+            host = on_ray = await opened_on_ray(plan, env)
+            places = Places(plan, on_ray)
+        else:
+            host, kind = _on_this_machine(plan, env, disk), kind_here()
+            devices = devices_of(plan.fleet, os.environ, kind)
+            nodes = _ThisMachine(nodes_needed(plan.fleet, plan.node_gpus))
+            places = Places(plan, nodes, devices=devices, kind=kind)
+        try:
+            return host, places, await places.found()
+        except BaseException:
+            await host.close()
+            raise
     except (KeyError, ValueError) as error:
         raise NoHost(f"the fleet has no place: {error}") from error
 
 
-def servers_env() -> dict[str, str]:
-    """What servers get of this process's variables, beside their own."""
-    return {key: value for key, value in os.environ.items() if key not in _OWN_ENV}
-
-
-async def _on_this_machine(plan: FleetPlan, disk: DiskThread) -> OpenedHost:
+def _on_this_machine(plan: FleetPlan, env: Mapping[str, str], disk: DiskThread) -> LocalHost:
     stop = plan.fleet.stop
 
     # Whoever finishes a run whose processes were all killed at once finds the servers, too.
@@ -85,9 +96,9 @@ async def _on_this_machine(plan: FleetPlan, disk: DiskThread) -> OpenedHost:
         if plan.register_at is not None:
             disk.do(partial(leave, plan.register_at, f"{FLEET}.r{rank}"))
 
-    host = LocalHost(
+    return LocalHost(
         cwd=plan.cwd,
-        env=servers_env(),
+        env=env,
         log_of=plan.log_of,
         tag={
             "MUSTER_RUN_ID": plan.run_id,
@@ -99,11 +110,6 @@ async def _on_this_machine(plan: FleetPlan, disk: DiskThread) -> OpenedHost:
         register=register,
         unregister=unregister,
     )
-    nodes = _ThisMachine(nodes_needed(plan.fleet, plan.node_gpus))
-    kind = kind_here()
-    places = Places(plan, nodes, devices=devices_of(plan.fleet, os.environ, kind), kind=kind)
-    topology = await places.found()
-    return OpenedHost(host=host, topology=topology, rebind=places.rebound, close=host.close)
 
 
 class _ThisMachine:
@@ -146,9 +152,9 @@ _ANSWERS_WITHIN_S = 2.0
 _TALKATIVE = ("httpx", "httpcore", "aiohttp", "asyncio", "ray")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main() -> int:
     """The exit status, once the fleet has ended."""
-    words = sys.argv[1:] if arguments is None else arguments
+    words = sys.argv[1:]
     if len(words) != 1:
         print("usage: python -m tasks.rollout.process PLAN", file=sys.stderr)
         return EXIT_NOT_STARTED
@@ -180,18 +186,18 @@ async def _run(plan: FleetPlan) -> int:
     events = EventLog(plan.place.fleet_events, (_say,), mask=plan.mask, disk=disk)
     prober = HttpProber()
     told = asyncio.create_task(told_to_end.wait())
-    opening = asyncio.create_task(opened_host(plan, disk))
+    opening = asyncio.create_task(_opened(plan, disk))
     if not await _before(told, opening):
         return EXIT_STOPPED
-    host = opening.result()
+    host, places, topology = opening.result()
     try:
         fleet = Fleet(
-            host.topology,
+            topology,
             settings=settings_of(plan.fleet),
-            host=host.host,
+            host=host,
             prober=prober,
             emit=events.emit,
-            rebind=host.rebind,
+            rebind=places.rebound,
             serves_as_loaded=plan.serves_as_loaded,
         )
         return await _serve(plan, fleet, told)
@@ -206,13 +212,22 @@ async def _run(plan: FleetPlan) -> int:
 
 async def _serve(plan: FleetPlan, fleet: Fleet, told: asyncio.Task[Any]) -> int:
     host = plan.fleet.host
+    token = plan.fleet.health.token
+    # Where a token is generated, others may be.
+    asked = [token.path] if token is not None and token.json_ is not None else []
+    rules = RequestRules(
+        queue_size=plan.fleet.queue_size,
+        queue_timeout_s=plan.fleet.queue_timeout_s,
+        paths=frozenset([*(plan.fleet.paths or ()), *asked]),
+        by_user=plan.fleet.session_by_user,
+    )
     gateway = Gateway(
         fleet,
         host=host,
         port=plan.port,
         token=plan.token or None,
         order_token=plan.order_token or None,
-        rules=_rules_of(plan.fleet),
+        rules=rules,
     )
     try:
         await gateway.start()
@@ -233,18 +248,6 @@ async def _serve(plan: FleetPlan, fleet: Fleet, told: asyncio.Task[Any]) -> int:
         _log.info("stopped")
         return EXIT_STOPPED
     return _say_last(plan.mask(reason), EXIT_FAILED)
-
-
-def _rules_of(fleet: Rollout) -> RequestRules:
-    token = fleet.health.token
-    # Where a token is generated, others may be.
-    asked = [token.path] if token is not None and token.json_ is not None else []
-    return RequestRules(
-        queue_size=fleet.queue_size,
-        queue_timeout_s=fleet.queue_timeout_s,
-        paths=frozenset([*(fleet.paths or ()), *asked]),
-        by_user=fleet.session_by_user,
-    )
 
 
 async def _until_over(fleet: Fleet) -> str:

@@ -37,7 +37,7 @@ from tasks.record.outcome import signal_name
 from tasks.rollout.actor import SENT, PortKeeper, ServerActor
 from tasks.rollout.building import nodes_needed, planned
 from tasks.rollout.plan import FleetPlan
-from tasks.rollout.probing import Death, NoHost, OpenedHost, Places, StartFailed
+from tasks.rollout.probing import Death, NoHost, StartFailed
 from tasks.rollout.topology import Ask, ServerSlot, TopologyPlan
 from tasks.spec.errors import LostContact
 from tasks.spec.run import FLEET
@@ -345,12 +345,12 @@ def _first_line(error: BaseException) -> str:
 _ROOM_WITHIN_S = 300.0
 
 
-async def opened_on_ray(plan: FleetPlan, env: Mapping[str, str]) -> OpenedHost:
+async def opened_on_ray(plan: FleetPlan, env: Mapping[str, str]) -> RayHost:
     """
     Args:
         env: of every server, beside its own.
 
-    Raises: NoHost; ValueError, KeyError, as `build` does.
+    Raises: NoHost; ValueError, as `build` does.
     """
     assert plan.ray is not None
     fleet = plan.fleet
@@ -358,7 +358,7 @@ async def opened_on_ray(plan: FleetPlan, env: Mapping[str, str]) -> OpenedHost:
     try:
         address = await gcs_address_of(plan.ray)
         ready_driver(address)
-        host = await RayHost.open(
+        return await RayHost.open(
             address,
             bundles_of(shape, nodes_needed(fleet, plan.node_gpus)),
             job=submission_id(plan.run_id, plan.attempt, FLEET, is_only=False),
@@ -372,13 +372,6 @@ async def opened_on_ray(plan: FleetPlan, env: Mapping[str, str]) -> OpenedHost:
         )
     except (NoAnswer, Denied, ConnectionError) as error:
         raise NoHost(str(error)) from error
-    places = Places(plan, host)
-    try:
-        topology = await places.found()
-    except BaseException:
-        await host.close()
-        raise
-    return OpenedHost(host=host, topology=topology, rebind=places.rebound, close=host.close)
 
 
 def moved(slots: Collection[ServerSlot], hosts: Sequence[str]) -> frozenset[int]:

@@ -189,6 +189,8 @@ class FakeHost:
             raise LostContact("its machine does not answer")
         return await _answer(server, server.at_home, timeout_s)
 
+    async def close(self) -> None: ...
+
     async def ports_taken(self, slots: Collection[ServerSlot]) -> frozenset[int]:
         return frozenset(slot.rank for slot in slots if slot.port in self.foreign_ports)
 

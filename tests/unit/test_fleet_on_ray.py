@@ -237,14 +237,15 @@ async def test_a_host_on_ray_gets_the_runs_variables_alone(cluster: type[FakeHos
     plan = plan_of(**CPU)
     env = {"MUSTER_RUN_ID": "a-run", "PATH": "/bin", "HOME": "/root", "PYTHONUNBUFFERED": "1"}
 
-    opened = await fleet_on_ray.opened_on_ray(plan, env)
+    host = await fleet_on_ray.opened_on_ray(plan, env)
 
     [(address, bundles, more)] = cluster.opened
     assert address == "10.0.0.1:6379"
     assert bundles == [{"CPU": 1.0}, {"CPU": 1.0}]
     assert more["env"] == {"MUSTER_RUN_ID": "a-run", "PYTHONUNBUFFERED": "1"}
     assert set(more["wrapper"]) == {"__main__.py", "tree.py"}
-    assert [server.host for server in opened.topology.servers] == ["10.0.0.1", "10.0.0.2"]
+    servers = (await Places(plan, host).found()).servers
+    assert [server.host for server in servers] == ["10.0.0.1", "10.0.0.2"]
 
 
 async def test_a_cluster_without_room_is_named(cluster: type[FakeHost]) -> None:
