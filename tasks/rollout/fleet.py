@@ -231,7 +231,7 @@ class Fleet:
                 pass
         return await self.syncs.begin(timeout_s, in_flight)
 
-    def restart(self, engine: int) -> dict[str, Any]:
+    async def restart(self, engine: int) -> dict[str, Any]:
         """End an engine that runs, and start it again.
 
         Raises: KeyError, for one that the fleet does not have; EngineRefused.
@@ -274,7 +274,7 @@ class Fleet:
         ]
         return {"workers": found, "total": len(found)}
 
-    def add(self, url: str) -> dict[str, Any]:
+    async def add(self, url: str) -> dict[str, Any]:
         """Have a server of the fleet among those that take requests: an engine that was retired is
         started again, from the budget of recoveries.
 

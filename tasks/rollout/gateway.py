@@ -13,8 +13,8 @@ import hmac
 import logging
 import os
 import re
-from collections.abc import Coroutine, Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 from multidict import CIMultiDict
@@ -40,6 +40,7 @@ from tasks.rollout.metrics import Metrics
 from tasks.rollout.sync import InFlight, NoSuchSync
 from tasks.rollout.topology import Ask
 from tasks.spec.errors import MusterError
+from tasks.spec.words import commas
 
 
 class Access:
@@ -126,9 +127,8 @@ def _host_of(url: str) -> str:
 
 
 def _is_own(connection: ServerConnection) -> bool:
-    """Whether a program of this user has opened it on loopback, by the word of the kernel, or one
-    of root; so too where the kernel doesn't say. Not one that has closed it already, which could
-    have been anybody's."""
+    """Whether a program of this user, or of root, has opened it on loopback, by the kernel's word;
+    so too where the kernel doesn't say. Not one that has closed it: it could be anybody's."""
     if connection.is_own is None:
         ends = (connection.transport.get_extra_info(end)[:2] for end in ("peername", "sockname"))
         try:
@@ -150,32 +150,14 @@ class _Order(BaseModel):
     """A body. Unknown keys are refused: a misspelt one would order something else."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
-    #: Of the answer to one that was obeyed.
-    status: ClassVar[int] = 200
-
-    async def obey(self, fleet: Fleet, id: str) -> Mapping[str, Any]:
-        """
-        Args:
-            id: that its path names, of a sync, an engine or a worker; empty where it names none.
-        """
-        raise NotImplementedError
 
 
 Timeout = Annotated[float, Field(gt=0, le=_LONGEST_S, allow_inf_nan=False)]
 
 
-class _Check(_Order):
-    async def obey(self, fleet: Fleet, id: str) -> Mapping[str, Any]:
-        return await fleet.check()
-
-
 class _Begin(_Order):
     timeout_s: Timeout = 600.0
-    #: By its name: JSON has no enums.
-    in_flight: Literal["wait", "abort", "interrupt"] = "wait"
-
-    async def obey(self, fleet: Fleet, id: str) -> Mapping[str, Any]:
-        return await fleet.begin_sync(self.timeout_s, InFlight(self.in_flight))
+    in_flight: InFlight = InFlight.WAIT
 
 
 class _Broadcast(_Order):
@@ -184,47 +166,32 @@ class _Broadcast(_Order):
     body: dict[str, Any] | None = None
     timeout_s: Timeout = 60.0
 
-    async def obey(self, fleet: Fleet, id: str) -> Mapping[str, Any]:
-        ask = Ask(method=self.method, path=self.path, body=self.body)
-        return await fleet.syncs.broadcast(id, ask, self.timeout_s)
-
 
 class _Commit(_Order):
     version: int = Field(ge=0)
     epochs: dict[int, int]
     force: bool = False
 
-    async def obey(self, fleet: Fleet, id: str) -> Mapping[str, Any]:
-        return await fleet.syncs.commit(id, self.version, self.epochs, force=self.force)
-
-
-class _GiveUp(_Order):
-    async def obey(self, fleet: Fleet, id: str) -> Mapping[str, Any]:
-        return await fleet.syncs.give_up(id)
-
-
-class _Restart(_Order):
-    async def obey(self, fleet: Fleet, id: str) -> Mapping[str, Any]:
-        return fleet.restart(_number(id, "engine"))
-
 
 class _AddWorker(_Order):
     """As clients of sglang-router have it."""
 
     model_config = ConfigDict(extra="ignore")
-    status = 202
 
     url: str
 
-    async def obey(self, fleet: Fleet, id: str) -> Mapping[str, Any]:
-        return fleet.add(self.url)
+
+async def _broadcast(fleet: Fleet, id: str, body: _Broadcast) -> Mapping[str, Any]:
+    ask = Ask(method=body.method, path=body.path, body=body.body)
+    return await fleet.syncs.broadcast(id, ask, body.timeout_s)
 
 
-class _RemoveWorker(_Order):
-    status = 202
+async def _commit(fleet: Fleet, id: str, body: _Commit) -> Mapping[str, Any]:
+    return await fleet.syncs.commit(id, body.version, body.epochs, force=body.force)
 
-    async def obey(self, fleet: Fleet, id: str) -> Mapping[str, Any]:
-        return await fleet.retire(_number(id, "worker"))
+
+async def _restart(fleet: Fleet, id: str, body: _Order) -> Mapping[str, Any]:
+    return await fleet.restart(_number(id, "engine"))
 
 
 def _number(id: str, what: str) -> int:
@@ -233,26 +200,27 @@ def _number(id: str, what: str) -> int:
     return int(id)
 
 
+Obey = Callable[[Fleet, str, Any], Coroutine[Any, Any, Mapping[str, Any]]]
 _ROLLOUT = f"{PREFIX}/rollout"
 #: As sglang-router has it.
 WORKERS = "/workers"
-#: By method and path, in which ID stands for that of a sync, an engine or a worker.
-_ORDERS: Mapping[tuple[str, str], type[_Order]] = {
-    ("POST", f"{_ROLLOUT}/check"): _Check,
-    ("POST", f"{_ROLLOUT}/sync"): _Begin,
-    ("POST", f"{_ROLLOUT}/sync/ID/broadcast"): _Broadcast,
-    ("POST", f"{_ROLLOUT}/sync/ID/commit"): _Commit,
-    ("DELETE", f"{_ROLLOUT}/sync/ID"): _GiveUp,
-    ("POST", f"{_ROLLOUT}/engines/ID/restart"): _Restart,
-    ("POST", WORKERS): _AddWorker,
-    ("DELETE", f"{WORKERS}/ID"): _RemoveWorker,
+#: By the path, in which ID stands for that of a sync, an engine or a worker: the method, the body,
+#: and what is done.
+_ORDERS: Mapping[str, tuple[str, type[_Order], Obey]] = {
+    f"{_ROLLOUT}/check": ("POST", _Order, lambda fleet, _id, _: fleet.check()),
+    f"{_ROLLOUT}/sync": ("POST", _Begin, lambda fleet, _id, body: fleet.begin_sync(**dict(body))),
+    f"{_ROLLOUT}/sync/ID/broadcast": ("POST", _Broadcast, _broadcast),
+    f"{_ROLLOUT}/sync/ID/commit": ("POST", _Commit, _commit),
+    f"{_ROLLOUT}/sync/ID": ("DELETE", _Order, lambda fleet, id, _: fleet.syncs.give_up(id)),
+    f"{_ROLLOUT}/engines/ID/restart": ("POST", _Order, _restart),
+    WORKERS: ("POST", _AddWorker, lambda fleet, _id, body: fleet.add(body.url)),
+    f"{WORKERS}/ID": ("DELETE", _Order, lambda fleet, id, _: fleet.retire(_number(id, "worker"))),
 }
-_PATHS = {path: method for method, path in _ORDERS}
 _WITH_ID = re.compile(f"((?:{_ROLLOUT}/sync|{_ROLLOUT}/engines|{WORKERS})/)([^/]+)(.*)")
 
 
 class Orders:
-    """Answers the requests below `/muster` and `/workers`."""
+    """Answers what is below `/muster` and `/workers`."""
 
     def __init__(self, fleet: Fleet, access: Access) -> None:
         self._fleet, self._access = fleet, access
@@ -260,31 +228,27 @@ class Orders:
         self._under_way: set[asyncio.Task[Mapping[str, Any]]] = set()
 
     async def answer(self, request: HttpRequest) -> Answer:
-        """An answer to any request whose path begins with `/muster` or `/workers`."""
         path = request.target.partition("?")[0].rstrip("/")
         if path == f"{PREFIX}/health" and request.method in ("GET", "HEAD"):
-            # To anybody: who asks whether a component lives, as a supervisor does, has no token,
-            # and this tells nothing else.
+            # To anybody: a supervisor, who asks whether a component lives, has no token.
             return answered({"ok": True, "ready": self._fleet.has_started})
         id = ""
         if named := _WITH_ID.fullmatch(path):
             id, path = named[2], f"{named[1]}ID{named[3]}"
         is_asked = request.method in ("GET", "HEAD") and path in (_ROLLOUT, WORKERS)
-        method = None if is_asked else _PATHS.get(path)
-        is_order, is_own = method is not None, _is_own(request.wire)
+        is_order, is_own = not is_asked and path in _ORDERS, _is_own(request.wire)
         refused = self._access.refusal(request.headers, is_order=is_order, is_own=is_own)
         if refused is not None:
             return refused
         if is_asked:
             return answered(self._fleet.workers() if path == WORKERS else self._fleet.snapshot())
-        if method is not None:
-            if request.method != method:
-                return refusal(405, "bad_request", f"{path} takes {method} only")
-            return await self._obey(_ORDERS[method, path], request, id)
-        if path not in (f"{PREFIX}/health", _ROLLOUT):
-            known = ", ".join([f"{PREFIX}/health", _ROLLOUT, *_PATHS])
-            return refusal(404, "not_found", f"there is no {path}; there are {known}")
-        return refusal(405, "bad_request", f"{path} takes GET only")
+        known = {path: order[0] for path, order in _ORDERS.items()}
+        known = {f"{PREFIX}/health": "GET", _ROLLOUT: "GET", **known}
+        if path not in known:
+            return refusal(404, "not_found", f"there is no {path}; there are {commas(known)}")
+        if request.method != known[path] or not is_order:
+            return refusal(405, "bad_request", f"{path} takes {known[path]} only")
+        return await self._obey(path, request, id)
 
     async def stop(self) -> None:
         """Leave no order half done by us: what is under way is told to end, and waited for."""
@@ -292,7 +256,8 @@ class Orders:
             task.cancel()
         await asyncio.gather(*self._under_way, return_exceptions=True)
 
-    async def _obey(self, model: type[_Order], request: HttpRequest, id: str) -> Answer:
+    async def _obey(self, path: str, request: HttpRequest, id: str) -> Answer:
+        _method, model, obey = _ORDERS[path]
         try:
             body, is_whole = await request.upto(_LONGEST_ORDER)
             if not is_whole:
@@ -302,12 +267,12 @@ class Orders:
             return unreadable(error)
         except ValidationError as error:
             return refusal(422, "bad_request", _faults(model, error))
-        carried_out: Coroutine[Any, Any, Mapping[str, Any]] = order.obey(self._fleet, id)
-        task = asyncio.create_task(carried_out, name=request.target)
-        self._under_way.add(task)
-        task.add_done_callback(self._under_way.discard)
         try:
-            return answered(await asyncio.shield(task), model.status)
+            task = asyncio.create_task(obey(self._fleet, id, order), name=request.target)
+            self._under_way.add(task)
+            task.add_done_callback(self._under_way.discard)
+            status = 202 if path.startswith(WORKERS) else 200
+            return answered(await asyncio.shield(task), status)
         except KeyError as error:
             return refusal(422, "bad_request", str(error.args[0]))
         except NoSuchSync as error:

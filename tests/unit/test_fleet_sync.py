@@ -525,11 +525,11 @@ async def test_the_snapshot_says_everything_of_every_server() -> None:
 async def test_an_engine_is_restarted_by_order() -> None:
     stage = await serving(2)
 
-    assert stage.fleet.restart(1) == {"engine": 1, "state": "inactive"}
+    assert await stage.fleet.restart(1) == {"engine": 1, "state": "inactive"}
     with pytest.raises(EngineRefused, match="engine 1 is inactive: there is nothing to end"):
-        stage.fleet.restart(1)
+        await stage.fleet.restart(1)
     with pytest.raises(KeyError, match="the fleet has no engine 2: it has 2"):
-        stage.fleet.restart(2)
+        await stage.fleet.restart(2)
     await stage.until_active()
 
     assert [len(stage.host.times("start", rank)) for rank in range(2)] == [1, 2]
@@ -559,9 +559,9 @@ async def test_the_fleets_own_servers_are_its_workers_and_no_others() -> None:
         ("http://10.0.0.1:8000", True),
         ("http://10.0.0.1:8001", False),
     ]
-    assert stage.fleet.add("http://10.0.0.1:8001/")["worker_id"] == "1"
+    assert (await stage.fleet.add("http://10.0.0.1:8001/"))["worker_id"] == "1"
     with pytest.raises(EngineRefused, match="is no server of this fleet"):
-        stage.fleet.add("http://10.0.0.9:8000")
+        await stage.fleet.add("http://10.0.0.9:8000")
 
 
 @in_virtual_time
@@ -570,7 +570,7 @@ async def test_a_worker_that_was_retired_comes_back_by_order_and_waits_for_its_w
     await stage.fleet.retire(1)
     await stage.fleet.syncs.commit(await begun(stage), 1, {0: 1})
 
-    stage.fleet.add("http://10.0.0.1:8001")
+    await stage.fleet.add("http://10.0.0.1:8001")
     await stage.until(lambda: stage.states() == [A, S])
     assert (stage.host[1].is_alive, stage.routed()) == (True, [0])
     await stage.fleet.syncs.commit(await begun(stage), 2, {0: 1, 1: 2})
@@ -585,7 +585,7 @@ async def test_a_worker_does_not_come_back_from_a_budget_that_is_spent() -> None
     await stage.fleet.retire(1)
 
     with pytest.raises(EngineRefused, match="engine 1 stays retired: the budget of 0 recoveries"):
-        stage.fleet.add("http://10.0.0.1:8001")
+        await stage.fleet.add("http://10.0.0.1:8001")
     await asyncio.sleep(100.0)
 
     assert not stage.host[1].is_alive
