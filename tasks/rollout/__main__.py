@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from json import dumps
 
@@ -17,6 +17,7 @@ from tasks.spec.errors import Fault, InvalidSpec
 from tasks.spec.loading import load_spec
 from tasks.spec.run import RunSpec
 from tasks.spec.secrets import MASK, mask_text, masked
+from tasks.spec.words import commas
 
 _ARGUMENT_AT_MOST = 60
 
@@ -34,19 +35,13 @@ def plan(spec: SpecFile, /, *, set: Overrides = (), json: AsJson = False) -> int
     loaded = load_spec(spec, set)
     # Nobody asks for what would be masked.
     loaded = loaded.with_secrets(dict.fromkeys(loaded.secret_blocks.values(), MASK))
-    found = _without_secrets(plan_of(loaded, str(spec)), loaded.secrets)
+    found = _without_secrets(_plan_of(loaded, str(spec)), loaded.secrets)
     print(dumps(found.as_json(), indent=2) if json else "\n".join(_in_words(found)))
     return EXIT_DONE
 
 
-def plan_of(spec: RunSpec, source: str) -> TopologyPlan:
-    """The plan of a spec's fleet, at hosts and ports that stand in for those of a run.
-
-    Args:
-        source: what a person calls the spec.
-
-    Raises: InvalidSpec, when it has no fleet, or one that a run of it could not start.
-    """
+def _plan_of(spec: RunSpec, source: str) -> TopologyPlan:
+    """Raises: InvalidSpec, when it has no fleet, or one that a run of it could not start."""
     if spec.fleet is None:
         problem = "has no `rollout`, so there is no fleet to plan"
         remedy = "write components: {rollout: {backend: sglang, model: PATH_OR_NAME}}"
@@ -72,25 +67,14 @@ def _without_secrets(plan: TopologyPlan, secrets: frozenset[str]) -> TopologyPla
 def _in_words(plan: TopologyPlan) -> Iterator[str]:
     for index, engine in enumerate(plan.engines):
         at = f", meets at {engine.dist_init}" if engine.dist_init else ""
-        nodes = ", ".join(map(str, engine.nodes))
-        yield f"engine {index}: ranks {_span(engine.ranks)} on node {nodes}{at}"
+        yield f"engine {index}: ranks {_span(engine.ranks)} on node {commas(engine.nodes)}{at}"
         for slot in engine.servers:
-            yield from _server(slot)
-    meshes = " ".join(f"[{_span(ranks)}]" for ranks in plan.training_mesh)
-    yield f"training mesh: {meshes}"
-
-
-def _server(slot: ServerSlot) -> Iterator[str]:
-    serves = "entrypoint" if slot.is_entrypoint else "takes part"
-    gpus = f", bundles {_span(slot.bundles)}" if slot.bundles else ", no GPUs"
-    yield f"  server {slot.rank}: node {slot.node}, {slot.url or 'no API'}, {serves}{gpus}"
-    yield f"    {_shell(slot.argv, slot.env)}"
-
-
-def _shell(argv: Sequence[str], env: Mapping[str, str]) -> str:
-    """The server as a person would start it; what is long is shortened."""
-    words = [f"{name}={_shown(text)}" for name, text in env.items()]
-    return " ".join([*words, *(_shown(word) for word in argv)])
+            serves = "entrypoint" if slot.is_entrypoint else "takes part"
+            gpus = f", bundles {_span(slot.bundles)}" if slot.bundles else ", no GPUs"
+            yield f"  server {slot.rank}: node {slot.node}, {slot.url or 'no API'}, {serves}{gpus}"
+            env = (f"{name}={_shown(text)}" for name, text in slot.env.items())
+            yield f"    {' '.join([*env, *map(_shown, slot.argv)])}"
+    yield f"training mesh: {' '.join(f'[{_span(ranks)}]' for ranks in plan.training_mesh)}"
 
 
 def _shown(word: str) -> str:
@@ -101,7 +85,7 @@ def _shown(word: str) -> str:
 
 def _span(numbers: Sequence[int]) -> str:
     is_run = len(numbers) > 2 and list(numbers) == list(range(numbers[0], numbers[-1] + 1))
-    return f"{numbers[0]}-{numbers[-1]}" if is_run else ", ".join(map(str, numbers))
+    return f"{numbers[0]}-{numbers[-1]}" if is_run else commas(numbers)
 
 
 if __name__ == "__main__":

@@ -20,8 +20,7 @@ _abandoned: set[asyncio.Task[Any]] = set()
 
 
 def now_s() -> float:
-    """Seconds since some moment, for differences only: the time of the running loop, which may have
-    one of its own."""
+    """The time of the running loop, for differences only."""
     return asyncio.get_running_loop().time()
 
 
@@ -49,9 +48,7 @@ async def within(seconds: float, coroutine: Coroutine[Any, Any, T]) -> T:
 
 async def ended(tasks: Collection[asyncio.Task[None]]) -> None:
     """Wait for tasks that were cancelled: a moment, or a bound where one of them does not end."""
-    if not tasks:
-        return
-    _, pending = await asyncio.wait(tasks, timeout=_ENDED_WITHIN_S)
+    pending = (await asyncio.wait(tasks, timeout=_ENDED_WITHIN_S))[1] if tasks else ()
     for task in pending:
         _log.error("%s goes on although it was cancelled", task.get_name())
 

@@ -19,6 +19,7 @@ from tasks.processes.containment import Containment, Level
 from tasks.processes.guarded import Command
 from tasks.ray.dashboard import CLUSTERS_VARIABLE
 from tasks.record.events import Emit, Event
+from tasks.record.growing import LogFile
 from tasks.record.places import AttemptPlace
 from tasks.rollout.building import LOOPBACK, is_loopback, planned, ports_needed
 from tasks.rollout.plan import FleetPlan
@@ -47,10 +48,8 @@ _QUIET_RAY = {"RAY_DISABLE_FAILURE_SIGNAL_HANDLER": "1"}
 
 
 def fleet_ports(spec: RunSpec) -> tuple[str, ...]:
-    """The names of the ports to hold for the servers of a fleet on this machine.
-
-    That of its gateway is among the run's own.
-    """
+    """The names of the ports to hold for the servers of a fleet on this machine; that of its
+    gateway is among the run's own."""
     if spec.fleet is None or spec.fleet.placement != "local":
         return ()
     return tuple(f"{_PORTS}{name}" for name in ports_needed(spec.fleet, node_gpus(spec)))
@@ -72,12 +71,8 @@ def fleet_names(spec: RunSpec, ports: Mapping[str, int]) -> dict[str, str]:
     names = {ROLLOUT_URL: gateway_url(host, ports[_PORT])}
     if fleet.placement == "local":
         slots = planned(fleet, node_gpus(spec)).servers
-        taking = [
-            f"{LOOPBACK}:{ports[f'{_PORTS}server.{slot.rank}']}"
-            for slot in slots
-            if slot.is_entrypoint
-        ]
-        names[ROLLOUT_ENGINES] = ",".join(taking)
+        taking = (ports[f"{_PORTS}server.{slot.rank}"] for slot in slots if slot.is_entrypoint)
+        names[ROLLOUT_ENGINES] = ",".join(f"{LOOPBACK}:{port}" for port in taking)
     return names
 
 
@@ -89,9 +84,9 @@ def gateway_url(host: str, port: int) -> str:
 
 
 def _address_elsewhere(spec: RunSpec, host: str) -> str | None:
-    """The address of this machine by which the nodes of the run's cluster reach a gateway on every
-    address: that by which it reaches the cluster's head, or any other machine where the head is on
-    this one. No packet is sent; None where it has no address but loopback."""
+    """The address of this machine that the nodes of the run's cluster reach: that by which it
+    reaches the cluster's head, or any other machine where the head is on this one. No packet is
+    sent; None where it has no address but loopback."""
     head = urlsplit(spec.ray.address or "").hostname if spec.ray is not None else None
     family = socket.AF_INET if host == "0.0.0.0" else socket.AF_UNSPEC
     for other in filter(None, (head, *_ELSEWHERE)):
@@ -106,7 +101,7 @@ def _address_elsewhere(spec: RunSpec, host: str) -> str | None:
 
 
 def fleet_faults(spec: RunSpec, fleet: Rollout) -> list[Fault]:
-    """What is wrong with the topology of the run's fleet, which only building it tells."""
+    """What is wrong with the run's fleet that only building it tells."""
     try:
         plan = planned(fleet, node_gpus(spec))
     except ValueError as error:
@@ -120,16 +115,14 @@ def fleet_faults(spec: RunSpec, fleet: Rollout) -> list[Fault]:
 
 
 def _faults_of_placement(plan: TopologyPlan) -> Iterator[Fault]:
-    wide = [engine for engine in plan.engines if len(engine.nodes) > 1]
-    of_one_server = [engine for engine in wide if len(engine.servers) == 1]
+    # All engines are alike.
+    nodes, is_one_server = len(plan.engines[0].nodes), len(plan.engines[0].servers) == 1
     path = f"components.{FLEET}.nodes_per_engine"
-    if wide and plan.placement == "local":
-        problem = (
-            f"a local fleet is on this machine alone, and an engine spans {len(wide[0].nodes)}"
-        )
-        remedy = "write 1" if of_one_server else "write 1, or placement: ray"
+    if nodes > 1 and plan.placement == "local":
+        problem = f"a local fleet is on this machine alone, and an engine spans {nodes}"
+        remedy = "write 1" if is_one_server else "write 1, or placement: ray"
         yield Fault(path=path, problem=problem, remedy=remedy)
-    elif of_one_server:
+    elif nodes > 1 and is_one_server:
         problem = (
             "the one server of an engine over several nodes asks Ray for the GPUs of the others by "
             "itself, and the fleet's placement group holds them"
@@ -211,7 +204,7 @@ def prepare_fleet(
     resumes: bool = False,
     secrets: frozenset[str] = frozenset(),
 ) -> FleetPlan | None:
-    """What the process of the run's fleet is to do, which is written down.
+    """What the process of the run's fleet is to do, which is written down; None: it has none.
 
     Args:
         spec: with its placeholders and secrets filled in.
@@ -219,7 +212,7 @@ def prepare_fleet(
         resumes: the attempt begins with a checkpoint, which the servers do not have.
         secrets: of the run, which the fleet's process is to mask.
 
-    Returns: None, where the run has no fleet. Raises: OSError.
+    Raises: OSError.
     """
     fleet = spec.fleet
     if fleet is None:
@@ -274,11 +267,7 @@ def fleet_component(
         command=Command(
             # -P: the path begins with no folder that may have a package `tasks` of its own.
             argv=(sys.executable, "-P", "-m", "tasks.rollout.process", str(place.fleet_plan)),
-            env={
-                **env,
-                **plan.env,
-                **(_QUIET_RAY | known if is_on_ray else {}),
-            },
+            env={**env, **plan.env, **(_QUIET_RAY | known if is_on_ray else {})},
             cwd=place.directory,
             log=place.log(FLEET),
             grace_s=fleet.stop.grace_s + STOP_MARGIN_S,
@@ -297,20 +286,12 @@ _LOOK_EVERY_S = 0.1
 
 
 class FleetTail:
-    """Tells the run what the fleet's process writes to its file, a JSON object a line.
-
-    Looks from a thread of its own, from `start` to `close`, which brings in what is left. A file
-    that is not there yet, or a line that is none, costs a warning at most.
-    """
+    """Tells the run what the fleet's process writes to its file, an event a line: from a thread of
+    its own, from `start` to `close`, which brings in what is left."""
 
     def __init__(self, path: Path, emit: Emit) -> None:
-        """
-        Args:
-            emit: `EventLog.emit` of the run.
-        """
-        self._path = path
+        self._path, self._log = path, LogFile(path)
         self._emit = emit
-        self._read_bytes = 0
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="fleet-tail", daemon=True)
 
@@ -323,21 +304,16 @@ class FleetTail:
         if self._thread.is_alive():
             self._thread.join()
 
-    def look(self) -> None:
+    def look(self, *, is_last: bool = False) -> None:
         """Tell the lines that were completed since the last look."""
-        try:
-            with self._path.open("rb") as f:
-                f.seek(self._read_bytes)
-                whole, end, _ = f.read().rpartition(b"\n")
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            _log.warning("%s can't be read: %s", self._path, error)
-            return
-        # Before they are told: a line that can't be is not told again and again.
-        self._read_bytes += len(whole) + len(end)
-        for line in whole.splitlines():
-            self._tell(line)
+        for line in self._log.look(is_last=is_last):
+            try:
+                event = Event.of_line(line)
+            except ValueError as error:
+                _log.warning("%s: not an event: %r: %r", self._path, line[:200], error)
+                continue
+            fields = {key: value for key, value in event.fields.items() if key != "name"}
+            self._emit(event.name, FLEET, at=event.at, **fields)
 
     def _follow(self) -> None:
         is_last = False
@@ -345,15 +321,6 @@ class FleetTail:
             # Asked first, so that what was written before the end is looked at after it.
             is_last = self._closing.wait(_LOOK_EVERY_S)
             try:
-                self.look()
+                self.look(is_last=is_last)
             except Exception:
                 _log.exception("%s: events of the fleet are lost", self._path)
-
-    def _tell(self, line: bytes) -> None:
-        try:
-            event = Event.of_line(line)
-        except ValueError as error:
-            _log.warning("%s: not an event: %r: %r", self._path, line[:200], error)
-            return
-        fields = {key: value for key, value in event.fields.items() if key != "name"}
-        self._emit(event.name, FLEET, at=event.at, **fields)

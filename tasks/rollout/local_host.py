@@ -40,7 +40,7 @@ class _LocalServer:
 
     @property
     def is_gone(self) -> bool:
-        """Nothing is left of it, nor of its guardian."""
+        """Its guardian, too."""
         return self.process.empty.done()
 
 
@@ -114,7 +114,6 @@ class LocalHost:
             raise
 
     async def stop(self, ranks: Collection[int], *, grace_s: float) -> tuple[str, ...]:
-        """All are stopped side by side."""
         servers = [self._servers[rank] for rank in sorted(ranks) if rank in self._servers]
         for server in servers:
             server.is_stopping = True
@@ -138,12 +137,10 @@ class LocalHost:
         return await self._prober.ask(server.slot.url, question, timeout_s)
 
     async def ports_taken(self, slots: Collection[ServerSlot]) -> frozenset[int]:
-        """A server of this host that runs on its own port is nobody else."""
         taken = await asyncio.to_thread(lambda: [one.rank for one in slots if self._is_taken(one)])
         return frozenset(taken)
 
     async def close(self) -> None:
-        """End whatever is left, and the client. The host is of no use after that."""
         await self.stop(list(self._servers), grace_s=0.0)
         await self._prober.close()
 
@@ -152,14 +149,14 @@ class LocalHost:
         process = server.process
         if grace_s > 0:
             process.stop()
-            await _within(grace_s, process.empty)
+            await asyncio.wait([process.empty], timeout=grace_s)
         if not server.is_gone:
             process.kill()
-            await _within(_KILL_WITHIN_S, process.empty)
+            await asyncio.wait([process.empty], timeout=_KILL_WITHIN_S)
         if not server.is_gone and not process.stuck:
             # A guardian that is itself stopped: without it, what it guarded comes to this process.
             process.abandon_guardian()
-            await _within(_KILL_WITHIN_S, process.empty)
+            await asyncio.wait([process.empty], timeout=_KILL_WITHIN_S)
         if server.is_gone:
             return ""
         pids = process.stuck or tuple(tree.descendants(process.guardian_pid))
@@ -187,10 +184,6 @@ class LocalHost:
         server = self._servers.get(slot.rank)
         own = set(tree.descendants(server.process.guardian_pid)) if server is not None else set()
         return any(listener.pid not in own for listener in listeners(slot.port, own))
-
-
-async def _within(limit_s: float, future: asyncio.Future[None]) -> None:
-    await asyncio.wait([future], timeout=limit_s)
 
 
 def _size_of(log: Path) -> int:

@@ -25,7 +25,7 @@ _BOUNDS = [*(str(float(one)) for one in _SECONDS), "+Inf"]
 
 
 class Metrics:
-    """Of one gateway; beside what others of the process register.
+    """Of one gateway.
 
     Args:
         pieces: by rank and epoch, what an incarnation has generated.
@@ -41,7 +41,6 @@ class Metrics:
         self._took_s = 0.0
 
     def ended(self, status: int, took_s: float) -> None:
-        """A request has."""
         self._ended[status] += 1
         self._buckets[bisect_left(_SECONDS, took_s)] += 1
         self._took_s += took_s
@@ -51,7 +50,6 @@ class Metrics:
         return prometheus.generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        """What is read when it is asked for, and counted nowhere."""
         seen = self._fleet.snapshot()
         engines = seen.get("engines", ())
         requests = CounterMetricFamily(

@@ -55,7 +55,7 @@ class FleetPlan(BaseModel):
     #: The run's register, for the servers' own entries; None: what holds the component's processes
     #: ends them all at once.
     register_at: Path | None = None
-    #: Its servers serve the model as they load it, until the first weights come; else they wait.
+    #: Until the first weights come, its servers serve the model as they load it; else they wait.
     serves_as_loaded: bool = True
     #: What holds them: L1 to L4, see `containment`.
     level: str = "L2"
@@ -76,8 +76,8 @@ class FleetPlan(BaseModel):
         """What the fleet's own process gets: all that is secret."""
         of_servers = self.fleet.model_dump(mode="json", include={*_OF_SERVERS}, exclude_unset=True)
         hidden = json.dumps({"fleet": of_servers, "secrets": sorted(self.secrets)})
-        tokens = self._known({TOKEN_ENV: self.token, ORDER_TOKEN_ENV: self.order_token})
-        return {**tokens, SERVERS_ENV: hidden}
+        tokens = {TOKEN_ENV: self.token, ORDER_TOKEN_ENV: self.order_token}
+        return {**{name: token for name, token in tokens.items() if token}, SERVERS_ENV: hidden}
 
     def mask(self, text: str) -> str:
         """The text without what is secret of the fleet and of its run."""
@@ -93,10 +93,8 @@ class FleetPlan(BaseModel):
             others: the run's components.
         """
         gives_orders = component == TRAINER or TRAINER not in others
-        return self._known({TOKEN_ENV: self.order_token if gives_orders else self.token})
-
-    def _known(self, env: Mapping[str, str]) -> dict[str, str]:
-        return {name: token for name, token in env.items() if token}
+        token = self.order_token if gives_orders else self.token
+        return {TOKEN_ENV: token} if token else {}
 
     def write(self, path: Path) -> None:
         """With the words of servers masked, and for this user's eyes only. Raises: OSError."""

@@ -1,9 +1,8 @@
 """Servers on a Ray cluster: an actor for each, on the bundles of one placement group.
 
-A bundle is one node of the fleet's plan, with the GPUs of all servers that are planned there, so
-that what is to share a machine does. What dies (a server, its actor, its node) is told as the
-death of a server; the next start makes a new actor in the same bundle, which Ray has moved to
-another node where the old one is gone.
+A bundle is one node of the fleet's plan, with the GPUs of all servers that are planned there. What
+dies (a server, its actor, its node) is told as the death of a server; the next start makes a new
+actor in the same bundle, which Ray has moved to another node where the old one is gone.
 """
 
 from __future__ import annotations
@@ -107,8 +106,7 @@ class RayHost:
         Args:
             address: `host:port` of the cluster's control store.
             bundles: `bundles[node]`: what the servers planned there need, all of it on one machine.
-            job: as what this driver is known on the cluster, so that what it holds counts as the
-                run's.
+            job: as what this driver is known on the cluster: what it holds counts as the run's.
             within_s: what the cluster does not free by then is not waited for.
             more: the rest of the constructor's arguments.
 
@@ -147,8 +145,8 @@ class RayHost:
         return tuple(ip.get(placed[index], "") for index in sorted(placed))
 
     async def hold_ports(self, node: int, names: Sequence[str]) -> list[int]:
-        """A port of a node of the plan for each name, by which `start` gives it up: `server.0` as
-        the server of rank 0 is started, `engine.0` with the first of engine 0 on that node."""
+        """A port of a node for each name, by which `start` gives it up: `server.0` as the server of
+        rank 0 is started, `engine.0` with the first of engine 0 on that node."""
         return list(await self._ask_keeper(node, "hold", list(names)))
 
     async def start(self, slot: ServerSlot, epoch: int) -> None:
@@ -167,16 +165,9 @@ class RayHost:
                 if (keeper := self._keepers.get(slot.node)) is not None:
                     names = [f"server.{slot.rank}", f"engine.{slot.engine}"]
                     await self._answer(keeper.release.remote(names), _ANSWER_WITHIN_S)
-            await self._answer(
-                handle.start.remote(
-                    slot.argv,
-                    {**self.env, **slot.env},
-                    str(self.cwd),
-                    int(self.stop_signal),
-                    self.grace_s,
-                ),
-                _ACTOR_WITHIN_S,
-            )
+            env, cwd = {**self.env, **slot.env}, str(self.cwd)
+            how = (int(self.stop_signal), self.grace_s)
+            await self._answer(handle.start.remote(slot.argv, env, cwd, *how), _ACTOR_WITHIN_S)
         except BaseException as error:
             with contextlib.suppress(Exception):
                 ray.kill(handle)
@@ -200,19 +191,15 @@ class RayHost:
         server = self._servers.get(rank)
         if server is None or not server.is_alive:
             return f"rank {rank} does not run"
-        port = server.slot.port
-        if port is None:
-            asked = server.actor.ping.remote()
-        else:
-            url = f"http://{server.slot.host}:{port}{question.path}"
-            asked = server.actor.ask.remote(question.method, url, question.body, timeout_s)
+        if server.slot.url is None:
+            return f"rank {rank} has no address to be asked at"
+        url = f"{server.slot.url}{question.path}"
+        asked = server.actor.ask.remote(question.method, url, question.body, timeout_s)
         try:
             answer = await self._answer(asked, timeout_s + _ANSWER_WITHIN_S)
         except (RayError, TimeoutError) as error:
             message = f"rank {rank}: its actor does not answer: {_first_line(error)}"
             raise LostContact(message) from error
-        if isinstance(answer, bool):
-            return None if answer else f"rank {rank} does not run"
         return answer or None
 
     async def ports_taken(self, slots: Collection[ServerSlot]) -> frozenset[int]:
@@ -251,20 +238,17 @@ class RayHost:
 
         Raises: RayError, TimeoutError.
         """
-        keeper = self._keeper_of(node)
+        before = self._keepers.get(node)
         try:
-            return await self._answer(getattr(keeper, order).remote(argument), _ACTOR_WITHIN_S)
+            if before is not None:
+                return await self._answer(getattr(before, order).remote(argument), _ACTOR_WITHIN_S)
         except RayActorError:
-            if self._keepers.get(node) is keeper:
+            if self._keepers.get(node) is before:
                 del self._keepers[node]
-        return await self._answer(
-            getattr(self._keeper_of(node), order).remote(argument), _ACTOR_WITHIN_S
-        )
-
-    def _keeper_of(self, node: int) -> Any:
         if node not in self._keepers:
             self._keepers[node] = self._make_actor(PortKeeper, node)
-        return self._keepers[node]
+        asked = getattr(self._keepers[node], order).remote(argument)
+        return await self._answer(asked, _ACTOR_WITHIN_S)
 
     async def _answer(self, ref: Any, within_s: float) -> Any:
         """Raises: RayError, TimeoutError."""
@@ -272,12 +256,12 @@ class RayHost:
 
     async def _watch(self, server: _ActorServer) -> None:
         """Tell its end, once, unless it was asked for."""
+        last_words = ""
         try:
             status, last_words = await _as_future(server.actor.end_of.remote())
-        except RayActorError as error:
-            why, last_words = f"its actor died: {_first_line(error)}", ""
         except RayError as error:
-            why, last_words = f"its actor failed: {_first_line(error)}", ""
+            how = "died" if isinstance(error, RayActorError) else "failed"
+            why = f"its actor {how}: {_first_line(error)}"
         else:
             why = f"exit {status}" if status >= 0 else f"killed by {signal_name(-status)}"
         server.is_alive = False
@@ -396,6 +380,5 @@ def bundles_of(shape: TopologyPlan, nodes: int) -> list[dict[str, float]]:
 
 
 def _is_of_the_run(name: str) -> bool:
-    """The rest of this machine's environment is not true on another; what the spec says is with
-    each server."""
+    """The rest of this machine's environment is not true on another."""
     return name.startswith("MUSTER_") or name in ("PYTHONUNBUFFERED", "PYTHONFAULTHANDLER")

@@ -35,7 +35,7 @@ class Entrypoint:
 
     @property
     def key(self) -> tuple[int, int]:
-        """By which it is known: another epoch is another entrypoint."""
+        """Another epoch is another entrypoint."""
         return self.rank, self.epoch
 
 
@@ -60,10 +60,8 @@ class _Slot:
 
 
 class _Ladder:
-    """Slots by how much they have outstanding, each step in the order in which they came there.
-
-    Taking the oldest of the lowest step is "least outstanding, round robin among ties".
-    """
+    """Slots by how much they have outstanding, each step in the order in which they came there: the
+    oldest of the lowest step is "least outstanding, round robin among ties"."""
 
     def __init__(self) -> None:
         # OrderedDict, because the first entry of a dict is behind those that were deleted.
@@ -114,8 +112,6 @@ class Router:
     """
 
     def __init__(self, *, max_sessions: int = MAX_SESSIONS, limit: int | None = None) -> None:
-        if max_sessions < 1 or (limit is not None and limit < 1):
-            raise ValueError(f"max_sessions {max_sessions} and limit {limit} must be 1 or more")
         self._max_sessions = max_sessions
         self._limit = limit
         self._active: dict[tuple[int, int], _Slot] = {}
@@ -132,10 +128,8 @@ class Router:
         self._listeners: list[Callable[[tuple[Entrypoint, ...]], None]] = []
 
     def set(self, entrypoints: Iterable[Entrypoint], *, why_none: str = "") -> None:
-        """Choose from these from now on.
-
-        What is outstanding on one that stays, by rank and epoch, stays counted; on one that
-        leaves, it is counted until it is done.
+        """Choose from these from now on. What is outstanding on one that leaves is counted until it
+        is done.
 
         Args:
             why_none: what to tell clients when there is none among them.
@@ -239,7 +233,7 @@ class Router:
 
     @property
     def outstanding(self) -> int:
-        """Requests that are not done, on entrypoints that have left too."""
+        """Requests that are not done, on entrypoints that have left, too."""
         return self._total
 
     @property
@@ -319,10 +313,8 @@ class _Waiter:
 
 
 class WaitingLine:
-    """Hands out entrypoints, and lets those wait for whom there is no room.
-
-    A waiter is handed its entrypoint at the moment at which another request gives it back, so that
-    nobody who comes later gets in between.
+    """Hands out entrypoints, and lets those wait for whom there is no room: nobody who comes later
+    gets in between.
 
     Args:
         size: so many wait at most.

@@ -102,13 +102,11 @@ class FakeFleet:
     def workers(self) -> dict[str, Any]:
         return {"workers": [], "total": 0}
 
-    def add(self, url: str) -> dict[str, Any]:
-        self.orders.append(("add", url))
-        return {}
+    async def add(self, url: str) -> dict[str, Any]:
+        return await self._order("add", url)
 
-    def restart(self, engine: int) -> dict[str, Any]:
-        self.orders.append(("restart", engine))
-        return {}
+    async def restart(self, engine: int) -> dict[str, Any]:
+        return await self._order("restart", engine)
 
     async def retire(self, rank: int) -> dict[str, Any]:
         return await self._order("retire", rank)

@@ -250,9 +250,3 @@ def test_concurrency_follows_the_entrypoints() -> None:
 
     assert (before, router.concurrency) == (24, 16)
     assert router_of(0).concurrency is None
-
-
-@pytest.mark.parametrize("wrong", [{"limit": 0}, {"max_sessions": 0}])
-def test_a_router_that_could_choose_nothing_is_refused(wrong: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="must be 1 or more"):
-        Router(**wrong)
