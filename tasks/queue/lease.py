@@ -2,16 +2,13 @@
 
 A gate takes it for the fraction of a second in which it writes. Prefect has no compare-and-set, but
 names of variables are unique, and each variable has an id that no other ever gets. So the lease is
-a variable of a fixed name:
+a variable of a fixed name: to create it is to take it; to delete it, by its id, is to give it back,
+or to take it from a holder that is gone. A late delete harms no lease that was taken since.
 
-- to create it is to take it: of several who try, the server lets one;
-- to delete it, by its id, is to give it back, or to take it from a holder that is gone. A late
-  delete finds that id no more, so it harms no lease that was taken since.
-
-Nobody can keep a holder from writing late, once its lease was taken from it: that rests on time. A
-holder writes for `hold_s` at most, counted from before it asked for the lease; others leave a lease
-alone for `expire_s` after they first saw it. The difference is for what is on its way to the server
-then. Each counts on its own clock: no two clocks are compared.
+That a holder does not write late, once its lease was taken from it, rests on time. It writes for
+`hold_s` at most, counted from before it asked for the lease; others leave a lease alone for
+`expire_s` after they first saw it. The difference is for what is on its way to the server then.
+Each counts on its own clock: no two clocks are compared.
 
 On one host a lock in `$MUSTER_HOME/gate` comes first. It spares the server the crowd, and it tells
 at once when a holder was killed: the kernel drops it with that.
@@ -51,7 +48,7 @@ _log = logging.getLogger(__name__)
 #: The variable's name. One for all pools: they may share GPUs.
 NAME = "muster_gate"
 #: Of the variable that names the decision that was begun last.
-_TURN = "{name}_turn"
+_TURN = f"{NAME}_turn"
 HOLD_S = 10.0
 EXPIRE_S = 15.0
 #: Giving back goes on for so long when the server does not answer, or the process is to end.
@@ -73,7 +70,6 @@ T = TypeVar("T")
 class Lease:
     """The lease as the server has it."""
 
-    #: No other variable ever gets it, not even of the same name.
     id: UUID
     #: Names this one taking; empty where somebody else wrote the variable.
     holder: str
@@ -81,67 +77,6 @@ class Lease:
     lock: str
     #: Who that is, for people.
     who: str
-
-
-@dataclass(slots=True)
-class GateVariable:
-    """The lease's place on the server. Each verb may raise httpx.HTTPError, whatever came of it."""
-
-    _client: PrefectClient
-    _name: str
-
-    async def create(self, holder: str, lock: str | None) -> Lease | None:
-        """The lease as it is then: with this holder, or another's; None where that one has just
-        given it back."""
-        value = {
-            "note": _NOTE,
-            "holder": holder,
-            "lock": lock,
-            "host": host_name(),
-            "pid": os.getpid(),
-            "at": datetime.now(UTC).isoformat(timespec="milliseconds"),
-        }
-        try:
-            made = VariableCreate(name=self._name, value=value, tags=["muster"])
-            return _lease(await self._client.create_variable(made))
-        except ObjectAlreadyExists:
-            # By ourselves, where Prefect's client has asked again because an answer was lost.
-            return await self.read()
-
-    async def read(self) -> Lease | None:
-        variable = await self._client.read_variable_by_name(self._name)
-        return _lease(variable) if variable is not None else None
-
-    async def read_with_turn(self) -> tuple[Lease | None, str]:
-        """The lease and the turn at one moment; no turn where none was ever begun."""
-        names = [self._name, _TURN.format(name=self._name)]
-        wanted = {"variables": {"name": {"any_": names}}}
-        answer = await self._client.request("POST", "/variables/filter", json=wanted)
-        found = {one.name: one for one in map(Variable.model_validate, answer.json())}
-        lease, turn = (found.get(name) for name in names)
-        return _lease(lease) if lease is not None else None, str(turn.value) if turn else ""
-
-    async def write_turn(self, turn: str) -> None:
-        name = _TURN.format(name=self._name)
-        try:
-            await self._client.update_variable(VariableUpdate(name=name, value=turn))
-        except httpx.HTTPStatusError as error:
-            if error.response.status_code != httpx.codes.NOT_FOUND:
-                raise
-            made = VariableCreate(name=name, value=turn, tags=["muster"])
-            await self._client.create_variable(made)
-
-    async def delete(self, lease: Lease) -> bool:
-        """Whether it was there. A lease that was taken since is left alone."""
-        # By its id, which the client's own method cannot: the name may be another's by now.
-        ids = {"id": str(lease.id)}
-        try:
-            await self._client.request("DELETE", "/variables/{id}", path_params=ids)
-        except httpx.HTTPStatusError as error:
-            if error.response.status_code != httpx.codes.NOT_FOUND:
-                raise
-            return False
-        return True
 
 
 def _lease(variable: Variable) -> Lease:
@@ -161,16 +96,11 @@ class HostLock:
     path: Path
     _fd: int | None = None
     #: Names the locked file among all of all hosts; None while it is not locked by us. Whoever has
-    #: the lock and reads the same mark somewhere else knows that the one who wrote it there has
-    #: the lock no more: it has unlocked it, or is dead.
+    #: the lock knows that somebody else who has written the same mark has it no more.
     mark: str | None = None
 
     def try_lock(self) -> bool:
-        """Whether it is ours now. Never waits for another's.
-
-        Raises: OSError, where no lock is to be had: the place is not writable, the file system has
-            none.
-        """
+        """Whether it is ours now. Never waits. Raises: OSError, where no lock is to be had."""
         if self._fd is not None and not is_at(self._fd, self.path):
             self.unlock()
         while self._fd is None:
@@ -188,7 +118,6 @@ class HostLock:
         return True
 
     def unlock(self) -> None:
-        """Nothing where it is not ours."""
         fd, self._fd, self.mark = self._fd, None, None
         if fd is None:
             return
@@ -202,9 +131,8 @@ class HostLock:
 def _mark(fd: int) -> str:
     """Of a locked file, in which it leaves a token on the first time.
 
-    The token alone would be that of a copy of the file too, the numbers alone that of a file on
-    another host; with the name of this boot besides, a lock that NFS keeps to each host is told
-    from one that spans them.
+    A copy of the file has that, too, and a file on another host the numbers; by the name of this
+    boot, a lock that NFS keeps to each host is told from one that spans them.
     """
     token = os.pread(fd, _TOKEN_BYTES, 0)
     if not _TOKEN.fullmatch(token):
@@ -216,8 +144,8 @@ def _mark(fd: int) -> str:
 
 
 class LeaseLost(MusterError):
-    """The lease was held for longer than is safe, so another gate may decide by now: write nothing
-    more, and begin again with what the server says then."""
+    """It was held for longer than is safe, so another gate may decide by now: write nothing more,
+    and begin again with what the server says then."""
 
 
 def _since_boot() -> float:
@@ -242,20 +170,14 @@ class LeaseHeld:
         return 0.0 if self.is_over else max(0.0, self.began + self.hold_s - self.clock())
 
     def check(self) -> None:
-        """Call it right before each write, with no await between.
-
-        Raises: LeaseLost.
-        """
-        if self.left_s <= 0:
-            raise self.lost()
-
-    def lost(self) -> LeaseLost:
+        """Call it right before each write, with no await between. Raises: LeaseLost."""
         if self.is_over:
-            return LeaseLost("the gate's lease was given back: nothing may be written by it")
-        return LeaseLost(
-            f"the gate's lease was asked for {self.clock() - self.began:.1f} s ago, and is safe "
-            f"for {self.hold_s:g} s: another gate may decide by now"
-        )
+            raise LeaseLost("the gate's lease was given back: nothing may be written by it")
+        if self.left_s <= 0:
+            raise LeaseLost(
+                f"the gate's lease was asked for {self.clock() - self.began:.1f} s ago, and is "
+                f"safe for {self.hold_s:g} s: another gate may decide by now"
+            )
 
 
 @dataclass(slots=True)
@@ -269,7 +191,6 @@ class GateLease:
     client: PrefectClient
     #: MUSTER_HOME, below which the lock of this host lies.
     home: Path
-    name: str = NAME
     #: The same for all gates of a server, as is `expire_s`, which is well above it.
     hold_s: float = HOLD_S
     expire_s: float = EXPIRE_S
@@ -284,10 +205,6 @@ class GateLease:
     #: Takings of ours that are over, though the server may not know.
     _ghosts: set[str] = field(default_factory=set)
 
-    @property
-    def _variable(self) -> GateVariable:
-        return GateVariable(self.client, self.name)
-
     @asynccontextmanager
     async def held(self, *, within_s: float = 10.0) -> AsyncIterator[LeaseHeld | None]:
         """The lease, for the body; None when another gate had it for so long.
@@ -298,9 +215,8 @@ class GateLease:
         Args:
             within_s: 0: it is asked for once. An answer of the server may take 10 s longer.
 
-        Raises: httpx.HTTPError, when the server does not answer, or with an error; LeaseLost, by
-            the body's own check or by the cancel. What the body raises passes through. That the
-            lease could not be given back is only logged.
+        Raises: httpx.HTTPError; LeaseLost, by the body's own check or by the cancel. That the lease
+            could not be given back is only logged.
         """
         server = hashlib.sha256(str(self.client.api_url).encode()).hexdigest()[:16]
         lock = HostLock(self.home / "gate" / f"{server}.lock")
@@ -316,7 +232,8 @@ class GateLease:
                     yield holding
             except TimeoutError as error:
                 if limit.expired():
-                    raise holding.lost() from error
+                    why = f"safe for {self.hold_s:g} s: another gate may decide by now"
+                    raise LeaseLost(f"the gate's lease is {why}") from error
                 raise
             finally:
                 holding.is_over, self._holder = True, ""
@@ -331,8 +248,14 @@ class GateLease:
 
         Raises: httpx.HTTPError.
         """
-        lease, turn = await self._asked(self._variable.read_with_turn())
-        return turn if lease is None or lease.holder == self._holder else None
+        wanted = {"variables": {"name": {"any_": [NAME, _TURN]}}}
+        asked = self.client.request("POST", "/variables/filter", json=wanted)
+        answer = await self._asked(asked)
+        found = {one.name: one for one in map(Variable.model_validate, answer.json())}
+        # At one moment: while another gate may be at a decision, its turn is not known.
+        if NAME in found and _lease(found[NAME]).holder != self._holder:
+            return None
+        return str(found[_TURN].value) if _TURN in found else ""
 
     async def begin_turn(self, holding: LeaseHeld) -> str:
         """Before the first write of a decision: whoever read before it is to read again.
@@ -342,8 +265,16 @@ class GateLease:
         Raises: httpx.HTTPError, LeaseLost.
         """
         holding.check()
-        await self._asked(self._variable.write_turn(holding.lease.holder))
-        return holding.lease.holder
+        turn = holding.lease.holder
+        try:
+            update = VariableUpdate(name=_TURN, value=turn)
+            await self._asked(self.client.update_variable(update))
+        except httpx.HTTPStatusError as error:
+            if error.response.status_code != httpx.codes.NOT_FOUND:
+                raise
+            made = VariableCreate(name=_TURN, value=turn, tags=["muster"])
+            await self._asked(self.client.create_variable(made))
+        return turn
 
     async def _take(self, lock: HostLock, deadline: float) -> LeaseHeld | None:
         pause_s, longest_s = _LOOK_EVERY_S
@@ -351,13 +282,13 @@ class GateLease:
         while True:
             if not self._is_locked_out(lock):
                 # A look costs the server less than a try, so there is one try for each lease.
-                lease = await self._asked(self._variable.read()) if lease is not None else None
+                lease = await self._asked(self._read()) if lease is not None else None
                 if lease is None:
                     holding, lease = await self._create(lock)
                     if holding is not None:
                         return holding
                 if lease is not None and await self._is_over(lease, lock):
-                    await self._asked(self._variable.delete(lease))
+                    await self._asked(self._delete(lease))
                     lease = None
                     continue
             if self.clock() >= deadline:
@@ -373,21 +304,20 @@ class GateLease:
     def _is_locked_out(self, lock: HostLock) -> bool:
         """Whether to leave the server in peace: another of this host has the lock, not for long."""
         try:
-            is_ours = lock.try_lock()
+            if lock.try_lock():
+                self._locked_out_since = None
+                return False
         except OSError as error:
             if not self._said_no_locks:
                 _log.warning("the gate goes without a lock on this host, %s: %s", lock.path, error)
             self._said_no_locks = True
-            return False
-        if is_ours:
-            self._locked_out_since = None
             return False
         if self._locked_out_since is None:
             self._locked_out_since = self.clock()
         return self.clock() - self._locked_out_since < _LOCKED_OUT_FOR_S
 
     async def _is_over(self, lease: Lease, lock: HostLock) -> bool:
-        """Whether a lease's holder holds it no more, and so did not give it back."""
+        """Whether a lease's holder has gone without giving it back."""
         if lease.holder in self._ghosts:
             return True
         if lease.lock and lease.lock == lock.mark:
@@ -407,7 +337,7 @@ class GateLease:
         """The lease as ours, or as another's; neither where that one has just given it back."""
         holder = uuid4().hex
         began = self.clock()
-        creation = asyncio.create_task(self._variable.create(holder, lock.mark))
+        creation = asyncio.create_task(self._created(holder, lock.mark))
         try:
             lease = await self._asked(asyncio.shield(creation))
         except BaseException:
@@ -421,17 +351,50 @@ class GateLease:
         held = LeaseHeld(lease=lease, began=began, hold_s=self.hold_s, clock=self.clock)
         return held, lease
 
+    async def _created(self, holder: str, lock: str | None) -> Lease | None:
+        """The lease as it is then, whosever it is."""
+        value = {
+            "note": _NOTE,
+            "holder": holder,
+            "lock": lock,
+            "host": host_name(),
+            "pid": os.getpid(),
+            "at": datetime.now(UTC).isoformat(timespec="milliseconds"),
+        }
+        try:
+            made = VariableCreate(name=NAME, value=value, tags=["muster"])
+            return _lease(await self.client.create_variable(made))
+        except ObjectAlreadyExists:
+            # By ourselves, where Prefect's client has asked again because an answer was lost.
+            return await self._read()
+
+    async def _read(self) -> Lease | None:
+        variable = await self.client.read_variable_by_name(NAME)
+        return _lease(variable) if variable is not None else None
+
+    async def _delete(self, lease: Lease) -> bool:
+        """Whether it was there. A lease that was taken since is left alone."""
+        # By its id, which the client's own method cannot: the name may be another's by now.
+        ids = {"id": str(lease.id)}
+        try:
+            await self.client.request("DELETE", "/variables/{id}", path_params=ids)
+        except httpx.HTTPStatusError as error:
+            if error.response.status_code != httpx.codes.NOT_FOUND:
+                raise
+            return False
+        return True
+
     async def _undo(self, creation: asyncio.Task[Lease | None], holder: str) -> None:
         with suppress(TimeoutError, httpx.HTTPError):
             async with asyncio.timeout(_BACK_WITHIN_S):
                 lease = await creation
                 if lease is not None and lease.holder == holder:
-                    await self._variable.delete(lease)
+                    await self._delete(lease)
 
     async def _give_back(self, holding: LeaseHeld) -> None:
         try:
             async with asyncio.timeout(_BACK_WITHIN_S):
-                if not await self._variable.delete(holding.lease):
+                if not await self._delete(holding.lease):
                     _log.warning("the gate's lease was gone before it was given back")
         except (TimeoutError, httpx.HTTPError) as error:
             self._ghosts.add(holding.lease.holder)
