@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
@@ -31,9 +31,14 @@ class MetricsFile:
         self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
         self._clock = clock
 
-    def append(self, step: int, stats: StepStats) -> None:
-        """Add the line of `step`, counted from 1; whoever reads the file has it from here on."""
-        line = json.dumps({"step": step, "at": round(self._clock(), 3), **asdict(stats)})
+    def append(self, step: int, stats: StepStats, took: Mapping[str, float] | None = None) -> None:
+        """Add the line of `step`, counted from 1; whoever reads the file has it from here on.
+
+        Args:
+            took: seconds, by the name of what took them.
+        """
+        figures = {"step": step, "at": round(self._clock(), 3), **asdict(stats), **(took or {})}
+        line = json.dumps(figures)
         # One write, so that a reader sees a whole line.
         os.write(self._descriptor, f"{line}\n".encode())
 

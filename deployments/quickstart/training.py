@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -116,13 +117,20 @@ class Training:
             )
         )
         _say(f"registered for steps {self._state.step + 1} to {plan.steps}; waiting for batches")
+        #: Seconds of the step, by its parts; the weights of the one before come first.
+        took: dict[str, float] = {}
+        began_s = time.monotonic()
         while self._state.step < plan.steps:
-            batch = batch_of(self._wait_for_groups(), group_size=plan.group_size)
-            trained, stats = train_step(self._state, batch, learning_rate=plan.learning_rate)
+            with _timed(took, "wait_for_batch"):
+                batch = batch_of(self._wait_for_groups(), group_size=plan.group_size)
+            with _timed(took, "forward_backward"):
+                trained, stats = train_step(self._state, batch, learning_rate=plan.learning_rate)
+            took["time/step"], began_s = _since(began_s), time.monotonic()
             # In this order, a crash leaves a line too many, which resuming drops, never a gap.
-            self._metrics.append(trained.step, stats)
+            self._metrics.append(trained.step, stats, took)
             self._state = trained
-            self._publish()
+            with _timed(took, "broadcast_weights"):
+                self._publish()
             self._report(trained.step, stats)
             if trained.step % plan.checkpoint_every == 0 or trained.step == plan.steps:
                 self.checkpoint()
@@ -158,6 +166,17 @@ class Training:
                 f"step {step}/{self._plan.steps}: reward {stats.reward:.3f}, "
                 f"entropy {stats.entropy:.3f} nats, clipped {stats.clip_fraction:.1%}"
             )
+
+
+@contextmanager
+def _timed(took: dict[str, float], part: str) -> Iterator[None]:
+    began_s = time.monotonic()
+    yield
+    took[f"time/{part}"] = _since(began_s)
+
+
+def _since(began_s: float) -> float:
+    return round(time.monotonic() - began_s, 4)
 
 
 def _say(line: str) -> None:

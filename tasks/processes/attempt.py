@@ -12,14 +12,18 @@ import logging
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import asdict, dataclass
+from statistics import fmean
 from typing import Any
 
 from tasks.processes import tree
 from tasks.processes.component import AttemptContext, AttemptPlan, Member, PortTaken
+from tasks.processes.hang_report import within
+from tasks.processes.identity import host_name
+from tasks.processes.machine import gpus_seen
 from tasks.processes.ports import PortsReserved
 from tasks.processes.probes import size_of
 from tasks.processes.process_component import ProcessMember
-from tasks.processes.progress import ProgressWatch, Silence, source_of
+from tasks.processes.progress import ProgressWatch, Silence, ever_more_seldom, source_of
 from tasks.processes.registry import RunRegister
 from tasks.record.causes import find_cause, last_error, last_lines
 from tasks.record.events import Emit
@@ -31,6 +35,8 @@ from tasks.spec.watch import Alarms
 
 _log = logging.getLogger(__name__)
 
+#: A driver that hangs is not asked again.
+_DRIVER_WITHIN_S = 5.0
 _FATAL_SIGNALS = frozenset({"SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGTRAP"})
 _USERS_ERRNOS = frozenset(
     # What Python itself refuses, such as a NUL in an argument, has number 0.
@@ -116,6 +122,13 @@ class Decision:
             reason=verdict.message,
             make_verdict=lambda: verdict,
         )
+
+
+async def _gpus_here() -> dict[str, Any]:
+    """See `gpus_seen`; empty where the driver does not answer."""
+    found: list[dict[str, Any]] = [{}]
+    await within(_DRIVER_WITHIN_S, lambda: found.append(gpus_seen()))
+    return found[-1]
 
 
 class EarliestDecision:
@@ -207,6 +220,7 @@ class SupervisedAttempt:
             await self._context.close()
             raise
         self._watch(self._follow_progress())
+        self._watch(self._follow_load())
         if self._plan.time_limit_s is not None:
             self._watch(self._follow_clock(self._plan.time_limit_s))
 
@@ -440,6 +454,12 @@ class SupervisedAttempt:
             await asyncio.wait({self._conclusion})
         if (pids := await self._context.close()) and not left:
             left[self._launched[-1].name if self._launched else "run"] = pids
+        if self._plan.progress is not None and self._plan.progress.jsonl is not None:
+            try:
+                # By its last step it is told whether it got on.
+                await self._progress.until_reached(None)
+            except Exception:
+                _log.exception("the last step of %s is not known", self._plan.run_id)
         self._emit("teardown.ended", left=left or None)
         # A long log is looked through for a second or two.
         verdict = await asyncio.to_thread((self.earliest.decision or decision).make_verdict)
@@ -486,6 +506,33 @@ class SupervisedAttempt:
             if alarm.then == "stop":
                 rule = f"watch-{alarm.rule}"
                 self._fail(self._stalled_member(), alarm.message, rule, kind=FailureKind.ALARM)
+
+    async def _follow_load(self) -> None:
+        """Say from time to time what the run's GPUs do."""
+        has_driver = True
+        async for _ in ever_more_seldom():
+            use = dict[str, float]()
+            for member in self._launched:
+                use |= await member.gpu_use(self._plan.gpus)
+            if has_driver:
+                seen = await _gpus_here()
+                has_driver = bool(seen.get("gpus"))
+                if (own := self._use_in(seen)) is not None:
+                    use[host_name()] = own
+            if use:
+                self._emit("run.load", gpus=use)
+
+    def _use_in(self, seen: Mapping[str, Any]) -> float | None:
+        """Of the GPUs of this machine that the run was given, or that its processes use."""
+        pids, given = self._own_pids(), self._plan.devices
+        uuids = {one["uuid"] for one in seen.get("processes", ()) if one["pid"] in pids}
+        own = [
+            one["busy_percent"] / 100
+            for one in seen.get("gpus", ())
+            if (one["index"] in given if given else one["uuid"] in uuids)
+            and one["busy_percent"] is not None
+        ]
+        return fmean(own) if own else None
 
     async def _follow_clock(self, limit_s: float) -> None:
         # That of another process of the run, where this one goes on with its jobs.

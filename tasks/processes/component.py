@@ -71,6 +71,9 @@ class AttemptPlan:
     time_limit_s: float | None = None
     #: When it began, UTC epoch seconds; None: now.
     began_at: float | None = None
+    #: What it was given: GPUs by node, and of this machine which, as their driver numbers them.
+    gpus: Mapping[str, int] = field(default_factory=dict)
+    devices: tuple[int, ...] = ()
     #: What holds the attempt's processes.
     containment: Containment = field(default_factory=lambda: Containment(level=Level.L2))
     #: Takes secrets out of a text, before it is written down.
@@ -292,6 +295,11 @@ class Member(ABC):
     def is_pending(self) -> bool:
         """It was launched, and does not run yet: its silence means nothing."""
         return False
+
+    async def gpu_use(self, given: Mapping[str, int]) -> Mapping[str, float]:
+        """By node, the share of the last moment in which its GPUs did something; empty where that
+        is not for it to say."""
+        return {}
 
     def _note_start(self) -> None:
         """Note what is there before it starts, and when that is."""

@@ -481,18 +481,18 @@ class Diagnosis:
 
     async def examine(self) -> Path | None:
         """Write down the state of its processes; the file, None where there is none."""
-        await _within(_EXAMINED_WITHIN_S + _REPORTED_WITHIN_S, self._examine)
+        await within(_EXAMINED_WITHIN_S + _REPORTED_WITHIN_S, self._examine)
         return self._report if self._is_written else None
 
     async def __aenter__(self) -> None:
-        await _within(_ABORTED_WITHIN_S, self._abort_early)
+        await within(_ABORTED_WITHIN_S, self._abort_early)
         self._late = asyncio.create_task(self._abort_late())
 
     async def __aexit__(self, *_: object) -> None:
         if self._late is not None:
             self._late.cancel()
         if self._is_written:
-            await _within(_COPIED_WITHIN_S, self._copy_log)
+            await within(_COPIED_WITHIN_S, self._copy_log)
 
     def _examine(self) -> None:
         pids = self._processes()
@@ -529,7 +529,7 @@ class Diagnosis:
         def abort() -> None:
             abort_python(map(ProcessId.of, reversed(self._processes())), before_kill_s)
 
-        await _within(before_kill_s, abort)
+        await within(before_kill_s, abort)
 
     def _copy_log(self) -> None:
         log = self._command.log
@@ -545,7 +545,7 @@ class Diagnosis:
         self._is_written = True
 
 
-async def _within(limit_s: float, work: Callable[[], None]) -> None:
+async def within(limit_s: float, work: Callable[[], None]) -> None:
     """Do what may block for ever, in a thread that nothing waits for longer than this."""
     loop = asyncio.get_running_loop()
     done = asyncio.Event()

@@ -8,7 +8,7 @@ import os
 import re
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -25,6 +25,20 @@ from tasks.spec.run import Progress
 from tasks.spec.words import seconds
 
 _TAIL_BYTES = 65536
+
+
+#: Seconds between two samples at first, the part of the time since the first, and at most.
+_SAMPLED_EVERY_S, _SAMPLED_PART, _SAMPLED_AT_MOST_S = 15.0, 0.02, 600.0
+
+
+async def ever_more_seldom() -> AsyncIterator[None]:
+    """For samples: the longer something lasts, the less a moment says."""
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    while True:
+        age_s = loop.time() - began
+        await asyncio.sleep(min(max(_SAMPLED_EVERY_S, age_s * _SAMPLED_PART), _SAMPLED_AT_MOST_S))
+        yield
 
 
 #: Asks for the step reached; None when it can't be told now. Never raises but for a cancel.

@@ -21,6 +21,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from statistics import fmean
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -327,6 +328,23 @@ class Dashboard:
                     if name == "--gcs-address":
                         return str(value)
         raise NoAnswer(f"the dashboard at {self.address} does not name its control store yet")
+
+    async def gpu_use(self, given: Mapping[str, int]) -> dict[str, float]:
+        """By node, the share of the last moment in which its GPUs did something.
+
+        Args:
+            given: GPUs by node, the busiest ones there: which a job has, Ray keeps to itself.
+                Empty: all of all nodes.
+        """
+        answer, found = await self._json("/nodes", view="summary"), dict[str, float]()
+        for node in answer["data"]["summary"]:
+            its, gpus = node["raylet"], node.get("gpus") or ()
+            names = (str(its.get("nodeName")), f"{its.get('nodeName')}/{its.get('nodeId', '')[:8]}")
+            name = next((one for one in names if one in given or not given), "")
+            use = sorted(((gpu.get("utilizationGpu") or 0) / 100 for gpu in gpus), reverse=True)
+            if name and use:
+                found[name] = fmean(use[: given.get(name)])
+        return found
 
     async def job(self, submission_id: str) -> JobState | None:
         """What is known of a submission, None where the cluster does not know it."""

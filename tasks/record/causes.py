@@ -512,7 +512,7 @@ def with_fleet_lost(verdict: Verdict, place: AttemptPlace, engines: int) -> Verd
     failure = verdict.failure
     if failure is None or not _is_fleet_lost(failure, place):
         return verdict
-    doing = doing_of(_events_in(place.fleet_events), engines)
+    doing = doing_of(events_in(place.fleet_events), engines)
     lost = failure.but(
         kind=FailureKind.FLEET_LOST,
         rule="fleet-lost",
@@ -553,7 +553,8 @@ def doing_of(events: Iterable[Event], engines: int) -> str:
     return ", ".join([*said, *(["weights were being synced"] if is_syncing else [])])
 
 
-def _events_in(path: Path) -> Iterator[Event]:
+def events_in(path: Path) -> Iterator[Event]:
+    """Those of a file of an attempt; none where there is no such file."""
     with suppress(OSError), path.open("rb") as f:
         for line in f:
             # The last one may be cut short.

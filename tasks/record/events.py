@@ -37,6 +37,7 @@ CATALOGUE: Mapping[str, tuple[str, ...]] = {
     # Of the run.
     "run.state": ("state", "message"),
     "run.progress": ("step", "total"),
+    "run.load": ("gpus",),
     "leftovers.removed": ("paths",),
     "reconcile.ended": ("flow_pid", "killed", "removed"),
     # Of an attempt.
@@ -85,6 +86,7 @@ CATALOGUE: Mapping[str, tuple[str, ...]] = {
     "rollout.check": ("epoch", "failed", "active", "inactive", "unreachable"),
     "rollout.sync.begun": ("sync", "engines", "in_flight", "waited_s"),
     "rollout.sync.ended": ("sync", "outcome", "message", "version", "serving", "took_s"),
+    "rollout.load": ("requests",),
     "rollout.warning": ("message",),
     "rollout.failed": ("reason",),
 }
@@ -133,6 +135,8 @@ class Event:
     directory = _Field(Path(), Path)
     exit_code = _Field[int | None](None)
     failure = _Field[Failure | None](None, Failure.model_validate)
+    #: By node, the share of the time in which its GPUs are at work.
+    gpus = _Field[Mapping[str, float]]({}, dict)
     group = _Field(0, int)
     #: Of a recovery.
     id = _Field("", str)
@@ -154,6 +158,8 @@ class Event:
     ranks = _Field[tuple[int, ...]]((), tuple)
     reason = _Field("", str)
     record = _Field[Path | None](None, Path)
+    #: Of a fleet: `p50`, `p99` and `max` seconds of those that were answered since the last time.
+    requests = _Field[Mapping[str, float]]({}, dict)
     resume_from = _Field[str | None](None)
     run_id = _Field("", str)
     #: `SIGTERM`.

@@ -369,6 +369,10 @@ class Gateway:
         """Requests for which no server has room."""
         return len(self._forwarder.line) if self._forwarder else 0
 
+    def load(self) -> dict[str, float]:
+        """See `Metrics.load`."""
+        return self._metrics.load() if self._metrics else {}
+
     async def start(self) -> None:
         """Returns once it listens.
 

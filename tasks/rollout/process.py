@@ -25,9 +25,10 @@ from tasks.processes.devices import kind_here
 from tasks.processes.guarded import Forked
 from tasks.processes.identity import ProcessId
 from tasks.processes.ports import PortsReserved
+from tasks.processes.progress import ever_more_seldom
 from tasks.processes.registry import RegisterEntry, enter, leave
 from tasks.record.disk import DiskThread
-from tasks.record.events import Event, EventLog
+from tasks.record.events import Emit, Event, EventLog
 from tasks.rollout.building import LOOPBACK, names_devices, nodes_needed
 from tasks.rollout.fleet import Fleet, FleetFailed
 from tasks.rollout.forwarding import RequestRules
@@ -200,7 +201,7 @@ async def _run(plan: FleetPlan) -> int:
             rebind=places.rebound,
             serves_as_loaded=plan.serves_as_loaded,
         )
-        return await _serve(plan, fleet, told)
+        return await _serve(plan, fleet, told, events.emit)
     finally:
         try:
             await host.close()
@@ -210,7 +211,7 @@ async def _run(plan: FleetPlan) -> int:
         await asyncio.to_thread(disk.flush, _WRITTEN_WITHIN_S)
 
 
-async def _serve(plan: FleetPlan, fleet: Fleet, told: asyncio.Task[Any]) -> int:
+async def _serve(plan: FleetPlan, fleet: Fleet, told: asyncio.Task[Any], emit: Emit) -> int:
     host = plan.fleet.host
     token = plan.fleet.health.token
     # Where a token is generated, others may be.
@@ -236,12 +237,24 @@ async def _serve(plan: FleetPlan, fleet: Fleet, told: asyncio.Task[Any]) -> int:
         return _say_last(f"the gateway can't listen on {where}: {error}", EXIT_NOT_STARTED)
     fleet.url = gateway.url
     _log.info("gateway on %s", gateway.url)
+
+    def tell() -> None:
+        if load := gateway.load():
+            emit("rollout.load", requests=load)
+
+    async def tell_load() -> None:
+        async for _ in ever_more_seldom():
+            tell()
+
+    telling = asyncio.create_task(tell_load())
     try:
         over = asyncio.create_task(_until_over(fleet))
         reason = over.result() if await _before(told, over) else None
     finally:
         # Side by side: a request whose server goes is answered by the gateway, which says so.
         left, _ = await asyncio.gather(fleet.stop(), gateway.stop(_ANSWERS_WITHIN_S))
+        telling.cancel()
+        tell()
     if left:
         _log.warning("could not be ended: %s", left)
     if reason is None:

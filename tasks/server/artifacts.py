@@ -43,7 +43,7 @@ from tasks.spec.words import picture
 #: The keys of the artifacts of a run.
 SUMMARY, COMPONENTS, TIMELINE = "summary", "components", "timeline"
 REWARD, PROGRESS, ATTEMPTS = "reward", "progress", "attempts"
-RECORD = "record"
+RECORD, TIME = "record", "time"
 _NOT_FOUND = 404
 
 Log = logging.Logger | logging.LoggerAdapter[logging.Logger]

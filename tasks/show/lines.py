@@ -3,7 +3,7 @@ ended, why, and where to go on reading."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -154,12 +154,16 @@ _ATTEMPTS_TOLD, _FIGURES_TOLD, _TAIL_TOLD, _LINE_TOLD = 8, 8, 10, 160
 
 
 def story(
-    record: RunJson, place: RunPlace, rows: Sequence[Mapping[str, Any]] = ()
+    record: RunJson,
+    place: RunPlace,
+    rows: Sequence[Mapping[str, Any]] = (),
+    slow: Iterable[str] = (),
 ) -> Iterator[str]:
     """The whole of a run, in lines that fit a screen or a prompt.
 
     Args:
         rows: of its figures, a mapping each step, in order.
+        slow: where its time goes.
     """
     ending = f": {record.message.partition(chr(10))[0]}" if record.message else ""
     yield f"{record.run_id} is {record.written('state')}{ending}"
@@ -178,6 +182,7 @@ def story(
         tail = last.failure.log_tail.splitlines()[-_TAIL_TOLD:]
         yield from (f"  | {line[:_LINE_TOLD]}" for line in tail)
     yield from _figures_told(rows)
+    yield from slow
     yield f"files: {place.directory}"
 
 

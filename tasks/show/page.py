@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote, urlsplit
@@ -21,6 +21,7 @@ from tasks.record.states import RunState
 from tasks.show import pictures
 from tasks.show.failure import card_of, facts_of, remedy_of, tail_of
 from tasks.show.pictures import Figures, curve_of
+from tasks.show.slow import Measured, Slow
 from tasks.show.view import RunView, ServerSeen, Shown, end_of
 from tasks.spec.run import FLEET, RunSpec
 from tasks.spec.values import texts
@@ -142,6 +143,34 @@ def attempts_of(view: RunView) -> Shown:
         told.insert(0, f"{len(rows)} attempts, the last {len(told)}:")
     headline = "\n\n".join(map(text, told))
     return Shown(headline=headline, data=json.dumps(rows), type="table")
+
+
+def time_of(view: RunView) -> Shown | None:
+    """Where its time goes; None while nobody knows."""
+    slow = view.slow
+    if slow is None:
+        return None
+    said = [*slow.sentences()]
+    rows = [[text(what), told(one.now), told(one.before)] for what, one, told in _measured(slow)]
+    head = ("", "of late", "before")
+    return Shown(
+        headline="\n\n".join(map(text, said)),
+        data=f"{text(' '.join(said))}\n\n{table(head, rows)}\n\nAs of {moment(view.at)}.",
+    )
+
+
+def _measured(slow: Slow) -> Iterator[tuple[str, Measured, Callable[[float | None], str]]]:
+    def lasts(value: float | None) -> str:
+        return "" if value is None else seconds(value)
+
+    def share(value: float | None) -> str:
+        return "" if value is None else f"{value:.0%}"
+
+    if slow.step is not None:
+        yield "a step", slow.step, lasts
+    yield from ((name, slow.parts[name], lasts) for name in slow.shares)
+    yield from ((f"GPUs of {node} at work", one, share) for node, one in slow.gpus.items())
+    yield from ((f"answers, {name}", one, lasts) for name, one in slow.requests.items())
 
 
 def curve_shown(view: RunView, figures: Figures) -> Shown | None:
@@ -347,6 +376,8 @@ def _facts(view: RunView) -> Iterator[str]:
         yield from (f"- **Alarm**: {text(alarm.message)}" for alarm in attempt.alarms)
     if step := _step(view):
         yield f"- **Progress**: {text(step)}"
+    if view.slow is not None:
+        yield f"- **Time**: {text(' '.join(view.slow.sentences()))}"
     yield f"- **Record**: {code(view.place.record)}"
 
 

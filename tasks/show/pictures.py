@@ -8,7 +8,7 @@ the page around it is white or dark.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -384,16 +384,23 @@ NAMES = (
 class Figures:
     """What a file of a run has by now. Reads only what was added since the last look."""
 
-    def __init__(self, path: Path, step: str, names: Sequence[str] = NAMES) -> None:
+    def __init__(
+        self,
+        path: Path,
+        step: str,
+        names: Sequence[str] = NAMES,
+        take: Callable[[float, Mapping[str, Any]], None] = lambda step, entry: None,
+    ) -> None:
         """
         Args:
             step: the dotted key of the step in a line.
             names: of what there may be a curve; one of the first line that has any.
+            take: given each line that has a step.
         """
         self.path = path
         #: Of what there is a curve; empty while nothing is known.
         self.name = ""
-        self._step, self._names = step, names
+        self._step, self._names, self._give = step, names, take
         self._file = MetricsFile(path)
         self._begun = 0
         self._points: dict[float, float] = {}
@@ -414,8 +421,10 @@ class Figures:
         return self._file.is_behind
 
     def _take(self, entry: Mapping[str, Any]) -> None:
-        step = number_at(entry, self._step)
+        if (step := number_at(entry, self._step)) is None:
+            return
+        self._give(step, entry)
         found = figure_of(entry, [self.name] if self.name else self._names)
-        if found is None or step is None or not math.isfinite(found[1]):
+        if found is None or not math.isfinite(found[1]):
             return
         self.name, self._points[step] = found

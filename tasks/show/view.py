@@ -19,6 +19,7 @@ from tasks.record.outcome import Failure
 from tasks.record.places import RunPlace
 from tasks.record.run_json import AttemptRecord, ComponentRecord, RunJson
 from tasks.record.states import SERVING, GroupState
+from tasks.show.slow import Slow
 from tasks.spec.run import FLEET, RunSpec
 
 
@@ -332,6 +333,8 @@ class RunView:
     host: str = ""
     #: Why it has ended without an attempt; empty where it has not.
     message: str = ""
+    #: Where its time goes; None while nobody knows.
+    slow: Slow | None = None
 
     @property
     def failed(self) -> tuple[AttemptRecord, Failure] | None:

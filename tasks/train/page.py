@@ -25,6 +25,7 @@ from tasks.server.artifacts import (
     RECORD,
     REWARD,
     SUMMARY,
+    TIME,
     TIMELINE,
     FlowArtifacts,
 )
@@ -35,9 +36,12 @@ from tasks.show.page import (
     progress_of,
     record_of,
     summary_of,
+    time_of,
 )
 from tasks.show.pictures import Figures, timeline_of
+from tasks.show.slow import TimeSpent
 from tasks.show.view import RunSeen, RunView, Shown
+from tasks.spec.run import RunSpec
 from tasks.train.session import RunSession
 
 
@@ -60,6 +64,7 @@ _PACES: Mapping[str, _Pace] = {
     COMPONENTS: _Pace(every_s=2.0, made=components_of),
     TIMELINE: _Pace(every_s=2.0, renewed_s=30.0, made=timeline_of),
     REWARD: _Pace(every_s=10.0, renewed_s=10.0, is_steady=True),
+    TIME: _Pace(every_s=10.0, is_steady=True, made=time_of),
     PROGRESS: _Pace(every_s=3.0, is_steady=True, made=progress_of),
     ATTEMPTS: _Pace(
         every_s=0.0, made=lambda view: attempts_of(view) if view.record.attempts else None
@@ -82,7 +87,9 @@ _CHANGES: Mapping[str, tuple[str, ...]] = {
     "rollout.group.": (COMPONENTS,),
     "rollout.server.": (COMPONENTS,),
     "run.alarm": (SUMMARY, RECORD),
-    "run.progress": (PROGRESS,),
+    "rollout.load": (TIME,),
+    "run.load": (TIME,),
+    "run.progress": (PROGRESS, TIME),
     "run.state": (SUMMARY, RECORD),
 }
 #: The first page, and one that is urgent, wait so long for what comes together with it.
@@ -117,6 +124,7 @@ class RunPage:
         self._not_before_s = self._began_s + _TOGETHER_S
         self._seen = RunSeen.of(run.resolved)
         self._figures: Figures | None = None
+        self._time = TimeSpent()
         #: How many points of it the server has been told.
         self._drawn = 0
 
@@ -125,6 +133,7 @@ class RunPage:
         with self._lock:
             before, doing, rows = len(self._changed), self._seen.doing, {**self._seen.rows}
             self._seen.observe(event)
+            self._time.observe(event)
             if event.name in ("attempt.begun", "attempt.adopted"):
                 self._figures, self._drawn = None, 0
             if self._seen.doing != doing:
@@ -223,6 +232,7 @@ class RunPage:
 
     def _view(self) -> RunView:
         run, record = self._run, self._run.record.content
+        self._look_at_figures(run.resolved)
         with self._lock:
             return RunView(
                 at=time.time(),
@@ -232,20 +242,24 @@ class RunPage:
                 host=host_name(),
                 message=run.verdict.message if record.state.is_final else "",
                 seen=self._seen.snapshot(),
+                slow=self._time.slow,
             )
 
     def _curve(self, view: RunView) -> Shown | None:
         """None where there is nothing new to draw."""
-        progress, place = view.spec.progress, self._run.attempt
-        if place is None:
-            return None
-        if self._figures is None:
-            written = progress.jsonl if progress else None
-            path = Path(view.spec.cwd) / (written or place.directory / "metrics.jsonl")
-            self._figures = Figures(path, progress.step if progress and written else "step")
-        self._figures.look()
-        count = len(self._figures.points)
-        if count == self._drawn:
+        count = len(self._figures.points) if self._figures else 0
+        if self._figures is None or count == self._drawn:
             return None
         self._drawn = count
         return curve_shown(view, self._figures)
+
+    def _look_at_figures(self, spec: RunSpec) -> None:
+        progress, place = spec.progress, self._run.attempt
+        if place is None:
+            return
+        if self._figures is None:
+            written = progress.jsonl if progress else None
+            path = Path(spec.cwd) / (written or place.directory / "metrics.jsonl")
+            step = progress.step if progress and written else "step"
+            self._figures = Figures(path, step, take=self._time.take)
+        self._figures.look()

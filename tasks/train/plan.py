@@ -89,6 +89,8 @@ def plan_of(
         success_step=spec.success.step if spec.success else None,
         stall_after_s=spec.stall_after_s,
         time_limit_s=spec.gang.max_hours * 3600 if spec.gang and spec.gang.max_hours else None,
+        gpus=given.nodes if given else {},
+        devices=given.devices if given else (),
         containment=containment,
         began_at=adopted.started_at if adopted is not None else None,
     )

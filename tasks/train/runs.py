@@ -31,18 +31,20 @@ from rich.text import Text
 from tasks.processes.identity import host_name
 from tasks.queue.command import why as why_waiting
 from tasks.queue.ledger import request_of
+from tasks.record.causes import events_in
 from tasks.record.code_store import NoCode, contents_of
 from tasks.record.growing import LogFile, MetricsFile
 from tasks.record.places import AttemptPlace, RunPlace, muster_home
 from tasks.record.retries import spec_of
 from tasks.record.run_json import RunJson
-from tasks.server.artifacts import COMPONENTS, RECORD, SUMMARY, artifacts_of
+from tasks.server.artifacts import COMPONENTS, RECORD, SUMMARY, TIME, artifacts_of
 from tasks.server.flow_runs import ServerAway, flow_runs_of, host_of, talking_to
 from tasks.server.server import quieten_prefect
 from tasks.show.arguments import EXIT_DONE, AsJson, Pool, RunName
 from tasks.show.failure import as_text
 from tasks.show.lines import end_block, story
 from tasks.show.page import record_read
+from tasks.show.slow import Slow, TimeSpent
 from tasks.spec.errors import BadArgument, MusterError
 from tasks.spec.placeholders import mapping
 from tasks.spec.probes import number_at
@@ -352,16 +354,21 @@ def _flat(node: object, path: str = "") -> Iterator[tuple[str, object]]:
 
 def _record_of(run: Run) -> tuple[RunJson | None, list[str]]:
     """The record of a run and its pages, of this machine or of the server."""
-    record, pages = _record(RunPlace.of(run.run_id)), []
+    record = _record(RunPlace.of(run.run_id))
+    data = _pages_of(run, SUMMARY, COMPONENTS, RECORD)
+    if record is None and RECORD in data:
+        record = record_read(data[RECORD])
+    return record, [data[key] for key in (SUMMARY, COMPONENTS) if key in data]
+
+
+def _pages_of(run: Run, *keys: str) -> dict[str, str]:
+    """What its artifacts on the server show, by key; none where it does not answer."""
     api_url = PREFECT_API_URL.value()
     if api_url and run.flow_run_id:
         with suppress(ServerAway), talking_to(api_url) as client:
-            found = artifacts_of(client, UUID(run.flow_run_id), [SUMMARY, COMPONENTS, RECORD])
-            data = {str(one.key): str(one.data) for one in reversed(found)}
-            pages = [data[key] for key in (SUMMARY, COMPONENTS) if key in data]
-            if record is None and RECORD in data:
-                record = record_read(data[RECORD])
-    return record, pages
+            found = artifacts_of(client, UUID(run.flow_run_id), keys)
+            return {str(one.key): str(one.data) for one in reversed(found)}
+    return {}
 
 
 def metrics_of(run: Run) -> list[dict[str, Any]]:
@@ -386,7 +393,12 @@ def metrics_of(run: Run) -> list[dict[str, Any]]:
         file = MetricsFile(path)
         while (found := file.look()) or file.is_behind:
             steps = ((number_at(row, str(progress["step"])), row) for row in found)
-            rows |= {step: {**row, "attempt": number} for step, row in steps if step is not None}
+            for step, row in steps:
+                if step is not None:
+                    # Some write several lines of a step.
+                    had = rows.get(step, {})
+                    had = had if had.get("attempt") == number else {}
+                    rows[step] = {**had, **row, "attempt": number}
     if not numbers:
         raise BadArgument(_where_else(run, place))
     return [rows[step] for step in sorted(rows)]
@@ -401,6 +413,18 @@ def metrics(run: RunName = "latest", /) -> None:
         print(dumps(row))
 
 
+def slow_of(run: Run) -> Slow | None:
+    """Where its time goes, by its files; None where they don't tell."""
+    spent, place = TimeSpent(), RunPlace.of(run.run_id)
+    for number in _attempts_in(place):
+        for event in events_in(place.attempt(number).events):
+            spent.observe(event)
+    with suppress(BadArgument, OSError):
+        for index, row in enumerate(metrics_of(run)):
+            spent.take(index, row)
+    return spent.slow
+
+
 def story_of(run: Run) -> str:
     """The whole story of a run, as text that fits a screen, or a prompt."""
     record, _pages = _record_of(run)
@@ -409,7 +433,8 @@ def story_of(run: Run) -> str:
     rows: list[dict[str, Any]] = []
     with suppress(BadArgument, OSError):
         rows = metrics_of(run)
-    said = story(record, RunPlace.of(run.run_id), rows)
+    slow = slow_of(run)
+    said = story(record, RunPlace.of(run.run_id), rows, slow.sentences() if slow else ())
     if run.state not in ENDED and run.message:
         said = chain([f"{run.run_id} is {run.state}: {run.brief}"], islice(said, 1, None))
     return "\n".join(said)
@@ -427,29 +452,34 @@ def explain(run: RunName = "latest", /, *, json: AsJson = False) -> None:
 
 
 def why(run: RunName = "latest", /, *, pool: Pool = "gang", json: AsJson = False) -> int:
-    """Say why a run waits, or what has become of it.
+    """Say why a run waits or is slow, or what has become of it.
 
     Exit: 0 said; 1 the server does not answer; 2 there is no such run.
 
     Args:
-        json: The run as in `ls`, and its failure as in run.json.
+        json: The run as in `ls`, its failure as in run.json, and where its time goes.
     """
     meant = find(run)
+    slow = slow_of(meant)
     if json:
         record, _pages = _record_of(meant)
         failure = record.attempt.failure if record and record.attempt else None
         told = failure.as_json() if failure else None
-        print(dumps({**asdict(meant), "failure": told}, indent=2))
+        spent = slow.as_json() if slow else None
+        print(dumps({**asdict(meant), "failure": told, "slow": spent}, indent=2))
         return EXIT_DONE
+    said = "\n".join(slow.sentences()) if slow else _pages_of(meant, TIME).get(TIME)
     record, _pages = _record_of(meant)
-    attempt = record.attempt if record is not None else None
+    attempt, code = record.attempt if record is not None else None, EXIT_DONE
     if record is not None and attempt is not None and attempt.failure is not None:
         print(as_text(RunPlace.of(record.run_id), attempt, attempt.failure))
     elif PREFECT_API_URL.value() and meant.flow_run_id:
-        return why_waiting(meant.flow_run_id, pool=pool)
+        code = why_waiting(meant.flow_run_id, pool=pool)
     else:
         print(f"{meant.run_id}: {meant.state}\n{meant.message}".rstrip())
-    return EXIT_DONE
+    if said:
+        print(said)
+    return code
 
 
 def cancel(run: RunName, /, *, json: AsJson = False) -> None:

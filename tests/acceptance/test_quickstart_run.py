@@ -5,11 +5,16 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
+
+from tests.support.prefect_api import ask
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,6 +39,13 @@ def test_two_at_once_both_learn_and_do_not_meet(start_run: Callable, quickstart:
         assert "reward by step" in run.text()
         assert run.record()["state"] == run.flow_run()["state"]["type"].lower() == "completed"
         assert run.pids() == []
+        slow = json.loads(_muster(run, "why", "--json"))["slow"]
+        assert {"waiting", "training", "weight sync"} <= slow["parts"].keys()
+        assert sum(one["now"] for one in slow["parts"].values()) >= slow["step"]["now"] > 0
+        assert "A step takes" in slow["said"] and slow["said"] in _muster(run, "explain")
+        query = {"flow_run_id": {"any_": [run.record()["flow_run_id"]]}, "key": {"any_": ["time"]}}
+        [page] = ask("POST", f"{run.api}/artifacts/filter", {"artifacts": query})
+        assert "A step takes" in page["data"]
     ports = [_ports_of(run.directory) for run in runs]
     assert not ports[0] & ports[1]
 
@@ -53,6 +65,12 @@ def test_a_component_killed_half_way_is_the_cause(
     failure = run.record()["attempts"][0]["failure"]
     assert (failure["component"], failure["signal"]) == (component, "SIGKILL")
     assert run.pids() == []
+
+
+def _muster(run: Any, *words: str) -> str:
+    env = {**os.environ, "MUSTER_HOME": str(run.home), "PREFECT_API_URL": run.api}
+    command = (sys.executable, "-m", "tasks.command", *words)
+    return subprocess.check_output(command, cwd=ROOT, env=env, text=True)
 
 
 def _ports_of(directory: Path) -> set[str]:

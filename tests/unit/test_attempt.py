@@ -275,6 +275,36 @@ async def test_exit_zero_without_the_step_is_a_failure(begin: MakeAttempt) -> No
     assert "exit code 0" in verdict.message and "success is step 60" in verdict.message
 
 
+async def test_the_last_step_counts_also_of_a_trainer_that_dies_of_it(
+    begin: MakeAttempt, events: Events, tmp_path: Path
+) -> None:
+    seldom = Progress(jsonl="metrics.jsonl", step="step", every_s=3600.0)
+    attempt = await begin({"progress": seldom}, trainer="complete")
+    await reports_arrive()
+
+    (tmp_path / "metrics.jsonl").write_text('{"step": 7}\n')
+    process("trainer").ends(1.0, code=1)
+    await verdict_of(attempt)
+
+    assert events.index(("run.progress", None)) < events.index(("teardown.ended", None))
+
+
+async def test_what_the_gpus_of_a_run_do_is_said(
+    begin: MakeAttempt, events: Events, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus = [
+        {"index": n, "uuid": f"GPU-{n}", "busy_percent": use} for n, use in enumerate((100, 40, 60))
+    ]
+    seen = {"gpus": [*gpus, {"index": 3, "uuid": "GPU-3", "busy_percent": None}], "processes": []}
+    monkeypatch.setattr("tasks.processes.attempt.gpus_seen", lambda: seen)
+    monkeypatch.setattr("tasks.processes.progress._SAMPLED_EVERY_S", 0.001)
+    said = asyncio.Queue[Mapping[str, float]]()
+    attempt = await begin({"devices": (1, 2, 3)}, trainer="complete")
+    attempt._emit = lambda name, *_, **fields: said.put_nowait(fields.get("gpus", {}))
+
+    assert [*(await asyncio.wait_for(said.get(), 10)).values()] == [0.5]
+
+
 async def test_bug_while_success_is_looked_for_ends_the_run_as_failed(
     begin: MakeAttempt, monkeypatch: pytest.MonkeyPatch
 ) -> None:

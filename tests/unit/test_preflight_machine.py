@@ -21,7 +21,10 @@ def test_gpus_and_their_holders_are_told(monkeypatch: pytest.MonkeyPatch) -> Non
     seen = gpus_seen()
 
     assert (seen["driver"], seen["problem"]) == (True, "")
-    assert [gpu["used_mib"] for gpu in seen["gpus"]] == [40321, 3]
+    assert [(gpu["used_mib"], gpu["busy_percent"]) for gpu in seen["gpus"]] == [
+        (40321, 100),
+        (3, 0),
+    ]
     [holder] = seen["processes"]
     assert holder == {"uuid": "GPU-0", "pid": os.getpid(), "used_mib": 40318, "alive": True}
 
