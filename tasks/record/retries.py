@@ -9,11 +9,12 @@ from __future__ import annotations
 import glob
 import random
 import re
+import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
-from itertools import filterfalse, takewhile
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -254,6 +255,8 @@ _ONLY_WITH_POINTER = re.compile(r"(global_step|iter)_\d+")
 #: parts. Source: transformers/trainer.py, _save_checkpoint.
 _COMPLETE_WITH = "trainer_state.json"
 _NUMBER = re.compile(r"\d+")
+#: Behind the name of one that is being removed.
+_GOING = ".muster-old"
 #: Names under which something is written before it is complete, or after it was given up.
 _PARTIAL = re.compile(r"^[.~]|^(tmp|temp)[-_.]|[-_.](tmp|temp|part|partial|incomplete|old|bak)\b")
 
@@ -273,20 +276,57 @@ def resume_point(spec: RunSpec, place: RunPlace, attempts: Sequence[AttemptRecor
     for name, written in named.items():
         numbers = range(len(attempts), 0, -1)
         for number in numbers if "${attempt." in written else numbers[:1]:
-            if (found := _of_attempt(place, number, name, unfit)) is not None:
-                return found
+            if fit := [one for one in _of_attempt(place, number, name) if not unfit(one)]:
+                return fit[-1]
     return None
 
 
-def _of_attempt(
-    place: RunPlace, number: int, component: str, unfit: Callable[[Path], bool]
-) -> Path | None:
+def _of_attempt(place: RunPlace, number: int, component: str) -> list[Path]:
+    """The complete checkpoints that an attempt has left where its spec says, the last one last."""
     spec = spec_of(place, number)
     part = mapping(mapping(spec.get("components")).get(component))
     # One of a Muster before has no absolute `cwd`, and none where the default was meant.
     root = Path.cwd() / (part.get("cwd") or spec.get("cwd") or ".")
     written = part.get("checkpoints")
-    return latest_checkpoint(written, root, unfit) if written else None
+    return _checkpoints(written, root) if written else []
+
+
+def superfluous(spec: RunSpec, place: RunPlace, attempts: Sequence[AttemptRecord]) -> list[Path]:
+    """The complete checkpoints of a run that are more than its spec keeps, the oldest first: not
+    that which its attempt under way has started from, that no attempt could load, or that a link
+    beside them names.
+
+    Args: as of `resume_point`.
+    """
+    unfit, in_use = _unfit(attempts), {Path(one.resume_from or "") for one in attempts[-1:]}
+    for name, part in spec.processes.items():
+        if part.keep is not None and part.checkpoints:
+            numbers = range(1, len(attempts) + 1)
+            found = [
+                one
+                for number in (numbers if "${attempt." in part.checkpoints else numbers[-1:])
+                for one in _of_attempt(place, number, name)
+                if not unfit(one)
+            ]
+            for folder in {one.parent for one in found[-1:]}:
+                in_use |= {one.resolve() for one in folder.iterdir() if one.is_symlink()}
+            # Where nothing says of the last one that it is complete, it may be written just now.
+            keep = part.keep + bool(found and not _is_surely_complete(found[-1]))
+            return [one for one in found[:-keep] if one not in in_use and not one.is_symlink()]
+    return []
+
+
+def _is_surely_complete(path: Path) -> bool:
+    has_pointer = any((path.parent / name).is_file() for name in _POINTERS)
+    return has_pointer or (path / _COMPLETE_WITH).exists()
+
+
+def remove_checkpoint(path: Path) -> None:
+    """Remove one, which is no checkpoint any more before a part of it is gone. Raises: OSError."""
+    path.rename(path.with_name(f".{path.name}{_GOING}"))
+    # With what a process that was killed meanwhile has left.
+    for one in path.parent.glob(f".*{_GOING}"):
+        shutil.rmtree(one) if one.is_dir() else one.unlink()
 
 
 def spec_of(place: RunPlace, number: int) -> Mapping[str, Any]:
@@ -297,10 +337,13 @@ def spec_of(place: RunPlace, number: int) -> Mapping[str, Any]:
     return {}
 
 
-def latest_checkpoint(
-    written: str, root: Path, unfit: Callable[[Path], bool] = lambda path: False
-) -> Path | None:
-    """The last complete checkpoint, absolute; None where there is none yet.
+def latest_checkpoint(written: str, root: Path) -> Path | None:
+    """The last complete checkpoint, absolute; None where there is none yet. See `_checkpoints`."""
+    return next(reversed(_checkpoints(written, root)), None)
+
+
+def _checkpoints(written: str, root: Path) -> list[Path]:
+    """The complete checkpoints, absolute, the last one last.
 
     What a pointer in the folder names is the last one, since it is written after it. Without a
     pointer it is the one with the highest step in its name, then the youngest.
@@ -309,48 +352,46 @@ def latest_checkpoint(
         written: A folder of checkpoints, or a pattern (`*`, `?`, `[...]`) that matches the
             checkpoints themselves.
         root: What a relative path starts from.
-        unfit: Those that are passed over.
     """
     path = root / written
     try:
         if path.is_dir():
-            return _latest_in(path, unfit)
+            return _complete_in(path)
         if glob.has_magic(written):
-            return _latest(filterfalse(unfit, map(Path, glob.iglob(str(path)))))
-        return path if _is_there(path) and not unfit(path) else None
+            return _complete(map(Path, glob.iglob(str(path))))
+        return [path] if _is_there(path) else []
     except OSError:
         # A file system that does not answer now is no reason to give the run up.
-        return None
+        return []
 
 
-def _latest_in(folder: Path, unfit: Callable[[Path], bool]) -> Path | None:
+def _complete_in(folder: Path) -> list[Path]:
     entries = [entry for entry in folder.iterdir() if _NUMBER.search(entry.name)]
-    fit = [entry for entry in entries if not unfit(entry)]
     for name in _POINTERS:
         if (folder / name).is_file():
             named = (folder / name).read_text("utf-8", "replace")[:_POINTER_LIMIT].strip()
             last = _named(folder, named)
-            if last is not None and not unfit(last):
-                return last
             # Those before it were complete before it was begun.
             step = int(named) if named.isdecimal() else _step(Path(named))
-            return _latest(entry for entry in fit if _step(entry) < step)
-    return _latest(entry for entry in fit if not _ONLY_WITH_POINTER.fullmatch(entry.name))
+            before = _complete(entry for entry in entries if _step(entry) < step)
+            return [*before, *([last] if last is not None else [])]
+    return _complete(entry for entry in entries if not _ONLY_WITH_POINTER.fullmatch(entry.name))
 
 
 def _named(folder: Path, name: str) -> Path | None:
     """What a pointer names, by its name or its step; None where that is not there."""
     if name.isdecimal():
-        return _latest(entry for entry in folder.iterdir() if _step(entry) == int(name))
+        found = _complete(entry for entry in folder.iterdir() if _step(entry) == int(name))
+        return next(reversed(found), None)
     target = folder / name
     return target if name and target != folder and _is_there(target) else None
 
 
-def _latest(entries: Iterable[Path]) -> Path | None:
+def _complete(entries: Iterable[Path]) -> list[Path]:
     there = [entry for entry in entries if not _PARTIAL.search(entry.name) and _is_there(entry)]
     if complete := [entry for entry in there if (entry / _COMPLETE_WITH).exists()]:
         there = complete
-    return max(there, key=lambda entry: (_step(entry), entry.stat().st_mtime_ns), default=None)
+    return sorted(there, key=lambda entry: (_step(entry), entry.stat().st_mtime_ns))
 
 
 def _step(entry: Path) -> int:

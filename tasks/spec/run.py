@@ -115,6 +115,18 @@ class Component(Model):
         "last complete one the next attempt starts: ${attempt.resume_from}.",
         examples=["${run.dir}/checkpoints"],
     )
+    keep: Count | None = Field(
+        None,
+        title="Checkpoints kept",
+        description="So many of its complete checkpoints, the last ones; older ones are removed, "
+        "but for the one that the attempt has started from. Left out: all.",
+        examples=[3],
+    )
+
+    @classmethod
+    def rules(cls, written: Mapping[str, Any]) -> Iterator[Refusal]:
+        if written.get("keep") is not None and written.get("checkpoints") is None:
+            yield ("keep",), refused("has no checkpoints to keep", "write where they are")
 
 
 class ByName:

@@ -26,7 +26,7 @@ from tasks.record.events import Event, EventLog, event_listeners
 from tasks.record.growing import Mark
 from tasks.record.outcome import Failure, Verdict
 from tasks.record.places import AttemptPlace, RunPlace, muster_home
-from tasks.record.retries import PREFLIGHT, resume_point
+from tasks.record.retries import PREFLIGHT, remove_checkpoint, resume_point, superfluous
 from tasks.record.run_json import RunJson, RunRecord
 from tasks.record.states import RunState
 from tasks.rollout.component import FleetTail, fleet_faults, fleet_names, fleet_ports, prepare_fleet
@@ -49,8 +49,10 @@ from tasks.upkeep.lost_run import finish_predecessor
 
 _log = logging.getLogger(__name__)
 
-#: What a run is made of is on record within that after its attempt's end, or never.
+#: What a run is made of is on record within that after its attempt's end, or never; and so long is
+#: waited for a checkpoint to be removed, of which the rest goes with the next one.
 _DESCRIBED_WITHIN_S = 2.0
+_CHECKPOINTS_EVERY_S = 30.0
 
 
 def check_spec(spec: RunSpec) -> None:
@@ -136,7 +138,8 @@ class RunSession:
         self.cluster = ""
         #: That its components run; None: the project as it lies there.
         self.code: code_store.Code | None = None
-        self._describing = threading.Thread()
+        self._describing, self._keeping = threading.Thread(), threading.Thread()
+        self._over = threading.Event()
         #: What the queue has given it for its attempt.
         self.given: Given | None = None
         self._lease: DeviceLease | None = None
@@ -204,6 +207,17 @@ class RunSession:
             self.record.describe({**made_of, "host": host_name()})
         except (OSError, ValueError) as error:
             _log.warning("what run %s is made of is not known: %r", self.run_id, error)
+
+    def _keep_few(self, over: threading.Event) -> None:
+        """Remove the checkpoints that are more than its spec keeps, until an attempt is over."""
+        is_last = False
+        while not is_last:
+            is_last = over.wait(_CHECKPOINTS_EVERY_S)
+            try:
+                for path in superfluous(self.spec, self.place, self.record.content.attempts):
+                    remove_checkpoint(path)
+            except OSError as error:
+                _log.warning("run %s keeps more checkpoints: %s", self.run_id, error)
 
     def begin_attempt(self) -> None:
         """Reserve ports, fill in the spec's placeholders, and make ready to start components.
@@ -294,6 +308,12 @@ class RunSession:
             resume_from=resume_from or None,
         )
         self._events.emit("containment", text=str(containment), **containment.as_json())
+        if any(part.keep for part in self.spec.processes.values()):
+            self._over = threading.Event()
+            self._keeping = threading.Thread(
+                target=self._keep_few, args=(self._over,), name="checkpoints", daemon=True
+            )
+            self._keeping.start()
         if self.interrupted_by:
             self._supervisor.interrupt(self.interrupted_by)
         elif self.left_by:
@@ -326,8 +346,10 @@ class RunSession:
         """Take down what runs, and note the verdict on the attempt; any number of times."""
         with self.supervisor:
             verdict = self.supervisor.teardown()
-        if self._describing.ident is not None:
-            self._describing.join(_DESCRIBED_WITHIN_S)
+        self._over.set()
+        for thread in (self._describing, self._keeping):
+            if thread.ident is not None:
+                thread.join(_DESCRIBED_WITHIN_S)
         if self.attempt is not None and self.resolved.fleet is not None:
             verdict = with_fleet_lost(verdict, self.attempt, self.resolved.fleet.engines)
         verdict = self._masked(verdict)

@@ -8,6 +8,7 @@ import os
 import random
 import shutil
 import signal
+import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from tests.support.ground import until
 ROOT = Path(__file__).parents[2]
 WITHIN_STEPS = 15
 EVERY = 5
+KEPT = 3
 #: A trainer that is a run of Weights & Biases, too.
 TRACKED = """
 import os, runpy, sys, wandb
@@ -113,6 +115,7 @@ def test_killed_at_random_steps_among_broken_checkpoints(
     trainer["command"] = ["python", str(tracked), *trainer["command"][1:]]
     trainer["command"] += ["--checkpoint-every", str(EVERY)]
     trainer["env"] = {"TRACKED_IN": str(tmp_path)}
+    trainer["keep"] = KEPT
     total = 100
     run = start_run(spec, "--set", f"progress.total={total}", "--set", f"success.step={total}")
 
@@ -136,6 +139,8 @@ def test_killed_at_random_steps_among_broken_checkpoints(
         # The one that was broken costs its interval, too.
         assert steps[0] > reached - 2 * EVERY, starts
         reached = max(steps)
+    left = [*map(zipfile.is_zipfile, run.directory.glob("attempt-*/checkpoints/step-*.npz"))]
+    assert sum(left) <= KEPT, left
     ids = {folder.name.split("-", 3)[-1] for folder in tmp_path.glob("wandb/offline-run-*")}
     assert ids == {run.record()["run_id"]}, ids
 

@@ -9,7 +9,14 @@ import pytest
 import yaml
 
 from tasks.record.places import RunPlace
-from tasks.record.retries import is_unloadable, latest_checkpoint, resume_point, tries_of
+from tasks.record.retries import (
+    is_unloadable,
+    latest_checkpoint,
+    remove_checkpoint,
+    resume_point,
+    superfluous,
+    tries_of,
+)
 from tasks.record.run_json import AttemptRecord
 from tasks.spec.run import Progress, RunSpec
 
@@ -138,9 +145,11 @@ def attempts(count: int, **of_last: object) -> list[AttemptRecord]:
     ]
 
 
-def run_of(tmp_path: Path, checkpoints: str | None, attempts: int) -> tuple[RunSpec, RunPlace]:
+def run_of(
+    tmp_path: Path, checkpoints: str | None, attempts: int, keep: int | None = None
+) -> tuple[RunSpec, RunPlace]:
     """A run with so many attempts, as its files would tell."""
-    trainer = {"command": ["python"], "cwd": str(tmp_path)}
+    trainer: dict[str, object] = {"command": ["python"], "cwd": str(tmp_path), "keep": keep}
     if checkpoints is not None:
         trainer["checkpoints"] = checkpoints
     data = {"name": "x", "workload": "grpo", "components": {"trainer": trainer}}
@@ -267,3 +276,74 @@ def test_attempts_count_since_the_last_new_step(
     told = [{**failed("NODE_LOST"), **attempt} for attempt in attempts]
 
     assert len(tries_of(recorded(*told))) == count
+
+
+@pytest.mark.parametrize(
+    ("paths", "says", "resumed_from", "gone"),
+    [
+        # what a pointer names is complete, and what is newer may be written just now
+        (["step-1.pt", "step-2.pt", "step-3.pt", "step-4.pt"], "step-3.pt", "", ["step-1.pt"]),
+        # without one, that may be so of the last
+        (["step-1.pt", "step-2.pt", "step-3.pt", "step-4.pt"], "", "", ["step-1.pt"]),
+        (
+            ["a-1/trainer_state.json", "a-2/trainer_state.json", "a-3/trainer_state.json"],
+            "",
+            "",
+            ["a-1"],
+        ),
+        # beside it lies the newest, half written
+        (["a-1/trainer_state.json", "a-2/trainer_state.json", "a-3/model.pt"], "", "", []),
+        (["step-1.pt", "step-2.pt", "step-3.pt"], "step-3.pt", "step-1.pt", []),
+        (["step-1.pt", "step-2.pt"], "step-2.pt", "", []),
+        ([], "", "", []),
+    ],
+)
+def test_older_complete_checkpoints_are_more_than_are_kept(
+    tmp_path: Path, paths: list[str], says: str, resumed_from: str, gone: list[str]
+) -> None:
+    spec, place = run_of(tmp_path, "${run.dir}/checkpoints", 1, keep=2)
+    folder = place.directory / "checkpoints"
+    folder.mkdir()
+    written(folder, *paths)
+    if says:
+        (folder / "latest").write_text(says)
+
+    found = superfluous(spec, place, attempts(1, resume_from=str(folder / resumed_from)))
+
+    assert found == [folder / name for name in gone]
+
+
+def test_of_all_attempts_together_so_many_are_kept_but_for_what_a_link_names(
+    tmp_path: Path,
+) -> None:
+    spec, place = run_of(tmp_path, "${attempt.dir}/checkpoints", 2, keep=1)
+    first, second = (place.attempt(n).directory / "checkpoints" for n in (1, 2))
+    written(first, "step-10.pt", "step-20.pt")
+    written(second, "step-30.pt", "step-40.pt", "step-50.pt")
+    (second / "latest").write_text("step-50.pt")
+    (second / "best").symlink_to("step-30.pt")
+
+    found = superfluous(spec, place, attempts(2, resume_from=str(first / "step-20.pt")))
+
+    assert found == [first / "step-10.pt", second / "step-40.pt"]
+
+
+def test_one_that_could_not_be_loaded_is_none_that_is_kept(tmp_path: Path) -> None:
+    spec, place = run_of(tmp_path, "${run.dir}/checkpoints", 2, keep=1)
+    folder = place.directory / "checkpoints"
+    written(folder, "step-10.pt", "step-20.pt")
+    (folder / "latest").write_text("step-20.pt")
+    broken = failed("USER_ERROR", resume_from=str(folder / "step-20.pt"))
+
+    assert superfluous(spec, place, recorded(failed("NODE_LOST", step=25), broken, {})) == []
+
+
+def test_a_removal_that_was_cut_short_leaves_no_checkpoint_and_is_ended_by_the_next(
+    tmp_path: Path,
+) -> None:
+    written(tmp_path, "step-1/", "step-2.pt", "step-3.pt")
+    (tmp_path / "step-1").rename(tmp_path / ".step-1.muster-old")
+
+    remove_checkpoint(tmp_path / "step-2.pt")
+
+    assert [path.name for path in tmp_path.iterdir()] == ["step-3.pt"]

@@ -169,7 +169,10 @@ SPECS: Mapping[str, Mapping[str, Any]] = {
     "gang": {"gang": {"gpus_per_node": 8}},
     "watch": {"progress": {"jsonl": "metrics.jsonl", "step": "step"}},
     "watch.rules.NAME": {"progress": {"jsonl": "metrics.jsonl", "step": "step"}},
-    "components.NAME": {"gang": {"gpus_per_node": 8}},
+    "components.NAME": {
+        "gang": {"gpus_per_node": 8},
+        "components": {"trainer": {"checkpoints": "checkpoints"}},
+    },
 }
 SGLANG = {"components": {"rollout": {"backend": "sglang", "model": "M", "tensor_parallel": 8}}}
 COMMAND = {

@@ -404,7 +404,7 @@ def test_an_unknown_key_names_what_was_probably_meant_and_what_is_known() -> Non
         "components.trainer.redy",
         "unknown key",
         "did you mean `ready`? known are launcher, command, env, cwd, gpus, ports, ready, live, "
-        "on_exit_zero, stop, checkpoints",
+        "on_exit_zero, stop, checkpoints, keep",
     )
 
 
