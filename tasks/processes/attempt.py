@@ -35,6 +35,8 @@ from tasks.spec.watch import Alarms
 
 _log = logging.getLogger(__name__)
 
+#: A look at whether a component saves, and until the next one.
+_SAVING_WITHIN_S, _SAVING_EVERY_S = 2.0, 0.2
 #: A driver that hangs is not asked again.
 _DRIVER_WITHIN_S = 5.0
 _FATAL_SIGNALS = frozenset({"SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGTRAP"})
@@ -124,13 +126,6 @@ class Decision:
         )
 
 
-async def _gpus_here() -> dict[str, Any]:
-    """See `gpus_seen`; empty where the driver does not answer."""
-    found: list[dict[str, Any]] = [{}]
-    await within(_DRIVER_WITHIN_S, lambda: found.append(gpus_seen()))
-    return found[-1]
-
-
 class EarliestDecision:
     """Keeps the earliest decision, whatever the order in which decisions are heard of.
 
@@ -201,6 +196,7 @@ class SupervisedAttempt:
         self.earliest = EarliestDecision()
         self._conclusion: asyncio.Task[None] | None = None
         self._teardown: asyncio.Task[Verdict] | None = None
+        self._is_hurried = False
         #: Set once how the run ends is decided.
         self.decided = asyncio.Event()
 
@@ -271,6 +267,7 @@ class SupervisedAttempt:
 
     def hurry(self) -> None:
         """Wait for no grace period any more."""
+        self._is_hurried = True
         for member in self._launched:
             member.kill()
 
@@ -432,7 +429,8 @@ class SupervisedAttempt:
             self.decided.set()
             return
         last = self._launched[-1] if self._launched else None
-        if last is not None and last.exit is None and decision.component not in self._hung():
+        is_free = last is not None and last.exit is None and last.plan.is_saving is None
+        if last is not None and is_free and decision.component not in self._hung():
             # It is the first to be stopped in any case, so before anything is written of it.
             last.stop()
         self._teardown = asyncio.create_task(self._take_down(decision))
@@ -447,6 +445,7 @@ class SupervisedAttempt:
         await asyncio.gather(*(member.examine() for member in self._hung().values()))
         left: dict[str, tuple[int | str, ...]] = {}
         for member in reversed(self._launched):
+            await self._until_saved(member)
             if pids := await member.end():
                 left[member.name] = pids
         await asyncio.gather(*(m.end() for m in self.members.values() if not m.is_launched))
@@ -466,6 +465,15 @@ class SupervisedAttempt:
         if left:
             verdict = verdict.with_remains(left)
         return verdict.with_unseen({m.name: m.unseen for m in self._launched if m.unseen})
+
+    async def _until_saved(self, member: Member) -> None:
+        """Let what a component is saving be whole before it is told to end, within its grace
+        period."""
+        is_saving, deadline = member.plan.is_saving, time.monotonic() + member.plan.command.grace_s
+        while is_saving and not (member.is_hung or member.exit or self._is_hurried):
+            if time.monotonic() > deadline or not await within(_SAVING_WITHIN_S, is_saving, False):
+                return
+            await asyncio.sleep(_SAVING_EVERY_S)
 
     async def _hand_over(self, decision: Decision) -> Verdict:
         self._emit("attempt.left", reason=decision.reason)
@@ -515,7 +523,7 @@ class SupervisedAttempt:
             for member in self._launched:
                 use |= await member.gpu_use(self._plan.gpus)
             if has_driver:
-                seen = await _gpus_here()
+                seen: dict[str, Any] = await within(_DRIVER_WITHIN_S, gpus_seen, {})
                 has_driver = bool(seen.get("gpus"))
                 if (own := self._use_in(seen)) is not None:
                     use[host_name()] = own

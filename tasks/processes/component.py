@@ -43,6 +43,8 @@ class ComponentPlan:
     ready: ReadyProbe | None
     live: LiveProbe | None
     on_exit_zero: OnExitZero
+    #: Whether it writes a checkpoint; None: it has none. May take its time.
+    is_saving: Callable[[], bool] | None = None
     #: Makes the member that a cluster runs; None: a process of this machine runs it.
     make_member: Callable[[ComponentPlan, AttemptContext], Member] | None = None
 

@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, TypedDict, TypeVar
 
 from tasks.processes.ending import carries
 from tasks.processes.guarded import Command
@@ -434,6 +434,7 @@ def _is_python(pid: int) -> bool:
 
 
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 #: At most so long does each part keep a teardown: the look at the processes, and its report, ...
 _EXAMINED_WITHIN_S, _REPORTED_WITHIN_S = 15.0, 1.0
@@ -481,18 +482,18 @@ class Diagnosis:
 
     async def examine(self) -> Path | None:
         """Write down the state of its processes; the file, None where there is none."""
-        await within(_EXAMINED_WITHIN_S + _REPORTED_WITHIN_S, self._examine)
+        await within(_EXAMINED_WITHIN_S + _REPORTED_WITHIN_S, self._examine, None)
         return self._report if self._is_written else None
 
     async def __aenter__(self) -> None:
-        await within(_ABORTED_WITHIN_S, self._abort_early)
+        await within(_ABORTED_WITHIN_S, self._abort_early, None)
         self._late = asyncio.create_task(self._abort_late())
 
     async def __aexit__(self, *_: object) -> None:
         if self._late is not None:
             self._late.cancel()
         if self._is_written:
-            await within(_COPIED_WITHIN_S, self._copy_log)
+            await within(_COPIED_WITHIN_S, self._copy_log, None)
 
     def _examine(self) -> None:
         pids = self._processes()
@@ -529,7 +530,7 @@ class Diagnosis:
         def abort() -> None:
             abort_python(map(ProcessId.of, reversed(self._processes())), before_kill_s)
 
-        await within(before_kill_s, abort)
+        await within(before_kill_s, abort, None)
 
     def _copy_log(self) -> None:
         log = self._command.log
@@ -545,14 +546,19 @@ class Diagnosis:
         self._is_written = True
 
 
-async def within(limit_s: float, work: Callable[[], None]) -> None:
-    """Do what may block for ever, in a thread that nothing waits for longer than this."""
+async def within(limit_s: float, work: Callable[[], T], otherwise: T) -> T:
+    """Do what may block for ever, in a thread that nothing waits for longer than this.
+
+    Returns: what it gives; `otherwise`, where it fails or is late.
+    """
     loop = asyncio.get_running_loop()
     done = asyncio.Event()
+    found = otherwise
 
     def run() -> None:
+        nonlocal found
         with _told_if_it_fails():
-            work()
+            found = work()
         with suppress(RuntimeError):  # The loop has gone on without us, and is closed.
             loop.call_soon_threadsafe(done.set)
 
@@ -560,6 +566,7 @@ async def within(limit_s: float, work: Callable[[], None]) -> None:
     with suppress(TimeoutError):
         async with asyncio.timeout(limit_s):
             await done.wait()
+    return found
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -41,6 +41,8 @@ class JobPlan:
     #: What the driver itself takes of its node; empty with no labels: any node but the head.
     entrypoint_resources: Mapping[str, float] = field(default_factory=dict)
     entrypoint_label_selector: Mapping[str, str] = field(default_factory=dict)
+    #: The names of those that its run was given.
+    nodes: Collection[str] = ()
     #: How many GPUs the job is to take in all; 0: not watched.
     gpus: float = 0
     #: How long it may be pending, and then how long it may run without its GPUs.

@@ -97,12 +97,16 @@ def excludes_of(plan: JobPlan) -> list[str]:
 def place_of_driver(
     plan: JobPlan, nodes: Sequence[LiveNode]
 ) -> tuple[Mapping[str, float], Mapping[str, str]]:
-    """The resources and labels that keep the driver off the head, which Ray would prefer.
+    """The resources and labels that keep the driver on the nodes that its run was given; of one
+    that was given none, off the head, which Ray would prefer.
 
     Returns: both empty on a cluster that has nothing but a head.
     """
     if plan.entrypoint_resources or plan.entrypoint_label_selector:
         return plan.entrypoint_resources, plan.entrypoint_label_selector
+    names = {node.node_id: {node.name, f"{node.name}/{node.node_id[:8]}"} for node in nodes}
+    if given := [id for id, its in names.items() if not its.isdisjoint(plan.nodes)]:
+        return {}, {_NODE_ID_LABEL: f"in({','.join(given)})"}
     workers = [node for node in nodes if not node.is_head]
     if any(node.resources_total.get(_WORKER_RESOURCE, 0) > 0 for node in workers):
         return {_WORKER_RESOURCE: _SHARE}, {}

@@ -10,6 +10,7 @@ import glob
 import random
 import re
 import shutil
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -255,6 +256,8 @@ _ONLY_WITH_POINTER = re.compile(r"(global_step|iter)_\d+")
 #: parts. Source: transformers/trainer.py, _save_checkpoint.
 _COMPLETE_WITH = "trainer_state.json"
 _NUMBER = re.compile(r"\d+")
+#: A checkpoint that is being written changes at least so often.
+_GROWS_WITHIN_S = 30.0
 #: Behind the name of one that is being removed.
 _GOING = ".muster-old"
 #: Names under which something is written before it is complete, or after it was given up.
@@ -376,6 +379,19 @@ def _complete_in(folder: Path) -> list[Path]:
             before = _complete(entry for entry in entries if _step(entry) < step)
             return [*before, *([last] if last is not None else [])]
     return _complete(entry for entry in entries if not _ONLY_WITH_POINTER.fullmatch(entry.name))
+
+
+def is_saving(written: str, root: Path) -> bool:
+    """Whether something in a folder of checkpoints grows that is no complete one yet."""
+    folder, since = root / written, time.time() - _GROWS_WITHIN_S
+    with suppress(OSError):
+        complete = {*_complete_in(folder)}
+        for one in folder.iterdir():
+            if one not in complete and _NUMBER.search(one.name) and not one.name.endswith(_GOING):
+                parts = (part.stat().st_mtime for part in (one, *one.rglob("*")))
+                if any(changed > since for changed in parts):
+                    return True
+    return False
 
 
 def _named(folder: Path, name: str) -> Path | None:

@@ -21,6 +21,7 @@ from tasks.ray.nodes import examination_of, sweep_of
 from tasks.ray.submission import JobPlan, submission_file, submission_id
 from tasks.record.code_store import PROJECT, import_path, links_in
 from tasks.record.places import AttemptPlace
+from tasks.record.retries import is_saving
 from tasks.record.run_json import AttemptRecord
 from tasks.rollout.component import fleet_component
 from tasks.rollout.plan import FleetPlan
@@ -110,7 +111,7 @@ def _component_plan(
     if component is None:
         assert fleet is not None
         return fleet_component(fleet, env, spec.on_exit_zero(name))
-    is_job = component.launcher == "ray_job"
+    is_job, folder = component.launcher == "ray_job", component.checkpoints
     command = Command(
         argv=component.command,
         env={**env, **(fleet.env_of(name, others=spec.components) if fleet is not None else {})},
@@ -125,7 +126,10 @@ def _component_plan(
         ready=component.ready,
         live=component.live,
         on_exit_zero=spec.on_exit_zero(name),
-        make_member=_job_maker(spec, name, command, run_id, place, adopted) if is_job else None,
+        is_saving=partial(is_saving, folder, command.cwd) if folder else None,
+        make_member=_job_maker(spec, name, command, run_id, place, adopted, given)
+        if is_job
+        else None,
     )
 
 
@@ -136,6 +140,7 @@ def _job_maker(
     run_id: str,
     place: AttemptPlace,
     adopted: AttemptRecord | None,
+    given: Given | None,
 ) -> Callable[[ComponentPlan, AttemptContext], Member]:
     """Makes the member of a component that is a Ray job; its command's directory is sent along."""
     assert spec.ray is not None and spec.ray.address is not None
@@ -151,6 +156,7 @@ def _job_maker(
         command=command,
         entrypoint_resources=spec.ray.entrypoint_resources or {},
         entrypoint_label_selector=spec.ray.entrypoint_label_selector or {},
+        nodes=given.nodes if given is not None else (),
         # Of several jobs, or beside a fleet, nobody knows which takes how many.
         gpus=gang.nodes * gang.gpus_per_node if gang and takes_all else 0,
         start_within_s=spec.ray.start_within_s,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -43,6 +44,38 @@ def test_quickstart_that_is_killed_goes_on_from_its_checkpoint(start_run: Callab
     assert steps == list(range(step + 1, 41))
     log = (run.directory / "attempt-02" / "trainer.log").read_text()
     assert f"registered for steps {step + 1} to 40" in log
+
+
+SAVES = """
+import os, pathlib, time
+part = pathlib.Path("global_step_10", "part")
+part.parent.mkdir()
+while not os.path.exists("enough"):
+    part.open("a").write("weights")
+    time.sleep(0.05)
+open("latest_checkpointed_iteration.txt", "w").write("10")
+time.sleep(3600)
+"""
+
+
+@pytest.mark.thorough
+def test_a_save_under_way_at_a_stop_is_whole_before_the_trainer_is_told(
+    start_run: Callable, tmp_path: Path
+) -> None:
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    trainer = {"command": [sys.executable, "-c", SAVES], "cwd": str(folder), "checkpoints": "."}
+    trainer["stop"] = {"grace_s": 60}
+    run = start_run({"name": "x", "workload": "sft", "components": {"trainer": trainer}})
+    until((folder / "global_step_10" / "part").exists, "it saves")
+
+    run.process.send_signal(signal.SIGINT)
+    run.until_event("teardown.begun")
+    (folder / "enough").touch()
+
+    assert run.wait() == 130, run.text()
+    assert (folder / "latest_checkpointed_iteration.txt").read_text() == "10"
+    assert run.pids() == []
 
 
 @pytest.mark.thorough

@@ -16,6 +16,7 @@ import yaml
 from tests.support.gang_pool import GangPool, host
 from tests.support.ground import ROOT, Ground, Run, Server, until
 from tests.support.prefect_api import ask
+from tests.support.ray_cluster import RayCluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -163,3 +164,28 @@ def test_the_second_stage_of_a_pipeline_has_the_code_of_its_start(
     assert pipeline.wait(200) == 0, pool.ground.log("pipeline")
     logs = sorted(pool.ground.home.glob("runs/*/attempt-*/trainer.log"))
     assert [log.read_text() for log in logs] == ["ran old data\n"] * 4
+
+
+@pytest.mark.thorough
+def test_a_ray_job_has_the_code_of_its_submission_and_starts_on_a_node_of_its_gang(
+    pool: GangPool, project: Path, ray_cluster: RayCluster
+) -> None:
+    train = TRAIN.replace("sys.exit(", "print('on', os.environ['MUSTER_NODES']) # ")
+    (project / "train.py").write_text(train)
+    trainer = {"launcher": "ray_job", "command": ["python", "train.py"]}
+    more = {"gang": {"gpus_per_node": 1}, "ray": {"address": ray_cluster.address}}
+    spec = {**SPEC, **more, "components": {"trainer": trainer}}
+    (project / "muster.yaml").write_text(yaml.safe_dump(spec))
+    muster(pool.ground, "submit", str(project / "muster.yaml"))
+    run = newest(pool)
+    edit(project, "new")
+    pool.start_worker()
+
+    run.until_state("COMPLETED", "FAILED", "CRASHED")
+
+    [log] = said(pool.ground.home, run)
+    assert log.splitlines()[0] == "ran old", log
+    node = log.rpartition("on 127.0.0.1/")[2].strip()
+    submitted = run.record()["attempts"][0]["ray"]["submission_id"]
+    job = ask("GET", f"{ray_cluster.address}/api/jobs/{submitted}")
+    assert node and job["driver_node_id"].startswith(node)

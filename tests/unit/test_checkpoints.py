@@ -10,6 +10,7 @@ import yaml
 
 from tasks.record.places import RunPlace
 from tasks.record.retries import (
+    is_saving,
     is_unloadable,
     latest_checkpoint,
     remove_checkpoint,
@@ -347,3 +348,31 @@ def test_a_removal_that_was_cut_short_leaves_no_checkpoint_and_is_ended_by_the_n
     remove_checkpoint(tmp_path / "step-2.pt")
 
     assert [path.name for path in tmp_path.iterdir()] == ["step-3.pt"]
+
+
+@pytest.mark.parametrize(
+    ("paths", "says", "grows"),
+    [
+        (["global_step_10/", "global_step_20/"], "10", True),
+        (["global_step_10/"], "10", False),  # it is whole
+        (["global_step_10/"], "", True),  # the first one
+        (["checkpoint-10/trainer_state.json", "checkpoint-20/model.pt"], "", True),
+        (["step-10.pt", ".step-20.pt.tmp"], "", True),
+        (["step-10.pt", "events.log", ".step-5.pt.muster-old"], "", False),
+        ([], "", False),
+    ],
+)
+def test_what_is_no_whole_checkpoint_and_grows_is_being_saved(
+    tmp_path: Path, paths: list[str], says: str, grows: bool
+) -> None:
+    written(tmp_path, *paths)
+    if says:
+        (tmp_path / "latest_checkpointed_iteration.txt").write_text(says)
+    for path in tmp_path.rglob("*"):
+        os.utime(path)
+    now = is_saving(".", tmp_path)
+    for path in tmp_path.rglob("*"):
+        os.utime(path, (1000, 1000))
+
+    # What a crash has left does not grow.
+    assert (now, is_saving(".", tmp_path)) == (grows, False)

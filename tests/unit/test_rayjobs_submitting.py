@@ -70,6 +70,14 @@ def test_the_driver_is_kept_off_the_head_where_there_is_another_node(
     assert place == (resources, labels)
 
 
+def test_the_driver_is_kept_on_the_nodes_of_the_gang(plan: JobPlan) -> None:
+    nodes = [HEAD, *(node(name, worker_node=100) for name in "abc")]
+
+    place = place_of_driver(replace(plan, nodes={"a": 8, "c/c-id": 4, "gone": 8}), nodes)
+
+    assert place == ({}, {"ray.io/node-id": "in(a-id,c-id)"})
+
+
 def test_what_the_spec_says_of_the_drivers_place_counts_alone(plan: JobPlan) -> None:
     plan = replace(plan, entrypoint_label_selector={"zone": "a"})
 
