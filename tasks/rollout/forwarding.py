@@ -352,7 +352,7 @@ class _Passage:
         self._body: bytes | None = b""
         self._stream: AsyncIterator[bytes] | None = None
         self._tried: set[int] = set()
-        self._is_busy_excused = False
+        self._is_busy_excused = self._is_last_try = False
         #: A server has begun to answer, so that nobody else may.
         self._has_head = False
         #: The client's answer is a stream of events, to which another may be added.
@@ -374,6 +374,7 @@ class _Passage:
         give_up_at, why, tries = None, "", 0
         while tries < rules.tries:
             tries += 1
+            self._is_last_try = tries == rules.tries or self._body is None
             try:
                 entrypoint = await self._take(session)
             except NoEntrypoint as error:
@@ -466,6 +467,7 @@ class _Passage:
             headers=self._headers,
             body=self._body or b"",
             stream=self._stream,
+            is_last_try=self._is_last_try,
         )
         try:
             return await asyncio.wait_for(asked, head_s) if head_s else await asked

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import Any
+from typing import Any, cast
 
 import httptools
 from multidict import CIMultiDict
@@ -154,8 +154,7 @@ class Wire(asyncio.Protocol):
         self._parsed = self._came = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
+        self.transport = cast(asyncio.Transport, transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._may_write.set()
@@ -173,14 +172,20 @@ class Wire(asyncio.Protocol):
         if self.transport.is_closing():
             raise ConnectionResetError("the connection is closed")
 
+    def write(self, data: bytes) -> None:
+        """What nobody reads any more is left out; `drain` tells."""
+        if not self.transport.is_closing():
+            self.transport.write(data)
+
     def hold(self) -> None:
         """Read nothing until `release`."""
         self._holds += 1
-        self.transport.pause_reading()
+        if not self.transport.is_closing():
+            self.transport.pause_reading()
 
     def release(self) -> None:
         self._holds -= 1
-        if not self._holds:
+        if not self._holds and not self.transport.is_closing():
             self.transport.resume_reading()
 
     def _feed(self, parser: Any, data: bytes) -> Malformed | None:
@@ -277,7 +282,7 @@ class HttpRequest:
     def go_on(self) -> None:
         expected = self.headers.pop("Expect", "").lower()
         if expected == "100-continue" and not self.is_old and self.content.is_waiting:
-            self.wire.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            self.wire.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def send(self, answer: Answer) -> int:
         """The whole answer, at once. Returns: its status."""
@@ -341,7 +346,7 @@ class HttpRequest:
 
     def _put(self, data: bytes) -> None:
         if self._unsent or data:
-            self.wire.transport.write(self._unsent + data)
+            self.wire.write(self._unsent + data)
         self._unsent = b""
 
 
@@ -499,8 +504,8 @@ class ServerConnection(Wire):
         with it."""
         self._is_deaf = True
         self._ahead.clear()
-        self._holds = 0
-        self.transport.resume_reading()
+        self._holds = 1
+        self.release()
         with suppress(OSError):  # which it has been for its client
             self.transport.write_eof()
         self._timer.cancel()

@@ -64,16 +64,19 @@ class Upstreams:
         headers: CIMultiDict[str],
         body: bytes = b"",
         stream: AsyncIterator[bytes] | None = None,
+        is_last_try: bool = False,
     ) -> ServedConnection:
         """The answer once its head has come; to be closed. A cancel cuts the connection.
 
         Args:
             url: `http://host:port`.
+            is_last_try: over a new connection: the server may be closing a kept one just now.
             stream: in place of a body; in chunks, where the headers give no Content-Length.
 
         Raises: Unconnected, BrokenOff, Unsendable; Malformed, when the answer is not HTTP.
         """
-        connection = self._kept(url) or await self._connected(url)
+        kept = None if is_last_try else self._kept(url)
+        connection = kept or await self._connected(url)
         try:
             await connection.ask(method, target, headers, body, stream)
         except BaseException:
@@ -180,7 +183,7 @@ class ServedConnection(Wire):
             sent["Transfer-Encoding"] = "chunked"
         elif stream is None and (body or "Content-Length" in headers or method in _WITH_BODY):
             sent["Content-Length"] = str(len(body))
-        self.transport.write(head_of(f"{method} {target} HTTP/1.1", sent) + body)
+        self.write(head_of(f"{method} {target} HTTP/1.1", sent) + body)
         if stream is not None:
             self._sending = loop.create_task(self._send(stream, is_chunked=is_chunked))
         await self._head
@@ -252,7 +255,7 @@ class ServedConnection(Wire):
     async def _send(self, pieces: AsyncIterator[bytes], *, is_chunked: bool) -> None:
         try:
             async for piece in pieces:
-                self.transport.write(chunk(piece) if is_chunked else piece)
+                self.write(chunk(piece) if is_chunked else piece)
                 await self.drain()
         except ConnectionError:
             return  # which the answer tells
@@ -261,7 +264,7 @@ class ServedConnection(Wire):
             self.transport.abort()
             return
         if is_chunked:
-            self.transport.write(LAST_CHUNK)
+            self.write(LAST_CHUNK)
 
     def _fail(self, error: Exception) -> None:
         if self._head is not None and not self._head.done():

@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 from tasks.rollout.gateway import Gateway
+from tasks.rollout.process import run_serving
 from tasks.rollout.router import Entrypoint, Router
 
 
@@ -38,4 +39,4 @@ async def serve(urls: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(serve(sys.argv[1:]))
+    run_serving(serve(sys.argv[1:]))

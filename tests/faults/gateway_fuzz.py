@@ -22,9 +22,13 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from dataclasses import dataclass, field
 from random import Random, SystemRandom
+from threading import Thread
+from typing import Any
+
+import uvloop
 
 from tasks.rollout.forwarding import ANY_PATH, RequestRules
 from tasks.rollout.gateway import Gateway
@@ -741,7 +745,7 @@ def _refusal_of(message: Message) -> str | None:
 def _compare(world: World, asked: Message, got: Message, wanted: Message, seed: str) -> None:
     world.ends["answered"] += 1
     body = wanted.body
-    kind = (wanted.get(b"content-type") or b"").startswith(b"text/event-stream")
+    kind = (wanted.get(b"content-type") or b"").partition(b";")[0].strip() == b"text/event-stream"
     is_bare = asked.first.startswith(b"HEAD ") or wanted.status in (204, 304)
     if kind and not is_bare and wanted.get(b"content-length") is None:
         body += b": X-Muster-Version: 7\n\n"
@@ -766,7 +770,10 @@ async def _scene(world: World) -> AsyncIterator[Gateway]:
     )
     rules = RequestRules(paths=frozenset({ANY_PATH}), buffer_bytes=_BUFFER_BYTES)
     gateway = Gateway(fleet, rules=rules)  # type: ignore[arg-type]
-    await gateway.start()
+    loop = uvloop.new_event_loop()  # its own, as in the process of a fleet
+    thread = Thread(target=loop.run_forever)
+    thread.start()
+    await _on(loop, gateway.start())
     try:
         yield gateway
         deadline = time.monotonic() + _LEFT_WITHIN_S
@@ -777,12 +784,19 @@ async def _scene(world: World) -> AsyncIterator[Gateway]:
                 break
             await asyncio.sleep(0.02)
     finally:
-        await gateway.stop(0)
+        await _on(loop, gateway.stop(0))
+        loop.call_soon_threadsafe(loop.stop)
+        await asyncio.to_thread(thread.join)
+        loop.close()
         for one in servers:
             one.close()
     _, left_open = await asyncio.wait(world.engines, timeout=_LEFT_WITHIN_S)
     if left_open:
         world.find("left: connections to engines", len(left_open))
+
+
+async def _on(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, None]) -> None:
+    await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, loop))
 
 
 class _Errors(logging.Handler):
