@@ -218,7 +218,9 @@ except BadArgument as error:
 print(json.dumps(found))
 """
 FIGURES = """
-open("figures.jsonl", "a").write('{"step": 1, "reward": 0.5, "time/step": 2.0}\\n')
+import os
+with open(os.environ["FIGURES"], "w") as f:
+    f.write('{"step": 1, "reward": 0.5, "time/step": 2.0}\\n')
 """
 
 
@@ -227,7 +229,8 @@ def test_each_verb_of_the_client_and_of_json_does_what_is_documented(
     pool: GangPool, project: Path, tmp_path: Path
 ) -> None:
     (project / "train.py").write_text(FIGURES + TRAIN)
-    figures = {"progress": {"jsonl": "figures.jsonl", "step": "step"}}
+    file = "${attempt.dir}/figures.jsonl"
+    figures = {"env": {"FIGURES": file}, "progress": {"jsonl": file, "step": "step"}}
     spec = project / "muster.yaml"
     spec.write_text(yaml.safe_dump({**SPEC, **figures}))
     sleeper = {**SPEC, "components": {"trainer": {"command": ["sleep", "7000"]}}}
