@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 from uuid import UUID
 
-import yaml
 from cyclopts import Parameter
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.client.schemas.sorting import FlowRunSort
@@ -324,14 +323,12 @@ def _made_of(name: str) -> dict[str, object]:
         record.run_id: "${run.id}",
         **{str(port): f"${{{port_name}}}" for port_name, port in attempt.ports.items()},
     }
-    text = ""
-    with suppress(FileNotFoundError):
-        text = place.attempt(attempt.number).spec.read_text(encoding="utf-8")
-    for value, said in names.items():
-        # With no backslash, none of these is a template.
-        text = re.sub(rf"(?<!\w){re.escape(value)}(?!\w)", said, text)
-    spec = {**mapping(yaml.safe_load(text))}
-    spec.pop("code", None)
+    said = re.compile(rf"(?<!\w)({'|'.join(map(re.escape, names))})(?!\w)")
+    spec = {
+        key: said.sub(lambda found: names[found[1]], value) if isinstance(value, str) else value
+        for key, value in _flat(spec_of(place, attempt.number), "spec")
+        if key != "spec.code"
+    }
     made_of = record.made_of(attempt)
     files: dict[str, str] = {}
     with suppress(NoCode, OSError):
@@ -339,7 +336,7 @@ def _made_of(name: str) -> dict[str, object]:
     if files:
         # They say more.
         made_of.pop("diff", None)
-    return dict(_flat({"spec": spec, **made_of, "code": files}))
+    return {**spec, **dict(_flat({**made_of, "code": files}))}
 
 
 def _flat(node: object, path: str = "") -> Iterator[tuple[str, object]]:

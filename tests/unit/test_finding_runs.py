@@ -232,7 +232,9 @@ def test_what_two_attempts_were_made_of_is_compared(
     for run_id, number, port, rate in ((OLD, 1, 7, 1), (FAILED, 1, 40, 2), (FAILED, 2, 41, 2)):
         place = RunPlace.of(run_id).attempt(number)
         place.directory.mkdir()
-        place.spec.write_text(f"cwd: {place.directory}\nc: [x, {rate}, 'h:{port}']\nid: {run_id}\n")
+        place.spec.write_text(
+            f"cwd: {place.directory}\nc: [x, {rate}, 'h:{port}']\nid: {{run: {run_id}}}\n"
+        )
 
     codes = [
         run_verb(SHOW, ["--diff", f"{FAILED}--a01", f"{FAILED}--a02"]),
