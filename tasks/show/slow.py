@@ -3,6 +3,7 @@ fleet, of late and against the run's own past. Plain data in, words out."""
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -14,33 +15,36 @@ from typing import Any
 import yaml
 
 from tasks.record.events import Event
-from tasks.spec.watch import figure_of
-from tasks.spec.words import listed, seconds
+from tasks.spec.placeholders import mapping
+from tasks.spec.values import is_number
+from tasks.spec.words import commas, listed, seconds
 
 #: So many steps, or samples, are those of late; the past is what lies before them, as far as kept.
 _LATE, _KEPT, _PAST_AT_LEAST = 10, 2000, 3
 #: A change by less is none.
 _SAME = 1.2
 _WHOLE, _WAITING, _REST = "step", "waiting", "other"
-#: Of GPUs, a share; of nodes so many are named.
-_NODES_NAMED = 4
+_REQUESTS = ("p50", "p99", "max")
+#: Of nodes so many are named; of parts so many stand in a line of a card.
+_NODES_NAMED, _IN_A_LINE = 4, 2
+#: Where figures may stand below.
+_WITHIN = ("data", "metrics")
 
 
 @cache
-def _names() -> Mapping[str, Sequence[str]]:
-    names: dict[str, list[str]] = yaml.safe_load(
-        Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
-    )
-    return names
+def _names() -> Mapping[str, str]:
+    """`part[name of a figure]`."""
+    written = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+    return {name: part for part, names in written.items() for name in names}
 
 
 def parts_of(entry: Mapping[str, Any]) -> dict[str, float]:
     """Seconds of a step, `step`, and of each of its parts, as one line of figures has them."""
-    found = {}
-    for part, names in _names().items():
-        values = [one[1] for name in names if (one := figure_of(entry, (name,)))]
-        if values:
-            found[part] = values[0] if part == _WHOLE else sum(values)
+    found, known = dict[str, float](), _names()
+    for figures in (entry, *map(mapping, map(entry.get, _WITHIN))):
+        for name, value in figures.items():
+            if (part := known.get(name)) and is_number(value) and math.isfinite(value):
+                found[part] = value + (found.get(part, 0.0) if part != _WHOLE else 0.0)
     return found
 
 
@@ -87,11 +91,32 @@ class Slow:
         found = {name: part.now / whole for name, part in self.parts.items() if whole}
         return dict(sorted(found.items(), key=lambda one: -one[1]))
 
+    @property
+    def busy(self) -> float:
+        """Of all GPUs; they must be known."""
+        return fmean(one.now for one in self.gpus.values())
+
+    def card(self) -> Iterator[str]:
+        """The same in short lines."""
+        if self.step is not None:
+            times = f", {self.step.times:.1f} times its past" if self.step.times else ""
+            yield f"{seconds(self.step.now)} a step{times}"
+            parts = [*self._parts()]
+            for at in range(0, len(parts), _IN_A_LINE):
+                yield commas(parts[at : at + _IN_A_LINE])
+        if self.gpus:
+            yield f"GPUs {self.busy:.0%} busy"
+        if self.requests:
+            yield f"1 in 100 answers over {seconds(self.requests['p99'].now)}"
+
+    def _parts(self) -> Iterator[str]:
+        said = ((name, f"{share:.0%}") for name, share in self.shares.items())
+        return (f"{name} {share}" for name, share in said if share != "0%")
+
     def sentences(self) -> Iterator[str]:
         """For people, the most telling first."""
         if self.step is not None:
-            said = ((name, f"{share:.0%}") for name, share in self.shares.items())
-            of = ", ".join(f"{name} {share}" for name, share in said if share != "0%")
+            of = commas(self._parts())
             yield f"A step takes {seconds(self.step.now)}{f': {of}' if of else ''}."
             if self.step.times and self.step.before:
                 yield (
@@ -101,8 +126,7 @@ class Slow:
         if self.gpus:
             least = sorted(self.gpus, key=lambda node: self.gpus[node].now)[:_NODES_NAMED]
             nodes = listed(f"{node} {self.gpus[node].now:.0%}" for node in least)
-            busy = fmean(one.now for one in self.gpus.values())
-            yield f"Its GPUs are {busy:.0%} busy{f', the least {nodes}' if least[1:] else ''}."
+            yield f"Its GPUs are {self.busy:.0%} busy{f', the least {nodes}' if least[1:] else ''}."
         if self.requests:
             p50, p99, most = (seconds(self.requests[key].now) for key in _REQUESTS)
             yield f"Half of its answers take up to {p50}, 1 in 100 over {p99}, the longest {most}."
@@ -111,9 +135,6 @@ class Slow:
         grown = {name: p.now - p.before for name, p in self.parts.items() if p.before is not None}
         name = max(grown, key=grown.__getitem__, default="")
         return f", and {name} is {seconds(grown[name])} of it" if grown.get(name, 0) > 0 else ""
-
-
-_REQUESTS = ("p50", "p99", "max")
 
 
 class TimeSpent:
@@ -156,6 +177,8 @@ class TimeSpent:
     def slow(self) -> Slow | None:
         """None while nothing is known."""
         steps = [_whole(one) for one in self._steps.values()]
+        # The first one has to wait for all that starts.
+        steps = steps[1:] or steps
         totals = [one[_WHOLE] for one in steps] or [*self._seen]
         names = dict.fromkeys(name for one in steps[-_LATE:] for name in one if name != _WHOLE)
         slow = Slow(

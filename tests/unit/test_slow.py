@@ -87,6 +87,7 @@ def test_steps_that_take_longer_than_before_are_held_against_the_runs_own_past()
         "A step takes 25 s: waiting 72%, training 28%. "
         "That is 2.5 times the 10 s of its past, and waiting is 14 s of it."
     )
+    assert [*found.card()] == ["25 s a step, 2.5 times its past", "waiting 72%, training 28%"]
 
 
 @pytest.mark.parametrize("count", [1, 12])
@@ -96,7 +97,8 @@ def test_without_a_past_or_a_change_there_is_nothing_to_compare(count: int) -> N
 
 def test_a_step_that_is_trained_again_counts_once_and_its_lines_count_together() -> None:
     spent = TimeSpent()
-    for step, row in ((1, SLIME), (1, {"perf/rollout_time": 70.0}), (2, SLIME), (1, SLIME)):
+    first = (0, SLIME)  # It waited for the start of all.
+    for step, row in (first, (1, SLIME), (1, {"perf/rollout_time": 70.0}), (2, SLIME), (1, SLIME)):
         spent.take(step, row)
 
     assert spent.slow is not None
@@ -126,6 +128,7 @@ def test_idle_nodes_and_slow_answers_are_named() -> None:
         "Its GPUs are 50% busy, the least n2 10% and n1 90%. "
         "Half of its answers take up to 2.0 s, 1 in 100 over 30 s, the longest 1 min 30 s."
     )
+    assert [*found.card()] == ["GPUs 50% busy", "1 in 100 answers over 30 s"]
     assert found.as_json()["gpus"]["n2"] == {"now": 0.1, "before": None}
 
 
