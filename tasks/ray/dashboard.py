@@ -341,9 +341,10 @@ class Dashboard:
             its, gpus = node["raylet"], node.get("gpus") or ()
             names = (str(its.get("nodeName")), f"{its.get('nodeName')}/{its.get('nodeId', '')[:8]}")
             name = next((one for one in names if one in given or not given), "")
-            use = sorted(((gpu.get("utilizationGpu") or 0) / 100 for gpu in gpus), reverse=True)
+            # Below 0 where its driver does not say.
+            use = [one for gpu in gpus if (one := gpu.get("utilizationGpu", -1) or 0) >= 0]
             if name and use:
-                found[name] = fmean(use[: given.get(name)])
+                found[name] = fmean(sorted(use, reverse=True)[: given.get(name)]) / 100
         return found
 
     async def job(self, submission_id: str) -> JobState | None:

@@ -176,7 +176,7 @@ async def test_a_cluster_says_what_the_gpus_of_each_node_do(
         },
         {
             "raylet": {"nodeName": "n2", "nodeId": "abcdef0123"},
-            "gpus": [{"utilizationGpu": None}, {"utilizationGpu": 0}],
+            "gpus": [{"utilizationGpu": -1}, {"utilizationGpu": 0}],
         },
         {"raylet": {"nodeName": "head", "nodeId": "11"}, "gpus": []},
         # One that has just joined.
