@@ -519,14 +519,19 @@ class SupervisedAttempt:
         """Say from time to time what the run's GPUs do."""
         has_driver = True
         async for _ in ever_more_seldom():
+            if self._is_quiet():
+                continue
             use = dict[str, float]()
-            for member in self._launched:
-                use |= await member.gpu_use(self._plan.gpus)
             if has_driver:
                 seen: dict[str, Any] = await within(_DRIVER_WITHIN_S, gpus_seen, {})
                 has_driver = bool(seen.get("gpus"))
                 if (own := self._use_in(seen)) is not None:
                     use[host_name()] = own
+            try:
+                use |= await self._plan.gpu_use() if self._plan.gpu_use else {}
+            except Exception as error:
+                # Nothing depends on it, and anybody may answer there.
+                _log.warning("%s: what its GPUs do is not known: %r", self._plan.run_id, error)
             if use:
                 self._emit("run.load", gpus=use)
 

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -73,9 +73,10 @@ class AttemptPlan:
     time_limit_s: float | None = None
     #: When it began, UTC epoch seconds; None: now.
     began_at: float | None = None
-    #: What it was given: GPUs by node, and of this machine which, as their driver numbers them.
-    gpus: Mapping[str, int] = field(default_factory=dict)
+    #: Of this machine's, those that it was given, as their driver numbers them.
     devices: tuple[int, ...] = ()
+    #: Of its cluster, by node, the share of the last moment in which its GPUs did something.
+    gpu_use: Callable[[], Awaitable[Mapping[str, float]]] | None = None
     #: What holds the attempt's processes.
     containment: Containment = field(default_factory=lambda: Containment(level=Level.L2))
     #: Takes secrets out of a text, before it is written down.
@@ -297,11 +298,6 @@ class Member(ABC):
     def is_pending(self) -> bool:
         """It was launched, and does not run yet: its silence means nothing."""
         return False
-
-    async def gpu_use(self, given: Mapping[str, int]) -> Mapping[str, float]:
-        """By node, the share of the last moment in which its GPUs did something; empty where that
-        is not for it to say."""
-        return {}
 
     def _note_start(self) -> None:
         """Note what is there before it starts, and when that is."""

@@ -218,11 +218,6 @@ class RayJob(Member):
     def is_pending(self) -> bool:
         return self.is_launched and not self._runs and self.exit is None
 
-    async def gpu_use(self, given: Mapping[str, int]) -> Mapping[str, float]:
-        with contextlib.suppress(NoAnswer, Denied):
-            return await self._dashboard.gpu_use(given) if self._runs else {}
-        return {}
-
     def last_words(self, since: int = 0, until: int | None = None) -> str:
         """The end of its log without what Ray itself wrote there, and Ray's word on the end."""
         said = super().last_words(since, until)

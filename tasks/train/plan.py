@@ -15,7 +15,7 @@ from tasks.processes.containment import Containment, Level, allowed_level, probe
 from tasks.processes.devices import listed
 from tasks.processes.guarded import Command
 from tasks.processes.identity import host_name
-from tasks.ray.dashboard import CLUSTERS_VARIABLE
+from tasks.ray.dashboard import CLUSTERS_VARIABLE, Dashboard
 from tasks.ray.job import RayJob
 from tasks.ray.nodes import examination_of, sweep_of
 from tasks.ray.submission import JobPlan, submission_file, submission_id
@@ -90,11 +90,19 @@ def plan_of(
         success_step=spec.success.step if spec.success else None,
         stall_after_s=spec.stall_after_s,
         time_limit_s=spec.gang.max_hours * 3600 if spec.gang and spec.gang.max_hours else None,
-        gpus=given.nodes if given else {},
         devices=given.devices if given else (),
+        gpu_use=partial(_gpu_use, spec.ray.address, given) if spec.ray else None,
         containment=containment,
         began_at=adopted.started_at if adopted is not None else None,
     )
+
+
+async def _gpu_use(address: str | None, given: Given | None) -> Mapping[str, float]:
+    dashboard = Dashboard(address or "")
+    try:
+        return await dashboard.gpu_use(given.nodes if given else {})
+    finally:
+        await dashboard.close()
 
 
 def _component_plan(
