@@ -14,7 +14,7 @@ from typing import Any
 from prefect.client.schemas.objects import FlowRun
 
 from tasks.processes.identity import host_name
-from tasks.record.announcements import ANNOUNCED_AS, fields_of, payload_of
+from tasks.record.announcements import ANNOUNCED_AS, PAYLOADS, payload_of
 from tasks.record.events import Event, listening
 from tasks.record.outcome import Failure
 from tasks.record.states import RUNNING, GroupState, RunState
@@ -138,7 +138,7 @@ class RunAnnouncements:
     def _told(self, name: str, at: float, **known: Any) -> Event:
         # Of all that is known, what the event has a key for.
         known = {**known, **self._common, "attempt": self._seen.attempt}
-        known = {key: value for key, value in known.items() if key in fields_of(name)}
+        known = {key: value for key, value in known.items() if key in PAYLOADS[name]}
         return Event(name=name, at=at, fields=payload_of(name, **known))
 
 
