@@ -21,7 +21,6 @@ from uuid import UUID
 
 from prefect import Flow, get_run_logger, tags
 from prefect.client.orchestration import SyncPrefectClient
-from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId, FlowRunFilterName
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.exceptions import Pause, TerminationSignal
 from prefect.flow_engine import run_flow
@@ -33,7 +32,6 @@ from tasks.pipeline.stage_runs import (
     Begin,
     CannotBegin,
     Conclude,
-    Ending,
     Follow,
     StageRun,
     Step,
@@ -49,6 +47,7 @@ from tasks.pipeline.stage_runs import (
 )
 from tasks.record.places import RunPlace
 from tasks.record.retries import handed_on
+from tasks.record.states import RunState
 from tasks.server.artifacts import FlowArtifacts, submitted_code
 from tasks.server.flow_process import (
     end_on_signals,
@@ -254,7 +253,7 @@ class Pipeline:
         if (run := self.step.run) is None:
             names = ", ".join(self.spec.stage_names)
             return Completed(message=f"all stages are complete: {names}")
-        if self.step.ending is Ending.CANCELLED:
+        if run.ending is RunState.CANCELLED:
             return Cancelled(message=f"stage {run.stage}: its run was cancelled ({link_of(run)})")
         said = run.message if run.state == "Failed" else f"{run.state}: {run.message}"
         return Failed(message=f"stage {run.stage}: {said} ({link_of(run)})")
@@ -305,7 +304,7 @@ class Pipeline:
 
         def show(client: SyncPrefectClient) -> None:
             for run in self._runs:
-                if run.ending is Ending.COMPLETED and run.flow_run_id not in self._handed_on:
+                if run.ending is RunState.COMPLETED and run.flow_run_id not in self._handed_on:
                     found = str(self._checkpoint(client, run) or "")
                     self._handed_on[run.flow_run_id] = found
             data = table_of(self.spec.stage_names, self._runs, self._handed_on)
@@ -502,9 +501,9 @@ def _to_resume(api_url: str, name: str) -> FlowRun:
     Raises: MusterError, where it can't now or at all: what to do instead.
     """
     try:
-        which = FlowRunFilter(id=FlowRunFilterId(any_=[UUID(name)]))
+        which: Mapping[str, Any] = {"id": {"any_": [UUID(name)]}}
     except ValueError:
-        which = FlowRunFilter(name=FlowRunFilterName(any_=[name]))
+        which = {"name": {"any_": [name]}}
     with talking_to(api_url) as client:
         flow_run = next(flow_runs_of(client, which, ["pipeline"]), None)
     if flow_run is None:

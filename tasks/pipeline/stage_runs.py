@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from enum import Enum
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -21,24 +20,16 @@ from uuid import UUID
 import httpx
 from prefect import Task
 from prefect.client.orchestration import SyncPrefectClient
-from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterParentFlowRunId
-from prefect.client.schemas.objects import FlowRun, State
+from prefect.client.schemas.objects import FlowRun, StateType
+from prefect.client.schemas.responses import DeploymentResponse
 from prefect.exceptions import ObjectNotFound
 from prefect.states import Cancelling, Failed, Pending, Scheduled
 
+from tasks.record.states import RunState
 from tasks.server.flow_runs import flow_runs_of, refusal_of
 from tasks.spec.errors import MusterError
 from tasks.spec.pipeline import STAGE_DEPLOYMENT, Stage
 from tasks.spec.run import LIVE
-
-
-class Ending(Enum):
-    """How a run, or a pipeline, came to its end."""
-
-    COMPLETED = "completed"
-    #: Also where its process was lost.
-    FAILED = "failed"
-    CANCELLED = "cancelled"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,8 +45,8 @@ class StageRun:
     #: The name of its state, and what it says.
     state: str
     message: str
-    #: None while it waits or runs.
-    ending: Ending | None
+    #: Its final state, FAILED also where its process was lost; None while it waits or runs.
+    ending: RunState | None
     #: Aware; None while it has not ended.
     ended_at: datetime | None
 
@@ -80,7 +71,6 @@ class Follow:
 class Conclude:
     """Nothing is left to be done."""
 
-    ending: Ending
     #: Of the stage that ended the pipeline; None where all have completed.
     run: StageRun | None = None
 
@@ -106,25 +96,24 @@ def next_step(stages: Sequence[str], runs: Sequence[StageRun], asked_at: datetim
             return Begin(stage=stage, number=1)
         if under_way := [run for run in tries if run.ending is None]:
             return Follow(run=under_way[-1])
-        if any(run.ending is Ending.COMPLETED for run in tries):
+        if any(run.ending is RunState.COMPLETED for run in tries):
             continue
         last = tries[-1]
         if last.ended_at is not None and last.ended_at < asked_at:
             return Begin(stage=stage, number=last.number + 1)
-        return Conclude(ending=last.ending or Ending.FAILED, run=last)
-    return Conclude(ending=Ending.COMPLETED)
+        return Conclude(run=last)
+    return Conclude()
 
 
 def completed_run(stage: str, runs: Iterable[StageRun]) -> StageRun | None:
     """The run whose checkpoint a stage hands on: the last one that completed."""
-    tries = [run for run in runs if run.stage == stage and run.ending is Ending.COMPLETED]
+    tries = [run for run in runs if run.stage == stage and run.ending is RunState.COMPLETED]
     return max(tries, key=lambda run: run.number, default=None)
 
 
 def last_asked(states: Sequence[tuple[datetime, bool]]) -> datetime:
-    """When somebody last asked for a flow run: at its creation, or as it left a final state.
-
-    A process that is lost and started again by itself leaves none.
+    """When somebody last asked for a flow run: at its creation, or as it left a final state, which
+    one whose process is lost and started again by itself has not.
 
     Args:
         states: When each state of the flow run began, aware, and whether it is a final one; at
@@ -155,7 +144,7 @@ class CannotBegin(MusterError):
 
 def stage_runs(client: SyncPrefectClient, pipeline: UUID) -> list[StageRun]:
     """All runs that the stages of a pipeline have had, by the id of its flow run."""
-    children = FlowRunFilter(parent_flow_run_id=FlowRunFilterParentFlowRunId(any_=[pipeline]))
+    children = {"parent_flow_run_id": {"any_": [pipeline]}}
     return [
         _stage_run(*place, run)
         for run in flow_runs_of(client, children)
@@ -164,11 +153,8 @@ def stage_runs(client: SyncPrefectClient, pipeline: UUID) -> list[StageRun]:
 
 
 def spec_of_deployment(client: SyncPrefectClient, name: str) -> Mapping[str, Any]:
-    """The run spec that a deployment has as its parameter.
-
-    Raises: CannotBegin.
-    """
-    found = _deployment(client, name).parameters.get("spec")
+    """The run spec that a deployment has as its parameter. Raises: CannotBegin."""
+    found = deployment_named(client, name).parameters.get("spec")
     if not isinstance(found, Mapping):
         raise CannotBegin(f"the deployment {name} has no spec: write spec: FILE.yaml beside it")
     return found
@@ -194,7 +180,7 @@ def create_stage_run(
     Raises: CannotBegin.
     """
     name = stage.deployment or STAGE_DEPLOYMENT
-    deployment = _deployment(client, name)
+    deployment = deployment_named(client, name)
     task: Task[..., Any] = Task(fn=_nothing, name=stage.name)
     task.task_key = f"stage-{stage.name}"
     task_run = client.create_task_run(
@@ -246,20 +232,21 @@ def _stage_run(stage: str, number: int, run: FlowRun) -> StageRun:
         name=run.name,
         state=(state.name if state else None) or "Pending",
         message=(state.message if state else None) or "",
-        ending=_ending(state),
+        ending=_ENDINGS[state.type] if state is not None and state.is_final() else None,
         ended_at=state.timestamp if state is not None and state.is_final() else None,
     )
 
 
-def _ending(state: State[Any] | None) -> Ending | None:
-    if state is None or not state.is_final():
-        return None
-    if state.is_completed():
-        return Ending.COMPLETED
-    return Ending.CANCELLED if state.is_cancelled() else Ending.FAILED
+_ENDINGS = {
+    StateType.COMPLETED: RunState.COMPLETED,
+    StateType.CANCELLED: RunState.CANCELLED,
+    StateType.FAILED: RunState.FAILED,
+    StateType.CRASHED: RunState.FAILED,
+}
 
 
-def _deployment(client: SyncPrefectClient, name: str) -> Any:
+def deployment_named(client: SyncPrefectClient, name: str) -> DeploymentResponse:
+    """Raises: CannotBegin."""
     try:
         return client.read_deployment_by_name(name)
     except ObjectNotFound:
@@ -270,4 +257,4 @@ def _deployment(client: SyncPrefectClient, name: str) -> Any:
 
 
 def _nothing() -> None:
-    """What stands for a stage's run in its pipeline's flow run is never called."""
+    """Never called: it stands for a stage's run in its pipeline's flow run."""

@@ -1,8 +1,8 @@
 """Events of an attempt: a line each in `events.jsonl`, and the same to whoever listens.
 
-`CATALOGUE` has every event with its fields, and `Event` each field with its type, so that whoever
-emits one and whoever reads it mean the same. A file of another version may have events and fields
-that are not there, and lack some that are: they are kept as they are, and read as nothing.
+`docs/events.md` has every event with its fields, to which a test holds whoever emits one or reads
+it, and `Event` each field with its type. What another version has written beside them is kept as it
+is; what it has not reads as nothing.
 """
 
 from __future__ import annotations
@@ -24,72 +24,6 @@ from tasks.record.states import GroupState
 from tasks.spec.secrets import masked_in
 
 _log = logging.getLogger(__name__)
-
-_INCIDENT = ("ranks", "why")
-_RECOVERY = ("id", "group", "ranks")
-_BEGUN = ("attempt", "run_id", "directory", "resume_from")
-
-#: The fields of each event, by its name; `at`, `event` and `component` stand before them in a line.
-CATALOGUE: Mapping[str, tuple[str, ...]] = {
-    # Of the run, told to listeners only: it may have no attempt yet.
-    "run.opened": ("run_id", "record"),
-    "run.waiting": ("message",),
-    # Of the run.
-    "run.state": ("state", "message"),
-    "run.progress": ("step", "total"),
-    "run.load": ("gpus",),
-    "leftovers.removed": ("paths",),
-    "reconcile.ended": ("flow_pid", "killed", "removed"),
-    # Of an attempt.
-    "attempt.begun": _BEGUN,
-    "attempt.adopted": _BEGUN,
-    "containment": ("text", "level", "promise", "missing"),
-    "attempt.ready": ("step",),
-    "run.slow": ("step", "median_s", "message"),
-    "run.alarm": ("rule", "metric", "step", "since", "value", "then", "said", "message"),
-    "teardown.begun": ("reason", "cause"),
-    "teardown.ended": ("left",),
-    "attempt.left": ("reason",),
-    "attempt.ended": ("attempt", "state", "message", "failure"),
-    "attempt.decided": ("attempt", "text"),
-    # Of a component.
-    "component.starting": (),
-    "component.spawned": ("pid", "submission_id", "argv", "is_adopted"),
-    "process.watched": ("pid", "command"),
-    "probe.failed": ("reason", "misses", "probe"),
-    "component.ready": ("pid", "after_s"),
-    "component.status": ("message",),
-    "component.drained": (),
-    "component.exited": ("pid", "exit_code", "signal"),
-    "component.diagnosed": ("pid", "path"),
-    "component.stopped": ("pid",),
-    "component.stuck": ("pid", "pids"),
-    # Of a component that is a job on a cluster.
-    "job.submitted": ("submission_id", "address"),
-    "job.attached": ("submission_id",),
-    "job.state": ("status", "place"),
-    "job.final": ("status", "message"),
-    "job.ended": ("submission_id", "left", "unseen"),
-    "job.swept": ("killed", "left", "unreached"),
-    "log.incomplete": ("message",),
-    "contact.lost": ("address", "message"),
-    "contact.back": ("address", "after_s"),
-    # Of a fleet, whose own process tells them.
-    "rollout.server.started": ("rank", "epoch", "url"),
-    "rollout.server.died": ("rank", "epoch", "why"),
-    "rollout.probe.failed": ("rank", "epoch", "reason", "kind", "misses"),
-    "rollout.group.state": ("group", "ranks", "before", "after", "cause", "epoch"),
-    "rollout.recovery.begun": (*_RECOVERY, "cause", "try"),
-    "rollout.recovery.ended": (*_RECOVERY, "outcome", "took_s", "message"),
-    "rollout.incident.begun": _INCIDENT,
-    "rollout.incident.ended": _INCIDENT,
-    "rollout.check": ("epoch", "failed", "active", "inactive", "unreachable"),
-    "rollout.sync.begun": ("sync", "engines", "in_flight", "waited_s"),
-    "rollout.sync.ended": ("sync", "outcome", "message", "version", "serving", "took_s"),
-    "rollout.load": ("requests",),
-    "rollout.warning": ("message",),
-    "rollout.failed": ("reason",),
-}
 
 T = TypeVar("T")
 
@@ -123,7 +57,7 @@ class Event:
     name: str
     #: The component it happened to; None for the run as a whole.
     component: str | None = None
-    #: What else is known, as `CATALOGUE` has it.
+    #: What else is known, as `docs/events.md` has it.
     fields: Mapping[str, Any] = field(default_factory=dict)
 
     address = _Field("")

@@ -14,19 +14,14 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from functools import partial
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 from uuid import UUID
 
 import httpx
 from prefect.client.orchestration import SyncPrefectClient
-from prefect.client.schemas.filters import (
-    ArtifactFilter,
-    ArtifactFilterFlowRunId,
-    ArtifactFilterId,
-    ArtifactFilterKey,
-    ArtifactFilterType,
-)
+from prefect.client.schemas.filters import ArtifactFilter
 from prefect.client.schemas.objects import Artifact
 from prefect.client.schemas.sorting import ArtifactSort
 from prefect.exceptions import MissingContextError
@@ -44,7 +39,6 @@ from tasks.spec.words import picture
 SUMMARY, COMPONENTS, TIMELINE = "summary", "components", "timeline"
 REWARD, PROGRESS, ATTEMPTS = "reward", "progress", "attempts"
 RECORD, TIME = "record", "time"
-_NOT_FOUND = 404
 
 Log = logging.Logger | logging.LoggerAdapter[logging.Logger]
 
@@ -63,10 +57,9 @@ def leave_report(key: str, markdown: str, summary: str, log: Log) -> None:
     """
     if not (api_url := PREFECT_API_URL.value()):
         return
-    task_run_id, flow_run_id = get_task_and_flow_run_ids()
-    whose = {"task_run_id": task_run_id, "flow_run_id": flow_run_id}
+    whose = zip(("task_run_id", "flow_run_id"), get_task_and_flow_run_ids(), strict=True)
     content = {"key": key, "type": "markdown", "data": markdown, "description": summary}
-    content |= {name: str(id) for name, id in whose.items() if id is not None}
+    content |= {name: str(id) for name, id in whose if id is not None}
     try:
         with talking_to(api_url) as client:
             client.request("POST", "/artifacts/", json=content)
@@ -78,12 +71,9 @@ def artifacts_of(
     client: SyncPrefectClient, flow_run_id: UUID, keys: Iterable[str]
 ) -> list[Artifact]:
     """Those of a flow run, the one that was updated last first."""
+    which = {"key": {"any_": list(keys)}, "flow_run_id": {"any_": [flow_run_id]}}
     return client.read_artifacts(
-        artifact_filter=ArtifactFilter(
-            key=ArtifactFilterKey(any_=list(keys)),
-            flow_run_id=ArtifactFilterFlowRunId(any_=[flow_run_id]),
-        ),
-        sort=ArtifactSort.UPDATED_DESC,
+        artifact_filter=ArtifactFilter.model_validate(which), sort=ArtifactSort.UPDATED_DESC
     )
 
 
@@ -96,7 +86,6 @@ class FlowArtifacts:
         """
         Args:
             keys: those that somebody else may have made already.
-            mask: takes secrets out of a text.
         """
         self._flow_run_id = flow_run_id
         self._keys = list(keys)
@@ -109,19 +98,17 @@ class FlowArtifacts:
         if self._ids is None:
             found = artifacts_of(client, self._flow_run_id, self._keys)
             self._ids = {one.key: one.id for one in reversed(found) if one.key}
-        content = {"description": self._description(shown), "data": shown.data}
-        if isinstance(shown.data, str):
-            content["data"] = self._mask(shown.data)
+        said = self._mask(shown.headline)
+        if shown.picture:
+            # Before it is a picture: what is masked in its code breaks it.
+            said = picture(self._mask(shown.picture), said)
+        data = self._mask(shown.data) if isinstance(shown.data, str) else shown.data
+        content = {"description": said, "data": data}
         if key in self._ids and self._is_updated(client, self._ids[key], content):
             return
         whose = {"key": key, "type": shown.type, "flow_run_id": str(self._flow_run_id)}
         answer = client.request("POST", "/artifacts/", json={**whose, **content})
         self._ids[key] = UUID(answer.json()["id"])
-
-    def _description(self, shown: Shown) -> str:
-        words = self._mask(shown.headline)
-        # Before it is a picture: what is masked in its code breaks it.
-        return picture(self._mask(shown.picture), words) if shown.picture else words
 
     def _is_updated(
         self, client: SyncPrefectClient, artifact: UUID, content: dict[str, str | float]
@@ -131,9 +118,9 @@ class FlowArtifacts:
         try:
             client.request("PATCH", "/artifacts/{id}", path_params=place, json=content)
         except httpx.HTTPStatusError as error:
-            if error.response.status_code == _NOT_FOUND:
-                return False
-            raise
+            if error.response.status_code != HTTPStatus.NOT_FOUND:
+                raise
+            return False
         return True
 
 
@@ -189,7 +176,8 @@ def shared_code(client: SyncPrefectClient, name: str) -> bytes | None:
     """What the server keeps under a name, packed."""
     for _id, one, parts in _shared(client):
         if one == name:
-            found = (client.read_artifacts(artifact_filter=_by_id(part)) for part in parts)
+            which = (ArtifactFilter.model_validate({"id": {"any_": [part]}}) for part in parts)
+            found = (client.read_artifacts(artifact_filter=one) for one in which)
             return b"".join(base64.b64decode(str(part.data)) for [part] in found)
     return None
 
@@ -209,15 +197,11 @@ def _post(client: SyncPrefectClient, content: dict[str, Any]) -> str:
     return str(client.request("POST", "/artifacts/", json=content).json()["id"])
 
 
-def _by_id(id: str) -> ArtifactFilter:
-    return ArtifactFilter(id=ArtifactFilterId(any_=[UUID(id)]))
-
-
 def _shared(
     client: SyncPrefectClient, before: datetime | None = None
 ) -> Iterator[tuple[str, str, list[str]]]:
     """Of each entry its id, what it is of, and the ids of its parts, in order."""
-    which, at = ArtifactFilter(type=ArtifactFilterType(any_=[_CODE])), 0
+    which, at = ArtifactFilter.model_validate({"type": {"any_": [_CODE]}}), 0
     while found := client.read_artifacts(artifact_filter=which, limit=_PAGE, offset=at):
         for one in found:
             data: Any = one.data

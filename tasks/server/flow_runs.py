@@ -23,20 +23,12 @@ from uuid import UUID
 
 import httpx
 from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.client.schemas.filters import (
-    FlowFilter,
-    FlowFilterName,
-    FlowRunFilter,
-    FlowRunFilterState,
-    FlowRunFilterStateType,
-)
+from prefect.client.schemas.filters import FlowFilter, FlowRunFilter
 from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.client.schemas.responses import DeploymentResponse, SetStateStatus
 from prefect.client.schemas.sorting import FlowRunSort
 from prefect.exceptions import ObjectNotFound
-from prefect.settings import (
-    PREFECT_API_AUTH_STRING,
-)
+from prefect.settings import PREFECT_API_AUTH_STRING
 from prefect.states import Cancelled, Completed, Crashed, Failed, Running, Scheduled
 
 from tasks.processes.ending import Holders
@@ -183,13 +175,13 @@ def find_flow_run(client: SyncPrefectClient, flow_run_id: str) -> FlowRun | None
 
 
 def state_of(client: SyncPrefectClient, flow_run_id: str) -> State[Any] | None:
-    """Its state; None where the server does not know it."""
+    """The same of its state."""
     flow_run = find_flow_run(client, flow_run_id)
     return flow_run.state if flow_run is not None else None
 
 
-def _in_states(types: Iterable[StateType]) -> FlowRunFilter:
-    return FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=list(types))))
+def _in_states(types: Sequence[StateType]) -> Mapping[str, Any]:
+    return {"state": {"type": {"any_": types}}}
 
 
 def held_flow_runs(client: SyncPrefectClient) -> list[FlowRun]:
@@ -204,15 +196,20 @@ def open_flow_runs(client: SyncPrefectClient) -> list[FlowRun]:
 
 def flow_runs_of(
     client: SyncPrefectClient,
-    which: FlowRunFilter | None = None,
+    which: Mapping[str, Any] | None = None,
     flows: Sequence[str] = (),
     sort: FlowRunSort | None = None,
 ) -> Iterator[FlowRun]:
-    """All of them, asked for as they are taken; of these flows, where any are named."""
-    flow = FlowFilter(name=FlowFilterName(any_=list(flows))) if flows else None
+    """All of them, asked for as they are taken; of these flows, where any are named.
+
+    Args:
+        which: a `FlowRunFilter`, as JSON has it.
+    """
+    flow = FlowFilter.model_validate({"name": {"any_": flows}}) if flows else None
+    run = FlowRunFilter.model_validate(which) if which else None
     for offset in count(step=_PAGE):
         page = client.read_flow_runs(
-            flow_filter=flow, flow_run_filter=which, sort=sort, limit=_PAGE, offset=offset
+            flow_filter=flow, flow_run_filter=run, sort=sort, limit=_PAGE, offset=offset
         )
         yield from page
         if len(page) < _PAGE:
@@ -409,10 +406,7 @@ def say_running(flow_run_id: UUID, message: str, over: threading.Event) -> None:
     """
     for delay_s in (*_SAID_AGAIN_AFTER_S, None):
         try:
-            with (
-                client_settings(retries=0),
-                get_client(sync_client=True) as client,
-            ):
+            with client_settings(retries=0), get_client(sync_client=True) as client:
                 state = state_of(client, str(flow_run_id))
                 if state is not None and state.is_running() and not over.is_set():
                     client.set_flow_run_state(flow_run_id, Running(message=message))

@@ -16,15 +16,14 @@ import httpx
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.actions import DeploymentScheduleCreate
 from prefect.client.schemas.objects import FlowRun, State
-from prefect.client.schemas.responses import DeploymentResponse
 from prefect.client.schemas.schedules import CronSchedule
-from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_API_URL
 from prefect.states import Scheduled
 from prefect.utilities.urls import url_for
 from pydantic import ValidationError
 
 from tasks.pipeline.pipeline import with_code
+from tasks.pipeline.stage_runs import deployment_named
 from tasks.queue.ledger import request_of
 from tasks.server.artifacts import code_label, submitted_code
 from tasks.server.flow_process import EXIT_INTERRUPTED, exit_code_of
@@ -152,7 +151,7 @@ def queued(
 
     Raises: InvalidSpec, MusterError; nothing was queued.
     """
-    found = _deployment(client, deployment)
+    found = deployment_named(client, deployment)
     secrets_of(client, spec)
     spec = _with_code(client, spec, root)
     _say_project(spec, root)
@@ -221,7 +220,7 @@ def deploy(
         why = error.errors()[0]["msg"].removeprefix("Value error, ")
         raise BadArgument(f'--cron "{cron}" --timezone {timezone}: {why}') from error
     with to_server() as client:
-        model = _deployment(client)
+        model = deployment_named(client, STAGE_DEPLOYMENT)
         loaded = _with_code(client, loaded, root)
         _say_project(loaded, root)
         try:
@@ -264,20 +263,6 @@ def to_server() -> Iterator[SyncPrefectClient]:
                 raise
             why = refusal_of(error.response)
             raise MusterError(f"the Prefect server does not take it: {why}") from error
-
-
-def _deployment(client: SyncPrefectClient, name: str = STAGE_DEPLOYMENT) -> DeploymentResponse:
-    """By default that of any spec. Raises: MusterError."""
-    try:
-        return client.read_deployment_by_name(name)
-    except ObjectNotFound:
-        if name != STAGE_DEPLOYMENT:
-            said = f"there is no deployment {name}: prefect deployment ls lists those that are"
-            raise MusterError(said) from None
-        raise MusterError(
-            f"the Prefect server has no deployment {STAGE_DEPLOYMENT}, through which runs are "
-            "queued: muster up makes it, and so does python -m deployments.stack.setup"
-        ) from None
 
 
 def _say_project(spec: RunSpec, root: Path) -> None:

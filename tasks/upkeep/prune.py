@@ -23,7 +23,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 from prefect.client.orchestration import SyncPrefectClient
-from prefect.client.schemas.filters import FlowFilter, FlowFilterName
+from prefect.client.schemas.filters import FlowFilter
 from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.client.schemas.responses import DeploymentResponse
 from prefect.settings import PREFECT_API_URL
@@ -263,7 +263,7 @@ def _delete_upkeep(keep: Retention) -> int:
     count = 0
     try:
         with talking_to(api_url) as client:
-            flows = FlowFilter(name=FlowFilterName(any_=list(UPKEEP_FLOWS)))
+            flows = FlowFilter.model_validate({"name": {"any_": UPKEEP_FLOWS}})
             deployments = [str(one.id) for one in client.read_deployments(flow_filter=flows)]
             before = datetime.now(UTC) - timedelta(days=keep.upkeep_days)
             which = {

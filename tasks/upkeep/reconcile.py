@@ -19,15 +19,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from prefect.client.orchestration import SyncPrefectClient
-from prefect.client.schemas.filters import (
-    FlowFilter,
-    FlowFilterName,
-    FlowRunFilter,
-    FlowRunFilterDeploymentId,
-    FlowRunFilterExpectedStartTime,
-    FlowRunFilterState,
-    FlowRunFilterStateType,
-)
+from prefect.client.schemas.filters import FlowFilter
 from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.context import FlowRunContext
 from prefect.events import emit_event
@@ -266,7 +258,7 @@ def _of_record(run: FlowRun) -> State[Any] | None:
 def _host(client: SyncPrefectClient, name: str) -> Host:
     owners = filter(None, map(owner_of, registered_runs()))
     registered = {known for owner in owners for known in (owner.run_id, owner.flow_run_id) if known}
-    pipeline = FlowFilter(name=FlowFilterName(any_=["pipeline"]))
+    pipeline = FlowFilter.model_validate({"name": {"any_": ["pipeline"]}})
     pipelines = client.read_flows(flow_filter=pipeline, limit=1)
     return Host(
         name=name,
@@ -337,12 +329,11 @@ def dismiss_overdue() -> int:
     count = 0
     try:
         with talking_to(api_url) as client:
-            scheduled = FlowRunFilterStateType(any_=[StateType.SCHEDULED])
-            overdue = FlowRunFilter(
-                deployment_id=FlowRunFilterDeploymentId(any_=[flow_run.deployment_id]),
-                state=FlowRunFilterState(type=scheduled),
-                expected_start_time=FlowRunFilterExpectedStartTime(before_=datetime.now(UTC)),
-            )
+            overdue = {
+                "deployment_id": {"any_": [flow_run.deployment_id]},
+                "state": {"type": {"any_": [StateType.SCHEDULED]}},
+                "expected_start_time": {"before_": datetime.now(UTC)},
+            }
             state: State[None] = Cancelled(message=f"not needed any more: {flow_run.name} did it")
             for one in list(flow_runs_of(client, overdue)):
                 # What somebody has asked for by hand is done.

@@ -15,9 +15,10 @@ from uuid import UUID, uuid4
 
 import pytest
 
-from tasks.pipeline.stage_runs import Ending, cancel_stage_run, create_stage_run, stage_runs
+from tasks.pipeline.stage_runs import cancel_stage_run, create_stage_run, stage_runs
 from tasks.processes.identity import ProcessId
 from tasks.queue.grants import Giver, Grant
+from tasks.record.states import RunState
 from tasks.server.flow_runs import talking_to
 from tasks.spec.pipeline import Stage
 from tests.support.gang_pool import POOL, GangPool, host
@@ -282,7 +283,7 @@ def test_a_stage_of_a_pipeline_has_one_run_however_often_it_is_created(pool: Gan
     # Its name and its state change meanwhile: a worker's gate looks after the paused pool.
     assert [run.number for run in made] == [1, 1, 2, 1]
     assert made[0].flow_run_id == made[1].flow_run_id == made[3].flow_run_id != made[2].flow_run_id
-    assert {(run.number, run.ending) for run in found} == {(1, Ending.CANCELLED), (2, None)}
+    assert {(run.number, run.ending) for run in found} == {(1, RunState.CANCELLED), (2, None)}
     some = {"id": {"any_": [str(pipeline)]}}
     tasks = pool.ground.post("/task_runs/filter", flow_runs=some)
     assert {(task["name"], task["state"]["type"]) for task in tasks} == {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -11,13 +10,14 @@ from typing import Any
 import pytest
 
 from tasks.record.announcements import ANNOUNCED_AS, PAYLOADS, payload_of
-from tasks.record.events import CATALOGUE, Event
+from tasks.record.events import Event
 from tasks.record.outcome import Failure
 from tasks.record.states import RunState
 from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.rollout import FleetRecovery, Rollout
 from tasks.train.announced import RunAnnouncements
 from tasks.upkeep.report import Reconciled
+from tests.support.events_page import CATALOGUE, names_in, rows_of
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMON = {"run_id": "trial-grpo-20260101-000000-abcd91c2", "workload": "grpo", "host": "gpu-1"}
@@ -69,18 +69,10 @@ def names(told: list[Event]) -> list[str]:
     return [one.name for one in told]
 
 
-def rows_of(head: str) -> list[list[str]]:
-    """The rows of the table of docs/events.md below this head, a text each cell."""
-    text = (ROOT / "docs" / "events.md").read_text(encoding="utf-8")
-    below = text.partition(f"{head}\n")[2].splitlines()[1:]
-    rows = itertools.takewhile(lambda line: line.startswith("| "), below)
-    return [line.strip("| ").split(" | ") for line in rows]
-
-
 def test_the_document_says_of_each_event_when_it_is_told_and_what_it_has() -> None:
     rows = rows_of("| event | told by | when | payload |")
 
-    told = {name.strip("`"): tuple(re.findall(r"`(\w+)`", keys)) for name, _, _, keys in rows}
+    told = {name.strip("`"): names_in(keys) for name, _, _, keys in rows}
 
     assert told == dict(PAYLOADS)
     assert all(by and when for _, by, when, _ in rows)

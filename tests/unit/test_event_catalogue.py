@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tasks.record.events import CATALOGUE, Event
+from tasks.record.events import Event
 from tasks.record.states import GroupState
 from tasks.show.view import RunSeen, Standing
+from tests.support.events_page import CATALOGUE
 
 ROOT = Path(__file__).resolve().parents[2]
 #: What a run of an earlier version wrote.

@@ -13,7 +13,8 @@ from prefect.states import Cancelled, Completed, Crashed, Failed
 
 from flows.pipeline import command
 from tasks.pipeline.pipeline import Pipeline
-from tasks.pipeline.stage_runs import Conclude, Ending, StageRun
+from tasks.pipeline.stage_runs import Conclude, StageRun
+from tasks.record.states import RunState
 from tasks.server.flow_process import exit_code_of
 from tasks.show.arguments import run
 from tasks.spec.pipeline import parse_pipeline
@@ -74,7 +75,7 @@ def test_exit_codes_are_those_of_a_run(state: State[Any], code: int) -> None:
     assert exit_code_of(state) == code
 
 
-def ended(state: str, ending: Ending, message: str) -> StageRun:
+def ended(state: str, ending: RunState, message: str) -> StageRun:
     return StageRun(
         stage="b",
         number=1,
@@ -92,19 +93,19 @@ def ended(state: str, ending: Ending, message: str) -> StageRun:
     [
         (None, StateType.COMPLETED, "all stages are complete: a, b"),
         (
-            ended("Failed", Ending.FAILED, "NODE_LOST: n1"),
+            ended("Failed", RunState.FAILED, "NODE_LOST: n1"),
             StateType.FAILED,
             "stage b: NODE_LOST: n1 (flow run 7)",
         ),
         # a run that was lost
         (
-            ended("Crashed", Ending.FAILED, "its process is gone"),
+            ended("Crashed", RunState.FAILED, "its process is gone"),
             StateType.FAILED,
             "stage b: Crashed: its process is gone (flow run 7)",
         ),
         # somebody cancelled that run by itself
         (
-            ended("Cancelled", Ending.CANCELLED, "cancelled from Prefect"),
+            ended("Cancelled", RunState.CANCELLED, "cancelled from Prefect"),
             StateType.CANCELLED,
             "stage b: its run was cancelled (flow run 7)",
         ),
@@ -117,7 +118,7 @@ def test_the_end_of_a_pipeline_names_the_stage_its_cause_and_the_run(
     stages = [{"name": name, "spec": spec} for name in ("a", "b")]
     loaded = parse_pipeline({"name": "two", "stages": stages})
     line = Pipeline(loaded, flow_run_id=uuid4(), api_url="http://127.0.0.1:9/api")
-    line.step = Conclude(ending=run.ending or Ending.FAILED if run else Ending.COMPLETED, run=run)
+    line.step = Conclude(run=run)
 
     state = line.conclude()
 

@@ -13,7 +13,6 @@ from tasks.pipeline.pipeline import table_of
 from tasks.pipeline.stage_runs import (
     Begin,
     Conclude,
-    Ending,
     Follow,
     StageRun,
     Step,
@@ -25,6 +24,7 @@ from tasks.pipeline.stage_runs import (
 )
 from tasks.record.places import RunPlace
 from tasks.record.retries import handed_on
+from tasks.record.states import RunState
 from tasks.spec.run import RunSpec
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
@@ -35,20 +35,22 @@ def at(second: float) -> datetime:
     return START + timedelta(seconds=second)
 
 
-def run(stage: str, number: int, ending: Ending | None, ended_at: float | None = None) -> StageRun:
+def run(
+    stage: str, number: int, ending: RunState | None, ended_at: float | None = None
+) -> StageRun:
     return StageRun(
         stage=stage,
         number=number,
         flow_run_id=f"{stage}{number}",
         name=f"{stage}-run-{number}",
-        state=(ending or Ending.FAILED).value.title() if ending else "Running",
+        state=(ending or RunState.FAILED).value.title() if ending else "Running",
         message="",
         ending=ending,
         ended_at=at(ended_at) if ended_at is not None else None,
     )
 
 
-DONE, FAILED, CANCELLED = Ending.COMPLETED, Ending.FAILED, Ending.CANCELLED
+DONE, FAILED, CANCELLED = RunState.COMPLETED, RunState.FAILED, RunState.CANCELLED
 A_DONE = run("a", 1, DONE, 10)
 A_OPEN = run("a", 1, None)
 A_FAILED = run("a", 1, FAILED, 10)
@@ -67,12 +69,12 @@ B_CANCELLED = run("b", 1, CANCELLED, 20)
         # done, and never again
         ([A_DONE], 0, Begin(stage="b", number=1)),
         ([A_DONE], 99, Begin(stage="b", number=1)),
-        ([A_DONE, run("b", 1, DONE, 20)], 0, Conclude(ending=DONE)),
+        ([A_DONE, run("b", 1, DONE, 20)], 0, Conclude()),
         # failed since somebody asked for the pipeline: that is its end
-        ([A_FAILED], 0, Conclude(ending=FAILED, run=A_FAILED)),
-        ([A_DONE, B_FAILED], 19.9, Conclude(ending=FAILED, run=B_FAILED)),
-        ([A_DONE, B_FAILED], 20, Conclude(ending=FAILED, run=B_FAILED)),
-        ([A_DONE, B_CANCELLED], 0, Conclude(ending=CANCELLED, run=B_CANCELLED)),
+        ([A_FAILED], 0, Conclude(run=A_FAILED)),
+        ([A_DONE, B_FAILED], 19.9, Conclude(run=B_FAILED)),
+        ([A_DONE, B_FAILED], 20, Conclude(run=B_FAILED)),
+        ([A_DONE, B_CANCELLED], 0, Conclude(run=B_CANCELLED)),
         # ... and before: it is tried anew
         ([A_DONE, B_FAILED], 20.1, Begin(stage="b", number=2)),
         ([A_DONE, B_CANCELLED], 21, Begin(stage="b", number=2)),
@@ -80,11 +82,11 @@ B_CANCELLED = run("b", 1, CANCELLED, 20)
         (
             [A_DONE, B_FAILED, run("b", 2, FAILED, 30)],
             21,
-            Conclude(ending=FAILED, run=run("b", 2, FAILED, 30)),
+            Conclude(run=run("b", 2, FAILED, 30)),
         ),
         # never two at once: an earlier try that somebody has retried by itself counts
         ([A_DONE, run("b", 1, None), run("b", 2, FAILED, 30)], 99, Follow(run=run("b", 1, None))),
-        ([A_DONE, run("b", 1, DONE, 40), run("b", 2, FAILED, 30)], 99, Conclude(ending=DONE)),
+        ([A_DONE, run("b", 1, DONE, 40), run("b", 2, FAILED, 30)], 99, Conclude()),
         # in any order
         ([run("b", 2, None), B_FAILED, A_DONE], 21, Follow(run=run("b", 2, None))),
         # of a stage that the pipeline has no more

@@ -184,7 +184,7 @@ def test_a_server_without_the_deployment_of_any_spec_is_told_what_makes_it(
 
     err = capsys.readouterr().err
     assert code == 1
-    assert "no deployment train/any" in err and "muster up makes it" in err
+    assert "no deployment train/any" in err and "`muster up`" in err
 
 
 def test_a_deployment_has_the_spec_and_is_started_with_no_form(
