@@ -45,7 +45,7 @@ _VERBS = {
         ("up", "deployments.stack.command:up", "start the lasting stack of this machine"),
         ("status", "deployments.stack.command:status", "say what of the stack answers"),
         ("down", "deployments.stack.command:down", "stop the stack and its runs"),
-        ("reconcile", "tasks.upkeep.lost_host:reconcile", "finish what killed runs have left here"),
+        ("reconcile", "tasks.upkeep.reconcile:reconcile", "finish what killed runs have left here"),
         ("prune", "tasks.upkeep.prune:prune", "show what may go of ended runs, and remove it"),
     ),
 }

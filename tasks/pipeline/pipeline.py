@@ -322,10 +322,7 @@ class Pipeline:
         return stage_runs(client, self.flow_run_id), last_asked(seen)
 
     def _value_of(self, stage: str, key: str) -> str:
-        """Of a placeholder.
-
-        Raises: CannotBegin.
-        """
+        """Of a placeholder. Raises: CannotBegin."""
         run = completed_run(stage, self._runs)
         assert run is not None, f"stage {stage} has not completed"
         if key == RUN_ID:
@@ -379,12 +376,8 @@ class Pipeline:
             self._woken.wait(delay_s)
 
     def _leave(self, where: str) -> NoReturn:
-        """Leave the pipeline, where it is, to its next process.
-
-        Where the server does not take that, `reconcile` finds the flow run without a process.
-
-        Raises: Pause.
-        """
+        """Leave the pipeline, where it is, to its next process; where the server does not take
+        that, `reconcile` finds the flow run without one."""
         state = goes_on(f"{self.left_by}; {where}", _DUE_AFTER_S)
         self.say(str(state.message))
         try:

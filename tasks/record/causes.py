@@ -79,10 +79,7 @@ class Rule(BaseModel):
 
 
 def read_rules(text: str) -> tuple[Rule, ...]:
-    """The rules of a TOML text, a table each, in their order.
-
-    Raises: ValueError, names the rule that is faulty.
-    """
+    """The rules of a TOML text, a table each. Raises: ValueError, names the faulty one."""
     rules = []
     for name, row in tomllib.loads(text).items():
         try:
@@ -505,9 +502,7 @@ def with_fleet_lost(verdict: Verdict, place: AttemptPlace, engines: int) -> Verd
     """The verdict, as FLEET_LOST where it blames the fleet's own process, which was killed or has
     crashed; the same where that gave a reason of its own, or ran out of memory.
 
-    Args:
-        place: of the attempt, of which nothing is left.
-        engines: of the fleet.
+    Nothing of the attempt is left.
     """
     failure = verdict.failure
     if failure is None or not _is_fleet_lost(failure, place):

@@ -107,9 +107,7 @@ def close_record(
 
     A run that has its final state is left as it is, byte for byte, so a second call does nothing.
 
-    Returns: None where there is no record that could be closed.
-
-    Raises: OSError, when it can't be written; it is as it was then.
+    Returns: None where there is no record that could be closed. Raises: OSError.
     """
     place = RunPlace(directory=directory)
     try:

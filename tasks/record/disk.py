@@ -28,9 +28,7 @@ _KEPT_BYTES = 1 << 26
 def write_json(path: Path, content: object) -> None:
     """Replace a file by JSON: a reader sees the old content or the new, never a part.
 
-    Not forced to the disk: on a busy one that takes seconds.
-
-    Raises: OSError.
+    Not forced to the disk, which takes a busy one seconds. Raises: OSError.
     """
     replace_file(path, json_text(content))
 
@@ -69,11 +67,8 @@ class DiskThread:
         self._refused: set[Path] = set()
 
     def replace(self, path: Path, make: Callable[[], str]) -> None:
-        """Have a file replaced by a text; what it was to be before that is left out.
-
-        Args:
-            make: gives the text, in the thread, and again at each try.
-        """
+        """Have a file replaced by the text that `make` gives, in the thread, at each try; what it
+        was to be before that is left out."""
         with self._news:
             self._whole[path] = make
             self._wake()

@@ -100,13 +100,11 @@ def decide(
     the same kind.
 
     Args:
-        verdict: On the attempt.
         before: Why the earlier attempts that count failed, in order; None for one that did not. See
             `tries_of`.
         policy: How the spec has this kind of failure tried again; None for not at all.
         resume_from: The checkpoint that the next attempt starts from; empty for none.
         is_unloadable: The checkpoint that it started from is what it failed by.
-        uniform: Draws the jitter.
     """
     if verdict.state is not RunState.FAILED or verdict.failure is None:
         return Sequel(next=Next.FINAL, text=f"final: {verdict.state.value}")
@@ -427,8 +425,6 @@ def handed_on(checkpoint: str | None, spec: RunSpec, place: RunPlace) -> Path | 
     Args:
         checkpoint: The path or pattern that the stage has; None: what the run would be resumed
             from.
-        spec: With which the run was started.
-        place: Of the run.
     """
     try:
         attempts = RunJson.read(place.record).attempts

@@ -293,7 +293,6 @@ class RunJson(Recorded):
 
         Args:
             now: UTC epoch seconds.
-            adopts: its jobs outlive its processes.
         """
         if adopts and self.state in (*_OPEN, RunState.STOPPING):
             return self
@@ -424,10 +423,7 @@ class RunRecord:
         return self._content.adoptable(RunPlace(directory=self._path.parent))
 
     def move(self, state: RunState, message: str = "") -> None:
-        """Bring the run to a state; into the same state does nothing.
-
-        Raises: IllegalTransition.
-        """
+        """Bring the run to a state; into the same state does nothing. Raises: IllegalTransition."""
         with self._lock:
             if state is self.state:
                 return

@@ -133,11 +133,7 @@ _PAGE = 200
 
 def submitted_code(client: SyncPrefectClient | None, code: str | None, root: Path) -> str:
     """What a spec that is submitted says of its code: the name of that of its project, which is
-    kept here and on the server, unless it names another.
-
-    Args:
-        client: None: there is no server.
-        code: as the spec says it.
+    kept here and on the server, where there is one, unless it names another.
 
     Raises: InvalidSpec, NoCode: it is not to be had; OSError.
     """

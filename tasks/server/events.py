@@ -74,10 +74,6 @@ class Announcer:
     """Tells the Prefect server events, while the context is open. Safe from any thread."""
 
     def __init__(self, api_url: str, *, again_s: float = _AGAIN_S) -> None:
-        """
-        Args:
-            again_s: after so long a server that was away is tried again, at first.
-        """
         self._api_url = api_url
         self._again_s = again_s
         self._changed = threading.Condition()
@@ -98,11 +94,7 @@ class Announcer:
         self.close()
 
     def tell(self, event: Event, flow_run: FlowRun | None = None) -> None:
-        """Returns at once.
-
-        Args:
-            flow_run: whose deployment, flow, pool and tags are to be named with the event.
-        """
+        """Returns at once. The flow run's deployment, flow, pool and tags are named with it."""
         with self._changed:
             if len(self._kept) == _KEPT_AT_MOST:
                 self._kept.popleft()
@@ -163,10 +155,7 @@ class Announcer:
 
 
 class _Relations:
-    """The deployment, flow, pool and tags of flow runs, as Prefect's own events name them.
-
-    Raises: httpx.HTTPError.
-    """
+    """The deployment, flow, pool and tags of flow runs, as Prefect's own events name them."""
 
     def __init__(self, client: SyncPrefectClient) -> None:
         self._client = client
@@ -243,12 +232,7 @@ def of_run(
     at: float | None = None,
     tags: Sequence[str] = (),
 ) -> Event:
-    """An event about a flow run.
-
-    Args:
-        at: UTC epoch seconds; None: now.
-        tags: beside those of the flow run.
-    """
+    """An event about a flow run, at UTC epoch seconds or now, with tags beside its own."""
     component = payload.get("component")
     related = [_tag(tag) for tag in tags if tag not in flow_run.tags]
     if component is not None:

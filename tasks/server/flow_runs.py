@@ -247,21 +247,15 @@ def host_of(run: FlowRun) -> str | None:
 
 
 def has_gone_to(run: FlowRun, host: str, worker: str | None) -> str:
-    """The worker of another host that was given the flow run since; empty where none was.
-
-    Args:
-        host: that had it.
-        worker: of that host, by which it had been started, where that is known.
-    """
+    """The worker of another host that was given the flow run since this host, and its worker where
+    that is known, had it; empty where none was."""
     now = worker_of(run)
     return now if now and now != worker and host_of_worker(now) != host else ""
 
 
 def server_now(client: SyncPrefectClient) -> datetime | None:
-    """What the server's clock says, to the second; the one that dates its states.
-
-    Returns: None where it does not say, as behind some proxies.
-    """
+    """What the server's clock, which dates its states, says to the second; None where it does not
+    say, as behind some proxies."""
     try:
         return parsedate_to_datetime(client.hello().headers["date"])
     except (KeyError, ValueError):
@@ -362,9 +356,7 @@ def state_of_closed(state: State[Any] | None, run: Closed | None, cause: str) ->
     """The Prefect state that fits the closed record of a run.
 
     Args:
-        state: that it has on the server.
         run: None where there is no record.
-        cause: of the loss of its process.
 
     Returns: None where the server's state is true as it is: final, or that of a flow run which
         waits for its next process.
@@ -397,10 +389,8 @@ def say_running(flow_run_id: UUID, message: str, over: threading.Event) -> None:
     """Have a flow run that runs say what it does; in any other state it keeps that.
 
     Each try looks at its state first. A client that asks again by itself, once an outage is over,
-    would bring a flow run that has ended meanwhile back to Running, which the server allows.
-
-    Args:
-        over: once it is set nothing more is said.
+    would bring a flow run that has ended meanwhile back to Running, which the server allows. Once
+    it is over nothing more is said.
 
     Raises: what the client does, after some tries.
     """
@@ -419,11 +409,8 @@ def say_running(flow_run_id: UUID, message: str, over: threading.Event) -> None:
 
 
 def goes_on(message: str, due_after_s: float) -> State[Any]:
-    """The state of a flow run that waits for its next process, which goes on with its jobs.
-
-    Args:
-        due_after_s: the process before has surely left by then.
-    """
+    """The state of a flow run that waits for its next process, which goes on with its jobs, once
+    the one before has surely left."""
     due = datetime.now(UTC) + timedelta(seconds=due_after_s)
     return Scheduled(name=JOBS_GO_ON, scheduled_time=due, message=message)
 

@@ -31,11 +31,7 @@ _LETTER_WIDTH = 0.54
 
 
 def svg(parts: Iterable[str], *, height: float, title: str) -> str:
-    """The whole, in pixels.
-
-    Args:
-        title: what it shows, for who can't see it.
-    """
+    """The whole, in pixels; its title says what it shows to who can't see it."""
     return "".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height:g}"'
@@ -60,11 +56,7 @@ def svg_text(
     bold: bool = False,
     room: float = 0,
 ) -> str:
-    """A line of text whose foot stands at a point.
-
-    Args:
-        room: how wide it may be; 0: as it is.
-    """
+    """A line of text whose foot stands at a point, at most as wide as its room; 0: as it is."""
     if room:
         fits = max(1, int(room / (_LETTER_WIDTH * size * (1.1 if bold else 1.0))))
         said = said if len(said) <= fits else f"{said[: fits - 1]}…"
@@ -132,12 +124,10 @@ class _Neighbours(NamedTuple):
 
 
 def curve_of(points: Sequence[Point], *, x: str, y: str, title: str) -> str:
-    """The curve as SVG; one point is a dot.
+    """The curve as SVG, one point as a dot.
 
     Args:
         points: finite, in order; at least one.
-        x: what the figures along the foot are.
-        y: what the figures along the side are.
     """
     groups = [*_grouped(points)]
     xs = _Scale([p for p, _ in points], _LEFT, _RIGHT, margin=0)

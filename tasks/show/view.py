@@ -161,8 +161,7 @@ class RunSeen:
         """
         Args:
             names: of the components, in the order of their start.
-            total: steps of the training; None where that is not known.
-            engines: of its fleet; 0: it has none.
+            total: steps of the training, where that is known.
         """
         self.names, self.total, self.engines = tuple(names), total, engines
         #: The file `run.json`; None where it has none yet.

@@ -137,12 +137,10 @@ def _syntax_fault(error: yaml.YAMLError, text: str) -> Fault:
 
 
 def apply_override(data: dict[str, Any], override: str) -> tuple[Fault, ...]:
-    """Sets one value in a written spec, in place; returns what is wrong with the override.
+    """Sets one value in a written spec, where `a.b=VALUE` is good; returns what is wrong with it.
 
-    Args:
-        data: The spec's plain data, changed only where the override is good.
-        override: `a.b=VALUE`. VALUE is YAML; mappings on the way are made where they are missing;
-            an item of a list goes by its index (`components.trainer.command.3=20`).
+    VALUE is YAML; mappings on the way are made where they are missing; an item of a list goes by
+    its index (`components.trainer.command.3=20`).
     """
     path, value, said, faults = read_override(override, "success.step=20")
     return faults or apply_value(data, path, value, said)
@@ -163,13 +161,7 @@ def read_override(override: str, example: str) -> tuple[str, object, str, tuple[
 def apply_value(
     data: dict[str, Any], path: str, value: object, said: str = ""
 ) -> tuple[Fault, ...]:
-    """Sets one value in a written spec, in place; returns what is wrong with its path.
-
-    Args:
-        path: `a.b`, as in `apply_override`.
-        value: Plain data.
-        said: What a fault quotes; empty: the path.
-    """
+    """The same with plain data as the value; a fault quotes what was said, or else the path."""
     steps, said = path.split("."), said or path
     node: Any = data
     for depth, step in enumerate(steps):
@@ -226,9 +218,7 @@ def parse_spec(
     """The run spec that plain data hold, such as a flow's parameter; see `load_spec`.
 
     Args:
-        data: A mapping, which is left as it is, or a `RunSpec`, whose placeholders and features
-            are then checked too.
-        source: What a person calls the data.
+        data: A mapping, which is left as it is, or a `RunSpec`, whose placeholders are checked.
         from_form: They may come from the form in the UI, which leaves a component out by null.
 
     Raises: InvalidSpec, with every fault of the data and of the overrides, in the data's order.
@@ -280,10 +270,7 @@ def _checked(
 
 
 def as_mapping(data: object, source: str, found: Sequence[Fault]) -> dict[str, Any]:
-    """The data of a whole spec, as a copy.
-
-    Raises: InvalidSpec, they are no mapping; with the faults that were found before.
-    """
+    """The data of a whole spec, as a copy. Raises: InvalidSpec, with what was found before, too."""
     if data is None and found:
         raise InvalidSpec(tuple(found), source)
     written = data.written() if isinstance(data, Document) else copy.deepcopy(data)

@@ -144,10 +144,6 @@ def parse_pipeline(
     A stage's spec has its `set` in it afterwards, and its `start_order`. Of a stage that only names
     a deployment nothing is known of the spec until `with_specs`.
 
-    Args:
-        data: A mapping, which is left as it is, or a `PipelineSpec`.
-        source: What a person calls the data.
-
     Raises: InvalidSpec, with every fault of the data and of the overrides, in the data's order.
     """
     return _checked(data, overrides, source, ())

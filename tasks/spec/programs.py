@@ -123,12 +123,7 @@ class _World:
     path: str | None
 
     def faults(self, place: str, command: Sequence[str | None]) -> Iterator[Fault]:
-        """What the command names and is not there, each at its item.
-
-        Args:
-            place: Of the command in the spec.
-            command: Item by item; None for one that is not known yet.
-        """
+        """What the command at this place of the spec names, item by item, and is not there."""
         program = command[0] if command else None
         if not program:
             return

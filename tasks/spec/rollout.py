@@ -636,10 +636,7 @@ class Rollout(Model):
 
     @cached_property
     def sizes(self) -> Sizes:
-        """How large its engines are.
-
-        Raises: ValueError, never for a fleet that was validated.
-        """
+        """How large its engines are. Raises: ValueError, never for a fleet that was validated."""
         sizes = Sizes.of(self.model_dump(include=set(Sizes.KEYS)))
         if sizes is None:
             raise ValueError("the fleet has no backend")

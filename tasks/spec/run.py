@@ -521,11 +521,7 @@ class RunSpec(Document):
         }
 
     def with_secrets(self, values: Mapping[str, str]) -> RunSpec:
-        """The spec, its placeholders filled in, with the values of its Secret blocks.
-
-        Args:
-            values: by the names of the blocks.
-        """
+        """The spec, its placeholders filled in, with the values of its Secret blocks by name."""
 
         def filled(env: Env, *, of_fleet: bool = False) -> Env:
             # The fleet fills in placeholders of its own, for each server.

@@ -28,16 +28,8 @@ _SECRET = _words(
 )
 #: The same, also where the word before it runs into it: PGPASSWORD, APIKEY.
 _SECRET_ENDS = (
-    "PASSWORD",
-    "PASSWD",
-    "SECRET",
-    "APIKEY",
-    "ACCESSKEY",
-    "SECRETKEY",
-    "PRIVATEKEY",
-    "APITOKEN",
-    "AUTHTOKEN",
-    "ACCESSTOKEN",
+    *("PASSWORD", "PASSWD", "SECRET", "APIKEY", "ACCESSKEY", "SECRETKEY", "PRIVATEKEY"),
+    *("APITOKEN", "AUTHTOKEN", "ACCESSTOKEN"),
 )
 #: Secret at the end of a name, a number aside (SSH_KEY, API_KEY_2, DB_PASS), in any other place
 #: not: a KEY_COUNT, a PASS_RATE.

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import base64
 import difflib
+import math
 import re
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from urllib.parse import quote
 
-_MINUTE_S, _HOUR_S, _DAY_S = 60.0, 3600.0, 86400.0
 _SIZES = ("B", "KiB", "MiB", "GiB", "TiB")
 _MARKS = re.compile(r"([\\`*_\[\]|~])")
 _TICKS = re.compile("`+")
@@ -45,11 +45,8 @@ def commas(items: Iterable[object]) -> str:
 
 def size_text(count: float) -> str:
     """Bytes, in a unit that people read."""
-    for unit in _SIZES:
-        if abs(count) < 1024 or unit == _SIZES[-1]:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    raise AssertionError
+    power = min(int(math.log(max(1.0, abs(count)), 1024)), len(_SIZES) - 1)
+    return f"{count / 1024**power:.{min(power, 1)}f} {_SIZES[power]}"
 
 
 def clock(at: float) -> str:
@@ -89,15 +86,14 @@ def seconds(duration: float) -> str:
 
 def lasting(duration: float) -> str:
     """`3 h 12 min`: in whole minutes from one on, for what is told again as it changes."""
-    if duration < _MINUTE_S:
+    if duration < 60:
         return f"{max(0.0, duration):.0f} s"
-    if duration < _HOUR_S:
-        return f"{duration // _MINUTE_S:.0f} min"
-    if duration < _DAY_S:
-        hours, rest = divmod(duration, _HOUR_S)
-        return f"{hours:.0f} h {rest // _MINUTE_S:.0f} min"
-    days, rest = divmod(duration, _DAY_S)
-    return f"{days:.0f} d {rest // _HOUR_S:.0f} h"
+    minutes = int(duration // 60)
+    if minutes < 60:
+        return f"{minutes} min"
+    if minutes < 1440:
+        return f"{minutes // 60} h {minutes % 60} min"
+    return f"{minutes // 1440} d {minutes % 1440 // 60} h"
 
 
 def stopwatch(duration: float) -> str:
@@ -168,8 +164,6 @@ def did_you_mean(
     """A remedy: the nearest of what is allowed, or nothing.
 
     Args:
-        found: What was written.
-        allowed: What may stand there.
         as_written: How one of them is written, with `{}` in its place.
         likeness: How near it must be, from 0 to 1.
     """

@@ -7,21 +7,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from prefect.client.schemas.objects import FlowRun
 
 from tasks.processes.identity import host_name
-from tasks.record.announcements import ANNOUNCED_AS, PAYLOADS, payload_of
+from tasks.record.announcements import ANNOUNCED_AS, PAYLOADS
 from tasks.record.events import Event, listening
-from tasks.record.outcome import Failure
 from tasks.record.states import RUNNING, GroupState, RunState
 from tasks.server.events import Announcer, announcer_here, of_run
 from tasks.server.server import lasting_api_url
 from tasks.show.view import RunSeen
-from tasks.spec.rollout import Rollout
 from tasks.spec.secrets import masked_in
 from tasks.train.session import RunSession
 
@@ -37,28 +35,12 @@ _TAIL_LINES, _TAIL_CHARACTERS = 15, 2000
 class RunAnnouncements:
     """Turns the events of one run, in one process, into those for its Prefect server."""
 
-    def __init__(
-        self,
-        *,
-        common: Mapping[str, Any],
-        log_of: Callable[[str], str | None],
-        failure_of: Callable[[], Failure | None] = lambda: None,
-        attempt: int = 0,
-        fleet: Rollout | None = None,
-    ) -> None:
-        """
-        Args:
-            common: `run_id`, `workload`, `host`.
-            log_of: the log of a component, of the attempt under way.
-            failure_of: that of the run, as far as it is known.
-            attempt: the last one of the run's earlier processes.
-        """
-        self._common = common
-        self._log_of = log_of
-        self._failure_of = failure_of
+    def __init__(self, run: RunSession) -> None:
+        self._run = run
+        fleet = run.spec.fleet
         self._min_active = fleet.recovery.min_active if fleet is not None else None
         self._seen = RunSeen(engines=fleet.engines if fleet is not None else 0)
-        self._seen.attempt = attempt
+        self._seen.attempt = run.record.attempts
         self.has_ended = False
 
     def observe(self, event: Event) -> Iterator[Event]:
@@ -110,8 +92,12 @@ class RunAnnouncements:
         return self._told(name, at, **known)
 
     def _failure(self) -> dict[str, Any]:
-        failure = self._failure_of()
-        return dict(failure.as_json()) if failure is not None else {}
+        failure = self._run.verdict.failure
+        return failure.as_json() if failure is not None else {}
+
+    def _log_of(self, component: str) -> str | None:
+        attempt = self._run.attempt
+        return str(attempt.log(component)) if attempt is not None else None
 
     def _engine(self, event: Event, *, was_degraded: bool) -> Iterator[Event]:
         what = {"engine": event.group, **self._fleet()}
@@ -136,10 +122,9 @@ class RunAnnouncements:
         return self._told(name, event.at, **known)
 
     def _told(self, name: str, at: float, **known: Any) -> Event:
-        # Of all that is known, what the event has a key for.
-        known = {**known, **self._common, "attempt": self._seen.attempt}
-        known = {key: value for key, value in known.items() if key in PAYLOADS[name]}
-        return Event(name=name, at=at, fields=payload_of(name, **known))
+        known |= {"run_id": self._run.run_id, "workload": self._run.spec.workload}
+        known |= {"host": host_name(), "attempt": self._seen.attempt}
+        return Event(name=name, at=at, fields={key: known.get(key) for key in PAYLOADS[name]})
 
 
 def _end_of(text: str) -> str:
@@ -158,13 +143,7 @@ def announced(run: RunSession, flow_run: FlowRun) -> Iterator[None]:
     if not (api_url := lasting_api_url()):
         yield
         return
-    announcements = RunAnnouncements(
-        common={"run_id": run.run_id, "workload": run.spec.workload, "host": host_name()},
-        log_of=lambda name: str(run.attempt.log(name)) if run.attempt is not None else None,
-        failure_of=lambda: run.verdict.failure,
-        attempt=run.record.attempts,
-        fleet=run.spec.fleet,
-    )
+    announcements = RunAnnouncements(run)
     with Announcer(api_url) as announcer:
 
         def tell(one: Event) -> None:

@@ -80,10 +80,7 @@ def run_here(train: Callable[..., State[Any]], path: Path, overrides: Sequence[s
 
 
 def _check_devices(spec: RunSpec) -> None:
-    """A run that is placed on this machine would wait for ever for devices that nobody can name.
-
-    Raises: BadDevices.
-    """
+    """Raises: BadDevices: a run placed here would wait for ever for what nobody can name."""
     if spec.gang is not None and spec.ray is None:
         # A driver that does not answer may do so while the run waits, and its state says so.
         with suppress(OSError):

@@ -44,14 +44,12 @@ _ASKED_EVERY_S = 1.0
 def load_run_spec(path: str) -> dict[str, Any]:
     """A build step of prefect.yaml: `{{ ID.spec }}` then stands for the content of a spec file.
 
-    A faulty file fails the deploy, with every fault, and not the first run that a schedule starts.
+    A faulty file fails the deploy, and not the first run that a schedule starts.
 
     Args:
         path: The file, relative to that of prefect.yaml.
 
-    Returns: `{"spec": ...}`, plain data that says the order of the file in `start_order` too.
-
-    Raises: InvalidSpec, with every fault of the file.
+    Returns: `{"spec": ...}`, plain data with `start_order`. Raises: InvalidSpec.
     """
     spec, root = load_spec(Path(path)), Path.cwd()
     if is_project(root):
@@ -61,11 +59,7 @@ def load_run_spec(path: str) -> dict[str, Any]:
 
 
 def load_pipeline_spec(path: str) -> dict[str, Any]:
-    """The same for a pipeline: `{{ ID.spec }}` stands for its content, with the run specs of the
-    files that it names.
-
-    Raises: InvalidSpec, with every fault of all of them.
-    """
+    """The same for a pipeline, with the run specs of the files that it names."""
     spec, root = load_pipeline(Path(path), root=Path.cwd()), Path.cwd()
     if is_project(root):
         with _any_server() as client:
@@ -142,10 +136,9 @@ def queued(
     queue: str | None = None,
     deployment: str = STAGE_DEPLOYMENT,
 ) -> FlowRun:
-    """A run of a spec that waits for its gang.
+    """A run of a spec, whose project lies at the root, that waits for its gang.
 
     Args:
-        root: Of its project.
         queue: Of the work pool; None: that of the deployment.
         deployment: By which it is started, `train/NAME`.
 
@@ -174,13 +167,10 @@ def until_ended(
     say: Callable[[State[Any]], None] = lambda state: None,
     within_s: float | None = None,
 ) -> State[Any]:
-    """The final state of a run.
+    """The final state of a run, which tells `say` each state that it comes to.
 
     Args:
-        say: Told each state that it comes to.
-        within_s: None: however long it takes.
-
-    Raises: TimeoutError.
+        within_s: None: however long it takes. Raises: TimeoutError.
     """
     deadline, shown = time.monotonic() + (within_s or 0), None
     while True:

@@ -56,10 +56,7 @@ _CHECKPOINTS_EVERY_S = 30.0
 
 
 def check_spec(spec: RunSpec) -> None:
-    """What a spec names must be known, supported and there.
-
-    Raises: InvalidSpec, with every fault.
-    """
+    """What a spec names must be known, supported and there. Raises: InvalidSpec."""
     faults = [
         *faults_in(spec.written()),
         *(fleet_faults(spec, spec.fleet) if spec.fleet is not None else ()),
@@ -182,10 +179,7 @@ class RunSession:
     def enter_code(self, fetch: code_store.Fetch) -> None:
         """Work in the code that was submitted from now on, where the spec names one.
 
-        Args:
-            fetch: gets what this machine has not.
-
-        Raises: NoCode; OSError, and what `fetch` raises.
+        Raises: NoCode; OSError, and what `fetch` raises, which gets what this machine has not.
         """
         os.environ.pop(code_store.PROJECT, None)
         if self.spec.code in (None, LIVE):

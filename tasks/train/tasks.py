@@ -56,36 +56,24 @@ _ANSWERED_WITHIN_S, _ASKED_AGAIN_S = 120.0, 2.0
 
 
 def admit(run: RunSession) -> bool:
-    """Make sure that the run can start: what its spec names is there, and it has its gang, for
-    which it may have to wait.
-
-    Returns: whether the run may start.
-    """
+    """Whether the run may start: what its spec names is there, and it has its gang, for which it
+    may have to wait."""
     return _as_task("admit", _admit, run)
 
 
 def start(run: RunSession, component: str) -> bool:
-    """Start one component and wait until it is ready.
-
-    Returns: whether it is; if not, how the run ends is decided.
-    """
+    """Start one component; whether it is ready. If not, how the run ends is decided."""
     return _as_task(f"start-{component}", _start, run, component)
 
 
 def monitor(run: RunSession) -> bool:
-    """Watch a run whose components are all ready until how it ends is decided.
-
-    Returns: whether it did its work.
-    """
+    """Watch a run whose components are all ready until its end; whether it did its work."""
     return _as_task("monitor", _monitor, run)
 
 
 def teardown(run: RunSession) -> bool:
-    """Stop what runs in reverse order, until nothing is left. Safe in any phase, any number of
-    times.
-
-    Returns: whether nothing is left.
-    """
+    """Stop what runs in reverse order; whether nothing is left. Safe in any phase, any number of
+    times."""
     return _as_task("teardown", _teardown, run)
 
 
@@ -230,10 +218,7 @@ outlive_readers()
 
 
 def run_id_of_flow_run() -> str:
-    """The run id of the flow run of this context, which becomes its name.
-
-    The same for every process that works on the flow run, so for all its attempts.
-    """
+    """The id of the run of this context, which becomes its flow run's name; see `id_here`."""
     spec = spec_here(RunSpec)
     return id_here(spec.name, spec.workload)
 

@@ -102,10 +102,7 @@ def next_attempt(run: RunSession) -> bool:
 def _leave_jobs(run: RunSession) -> NoReturn:
     """Leave a run whose jobs go on to its next process.
 
-    Where the server does not take that, `reconcile` finds the run without a process, and answers
-    for its jobs.
-
-    Raises: Pause.
+    Where the server does not take that, `reconcile` finds it, and answers for its jobs.
     """
     flow_run, api_url = started_by_others(), PREFECT_API_URL.value()
     message = f"{run.left_by}; its jobs go on, and its next process attaches to them"

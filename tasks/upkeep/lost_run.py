@@ -179,11 +179,7 @@ def _has_lost_its_process(state: State[object]) -> bool:
 
 
 def loss_of(lost: LostRun, remains: Remains, before: Reconciled | None = None) -> Loss:
-    """What ending the processes of a run came to.
-
-    Args:
-        before: what was found, and done, a moment ago.
-    """
+    """What ending the processes of a run, now and a moment before, came to."""
     return Loss(
         pid=lost.owner.process.pid,
         killed=(*(before.killed if before else ()), *remains.killed),

@@ -80,10 +80,7 @@ def prune_host(keep: Retention | None = None, *, dry_run: bool = False) -> Prune
     Where the server of PREFECT_API_URL is set and does not answer, nothing is removed: a run that
     waits there may be about to start from what another one has left.
 
-    Args:
-        keep: by default as the environment of this process sets it.
-
-    Raises: ValidationError, where the environment sets nonsense.
+    Raises: ValidationError, where the environment, by which it keeps by default, sets nonsense.
     """
     keep = keep or Retention.of_environment(os.environ)
     none = PrunePlan(steps=(), held=())

@@ -39,12 +39,14 @@ from tasks.record.run_json import RunJson
 from tasks.server.artifacts import leave_report, run_log
 from tasks.server.flow_runs import (
     FLOW_RUN_VARIABLE,
+    SILENT_AFTER_S,
     Host,
     ServerAway,
     ServerRefuses,
     clear_process,
     flow_runs_of,
     held_flow_runs,
+    host_of,
     propose,
     server_now,
     state_of_closed,
@@ -53,6 +55,8 @@ from tasks.server.flow_runs import (
     thread_here,
     upkeep_of,
 )
+from tasks.show.arguments import EXIT_DONE, EXIT_FAILED
+from tasks.spec.errors import BadArgument
 from tasks.upkeep.lost_run import (
     CHANGED,
     finish_run,
@@ -76,14 +80,12 @@ _FLUSH_WITHIN_S = 5.0
 
 
 def reconcile_host(lost: str | None = None) -> Report:
-    """Finish every run of this host whose flow process is gone, and close its record.
+    """Finish every run of this host whose flow process is gone, and close its record, as that of
+    one that was cancelled while it waited without a process.
 
-    So are the records closed of runs that were cancelled while they waited without a process.
-
-    Nodes of Ray clusters that could not be asked what a job has left there are asked again.
-
-    Flow runs of the server of PREFECT_API_URL, where it is set, that this host was given, that are
-    in no registry and that have no process, get the state that is true of them.
+    Nodes of Ray clusters that could not be asked what a job has left there are asked again. Flow
+    runs of the server that is set, that this host was given and that have no process nor an entry
+    in the registry, get the state that is true of them.
 
     Args:
         lost: another host, which is gone for good: the same from here, for its runs. What only it
@@ -170,13 +172,8 @@ def _finish_lost_runs(host: str) -> list[Reconciled]:
 
 
 def _finish_run(run_id: str, host: str, before: Reconciled | None) -> Reconciled | None:
-    """One look at one run.
-
-    Args:
-        before: What was found a moment ago.
-
-    Returns: None where the run lives, or is in other hands.
-    """
+    """What one look at one run, after what was found a moment before, came to; None where it
+    lives, or is in other hands."""
     try:
         with claimed(run_id, host=host) as lost:
             if lost is None:
@@ -288,9 +285,6 @@ def reconciled_each_minute(
     Nothing else of this process may reconcile meanwhile: the registry's locks are the process's,
     and keep two of its threads not apart.
 
-    Args:
-        every_s: from the end of one look to the begin of the next.
-        look: an error of it is logged, and the next look comes in its time.
     """
     ending = threading.Event()
 
@@ -314,13 +308,10 @@ def dismiss_overdue() -> int:
     """Cancel the other runs of this flow run's deployment that its schedule has made, that are due
     by now, and that nobody has taken.
 
-    A flow that looks at how things are does in one run what all that were due before it would have
-    done. Without this, days in which a work pool is full would end with hundreds of them in front
-    of what people wait for.
+    One run does what all that were due before it would have done: days in which a work pool is full
+    would end with hundreds of them in front of what people wait for.
 
-    Best effort: a server that is away is asked by the next run.
-
-    Returns: how many.
+    Returns: how many. A server that is away is asked by the next run.
     """
     context, api_url = FlowRunContext.get(), PREFECT_API_URL.value()
     flow_run = context.flow_run if context is not None else None
@@ -343,3 +334,70 @@ def dismiss_overdue() -> int:
     except ServerAway as error:
         _log.warning("flow runs that are overdue stay: %s", error)
     return count
+
+
+def give_up_host(name: str) -> Report:
+    """Finish every run of a host that is gone for good, as somebody has said, and close its record.
+
+    Nobody can tell a host that is off from one that is only cut off, whose processes still hold
+    their GPUs. So nothing is concluded from silence; a host that is not even silent is refused.
+
+    Raises: BadArgument, before anything is changed; ServerAway.
+    """
+    if name == host_name():
+        raise BadArgument(f"{name} is this host: `muster reconcile` looks after its runs")
+    api_url = PREFECT_API_URL.value()
+    if not api_url:
+        raise BadArgument("PREFECT_API_URL is not set: only a server knows what a host had")
+    with talking_to(api_url) as client:
+        _check(client, name)
+    return reconcile_host(lost=name)
+
+
+def _check(client: SyncPrefectClient, name: str) -> None:
+    heard = dict(_heard(client, name))
+    now = server_now(client) or datetime.now(UTC)
+    for what, when in heard.items():
+        if (age_s := (now - when).total_seconds()) < SILENT_AFTER_S:
+            raise BadArgument(
+                f"{what} was heard of {max(0.0, age_s):.0f} s ago, so {name} is not lost: cancel "
+                f"its runs; or switch it off, and ask again after {SILENT_AFTER_S:.0f} s"
+            )
+    owners = filter(None, map(owner_of, registered_runs()))
+    known = {owner.host for owner in owners} | {host_of(run) for run in held_flow_runs(client)}
+    if not heard and name not in known:
+        others = ", ".join(sorted(filter(None, known - {host_name()}))) or "no other host"
+        raise BadArgument(f"nobody knows a host {name!r}; runs are on record of {others}")
+
+
+def _heard(client: SyncPrefectClient, name: str) -> Iterator[tuple[str, datetime]]:
+    """What runs on the host for Muster, and when it was heard of last."""
+    for pool in client.read_work_pools():
+        for worker in client.read_workers_for_work_pool(pool.name):
+            if worker.name == name and worker.last_heartbeat_time is not None:
+                yield f"its worker of the pool {pool.name}", worker.last_heartbeat_time
+    for deployment, found in upkeep_of(client, name):
+        if found.last_polled is not None:
+            yield f"its upkeep (`{deployment}`)", found.last_polled
+
+
+def reconcile(*, lost_host: str | None = None) -> int:
+    """Finish what killed runs have left on this host and close their records, here and on the
+    Prefect server. Safe at any time.
+
+    Exit: 0 done, or nothing to do; 1 something could not be finished yet; 2 the host is not lost.
+
+    Args:
+        lost_host: Finish the runs of another host from here, which is gone for good: their GPUs are
+            given to other runs. Say so only of a host that is off: what still runs on one that is
+            only cut off would share its GPUs. Refused for a host that was heard of in the last two
+            minutes.
+    """
+    # What it would log is printed here.
+    _log.setLevel(logging.ERROR)
+    report = give_up_host(lost_host) if lost_host else reconcile_host()
+    publish(report)
+    for run in report.runs:
+        print(run)
+    print(report.summary)
+    return EXIT_FAILED if any(run.open for run in report.runs) else EXIT_DONE

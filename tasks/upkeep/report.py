@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from tasks.record.announcements import PAYLOADS
 from tasks.spec.words import code, commas, counted, size_text, table, text
 from tasks.upkeep.retention import Act, PrunePlan, Step
 
@@ -45,16 +47,8 @@ class Reconciled:
 
     def as_payload(self) -> dict[str, object]:
         """Of an event."""
-        return {
-            "found": self.found,
-            "killed": list(self.killed),
-            "jobs": list(self.jobs),
-            "nodes": list(self.nodes),
-            "removed": [str(path) for path in self.removed],
-            "record": self.record,
-            "server": self.server,
-            "open": self.open,
-        }
+        known = json.loads(json.dumps(asdict(self), default=str))
+        return {key: known[key] for key in PAYLOADS["muster.run.reconciled"]}
 
     def __str__(self) -> str:
         done = [

@@ -126,11 +126,7 @@ class PrunePlan:
 
 
 def plan(found: Sequence[Found], keep: Retention, now: float) -> PrunePlan:
-    """What the rules say, without a look at the disk.
-
-    Args:
-        now: UTC epoch seconds.
-    """
+    """What the rules say at a time, UTC epoch seconds, without a look at the disk."""
     in_order = sorted(found, key=lambda run: (run.ended_at, run.run_id))
     reasons = _removals(in_order, keep, now)
     steps, held = [], []
@@ -198,11 +194,8 @@ def sizes(directory: Path) -> dict[str, int]:
 
 
 def removable(names: Iterable[str], *, outputs: bool) -> list[str]:
-    """Those of the paths within a run's directory that a prune removes.
-
-    Args:
-        outputs: with what the run's own programs have written.
-    """
+    """Those of the paths within a run's directory that a prune removes, with the outputs of the
+    run's own programs or without."""
     return [
         name for name in names if not _KEPT.fullmatch(name) and (outputs or _OWN.fullmatch(name))
     ]

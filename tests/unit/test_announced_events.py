@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from tasks.record.announcements import ANNOUNCED_AS, PAYLOADS, payload_of
 from tasks.record.events import Event
 from tasks.record.outcome import Failure
+from tasks.record.places import AttemptPlace
 from tasks.record.states import RunState
 from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.rollout import FleetRecovery, Rollout
@@ -35,12 +37,15 @@ Tell = Callable[..., list[Event]]
 
 @pytest.fixture
 def announcements() -> RunAnnouncements:
-    return RunAnnouncements(
-        common=COMMON,
-        log_of=lambda component: f"/runs/a/{component}.log",
-        failure_of=lambda: FAILURE,
-        fleet=Rollout(backend="sglang", model="m", engines=3, recovery=FleetRecovery(min_active=2)),
+    fleet = Rollout(backend="sglang", model="m", engines=3, recovery=FleetRecovery(min_active=2))
+    run: Any = SimpleNamespace(
+        run_id=COMMON["run_id"],
+        spec=SimpleNamespace(workload=COMMON["workload"], fleet=fleet),
+        record=SimpleNamespace(attempts=0),
+        attempt=AttemptPlace(directory=Path("/runs/a"), number=1),
+        verdict=SimpleNamespace(failure=FAILURE),
     )
+    return RunAnnouncements(run)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tasks.record.events import Event
-from tasks.show.live_view import drawn, rows_of
+from tasks.show.terminal import drawn, rows_of
 from tasks.show.view import Pace, Row, RunSeen, Standing, rate_text
 from tasks.spec.run import RunSpec
 from tasks.spec.words import stopwatch

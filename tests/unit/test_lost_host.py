@@ -18,8 +18,8 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from tasks.processes.identity import host_name
 from tasks.show.arguments import run
 from tasks.spec.errors import BadArgument
-from tasks.upkeep import lost_host
-from tasks.upkeep.lost_host import give_up_host
+from tasks.upkeep import reconcile
+from tasks.upkeep.reconcile import give_up_host
 from tasks.upkeep.report import Report
 
 NOW = datetime(2026, 11, 22, 12, tzinfo=UTC)
@@ -61,10 +61,10 @@ def server(monkeypatch: pytest.MonkeyPatch, muster_home: object) -> Iterator[Ser
         labels = [{"prefect.worker.name": name} for name in there.hosts_of_runs]
         return [FlowRun(flow_id=uuid4(), labels=one) for one in labels]
 
-    monkeypatch.setattr(lost_host, "talking_to", talking_to)
-    monkeypatch.setattr(lost_host, "held_flow_runs", held)
-    monkeypatch.setattr(lost_host, "server_now", lambda _client: NOW)
-    monkeypatch.setattr(lost_host, "reconcile_host", lambda lost: Report(host=lost))
+    monkeypatch.setattr(reconcile, "talking_to", talking_to)
+    monkeypatch.setattr(reconcile, "held_flow_runs", held)
+    monkeypatch.setattr(reconcile, "server_now", lambda _client: NOW)
+    monkeypatch.setattr(reconcile, "reconcile_host", lambda lost: Report(host=lost))
     with temporary_settings({PREFECT_API_URL: API}):
         yield there
 
@@ -134,7 +134,7 @@ def test_without_a_server_nothing_is_known() -> None:
 
 
 def test_the_command_says_why_with_2(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
-    code = run(App(default_command=lost_host.reconcile), ["--lost-host", "their"])
+    code = run(App(default_command=reconcile.reconcile), ["--lost-host", "their"])
 
     said = capsys.readouterr().err
     assert code == 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tasks.upkeep import lost_host
+from tasks.upkeep import reconcile
 from tasks.upkeep.report import Reconciled, Report
 
 DONE = Reconciled(name="a-run", found="its process (pid 7) was gone", record="failed")
@@ -27,10 +27,10 @@ def test_each_run_is_told_and_the_exit_code_says_whether_all_is_done(
     last: str,
 ) -> None:
     report = Report(host="here", runs=runs)
-    monkeypatch.setattr(lost_host, "reconcile_host", lambda: report)
-    monkeypatch.setattr(lost_host, "publish", lambda report: None)
+    monkeypatch.setattr(reconcile, "reconcile_host", lambda: report)
+    monkeypatch.setattr(reconcile, "publish", lambda report: None)
 
-    assert lost_host.reconcile() == code
+    assert reconcile.reconcile() == code
 
     *told, summary = capsys.readouterr().out.splitlines()
     assert told == [str(run) for run in runs]

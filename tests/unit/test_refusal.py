@@ -21,7 +21,7 @@ from tasks.server.server import NoServer, prefect_server
 from tasks.show.arguments import run
 from tasks.spec.run import RunSpec
 from tasks.train.plan import component_env
-from tasks.upkeep import lost_host
+from tasks.upkeep import reconcile
 from tasks.upkeep.prune import prune_host
 from tests.support.web import serving
 
@@ -72,7 +72,7 @@ def test_the_queue_s_command_says_so(refusing: str, capsys: pytest.CaptureFixtur
 def test_a_reconcile_says_that_it_saw_no_flow_runs(
     refusing: str, muster_home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert lost_host.reconcile() == 1
+    assert reconcile.reconcile() == 1
 
     assert REMEDY in capsys.readouterr().out
 
