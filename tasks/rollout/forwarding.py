@@ -292,6 +292,10 @@ class _Broken(Exception):
     """An answer that had begun did not come to its end."""
 
 
+def _broken(error: Exception) -> _Broken:
+    return _Broken(NoReply(f"its answer broke off: {error}"))
+
+
 class _OutOfSockets(Exception):
     """No fault of the server's: this process has no socket left to ask it."""
 
@@ -490,9 +494,10 @@ class _Passage:
         # Neither a head nor another answer needs the engine.
         is_generated = self._is_generation and server.status < 400
         if (length := server.content_length) is not None and length <= _WHOLE_BYTES:
-            body = b""
-            while piece := await self._piece(content):
-                body = body + piece if body else piece
+            try:
+                body, _ = await content.upto(_WHOLE_BYTES)
+            except (BrokenOff, Malformed) as error:
+                raise _broken(error) from error
             if body and is_generated:
                 self._shared.good(entrypoint)
             return request.send(Answer(server.status, body, headers, server.reason))
@@ -525,7 +530,7 @@ class _Passage:
         try:
             return await content.readany()
         except (BrokenOff, Malformed) as error:
-            raise _Broken(NoReply(f"its answer broke off: {error}")) from error
+            raise _broken(error) from error
 
     def _may_ask_another(self, entrypoint: Entrypoint) -> bool:
         """503 says that a server did not begin to work on it, so that one other may be asked."""

@@ -118,7 +118,8 @@ class Body:
 
     def take(self) -> bytes:
         """What lies unread."""
-        found = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
+        pieces = self._pieces
+        found = pieces[0] if len(pieces) == 1 else b"".join(pieces)
         self._pieces, self._size = [], 0
         if self._is_held:
             self._is_held = False
@@ -128,10 +129,13 @@ class Body:
     async def upto(self, most: int) -> tuple[bytes, bool]:
         """What comes until it is more than so many bytes, and whether it is all."""
         pieces, size = [], 0
-        while size <= most and (piece := await self.readany()):
-            pieces.append(piece)
-            size += len(piece)
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces), size <= most
+        while not self.is_complete and size <= most:
+            pieces.append(await self.readany())
+            size += len(pieces[-1])
+        if size <= most:
+            pieces.append(self.take())
+            size += len(pieces[-1])
+        return b"".join(pieces), size <= most
 
     def _wake(self) -> None:
         if self._reader is not None and not self._reader.done():
@@ -149,7 +153,7 @@ class Wire(asyncio.Protocol):
         self._may_write.set()
         self._is_in_head = False
         self._line = b""
-        self._headers: list[tuple[str, str]] = []
+        self._headers: list[tuple[bytes, bytes]] = []
         #: Bytes of the head, by what was parsed and by what has come.
         self._parsed = self._came = 0
 
@@ -216,12 +220,18 @@ class Wire(asyncio.Protocol):
         if self._parsed > LONGEST_HEAD or len(self._headers) >= MOST_HEADERS:
             raise _too_long()
         if self._is_in_head:  # what comes after a body is for this connection only
-            self._headers.append((name.decode(*TEXT), value.strip(b" \t").decode(*TEXT)))
+            self._headers.append((name, value))
 
     def _framed(self) -> tuple[CIMultiDict[str], int | None]:
         """Of a head that is complete: its headers, and the length of the body where it says so."""
         self._is_in_head = False
-        headers = CIMultiDict(self._headers)
+        coding, errors = TEXT
+        headers = CIMultiDict(
+            [
+                (name.decode(coding, errors), value.strip(b" \t").decode(coding, errors))
+                for name, value in self._headers
+            ]
+        )
         if "Transfer-Encoding" in headers and headers["Transfer-Encoding"].lower() != "chunked":
             raise Malformed("its Transfer-Encoding is not chunked", 501)
         length = headers.get("Content-Length")

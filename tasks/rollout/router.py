@@ -74,7 +74,9 @@ class _Ladder:
     def add(self, slot: _Slot) -> None:
         if not self._steps or slot.outstanding < self._lowest:
             self._lowest = slot.outstanding
-        self._steps.setdefault(slot.outstanding, OrderedDict())[slot.entrypoint.key] = slot
+        if (step := self._steps.get(slot.outstanding)) is None:
+            step = self._steps[slot.outstanding] = OrderedDict()
+        step[slot.entrypoint.key] = slot
 
     def remove(self, slot: _Slot) -> None:
         step = self._steps[slot.outstanding]

@@ -70,6 +70,7 @@ class Upstreams:
 
         Args:
             url: `http://host:port`.
+            headers: get the Host and what frames the body.
             is_last_try: over a new connection: the server may be closing a kept one just now.
             stream: in place of a body; in chunks, where the headers give no Content-Length.
 
@@ -177,13 +178,13 @@ class ServedConnection(Wire):
         self._is_bodyless = method == "HEAD"
         self._has_head, self._interim, self._is_kept = False, 0, False
         self.content, self._head = Body(self), loop.create_future()
-        sent = CIMultiDict(headers, Host=self._host)
+        headers["Host"] = self._host
         is_chunked = stream is not None and "Content-Length" not in headers
         if is_chunked:
-            sent["Transfer-Encoding"] = "chunked"
+            headers["Transfer-Encoding"] = "chunked"
         elif stream is None and (body or "Content-Length" in headers or method in _WITH_BODY):
-            sent["Content-Length"] = str(len(body))
-        self.write(head_of(f"{method} {target} HTTP/1.1", sent) + body)
+            headers["Content-Length"] = str(len(body))
+        self.write(head_of(f"{method} {target} HTTP/1.1", headers) + body)
         if stream is not None:
             self._sending = loop.create_task(self._send(stream, is_chunked=is_chunked))
         await self._head
