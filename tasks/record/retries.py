@@ -380,12 +380,16 @@ def _complete_in(folder: Path) -> list[Path]:
 
 
 def is_saving(written: str, root: Path) -> bool:
-    """Whether something in a folder of checkpoints grows that is no complete one yet."""
+    """Whether something in a folder of checkpoints grows that is to be one, after those that are
+    complete."""
     folder, since = root / written, time.time() - _GROWS_WITHIN_S
     with suppress(OSError):
-        complete = {*_complete_in(folder)}
+        *_, last = None, *_complete_in(folder)
         for one in folder.iterdir():
-            if one not in complete and _NUMBER.search(one.name) and not one.name.endswith(_GOING):
+            is_like_it = last is not None and one.suffix == last.suffix
+            if _step(one) <= (_step(last) if last else -1) or one.name.endswith(_GOING):
+                continue
+            if one.is_dir() or is_like_it or _PARTIAL.search(one.name):
                 parts = (part.stat().st_mtime for part in (one, *one.rglob("*")))
                 if any(changed > since for changed in parts):
                     return True

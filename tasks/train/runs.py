@@ -465,7 +465,10 @@ def why(run: RunName = "latest", /, *, pool: Pool = "gang", json: AsJson = False
         spent = slow.as_json() if slow else None
         print(dumps({**asdict(meant), "failure": told, "slow": spent}, indent=2))
         return EXIT_DONE
-    said = "\n".join(slow.sentences()) if slow else _pages_of(meant, TIME).get(TIME)
+    said = "\n".join(slow.sentences()) if slow else ""
+    if slow is None and meant.started_at is not None:
+        # Its files may be another host's.
+        said = _pages_of(meant, TIME).get(TIME, "")
     record, _pages = _record_of(meant)
     attempt, code = record.attempt if record is not None else None, EXIT_DONE
     if record is not None and attempt is not None and attempt.failure is not None:

@@ -358,6 +358,7 @@ def test_a_removal_that_was_cut_short_leaves_no_checkpoint_and_is_ended_by_the_n
         (["global_step_10/"], "", True),  # the first one
         (["checkpoint-10/trainer_state.json", "checkpoint-20/model.pt"], "", True),
         (["step-10.pt", ".step-20.pt.tmp"], "", True),
+        (["global_step_10/", "events.tfevents.99"], "10", False),  # no checkpoint
         (["step-10.pt", "events.log", ".step-5.pt.muster-old"], "", False),
         ([], "", False),
     ],

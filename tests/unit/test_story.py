@@ -24,7 +24,8 @@ def place(muster_home: Path) -> RunPlace:
         attempt.directory.mkdir(parents=True)
         progress = {"jsonl": str(attempt.directory / "metrics.jsonl"), "step": "at.step"}
         attempt.spec.write_text(yaml.safe_dump({"cwd": ".", "progress": progress}))
-        lines = (json.dumps({"at": {"step": n}, "reward": n / number}) for n in steps)
+        took = {"time/step": 2.0, "time/forward_backward": 2.0}
+        lines = (json.dumps({"at": {"step": n}, "reward": n / number, **took}) for n in steps)
         (attempt.directory / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     failure = {"kind": "STORAGE", "component": "trainer", "message": "disk full", "exit_code": 1}
     components = {"trainer": {"pid": 1, "started_at": 1.0, "ended_at": 2.0, "exit_code": 1}}
@@ -104,6 +105,7 @@ def test_the_story_has_what_a_reader_needs(place: RunPlace) -> None:
         "what failed first: trainer: exit code 1",
         "  | OSError: 28",
         "reward: 1 at first, 2 last, 1 to 2",
+        "A step takes 2.0 s: training 100%.",
         f"files: {place.directory}",
     ):
         assert any(part in line for line in more), (part, text)
