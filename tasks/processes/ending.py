@@ -215,22 +215,6 @@ def shown_command(pid: int) -> str:
     return " ".join(command_of(pid).split())[:_SHOWN_CHARACTERS]
 
 
-def environments(prefix: str) -> dict[int, dict[str, str]]:
-    """`variables[pid]` of each living process whose environment may be read.
-
-    Args:
-        prefix: Of the variables that are of interest; a process without any is left out.
-    """
-    found = {}
-    for pid in all_pids():
-        with suppress(PermissionError):
-            variables = environment_of(pid)
-            ours = {name: value for name, value in variables.items() if name.startswith(prefix)}
-            if ours:
-                found[pid] = ours
-    return found
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holders:
     """The processes that have a variable, as far as it may be known."""

@@ -32,24 +32,15 @@ from tasks.processes.identity import ProcessId, host_name
 from tasks.processes.machine import gpus_seen
 from tasks.processes.ports import listening_by_table, sockets_of, tcp_sockets
 from tasks.processes.tree import all_pids, environment_of, is_zombie, machine
-from tasks.record.outcome import signal_name
 from tasks.spec.words import commas, moment
 
 _PROC = Path("/proc")
 _THREADS_AT_MOST = 200
-_SOCKETS_AT_MOST = 200
 #: Source: include/net/tcp_states.h.
 _TCP_STATES = (
     *("?", "ESTABLISHED", "SYN_SENT", "SYN_RECV", "FIN_WAIT1", "FIN_WAIT2", "TIME_WAIT", "CLOSE"),
     *("CLOSE_WAIT", "LAST_ACK", "LISTEN", "CLOSING", "NEW_SYN_RECV"),
 )
-#: Source: include/uapi/linux/net.h, socket_state.
-_UNIX_STATES = ("FREE", "UNCONNECTED", "CONNECTING", "CONNECTED", "DISCONNECTING")
-_UNIX_LISTENS = 1 << 16
-_SIGNAL_SETS = {"SigPnd": "pending", "SigBlk": "blocked", "SigIgn": "ignored", "SigCgt": "caught"}
-
-#: `sockets[inode]` -> `tcp 127.0.0.1:8000 -> 127.0.0.1:51234 ESTABLISHED`.
-Sockets = dict[str, str]
 
 
 def kernel_view(pids: Iterable[int], proc: Path = _PROC) -> Iterator[str]:
@@ -58,15 +49,9 @@ def kernel_view(pids: Iterable[int], proc: Path = _PROC) -> Iterator[str]:
     Args:
         proc: where the proc file system is.
     """
-    #: By network namespace: processes in containers have tables of their own.
-    tables: dict[str, Sockets] = {}
     for pid in pids:
-        at = proc / str(pid)
         if status := status_of(pid, proc):
-            namespace = _link(at / "ns/net")
-            if namespace not in tables:
-                tables[namespace] = sockets_in(at / "net")
-            yield "\n".join(_describe(at, pid, status, tables[namespace])) + "\n"
+            yield "\n".join(_describe(proc / str(pid), pid, status)) + "\n"
 
 
 def status_of(pid: int, proc: Path = _PROC) -> dict[str, str]:
@@ -80,83 +65,38 @@ def has_signal(status: dict[str, str], key: str, signum: int) -> bool:
     return bool(int(status.get(key) or "0", 16) >> (signum - 1) & 1)
 
 
-def sockets_in(net: Path) -> Sockets:
-    """The TCP and Unix sockets of a network namespace, from the folder `net` of a process in it."""
-    found: Sockets = {}
-    for table, (_, local, remote, state, *rest) in tcp_sockets(net):
-        ends = f"{_address(local)} -> {_address(remote)}"
-        found[rest[5]] = f"{table} {ends} {_named(_TCP_STATES, int(state, 16))}"
-    for line in _text(net / "unix").splitlines()[1:]:
-        with suppress(ValueError):  # The name of a socket may hold the end of a line.
-            _, _, _, flags, _, state, inode, *path = line.split()
-            is_listening = int(flags, 16) & _UNIX_LISTENS
-            said = "LISTEN" if is_listening else _named(_UNIX_STATES, int(state, 16))
-            found[inode] = " ".join(["unix", *path, said])
-    return found
-
-
-def _describe(at: Path, pid: int, status: dict[str, str], sockets: Sockets) -> Iterator[str]:
+def _describe(at: Path, pid: int, status: dict[str, str]) -> Iterator[str]:
     command = _text(at / "cmdline").replace("\0", " ").strip() or f"[{status.get('Name')}]"
     yield f"pid {pid}, child of {status.get('PPid')}: {command}"
-    yield f"  state: {status.get('State')}"
-    yield f"  waits in: {_text(at / 'wchan') or '?'}"
-    yield f"  system call: {_text(at / 'syscall').strip() or '?'}"
-    yield f"  memory: {status.get('VmRSS', 'none')}"
-    for key, name in _SIGNAL_SETS.items():
-        signals = [n for n in range(1, 65) if has_signal(status, key, n)]
-        if signals:
-            yield f"  signals {name}: {' '.join(map(signal_name, signals))}"
-    threads = _numbers(at / "task")
-    below = [_text(at / "task" / thread / "children") for thread in threads]
-    yield f"  children: {' '.join(' '.join(below).split()) or 'none'}"
-    if stack := _text(at / "stack", unreadable=lambda why: why):
-        yield "  kernel stack:"
-        yield from (f"    {line}" for line in stack.splitlines())
-    yield f"  threads: {len(threads)}"
-    for thread in threads[:_THREADS_AT_MOST]:
-        head, _, rest = _text(at / "task" / thread / "stat").rpartition(") ")
-        waits_in = _text(at / "task" / thread / "wchan") or "?"
-        yield f"    {thread} {head.partition('(')[2]} {rest[:1] or '?'} {waits_in}"
-    yield "  sockets:"
-    held = sorted(sockets_of(pid, str(at.parent)).items())[:_SOCKETS_AT_MOST]
-    yield from (f"    fd {fd} {sockets.get(inode, 'of another kind')}" for fd, inode in held)
-    if not held:
-        yield "    none"
+    yield f"  state: {status.get('State')}, waits in: {_text(at / 'wchan') or '?'}"
+    yield "  kernel stack:"
+    yield from (f"    {line}" for line in _text(at / "stack", "not readable").splitlines())
+    yield "  threads:"
+    for thread in sorted(at.glob("task/*"), key=lambda one: int(one.name))[:_THREADS_AT_MOST]:
+        head, _, rest = _text(thread / "stat").rpartition(") ")
+        waits_in = _text(thread / "wchan") or "?"
+        yield f"    {thread.name} {head.partition('(')[2]} {rest[:1] or '?'} {waits_in}"
+    yield "  connections:"
+    fds = {inode: fd for fd, inode in sockets_of(pid, str(at.parent)).items()}
+    for _, (_, local, remote, state, *rest) in tcp_sockets(at / "net"):
+        if (fd := fds.get(rest[5])) is not None:
+            ends = f"{_address(local)} -> {_address(remote)}"
+            yield f"    fd {fd} {ends} {_TCP_STATES[int(state, 16)]}"
 
 
 def _address(written: str) -> str:
     """`127.0.0.1:8000` for `0100007F:1F40`: words in the machine's own order, so as they were."""
     host, _, port = written.partition(":")
     words = [int(host[i : i + 8], 16) for i in range(0, len(host), 8)]
-    packed = struct.pack(f"={len(words)}I", *words)
     family = socket.AF_INET if len(words) == 1 else socket.AF_INET6
-    name = socket.inet_ntop(family, packed)
-    return f"[{name}]:{int(port, 16)}" if ":" in name else f"{name}:{int(port, 16)}"
+    return f"{socket.inet_ntop(family, struct.pack(f'={len(words)}I', *words))}:{int(port, 16)}"
 
 
-def _named(names: tuple[str, ...], number: int) -> str:
-    return names[number] if number < len(names) else str(number)
-
-
-def _text(path: Path, unreadable: Callable[[str], str] = lambda why: "") -> str:
+def _text(path: Path, otherwise: str = "") -> str:
     try:
         return path.read_bytes().decode(errors="replace")
-    except OSError as error:
-        return unreadable(f"not readable: {error.strerror}")
-
-
-def _link(path: Path) -> str:
-    try:
-        return os.readlink(path)
     except OSError:
-        return ""
-
-
-def _numbers(folder: Path) -> list[str]:
-    try:
-        return sorted((name for name in os.listdir(folder) if name.isdigit()), key=int)
-    except OSError:
-        return []
+        return otherwise
 
 
 #: Each is a py-spy of its own for a moment.

@@ -20,8 +20,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tasks.processes.ending import environments, shown_command
-from tasks.processes.tree import machine, parent_of
+from tasks.processes.ending import shown_command
+from tasks.processes.tree import all_pids, environment_of, machine, parent_of
 
 #: Where there is a driver of NVIDIA.
 DRIVER = Path("/proc/driver/nvidia/version")
@@ -193,7 +193,10 @@ def forget(folder: str) -> dict[str, Any]:
 
 def _carriers() -> list[dict[str, Any]]:
     """The processes of runs for which no guardian of their run answers any more."""
-    found = environments(_PREFIX)
+    found: dict[int, dict[str, str]] = {}
+    for pid in all_pids():
+        with suppress(PermissionError):
+            found[pid] = environment_of(pid)
     guarded = {
         pid: variables.get(f"{_PREFIX}RUN_ID", "")
         for pid, variables in found.items()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from tasks.processes import tree
@@ -77,29 +77,29 @@ class Supervisor:
         return str(self._attempt.members[component])
 
     def interrupt(self, why: str) -> None:
-        """End the run as cancelled. Returns at once; safe in any thread, at any time."""
-        with contextlib.suppress(RuntimeError):  # The loop is closed: all has ended before.
-            self._loop.call_soon_threadsafe(self._attempt.interrupt, why)
+        """End the run as cancelled."""
+        self._soon(self._attempt.interrupt, why)
 
     def crash(self, error: BaseException) -> None:
-        """End the run as failed, by an error of the caller's. Returns at once."""
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._attempt.crash, error)
+        """End the run as failed, by an error of the caller's."""
+        self._soon(self._attempt.crash, error)
 
     def fail(self, failure: Failure) -> None:
-        """End the run as failed, by what no component did. Returns at once."""
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._attempt.fail, failure)
+        """End the run as failed, by what no component did."""
+        self._soon(self._attempt.fail, failure)
 
     def let_go(self, why: str) -> None:
-        """Leave the run's jobs running, for its next process. Returns at once."""
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._attempt.let_go, why)
+        """Leave the run's jobs running, for its next process."""
+        self._soon(self._attempt.let_go, why)
 
     def hurry(self) -> None:
-        """Cut every grace period short. Returns at once; safe in any thread, at any time."""
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._attempt.hurry)
+        """Cut every grace period short."""
+        self._soon(self._attempt.hurry)
+
+    def _soon(self, what: Callable[..., None], *given: object) -> None:
+        """Returns at once; safe in any thread, at any time."""
+        with contextlib.suppress(RuntimeError):  # The loop is closed: all has ended before.
+            self._loop.call_soon_threadsafe(what, *given)
 
     def teardown(self) -> Verdict:
         """Stop everything in reverse order and wait until nothing is left; any number of times.
