@@ -186,9 +186,9 @@ class SupervisedAttempt:
             ),
             Silence(logs, plan.own_questions),
             emit,
+            self._is_quiet,
             total=plan.progress.total if plan.progress else None,
             limit_s=plan.stall_after_s,
-            is_quiet=self._is_quiet,
             logs=logs,
             every_s=plan.progress.every_s if plan.progress else None,
         )

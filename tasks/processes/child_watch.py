@@ -15,7 +15,7 @@ import signal
 import struct
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tasks.processes import tree
 from tasks.processes.identity import ProcessId
@@ -41,13 +41,8 @@ def exit_of(pidfd: int, process: ProcessId) -> Exit:
         status = _kept_by_pidfd(pidfd)
     if status is None:
         note = "its parent has taken its status, and this kernel does not keep it"
-        return Exit(exit_code=None, signal=None, at_monotonic_s=at_monotonic_s, note=note)
-    code = os.waitstatus_to_exitcode(status)
-    return Exit(
-        exit_code=code if code >= 0 else None,
-        signal=-code if code < 0 else None,
-        at_monotonic_s=at_monotonic_s,
-    )
+        return Exit.of(None, at_monotonic_s, note)
+    return Exit.of(os.waitstatus_to_exitcode(status), at_monotonic_s)
 
 
 def _kept_by_pidfd(pidfd: int) -> int | None:
@@ -100,39 +95,27 @@ class ProcessLoss:
         return self.exit is not None and (self.exit.is_zero or self.exit.signal == signal.SIGTERM)
 
 
+@dataclass(slots=True, kw_only=True)
 class ProcessWatch:
     """Watches each process of a tree whose command line matches, through a pidfd.
 
     A death is known in milliseconds; that a new process has come, at the next look.
     """
 
-    def __init__(
-        self,
-        component: str,
-        pattern: str,
-        below: Callable[[], Iterable[int]],
-        *,
-        every_s: float,
-        misses: int,
-        on_watched: Callable[[int, str], None],
-    ) -> None:
-        """
-        Args:
-            component: what messages call it: `rollout (pid 812)`.
-            pattern: regular expression, searched in the command line joined with spaces.
-            below: the pids to look at, each time anew.
-            every_s: the pause between two looks.
-            misses: after so many looks without a match, the process counts as lost.
-            on_watched: told the pid and the command of each process that is watched from now on.
-        """
-        self._component = component
-        self._pattern = re.compile(pattern)
-        self._below = below
-        self._every_s = every_s
-        self._misses = misses
-        self._on_watched = on_watched
-        #: `pidfds[pid]` of what is watched.
-        self._pidfds: dict[int, int] = {}
+    #: What messages call it: `rollout (pid 812)`.
+    component: str
+    #: Searched in the command line joined with spaces.
+    pattern: re.Pattern[str]
+    #: The pids to look at, each time anew.
+    below: Callable[[], Iterable[int]]
+    #: The pause between two looks.
+    every_s: float
+    #: After so many looks without a match, the process counts as lost.
+    misses: int
+    #: Told the pid and the command of each process that is watched from now on.
+    on_watched: Callable[[int, str], None]
+    #: `pidfds[pid]` of what is watched.
+    _pidfds: dict[int, int] = field(default_factory=dict)
 
     async def until_lost(self) -> ProcessLoss:
         """The first loss. A cancel ends the watch; no pidfd is left open then, nor at a loss."""
@@ -141,11 +124,11 @@ class ProcessWatch:
         try:
             while not lost.done():
                 misses = 0 if self._look(lost) else misses + 1
-                if misses >= self._misses:
-                    pattern = f"/{self._pattern.pattern}/"
-                    message = f"no process below {self._component} matches {pattern}"
+                if misses >= self.misses:
+                    pattern = f"/{self.pattern.pattern}/"
+                    message = f"no process below {self.component} matches {pattern}"
                     return ProcessLoss(message=message, exit=None)
-                await asyncio.wait([lost], timeout=self._every_s)
+                await asyncio.wait([lost], timeout=self.every_s)
             return lost.result()
         finally:
             for pid in list(self._pidfds):
@@ -154,12 +137,12 @@ class ProcessWatch:
     def _look(self, lost: asyncio.Future[ProcessLoss]) -> bool:
         """Watch what is new; whether any process matches."""
         is_there = bool(self._pidfds)
-        for pid in self._below():
+        for pid in self.below():
             if pid in self._pidfds:
                 continue
             process = ProcessId.of(pid)
             command = tree.command_of(pid)
-            if not command or not self._pattern.search(command):
+            if not command or not self.pattern.search(command):
                 continue
             is_there = True
             if not _may_become_another(process, command):
@@ -180,12 +163,12 @@ class ProcessWatch:
             self._forget(process.pid)
             if not lost.done():
                 what = f"process {process.pid} ({command[:_SHOWN_CHARACTERS]})"
-                message = f"{self._component} lost its {what}: {exit}"
+                message = f"{self.component} lost its {what}: {exit}"
                 lost.set_result(ProcessLoss(message=message, exit=exit))
 
         self._pidfds[process.pid] = pidfd
         asyncio.get_running_loop().add_reader(pidfd, on_end)
-        self._on_watched(process.pid, command)
+        self.on_watched(process.pid, command)
 
     def _forget(self, pid: int) -> None:
         pidfd = self._pidfds.pop(pid)

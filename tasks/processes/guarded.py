@@ -347,13 +347,7 @@ class GuardedProcess:
                 _reject(self._spawned, error)
                 self._owes_processes = False
             case "exited":
-                self._settle_exit(
-                    Exit(
-                        exit_code=message["exit_code"],
-                        signal=message["signal"],
-                        at_monotonic_s=message["at_monotonic_s"],
-                    )
-                )
+                self._settle_exit(Exit.of(message["code"], message["at_monotonic_s"]))
             case "stuck":
                 self.stuck = self._below_guardian() or tuple(message["pids"])
             case "empty":
@@ -437,9 +431,7 @@ class GuardedProcess:
             _resolve(self.empty, None)
             return
         if not self.exited.done():
-            self._settle_exit(
-                Exit(exit_code=None, signal=None, at_monotonic_s=time.monotonic(), note=note)
-            )
+            self._settle_exit(Exit.of(None, time.monotonic(), note))
         self._orphan_sweep = asyncio.get_running_loop().create_task(self._end_orphans())
 
     async def _end_orphans(self) -> None:

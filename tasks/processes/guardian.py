@@ -9,10 +9,10 @@ guardians are forked from it (see `fork_guardians`).
 Over FD go JSON lines. From the supervisor: first the launch order (see `Order`), then
 `{"do": "go"}`, later `{"do": "stop"}` and `{"do": "kill"}`. To the supervisor: `{"event": ...}`
 with `forked` (the component's process is there, its pidfd comes along, and waits for "go"),
-`spawned` (it runs its program), `refused` (why nothing was started), `exited` (exit_code or signal
-of the component), `stuck` (pids that SIGKILL does not end) and `empty`, after which the guardian
-leaves. Times in them are CLOCK_MONOTONIC seconds, the same clock in every process of the machine;
-pids are those of the guardian's namespace.
+`spawned` (it runs its program), `refused` (why nothing was started), `exited` (the code of the
+component; below zero: the signal), `stuck` (pids that SIGKILL does not end) and `empty`, after
+which the guardian leaves. Times in them are CLOCK_MONOTONIC seconds, the same clock in every
+process of the machine; pids are those of the guardian's namespace.
 
 When the supervisor is gone, whatever the reason, the guardian stops the component and ends what is
 left of its tree. So no single SIGKILL leaves a process: of the component, its descendants come to
@@ -29,7 +29,6 @@ from __future__ import annotations
 import _socket
 import contextlib
 import ctypes
-import errno
 import gc
 import json
 import os
@@ -42,8 +41,6 @@ import time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING or __name__ != "__main__":
-    from collections.abc import Callable
-
     from tasks.processes import cgroup, tree
 else:
     sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
@@ -57,71 +54,10 @@ _MOST_FDS = 253
 STUCK_AFTER_S = 5.0
 #: How often a tree that is being killed is looked at again.
 _KILL_ROUND_S = 0.02
-#: What the component's process waits for before it executes its program.
-_GO = b"g"
 _IGNORED = (
     *(signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGPIPE),
     *(signal.SIGUSR1, signal.SIGUSR2),
 )
-
-
-def spawn(order: Order, may_go: Callable[[int], bool]) -> int:
-    """Start the component in a session of its own.
-
-    Args:
-        may_go: told the pid of the process before it executes the program; whether it may.
-
-    Returns: its pid, once the program runs. Raises: OSError, as exec, chdir or open gave it; then
-    no process is left.
-    """
-    report_read, report_write = os.pipe()
-    go_read, go_write = os.pipe()
-    guardian_pid = os.getpid()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            os.close(report_read)
-            os.close(go_write)
-            tree.die_with_parent(guardian_pid)
-            _become_component(order, go_read)
-        except OSError as error:
-            text = f"{error.errno} {error.strerror}: {error.filename}"
-            os.write(report_write, os.fsencode(text))
-        except BaseException as error:
-            os.write(report_write, ascii(f"0 {error!r}")[1:-1].encode())
-        os._exit(127)
-    os.close(report_write)
-    os.close(go_read)
-    if may_go(pid):
-        with contextlib.suppress(BrokenPipeError):  # It has failed, and reported it.
-            os.write(go_write, _GO)
-    os.close(go_write)
-    # Closed by exec, so an empty read says that the program runs.
-    problem = os.fsdecode(os.read(report_read, 4096))
-    os.close(report_read)
-    if problem:
-        os.waitpid(pid, 0)
-        number, _, text = problem.partition(" ")
-        raise OSError(int(number), text)
-    return pid
-
-
-def _become_component(order: Order, go_read: int) -> None:
-    os.setsid()
-    for signum in _IGNORED:
-        signal.signal(signum, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_SETMASK, [])
-    with contextlib.suppress(OSError, ValueError):  # The hard limit was lowered since.
-        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (order.files, hard))
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    log = os.open(order.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.chdir(order.cwd)
-    if os.read(go_read, 1) != _GO:
-        raise OSError(errno.ECANCELED, "was stopped before it began", order.argv[0])
-    os.execvpe(order.argv[0], order.argv, order.env)
 
 
 class Guardian:
@@ -155,7 +91,8 @@ class Guardian:
         """
         self._early = messages
         try:
-            self._leader = spawn(self._order, self._may_go)
+            order = self._order
+            self._leader = tree.spawn(order.argv, order.env, order.prepare, self._may_go)
         except OSError as error:
             self._channel.send("refused", errno=error.errno, message=str(error.strerror))
             return
@@ -235,9 +172,7 @@ class Guardian:
         if self._leader in statuses:
             self._leader_lives = False
             code = os.waitstatus_to_exitcode(statuses[self._leader])
-            self._channel.send(
-                "exited", exit_code=code if code >= 0 else None, signal=-code if code < 0 else None
-            )
+            self._channel.send("exited", code=code)
         if not self._leader_lives and not is_empty:
             self._begin_stop()
             # Nobody else will ask the rest of its tree to leave.
@@ -252,11 +187,8 @@ class Guardian:
             return
         self._kill_at = time.monotonic() + self._order.grace_s
         if self._leader_lives:
-            # Not reaped, so its number, and that of its group, can't belong to another. A stopped
-            # process takes the signal only once it goes on.
-            for signum in (self._order.stop_signal, signal.SIGCONT):
-                with contextlib.suppress(PermissionError):
-                    os.killpg(self._leader, signum)
+            # Not reaped, so its number, and that of its group, can't belong to another.
+            tree.stop_group(self._leader, self._order.stop_signal)
 
     def _begin_kill(self) -> None:
         if self._killing_since is None:
@@ -405,6 +337,16 @@ class Order:
         self.grace_s: float = message["grace_s"]
         self.cgroup: str | None = message["cgroup"]
         self.files: int = message["files"]
+
+    def prepare(self) -> None:
+        """What the component's process does before its program. Raises: OSError."""
+        with contextlib.suppress(OSError, ValueError):  # The hard limit was lowered since.
+            hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+            resource.setrlimit(resource.RLIMIT_NOFILE, (self.files, hard))
+        log = os.open(self.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.chdir(self.cwd)
 
 
 class Channel:

@@ -23,6 +23,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict, TypeVar
 
@@ -78,8 +79,9 @@ def _describe(at: Path, pid: int, status: dict[str, str]) -> Iterator[str]:
         yield f"    {thread.name} {head.partition('(')[2]} {rest[:1] or '?'} {waits_in}"
     yield "  connections:"
     fds = {inode: fd for fd, inode in sockets_of(pid, str(at.parent)).items()}
-    for _, (_, local, remote, state, *rest) in tcp_sockets(at / "net"):
-        if (fd := fds.get(rest[5])) is not None:
+    for _, fields in tcp_sockets(at / "net"):
+        _, local, remote, state, *others = fields
+        if (fd := fds.get(others[5])) is not None:
             ends = f"{_address(local)} -> {_address(remote)}"
             yield f"    fd {fd} {ends} {_TCP_STATES[int(state, 16)]}"
 
@@ -385,45 +387,38 @@ _BEFORE_KILL_S = 1.0
 _LOG_BYTES_AT_MOST = 1 << 20
 
 
+@dataclass(slots=True, kw_only=True)
 class Diagnosis:
     """Examines a component that hangs while it is ended.
 
     First `examine` it, with all it may wait for still there; then enter the context, stop it, and
-    leave the context once it has ended. This takes a few seconds at most, whatever state the
-    machine is in, and raises nothing: the work is done in daemon threads, which are left behind
-    where a process or a file system keeps them.
+    leave the context once it has ended. This takes a few seconds, and raises nothing, whatever
+    state the machine is in: the work is done in daemon threads, which are left behind where a
+    process or a file system keeps them.
     """
 
-    def __init__(
-        self,
-        name: str,
-        command: Command,
-        pid: int,
-        processes: Callable[[], list[int]],
-        mask: Callable[[str], str],
-    ) -> None:
-        """
-        Args:
-            pid: of the component's first process.
-            processes: the pids of its tree, parents first, each time anew; none once they can't be
-                told.
-            mask: takes secrets out of a text.
-        """
-        self._name, self._pid = name, pid
-        self._command = command
-        self._processes = processes
-        self._mask = mask
-        self._report = command.log.with_name(f"{name}.hang.txt")
-        #: In a line; empty while nobody can say.
-        self.hangs_in = ""
-        self._is_written = False
-        self._log_began = 0
-        self._late: asyncio.Task[None] | None = None
+    name: str
+    command: Command
+    #: Of the component's first process.
+    pid: int
+    #: The pids of its tree, parents first, each time anew; none once they can't be told.
+    processes: Callable[[], list[int]]
+    #: Takes secrets out of a text.
+    mask: Callable[[str], str]
+    #: In a line; empty while nobody can say.
+    hangs_in: str = ""
+    _is_written: bool = False
+    _log_began: int = 0
+    _late: asyncio.Task[None] | None = None
 
     async def examine(self) -> Path | None:
         """Write down the state of its processes; the file, None where there is none."""
         await within(_EXAMINED_WITHIN_S + _REPORTED_WITHIN_S, self._examine, None)
-        return self._report if self._is_written else None
+        return self._path if self._is_written else None
+
+    @property
+    def _path(self) -> Path:
+        return self.command.log.with_name(f"{self.name}.hang.txt")
 
     async def __aenter__(self) -> None:
         await within(_ABORTED_WITHIN_S, self._abort_early, None)
@@ -436,19 +431,19 @@ class Diagnosis:
             await within(_COPIED_WITHIN_S, self._copy_log, None)
 
     def _examine(self) -> None:
-        pids = self._processes()
+        pids = self.processes()
         if not pids:
             return
         with _told_if_it_fails():
-            self._log_began = self._command.log.stat().st_size
+            self._log_began = self.command.log.stat().st_size
         found = {host_name(): evidence(pids, _EXAMINED_WITHIN_S)}
-        self.hangs_in, text = report(self._name, f"{self._name} (pid {self._pid})", found, {})
+        self.hangs_in, text = report(self.name, f"{self.name} (pid {self.pid})", found, {})
         self._write(text)
 
     def _abort_early(self) -> None:
         """Ask those for their stacks that the stop signal will just end."""
         # The first process last: once it has gone, the guardian tells the rest to stop.
-        unheard = [pid for pid in reversed(self._processes()) if self._dies_unheard(pid)]
+        unheard = [pid for pid in reversed(self.processes()) if self._dies_unheard(pid)]
         abort_python(map(ProcessId.of, unheard), _ABORTED_WITHIN_S)
 
     def _dies_unheard(self, pid: int) -> bool:
@@ -456,24 +451,24 @@ class Diagnosis:
         if self._catches_stop(pid):
             return False
         # Out of reach of the first signal, it may be needed by a first process that does save.
-        return not self._catches_stop(self._pid) or _group_of(pid) == _group_of(self._pid)
+        return not self._catches_stop(self.pid) or _group_of(pid) == _group_of(self.pid)
 
     def _catches_stop(self, pid: int) -> bool:
-        return has_signal(status_of(pid), "SigCgt", self._command.stop_signal)
+        return has_signal(status_of(pid), "SigCgt", self.command.stop_signal)
 
     async def _abort_late(self) -> None:
         """Ask those for their stacks that the stop signal has not ended, before SIGKILL does."""
-        grace_s = self._command.grace_s
+        grace_s = self.command.grace_s
         before_kill_s = min(_BEFORE_KILL_S, grace_s / 2)
         await asyncio.sleep(grace_s - before_kill_s)
 
         def abort() -> None:
-            abort_python(map(ProcessId.of, reversed(self._processes())), before_kill_s)
+            abort_python(map(ProcessId.of, reversed(self.processes())), before_kill_s)
 
         await within(before_kill_s, abort, None)
 
     def _copy_log(self) -> None:
-        log = self._command.log
+        log = self.command.log
         with log.open("rb") as f:
             f.seek(self._log_began)
             said = f.read(_LOG_BYTES_AT_MOST).decode(errors="replace")
@@ -481,8 +476,8 @@ class Diagnosis:
             self._write(f"{log.name} from then on:\n{said}")
 
     def _write(self, text: str) -> None:
-        with self._report.open("a", encoding="utf-8") as f:
-            f.write(self._mask(text) + "\n")
+        with self._path.open("a", encoding="utf-8") as f:
+            f.write(self.mask(text) + "\n")
         self._is_written = True
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -84,9 +85,9 @@ class ProcessMember(Member):
         if live is None or live.processes is None:
             return await forever()
         loss = await ProcessWatch(
-            str(self),
-            live.processes,
-            lambda: [pid for pid in self.processes() if pid != self.process.pid],
+            component=str(self),
+            pattern=re.compile(live.processes),
+            below=lambda: [pid for pid in self.processes() if pid != self.process.pid],
             every_s=live.every_s,
             misses=live.misses,
             on_watched=lambda pid, command: self._emit(
@@ -104,7 +105,11 @@ class ProcessMember(Member):
     async def examine(self) -> None:
         """Write down what it hangs in; `end` adds to that what it says at its end."""
         self._diagnosis = Diagnosis(
-            self.name, self.plan.command, self.pid or 0, self.processes, self._context.plan.mask
+            name=self.name,
+            command=self.plan.command,
+            pid=self.pid or 0,
+            processes=self.processes,
+            mask=self._context.plan.mask,
         )
         report = await self._diagnosis.examine()
         self.hangs_in = self._diagnosis.hangs_in

@@ -8,7 +8,8 @@ import os
 import re
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -239,82 +240,73 @@ _PACE_AT_MOST = 1000
 _LAST_STEP_WITHIN_S = 3.0
 
 
+@dataclass
 class ProgressWatch:
     """The step of one attempt, and the silence of its components. As text, the step reached."""
 
-    def __init__(
-        self,
-        read_step: ReadStep | None,
-        silence: Silence,
-        emit: Emit,
-        *,
-        total: float | None,
-        limit_s: float | None,
-        is_quiet: Callable[[], bool],
-        logs: Iterable[Path] = (),
-        every_s: float | None = None,
-    ) -> None:
-        """
-        Args:
-            total: the step that is the last one, where it is known.
-            limit_s: how long may pass as `Silence` counts; None: no limit.
-            is_quiet: whether silence means nothing at the moment.
-            logs: of the components.
-            every_s: the pause between two looks.
-        """
-        self._every_s = every_s or _READ_EVERY_S
-        self._logs = tuple(logs)
-        #: `lengths[log]` at each of the last steps that can prove that an error was survived.
-        self._lengths: deque[dict[Path, int]] = deque(maxlen=STEPS_OF_SURVIVAL)
-        self._limit_s = limit_s
-        self._total = total
-        self._read_step = read_step
-        self._silence = silence
-        self._emit = emit
-        self._is_quiet = is_quiet
-        #: The step last seen, when, and how long those before it took.
-        self.step: float | None = None
-        self._stepped_s = 0.0
-        self._took_s: deque[float] = deque(maxlen=_PACE_AT_MOST)
-        #: When the next step is late enough to be said.
-        self._slow_at_s = math.inf
+    #: None: it writes none.
+    read_step: ReadStep | None
+    silence: Silence
+    emit: Emit
+    #: Whether silence means nothing at the moment.
+    is_quiet: Callable[[], bool]
+    #: The step that is the last one, where it is known.
+    total: float | None
+    #: How long may pass as `Silence` counts; None: no limit.
+    limit_s: float | None
+    #: Of the components.
+    logs: Sequence[Path] = ()
+    #: Between two looks at the step.
+    every_s: float | None = None
+    #: The step last seen, when, and how long those before it took.
+    step: float | None = None
+    _stepped_s: float = 0.0
+    _took_s: deque[float] = field(default_factory=lambda: deque(maxlen=_PACE_AT_MOST))
+    #: When the next step is late enough to be said.
+    _slow_at_s: float = math.inf
+    #: `lengths[log]` at each of the last steps that can prove that an error was survived.
+    _lengths: deque[dict[Path, int]] = field(
+        default_factory=lambda: deque(maxlen=STEPS_OF_SURVIVAL)
+    )
 
     def __str__(self) -> str:
         if self.step is None:
             return ""
-        return f"step {self.step:g}" + (f" of {self._total:g}" if self._total else "")
+        return f"step {self.step:g}" + (f" of {self.total:g}" if self.total else "")
 
     def restart(self) -> None:
         """Something was started, or is ready: the silence before that does not count."""
-        self._silence.restart()
+        self.silence.restart()
 
     async def until_stalled(self) -> str:
         """Read the step from time to time, for ever.
 
         Returns: why, once nothing has moved for longer than the limit. A cancel ends it.
         """
-        if self._limit_s is None and self._read_step is None:
+        if self.limit_s is None and self.read_step is None:
             await asyncio.Event().wait()  # There is nothing to look for.
         # All the logs are looked at for it, of which there may be a thousand.
-        look_every_s = min(max((self._limit_s or 0) / _LOOKS_A_LIMIT, _READ_EVERY_S), _LOOK_EVERY_S)
+        look_every_s = min(max((self.limit_s or 0) / _LOOKS_A_LIMIT, _READ_EVERY_S), _LOOK_EVERY_S)
         loop = asyncio.get_running_loop()
         look_at = loop.time()
         while True:
             await self._read()
-            if self._limit_s is not None and loop.time() >= look_at:
+            if self.limit_s is not None and loop.time() >= look_at:
                 look_at = loop.time() + look_every_s
-                if self._is_quiet():
-                    self._silence.restart()
-                silent_s = self._silence.lasts_s(self.step)
-                if silent_s > self._limit_s:
+                if self.is_quiet():
+                    self.silence.restart()
+                silent_s = self.silence.lasts_s(self.step)
+                if silent_s > self.limit_s:
                     return f"{self._what_is_missing()} for {silent_s:.0f} s"
-            await asyncio.sleep(look_every_s if self._read_step is None else self._every_s)
+            await asyncio.sleep(
+                look_every_s if self.read_step is None else self.every_s or _READ_EVERY_S
+            )
 
     def _what_is_missing(self) -> str:
-        if self._silence.is_by_step:
+        if self.silence.is_by_step:
             return f"no new step since {self}"
         said = "no output of any component but lines that repeat"
-        return f"no step, and {said}," if self._read_step is not None else f"{said},"
+        return f"no step, and {said}," if self.read_step is not None else f"{said},"
 
     def survived(self, log: Path) -> int:
         """How much of a component's log was there when training is known to have gone on since."""
@@ -331,20 +323,20 @@ class ProgressWatch:
         return self.step
 
     async def _read(self) -> None:
-        step = await self._read_step() if self._read_step is not None else None
+        step = await self.read_step() if self.read_step is not None else None
         now = asyncio.get_running_loop().time()
         if step is not None and step != self.step:
             if self.step is not None:
                 self._took_s.append(now - self._stepped_s)
                 if step > self.step:
-                    self._lengths.append({log: size_of(log) for log in self._logs})
+                    self._lengths.append({log: size_of(log) for log in self.logs})
             self.step, self._stepped_s = step, now
             if len(self._took_s) >= _STEPS_OF_A_PACE:
                 self._slow_at_s = now + _SLOW * median(self._took_s)
-            self._emit("run.progress", step=step, total=self._total)
+            self.emit("run.progress", step=step, total=self.total)
         elif now > self._slow_at_s:
             median_s = (self._slow_at_s - self._stepped_s) / _SLOW
             self._slow_at_s = math.inf
             message = f"no step for {seconds(now - self._stepped_s)} since {self}"
             message += f", where one takes {seconds(median_s)}"
-            self._emit("run.slow", step=self.step, median_s=median_s, message=message)
+            self.emit("run.slow", step=self.step, median_s=median_s, message=message)

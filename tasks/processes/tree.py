@@ -10,6 +10,7 @@ Stdlib only, and light to import: the guardian starts with it in tens of millise
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import resource
 import select
@@ -23,6 +24,8 @@ _PR_SET_CHILD_SUBREAPER = 36
 # The kernel has not looked at it since 2.4.25. Source: getrlimit(2).
 _RLIMIT_LOCKS = 10
 _MARK_BASE = 1 << 62
+#: What a process that was spawned waits for before it executes its program.
+_GO = b"g"
 #: How many files this process could open when it began.
 FILES_AT_START, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
 
@@ -55,6 +58,70 @@ def die_with_parent(parent_pid: int) -> None:
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def spawn(
+    argv: list[str],
+    env: dict[str, str],
+    prepare: Callable[[], None] = lambda: None,
+    may_go: Callable[[int], bool] = lambda pid: True,
+) -> int:
+    """Start a program in a session of its own, which ends with this process; no signal is ignored
+    or blocked there, and there is nothing to read.
+
+    Args:
+        prepare: called in the new process.
+        may_go: told the pid of the process before it executes the program; whether it may.
+
+    Returns: its pid, once the program runs. Raises: OSError, as exec or `prepare` gave it; then no
+    process is left.
+    """
+    report_read, report_write = os.pipe()
+    go_read, go_write = os.pipe()
+    parent = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.close(report_read)
+            os.close(go_write)
+            die_with_parent(parent)
+            os.setsid()
+            for signum in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+                with suppress(OSError, ValueError):  # 32 and 33 belong to the C library.
+                    signal.signal(signum, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_SETMASK, [])
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            prepare()
+            if os.read(go_read, 1) != _GO:
+                raise OSError(errno.ECANCELED, "was stopped before it began", argv[0])
+            os.execvpe(argv[0], argv, env)
+        except OSError as error:
+            text = f"{error.errno} {error.strerror}: {error.filename}"
+            os.write(report_write, os.fsencode(text))
+        except BaseException as error:
+            os.write(report_write, ascii(f"0 {error!r}")[1:-1].encode())
+        os._exit(127)
+    os.close(report_write)
+    os.close(go_read)
+    if may_go(pid):
+        with suppress(BrokenPipeError):  # It has failed, and reported it.
+            os.write(go_write, _GO)
+    os.close(go_write)
+    # Closed by exec, so an empty read says that the program runs.
+    problem = os.fsdecode(os.read(report_read, 4096))
+    os.close(report_read)
+    if problem:
+        os.waitpid(pid, 0)
+        number, _, text = problem.partition(" ")
+        raise OSError(int(number), text)
+    return pid
+
+
+def stop_group(leader: int, signum: int) -> None:
+    """Signal a process group; what is stopped takes the signal only once it goes on."""
+    for one in (signum, signal.SIGCONT):
+        with suppress(PermissionError, ProcessLookupError):
+            os.killpg(leader, one)
 
 
 def new_mark() -> int:

@@ -11,7 +11,6 @@ import contextlib
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TypeVar
 
 from tasks.ray import control_store
@@ -124,11 +123,7 @@ def exit_of(
     if code is not None:
         # A shell's 128+n stays what it is: the wrapper passes real signals on, so that a program
         # has returned it by itself.
-        return Exit(
-            exit_code=code if code >= 0 else None,
-            signal=-code if code < 0 else None,
-            at_monotonic_s=at_monotonic_s,
-        )
+        return Exit.of(code, at_monotonic_s)
     if job.status == "STOPPED" and was_stopped_by_us:
         note = "stopped as asked"
     elif job.status == "STOPPED":
@@ -140,7 +135,7 @@ def exit_of(
         note += f" ({job.error_type})" if job.error_type else ""
         if lost_node:
             note = f"{lost_node} has left the cluster; {note}"
-    return Exit(exit_code=None, signal=None, at_monotonic_s=at_monotonic_s, note=note)
+    return Exit.of(None, at_monotonic_s, note)
 
 
 def last_words(log_end: str, job: JobState | None) -> str:
@@ -497,47 +492,3 @@ class TakeDown:
             left = tuple(f"{one}, which outlived SIGKILL" for one in report.left)
             return left, not_seen.in_words()
         return (f"the nodes could not be swept for processes of the job: {problem}",), ()
-
-
-def stop_submission(
-    file: Path,
-    *,
-    sweep: Sweep,
-    grace_s: float,
-    unknown_after_s: float = UNKNOWN_AFTER_S,
-    on_state: Callable[[JobState], None] = lambda state: None,
-) -> Ended:
-    """End the job that a `submission.json` names, in whatever phase it is, and wait until nothing
-    of it is left; `RayJob.end` for a job whose own process is gone. It opens a loop of its own: use
-    it from a plain thread.
-
-    Args:
-        unknown_after_s: for how long a cluster that does not answer is asked again.
-
-    Returns: what became of it; the file says so too. Raises: OSError, ValueError when the file
-    can't be read.
-    """
-    submission = SubmissionFile.read(file)
-    if submission is None or submission.content.submit_began_at is None:
-        return Ended(state=None, left=())
-
-    def note(state: JobState) -> None:
-        submission.note_state(state)
-        on_state(state)
-
-    async def stop() -> Ended:
-        dashboard = Dashboard(submission.content.address)
-        take_down = TakeDown(
-            dashboard=dashboard,
-            submission_id=submission.content.submission_id,
-            grace_s=grace_s,
-            sweep=sweep,
-            on_state=note,
-            unknown_after_s=unknown_after_s,
-        )
-        try:
-            return await take_down.run(submission)
-        finally:
-            await dashboard.close()
-
-    return asyncio.run(stop())

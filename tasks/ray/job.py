@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import logging
-import os
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,8 @@ from tasks.processes.component import AttemptContext, ComponentPlan, Member
 from tasks.ray import control_store
 from tasks.ray.dashboard import Contact, Dashboard, Denied, JobState, NoAnswer
 from tasks.ray.end import (
+    UNKNOWN_AFTER_S,
+    Ended,
     OutOfReach,
     Sweep,
     TakeDown,
@@ -31,6 +33,7 @@ from tasks.ray.end import (
     last_words,
     room_in_words,
 )
+from tasks.ray.nodes import examine, sweep_of
 from tasks.ray.submission import JobPlan, SubmissionFile
 from tasks.ray.submit import STRAGGLERS_S, Submitter
 from tasks.record.outcome import JobLoss, JobRefused
@@ -82,17 +85,14 @@ class LogCopy:
 
     async def _copy(self, node_id: str, *, follow: bool) -> None:
         async with self._is_writing:
-            log = await asyncio.to_thread(_open, self._path)
-            try:
-                skip = os.fstat(log).st_size
+            with await asyncio.to_thread(self._path.open, "ab", buffering=0) as log:
+                skip = log.tell()
                 chunks = self._dashboard.log(self._submission_id, node_id, follow=follow)
                 async with contextlib.aclosing(chunks):
                     async for chunk in chunks:
                         fresh, skip = beyond(chunk, skip)
                         if fresh:
                             await _finish(asyncio.to_thread(_write, log, fresh))
-            finally:
-                os.close(log)
 
 
 def beyond(chunk: bytes, skip: int) -> tuple[bytes, int]:
@@ -114,15 +114,9 @@ async def _finish(writing: Coroutine[Any, Any, None]) -> None:
         raise
 
 
-def _open(path: Path) -> int:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-
-
-def _write(fd: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]
+def _write(log: io.FileIO, data: bytes) -> None:
+    while data:
+        data = data[log.write(data) :]
 
 
 _log = logging.getLogger(__name__)
@@ -139,11 +133,6 @@ _LOOK_EVERY_S = 0.2
 #: For a look at all nodes where it hangs, of which a driver that visits them takes seconds; and
 #: for the end of that driver.
 _EXAMINED_WITHIN_S, _LEFT_WITHIN_S = 60.0, 10.0
-
-#: See `nodes.examination_of`.
-Examination = Callable[
-    [str, float], Awaitable[tuple[Mapping[str, hang_report.HangEvidence], Mapping[str, str]]]
-]
 
 
 class RayJob(Member):
@@ -163,20 +152,12 @@ class RayJob(Member):
         context: AttemptContext,
         *,
         job: JobPlan,
-        sweep: Sweep,
-        examination: Examination | None = None,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """
-        Args:
-            sweep: ends the processes of the job on every node.
-            examination: says what they do; None: nobody looks.
-        """
         super().__init__(plan, context)
         self.exited = asyncio.get_running_loop().create_future()
         self._job = job
-        self._examination = examination
         self._say = partial(context.emit, component=plan.name)
         self._clock = clock
         self._wall_clock = wall_clock
@@ -187,7 +168,7 @@ class RayJob(Member):
             dashboard=self._dashboard,
             submission_id=job.submission_id,
             grace_s=plan.command.grace_s,
-            sweep=sweep,
+            sweep=sweep_of(job.run_id, job.attempt, job.component, emit=self._say),
             on_state=self._saw,
             clock=clock,
         )
@@ -309,16 +290,23 @@ class RayJob(Member):
 
     async def examine(self) -> None:
         """Write down what its processes hang in, on every node."""
-        if self._examination is None or not self._runs:
+        if not self._runs:
             return
+        job = self._job
         path = self.plan.command.log.with_name(f"{self.name}.hang.txt")
         try:
             async with asyncio.timeout(_EXAMINED_WITHIN_S + _LEFT_WITHIN_S):
                 gcs_address = await self._dashboard.gcs_address()
-                found, unreached = await self._examination(gcs_address, _EXAMINED_WITHIN_S)
+                found, unreached = await examine(
+                    gcs_address,
+                    run_id=job.run_id,
+                    attempt=job.attempt,
+                    component=job.component,
+                    within_s=_EXAMINED_WITHIN_S,
+                )
             hangs_in, text = hang_report.report(self.name, str(self), found, unreached)
-            self.hangs_in = self._job.mask(hangs_in)
-            await asyncio.to_thread(path.write_text, self._job.mask(text), encoding="utf-8")
+            self.hangs_in = job.mask(hangs_in)
+            await asyncio.to_thread(path.write_text, job.mask(text), encoding="utf-8")
         except Exception as error:
             _log.warning("%s, which hangs, can't be examined: %r", self.name, error)
         else:
@@ -575,3 +563,48 @@ async def _cancelled(task: asyncio.Task[Any] | None) -> None:
         await asyncio.wait([task])
         if not task.cancelled():
             task.exception()
+
+
+def stop_submission(
+    file: Path,
+    *,
+    sweep: Sweep,
+    grace_s: float,
+    unknown_after_s: float = UNKNOWN_AFTER_S,
+    on_state: Callable[[JobState], None] = lambda state: None,
+) -> Ended:
+    """End the job that a `submission.json` names, in whatever phase it is, and wait until nothing
+    of it is left; `RayJob.end` for a job whose own process is gone. It opens a loop of its own: use
+    it from a plain thread.
+
+    Args:
+        unknown_after_s: for how long a cluster that does not answer is asked again.
+
+    Returns: what became of it; the file says so too. Raises: OSError, ValueError when the file
+    can't be read.
+    """
+    submission = SubmissionFile.read(file)
+    if submission is None or submission.content.submit_began_at is None:
+        return Ended(state=None, left=())
+
+    def note(state: JobState) -> None:
+        submission.note_state(state)
+        on_state(state)
+
+    async def stop() -> Ended:
+        job = submission.content
+        dashboard = Dashboard(job.address)
+        take_down = TakeDown(
+            dashboard=dashboard,
+            submission_id=job.submission_id,
+            grace_s=grace_s,
+            sweep=sweep,
+            on_state=note,
+            unknown_after_s=unknown_after_s,
+        )
+        try:
+            return await take_down.run(submission)
+        finally:
+            await dashboard.close()
+
+    return asyncio.run(stop())

@@ -502,8 +502,7 @@ async def sweep(
         over: The end of what is swept, where that is still to come; the time counts from it, and
             before it the nodes are made ready.
     """
-    named = {"RUN_ID": run_id, "ATTEMPT": attempt, "COMPONENT": component}
-    wanted = {f"MUSTER_{name}": str(value) for name, value in named.items() if value is not None}
+    wanted = _marks(run_id, attempt, component)
     try:
         async with visiting(gcs_address, ready_within_s=within_s if over else None) as visitor:
             if over is not None:
@@ -525,6 +524,11 @@ async def sweep(
             for node, why in sorted({**visited.unreached, **left_out}.items())
         ),
     )
+
+
+def _marks(run_id: str, attempt: int | None, component: str | None) -> dict[str, str]:
+    named = {"RUN_ID": run_id, "ATTEMPT": attempt, "COMPONENT": component}
+    return {f"MUSTER_{name}": str(value) for name, value in named.items() if value is not None}
 
 
 def _once(answers: Mapping[str, Any], key: str) -> tuple[Swept, ...]:
@@ -618,32 +622,24 @@ def sweep_of(
 _LOOK_SHARE = 0.3
 
 
-def examination_of(
-    run_id: str, attempt: int, component: str
-) -> Callable[[str, float], Awaitable[tuple[dict[str, HangEvidence], dict[str, str]]]]:
-    """The look at a job that hangs: told the address of a cluster's control store, and how long it
-    may take, it gives what all processes of the job do on every node, and why nothing is known of
-    others, both by the name of the node.
+async def examine(
+    gcs_address: str, *, run_id: str, attempt: int, component: str, within_s: float
+) -> tuple[dict[str, HangEvidence], dict[str, str]]:
+    """What all processes of a job that hangs do on every node, and why nothing is known of other
+    nodes, both by the name of the node.
 
-    Raises: NotVisited, from what is given.
+    Raises: NotVisited.
     """
-    named = {"RUN_ID": run_id, "ATTEMPT": str(attempt), "COMPONENT": component}
-    wanted = {f"MUSTER_{name}": value for name, value in named.items()}
-
-    async def looked_at(
-        gcs_address: str, within_s: float
-    ) -> tuple[dict[str, HangEvidence], dict[str, str]]:
-        async with visiting(gcs_address) as visitor:
-            given = {"wanted": wanted, "within_s": within_s * _LOOK_SHARE}
-            each = {node.node_id: given for node in visitor.nodes}
-            visited = await visitor.visit("examine", each, within_s, is_of_machine=True)
-            names = {node.node_id: node.name for node in visitor.nodes}
-        # Several nodes may share a machine.
-        answers = {one["machine"]: (names[id], one) for id, one in visited.answers.items()}
-        unreached = {names[id]: why for id, why in visited.unreached.items()}
-        return dict(sorted(one for one in answers.values() if one[1]["processes"])), unreached
-
-    return looked_at
+    async with visiting(gcs_address) as visitor:
+        wanted = _marks(run_id, attempt, component)
+        given = {"wanted": wanted, "within_s": within_s * _LOOK_SHARE}
+        each = {node.node_id: given for node in visitor.nodes}
+        visited = await visitor.visit("examine", each, within_s, is_of_machine=True)
+        names = {node.node_id: node.name for node in visitor.nodes}
+    # Several nodes may share a machine.
+    answers = {one["machine"]: (names[id], one) for id, one in visited.answers.items()}
+    unreached = {names[id]: why for id, why in visited.unreached.items()}
+    return dict(sorted(one for one in answers.values() if one[1]["processes"])), unreached
 
 
 #: For one more question: a node that answers at all does so in a few seconds.

@@ -221,46 +221,21 @@ class Keeper:
         is_the_same = ray_sends == signal.Signals(self._options.signal).name
         if self._status is None and not (is_known_to_ray and is_the_same):
             # Not reaped, so its number, and that of its group, can't belong to another.
-            for signum in (self._options.signal, signal.SIGCONT):
-                with contextlib.suppress(PermissionError, ProcessLookupError):
-                    os.killpg(self._leader, signum)
+            tree.stop_group(self._leader, self._options.signal)
 
 
 def spawn(argv: list[str], env: dict[str, str]) -> int:
-    """Start the command in a session of its own.
-
-    Returns: its pid, once it executes. Does not return where it can't be executed: says why, in
-    one line, and ends with 127 or 126, as a shell does.
-    """
-    report_read, report_write = os.pipe()
-    keeper = os.getpid()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            tree.die_with_parent(keeper)
-            os.setsid()
-            for signum in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
-                with contextlib.suppress(OSError, ValueError):  # 32, 33: the C library's.
-                    signal.signal(signum, signal.SIG_DFL)
-            signal.pthread_sigmask(signal.SIG_SETMASK, [])
-            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-            os.execvpe(argv[0], argv, env)
-        except OSError as error:
-            os.write(report_write, str(error.errno).encode())
-        os._exit(127)
-    os.close(report_write)
-    # Closed by exec, so an empty read says that the command runs.
-    problem = os.read(report_read, 64)
-    os.close(report_read)
-    if problem:
-        os.waitpid(pid, 0)
-        number = int(problem)
-        text = f"muster: cannot execute {argv[0]!r}: {os.strerror(number)}"
-        if number == errno.ENOENT:
-            text += f"; looked for in {os.getcwd()} and PATH={env.get('PATH', '')}"
-        os.write(2, f"{text}\n".encode(errors="replace"))
-        os._exit(127 if number in (errno.ENOENT, errno.ENOTDIR) else 126)
-    return pid
+    """Start the command. Does not return where it can't be executed: says why, in one line, and
+    ends with 127 or 126, as a shell does."""
+    try:
+        return tree.spawn(argv, env)
+    except OSError as error:
+        number = error.errno or 0
+    text = f"muster: cannot execute {argv[0]!r}: {os.strerror(number)}"
+    if number == errno.ENOENT:
+        text += f"; looked for in {os.getcwd()} and PATH={env.get('PATH', '')}"
+    os.write(2, f"{text}\n".encode(errors="replace"))
+    os._exit(127 if number in (errno.ENOENT, errno.ENOTDIR) else 126)
 
 
 def command_environment(package: str) -> dict[str, str]:

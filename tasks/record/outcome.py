@@ -38,6 +38,20 @@ class Exit:
     #: What made the status unusual or unknown.
     note: str = ""
 
+    @staticmethod
+    def of(code: int | None, at_monotonic_s: float, note: str = "") -> Exit:
+        """
+        Args:
+            code: below zero: the signal; None where nobody knows.
+        """
+        is_signal = code is not None and code < 0
+        return Exit(
+            exit_code=None if is_signal else code,
+            signal=-code if is_signal and code is not None else None,
+            at_monotonic_s=at_monotonic_s,
+            note=note,
+        )
+
     @property
     def is_zero(self) -> bool:
         return self.exit_code == 0

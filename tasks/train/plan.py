@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextvars
 import os
 import signal as signals
 from collections.abc import Callable, Mapping
@@ -17,7 +16,6 @@ from tasks.processes.guarded import Command
 from tasks.processes.identity import host_name
 from tasks.ray.dashboard import CLUSTERS_VARIABLE, Dashboard
 from tasks.ray.job import RayJob
-from tasks.ray.nodes import examination_of, sweep_of
 from tasks.ray.submission import JobPlan, submission_file, submission_id
 from tasks.record.code_store import PROJECT, import_path, links_in
 from tasks.record.places import AttemptPlace
@@ -173,21 +171,7 @@ def _job_maker(
         excludes=tuple(f"/{one}" for one in links_in(command.cwd)) if PROJECT in os.environ else (),
         may_be_submitted_since=adopted.started_at if adopted is not None else None,
     )
-    # By it the sweep's task runs belong to the flow run; supervision has a thread of its own.
-    context = contextvars.copy_context()
-
-    def make(plan: ComponentPlan, shared: AttemptContext) -> Member:
-        emit = partial(shared.emit, component=name)
-        sweeping = context.run(sweep_of, run_id, place.number, name, emit=emit)
-        return RayJob(
-            plan,
-            shared,
-            job=replace(job, mask=shared.plan.mask),
-            sweep=sweeping,
-            examination=context.run(examination_of, run_id, place.number, name),
-        )
-
-    return make
+    return lambda plan, shared: RayJob(plan, shared, job=replace(job, mask=shared.plan.mask))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

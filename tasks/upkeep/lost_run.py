@@ -22,7 +22,8 @@ from tasks.processes import registry
 from tasks.processes.ending import holders_of
 from tasks.processes.registry import JobEntry, LostRun, Remains, claimed
 from tasks.ray.dashboard import JobState, know
-from tasks.ray.end import Ended, stop_submission
+from tasks.ray.end import Ended
+from tasks.ray.job import stop_submission
 from tasks.ray.nodes import sweep_of
 from tasks.record.closing import Closed, Loss, close_record
 from tasks.record.places import AttemptPlace, RunPlace
@@ -96,10 +97,9 @@ def _stop(entry: JobEntry, unknown_after_s: float, on_state: Callable[[JobState]
     if (file := _file_of(entry)) is None:
         return Ended(state=None, left=())
     try:
-        sweeping = sweep_of(entry.run_id, entry.attempt, entry.component, emit=_log_event)
         return stop_submission(
             file,
-            sweep=sweeping,
+            sweep=sweep_of(entry.run_id, entry.attempt, entry.component, emit=_log_event),
             grace_s=entry.grace_s,
             unknown_after_s=unknown_after_s,
             on_state=on_state,

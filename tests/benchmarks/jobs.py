@@ -88,7 +88,6 @@ def _muster(cluster: RayCluster, directory: Path, short_code: str) -> dict[str, 
 async def _muster_takes(cluster: RayCluster, directory: Path, short_code: str) -> dict[str, float]:
     from tasks.processes.guarded import Command
     from tasks.ray.job import RayJob
-    from tasks.ray.nodes import sweep_of
     from tasks.ray.submission import JobPlan
     from tests.support.ray_jobs import make_job
 
@@ -116,7 +115,7 @@ async def _muster_takes(cluster: RayCluster, directory: Path, short_code: str) -
         def emit(name: str, *of: object, **fields: object) -> None:
             return
 
-        return plan, make_job(plan, emit, sweep_of(run_id, 1, "trainer", emit=emit))
+        return plan, make_job(plan, emit)
 
     took: dict[str, float] = {}
     plan, short = job(short_code)

@@ -32,7 +32,7 @@ import functools, sys
 from tasks.ray import job
 from tasks.train import plan
 plan.JobPlan = functools.partial(plan.JobPlan, lost_after_s=5.0)
-plan.sweep_of = functools.partial(plan.sweep_of, within_s=30.0)
+job.sweep_of = functools.partial(job.sweep_of, within_s=30.0)
 job.TakeDown = functools.partial(job.TakeDown, unknown_after_s=5.0)
 from flows.train import command
 from tasks.show.arguments import run_alone

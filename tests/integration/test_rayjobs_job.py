@@ -15,7 +15,7 @@ import pytest_asyncio
 
 from tasks.ray.control_store import free_gpus
 from tasks.ray.dashboard import Dashboard
-from tasks.ray.end import stop_submission
+from tasks.ray.job import stop_submission
 from tasks.record.outcome import JobRefused
 from tasks.spec.failure_kinds import FailureKind
 from tests.support.ray_cluster import RayCluster

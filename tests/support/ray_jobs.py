@@ -19,8 +19,7 @@ from tasks.processes.guarded import Command
 from tasks.processes.ports import PortsReserved
 from tasks.ray.dashboard import Dashboard, JobState
 from tasks.ray.end import Sweep, SweepReport
-from tasks.ray.job import Examination, RayJob
-from tasks.ray.nodes import examination_of
+from tasks.ray.job import RayJob
 from tasks.ray.submission import JobPlan
 from tasks.record.outcome import Exit
 
@@ -49,10 +48,12 @@ class Told:
         return [name for name, _ in self.events if not name.startswith("component.")]
 
 
-def make_job(
-    plan: JobPlan, emit: Callable[..., None], sweep: Sweep, examination: Examination | None = None
-) -> RayJob:
-    """The member of an attempt that has nothing but this job."""
+def make_job(plan: JobPlan, emit: Callable[..., None], sweep: Sweep | None = None) -> RayJob:
+    """The member of an attempt that has nothing but this job.
+
+    Args:
+        sweep: in place of its own.
+    """
     component = ComponentPlan(
         name=plan.component, command=plan.command, ready=None, live=None, on_exit_zero="complete"
     )
@@ -60,7 +61,10 @@ def make_job(
         run_id=plan.run_id, number=plan.attempt, cwd=plan.command.cwd, components=(component,)
     )
     context = AttemptContext(attempt, PortsReserved([]), emit, None, own_pids=set)
-    return RayJob(component, context, job=plan, sweep=sweep, examination=examination)
+    job = RayJob(component, context, job=plan)
+    if sweep is not None:
+        job._take_down.sweep = sweep
+    return job
 
 
 class Jobs:
@@ -98,8 +102,7 @@ class Jobs:
         return JobPlan(**(wanted | more))
 
     def job(self, plan: JobPlan) -> RayJob:
-        examination = examination_of(plan.run_id, plan.attempt, plan.component)
-        self._made.append(make_job(plan, self.told.emit, self.told.sweep, examination))
+        self._made.append(make_job(plan, self.told.emit, self.told.sweep))
         return self._made[-1]
 
     async def state_of(self, plan: JobPlan) -> JobState | None:

@@ -337,7 +337,7 @@ async def test_bug_in_a_watcher_ends_the_run_as_failed(
     def broken(step: float | None) -> float:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(attempt._progress._silence, "lasts_s", broken)
+    monkeypatch.setattr(attempt._progress.silence, "lasts_s", broken)
     verdict = await verdict_of(attempt)
 
     assert verdict.failure is not None and verdict.failure.rule == "internal-error"
@@ -416,13 +416,13 @@ async def test_time_before_a_components_start_is_no_silence_of_it(
 ) -> None:
     clock = [0.0]
     attempt = await begin({"stall_after_s": 10.0}, start=False, trainer="complete")
-    monkeypatch.setattr(attempt._progress._silence, "_clock", lambda: clock[0])
-    attempt._progress._silence.restart()
+    monkeypatch.setattr(attempt._progress.silence, "_clock", lambda: clock[0])
+    attempt._progress.silence.restart()
 
     clock[0] = 100.0
     await attempt.start("trainer")
 
-    assert attempt._progress._silence.lasts_s(None) == 0.0
+    assert attempt._progress.silence.lasts_s(None) == 0.0
     attempt.interrupt("enough")
     await verdict_of(attempt)
 

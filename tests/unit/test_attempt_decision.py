@@ -77,7 +77,7 @@ async def test_who_the_kernel_told_of_first_died_first_however_late_both_were_he
     )
 
     def report(process: GuardedProcess, at_monotonic_s: float) -> None:
-        ended: dict[str, Any] = {"event": "exited", "exit_code": 1, "signal": None}
+        ended: dict[str, Any] = {"event": "exited", "code": 1}
         process._on_event({**ended, "at_monotonic_s": at_monotonic_s})
 
     api._on_leader_gone()

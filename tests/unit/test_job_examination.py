@@ -18,7 +18,6 @@ import tasks
 from tasks.processes.guarded import Command
 from tasks.processes.hang_report import HangEvidence, HungProcess, examine_carriers, nccl_status
 from tasks.ray.dashboard import NoAnswer
-from tasks.ray.end import SweepReport
 from tasks.ray.job import RayJob
 from tasks.ray.submission import JobPlan
 from tests.support.ray_jobs import make_job
@@ -119,23 +118,24 @@ def job_of(tmp_path: Path, events: list[tuple[str, dict[str, Any]]], dashboard: 
         mask=lambda text: text.replace("hunter2", "***"),
     )
 
-    async def sweep(gcs_address: str, over: object) -> SweepReport:
-        return SweepReport()
-
-    async def examination(
-        gcs_address: str, within_s: float
-    ) -> tuple[dict[str, HangEvidence], dict[str, str]]:
-        return {"10.0.0.2": NODE}, {"10.0.0.3": f"no answer, by {gcs_address}"}
-
-    job = make_job(plan, lambda name, **fields: events.append((name, fields)), sweep, examination)
+    job = make_job(plan, lambda name, **fields: events.append((name, fields)))
     job._dashboard = SimpleNamespace(gcs_address=dashboard.gcs_address)  # type: ignore[assignment]
     job._runs = True
     return job
 
 
 @pytest.mark.asyncio
-async def test_what_a_job_hangs_in_is_written_beside_its_log(tmp_path: Path) -> None:
+async def test_what_a_job_hangs_in_is_written_beside_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     events: list[tuple[str, dict[str, Any]]] = []
+
+    async def examine(
+        gcs_address: str, **_: object
+    ) -> tuple[dict[str, HangEvidence], dict[str, str]]:
+        return {"10.0.0.2": NODE}, {"10.0.0.3": f"no answer, by {gcs_address}"}
+
+    monkeypatch.setattr("tasks.ray.job.examine", examine)
 
     job = job_of(tmp_path, events, Clusters())
     await job.examine()
