@@ -154,7 +154,7 @@ def time_of(view: RunView) -> Shown | None:
     rows = [[text(what), told(one.now), told(one.before)] for what, one, told in _measured(slow)]
     head = ("", "of late", "before")
     return Shown(
-        headline="\n\n".join(map(text, slow.card())),
+        headline="\n\n".join(map(text, said)),
         data=f"{text(' '.join(said))}\n\n{table(head, rows)}\n\nAs of {moment(view.at)}.",
     )
 

@@ -21,12 +21,12 @@ from tasks.spec.words import commas, listed, seconds
 
 #: So many steps, or samples, are those of late; the past is what lies before them, as far as kept.
 _LATE, _KEPT, _PAST_AT_LEAST = 10, 2000, 3
-#: A change by less is none.
-_SAME = 1.2
+#: By less a step takes as long as before.
+_SLOWER = 1.2
 _WHOLE, _WAITING, _REST = "step", "waiting", "other"
 _REQUESTS = ("p50", "p99", "max")
-#: Of nodes so many are named; of parts so many stand in a line of a card.
-_NODES_NAMED, _IN_A_LINE = 4, 2
+#: Of nodes so many are named.
+_NODES_NAMED = 4
 #: Where figures may stand below.
 _WITHIN = ("data", "metrics")
 
@@ -61,12 +61,6 @@ class Measured:
         before = median(past) if len(past) >= _PAST_AT_LEAST else None
         return Measured(now=late(values[-_LATE:]), before=before)
 
-    @property
-    def times(self) -> float | None:
-        """By how much it has grown, as a factor; None where it has not, or nobody knows."""
-        grown = self.now / self.before if self.before else 0.0
-        return grown if grown >= _SAME else None
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slow:
@@ -91,50 +85,25 @@ class Slow:
         found = {name: part.now / whole for name, part in self.parts.items() if whole}
         return dict(sorted(found.items(), key=lambda one: -one[1]))
 
-    @property
-    def busy(self) -> float:
-        """Of all GPUs; they must be known."""
-        return fmean(one.now for one in self.gpus.values())
-
-    def card(self) -> Iterator[str]:
-        """The same in short lines."""
-        if self.step is not None:
-            times = f", {self.step.times:.1f} times its past" if self.step.times else ""
-            yield f"{seconds(self.step.now)} a step{times}"
-            parts = [*self._parts()]
-            for at in range(0, len(parts), _IN_A_LINE):
-                yield commas(parts[at : at + _IN_A_LINE])
-        if self.gpus:
-            yield f"GPUs {self.busy:.0%} busy"
-        if self.requests:
-            yield f"1 in 100 answers over {seconds(self.requests['p99'].now)}"
-
-    def _parts(self) -> Iterator[str]:
-        said = ((name, f"{share:.0%}") for name, share in self.shares.items())
-        return (f"{name} {share}" for name, share in said if share != "0%")
-
     def sentences(self) -> Iterator[str]:
-        """For people, the most telling first."""
+        """For people, the most telling first, and in each its beginning."""
         if self.step is not None:
-            of = commas(self._parts())
+            said = ((name, f"{share:.0%}") for name, share in self.shares.items())
+            of = commas(f"{name} {share}" for name, share in said if share != "0%")
             yield f"A step takes {seconds(self.step.now)}{f': {of}' if of else ''}."
-            if self.step.times and self.step.before:
-                yield (
-                    f"That is {self.step.times:.1f} times the {seconds(self.step.before)} of its "
-                    f"past{self._grown()}."
-                )
+            if self.step.before and (times := self.step.now / self.step.before) >= _SLOWER:
+                grown = {name: one.now - (one.before or 0.0) for name, one in self.parts.items()}
+                name = max(grown, key=grown.__getitem__, default="")
+                by = f", and {name} is {seconds(grown[name])} of it" if name else ""
+                yield f"That is {times:.1f} times the {seconds(self.step.before)} of its past{by}."
         if self.gpus:
-            least = sorted(self.gpus, key=lambda node: self.gpus[node].now)[:_NODES_NAMED]
-            nodes = listed(f"{node} {self.gpus[node].now:.0%}" for node in least)
-            yield f"Its GPUs are {self.busy:.0%} busy{f', the least {nodes}' if least[1:] else ''}."
+            busy = fmean(one.now for one in self.gpus.values())
+            least = sorted((one.now, node) for node, one in self.gpus.items())[:_NODES_NAMED]
+            nodes = listed(f"{node} {share:.0%}" for share, node in least)
+            yield f"Its GPUs are {busy:.0%} busy{f', the least {nodes}' if least[1:] else ''}."
         if self.requests:
             p50, p99, most = (seconds(self.requests[key].now) for key in _REQUESTS)
             yield f"Half of its answers take up to {p50}, 1 in 100 over {p99}, the longest {most}."
-
-    def _grown(self) -> str:
-        grown = {name: p.now - p.before for name, p in self.parts.items() if p.before is not None}
-        name = max(grown, key=grown.__getitem__, default="")
-        return f", and {name} is {seconds(grown[name])} of it" if grown.get(name, 0) > 0 else ""
 
 
 class TimeSpent:

@@ -82,12 +82,11 @@ def test_steps_that_take_longer_than_before_are_held_against_the_runs_own_past()
     found = slow([past] * 50 + [late] * 10)
 
     assert found.step is not None
-    assert (found.step.now, found.step.before, found.step.times) == (25.0, 10.0, 2.5)
+    assert (found.step.now, found.step.before) == (25.0, 10.0)
     assert said(found) == (
         "A step takes 25 s: waiting 72%, training 28%. "
         "That is 2.5 times the 10 s of its past, and waiting is 14 s of it."
     )
-    assert [*found.card()] == ["25 s a step, 2.5 times its past", "waiting 72%, training 28%"]
 
 
 @pytest.mark.parametrize("count", [1, 12])
@@ -128,7 +127,6 @@ def test_idle_nodes_and_slow_answers_are_named() -> None:
         "Its GPUs are 50% busy, the least n2 10% and n1 90%. "
         "Half of its answers take up to 2.0 s, 1 in 100 over 30 s, the longest 1 min 30 s."
     )
-    assert [*found.card()] == ["GPUs 50% busy", "1 in 100 answers over 30 s"]
     assert found.as_json()["gpus"]["n2"] == {"now": 0.1, "before": None}
 
 
