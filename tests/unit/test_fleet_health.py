@@ -70,6 +70,9 @@ class Answer:
     async def readany(self) -> bytes:
         return await anext(self._left, b"")
 
+    async def upto(self, most: int) -> tuple[bytes, bool]:
+        return b"".join([piece async for piece in self._left]), True
+
     def close(self) -> None:
         pass
 
