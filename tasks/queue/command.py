@@ -97,11 +97,11 @@ def status(
 
     async def show(client: PrefectClient) -> None:
         await settings.pool_of(client, pool)
-        look = QueueViewer()
-        view = await look(client, pool)
+        look = QueueViewer(client)
+        view = await look(pool)
         console = Console(highlight=False)
         if watch:
-            await _watch(lambda: look(client, pool), every_s, console, view)
+            await _watch(lambda: look(pool), every_s, console, view)
         elif json:
             print(as_json(view))
         else:
@@ -118,8 +118,7 @@ def why(run: RunName, /, *, pool: Pool = _POOL) -> int:
     """Say why a run waits, or what has become of it."""
 
     async def say(client: PrefectClient) -> None:
-        look = QueueViewer()
-        print(await explain(client, run, pool, lambda name: look(client, name)))
+        print(await explain(client, run, pool, QueueViewer(client)))
 
     return _do(say)
 
@@ -208,7 +207,7 @@ async def _drain(
     await settings.pool_of(client, name)
     #: By node, of whatever cluster: several may have one of the same name.
     runs: dict[str, set[str]] = defaultdict(set)
-    for node in (await QueueViewer()(client, name)).nodes:
+    for node in (await QueueViewer(client)(name)).nodes:
         runs[node.name] |= node.held.keys()
     known = None if force else [*runs]
     # The pool is read again just before it is written: the look takes its time.

@@ -1,7 +1,5 @@
 """One look at the queue: what it found, and what follows: which runs start, on which nodes, and why
-the others do not.
-
-No I/O: `look` reads what is decided on, and `gate` writes what was decided.
+the others do not. No I/O: `look` reads what is decided on, and `gate` writes what was decided.
 """
 
 from __future__ import annotations
@@ -54,7 +52,7 @@ class Look:
     clusters: Mapping[str, Cluster]
     #: By key, why the others could not.
     silent: Mapping[str, str] = field(default_factory=dict)
-    doomed: Sequence[Refused] = ()
+    doomed: list[Refused] = field(default_factory=list, init=False)
     #: They were cancelled, and a gate that was lost has written over it: the cancel each.
     cancelled: Sequence[tuple[QueueEntry, State[Any]]] = ()
     #: Granted or submitted by a worker that has not come further with them.
@@ -142,9 +140,9 @@ class Look:
             self._note_holders(key)
         names = {str(e.id): e.request.name for e in (*self.waiting, *self.holding)}
         for number, entry in enumerate(able, start=1):
-            key = entry.request.cluster
-            if key in plans and str(entry.id) in plans[key].reasons:
-                self._explain(entry, number, plans[key], names)
+            made = plans.get(entry.request.cluster)
+            if made is not None and str(entry.id) in made.reasons:
+                self._explain(entry, number, made, names)
         return self
 
     def _used(
@@ -218,9 +216,8 @@ class Look:
         limits: dict[str | None, int | None] = {None: pool.work_pool.concurrency_limit}
         limits |= {one.name: one.concurrency_limit for one in pool.queues.values()}
         for queue in (None, entry.queue):
-            if (limit := limits.get(queue)) is None:
-                continue
-            if taken[pool.name, queue] >= limit:
+            limit = limits.get(queue)
+            if limit is not None and taken[pool.name, queue] >= limit:
                 name = pool.name if queue is None else f"{pool.name}/{queue}"
                 return reasons.at_pool_limit(entry.request.demand, name, limit)
         return None
@@ -245,16 +242,12 @@ class Look:
             for name, has in (entry.grant.devices if entry.grant else {}).items():
                 free.get(name, set()).difference_update(has)
         for entry, gpus in self.admitted:
-            if not entry.is_of_processes:
-                continue
-            given = {
-                name: tuple(sorted(free[name])[:count])
-                for name, count in gpus.items()
-                if name in free
-            }
-            for name, has in given.items():
-                free[name].difference_update(has)
-            self.devices[entry.id] = given
+            if entry.is_of_processes:
+                there = {name: count for name, count in gpus.items() if name in free}
+                given = {name: tuple(sorted(free[name])[:n]) for name, n in there.items()}
+                for name, has in given.items():
+                    free[name].difference_update(has)
+                self.devices[entry.id] = given
 
     def _shares_on(self, key: str) -> list[Held]:
         """Who has what of a cluster; its nodes as they are beside that are noted."""

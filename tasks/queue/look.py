@@ -27,7 +27,7 @@ from tasks.queue.grants import (
     lost_cancel,
     may_have_been_cancelled,
 )
-from tasks.queue.ledger import WINDOW, Ledger, LedgerReader, Pool, QueueEntry, Request, fault_of
+from tasks.queue.ledger import WINDOW, Ledger, LedgerReader, Pool, QueueEntry, fault_of
 from tasks.queue.nodes import Capacity, NoCapacity, why_never, with_drained
 from tasks.queue.packing import Demand
 from tasks.queue.reasons import one_line
@@ -53,7 +53,11 @@ _CHECKED_AT_ONCE = 20
 
 
 class QueueReader:
-    """Looks at the queue of a Prefect server: the line of all of its work pools."""
+    """Looks at the queue of a Prefect server: the line of all of its work pools.
+
+    Args:
+        worker: the pool and the name of the worker that looks.
+    """
 
     def __init__(
         self,
@@ -63,10 +67,6 @@ class QueueReader:
         giver: Giver,
         worker: tuple[str, str] = ("", ""),
     ) -> None:
-        """
-        Args:
-            worker: the pool and the name of the worker that looks.
-        """
         self._client = client
         self._reader = LedgerReader(client, worker)
         self._capacity = capacity
@@ -152,8 +152,7 @@ class QueueReader:
         if ledger.is_cut:
             seen = WINDOW * self._reader.windows
             troubles.append(f"of each queue only the first {seen} that wait are looked at")
-        waits = [entry for entry in line if entry.id not in patient]
-        return Look(
+        look = Look(
             at=now,
             ledger=ledger,
             settings=settings,
@@ -161,11 +160,12 @@ class QueueReader:
             line=line,
             clusters=clusters,
             silent=silent,
-            doomed=await self._doomed(waits, clusters, settings, rules),
             cancelled=cancelled,
             stuck=stuck,
             troubles=troubles,
-        ).decided()
+        )
+        await self._doom(look, patient)
+        return look.decided()
 
     def _is_silent(self, entry: QueueEntry) -> bool:
         """Whether it waits in a process of which nothing was heard for long: it may never start."""
@@ -198,13 +198,12 @@ class QueueReader:
         found = []
         for entry in line:
             state = entry.flow_run.state
-            if state is None or not may_have_been_cancelled(entry.flow_run):
-                continue
-            if self._came_back.get(entry.id) == state.id:
+            is_known = state is None or self._came_back.get(entry.id) == state.id
+            if is_known or not may_have_been_cancelled(entry.flow_run):
                 continue
             if cancel := await lost_cancel(self._client, entry.flow_run):
                 found.append((entry, cancel))
-            else:
+            elif state is not None:
                 self._came_back[entry.id] = state.id
         return found
 
@@ -237,8 +236,7 @@ class QueueReader:
         self, entries: Sequence[QueueEntry], settings: Mapping[str, PoolSettings]
     ) -> tuple[dict[str, Cluster], dict[str, str]]:
         keys = {entry.request.cluster for entry in entries if entry.request.demand is not None}
-        keys = {key for key in keys if key != LEFT_OUT}
-        keys |= {key for one in settings.values() for key in one.keys}
+        keys = keys - {LEFT_OUT} | {key for one in settings.values() for key in one.keys}
         clusters: dict[str, Cluster] = {}
         silent: dict[str, str] = {}
 
@@ -251,36 +249,27 @@ class QueueReader:
         await asyncio.gather(*(look(key) for key in sorted(keys)))
         return clusters, silent
 
-    async def _doomed(
-        self,
-        line: Sequence[QueueEntry],
-        clusters: Mapping[str, Cluster],
-        settings: Mapping[str, PoolSettings],
-        rules: Mapping[str, PoolSettings],
-    ) -> list[Refused]:
-        doomed = []
-        for entry in line:
-            kind, why = self._why_never(entry, clusters, settings, rules)
+    async def _doom(self, look: Look, patient: frozenset[UUID]) -> None:
+        """Note the runs that can never start."""
+        unchecked = []
+        for entry in look.line:
+            if entry.id in patient:
+                continue
+            kind, why = self._why_never(entry, look)
             if why:
-                doomed.append(Refused(entry=entry, kind=kind, message=why))
-        known = self._checked | {one.entry.id for one in doomed}
-        unchecked = [entry for entry in line if entry.id not in known]
+                look.doomed.append(Refused(entry=entry, kind=kind, message=why))
+            elif entry.id not in self._checked:
+                unchecked.append(entry)
         for entry in unchecked[:_CHECKED_AT_ONCE]:
-            if fault := await asyncio.to_thread(fault_of, entry.flow_run):
-                doomed.append(Refused(entry=entry, kind=FailureKind.USER_ERROR, message=fault))
+            if why := await asyncio.to_thread(fault_of, entry.flow_run):
+                kind = FailureKind.USER_ERROR
+                look.doomed.append(Refused(entry=entry, kind=kind, message=why))
             else:
                 self._checked.add(entry.id)
-        return doomed
 
-    def _why_never(
-        self,
-        entry: QueueEntry,
-        clusters: Mapping[str, Cluster],
-        settings: Mapping[str, PoolSettings],
-        rules: Mapping[str, PoolSettings],
-    ) -> tuple[FailureKind, str]:
+    def _why_never(self, entry: QueueEntry, look: Look) -> tuple[FailureKind, str]:
         """Why a run can never start; empty where it can, or nobody can say."""
-        request, state = entry.request, entry.flow_run.state
+        request, state, settings = entry.request, entry.flow_run.state, look.settings
         if request.fault:
             return FailureKind.USER_ERROR, request.fault
         has_waited = state is not None and state.name == PENDING_RESOURCES
@@ -289,38 +278,41 @@ class QueueReader:
             return FailureKind.INFEASIBLE, ""
         if request.cluster == LEFT_OUT and pool_of(entry, settings) not in self._unread:
             return FailureKind.USER_ERROR, own_settings(entry, settings).why_no_cluster()
-        cluster = self._largest(entry, clusters, settings)
-        if cluster is not None and (most := rules[request.cluster].max_nodes(request.cluster)):
-            cluster = _grown(cluster, most)
+        cluster = self._largest(entry, look)
         if request.demand is None or cluster is None:
             return FailureKind.INFEASIBLE, ""
-        why = why_never(
-            request.demand, cluster, entrypoint=request.entrypoint, only=entry.only
-        ) or _over_a_limit(request, rules[request.cluster])
+        rules, demand = look.rules[request.cluster], request.demand
+        if most := rules.max_nodes(request.cluster):
+            # With so many nodes with GPUs, each new one like its largest.
+            there = [node for node in cluster.nodes if node.gpus]
+            largest = max(there, key=lambda node: (node.gpus, node.cpus or 0))
+            more = [largest] * (most - len(there))
+            cluster = replace(cluster, nodes=(*cluster.nodes, *more))
+        why = why_never(demand, cluster, entrypoint=request.entrypoint, only=entry.only)
+        for tag in sorted(request.tags & rules.limits.keys()):
+            if not why and demand.gpus > (limit := rules.limits[tag]):
+                why = (
+                    f"the run asks for {demand.gpus} GPUs in all, and its tag {tag} may have "
+                    f"{limit} at once. Ask for less, or have the limit raised"
+                )
         return FailureKind.INFEASIBLE, why
 
-    def _largest(
-        self,
-        entry: QueueEntry,
-        clusters: Mapping[str, Cluster],
-        settings: Mapping[str, PoolSettings],
-    ) -> Cluster | None:
+    def _largest(self, entry: QueueEntry, look: Look) -> Cluster | None:
         """What there is for a run at most: of a Ray cluster what it was when it had the most GPUs,
         as a node that reboots will be back; else the table of its pool.
 
         None where nobody can say, or none with GPUs has joined its head yet.
         """
         key = entry.request.cluster
-        if (cluster := clusters.get(key)) is None:
+        if (cluster := look.clusters.get(key)) is None:
             return None
         if key:
             cluster = max(self._largest_seen.get(key, cluster), cluster, key=_gpus)
             self._largest_seen[key] = cluster
-        elif entry.pool in settings:
-            table = {node.name for node in settings[entry.pool].nodes}
-            cluster = replace(
-                cluster, nodes=tuple(node for node in cluster.nodes if node.name in table)
-            )
+        elif entry.pool in look.settings:
+            table = {node.name for node in look.settings[entry.pool].nodes}
+            nodes = tuple(node for node in cluster.nodes if node.name in table)
+            cluster = replace(cluster, nodes=nodes)
         return cluster if _gpus(cluster) or (not key and cluster.nodes) else None
 
 
@@ -334,13 +326,6 @@ def _one_name_each(clusters: dict[str, Cluster], listed: Collection[str]) -> dic
             names[key] = known[id]
             del clusters[key]
     return names
-
-
-def _grown(cluster: Cluster, most: int) -> Cluster:
-    """With so many nodes with GPUs, each new one like its largest."""
-    there = [node for node in cluster.nodes if node.gpus]
-    largest = max(there, key=lambda node: (node.gpus, node.cpus or 0))
-    return replace(cluster, nodes=(*cluster.nodes, *[largest] * (most - len(there))))
 
 
 def _gpus(cluster: Cluster) -> int:
@@ -364,17 +349,6 @@ def _rules(
         key: merged(settings[pool] for pool in sorted(pools) if pool in settings)
         for key, pools in users.items()
     }
-
-
-def _over_a_limit(request: Request, settings: PoolSettings) -> str:
-    gpus = request.demand.gpus if request.demand is not None else 0
-    for tag in sorted(request.tags & settings.limits.keys()):
-        if gpus > (limit := settings.limits[tag]):
-            return (
-                f"the run asks for {gpus} GPUs in all, and its tag {tag} may have {limit} at once. "
-                "Ask for less, or have the limit raised"
-            )
-    return ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -475,15 +449,14 @@ def _queued(look: Look, entry: QueueEntry, number: int) -> QueuedRun:
 
 
 class QueueViewer:
-    """Looks at the queues of one Prefect server. Use it with one client, in one asyncio loop."""
+    """Looks at the queues of a Prefect server, in one asyncio loop; what it has found out once, it
+    does not ask again."""
 
-    def __init__(self) -> None:
-        #: What it has found out once, it does not ask again.
-        self._reader: QueueReader | None = None
+    def __init__(self, client: PrefectClient) -> None:
+        self._reader = QueueReader(client, capacity=Capacity(), giver=Giver.me())
 
-    async def __call__(self, client: PrefectClient, pool: str) -> QueueView:
+    async def __call__(self, pool: str) -> QueueView:
         """The queue of a work pool, or of the runs without one where there is no such pool."""
-        self._reader = self._reader or QueueReader(client, capacity=Capacity(), giver=Giver.me())
         look = await self._reader.look()
         view = view_of(look, pool)
         if not view.pool or look.ledger.pools[pool].workers:

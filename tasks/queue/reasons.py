@@ -1,7 +1,7 @@
-"""Why a run waits, in the words of its state: what it asks, what is free, what it waits for.
+"""Why a run waits, in one line: what it asks, what is free, what it waits for. Pure.
 
-Pure. Each text is one line. Only the first of the line is told figures that change often: every
-rewrite is one more state in the history of its flow run.
+Only the first of the line is told figures that change often: every rewrite is one more state in the
+history of its flow run.
 """
 
 from __future__ import annotations
@@ -91,16 +91,35 @@ def message_of(
         limit: GPUs that its tag has, and may have, where that is the reason.
         not_before: When a run that was sent back is tried again.
     """
-    key = ""
-    first = next((names.get(id, id) for id in reason.waits_for), "")
+    key, drained, unserved = "", drained or {}, unserved or {}
+    ended = [names.get(id, id) for id in reason.waits_for]
+    first = next(iter(ended), "")
     match reason.why:
         case Why.GPUS:
-            return _message(
-                demand,
-                _first(
-                    demand, reason, names, free, drained or {}, unserved or {}, pool, others, now
-                ),
-            )
+            parts = []
+            if ended:
+                expected, at = "nobody can say when", reason.starts_at
+                if at is not None:
+                    expected = (
+                        f"expected {SOON if is_soon(at, now) else f'{minute_seen(at, now)} UTC'}"
+                    )
+                parts.append(f"waits for {_listed(ended)} to end, {expected}")
+            if demand is not None and _fits(demand, free):
+                cpus = f"{demand.cpus_per_node:g} CPUs free"
+                parts.append(f"too few nodes have {cpus} with the GPUs")
+            elif demand is not None and _fits(demand, {**free, **unserved}):
+                there = _listed(sorted(name for name, gpus in unserved.items() if gpus))
+                start = f"prefect worker start --pool {pool}"
+                parts.append(f"would fit where no worker runs: {there} (run there: {start})")
+            elif demand is not None and _fits(demand, {**free, **drained}):
+                parts.append(f"would fit but for what is drained: {_listed(sorted(drained))}")
+            elif not ended and others:
+                parts.append(f"others than the runs of this queue have {others:g} GPUs")
+            elif not ended:
+                parts.append("waits for nodes to come back: no run's end makes room enough")
+            if reason.is_passed:
+                parts.append("others pass it meanwhile")
+            return _message(demand, "; ".join(parts) + f"{FREE_NOW}{free_on(free)}")
         case Why.LIMIT:
             has = f"{limit[0]} of its limit of {limit[1]}" if limit else "reached its limit"
             text = f"waits for GPUs of the tag {reason.tag}, which has {has}"
@@ -120,10 +139,8 @@ def message_of(
 
 
 def kind_of(text: str | None) -> str:
-    """What a run waits for in substance, by the message of its state: not whom, nor how many.
-
-    Empty for a text of others than the gate.
-    """
+    """What a run waits for in substance, by the message of its state; empty for a text of others
+    than the gate."""
     if not text or not text.startswith(_ASKS):
         return ""
     return next((kind for part, kind in _KINDS.items() if part in text), "first")
@@ -206,10 +223,7 @@ def free_on(free: Mapping[str, int]) -> str:
 
 
 def is_soon(at: float, now: float) -> bool:
-    """Whether what is expected then is expected now: it may be past its time.
-
-    It is told without a time: one that moved along with the clock would be written each minute.
-    """
+    """Whether what is expected then is told without a time, which would move with the clock."""
     return at < now + _MINUTE_S
 
 
@@ -223,42 +237,6 @@ def one_line(error: object) -> str:
 def _message(demand: Demand | None, reason: str, key: str = "") -> Message:
     text = f"{_ASKS}{gang_in_words(demand)}; {reason}"
     return Message(text=text, key=key or reason, reason=reason)
-
-
-def _first(
-    demand: Demand | None,
-    reason: Reason,
-    names: Mapping[str, str],
-    free: Mapping[str, int],
-    drained: Mapping[str, int],
-    unserved: Mapping[str, int],
-    pool: str,
-    others: float,
-    now: float,
-) -> str:
-    """Why the first of the line does not fit."""
-    parts = []
-    if reason.waits_for:
-        ended, at = _listed(names.get(id, id) for id in reason.waits_for), reason.starts_at
-        expected = "nobody can say when"
-        if at is not None:
-            expected = f"expected {SOON if is_soon(at, now) else f'{minute_seen(at, now)} UTC'}"
-        parts.append(f"waits for {ended} to end, {expected}")
-    if demand is not None and _fits(demand, free):
-        parts.append(f"too few nodes have {demand.cpus_per_node:g} CPUs free with the GPUs")
-    elif demand is not None and _fits(demand, {**free, **unserved}):
-        there = _listed(sorted(name for name, gpus in unserved.items() if gpus))
-        start = f"prefect worker start --pool {pool}"
-        parts.append(f"would fit where no worker runs: {there} (run there: {start})")
-    elif demand is not None and _fits(demand, {**free, **drained}):
-        parts.append(f"would fit but for what is drained: {_listed(sorted(drained))}")
-    elif not reason.waits_for and others:
-        parts.append(f"others than the runs of this queue have {others:g} GPUs")
-    elif not reason.waits_for:
-        parts.append("waits for nodes to come back: no run's end makes room enough")
-    if reason.is_passed:
-        parts.append("others pass it meanwhile")
-    return "; ".join(parts) + f"{FREE_NOW}{free_on(free)}"
 
 
 def _fits(demand: Demand, free: Mapping[str, int]) -> bool:

@@ -98,7 +98,7 @@ class Server:
         self.flow_runs[id] = FlowRun(id=id, name=name, state=state, **given)
         return self.flow_runs[id]
 
-    async def look(self, _client: object, pool: str) -> QueueView:
+    async def look(self, pool: str) -> QueueView:
         return replace(self.view, pool=pool)
 
     async def read_work_pool(self, name: str) -> WorkPool:
@@ -148,7 +148,7 @@ def command(
         yield server
 
     monkeypatch.setattr(queue_command, "connected", connect)
-    monkeypatch.setattr(queue_command, "QueueViewer", lambda: server.look)
+    monkeypatch.setattr(queue_command, "QueueViewer", lambda _client: server.look)
 
     def command(*arguments: str) -> tuple[int, str]:
         is_why = arguments[:1] == ("why",)
@@ -188,7 +188,7 @@ def test_watching_goes_on_over_a_look_that_fails_until_it_is_interrupted(
 ) -> None:
     looks = iter([VIEW, httpx.ReadTimeout("too slow"), replace(VIEW, line=())])
 
-    async def look(_client: object, _pool: str) -> QueueView:
+    async def look(_pool: str) -> QueueView:
         one = next(looks, KeyboardInterrupt())
         if isinstance(one, BaseException):
             raise one
