@@ -101,17 +101,12 @@ class PoolSettings(BaseModel):
         listed = tuple(one.address for one in self.clusters)
         return (*listed, "") if self.nodes else listed
 
-    @model_validator(mode="before")
-    @classmethod
-    def _without_ray(cls, data: object) -> object:
-        if isinstance(data, Mapping) and "ray" in data:
-            raise ValueError('`ray` is no setting; write clusters: [{"address": URL}]')
-        return data
-
     @model_validator(mode="after")
     def _unique(self) -> Self:
-        names = [node.name for node in self.nodes], [one.address for one in self.clusters]
-        for what, known in zip(("names of nodes", "addresses of clusters"), names, strict=True):
+        for what, known in (
+            ("names of nodes", [node.name for node in self.nodes]),
+            ("addresses of clusters", [one.address for one in self.clusters]),
+        ):
             if doubles := sorted({name for name in known if known.count(name) > 1}):
                 raise ValueError(f"{what} are not unique: {commas(doubles)}")
         return self
@@ -165,13 +160,8 @@ def merged(settings: Iterable[PoolSettings]) -> PoolSettings:
 
 
 def settings_of(base_job_template: Mapping[str, Any]) -> PoolSettings:
-    """The settings of a work pool; the defaults where its template has none.
-
-    Args:
-        base_job_template: of the work pool.
-
-    Raises: pydantic.ValidationError, where somebody has spoilt them.
-    """
+    """The settings in the template of a work pool. Raises: pydantic.ValidationError, where somebody
+    has spoilt them."""
     return PoolSettings.model_validate(settings_data(base_job_template))
 
 
@@ -184,12 +174,9 @@ def with_settings(base_job_template: Mapping[str, Any], settings: PoolSettings) 
     return template
 
 
-_POLICY, _LIMIT, _NODE, _CLUSTER = "policy", "limit.", "node.", "cluster."
-
-
 class NotThere(MusterError):
-    """The server has nothing of that name, or nothing that can be read: the message says what it
-    has. A value that can't be is `BadSetting`, wherever it is set."""
+    """The server has nothing of that name, or nothing that can be read; the message says what it
+    has. A value that can't be is `BadSetting`."""
 
 
 class BadSetting(MusterError):
@@ -229,10 +216,7 @@ def _faults(error: ValidationError) -> str:
 
 
 async def change(client: PrefectClient, pool: WorkPool, settings: PoolSettings) -> None:
-    """Give a work pool other settings; all else of it stays.
-
-    Args:
-        pool: As it was read just now: what others change between the two is lost.
+    """Give a work pool, as it was read just now, other settings; all else of it stays.
 
     Raises: NotThere, where the pool has no job template, which holds the settings, yet.
     """
@@ -247,15 +231,10 @@ async def change(client: PrefectClient, pool: WorkPool, settings: PoolSettings) 
     after = {node: {"by": _who()} for node in settings.drained}
     after |= {one.node: one.model_dump(exclude={"node"}) for one in settings.faulty}
     await client.update_work_pool(pool.name, WorkPoolUpdate(base_job_template=template))
-    news = [
-        of_pool("muster.node.drained", pool, node=node, **why)
-        for node, why in after.items()
-        if node not in before
-    ]
-    news += [
-        of_pool("muster.node.undrained", pool, node=node, by=_who())
-        for node in sorted(before - after.keys())
-    ]
+    out = (one for one in after if one not in before)
+    news = [of_pool("muster.node.drained", pool, node=one, **after[one]) for one in out]
+    back = sorted(before - after.keys())
+    news += [of_pool("muster.node.undrained", pool, node=one, by=_who()) for one in back]
     await told_at_once(client, *news)
 
 
@@ -286,30 +265,29 @@ def with_drained(
 
 def with_values(settings: PoolSettings, assignments: Sequence[str]) -> PoolSettings:
     """The settings with `policy=backfill`, `limit.TAG=16`, `node.NAME=8` and `cluster.URL=4`
-    applied.
-
-    Raises: BadSetting.
-    """
+    applied. Raises: BadSetting."""
     values: dict[str, Any] = settings.model_dump()
     for assignment in assignments:
         key, equals, value = assignment.rpartition("=")
         if not equals:
             raise BadSetting(f"{assignment}: write {assignment}=VALUE")
-        if key == _POLICY and value not in get_args(Policy):
+        kind, name = _parsed(key)
+        if kind == "policy" and value not in get_args(Policy):
             raise BadSetting(f"policy={value}: it is {' or '.join(get_args(Policy))}")
-        if key == _POLICY:
-            values["policy"] = value
-        elif not value.isdecimal():
+        if kind != "policy" and not value.isdecimal():
             raise BadSetting(f"{assignment}: its value is a number of GPUs, or nodes, 0 or more")
-        elif name := _name_after(_NODE, key):
-            others = [node for node in values["nodes"] if node["name"] != name]
-            values["nodes"] = [*others, {"name": name, "gpus": int(value)}]
-        elif address := _name_after(_CLUSTER, key).rstrip("/"):
-            old = {one["address"]: one for one in values["clusters"]}
-            new = {**old.pop(address, {"address": address}), "max_nodes": int(value) or None}
-            values["clusters"] = [*old.values(), new]
-        else:
-            values["limits"][_tag_of(key)] = int(value)
+        match kind:
+            case "policy":
+                values["policy"] = value
+            case "limit":
+                values["limits"][name] = int(value)
+            case "node":
+                others = [node for node in values["nodes"] if node["name"] != name]
+                values["nodes"] = [*others, {"name": name, "gpus": int(value)}]
+            case "cluster":
+                old = {one["address"]: one for one in values["clusters"]}
+                new = {**old.pop(name, {"address": name}), "max_nodes": int(value) or None}
+                values["clusters"] = [*old.values(), new]
     try:
         return PoolSettings.model_validate(values)
     except ValidationError as error:
@@ -318,40 +296,41 @@ def with_values(settings: PoolSettings, assignments: Sequence[str]) -> PoolSetti
 
 def without_values(settings: PoolSettings, keys: Sequence[str]) -> PoolSettings:
     """The settings with `policy` as it is by default, and `limit.TAG`, `node.NAME` or `cluster.URL`
-    gone.
-
-    Raises: BadSetting.
-    """
+    gone. Raises: BadSetting."""
     values: dict[str, Any] = settings.model_dump()
     for key in keys:
-        if key == _POLICY:
+        kind, name = _parsed(key)
+        if kind == "policy":
             del values["policy"]
-        elif name := _name_after(_NODE, key):
-            values["nodes"] = _without(values["nodes"], "name", name, "node")
-        elif name := _name_after(_CLUSTER, key).rstrip("/"):
-            values["clusters"] = _without(values["clusters"], "address", name, "cluster")
-        elif values["limits"].pop(_tag_of(key), None) is None:
-            limited = _names(settings.limits)
-            raise BadSetting(f"{key}: that tag has no limit; tags that have one: {limited}")
+        elif kind == "limit":
+            if values["limits"].pop(name, None) is None:
+                limited = _names(settings.limits)
+                raise BadSetting(f"{key}: that tag has no limit; tags that have one: {limited}")
+        else:
+            by = "name" if kind == "node" else "address"
+            there = [one[by] for one in values[f"{kind}s"]]
+            if name not in there:
+                has = f"the pool has no such {kind}; it has: {_names(there)}"
+                raise BadSetting(f"{kind}.{name}: {has}")
+            values[f"{kind}s"] = [one for one in values[f"{kind}s"] if one[by] != name]
     return PoolSettings.model_validate(values)
 
 
-def _without(
-    listed: Sequence[Mapping[str, Any]], by: str, name: str, what: str
-) -> list[Mapping[str, Any]]:
-    left = [one for one in listed if one[by] != name]
-    if len(left) == len(listed):
-        there = _names(one[by] for one in listed)
-        raise BadSetting(f"{what}.{name}: the pool has no such {what}; it has: {there}")
-    return left
+def _parsed(key: str) -> tuple[str, str]:
+    """Of what kind a setting is, and of what. Raises: BadSetting."""
+    kind, _, name = key.partition(".")
+    name = name.rstrip("/") if kind == "cluster" else name
+    if key == "policy" or (kind in ("limit", "node", "cluster") and name):
+        return kind, name
+    known = "policy, limit.TAG, node.NAME, cluster.URL"
+    raise BadSetting(f"{key}: no such setting; there are: {known}")
 
 
 def told(settings: PoolSettings) -> str:
     """The settings in one line."""
-    limits = ", ".join(f"{tag} {gpus} GPUs" for tag, gpus in sorted(settings.limits.items()))
-    out = ", ".join(settings.drained)
-    nodes = ", ".join(f"{node.name} {node.gpus} GPUs" for node in settings.nodes)
-    clusters = ", ".join(one.address for one in settings.clusters)
+    limits = commas(f"{tag} {gpus} GPUs" for tag, gpus in sorted(settings.limits.items()))
+    nodes = commas(f"{node.name} {node.gpus} GPUs" for node in settings.nodes)
+    clusters, out = commas(one.address for one in settings.clusters), commas(settings.drained)
     said = f"policy {settings.policy}; limits: {limits or 'none'}; drained: {out or 'none'}"
     said += f"; nodes: {nodes}" if nodes else ""
     return f"{said}; clusters: {clusters}" if clusters else said
@@ -368,16 +347,3 @@ def _who() -> str:
         # A user id without a name, as in some containers.
         user = f"uid {os.getuid()}"
     return f"{user}@{host_name()}"
-
-
-def _name_after(prefix: str, key: str) -> str:
-    return key.removeprefix(prefix) if key.startswith(prefix) else ""
-
-
-def _tag_of(key: str) -> str:
-    tag = key.removeprefix(_LIMIT)
-    if not key.startswith(_LIMIT) or not tag:
-        raise BadSetting(
-            f"{key}: no such setting; there are: policy, limit.TAG, node.NAME, cluster.URL"
-        )
-    return tag

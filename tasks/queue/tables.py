@@ -1,9 +1,4 @@
-"""The queue as people see it: rows in a terminal, two artifacts on the server, one run explained.
-
-The artifacts, the queue of a work pool and its nodes, are updated in place: the server copies what
-is updated to where its UI looks for the latest of a key, and a new version for each change would
-pile up beside all earlier ones.
-"""
+"""The queue as people see it: rows in a terminal, two artifacts on the server, a run explained."""
 
 from __future__ import annotations
 
@@ -85,7 +80,7 @@ def summary_of(view: QueueView) -> tuple[str, ...]:
 
 
 def queue_rows(view: QueueView, *, for_a_look: bool = False) -> list[Row]:
-    """The line, a row each run; a column whose cells would all be the same may be left out.
+    """The line, a row each run, without columns that say nothing.
 
     Args:
         for_a_look: As it is now: with the time that each has waited, which changes all the time.
@@ -103,9 +98,8 @@ def gang_in_short(demand: Demand | None) -> str:
     """`2 x 8 GPUs`: nodes, and GPUs on each."""
     if demand is None:
         return "no GPUs"
-    if demand.nodes == 1:
-        return counted(demand.gpus, "GPU")
-    return f"{demand.nodes} x {counted(demand.gpus_per_node, 'GPU')}"
+    gpus = counted(demand.gpus_per_node, "GPU")
+    return gpus if demand.nodes == 1 else f"{demand.nodes} x {gpus}"
 
 
 def as_json(view: QueueView) -> str:
@@ -185,7 +179,7 @@ def _node_row(node: ClusterNode) -> Row:
         "free": node.free_gpus,
         "others": f"{node.others_gpus:g}",
         "CPUs": "-" if node.cpus is None else f"{node.cpus:g}",
-        "held by": ", ".join(f"{run}: {gpus}" for run, gpus in sorted(node.held.items())) or "-",
+        "held by": commas(f"{run}: {gpus}" for run, gpus in sorted(node.held.items())) or "-",
     }
 
 
@@ -218,7 +212,10 @@ def _line(text: str, style: str = "") -> Text:
 
 
 class QueueArtifacts:
-    """Keeps the two tables of a work pool current. For one asyncio task at a time."""
+    """Keeps the two tables of a work pool current. For one asyncio task at a time.
+
+    They are updated in place: a new version for each change would pile up beside all earlier ones.
+    """
 
     def __init__(
         self,
@@ -230,10 +227,9 @@ class QueueArtifacts:
     ) -> None:
         """
         Args:
-            client: Stays the caller's to close.
             every_s: What changes sooner after the last change than so is left to a later `show`.
-            renewed_every_s: What was written so long ago is written again, changed or not: another
-                gate may have written meanwhile.
+            renewed_every_s: What was written so long ago is written again: another gate may have
+                written meanwhile.
         """
         self._client = client
         self._every_s = every_s
@@ -244,21 +240,17 @@ class QueueArtifacts:
         self._has_failed = False
 
     async def show(self, view: QueueView) -> None:
-        """Have the tables show this, where they do not yet.
-
-        A server that refuses or does not answer is noted in the log; the next call tries again.
-        """
+        """Have the tables show this; where the server does not, the next call tries again."""
         queue, nodes = keys_of(view.pool)
         try:
             await self._keep(queue, _shown(view, queue_rows(view), "waiting runs"), view.at)
             await self._keep(nodes, _shown(view, node_rows(view), "nodes"), view.at)
+            self._has_failed = False
         except httpx.HTTPError as error:
             # Once is enough: a gate looks each few seconds.
             level = logging.DEBUG if self._has_failed else logging.WARNING
             _log.log(level, "the tables of the queue are not current: %r", error)
             self._has_failed = True
-        else:
-            self._has_failed = False
 
     async def _keep(self, key: str, shown: dict[str, str], at: float) -> None:
         now = self._clock()
@@ -269,16 +261,13 @@ class QueueArtifacts:
         content = {**shown, "description": f"{shown['description']}\n\n{as_of}"}
         if found is None or not await self._updated(found, content):
             # Not made yet, or made by an earlier gate, or deleted by somebody meanwhile.
-            found = await self._find(key)
+            of_key = ArtifactCollectionFilter.model_validate({"key": {"any_": [key]}})
+            latest = await self._client.read_latest_artifacts(artifact_filter=of_key, limit=1)
+            found = latest[0].latest_id if latest and latest[0].type == "table" else None
             if found is None or not await self._updated(found, content):
                 new = ArtifactCreate(key=key, type="table", **content)
                 found = (await self._client.create_artifact(new)).id
         self._kept[key] = found, shown, now
-
-    async def _find(self, key: str) -> UUID | None:
-        of_key = ArtifactCollectionFilter.model_validate({"key": {"any_": [key]}})
-        latest = await self._client.read_latest_artifacts(artifact_filter=of_key, limit=1)
-        return latest[0].latest_id if latest and latest[0].type == "table" else None
 
     async def _updated(self, artifact: UUID, content: dict[str, str]) -> bool:
         """Whether it was still there to be updated."""
@@ -298,11 +287,8 @@ def keys_of(pool: str) -> tuple[str, str]:
     """The keys of a pool's artifacts, queue and nodes: `gang-queue` and `gang-nodes`; others begin
     with their pool's name."""
     slug = re.sub(r"[^a-z0-9]+", "-", pool.lower()).strip("-")
-    if pool in ("", "gang"):
-        before = ""
-    elif slug == pool:
-        before = f"{pool}-"
-    else:
+    before = "" if pool in ("", "gang") else f"{pool}-"
+    if before and slug != pool:
         # What a key can't hold is gone: the digest keeps `a b` and `a/b` apart.
         before = f"{slug}-{sha256(pool.encode()).hexdigest()[:6]}-".lstrip("-")
     return f"{before}gang-queue", f"{before}gang-nodes"
@@ -341,25 +327,26 @@ async def explain(
                 f"{len(view.line)} wait in the work pool {view.pool or pool}"
             )
         found = [await client.read_flow_run(UUID(named[0]))]
-    lines = told(found[0], view) + await _silence(client, found[0], view.at)
+    lines = told(found[0], view)
+    if silence := await _silence(client, found[0], view.at):
+        lines.append(_field("host", silence))
     if others := commas(run.id for run in found[1:]):
         lines.append(_field("others", f"of that name, older: {others}"))
     return "\n".join(lines)
 
 
-async def _silence(client: PrefectClient, flow_run: FlowRun, now: float) -> list[str]:
-    """That the worker which has the run is not heard of; nothing where it is, or nobody knows."""
+async def _silence(client: PrefectClient, flow_run: FlowRun, now: float) -> str:
+    """That the worker which has the run is not heard of; empty where it is, or nobody knows."""
     state, pool, name = flow_run.state, flow_run.work_pool_name, worker_of(flow_run)
     if state is None or state.type not in HELD or pool is None or name is None:
-        return []
+        return ""
     workers = await client.read_workers_for_work_pool(pool)
     heard = [one.last_heartbeat_time for one in workers if one.name == name]
     silent_s = now - max((at.timestamp() for at in heard if at is not None), default=now)
     if silent_s < SILENT_AFTER_S:
-        return []
+        return ""
     said = f"its worker {name} was last heard of {lasting(silent_s)} ago"
-    remedy = f"if that host is off for good: muster reconcile --lost-host {name}"
-    return [_field("host", f"{said}; {remedy}")]
+    return f"{said}; if that host is off for good: muster reconcile --lost-host {name}"
 
 
 def told(flow_run: FlowRun, view: QueueView) -> list[str]:
@@ -372,14 +359,14 @@ def told(flow_run: FlowRun, view: QueueView) -> list[str]:
         return [f"{name} has no state yet."]
     # A run is called by its run id, which its flow run may not have got yet.
     called = {name, request_of(flow_run).name}
-    held = [
+    held = commas(
         f"{node.name} ({node.held[run]} GPUs)"
         for node in view.nodes
         for run in sorted(called & {*node.held})
-    ]
+    )
     lines = [f"{name} {_what(flow_run, state, view.at, has_gang=bool(held))}"]
     if held:
-        lines.append(_field("has", ", ".join(held)))
+        lines.append(_field("has", held))
     if state.message:
         first, *rest = state.message.splitlines() or [""]
         lines += [_field("says", first), *(" " * (_WIDTH + 3) + line for line in rest)]

@@ -457,7 +457,7 @@ def test_a_pool_of_another_type_is_pointed_out(command: Command, server: Server)
     ("settings", "said"),
     [
         ({"policy": "lifo"}, "policy:"),
-        ({"ray": RAY}, '`ray` is no setting; write clusters: [{"address": URL}]'),
+        ({"ray": RAY}, "ray: Extra inputs are not permitted"),
         ({"clusters": [{"address": RAY}, {"address": f"{RAY}/"}]}, "clusters are not unique"),
     ],
 )
