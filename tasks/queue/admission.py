@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from itertools import count
@@ -38,7 +38,7 @@ from tasks.queue.grants import (
     waits_here,
 )
 from tasks.queue.lease import LeaseLost
-from tasks.queue.ledger import FLOW, GANG_POOLS, QueueEntry, request_of
+from tasks.queue.ledger import FLOW, GANG_POOLS, request_of
 from tasks.queue.nodes import Capacity
 from tasks.queue.settings import (
     DEFAULT_POOL,
@@ -84,15 +84,14 @@ def admitted(
     say: Callable[[str], None],
     wait: Callable[[float], bool],
 ) -> Admitted | Refused | None:
-    """The gang of the flow run of this process, waited for in the line where it has none yet.
+    """The gang of the flow run of this process, waited for in the line where it has none yet; None
+    where the run is not to wait any more.
 
     Args:
         is_first: It is for the run's first attempt. Later, nodes that have gone are waited for.
         is_anew: This process has had a gang for an earlier attempt.
         say: Told why it waits, whenever that changes.
         wait: Waits so many seconds; whether the run shall still wait.
-
-    Returns: None where the run is not to wait any more.
     """
     return asyncio.run(_Line(flow_run_id, is_first, is_anew, say, wait).wait())
 
@@ -144,7 +143,10 @@ class _Line:
             self._is_in_line = True
         patient: tuple[UUID, ...] = () if self._is_first else (self._id,)
         while True:
-            look, _others = await gate.decide(self._is_mine, patient=patient)
+            look, _others = await gate.decide(
+                lambda entry, _nodes: entry.id == self._id and entry.waits_in_process,
+                patient=patient,
+            )
             await gate.send_logs()
             refused = next((one for one in look.doomed if one.entry.id == self._id), None)
             if refused is not None:
@@ -165,8 +167,8 @@ class _Line:
         self._beat_at = time.monotonic()
 
     async def _taken(self, client: PrefectClient, grant: Grant) -> Admitted | None:
-        """What was granted, with its devices leased; None where somebody else has them, whom the
-        ledger does not know: then it waits on."""
+        """What was granted, with its devices leased; None where somebody has them whom the ledger
+        does not know."""
         indices = grant.devices.get(host_name(), ())
         lease = None
         if indices:
@@ -179,9 +181,6 @@ class _Line:
                 return None
         nodes = dict(grant.nodes)
         return Admitted(nodes=nodes, cluster=grant.cluster, devices=lease, waited_s=0.0)
-
-    def _is_mine(self, entry: QueueEntry, _nodes: Mapping[str, int]) -> bool:
-        return entry.id == self._id and entry.waits_in_process
 
     async def _show(self, client: PrefectClient, look: Look) -> None:
         message = look.messages.get(self._id)
@@ -257,11 +256,9 @@ async def note_failure(flow_run_id: UUID, run_id: str, failure: Failure) -> None
         if not before or nodes[0] in drained:
             return
         spare = {one.name for one in settings.nodes} - drained - {nodes[0]}
-        if not spare and not settings.clusters:
-            _log.warning("%s is not drained: there is no other node", nodes[0])
-            return
-        if len(faulty) >= _FAULTY_AT_MOST:
-            _log.warning("%s is not drained: %d nodes are already", nodes[0], len(faulty))
+        if (not spare and not settings.clusters) or len(faulty) >= _FAULTY_AT_MOST:
+            why = f"{len(faulty)} nodes are already" if faulty else "there is no other node"
+            _log.warning("%s is not drained: %s", nodes[0], why)
             return
         reason = f"{before[0].name} failed there within a day, and {run_id} with {kind}"
         new = FaultyNode(node=nodes[0], reason=reason, by=run_id, until=now + _DAY_S)
@@ -297,12 +294,8 @@ async def _pool_of(client: PrefectClient, flow_run: FlowRun) -> WorkPool | None:
 
 
 async def _grant_of_worker(client: PrefectClient, flow_run: FlowRun) -> Grant | None:
-    """The grant with which a worker has started this process; None where there is none.
-
-    One of an earlier process of the flow run does not count.
-    """
-    grant = grant_of(flow_run)
-    if grant is None:
+    """The grant with which a worker has started this process of the flow run, no earlier one."""
+    if (grant := grant_of(flow_run)) is None:
         return None
     history: list[State[Any]] = await client.read_flow_run_states(flow_run.id)
     scheduled = (state for state in history if state.is_scheduled())

@@ -15,10 +15,7 @@ import httpx
 from cyclopts import App, Parameter
 from prefect.client.orchestration import PrefectClient, get_client
 from prefect.exceptions import PrefectException
-from prefect.settings import (
-    PREFECT_API_AUTH_STRING,
-    PREFECT_API_URL,
-)
+from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL
 from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
@@ -44,10 +41,7 @@ _FRAME = 8
 
 @asynccontextmanager
 async def connected() -> AsyncIterator[PrefectClient]:
-    """A client of the Prefect server of PREFECT_API_URL, which soon gives up.
-
-    Raises: NoServer, for any call within that fails for want of an answer.
-    """
+    """A client of the Prefect server of PREFECT_API_URL, which soon gives up. Raises: NoServer."""
     url = PREFECT_API_URL.value()
     if not url:
         raise NoServer(

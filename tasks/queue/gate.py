@@ -1,8 +1,7 @@
 """The gate: at one time, one process decides which runs of the queue start, and notes it.
 
 A look costs only reading. What it finds to do is decided again, by another look, under the lease
-that all gates of a Prefect server share, and is on the server before the lease is given back: so
-the next gate sees it, wherever it is.
+that all gates of a Prefect server share, and is on the server before the lease is given back.
 
 What it decides of flow runs that have no process to tell it stands under their Logs.
 """
@@ -92,8 +91,8 @@ class Gate:
     ) -> None:
         """
         Args:
-            worker: whose gate it is: its pool and its name.
             announce: tells an event of a flow run; returns at once.
+            worker: whose gate it is: its pool and its name.
         """
         self.giver = Giver.me()
         self._client = client
@@ -125,12 +124,11 @@ class Gate:
         """Admit what can start, refuse what never can, and take back what got stuck.
 
         Args:
-            may_start: Whether the run is this process's to start on these nodes. The GPUs of
-                another one are kept for it.
+            may_start: Whether the run is this process's to start on these nodes.
             in_flight: What this process is submitting.
             patient: What is not refused, should its nodes have gone meanwhile.
             changed: All flow runs that events have told of since the last call; None: they may
-                have missed some. Where it is empty, the last reading is as good as new.
+                have missed some.
             whole_every_s: So often the line is read as a whole, whatever is told.
 
         Returns: the look that it was decided by, and this process's runs in the order of their
@@ -169,10 +167,10 @@ class Gate:
             for entry, cancel in look.cancelled:
                 holding.check()
                 await put_back(self._client, entry.flow_run, cancel)
+            for entry in look.stuck:
+                holding.check()
+                await self._take_back(entry)
             if look.stuck:
-                for entry in look.stuck:
-                    holding.check()
-                    await self._take_back(entry)
                 # They are back in their places, where nobody may pass them.
                 look = await look_again(after=look)
             for doomed in look.doomed:
@@ -186,9 +184,8 @@ class Gate:
             again = [(entry, entry.grant.nodes) for entry in look.resumed if entry.grant]
             for entry, gpus in (*again, *look.admitted):
                 if may_start(entry, gpus):
-                    devices = look.devices.get(entry.id) or (
-                        entry.grant.devices if entry.grant else {}
-                    )
+                    had = entry.grant.devices if entry.grant else {}
+                    devices = look.devices.get(entry.id) or had
                     started.append(await self._grant(entry, gpus, devices, holding))
         # What it has written is read before anything else is decided.
         self._last = look, turn, whole_at, -math.inf
@@ -227,12 +224,11 @@ class Gate:
         holding: LeaseHeld,
     ) -> QueueEntry:
         state, nodes, now = entry.flow_run.state, dict(gpus), time.time()
-        state_id = str(state.id) if state is not None else ""
         grant = Grant(
             nodes=nodes,
             devices=devices,
             cluster=entry.request.cluster,
-            state_id=state_id,
+            state_id=str(state.id) if state is not None else "",
             at=now,
             by=self.giver,
         )
@@ -252,10 +248,7 @@ class Gate:
 
     async def is_granted(self, entry: QueueEntry) -> bool:
         """Whether the ledger has a run as it was granted: it may have ended, or been taken back,
-        since. Ask just before it is handed over.
-
-        Raises: httpx.HTTPError, PrefectException.
-        """
+        since. Ask just before it is handed over. Raises: httpx.HTTPError, PrefectException."""
         try:
             found = await self._client.read_flow_run(entry.id)
         except ObjectNotFound:
@@ -265,8 +258,8 @@ class Gate:
         return is_same and grant_of(found) == entry.grant
 
     async def _take_back(self, entry: QueueEntry) -> None:
-        """What a worker has not come further with waits again, in its place; or has ended, where
-        it was cancelled meanwhile."""
+        """What a worker has not come further with waits again, or has ended where it was cancelled
+        meanwhile."""
         state = entry.flow_run.state
         if state is not None and state.is_cancelling():
             end: State[Any] = Cancelled(message="cancelled before it had begun")
@@ -296,7 +289,7 @@ class Gate:
             self._note(entry.id, f"refused, and never started: {why}", logging.ERROR)
 
     async def _name(self, entry: QueueEntry, name: str) -> None:
-        """Before its state: whoever is notified of that goes by the name."""
+        # Before its state: whoever is notified of that goes by the name.
         with suppress(ObjectNotFound):
             if entry.flow_run.name != name:
                 await self._client.update_flow_run(entry.id, name=name)
@@ -306,10 +299,8 @@ class Gate:
         self._announce(name, entry.flow_run, entry.request.name, **where, **known)
 
     async def tell(self, look: Look) -> bool:
-        """Have waiting runs say why they wait, and tell the logs what was decided; whether there
-        is more to be told.
-
-        Those that wait in their own process say it themselves.
+        """Have waiting runs say why they wait, but for those that wait in their own process, and
+        tell the logs what was decided; whether there is more to be told.
 
         Raises: httpx.HTTPError, PrefectException, LeaseLost.
         """
@@ -338,8 +329,7 @@ class Gate:
                 _log.warning("the autoscaler of %s is not told what waits: %s", address, error)
 
     async def send_logs(self) -> None:
-        """Tell the logs of flow runs what was decided, where `tell` is not called; a failure costs
-        a warning, and the lines."""
+        """Tell the logs of flow runs what was decided; a failure costs a warning, and the lines."""
         lines = [*self._lines]
         self._lines.clear()
         if not lines or not PREFECT_LOGGING_TO_API_ENABLED.value():
@@ -379,12 +369,10 @@ class Gate:
         state = flow_run.state
         if state is None or state.name != PENDING_RESOURCES:
             return False
-        if self._told.get(flow_run.id) == (state.id, message.key):
-            return True
-        if (state.message or "").partition(FREE_NOW)[0] != message.text.partition(FREE_NOW)[0]:
-            return False
-        self._told[flow_run.id] = (state.id, message.key)
-        return True
+        said, says = ((text or "").partition(FREE_NOW)[0] for text in (state.message, message.text))
+        if said == says:
+            self._told[flow_run.id] = (state.id, message.key)
+        return self._told.get(flow_run.id) == (state.id, message.key)
 
     async def _tell(self, entry: QueueEntry, message: Message, place: str) -> None:
         before, state = entry.flow_run.state, waiting_state(entry.flow_run, message.text)

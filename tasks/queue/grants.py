@@ -1,12 +1,11 @@
 """What the queue writes on flow runs: grants, as labels, and states, without losing a cancel.
 
-There is no second ledger. A grant is bound to the state it was given in: a flow run that got
-another Scheduled state since, by a requeue or by a retry from the UI, has none.
+A grant is bound to the state it was given in: a flow run that got another Scheduled state since, by
+a requeue or by a retry from the UI, has none.
 
-For states Prefect has no compare-and-set: whatever comes between a look at a flow run and the new
-state is written over, and the server lets a cancelled run of a deployment wait again. So the
-history is read after each write, and what was passed over is put back. A gate that is killed
-between the two leaves a trace on the flow run: the next look goes by that.
+For states Prefect has no compare-and-set, and the server lets a cancelled run of a deployment wait
+again. So the history is read after each write, and what was passed over is put back. A gate that is
+killed between the two leaves a trace on the flow run: the next look goes by that.
 
 Whatever asks the server may raise httpx.HTTPError and PrefectException.
 """
@@ -16,7 +15,8 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,11 +84,10 @@ class Giver:
 
     @staticmethod
     def parsed(text: str) -> Giver | None:
-        try:
+        with suppress(ValueError, KeyError, AttributeError):
             data = json.loads(text)
             return Giver(host=data.pop("host"), process=ProcessId.model_validate(data))
-        except (ValueError, KeyError, AttributeError):
-            return None
+        return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +109,6 @@ class Grant:
         return ", ".join(self.nodes) or "no node"
 
     def labels(self) -> dict[str, Any]:
-        """What is noted on the flow run."""
         return {
             **on_nodes(self.nodes),
             DEVICES: ";".join(f"{node}:{listed(some)}" for node, some in self.devices.items()),
@@ -188,11 +186,8 @@ def waits_on(flow_run: FlowRun) -> str:
 
 
 def sent_back(*, not_before: float = 0.0, not_before_with_room: float = 0.0) -> dict[str, Any]:
-    """The labels of a flow run that is about to wait for its gang again.
-
-    Its grant ends with the state that it has, so that it is at no moment neither among those that
-    hold nor among those that wait.
-    """
+    """The labels of a flow run that is about to wait for its gang again: its grant ends with the
+    state that it has, so that it always is among those that hold or those that wait."""
     return {_NOT_BEFORE: not_before, _NOT_BEFORE_WITH_ROOM: not_before_with_room}
 
 
@@ -228,9 +223,6 @@ async def set_state(
     """Give a flow run a state, unless it has left the one that was looked at, or been granted its
     gang meanwhile. What comes just before the state is put back.
 
-    Args:
-        flow_run: as it was looked at.
-
     Returns: the state, as the server has it; None where the flow run has another one.
     """
     before = flow_run.state
@@ -239,13 +231,13 @@ async def set_state(
         now = found.state
         if before is None or now is None or now.id != before.id:
             return None
+        # A grant is bound to the state: it would end with it.
         if grant_of(found) != grant_of(flow_run):
-            # A grant is bound to the state: it would end with it.
             return None
         answer = await client.set_flow_run_state(flow_run.id, state)
         if answer.status is not SetStateStatus.ACCEPT or answer.state is None:
             return None
-        history = _in_order(await client.read_flow_run_states(flow_run.id))
+        history = await _history_of(client, flow_run)
     except ObjectNotFound:
         return None
     # Empty: it was deleted meanwhile.
@@ -264,10 +256,8 @@ async def set_state(
 
 
 def may_have_been_cancelled(flow_run: FlowRun) -> bool:
-    """Whether a flow run that waits may have been cancelled before that, by the trace on it.
-
-    One that somebody retries after its end has the same trace: its history tells the two apart.
-    """
+    """Whether a flow run that waits may have been cancelled before that, by the trace on it, which
+    one has, too, that somebody retries after its end."""
     state = flow_run.state
     waits = state is not None and state.is_scheduled() and state.name == PENDING_RESOURCES
     return waits and flow_run.empirical_policy.retry_type == _CAME_BACK
@@ -276,15 +266,14 @@ def may_have_been_cancelled(flow_run: FlowRun) -> bool:
 async def lost_cancel(client: PrefectClient, flow_run: FlowRun) -> State[Any] | None:
     """The cancel that a gate has written over, and did not put back; None for none."""
     try:
-        history = _in_order(await client.read_flow_run_states(flow_run.id))
+        history = await _history_of(client, flow_run)
     except ObjectNotFound:
         return None
     ends = [number for number, state in enumerate(history) if state.is_final()]
     if not ends or not history[ends[-1]].is_cancelled():
         return None
     # Who retries a run, or sends it back, does not give it this state.
-    after = [state.name for state in history[ends[-1] + 1 :]]
-    is_lost = bool(after) and set(after) == {PENDING_RESOURCES}
+    is_lost = {state.name for state in history[ends[-1] + 1 :]} == {PENDING_RESOURCES}
     return history[ends[-1]] if is_lost else None
 
 
@@ -295,16 +284,13 @@ async def put_back(client: PrefectClient, flow_run: FlowRun, end: State[Any]) ->
 
 
 async def forget_process(client: PrefectClient, flow_run: FlowRun) -> None:
-    """Have no process on record for a flow run that is to wait again.
-
-    Before it gets that state: a cancel of what waits would wait for a process on record for ever.
-    """
+    """Before a flow run is to wait again: a cancel of it would wait for a process on record for
+    ever."""
     which, nothing = {"id": flow_run.id}, {"infrastructure_pid": None}
     await client.request("PATCH", "/flow_runs/{id}", path_params=which, json=nothing)
 
 
 def waiting_state(flow_run: FlowRun, message: str) -> State[Any]:
-    """In which a flow run waits for its gang."""
     # With its time left as it was, the run keeps its place.
     due = flow_run.next_scheduled_start_time or flow_run.expected_start_time
     return Scheduled(name=PENDING_RESOURCES, scheduled_time=due, message=message)
@@ -319,5 +305,6 @@ async def is_unchanged(client: PrefectClient, flow_run: FlowRun) -> bool:
     return now is not None and flow_run.state is not None and now.id == flow_run.state.id
 
 
-def _in_order(history: Sequence[State[Any]]) -> list[State[Any]]:
+async def _history_of(client: PrefectClient, flow_run: FlowRun) -> list[State[Any]]:
+    history = await client.read_flow_run_states(flow_run.id)
     return sorted(history, key=lambda one: one.timestamp)

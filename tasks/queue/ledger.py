@@ -1,8 +1,7 @@
 """The ledger of the queue: what the Prefect server knows of runs that wait and runs that hold.
 
-Each stands there with what it asks of a cluster, from its parameters. The ledger is read in an
-order that misses no run on its way from one state to the next: first what waits, then what holds,
-then whatever was known before and is in neither, as it may have been sent back meanwhile.
+It is read in an order that misses no run on its way from one state to the next: first what waits,
+then what holds, then whatever was known before and is in neither.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import math
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -41,8 +40,7 @@ GANG_POOLS = WorkPoolFilter.model_validate({"type": {"any_": [TYPE]}})
 FLOW = "train"
 #: Of what waits in one queue of a pool, so many are looked at, and as many more while too few of
 #: them may start: as many as one request gives.
-WINDOW = 200
-_PAGE = 200
+WINDOW = _PAGE = 200
 #: What waits for a time so near is read with what is due: time alone asks for no new reading.
 _AHEAD = timedelta(seconds=90)
 #: They change from one answer to the next while nothing happens, and nobody here reads them.
@@ -79,7 +77,7 @@ class Request:
 
 
 def request_of(flow_run: FlowRun) -> Request:
-    """What a flow run asks for; cheap, so no more of its spec is checked than that."""
+    """What a flow run asks for; no more of its spec is checked."""
     tags, spec = frozenset(flow_run.tags), _spec_of(flow_run)
     if spec is None:
         return Request(name=flow_run.name, tags=tags)
@@ -92,23 +90,18 @@ def request_of(flow_run: FlowRun) -> Request:
         gang = Gang.model_validate(spec["gang"])
     except (ValidationError, InvalidSpec):
         return Request(name=name, tags=tags, fault=fault_of(flow_run) or "its gang can't be read")
+    shape = gang.model_dump(include={"nodes", "gpus_per_node", "cpus_per_gpu"})
+    amounts = mapping(mapping(ray).get("entrypoint_resources"))
     return Request(
         name=name,
-        demand=Demand(
-            nodes=gang.nodes, gpus_per_node=gang.gpus_per_node, cpus_per_gpu=gang.cpus_per_gpu
-        ),
+        demand=Demand(**shape),
         hours=gang.hours,
         max_hours=gang.max_hours,
         cluster=cluster,
-        entrypoint=_amounts(mapping(ray).get("entrypoint_resources")),
+        # Whatever is no number is told by the check of the whole spec.
+        entrypoint={str(one): n for one, n in amounts.items() if isinstance(n, int | float)},
         tags=tags,
     )
-
-
-def _amounts(value: object) -> dict[str, float]:
-    """Those that are numbers: whatever else is there is told by the check of the whole spec."""
-    items = value.items() if isinstance(value, Mapping) else ()
-    return {str(name): amount for name, amount in items if isinstance(amount, int | float)}
 
 
 def fault_of(flow_run: FlowRun) -> str:
@@ -116,8 +109,10 @@ def fault_of(flow_run: FlowRun) -> str:
     some milliseconds."""
     if (spec := _spec_of(flow_run)) is None:
         return ""
+    # Prefect's name of its flow run is not known to whoever wrote it.
+    called = f"the spec of {spec['name']}" if _has_fit_name(spec) else "the spec"
     try:
-        parse_spec(dict(spec), source=_called(spec), from_form=True)
+        parse_spec(dict(spec), source=called, from_form=True)
     except InvalidSpec as error:
         return str(error)
     return ""
@@ -137,12 +132,6 @@ def _spec_of(flow_run: FlowRun) -> Mapping[str, Any] | None:
     """As it was submitted; None where the flow run is none of ours."""
     spec = flow_run.parameters.get("spec")
     return spec if isinstance(spec, Mapping) else None
-
-
-def _called(spec: Mapping[str, Any]) -> str:
-    """What a person calls a spec that may be faulty. Prefect's name of its flow run is not known
-    to whoever wrote it."""
-    return f"the spec of {spec['name']}" if _has_fit_name(spec) else "the spec"
 
 
 def _has_fit_name(spec: Mapping[str, Any]) -> bool:
@@ -177,21 +166,15 @@ class QueueEntry:
 
     def with_cluster(self, names: Mapping[str, str]) -> QueueEntry:
         """The same, where its cluster goes by another of its addresses: `names[address]`."""
-        if (name := names.get(self.request.cluster)) is None:
-            return self
-        return replace(self, request=replace(self.request, cluster=name))
+        name = names.get(self.request.cluster)
+        return self if name is None else replace(self, request=replace(self.request, cluster=name))
 
     @property
     def place(self) -> tuple[float | int | str, ...]:
         """Where it stands in the line: the same for all its attempts."""
         run = self.flow_run
-        expected = run.expected_start_time or run.created
-        return (
-            self.priority,
-            expected.timestamp() if expected else 0.0,
-            run.created.timestamp() if run.created else 0.0,
-            str(run.id),
-        )
+        times = run.expected_start_time or run.created, run.created
+        return (self.priority, *(at.timestamp() if at else 0.0 for at in times), str(run.id))
 
     @property
     def waits_in_process(self) -> bool:
@@ -237,9 +220,9 @@ class Pool:
     work_pool: WorkPool
     queues: Mapping[UUID, WorkQueue]
     #: The names of those that are online.
-    workers: frozenset[str] = frozenset()
+    workers: Set[str] = frozenset()
     #: Where they start processes.
-    hosts: frozenset[str] = frozenset()
+    hosts: Set[str] = frozenset()
 
     @property
     def name(self) -> str:
@@ -356,8 +339,7 @@ class LedgerReader:
                 work_pool=pool,
                 queues={queue.id: queue for queue in queues},
                 workers=workers,
-                hosts=frozenset(map(host_of_worker, workers))
-                | ({host_name()} if is_own else set()),
+                hosts={*map(host_of_worker, workers), *([host_name()] if is_own else [])},
             )
         return found
 

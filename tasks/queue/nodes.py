@@ -1,8 +1,5 @@
 """The nodes that the queue places gangs on: of Ray clusters, of a pool's table, or this machine.
 
-`shares_of` tells what the nodes of a cluster have for gangs, by what the ledger grants and what the
-cluster shows; `why_never` whether a cluster could ever hold one; `Capacity` looks at the clusters.
-
 The ledger knows what each run of ours was promised; the cluster knows what it has really taken,
 which may be on other nodes than promised, as Ray places its groups by itself, or not yet. Where the
 two differ, more is counted as held rather than less: no GPU is promised twice.
@@ -149,22 +146,17 @@ def _sum(shares: Iterable[Mapping[str, _Number]]) -> dict[str, _Number]:
 
 
 def _present(promised: Mapping[str, int], names: Iterable[str]) -> dict[str, int]:
-    """The promise by the names that the nodes have now.
-
-    A name gets its suffix when a second node of that name comes, and loses it when the other one
-    goes, as in the seconds in which a node that was restarted is there twice.
-    """
+    """The promise by the names that the nodes have now: one gets its suffix when a second node of
+    that name comes, as one that was restarted, and loses it when the other one goes."""
     there = set(names)
     found: dict[str, int] = {}
     for name, gpus in promised.items():
         bare = bare_name(name)
-        if name in there:
-            now = [name]
-        elif name == bare:
-            now = [other for other in there if bare_name(other) == bare]
-        else:
-            now = [bare] if bare in there else []
-        for one in now or [name]:
+        now = [name]
+        if name not in there:
+            others = [bare] if name != bare else there
+            now = [one for one in others if one in there and bare_name(one) == bare] or now
+        for one in now:
             found[one] = found.get(one, 0) + gpus
     return found
 
@@ -178,12 +170,10 @@ def why_never(
 ) -> str:
     """Why the demand can't be met even by a cluster that is free; empty where it can.
 
-    A node too small in GPUs or in CPUs counts as none: the GPUs of two can't be added up. CPUs that
-    nobody knows are not counted. A drained node counts as one that is there: it will be back.
+    CPUs and resources that nobody knows are not counted. A drained node counts: it will be back.
 
     Args:
-        entrypoint: resources that one node must have for the driver of the run's job. Ignored
-            where nobody knows such resources of the nodes.
+        entrypoint: resources that one node must have for the driver of the run's job.
         only: the name of the one node that it can have, the host of its process.
     """
     if only:
@@ -242,7 +232,6 @@ def _amounts(resources: Mapping[str, float]) -> str:
     return commas(f"{amount:g} {name}" for name, amount in resources.items())
 
 
-LOOK_WITHIN_S = 5.0
 #: A cluster that let a look wait for so long is asked in the background until it answers: it would
 #: hold up the gangs of all the others.
 _PATIENT_S = 30.0
@@ -268,7 +257,7 @@ class Capacity:
     #: A run that names no cluster, in a pool without a table of nodes, is placed on this machine.
     here: bool = False
     #: For one look at a cluster.
-    within_s: float = LOOK_WITHIN_S
+    within_s: float = 5.0
     #: The address of the cluster of this process's own run; empty where it has none.
     own: str = ""
     #: At the cluster of an address.
@@ -344,18 +333,16 @@ class Capacity:
                 raise NoCapacity(why)
             del self._silent[address]
         look = self._looks.get(address)
-        if look is None or look.credentials != credentials:
-            if look is not None:
-                await look.close()
-            look = self._looks[address] = self.look(address, credentials)
+        if look is not None and look.credentials != credentials:
+            await look.close()
+            look = None
+        look = self._looks[address] = look or self.look(address, credentials)
         began = self.clock()
         try:
             return await look.look(within_s=self.within_s)
         except Denied as error:
-            unlisted = (
-                "it gets no token and no headers, as the work pool does not list it (muster queue "
-                f"set cluster.{address}=0): "
-            )
+            unlisted = "it gets no token and no headers, as the work pool does not list it"
+            unlisted = f"{unlisted} (muster queue set cluster.{address}=0): "
             raise NoCapacity(f"{'' if credentials.has_token else unlisted}{error}") from error
         except NoAnswer as error:
             if self.clock() - began >= self.within_s and address not in self._silent:
@@ -393,13 +380,10 @@ async def devices_here() -> Devices:
 
 
 def with_drained(cluster: Cluster, names: Collection[str]) -> Cluster:
-    """With the nodes marked that operators have drained; the name of a host stands for all of its
-    nodes."""
-    if not names:
-        return cluster
-    drained = {*names}
-    nodes = (
-        replace(node, is_drained=True) if {node.name, bare_name(node.name)} & drained else node
-        for node in cluster.nodes
-    )
-    return replace(cluster, nodes=tuple(nodes))
+    """With the nodes marked that are drained; the name of a host stands for all of its nodes."""
+
+    def marked(node: ClusterNode) -> ClusterNode:
+        is_drained = node.name in names or bare_name(node.name) in names
+        return replace(node, is_drained=True) if is_drained else node
+
+    return replace(cluster, nodes=tuple(map(marked, cluster.nodes)))

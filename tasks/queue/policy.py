@@ -31,22 +31,16 @@ class Quota:
     """GPUs per tag: what the gangs with it hold of the limit that an operator has set."""
 
     def __init__(self, limits: Mapping[str, int], used: Mapping[str, int] | None = None) -> None:
-        """
-        Args:
-            limits: `limits[tag]` GPUs at once; a tag that is not there has no limit.
-        """
         self._limits = dict(limits)
         self._used = dict.fromkeys(limits, 0) | dict(used or {})
-
-    @property
-    def has_limits(self) -> bool:
-        return bool(self._limits)
 
     def copy(self) -> Quota:
         return Quota(self._limits, self._used)
 
     def exceeded(self, tags: Iterable[str], gpus: int) -> str:
         """The tag that would go over its limit with so many more, the first by name; or empty."""
+        if not self._limits:
+            return ""
         limited = self._limits.keys() & tags
         over = (tag for tag in limited if self._used[tag] + gpus > self._limits[tag])
         return min(over, default="")
@@ -147,23 +141,22 @@ def plan(
 ) -> Plan:
     """Which gangs start now and where, and why each other one waits.
 
-    They are looked at in the order of the line. Those at its front start while they fit; the first
-    that does not is the head. With `fifo` nobody passes it, unless the nodes that are there could
-    not hold it even if they were empty. With `backfill` it has a reservation,
-    the earliest time at which it fits by the estimates, and a later gang that fits now may start if
-    it ends by then, or if the head still fits then beside it.
+    Those at the front of the line start while they fit; the first that does not is the head. With
+    `fifo` nobody passes it, unless the nodes that are there could not hold it even if they were
+    empty. With `backfill` it has a reservation, the earliest time at which it fits by the
+    estimates, and a later gang that fits now may start if it ends by then, or if the head still
+    fits then beside it; all may pass a head that never fits.
 
-    A gang that is not to start yet holds the line as one that does not fit. A head that would not
-    fit if all that run had ended can't be delayed by anybody: with `backfill` all may pass it. A
-    gang over a limit is passed over and blocks nobody.
+    A gang that is not to start yet holds the line as one that does not fit. A gang over a limit
+    blocks nobody.
 
     Args:
         waiting: in any order; it is sorted by `place`.
         held: what has been given, in any order. On a node that is not among `nodes` it takes no
             room, and still counts for the limits.
-        nodes: told apart by name, in the order of the packing rule: a gang gets the nodes with the
-            fewest free GPUs that suffice, the first of equal ones. CPUs count where they are known.
-            What they say is held is not looked at.
+        nodes: in the order of the packing rule: a gang gets the nodes with the fewest free GPUs
+            that suffice, the first of equal ones. CPUs count where they are known. What they say
+            is held is not looked at.
         now: by the clock of `ends_at` and `not_before` (s).
         limits: `limits[tag]` GPUs at once for the gangs with a tag; a tag that is missing has none.
         used: `used[tag]` GPUs of the gangs that are elsewhere, and count for the limits.
@@ -195,11 +188,7 @@ class _Pass:
     """One pass over the line: room shrinks and limits fill as gangs start."""
 
     def __init__(
-        self,
-        held: Sequence[Held],
-        nodes: Sequence[ClusterNode],
-        now: float,
-        quota: Quota,
+        self, held: Sequence[Held], nodes: Sequence[ClusterNode], now: float, quota: Quota
     ) -> None:
         self._now = now
         self._names = [node.name for node in nodes]
@@ -241,9 +230,6 @@ class _Pass:
 
     def _within_limits(self, line: Sequence[Waiting]) -> Iterator[Waiting]:
         """Pass over those that a limit holds back, by what is used when it is their turn."""
-        if not self._quota.has_limits:
-            yield from line
-            return
         over_limit: dict[str, Reason] = {}
         for run in line:
             if tag := self._quota.exceeded(run.tags, run.demand.gpus):
@@ -306,8 +292,7 @@ class _Pass:
         # One more of them at a time: no more than are needed.
         for number in range(len(avoid)):
             rest = {*self._index.values()} if among is None else among
-            found = self._nodes.find(run.demand, rest.difference(avoid[number:]))
-            if found is not None:
+            if found := self._nodes.find(run.demand, rest.difference(avoid[number:])):
                 return found
         return self._nodes.find(run.demand, among)
 
@@ -361,11 +346,7 @@ class _Pass:
 
 
 def class_s(asked_s: float) -> float:
-    """How long a gang is expected to hold its GPUs, in seconds from its start: a class.
-
-    Args:
-        asked_s: what the run's spec says.
-    """
-    return next(
-        (limit for limit in CLASSES_S if asked_s <= limit), math.ceil(asked_s / _DAY_S) * _DAY_S
-    )
+    """How long a gang is expected to hold its GPUs, in seconds from its start: the class of what
+    the run's spec says."""
+    classes = (limit for limit in CLASSES_S if asked_s <= limit)
+    return next(classes, math.ceil(asked_s / _DAY_S) * _DAY_S)

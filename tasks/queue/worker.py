@@ -1,8 +1,7 @@
 """The worker type `gang`: Prefect's process worker, which starts only what the gate admits.
 
-`prefect worker start --pool POOL` finds it by the pool's type. No process exists for a run that
-waits. Events of the server, a run that has ended or was submitted, wake its gate; they are a hint
-and no more: the gate looks at the ledger, and polls besides.
+`prefect worker start --pool POOL` finds it by the pool's type. Events of the server wake its gate;
+they are a hint and no more: the gate looks at the ledger, and polls besides.
 """
 
 from __future__ import annotations
@@ -86,13 +85,10 @@ _WAKE_AGAIN_S, _WAKE_AGAIN_AT_MOST_S = 1.0, 30.0
 
 
 class Waker:
-    """Calls `wake` after events, and when `again_in` says so; one call at a time."""
+    """Calls `wake` after events that `hears` says are worth it, by their names, and when `again_in`
+    says so; one call at a time."""
 
     def __init__(self, wake: Callable[[], Awaitable[object]], hears: Callable[[str], bool]) -> None:
-        """
-        Args:
-            hears: Whether an event of that name is worth a call.
-        """
         self._wake = wake
         self._hears = hears
         self._woken = asyncio.Event()
@@ -102,19 +98,10 @@ class Waker:
         self._changed: set[UUID] | None = None
         self._listens = False
         #: When the stream of events was cut last, by the loop's clock: the server was away then.
-        self._cut_at = -math.inf
-
-    def was_cut_since(self, at: float) -> bool:
-        """Whether the server was away at some time since, as far as this process knows.
-
-        Args:
-            at: by the clock of the loop.
-        """
-        return self._cut_at >= at
+        self.cut_at = -math.inf
 
     def changed(self) -> set[UUID] | None:
-        """The flow runs that events have told of since the last call; None where some may have
-        been missed."""
+        """The flow runs that events told of since the last call; None: some may be missing."""
         changed, self._changed = self._changed, set() if self._listens else None
         return changed
 
@@ -130,14 +117,13 @@ class Waker:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def again_in(self, delay_s: float) -> None:
-        """Wake after so many seconds, whatever happens; an earlier call with a later time is
-        forgotten."""
+        """Wake after so many seconds at most."""
         loop = asyncio.get_running_loop()
-        if self._timer is not None:
-            if not self._timer.cancelled() and loop.time() < self._timer.when():
-                delay_s = min(delay_s, self._timer.when() - loop.time())
-            self._timer.cancel()
-        self._timer = loop.call_later(delay_s, self._woken.set)
+        at, timer = loop.time() + delay_s, self._timer
+        if timer is None or timer.when() < loop.time() or at < timer.when():
+            if timer is not None:
+                timer.cancel()
+            self._timer = loop.call_at(at, self._woken.set)
 
     async def _work(self) -> None:
         while True:
@@ -164,9 +150,8 @@ class Waker:
                     # What happened while nobody listened.
                     self._woken.set()
                     async for event in subscriber:
-                        if any(
-                            one.role == "flow" and one.name in UPKEEP_FLOWS for one in event.related
-                        ):
+                        flows = {one.name for one in event.related if one.role == "flow"}
+                        if flows & {*UPKEEP_FLOWS}:
                             continue
                         kind, _, id = event.resource.id.rpartition(".")
                         if kind != "prefect.flow-run":
@@ -176,7 +161,7 @@ class Waker:
                         if self._hears(event.event):
                             self._woken.set()
             except Exception as error:
-                self._cut_at = asyncio.get_running_loop().time()
+                self.cut_at = asyncio.get_running_loop().time()
                 _log.debug("no events, again in %.0f s: %r", again_s, error)
             self._listens, self._changed = False, None
             await asyncio.sleep(again_s)
@@ -271,7 +256,7 @@ class GangWorker(ProcessWorker):
         configuration: ProcessJobConfiguration,
         task_status: Any = None,
     ) -> ProcessWorkerResult:
-        """Run a flow run's process to its end, and leave no flow run that only seems to hold."""
+        """Leave no flow run that only seems to hold, once its process has ended."""
         began = asyncio.get_running_loop().time()
         assert isinstance(configuration, GangJobConfiguration)
         deployment = configuration._deployment
@@ -281,7 +266,7 @@ class GangWorker(ProcessWorker):
             result = await self._run_here(flow_run, deployment, configuration, task_status)
         else:
             result = await super().run(flow_run, configuration, task_status)
-        is_cut = self._waker is not None and self._waker.was_cut_since(began - _CUT_BEFORE_S)
+        is_cut = self._waker is not None and self._waker.cut_at >= began - _CUT_BEFORE_S
         for _try in range(_SETTLED_AFTER_TRIES):
             try:
                 if await self._settle(flow_run, may_send_back=is_cut and result.status_code != 0):
@@ -301,51 +286,50 @@ class GangWorker(ProcessWorker):
     ) -> ProcessWorkerResult:
         """One process, forked or started, which does the pull steps itself unless it has the flow.
 
-        That of Prefect's own worker prepares a workspace first, in a process before it, and puts
-        the working directory on the path: a project's `tasks.py` would be taken for Muster's.
+        Prefect's own worker has a process before it, for a workspace, and puts the working
+        directory on the path: a project's `tasks.py` would be taken for Muster's.
         """
         own = command_to_string([*ENGINE, str(flow_run.id)])
         command = configuration.command if configuration._command_configured else None
         entrypoint, entered = (None, None) if command else own_flow(deployment)
-        with contextlib.ExitStack() as stack:
-            place = (
-                entered or configuration.working_dir or stack.enter_context(TemporaryDirectory())
+        async with contextlib.AsyncExitStack() as stack:
+            place = entered or configuration.working_dir
+            place = place or stack.enter_context(TemporaryDirectory())
+            context = await stack.enter_async_context(FlowRunExecutorContext())
+            starter = EngineCommandStarter(
+                command=command or own,
+                entrypoint=entrypoint,
+                cwd=Path(place).resolve(),
+                env=configuration.env,
+                stream_output=configuration.stream_output,
+                control_channel=context.control_channel,
+                # A signal to the worker's group is none to its runs.
+                isolate_process_group=True,
+                env_overrides_settings=True,
             )
-            async with FlowRunExecutorContext() as context:
-                starter = EngineCommandStarter(
-                    command=command or own,
-                    entrypoint=entrypoint,
-                    cwd=Path(place).resolve(),
-                    env=configuration.env,
-                    stream_output=configuration.stream_output,
-                    control_channel=context.control_channel,
-                    # A signal to the worker's group is none to its runs.
-                    isolate_process_group=True,
-                    env_overrides_settings=True,
-                )
-                executor = context.create_executor(
-                    flow_run, starter, hook_runner=_NoHooks(), propose_submitting=False
-                )
-                done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+            executor = context.create_executor(
+                flow_run, starter, hook_runner=_NoHooks(), propose_submitting=False
+            )
+            done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
-                async def execute(*, task_status: Any) -> None:
-                    done.set_result(await executor.submit(task_status=task_status))
+            async def execute(*, task_status: Any) -> None:
+                done.set_result(await executor.submit(task_status=task_status))
 
-                async with anyio.create_task_group() as group:
-                    handle = await group.start(execute)
-                    if task_status is not None:
-                        task_status.started(handle.pid)
+            async with anyio.create_task_group() as group:
+                handle = await group.start(execute)
+                if task_status is not None:
+                    task_status.started(handle.pid)
         code = done.result().status_code
         if code is None:
             raise RuntimeError("the flow run's process was not started")
         return ProcessWorkerResult(status_code=code, identifier=str(handle.pid))
 
     async def _settle(self, flow_run: FlowRun, *, may_send_back: bool) -> bool:
-        """Whether a flow run whose process has ended was sent back, because that could not begin.
+        """Whether a flow run whose process has ended was sent back, because that found the server
+        away as it began.
 
         Cancelled before its process had begun, a flow run would be Cancelling for ever: Prefect's
-        worker can't end what has no pid yet. And a process that finds its server away as it begins
-        ends at once, which is no fault of the run: it would be Crashed.
+        worker can't end what has no pid yet.
         """
         state = (await self.client.read_flow_run(flow_run.id)).state
         if state is not None and state.is_cancelling():
@@ -355,8 +339,7 @@ class GangWorker(ProcessWorker):
             return False
         await forget_process(self.client, flow_run)
         why = "the Prefect server was away when its process began: it waits again"
-        back = waiting_state(flow_run, why)
-        answer = await self.client.set_flow_run_state(flow_run.id, back)
+        answer = await self.client.set_flow_run_state(flow_run.id, waiting_state(flow_run, why))
         if answer.status is SetStateStatus.ACCEPT:
             return True
         # The one thing that keeps it from waiting again: it was cancelled meanwhile.
@@ -434,8 +417,7 @@ class GangWorker(ProcessWorker):
 
     async def _look(self, gate: Gate) -> None:
         """Of the workers of a server one looks for all, and offers the others what is theirs to
-        start: they know the devices of their hosts, and grant it. The others hardly ask the
-        server."""
+        start: they know the devices of their hosts, and grant it."""
         now, was_offered = asyncio.get_running_loop().time(), self._was_offered
         if self._is_full() and not self._is_looker:
             return
@@ -480,10 +462,8 @@ class GangWorker(ProcessWorker):
                 self._announce(_OFFERED, entry.flow_run, entry.request.name, **where)
 
     async def _handed_over(self) -> None:
-        """The run that was handed over last has left its Scheduled state.
-
-        Prefect submits what it is given all at once; runs would start in any order.
-        """
+        """Once the run that was handed over last has left its Scheduled state: Prefect submits what
+        it is given all at once, and runs would start in any order."""
         last, self._last = self._last, None
         if last is None:
             return

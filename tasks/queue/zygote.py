@@ -3,11 +3,10 @@
     worker --- an order ---> zygote == fork ==> middle == fork ==> run
        ^----------------- "pid" / "go" ---------------------------/
 
-The zygote knows nothing: a byte with three files makes it fork. What to run, the run's process
-reads from the worker, to whom it says its pid, and it begins only when the worker says so: whoever
-of the three is killed in between, there is one process of the run or none. The one in the middle
-ends at once, so that the kernel makes the run a child of the worker, as one that it had started
-itself; a zygote that is killed takes nothing along.
+A byte with three files makes the zygote fork. What to run, the run's process reads from the worker,
+to whom it says its pid, and it begins only when the worker says so: whoever of the three is killed
+in between, there is one process of the run or none. The one in the middle ends at once, so that the
+kernel makes the run a child of the worker; a zygote that is killed takes nothing along.
 """
 
 from __future__ import annotations
@@ -52,7 +51,6 @@ _ROOM_VARIABLE = "MUSTER_ROOM"
 _AT_START = ("PYTHON", "LD_", "LANG", "LC_", "MALLOC_", "GLIBC_", "OPENSSL_")
 #: Of a machine that is very busy; then the run starts without it.
 _FORKS_WITHIN_S = 10.0
-_PR_SET_CHILD_SUBREAPER = 36
 #: What runs import as they go.
 _LATE = (
     "encodings.idna",
@@ -152,7 +150,7 @@ def _logged_by() -> tuple[Any, ...]:
 
 
 class _Areas:
-    """Where the kernel reads /proc/PID/cmdline and /proc/PID/environ of this process."""
+    """Where the kernel reads cmdline and environ of this process."""
 
     def __init__(self) -> None:
         # Source: proc_pid_stat(5), from the field after the command's name, which may hold spaces.
@@ -166,11 +164,11 @@ class _Areas:
         Args:
             env: None: as it was. None of the old variables may be in use.
         """
-        line = _block(argv)[: self._for_arguments - 1]
-        ctypes.memmove(self._arguments, line.ljust(self._for_arguments, b"\0"), self._for_arguments)
+        line, room = _block(argv)[: self._for_arguments - 1], self._for_arguments
+        ctypes.memmove(self._arguments, line.ljust(room, b"\0"), room)
         if env is not None:
-            variables = _variables(env)[: self.room]
-            ctypes.memmove(self._environment, variables.ljust(self.room, b"\0"), self.room)
+            variables = _variables(env)[: self.room].ljust(self.room, b"\0")
+            ctypes.memmove(self._environment, variables, self.room)
 
 
 def _block(texts: Iterable[str]) -> bytes:
@@ -201,7 +199,7 @@ def own_flow(deployment: DeploymentResponse) -> tuple[str | None, Path | None]:
 
 
 class ForkedRun:
-    """The process of a flow run, a child of this one, as far as Prefect's worker asks about it."""
+    """A flow run's process, a child of this one, as far as Prefect's worker asks about it."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -256,10 +254,6 @@ class Zygote:
         self._room = 0
         self._forking = 0
 
-    @property
-    def is_ready(self) -> bool:
-        return self._room > 0
-
     def make(self) -> None:
         """Returns: at once; it needs some seconds, for which runs start without it."""
         self.close()
@@ -292,7 +286,7 @@ class Zygote:
 
     def _hear(self) -> None:
         assert self._control is not None
-        was_ready, said = self.is_ready, b""
+        was_ready, said = self._room > 0, b""
         with suppress(OSError):
             said = self._control.recv(64)
         self._room = int(said or 0)
@@ -316,10 +310,8 @@ class Zygote:
         """Prefect's `run_process`, but forked where that may be."""
         # Closed last: its reading ends.
         with ExitStack() as stack:
-            outputs = {}
-            forked = None
+            outputs, files, forked = {}, [], None
             if tuple(command[: len(ENGINE)]) == ENGINE and self._fits(env):
-                files = []
                 for sink in (sys.stdout, sys.stderr):
                     if stream_output:
                         end, file = os.pipe()
@@ -385,8 +377,8 @@ def _environment() -> dict[str, str]:
 
 
 def may_be_forked(env: Mapping[str, str], own: Mapping[str, str], room: int) -> bool:
-    """Whether a run with the environment `env` may be forked from a process that began with `own`,
-    which has so many bytes to show it in."""
+    """Whether a run with the environment `env` may be forked from a process that began with `own`
+    and has so much room for it, in bytes."""
 
     def read_at_start(env: Mapping[str, str]) -> dict[str, str]:
         return {name: value for name, value in env.items() if name.startswith(_AT_START)}
