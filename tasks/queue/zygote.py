@@ -254,6 +254,10 @@ class Zygote:
         self._room = 0
         self._forking = 0
 
+    @property
+    def is_ready(self) -> bool:
+        return self._room > 0
+
     def make(self) -> None:
         """Returns: at once; it needs some seconds, for which runs start without it."""
         self.close()
@@ -286,7 +290,7 @@ class Zygote:
 
     def _hear(self) -> None:
         assert self._control is not None
-        was_ready, said = self._room > 0, b""
+        was_ready, said = self.is_ready, b""
         with suppress(OSError):
             said = self._control.recv(64)
         self._room = int(said or 0)

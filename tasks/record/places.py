@@ -157,11 +157,6 @@ class AttemptPlace:
         return self.directory / "events.jsonl"
 
     @property
-    def fleet_plan(self) -> Path:
-        """What the process of its fleet is to do."""
-        return self.directory / "rollout-plan.json"
-
-    @property
     def fleet_events(self) -> Path:
         """What the process of its fleet says happens to it."""
         return self.directory / "rollout.jsonl"

@@ -204,15 +204,13 @@ def prepare_fleet(
     resumes: bool = False,
     secrets: frozenset[str] = frozenset(),
 ) -> FleetPlan | None:
-    """What the process of the run's fleet is to do, which is written down; None: it has none.
+    """What the process of the run's fleet is to do; None: it has none.
 
     Args:
         spec: with its placeholders and secrets filled in.
         register_at: the directory of the run's register.
         resumes: the attempt begins with a checkpoint, which the servers do not have.
         secrets: of the run, which the fleet's process is to mask.
-
-    Raises: OSError.
     """
     fleet = spec.fleet
     if fleet is None:
@@ -223,7 +221,7 @@ def prepare_fleet(
     env = {**(spec.env if is_on_ray else {}), **fleet.env}
     # In a PID namespace, pids mean nothing outside, and all end with its first process.
     is_registered = containment.level is not Level.L4 and not is_on_ray
-    plan = FleetPlan(
+    return FleetPlan(
         run_id=run_id,
         attempt=place.number,
         fleet=fleet.model_copy(update={"env": env}),
@@ -244,8 +242,6 @@ def prepare_fleet(
         order_token=token_urlsafe(32) if needs_token else "",
         secrets=secrets,
     )
-    plan.write(place.fleet_plan)
-    return plan
 
 
 def fleet_component(
@@ -266,7 +262,7 @@ def fleet_component(
         name=FLEET,
         command=Command(
             # -P: the path begins with no folder that may have a package `tasks` of its own.
-            argv=(sys.executable, "-P", "-m", "tasks.rollout.process", str(place.fleet_plan)),
+            argv=(sys.executable, "-P", "-m", "tasks.rollout.process"),
             env={**env, **plan.env, **(_QUIET_RAY | known if is_on_ray else {})},
             cwd=place.directory,
             log=place.log(FLEET),

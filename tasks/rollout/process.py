@@ -1,10 +1,10 @@
-"""The component `rollout` of a run: `python -m tasks.rollout.process PLAN`.
+"""The component `rollout` of a run: `python -m tasks.rollout.process`, with its plan in PLAN_ENV.
 
 Holds the fleet from its start to its end: servers, their gateway, health, recovery. What happens is
 a line on stdout for a reader, and one of JSON in `rollout.jsonl` for the run. SIGTERM ends it.
 
-Exit status: 0 it was told to end · 1 the fleet can't go on, the last line says why · 2 the plan, or
-the gateway's address, is no good: nothing was started.
+Exit status: 0 it was told to end · 1 the fleet can't go on, the last line says why · 2 it, or its
+gateway, has no place: nothing was started.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import signal
 import sys
 from collections.abc import Coroutine, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import uvloop
@@ -37,7 +36,7 @@ from tasks.rollout.fleet import Fleet, FleetFailed
 from tasks.rollout.forwarding import RequestRules
 from tasks.rollout.gateway import Gateway
 from tasks.rollout.local_host import LocalHost
-from tasks.rollout.plan import SERVERS_ENV, BadPlan, FleetPlan
+from tasks.rollout.plan import PLAN_ENV, FleetPlan
 from tasks.rollout.probing import HttpProber, NoHost, Places, ServerHost
 from tasks.rollout.topology import TopologyPlan, settings_of
 from tasks.spec.rollout import Rollout
@@ -46,7 +45,7 @@ from tasks.spec.secrets import masked_logs
 
 _T = TypeVar("_T")
 #: Of this process only.
-_OWN_ENV = (SERVERS_ENV, "NOTIFY_SOCKET")
+_OWN_ENV = (PLAN_ENV, "NOTIFY_SOCKET")
 #: For the last events, on a disk that takes nothing.
 _WRITTEN_WITHIN_S = 2.0
 
@@ -159,10 +158,6 @@ _TALKATIVE = ("httpx", "httpcore", "aiohttp", "asyncio", "ray")
 
 def main() -> int:
     """The exit status, once the fleet has ended."""
-    words = sys.argv[1:]
-    if len(words) != 1:
-        print("usage: python -m tasks.rollout.process PLAN", file=sys.stderr)
-        return EXIT_NOT_STARTED
     # With a level, so that a line that tells of a server's end is no cause of the run's.
     logging.basicConfig(
         stream=sys.stdout, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s"
@@ -171,10 +166,7 @@ def main() -> int:
         logging.getLogger(name).setLevel(logging.WARNING)
     with contextlib.suppress(OSError):  # At level L1.
         tree.become_subreaper()
-    try:
-        plan = FleetPlan.read(Path(words[0]), os.environ)
-    except BadPlan as error:
-        return _say_last(str(error), EXIT_NOT_STARTED)
+    plan = FleetPlan.of(os.environ)
     with masked_logs(plan.mask):
         try:
             return run_serving(_run(plan))

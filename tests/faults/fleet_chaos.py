@@ -420,15 +420,13 @@ def plan_in(directory: Path, ledger: Path) -> FleetPlan:
 @contextlib.asynccontextmanager
 async def serving(plan: FleetPlan) -> AsyncIterator[asyncio.subprocess.Process]:
     """The process of the fleet; it has ended after."""
-    path = plan.directory / "rollout-plan.json"
-    plan.write(path)
     with (plan.directory / "rollout.log").open("ab") as log:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "tasks.rollout.process", str(path)),
+            *(sys.executable, "-m", "tasks.rollout.process"),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            env={**os.environ, "MUSTER_RUN_ID": plan.run_id},
+            env={**os.environ, "MUSTER_RUN_ID": plan.run_id, **plan.env},
             start_new_session=True,
         )
     try:

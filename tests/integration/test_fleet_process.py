@@ -20,7 +20,7 @@ import pytest
 from tasks.processes import tree
 from tasks.processes.ports import listeners
 from tasks.processes.registry import claimed, finish, registered_runs
-from tasks.rollout.plan import SERVERS_ENV, FleetPlan
+from tasks.rollout.plan import FleetPlan
 from tasks.spec.probes import ReadyProbe
 from tests.support.stage import DEADLINE_S, RUN_ID, Stage, free_port, is_alive, wait_until
 
@@ -37,6 +37,9 @@ sys.stdin.read()
 """
 
 
+ARGV = (sys.executable, "-P", "-m", "tasks.rollout.process")
+
+
 class FleetProcess:
     """One process of a fleet that a test starts, asks and kills."""
 
@@ -45,8 +48,7 @@ class FleetProcess:
         self.port = free_port()
         self.process: subprocess.Popen[bytes] | None = None
 
-    def plan(self, **changes: Any) -> Path:
-        """The file of a plan."""
+    def plan(self, **changes: Any) -> FleetPlan:
         fleet = {
             "backend": "command",
             "engines": 2,
@@ -57,7 +59,7 @@ class FleetProcess:
             "start_within_s": DEADLINE_S,
             **changes.pop("fleet", {}),
         }
-        plan = FleetPlan(
+        return FleetPlan(
             **{
                 "run_id": RUN_ID,
                 "attempt": 1,
@@ -69,21 +71,15 @@ class FleetProcess:
                 **changes,
             }
         )
-        path = self.directory / "rollout-plan.json"
-        plan.write(path)
-        return path
 
-    def argv(self, plan: Path) -> tuple[str, ...]:
-        return (sys.executable, "-P", "-m", "tasks.rollout.process", str(plan))
-
-    def start(self, plan: Path, **env: str) -> None:
+    def start(self, plan: FleetPlan, **env: str) -> None:
         with (self.directory / "rollout.log").open("ab") as log:
             self.process = subprocess.Popen(
-                self.argv(plan),
+                ARGV,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env={**os.environ, "MUSTER_RUN_ID": RUN_ID, **env},
+                env={**os.environ, "MUSTER_RUN_ID": RUN_ID, **plan.env, **env},
                 start_new_session=True,
             )
 
@@ -207,14 +203,11 @@ def test_servers_answer_through_the_gateway_until_it_is_told_to_end(fleet: Fleet
 
 
 def test_servers_get_their_own_variables_and_those_of_the_run(fleet: FleetProcess) -> None:
-    said = "import os; print(os.environ['A'], os.environ['B'], 'SERVERS' in str(os.environ))"
+    said = "import os; print(os.environ['A'], os.environ['B'], 'ROLLOUT_PLAN' in str(os.environ))"
     command = ["sh", "-c", f'{sys.executable} -c "{said}"; exec {" ".join(COMMAND)}']
 
-    fleet.start(
-        fleet.plan(fleet={"command": command}),
-        A="of the run",
-        **{SERVERS_ENV: json.dumps({"fleet": {"env": {"B": "of rank ${server.rank}"}}})},
-    )
+    env = {"B": "of rank ${server.rank}"}
+    fleet.start(fleet.plan(fleet={"command": command, "env": env}), A="of the run")
     fleet.until_ready()
 
     assert (fleet.directory / "rollout-r1.log").read_text().startswith("of the run of rank 1 False")
@@ -312,17 +305,6 @@ def test_a_fleet_under_its_floor_ends_the_run_and_all_its_servers(fleet: FleetPr
     assert not is_alive(second)
 
 
-def test_a_plan_that_is_none_is_exit_2_and_one_line(fleet: FleetProcess) -> None:
-    path = fleet.directory / "rollout-plan.json"
-    path.write_text("{}")
-
-    fleet.start(path)
-
-    assert fleet.wait() == 2
-    [line] = fleet.log.splitlines()
-    assert line.startswith(f"FleetError: {path} is no plan of a fleet: run_id: Field required;")
-
-
 def test_a_gateway_whose_port_is_taken_is_exit_2_and_starts_nothing(fleet: FleetProcess) -> None:
     with socket.create_server(("127.0.0.1", fleet.port)):
         fleet.start(fleet.plan())
@@ -395,7 +377,7 @@ def test_a_killed_guardian_takes_the_whole_fleet_with_it(fleet: FleetProcess, st
     health = f"http://127.0.0.1:{fleet.port}/muster/health"
     ready = ReadyProbe.model_validate({"http": health, "json": {"ready": True}})
     plan = fleet.plan(fleet={"command": WITH_A_DAEMON})
-    supervisor = stage.running(stage.component("rollout", fleet.argv(plan), ready=ready))
+    supervisor = stage.running(stage.component("rollout", ARGV, ready=ready, env=plan.env))
     servers = fleet.pids()
 
     os.kill(stage.guardian_of("rollout"), signal.SIGKILL)

@@ -70,14 +70,10 @@ class VllmFleet:
                 "directory": directory,
             }
         )
-        plan.write(directory / "rollout-plan.json")
         programs = installed(directory / "bin")
         with (directory / "rollout.log").open("wb") as log:
             self._process = subprocess.Popen(
-                (
-                    *(sys.executable, "-P", "-m", "tasks.rollout.process"),
-                    str(directory / "rollout-plan.json"),
-                ),
+                (sys.executable, "-P", "-m", "tasks.rollout.process"),
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -85,6 +81,7 @@ class VllmFleet:
                 env={
                     **os.environ,
                     "MUSTER_RUN_ID": RUN_ID,
+                    **plan.env,
                     "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
                 },
                 start_new_session=True,

@@ -98,7 +98,7 @@ def test_a_process_that_was_killed_or_crashed_is_lost(
     [
         ({"code": 1}, GAVE_UP, "CUDA_OOM"),
         ({"code": 1}, "FleetError: 1 of 2 engines are left, 2 are needed\n", "RUNTIME_ERROR"),
-        ({"code": 2}, "FleetError: rollout-plan.json is no plan of a fleet\n", "RUNTIME_ERROR"),
+        ({"code": 2}, "FleetError: the fleet has no place: no GPUs\n", "RUNTIME_ERROR"),
         # killed as it left
         ({"signal": 9}, GAVE_UP, "CUDA_OOM"),
         # what would be killed again
