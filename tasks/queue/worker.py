@@ -293,8 +293,9 @@ class GangWorker(ProcessWorker):
         command = configuration.command if configuration._command_configured else None
         entrypoint, entered = (None, None) if command else own_flow(deployment)
         async with contextlib.AsyncExitStack() as stack:
-            place = entered or configuration.working_dir
-            place = place or stack.enter_context(TemporaryDirectory())
+            place = (
+                entered or configuration.working_dir or stack.enter_context(TemporaryDirectory())
+            )
             context = await stack.enter_async_context(FlowRunExecutorContext())
             starter = EngineCommandStarter(
                 command=command or own,

@@ -1,8 +1,6 @@
 """What stands on a node of a Ray cluster for a fleet: the owner of each server's process, and who
-keeps ports for them.
-
-It is sent to the cluster by value (`SENT`), so no code of Muster needs to be there: it uses the
-standard library only, and of the project only what is sent along.
+keeps ports for them. It is sent to the cluster by value (`SENT`), so no code of Muster needs to be
+there: it uses the standard library only, and of the project only what is sent along.
 """
 
 from __future__ import annotations
@@ -17,7 +15,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
@@ -42,9 +39,8 @@ _SAID_AT_MOST = 200
 class ServerActor:
     """Starts the process of one server, waits for its end, and asks it from its own machine.
 
-    Async, with a concurrency group for questions: they are answered whatever else is under way.
-    The process has a wrapper of its own above it, which ends its whole tree when the actor ends,
-    by whatever cause.
+    Questions are answered whatever else is under way. The process has a wrapper above it, which
+    ends its whole tree when the actor ends, by whatever cause.
     """
 
     def __init__(self, rank: int, wrapper: Mapping[str, str]) -> None:
@@ -112,12 +108,11 @@ class ServerActor:
         # Its front is killed: its keeper ends the tree at once, and leaves.
         tree = [process.pid, *_children(process.pid)]
         process.kill()
-        deadline_s = time.monotonic() + _KILL_WITHIN_S
-        while left := [pid for pid in tree if os.path.exists(f"/proc/{pid}")]:
-            if time.monotonic() > deadline_s:
-                break
-            await asyncio.sleep(_LOOK_EVERY_S)
-        return left
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_KILL_WITHIN_S):
+                while any(os.path.exists(f"/proc/{pid}") for pid in tree):
+                    await asyncio.sleep(_LOOK_EVERY_S)
+        return [pid for pid in tree if os.path.exists(f"/proc/{pid}")]
 
     @ray.method(concurrency_group="questions")
     async def ask(
@@ -150,8 +145,8 @@ class ServerActor:
 
 
 class PortKeeper:
-    """Keeps ports of one machine for the servers of a fleet, each from everybody until its server
-    is started, and from other fleets and runs of Muster as long as this lives."""
+    """Keeps ports of one machine for the servers of a fleet: from everybody until the server is
+    started, and from other runs of Muster as long as this lives."""
 
     def __init__(self) -> None:
         self._held: dict[str, PortsReserved] = {}

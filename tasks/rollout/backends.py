@@ -58,8 +58,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Backend(ABC):
-    """The servers of one fleet. As it stands here: one on each node of an engine, of which the
-    first is the entrypoint, and the others answer for as long as their process lives."""
+    """The servers of one fleet: here one on each node of an engine, the first its entrypoint."""
 
     fleet: Rollout
 
@@ -98,8 +97,7 @@ class Backend(ABC):
 class Sglang(Backend):
     """SGLang. A later node serves a stub that says 200 for as long as its process lives.
 
-    DP attention is asked for in the way that every version takes. 0.5.23 calls it deprecated and
-    reads it as `--attn-dp-size`, which versions before it don't know.
+    DP attention is asked for in the way that every version takes, which 0.5.23 calls deprecated.
 
     Source: SGLang 0.5, srt/arg_groups/fields/parallel.py, srt/arg_groups/parallel_hook.py,
     srt/entrypoints/http_server.py
@@ -137,10 +135,8 @@ class Sglang(Backend):
 class Lmdeploy(Backend):
     """LMDeploy: one server for an engine with tensor parallelism, one for each replica of another.
 
-    A replica, which is one rank where experts are shared, gets a process of its own: so the ranks
-    of the plan are those of the servers, each has its own guardian and its own death, and the GPUs
-    that it sees are those of the plan. LMDeploy's command line would start the replicas of a node
-    under one process that picks devices from 0 on and listens on the machine's outward address.
+    LMDeploy's command line would start the replicas of a node under one process that picks devices
+    from 0 on and listens on the machine's outward address.
 
     Source: LMDeploy 0.18, cli/serve.py, serve/openai/launch_server.py, pytorch/envs.py
     """
@@ -265,7 +261,7 @@ def backend_of(fleet: Rollout) -> Backend:
 
 def _option_in(words: tuple[str, ...], name: str) -> str | None:
     """The value of an option among arguments, `--name VALUE` or `--name=VALUE`; the last counts."""
-    found: str | None = None
+    found = ""
     for index, word in enumerate(words):
         option, equals, value = word.partition("=")
         if option == name:

@@ -131,9 +131,8 @@ class Fleet:
         host.on_death = self._on_death
 
     async def start(self) -> None:
-        """Start all groups; returns once `min_active` are up, or all that are not retired.
-
-        One that fails is recovered like any other. A cancel leaves what runs to `stop`.
+        """Start all groups; returns once `min_active` are up, or all that are not retired. A cancel
+        leaves what runs to `stop`.
 
         Raises: FleetFailed, once the run has to fail, or when it is stopped before it serves.
         """
@@ -192,9 +191,8 @@ class Fleet:
         return left
 
     async def check(self) -> dict[str, Any]:
-        """Ask every running server once; one bad answer is enough.
-
-        What failed is shut down when this returns, in time, and is recovered.
+        """Ask every running server once; one bad answer is enough. What failed is shut down when
+        this returns, in time, and is recovered.
 
         Raises: SyncRefused, while a sync is open.
         """

@@ -44,17 +44,7 @@ from tasks.spec.words import commas
 
 
 class Access:
-    """Judges requests by their headers.
-
-    Args:
-        host: where the gateway listens.
-        token: what each request has to bring, as OpenAI's clients do with their `api_key`;
-            None: nothing, but it has to come from this user; refused unless `host` is loopback.
-        order_token: what an order has to bring, with which requests may be made, too; None: that
-            of requests.
-
-    Raises: ValueError, for a gateway that everybody could use, or a token that no header can hold.
-    """
+    """Judges requests by their headers; the arguments are those of `Gateway`."""
 
     def __init__(self, host: str, token: str | None, order_token: str | None = None) -> None:
         if token is None and not is_loopback(host):
@@ -328,10 +318,12 @@ class Gateway:
     Args:
         host: other than loopback only with a token.
         port: 0: any free one.
-        token: what each request has to bring as `Authorization: Bearer TOKEN`.
-        order_token: the same, of an order; None: the same token.
+        token: what each request has to bring as `Authorization: Bearer TOKEN`; None: nothing, but
+            it has to come from this user.
+        order_token: what an order has to bring, with which requests may be made, too; None: that
+            of requests.
 
-    Raises: ValueError, for a host that others reach without a token.
+    Raises: ValueError, for a gateway that everybody could use, or a token that no header can hold.
     """
 
     def __init__(
@@ -346,14 +338,14 @@ class Gateway:
     ) -> None:
         self._access = Access(host, token, order_token)
         self._orders = Orders(fleet, self._access)
-        self._fleet = fleet
         self._is_token_own = token is not None
         self._host, self._port = host, port
-        self._rules = rules or RequestRules()
         self._listener: asyncio.Server | None = None
         self._connections: set[ServerConnection] = set()
-        self._forwarder: Forwarder | None = None
-        self._metrics: Metrics | None = None
+        self._forwarder = Forwarder(
+            fleet, rules=rules or RequestRules(), is_token_own=self._is_token_own
+        )
+        self._metrics = Metrics(fleet, line=self._forwarder.line, pieces=self._forwarder.tokens)
         self._under_way = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -367,34 +359,21 @@ class Gateway:
     @property
     def waiting(self) -> int:
         """Requests for which no server has room."""
-        return len(self._forwarder.line) if self._forwarder else 0
+        return len(self._forwarder.line)
 
     def load(self) -> dict[str, float]:
         """See `Metrics.load`."""
-        return self._metrics.load() if self._metrics else {}
+        return self._metrics.load()
 
     async def start(self) -> None:
-        """Returns once it listens.
-
-        Raises: OSError, when its address is taken. RuntimeError, when it was started before.
-        """
-        if self._forwarder is not None:
-            raise RuntimeError("the gateway was started before")
+        """Returns once it listens. Raises: OSError, when its address is taken."""
         tree.allow_files(_OPEN_FILES)
-        self._forwarder = Forwarder(self._fleet, rules=self._rules, is_token_own=self._is_token_own)
-        self._metrics = Metrics(
-            self._fleet, line=self._forwarder.line, pieces=self._forwarder.tokens
+        self._listener = await asyncio.get_running_loop().create_server(
+            lambda: ServerConnection(self._handle, _refused, self._connections),
+            self._host,
+            self._port,
+            backlog=_BACKLOG,
         )
-        try:
-            self._listener = await asyncio.get_running_loop().create_server(
-                lambda: ServerConnection(self._handle, _refused, self._connections),
-                self._host,
-                self._port,
-                backlog=_BACKLOG,
-            )
-        except BaseException:
-            await self._forwarder.client.close()
-            raise
         self._port = self._listener.sockets[0].getsockname()[1]
 
     async def stop(self, grace_s: float) -> None:
@@ -403,7 +382,7 @@ class Gateway:
         Returns within the grace period and a few seconds. Safe before `start` and twice.
         """
         forwarder, listener, self._listener = self._forwarder, self._listener, None
-        if forwarder is None or listener is None:
+        if listener is None:
             return
         forwarder.is_over = _STOPPING
         listener.close()
@@ -431,7 +410,6 @@ class Gateway:
         if answer is not None:
             request.send(answer)
             return
-        assert self._metrics is not None and self._forwarder is not None
         self._under_way += 1
         self._idle.clear()
         status, began_s = _CLIENT_LEFT, now_s()
@@ -445,7 +423,6 @@ class Gateway:
 
     async def _own_answer(self, request: HttpRequest) -> Answer | None:
         """None: it is for a server."""
-        assert self._metrics is not None and self._forwarder is not None
         path = request.target
         if _OWN.match(path):
             return await self._orders.answer(request)

@@ -78,11 +78,7 @@ class FleetPlan(BaseModel):
         return mask_text(text, self.secrets | secret_values(fleet.env) | words | tokens)
 
     def env_of(self, component: str, *, others: Collection[str]) -> dict[str, str]:
-        """What a component of the run gets.
-
-        Args:
-            others: the run's components.
-        """
+        """What a component of the run gets, whose components are `others`."""
         gives_orders = component == TRAINER or TRAINER not in others
         token = self.order_token if gives_orders else self.token
         return {TOKEN_ENV: token} if token else {}

@@ -51,10 +51,7 @@ _WRITTEN_WITHIN_S = 2.0
 
 
 async def _opened(plan: FleetPlan, disk: DiskThread) -> tuple[ServerHost, Places, TopologyPlan]:
-    """What runs the servers, and where they are, now and at first.
-
-    Raises: NoHost. A cancel leaves nothing.
-    """
+    """What runs the servers, and where they are. Raises: NoHost. A cancel leaves nothing."""
     # What servers get of this process's variables, beside their own.
     env = {key: value for key, value in os.environ.items() if key not in _OWN_ENV}
     host: ServerHost
@@ -136,12 +133,8 @@ class _ThisMachine:
 
 
 def devices_of(fleet: Rollout, env: Mapping[str, str], kind: str) -> tuple[str, ...]:
-    """The GPUs that this process may use, and so its servers; empty: any, or as the fleet says.
-
-    Args:
-        env: of this process.
-        kind: nvidia | amd | ascend.
-    """
+    """The GPUs of a kind (nvidia | amd | ascend) that the environment `env` allows, to this process
+    and so to its servers; empty: any, or as the fleet says."""
     shown = () if names_devices(fleet.env) else VISIBLE[kind]
     written = next((env[variable] for variable in shown if env.get(variable)), "")
     return tuple(device.strip() for device in written.split(",") if device.strip())

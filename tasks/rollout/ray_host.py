@@ -234,10 +234,7 @@ class RayHost:
         ).remote(*arguments)
 
     async def _ask_keeper(self, node: int, order: str, argument: Sequence[Any]) -> Any:
-        """What the keeper of a node's ports answers; a new one, where it has gone with its node.
-
-        Raises: RayError, TimeoutError.
-        """
+        """What the keeper of a node's ports answers; a new one, where it has gone with its node."""
         before = self._keepers.get(node)
         try:
             if before is not None:
@@ -251,7 +248,6 @@ class RayHost:
         return await self._answer(asked, _ACTOR_WITHIN_S)
 
     async def _answer(self, ref: Any, within_s: float) -> Any:
-        """Raises: RayError, TimeoutError."""
         return await asyncio.wait_for(_as_future(ref), within_s)
 
     async def _watch(self, server: _ActorServer) -> None:
@@ -330,12 +326,7 @@ _ROOM_WITHIN_S = 300.0
 
 
 async def opened_on_ray(plan: FleetPlan, env: Mapping[str, str]) -> RayHost:
-    """
-    Args:
-        env: of every server, beside its own.
-
-    Raises: NoHost; ValueError, as `build` does.
-    """
+    """A host whose servers get `env` beside their own. Raises: NoHost; ValueError, as `build`."""
     assert plan.ray is not None
     fleet = plan.fleet
     shape = planned(fleet, plan.node_gpus)
@@ -359,11 +350,7 @@ async def opened_on_ray(plan: FleetPlan, env: Mapping[str, str]) -> RayHost:
 
 
 def moved(slots: Collection[ServerSlot], hosts: Sequence[str]) -> frozenset[int]:
-    """The ranks of servers with an address that their node does not have any more.
-
-    Args:
-        hosts: by node, as they are now.
-    """
+    """The ranks of servers whose address their node, by `hosts[node]`, does not have any more."""
     return frozenset(
         slot.rank for slot in slots if slot.port is not None and slot.host != hosts[slot.node]
     )

@@ -31,7 +31,7 @@ class GroupView:
     #: Of its servers.
     ranks: tuple[int, ...]
     state: GroupState = GroupState.STARTING
-    #: Which incarnation this is, from 1; what is known of an older one is void. 0: never started.
+    #: Which incarnation this is, from 1. 0: never started.
     epoch: int = 0
     #: Something of this incarnation may run: from `begin` to its end.
     is_begun: bool = False
@@ -57,7 +57,7 @@ class GroupView:
         return self.state in RUNNING
 
     def is_current(self, epoch: int) -> bool:
-        """Whether this incarnation is the one that is known and has not ended."""
+        """Whether this incarnation is the last one, and has not ended."""
         return self.is_begun and self.epoch == epoch
 
     def routes(self, rank: int) -> bool:
@@ -157,7 +157,7 @@ _CAN_TAKE_WEIGHTS = frozenset({GroupState.ACTIVE, GroupState.SUSPECT, GroupState
 
 
 class Registry:
-    """The states of a fleet's groups, from before their first start until they are retired.
+    """The states of a fleet's groups.
 
     Args:
         serves_as_loaded: until the first commit, a group serves with the model as it was loaded,

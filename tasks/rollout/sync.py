@@ -85,10 +85,7 @@ class WeightSyncs:
         recovery: Recovery,
         on_end: Callable[[], None],
     ) -> None:
-        """
-        Args:
-            on_end: told once a sync has ended, whichever way.
-        """
+        #: Told once a sync has ended, whichever way.
         self._on_end = on_end
         self._fleet = fleet
         self._router = router
@@ -250,10 +247,7 @@ class WeightSyncs:
         return {**self._served(), "failed": faults}
 
     async def give_up(self, id: str) -> dict[str, Any]:
-        """End it without new weights: what was touched is stale, the rest serves as before.
-
-        Raises: NoSuchSync.
-        """
+        """End it without new weights: what was touched is stale. Raises: NoSuchSync."""
         sync = self._named(id)
         await self._end(sync, "given up by its trainer")
         return self._served()
