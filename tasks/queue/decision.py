@@ -4,6 +4,7 @@ the others do not. No I/O: `look` reads what is decided on, and `gate` writes wh
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -93,8 +94,7 @@ class Look:
         return [entry for entry in self.ledger.holding if entry.goes_on and entry.is_due(self.at)]
 
     def may_start(self) -> int:
-        """How many of the line start, or would if there were room: what holds others back does not
-        pass with an end of some run."""
+        """How many of the line start, or would if there were room."""
         told = (self.messages.get(entry.id) for entry in self.line)
         kinds = Counter(reasons.kind_of(one.text) for one in told if one is not None)
         return len(self.line) - sum(kinds[kind] for kind in reasons.HELD_BACK)
@@ -152,12 +152,7 @@ class Look:
         *,
         beside: str | None = None,
     ) -> dict[str, int]:
-        """GPUs of each tag.
-
-        Args:
-            start: What starts now, beside what holds.
-            beside: Not of the runs on this cluster.
-        """
+        """GPUs of each tag, of what holds and what is to start, but on the cluster `beside`."""
         used = dict.fromkeys(tags, 0)
         have = ((entry, self.held.get(entry.id, {})) for entry in self.holding)
         for entry, gpus in (*have, *start):
@@ -168,11 +163,7 @@ class Look:
 
     def wanted(self, key: str, most: int) -> list[dict[str, float]]:
         """What the nodes of a cluster are to have, a bundle a node: those that gangs are on; and
-        where one waits for GPUs, all of them, and as many more as it lacks.
-
-        Args:
-            most: so many nodes with GPUs there may be.
-        """
+        where one waits for GPUs, all of them, and as many more as it lacks, `most` at most."""
         nodes, head = self.nodes[key], self.heads.get(key)
         kind = self.clusters[key].accelerator
         wanted = [{kind: float(node.gpus)} for node in nodes if head or node.held]
@@ -325,10 +316,9 @@ class Look:
         return frozenset(node.name for node in table)
 
     def _ends_at(self, entry: QueueEntry) -> float:
-        # From its start, whatever states it has had since; one that outruns its estimate, or is
-        # being cancelled, is expected to end now: the head's reservation never moves back.
         granted = entry.grant.at if entry.grant is not None else 0.0
         began = granted or (entry.flow_run.start_time or entry.since).timestamp()
+        # One that outruns its estimate ends now: the head's reservation never moves back.
         return max(self.at, began + _estimate_s(entry.request))
 
     def _explain(
@@ -377,12 +367,16 @@ def overgranted(holding: Iterable[QueueEntry], clusters: Mapping[str, Cluster]) 
     room = {(key, one.name): one.gpus for key in clusters for one in clusters[key].nodes}
     devices: set[tuple[str, int]] = set()
     over = []
-    granted = [(entry, entry.grant) for entry in holding if entry.grant is not None]
-    for entry, grant in sorted(granted, key=lambda one: (_is_to_start(one[0]), one[1].at)):
+    granted = [
+        (entry.is_scheduled and not entry.goes_on, entry.grant.at, entry, entry.grant)
+        for entry in holding
+        if entry.grant is not None
+    ]
+    for is_to_start, _at, entry, grant in sorted(granted, key=lambda one: one[:2]):
         wants = {(entry.request.cluster, name): gpus for name, gpus in grant.nodes.items()}
         numbered = {(name, one) for name, some in grant.devices.items() for one in some}
         too_much = any(gpus > room.get(node, gpus) for node, gpus in wants.items())
-        if _is_to_start(entry) and (too_much or not devices.isdisjoint(numbered)):
+        if is_to_start and (too_much or not devices.isdisjoint(numbered)):
             over.append(entry)
             continue
         devices |= numbered
@@ -391,11 +385,7 @@ def overgranted(holding: Iterable[QueueEntry], clusters: Mapping[str, Cluster]) 
     return over
 
 
-def _is_to_start(entry: QueueEntry) -> bool:
-    return entry.is_scheduled and not entry.goes_on
-
-
 def _estimate_s(request: Request) -> float:
     """How long a run is expected to have its gang, in seconds."""
-    expected_s = class_s(request.hours * _HOUR_S)
-    return expected_s if request.max_hours is None else min(expected_s, request.max_hours * _HOUR_S)
+    most = math.inf if request.max_hours is None else request.max_hours
+    return min(class_s(request.hours * _HOUR_S), most * _HOUR_S)

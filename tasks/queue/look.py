@@ -1,7 +1,6 @@
 """Looks at the queue of a work pool: what the ledger, the clusters and the policy say together.
 
-A look changes nothing; it may raise httpx.HTTPError and PrefectException. A gate decides by it;
-`QueueView` is the same as plain data, for people.
+A look may raise httpx.HTTPError and PrefectException. `QueueView` is the same as plain data.
 """
 
 from __future__ import annotations
@@ -37,8 +36,7 @@ from tasks.server.flow_runs import FLOW_RUN_VARIABLE
 from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.words import commas
 
-#: What was granted, or submitted, and has not come further by then is given back, wherever its
-#: worker may be.
+#: What was granted, or submitted, and has not come further by then is given back.
 GIVEN_BACK_AFTER_S = 60.0
 #: A process that a killed worker has just spawned is to be seen by then.
 _SPAWNED_WITHIN_S = 2.0
@@ -69,8 +67,7 @@ class QueueReader:
     ) -> None:
         self._client = client
         self._reader = LedgerReader(client, worker)
-        self._capacity = capacity
-        self._giver = giver
+        self._capacity, self._giver = capacity, giver
         #: By pool, the last ones that could be read; and those where that was not the last time.
         self._settings: dict[str, PoolSettings] = {}
         self._unread: set[str] = set()
@@ -171,12 +168,9 @@ class QueueReader:
         """Whether it waits in a process of which nothing was heard for long: it may never start."""
         if not entry.waits_in_process or (beat := beat_of(entry.flow_run)) is None:
             return False
-        now = time.monotonic()
-        heard, since = self._beats.get(entry.id, (None, now))
-        if heard != beat:
-            since = now
-        self._beats[entry.id] = beat, since
-        return now - since > _SILENT_AFTER_S
+        if self._beats.get(entry.id, (None, 0.0))[0] != beat:
+            self._beats[entry.id] = beat, time.monotonic()
+        return time.monotonic() - self._beats[entry.id][1] > _SILENT_AFTER_S
 
     def _read_settings(
         self, pools: Mapping[str, Pool]
@@ -229,8 +223,8 @@ class QueueReader:
             return age_s > GIVEN_BACK_AFTER_S and not entry.flow_run.infrastructure_pid
         # Its process may have been started by a worker that was killed before it could say so; and
         # one that is on record may have gone with its worker.
-        id = str(entry.id)
-        return age_s > _SPAWNED_WITHIN_S and not holders_of(FLOW_RUN_VARIABLE).pids.get(id)
+        pids = holders_of(FLOW_RUN_VARIABLE).pids
+        return age_s > _SPAWNED_WITHIN_S and not pids.get(str(entry.id))
 
     async def _clusters(
         self, entries: Sequence[QueueEntry], settings: Mapping[str, PoolSettings]
@@ -246,7 +240,7 @@ class QueueReader:
             except NoCapacity as error:
                 silent[key] = str(error)
 
-        await asyncio.gather(*(look(key) for key in sorted(keys)))
+        await asyncio.gather(*map(look, sorted(keys)))
         return clusters, silent
 
     async def _doom(self, look: Look, patient: frozenset[UUID]) -> None:
@@ -339,15 +333,12 @@ def _rules(
     names: Mapping[str, str],
 ) -> dict[str, PoolSettings]:
     """What holds on each cluster, by the pools that list it, or have a run for it."""
-    users: dict[str, set[str]] = {key: set() for key in clusters}
-    for entry in entries:
-        users.setdefault(entry.request.cluster, set()).add(pool_of(entry, settings))
-    for pool, one in settings.items():
-        for key in one.keys:
-            users.setdefault(names.get(key, key), set()).add(pool)
+    users = {(entry.request.cluster, pool_of(entry, settings)) for entry in entries}
+    users |= {(names.get(key, key), pool) for pool, one in settings.items() for key in one.keys}
+    keys = {*clusters, *(key for key, _pool in users)}
     return {
-        key: merged(settings[pool] for pool in sorted(pools) if pool in settings)
-        for key, pools in users.items()
+        key: merged(settings[pool] for pool in sorted(settings) if (key, pool) in users)
+        for key in keys
     }
 
 
@@ -405,6 +396,7 @@ def view_of(look: Look, name: str) -> QueueView:
     """The line and the nodes of a work pool."""
     pool = look.ledger.pools.get(name)
     settings = look.settings.get(name, PoolSettings())
+    queues = pool.queues.values() if pool else ()
     waiting = [
         (number, entry)
         for number, entry in enumerate(look.waiting, start=1)
@@ -421,9 +413,7 @@ def view_of(look: Look, name: str) -> QueueView:
         line=tuple(_queued(look, entry, number) for number, entry in waiting),
         nodes=tuple(node for _key, nodes in sorted(look.nodes.items()) for node in nodes),
         tags={tag: (look.used(tag), most) for tag, most in sorted(settings.limits.items())},
-        paused_queues=tuple(
-            sorted(queue.name for queue in pool.queues.values() if queue.is_paused) if pool else ()
-        ),
+        paused_queues=tuple(sorted(one.name for one in queues if one.is_paused)),
         faulty=tuple(one for one in settings.faulty if one.until > look.at),
         troubles=tuple(look.troubles),
     )
@@ -432,7 +422,7 @@ def view_of(look: Look, name: str) -> QueueView:
 def _queued(look: Look, entry: QueueEntry, number: int) -> QueuedRun:
     message = look.messages.get(entry.id)
     given = {one.id: gpus for one, gpus in look.admitted}.get(entry.id)
-    starts = f"starts now{', on ' + ', '.join(given) if given else ''}"
+    starts = f"starts now{f', on {commas(given)}' if given else ''}"
     expected = entry.flow_run.expected_start_time or entry.since
     return QueuedRun(
         number=number,

@@ -1,7 +1,6 @@
-"""What a gang asks for, and what is free on nodes while gangs are placed on them one by one.
+"""What a gang asks for, and what is free on nodes, by their index, while gangs are placed on them.
 
-Nodes are known by their index. A node suffices for a gang if it has the GPUs and the CPUs of one
-of its nodes free.
+A node suffices for a gang if it has the GPUs and the CPUs of one of its nodes free.
 """
 
 from __future__ import annotations
@@ -72,10 +71,8 @@ class FreeNodes:
             self._at_least[free] = more
 
     def find(self, demand: Demand, among: Collection[int] | None = None) -> list[int] | None:
-        """The nodes that the gang gets now, by free GPUs and index; None where it does not fit.
-
-        They are the nodes with the fewest free GPUs that suffice, so that the large gaps are left
-        for large gangs.
+        """The nodes that the gang gets now, by free GPUs and index: those with the fewest free GPUs
+        that suffice, so that the large gaps are left for large gangs. None where it does not fit.
 
         Args:
             among: the nodes that it may have; None: any.
@@ -112,22 +109,23 @@ class FreeNodes:
 
 
 class NodesAhead:
-    """What will be free at a later time, as far as one gang needs it: that gang still fits, or not.
-
-    It is filled by the ends of other gangs, and thinned by those that are let in before it.
-    """
+    """Whether one gang fits at a later time, which the ends of other gangs make room for, and those
+    that are let in before it take room from."""
 
     def __init__(
         self, nodes: FreeNodes, demand: Demand, among: Collection[int] | None = None
     ) -> None:
-        """What is free now, for the gang of this demand, which may have those nodes only."""
-        self._gpus: list[float] = list(nodes.gpus)
+        """
+        Args:
+            nodes: what is free now.
+            among: the nodes that the gang may have.
+        """
+        # No end makes room for it elsewhere, and nobody takes any from it there.
+        self._gpus = [
+            gpus if among is None or index in among else -math.inf
+            for index, gpus in enumerate(nodes.gpus)
+        ]
         self._cpus = list(nodes.cpus)
-        if among is not None:
-            # No end makes room for it elsewhere, and nobody takes any from it there.
-            self._gpus = [
-                gpus if index in among else -math.inf for index, gpus in enumerate(self._gpus)
-            ]
         self._least, self._least_cpus = demand.gpus_per_node, demand.cpus_per_node
         #: So many nodes more than it needs suffice for the gang; below 0 it does not fit.
         self._spare = sum(map(self._suffices, self._gpus, self._cpus)) - demand.nodes
@@ -152,15 +150,12 @@ class NodesAhead:
             return True
         least, least_cpus = self._least, self._least_cpus
         enough, enough_cpus = least + demand.gpus_per_node, least_cpus + demand.cpus_per_node
-        left = self._spare
+        lost = 0
         for node in nodes:
             gpus, cpus = self._gpus[node], self._cpus[node]
             stays = gpus >= enough and cpus >= enough_cpus
-            if not stays and gpus >= least and cpus >= least_cpus:
-                left -= 1
-                if left < 0:
-                    return False
-        return True
+            lost += not stays and gpus >= least and cpus >= least_cpus
+        return lost <= self._spare
 
     def take(self, nodes: Iterable[int], demand: Demand) -> None:
         """Let another gang in on these nodes."""

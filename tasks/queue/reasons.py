@@ -80,14 +80,13 @@ def message_of(
     """Why the policy lets a run wait.
 
     Args:
-        demand: None where it asks for no GPUs.
         names: Of flow runs, by id; one that is missing is called by its id.
         free: GPUs free on each node of its cluster after the pass; 0 on a drained one.
         now: UTC epoch seconds, as are the times of `reason`.
         drained: GPUs that would be free on each drained node.
         unserved: GPUs that are free on each node whose host has no worker of its pool to start it.
         others: GPUs in use by others than our runs, on all nodes.
-        number: Its place in the line, from 1 on. It is not shown.
+        number: Its place in the line, from 1 on.
         limit: GPUs that its tag has, and may have, where that is the reason.
         not_before: When a run that was sent back is tried again.
     """
@@ -147,12 +146,8 @@ def kind_of(text: str | None) -> str:
 
 
 def admission_of(gpus: Mapping[str, int], waited_s: float | None) -> str:
-    """`admitted on n1 (8 GPUs), n2 (8 GPUs) after 3 h 12 min`.
-
-    Args:
-        gpus: `gpus[node name]`.
-        waited_s: None where nobody knows.
-    """
+    """`admitted on n1 (8 GPUs), n2 (8 GPUs) after 3 h 12 min`; `waited_s` is None where nobody
+    knows."""
     nodes = commas(f"{node} ({counted(number, 'GPU')})" for node, number in gpus.items())
     after = f" after {lasting(waited_s)}" if waited_s is not None else " again"
     return f"admitted{f' on {nodes}' if nodes else ''}{after}"
@@ -206,15 +201,15 @@ def gang_in_words(demand: Demand | None) -> str:
 
 def free_on(free: Mapping[str, int]) -> str:
     """`8, 3 and 0 on 3 nodes`: GPUs free on each node, largest first; many nodes are grouped."""
-    if not free:
-        return "no node is there"
     nodes = counted(len(free), "node")
     largest = sorted((max(0, gpus) for gpus in free.values()), reverse=True)
-    if largest[0] == largest[-1]:
-        return f"{largest[0]} on {'each of ' if len(free) > 1 else ''}{nodes}"
+    sizes = [*dict.fromkeys(largest)]
+    if not sizes:
+        return "no node is there"
+    if len(sizes) == 1:
+        return f"{sizes[0]} on {'each of ' if len(free) > 1 else ''}{nodes}"
     if len(largest) <= _LISTED:
         return f"{_listed(largest)} on {nodes}"
-    sizes = sorted(set(largest), reverse=True)
     kept = sizes if len(sizes) <= _LISTED else sizes[: _LISTED - 1]
     groups = [f"{size} on {largest.count(size)}" for size in kept]
     if len(kept) < len(sizes):
