@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import count
 from typing import Any
@@ -68,8 +68,6 @@ class Admitted:
     cluster: str
     #: Of this host, where the run is one of processes. Close it once the attempt has ended.
     devices: DeviceLease | None
-    #: Seconds that were waited for it here.
-    waited_s: float
 
     def __str__(self) -> str:
         seen = f", GPU {listed(self.devices.indices)}" if self.devices is not None else ""
@@ -113,12 +111,11 @@ class _Line:
     _beat_at: float = 0.0
 
     async def wait(self) -> Admitted | Refused | None:
-        began = time.monotonic()
         try:
             while True:
                 try:
                     async with get_client() as client:
-                        return await self._in_line(client, began)
+                        return await self._in_line(client)
                 except (httpx.HTTPError, PrefectException, LeaseLost) as error:
                     self._tell(f"waits for the Prefect server, which does not answer: {error!r}")
                 if not await asyncio.to_thread(self._wait, _LOOK_EVERY_S):
@@ -127,7 +124,7 @@ class _Line:
             if self._capacity is not None:
                 await self._capacity.close()
 
-    async def _in_line(self, client: PrefectClient, began: float) -> Admitted | Refused | None:
+    async def _in_line(self, client: PrefectClient) -> Admitted | Refused | None:
         flow_run = await client.read_flow_run(self._id)
         may_be_given = not self._is_anew and not self._is_in_line
         granted = await _grant_of_worker(client, flow_run) if may_be_given else None
@@ -155,7 +152,7 @@ class _Line:
             grant = grant_of(await client.read_flow_run(self._id))
             if grant is not None and (given := await self._taken(client, grant)) is not None:
                 await self._set(client, "Running", f"admitted on {grant}")
-                return replace(given, waited_s=time.monotonic() - began)
+                return given
             await self._show(client, look)
             if time.monotonic() - self._beat_at >= BEAT_EVERY_S:
                 await self._beat(client)
@@ -179,8 +176,7 @@ class _Line:
                 self._tell(f"waits: {error.strerror}")
                 await client.update_flow_run_labels(self._id, no_grant())
                 return None
-        nodes = dict(grant.nodes)
-        return Admitted(nodes=nodes, cluster=grant.cluster, devices=lease, waited_s=0.0)
+        return Admitted(nodes=dict(grant.nodes), cluster=grant.cluster, devices=lease)
 
     async def _show(self, client: PrefectClient, look: Look) -> None:
         message = look.messages.get(self._id)

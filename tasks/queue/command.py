@@ -1,5 +1,5 @@
-"""`muster queue`: the queue for people at a terminal, and what an operator does to it; and
-`muster why`, which asks it about one run."""
+"""`muster queue`: the queue for people at a terminal, and what an operator does to it; and what
+`muster why` asks it about one run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tasks.queue.tables import as_json, as_plain, as_rich, explain
 from tasks.server.events import client_settings
 from tasks.server.flow_runs import why_refused
 from tasks.server.server import NoServer, quieten_prefect
-from tasks.show.arguments import EXIT_DONE, EXIT_INTERRUPTED, AsJson, Pool, RunName
+from tasks.show.arguments import EXIT_DONE, EXIT_INTERRUPTED, AsJson, Pool
 from tasks.spec.words import commas
 
 _POOL = "gang"
@@ -108,11 +108,11 @@ def status(
         return EXIT_DONE if watch else EXIT_INTERRUPTED
 
 
-def why(run: RunName, /, *, pool: Pool = _POOL) -> int:
+def why(flow_run_id: str, *, pool: str = _POOL) -> int:
     """Say why a run waits, or what has become of it."""
 
     async def say(client: PrefectClient) -> None:
-        print(await explain(client, run, pool, QueueViewer(client)))
+        print(await explain(client, flow_run_id, pool, QueueViewer(client)))
 
     return _do(say)
 

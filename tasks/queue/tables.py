@@ -17,9 +17,8 @@ from uuid import UUID
 import httpx
 from prefect.client.orchestration import PrefectClient
 from prefect.client.schemas.actions import ArtifactCreate
-from prefect.client.schemas.filters import ArtifactCollectionFilter, FlowRunFilter
+from prefect.client.schemas.filters import ArtifactCollectionFilter
 from prefect.client.schemas.objects import FlowRun, State, StateType
-from prefect.client.schemas.sorting import FlowRunSort
 from prefect.exceptions import ObjectNotFound
 from rich.console import Group, RenderableType
 from rich.padding import Padding
@@ -303,35 +302,26 @@ def _shown(view: QueueView, rows: Sequence[Row], what: str) -> dict[str, str]:
 
 async def explain(
     client: PrefectClient,
-    asked: str,
+    flow_run_id: str,
     pool: str,
     look: Callable[[str], Awaitable[QueueView]],
 ) -> str:
     """What is to be said of a run, in some lines.
 
     Args:
-        asked: Name or id of its flow run.
         pool: Where a run that was started directly waits.
         look: At the queue of a work pool.
 
     Raises: NotThere.
     """
-    found = await _found(client, asked)
-    view = await look((found[0].work_pool_name if found else None) or pool)
-    if not found:
-        # A run that waits is called by its run id, before its flow run is.
-        named = [run.flow_run_id for run in view.line if run.name == asked]
-        if not named:
-            raise NotThere(
-                f"the Prefect server has no flow run called {asked}, and none of that id; "
-                f"{len(view.line)} wait in the work pool {view.pool or pool}"
-            )
-        found = [await client.read_flow_run(UUID(named[0]))]
-    lines = told(found[0], view)
-    if silence := await _silence(client, found[0], view.at):
+    try:
+        flow_run = await client.read_flow_run(UUID(flow_run_id))
+    except ObjectNotFound:
+        raise NotThere(f"the Prefect server has no flow run of the id {flow_run_id}") from None
+    view = await look(flow_run.work_pool_name or pool)
+    lines = told(flow_run, view)
+    if silence := await _silence(client, flow_run, view.at):
         lines.append(_field("host", silence))
-    if others := commas(run.id for run in found[1:]):
-        lines.append(_field("others", f"of that name, older: {others}"))
     return "\n".join(lines)
 
 
@@ -410,19 +400,6 @@ def _waiting(run: QueuedRun, view: QueueView) -> list[str]:
     more = {"queue": run.queue, "cluster": run.cluster, "tags": commas(run.tags)}
     lines += [_field(name, text) for name, text in more.items() if text]
     return lines + [_field("trouble", trouble) for trouble in view.troubles]
-
-
-async def _found(client: PrefectClient, asked: str) -> list[FlowRun]:
-    """The flow runs of that id or name, newest first."""
-    try:
-        return [await client.read_flow_run(UUID(asked))]
-    except (ValueError, ObjectNotFound):
-        pass
-    return await client.read_flow_runs(
-        flow_run_filter=FlowRunFilter.model_validate({"name": {"any_": [asked]}}),
-        sort=FlowRunSort.EXPECTED_START_TIME_DESC,
-        limit=5,
-    )
 
 
 def _field(name: str, text: str) -> str:
