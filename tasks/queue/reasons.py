@@ -104,8 +104,8 @@ def message_of(
                     )
                 parts.append(f"waits for {_listed(ended)} to end, {expected}")
             if demand is not None and _fits(demand, free):
-                cpus = f"{demand.cpus_per_node:g} CPUs free"
-                parts.append(f"too few nodes have {cpus} with the GPUs")
+                cpus = f"{demand.cpus_per_node:g}"
+                parts.append(f"too few nodes have {cpus} CPUs free with the GPUs")
             elif demand is not None and _fits(demand, {**free, **unserved}):
                 there = _listed(sorted(name for name, gpus in unserved.items() if gpus))
                 start = f"prefect worker start --pool {pool}"
