@@ -13,11 +13,9 @@ from typing import Any, Protocol
 import aiohttp
 
 from tasks.record.events import Emit
-from tasks.rollout.building import Addresses, build, ports_needed
 from tasks.rollout.clock import now_s
-from tasks.rollout.plan import FleetPlan
 from tasks.rollout.registry import Registry
-from tasks.rollout.topology import Ask, FleetSettings, Questions, ServerSlot, TopologyPlan
+from tasks.rollout.topology import Ask, FleetSettings, Questions, ServerSlot
 
 #: Of a bad answer's text.
 _SHOWN_CHARACTERS = 300
@@ -181,57 +179,6 @@ class ServerHost(Protocol):
 
 #: New servers of a group, at addresses that nobody has.
 Rebind = Callable[[int], Awaitable[Sequence[ServerSlot]]]
-
-
-class Nodes(Protocol):
-    """The nodes that a fleet is planned on, by their indexes."""
-
-    async def hosts(self) -> tuple[str, ...]:
-        """The address of each, as it is now."""
-
-    async def hold_ports(self, node: int, names: Sequence[str]) -> list[int]:
-        """A port for each name that nobody else has, and that is kept for its server."""
-
-
-class Places:
-    """Where the servers of a fleet are. A cluster moves them from a lost node.
-
-    Args:
-        more: of `Addresses`: devices and kind.
-    """
-
-    def __init__(self, plan: FleetPlan, nodes: Nodes, **more: Any) -> None:
-        self._plan, self._nodes, self._more = plan, nodes, more
-        self._ports = dict(plan.ports)
-
-    async def found(self) -> TopologyPlan:
-        """The whole plan: on this machine at the ports that the run has held, else at free ones,
-        for all of which each node is asked once."""
-        if self._plan.ray is not None:
-            await self._take_ports(range(self._plan.fleet.engines))
-        return await self._topology()
-
-    async def rebound(self, group: int) -> Sequence[ServerSlot]:
-        """The servers of a group where they are now, each at a port that is free now."""
-        await self._take_ports([group])
-        return (await self._topology()).engines[group].servers
-
-    async def _topology(self) -> TopologyPlan:
-        # On a cluster after ports were asked for there, which waits until the node is there.
-        hosts = await self._nodes.hosts()
-        addresses = Addresses(hosts=hosts, ports=self._ports, **self._more)
-        return build(self._plan.fleet, addresses, self._plan.node_gpus)
-
-    async def _take_ports(self, groups: Collection[int]) -> None:
-        by_node: dict[int, list[str]] = {}
-        needs = ports_needed(self._plan.fleet, self._plan.node_gpus, groups)
-        for name, node in needs.items():
-            by_node.setdefault(node, []).append(name)
-        found = await asyncio.gather(
-            *(self._nodes.hold_ports(node, wanted) for node, wanted in by_node.items())
-        )
-        for wanted, numbers in zip(by_node.values(), found, strict=True):
-            self._ports |= dict(zip(wanted, numbers, strict=True))
 
 
 class NoHost(Exception):

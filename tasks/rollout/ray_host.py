@@ -35,7 +35,7 @@ from tasks.ray.submit import wrapper_sources
 from tasks.record.outcome import signal_name
 from tasks.rollout.actor import SENT, PortKeeper, ServerActor
 from tasks.rollout.building import nodes_needed, planned
-from tasks.rollout.plan import FleetPlan
+from tasks.rollout.component import FleetPlan
 from tasks.rollout.probing import Death, NoHost, StartFailed
 from tasks.rollout.topology import Ask, ServerSlot, TopologyPlan
 from tasks.spec.errors import LostContact

@@ -21,8 +21,7 @@ from tasks.record.code_store import PROJECT, import_path, links_in
 from tasks.record.places import AttemptPlace
 from tasks.record.retries import is_saving
 from tasks.record.run_json import AttemptRecord
-from tasks.rollout.component import fleet_component
-from tasks.rollout.plan import FleetPlan
+from tasks.rollout.component import FleetPlan, fleet_component
 from tasks.spec.errors import Fault
 from tasks.spec.programs import component_path, python_of
 from tasks.spec.run import VISIBLE, RunSpec

@@ -35,7 +35,7 @@ import aiohttp
 
 from tasks.processes import tree
 from tasks.processes.ports import listeners
-from tasks.rollout.plan import FleetPlan
+from tasks.rollout.component import FleetPlan
 from tasks.spec.rollout import Rollout
 from tests.support.help import HelpFormatter
 from tests.support.stage import free_port

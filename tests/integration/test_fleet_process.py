@@ -20,7 +20,7 @@ import pytest
 from tasks.processes import tree
 from tasks.processes.ports import listeners
 from tasks.processes.registry import claimed, finish, registered_runs
-from tasks.rollout.plan import FleetPlan
+from tasks.rollout.component import FleetPlan
 from tasks.spec.probes import ReadyProbe
 from tests.support.stage import DEADLINE_S, RUN_ID, Stage, free_port, is_alive, wait_until
 

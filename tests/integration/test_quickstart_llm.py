@@ -25,7 +25,7 @@ from rollout_client import Answer, FleetError, RolloutClient, Synced, SyncLost
 
 from tasks.processes import tree
 from tasks.processes.ports import listeners
-from tasks.rollout.plan import FleetPlan
+from tasks.rollout.component import FleetPlan
 from tests.support.stage import DEADLINE_S, RUN_ID, free_port, is_alive, processes_with, wait_until
 from tests.support.vllm_server import installed, log_prob, save_weights
 

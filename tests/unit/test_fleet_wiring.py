@@ -16,8 +16,15 @@ from tasks.record.events import Event, EventLog
 from tasks.record.places import AttemptPlace
 from tasks.rollout.building import is_loopback
 from tasks.rollout.building import planned as topology
-from tasks.rollout.component import FleetTail, fleet_faults, fleet_names, fleet_ports, prepare_fleet
-from tasks.rollout.plan import TOKEN_ENV, FleetPlan
+from tasks.rollout.component import (
+    TOKEN_ENV,
+    FleetPlan,
+    FleetTail,
+    fleet_faults,
+    fleet_names,
+    fleet_ports,
+    prepare_fleet,
+)
 from tasks.rollout.process import devices_of
 from tasks.show.view import RunSeen
 from tasks.spec.errors import Fault
