@@ -203,6 +203,8 @@ def answer_in(data: bytes, at: int, method: bytes, *, is_over: bool) -> tuple[Me
     Raises: Invalid, Incomplete.
     """
     while True:
+        while data[at : at + 1] in (b"\r", b"\n"):  # as before a request
+            at += 1
         first, next_at = _line(data, at)
         parts = _STATUS.fullmatch(first)
         if parts is None:
@@ -216,10 +218,12 @@ def answer_in(data: bytes, at: int, method: bytes, *, is_over: bool) -> tuple[Me
             raise Invalid("a switch")
         at = next_at
     if method == b"HEAD" or status in (204, 304):
-        lengths = sum(name.lower() == b"content-length" for name, _ in headers)
+        lengths = [value for name, value in headers if name.lower() == b"content-length"]
         codings = [value for name, value in headers if name.lower() == b"transfer-encoding"]
-        if lengths > 1 or (lengths and codings) or codings not in ([], [b"chunked"]):
+        if len(lengths) > 1 or (lengths and codings) or codings not in ([], [b"chunked"]):
             raise Invalid("two lengths")
+        if not all(value.isdigit() for value in lengths):
+            raise Invalid("no length")
         return message, next_at
     message.body, end, message.is_open_ended = _body(data, next_at, headers, is_old=False)
     if message.is_open_ended:
@@ -707,6 +711,8 @@ def _judge(
             if refused is None or number > len(asked):
                 world.find(f"an answer to nothing ({why}, {seed})", message, data[:2000])
             return
+        if not asked[number].id:  # a byte of it went, as of others': which script is not known
+            continue
         script = world.scripts[asked[number].id]
         if refused is not None:
             world.ends[f"refused {message.status}"] += 1
