@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Never
 from urllib.parse import urlsplit
 
+import httpx
+
 from tasks.processes import cgroup, probes, registry
 from tasks.processes.child_watch import ProcessLoss
 from tasks.processes.containment import Containment, Level, PidNamespace
@@ -25,6 +27,7 @@ from tasks.processes.identity import ProcessId
 from tasks.processes.ports import PortsReserved
 from tasks.processes.probes import ComponentProbe, make_client, until_yes
 from tasks.record.causes import read_since_step
+from tasks.record.disk import DiskThread
 from tasks.record.events import Emit
 from tasks.record.growing import Mark
 from tasks.record.outcome import Exit, JobLoss
@@ -97,6 +100,7 @@ class PortTaken(Exception):
     """A server that is not of this run listens where the component's answer is expected."""
 
 
+@dataclass
 class AttemptContext:
     """What the components of one attempt share, and what guards their processes by the level of its
     plan: guardians, cgroups, a PID namespace, and the registry that says on disk what they hold.
@@ -104,33 +108,28 @@ class AttemptContext:
     Use: `begin`, `prepare` each component, `settle`, `launch` and `release` them, at last `close`.
     """
 
-    def __init__(
-        self,
-        plan: AttemptPlan,
-        ports: PortsReserved,
-        emit: Emit,
-        register: registry.RunRegister | None,
-        own_pids: Callable[[], set[int]],
-    ) -> None:
-        """
-        Args:
-            own_pids: every process of the attempt on this machine.
-        """
-        self.plan = plan
-        self.ports = ports
-        self.emit = emit
-        self.own_pids = own_pids
-        self.client = make_client()
-        #: Writes what there is to write of the run; None: it has no registry.
-        self.disk = register.disk if register is not None else None
-        self._register = register
-        self._namespace: PidNamespace | None = None
-        self._template: GuardianTemplate | None = None
-        self._tag = {"MUSTER_RUN_ID": plan.run_id, "MUSTER_ATTEMPT": str(plan.number)}
-        self._gone: list[GuardedProcess] = []
-        self._shared_memory: registry.SharedMemoryWatch | None = None
-        #: `cgroups[component]`, made and not removed yet.
-        self._cgroups: dict[str, str] = {}
+    plan: AttemptPlan
+    ports: PortsReserved
+    emit: Emit
+    register: registry.RunRegister | None
+    #: Every process of the attempt on this machine.
+    own_pids: Callable[[], set[int]]
+    client: httpx.AsyncClient = field(default_factory=make_client)
+    _namespace: PidNamespace | None = None
+    _template: GuardianTemplate | None = None
+    _gone: list[GuardedProcess] = field(default_factory=list)
+    _shared_memory: registry.SharedMemoryWatch | None = None
+    #: `cgroups[component]`, made and not removed yet.
+    _cgroups: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def disk(self) -> DiskThread | None:
+        """Writes what there is to write of the run; None: it has no registry."""
+        return self.register.disk if self.register is not None else None
+
+    @property
+    def _tag(self) -> dict[str, str]:
+        return {"MUSTER_RUN_ID": self.plan.run_id, "MUSTER_ATTEMPT": str(self.plan.number)}
 
     def begin(self) -> None:
         """Have what guardians are made of. Raises: OSError."""
@@ -162,8 +161,8 @@ class AttemptContext:
         self._close_template()
         if self._namespace is not None:
             self._namespace.settle()
-        if self._register is not None:
-            note = self._register.note_leftovers
+        if self.register is not None:
+            note = self.register.note_leftovers
             self._shared_memory = registry.SharedMemoryWatch(self.own_pids, note)
             self._shared_memory.start()
 
@@ -182,8 +181,8 @@ class AttemptContext:
 
     async def enter_job(self, component: ComponentPlan, submission_id: str) -> None:
         """Register a component's job, before it is submitted. Raises: OSError."""
-        if self._register is not None:
-            await self._register.enter(
+        if self.register is not None:
+            await self.register.enter(
                 registry.JobEntry(
                     run_id=self.plan.run_id,
                     attempt=self.plan.number,
@@ -200,8 +199,8 @@ class AttemptContext:
         if path is not None and not cgroup.remove(path):
             # Its entry stays, too, so that a reconcile removes it.
             return
-        if self._register is not None:
-            self._register.leave(component)
+        if self.register is not None:
+            self.register.leave(component)
 
     def hurry(self) -> None:
         """Processes of the attempt are about to end: note what they have made until now."""
@@ -241,9 +240,9 @@ class AttemptContext:
         return self._cgroups.get(component)
 
     async def _enter(self, component: ComponentPlan, forked: Forked) -> None:
-        if self._register is None:
+        if self.register is None:
             return
-        await self._register.enter(
+        await self.register.enter(
             registry.RegisterEntry(
                 run_id=self.plan.run_id,
                 attempt=self.plan.number,

@@ -339,7 +339,10 @@ class GuardedProcess:
     def _on_event(self, message: dict[str, Any]) -> None:
         match message["event"]:
             case "forked":
-                self._on_forked(message)
+                if not message["is_in_cgroup"]:
+                    self._cgroup = None
+                entering = self._enter(is_marked=message["is_marked"])
+                self._registering = asyncio.get_running_loop().create_task(entering)
             case "spawned":
                 _resolve(self._spawned, self._leader_pid)
             case "refused":
@@ -364,16 +367,11 @@ class GuardedProcess:
         self._leader_pidfd = pidfd
         asyncio.get_running_loop().add_reader(pidfd, self._on_leader_gone)
 
-    def _on_forked(self, message: dict[str, Any]) -> None:
-        if not message["is_in_cgroup"]:
-            self._cgroup = None
-        self._registering = asyncio.get_running_loop().create_task(self._enter(message))
-
-    async def _enter(self, message: dict[str, Any]) -> None:
+    async def _enter(self, *, is_marked: bool) -> None:
         forked = Forked(
             pid=self._leader_pid,
             guardian_pid=self.guardian_pid,
-            mark=self._mark if message["is_marked"] else 0,
+            mark=self._mark if is_marked else 0,
             cgroup=self._cgroup,
         )
         try:

@@ -408,37 +408,34 @@ _LAST_LOOK_WITHIN_S = 5.0
 _NOW, _LAST = 1, 1 << 32
 
 
+def _readable(fds: Iterable[int], within_s: float | None) -> set[int]:
+    poll = select.poll()
+    for fd in fds:
+        poll.register(fd, select.POLLIN)
+    return {fd for fd, _ in poll.poll(None if within_s is None else within_s * 1000)}
+
+
+@dataclass
 class SharedMemoryWatch:
     """Notes the segments that one of `own_pids` has made, for as long as they are there.
 
     It has a thread from `start` to `close`. Does nothing where the directory can't be watched.
     """
 
-    def __init__(
-        self,
-        own_pids: Callable[[], set[int]],
-        note: Callable[[set[Path], set[Path]], None],
-        *,
-        directory: Path = DIRECTORY,
-        clock: Callable[[], float] = time.monotonic,
-        cpu_clock: Callable[[], float] = time.thread_time,
-        until_readable: Callable[[Iterable[int], float | None], set[int]] | None = None,
-    ) -> None:
-        """
-        Args:
-            own_pids: called in the thread, once a look.
-            note: told in the thread of segments that were made, and of whatever is gone.
-            until_readable: waits for so many seconds for one of these fds; those that are.
-        """
-        self._own_pids = own_pids
-        self._note = note
-        self._directory = directory
-        self._clock = clock
-        self._cpu_clock = cpu_clock
-        self._until_readable = until_readable or _until_readable
+    #: Called in the thread, once a look.
+    own_pids: Callable[[], set[int]]
+    #: Told in the thread of segments that were made, and of whatever is gone.
+    note: Callable[[set[Path], set[Path]], None]
+    directory: Path = DIRECTORY
+    clock: Callable[[], float] = time.monotonic
+    cpu_clock: Callable[[], float] = time.thread_time
+    #: Waits for so many seconds for one of these fds; those that are.
+    until_readable: Callable[[Iterable[int], float | None], set[int]] = _readable
+
+    def __post_init__(self) -> None:
         #: `appeared[path]`: when; those that nobody is known to have made.
         self._appeared: dict[Path, float] = {}
-        self._fd = _watch(directory)
+        self._fd = _watch(self.directory)
         self._wake = os.eventfd(0) if self._fd >= 0 else -1
         self._thread = threading.Thread(target=self.watch, name="shared-memory", daemon=True)
 
@@ -459,7 +456,7 @@ class SharedMemoryWatch:
         if self._thread.is_alive():
             self._thread.join(_LAST_LOOK_WITHIN_S)
         if self._thread.is_alive():
-            _log.warning("the last look at %s takes too long: not waited for", self._directory)
+            _log.warning("the last look at %s takes too long: not waited for", self.directory)
             return
         os.close(self._fd)
         os.close(self._wake)
@@ -470,22 +467,22 @@ class SharedMemoryWatch:
         is_closing = False
         while not is_closing:
             if not self._appeared:
-                self._until_readable((self._fd, self._wake), None)
-            pause_s = max(_GATHER_S, next_at - self._clock())
-            if self._until_readable((self._wake,), pause_s):
+                self.until_readable((self._fd, self._wake), None)
+            pause_s = max(_GATHER_S, next_at - self.clock())
+            if self.until_readable((self._wake,), pause_s):
                 is_closing = os.eventfd_read(self._wake) >= _LAST
-            began_s = self._cpu_clock()
+            began_s = self.cpu_clock()
             self._look()
-            next_at = self._clock() + (self._cpu_clock() - began_s) / _CORES
+            next_at = self.clock() + (self.cpu_clock() - began_s) / _CORES
 
     def _look(self) -> None:
-        now = self._clock()
+        now = self.clock()
         gone = self._read_news(now)
         wanted = {path for path in self._appeared if _is_ours(path)}
         made: set[Path] = set()
         try:
             if wanted:
-                made = held_by(self._own_pids(), wanted)
+                made = held_by(self.own_pids(), wanted)
         except OSError as error:  # No more files can be opened, for example.
             _log.warning(
                 "who has made %s is not known: %s", ", ".join(map(str, sorted(wanted))), error
@@ -496,7 +493,7 @@ class SharedMemoryWatch:
             if path in wanted - made and now - at < _MAPPED_WITHIN_S
         }
         if made or gone:
-            self._note(made, gone)
+            self.note(made, gone)
 
     def _read_news(self, now: float) -> set[Path]:
         """What has come is in `_appeared` afterwards; what has gone is returned."""
@@ -508,20 +505,13 @@ class SharedMemoryWatch:
                     _, mask, _, length = _EVENT.unpack_from(data)
                     name = bytes(data[_EVENT.size : _EVENT.size + length]).rstrip(b"\0")
                     data = data[_EVENT.size + length :]
-                    path = self._directory / os.fsdecode(name)
+                    path = self.directory / os.fsdecode(name)
                     if mask & _GOES:
                         gone.add(path)
                         self._appeared.pop(path, None)
                     elif mask & _COMES and not mask & _IN_ISDIR:
                         self._appeared[path] = now
         return gone
-
-
-def _until_readable(fds: Iterable[int], within_s: float | None) -> set[int]:
-    poll = select.poll()
-    for fd in fds:
-        poll.register(fd, select.POLLIN)
-    return {fd for fd, _ in poll.poll(None if within_s is None else within_s * 1000)}
 
 
 def held_by(pids: Iterable[int], wanted: set[Path]) -> set[Path]:

@@ -259,14 +259,13 @@ class NodeVisitor:
         deadline = time.monotonic() + within_s
         found = await self._by_agents(what, each, deadline, is_of_machine)
         unreached: dict[str, str] = {}
-        if each.keys() - found.keys():
-            await self._put_back(each.keys() - found.keys(), deadline)
-            rest = {node: given for node, given in each.items() if node not in found}
+        if rest := {node: each[node] for node in each.keys() - found}:
+            await self._put_back(rest, deadline)
             found |= await self._by_agents(what, rest, deadline, is_of_machine)
-            if rest := {node: given for node, given in each.items() if node not in found}:
-                by_tasks = await self._ask_driver(rest, deadline, what=what)
-                found |= by_tasks.answers
-                unreached |= by_tasks.unreached
+        if rest := {node: each[node] for node in each.keys() - found}:
+            by_tasks = await self._ask_driver(rest, deadline, what=what)
+            found |= by_tasks.answers
+            unreached |= by_tasks.unreached
         for node, answer in found.items():
             if clock := answer.get("clock"):
                 best = min(self.clocks.get(node, clock), clock, key=lambda one: one[1])

@@ -68,6 +68,22 @@ print("helpers", helper(), *ray.get([worker.begin.remote() for worker in workers
 print("step 1", flush=True)
 time.sleep(7000)
 """
+#: An actor that waits for ever, and a driver that waits for it.
+BLOCKED = """
+import threading
+import ray
+ray.init(log_to_driver=False)
+@ray.remote(num_gpus=8, runtime_env={"env_vars": {"RANK": "3"}})
+class Rank:
+    def ready(self):
+        return True
+    def stuck_in_all_reduce(self):
+        threading.Event().wait()
+rank = Rank.remote()
+ray.get(rank.ready.remote())
+print("step 1", flush=True)
+ray.get(rank.stuck_in_all_reduce.remote())
+"""
 
 
 @pytest.fixture(scope="module")
@@ -218,6 +234,27 @@ def is_stopped(pid: int) -> bool:
 async def until_so(is_so: Any, what: str) -> None:
     """`until`, while the test's loop goes on to serve its wire."""
     await asyncio.to_thread(until, is_so, what)
+
+
+def test_a_blocked_actor_is_named_by_rank_node_and_frame_in_the_runs_message(
+    ground: Ground, ray_cluster: RayCluster, tmp_path: Path
+) -> None:
+    gang = {"nodes": 1, "gpus_per_node": 8}
+    spec = spec_of(ray_cluster.address, tmp_path, BLOCKED, gang=gang, stall_after_s=5)
+    process = start_impatient(ground, spec)
+    run = only_run(ground)
+
+    exit_code = process.wait(180)
+
+    failure = failure_of(run)
+    assert (exit_code, failure["kind"]) == (1, "STALLED"), ground.log("train")
+    named = "it hangs in Rank.stuck_in_all_reduce (train.py:10), in "
+    assert named in failure["message"] and "(rank 3, node 127.0.0.1" in failure["message"]
+    assert named in run.state()[1]
+    events = {event["event"]: event for event in run.events()}
+    report = Path(events["component.diagnosed"]["path"]).read_text()
+    _, lines, *_ = report.split("\n\n")
+    assert lines.startswith("trainer, rank 3, node 127.0.0.1")
 
 
 def test_a_head_that_is_killed_is_lost_contact_and_its_job_is_asked_about_again(
