@@ -273,8 +273,6 @@ class Member(ABC):
         self.is_drained = False
         #: The run stalled by it, and it is examined before it is ended.
         self.is_hung = False
-        #: What in, in a line, as far as that was found.
-        self.hangs_in = ""
         self.exit: Exit | None = None
         #: Of which machines nobody can say what it has left there, in words, once it has ended.
         self.unseen: tuple[str, ...] = ()
@@ -297,6 +295,11 @@ class Member(ABC):
     def is_pending(self) -> bool:
         """It was launched, and does not run yet: its silence means nothing."""
         return False
+
+    @property
+    def hangs_in(self) -> str:
+        """In a line, as far as that was found once it was examined and ended."""
+        return ""
 
     def _note_start(self) -> None:
         """Note what is there before it starts, and when that is."""

@@ -11,6 +11,7 @@ import asyncio
 import json
 import logging
 import os
+import re
 import resource
 import shutil
 import signal
@@ -261,12 +262,16 @@ def _seen(pid: int, threads: list[dict[str, Any]] | str) -> HungProcess:
         seen["rank"] = environment_of(pid).get("RANK", "")
     stacks = [thread["frames"] for thread in threads if thread["frames"]]
     for frames in stacks:
-        own = [one for one in frames if not any(part in one["filename"] for part in _NOT_OWN)]
+        own = [one for one in frames if _is_own(one["filename"])]
         if own and not any(_WRAPS in one["filename"] for one in frames):
             within = "" if own[0] is frames[0] else f", in {_place(frames[0])}"
             return seen | {"is_own": True, "frame": _place(own[0]) + within}
     # A program that is installed, such as verl's.
     return seen | {"frame": " < ".join(map(_place, stacks[0][:4])) if stacks else ""}
+
+
+def _is_own(path: str) -> bool:
+    return not any(part in path for part in _NOT_OWN)
 
 
 def _gpus(seen: Mapping[str, Any]) -> str:
@@ -385,6 +390,8 @@ _ABORTED_WITHIN_S, _COPIED_WITHIN_S = 1.0, 1.0
 #: So long before SIGKILL is what is left asked for its stacks; of a short grace period, half.
 _BEFORE_KILL_S = 1.0
 _LOG_BYTES_AT_MOST = 1 << 20
+#: A frame as faulthandler writes it.
+_FAULTHANDLERS = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -474,6 +481,11 @@ class Diagnosis:
             said = f.read(_LOG_BYTES_AT_MOST).decode(errors="replace")
         if said:
             self._write(f"{log.name} from then on:\n{said}")
+        for path, line, name in _FAULTHANDLERS.findall(said):
+            if not self.hangs_in and _is_own(path):
+                # Where py-spy may not look: the kernel lets it look at its own children only.
+                frame = f"{name} ({os.path.basename(path)}:{line})"
+                self.hangs_in = f"{frame} (node {host_name()}, below pid {self.pid})"
 
     def _write(self, text: str) -> None:
         with self._path.open("a", encoding="utf-8") as f:

@@ -54,6 +54,10 @@ class ProcessMember(Member):
     def is_pending(self) -> bool:
         return self.pid is None
 
+    @property
+    def hangs_in(self) -> str:
+        return self._diagnosis.hangs_in if self._diagnosis is not None else ""
+
     def stop(self) -> None:
         self.process.stop()
 
@@ -111,9 +115,7 @@ class ProcessMember(Member):
             processes=self.processes,
             mask=self._context.plan.mask,
         )
-        report = await self._diagnosis.examine()
-        self.hangs_in = self._diagnosis.hangs_in
-        if report is not None:
+        if (report := await self._diagnosis.examine()) is not None:
             self._emit("component.diagnosed", self.name, pid=self.process.pid, path=str(report))
 
     async def end(self) -> tuple[int | str, ...]:

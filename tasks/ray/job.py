@@ -177,6 +177,7 @@ class RayJob(Member):
         self._file: SubmissionFile | None = None
         self._state: JobState | None = None
         self._runs = False
+        self._hangs_in = ""
         self._seen_running_s: float | None = None
         self._asked_s = clock()
         self._is_forgotten = False
@@ -203,6 +204,10 @@ class RayJob(Member):
         """The end of its log without what Ray itself wrote there, and Ray's word on the end."""
         said = super().last_words(since, until)
         return last_words(said, self._state if self._is_final else None)
+
+    @property
+    def hangs_in(self) -> str:
+        return self._hangs_in
 
     @property
     def _is_final(self) -> bool:
@@ -305,7 +310,7 @@ class RayJob(Member):
                     within_s=_EXAMINED_WITHIN_S,
                 )
             hangs_in, text = hang_report.report(self.name, str(self), found, unreached)
-            self.hangs_in = job.mask(hangs_in)
+            self._hangs_in = job.mask(hangs_in)
             await asyncio.to_thread(path.write_text, job.mask(text), encoding="utf-8")
         except Exception as error:
             _log.warning("%s, which hangs, can't be examined: %r", self.name, error)

@@ -198,6 +198,16 @@ def test_py_spy_tells_the_stack_of_a_process_that_cannot_speak(stage: Stage) -> 
     assert last_words(stage, "trainer") == ""
 
 
+def test_where_py_spy_may_not_look_the_process_names_its_frame_itself(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hang_report, "_py_spy", lambda: None)
+
+    verdict = stage.run(program(stage, "trainer", STUCK % "", ready=UP, live=MISSED))
+
+    assert "it hangs in waits_for_ever (<string>:7) (node " in stalled(verdict).message
+
+
 def test_component_that_leaves_in_good_order_is_not_aborted(stage: Stage) -> None:
     hangs_elsewhere = (
         "import os, signal, time\n"
