@@ -489,10 +489,7 @@ def _resumed(
 
 
 def _to_resume(api_url: str, name: str) -> FlowRun:
-    """The flow run that is to be gone on with, by its id or name.
-
-    Raises: MusterError, where it can't now or at all: what to do instead.
-    """
+    """The flow run of that id or name. Raises: MusterError, where it can't be gone on with."""
     try:
         which: Mapping[str, Any] = {"id": {"any_": [UUID(name)]}}
     except ValueError:

@@ -239,11 +239,8 @@ def survived_until(lines: list[LogLine]) -> int:
 
 
 def _survived_at(steps: Iterable[tuple[int, int | None]]) -> int:
-    """Where the step advanced for the last time but so many; 0 where it did so less often.
-
-    Args:
-        steps: `(where, step)` of each line, from the last one back; None where it says no step.
-    """
+    """Where the step advanced for the last time but so many, by `(where, step or None)` of each
+    line from the last one back; 0 where it did so less often."""
     advances, later = 0, (0, -1)
     for at, step in steps:
         if step is None:
@@ -332,10 +329,8 @@ def _evidence(lines: list[LogLine], rules: Sequence[Rule]) -> Iterator[_Evidence
 
 
 def _without_outlived(found: list[_Evidence]) -> Iterator[_Evidence]:
-    """Leaves out errors of a process that went on to end with another traceback.
-
-    Not causes: a worker often logs what it died of, and then raises something else.
-    """
+    """Leaves out errors, but not causes, of a process that went on to end with another traceback: a
+    worker often logs what it died of, and then raises something else."""
     last: dict[tuple[str, Role], int] = {}
     errors = (Role.ERROR, Role.EXCEPTION)
     for evidence in found:

@@ -422,12 +422,8 @@ def _packed(root: Path, names: Collection[str]) -> bytes:
 
 
 def _path_in(folders: dict[str, str], name: str) -> str:
-    """Where a file of a tree is to be, its folder made; a link in its way is none of the tree's,
-    and goes.
-
-    Args:
-        folders: those that are there, by their path in the tree; the first one is the tree's own.
-    """
+    """Where a file of a tree is to be, its folder made, of which those that are there are by their
+    path in the tree; a link in its way is none of the tree's, and goes."""
     above, _, last = name.rpartition("/")
     if above not in folders:
         folder = folders[above] = _path_in(folders, above)

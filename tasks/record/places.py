@@ -71,11 +71,8 @@ def _is_more_than_a_home(path: Path) -> bool:
 
 
 def _restrict(path: Path, mask: int, *, only: bool = False) -> bool:
-    """Give a file or folder of this user the mode that it has by a umask; whether it had another.
-
-    Args:
-        only: take rights away, and give none.
-    """
+    """Give a file or folder of this user the mode that it has by a umask, or `only` take rights
+    away; whether it had another."""
     with suppress(OSError):
         found = path.lstat()
         mode = stat.S_IMODE(found.st_mode)

@@ -127,13 +127,9 @@ def secrets_here(spec: RunSpec) -> dict[str, str]:
     if not spec.secret_blocks:
         return {}
     if (api_url := lasting_api_url()) is None:
-        problem = "the Prefect Secret block {name!r} can't be read: no Prefect server is set"
-        remedy = "set PREFECT_API_URL, or start a server (muster up)"
-        faults = [
-            Fault(path=path, problem=problem.format(name=name), remedy=remedy)
-            for path, name in spec.secret_blocks.items()
-        ]
-        raise InvalidSpec(tuple(faults), f"the spec of run {spec.name!r}")
+        why = "the Prefect Secret block {!r} can't be read: no Prefect server is set"
+        problems = {name: why.format(name) for name in spec.secret_blocks.values()}
+        raise _unread(spec, problems, "set PREFECT_API_URL, or start a server (muster up)")
     with talking_to(api_url) as client:
         return secrets_of(client, spec)
 
@@ -157,13 +153,17 @@ def secrets_of(client: SyncPrefectClient, spec: RunSpec) -> dict[str, str]:
                 problems[name] = f"the Prefect Secret block {name!r} holds no text"
     if problems:
         remedy = "make it in the UI (Blocks, Secret), or write another name"
-        faults = [
-            Fault(path=path, problem=problems[name], remedy=remedy)
-            for path, name in spec.secret_blocks.items()
-            if name in problems
-        ]
-        raise InvalidSpec(tuple(faults), f"the spec of run {spec.name!r}")
+        raise _unread(spec, problems, remedy)
     return values
+
+
+def _unread(spec: RunSpec, problems: Mapping[str, str], remedy: str) -> InvalidSpec:
+    faults = (
+        Fault(path=path, problem=problems[name], remedy=remedy)
+        for path, name in spec.secret_blocks.items()
+        if name in problems
+    )
+    return InvalidSpec(tuple(faults), f"the spec of run {spec.name!r}")
 
 
 def server_command(

@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 from urllib.parse import quote, urlsplit
 
 from tasks.record.outcome import Failure
@@ -206,14 +206,11 @@ _COLORS = re.compile(r"\x1b\[[0-9;]*m")
 _OVERRIDE = re.compile(r"^\+{0,2}trainer\.(logger|project_name|experiment_name)=(.*)$")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Elsewhere:
-    """Somewhere to look."""
+class Elsewhere(NamedTuple):
+    """Somewhere to look, and what is there: `project muster, run abc`."""
 
     name: str
-    #: Empty where only the name is known.
     url: str
-    #: Of what is there: `project muster, run abc`.
     what: str = ""
 
 
@@ -310,10 +307,8 @@ def summary_of(view: RunView) -> Shown:
     if failed is not None:
         parts += _failure(view, *failed)
     if places := places_of(view):
-        named = [link(one.name, one.url) if one.url else text(one.name) for one in places]
-        whats = [f": {text(one.what)}" if one.what else "" for one in places]
-        listed = [f"- {name}{what}" for name, what in zip(named, whats, strict=True)]
-        parts += ["**Elsewhere**", "\n".join(listed)]
+        listed = (": ".join(filter(None, (link(a, url), text(what)))) for a, url, what in places)
+        parts += ["**Elsewhere**", "\n".join(f"- {one}" for one in listed)]
     parts.append(f"As of {moment(view.at)}.")
     return Shown(headline=_headline(view, said, why), data="\n\n".join(filter(None, parts)))
 

@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Mapping
 from enum import StrEnum
+from pathlib import Path
 
 
 class FailureKind(StrEnum):
@@ -73,37 +75,10 @@ TRIES = {FailureKind.START_TIMEOUT: 6, FailureKind.FLEET_LOST: 4}
 DELAYS_S = {FailureKind.FLEET_LOST: 5.0}
 
 
-_K = FailureKind
 #: What a person does about each, where the failure has no hint that says what comes next.
 REMEDIES: Mapping[FailureKind, str] = {
-    _K.INSUFFICIENT_RESOURCES: "start it again once the GPUs are free: `muster queue` shows "
-    "who has them",
-    _K.START_TIMEOUT: "raise ray.start_within_s where it needs longer; else look at what the nodes "
-    "have free: too few CPUs for their GPUs (gang.cpus_per_gpu) is the usual cause",
-    _K.INFEASIBLE: "ask for less, or name a larger cluster, or have the limit of the tag raised",
-    _K.NOT_READY: "read its log: it still loads (raise ready.within_s), listens elsewhere, or "
-    "waits for another",
-    _K.GPU_HARDWARE: "drain the node (`muster queue drain NODE`), then start it again",
-    _K.NODE_LOST: "start it again; list NODE_LOST in `retry` to have that done for you",
-    _K.HOST_OOM: "use fewer workers, a smaller batch or less offloading; the same would be killed "
-    "again",
-    _K.CUDA_OOM: "use smaller micro-batches or more tensor parallelism; the same would not fit "
-    "again",
-    _K.STORAGE: "make room (df -h, quota), then start it again",
-    _K.NETWORK: "see the other components' logs: what it talks to may be what died",
-    _K.PORT_CONFLICT: "use ${NAME.port} for a free port, or end the process that has this one",
-    _K.COLLECTIVE_TIMEOUT: "look for the rank that stopped first: its own log, and dmesg on its "
-    "node",
-    _K.STALLED: "see what it hung in: its .hang.txt, beside its log",
-    _K.ALARM: "change what it trains with; or list ALARM in `retry` to have it go back to a "
-    "checkpoint from before",
-    _K.TIME_LIMIT: "raise gang.max_hours, or list TIME_LIMIT in `retry` to have it go on from its "
-    "checkpoint",
-    _K.FLEET_LOST: "see what killed it: the end of its log, and dmesg on its host; then start it "
-    "again",
-    _K.USER_ERROR: "mend what the message names, then start it again",
-    _K.RUNTIME_ERROR: "read the line that it names, and the log before it",
-    _K.LOST_CONTACT: "wait until the cluster answers: `muster reconcile` asks it about "
-    "the job; start nothing before",
-    _K.UNKNOWN: "read its log; what comes from outside, as a bare SIGKILL, is in dmesg",
+    FailureKind(kind): remedy
+    for kind, remedy in tomllib.loads(
+        Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
+    ).items()
 }

@@ -7,9 +7,11 @@ first (`Sizes`: ranks, servers and GPUs of an engine), then what goes with a bac
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import BeforeValidator, Field
@@ -233,52 +235,14 @@ SGLANG_TIMEOUT = "SGLANG_HEALTH_CHECK_TIMEOUT"
 _SGLANG_TIMEOUT_S = 20
 
 _MODELS = {"sglang": "SGLang", "lmdeploy": "LMDeploy", "vllm": "vLLM"}
-#: Arguments that are made from other keys, by the key; "" for those that no key sets.
-_OURS: dict[str, dict[str, tuple[str, ...]]] = {
-    "sglang": {
-        "model": ("--model-path", "--model"),
-        "tensor_parallel": ("--tp-size", "--tensor-parallel-size", "--tp"),
-        "expert_parallel": ("--ep-size", "--expert-parallel-size", "--ep"),
-        "data_parallel": ("--dp-size", "--data-parallel-size", "--dp"),
-        "dp_attention": ("--enable-dp-attention",),
-        "nodes_per_engine": ("--nnodes",),
-        "": (
-            *("--node-rank", "--dist-init-addr", "--nccl-init-addr", "--host", "--port"),
-            *("--base-gpu-id", "--api-key"),
-        ),
-    },
-    "lmdeploy": {
-        "tensor_parallel": ("--tp",),
-        "expert_parallel": ("--ep",),
-        "data_parallel": ("--dp",),
-        "nodes_per_engine": ("--nnodes",),
-        "": (
-            *("--backend", "--node-rank", "--dist-init-addr", "--server-name", "--server-port"),
-            *("--proxy-url", "--api-keys", "--ssl"),
-        ),
-    },
-    "vllm": {
-        "model": ("--model",),
-        "tensor_parallel": ("--tensor-parallel-size", "-tp"),
-        "expert_parallel": ("--enable-expert-parallel", "-ep"),
-        "data_parallel": ("--data-parallel-size", "-dp"),
-        "nodes_per_engine": ("--nnodes", "-n"),
-        "": (
-            *("--node-rank", "-r", "--master-addr", "--master-port", "--headless", "--host"),
-            *("--port", "--uds", "--api-key", "--ssl-keyfile", "--ssl-certfile"),
-            *("--data-parallel-size-local", "-dpl", "--data-parallel-address", "-dpa"),
-            *("--data-parallel-rpc-port", "-dpp", "--data-parallel-start-rank", "-dpr"),
-            *("--data-parallel-rank", "-dpn", "--data-parallel-hybrid-lb", "-dph"),
-            *("--data-parallel-external-lb", "-dpe"),
-            *("--data-parallel-multi-port-external-lb", "-dpm"),
-            *("--data-parallel-backend", "-dpb", "--device-ids"),
-        ),
-    },
-}
-
-
 #: What a remedy writes for such a key; N for any other.
 _EXAMPLES = {"model": "PATH_OR_NAME", "dp_attention": "true, and data_parallel: N"}
+
+
+@cache
+def _ours() -> Mapping[str, Mapping[str, list[str]]]:
+    """The arguments that are made from other keys, by backend and key."""
+    return tomllib.loads(Path(__file__).with_name("backends.toml").read_text(encoding="utf-8"))
 
 
 def sglang_timeout_s(timeout_s: float, env: Mapping[str, str]) -> int:
@@ -327,10 +291,11 @@ def _of_a_model(backend: str, written: Mapping[str, Any]) -> Iterator[Refusal]:
         problem = f"is for the backend `command`: {name}'s is made from the other keys"
         yield ("command",), refused(problem, "leave it out; more arguments go into args")
     for index, word in enumerate(_words(written.get("args"))):
-        for key, flags in _OURS[backend].items():
+        for key, flags in _ours()[backend].items():
             if _flag(word, backend) in flags:
                 problem = f"{word.partition('=')[0]} is set for each server"
-                remedy = f"write {key}: {_EXAMPLES.get(key, 'N')}" if key else "leave it out"
+                is_made = key != "none"
+                remedy = f"write {key}: {_EXAMPLES.get(key, 'N')}" if is_made else "leave it out"
                 yield ("args", index), refused(problem, remedy)
     health = mapping(written.get("health"))
     for key in ("path", "token"):

@@ -294,10 +294,7 @@ _ATTEMPT = re.compile(r"(.+)--a(\d+)")
 
 
 def _differences(one: str, other: str) -> dict[str, tuple[object, object]]:
-    """What two attempts were made of, where it differs: by its dotted key, each one's value.
-
-    Raises: BadArgument.
-    """
+    """What two attempts were made of, where it differs: by its dotted key, each one's value."""
     was, now = map(_made_of, (one, other))
     return {
         key: (was.get(key), now.get(key))

@@ -78,11 +78,8 @@ def teardown(run: RunSession) -> bool:
 
 
 def _as_task(name: str, body: Callable[..., State[None]], run: RunSession, *more: str) -> bool:
-    """Run the body as a Prefect task run of a name; whether it completed.
-
-    A state is returned, no error raised: what failed is told once, by the verdict, and not again by
-    a traceback for each task on the way.
-    """
+    """Run the body as a Prefect task run of a name; whether it completed. No error is raised: what
+    failed is told once, by the verdict, and not by a traceback for each task on the way."""
 
     def never_raising() -> State[None]:
         try:

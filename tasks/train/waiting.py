@@ -179,7 +179,7 @@ def _note(run: RunSession, labels: Mapping[str, Any]) -> None:
 
 
 def _away_at_least_s() -> float:
-    """A worker takes what is due within its prefetch seconds already; it hands its settings on."""
+    """A worker, which hands its settings on, takes what is due within its prefetch seconds."""
     return _AWAY_AT_LEAST_S + float(PREFECT_WORKER_PREFETCH_SECONDS.value())
 
 

@@ -11,7 +11,7 @@ import errno
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -57,16 +57,6 @@ _TELL_WITHIN_S = 24 * 3600.0
 _WITHIN_S = 120.0
 _LOOK_EVERY_S = 0.2
 CHANGED = "its state on the server has just changed"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
-    """That the jobs of a lost run go on, for its next process."""
-
-    #: The state that its flow run was given on its server; empty where it was left as it is.
-    server: str = ""
-    #: Why the next process is still to be seen to; empty where it is on its way.
-    open: str = ""
 
 
 def stop_jobs(lost: LostRun, loss: Loss, *, unknown_after_s: float) -> Loss:
@@ -124,18 +114,18 @@ def _log_event(name: str, **fields: object) -> None:
     _log.info("%s %s", name, fields)
 
 
-def keep_jobs(lost: LostRun) -> Kept | None:
+def keep_jobs(lost: LostRun, loss: Loss) -> Reconciled | None:
     """Leave the jobs of a lost run to its next process, and have that started.
 
-    Returns: None where there is to be no next process, so that the jobs have to end: the run was
-        cancelled or has another final state by somebody's word, nobody starts it again, or its
-        attempt was at its end already.
+    Returns: what was done, open where that process is still to be seen to; None where there is to
+        be none, so that the jobs have to end: the run was cancelled or has another final state by
+        somebody's word, nobody starts it again, or its attempt was at its end already.
     """
-    owner = lost.owner
+    owner, kept = lost.owner, reconciled(lost, loss)
     if owner.flow_run_id is None or owner.api_url is None or not is_under_way(lost):
         return None
     if holders_of(FLOW_RUN_VARIABLE).pids.get(owner.flow_run_id):
-        return Kept()
+        return kept
     try:
         with talking_to(owner.api_url) as client:
             flow_run = find_flow_run(client, owner.flow_run_id)
@@ -144,9 +134,9 @@ def keep_jobs(lost: LostRun) -> Kept | None:
             before = flow_run.state
             if has_gone_to(flow_run, owner.host, owner.worker):
                 # Its process there has attached to them.
-                return None if before.is_final() else Kept()
+                return None if before.is_final() else kept
             if not _has_lost_its_process(before):
-                return Kept() if before.is_scheduled() or before.is_pending() else None
+                return kept if before.is_scheduled() or before.is_pending() else None
             clear_process(client, owner.flow_run_id)
             after = goes_on(
                 f"its flow process (pid {owner.process.pid}) was killed or lost; its jobs go on, "
@@ -154,10 +144,10 @@ def keep_jobs(lost: LostRun) -> Kept | None:
                 _DUE_AFTER_S,
             )
             if propose(client, owner.flow_run_id, before, after):
-                return Kept(server=JOBS_GO_ON)
-            return Kept(open=CHANGED)
+                return replace(kept, server=JOBS_GO_ON)
+            return replace(kept, open=CHANGED)
     except ServerAway as error:
-        return Kept(open=f"its jobs go on; the server does not answer ({error})")
+        return replace(kept, open=f"its jobs go on; the server does not answer ({error})")
 
 
 def is_under_way(lost: LostRun) -> bool:

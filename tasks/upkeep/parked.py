@@ -104,13 +104,11 @@ class Parked(BaseModel):
     flow_run_id: str
     #: The Prefect server that starts it again.
     api_url: str
-    #: UTC epoch seconds.
-    since: float
 
 
 def note_parked(run_id: str, flow_run_id: str, api_url: str) -> None:
     """Note a run that is about to be left without a process. Raises: OSError."""
-    parked = Parked(run_id=run_id, flow_run_id=flow_run_id, api_url=api_url, since=time.time())
+    parked = Parked(run_id=run_id, flow_run_id=flow_run_id, api_url=api_url)
     path = _note(run_id)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, parked.model_dump(mode="json"))

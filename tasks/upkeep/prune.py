@@ -192,11 +192,8 @@ def _carry_out(step: Step, keep: Retention) -> Done | None:
 
 
 def _rotate_stack_logs(home: Path) -> Iterator[Path]:
-    """Cut the logs of the stack of this host that have grown large.
-
-    Whoever writes one has it open for appending, and writes on at its new end. What is written
-    between the copy and the cut is lost, a line or two.
-    """
+    """Cut the logs of this host's stack that have grown large; their writers append. A line or two
+    that come between the copy and the cut are lost."""
     for path in sorted((home / "stack" / "logs").glob("*.log")):
         try:
             if path.stat().st_size <= _STACK_LOG_BYTES:
@@ -215,8 +212,7 @@ def _rotate_stack_logs(home: Path) -> Iterator[Path]:
 
 
 def _named_on_server() -> str:
-    """The names and parameters of flow runs that have not ended, and of deployments; empty without
-    a server. Raises: ServerAway."""
+    """The names and parameters of open flow runs and of deployments. Raises: ServerAway."""
     api_url = PREFECT_API_URL.value()
     if not api_url:
         return ""
@@ -250,10 +246,8 @@ def _forget_code(named: str, kept: Iterable[Path], *, dry_run: bool) -> int:
 
 
 def _delete_upkeep(keep: Retention) -> int:
-    """Flow runs that the upkeep has completed some days ago; how many were deleted.
-
-    There are more than a hundred a day, and Prefect deletes none by itself.
-    """
+    """Delete flow runs that the upkeep has completed some days ago, more than a hundred a day, of
+    which Prefect itself deletes none; how many there were."""
     api_url = PREFECT_API_URL.value()
     if not api_url or keep.upkeep_days is None:
         return 0

@@ -186,9 +186,8 @@ def _finish_run(run_id: str, host: str, before: Reconciled | None) -> Reconciled
             if not remains.is_clean:
                 run = reconciled(lost, loss, open=left_of(remains))
                 return replace(run, is_at_work=bool(remains.waiting))
-            if lost.owner.adopts and (kept := keep_jobs(lost)) is not None:
-                run = reconciled(lost, loss, server=kept.server, open=kept.open)
-                return run if run.has_acted or run.open else None
+            if lost.owner.adopts and (kept := keep_jobs(lost, loss)) is not None:
+                return kept if kept.has_acted or kept.open else None
             return finish_run(lost, stop_jobs(lost, loss, unknown_after_s=_UNKNOWN_AFTER_S))
     except Exception as error:
         # The others shall not wait for this one; the entry is kept.

@@ -15,8 +15,9 @@ from prefect.states import Completed, Running
 
 from tasks.processes.identity import ProcessId, boot_id, host_name
 from tasks.processes.registry import LostRun, Owner
+from tasks.record.closing import Loss
 from tasks.upkeep import lost_run
-from tasks.upkeep.lost_run import Kept, keep_jobs
+from tasks.upkeep.lost_run import keep_jobs
 
 FLOW_RUN = uuid4()
 GONE = ProcessId(pid=1 << 22, start_ticks=1, boot_id=boot_id())
@@ -67,25 +68,25 @@ def flow_run(state: State[Any], worker: str) -> FlowRun:
 def test_a_run_of_this_host_is_started_again(lost: LostRun, server: SimpleNamespace) -> None:
     server.run = flow_run(Running(), worker=host_name())
 
-    kept = keep_jobs(lost)
+    kept = keep_jobs(lost, Loss(pid=7))
 
-    assert kept == Kept(server="AwaitingRetry")
+    assert kept is not None and (kept.server, kept.open) == ("AwaitingRetry", "")
     assert server.told == ["no process", "AwaitingRetry"]
 
 
 def test_a_run_of_another_host_is_left_there(lost: LostRun, server: SimpleNamespace) -> None:
     server.run = flow_run(Running(), worker="another-host")
 
-    kept = keep_jobs(lost)
+    kept = keep_jobs(lost, Loss(pid=7))
 
-    assert kept == Kept()
+    assert kept is not None and (kept.server, kept.open) == ("", "")
     assert server.told == []
 
 
 def test_once_it_has_ended_there_its_jobs_are_over(lost: LostRun, server: SimpleNamespace) -> None:
     server.run = flow_run(Completed(), worker="another-host")
 
-    kept = keep_jobs(lost)
+    kept = keep_jobs(lost, Loss(pid=7))
 
     assert kept is None
     assert server.told == []
