@@ -265,13 +265,19 @@ class Look:
         self.nodes[key] = shares.nodes
         self.moved.extend((here[id][0], on) for id, on in shares.moved.items())
         self.held.update((here[id][0].id, gpus) for id, gpus in shares.held.items())
+
+        def began(entry: QueueEntry) -> float:
+            granted = entry.grant.at if entry.grant is not None else 0.0
+            return granted or (entry.flow_run.start_time or entry.since).timestamp()
+
         return [
             Held(
                 id=id,
                 gpus=shares.held[id],
                 cpus_per_gpu=demand.cpus_per_gpu,
                 place=entry.place,
-                ends_at=self._ends_at(entry),
+                # One that outruns its estimate ends now: the head's reservation never moves back.
+                ends_at=max(self.at, began(entry) + _estimate_s(entry.request)),
                 tags=entry.request.tags,
             )
             for id, (entry, demand) in here.items()
@@ -314,12 +320,6 @@ class Look:
         has_any = entry.is_of_processes and not entry.only and entry.pool in self.settings
         table = self.settings[entry.pool].nodes if has_any else ()
         return frozenset(node.name for node in table)
-
-    def _ends_at(self, entry: QueueEntry) -> float:
-        granted = entry.grant.at if entry.grant is not None else 0.0
-        began = granted or (entry.flow_run.start_time or entry.since).timestamp()
-        # One that outruns its estimate ends now: the head's reservation never moves back.
-        return max(self.at, began + _estimate_s(entry.request))
 
     def _explain(
         self, entry: QueueEntry, number: int, plan: Plan, names: Mapping[str, str]

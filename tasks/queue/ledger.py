@@ -423,14 +423,16 @@ class LedgerReader:
             self._requests[run.id] = request_of(run)
         pool = pools.get(run.work_pool_name or "")
         queue, grant = pool.queue_of(run) if pool else None, grant_of(run)
+        # Between the queues of a pool, a run that was started directly is in the default one.
+        queues = [queue] if queue else [q for one in pools.values() for q in one.queues.values()]
+        places = (q.priority for q in queues if q.priority and (queue or q.name == "default"))
         entry = QueueEntry(
             flow_run=run,
             request=self._requests[run.id],
             grant=grant,
             pool=run.work_pool_name or "",
             queue=queue.name if queue else "",
-            # Between the queues of a pool, a run that was started directly is in the default one.
-            priority=queue.priority if queue and queue.priority else _default_priority(pools),
+            priority=next(places, 1),
         )
         # Whatever its pool lists by now.
         on = {LEFT_OUT: grant.cluster} if grant is not None and grant.cluster else {}
@@ -444,11 +446,6 @@ def _due(since: datetime | None = None) -> dict[str, Any]:
         "state": {"type": {"any_": [StateType.SCHEDULED]}},
         "next_scheduled_start_time": {key: at.isoformat() for key, at in due.items() if at},
     }
-
-
-def _default_priority(pools: Mapping[str, Pool]) -> int:
-    queues = (queue for pool in pools.values() for queue in pool.queues.values())
-    return next((q.priority for q in queues if q.name == "default" and q.priority), 1)
 
 
 def _waits(entry: QueueEntry) -> bool:

@@ -223,7 +223,9 @@ class _Pass:
                 # The nodes that are there could not hold it if they were empty: nobody delays it.
                 self._reasons[head.id] = replace(self._reasons[head.id], is_passed=True)
             else:
-                self._hold_back(line, head)
+                behind = Reason(why=Why.BEHIND, waits_for=(head.id,))
+                for run in line:
+                    self._reasons[run.id] = behind if run.not_before <= self._now else _RETRY
         gpus = zip(self._names, self._nodes.gpus, strict=True)
         free = {name: max(0, free) for name, free in gpus}
         return Plan(admitted=self._admitted, reasons=self._reasons, free=free)
@@ -247,11 +249,6 @@ class _Pass:
                 return run
             self._start(run, nodes)
         return None
-
-    def _hold_back(self, line: Iterator[Waiting], head: Waiting) -> None:
-        behind = Reason(why=Why.BEHIND, waits_for=(head.id,))
-        for run in line:
-            self._reasons[run.id] = behind if run.not_before <= self._now else _RETRY
 
     def _backfill(self, line: Iterator[Waiting], reservation: _Reservation) -> None:
         behind = Reason(why=Why.BEHIND, waits_for=(reservation.head.id,))

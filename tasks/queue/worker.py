@@ -234,7 +234,7 @@ class GangWorker(ProcessWorker):
     )
     _display_name = "Gang"
 
-    _gate: Gate | None = None
+    _gate: Gate
     _waker: Waker | None = None
     _served_at = -math.inf
     #: Whether it is this worker that looks for all workers of the server.
@@ -356,12 +356,11 @@ class GangWorker(ProcessWorker):
                 await self.client.get_scheduled_flow_runs_for_work_pool(
                     self._work_pool_name, [*self._work_queues] or None, scheduled_before=_NEVER
                 )
-        if self._gate is None:
+        if self._waker is None:
             await self._open()
-        assert self._gate is not None
         async with self._deciding:
             try:
-                return await self._next(self._gate)
+                return await self._next()
             except (httpx.HTTPError, PrefectException, LeaseLost) as error:
                 self._logger.warning("The queue can't be looked at: %r", error)
                 return []
@@ -400,23 +399,26 @@ class GangWorker(ProcessWorker):
             self._was_offered = True
         return event in _WAKING if self._is_looker else event == _OFFERED
 
-    async def _next(self, gate: Gate) -> list[WorkerFlowRunResponse]:
+    async def _next(self) -> list[WorkerFlowRunResponse]:
         await self._handed_over()
         if not self._granted:
-            await self._look(gate)
+            await self._look()
         if self._is_full():
             self._again(_AGAIN_S)
             return []
         while self._granted:
             entry = self._granted.popleft()
-            if await gate.is_granted(entry):
-                self._last = entry.id
+            if await self._gate.is_granted(entry):
+                self._last, run = entry.id, entry.flow_run
                 # The next one, as soon as this one is on its way; or what the next look finds.
                 self._again(0.0)
-                return [_response(entry)]
+                pool, queue = run.work_pool_id, run.work_queue_id
+                assert pool is not None and queue is not None
+                found = WorkerFlowRunResponse(work_pool_id=pool, work_queue_id=queue, flow_run=run)
+                return [found]
         return []
 
-    async def _look(self, gate: Gate) -> None:
+    async def _look(self) -> None:
         """Of the workers of a server one looks for all, and offers the others what is theirs to
         start: they know the devices of their hosts, and grant it."""
         now, was_offered = asyncio.get_running_loop().time(), self._was_offered
@@ -426,7 +428,7 @@ class GangWorker(ProcessWorker):
             return
         self._was_offered = False
         changed = self._waker.changed() if self._waker is not None else None
-        look, granted = await gate.decide(
+        look, granted = await self._gate.decide(
             self._may_start,
             self._submitting_flow_run_ids,
             changed=changed,
@@ -441,7 +443,7 @@ class GangWorker(ProcessWorker):
         if self._is_looker:
             self._look_at = -math.inf
             self._offer(look, now)
-            self._tell(gate, look)
+            self._tell(look)
         else:
             self._look_at = now + _LOOK_ANYWAY_S
             self._again(_LOOK_ANYWAY_S)
@@ -491,16 +493,16 @@ class GangWorker(ProcessWorker):
         if self._waker is not None:
             self._waker.again_in(delay_s)
 
-    def _tell(self, gate: Gate, look: Look) -> None:
+    def _tell(self, look: Look) -> None:
         """Show the queue, aside from what starts."""
         if look.line or look.stuck:
             self._again(_AGAIN_S)
         if self._telling is None or self._telling.done():
-            self._telling = asyncio.create_task(self._told(gate, look))
+            self._telling = asyncio.create_task(self._told(look))
 
-    async def _told(self, gate: Gate, look: Look) -> None:
+    async def _told(self, look: Look) -> None:
         try:
-            if await gate.tell(look):
+            if await self._gate.tell(look):
                 self._again(0.1)
             for pool in look.ledger.pools:
                 await self._artifacts.show(view_of(look, pool))
@@ -523,10 +525,3 @@ def _untold(look: Look) -> bool:
         and look.at - entry.since.timestamp() > _LOOK_ANYWAY_S
         for entry in look.line
     )
-
-
-def _response(entry: QueueEntry) -> WorkerFlowRunResponse:
-    run = entry.flow_run
-    pool, queue = run.work_pool_id, run.work_queue_id
-    assert pool is not None and queue is not None
-    return WorkerFlowRunResponse(work_pool_id=pool, work_queue_id=queue, flow_run=run)

@@ -158,6 +158,7 @@ def test_a_worker_that_another_one_looks_for_looks_when_it_is_offered_something_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     worker, gate = GangWorker(work_pool_name="gang", name="b"), Looked(0, 0, 1, 0)
+    worker._gate = gate  # type: ignore[assignment]
     worker._granted, worker._offered = deque(), {}
     monkeypatch.setattr(worker, "_tell", lambda *_: None)
 
@@ -178,7 +179,7 @@ def test_a_worker_that_another_one_looks_for_looks_when_it_is_offered_something_
             if offered:
                 assert worker._hears("muster.run.offered")
             assert worker._hears("prefect.flow-run.Completed") is worker._is_looker
-            await worker._look(gate)  # type: ignore[arg-type]
+            await worker._look()
             found.append((gate.looks, worker._is_looker))
         return found
 
