@@ -244,6 +244,10 @@ class FleetPlan(BaseModel):
         return AttemptPlace(directory=self.directory, number=self.attempt)
 
     @property
+    def tokens(self) -> frozenset[str]:
+        return frozenset({self.token, self.order_token} - {""})
+
+    @property
     def env(self) -> dict[str, str]:
         """What the fleet's own process gets."""
         token = {TOKEN_ENV: self.token} if self.token else {}
@@ -257,8 +261,7 @@ class FleetPlan(BaseModel):
         """The text without what is secret of the fleet and of its run."""
         fleet = self.fleet
         words = secrets_in_words([*(fleet.command or ()), *(fleet.args or ())])
-        tokens = {one for one in (self.token, self.order_token) if one}
-        return mask_text(text, self.secrets | secret_values(fleet.env) | words | tokens)
+        return mask_text(text, self.secrets | secret_values(fleet.env) | words | self.tokens)
 
     def env_of(self, component: str, *, others: Collection[str]) -> dict[str, str]:
         """What a component of the run gets, whose components are `others`."""

@@ -283,7 +283,7 @@ class RunSession:
                 secrets=self._secrets,
             )
             if fleet is not None:
-                self._secrets |= secrets.secret_values(fleet.env)
+                self._secrets |= fleet.tokens
             plan = plan_of(spec, self.run_id, place, containment, before, fleet, self.given)
             # Of a file that is not on record everything may be the attempt's own.
             plan = replace(plan, mask=self.mask, metrics=metrics or Mark())

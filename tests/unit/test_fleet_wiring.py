@@ -472,7 +472,9 @@ def test_a_gateway_that_others_reach_has_tokens_and_only_the_trainers_is_for_ord
     given = {one.name: one.command.env.get(TOKEN_ENV) for one in plan.components}
     assert given["rollout"] == given["api"] == of_process.token
     assert given["trainer"] == of_process.order_token != of_process.token
-    assert min(len(of_process.token), len(of_process.order_token)) >= 32
+    assert min(map(len, of_process.tokens)) >= 32
+    assert of_process.tokens == {of_process.token, of_process.order_token}
+    assert of_process.mask(" ".join(of_process.tokens)) == "*** ***"
     assert not [*place.directory.iterdir()]
     assert looks_secret(TOKEN_ENV)
 
