@@ -35,11 +35,6 @@ from tasks.show.view import Shown
 from tasks.spec.run import LIVE
 from tasks.spec.words import picture
 
-#: The keys of the artifacts of a run.
-SUMMARY, COMPONENTS, TIMELINE = "summary", "components", "timeline"
-REWARD, PROGRESS, ATTEMPTS = "reward", "progress", "attempts"
-RECORD, TIME = "record", "time"
-
 Log = logging.Logger | logging.LoggerAdapter[logging.Logger]
 
 

@@ -27,6 +27,11 @@ from tasks.spec.run import FLEET, RunSpec
 from tasks.spec.values import texts
 from tasks.spec.words import block, code, counted, link, moment, seconds, table, text
 
+#: The keys of the artifacts of a run.
+SUMMARY, COMPONENTS, TIMELINE = "summary", "components", "timeline"
+REWARD, PROGRESS, ATTEMPTS = "reward", "progress", "attempts"
+RECORD, TIME = "record", "time"
+
 _HEAD = ("component", "state", "runs as", "ready after", "ports", "log")
 _SERVERS_HEAD = ("server", "state", "address", "restarts", "log")
 #: A table shows no more of them.

@@ -18,26 +18,8 @@ from prefect.client.schemas.objects import FlowRun
 
 from tasks.processes.identity import host_name
 from tasks.record.events import Event
-from tasks.server.artifacts import (
-    ATTEMPTS,
-    COMPONENTS,
-    PROGRESS,
-    RECORD,
-    REWARD,
-    SUMMARY,
-    TIME,
-    TIMELINE,
-    FlowArtifacts,
-)
-from tasks.show.page import (
-    attempts_of,
-    components_of,
-    curve_shown,
-    progress_of,
-    record_of,
-    summary_of,
-    time_of,
-)
+from tasks.server.artifacts import FlowArtifacts
+from tasks.show import page as pages
 from tasks.show.pictures import Figures, timeline_of
 from tasks.show.slow import TimeSpent
 from tasks.show.view import RunSeen, RunView, Shown
@@ -60,16 +42,16 @@ class _Pace:
 
 
 _PACES: Mapping[str, _Pace] = {
-    SUMMARY: _Pace(every_s=2.0, renewed_s=30.0, made=summary_of),
-    COMPONENTS: _Pace(every_s=2.0, made=components_of),
-    TIMELINE: _Pace(every_s=2.0, renewed_s=30.0, made=timeline_of),
-    REWARD: _Pace(every_s=10.0, renewed_s=10.0, is_steady=True),
-    TIME: _Pace(every_s=10.0, is_steady=True, made=time_of),
-    PROGRESS: _Pace(every_s=3.0, is_steady=True, made=progress_of),
-    ATTEMPTS: _Pace(
-        every_s=0.0, made=lambda view: attempts_of(view) if view.record.attempts else None
+    pages.SUMMARY: _Pace(every_s=2.0, renewed_s=30.0, made=pages.summary_of),
+    pages.COMPONENTS: _Pace(every_s=2.0, made=pages.components_of),
+    pages.TIMELINE: _Pace(every_s=2.0, renewed_s=30.0, made=timeline_of),
+    pages.REWARD: _Pace(every_s=10.0, renewed_s=10.0, is_steady=True),
+    pages.TIME: _Pace(every_s=10.0, is_steady=True, made=pages.time_of),
+    pages.PROGRESS: _Pace(every_s=3.0, is_steady=True, made=pages.progress_of),
+    pages.ATTEMPTS: _Pace(
+        every_s=0.0, made=lambda view: pages.attempts_of(view) if view.record.attempts else None
     ),
-    RECORD: _Pace(every_s=10.0, made=record_of),
+    pages.RECORD: _Pace(every_s=10.0, made=pages.record_of),
 }
 #: Of the run's age, and at most so many seconds.
 _STEADY_PART, _STEADY_AT_MOST_S = 0.01, 60.0
@@ -80,17 +62,17 @@ _LONGEST_S = 3600.0
 
 #: What an event changes, by the beginning of its name: the longest that fits counts.
 _CHANGES: Mapping[str, tuple[str, ...]] = {
-    "attempt.": (SUMMARY, COMPONENTS, TIMELINE, ATTEMPTS, RECORD),
-    "component.": (SUMMARY, COMPONENTS, TIMELINE, RECORD),
-    "component.status": (COMPONENTS,),
-    "job.": (SUMMARY, COMPONENTS, RECORD),
-    "rollout.group.": (COMPONENTS,),
-    "rollout.server.": (COMPONENTS,),
-    "run.alarm": (SUMMARY, RECORD),
-    "rollout.load": (TIME,),
-    "run.load": (TIME,),
-    "run.progress": (PROGRESS, TIME),
-    "run.state": (SUMMARY, RECORD),
+    "attempt.": (pages.SUMMARY, pages.COMPONENTS, pages.TIMELINE, pages.ATTEMPTS, pages.RECORD),
+    "component.": (pages.SUMMARY, pages.COMPONENTS, pages.TIMELINE, pages.RECORD),
+    "component.status": (pages.COMPONENTS,),
+    "job.": (pages.SUMMARY, pages.COMPONENTS, pages.RECORD),
+    "rollout.group.": (pages.COMPONENTS,),
+    "rollout.server.": (pages.COMPONENTS,),
+    "run.alarm": (pages.SUMMARY, pages.RECORD),
+    "rollout.load": (pages.TIME,),
+    "run.load": (pages.TIME,),
+    "run.progress": (pages.PROGRESS, pages.TIME),
+    "run.state": (pages.SUMMARY, pages.RECORD),
 }
 #: The first page, and one that is urgent, wait so long for what comes together with it.
 _TOGETHER_S = 0.25
@@ -137,9 +119,9 @@ class RunPage:
             if event.name in ("attempt.begun", "attempt.adopted"):
                 self._figures, self._drawn = None, 0
             if self._seen.doing != doing:
-                self._changed.add(SUMMARY)
+                self._changed.add(pages.SUMMARY)
             if any(row.unready != rows[name].unready for name, row in self._seen.rows.items()):
-                self._changed.add(COMPONENTS)
+                self._changed.add(pages.COMPONENTS)
             fits = max(filter(event.name.startswith, _CHANGES), key=len, default="")
             self._changed.update(_CHANGES.get(fits, ()))
             is_urgent = event.name in _AT_ONCE
@@ -156,7 +138,7 @@ class RunPage:
         """The same where no event tells it."""
         with self._lock:
             self._seen.doing = doing
-            self._changed.add(SUMMARY)
+            self._changed.add(pages.SUMMARY)
 
     def due_in_s(self) -> float:
         """Seconds until there may be something to tell."""
@@ -179,7 +161,7 @@ class RunPage:
             now = self._clock()
             if is_last:
                 # Some of it is older than the last event.
-                self._changed.update((SUMMARY, REWARD), self._told_at_s)
+                self._changed.update((pages.SUMMARY, pages.REWARD), self._told_at_s)
             due = [
                 key
                 for key in _PACES
@@ -211,7 +193,7 @@ class RunPage:
         finally:
             with self._lock:
                 self._changed.update(left)
-                self._drawn = 0 if REWARD in left else self._drawn
+                self._drawn = 0 if pages.REWARD in left else self._drawn
 
     def _due_at_s(self, key: str, now: float) -> float:
         pace, told_at, age_s = _PACES[key], self._told_at_s.get(key), now - self._began_s
@@ -222,7 +204,7 @@ class RunPage:
             return now if told_at is None else told_at + every_s
         if told_at is None:
             # A curve has no event of its own; the others wait for their first one.
-            return now if key == REWARD and self._run.attempt is not None else float("inf")
+            return now if key == pages.REWARD and self._run.attempt is not None else float("inf")
         if not pace.renewed_s:
             return float("inf")
         if pace.is_steady:
@@ -251,7 +233,7 @@ class RunPage:
         if self._figures is None or count == self._drawn:
             return None
         self._drawn = count
-        return curve_shown(view, self._figures)
+        return pages.curve_shown(view, self._figures)
 
     def _look_at_figures(self, spec: RunSpec) -> None:
         progress, place = spec.progress, self._run.attempt

@@ -36,13 +36,13 @@ from tasks.record.growing import LogFile, MetricsFile
 from tasks.record.places import AttemptPlace, RunPlace, muster_home
 from tasks.record.retries import spec_of
 from tasks.record.run_json import RunJson
-from tasks.server.artifacts import COMPONENTS, RECORD, SUMMARY, TIME, artifacts_of
+from tasks.server.artifacts import artifacts_of
 from tasks.server.flow_runs import ServerAway, flow_runs_of, host_of, talking_to
 from tasks.server.server import quieten_prefect
 from tasks.show.arguments import EXIT_DONE, AsJson, Pool, RunName
 from tasks.show.failure import as_text
 from tasks.show.lines import end_block, story
-from tasks.show.page import record_read
+from tasks.show.page import COMPONENTS, RECORD, SUMMARY, TIME, record_read
 from tasks.show.slow import Slow, TimeSpent
 from tasks.spec.errors import BadArgument, MusterError
 from tasks.spec.placeholders import mapping

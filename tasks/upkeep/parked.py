@@ -26,17 +26,9 @@ from tasks.record.events import EventLog
 from tasks.record.places import RunPlace, muster_home
 from tasks.record.run_json import RunJson, RunRecord
 from tasks.record.states import RunState
-from tasks.server.artifacts import (
-    ATTEMPTS,
-    COMPONENTS,
-    RECORD,
-    SUMMARY,
-    TIMELINE,
-    FlowArtifacts,
-    artifacts_of,
-)
+from tasks.server.artifacts import FlowArtifacts, artifacts_of
 from tasks.server.flow_runs import ServerAway, state_of, talking_to
-from tasks.show.page import attempts_of, components_of, record_of, record_read, summary_of
+from tasks.show import page
 from tasks.show.pictures import timeline_of
 from tasks.show.view import RunSeen, RunView
 from tasks.spec.loading import load_resolved
@@ -62,11 +54,11 @@ def tell_closed(client: SyncPrefectClient, flow_run_id: str, directory: Path) ->
             at=time.time(), spec=spec, record=record, place=place, seen=seen, message=said
         )
         shown = {
-            SUMMARY: summary_of(view),
-            COMPONENTS: components_of(view),
-            TIMELINE: timeline_of(view),
-            ATTEMPTS: attempts_of(view),
-            RECORD: record_of(view),
+            page.SUMMARY: page.summary_of(view),
+            page.COMPONENTS: page.components_of(view),
+            page.TIMELINE: timeline_of(view),
+            page.ATTEMPTS: page.attempts_of(view),
+            page.RECORD: page.record_of(view),
         }
         # What it is made of was masked when it was written.
         artifacts = FlowArtifacts(UUID(flow_run_id), shown)
@@ -78,8 +70,8 @@ def tell_closed(client: SyncPrefectClient, flow_run_id: str, directory: Path) ->
 
 def record_kept(client: SyncPrefectClient, flow_run_id: UUID) -> RunJson | None:
     """The content of `run.json` as its host told it last; None where there is none."""
-    found = artifacts_of(client, flow_run_id, [RECORD])
-    return record_read(str(found[0].data)) if found else None
+    found = artifacts_of(client, flow_run_id, [page.RECORD])
+    return page.record_read(str(found[0].data)) if found else None
 
 
 def earlier_record(api_url: str, flow_run_id: UUID) -> RunJson | None:
