@@ -27,6 +27,8 @@ MUSTER_GPUS = "MUSTER_GPUS"
 #: Of whatever user: a device is one for all of them.
 _SHARED = Path("/tmp/muster-devices")
 _TRIES, _AGAIN_S = 5, 0.01
+#: For a driver, which may hang.
+_ANSWERS_WITHIN_S = 10.0
 
 
 class BadDevices(MusterError):
@@ -141,12 +143,8 @@ class DeviceLease:
             self.close()
             raise
 
-    def why_unfit(self, within_s: float = 10.0) -> str:
-        """Why they can't be used now, by their driver; empty where they can.
-
-        Args:
-            within_s: for the driver, which may hang.
-        """
+    def why_unfit(self) -> str:
+        """Why they can't be used now, by their driver; empty where they can."""
         said: list[str] = []
 
         def ask() -> None:
@@ -161,8 +159,9 @@ class DeviceLease:
 
         thread = threading.Thread(target=ask, name="devices", daemon=True)
         thread.start()
-        thread.join(within_s)
-        return said[0] if said else f"the driver of {host_name()} is silent for {within_s:g} s"
+        thread.join(_ANSWERS_WITHIN_S)
+        silent = f"the driver of {host_name()} is silent for {_ANSWERS_WITHIN_S:g} s"
+        return said[0] if said else silent
 
     def close(self) -> None:
         """Give them back; any number of times."""

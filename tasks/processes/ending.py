@@ -226,11 +226,7 @@ class Holders:
 
 
 def holders_of(variable: str, proc: str = "/proc") -> Holders:
-    """Who has the variable now. What a process has changed of it since its start is not seen.
-
-    Args:
-        proc: Where processes are listed.
-    """
+    """Who has the variable now. What a process has changed of it since its start is not seen."""
     found: dict[str, tuple[int, ...]] = {}
     hidden: dict[int, str] = {}
     for pid in all_pids(proc):

@@ -84,11 +84,7 @@ class Guardian:
         self._cgroup: str | None = None
 
     def run(self, messages: list[dict]) -> None:  # type: ignore[type-arg]
-        """Start the component and stay until nothing of it is left.
-
-        Args:
-            messages: what came together with the order.
-        """
+        """Start the component and stay until nothing of it is left."""
         self._early = messages
         try:
             order = self._order

@@ -46,11 +46,7 @@ _TCP_STATES = (
 
 
 def kernel_view(pids: Iterable[int], proc: Path = _PROC) -> Iterator[str]:
-    """A text of several lines for each process, those that are gone left out.
-
-    Args:
-        proc: where the proc file system is.
-    """
+    """A text of several lines for each process, those that are gone left out."""
     for pid in pids:
         if status := status_of(pid, proc):
             yield "\n".join(_describe(proc / str(pid), pid, status)) + "\n"
@@ -164,12 +160,7 @@ def evidence(pids: Sequence[int], within_s: float) -> HangEvidence:
 def report(
     component: str, title: str, found: Mapping[str, HangEvidence], unreached: Mapping[str, str]
 ) -> tuple[str, str]:
-    """What a component hangs in: in a line, and all of it.
-
-    Args:
-        title: of the component in this attempt.
-        found, unreached: by the name of the node; of the latter, why.
-    """
+    """What a component hangs in, in a line and as a whole, by what was found on each node."""
     processes = [(node, one) for node, of in found.items() for one in of["processes"]]
     number = Counter(one["frame"] for _, one in processes)
     # Of many ranks the one that is elsewhere is the one to look at.
@@ -195,9 +186,6 @@ def report(
 def python_stacks(pids: Iterable[int], within_s: float) -> dict[int, list[dict[str, Any]] | str]:
     """`threads[pid]` of the Python processes as py-spy sees them, or why it can't; none where it is
     not installed.
-
-    Args:
-        within_s: for all of them together.
     """
     stacks: dict[int, list[dict[str, Any]] | str] = {}
     if (spy := _py_spy()) is None:

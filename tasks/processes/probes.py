@@ -70,7 +70,6 @@ async def until_yes(
 
     Args:
         every_s: the first interval; later it is a tenth of the time waited, up to a second.
-        on_no: told each new reason.
     """
     reason = None
     began = time.monotonic()

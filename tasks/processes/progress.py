@@ -98,11 +98,7 @@ def source_of(
     before: Mark | None = None,
     take: Callable[[float, dict[str, Any]], None] = lambda step, figures: None,
 ) -> ReadStep | None:
-    """How a run's step is read; None where it writes none. For more see `JsonlProgress`.
-
-    Args:
-        cwd: where a relative path begins.
-    """
+    """How a run's step is read; None where it writes none. For more see `JsonlProgress`."""
     if progress is None:
         return None
     if progress.http is not None:

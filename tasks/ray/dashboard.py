@@ -405,11 +405,7 @@ class Dashboard:
     async def log(
         self, submission_id: str, node_id: str, *, follow: bool
     ) -> AsyncGenerator[bytes, None]:
-        """The raw bytes of a driver's log from its first on; where it is followed, for ever.
-
-        Args:
-            node_id: The driver's node.
-        """
+        """The raw bytes of a driver's log from its first on; where it is followed, for ever."""
         kind = "stream" if follow else "file"
         query = {"submission_id": submission_id, "node_id": node_id, "lines": "-1"}
         # The timeout is that of the server's own question to the node, in which it reads it all.
@@ -508,11 +504,7 @@ _SWITCH = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 
 
 def driver_env(gcs_address: str) -> dict[str, str]:
-    """What the environment of a driver of this cluster needs beside its own.
-
-    Args:
-        gcs_address: `host:port` of the cluster's control store.
-    """
+    """What the environment of a driver of this cluster needs beside its own."""
     return {_SWITCH: "0"} if gcs_address.startswith(("127.", "localhost:")) else {}
 
 

@@ -139,12 +139,7 @@ def exit_of(
 
 
 def last_words(log_end: str, job: JobState | None) -> str:
-    """What a job said at its end, for people and for the rules that look for causes.
-
-    Args:
-        log_end: the end of its driver's log.
-        job: a final state; None where there is none.
-    """
+    """What a job said at its end, for people and for the rules that look for causes."""
     # It quotes the command, in which any word may stand.
     lines = [line for line in log_end.splitlines() if not line.startswith(_ECHO)]
     if job is not None:
@@ -226,8 +221,6 @@ class SweepReport:
         return not self.left and not self.unreached
 
 
-#: What is to be done about nodes that were not seen.
-ASKS_AGAIN = "`muster reconcile` asks again"
 _SHOWN_NODES = 5
 _SHOWN_CHARACTERS = 200
 
@@ -251,7 +244,11 @@ class NotSeen:
     def in_words(self) -> tuple[str, ...]:
         """What is to be said of them; nothing of none."""
         unseen = [f"{node} ({node.why[:_SHOWN_CHARACTERS]})" for node in self.unseen]
-        said = [f"{listed(unseen, at_most=_SHOWN_NODES)}; {ASKS_AGAIN}"] if unseen else []
+        said = (
+            [f"{listed(unseen, at_most=_SHOWN_NODES)}; `muster reconcile` asks again"]
+            if unseen
+            else []
+        )
         return (*said, *self.lost_in_words())
 
     def lost_in_words(self) -> tuple[str, ...]:

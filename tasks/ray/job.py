@@ -56,11 +56,7 @@ class LogCopy:
     _is_writing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def follow(self, node_id: str) -> None:
-        """Copy while the job runs, for ever; a cancel ends it.
-
-        Args:
-            node_id: The driver's node.
-        """
+        """Copy while the job runs, for ever; a cancel ends it."""
         while True:
             # A disk that is full may have room again, and `complete` says what is missing.
             with contextlib.suppress(NoAnswer, Denied, OSError):
@@ -323,11 +319,8 @@ class RayJob(Member):
 
     def kill(self) -> None:
         """End it now, without a grace period. Returns at once."""
-
-        async def kill() -> None:
-            await self._take_down.ask(self._take_down.kill_supervisor)
-
-        self._ask_to_end("kill", kill)
+        take_down = self._take_down
+        self._ask_to_end("kill", lambda: take_down.ask(take_down.kill_supervisor))
 
     async def end(self) -> tuple[int | str, ...]:
         """Stop it and wait until it is final, its actors are gone, its GPUs are free, no process

@@ -421,7 +421,6 @@ async def visiting(
     that runs no work.
 
     Args:
-        gcs_address: `HOST:PORT` of the cluster's control store.
         ready_within_s: look at them later; meanwhile, every node is to have an agent.
 
     Raises: NotVisited.
@@ -578,13 +577,13 @@ async def gcs_address_of(address: str) -> str:
         await dashboard.close()
 
 
-def make_nodes_ready(address: str, within_s: float = SWEEP_WITHIN_S) -> None:
+def make_nodes_ready(address: str) -> None:
     """Have every node of a cluster answer at once from now on, by the URL of its dashboard; where
     one can't be made to, whoever asks it sees to it."""
 
     async def make_ready() -> None:
         async with visiting(await gcs_address_of(address)) as visitor:
-            await visitor.make_ready(within_s)
+            await visitor.make_ready(SWEEP_WITHIN_S)
 
     try:
         asyncio.run(make_ready())
@@ -597,9 +596,6 @@ def sweep_of(
 ) -> Callable[[str, Awaitable[object]], Awaitable[SweepReport]]:
     """The sweep after a job: told the address of a cluster's control store, and the job's end to
     wait for, it ends what is left of the job on every node.
-
-    Args:
-        emit: told what was found.
     """
 
     async def swept(gcs_address: str, over: Awaitable[object]) -> SweepReport:

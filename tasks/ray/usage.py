@@ -352,9 +352,6 @@ class _ControlStore:
     def read(self, within_s: float) -> Cluster:
         """One reading.
 
-        Args:
-            within_s: for each question.
-
         Raises: NoAnswer, Denied.
         """
         with answering(self._gcs_address):

@@ -242,9 +242,6 @@ def command_environment(package: str) -> dict[str, str]:
     """The environment of the command: with the programs of Ray's own environment first on its
     path, as in an activated one, and without a trace of this wrapper, which a driver's own
     `runtime_env` could collide with.
-
-    Args:
-        package: The directory that was shipped.
     """
     env = dict(os.environ)
     shipped = os.path.dirname(os.path.abspath(package))
