@@ -134,7 +134,13 @@ class Look:
                 if reason.why is Why.GPUS:
                     self.heads.setdefault(key, gangs[id][1])
         start.sort(key=lambda one: one[0].place)
-        self._take_places(start, taken)
+        for entry, gpus in start:
+            if entry.is_scheduled:
+                if (full := self._full(entry, taken)) is not None:
+                    self.messages[entry.id] = full
+                    continue
+                taken.update(((entry.pool, None), (entry.pool, entry.queue)))
+            self.admitted.append((entry, gpus))
         self._number_devices()
         for key in self.nodes:
             self._note_holders(key)
@@ -212,18 +218,6 @@ class Look:
                 name = pool.name if queue is None else f"{pool.name}/{queue}"
                 return reasons.at_pool_limit(entry.request.demand, name, limit)
         return None
-
-    def _take_places(
-        self, start: Sequence[tuple[QueueEntry, Mapping[str, int]]], taken: Counter[Place]
-    ) -> None:
-        """Admit them, as long as there are places; those are taken then, too."""
-        for entry, gpus in start:
-            if entry.is_scheduled:
-                if (full := self._full(entry, taken)) is not None:
-                    self.messages[entry.id] = full
-                    continue
-                taken.update(((entry.pool, None), (entry.pool, entry.queue)))
-            self.admitted.append((entry, gpus))
 
     def _number_devices(self) -> None:
         """Give those that start the lowest devices that nobody has."""

@@ -295,8 +295,8 @@ class Gate:
                 await self._client.update_flow_run(entry.id, name=name)
 
     def _tell_of(self, entry: QueueEntry, name: str, **known: Any) -> None:
-        where = {"pool": entry.pool or None, "queue": entry.queue or None}
-        self._announce(name, entry.flow_run, entry.request.name, **where, **known)
+        known |= {"pool": entry.pool or None, "queue": entry.queue or None}
+        self._announce(name, entry.flow_run, entry.request.name, **known)
 
     async def tell(self, look: Look) -> bool:
         """Have waiting runs say why they wait, but for those that wait in their own process, and

@@ -65,12 +65,10 @@ class Shares:
 def shares_of(cluster: Cluster, gangs: Sequence[RunningGang]) -> Shares:
     """Who has what of a cluster.
 
-    A run of ours that is none of `gangs` is one of the others, with what it has taken or leased: it
-    belongs to another server, or has left something behind.
-
-    No node has more free than by the promises alone. A run that is being taken down has given its
-    GPUs back to Ray already, and Ray may have put a later run there, which was promised others.
-    Until the first one has ended, both count.
+    A run of ours that is none of `gangs` is one of the others: it belongs to another server, or has
+    left something behind. No node has more free than by the promises alone: a run that is being
+    taken down has given its GPUs back to Ray already, and Ray may have put a later run there, which
+    was promised others. Until the first one has ended, both count.
     """
     names = [node.name for node in cluster.nodes]
     promised: dict[str, Mapping[str, int]] = {
@@ -80,9 +78,14 @@ def shares_of(cluster: Cluster, gangs: Sequence[RunningGang]) -> Shares:
         gang.id: _held(gang.demand, promised[gang.id], cluster.taken.get(gang.run_id, {}))
         for gang in gangs
     }
-    moved = _moved(cluster, gangs, promised, held)
-    # The promise of such a run is changed in this very look: what it had been promised is free.
-    promised |= moved
+    total, moved = {node.name: node.gpus for node in cluster.nodes}, {}
+    for gang in gangs:
+        now, taken = held[gang.id], cluster.taken.get(gang.run_id, {})
+        if gang.promised and _has_all(gang.demand, taken) and now != promised[gang.id]:
+            others = _sum(one for id, one in promised.items() if id != gang.id)
+            if all(others.get(name, 0) + gpus <= total.get(name, 0) for name, gpus in now.items()):
+                # Its promise is changed in this very look: what it had been promised is free.
+                moved[gang.id] = promised[gang.id] = now
     ours = {gang.run_id for gang in gangs}
     foreign = _sum(taken for run_id, taken in cluster.taken.items() if run_id not in ours)
     promised_on, held_on = _sum(promised.values()), _sum(held.values())
@@ -94,26 +97,6 @@ def shares_of(cluster: Cluster, gangs: Sequence[RunningGang]) -> Shares:
 
     nodes = tuple(replace(node, others_gpus=others_on(node)) for node in cluster.nodes)
     return Shares(nodes=nodes, held=held, moved=moved)
-
-
-def _moved(
-    cluster: Cluster,
-    gangs: Sequence[RunningGang],
-    promised: Mapping[str, Mapping[str, int]],
-    held: Mapping[str, Mapping[str, int]],
-) -> dict[str, Mapping[str, int]]:
-    total = {node.name: node.gpus for node in cluster.nodes}
-    promises = dict(promised)
-    found: dict[str, Mapping[str, int]] = {}
-    for gang in gangs:
-        now = held[gang.id]
-        is_whole = _has_all(gang.demand, cluster.taken.get(gang.run_id, {}))
-        if not gang.promised or not is_whole or now == promises[gang.id]:
-            continue
-        others = _sum(one for id, one in promises.items() if id != gang.id)
-        if all(others.get(name, 0) + gpus <= total.get(name, 0) for name, gpus in now.items()):
-            found[gang.id] = promises[gang.id] = now
-    return found
 
 
 def bare_name(name: str) -> str:

@@ -235,17 +235,18 @@ class RayHost:
 
     async def _ask_keeper(self, node: int, order: str, argument: Sequence[Any]) -> Any:
         """What the keeper of a node's ports answers; a new one, where it has gone with its node."""
-        before = self._keepers.get(node)
-        try:
-            if before is not None:
-                return await self._answer(getattr(before, order).remote(argument), _ACTOR_WITHIN_S)
-        except RayActorError:
-            if self._keepers.get(node) is before:
-                del self._keepers[node]
-        if node not in self._keepers:
-            self._keepers[node] = self._make_actor(PortKeeper, node)
-        asked = getattr(self._keepers[node], order).remote(argument)
-        return await self._answer(asked, _ACTOR_WITHIN_S)
+        for is_last in (False, True):
+            if node not in self._keepers:
+                self._keepers[node] = self._make_actor(PortKeeper, node)
+            keeper = self._keepers[node]
+            try:
+                return await self._answer(getattr(keeper, order).remote(argument), _ACTOR_WITHIN_S)
+            except RayActorError:
+                if self._keepers.get(node) is keeper:
+                    del self._keepers[node]
+                if is_last:
+                    raise
+        raise AssertionError
 
     async def _answer(self, ref: Any, within_s: float) -> Any:
         return await asyncio.wait_for(_as_future(ref), within_s)
