@@ -9,9 +9,8 @@ from json import dumps
 
 from cyclopts import App
 
-from tasks.rollout.building import planned
 from tasks.rollout.component import fleet_faults, node_gpus
-from tasks.rollout.topology import ServerSlot, TopologyPlan
+from tasks.rollout.topology import ServerSlot, TopologyPlan, planned
 from tasks.show.arguments import EXIT_DONE, AsJson, Overrides, SpecFile, run
 from tasks.spec.errors import Fault, InvalidSpec
 from tasks.spec.loading import load_spec

@@ -9,12 +9,37 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tasks.rollout import lmdeploy_replica
-from tasks.rollout.topology import Ask, Questions
 from tasks.spec.placeholders import substituted
 from tasks.spec.rollout import SGLANG_TIMEOUT, Rollout, sglang_timeout_s
 from tasks.spec.values import texts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """One HTTP request to a server."""
+
+    method: str
+    #: Begins with `/`.
+    path: str
+    #: Sent as JSON; None: no body.
+    body: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Questions:
+    """What the servers of a fleet are asked."""
+
+    #: 200 says that the server may be sent requests.
+    ready: Ask
+    #: 200 says that a token was generated just now; None where the backend has no such request.
+    token: Ask | None
+    #: By which it stops where it is, with what it generates, and goes on later; None: it can't.
+    pause: Ask | None = None
+    resume: Ask | None = None
+
 
 _HEALTH = Ask(method="GET", path="/health")
 #: Given to LMDeploy's servers as a text: nothing of ours has to be installed beside it.

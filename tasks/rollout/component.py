@@ -23,8 +23,7 @@ from tasks.ray.dashboard import CLUSTERS_VARIABLE
 from tasks.record.events import Emit, Event
 from tasks.record.growing import LogFile
 from tasks.record.places import AttemptPlace
-from tasks.rollout.building import LOOPBACK, is_loopback, planned, ports_needed
-from tasks.rollout.topology import TopologyPlan
+from tasks.rollout.topology import LOOPBACK, TopologyPlan, is_loopback, planned, ports_needed
 from tasks.spec.errors import Fault
 from tasks.spec.placeholders import ROLLOUT_ENGINES, ROLLOUT_URL, uses_in
 from tasks.spec.probes import LiveProbe, ReadyProbe

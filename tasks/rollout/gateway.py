@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tasks.processes import tree
 from tasks.processes.ports import user_of_connection
-from tasks.rollout.building import is_loopback
+from tasks.rollout.backends import Ask
 from tasks.rollout.clock import now_s
 from tasks.rollout.fleet import Fleet
 from tasks.rollout.forwarding import (
@@ -38,7 +38,7 @@ from tasks.rollout.forwarding import (
 from tasks.rollout.http1 import Answer, HttpRequest, Malformed, ServerConnection
 from tasks.rollout.metrics import Metrics
 from tasks.rollout.sync import InFlight, NoSuchSync
-from tasks.rollout.topology import Ask
+from tasks.rollout.topology import is_loopback
 from tasks.spec.errors import MusterError
 from tasks.spec.words import commas
 

@@ -16,10 +16,11 @@ import math
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
+from tasks.rollout.backends import Ask
 from tasks.rollout.clock import ended, now_s, within
 from tasks.rollout.probing import FleetParts, NoReply
 from tasks.rollout.registry import GroupView
-from tasks.rollout.topology import Ask, ServerSlot
+from tasks.rollout.topology import ServerSlot
 from tasks.spec.errors import LostContact
 
 _log = logging.getLogger(__name__)

@@ -15,8 +15,9 @@ from tasks.processes import tree
 from tasks.processes.guarded import Command, Forked, GuardedProcess
 from tasks.processes.ports import is_listened, listeners
 from tasks.record.causes import find_cause, last_lines, read_tail
+from tasks.rollout.backends import Ask
 from tasks.rollout.probing import Death, HttpProber, StartFailed
-from tasks.rollout.topology import Ask, ServerSlot
+from tasks.rollout.topology import ServerSlot
 from tasks.spec.failure_kinds import FailureKind
 
 #: What a guardian needs after a SIGKILL to reap, and to report what is stuck.

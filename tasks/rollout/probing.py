@@ -13,9 +13,10 @@ from typing import Any, Protocol
 import aiohttp
 
 from tasks.record.events import Emit
+from tasks.rollout.backends import Ask, Questions
 from tasks.rollout.clock import now_s
 from tasks.rollout.registry import Registry
-from tasks.rollout.topology import Ask, FleetSettings, Questions, ServerSlot
+from tasks.rollout.topology import FleetSettings, ServerSlot
 
 #: Of a bad answer's text.
 _SHOWN_CHARACTERS = 300

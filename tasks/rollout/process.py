@@ -31,21 +31,23 @@ from tasks.processes.progress import ever_more_seldom
 from tasks.processes.registry import RegisterEntry, enter, leave
 from tasks.record.disk import DiskThread
 from tasks.record.events import Emit, Event, EventLog
-from tasks.rollout.building import (
-    LOOPBACK,
-    Addresses,
-    build,
-    names_devices,
-    nodes_needed,
-    ports_needed,
-)
 from tasks.rollout.component import PLAN_ENV, FleetPlan
 from tasks.rollout.fleet import Fleet, FleetFailed
 from tasks.rollout.forwarding import RequestRules
 from tasks.rollout.gateway import Gateway
 from tasks.rollout.local_host import LocalHost
 from tasks.rollout.probing import HttpProber, NoHost, ServerHost
-from tasks.rollout.topology import ServerSlot, TopologyPlan, settings_of
+from tasks.rollout.topology import (
+    LOOPBACK,
+    Addresses,
+    ServerSlot,
+    TopologyPlan,
+    build,
+    names_devices,
+    nodes_needed,
+    ports_needed,
+    settings_of,
+)
 from tasks.spec.rollout import Rollout
 from tasks.spec.run import FLEET, VISIBLE
 from tasks.spec.secrets import masked_logs

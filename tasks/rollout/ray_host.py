@@ -34,10 +34,10 @@ from tasks.ray.submission import submission_id
 from tasks.ray.submit import wrapper_sources
 from tasks.record.outcome import signal_name
 from tasks.rollout.actor import SENT, PortKeeper, ServerActor
-from tasks.rollout.building import nodes_needed, planned
+from tasks.rollout.backends import Ask
 from tasks.rollout.component import FleetPlan
 from tasks.rollout.probing import Death, NoHost, StartFailed
-from tasks.rollout.topology import Ask, ServerSlot, TopologyPlan
+from tasks.rollout.topology import ServerSlot, TopologyPlan, nodes_needed, planned
 from tasks.spec.errors import LostContact
 from tasks.spec.run import FLEET
 

@@ -16,11 +16,12 @@ from dataclasses import dataclass, field
 
 from tasks.record.events import Emit
 from tasks.record.states import RUNNING, GroupState
+from tasks.rollout.backends import Ask
 from tasks.rollout.clock import ended, now_s, pause_s, within
 from tasks.rollout.health import Health
 from tasks.rollout.probing import FleetParts, Rebind, StartFailed
 from tasks.rollout.registry import GroupView
-from tasks.rollout.topology import Ask, ServerSlot
+from tasks.rollout.topology import ServerSlot
 from tasks.spec.words import commas
 
 _log = logging.getLogger(__name__)

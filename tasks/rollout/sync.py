@@ -15,12 +15,13 @@ from enum import Enum
 from typing import Any
 
 from tasks.record.states import GroupState
+from tasks.rollout.backends import Ask
 from tasks.rollout.clock import ended, now_s
 from tasks.rollout.health import Health
 from tasks.rollout.probing import FleetParts, Reply
 from tasks.rollout.recovery import Recovery
 from tasks.rollout.router import Router
-from tasks.rollout.topology import Ask, ServerSlot
+from tasks.rollout.topology import ServerSlot
 from tasks.spec.errors import IllegalTransition, MusterError
 from tasks.spec.placeholders import substituted
 from tasks.spec.words import commas

@@ -1,44 +1,27 @@
-"""Where every server of a fleet goes and what it runs: frozen data, checked as a whole.
+"""From a fleet's spec to its plan: how its engines are cut into servers, on which nodes these are,
+which ports they need, and what each runs: frozen data, checked as a whole. Pure: the same spec
+gives the same plan everywhere.
 
 Ranks are numbered over the whole fleet, engine by engine: rank r is one GPU (one process of the
 backend `command`). A server is called by the first of its ranks.
-Beside them the numbers of a fleet's health and recovery.
+Beside that the numbers of a fleet's health and recovery.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from ipaddress import ip_address
+from itertools import chain
 from typing import Any, TypeVar
 
+from tasks.rollout.backends import Backend, Place, Questions, backend_of
 from tasks.spec.rollout import UNLIMITED, Rollout
+from tasks.spec.run import VISIBLE
+from tasks.spec.values import texts
 from tasks.spec.words import commas
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
-    """One HTTP request to a server."""
-
-    method: str
-    #: Begins with `/`.
-    path: str
-    #: Sent as JSON; None: no body.
-    body: Mapping[str, Any] | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Questions:
-    """What the servers of a fleet are asked."""
-
-    #: 200 says that the server may be sent requests.
-    ready: Ask
-    #: 200 says that a token was generated just now; None where the backend has no such request.
-    token: Ask | None
-    #: By which it stops where it is, with what it generates, and goes on later; None: it can't.
-    pause: Ask | None = None
-    resume: Ask | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,6 +160,205 @@ def _again(fault: str, found: Iterable[T], seen: set[T]) -> Iterator[str]:
         if one in seen:
             yield f"{fault}: {one}"
         seen.add(one)
+
+
+#: Where servers of this machine are.
+LOOPBACK = "127.0.0.1"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches it, as far as an address or name tells."""
+    bare = host.removeprefix("[").removesuffix("]")
+    if bare.lower() == "localhost":
+        return True
+    try:
+        return ip_address(bare).is_loopback
+    except ValueError:
+        return False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Addresses:
+    """Where a fleet's servers are. A group gets new ports by building it with others."""
+
+    #: By node index, as the gateway and the other nodes reach them.
+    hosts: tuple[str, ...]
+    #: By the names of `ports_needed`.
+    ports: Mapping[str, int]
+    #: The GPUs that a local fleet may use, in the order of its ranks; empty: 0, 1, 2 and so on.
+    devices: tuple[str, ...] = ()
+    #: Of these: nvidia | amd | ascend.
+    kind: str = "nvidia"
+
+
+def ports_needed(
+    fleet: Rollout, node_gpus: int | None = None, engines: Collection[int] | None = None
+) -> dict[str, int]:
+    """`node[name]`: every port that the fleet needs, engine by engine: `server.0` for the server of
+    rank 0, `engine.0` for where engine 0 meets.
+
+    Args:
+        engines: only what these need; None: all.
+
+    Raises: ValueError, as `build` does.
+    """
+    backend = backend_of(fleet)
+    needs: dict[str, int] = {}
+    for engine in range(fleet.engines) if engines is None else engines:
+        servers = _places(fleet, engine, nodes_of(fleet, engine, node_gpus))
+        if backend.meets:
+            needs[f"engine.{engine}"] = servers[0].node
+        listening = (place for place in servers if backend.has_api(place.index))
+        needs |= {f"server.{place.rank}": place.node for place in listening}
+    return needs
+
+
+def nodes_needed(fleet: Rollout, node_gpus: int | None = None) -> int:
+    """How many nodes the fleet is planned on, so many hosts it needs."""
+    engines = range(fleet.engines)
+    return 1 + max(node for engine in engines for node in nodes_of(fleet, engine, node_gpus))
+
+
+def nodes_of(fleet: Rollout, engine: int, node_gpus: int | None = None) -> tuple[int, ...]:
+    """The nodes that an engine spans, which may be more than have a server of it."""
+    sizes = fleet.sizes
+    on_a_node = sizes.gpus // sizes.nodes
+    if node_gpus is not None and on_a_node > node_gpus:
+        raise ValueError(f"an engine needs {on_a_node} GPUs of one node, which has {node_gpus}")
+    if sizes.nodes > 1:
+        return tuple(range(engine * sizes.nodes, (engine + 1) * sizes.nodes))
+    if node_gpus is not None and sizes.gpus:
+        return (engine // (node_gpus // sizes.gpus),)
+    return (engine if fleet.placement == "ray" else 0,)
+
+
+def build(fleet: Rollout, addresses: Addresses, node_gpus: int | None = None) -> TopologyPlan:
+    """The plan of a fleet at these addresses.
+
+    Args:
+        addresses: a host for each of `nodes_needed`, a port for each of `ports_needed`.
+        node_gpus: GPUs on each node; engines are packed onto nodes by them. None: an engine of one
+            node has that node to itself on Ray, and all of them are on one machine otherwise.
+
+    Raises: ValueError, when an engine needs more of a node than that has, or there are too few
+        hosts or devices; KeyError, when a port that is needed is not there.
+    """
+    backend = backend_of(fleet)
+    shown = _shown(fleet, addresses)
+    engines: list[Engine] = []
+    for index in range(fleet.engines):
+        nodes = nodes_of(fleet, index, node_gpus)
+        if nodes[-1] >= len(addresses.hosts):
+            raise ValueError(f"engine {index} is on node {nodes[-1]}, of which there is no host")
+        meeting: tuple[str, int] | None = None
+        if backend.meets:
+            meeting = (addresses.hosts[nodes[0]], addresses.ports[f"engine.{index}"])
+        places = [
+            replace(
+                place,
+                host=addresses.hosts[place.node],
+                port=addresses.ports[f"server.{place.rank}"]
+                if backend.has_api(place.index)
+                else None,
+                meeting=meeting,
+            )
+            for place in _places(fleet, index, nodes)
+        ]
+        engines.append(
+            Engine(
+                ranks=tuple(rank for place in places for rank in place.ranks),
+                nodes=nodes,
+                dist_init=None if meeting is None else f"{meeting[0]}:{meeting[1]}",
+                servers=tuple(_slot(backend, place, places, shown) for place in places),
+            )
+        )
+    return TopologyPlan(
+        engines=tuple(engines), questions=backend.questions(), placement=fleet.placement
+    )
+
+
+def planned(fleet: Rollout, node_gpus: int | None = None) -> TopologyPlan:
+    """The plan of a fleet at hosts and ports that stand in for those that a run finds: `node-0`,
+    `node-1` and so on, a local one at 127.0.0.1, and ports from 30000 on.
+
+    Raises: ValueError, as `build` does.
+    """
+    is_local, nodes = fleet.placement == "local", range(nodes_needed(fleet, node_gpus))
+    hosts = tuple(LOOPBACK if is_local else f"node-{node}" for node in nodes)
+    ports = {name: 30000 + number for number, name in enumerate(ports_needed(fleet, node_gpus))}
+    return build(fleet, Addresses(hosts=hosts, ports=ports), node_gpus)
+
+
+def _places(fleet: Rollout, engine: int, nodes: Sequence[int]) -> tuple[Place, ...]:
+    """The servers of an engine in the order of their ranks, without addresses."""
+    sizes = fleet.sizes
+    width, first = sizes.ranks // sizes.servers, engine * sizes.ranks
+    return tuple(
+        Place(
+            engine=engine,
+            index=index,
+            ranks=tuple(range(first + index * width, first + (index + 1) * width)),
+            node=nodes[index * len(nodes) // sizes.servers],
+        )
+        for index in range(sizes.servers)
+    )
+
+
+def _slot(
+    backend: Backend, place: Place, engine: Sequence[Place], shown: Mapping[str, Sequence[str]]
+) -> ServerSlot:
+    """
+    Args:
+        shown: `devices[variable]`, of the fleet's ranks.
+    """
+    fleet = backend.fleet
+    env = {**texts(fleet.env), **backend.env(place)}
+    for variable, devices in shown.items():
+        env[variable] = ",".join(devices[rank] for rank in place.ranks)
+    is_entrypoint = backend.is_entrypoint(place.index)
+    # An entrypoint stands for its own ranks and for those of the servers that have none.
+    others = [one for one in engine if not backend.is_entrypoint(one.index)]
+    updated = place.ranks + tuple(rank for one in others for rank in one.ranks)
+    words = (*backend.argv(place), *(fleet.args or ()))
+    return ServerSlot(
+        rank=place.rank,
+        engine=place.engine,
+        node=place.node,
+        bundles=place.ranks if fleet.sizes.gpus else (),
+        weight_ranks=updated if is_entrypoint else (),
+        is_entrypoint=is_entrypoint,
+        host=place.host,
+        port=place.port,
+        argv=tuple(map(place.filled, words)),
+        env={name: place.filled(text) for name, text in env.items()},
+    )
+
+
+def names_devices(env: Mapping[str, object]) -> bool:
+    """Whether variables say which accelerators of a machine are to be used."""
+    return any(variable in env for variable in chain(*VISIBLE.values()))
+
+
+def _shown(fleet: Rollout, addresses: Addresses) -> dict[str, tuple[str, ...]]:
+    """`devices[variable]`: the GPU of each rank of a local fleet, by each variable that shows it;
+    empty where no GPUs are asked for, and on Ray, which gives an actor its GPUs itself."""
+    needed = fleet.engines * fleet.sizes.gpus
+    if fleet.placement != "local" or not needed:
+        return {}
+    variables = VISIBLE[addresses.kind]
+    devices = addresses.devices
+    if not devices and names_devices(fleet.env):
+        # By the accelerators of this machine, unless the fleet means others.
+        kinds = (addresses.kind, *VISIBLE)
+        named = texts(fleet.env)
+        variables = next(v for v in map(VISIBLE.__getitem__, kinds) if {*v} & fleet.env.keys())
+        written = next((named[one] for one in variables if one in named), "")
+        devices = tuple(one for one in written.split(",") if one)
+    devices = devices or tuple(map(str, range(needed)))
+    if len(devices) < needed:
+        found = f"{variables[0]} names {len(devices)}: {', '.join(devices)}"
+        raise ValueError(f"the fleet needs {needed} GPUs, and {found}")
+    return dict.fromkeys(variables, devices)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,10 +22,11 @@ from typing import Any
 import httpx
 
 from tasks.processes.ports import listeners
+from tasks.rollout.backends import Ask
 from tasks.rollout.health import Health
 from tasks.rollout.probing import FleetParts, HttpProber
 from tasks.rollout.registry import Registry
-from tasks.rollout.topology import Ask, FleetSettings
+from tasks.rollout.topology import FleetSettings
 from tasks.spec.rollout import FleetHealth
 from tests.benchmarks.report import Result, Row, say
 from tests.faults.fleet_chaos import plan_in, serving

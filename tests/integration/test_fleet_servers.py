@@ -25,17 +25,11 @@ import pytest
 
 from tasks.processes import tree
 from tasks.record.states import GroupState
+from tasks.rollout.backends import Ask, Questions
 from tasks.rollout.fleet import Fleet
 from tasks.rollout.local_host import LocalHost
 from tasks.rollout.probing import HttpProber
-from tasks.rollout.topology import (
-    Ask,
-    Engine,
-    FleetSettings,
-    Questions,
-    ServerSlot,
-    TopologyPlan,
-)
+from tasks.rollout.topology import Engine, FleetSettings, ServerSlot, TopologyPlan
 from tests.support.fleet_fakes import loops
 from tests.support.stage import DEADLINE_S, RUN_ID, Stage, free_port, is_alive
 

@@ -21,11 +21,11 @@ from typing import Any
 import aiohttp
 import pytest
 
+from tasks.rollout.backends import Ask
 from tasks.rollout.forwarding import ANY_PATH, RequestRules
 from tasks.rollout.gateway import Gateway
 from tasks.rollout.router import Entrypoint, Router
 from tasks.rollout.sync import InFlight, NoSuchSync
-from tasks.rollout.topology import Ask
 from tasks.spec.errors import MusterError
 from tests.support.dummy_server import DummyServer
 

@@ -16,9 +16,10 @@ import pytest_asyncio
 from tasks.processes import tree
 from tasks.processes.guarded import Forked
 from tasks.processes.ports import is_listened
+from tasks.rollout.backends import Ask
 from tasks.rollout.local_host import LocalHost
 from tasks.rollout.probing import Death, StartFailed
-from tasks.rollout.topology import Ask, ServerSlot
+from tasks.rollout.topology import ServerSlot
 from tests.support.stage import DEADLINE_S, RUN_ID, Stage, free_port, is_alive
 
 pytestmark = pytest.mark.asyncio

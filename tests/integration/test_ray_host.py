@@ -20,9 +20,10 @@ import ray
 from tasks.ray.dashboard import Credentials
 from tasks.ray.submit import wrapper_sources
 from tasks.ray.usage import ClusterLook
+from tasks.rollout.backends import Ask
 from tasks.rollout.probing import Death, NoHost, StartFailed
 from tasks.rollout.ray_host import RayHost
-from tasks.rollout.topology import Ask, ServerSlot
+from tasks.rollout.topology import ServerSlot
 from tests.support.ray_cluster import RAY_ENV, RayCluster
 
 #: Answers each GET with 200, and has a child that left its session.

@@ -13,17 +13,11 @@ from random import Random
 from typing import Any
 
 from tasks.record.states import GroupState
+from tasks.rollout.backends import Ask, Questions
 from tasks.rollout.fleet import Fleet
 from tasks.rollout.probing import Death, NoReply, Rebind, Reply, StartFailed
 from tasks.rollout.sync import InFlight
-from tasks.rollout.topology import (
-    Ask,
-    Engine,
-    FleetSettings,
-    Questions,
-    ServerSlot,
-    TopologyPlan,
-)
+from tasks.rollout.topology import Engine, FleetSettings, ServerSlot, TopologyPlan
 from tasks.spec.errors import LostContact
 from tests.support.fleet_clock import now_s
 

@@ -19,7 +19,7 @@ from tasks.processes.probes import until_yes
 from tasks.record.causes import RULES, find_cause, read_rules
 from tasks.record.states import RunState
 from tasks.rollout.backends import BACKENDS
-from tasks.rollout.building import planned
+from tasks.rollout.topology import planned
 from tasks.spec.errors import InvalidSpec
 from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.loading import parse_spec

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from tasks.record.states import MOVES, SERVING, GroupState
+from tasks.rollout.backends import Ask
 from tasks.rollout.registry import GroupView
 from tasks.rollout.router import Entrypoint
 from tasks.rollout.sync import InFlight, NoSuchSync, SyncRefused
-from tasks.rollout.topology import Ask
 from tests.support.fleet_clock import now_s, run
 from tests.support.fleet_fakes import Stage, loops, plan_of
 

@@ -14,8 +14,8 @@ from tasks.record.events import Event
 from tasks.record.outcome import Exit, Failure, Verdict
 from tasks.record.places import AttemptPlace
 from tasks.record.states import RunState
+from tasks.rollout.backends import Ask
 from tasks.rollout.sync import InFlight
-from tasks.rollout.topology import Ask
 from tasks.spec.failure_kinds import FailureKind
 from tests.support.fleet_clock import in_virtual_time
 from tests.support.fleet_fakes import serving

@@ -16,11 +16,11 @@ from ray import cloudpickle
 
 from tasks.rollout import ray_host as fleet_on_ray
 from tasks.rollout.actor import SENT, PortKeeper
-from tasks.rollout.building import planned
 from tasks.rollout.component import FleetPlan
 from tasks.rollout.probing import NoHost
 from tasks.rollout.process import Places
 from tasks.rollout.ray_host import bundles_of, moved
+from tasks.rollout.topology import planned
 from tasks.spec.rollout import Rollout
 
 pytestmark = pytest.mark.asyncio

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from tasks.rollout.backends import Ask
 from tasks.rollout.probing import HttpProber, NoReply
-from tasks.rollout.topology import Ask
 
 HEALTH = Ask(method="GET", path="/health")
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[Any, Any, None]]

@@ -7,10 +7,10 @@ import asyncio
 import pytest
 
 from tasks.record.states import GroupState
+from tasks.rollout.backends import Ask, Questions
 from tasks.rollout.fleet import EngineRefused
 from tasks.rollout.router import WaitingLine
 from tasks.rollout.sync import InFlight, NoSuchSync, SyncRefused
-from tasks.rollout.topology import Ask, Questions
 from tests.support.fleet_clock import in_virtual_time, now_s
 from tests.support.fleet_fakes import READY, TOKEN, Stage, loops, plan_of, serving
 

@@ -14,8 +14,6 @@ from tasks.processes.component import AttemptPlan
 from tasks.processes.containment import Containment, Level
 from tasks.record.events import Event, EventLog
 from tasks.record.places import AttemptPlace
-from tasks.rollout.building import is_loopback
-from tasks.rollout.building import planned as topology
 from tasks.rollout.component import (
     TOKEN_ENV,
     FleetPlan,
@@ -26,6 +24,8 @@ from tasks.rollout.component import (
     prepare_fleet,
 )
 from tasks.rollout.process import devices_of
+from tasks.rollout.topology import is_loopback
+from tasks.rollout.topology import planned as topology
 from tasks.show.view import RunSeen
 from tasks.spec.errors import Fault
 from tasks.spec.loading import ports_needed

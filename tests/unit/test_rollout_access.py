@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from tasks.rollout.building import is_loopback
 from tasks.rollout.gateway import Access
+from tasks.rollout.topology import is_loopback
 
 
 @pytest.mark.parametrize(

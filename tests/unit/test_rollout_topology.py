@@ -7,8 +7,16 @@ from typing import Any
 
 import pytest
 
-from tasks.rollout.building import Addresses, build, nodes_needed, ports_needed
-from tasks.rollout.topology import Ask, Engine, Questions, ServerSlot, TopologyPlan
+from tasks.rollout.backends import Ask, Questions
+from tasks.rollout.topology import (
+    Addresses,
+    Engine,
+    ServerSlot,
+    TopologyPlan,
+    build,
+    nodes_needed,
+    ports_needed,
+)
 from tasks.spec.rollout import Rollout
 
 ALL = tuple(range(16))

@@ -19,8 +19,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tasks.rollout.building import Addresses, build, nodes_needed, ports_needed
-from tasks.rollout.topology import TopologyPlan
+from tasks.rollout.topology import Addresses, TopologyPlan, build, nodes_needed, ports_needed
 from tasks.spec.rollout import Rollout
 from tests.peers import pip
 from tests.peers.backends import facts, reading
