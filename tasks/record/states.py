@@ -1,12 +1,10 @@
-"""The states of a run and the moves between them.
-
-The states of a lifecycle group of servers, and the moves between them.
-"""
+"""The states of a run and of a lifecycle group of servers, and the moves between them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import Enum
+from itertools import pairwise
 
 from tasks.spec.errors import IllegalTransition
 
@@ -73,15 +71,10 @@ def moves_of_recovery(before: RunState, after: RunState) -> tuple[RunState, ...]
     """
     if before is after:
         return ()
-    if after in LEGAL_MOVES[before]:
-        return (after,)
-    if RunState.STOPPING in LEGAL_MOVES[before]:
-        check_move(RunState.STOPPING, after)
-        return (RunState.STOPPING, after)
-    if RunState.STARTING in LEGAL_MOVES[before]:
-        # Its first component may have begun before the record could say so.
-        check_move(RunState.STOPPING, after)
-        return (RunState.STARTING, RunState.STOPPING, after)
+    # The last: its first component may have begun before the record could say so.
+    for moves in ((after,), (_S.STOPPING, after), (_S.STARTING, _S.STOPPING, after)):
+        if all(to in LEGAL_MOVES[state] for state, to in pairwise((before, *moves))):
+            return moves
     raise IllegalTransition(f"a lost run can't go from {before.value} to {after.value}")
 
 

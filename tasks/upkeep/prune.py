@@ -45,7 +45,7 @@ from tasks.server.flow_runs import (
 from tasks.show.arguments import EXIT_DONE, EXIT_FAILED
 from tasks.spec.errors import BadArgument
 from tasks.upkeep.parked import parked_runs
-from tasks.upkeep.report import Done, Pruned
+from tasks.upkeep.report import Pruned
 from tasks.upkeep.retention import (
     Act,
     Found,
@@ -170,7 +170,7 @@ def _ending(record: Path) -> tuple[float, str]:
     return content.ended_at, ""
 
 
-def _carry_out(step: Step, keep: Retention) -> Done | None:
+def _carry_out(step: Step, keep: Retention) -> Step | None:
     """None where the run has been begun again since it was looked at."""
     directory = step.run.directory
     _, held = _ending(RunPlace(directory=directory).record)
@@ -188,7 +188,7 @@ def _carry_out(step: Step, keep: Retention) -> Done | None:
     except OSError as error:
         problem = str(error)
     freed = sum(before.values()) - sum(sizes(directory).values())
-    return Done(step=step, freed_bytes=freed, problem=problem)
+    return replace(step, freed_bytes=freed, problem=problem)
 
 
 def _rotate_stack_logs(home: Path) -> Iterator[Path]:

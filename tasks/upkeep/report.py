@@ -104,17 +104,6 @@ def _pids(pids: Sequence[int]) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Done:
-    """One step that was carried out."""
-
-    step: Step
-    #: Bytes that the disk has got back.
-    freed_bytes: int
-    #: What went wrong; empty where nothing did. The next prune tries again.
-    problem: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Pruned:
     """One prune of a MUSTER_HOME."""
 
@@ -123,7 +112,7 @@ class Pruned:
     plan: PrunePlan
     #: The plan was only shown.
     is_dry: bool
-    done: tuple[Done, ...] = ()
+    done: tuple[Step, ...] = ()
     #: Logs of the stack that were cut.
     rotated: tuple[Path, ...] = ()
     #: Flow runs of the upkeep that were deleted from the server.
@@ -138,17 +127,13 @@ class Pruned:
         return bool(self.done or self.rotated or self.flow_runs or self.codes)
 
     @property
-    def freed_bytes(self) -> int:
-        return sum(done.freed_bytes for done in self.done)
-
-    @property
     def has_problem(self) -> bool:
         return bool(self.open) or any(done.problem for done in self.done)
 
     @property
     def summary(self) -> str:
         """One line."""
-        steps = [done.step for done in self.done] if not self.is_dry else list(self.plan.steps)
+        steps = self.plan.steps if self.is_dry else self.done
         removed = sum(step.act is Act.REMOVE for step in steps)
         packed = len(steps) - removed
         if self.is_dry:
@@ -161,7 +146,8 @@ class Pruned:
         else:
             parts = [f"removed the files of {counted(removed, 'run')}" if removed else ""]
             parts += [f"compressed the logs of {counted(packed, 'run')}" if packed else ""]
-            parts += [f"{size_text(self.freed_bytes)} freed" if self.done else ""]
+            freed = size_text(sum(step.freed_bytes for step in steps))
+            parts += [f"{freed} freed" if steps else ""]
             parts += [f"removed {counted(self.codes, 'file')} of code" if self.codes else ""]
             parts += [f"cut {len(self.rotated)} logs of the stack" if self.rotated else ""]
             parts += [f"deleted {self.flow_runs} flow runs of the upkeep" if self.flow_runs else ""]
@@ -172,9 +158,9 @@ class Pruned:
         """One for each run that is concerned, and the summary."""
         if self.is_dry:
             for step in self.plan.steps:
-                yield _line(step, step.run.removable_bytes, "")
-        for done in self.done:
-            yield _line(done.step, done.freed_bytes, done.problem)
+                yield _line(step, step.run.removable_bytes)
+        for step in self.done:
+            yield _line(step, step.freed_bytes)
         for run in self.plan.held:
             yield f"{'keep':8} {size_text(run.size_bytes):>10}  {run.run_id}: {run.held}"
         if self.plan.over_bytes:
@@ -188,7 +174,7 @@ class Pruned:
         head = ("run", "done", "why", "freed", "problem")
         rows = [
             (
-                *(one.step.run.run_id, one.step.act.value, one.step.why),
+                *(one.run.run_id, one.act.value, one.why),
                 *(size_text(one.freed_bytes), text(one.problem)),
             )
             for one in self.done
@@ -196,7 +182,7 @@ class Pruned:
         return f"{said}\n\n{table(head, rows)}" if rows else said
 
 
-def _line(step: Step, size: int, problem: str) -> str:
+def _line(step: Step, size: int) -> str:
     freed = size_text(size) if step.act is Act.REMOVE or size else ""
     text = f"{step.act.value:8} {freed:>10}  {step.run.run_id}: {step.why}"
-    return f"{text}; not all: {problem}" if problem else text
+    return f"{text}; not all: {step.problem}" if step.problem else text

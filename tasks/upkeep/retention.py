@@ -107,11 +107,15 @@ class Act(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """What is to be done with one run's directory, and why."""
+    """What is to be done, or was, with one run's directory, and why."""
 
     run: Found
     act: Act
     why: str
+    #: Once it was done: bytes that the disk has got back, and what went wrong, if anything did,
+    #: which the next prune tries again.
+    freed_bytes: int = 0
+    problem: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -78,8 +78,8 @@ def test_a_pruned_run_keeps_its_record_its_specs_and_its_outputs(muster_home: Pa
         "attempt-01/metrics.jsonl",
         "checkpoints/step-10/weights.bin",
     }
-    assert [done.step.act for done in pruned.done] == [Act.REMOVE]
-    assert pruned.freed_bytes > 0
+    assert [done.act for done in pruned.done] == [Act.REMOVE]
+    assert pruned.done[0].freed_bytes > 0
     assert prune_host(Retention()).done == ()
 
 
@@ -111,7 +111,7 @@ def test_logs_are_compressed_whole_and_nothing_else_is_touched(muster_home: Path
 
     pruned = prune_host(Retention())
 
-    assert [done.step.act for done in pruned.done] == [Act.COMPRESS]
+    assert [done.act for done in pruned.done] == [Act.COMPRESS]
     assert unpacked(run / "attempt-01" / "trainer.log.gz") == text
     assert not (run / "attempt-01" / "trainer.log").exists()
     assert (run / "attempt-01" / "events.jsonl").exists()
