@@ -23,7 +23,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict, TypeVar
@@ -191,30 +191,27 @@ def python_stacks(pids: Iterable[int], within_s: float) -> dict[int, list[dict[s
     if (spy := _py_spy()) is None:
         return stacks
     deadline = time.monotonic() + within_s
-    with ExitStack() as stack:
-        asked = []
-        for pid in [pid for pid in pids if _is_python(pid)][:_ASKED_AT_MOST]:
-            popen = subprocess.Popen(
-                # Without a pause of the process: one that is stopped would keep py-spy waiting.
-                [spy, "dump", "--nonblocking", "--json", "--pid", str(pid)],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-            )
-            stack.callback(popen.wait)
-            stack.callback(popen.kill)
-            asked.append((pid, popen))
-        for pid, popen in asked:
-            try:
-                said, _ = popen.communicate(timeout=max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                popen.kill()
-                said, _ = popen.communicate()
-            try:
-                threads = json.loads(said)
-                stacks[pid] = sorted(threads, key=lambda one: one["thread_name"] != "MainThread")
-            except ValueError:
-                stacks[pid] = said.decode(errors="replace") or "no answer in time"
+    asked = {
+        pid: subprocess.Popen(
+            # Without a pause of the process: one that is stopped would keep py-spy waiting.
+            [spy, "dump", "--nonblocking", "--json", "--pid", str(pid)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        for pid in [pid for pid in pids if _is_python(pid)][:_ASKED_AT_MOST]
+    }
+    for pid, popen in asked.items():
+        try:
+            said, _ = popen.communicate(timeout=max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            popen.kill()
+            said, _ = popen.communicate()
+        try:
+            threads = json.loads(said)
+            stacks[pid] = sorted(threads, key=lambda one: one["thread_name"] != "MainThread")
+        except ValueError:
+            stacks[pid] = said.decode(errors="replace") or "no answer in time"
     return stacks
 
 

@@ -602,15 +602,16 @@ def sweep_of(
         its: dict[str, Any] = {"run_id": run_id, "attempt": attempt, "component": component}
         report = await sweep(gcs_address, **its, within_s=within_s, over=over)
         if report.killed or not report.is_clean:
-            emit(
-                "job.swept",
-                killed=[str(swept) for swept in report.killed],
-                left=[str(swept) for swept in report.left],
-                unreached={node.name: node.why for node in report.unreached},
-            )
+            _tell(emit, report, str)
         return report
 
     return swept
+
+
+def _tell(emit: Emit, report: SweepReport, words: Callable[[Swept], str], **of: Any) -> None:
+    killed, left = ([words(one) for one in these] for these in (report.killed, report.left))
+    unreached = {node.name: node.why for node in report.unreached}
+    emit("job.swept", killed=killed, left=left, unreached=unreached, **of)
 
 
 #: Of the time for an examination, what each node has.
@@ -686,9 +687,10 @@ async def _ask_again(note: UnseenNote) -> AskedAgain:
     if away := [node for node in report.unreached if not node.node_id]:
         return not_asked(note, away[0].why)
     now = NotSeen(unseen=after.unseen, lost=(*before.lost, *after.lost))
-    _tell(note, report)
+    if report.killed:
+        _tell(EventLog(note.events).emit, report, _pid, component=note.component)
     if report.left:
-        open = f"outlived SIGKILL: {commas(_pids(report.left))}"
+        open = f"outlived SIGKILL: {commas(map(_pid, report.left))}"
     elif now.unseen:
         open = commas(f"{node} ({node.why})" for node in now.unseen)
         note.model_copy(update={"nodes": now.asked_again}).write()
@@ -706,28 +708,15 @@ def _found(
     seen = [f"node {node.name}" for node in noted if node.node_id in {*asked} - silent]
     if not noted and not silent:
         seen = ["every node"]
-    ended = [f"ended {one}" for one in _pids(report.killed)]
+    ended = [f"ended {_pid(one)}" for one in report.killed]
     if seen and not ended:
         ended = ["nothing of the job was left there"]
     return (*((f"{commas(seen)} was seen",) if seen else ()), *ended, *now.lost_in_words())
 
 
-def _tell(note: UnseenNote, report: SweepReport) -> None:
-    """Add to the events of the attempt."""
-    if not report.killed:
-        return
-    EventLog(note.events).emit(
-        "job.swept",
-        note.component,
-        killed=_pids(report.killed),
-        left=_pids(report.left),
-        unreached={node.name: node.why for node in report.unreached},
-    )
-
-
-def _pids(swept: Sequence[Swept]) -> list[str]:
-    """Without their command lines, in which secrets may stand."""
-    return [f"node {one.node}: pid {one.pid}" for one in swept]
+def _pid(one: Swept) -> str:
+    """Without its command line, in which secrets may stand."""
+    return f"node {one.node}: pid {one.pid}"
 
 
 def not_asked(note: UnseenNote, why: str) -> AskedAgain:
