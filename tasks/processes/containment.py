@@ -151,7 +151,6 @@ def _usable(parent: str) -> str:
 _START_WITHIN_S = 30.0
 #: Once its guardians have left, the kernel needs no longer, but for a process in D state.
 _END_WITHIN_S = 8.0
-_NAMESPACES = ("user", "pid", "mnt")
 
 
 class PidNamespace:
@@ -183,7 +182,7 @@ class PidNamespace:
             #: Of its first process, as seen from here.
             self.init_pid = int(said)
             self._init = os.pidfd_open(self.init_pid)
-            self._fds = [_namespace_of(self.init_pid, name) for name in _NAMESPACES]
+            self._fds = [_namespace_of(self.init_pid, name) for name in ("user", "pid", "mnt")]
         except BaseException:
             self._outside.kill()
             self._outside.wait()

@@ -180,8 +180,8 @@ class RunRegister:
                     raise RunHeld(errno.EBUSY, who)
                 time.sleep(_LOOK_EVERY_S)
         replace_file(self.directory / _OWNER, self._owner_text())
-        with suppress(OSError):
-            _set_aside(self.directory / _END)
+        with suppress(OSError), (self.directory / _END).open("wb") as f:
+            os.posix_fallocate(f.fileno(), 0, _END_BYTES)
         self._is_late = False
 
     @staticmethod
@@ -254,7 +254,9 @@ class LostRun:
         self.entries = _entries(directory, RegisterEntry)
         self.jobs = _entries(directory, JobEntry)
         #: How it ended, where its record could not be written.
-        self.end = _end_of(directory / _END)
+        self.end: RunJson | None = None
+        with suppress(OSError, ValueError):
+            self.end = RunJson.read(directory / _END)
 
     @property
     def is_of_this_boot(self) -> bool:
@@ -341,11 +343,6 @@ def _read(path: Path, model: type[_M]) -> _M | None:
         return None
 
 
-def _set_aside(path: Path) -> None:
-    with path.open("wb") as f:
-        os.posix_fallocate(f.fileno(), 0, _END_BYTES)
-
-
 def _keep_end(path: Path, record: RunJson) -> None:
     """Write how a run ended over the room that was set aside, which takes no more of it."""
     attempts: tuple[AttemptRecord, ...] = ()
@@ -362,12 +359,6 @@ def _keep_end(path: Path, record: RunJson) -> None:
             os.pwrite(fd, text.ljust(_END_BYTES), 0)
         finally:
             os.close(fd)
-
-
-def _end_of(path: Path) -> RunJson | None:
-    with suppress(OSError, ValueError):
-        return RunJson.read(path)
-    return None
 
 
 def _try_lock(directory: Path) -> int | None:
