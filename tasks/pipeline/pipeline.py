@@ -406,10 +406,8 @@ def open_pipeline(spec: PipelineSpec) -> Iterator[Pipeline]:
 
 
 def with_code(client: SyncPrefectClient | None, pipeline: PipelineSpec, root: Path) -> PipelineSpec:
-    """The pipeline with the code of the project in each spec that stands in it.
-
-    Raises: InvalidSpec, NoCode, OSError.
-    """
+    """The pipeline with the code of the project in each of its specs. Raises: InvalidSpec, NoCode,
+    OSError."""
     written = pipeline.written()
     own: str | None = None
     for spec in filter(None, (stage.get("spec") for stage in written["stages"])):
@@ -431,9 +429,7 @@ def run_pipeline(
 ) -> int:
     """Run a pipeline file, or go on with a flow run of one, and show what happens.
 
-    Returns: 0 completed, 1 failed, 3 a stage can never fit, 130 interrupted.
-
-    Raises: InvalidSpec, BadArgument, NoServer, MusterError, ServerAway.
+    Returns: the exit code, see `exit_code_of`. Raises: MusterError.
     """
     if path is None and not resume:
         raise BadArgument("name a PIPELINE.yaml, or a flow run with --resume")

@@ -76,9 +76,7 @@ class Code:
 
 
 def put(root: Path) -> str:
-    """Keep a project as it is now; what git ignores is no part of it.
-
-    Returns: the name of its code.
+    """Keep a project as it is now, without what git ignores; the name of its code.
 
     Raises: InvalidSpec, where git can't list it, or it is too large; OSError.
     """
@@ -139,10 +137,7 @@ def check_out(code: Code, place: Path, fetch: Fetch = lambda _: None) -> None:
 
 
 def contents_of(tree: str) -> dict[str, str]:
-    """Of each file of a tree, what tells its content and mode from others'.
-
-    Raises: NoCode, where the tree is not here; OSError.
-    """
+    """Of each file of a tree what tells its content and mode. Raises: NoCode, OSError."""
     found = {}
     with tarfile.open(fileobj=io.BytesIO(read(tree))) as tar:
         for member in tar:
@@ -228,10 +223,7 @@ def names_in(text: str, fetch: Fetch = lambda _: None) -> set[str]:
 
 
 def forget(named: Collection[str], *, is_dry: bool = False) -> dict[str, int]:
-    """Remove what nothing names, and was not kept anew within a day.
-
-    Returns: the bytes of what was removed, by its name.
-    """
+    """Remove what nothing names, and was not kept anew within a day; its bytes, by its name."""
     gone = {}
     for path in sorted((muster_home() / "code").glob("*")):
         with suppress(FileNotFoundError):

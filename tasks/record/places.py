@@ -108,10 +108,7 @@ def make_server_password() -> str:
 
 
 def kept_secret(path: Path, make: Callable[[], str]) -> str:
-    """What a file for its user alone holds, made where it is not there.
-
-    Raises: OSError, where it can be neither read nor written.
-    """
+    """What a file for its user alone holds, made where it is not there. Raises: OSError."""
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
@@ -128,11 +125,8 @@ def kept_secret(path: Path, make: Callable[[], str]) -> str:
 
 
 def make_run_id(name: str, workload: str, flow_run_id: UUID, created: datetime) -> str:
-    """`<name>-<workload>-<YYYYMMDD>-<HHMMSS>-<8 hex>`, the same each time for one flow run.
-
-    Args:
-        created: when the flow run was created, aware; written in UTC.
-    """
+    """`<name>-<workload>-<YYYYMMDD>-<HHMMSS>-<8 hex>`, the same each time for one flow run, by the
+    UTC of its creation."""
     return f"{name}-{workload}-{created.astimezone(UTC):%Y%m%d-%H%M%S}-{flow_run_id.hex[-8:]}"
 
 

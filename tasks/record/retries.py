@@ -150,12 +150,7 @@ def decide(
 _STEP_BACK_S, _STEPS_BACK = 5.0, 3
 #: What a checkpoint may be blamed for.
 _BY_A_CHECKPOINT = frozenset(
-    {
-        FailureKind.USER_ERROR,
-        FailureKind.RUNTIME_ERROR,
-        FailureKind.NOT_READY,
-        FailureKind.UNKNOWN,
-    }
+    {FailureKind.USER_ERROR, FailureKind.RUNTIME_ERROR, FailureKind.NOT_READY, FailureKind.UNKNOWN}
 )
 
 

@@ -212,7 +212,8 @@ def enter_project_of(file: Path) -> None:
 
 
 def exit_code_of(state: State[Any]) -> int:
-    """Of a command, by the final state of its flow run."""
+    """Of a command, by the final state of its flow run: 0 completed, 1 failed, 3 it or a stage of
+    it can never fit, 130 interrupted."""
     if state.is_completed():
         return EXIT_COMPLETED
     if state.is_cancelled():

@@ -374,10 +374,7 @@ def state_of_closed(state: State[Any] | None, run: Closed | None, cause: str) ->
 def propose(
     client: SyncPrefectClient, flow_run_id: str, before: State[Any], after: State[Any]
 ) -> bool:
-    """Give a flow run a state, unless its state has changed since it was looked at.
-
-    Returns: whether it has it now.
-    """
+    """Give a flow run a state, unless its state has changed since; whether it has it now."""
     now = state_of(client, flow_run_id)
     if now is None or now.id != before.id:
         return False
@@ -423,10 +420,8 @@ def clear_process(client: SyncPrefectClient, flow_run_id: str) -> None:
 
 
 def process_tag() -> str:
-    """A tag for a flow run that this process creates for itself: no worker would say where it is.
-
-    It is there from the flow run's first moment on, before anything else could be noted of it.
-    """
+    """A tag that a flow run which this process creates for itself has from its first moment on: no
+    worker would say where it is."""
     me = ProcessId.of(os.getpid())
     return f"{_PROCESS_TAG}{host_name()}:{me.pid}:{me.start_ticks}"
 

@@ -120,10 +120,7 @@ def lasting_api_url() -> str | None:
 
 
 def secrets_here(spec: RunSpec) -> dict[str, str]:
-    """`secrets_of` the server of this context.
-
-    Raises: ServerAway; InvalidSpec, also where the server is a temporary one, which has no blocks.
-    """
+    """`secrets_of` the server of this context; a temporary one has none. Raises: ServerAway."""
     if not spec.secret_blocks:
         return {}
     if (api_url := lasting_api_url()) is None:
@@ -167,10 +164,7 @@ def _unread(spec: RunSpec, problems: Mapping[str, str], remedy: str) -> InvalidS
 
 
 def server_command(
-    home: Path,
-    port: int,
-    address: str = "127.0.0.1",
-    settings: Mapping[str, str] | None = None,
+    home: Path, port: int, address: str = "127.0.0.1", settings: Mapping[str, str] | None = None
 ) -> Command:
     """A Prefect server whose database lies in `home`; it reports to nobody, and of all pages of a
     browser only its own may ask it.

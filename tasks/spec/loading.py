@@ -40,9 +40,7 @@ _Loader.yaml_implicit_resolvers = {
 }
 _Loader.add_implicit_resolver(f"{_TAG}int", re.compile(f"(?:{_INT.pattern})$"), list("-0123456789"))
 _Loader.add_implicit_resolver(
-    f"{_TAG}float",
-    re.compile(f"(?:{_FLOAT.pattern}|{_NO_NUMBER.pattern})$"),
-    list("-+.0123456789"),
+    f"{_TAG}float", re.compile(f"(?:{_FLOAT.pattern}|{_NO_NUMBER.pattern})$"), list("-+.0123456789")
 )
 
 

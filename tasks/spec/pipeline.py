@@ -227,11 +227,7 @@ def _fold(stage: dict[str, Any], index: int) -> tuple[Fault, ...]:
 
 
 def _stage_faults(
-    stage: dict[str, Any],
-    index: int,
-    names: Sequence[str],
-    at: int,
-    hands_on: Mapping[str, bool],
+    stage: dict[str, Any], index: int, names: Sequence[str], at: int, hands_on: Mapping[str, bool]
 ) -> tuple[Fault, ...]:
     """What is wrong with a stage's spec, which is put in order where nothing is."""
     path, written = f"stages.{index}.spec", stage["spec"]

@@ -19,14 +19,7 @@ import yaml
 from pydantic import BeforeValidator, Field
 
 from tasks.spec.placeholders import mapping
-from tasks.spec.values import (
-    Count,
-    Model,
-    Refusal,
-    Text,
-    is_number,
-    refused,
-)
+from tasks.spec.values import Count, Model, Refusal, Text, is_number, refused
 
 Then = Literal["tell", "stop"]
 Finite = Annotated[float, Field(strict=True, allow_inf_nan=False)]

@@ -24,12 +24,7 @@ from tasks.server.flow_process import (
     exit_code_of,
 )
 from tasks.server.flow_runs import process_tag
-from tasks.server.server import (
-    lasting_api_url,
-    prefect_server,
-    quieten_prefect,
-    secrets_here,
-)
+from tasks.server.server import lasting_api_url, prefect_server, quieten_prefect, secrets_here
 from tasks.show.terminal import Terminal
 from tasks.spec.loading import load_spec
 from tasks.spec.programs import python_of
@@ -42,9 +37,7 @@ from tasks.train.session import check_spec
 def run_here(train: Callable[..., State[Any]], path: Path, overrides: Sequence[str] = ()) -> int:
     """Run a spec file and show what happens.
 
-    Returns: 0 completed, 1 failed, 3 it can never fit, 130 interrupted.
-
-    Raises: InvalidSpec, BadDevices, NoServer, ServerAway; nothing was started.
+    Returns: the exit code, see `exit_code_of`. Raises: MusterError; nothing was started.
     """
     spec = load_spec(path, overrides)
     enter_project_of(path)

@@ -85,11 +85,7 @@ class RunPage:
     thread; `tell` asks the server, from one thread only."""
 
     def __init__(
-        self,
-        run: RunSession,
-        flow_run: FlowRun,
-        *,
-        clock: Callable[[], float] = time.monotonic,
+        self, run: RunSession, flow_run: FlowRun, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._run = run
         self._clock = clock

@@ -71,7 +71,6 @@ def plan_of(
 
     Args:
         spec: with its placeholders and secrets filled in.
-        fleet: where the spec has one.
         adopted: the attempt in the run's record, where it was begun by another process.
     """
     return AttemptPlan(

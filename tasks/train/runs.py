@@ -188,10 +188,8 @@ def _record(place: RunPlace) -> RunJson | None:
 
 
 def find(name: str) -> Run:
-    """The run of that id, of a unique beginning of its id or its flow run's; or the `latest`.
-
-    Raises: BadArgument.
-    """
+    """The run of that id, of a unique beginning of its or its flow run's, or `latest`. Raises:
+    BadArgument."""
     known = runs()
     if name == "latest" and known:
         return known[0]
@@ -593,10 +591,7 @@ def logs(
 
 
 def last_attempt(run: Run, place: RunPlace, *, follow: bool = False) -> int:
-    """The number of its last attempt; where it is followed, once it has one.
-
-    Raises: BadArgument.
-    """
+    """The number of its last attempt, if followed, once it has one. Raises: BadArgument."""
     said = ""
     while True:
         if numbers := _attempts_in(place):

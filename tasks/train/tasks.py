@@ -32,13 +32,7 @@ from tasks.server.flow_process import (
     spec_here,
     started_by_others,
 )
-from tasks.server.flow_runs import (
-    STATE_OF,
-    ServerAway,
-    listed_clusters,
-    talking_to,
-    worker_of,
-)
+from tasks.server.flow_runs import STATE_OF, ServerAway, listed_clusters, talking_to, worker_of
 from tasks.server.server import lasting_api_url, secrets_here
 from tasks.show.failure import in_a_line
 from tasks.show.terminal import outlive_readers

@@ -202,11 +202,7 @@ def _left(run: RunSession, flow_run_id: UUID, state: State[Any], labels: Mapping
 
 
 def _handed_over(
-    run: RunSession,
-    api_url: str,
-    flow_run_id: UUID,
-    state: State[Any],
-    labels: Mapping[str, Any],
+    run: RunSession, api_url: str, flow_run_id: UUID, state: State[Any], labels: Mapping[str, Any]
 ) -> bool:
     try:
         with talking_to(api_url) as client:

@@ -295,8 +295,7 @@ def survey_cluster(address: str, shared: str | None, within_s: float) -> Survey:
         shared: The directory that has to be the same everywhere; None: MUSTER_HOME.
         within_s: For each of the steps: looking, comparing.
 
-    Raises: NotVisited, where the cluster can't be asked at all; OSError, where there can be no
-    MUSTER_HOME.
+    Raises: NotVisited, where the cluster can't be asked at all; OSError.
     """
     know(listed_clusters(PREFECT_API_URL.value()))
     place = Path(shared) if shared else muster_home()
@@ -436,10 +435,7 @@ def run_preflight(
     limits: Limits,
     within_s: float,
 ) -> int:
-    """Run the flow, and print what it found.
-
-    Returns: 0 every node is fit, 1 one is not or can't be asked, 2 the arguments are wrong.
-    """
+    """Run the flow, and print what it found; 1 where a node is not fit, or can't be asked."""
     problems = []
     if not address.startswith(("http://", "https://")):
         problems.append(f"--address {address}: the dashboard's URL is needed")

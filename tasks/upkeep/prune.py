@@ -90,7 +90,7 @@ def prune_host(keep: Retention | None = None, *, dry_run: bool = False) -> Prune
     except ServerAway as error:
         is_refused = isinstance(error, ServerRefuses)
         why = str(error) if is_refused else f"the Prefect server does not answer ({error})"
-        return replace(pruned, open=(f"nothing was pruned: {why}",))
+        return replace(pruned, open=f"nothing was pruned: {why}")
     found = survey(keep, frozenset(run_ids_in(named)))
     pruned = replace(pruned, plan=plan(found, keep, time.time()))
     steps = pruned.plan.steps
@@ -118,11 +118,7 @@ def publish(pruned: Pruned) -> None:
 
 
 def survey(keep: Retention, wanted: frozenset[str] = frozenset()) -> list[Found]:
-    """Every run's directory on this host.
-
-    Args:
-        wanted: run ids that flow runs which have not ended name.
-    """
+    """Every run's directory on this host; those that are wanted are named by open flow runs."""
     registered, parked = set(registered_runs()), set(parked_runs())
     # A run that was pruned needs what it has started from no more.
     here = sorted((muster_home() / "runs").glob("*"))

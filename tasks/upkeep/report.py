@@ -120,7 +120,7 @@ class Pruned:
     #: Of the code store: what nothing names.
     codes: int = 0
     #: What was left out, and why; empty where nothing was.
-    open: tuple[str, ...] = ()
+    open: str = ""
 
     @property
     def has_acted(self) -> bool:
@@ -152,7 +152,7 @@ class Pruned:
             parts += [f"cut {len(self.rotated)} logs of the stack" if self.rotated else ""]
             parts += [f"deleted {self.flow_runs} flow runs of the upkeep" if self.flow_runs else ""]
         text = ", ".join(filter(None, parts)) or "nothing to do"
-        return "; ".join(self.open) or text
+        return self.open or text
 
     def lines(self) -> Iterator[str]:
         """One for each run that is concerned, and the summary."""
