@@ -29,7 +29,7 @@ from prefect.context import SettingsContext
 from prefect.events.schemas.events import Event, RelatedResource, Resource
 from prefect.exceptions import ObjectNotFound, PrefectException
 
-from tasks.record.announcements import payload_of
+from tasks.record.events import payload_of
 
 _log = logging.getLogger(__name__)
 

@@ -14,8 +14,7 @@ from typing import Any
 from prefect.client.schemas.objects import FlowRun
 
 from tasks.processes.identity import host_name
-from tasks.record.announcements import ANNOUNCED_AS, PAYLOADS
-from tasks.record.events import Event, listening
+from tasks.record.events import ANNOUNCED_AS, PAYLOADS, Event, listening
 from tasks.record.states import RUNNING, GroupState, RunState
 from tasks.server.events import Announcer, announcer_here, of_run
 from tasks.server.server import lasting_api_url

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tasks.record.announcements import PAYLOADS
+from tasks.record.events import PAYLOADS
 from tasks.spec.words import code, commas, counted, size_text, table, text
 from tasks.upkeep.retention import Act, PrunePlan, Step
 

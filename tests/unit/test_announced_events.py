@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from tasks.record.announcements import ANNOUNCED_AS, PAYLOADS, payload_of
-from tasks.record.events import Event
+from tasks.record.events import ANNOUNCED_AS, PAYLOADS, Event, payload_of
 from tasks.record.outcome import Failure
 from tasks.record.places import AttemptPlace
 from tasks.record.states import RunState

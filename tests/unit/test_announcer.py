@@ -12,7 +12,7 @@ import pytest
 from prefect.client.schemas.objects import FlowRun, WorkPool
 from prefect.events.schemas.events import Event
 
-from tasks.record.announcements import payload_of
+from tasks.record.events import payload_of
 from tasks.server.events import Announcer, of_pool, of_run
 from tests.support.stage import wait_until
 from tests.support.web import serving
