@@ -1,7 +1,7 @@
 """The pipeline spec: runs in sequence, as frozen data; reading its files, and those of its stages.
 
-`PipelineSpec` is also the one parameter of the flow `pipeline`; what the form in the Prefect UI
-says of each key is in `form.toml`.
+`PipelineSpec` is also the one parameter of the flow `pipeline`, so titles, descriptions and
+examples here are the labels of the form in the Prefect UI.
 """
 
 from __future__ import annotations
@@ -49,11 +49,32 @@ _DEPLOYMENT = Worded(r"train/[^/\s]+", "a deployment of the flow train, such as 
 class Stage(Model):
     """One run of a pipeline."""
 
-    name: Annotated[Text, PART_NAME]
-    deployment: Annotated[Text, _DEPLOYMENT] | None = None
-    spec: Mapping[str, Any] | None = None
-    set: Mapping[DottedKey, Any] = Field(default_factory=dict)
-    checkpoint: Text | None = None
+    name: Annotated[Text, PART_NAME] = Field(
+        description="What later stages call it: ${stage.NAME.checkpoint}.", examples=["sft"]
+    )
+    deployment: Annotated[Text, _DEPLOYMENT] | None = Field(
+        None,
+        description="Through which its run is created, and whose spec it has unless one stands "
+        "here; left out: train/any.",
+        examples=["train/verl-sft"],
+    )
+    spec: Mapping[str, Any] | None = Field(
+        None,
+        description="The run spec; in a file of a pipeline also the name of a file of one. It may "
+        "use ${stage.NAME.checkpoint}, ${stage.NAME.run_dir} and ${stage.NAME.run_id} of the "
+        "stages before it, wherever a run spec may use placeholders.",
+    )
+    set: Mapping[DottedKey, Any] = Field(
+        default_factory=dict,
+        description="Changes to the spec, each by its path.",
+        examples=[{"progress.total": 20}],
+    )
+    checkpoint: Text | None = Field(
+        None,
+        description="What it hands on, as a path or pattern, with ${run.dir}, ${run.id} and "
+        "${attempt.dir}; left out: the checkpoint that the run would be resumed from.",
+        examples=["${run.dir}/hf/step-*"],
+    )
 
     @classmethod
     def rules(cls, written: Mapping[str, Any]) -> Iterator[Refusal]:
@@ -65,9 +86,17 @@ class Stage(Model):
 class PipelineSpec(Document):
     """Runs that follow each other, each when the one before has completed."""
 
-    name: Annotated[Text, SPEC_NAME]
-    tags: tuple[Text, ...] = ()
-    stages: tuple[Stage, ...]
+    name: Annotated[Text, SPEC_NAME] = Field(
+        description="What this pipeline is called; its flow runs' names begin with it.",
+        examples=["sft-then-grpo"],
+    )
+    tags: tuple[Text, ...] = Field(
+        (), description="Labels of the pipeline and of each of its runs.", examples=[["demo"]]
+    )
+    stages: tuple[Stage, ...] = Field(
+        description="Its runs, in this order.",
+        examples=[[{"name": "sft", "deployment": "train/verl-sft"}]],
+    )
 
     @classmethod
     def rules(cls, written: Mapping[str, Any]) -> Iterator[Refusal]:

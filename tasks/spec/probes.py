@@ -171,19 +171,50 @@ def _is_true(value: bool) -> bool:
 Pattern = Annotated[Text, AfterValidator(_is_pattern)]
 Url = Annotated[Text, AfterValidator(_is_url)]
 Address = Annotated[Text, BeforeValidator(_as_address)]
-Conditional = Annotated[Any, BeforeValidator(_condition)]
 
 
 class Probe(Model):
     """One bounded question to a component."""
 
-    http: Url | None = None
-    json_: Mapping[DottedKey, Conditional] | None = Field(None, alias="json")
-    tcp: Address | None = None
-    log: Pattern | None = None
-    file: Text | None = None
-    notify: Annotated[bool, Field(strict=True), AfterValidator(_is_true)] | None = None
-    alive_s: Seconds | None = None
+    http: Url | None = Field(
+        None,
+        title="HTTP",
+        description="Asks this address; any 2xx answer will do.",
+        examples=["http://127.0.0.1:${api.port}/info"],
+    )
+    json_: Mapping[DottedKey, Annotated[Any, BeforeValidator(_condition)]] | None = Field(
+        None,
+        alias="json",
+        title="JSON conditions",
+        description="What the answer to `http` must hold: keys joined by dots, each with the value "
+        "expected, or {not: value}, {min: number}, {max: number}.",
+        examples=[{"batch_size": {"not": -1}}],
+    )
+    tcp: Address | None = Field(
+        None,
+        title="TCP",
+        description="Connects to HOST:PORT, or to a port of this machine.",
+        examples=["127.0.0.1:${trainer.port}"],
+    )
+    log: Pattern | None = Field(
+        None,
+        description="Looks for this regular expression in the component's log.",
+        examples=["server is ready"],
+    )
+    file: Text | None = Field(
+        None,
+        description="Waits for this file; a relative path starts where the component runs.",
+        examples=["${attempt.dir}/registered"],
+    )
+    notify: Annotated[bool, Field(strict=True), AfterValidator(_is_true)] | None = Field(
+        None,
+        description="Waits for the component's own READY=1 (sd_notify); its last STATUS= is shown.",
+    )
+    alive_s: Seconds | None = Field(
+        None,
+        description="Only waits: still alive after so many seconds. Any other probe is better.",
+        examples=[5],
+    )
 
     @classmethod
     def rules(cls, written: Mapping[str, Any]) -> Iterator[Refusal]:
@@ -216,18 +247,28 @@ class Probe(Model):
 class ReadyProbe(Probe):
     """When a component may receive work: the next one starts only then. It asks one question."""
 
-    every_s: Seconds = 0.1
-    within_s: Seconds = 120
+    every_s: Seconds = Field(
+        0.1, description="The pause between two tries at first; it backs off to 1 s."
+    )
+    within_s: Seconds = Field(
+        120, description="Not ready after so many seconds: the run has failed as NOT_READY."
+    )
 
 
 class LiveProbe(Probe):
     """Whether a component that runs still works: after some misses in a row it does not. It asks
     one question, and may watch processes beside it."""
 
-    every_s: Seconds = 10
-    timeout_s: Seconds = 5
-    misses: Count = 3
-    processes: Pattern | None = None
+    every_s: Seconds = Field(10, description="The pause between two questions.")
+    timeout_s: Seconds = Field(5, description="An answer that takes longer is a miss.")
+    misses: Count = Field(3, description="So many in a row: the component has stalled.")
+    processes: Pattern | None = Field(
+        None,
+        description="A regular expression for the command lines of the component's own child "
+        "processes that must stay alive: once it is ready there must be one, and the end of any, "
+        "exit 0 included, is the end of the run. Alone, or beside another question.",
+        examples=["sglang::scheduler"],
+    )
 
     @classmethod
     def _asks_otherwise(cls, written: Mapping[str, Any]) -> bool:

@@ -393,19 +393,46 @@ UrlPath = Annotated[Text, Worded(r"/\S*", "a path on the server, such as /health
 class FleetToken(Model):
     """A request by which a server generates a token."""
 
-    path: UrlPath
-    json_: Mapping[str, Any] | None = Field(None, alias="json")
+    path: UrlPath = Field(
+        description="Where the request goes; 200 says that a token was generated.",
+        examples=["/v1/completions"],
+    )
+    json_: Mapping[str, Any] | None = Field(
+        None,
+        alias="json",
+        title="JSON",
+        description="Sent with POST; left out: GET.",
+        examples=[{"prompt": "1", "max_tokens": 1}],
+    )
 
 
 class FleetHealth(Model):
     """How the fleet's servers are asked whether they still work."""
 
-    interval_s: Seconds = 30
-    timeout_s: Seconds = 15
-    misses: Misses = 3
-    first_after_s: Seconds | None = None
-    path: UrlPath | None = None
-    token: FleetToken | None = None
+    interval_s: Seconds = Field(30, description="Between two sweeps of all servers.")
+    timeout_s: Seconds = Field(
+        15,
+        description="An answer that takes longer is a miss; more than the backend's own timeout.",
+    )
+    misses: Misses = Field(
+        3,
+        description="So many in a row: the server is inactive. 0: no sweeps at intervals; deaths "
+        "are seen and the check before training is made even so, where one bad answer is enough.",
+    )
+    first_after_s: Seconds | None = Field(
+        None, description="Of grace before a new server's first question; left out: one interval."
+    )
+    path: UrlPath | None = Field(
+        None,
+        description="For the backend command: 200 says that it may be asked; left out: /health.",
+        examples=["/health"],
+    )
+    token: FleetToken | None = Field(
+        None,
+        description="For the backend command: a request that generates a token; left out: none, "
+        "and a server whose engine is stuck behind a good /health is not found out.",
+        examples=[{"path": "/generate", "json": {"prompt": "1", "max_tokens": 1}}],
+    )
 
 
 UNLIMITED: Final = "unlimited"
@@ -424,48 +451,149 @@ Budget = Annotated[Count | Literal["unlimited"], BeforeValidator(_is_budget)]
 class FleetRecovery(Model):
     """How servers that failed are started again."""
 
-    budget: Budget | None = None
-    backoff_s: Seconds | None = None
-    max_backoff_s: Seconds | None = None
-    parallel: Count = 4
-    min_active: Count | None = None
+    budget: Budget | None = Field(
+        None,
+        description="Recoveries in all, where engines that fail together count once; then engines "
+        "that fail stay down. Left out: 3 for each engine, and 10 at least. unlimited: no end.",
+    )
+    backoff_s: Seconds | None = Field(
+        None,
+        title="Back-off (seconds)",
+        description="Before the second try in a row of one engine; it then grows.",
+    )
+    max_backoff_s: Seconds | None = Field(
+        None, title="Longest back-off (seconds)", description="How far the back-off grows."
+    )
+    parallel: Count = Field(4, description="Engines that recover at once.")
+    min_active: Count | None = Field(
+        None,
+        title="Least active",
+        description="Fewer active engines than this: the run has failed; left out: no such floor.",
+    )
 
 
 class FleetWeights(Model):
     """What the fleet's servers serve."""
 
-    initial: Literal["loaded", "stale"] | None = None
+    initial: Literal["loaded", "stale"] | None = Field(
+        None,
+        description="Until the trainer's first sync: loaded, the model as a server loaded it; "
+        "stale, nothing. Left out: loaded, and stale in an attempt that resumes from a "
+        "checkpoint.",
+    )
 
 
 class Rollout(Model):
     """A fleet of inference servers behind one gateway, `${rollout.url}`."""
 
-    backend: Backend | None = None
-    model: Text | None = None
-    engines: Count = 1
-    nodes_per_engine: Count = 1
-    gpus_per_node: Count | None = None
-    tensor_parallel: Count = 1
-    expert_parallel: Count = 1
-    data_parallel: Count = 1
-    dp_attention: Annotated[bool, Field(strict=True)] = False
-    command: Words | None = None
-    args: Words | None = None
-    env: Env = Field(default_factory=dict)
-    cwd: Text | None = None
-    stop: Stop = Field(default_factory=Stop)
-    start_within_s: Seconds = 1800
-    host: Text = "127.0.0.1"
-    require_token: bool = False
-    concurrency: Count | None = None
-    queue_size: Count = 16384
-    queue_timeout_s: Seconds = 1800
-    session_by_user: bool = False
-    paths: Words | None = None
-    health: FleetHealth = Field(default_factory=FleetHealth)
-    recovery: FleetRecovery = Field(default_factory=FleetRecovery)
-    weights: FleetWeights = Field(default_factory=FleetWeights)
-    placement: Literal["local", "ray"] = "local"
+    backend: Backend | None = Field(
+        None,
+        description="What serves the model: one of the three, or a command of your own.",
+        examples=["sglang"],
+    )
+    model: Text | None = Field(
+        None,
+        description="The model's path or name; not for the backend command.",
+        examples=["Qwen/Qwen3-8B"],
+    )
+    engines: Count = Field(1, description="Inference engines, each a set of ranks.")
+    nodes_per_engine: Count = Field(1, description="Nodes that one engine spans.")
+    gpus_per_node: Count | None = Field(
+        None,
+        title="GPUs per node",
+        description="GPUs of one engine on each node; left out: as many as its parallelism needs, "
+        "for the backend command none.",
+        examples=[8],
+    )
+    tensor_parallel: Count = Field(
+        1, title="Tensor parallelism", description="Ranks that share each tensor."
+    )
+    expert_parallel: Count = Field(
+        1,
+        title="Expert parallelism",
+        description="Ranks that share the experts; with LMDeploy each of them is an entrypoint.",
+    )
+    data_parallel: Count = Field(
+        1, title="Data parallelism", description="Replicas within one engine."
+    )
+    dp_attention: Annotated[bool, Field(strict=True)] = Field(
+        False,
+        title="DP attention",
+        description="For SGLang: the replicas are of attention only and lie within the ranks of "
+        "tensor parallelism, which ask for no further GPUs and may span nodes.",
+    )
+    command: Words | None = Field(
+        None,
+        description="The server, for the backend command: ${server.port} and ${server.host} are "
+        "where it is to listen, ${server.rank}, ${server.node} and ${server.group} say which it "
+        "is.",
+        examples=[["python", "serve.py", "--port", "${server.port}"]],
+    )
+    args: Words | None = Field(
+        None,
+        title="Arguments",
+        description="More arguments for each server.",
+        examples=[["--context-length", "8192"]],
+    )
+    env: Env = Field(
+        default_factory=dict,
+        title="Environment variables",
+        description="For the servers only; they win over the run's. {secret: BLOCK} in place of a "
+        "text is the value of a Prefect Secret block.",
+        examples=[{"SGLANG_HEALTH_CHECK_TIMEOUT": "10"}],
+    )
+    cwd: Text | None = Field(
+        None,
+        title="Working directory",
+        description="Relative to the project's root; left out: the run's.",
+    )
+    stop: Stop = Field(default_factory=Stop, description="How a server is asked to end.")
+    start_within_s: Seconds = Field(
+        1800, description="Until a started server has generated a token; else it has failed."
+    )
+    host: Text = Field(
+        "127.0.0.1",
+        description="The address of this machine on which the gateway listens.",
+        examples=["0.0.0.0"],
+    )
+    require_token: bool = Field(
+        False,
+        description="The gateway asks for a token on loopback, too, as it always does elsewhere; "
+        "without one it answers programs of its own user, and of root.",
+    )
+    concurrency: Count | None = Field(
+        None, description="Requests at once for each entrypoint; left out: no limit.", examples=[64]
+    )
+    queue_size: Count = Field(
+        16384, description="Requests that wait at the gateway at one time; more are refused."
+    )
+    queue_timeout_s: Seconds = Field(
+        1800,
+        title="Queue timeout (seconds)",
+        description="A request that has waited for so long is refused.",
+    )
+    session_by_user: bool = Field(
+        False,
+        description="Requests with the same `user` go to the same server, as those with one "
+        "session_id do. One name in all requests would leave the other servers idle.",
+    )
+    paths: Words | None = Field(
+        None,
+        description="More paths that the gateway passes on to a server, each POST as a request "
+        'that generates; ["*"]: all. Known are those of OpenAI, SGLang and LMDeploy.',
+        examples=[["/act"]],
+    )
+    health: FleetHealth = Field(default_factory=FleetHealth, description="Questions to servers.")
+    recovery: FleetRecovery = Field(
+        default_factory=FleetRecovery, description="What is done about servers that failed."
+    )
+    weights: FleetWeights = Field(
+        default_factory=FleetWeights, description="Which weights its servers serve."
+    )
+    placement: Literal["local", "ray"] = Field(
+        "local",
+        description="local: processes of this machine. ray: on the nodes of the Ray cluster.",
+    )
 
     @classmethod
     def rules(cls, written: Mapping[str, Any]) -> Iterator[Refusal]:

@@ -1,7 +1,7 @@
 """The run spec: all that a user says about a run, as frozen data.
 
-`RunSpec` is also the one parameter of the flow `train`; what the form in the Prefect UI says of
-each key is in `form.toml`. Files are read by `loading`.
+`RunSpec` is also the one parameter of the flow `train`, so titles, descriptions and examples here
+are the labels of the form in the Prefect UI. Files are read by `loading`.
 
 The keys of a file have an order, in which components start; a JSONB column, in which a Prefect
 server on PostgreSQL keeps parameters, sorts them by length and then by bytes. A list keeps its
@@ -60,18 +60,68 @@ Launcher = Literal["process", "ray_job"]
 class Component(Model):
     """One program of the run, with all the processes that it starts."""
 
-    launcher: Launcher = "process"
-    command: Words
-    env: Env = Field(default_factory=dict)
-    cwd: Text | None = None
-    gpus: NoneOrMore | None = None
-    ports: Annotated[tuple[PartName, ...], Unique] = ()
-    ready: ReadyProbe | None = None
-    live: LiveProbe | None = None
-    on_exit_zero: OnExitZero | None = None
-    stop: Stop = Field(default_factory=Stop)
-    checkpoints: Text | None = None
-    keep: Count | None = None
+    launcher: Launcher = Field(
+        "process", description="process: on this machine. ray_job: submitted to the Ray cluster."
+    )
+    command: Words = Field(
+        description="The program and its arguments, one item each; no shell splits them. "
+        "${api.port} and the like are filled in.",
+        examples=[["python", "train.py", "--port", "${trainer.port}"]],
+    )
+    env: Env = Field(
+        default_factory=dict,
+        title="Environment variables",
+        description="For this component only; they win over the run's. {secret: BLOCK} in place of "
+        "a text is the value of a Prefect Secret block.",
+        examples=[{"OMP_NUM_THREADS": "4", "HF_TOKEN": {"secret": "hf-token"}}],
+    )
+    cwd: Text | None = Field(
+        None,
+        title="Working directory",
+        description="Relative to the project's root; left out: the run's.",
+    )
+    gpus: NoneOrMore | None = Field(
+        None,
+        title="GPUs",
+        description="Of the gang's, so many are this process's own. Left out: it sees those that "
+        "no other one has for itself, or all where none is left.",
+        examples=[4],
+    )
+    ports: Annotated[tuple[PartName, ...], Unique] = Field(
+        (),
+        description="More free ports, by name: `metrics` is ${NAME.ports.metrics}.",
+        examples=[["metrics"]],
+    )
+    ready: ReadyProbe | None = Field(
+        None,
+        description="When it may receive work; left out: as soon as it is started.",
+        examples=[{"http": "http://127.0.0.1:${api.port}/info", "within_s": 60}],
+    )
+    live: LiveProbe | None = Field(
+        None,
+        description="Whether it still works while it runs; its death is seen without this.",
+        examples=[{"http": "http://127.0.0.1:${trainer.port}/health"}],
+    )
+    on_exit_zero: OnExitZero | None = Field(
+        None,
+        title="On exit 0",
+        description="complete: the run is done. drain: its part is done, the run goes on. fail: "
+        "the run has failed. Left out: complete for trainer and environment, else fail.",
+    )
+    stop: Stop = Field(default_factory=Stop, description="How it is asked to end.")
+    checkpoints: Text | None = Field(
+        None,
+        description="The folder, or a pattern of the files, that its checkpoints are in. From the "
+        "last complete one the next attempt starts: ${attempt.resume_from}.",
+        examples=["${run.dir}/checkpoints"],
+    )
+    keep: Count | None = Field(
+        None,
+        title="Checkpoints kept",
+        description="So many of its complete checkpoints, the last ones; older ones are removed, "
+        "but for the one that the attempt has started from. Left out: all.",
+        examples=[3],
+    )
 
     @classmethod
     def rules(cls, written: Mapping[str, Any]) -> Iterator[Refusal]:
@@ -204,30 +254,76 @@ _ON_EXIT_ZERO: dict[str, OnExitZero] = {"trainer": "complete", "environment": "c
 class Gang(Model):
     """The GPUs that the run needs all at once, or not at all."""
 
-    nodes: Count = 1
-    gpus_per_node: Count
-    cpus_per_gpu: Count = 3
-    hours: Positive = 24
-    max_hours: Positive | None = None
+    nodes: Count = Field(
+        1, description="Nodes that the run spans; more than one on Ray only.", examples=[1]
+    )
+    gpus_per_node: Count = Field(
+        title="GPUs per node", description="GPUs on each of them.", examples=[8]
+    )
+    cpus_per_gpu: Count = Field(
+        3, title="CPUs per GPU", description="CPUs that go with each GPU; verl asks for 3."
+    )
+    hours: Positive = Field(
+        24, description="An estimate, by which shorter runs may pass; it never ends a run."
+    )
+    max_hours: Positive | None = Field(
+        None,
+        title="Longest hours",
+        description="An attempt that runs for longer is ended as TIME_LIMIT, which `retry` may "
+        "list; others are planned by it.",
+        examples=[12],
+    )
 
 
 class Ray(Model):
     """The Ray cluster, where something of the run uses Ray."""
 
-    address: Url | None = None
-    start_within_s: Seconds = 600
-    entrypoint_resources: Mapping[Text, Positive] | None = None
-    entrypoint_label_selector: Mapping[Text, Word] | None = None
+    address: Url | None = Field(
+        None,
+        description="The dashboard's address, to which jobs are submitted. Left out: that of the "
+        "one cluster that the work pool lists.",
+        examples=["http://127.0.0.1:8265"],
+    )
+    start_within_s: Seconds = Field(
+        600, description="A job that has not taken its GPUs by then is stopped and queued again."
+    )
+    entrypoint_resources: Mapping[Text, Positive] | None = Field(
+        None,
+        description="Resources of the node that a job's driver lands on, so that it is no head.",
+        examples=[{"worker_node": 1}],
+    )
+    entrypoint_label_selector: Mapping[Text, Word] | None = Field(
+        None,
+        title="Entrypoint labels",
+        description="Labels of the node that a job's driver lands on.",
+        examples=[{"ray.io/node-type": "worker"}],
+    )
 
 
 class Progress(Model):
     """Where the run's step is to be read."""
 
-    http: Url | None = None
-    jsonl: Text | None = None
-    step: DottedKey
-    total: Count | None = None
-    every_s: Seconds = 0.5
+    http: Url | None = Field(
+        None,
+        title="HTTP",
+        description="An address that answers with JSON.",
+        examples=["http://127.0.0.1:${api.port}/status"],
+    )
+    jsonl: Text | None = Field(
+        None,
+        title="JSON lines",
+        description="A file that grows by a JSON object a line; better, where there is one.",
+        examples=["${run.dir}/metrics.jsonl"],
+    )
+    step: DottedKey = Field(
+        description="The key of the step in the answer or the line.", examples=["current_step"]
+    )
+    total: Count | None = Field(
+        None, description="Steps in all; ${progress.total} in a command.", examples=[60]
+    )
+    every_s: Seconds = Field(
+        0.5, description="The pause between two looks; longer spares a run of weeks some work."
+    )
 
     @classmethod
     def rules(cls, written: Mapping[str, Any]) -> Iterator[Refusal]:
@@ -240,15 +336,26 @@ class Progress(Model):
 class Success(Model):
     """Evidence that the run did its work, beyond exit 0."""
 
-    step: Count
+    step: Count = Field(
+        description="The step that must have been reached; ${success.step} in a command.",
+        examples=[60],
+    )
 
 
 class Retry(Model):
     """How often, and after what pause, a kind of failure is tried again."""
 
-    attempts: Count | None = None
-    delay_s: Seconds = 60
-    max_delay_s: Seconds = 600
+    attempts: Count | None = Field(
+        None,
+        description="The tries in all. Only INSUFFICIENT_RESOURCES, START_TIMEOUT and FLEET_LOST "
+        "need none.",
+    )
+    delay_s: Seconds = Field(
+        60, description="Before the first new try; it then grows. Of FLEET_LOST, left out, it is 5."
+    )
+    max_delay_s: Seconds = Field(
+        600, title="Longest delay (seconds)", description="How far the delay grows."
+    )
 
     @classmethod
     def rules(cls, written: Mapping[str, Any]) -> Iterator[Refusal]:
@@ -271,23 +378,85 @@ class RunSpec(Document):
     A `RunSpec` is valid in itself; whether its placeholders are known is for `loading` to say.
     """
 
-    name: Annotated[Text, SPEC_NAME]
-    workload: Literal["ppo", "grpo", "sft"]
-    tags: tuple[Text, ...] = ()
-    env: Env = Field(default_factory=dict)
-    cwd: Text = "."
-    code: Annotated[Text, _CODE] | None = None
-    gang: Gang | None = None
-    ray: Ray | None = None
-    on_lost_flow: Literal["stop", "adopt"] = "stop"
-    containment: Literal["auto", "namespace"] = "auto"
-    start_order: tuple[Text, ...] = ()
-    components: Components = Field(json_schema_extra={"position": LAST})
-    progress: Progress | None = None
-    success: Success | None = None
-    stall_after_s: Seconds | None = None
-    watch: Watch | None = None
-    retry: Mapping[FailureKind, Retry] = Field(default_factory=dict)
+    name: Annotated[Text, SPEC_NAME] = Field(
+        description="What this training is called; the run's id begins with it.",
+        examples=["quickstart"],
+    )
+    workload: Literal["ppo", "grpo", "sft"] = Field(
+        description="The kind of training.", examples=["grpo"]
+    )
+    tags: tuple[Text, ...] = Field(
+        (), description="Labels to find the run by.", examples=[["demo"]]
+    )
+    env: Env = Field(
+        default_factory=dict,
+        title="Environment variables",
+        description="Given to every component. {secret: BLOCK} in place of a text is the value of "
+        "a Prefect Secret block.",
+        examples=[{"HF_HUB_OFFLINE": "1"}],
+    )
+    cwd: Text = Field(
+        ".",
+        title="Working directory",
+        description="Where the components run, relative to the project's root.",
+    )
+    code: Annotated[Text, _CODE] | None = Field(
+        None,
+        description="Left out: the project as it was when the run was submitted, or its deployment "
+        "made, which a name in this place stands for. live: as it lies there when the run starts.",
+        examples=["live"],
+    )
+    gang: Gang | None = Field(None, description="The GPUs it needs; left out: none are asked for.")
+    ray: Ray | None = Field(None, description="The cluster, only where something uses Ray.")
+    on_lost_flow: Literal["stop", "adopt"] = Field(
+        "stop",
+        title="On a lost flow process",
+        description="What becomes of Ray jobs whose flow process died. stop: they are stopped. "
+        "adopt: they go on, and the next process of the run attaches to them.",
+    )
+    containment: Literal["auto", "namespace"] = Field(
+        "auto",
+        description="auto: the best that this machine offers without privileges. namespace: a PID "
+        "namespace for the run, or the run is refused.",
+    )
+    start_order: tuple[Text, ...] = Field(
+        (),
+        description="The names of the components in the order of their start; those left out start "
+        "after them. Left out itself: the order in which the components are written. A "
+        "deployment's spec has it from its file, since a server on PostgreSQL keeps no order of "
+        "keys.",
+        examples=[["api", "trainer"]],
+    )
+    components: Components = Field(
+        description="Started in this order unless `start_order` has another, stopped in reverse. "
+        "The form has api, rollout, trainer and environment; another is added there by `Use JSON "
+        "input` in the menu of this field.",
+        examples=[{"trainer": {"command": ["python", "train.py"]}}],
+        json_schema_extra={"position": LAST},
+    )
+    progress: Progress | None = Field(None, description="Where the run's step is to be read.")
+    success: Success | None = Field(
+        None, description="Evidence beyond exit 0; left out: exit 0 is enough."
+    )
+    stall_after_s: Seconds | None = Field(
+        None,
+        title="Stalled after (seconds)",
+        description="No new step for so long (without `progress`: no output but lines that "
+        "repeat): the run has failed as STALLED.",
+        examples=[1800],
+    )
+    watch: Watch | None = Field(
+        None,
+        description="Alarms over the figures of `progress.jsonl`, for a training that is alive and "
+        "worthless; left out: those of the workload tell.",
+    )
+    retry: Mapping[FailureKind, Retry] = Field(
+        default_factory=dict,
+        description="Kinds of failure that are tried again, each with attempts, delay_s and "
+        "max_delay_s. INSUFFICIENT_RESOURCES is, without limit, listed or not, START_TIMEOUT five "
+        "times, and FLEET_LOST three times.",
+        examples=[{"NODE_LOST": {"attempts": 3}}],
+    )
 
     @classmethod
     def rules(cls, written: Mapping[str, Any]) -> Iterator[Refusal]:

@@ -13,12 +13,9 @@ import json
 import math
 import re
 import signal
-import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import date
-from functools import cache
-from pathlib import Path
 from typing import Annotated, Any, Self, TypeGuard, TypeVar
 
 from pydantic import (
@@ -85,11 +82,6 @@ def title_of(key: str) -> str:
     return f"{text} (seconds)" if key.endswith("_s") else text
 
 
-@cache
-def _form() -> dict[str, dict[str, dict[str, Any]]]:
-    return tomllib.loads(Path(__file__).with_name("form.toml").read_text(encoding="utf-8"))
-
-
 class Model(BaseModel):
     """A frozen part of the spec which reports all that is wrong with it at once.
 
@@ -114,15 +106,8 @@ class Model(BaseModel):
     ) -> JsonSchemaValue:
         found = handler(schema)
         model = handler.resolve_ref_schema(found)
-        properties = model["properties"].items()
-        model["properties"] = drawn({key: {**one, **cls.said_of(key)} for key, one in properties})
+        model["properties"] = drawn(model["properties"])
         return found
-
-    @classmethod
-    def said_of(cls, key: str) -> dict[str, Any]:
-        """What `form.toml` says of a key: title, description and examples."""
-        tables = [_form().get(base.__name__, {}).get(key, {}) for base in reversed(cls.__mro__)]
-        return {name: said for table in tables for name, said in table.items()}
 
     @model_validator(mode="wrap")
     @classmethod
@@ -139,7 +124,7 @@ class Model(BaseModel):
         is another, which `Document` puts into words."""
         fields = {field.alias or name: field for name, field in cls.model_fields.items()}
         if kind == "missing":
-            examples = cls.said_of(key).get("examples")
+            examples = fields[key].examples
             return refused(
                 "missing", f"write for example {key}: {flow(examples[0])}" if examples else ""
             )
@@ -356,7 +341,11 @@ EnvName = Annotated[Text, AfterValidator(_is_variable_name)]
 class SecretBlock(Model):
     """The value of a Prefect Secret block, in place of a text."""
 
-    secret: Text
+    secret: Text = Field(
+        description="The name of a Secret block on the Prefect server. Its value is read at the "
+        "start of each attempt, and written nowhere.",
+        examples=["hf-token"],
+    )
 
 
 def _text_or_block(value: object, _handler: ValidatorFunctionWrapHandler) -> str | SecretBlock:
@@ -387,8 +376,12 @@ def _is_signal(name: str) -> str:
 class Stop(Model):
     """How a component is asked to end."""
 
-    signal: Annotated[Text, AfterValidator(_is_signal)] = "SIGTERM"
-    grace_s: Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)] = 10
+    signal: Annotated[Text, AfterValidator(_is_signal)] = Field(
+        "SIGTERM", description="Sent first, by its name.", examples=["SIGTERM", "SIGINT"]
+    )
+    grace_s: Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)] = Field(
+        10, description="What is left of the component after so long is killed."
+    )
 
 
 class Document(Model):

@@ -39,17 +39,32 @@ _NOISE = 4.0
 class WatchRule(Model):
     """What raises one alarm, by the figures of a few steps in a row."""
 
-    metric: Names = ()
-    finite: Literal[True] | None = None
-    above: Finite | None = None
-    below: Finite | None = None
-    constant: Literal[True] | None = None
-    loses: Share | None = None
-    better: Literal["higher", "lower"] = "higher"
-    spent: Share | None = None
-    unless_steady: Names = ()
-    for_steps: Count = 5
-    then: Then | None = None
+    metric: Names = Field(
+        (),
+        description="Its names in the file; the first one counts that a line has.",
+        examples=[["actor/ppo_kl", "train/ppo_kl"]],
+    )
+    finite: Literal[True] | None = Field(None, description="It is NaN or infinite.")
+    above: Finite | None = Field(None, description="It is above this.", examples=[1.0])
+    below: Finite | None = Field(None, description="It is below this.")
+    constant: Literal[True] | None = Field(
+        None, description="It has the one value that it began with."
+    )
+    loses: Share | None = Field(
+        None,
+        description="It lost this part of its best: of what it had gained, or of itself where that "
+        "is more.",
+        examples=[0.5],
+    )
+    better: Literal["higher", "lower"] = Field("higher", description="Which way is its best.")
+    spent: Share | None = Field(
+        None, description="Of the most that it was, this part is gone.", examples=[0.95]
+    )
+    unless_steady: Names = Field(
+        (), description="No alarm while this other figure varies by less than a tenth."
+    )
+    for_steps: Count = Field(5, description="So many steps in a row; NaN counts at once.")
+    then: Then | None = Field(None, description="For this rule alone: tell or stop.")
 
     @classmethod
     def rules(cls, written: Mapping[str, Any]) -> Iterator[Refusal]:
@@ -71,9 +86,22 @@ _CONDITIONS = ("finite", "above", "below", "constant", "loses", "spent")
 class Watch(Model):
     """What is held to be wrong with a training that goes on."""
 
-    preset: Literal["ppo", "grpo", "sft", "none"] | None = None
-    then: Then = "tell"
-    rules_: Mapping[Text, WatchRule | None] = Field(default_factory=dict, alias="rules")
+    preset: Literal["ppo", "grpo", "sft", "none"] | None = Field(
+        None, description="Rules for the figures of a kind of training; left out: the workload's."
+    )
+    then: Then = Field(
+        "tell",
+        description="tell: an event, the state's message, the page. stop: the attempt has failed "
+        "as ALARM; where `retry` lists that, the next one starts from a checkpoint before it.",
+    )
+    rules_: Mapping[Text, WatchRule | None] = Field(
+        default_factory=dict,
+        alias="rules",
+        title="Rules",
+        description="By name, beside the preset's; one of the preset's names changes it, and "
+        "null takes it out.",
+        examples=[{"kl": {"metric": ["actor/ppo_kl"], "above": 0.5, "then": "stop"}}],
+    )
 
     def of(self, workload: str) -> dict[str, WatchRule]:
         """The rules that hold, by name, each with what follows."""

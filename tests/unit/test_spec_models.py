@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import math
-import tomllib
-from collections.abc import Iterator
 from copy import deepcopy
-from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
-from tasks.spec import pipeline, run
 from tasks.spec.errors import InvalidSpec
 from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.probes import Condition, LiveProbe, ReadyProbe
 from tasks.spec.run import Component, Retry, RunSpec
-from tasks.spec.values import Model, Stop
+from tasks.spec.values import Stop
 
 LEAST: dict[str, Any] = {
     "name": "quickstart",
@@ -583,20 +579,3 @@ def test_a_form_that_leaves_every_component_out_is_refused() -> None:
     [(path, problem, _)] = faults_of(data)
 
     assert (path, problem) == ("components", "must not be empty")
-
-
-def test_what_the_form_says_is_of_keys_that_there_are() -> None:
-    said = tomllib.loads((Path(run.__file__).parent / "form.toml").read_text(encoding="utf-8"))
-
-    def models(model: type[Model]) -> Iterator[type[Model]]:
-        for one in model.__subclasses__():
-            yield from (one, *models(one))
-
-    assert pipeline.PipelineSpec in models(Model)
-    keys = {
-        one.__name__: {field.alias or name for name, field in one.model_fields.items()}
-        for one in models(Model)
-    }
-    assert {(model, key) for model, table in said.items() for key in table} <= {
-        (model, key) for model, names in keys.items() for key in names
-    }
