@@ -293,10 +293,7 @@ class QueueReader:
 
     def _largest(self, entry: QueueEntry, look: Look) -> Cluster | None:
         """What there is for a run at most: of a Ray cluster what it was when it had the most GPUs,
-        as a node that reboots will be back; else the table of its pool.
-
-        None where nobody can say, or none with GPUs has joined its head yet.
-        """
+        as a node that reboots will be back; else the table of its pool. None: nobody can say."""
         key = entry.request.cluster
         if (cluster := look.clusters.get(key)) is None:
             return None

@@ -244,8 +244,7 @@ def with_drained(
     """The settings with these nodes drained too, or with them no longer drained.
 
     Args:
-        seen: Names of the nodes of clusters; those of the pool's own table are known. None: also
-            nodes that nobody knows.
+        seen: Names of the nodes of clusters. None: also nodes that nobody knows.
 
     Raises: NotThere.
     """

@@ -115,11 +115,8 @@ def as_plain(view: QueueView) -> str:
 
 
 def as_rich(view: QueueView, at_most: int | None = None) -> RenderableType:
-    """For a terminal, be it narrow: each reason stands below its run.
-
-    Args:
-        at_most: So many runs are shown, and how many more there are.
-    """
+    """For a terminal, be it narrow: each reason stands below its run. Of more than `at_most` runs
+    their number is shown."""
     first, *others = summary_of(view)
     parts: list[RenderableType] = [Text(first, style="bold")]
     for line in others:

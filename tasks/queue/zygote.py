@@ -160,10 +160,7 @@ class _Areas:
         self.room = end - self._environment
 
     def show(self, argv: Sequence[str], env: Mapping[str, str] | None = None) -> None:
-        """
-        Args:
-            env: None: as it was. None of the old variables may be in use.
-        """
+        # None of the old variables may be in use where there are others.
         line, room = _block(argv)[: self._for_arguments - 1], self._for_arguments
         ctypes.memmove(self._arguments, line.ljust(room, b"\0"), room)
         if env is not None:

@@ -44,10 +44,7 @@ class ServerActor:
     """
 
     def __init__(self, rank: int, wrapper: Mapping[str, str]) -> None:
-        """
-        Args:
-            wrapper: `text[file name]` of the wrapper, a package that Python runs by its folder.
-        """
+        # `text[file name]` of the wrapper, a package that Python runs by its folder.
         self._rank = rank
         self._own = tempfile.mkdtemp(prefix=f"muster-server-{rank}-")
         self._package = os.path.join(self._own, "wrapper")

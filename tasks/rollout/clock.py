@@ -61,13 +61,8 @@ def _forget(task: asyncio.Task[Any]) -> None:
 
 
 def pause_s(count: int, *, first_s: float, longest_s: float, random: Random) -> float:
-    """Twice as long each time, less up to a half, so that those that failed together spread.
-
-    Args:
-        count: pauses before this one, in a row.
-        first_s: the first pause, at its longest.
-        longest_s: no pause is longer.
-    """
+    """The pause after `count` others in a row: twice as long each time, less up to a half, so that
+    those that failed together spread."""
     # Past 2 ** 30 only the bound matters, and a float has no room for ever.
     longest = min(longest_s, first_s * 2.0 ** min(count, 30))
     return longest * random.uniform(0.5, 1.0)

@@ -78,7 +78,7 @@ class Fleet:
         """Made in the loop in which it lives; it takes over `host.on_death`.
 
         Args:
-            emit: takes an event's name and its fields; what it raises is logged.
+            emit: what it raises is logged.
             rebind: the servers of a group at new addresses; None: it has those it has.
             serves_as_loaded: see `Registry`.
         """
@@ -451,11 +451,7 @@ class Fleet:
             self._fail_run(f"{what}: {after.cause}{self._words_of(after)}")
 
     def _check(self, *, is_guarded: bool) -> None:
-        """Fail the run where the fleet cannot go on.
-
-        Args:
-            is_guarded: it is the time for its groups to serve.
-        """
+        """Fail the run where the fleet cannot go on; guarded: it is time for groups to serve."""
         view, min_active = self.registry.view, self._parts.settings.min_active or 0
         # Not before the first of them serves, nor while they get new weights.
         is_guarded = is_guarded and self.has_started and self.syncs.id is None

@@ -91,10 +91,7 @@ class Evidence:
         return replace(self, misses=self.misses + 1, requests=self.requests + 1, reason=reason)
 
     def verdict(self, threshold: int) -> HealthVerdict:
-        """
-        Args:
-            threshold: so many misses in a row are enough; at least 1.
-        """
+        """What follows, where `threshold` misses in a row are enough."""
         if self.misses == 0:
             return HealthVerdict.WELL
         if self.misses < threshold:
@@ -214,11 +211,7 @@ class Health:
         watch.urgent.set()
 
     def note_tokens(self, rank: int, epoch: int, count: int) -> None:
-        """It generates for a request. Cheap: it is called for each piece.
-
-        Args:
-            count: pieces of what it has generated, so far.
-        """
+        """It generates for a request: `count` pieces so far. Cheap: it is called for each."""
         watch = self._watch_of(rank, epoch)
         if watch is None:
             return
@@ -303,11 +296,7 @@ class Health:
         return False
 
     async def _look(self, watch: _Watch, timeout_s: float, *, is_last_word: bool = False) -> None:
-        """Ask once, and act on what follows.
-
-        Args:
-            is_last_word: one bad answer is enough, and nothing excuses it.
-        """
+        """Ask once, and act on what follows; as the last word, one bad answer is enough."""
         rank, epoch = watch.slot.rank, watch.epoch
         watch.probed_s, tokens = now_s(), watch.tokens
         probe: asyncio.Task[str | None] | None = None
@@ -361,10 +350,7 @@ class Health:
     def _note_no(
         self, watch: _Watch, reason: str, tokens: int, is_last_word: bool
     ) -> HealthVerdict:
-        """
-        Args:
-            tokens: how many it had generated when it was asked.
-        """
+        # `tokens`: how many it had generated when it was asked.
         rank, epoch, before = watch.slot.rank, watch.epoch, watch.evidence
         is_excused = watch.tokens != tokens and not is_last_word
         watch.evidence = before.after_probe(reason, is_excused=is_excused)

@@ -45,12 +45,7 @@ class Prober(Protocol):
     """Asks servers from where the gateway is: what it cannot reach gets no requests either."""
 
     async def ask(self, url: str, question: Ask, timeout_s: float) -> str | None:
-        """
-        Args:
-            url: `http://host:port` of the server.
-
-        Returns: None for a yes, else why not: a `NoReply` where no answer came.
-        """
+        """None for a yes, else why not: a `NoReply` where no answer came."""
 
     async def call(self, url: str, ask: Ask, timeout_s: float) -> Reply:
         """What a server answers, whatever it is."""
@@ -164,9 +159,8 @@ class ServerHost(Protocol):
         """Whether its process runs, as far as is known without asking anybody."""
 
     async def ask(self, rank: int, question: Ask, timeout_s: float) -> str | None:
-        """Ask a server from its own machine, where no network is between.
-
-        Returns: None for a yes, else why not.
+        """Ask a server from its own machine, where no network is between: None for a yes, else why
+        not.
 
         Raises: LostContact, when its machine cannot be asked, so that nothing is known.
         """

@@ -133,11 +133,8 @@ class Nodes(Protocol):
 
 
 class Places:
-    """Where the servers of a fleet are. A cluster moves them from a lost node.
-
-    Args:
-        more: of `Addresses`: devices and kind.
-    """
+    """Where the servers of a fleet are; `more` is of `Addresses`. A cluster moves them from a lost
+    node."""
 
     def __init__(self, plan: FleetPlan, nodes: Nodes, **more: Any) -> None:
         self._plan, self._nodes, self._more = plan, nodes, more

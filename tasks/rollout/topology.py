@@ -307,10 +307,7 @@ def _places(fleet: Rollout, engine: int, nodes: Sequence[int]) -> tuple[Place, .
 def _slot(
     backend: Backend, place: Place, engine: Sequence[Place], shown: Mapping[str, Sequence[str]]
 ) -> ServerSlot:
-    """
-    Args:
-        shown: `devices[variable]`, of the fleet's ranks.
-    """
+    """One server of an engine; `shown[variable]` are the devices of the fleet's ranks."""
     fleet = backend.fleet
     env = {**texts(fleet.env), **backend.env(place)}
     for variable, devices in shown.items():
