@@ -49,8 +49,6 @@ _log = logging.getLogger(__name__)
 NAME = "muster_gate"
 #: Of the variable that names the decision that was begun last.
 _TURN = f"{NAME}_turn"
-HOLD_S = 10.0
-EXPIRE_S = 15.0
 #: Giving back goes on for so long when the server does not answer, or the process is to end.
 _BACK_WITHIN_S = 2.0
 #: A killed holder's last request may still be at the server.
@@ -192,8 +190,8 @@ class GateLease:
     #: MUSTER_HOME, below which the lock of this host lies.
     home: Path
     #: The same for all gates of a server, as is `expire_s`, which is well above it.
-    hold_s: float = HOLD_S
-    expire_s: float = EXPIRE_S
+    hold_s: float = 10.0
+    expire_s: float = 15.0
     clock: Callable[[], float] = _since_boot
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
     _said_no_locks: bool = False
@@ -242,9 +240,8 @@ class GateLease:
             lock.unlock()
 
     async def turn(self) -> str | None:
-        """Names the decision that was begun last; None while another gate may be at one.
-
-        As long as it stays the same, no other gate has written what a decision writes.
+        """Names the decision that was begun last; None while another gate may be at one. As long as
+        it stays the same, no other gate has written what a decision writes.
 
         Raises: httpx.HTTPError.
         """
@@ -260,9 +257,7 @@ class GateLease:
     async def begin_turn(self, holding: LeaseHeld) -> str:
         """Before the first write of a decision: whoever read before it is to read again.
 
-        Returns: the turn that this is.
-
-        Raises: httpx.HTTPError, LeaseLost.
+        Returns: the turn that this is. Raises: httpx.HTTPError, LeaseLost.
         """
         holding.check()
         turn = holding.lease.holder

@@ -8,6 +8,7 @@ from __future__ import annotations
 import getpass
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from operator import attrgetter
 from typing import Any, Self, get_args
@@ -340,9 +341,8 @@ def _names(names: Iterable[str]) -> str:
 
 
 def _who() -> str:
-    try:
+    user = f"uid {os.getuid()}"
+    # A user id may have no name, as in some containers.
+    with suppress(OSError, KeyError):
         user = getpass.getuser()
-    except (OSError, KeyError):
-        # A user id without a name, as in some containers.
-        user = f"uid {os.getuid()}"
     return f"{user}@{host_name()}"

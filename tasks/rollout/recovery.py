@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -61,21 +62,16 @@ class Incidents:
     """Puts each failure into an incident, and charges the budget by incident."""
 
     def __init__(self, *, budget: int | None, emit: Emit) -> None:
-        self._left = budget
-        self._emit = emit
+        self._left, self._emit = math.inf if budget is None else budget, emit
         self._last: Incident | None = None
 
     def failed(
         self, group: int, ranks: Sequence[int], why: str, *, now_s: float, window_s: float
     ) -> Incident:
-        """The incident that the failure of a group belongs to: the last, or a new one.
-
-        A group that was in the last one has been recovered since, so it opens a new one.
-
-        Args:
-            window_s: how long a new one takes in others.
-        """
+        """The incident that the failure of a group belongs to: the last, or a new one, which takes
+        in others for `window_s`."""
         one = self._last
+        # A group that was in the last one has been recovered since.
         if one is None or now_s > one.closes_s or group in one.groups:
             one = self._last = Incident(why=why, closes_s=now_s + window_s)
         one.groups.add(group)
@@ -88,14 +84,10 @@ class Incidents:
 
     def pay(self, one: Incident, attempt: int) -> bool:
         """Whether the budget allows this try, which counts once for all groups of the incident."""
-        if attempt in one.paid:
-            return True
-        if self._left is not None:
-            if self._left <= 0:
-                return False
+        if attempt not in one.paid and self._left > 0:
             self._left -= 1
-        one.paid.add(attempt)
-        return True
+            one.paid.add(attempt)
+        return attempt in one.paid
 
     def end(self, one: Incident) -> None:
         """Any number of times; nothing while the recovery of a group of it goes on."""
