@@ -6,19 +6,20 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 from tasks.processes import tree
 from tasks.processes.guarded import Command, Forked, GuardedProcess
-from tasks.processes.ports import is_listened, listeners
+from tasks.processes.ports import PortsReserved, is_listened, listeners
 from tasks.record.causes import find_cause, last_lines, read_tail
 from tasks.rollout.backends import Ask
 from tasks.rollout.probing import Death, HttpProber, StartFailed
-from tasks.rollout.topology import ServerSlot
+from tasks.rollout.topology import LOOPBACK, ServerSlot
 from tasks.spec.failure_kinds import FailureKind
+from tasks.spec.run import FLEET
 
 #: What a guardian needs after a SIGKILL to reap, and to report what is stuck.
 _KILL_WITHIN_S = 8.0
@@ -53,6 +54,8 @@ class LocalHost:
     ends with it, and what that has left is ended here.
     """
 
+    #: Of the fleet's plan: this machine stands for each of them.
+    nodes: int = 1
     #: Where the servers run.
     cwd: Path
     #: Of every server; a slot's own variables win.
@@ -71,10 +74,22 @@ class LocalHost:
     #: Told once nothing of that is left.
     unregister: Callable[[int], None] = lambda rank: None
     _servers: dict[int, _LocalServer] = field(default_factory=dict, init=False)
+    #: Ports, kept from other runs as long as this process lives.
+    _reserved: list[PortsReserved] = field(default_factory=list, init=False)
     _prober: HttpProber = field(default_factory=HttpProber, init=False)
 
     def __post_init__(self) -> None:
         self.on_death: Callable[[Death], None] = lambda death: None
+
+    async def hosts(self) -> tuple[str, ...]:
+        return (LOOPBACK,) * self.nodes
+
+    async def hold_ports(self, node: int, names: Sequence[str]) -> list[int]:
+        """Raises: OSError."""
+        reserved = PortsReserved(f"{FLEET}.{name}" for name in names)
+        reserved.release(FLEET)
+        self._reserved.append(reserved)
+        return list(reserved.numbers.values())
 
     async def start(self, slot: ServerSlot, epoch: int) -> None:
         """Its log goes on with what its earlier incarnations wrote."""

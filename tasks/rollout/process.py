@@ -26,7 +26,6 @@ from tasks.processes import tree
 from tasks.processes.devices import kind_here
 from tasks.processes.guarded import Forked
 from tasks.processes.identity import ProcessId
-from tasks.processes.ports import PortsReserved
 from tasks.processes.progress import ever_more_seldom
 from tasks.processes.registry import RegisterEntry, enter, leave
 from tasks.record.disk import DiskThread
@@ -38,7 +37,6 @@ from tasks.rollout.gateway import Gateway
 from tasks.rollout.local_host import LocalHost
 from tasks.rollout.probing import HttpProber, NoHost, ServerHost
 from tasks.rollout.topology import (
-    LOOPBACK,
     Addresses,
     ServerSlot,
     TopologyPlan,
@@ -71,10 +69,10 @@ async def _opened(plan: FleetPlan, disk: DiskThread) -> tuple[ServerHost, Places
             host = on_ray = await opened_on_ray(plan, env)
             places = Places(plan, on_ray)
         else:
-            host, kind = _on_this_machine(plan, env, disk), kind_here()
+            host = here = _on_this_machine(plan, env, disk)
+            kind = kind_here()
             devices = devices_of(plan.fleet, os.environ, kind)
-            nodes = _ThisMachine(nodes_needed(plan.fleet, plan.node_gpus))
-            places = Places(plan, nodes, devices=devices, kind=kind)
+            places = Places(plan, here, devices=devices, kind=kind)
         try:
             return host, places, await places.found()
         except BaseException:
@@ -107,6 +105,7 @@ def _on_this_machine(plan: FleetPlan, env: Mapping[str, str], disk: DiskThread) 
             disk.do(partial(leave, plan.register_at, f"{FLEET}.r{rank}"))
 
     return LocalHost(
+        nodes=nodes_needed(plan.fleet, plan.node_gpus),
         cwd=plan.cwd,
         env=env,
         log_of=plan.log_of,
@@ -168,25 +167,6 @@ class Places:
         )
         for wanted, numbers in zip(by_node.values(), found, strict=True):
             self._ports |= dict(zip(wanted, numbers, strict=True))
-
-
-class _ThisMachine:
-    """It stands for each node of a fleet that is on this machine alone."""
-
-    def __init__(self, nodes: int) -> None:
-        self._hosts = (LOOPBACK,) * nodes
-        #: Kept from other runs as long as this process lives.
-        self._reserved: list[PortsReserved] = []
-
-    async def hosts(self) -> tuple[str, ...]:
-        return self._hosts
-
-    async def hold_ports(self, node: int, names: Sequence[str]) -> list[int]:
-        """Raises: OSError."""
-        reserved = PortsReserved(f"{FLEET}.{name}" for name in names)
-        reserved.release(FLEET)
-        self._reserved.append(reserved)
-        return list(reserved.numbers.values())
 
 
 def devices_of(fleet: Rollout, env: Mapping[str, str], kind: str) -> tuple[str, ...]:
