@@ -617,7 +617,9 @@ async def client(world: World, port: int, seed: str) -> None:
     hangs = is_good and len(asked) == 1 and dice.random() < 0.1
     for one in asked:
         world.sent.setdefault(one.id, []).append(one)
-        world.scripts.setdefault(one.id, _script(dice, one.id, one.first.partition(b" ")[0]))
+        script = _script(dice, one.id, one.first.partition(b" ")[0])
+        # Without an id it could be the script of any other that has lost its own.
+        world.scripts.setdefault(one.id, script if one.id else _plain(b"", b"default"))
     if hangs:
         world.scripts[asked[-1].id] = Script(raw=b"", closes=False, expected=None, hangs=True)
         world.hung[asked[-1].id], world.gone[asked[-1].id] = asyncio.Event(), asyncio.Event()
@@ -712,7 +714,7 @@ def _judge(
             if refused is None or number > len(asked):
                 world.find(f"an answer to nothing ({why}, {seed})", message, data[:2000])
             return
-        if not asked[number].id:  # a byte of it went, as of others': which script is not known
+        if not asked[number].id:
             continue
         script = world.scripts[asked[number].id]
         if refused is not None:
