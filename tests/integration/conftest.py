@@ -47,8 +47,10 @@ def _made_once(factory: pytest.TempPathFactory, name: str) -> Iterator[tuple[Pat
 
 
 @pytest.fixture
-def stage(tmp_path: Path) -> Iterator[Stage]:
+def stage(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Stage]:
     """Real components in a directory of the test's own; nothing of them outlives the test."""
+    if "witness" in request.fixturenames:
+        request.getfixturevalue("forkserver")  # which is of all tests, so older than the stage
     with stage_in(tmp_path) as stage:
         yield stage
 
