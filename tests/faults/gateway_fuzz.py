@@ -456,6 +456,8 @@ async def engine(world: World, reader: asyncio.StreamReader, writer: asyncio.Str
             whole = script.raw[script.whole_from :] if script.whole_from is not None else b""
             first = script.raw[: len(script.raw) - len(whole)]
             for part in (*_pieces(world.dice, first), whole):
+                if writer.is_closing():  # uvloop has no write to what is lost
+                    raise ConnectionResetError
                 writer.write(part)
                 await writer.drain()
                 if world.dice.random() < 0.05:

@@ -20,6 +20,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+import uvloop
 
 from tasks.rollout.backends import Ask
 from tasks.rollout.forwarding import ANY_PATH, RequestRules
@@ -167,6 +168,12 @@ async def scene(
         for server in servers:
             await server.stop()
         assert fleet.router.outstanding == 0
+
+
+@pytest.fixture(scope="session")
+def event_loop_policy() -> asyncio.AbstractEventLoopPolicy:
+    """The loop that a fleet's process has."""
+    return uvloop.EventLoopPolicy()
 
 
 async def until(is_so: Callable[[], Any], what: str) -> None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 import pytest
 
+from tasks.rollout.forwarding import RequestRules
 from tests.faults.gateway_fuzz import fuzz
-from tests.integration.test_gateway import Scene, connected, exchange, scene
+from tests.integration.test_gateway import ANY, Scene, connected, event_loop_policy, exchange, scene
 
 pytestmark = pytest.mark.asyncio
+__all__ = ("event_loop_policy",)  # a fixture
 
 _GET = b"GET /x HTTP/1.1\r\nHost: me\r\n"
 _POST = b"POST /x HTTP/1.1\r\nHost: me\r\n"
@@ -119,17 +121,20 @@ async def test_a_refusal_reaches_a_client_that_is_still_sending() -> None:
         assert answer.startswith(b"HTTP/1.1 401 ") and answer.endswith(b"}}")
 
 
-@asynccontextmanager
-async def answering(raw: bytes) -> AsyncIterator[Scene]:
-    """A gateway before a server that answers with these bytes and closes."""
+Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+
+@asynccontextmanager
+async def answering(raw: bytes, answer: Answer | None = None) -> AsyncIterator[Scene]:
+    """A gateway before a server that answers with these bytes and closes, or as `answer` does."""
+
+    async def once(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(raw)
         writer.close()
 
-    server = await asyncio.start_server(answer, "127.0.0.1", 0)
-    async with scene(1) as at:
+    server = await asyncio.start_server(answer or once, "127.0.0.1", 0)
+    async with scene(1, rules=RequestRules(paths=ANY, buffer_bytes=1000)) as at:
         at.servers[0].port, own = server.sockets[0].getsockname()[1], at.servers[0].port
         at.fleet.serve(at.servers[0], epoch=2)
         try:
@@ -203,6 +208,36 @@ async def test_a_connection_whose_answer_was_more_than_one_is_not_used_again() -
         for _ in range(3):
             _, body = await exchange(at.gateway, _GET + b"\r\n")
             assert body == b"a"
+
+
+@pytest.mark.parametrize(
+    "size",
+    [
+        10,  # it is tried again
+        100_000,  # it is passed on while it arrives, and can't be
+    ],
+)
+async def test_a_kept_connection_that_its_server_closes_just_then_loses_no_request(
+    size: int,
+) -> None:
+    """By then the request is on its way, as one is that another thread of the server overtakes."""
+    seen = list[int]()
+
+    async def one_each(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        seen.append(int(head.lower().partition(b"content-length: ")[2].partition(b"\r")[0]))
+        await reader.readexactly(seen[-1])
+        writer.write(_OK + b"Content-Length: 2\r\n\r\nok")
+        await reader.read(1)
+        writer.transport.abort()
+
+    async with answering(b"", one_each) as at:
+        for length in (1, size):
+            request = _POST + b"Content-Length: %d\r\n\r\n%b" % (length, bytes(length))
+            head, body = await exchange(at.gateway, request)
+            assert (head[:12], body) == ("HTTP/1.1 200", b"ok")
+
+    assert seen == [1, size]
 
 
 async def test_between_peers_that_lie_everybody_gets_what_is_theirs_and_nothing_else() -> None:

@@ -28,7 +28,7 @@ import os
 import sys
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 GENERATING = frozenset({"/generate", "/v1/completions", "/v1/chat/completions"})
 HEALTH = frozenset({"/health", "/health_generate"})
@@ -271,8 +271,7 @@ class _Connection(asyncio.Protocol):
         self._continued = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)
         self._server._connections.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
