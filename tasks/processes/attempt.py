@@ -200,21 +200,19 @@ class SupervisedAttempt:
         #: Set once how the run ends is decided.
         self.decided = asyncio.Event()
 
-    async def prepare(self) -> None:
-        """Have a guardian ready for each component.
-
-        Raises: OSError, when no process can be started; none is left then.
-        """
+    def prepare(self) -> None:
+        """Have a guardian ready for each component; where none can be started, the run has failed."""
         try:
             self._context.begin()
             for plan in self._plan.components:
                 make = plan.make_member or ProcessMember
                 self.members[plan.name] = make(plan, self._context)
             self._context.settle()
-        except OSError:
-            await asyncio.gather(*(member.end() for member in self.members.values()))
-            await self._context.close()
-            raise
+        except OSError as error:
+            message = f"no process can be started: {error.strerror or error}"
+            kind = kind_of_spawn_error(error)
+            self.fail(Failure(kind=kind, message=message, rule="spawn"))
+            return
         self._watch(self._follow_progress())
         self._watch(self._follow_load())
         if self._plan.time_limit_s is not None:

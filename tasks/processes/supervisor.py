@@ -46,15 +46,12 @@ class Supervisor:
         tree.allow_files(_OPEN_FILES)
         self._attempt = SupervisedAttempt(plan, ports, emit, register)
         self._loop = asyncio.new_event_loop()
+        self._loop.set_exception_handler(self._on_loop_error)
+        # Before all that is asked of it, and beside what the caller does until then.
+        self._loop.call_soon(self._attempt.prepare)
         self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
         self._thread.start()
         self._verdict: Verdict | None = None
-        try:
-            self._call(self._attempt.prepare())
-        except BaseException:
-            self._stop_thread()
-            raise
-        self._loop.set_exception_handler(self._on_loop_error)
 
     def start(self, component: str) -> None:
         """Start a component and wait until it is ready.
@@ -74,7 +71,7 @@ class Supervisor:
 
     def describe(self, component: str) -> str:
         """`trainer (pid 812)`, once it has a pid."""
-        return str(self._attempt.members[component])
+        return str(self._attempt.members.get(component, component))
 
     def interrupt(self, why: str) -> None:
         """End the run as cancelled."""

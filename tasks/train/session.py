@@ -267,9 +267,6 @@ class RunSession:
                     host=host_name(),
                 )
                 self.record.move(RunState.ADMITTED)
-                about = (spec, Path.cwd())
-                self._describing = threading.Thread(target=self._describe, args=about, daemon=True)
-                self._describing.start()
             elif self.record.state is RunState.STOPPING:
                 self.record.move(RunState.STARTING)
             fleet = prepare_fleet(
@@ -288,6 +285,10 @@ class RunSession:
             # Of a file that is not on record everything may be the attempt's own.
             plan = replace(plan, mask=self.mask, metrics=metrics or Mark())
             self._supervisor = Supervisor(plan, ports, self._events.emit, self._register)
+            if before is None:
+                about = (spec, Path.cwd())
+                self._describing = threading.Thread(target=self._describe, args=about, daemon=True)
+                self._describing.start()
             if fleet is not None:
                 self._fleet_tail = FleetTail(place.fleet_events, self._events.emit)
                 self._fleet_tail.start()

@@ -123,7 +123,7 @@ def begin(tmp_path: Path, events: Events) -> MakeAttempt:
             PortsReserved([]),
             lambda name, component=None, **fields: events.append((name, component)),
         )
-        await attempt.prepare()
+        attempt.prepare()
         for name in components if start else ():
             await attempt.start(name)
         return attempt
