@@ -17,7 +17,7 @@ import yaml
 
 from tasks.spec import placeholders
 from tasks.spec.errors import Fault, InvalidSpec
-from tasks.spec.placeholders import joined, mapping
+from tasks.spec.placeholders import mapping
 from tasks.spec.run import ByName, RunSpec
 from tasks.spec.secrets import MASK, looks_secret, mask_text, masked, masked_in
 from tasks.spec.values import Document, WrittenFloat, shown
@@ -27,10 +27,23 @@ _NO_NUMBER = re.compile(r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)")
 _INT = re.compile(r"0|-?[1-9][0-9]*")
 
 _TAG = "tag:yaml.org,2002:"
+_TWICE = "is written twice, first"
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader with plain decimal numbers only."""
+    """SafeLoader with plain decimal numbers only, that refuses a key which is written twice: PyYAML
+    keeps the last and says nothing."""
+
+    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in lines:
+                    said = f"{key.value} {_TWICE} in line {lines[key.value]}"
+                    raise yaml.composer.ComposerError(None, None, said, key.start_mark)
+                lines[key.value] = key.start_mark.line + 1
+        return node
 
 
 # A table of its own: SafeLoader's is shared by every program in the process.
@@ -70,50 +83,18 @@ def read_text(path: Path) -> str:
     raise InvalidSpec((fault,), str(path))
 
 
-def parse(text: str) -> tuple[object, tuple[Fault, ...]]:
-    """The plain data of a YAML text, and what can be said against it although it was read.
-
-    Nothing is read where the text is no YAML: then the data are None and there is one fault.
-    """
-    loader: _Loader | None = None
+def parse(text: str, source: str) -> object:
+    """The plain data of a YAML text. Raises: InvalidSpec, with what makes it none."""
     try:
-        loader = _Loader(text)
-        node = loader.get_single_node()
-        if node is None:
-            return None, (Fault(path="", problem="it is empty"),)
-        faults = tuple(_traps(node, "", set()))
-        return loader.construct_document(node), faults
+        return yaml.load(text, _Loader)
     except yaml.YAMLError as error:
-        return None, (_syntax_fault(error, text),)
+        fault = _syntax_fault(error, text)
     except RecursionError:
-        return None, (Fault(path="", problem="it is nested too deeply"),)
+        fault = Fault(path="", problem="it is nested too deeply")
     except (ValueError, TypeError, AttributeError) as error:
         # PyYAML's constructors let these through: the 31st of February, !!float on a word.
-        return None, (Fault(path="", problem=f"a value cannot be read: {error}"),)
-    finally:
-        if loader is not None:
-            loader.dispose()
-
-
-def _traps(node: yaml.Node, path: str, seen: set[int]) -> Iterator[Fault]:
-    """Keys that are written twice: PyYAML keeps the last and says nothing."""
-    if id(node) in seen:  # an alias
-        return
-    seen.add(id(node))
-    if isinstance(node, yaml.SequenceNode):
-        for index, item in enumerate(node.value):
-            yield from _traps(item, joined(path, index), seen)
-    if isinstance(node, yaml.MappingNode):
-        lines: dict[str, int] = {}
-        for key, value in node.value:
-            name = key.value if isinstance(key, yaml.ScalarNode) else ""
-            line = key.start_mark.line + 1
-            below = joined(path, name)
-            if name and name in lines:
-                problem = f"written twice, in lines {lines[name]} and {line}"
-                yield Fault(path=below, problem=problem, remedy="keep one")
-            lines.setdefault(name, line)
-            yield from _traps(value, below, seen)
+        fault = Fault(path="", problem=f"a value cannot be read: {error}")
+    raise InvalidSpec((fault,), source)
 
 
 def _syntax_fault(error: yaml.YAMLError, text: str) -> Fault:
@@ -129,6 +110,8 @@ def _syntax_fault(error: yaml.YAMLError, text: str) -> Fault:
     remedy = ""
     if "single document" in str(getattr(error, "context", "")):
         said, remedy = "a second document begins here", "keep one to a file"
+    elif _TWICE in said:
+        remedy = "keep one"
     elif re.search(r"(?<![\"'\w])\$\{", line):
         remedy = 'quote what has a placeholder: "${api.port}"'
     return Fault(path="", problem=f"{place}: {said}", remedy=remedy)
@@ -151,9 +134,11 @@ def read_override(override: str, example: str) -> tuple[str, object, str, tuple[
     if not equals or not all(path.split(".")):
         problem = "has no key before `=`" if equals else "has no `=`"
         return path, None, override, (_fault("", override, problem, f"write --set {example}"),)
-    value, faults = parse(text) if text.strip() else (None, ())
     said = f"{path}={MASK if looks_secret(path.rpartition('.')[2]) else text}"
-    return path, value, said, tuple(_fault(path, said, str(fault)) for fault in faults)
+    try:
+        return path, parse(text, path), said, ()
+    except InvalidSpec as error:
+        return path, None, said, tuple(_fault(path, said, str(one)) for one in error.faults)
 
 
 def apply_value(
@@ -191,10 +176,9 @@ _LINE_ENDS = re.compile("[\x85\u2028\u2029]")
 def load_spec(path: Path, overrides: Sequence[str] = ()) -> RunSpec:
     """The run spec of a YAML file, with the overrides, `a.b=c` each, applied in order.
 
-    Raises: InvalidSpec, with every fault of the file and of the overrides, in file order.
+    Raises: InvalidSpec, with every fault of the file and of the overrides.
     """
-    data, faults = parse(read_text(path))
-    return _checked(data, overrides, str(path), faults)
+    return parse_spec(parse(read_text(path), str(path)), overrides, str(path))
 
 
 def load_resolved(path: Path) -> RunSpec:
@@ -202,8 +186,7 @@ def load_resolved(path: Path) -> RunSpec:
 
     Raises: InvalidSpec.
     """
-    data, faults = parse(read_text(path))
-    return RunSpec.model_validate(as_mapping(data, str(path), faults))
+    return RunSpec.model_validate(as_mapping(parse(read_text(path), str(path)), str(path)))
 
 
 def parse_spec(
@@ -219,9 +202,22 @@ def parse_spec(
         data: A mapping, which is left as it is, or a `RunSpec`, whose placeholders are checked.
         from_form: They may come from the form in the UI, which leaves a component out by null.
 
-    Raises: InvalidSpec, with every fault of the data and of the overrides, in the data's order.
+    Raises: InvalidSpec, with every fault of the data and of the overrides.
     """
-    return _checked(data, overrides, source, (), from_form=from_form)
+    written = as_mapping(data, source)
+    faults = [fault for override in overrides for fault in apply_override(written, override)]
+    spec: RunSpec | None = None
+    try:
+        spec = RunSpec.model_validate(written)
+    except InvalidSpec as error:
+        faults += error.faults
+    if not from_form:
+        faults += _empty_components(written)
+    # What a form has left out has no port either.
+    faults += placeholders.faults_in(spec.written() if from_form and spec else written)
+    if spec is None or faults:
+        raise InvalidSpec(tuple(dict.fromkeys(faults)), source)
+    return spec
 
 
 def spec_as_yaml(spec: RunSpec, *, secrets: Collection[str] | None = None) -> str:
@@ -240,42 +236,13 @@ def spec_as_yaml(spec: RunSpec, *, secrets: Collection[str] | None = None) -> st
     return str(yaml.safe_dump(written, **how)) if _LINE_ENDS.search(text) else text
 
 
-def _checked(
-    data: object,
-    overrides: Sequence[str],
-    source: str,
-    found: Sequence[Fault],
-    *,
-    from_form: bool = False,
-) -> RunSpec:
-    written = as_mapping(data, source, found)
-    faults = list(found)
-    for override in overrides:
-        faults += apply_override(written, override)
-    spec: RunSpec | None = None
-    try:
-        spec = RunSpec.model_validate(written)
-    except InvalidSpec as error:
-        faults += error.faults
-    if not from_form:
-        faults += _empty_components(written)
-    # What a form has left out has no port either.
-    faults += placeholders.faults_in(spec.written() if from_form and spec else written)
-
-    if spec is None or faults:
-        raise InvalidSpec(_in_file_order(faults, written), source)
-    return spec
-
-
-def as_mapping(data: object, source: str, found: Sequence[Fault]) -> dict[str, Any]:
-    """The data of a whole spec, as a copy. Raises: InvalidSpec, with what was found before, too."""
-    if data is None and found:
-        raise InvalidSpec(tuple(found), source)
+def as_mapping(data: object, source: str) -> dict[str, Any]:
+    """The data of a whole spec, as a copy. Raises: InvalidSpec."""
     written = data.written() if isinstance(data, Document) else copy.deepcopy(data)
     if not isinstance(written, dict):
         problem = f"must be a mapping, found {shown(written)}"
         fault = Fault(path="", problem=problem, remedy="write `name: ...` and so on")
-        raise InvalidSpec((*found, fault), source)
+        raise InvalidSpec((fault,), source)
     return written
 
 
@@ -286,34 +253,6 @@ def _empty_components(written: Mapping[str, Any]) -> Iterator[Fault]:
             remedy = f"write {name}: {{key: value}}, or leave it out"
             problem = f"must be a mapping, found {shown(component)}"
             yield Fault(path=f"components.{name}", problem=problem, remedy=remedy)
-
-
-def _in_file_order(faults: Sequence[Fault], written: Mapping[str, Any]) -> tuple[Fault, ...]:
-    """The faults by where their path begins in the data; what is not there comes last of its
-    mapping, and what no path leads to, last of all."""
-    places = {path: index for index, path in enumerate(_paths(written))}
-
-    def rank(fault: Fault) -> tuple[int, int]:
-        path = fault.path
-        while path and path not in places:
-            path = path.rpartition(".")[0]
-        if path == fault.path:
-            return places.get(path, -1), 0
-        if not path:
-            return len(places), 1
-        return max(at for place, at in places.items() if f"{place}.".startswith(f"{path}.")), 1
-
-    return tuple(sorted(dict.fromkeys(faults), key=rank))
-
-
-def _paths(node: object, path: str = "", above: tuple[int, ...] = ()) -> Iterator[str]:
-    if id(node) in above:  # YAML can write a list that holds itself
-        return
-    items = enumerate(node) if isinstance(node, list | tuple) else mapping(node).items()
-    for key, value in items:
-        below = joined(path, key)
-        yield below
-        yield from _paths(value, below, (*above, id(node)))
 
 
 def _masked(written: dict[str, Any], secrets: Collection[str]) -> dict[str, Any]:

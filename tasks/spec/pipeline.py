@@ -36,7 +36,6 @@ from tasks.spec.values import (
     Text,
     Worded,
     refused,
-    shown,
 )
 from tasks.spec.words import did_you_mean
 
@@ -131,9 +130,8 @@ def load_pipeline(
 
     Raises: InvalidSpec, with every fault of the file, of those it names and of the overrides.
     """
-    data, faults = parse(read_text(path))
     places = (root or project_of(path), path.parent)
-    return _checked(data, overrides, str(path), faults, places)
+    return _checked(parse(read_text(path), str(path)), overrides, str(path), places)
 
 
 def parse_pipeline(
@@ -144,9 +142,9 @@ def parse_pipeline(
     A stage's spec has its `set` in it afterwards, and its `start_order`. Of a stage that only names
     a deployment nothing is known of the spec until `with_specs`.
 
-    Raises: InvalidSpec, with every fault of the data and of the overrides, in the data's order.
+    Raises: InvalidSpec, with every fault of the data and of the overrides.
     """
-    return _checked(data, overrides, source, ())
+    return _checked(data, overrides, source)
 
 
 def with_specs(pipeline: PipelineSpec, specs: Mapping[str, object]) -> PipelineSpec:
@@ -165,11 +163,9 @@ def _checked(
     data: object,
     overrides: Sequence[str],
     source: str,
-    found: Sequence[Fault],
     places: Sequence[Path] = (Path(),),
 ) -> PipelineSpec:
-    written = as_mapping(data, source, found)
-    faults = list(found)
+    written, faults = as_mapping(data, source), list[Fault]()
     if isinstance(written.get("stages"), list):
         # YAML's anchors make one of what two stages have; each is changed by itself.
         written["stages"] = [copy.deepcopy(stage) for stage in written["stages"]]
@@ -216,14 +212,12 @@ def _read_in(stage: dict[str, Any], path: str, places: Sequence[Path]) -> tuple[
         return ()
     files = [place / name for place in places]
     file = next((file for file in files if file.exists()), files[0])
+    stage["spec"] = {}
     try:
-        data, faults = parse(read_text(file))
+        stage["spec"] = as_mapping(parse(read_text(file), name), name)
     except InvalidSpec as error:
-        data, faults = None, error.faults
-    stage["spec"] = data if isinstance(data, dict) else {}
-    if data is not None and not isinstance(data, dict):
-        faults = (*faults, Fault(path="", problem=f"must be a mapping, found {shown(data)}"))
-    return tuple(_below(path, fault, name) for fault in faults)
+        return tuple(_below(path, fault, name) for fault in error.faults)
+    return ()
 
 
 def _override(stages: Sequence[dict[str, Any]], override: str) -> tuple[Fault, ...]:

@@ -162,7 +162,7 @@ def test_a_fleet_on_ray_needs_a_cluster_to_be_named() -> None:
     assert fault.problem == "missing: rollout is placed on Ray, and no cluster is named"
 
 
-def test_faults_come_in_file_order_whatever_found_them() -> None:
+def test_every_fault_is_told_at_once_whatever_found_it() -> None:
     text = """\
 workload: grpoo
 components:
@@ -178,20 +178,20 @@ tags: [""]
 
     faults = faults_of(yaml.safe_load(text), "components.api.ports=[A]")
 
-    assert [fault.path for fault in faults] == [
+    assert {fault.path for fault in faults} == {
         "workload",
         "components.trainer.live",
         "components.trainer.command.1",
         "components.trainer.command.2",
         "components.api.ports.0",
-        "components.api.command",  # missing: after what its mapping has
+        "components.api.command",  # missing
         "components.rollout.backend",
         "retry.CUDA_OOM.attempts",
         "success",
         "success.step",
         "tags.0",
         "name",  # missing
-    ]
+    }
 
 
 def test_faults_are_the_same_each_time() -> None:
@@ -214,8 +214,7 @@ def test_the_error_lists_every_fault_under_the_file_and_survives_pickle(tmp_path
 @pytest.mark.parametrize(
     ("text", "path", "problem"),
     [
-        ("", "", "it is empty"),
-        ("# nothing\n", "", "it is empty"),
+        ("", "", "must be a mapping, found nothing"),
         ("---\n", "", "must be a mapping, found nothing"),
         ("- a\n- b\n", "", "must be a mapping, found a list"),
         ("just text\n", "", "must be a mapping, found the text 'just text'"),
@@ -229,8 +228,8 @@ def test_the_error_lists_every_fault_under_the_file_and_survives_pickle(tmp_path
         ("name: 2024-02-31\n", "", "a value cannot be read: day is out of range"),
         (b"name: \xff\n", "", "not UTF-8: byte 0xff at offset 6"),
         (LEAST.encode("utf-16"), "", "not UTF-8: byte 0xff at offset 0"),
-        (LEAST + "name: again\n", "name", "written twice, in lines 1 and 6"),
-        (LEAST + "env: {A: a, B: b, A: a}\n", "env.A", "written twice, in lines 6 and 6"),
+        (LEAST + "name: again\n", "", "line 6, column 1: name is written twice, first in line 1"),
+        (LEAST + "env: {A: a, B: b, A: a}\n", "", "line 6, column 19: A is written twice"),
         (LEAST + "env: {D: 2024-01-01}\n", "env.D", "must be text, found the date 2024-01-01"),
         (LEAST + "stall_after_s: .nan\n", "stall_after_s", "must be a finite number, found .nan"),
         (LEAST + "stall_after_s: 1:30\n", "stall_after_s", "must be a number, found the text '1"),
@@ -259,15 +258,6 @@ def test_deep_nesting_is_a_fault_and_no_crash(tmp_path: Path) -> None:
     [fault] = file_faults(tmp_path, "a: " + "[" * 5000 + "]" * 5000)
 
     assert fault == ("", "it is nested too deeply")
-
-
-def test_a_key_written_twice_is_reported_together_with_other_faults(tmp_path: Path) -> None:
-    text = LEAST + "    command: [python, other.py]\nstall_after_s: 0\n"
-
-    assert file_faults(tmp_path, text) == [
-        ("components.trainer.command", "written twice, in lines 5 and 6"),
-        ("stall_after_s", "must be more than 0, found 0"),
-    ]
 
 
 def test_a_file_that_cannot_be_read_has_one_clear_fault(tmp_path: Path) -> None:
@@ -410,7 +400,7 @@ def test_a_bad_override_tells_no_secret() -> None:
 def test_every_bad_override_is_reported_together_with_the_faults_of_the_file() -> None:
     faults = faults_of({**least(), "x": 1}, "nothing", "name.a=1", "tags.b=2")
 
-    assert [fault.path for fault in faults] == ["", "name.a", "x", "tags"]
+    assert {fault.path for fault in faults} == {"", "name.a", "x", "tags"}
 
 
 def test_a_spec_that_came_as_a_parameter_is_checked_in_full() -> None:
@@ -518,9 +508,9 @@ def test_a_spec_that_is_written_down_loads_to_an_equal_one(data: dict[str, Any])
 
     text = spec_as_yaml(spec)
 
-    read, faults = parse(text)
+    read = parse(text, "it")
     again = parse_spec(read)
-    assert (again, faults) == (spec, ())
+    assert again == spec
     assert parse_spec(yaml.safe_load(text)) == spec  # any other reader of YAML will do
     assert spec_as_yaml(again) == text
     assert list(again.components) == list(data["components"])
