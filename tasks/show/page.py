@@ -11,7 +11,6 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 from urllib.parse import quote, urlsplit
 
 from tasks.record.outcome import Failure
@@ -204,77 +203,41 @@ def curve_shown(view: RunView, figures: Figures) -> Shown | None:
 _WANDB = "https://wandb.ai"
 #: How much of the beginning of a log is looked at for an address that a tracker prints there.
 _LOOKED_AT_BYTES = 262_144
-#: `wandb: 🚀 View run at https://wandb.ai/team/project/runs/abc`, `View run NAME at: URL`.
+#: `wandb: 🚀 View run at https://wandb.ai/team/project/runs/abc`; MLflow's `View run x at: URL`.
 _PRINTED = re.compile(r"View run\b[^\n]{0,200}?(https?://[^\s\x1b]+/runs/[^\s\x1b]+)")
 _COLORS = re.compile(r"\x1b\[[0-9;]*m")
-#: Overrides of verl, and of what is configured like it.
-_OVERRIDE = re.compile(r"^\+{0,2}trainer\.(logger|project_name|experiment_name)=(.*)$")
 
 
-class Elsewhere(NamedTuple):
-    """Somewhere to look, and what is there: `project muster, run abc`."""
-
-    name: str
-    url: str
-    what: str = ""
-
-
-def places_of(view: RunView) -> tuple[Elsewhere, ...]:
-    """In the order of how much they show of a run."""
-    return tuple(dict.fromkeys([*_trackers(view.spec, [*_logs(view)]), *_ray(view)]))
+def places_of(view: RunView) -> tuple[tuple[str, str], ...]:
+    """Where else it is shown, `(name, address)`: as its trackers print it, or its spec names it."""
+    attempt, logs = view.record.attempt, list[Path]()
+    if attempt is not None:
+        logs = [view.place.attempt(attempt.number).log(name) for name in view.spec.components]
+    trackers = [("Tracker", url) for url in filter(None, map(_printed_in, logs))]
+    return tuple(dict.fromkeys([*(trackers or _wandb(view.spec)), *_ray(view)]))
 
 
-def _trackers(spec: RunSpec, logs: list[Path]) -> Iterator[Elsewhere]:
-    for name in spec.components:
-        env = texts({**spec.env, **spec.components[name].env})
-        component = spec.processes.get(name)
-        overrides = map(_OVERRIDE.match, component.command if component else ())
-        settings = {match[1]: match[2].strip("'\"") for match in overrides if match}
-        has_wandb = "wandb" in settings.get("logger", "") or "WANDB_PROJECT" in env
-        if has_wandb and env.get("WANDB_MODE") not in ("disabled", "offline"):
-            yield _wandb(env, settings, logs)
-        if (uri := env.get("MLFLOW_TRACKING_URI", "")).startswith(("http://", "https://")):
-            experiment = env.get("MLFLOW_EXPERIMENT_NAME", "")
-            what = f"experiment {experiment}" if experiment else ""
-            yield Elsewhere(name="MLflow", url=_without_user(uri), what=what)
+def _wandb(spec: RunSpec) -> Iterator[tuple[str, str]]:
+    for component in spec.components.values():
+        env = texts({**spec.env, **component.env})
+        path = [env.get("WANDB_ENTITY", ""), env.get("WANDB_PROJECT", "")]
+        if all(path) and env.get("WANDB_MODE") not in ("disabled", "offline"):
+            path += ["runs", env["WANDB_RUN_ID"]] if env.get("WANDB_RUN_ID") else []
+            base = _without_user(env.get("WANDB_BASE_URL", _WANDB)).rstrip("/")
+            # What is asked there is answered for people here.
+            base = _WANDB if base == "https://api.wandb.ai" else base
+            yield "Weights & Biases", "/".join([base, *(quote(one, safe="") for one in path)])
 
 
-def _wandb(env: Mapping[str, str], settings: Mapping[str, str], logs: list[Path]) -> Elsewhere:
-    project = env.get("WANDB_PROJECT") or settings.get("project_name", "")
-    entity, run_id = env.get("WANDB_ENTITY", ""), env.get("WANDB_RUN_ID", "")
-    name = env.get("WANDB_NAME") or settings.get("experiment_name", "") or run_id
-    named = [("project", project), ("run", name)]
-    what = ", ".join(f"{kind} {value}" for kind, value in named if value)
-    base = env.get("WANDB_BASE_URL", _WANDB).rstrip("/")
-    # What is asked there is answered for people here.
-    base = _WANDB if base == "https://api.wandb.ai" else _without_user(base)
-    # Who the entity is by default, only the tracker knows; it prints the address.
-    if printed := next(filter(None, map(_printed_in, logs)), ""):
-        url = printed
-    elif entity and project:
-        url = f"{base}/{quote(entity, safe='')}/{quote(project, safe='')}"
-        url += f"/runs/{quote(run_id, safe='')}" if run_id else ""
-    else:
-        url = base
-    return Elsewhere(name="Weights & Biases", url=url, what=what)
-
-
-def _ray(view: RunView) -> Iterator[Elsewhere]:
+def _ray(view: RunView) -> Iterator[tuple[str, str]]:
     if view.spec.ray is None or view.spec.ray.address is None:
         return
     address = _without_user(view.spec.ray.address.rstrip("/"))
     jobs = view.record.attempt.jobs.values() if view.record.attempt else ()
     ids = [job.submission_id for job in jobs if job.submission_id]
-    for id in ids:
-        yield Elsewhere(name="Ray dashboard", url=f"{address}/#/jobs/{quote(id)}", what=f"job {id}")
+    yield from (("Ray dashboard", f"{address}/#/jobs/{quote(id)}") for id in ids)
     if not ids:
-        yield Elsewhere(name="Ray dashboard", url=address)
-
-
-def _logs(view: RunView) -> Iterator[Path]:
-    if view.record.attempt is not None:
-        place = view.place.attempt(view.record.attempt.number)
-        yield from map(place.log, reversed([*view.spec.components]))
+        yield "Ray dashboard", address
 
 
 def _printed_in(log: Path) -> str:
@@ -312,8 +275,7 @@ def summary_of(view: RunView) -> Shown:
     if failed is not None:
         parts += _failure(view, *failed)
     if places := places_of(view):
-        listed = (": ".join(filter(None, (link(a, url), text(what)))) for a, url, what in places)
-        parts += ["**Elsewhere**", "\n".join(f"- {one}" for one in listed)]
+        parts += ["**Elsewhere**", "\n".join(f"- {link(*one)}" for one in places)]
     parts.append(f"As of {moment(view.at)}.")
     return Shown(headline=_headline(view, said, why), data="\n\n".join(filter(None, parts)))
 

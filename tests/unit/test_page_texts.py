@@ -266,71 +266,60 @@ def test_a_new_attempt_forgets_the_servers_of_the_last_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("env", "url", "what"),
+    ("env", "url"),
     [
         # as wandb itself names a run
-        (
-            {"WANDB_PROJECT": "p", "WANDB_ENTITY": "team", "WANDB_RUN_ID": "r 1"},
-            "https://wandb.ai/team/p/runs/r%201",
-            "project p, run r 1",
-        ),
+        ({"WANDB_RUN_ID": "r 1"}, "https://wandb.ai/team/p/runs/r%201"),
         # the address of the API is not the one for people
-        (
-            {"WANDB_PROJECT": "p", "WANDB_ENTITY": "t", "WANDB_BASE_URL": "https://api.wandb.ai"},
-            "https://wandb.ai/t/p",
-            "project p",
-        ),
+        ({"WANDB_BASE_URL": "https://api.wandb.ai"}, "https://wandb.ai/team/p"),
         # a server of one's own, whose password is nobody's business
-        (
-            {
-                "WANDB_PROJECT": "p",
-                "WANDB_ENTITY": "t",
-                "WANDB_BASE_URL": "https://u:pw@wandb.lab/",
-            },
-            "https://wandb.lab/t/p",
-            "project p",
-        ),
-        # whose default entity only the tracker knows
-        ({"WANDB_PROJECT": "p"}, "https://wandb.ai", "project p"),
+        ({"WANDB_BASE_URL": "https://u:pw@wandb.lab/"}, "https://wandb.lab/team/p"),
     ],
 )
-def test_the_tracker_is_linked_by_the_spec(env: dict[str, str], url: str, what: str) -> None:
-    [place] = places_of(view(attempt(), spec={"env": env}))
+def test_the_tracker_is_linked_by_the_spec(env: dict[str, str], url: str) -> None:
+    env = {"WANDB_PROJECT": "p", "WANDB_ENTITY": "team", **env}
 
-    assert (place.url, place.what) == (url, what)
+    assert places_of(view(attempt(), spec={"env": env})) == (("Weights & Biases", url),)
 
 
 @pytest.mark.parametrize(
     "env",
-    [{}, {"WANDB_PROJECT": "p", "WANDB_MODE": "offline"}, {"MLFLOW_TRACKING_URI": "file:///x"}],
+    # of the last one only the tracker knows whose it is, and prints the address
+    [
+        {},
+        {"WANDB_PROJECT": "p", "WANDB_ENTITY": "t", "WANDB_MODE": "offline"},
+        {"WANDB_PROJECT": "p"},
+    ],
 )
 def test_no_tracker_is_linked_that_has_no_page(env: dict[str, str]) -> None:
     assert places_of(view(attempt(), spec={"env": env})) == ()
 
 
-def test_a_project_of_verl_is_linked_where_it_logs_to_the_tracker() -> None:
-    overrides = ["trainer.project_name=muster", "trainer.experiment_name=x-1"]
-    for logger, count in (("[console,wandb]", 1), ("[console,file]", 0)):
-        command = ["python", *overrides, f"trainer.logger={logger}"]
-        spec = {"env": {"WANDB_ENTITY": "t"}, "components": {"trainer": {"command": command}}}
-
-        places = places_of(view(attempt(), spec=spec))
-
-        assert [(one.url, one.what) for one in places] == count * [
-            ("https://wandb.ai/t/muster", "project muster, run x-1")
-        ]
-
-
-def test_the_address_that_the_tracker_prints_is_believed(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("printed", "url"),
+    [
+        (
+            "\x1b[34mwandb\x1b[0m: View run \x1b[33mx\x1b[0m at: "
+            "\x1b[34mhttps://wandb.ai/a/b/runs/c\x1b[0m",
+            "https://wandb.ai/a/b/runs/c",
+        ),
+        (
+            "View run x at: http://mlflow.lab:5000/#/experiments/1/runs/c.",
+            "http://mlflow.lab:5000/#/experiments/1/runs/c",
+        ),
+    ],
+)
+def test_the_address_that_the_tracker_prints_is_believed(
+    tmp_path: Path, printed: str, url: str
+) -> None:
     place = RunPlace(directory=tmp_path)
     place.attempt(1).directory.mkdir()
-    printed = "\x1b[34mwandb\x1b[0m: View run \x1b[33mx\x1b[0m at: \x1b[34mhttps://wandb.ai/a/b/runs/c\x1b[0m\n"
-    place.attempt(1).log("trainer").write_text(f"loading\n{printed}")
-    run = replace(view(attempt(), spec={"env": {"WANDB_PROJECT": "b"}}), place=place)
+    place.attempt(1).log("trainer").write_text(f"loading\n{printed}\n")
+    env = {"WANDB_PROJECT": "b", "WANDB_ENTITY": "t"}
 
-    [found] = places_of(run)
+    found = places_of(replace(view(attempt(), spec={"env": env}), place=place))
 
-    assert found.url == "https://wandb.ai/a/b/runs/c"
+    assert found == (("Tracker", url),)
 
 
 def test_the_job_is_linked_on_the_dashboard_of_its_cluster() -> None:
@@ -339,7 +328,7 @@ def test_the_job_is_linked_on_the_dashboard_of_its_cluster() -> None:
 
     [place] = places_of(view(attempt(ray=ray), spec=spec))
 
-    assert place.url == "http://head:8265/#/jobs/x-1--a01"
+    assert place == ("Ray dashboard", "http://head:8265/#/jobs/x-1--a01")
 
 
 def test_progress_is_a_part_of_a_whole_or_not_shown() -> None:
