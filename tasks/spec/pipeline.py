@@ -192,7 +192,7 @@ def _checked(
         faults += unknown_names(stage.get("checkpoint"), f"stages.{index}.checkpoint")
         if isinstance(stage.get("spec"), dict) and index not in unread:
             faults += _fold(stage, index)
-            faults += _stage_faults(stage, index, names, at, hands_on)
+            faults += _stage_faults(stage, index, names[:at], hands_on)
     if pipeline is None or faults:
         raise InvalidSpec(tuple(dict.fromkeys(faults)), source)
     return PipelineSpec.model_validate(written)
@@ -250,11 +250,11 @@ def _fold(stage: dict[str, Any], index: int) -> tuple[Fault, ...]:
 
 
 def _stage_faults(
-    stage: dict[str, Any], index: int, names: Sequence[str], at: int, hands_on: Mapping[str, bool]
+    stage: dict[str, Any], index: int, before: Sequence[str], hands_on: Mapping[str, bool]
 ) -> tuple[Fault, ...]:
     """What is wrong with a stage's spec, which is put in order where nothing is."""
     path, written = f"stages.{index}.spec", stage["spec"]
-    faults = list(faults_of_names(written, stages=names, index=at, hands_on=hands_on))
+    faults = list(faults_of_names(written, before=before, hands_on=hands_on))
     try:
         # Any text will do: what these will be is not known yet.
         parse_spec(filled_in(written, lambda _stage, _key: "stage"))

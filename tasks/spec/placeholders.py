@@ -249,52 +249,37 @@ def _unknown(use: Use, known: Sequence[str]) -> Fault:
         return Fault(path=use.path, problem="a `${` without its `}`", remedy=remedy)
     shell = f"for a shell's own write `$${{{use.name}}}`"
     near = did_you_mean(use.name.strip(), known, "${{{}}}")
-    remedy = near or f"{shell}; known are {', '.join(known)}"
+    remedy = near or f"{shell}; known are {', '.join(known) or 'none'}"
     return Fault(path=use.path, problem=f"unknown name `{use}`", remedy=remedy)
 
 
 def unknown_names(checkpoint: object, path: str) -> tuple[Fault, ...]:
     """One fault, at the path, for each placeholder of a stage's checkpoint that has no value."""
     names = dict.fromkeys(names_of(checkpoint)) if isinstance(checkpoint, str) else ()
-    known = ", ".join(f"${{{name}}}" for name in _OF_CHECKPOINTS)
-    return tuple(
-        Fault(path=path, problem=f"unknown name `${{{name}}}`", remedy=f"known are {known}")
-        for name in names
-        if name is not None and name not in _OF_CHECKPOINTS
-    )
+    uses = (Use(path=path, name=name, kind=Kind.TEXT) for name in names if name is not None)
+    return tuple(_unknown(use, _OF_CHECKPOINTS) for use in uses if use.name not in _OF_CHECKPOINTS)
 
 
 def faults_of_names(
-    written: object, *, stages: Sequence[str], index: int, hands_on: Mapping[str, bool]
+    written: object, *, before: Sequence[str], hands_on: Mapping[str, bool]
 ) -> tuple[Fault, ...]:
-    """One fault for each use that will have no value.
+    """One fault for each use of a stage's name that will have no value.
 
     Args:
         written: The run spec of a stage.
-        stages: The names of all, in order.
-        index: Which of them the stage is.
+        before: The names of the stages before it.
         hands_on: By stage, whether it names checkpoints; one that is not in it may.
     """
-    faults = []
+    faults, known = [], [f"{STAGE}{stage}.{key}" for stage in before for key in KEYS]
     for use in uses_in(written):
         if not (use.name or "").startswith(STAGE):
             continue
-        (stage, key), problem, remedy = _stage_and_key(use.name or ""), "", ""
-        if stage not in stages:
-            problem, before = f"unknown stage in `{use}`", stages[:index]
-            near = did_you_mean(stage, before, f"${{{{stage.{{}}.{key or CHECKPOINT}}}}}")
-            known = f"known are {', '.join(before)}" if before else ""
-            remedy = near or known or "the first stage knows of no other"
-        elif (place := stages.index(stage)) >= index:
-            which = "the stage itself" if place == index else "a stage that comes later"
-            problem, remedy = f"`{use}` is of {which}", "name one that comes before"
-        elif key not in KEYS:
-            known = ", ".join(f"${{stage.{stage}.{key}}}" for key in KEYS)
-            problem, remedy = f"unknown name `{use}`", f"known are {known}"
+        stage, key = _stage_and_key(use.name or "")
+        if use.name not in known:
+            faults.append(_unknown(use, known))
         elif key == CHECKPOINT and not hands_on.get(stage, True):
             problem = f"`{use}` will be nothing: no component of that stage names `checkpoints`"
             remedy = f"name them there, or write checkpoint: PATTERN in the stage {stage}"
-        if problem:
             faults.append(Fault(path=use.path, problem=problem, remedy=remedy))
     return tuple(dict.fromkeys(faults))
 

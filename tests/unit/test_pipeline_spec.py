@@ -41,7 +41,6 @@ def faults(data: object, *overrides: str) -> list[str]:
 
 
 A = {"name": "a", "spec": spec()}
-NAMES = "known are ${stage.a.checkpoint}, ${stage.a.run_dir}, ${stage.a.run_id}"
 
 
 @pytest.mark.parametrize(
@@ -101,41 +100,33 @@ NAMES = "known are ${stage.a.checkpoint}, ${stage.a.run_dir}, ${stage.a.run_id}"
         (
             pipeline(A, {"name": "b", "spec": spec("${stage.aa.checkpoint}")}),
             [
-                "stages.1.spec.components.trainer.command.1: unknown stage in "
+                "stages.1.spec.components.trainer.command.1: unknown name "
                 "`${stage.aa.checkpoint}` (did you mean `${stage.a.checkpoint}`?)"
             ],
         ),
-        (
-            pipeline({"name": "a", "spec": spec("${stage.zz.run_id}")}),
-            [
-                "stages.0.spec.components.trainer.command.1: unknown stage in "
-                "`${stage.zz.run_id}` (the first stage knows of no other)"
-            ],
+        # its own, and those that come later, are none of them
+        *(
+            (
+                pipeline(
+                    {"name": "a", "spec": spec(f"${{stage.{other}.run_id}}")}, {**A, "name": "b"}
+                ),
+                [
+                    "stages.0.spec.components.trainer.command.1: unknown name "
+                    f"`${{stage.{other}.run_id}}` (for a shell's own write "
+                    f"`$${{stage.{other}.run_id}}`; known are none)"
+                ],
+            )
+            for other in ("a", "b", "zz")
         ),
-        (
-            pipeline({"name": "a", "spec": spec("${stage.b.run_id}")}, {**A, "name": "b"}),
-            [
-                "stages.0.spec.components.trainer.command.1: `${stage.b.run_id}` is of a stage "
-                "that comes later (name one that comes before)"
-            ],
-        ),
-        (
-            pipeline({"name": "a", "spec": spec("${stage.a.run_id}")}),
-            [
-                "stages.0.spec.components.trainer.command.1: `${stage.a.run_id}` is of the stage "
-                "itself (name one that comes before)"
-            ],
-        ),
-        (
-            pipeline(A, {"name": "b", "spec": spec("${stage.a.weights}")}),
-            [
-                "stages.1.spec.components.trainer.command.1: unknown name `${stage.a.weights}` "
-                f"({NAMES})"
-            ],
-        ),
-        (
-            pipeline(A, {"name": "b", "spec": spec("${stage.a}")}),
-            [f"stages.1.spec.components.trainer.command.1: unknown name `${{stage.a}}` ({NAMES})"],
+        *(
+            (
+                pipeline(A, {"name": "b", "spec": spec(f"${{stage.a{key}}}")}),
+                [
+                    "stages.1.spec.components.trainer.command.1: unknown name "
+                    f"`${{stage.a{key}}}` (did you mean `${{stage.a.{meant}}}`?)"
+                ],
+            )
+            for key, meant in ((".run", "run_id"), (".check", "checkpoint"))
         ),
         (
             pipeline(
@@ -151,8 +142,8 @@ NAMES = "known are ${stage.a.checkpoint}, ${stage.a.run_dir}, ${stage.a.run_id}"
         (
             pipeline({**A, "checkpoint": "${run.dir}/hf/${trainer.port}"}),
             [
-                "stages.0.checkpoint: unknown name `${trainer.port}` (known are ${run.id}, "
-                "${run.dir}, ${attempt.number}, ${attempt.dir})"
+                "stages.0.checkpoint: unknown name `${trainer.port}` (for a shell's own "
+                "write `$${trainer.port}`; known are run.id, run.dir, attempt.number, attempt.dir)"
             ],
         ),
         # changes to a spec
@@ -259,7 +250,7 @@ def test_a_fault_in_a_stage_s_file_names_the_file(tmp_path: Path) -> None:
         load_pipeline(tmp_path / "two.yaml")
 
     [fault] = caught.value.faults
-    assert str(fault).startswith("stages.0.spec.name: mine.yaml: ")
+    assert str(fault).startswith("stages.0.spec: mine.yaml: line 2, ")
 
 
 def test_a_deployment_s_spec_is_checked_once_it_is_known() -> None:
@@ -267,7 +258,7 @@ def test_a_deployment_s_spec_is_checked_once_it_is_known() -> None:
     loaded = parse_pipeline(pipeline(A, named))
 
     whole = with_specs(loaded, {"b": spec("${stage.a.checkpoint}")})
-    with pytest.raises(InvalidSpec, match="unknown stage in"):
+    with pytest.raises(InvalidSpec, match=r"unknown name `\$\{stage.z"):
         with_specs(loaded, {"b": spec("${stage.z.checkpoint}")})
 
     assert loaded.stage("b").spec is None
