@@ -65,9 +65,8 @@ def _field(schema: dict[str, Any]) -> dict[str, Any]:
     return {key: one for key, one in {**way, **schema}.items() if key not in ("anyOf", "default")}
 
 
-#: Keys and indexes from where a value is checked down to the faulty one.
-Place = tuple[str | int, ...]
-Refusal = tuple[Place, PydanticCustomError]
+#: Keys and indexes from where a value is checked down to the faulty one, and what is wrong there.
+Refusal = tuple[tuple[str | int, ...], PydanticCustomError]
 Valid = TypeVar("Valid")
 
 
@@ -426,52 +425,24 @@ def _fault(found: ErrorDetails) -> Fault:
     elif kind in ("string_too_short", "too_short"):
         problem = "must not be empty"
     elif kind in _ASKED:
-        asked, remedy_for = _ASKED[kind]
+        asked, remedy = _ASKED[kind]
         problem = f"must be {asked.format(**context)}, found {shown(value)}"
-        remedy = remedy_for(value, place)
     return Fault(path=".".join(map(str, place)), problem=problem, remedy=remedy)
 
 
-def _none(_value: object, _place: Place) -> str:
-    return ""
-
-
-def _as_number(value: object, _place: Place) -> str:
-    """YAML takes 1e-3, unlike 1.0e-3, for a text."""
-    try:
-        number = float(value) if isinstance(value, str) else math.nan
-    except ValueError:
-        return ""
-    if not math.isfinite(number):
-        return ""
-    return f"write {int(number) if number.is_integer() else number!r}"
-
-
-def _value_as_text(value: object, _place: Place) -> str:
-    simple = isinstance(value, bool | int | float)
-    return f'quote it: "{shown(value)}"' if simple else ""
-
-
-def _as_list(value: object, _place: Place) -> str:
-    return f"write [{value}]" if isinstance(value, str) and re.fullmatch(r"[\w.-]+", value) else ""
-
-
-def _as_mapping(_value: object, place: Place) -> str:
-    return f"write {place[-1]}: {{key: value}}" if place else "write `name: ...` and so on"
-
-
-#: By pydantic's type of error: what is asked for, and a remedy for the value that was found.
-_ASKED: dict[str, tuple[str, Callable[[object, Place], str]]] = {
-    "string_type": ("text", _value_as_text),
-    "int_type": ("a whole number", _as_number),
-    "float_type": ("a number", _as_number),
-    "finite_number": ("a finite number", _none),
-    "bool_type": ("true or false", _none),
-    "tuple_type": ("a list", _as_list),
-    "dict_type": ("a mapping", _as_mapping),
-    "mapping_type": ("a mapping", _as_mapping),
-    "model_type": ("a mapping", _as_mapping),
-    "model_attributes_type": ("a mapping", _as_mapping),
-    "greater_than": ("more than {gt:g}", _none),
-    "greater_than_equal": ("at least {ge:g}", _none),
+_MAPPING = ("a mapping", "write KEY: VALUE below it")
+#: By pydantic's type of error: what is asked for, and how that is written.
+_ASKED: dict[str, tuple[str, str]] = {
+    "string_type": ("text", ""),
+    "int_type": ("a whole number", "write it without quotes"),
+    "float_type": ("a number", "write it without quotes, and 1.0e-3 for 1e-3"),
+    "finite_number": ("a finite number", ""),
+    "bool_type": ("true or false", ""),
+    "tuple_type": ("a list", "write [ITEM, ...]"),
+    "dict_type": _MAPPING,
+    "mapping_type": _MAPPING,
+    "model_type": _MAPPING,
+    "model_attributes_type": _MAPPING,
+    "greater_than": ("more than {gt:g}", ""),
+    "greater_than_equal": ("at least {ge:g}", ""),
 }

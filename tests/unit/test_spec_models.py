@@ -250,10 +250,10 @@ def test_a_spec_may_say(path: str, value: object) -> None:
         ("name", "a" * 33, "must be a small letter", ""),
         ("name", "a_b", "must be a small letter", ""),  # it becomes part of a host-like id
         ("name", "a\n", "must be a small letter", ""),  # `$` would match before the newline
-        ("name", 5, "must be text, found 5", 'quote it: "5"'),
+        ("name", 5, "must be text, found 5", ""),
         ("name", None, "must be text, found nothing", ""),
         ("workload", "gpro", "must be ppo, grpo or sft, found the text 'gpro'", "`grpo`"),
-        ("tags", "demo", "must be a list, found the text 'demo'", "write [demo]"),
+        ("tags", "demo", "must be a list, found the text 'demo'", "write [ITEM, ...]"),
         ("cwd", "", "must not be empty", ""),
         ("on_lost_flow", "keep", "must be stop or adopt", ""),
         ("containment", "none", "must be auto or namespace", ""),
@@ -265,7 +265,7 @@ def test_a_spec_may_say(path: str, value: object) -> None:
             "components",
             {"reward": None},
             "must be a mapping, found nothing",
-            "reward: {key: value}",
+            "write KEY: VALUE below it",
         ),
         ("trainer.launcher", "slurm", "must be process or ray_job", ""),
         # commands
@@ -291,8 +291,8 @@ def test_a_spec_may_say(path: str, value: object) -> None:
         ("stall_after_s", -1.5, "must be more than 0, found -1.5", ""),
         ("stall_after_s", math.inf, "must be a finite number, found inf", ""),
         ("stall_after_s", True, "must be a number, found true", ""),
-        ("stall_after_s", "30", "must be a number, found the text '30'", "write 30"),
-        ("stall_after_s", "1e-3", "must be a number", "write 0.001"),  # to YAML this is a text
+        ("stall_after_s", "30", "must be a number, found the text '30'", "without quotes"),
+        ("stall_after_s", "1e-3", "must be a number", "1.0e-3 for 1e-3"),  # to YAML this is a text
         ("stall_after_s", "1m", "must be a number, found the text '1m'", ""),
         # probes
         ("trainer.ready", {}, "asks nothing", "write one of http, tcp, log, file, notify, alive_s"),
@@ -325,7 +325,7 @@ def test_a_spec_may_say(path: str, value: object) -> None:
         ("success.step", 0, "must be at least 1", ""),
         # gang and ray
         ("gang.gpus_per_node", 0, "must be at least 1", ""),
-        ("gang.nodes", "2", "must be a whole number, found the text '2'", "write 2"),
+        ("gang.nodes", "2", "must be a whole number, found the text '2'", "without quotes"),
         ("gang.hours", math.nan, "must be a finite number", ""),
         ("ray.address", "auto", "not an http address: 'auto'", ""),
         ("ray.entrypoint_resources", ["a"], "must be a mapping, found a list", ""),

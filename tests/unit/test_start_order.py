@@ -145,8 +145,8 @@ def test_the_order_outlives_each_rewriting_of_the_spec() -> None:
             ["judge", "trainer", "judge"],
             "start_order.2: names 'judge' again (name each component once)",
         ),
-        ("judge", "start_order: must be a list, found the text 'judge' (write [judge])"),
-        ([1], 'start_order.0: must be text, found 1 (quote it: "1")'),
+        ("judge", "start_order: must be a list, found the text 'judge' (write [ITEM, ...])"),
+        ([1], "start_order.0: must be text, found 1"),
         ([["judge"]], "start_order.0: must be text, found a list"),
     ],
 )
