@@ -1,7 +1,6 @@
 """The page of a run in the Prefect UI: which of its artifacts is to be told anew, and when.
 
-What changes is told soon, what changes often is told together, and what only grows with the time
-is told ever more seldom.
+What changes is told soon, what changes often is told together, and all of it ever more seldom.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
 from prefect.client.orchestration import get_client
@@ -26,36 +24,22 @@ from tasks.show.view import RunSeen, RunView, Shown
 from tasks.spec.run import RunSpec
 from tasks.train.session import RunSession
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Pace:
-    """How often an artifact is told, in seconds, and how it is made."""
-
-    #: Not sooner after the last time than so.
-    every_s: float
-    #: What grows with the time is told again after so long without an event; 0: never.
-    renewed_s: float = 0.0
-    #: It changes all the time, so the longer a run lasts, the more seldom it is told.
-    is_steady: bool = False
-    #: None for the curve.
-    made: Callable[[RunView], Shown | None] | None = None
-
-
-_PACES: Mapping[str, _Pace] = {
-    pages.SUMMARY: _Pace(every_s=2.0, renewed_s=30.0, made=pages.summary_of),
-    pages.COMPONENTS: _Pace(every_s=2.0, made=pages.components_of),
-    pages.TIMELINE: _Pace(every_s=2.0, renewed_s=30.0, made=timeline_of),
-    pages.REWARD: _Pace(every_s=10.0, renewed_s=10.0, is_steady=True),
-    pages.TIME: _Pace(every_s=10.0, is_steady=True, made=pages.time_of),
-    pages.PROGRESS: _Pace(every_s=3.0, is_steady=True, made=pages.progress_of),
-    pages.ATTEMPTS: _Pace(
-        every_s=0.0, made=lambda view: pages.attempts_of(view) if view.record.attempts else None
-    ),
-    pages.RECORD: _Pace(every_s=10.0, made=pages.record_of),
+#: `(seconds, how it is made)`: not sooner after the last time than so. The curve is made here.
+_MADE: Mapping[str, tuple[float, Callable[[RunView], Shown | None] | None]] = {
+    pages.SUMMARY: (2.0, pages.summary_of),
+    pages.COMPONENTS: (2.0, pages.components_of),
+    pages.TIMELINE: (2.0, timeline_of),
+    pages.REWARD: (10.0, None),
+    pages.TIME: (10.0, pages.time_of),
+    pages.PROGRESS: (3.0, pages.progress_of),
+    pages.ATTEMPTS: (0.0, pages.attempts_of),
+    pages.RECORD: (10.0, pages.record_of),
 }
-#: Of the run's age, and at most so many seconds.
-_STEADY_PART, _STEADY_AT_MOST_S = 0.01, 60.0
-_RENEWED_PART, _RENEWED_AT_MOST_S = 0.05, 600.0
+#: The longer a run lasts, the more seldom: by a part of its age, and at most so many seconds.
+_EVERY_PART, _EVERY_AT_MOST_S = 0.01, 60.0
+#: What grows with the time is told again, without an event, after so long at least.
+_RENEWED = (pages.SUMMARY, pages.TIMELINE, pages.REWARD)
+_RENEWED_S, _RENEWED_PART, _RENEWED_AT_MOST_S = 30.0, 0.05, 600.0
 #: A server that did not take an artifact is left alone for so long.
 _PAUSE_S = 5.0
 _LONGEST_S = 3600.0
@@ -71,7 +55,7 @@ _CHANGES: Mapping[str, tuple[str, ...]] = {
     "run.alarm": (pages.SUMMARY, pages.RECORD),
     "rollout.load": (pages.TIME,),
     "run.load": (pages.TIME,),
-    "run.progress": (pages.PROGRESS, pages.TIME),
+    "run.progress": (pages.PROGRESS, pages.TIME, pages.REWARD),
     "run.state": (pages.SUMMARY, pages.RECORD),
 }
 #: The first page, and one that is urgent, wait so long for what comes together with it.
@@ -90,7 +74,7 @@ class RunPage:
         self._run = run
         self._clock = clock
         # Only an earlier process of the flow run can have made some.
-        keys = _PACES if flow_run.run_count > 1 else ()
+        keys = _MADE if flow_run.run_count > 1 else ()
         self._artifacts = FlowArtifacts(flow_run.id, keys, run.mask)
         self._lock = threading.Lock()
         self._began_s = clock()
@@ -140,7 +124,7 @@ class RunPage:
         """Seconds until there may be something to tell."""
         with self._lock:
             now = self._clock()
-            due = min(self._due_at_s(key, now) for key in _PACES)
+            due = min(self._due_at_s(key, now) for key in _MADE)
             if self._changed:
                 due = min(due, self._urgent_at_s)
             return min(_LONGEST_S, max(0.0, max(due, self._not_before_s) - now))
@@ -160,7 +144,7 @@ class RunPage:
                 self._changed.update((pages.SUMMARY, pages.REWARD), self._told_at_s)
             due = [
                 key
-                for key in _PACES
+                for key in _MADE
                 if (key in self._changed and (is_last or self._urgent_at_s <= now))
                 or self._due_at_s(key, now) <= now
             ]
@@ -172,7 +156,7 @@ class RunPage:
         left = [*due]
         try:
             view = self._view()
-            found = [(key, (_PACES[key].made or self._curve)(view)) for key in due]
+            found = [(key, (_MADE[key][1] or self._curve)(view)) for key in due]
             with ExitStack() as stack:
                 client = None
                 for key, shown in found:
@@ -192,21 +176,13 @@ class RunPage:
                 self._drawn = 0 if pages.REWARD in left else self._drawn
 
     def _due_at_s(self, key: str, now: float) -> float:
-        pace, told_at, age_s = _PACES[key], self._told_at_s.get(key), now - self._began_s
-        every_s = pace.every_s
-        if pace.is_steady:
-            every_s = max(every_s, min(age_s * _STEADY_PART, _STEADY_AT_MOST_S))
+        told_at, age_s = self._told_at_s.get(key), now - self._began_s
         if key in self._changed:
+            every_s = max(_MADE[key][0], min(age_s * _EVERY_PART, _EVERY_AT_MOST_S))
             return now if told_at is None else told_at + every_s
-        if told_at is None:
-            # A curve has no event of its own; the others wait for their first one.
-            return now if key == pages.REWARD and self._run.attempt is not None else float("inf")
-        if not pace.renewed_s:
+        if told_at is None or key not in _RENEWED:
             return float("inf")
-        if pace.is_steady:
-            return told_at + every_s
-        grown_s = min(age_s * _RENEWED_PART, _RENEWED_AT_MOST_S)
-        return told_at + max(pace.renewed_s, grown_s)
+        return told_at + max(_RENEWED_S, min(age_s * _RENEWED_PART, _RENEWED_AT_MOST_S))
 
     def _view(self) -> RunView:
         run, record = self._run, self._run.record.content
