@@ -189,9 +189,7 @@ def curve_shown(view: RunView, figures: Figures) -> Shown | None:
         f"{title}: {pictures.number_text(values[0])} at first, "
         f"{pictures.number_text(values[-1])} at {step} {pictures.number_text(points[-1][0])}"
     )
-    every = -(-len(points) // _ROWS_AT_MOST)
-    listed = [*points[::every], *points[-1:]] if (len(points) - 1) % every else points[::every]
-    rows = [[pictures.number_text(at), pictures.number_text(value)] for at, value in listed]
+    rows = [list(map(pictures.number_text, one)) for one in pictures.thinned(points, _ROWS_AT_MOST)]
     parts = [
         f"{text(said)}. From {code(figures.path)}, as of {moment(view.at)}.",
         table((text(step), text(name)), rows),

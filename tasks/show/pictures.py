@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
 from typing import Any, NamedTuple
 from xml.sax.saxutils import escape, quoteattr
 
@@ -109,18 +108,14 @@ Point = tuple[float, float]
 
 _HEIGHT = 280
 _LEFT, _RIGHT, _TOP, _BOTTOM = 66.0, WIDTH - 18.0, 60.0, _HEIGHT - 48.0
-_COLOR, _BAND = "#0969da", "#b6d7ff"
-#: More points than so are drawn as the mean of neighbours, and how far these spread.
-_POINTS_AT_MOST = 240
+_COLOR = "#0969da"
+_POINTS_AT_MOST = 500
 
 
-class _Neighbours(NamedTuple):
-    """Neighbours that are drawn as one."""
-
-    x: float
-    y: float
-    low: float
-    high: float
+def thinned(points: Sequence[Point], at_most: int) -> Sequence[Point]:
+    """At most so many of them, evenly, with the first and the last one."""
+    every = -(-(len(points) - 1) // (at_most - 1)) or 1
+    return [*points[:-1:every], points[-1]]
 
 
 def curve_of(points: Sequence[Point], *, x: str, y: str, title: str) -> str:
@@ -129,9 +124,8 @@ def curve_of(points: Sequence[Point], *, x: str, y: str, title: str) -> str:
     Args:
         points: finite, in order; at least one.
     """
-    groups = [*_grouped(points)]
-    xs = _Scale([p for p, _ in points], _LEFT, _RIGHT, margin=0)
-    ys = _Scale([v for one in groups for v in (one.low, one.high)], _BOTTOM, _TOP, margin=0.06)
+    xs = _Scale([x for x, _ in points], _LEFT, _RIGHT, margin=0)
+    ys = _Scale([y for _, y in points], _BOTTOM, _TOP, margin=0.06)
     first, last = points[0][1], points[-1][1]
     best = max(value for _, value in points)
     at = [number_text(value) for value in (first, last, best)]
@@ -141,7 +135,7 @@ def curve_of(points: Sequence[Point], *, x: str, y: str, title: str) -> str:
             svg_text(16, 25, title, size=15, bold=True, room=_RIGHT - 16),
             svg_text(16, 44, said, color=PALE),
             *_axes(xs, ys, x, y),
-            *_drawn(groups, xs, ys),
+            *_drawn([(xs(x), ys(y)) for x, y in thinned(points, _POINTS_AT_MOST)]),
         ],
         height=_HEIGHT,
         title=f"{title}: {said}",
@@ -177,28 +171,15 @@ def _axes(xs: _Scale, ys: _Scale, x: str, y: str) -> Iterator[str]:
     yield f'<g transform="translate(16 {middle:g}) rotate(-90)">{turned}</g>'
 
 
-def _drawn(groups: Sequence[_Neighbours], xs: _Scale, ys: _Scale) -> Iterator[str]:
-    if any(one.low < one.high for one in groups):
-        upper = [f"{xs(one.x):.1f},{ys(one.high):.1f}" for one in groups]
-        lower = [f"{xs(one.x):.1f},{ys(one.low):.1f}" for one in reversed(groups)]
-        yield f'<polygon points="{" ".join([*upper, *lower])}" fill="{_BAND}"/>'
-    if len(groups) > 1:
-        points = " ".join(f"{xs(one.x):.1f},{ys(one.y):.1f}" for one in groups)
+def _drawn(points: Sequence[Point]) -> Iterator[str]:
+    """In pixels."""
+    if len(points) > 1:
         yield (
-            f'<polyline points="{points}" fill="none" stroke="{_COLOR}" stroke-width="2"'
-            ' stroke-linejoin="round"/>'
+            f'<polyline points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in points)}" fill="none"'
+            f' stroke="{_COLOR}" stroke-width="2" stroke-linejoin="round"/>'
         )
-    last = groups[-1]
-    yield f'<circle cx="{xs(last.x):.1f}" cy="{ys(last.y):.1f}" r="3.5" fill="{_COLOR}"/>'
-
-
-def _grouped(points: Sequence[Point]) -> Iterator[_Neighbours]:
-    size = -(-len(points) // _POINTS_AT_MOST)
-    for begin in range(0, len(points), size):
-        part = points[begin : begin + size]
-        values = [value for _, value in part]
-        x = part[-1][0] if begin + size >= len(points) else fmean(x for x, _ in part)
-        yield _Neighbours(x, fmean(values), min(values), max(values))
+    x, y = points[-1]
+    yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{_COLOR}"/>'
 
 
 #: The last ones are drawn, and more of them listed.
