@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -32,37 +32,22 @@ QUESTIONS = ("http", "tcp", "log", "file", "notify", "alive_s")
 Scalar = str | int | float | bool | None
 
 
-def _equal(found: object, asked: object) -> bool:
-    # In Python 1 == True, in JSON it is not.
-    return isinstance(found, bool) == isinstance(asked, bool) and found == asked
-
-
-_RELATIONS: dict[str, Callable[[Any, Any], bool]] = {
-    "is": _equal,
-    "not": lambda found, asked: not _equal(found, asked),
-    "min": lambda found, asked: is_number(found) and found >= asked,
-    "max": lambda found, asked: is_number(found) and found <= asked,
-}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Condition:
     """What one value of a JSON answer must be."""
 
     #: Keys, and indexes of lists, joined by dots.
     key: str
-    #: is | not | min | max
-    relation: str
-    #: What the value is compared with.
+    #: What the value must be, or what it must not be.
     asked: Scalar
+    is_not: bool = False
 
     @classmethod
     def of(cls, key: str, written: object) -> Condition:
-        """From the way it stands in the spec: a value, or {not: value}, {min: n}, {max: n}."""
+        """From the way it stands in the spec: a value, or {not: value}."""
         if isinstance(written, Mapping):
-            [(relation, asked)] = written.items()
-            return cls(key=key, relation=relation, asked=asked)
-        return cls(key=key, relation="is", asked=written)  # type: ignore[arg-type]
+            return cls(key=key, asked=written["not"], is_not=True)
+        return cls(key=key, asked=written)  # type: ignore[arg-type]
 
     def unmet(self, answer: object) -> str:
         """Empty where it holds, else what was found: "batch_size is -1". A key that is not there
@@ -76,11 +61,12 @@ class Condition:
                     value = value[int(step)]
                 case _:
                     return f"{self.key} is not in the answer"
-        if _RELATIONS[self.relation](value, self.asked):
+        # In Python 1 == True, in JSON it is not.
+        is_same = isinstance(value, bool) == isinstance(self.asked, bool) and value == self.asked
+        if is_same != self.is_not:
             return ""
         found, asked = (shown(one).removeprefix("the text ") for one in (value, self.asked))
-        bound = {"min": "at least ", "max": "at most "}.get(self.relation, "")
-        return f"{self.key} is {found}{'' if self.relation == 'not' else f', not {bound}{asked}'}"
+        return f"{self.key} is {found}{'' if self.is_not else f', not {asked}'}"
 
 
 def number_at(content: Any, key: str) -> float | None:
@@ -98,13 +84,9 @@ def number_at(content: Any, key: str) -> float | None:
 def _condition(value: object) -> object:
     if not isinstance(value, Mapping):
         return _plain(value)
-    [relation] = value if len(value) == 1 else [""]
-    if relation not in ("not", "min", "max"):
-        raise refused("a condition is a value, or one of not, min, max", "write {not: VALUE}")
-    asked = _plain(value[relation])
-    if relation != "not" and not is_number(asked):
-        raise refused(f"{relation} must be a number, found {shown(asked)}")
-    return {relation: asked}
+    if [*value] != ["not"]:
+        raise refused("a condition is a value, or {not: VALUE}", "write one of the two")
+    return {"not": _plain(value["not"])}
 
 
 def _plain(value: object) -> Scalar:
@@ -187,7 +169,7 @@ class Probe(Model):
         alias="json",
         title="JSON conditions",
         description="What the answer to `http` must hold: keys joined by dots, each with the value "
-        "expected, or {not: value}, {min: number}, {max: number}.",
+        "expected, or {not: value}.",
         examples=[{"batch_size": {"not": -1}}],
     )
     tcp: Address | None = Field(

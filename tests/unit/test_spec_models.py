@@ -368,9 +368,8 @@ def test_a_spec_may_not_say(path: str, value: object, problem: str, remedy: str)
         ("trainer.env.", {"": "x"}, "must not be empty"),
         ("trainer.ports.0", ["Metrics"], "must be a small letter"),
         ("trainer.ready.json.a", {"http": HTTP, "json": {"a": [1]}}, "must be a text, a number"),
-        ("trainer.ready.json.a", {"http": HTTP, "json": {"a": {"is": 1}}}, "one of not, min, max"),
-        ("trainer.ready.json.a", {"http": HTTP, "json": {"a": {}}}, "one of not, min, max"),
-        ("trainer.ready.json.a", {"http": HTTP, "json": {"a": {"min": "1"}}}, "min must be a num"),
+        ("trainer.ready.json.a", {"http": HTTP, "json": {"a": {"is": 1}}}, "or {not: VALUE}"),
+        ("trainer.ready.json.a", {"http": HTTP, "json": {"a": {}}}, "or {not: VALUE}"),
         ("trainer.ready.json.a", {"http": HTTP, "json": {"a": math.nan}}, "must be a finite"),
     ],
 )
@@ -495,10 +494,6 @@ def test_the_constructor_refuses_what_a_file_may_not_say() -> None:
         ({"n": 1}, {"n": 1.0}, ""),
         ({"n": None}, {"n": None}, ""),
         ({"n": None}, {"n": 0}, "n is 0, not nothing"),
-        ({"n": {"min": 3}}, {"n": 3}, ""),  # inclusive
-        ({"n": {"min": 3}}, {"n": 2}, "n is 2, not at least 3"),
-        ({"n": {"max": 3}}, {"n": 4}, "n is 4, not at most 3"),
-        ({"n": {"min": 3}}, {"n": "4"}, "n is '4', not at least 3"),
         ({"a.b": "x"}, {"a": {"b": "x"}}, ""),
         ({"a.1.b": 2}, {"a": [{}, {"b": 2}]}, ""),
         ({"a.2": 2}, {"a": [1, 2]}, "a.2 is not in the answer"),
