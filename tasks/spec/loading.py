@@ -65,22 +65,14 @@ _Loader.add_constructor(f"{_TAG}float", _written_float)
 
 
 def read_text(path: Path) -> str:
-    """The text of a file.
-
-    Raises: InvalidSpec, it is not there, not a file, may not be read, or is not UTF-8.
-    """
+    """The text of a file. Raises: InvalidSpec, where it can't be read, or is not UTF-8."""
     try:
         return path.read_bytes().decode("utf-8-sig")
-    except FileNotFoundError:
-        fault = Fault(path="", problem="there is no such file")
-    except IsADirectoryError:
-        fault = Fault(path="", problem="it is a directory", remedy="name the YAML file in it")
     except OSError as error:
-        fault = Fault(path="", problem=f"it cannot be read: {error.strerror}")
+        problem = f"it can't be read: {error.strerror}"
     except UnicodeDecodeError as error:
         problem = f"not UTF-8: byte {error.object[error.start]:#04x} at offset {error.start}"
-        fault = Fault(path="", problem=problem, remedy="save it as UTF-8")
-    raise InvalidSpec((fault,), str(path))
+    raise InvalidSpec((Fault(path="", problem=problem),), str(path))
 
 
 def parse(text: str, source: str) -> object:

@@ -222,15 +222,13 @@ def _read_in(stage: dict[str, Any], path: str, places: Sequence[Path]) -> tuple[
 
 def _override(stages: Sequence[dict[str, Any]], override: str) -> tuple[Fault, ...]:
     """Notes a change from the command line in the `set` of its stage."""
-    path, equals, _ = override.partition("=")
-    name, dot, key = path.strip().partition(".")
     example = "grpo.success.step=20"
-    if not (equals and dot and key):
+    path, value, said, faults = read_override(override, example)
+    name, dot, key = path.partition(".")
+    if faults or not dot:
         problem = f"--set {override}: has no `STAGE.KEY=` before its value"
-        return (Fault(path="", problem=problem, remedy=f"write --set {example}"),)
-    _, value, said, faults = read_override(override, example)
-    if faults:
-        return tuple(replace(fault, path="") for fault in faults)
+        missing = (Fault(path="", problem=problem, remedy=f"write --set {example}"),)
+        return tuple(replace(fault, path="") for fault in faults) or missing
     names = [str(stage.get("name")) for stage in stages]
     if name not in names:
         remedy = did_you_mean(name, names) or f"known are {', '.join(names)}"

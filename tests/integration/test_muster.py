@@ -108,7 +108,7 @@ def test_the_records_of_this_machine_answer(shell: Shell, tmp_path: Path) -> Non
 VERBS = [
     (("trian", "muster.yaml"), 2, "did you mean `train`?"),
     (("train",), 2, "SPEC"),
-    (("train", "no.yaml"), 2, "there is no such file"),
+    (("train", "no.yaml"), 2, "No such file or directory"),
     (("init",), 1, "--force"),
     (("show", "nothing"), 2, "muster ls"),
     (("logs", "mine", "api"), 2, "trainer"),
@@ -116,7 +116,7 @@ VERBS = [
     (("submit", "muster.yaml"), 1, "muster up"),
     (("deploy", "muster.yaml"), 1, "muster up"),
     (("queue",), 1, "muster up"),
-    (("pipeline", "no.yaml"), 2, "there is no such file"),
+    (("pipeline", "no.yaml"), 2, "No such file or directory"),
     (("preflight", "--address", "127.0.0.1:1"), 2, "the dashboard's URL"),
     (("sweep", "--address", "http://127.0.0.1:1", "--run-id", "x"), 1, "127.0.0.1:1"),
     (("status",), 1, "muster up"),
