@@ -153,8 +153,7 @@ class Sglang(Backend):
         return (*words, "--host", place.host, "--port", str(place.port))
 
     def env(self, place: Place) -> dict[str, str]:
-        env = texts(self.fleet.env)
-        return {SGLANG_TIMEOUT: str(sglang_timeout_s(self.fleet.health.timeout_s, env))}
+        return {SGLANG_TIMEOUT: str(sglang_timeout_s(self.fleet.health.timeout_s))}
 
 
 class Lmdeploy(Backend):
