@@ -143,10 +143,6 @@ class Screen:
     def size(self) -> os.terminal_size:
         return self._size()
 
-    @property
-    def has_unicode(self) -> bool:
-        return self._console.encoding.lower().startswith("utf")
-
     def show(self, lines: Iterable[Line | Text], region: Sequence[Text] = ()) -> None:
         """Add lines, and draw the region anew; without a region there is none."""
         if self.is_gone:

@@ -113,7 +113,7 @@ class Terminal:
         if len(points) < 2:
             return
         columns = min(_CURVE_COLUMNS, self._screen.size.columns - 1)
-        if columns >= _CURVE_COLUMNS_AT_LEAST and self._screen.has_unicode:
+        if columns >= _CURVE_COLUMNS_AT_LEAST:
             for line in _curve(points, f"{name} by step", columns).splitlines():
                 self._add(Line(text=line.rstrip()))
         first, last = points[0][1], points[-1][1]
@@ -159,8 +159,7 @@ class Terminal:
             lines.insert(0, Line(text=f"({lost} lines could not be shown in time)", style="dim"))
         region = []
         if seen is not None and (room := self._screen.region_lines):
-            columns, has_unicode = self._screen.size.columns, self._screen.has_unicode
-            region = drawn(seen, columns=columns, lines=room, now=now, has_unicode=has_unicode)
+            region = drawn(seen, columns=self._screen.size.columns, lines=room, now=now)
         self._screen.show(lines, region)
 
 
@@ -193,9 +192,7 @@ _STYLES = {
 }
 
 
-def drawn(
-    seen: RunSeen, *, columns: int, lines: int, now: float, has_unicode: bool = True
-) -> list[Text]:
+def drawn(seen: RunSeen, *, columns: int, lines: int, now: float) -> list[Text]:
     """The region, no line wider and not more of them than there is room; nothing before there is
     anything to be seen.
 
@@ -205,7 +202,7 @@ def drawn(
     if not seen.has_begun:
         return []
     width = max(1, columns - 1)
-    below = [*_message(seen, width), *_progress(seen, width, now, has_unicode)]
+    below = [*_message(seen, width), *_progress(seen, width, now)]
     table = list(_table(rows_of(seen), width, now))
     room = max(1, lines - len(below))
     if len(table) > room:
@@ -213,7 +210,7 @@ def drawn(
         table = [*table[: room - 1], Text(f"  and {hidden} lines more", style="dim")]
     text = [*table, *below][:lines]
     for line in text:
-        line.truncate(width, overflow="ellipsis" if has_unicode else "crop")
+        line.truncate(width, overflow="ellipsis")
     return text
 
 
@@ -262,7 +259,7 @@ def _message(seen: RunSeen, width: int) -> Iterator[Text]:
         yield Text(line, style="yellow")
 
 
-def _progress(seen: RunSeen, width: int, now: float, has_unicode: bool) -> Iterator[Text]:
+def _progress(seen: RunSeen, width: int, now: float) -> Iterator[Text]:
     step, total = seen.pace.step, seen.total
     if step is None or seen.is_waiting:
         return
@@ -281,10 +278,9 @@ def _progress(seen: RunSeen, width: int, now: float, has_unicode: bool) -> Itera
     line = Text(left)
     bar = min(_BAR_AT_MOST, width - len(left) - len(right) - 4)
     if share is not None and bar >= _BAR_AT_LEAST:
-        full, empty = ("━", "─") if has_unicode else ("#", "-")
         done = round(share * bar)
-        line.append("  ").append(full * done, style="green")
-        line.append(empty * (bar - done), style="dim")
+        line.append("  ").append("━" * done, style="green")
+        line.append("─" * (bar - done), style="dim")
     line.append(f"  {right}" if right else "")
     yield line
 

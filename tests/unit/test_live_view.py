@@ -231,15 +231,6 @@ def test_in_forty_columns_the_state_of_each_component_is_still_there() -> None:
     assert sum("starting" in line for line in shown) == len(ROWS)
 
 
-def test_without_unicode_the_bar_is_ascii() -> None:
-    picture = viewed(event("run.progress", step=30), of=spec(progress=PROGRESS))
-
-    shown = drawn(picture, columns=60, lines=9, now=T, has_unicode=False)
-
-    bar = shown[-1].plain.split()[4]
-    assert bar == "#" * (len(bar) // 2) + "-" * (len(bar) // 2)
-
-
 @pytest.fixture
 def pace() -> Iterator[Callable[..., Pace]]:
     def of(*seen: tuple[float, float], total: float | None = 100) -> Pace:
