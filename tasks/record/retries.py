@@ -130,7 +130,8 @@ def decide(
         text = f"final: {kind.value}, {used} of {policy.attempts} attempts used"
         return Sequel(next=Next.FINAL, text=text)
     grown = policy.delay_s * _GROWTH ** min(step - 1, _POWERS)
-    delay_s = min(grown, policy.max_delay_s) * uniform(1 - _JITTER, 1 + _JITTER)
+    longest_s = max(policy.delay_s, policy.max_delay_s)
+    delay_s = min(grown, longest_s) * uniform(1 - _JITTER, 1 + _JITTER)
     start = f", from {resume_from}" if resume_from else ""
     count = f"{used + 1} of {policy.attempts}" if policy.attempts else ""
     if is_requeue:

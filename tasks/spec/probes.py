@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field
@@ -144,12 +144,6 @@ def _is_pattern(text: str) -> str:
     return text
 
 
-def _is_true(value: bool) -> bool:
-    if not value:
-        raise refused("must be true where it is written", "leave it out")
-    return value
-
-
 Pattern = Annotated[Text, AfterValidator(_is_pattern)]
 Url = Annotated[Text, AfterValidator(_is_url)]
 Address = Annotated[Text, BeforeValidator(_as_address)]
@@ -188,7 +182,7 @@ class Probe(Model):
         description="Waits for this file; a relative path starts where the component runs.",
         examples=["${attempt.dir}/registered"],
     )
-    notify: Annotated[bool, Field(strict=True), AfterValidator(_is_true)] | None = Field(
+    notify: Literal[True] | None = Field(
         None,
         description="Waits for the component's own READY=1 (sd_notify); its last STATUS= is shown.",
     )

@@ -230,19 +230,15 @@ def in_start_order(written: Mapping[Any, Any]) -> Mapping[Any, Any]:
 
 
 def refusals_of_order(written: Mapping[str, Any]) -> Iterator[Refusal]:
-    """One for each name in `start_order` that is no component's, or stands there twice."""
+    """One for each name in `start_order` that is no component's."""
     order, components = written.get(KEY), written.get("components")
     if not isinstance(order, list | tuple) or not isinstance(components, Mapping):
         return
     for index, name in enumerate(order):
-        if not isinstance(name, str):
-            continue
-        if name not in components:
+        if isinstance(name, str) and name not in components:
             known = [str(one) for one in components]
             remedy = did_you_mean(name, known) or f"take it out; known are {', '.join(known)}"
             yield (KEY, index), refused(f"there is no component {name!r}", remedy)
-        elif name in order[:index]:
-            yield (KEY, index), refused(f"names {name!r} again", "name each component once")
 
 
 #: The name of a fleet among the components of its run.
@@ -354,16 +350,8 @@ class Retry(Model):
         60, description="Before the first new try; it then grows. Of FLEET_LOST, left out, it is 5."
     )
     max_delay_s: Seconds = Field(
-        600, title="Longest delay (seconds)", description="How far the delay grows."
+        600, title="Longest delay (seconds)", description="How far the delay grows, if beyond it."
     )
-
-    @classmethod
-    def rules(cls, written: Mapping[str, Any]) -> Iterator[Refusal]:
-        delay, longest = written.get("delay_s", 60), written.get("max_delay_s", 600)
-        numbers = isinstance(delay, int | float) and isinstance(longest, int | float)
-        if numbers and delay > longest:
-            problem = f"{longest:g} is below delay_s, {delay:g}"
-            yield ("max_delay_s",), refused(problem, f"write {delay:g} or more")
 
 
 LIVE = "live"

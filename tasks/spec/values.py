@@ -419,7 +419,8 @@ def _fault(found: ErrorDetails) -> Fault:
     if kind == "refused":
         problem, remedy = context["problem"], context["remedy"]
     elif kind in ("enum", "literal_error"):
-        allowed = re.findall(r"'([^']*)'", str(context.get("expected")))
+        expected = str(context.get("expected"))
+        allowed = re.findall(r"'([^']*)'", expected) or [expected.lower()]
         problem = f"must be {listed(allowed, 'or')}, found {shown(value)}"
         remedy = did_you_mean(value, allowed)
     elif kind in ("string_too_short", "too_short"):

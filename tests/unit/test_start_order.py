@@ -100,6 +100,7 @@ def test_so_does_that_of_a_stage_with_the_spec_of_a_deployment(file: Path) -> No
         ({"start_order": NAMES[::-1]}, NAMES[::-1]),
         # a component that was added in a form
         ({"start_order": ["trainer", "judge"]}, ["trainer", "judge", "environment", "sandbox"]),
+        ({"start_order": [*NAMES, NAMES[0]]}, NAMES),  # a name counts once
     ],
 )
 def test_components_start_as_ordered_or_as_written(more: dict[str, Any], order: list[str]) -> None:
@@ -141,10 +142,6 @@ def test_the_order_outlives_each_rewriting_of_the_spec() -> None:
             "start_order.0: there is no component 'x' "
             "(take it out; known are environment, sandbox, judge, trainer)",
         ),
-        (
-            ["judge", "trainer", "judge"],
-            "start_order.2: names 'judge' again (name each component once)",
-        ),
         ("judge", "start_order: must be a list, found the text 'judge' (write [ITEM, ...])"),
         ([1], "start_order.0: must be text, found 1"),
         ([["judge"]], "start_order.0: must be text, found a list"),
@@ -155,7 +152,7 @@ def test_a_name_that_orders_nothing_is_a_fault(order: object, expected: str) -> 
 
 
 def test_every_fault_of_the_order_is_told_at_once_beside_those_of_the_components() -> None:
-    data = spec("api", "trainer", start_order=["api", "api", "traner"])
+    data = spec("api", "trainer", start_order=["api", "treiner", "traner"])
     data["components"]["api"] = {}
 
     assert [fault.partition(":")[0] for fault in faults_of(data)] == [
