@@ -139,7 +139,7 @@ class _Section:
             case {"enum": allowed}:
                 return ", ".join(f"`{value}`" for value in allowed)
             case {"const": value}:
-                return f"`{value}`"
+                return "`true`" if value is True else f"`{value}`"
             case {"type": "boolean"}:
                 return "`true`, `false`"
             case {"type": "integer" | "number" as kind}:
