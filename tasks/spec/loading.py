@@ -34,7 +34,7 @@ class _Loader(yaml.SafeLoader):
     """SafeLoader with plain decimal numbers only, that refuses a key which is written twice: PyYAML
     keeps the last and says nothing."""
 
-    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
         lines: dict[str, int] = {}
         for key, _ in node.value:
